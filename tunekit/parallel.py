@@ -1,0 +1,62 @@
+"""Where it runs. On one process every collective here is the identity, so recipes never ask how many there are."""
+
+import random
+import signal
+from types import FrameType
+
+import torch
+from torch import Tensor, nn
+
+
+class Run:
+    """Device, rank and random state of this process, for as long as the `with` block lasts.
+
+    SIGINT and SIGTERM do not end the block: they set `stopping`, which the recipe reads between two steps. A second
+    signal of the same kind does what it always did.
+    """
+
+    rank = 0
+    size = 1
+
+    def __init__(self, seed: int = 0, device: str = "auto") -> None:
+        self.seed = seed
+        cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
+        self.device = torch.device("cuda", 0) if cuda else torch.device("cpu")
+        self.stopping: signal.Signals | None = None
+        self.handlers: dict[int, object] = {}
+
+    def __enter__(self) -> "Run":
+        torch.manual_seed(self.seed)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self.handlers[number] = signal.signal(number, self.stop)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self.handlers.items():
+            signal.signal(number, handler)
+
+    def stop(self, number: int, frame: FrameType | None) -> None:
+        self.stopping = signal.Signals(number)
+        signal.signal(number, self.handlers[number])
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process speaks and writes for all."""
+        return self.rank == 0
+
+    def sum(self, value: Tensor) -> Tensor:
+        """The sum over all ranks."""
+        return value
+
+    def sync_gradients(self, model: nn.Module, on: bool) -> None:
+        """Whether the next backward pass adds gradients up over the ranks."""
+
+    def seed_step(self, step: int) -> None:
+        """Randomness of a step (dropout) depends on (seed, step, rank) alone, so a resumed run draws the same."""
+        torch.manual_seed(random.Random(f"{self.seed} {step} {self.rank}").getrandbits(63))
+
+
+@torch.no_grad()
+def put(target: Tensor, whole: Tensor) -> None:
+    """Copy a whole tensor into a parameter, which keeps the part of it that lives on this rank."""
+    target.copy_(whole)
