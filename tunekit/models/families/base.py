@@ -1,0 +1,132 @@
+"""What Llama is, which most families are with small changes: reading config.json, and the names of a checkpoint."""
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any, get_args
+
+from tunekit.models.spec import (
+    MLP,
+    Act,
+    Attention,
+    DecoderSpec,
+    Layer,
+    LinearScaling,
+    Llama3Scaling,
+    Norm,
+    Rope,
+    Scaling,
+    YarnScaling,
+)
+from tunekit.models.weights import Row
+
+Config = Mapping[str, Any]
+
+LLAMA = (
+    Row("embed", "model.embed_tokens"),
+    Row("norm", "model.norm"),
+    Row("head", "lm_head"),
+    Row("layers.{}.attn", "model.layers.{}.self_attn"),
+    Row("layers.{}.mlp", "model.layers.{}.mlp"),
+    Row("layers.{}.attn_norm", "model.layers.{}.input_layernorm"),
+    Row("layers.{}.mlp_norm", "model.layers.{}.post_attention_layernorm"),
+)
+
+# What a config.json may leave out, as the families' reference implementations fill it in.
+OPTIONAL = {
+    "attention_bias": False,
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "max_position_embeddings": 2048,
+    "mlp_bias": False,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10_000.0,
+    "tie_word_embeddings": False,
+}
+# "gelu_new" and "gelu_pytorch_tanh" are two names of one function.
+ACTS = {"gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
+
+
+def complete(c: Config, **defaults: Any) -> dict[str, Any]:
+    """config.json with what it leaves out or sets to null filled in."""
+    return OPTIONAL | defaults | {key: value for key, value in c.items() if value is not None}
+
+
+def rope(c: Config) -> Rope:
+    """Rotation in either spelling: `rope_parameters` holds all, or `rope_theta` and `rope_scaling` stand apart."""
+    p = {"rope_theta": c["rope_theta"]} | (c.get("rope_scaling") or {}) | (c.get("rope_parameters") or {})
+    part = p.get("partial_rotary_factor") or c.get("partial_rotary_factor") or 1.0
+    return Rope(float(p["rope_theta"]), None if part == 1.0 else int(head_dim(c) * part), scaling(p, c))
+
+
+def scaling(p: Config, c: Config) -> Scaling | None:
+    kind = p.get("rope_type") or p.get("type") or "default"
+    context = p.get("original_max_position_embeddings") or c["max_position_embeddings"]
+    match kind:
+        case "default":
+            return None
+        case "linear":
+            return LinearScaling(p["factor"])
+        case "llama3":
+            return Llama3Scaling(p["factor"], p["low_freq_factor"], p["high_freq_factor"], context)
+        case "yarn":
+            return yarn(p, context, c["max_position_embeddings"])
+    raise ValueError(f"rope type {kind!r} is not supported: default, linear, llama3 and yarn are")
+
+
+def yarn(p: Config, context: int, longest: int) -> YarnScaling:
+    factor = p.get("factor") or longest / context
+    both = p.get("mscale") and p.get("mscale_all_dim")
+    usual = growth(factor, p["mscale"]) / growth(factor, p["mscale_all_dim"]) if both else growth(factor, 1.0)
+    amplitude = p.get("attention_factor")
+    fast, slow = p.get("beta_fast") or 32.0, p.get("beta_slow") or 1.0
+    return YarnScaling(
+        factor, context, fast, slow, p.get("truncate", True), usual if amplitude is None else amplitude
+    )
+
+
+def growth(factor: float, weight: float) -> float:
+    """YaRN's magnitude of attention for rows `factor` times as long."""
+    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def head_dim(c: Config) -> int:
+    return c.get("head_dim") or c["hidden_size"] // c["num_attention_heads"]
+
+
+def attention(c: Config, **changes: Any) -> Attention:
+    heads = c["num_attention_heads"]
+    kv_heads = c.get("num_key_value_heads") or heads
+    if heads % kv_heads:
+        raise ValueError(f"num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}")
+    plain = {"bias": bool(c["attention_bias"]), "out_bias": bool(c["attention_bias"]), "rope": rope(c)}
+    return Attention(heads, kv_heads, head_dim(c), **(plain | changes))
+
+
+def mlp(c: Config) -> MLP:
+    act = ACTS.get(c["hidden_act"], c["hidden_act"])
+    if act not in get_args(Act):
+        raise ValueError(f"hidden_act {act!r} is not supported: {', '.join(get_args(Act))} are")
+    return MLP(c["intermediate_size"], act, bool(c["mlp_bias"]))
+
+
+def decoder(c: Config, layers: Iterable[Layer]) -> DecoderSpec:
+    return DecoderSpec(
+        vocab=c["vocab_size"],
+        dim=c["hidden_size"],
+        layers=tuple(layers),
+        norm=Norm(c["rms_norm_eps"]),
+        tied=bool(c["tie_word_embeddings"]),
+        std=c["initializer_range"],
+        context=c["max_position_embeddings"],
+    )
+
+
+def windows(c: Config) -> list[int | None]:
+    """The sliding window of each layer, from `layer_types` or from the flags that older configs use."""
+    count, window = c["num_hidden_layers"], c.get("sliding_window")
+    if kinds := c.get("layer_types"):
+        return [window if kind == "sliding_attention" else None for kind in kinds]
+    if not c.get("use_sliding_window"):
+        return [None] * count
+    first = c.get("max_window_layers", count)
+    return [window if i >= first else None for i in range(count)]

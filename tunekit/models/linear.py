@@ -1,0 +1,46 @@
+"""The linear layer and the embedding of every model: a weight, and a place for an update to it."""
+
+from collections.abc import Callable
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tunekit.parallel import put
+
+
+class Linear(nn.Linear):
+    """Weights are cast to the dtype of what comes in: trained weights may be fp32 while products run in bf16.
+
+    A format replaces `product`, `dense` and `fill`; an adapter sets `update`. The names of the parameters stay.
+    """
+
+    update: "Callable[[Linear, Tensor], Tensor] | None" = None
+
+    def product(self, x: Tensor) -> Tensor:
+        """x W^T + b: (..., in) to (..., out)."""
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return F.linear(x, self.weight.to(x.dtype), bias)
+
+    def dense(self) -> Tensor:
+        """The weight (out, in) as numbers."""
+        return self.weight
+
+    def fill(self, weight: Tensor) -> None:
+        """Take a weight (out, in) as it stands in a checkpoint."""
+        put(self.weight, weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.product(x) if self.update is None else self.update(self, x)
+
+
+class Embedding(nn.Embedding):
+    """Rows of a table; an adapter may set `update` here as well."""
+
+    update: "Callable[[Embedding, Tensor], Tensor] | None" = None
+
+    def product(self, tokens: Tensor) -> Tensor:
+        """(...) token ids to (..., dim)."""
+        return F.embedding(tokens, self.weight)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.product(tokens) if self.update is None else self.update(self, tokens)
