@@ -1,0 +1,37 @@
+# `make quickstart` and `make test` need nothing but Python 3.11 or newer: they make .venv, install, and run.
+PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
+	$$p -c 'import sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+WORKERS ?= 2
+BIN := .venv/bin
+PINS := pyproject.toml setup.py constraints.txt
+
+.PHONY: quickstart test lint clean
+
+quickstart: .venv/core  ## fine-tune a small model, then ask it what it has learnt
+	$(BIN)/tune run sft nano/tools_lora
+	$(BIN)/tune run evaluate nano/tools
+
+test: .venv/dev  ## one thread for each worker, or they fight for the cores
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests --numprocesses $(WORKERS) --dist worksteal --durations 15 $(ARGS)
+
+lint: .venv/dev
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/pyright
+
+clean:
+	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+.venv/python:
+	@test -n "$(PYTHON)" || { echo "tunekit needs Python 3.11 or newer (with venv); none was found" >&2; exit 1; }
+	$(PYTHON) -m venv .venv
+	@touch $@
+
+.venv/core: .venv/python $(PINS)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable .
+	@touch $@
+
+.venv/dev: .venv/python $(PINS)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch .venv/core $@

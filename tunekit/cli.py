@@ -1,0 +1,164 @@
+"""The `tune` command: from words to a verb. Nothing heavy is imported; the module of a verb is loaded when called."""
+
+import argparse
+import os
+import platform
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from importlib import import_module, metadata
+from typing import NoReturn
+
+from tunekit import catalog
+from tunekit.errors import UserError
+
+
+class Parser(argparse.ArgumentParser):
+    """Argparse whose complaints are `UserError`s, printed like every other mistake."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message} (`{self.prog} --help` shows the words)")
+
+
+def _ls(verb: Parser) -> None:
+    verb.add_argument("filter", nargs="?", default="", metavar="FILTER", help="show only names that contain this")
+    verb.add_argument("--json", action="store_true", help="for programs")
+
+
+def _cp(verb: Parser) -> None:
+    verb.add_argument("name", metavar="NAME", help="recipe or config")
+    verb.add_argument("dest", nargs="?", default=".", metavar="FILE", help="new file or folder (default: here)")
+    verb.add_argument("--force", action="store_true", help="overwrite a file that is there")
+
+
+def _cat(verb: Parser) -> None:
+    verb.add_argument("name", metavar="NAME", help="recipe or config")
+
+
+def _validate(verb: Parser) -> None:
+    verb.add_argument("config", metavar="CONFIG", help="name or file of a config")
+    verb.add_argument("overrides", nargs="*", metavar="key=value", help="values that replace those of the config")
+    verb.add_argument("--recipe", metavar="RECIPE", help="name or file (default: what the config says)")
+    _imports(verb)
+
+
+def _run(verb: Parser) -> None:
+    verb.add_argument("recipe", metavar="RECIPE", help="name of a recipe, or a file of your own")
+    verb.add_argument("overrides", nargs="*", metavar="CONFIG key=value", help="config (name or file), then overrides")
+    verb.add_argument("--config", metavar="CONFIG", help="the config, if it is not the second word")
+    verb.add_argument("--gpus", type=_count, metavar="N", help="how many GPUs (default: one if there is one)")
+    verb.add_argument("--fresh", action="store_true", help="start over: erase what the run folder holds")
+    _imports(verb)
+
+
+def _download(verb: Parser) -> None:
+    verb.add_argument("repo", metavar="REPO", help="name on the Hugging Face Hub, such as Qwen/Qwen3-0.6B")
+    verb.add_argument("--revision", metavar="NAME", help="branch, tag or commit")
+    verb.add_argument("--include", action="append", default=[], metavar="GLOB", help="only such files; repeatable")
+    verb.add_argument("--exclude", action="append", default=[], metavar="GLOB", help="not such files; repeatable")
+    verb.add_argument("--to", metavar="DIR", help="a folder of your own (default: the cache of the Hub)")
+    verb.add_argument("--token", metavar="TOKEN", help="access token (default: $HF_TOKEN, or that of `hf auth login`)")
+
+
+def _chat(verb: Parser) -> None:
+    verb.add_argument("model", metavar="MODEL", help="folder of a model or a run, or a name on the Hub")
+    verb.add_argument("--system", metavar="TEXT", help="what the system message says")
+    verb.add_argument("--temperature", type=float, default=0.7, metavar="T", help="0: likeliest token (default: 0.7)")
+    verb.add_argument("--top-p", type=float, default=0.95, metavar="P", help="draw from this share (default: 0.95)")
+    verb.add_argument("--max-tokens", type=_count, default=1024, metavar="N", help="longest answer (default: 1024)")
+    verb.add_argument("--seed", type=int, default=0, metavar="N", help="the same seed gives the same answers")
+
+
+def _options(verb: Parser) -> None:
+    verb.add_argument("recipe", metavar="RECIPE", help="name or file of a recipe")
+    verb.add_argument("--schema", action="store_true", help="JSON Schema for editors, not Markdown")
+
+
+def _completion(verb: Parser) -> None:
+    verb.add_argument("shell", choices=("bash", "zsh", "fish"), help="prints a script for this shell to source")
+
+
+def _imports(verb: Parser) -> None:
+    own = {"action": "append", "default": [], "metavar": "FILE", "help": "Python file with choices of your own"}
+    verb.add_argument("--import", dest="imports", **own)
+
+
+def _count(word: str) -> int:
+    if not word.isdecimal() or int(word) < 1:
+        raise argparse.ArgumentTypeError(f"'{word}' is no number from 1 up")
+    return int(word)
+
+
+VERBS: dict[str, tuple[str, Callable[[Parser], None]]] = {
+    "ls": ("list recipes and configs", _ls),
+    "cp": ("copy a recipe or config, to make it your own", _cp),
+    "cat": ("print a recipe or config", _cat),
+    "validate": ("check a config before anything runs", _validate),
+    "run": ("run a recipe", _run),
+    "download": ("fetch a model", _download),
+    "chat": ("talk with a model", _chat),
+    "options": ("list every option of a recipe", _options),
+    "completion": ("print a script that completes words in your shell", _completion),
+}
+
+
+def tree() -> tuple[Parser, dict[str, Parser]]:
+    """The parser of `tune`, and those of its verbs."""
+    top = Parser(prog="tune", description="Fine-tune language models.", allow_abbrev=False)
+    top.add_argument("--version", action="store_true", help="print versions")
+    verbs = top.add_subparsers(title="verbs", dest="verb", metavar="VERB", parser_class=Parser)
+    parsers = {}
+    for name, (line, arguments) in VERBS.items():
+        parsers[name] = verbs.add_parser(
+            name, help=line, description=f"{line[0].upper()}{line[1:]}.", allow_abbrev=False
+        )
+        arguments(parsers[name])
+        parsers[name].add_argument("--debug", action="store_true", help="show the traceback of an error")
+    return top, parsers
+
+
+def dispatch(words: Sequence[str]) -> None:
+    """Parse the words and do what they say."""
+    top, parsers = tree()
+    if words and not words[0].startswith("-") and words[0] not in VERBS:
+        raise UserError(f"no verb '{words[0]}'{catalog.hint(words[0], VERBS) or ';'} `tune --help` lists them")
+    args, rest = top.parse_known_args(words)
+    if args.version:
+        print(
+            f"tunekit {metadata.version('tunekit')}, torch {metadata.version('torch')}, Python {platform.python_version()}"
+        )
+    elif args.verb is None:
+        top.print_help()
+    else:
+        args.tree = top, parsers
+        _take(args, rest, parsers[args.verb])
+        import_module(f"tunekit.commands.{args.verb}").main(args)
+
+
+def _take(args: argparse.Namespace, rest: list[str], verb: Parser) -> None:
+    """Overrides may stand behind an option, where argparse leaves them over. Anything else left over is a mistake."""
+    wrong = [word for word in rest if word.startswith("-") or "overrides" not in args]
+    if wrong:
+        known = [name for name in verb._option_string_actions if name.startswith("--")]
+        verb.error(f"unknown word '{wrong[0]}'{catalog.hint(wrong[0], known)}")
+    if rest:
+        args.overrides += rest
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code: 2 for a mistake, 130 for Ctrl-C."""
+    words = sys.argv[1:] if words is None else words
+    try:
+        dispatch(words)
+        sys.stdout.flush()
+    except UserError as error:
+        if "--debug" in words:
+            traceback.print_exc()
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader has gone, as in `tune ls | head`; nothing is left to say
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    return 0

@@ -1,0 +1,46 @@
+"""`tune ls`: what there is to run."""
+
+import argparse
+import json
+
+from tunekit import catalog
+from tunekit.errors import UserError
+
+
+def main(args: argparse.Namespace) -> None:
+    """Print recipes with their configs, those whose names contain the filter."""
+    rows = [kept for row in table() if (kept := matching(row, args.filter.lower()))]
+    if not rows:
+        names = [*catalog.recipes(), *catalog.configs()]
+        raise UserError(f"nothing is called '{args.filter}'{catalog.hint(args.filter, names)}")
+    print(json.dumps(rows, indent=2) if args.json else text(rows))
+
+
+def table() -> list[dict]:
+    """Every recipe, in one line of its own words, with the configs written for it."""
+    configs = [
+        (catalog.written_for(path), {"name": name, "about": catalog.about(path)})
+        for name, path in catalog.configs().items()
+    ]
+    return [
+        {"recipe": name, "about": catalog.about(path), "configs": [row for recipe, row in configs if recipe == name]}
+        for name, path in catalog.recipes().items()
+    ]
+
+
+def matching(row: dict, part: str) -> dict | None:
+    """The recipe with all its configs if its name matches, with those that match otherwise."""
+    if part in row["recipe"].lower():
+        return row
+    configs = [config for config in row["configs"] if part in config["name"].lower()]
+    return {**row, "configs": configs} if configs else None
+
+
+def text(rows: list[dict]) -> str:
+    """Two columns: names, and what they are."""
+    lines = []
+    for row in rows:
+        lines.append((row["recipe"], row["about"]))
+        lines += [(f"  {config['name']}", config["about"]) for config in row["configs"]]
+    width = max(len(name) for name, _ in lines)
+    return "\n".join(f"{name:{width}}  {line}".rstrip() for name, line in lines)

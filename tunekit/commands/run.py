@@ -1,0 +1,47 @@
+"""`tune run`: a recipe with a config."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tunekit import launch
+from tunekit.checkpoint import workspace
+from tunekit.errors import UserError
+
+
+def main(args: argparse.Namespace) -> None:
+    """Check everything, then run."""
+    config, overrides = words(args)
+    recipe = launch.recipe(args.recipe)
+    cfg = launch.config(recipe, config, overrides, args.imports)
+    devices(args.gpus)
+    if args.fresh:
+        erase(cfg, args.recipe)
+    recipe.main(cfg)
+
+
+def words(args: argparse.Namespace) -> tuple[str, list[str]]:
+    """The config and the overrides: the config is the first word unless `--config` names it."""
+    if args.config:
+        return args.config, args.overrides
+    if not args.overrides or ("=" in args.overrides[0] and not Path(args.overrides[0]).is_file()):
+        raise UserError(f"which config? tune run {args.recipe} CONFIG key=value; `tune ls {args.recipe}` lists them")
+    return args.overrides[0], args.overrides[1:]
+
+
+def devices(wanted: int | None) -> None:
+    """Refuse GPUs that are not there."""
+    found = torch.cuda.device_count()
+    if wanted is not None and wanted > found:
+        raise UserError(f"--gpus {wanted}: this machine has {found or 'none'}; leave --gpus out to use what there is")
+    if wanted is not None and wanted > 1:
+        raise UserError(f"--gpus {wanted}: a run uses one GPU in this version; leave --gpus out")
+
+
+def erase(cfg: Any, recipe: str) -> None:
+    """Empty the run folder, for recipes that have one."""
+    if "out" not in vars(cfg):
+        raise UserError(f"--fresh: the recipe '{recipe}' keeps nothing to continue from; leave it out")
+    workspace.erase(Path(cfg.out))
