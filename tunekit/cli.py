@@ -124,9 +124,8 @@ def dispatch(words: Sequence[str]) -> None:
         raise UserError(f"no verb '{words[0]}'{catalog.hint(words[0], VERBS) or ';'} `tune --help` lists them")
     args, rest = top.parse_known_args(words)
     if args.version:
-        print(
-            f"tunekit {metadata.version('tunekit')}, torch {metadata.version('torch')}, Python {platform.python_version()}"
-        )
+        versions = (f"{name} {metadata.version(name)}" for name in ("tunekit", "torch"))
+        print(*versions, f"Python {platform.python_version()}", sep=", ")
     elif args.verb is None:
         top.print_help()
     else:

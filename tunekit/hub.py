@@ -31,9 +31,10 @@ class Files:
 
 
 READ = Files()
+SMALL = Files(include=("*.json", "*.jinja", "tokenizer.model", "*.txt"))  # all but the weights
 
 
-def resolve(name: str, revision: str | None = None) -> Path:
+def resolve(name: str, revision: str | None = None, files: Files = READ) -> Path:
     """The folder of a model. Nothing is fetched for a name that reads as a path."""
     folder = Path(name).expanduser()
     if folder.is_dir():
@@ -43,7 +44,7 @@ def resolve(name: str, revision: str | None = None) -> Path:
         return ours
     if name.startswith((".", "/", "~")) or "\\" in name or name.count("/") > 1:
         raise UserError(f"no such folder: {name}")
-    return download(name, revision)
+    return download(name, revision, files)
 
 
 def download(

@@ -67,21 +67,20 @@ complete -o bashdefault -o default -F _tune tune"""
 
 
 def bash_case(verb: Verb) -> str:
-    """What bash offers behind one verb."""
-    valued = "|".join(name for option in verb.options if option.valued for name in option.names) or "--"
-    values = [f"{'|'.join(option.names)}) words={quoted(option.words)} ;;" for option in verb.options if option.valued]
-    places = [f"*:{number}) words={quoted(words)} ;;" for number, words in enumerate(verb.places)]
-    options = [name for option in verb.options for name in option.names]
-    chosen = [f"{line.partition(')')[0].replace('|', ':*|')}:*){line.partition(')')[2]}" for line in values] + places
-    cases = "\n".join(f"                    {line}" for line in chosen)
+    """What bash offers behind one verb, by the word before the cursor and the place: after an option its values."""
+    valued = [option for option in verb.options if option.valued]
+    offers = [(f"{name}:*", option.words) for option in valued for name in option.names]
+    offers += [(f"*:{place}", words) for place, words in enumerate(verb.places)]
+    cases = "\n".join(f"                    {pattern}) words={quoted(words)} ;;" for pattern, words in offers)
+    skipped = "".join(f"{name}) ((i++)) ;; " for option in valued for name in option.names)
     return f"""            {verb.name})
                 for ((i = 2; i < COMP_CWORD; i++)); do
-                    case ${{COMP_WORDS[i]}} in {valued}) ((i++)) ;; -*) ;; *) ((place++)) ;; esac
+                    case ${{COMP_WORDS[i]}} in {skipped}-*) ;; *) ((place++)) ;; esac
                 done
                 case $before:$place in
 {cases}
                 esac
-                [[ $word == -* ]] && words={quoted(options)} ;;"""
+                [[ $word == -* ]] && words={quoted([name for option in verb.options for name in option.names])} ;;"""
 
 
 def zsh(verbs: list[Verb]) -> str:
