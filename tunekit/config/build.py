@@ -1,0 +1,155 @@
+"""The tree of nodes becomes dataclasses, and every mistake in it is told."""
+
+from typing import Any, Literal, get_args, get_origin
+
+from tunekit.config.choices import REQUIRED, Choices, Slot, generic, item_hint, kind_name, members, slots
+from tunekit.config.node import COMMAND, FAILED, Node
+from tunekit.config.problems import Path, Problems
+from tunekit.config.scalar import number
+from tunekit.config.source import shown
+from tunekit.config.suggest import key_message, kind_message, listed
+from tunekit.errors import FieldError, UserError
+
+_NAMES = {str: "text", int: "a whole number", float: "a number", bool: "true or false", type(None): "null"}
+
+
+class Builder:
+    """Builds an instance of `root` or `FAILED`, in which case `problems` says why."""
+
+    def __init__(self, root: type, choices: Choices, problems: Problems) -> None:
+        self.root, self.choices, self.problems = root, choices, problems
+
+    def value(self, slot: Slot, node: Node, path: Path) -> Any:
+        if node.value is FAILED:
+            return FAILED
+        found, value = _scalar(members(slot.hint), node)
+        if found:
+            return value
+        arguments = generic(slot.hint, tuple)
+        if isinstance(node.value, list) and arguments:
+            return self.items(arguments, node, path)
+        kinds, table = self.choices.kinds(slot), generic(slot.hint, dict)
+        if isinstance(node.value, dict) and table and not ("kind" in node.value and kinds):
+            return self.table(table[1], node, path)
+        if isinstance(node.value, dict) and kinds:
+            return self.choice(slot, node.value, node, path)
+        if isinstance(node.value, str) and (len(kinds) > 1 or node.value in kinds):
+            return self.choice(slot, {"kind": node}, node, path)
+        return self.wrong(slot, node, path)
+
+    def wrong(self, slot: Slot, node: Node, path: Path) -> Any:
+        got = f", got {shown(node.value)}"
+        self.problems.add(node.at, path, f"expected {self.expected(slot)}{got}{_hint(slot, node)}")
+        return FAILED
+
+    def expected(self, slot: Slot) -> str:
+        """What may stand in a slot, in words."""
+        kinds = self.choices.kinds(slot)
+        words = [listed(kinds)] if len(kinds) > 1 else [f"keys of {kind}" for kind in kinds]
+        for option in members(slot.hint):
+            if get_origin(option) is Literal:
+                words.append("one of " + ", ".join(shown(value) for value in get_args(option)))
+            elif get_origin(option) is tuple:
+                words.append(f"a list of {self.expected(Slot(get_args(option)[0]))}")
+            elif get_origin(option) is dict:
+                words.append("a mapping")
+            elif option in _NAMES:
+                words.append(_NAMES[option])
+        return " or ".join(words)
+
+    def items(self, arguments: tuple[Any, ...], node: Node, path: Path) -> Any:
+        if arguments[-1] is not Ellipsis and len(arguments) != len(node.value):
+            self.problems.add(node.at, path, f"expected a list of {len(arguments)}, got {len(node.value)} elements")
+            return FAILED
+        built = [self.value(Slot(item_hint(arguments, i)), item, (*path, str(i))) for i, item in enumerate(node.value)]
+        return FAILED if any(item is FAILED for item in built) else tuple(built)
+
+    def table(self, hint: Any, node: Node, path: Path) -> Any:
+        built = {key: self.value(Slot(hint), child, (*path, key)) for key, child in node.value.items()}
+        return FAILED if any(child is FAILED for child in built.values()) else built
+
+    def choice(self, slot: Slot, entries: dict[str, Node], node: Node, path: Path) -> Any:
+        """The member of a union that is named by `kind`, or the default one."""
+        kinds, named = self.choices.kinds(slot), entries.get("kind")
+        kind = self.choices.default_kind(slot) if named is None else named.value
+        if kind is FAILED:
+            return FAILED
+        if kind is None and named is None:
+            self.problems.add(node.at, path, f"no kind is given; write `kind:` with one of {', '.join(kinds)}")
+            return FAILED
+        if not isinstance(kind, str) or kind not in kinds:
+            at = path if named is node else (*path, "kind")
+            word = kind if isinstance(kind, str) else shown(kind)
+            self.problems.add(named.at if named else node.at, at, kind_message(word, kinds))
+            return FAILED
+        keys = {key: child for key, child in entries.items() if key != "kind"}
+        cls = kinds[kind]
+        base = slot.default if type(slot.default) is cls else None
+        return self.make(cls, base, kinds, (Node(keys, node.at), path))
+
+    def make(self, cls: type, base: Any, kinds: dict[str, type], written: tuple[Node, Path]) -> Any:
+        """An instance of `cls` from what is written; `base` has the values of the keys that are not."""
+        node, path = written
+        places, values = slots(cls, base), {}
+        for key, child in node.value.items():
+            if key in places:
+                values[key] = self.value(places[key], child, (*path, key))
+            else:
+                message = key_message(self.root, (*path, key), cls, kinds, self.choices)
+                self.problems.add(child.at, (*path, key), message)
+                values[key] = FAILED
+        for name, slot in places.items():
+            if name not in node.value and slot.default is REQUIRED:
+                self.problems.add(node.at, (*path, name), "is required, but missing")
+                values[name] = FAILED
+            elif name not in node.value and base is not None:
+                values[name] = slot.default
+        return FAILED if any(value is FAILED for value in values.values()) else self.called(cls, values, node, path)
+
+    def called(self, cls: type, values: dict[str, Any], node: Node, path: Path) -> Any:
+        """The class may refuse values that have the right type."""
+        try:
+            return cls(**values)
+        except FieldError as error:
+            inner = tuple(error.field.split("."))
+            self.problems.add(node.find(inner).at, (*path, *inner), error.message)
+        except (ValueError, UserError) as error:
+            self.problems.add(node.at, path, str(error) or f"{kind_name(cls)} refuses these values")
+        return FAILED
+
+
+def _scalar(options: tuple[Any, ...], node: Node) -> tuple[bool, Any]:
+    """Whether one of the options takes the scalar, and as what. A type that fits exactly comes first."""
+    value = node.value
+    if value == "None" and node.text and type(None) in options:
+        return False, None
+    literals = [item for option in options if get_origin(option) is Literal for item in get_args(option)]
+    if type(value) in options or any(type(value) is type(item) and value == item for item in literals):
+        return True, value
+    typed = number(value) if isinstance(value, str) else value  # other YAML readers take 2e-4 for text
+    if float in options and type(typed) in (int, float):
+        return True, float(typed)
+    if node.at == COMMAND:
+        if int in options and type(typed) is int:
+            return True, typed
+        if node.text in literals or (
+            str in options and node.text is not None and (node.text == "" or value is not None)
+        ):
+            return True, node.text
+    return False, None
+
+
+def _hint(slot: Slot, node: Node) -> str:
+    value = node.value
+    options = members(slot.hint)
+    if value == "None" and type(None) in options:
+        return "; write null for nothing"
+    if isinstance(value, list) or (generic(slot.hint, tuple) and not isinstance(value, dict)):
+        return "" if isinstance(value, list) else f"; a list is written [{value}]"
+    if str in options and node.text:
+        return f"; put text in quotes: '{node.text}'"
+    if bool in options and isinstance(value, str) and value.lower() in ("yes", "no", "on", "off"):
+        return f"; write {'true' if value.lower() in ('yes', 'on') else 'false'}"
+    if int in options and isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
+        return f"; write {int(value)}"
+    return ""

@@ -1,0 +1,119 @@
+"""The schema is the dataclasses: which keys a choice has, and which choices a field has."""
+
+from abc import ABC
+from collections.abc import Iterator
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from functools import cache
+from types import UnionType
+from typing import Any, Generic, Protocol, Union, get_args, get_origin, get_type_hints
+
+from tunekit.config.node import Node
+
+REQUIRED: Any = object()  # stands for the default of a key that has none
+_NO_BASE = {object, ABC, Generic, Protocol}  # everybody's bases say nothing about what a class is for
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A place for a value: what may stand there, and what stands there if nothing is written."""
+
+    hint: Any
+    default: Any = REQUIRED
+
+
+def kind_name(cls: type) -> str:
+    """What a choice is called in a config."""
+    return cls.__name__.lower()
+
+
+def members(hint: Any) -> tuple[Any, ...]:
+    """The options of a union; of anything else, itself."""
+    return get_args(hint) if get_origin(hint) in (UnionType, Union) else (hint,)
+
+
+def generic(hint: Any, origin: type) -> tuple[Any, ...] | None:
+    """The arguments of the first option that is a `tuple[...]` or `dict[...]`."""
+    return next((get_args(option) for option in members(hint) if get_origin(option) is origin), None)
+
+
+def item_hint(arguments: tuple[Any, ...], index: int) -> Any:
+    """The type of an element of `tuple[X, ...]` or `tuple[X, Y]`."""
+    return arguments[0] if arguments[-1] is Ellipsis else arguments[min(index, len(arguments) - 1)]
+
+
+@cache
+def _hints(cls: type) -> dict[str, Any]:
+    return get_type_hints(cls)
+
+
+def _default(field: Field) -> Any:
+    if field.default_factory is not MISSING:
+        return field.default_factory()
+    return REQUIRED if field.default is MISSING else field.default
+
+
+def slots(cls: type, instance: Any = None) -> dict[str, Slot]:
+    """The keys of a choice. With an instance, its values are the defaults."""
+    found = {}
+    for field in fields(cls):
+        if field.init:
+            default = _default(field) if instance is None else getattr(instance, field.name)
+            found[field.name] = Slot(_hints(cls)[field.name], default)
+    return found
+
+
+def _known(slot: Slot) -> list[type]:
+    return [option for option in members(slot.hint) if isinstance(option, type) and is_dataclass(option)]
+
+
+class Choices:
+    """Which classes may stand in a slot: those in its type, and the person's own classes that fit there."""
+
+    def __init__(self, own: tuple[type, ...] = ()) -> None:
+        self.own = own
+
+    def kinds(self, slot: Slot) -> dict[str, type]:
+        known = _known(slot)
+        return {kind_name(cls): cls for cls in (*self.fitting(known), *known)}
+
+    def fitting(self, known: list[type]) -> list[type]:
+        """The person's classes that derive from a known one, or from what all of several known ones derive from."""
+        bases = tuple(known)
+        if len(known) > 1:
+            shared = set.intersection(*(set(cls.__mro__) for cls in known)) - _NO_BASE
+            bases += tuple(shared)
+        return [cls for cls in self.own if issubclass(cls, bases)]
+
+    def default_kind(self, slot: Slot) -> str | None:
+        """The kind that is meant when none is named."""
+        kinds = self.kinds(slot)
+        for kind, cls in kinds.items():
+            if type(slot.default) is cls:
+                return kind
+        known = _known(slot)
+        return kind_name(known[0]) if len(known) == 1 else None
+
+    def kind_in(self, slot: Slot, node: Node) -> Any:
+        """The kind that `node` names, as a bare word or under `kind`; else the default one."""
+        if isinstance(node.value, dict):
+            return node.value["kind"].value if "kind" in node.value else self.default_kind(slot)
+        return node.value
+
+    def inside(self, slot: Slot, kind: Any) -> dict[str, Slot]:
+        """The keys of a kind in this slot; none if there is no such kind."""
+        cls = self.kinds(slot).get(kind) if isinstance(kind, str) else None
+        if cls is None:
+            return {}
+        return slots(cls, slot.default if type(slot.default) is cls else None)
+
+
+def every_slot(cls: type, choices: Choices, depth: int = 4) -> Iterator[tuple[tuple[str, ...], Slot]]:
+    """The slots of a class and of what stands in them, nearest first, with their paths."""
+    level: list[tuple[tuple[str, ...], dict[str, Slot]]] = [((), slots(cls))]
+    for _ in range(depth):
+        below = []
+        for path, keys in level:
+            for name, slot in keys.items():
+                yield (*path, name), slot
+                below += [((*path, name), slots(kind)) for kind in choices.kinds(slot).values()]
+        level = below

@@ -1,0 +1,79 @@
+"""A built config as data: every field written out, so that it can be read back, kept and compared."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import is_dataclass
+from typing import Any
+
+import yaml
+
+from tunekit.config.choices import Choices, Slot, generic, item_hint, kind_name, slots
+from tunekit.config.interpolate import escaped
+from tunekit.config.scalar import BOOL, FLOAT, INT, NULL
+
+
+def resolved(value: Any, recipe: str | None = None) -> dict[str, Any]:
+    """The complete config as plain data, in the order of the fields, `kind` first where there is a choice."""
+    head = {} if recipe is None else {"recipe": recipe}
+    return {**head, **{name: plain_value(getattr(value, name), slot.hint) for name, slot in slots(type(value)).items()}}
+
+
+def plain_value(value: Any, hint: Any) -> Any:
+    """A value of the type `hint` as plain data."""
+    if is_dataclass(value):
+        known = [*Choices().kinds(Slot(hint)).values()]
+        kind = {} if known == [type(value)] else {"kind": kind_name(type(value))}
+        return {**kind, **resolved(value)}
+    if isinstance(value, tuple):
+        arguments = generic(hint, tuple) or (None, ...)
+        return [plain_value(item, item_hint(arguments, i)) for i, item in enumerate(value)]
+    if isinstance(value, Mapping):
+        arguments = generic(hint, dict) or (str, None)
+        return {key: plain_value(child, arguments[1]) for key, child in value.items()}
+    return value
+
+
+def dump(value: Any, recipe: str | None = None) -> str:
+    """The complete config as YAML; `load(type(value), dump(value)) == value`."""
+    return yaml.dump(resolved(value, recipe), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=2**20)
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    """(dotted key, old, new) of every value that differs between two resolved configs; None where there is none."""
+    return _differences("", old, new)
+
+
+def _differences(at: str, old: Any, new: Any) -> list[tuple[str, Any, Any]]:
+    if isinstance(old, Mapping) and isinstance(new, Mapping):
+        pairs = [(key, old.get(key), new.get(key)) for key in dict.fromkeys([*old, *new])]
+    elif isinstance(old, list | tuple) and isinstance(new, list | tuple) and len(old) == len(new):
+        pairs = [(str(i), was, now) for i, (was, now) in enumerate(zip(old, new, strict=True))]
+    else:
+        same = (
+            old is new or (old == new and isinstance(old, bool) == isinstance(new, bool)) or (old != old and new != new)
+        )
+        return [] if same else [(at, old, new)]
+    return [found for key, was, now in pairs for found in _differences(f"{at}.{key}" if at else key, was, now)]
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes whatever our reader or a YAML 1.1 reader would take for something else than text."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _text(dumper: _Dumper, text: str) -> yaml.Node:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", escaped(text))
+
+
+def _list(dumper: _Dumper, items: list[Any]) -> yaml.Node:
+    """Numbers and words stand in one line."""
+    short = not any(isinstance(item, dict | list) for item in items)
+    return dumper.represent_sequence("tag:yaml.org,2002:seq", items, flow_style=short)
+
+
+_Dumper.add_representer(str, _text)
+_Dumper.add_representer(list, _list)
+for _name, _words in {"null": NULL, "bool": BOOL, "int": INT, "float": FLOAT}.items():
+    _Dumper.add_implicit_resolver(f"tag:yaml.org,2002:{_name}", re.compile(f"(?:{_words.pattern})$"), None)

@@ -1,0 +1,106 @@
+"""`key=value` from the command line, written into the tree before anything is built."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from tunekit.config.choices import REQUIRED, Choices, Slot, generic, item_hint, members
+from tunekit.config.dump import plain_value
+from tunekit.config.node import COMMAND, FAILED, Node, node_of
+from tunekit.config.problems import Path, Problems
+from tunekit.config.scalar import meaning
+from tunekit.config.source import parse
+
+_QUOTED = ("[", "{", '"', "'")  # a value that begins so is YAML; all else is one word, whatever is in it
+
+
+class Overrides:
+    """Writes overrides into a tree. The schema tells which kind a change starts from."""
+
+    def __init__(self, choices: Choices, problems: Problems) -> None:
+        self.choices, self.problems = choices, problems
+
+    def apply(self, root: Node, cls: type, items: Sequence[str]) -> Node:
+        """The tree with the items written into it, the last one winning."""
+        for item in items:
+            key, equals, text = item.partition("=")
+            path = tuple(part.strip() for part in key.split("."))
+            if item.startswith("-"):
+                self.problems.add(COMMAND, (), f"'{item}' is no option here; values are set by key=value")
+            elif not equals:
+                self.problems.add(COMMAND, (), f"'{item}' has no '='; write key=value")
+            elif not all(path):
+                self.problems.add(COMMAND, (), f"'{item}' has an empty key; write key=value or key.key=value")
+            else:
+                root = self.put(root, path, (), self.value(text.strip(), path), Slot(cls))
+        return root
+
+    def value(self, text: str, path: Path) -> Node:
+        if not text.startswith(_QUOTED):
+            return Node(meaning(text), COMMAND, text)
+        found = Problems()
+        node = parse(text, lambda line: COMMAND, found)
+        for line in found.lines:
+            said = line.partition(": ")[2]
+            self.problems.add(COMMAND, path, f"{said} in {text!r}; put text that is no YAML in quotes")
+        return node
+
+    def put(self, node: Node | None, rest: Path, done: Path, new: Node, slot: Slot | None) -> Node:
+        """`node` with `new` written at `rest`. Without a slot (an unknown key) the tree is followed all the same."""
+        if not rest:
+            return self.assigned(node, new, slot)
+        key, rest = rest[0], rest[1:]
+        node = self.opened(node, slot)
+        if isinstance(node.value, list):
+            return self.put_item(node, (key, *rest), done, new, slot)
+        if key == "kind" and not rest and slot and self.choices.kinds(slot):
+            return self.rekinded(node, new, slot)
+        child = self.put(node.value.get(key), rest, (*done, key), new, self.slot_of(slot, node, key))
+        return replace(node, value={**node.value, key: child})
+
+    def put_item(self, node: Node, rest: Path, done: Path, new: Node, slot: Slot | None) -> Node:
+        key, items = rest[0], node.value
+        if not key.isdecimal() or int(key) > len(items):
+            said = f"is a list of {len(items)}; write {'.'.join((*done, '0'))}=... for its first element"
+            self.problems.add(COMMAND, (*done, key), f"{'.'.join(done)} {said}")
+            return node
+        index = int(key)
+        arguments = generic(slot.hint, tuple) if slot else None
+        element = Slot(item_hint(arguments, index)) if arguments else None
+        old = items[index] if index < len(items) else None
+        item = self.put(old, rest[1:], (*done, key), new, element)
+        return replace(node, value=[*items[:index], item, *items[index + 1 :]])
+
+    def assigned(self, node: Node | None, new: Node, slot: Slot | None) -> Node:
+        """A bare word names a kind: what is written for the same kind stays."""
+        bare = isinstance(new.value, str) and slot and str not in members(slot.hint) and self.choices.kinds(slot)
+        if bare and slot and node and isinstance(node.value, dict):
+            return self.rekinded(node, new, slot)
+        return new
+
+    def rekinded(self, node: Node, kind: Node, slot: Slot) -> Node:
+        """Another kind drops the keys of the old one; those from the command line stay, to be used or complained of."""
+        same = self.choices.kind_in(slot, node) == kind.value
+        kept = {key: child for key, child in node.value.items() if same or child.at == COMMAND}
+        return replace(node, value={**kept, "kind": kind})
+
+    def opened(self, node: Node | None, slot: Slot | None) -> Node:
+        """A mapping or a list to write into: a bare word becomes its kind; a default list is written out."""
+        if node and (isinstance(node.value, dict | list) or node.value is FAILED):
+            return node if node.value is not FAILED else Node({}, COMMAND)
+        if slot is None:
+            return Node({}, COMMAND)
+        if node and isinstance(node.value, str) and self.choices.kinds(slot) and str not in members(slot.hint):
+            return Node({"kind": node}, node.at)
+        if arguments := generic(slot.hint, tuple):
+            default = () if node or slot.default is REQUIRED or slot.default is None else slot.default
+            items = [plain_value(item, item_hint(arguments, i)) for i, item in enumerate(default)]
+            return node_of(items, COMMAND, self.problems)
+        return Node({}, COMMAND)
+
+    def slot_of(self, slot: Slot | None, node: Node, key: str) -> Slot | None:
+        if slot is None:
+            return None
+        if self.choices.kinds(slot):
+            return self.choices.inside(slot, self.choices.kind_in(slot, node)).get(key)
+        arguments = generic(slot.hint, dict)
+        return Slot(arguments[1]) if arguments else None

@@ -1,0 +1,33 @@
+"""Mistakes are collected, so that a person sees all of them at once."""
+
+from collections.abc import Sequence
+
+from tunekit.errors import UserError
+
+Path = tuple[str, ...]  # the keys from the top of the config down to a value
+
+
+class ConfigError(UserError):
+    """All mistakes of a config, one line each: where it is written, which key, what is wrong."""
+
+    def __init__(self, lines: Sequence[str]) -> None:
+        super().__init__("\n".join(lines))
+        self.lines = tuple(lines)
+
+
+class Problems:
+    """The mistakes found so far. `at` is a place such as `c.yaml:12` or `command line`; empty parts are left out."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def add(self, at: str, path: Path, message: str) -> None:
+        parts = (at, ".".join(path), " ".join(message.split()))
+        line = ": ".join(part for part in parts if part)
+        if line not in self.lines:  # an alias brings the same line in twice
+            self.lines.append(line)
+
+    def check(self) -> None:
+        """Raise if anything is wrong."""
+        if self.lines:
+            raise ConfigError(self.lines)

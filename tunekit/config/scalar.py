@@ -1,0 +1,33 @@
+"""What an unquoted word means: YAML 1.2, in which `on`, `no`, `012` and `1:30` are text and `2e-4` is a number."""
+
+import re
+
+NULL = re.compile(r"~|null|Null|NULL|")
+BOOL = re.compile(r"true|True|TRUE|false|False|FALSE")
+_DIGITS = "[0-9]+(?:_[0-9]+)*"
+INT = re.compile(r"[-+]?(?:0|[1-9][0-9]*(?:_[0-9]+)*)")
+FLOAT = re.compile(
+    rf"[-+]?(?:(?:{_DIGITS}\.(?:{_DIGITS})?|\.{_DIGITS})(?:[eE][-+]?[0-9]+)?|{_DIGITS}[eE][-+]?[0-9]+)"
+    r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)"
+)
+_LONGEST = 300  # more digits than a float holds are no number that anybody means
+
+
+def meaning(text: str) -> str | int | float | bool | None:
+    """The value of an unquoted word."""
+    if NULL.fullmatch(text):
+        return None
+    if BOOL.fullmatch(text):
+        return text.lower() == "true"
+    return number(text)
+
+
+def number(text: str) -> str | int | float:
+    """A number if `text` is one, else the text itself."""
+    if len(text) > _LONGEST:
+        return text
+    if INT.fullmatch(text):
+        return int(text)
+    if FLOAT.fullmatch(text):
+        return float(re.sub(r"\.(inf|nan)$", r"\1", text.lower()))
+    return text
