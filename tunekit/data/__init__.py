@@ -1,0 +1,15 @@
+"""From rows in a file to micro-batches of tokens.
+
+source      where rows come from: a file, a folder, a bundled set or a Hub name, and which part of it (`train[:90%]`)
+table       a row and where it came from; a counted iterator of rows
+files       readers of JSON, JSON lines and CSV; parquet, hub: readers whose libraries are loaded only when used
+messages    checks a row's conversation before a template sees it
+tokenizer   text to ids and back, the checkpoint's special tokens, streamed decoding
+template    the checkpoint's Jinja chat template in a sandbox, with `{% generation %}`
+spans       which characters of a rendered conversation are learnt, and which tokens those are
+documents   tokenised rows, held flat
+rows        the choices of a recipe's `data:` (Chat, Instruct, Text)
+packing     which documents share a packed row
+batch       tokens, targets, positions and bounds of one micro-batch
+loader      step number to micro-batches: a pure function of (seed, step, rank)
+"""

@@ -1,0 +1,129 @@
+"""Step number to micro-batches: no state to save, the same rows whatever the ranks and the micro-batch."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+
+import numpy as np
+import torch
+
+from tunekit.data.batch import IGNORE, Batch
+from tunekit.data.documents import Document, Documents
+from tunekit.data.packing import pack
+
+
+class Order:
+    """Rows of an epoch, each the documents it holds: a pure function of (seed, epoch).
+
+    `capacity` is the tokens of a packed row; None: each document is a row of its own.
+    """
+
+    def __init__(self, lengths: np.ndarray, seed: int, shuffle: bool, capacity: int | None) -> None:
+        self.lengths, self.seed, self.shuffle, self.capacity = lengths, seed, shuffle, capacity
+        self.epoch = lru_cache(maxsize=1)(self.plan)
+
+    def plan(self, epoch: int) -> list[list[int]]:
+        random = np.random.default_rng([self.seed % 2**32, epoch])
+        order = random.permutation(len(self.lengths)) if self.shuffle else np.arange(len(self.lengths))
+        if self.capacity is None:
+            return [[document] for document in order.tolist()]
+        rows = pack(self.lengths, self.capacity, order)
+        return [rows[row] for row in random.permutation(len(rows))] if self.shuffle else sorted(rows, key=min)
+
+
+@dataclass(frozen=True)
+class Report:
+    """What an epoch holds. `tokens`, `learnt`, `longest` count tokens; `filled` is the used share of `packed` rows."""
+
+    rows: int
+    tokens: int
+    learnt: int
+    longest: int
+    truncated: int
+    packed: int | None
+    filled: float | None
+
+    def __str__(self) -> str:
+        parts = [
+            f"{self.rows:,} rows",
+            f"{self.tokens:,} tokens",
+            f"{self.learnt:,} learnt ({self.learnt / self.tokens:.0%})",
+            f"longest {self.longest:,}",
+        ]
+        parts += [f"{self.truncated:,} truncated"] if self.truncated else []
+        parts += [] if self.packed is None else [f"packed into {self.packed:,} rows, {self.filled:.1%} filled"]
+        return ", ".join(parts)
+
+
+class Loader:
+    """`loader[step]`: the micro-batches of this rank. Steps go on over epochs; the last of an epoch may be smaller."""
+
+    def __init__(self, documents: Documents, order: Order, batch: int, micro_batch: int, run, pad: int) -> None:
+        assert batch > 0 and micro_batch > 0 and len(documents) > 0
+        self.rows, self.order, self.batch, self.micro_batch, self.run, self.pad = (
+            documents,
+            order,
+            batch,
+            micro_batch,
+            run,
+            pad,
+        )
+        self.steps_per_epoch = -(-len(order.epoch(0)) // batch)
+
+    @property
+    def report(self) -> Report:
+        """What an epoch holds."""
+        rows, capacity = self.rows, self.order.capacity
+        packed = None if capacity is None else len(self.order.epoch(0))
+        return Report(
+            rows=len(rows),
+            tokens=len(rows.tokens),
+            learnt=rows.targets,
+            longest=int(rows.lengths.max()),
+            truncated=rows.truncated,
+            packed=packed,
+            filled=None if packed is None or capacity is None else len(rows.tokens) / (packed * capacity),
+        )
+
+    def __getitem__(self, step: int) -> list[Batch]:
+        if step < 0:
+            raise IndexError(step)
+        epoch, at = divmod(step, self.steps_per_epoch)
+        rows = self.order.epoch(epoch)[at * self.batch : (at + 1) * self.batch]
+        # Longest first: rows of like length share a micro-batch, and a step that does not fit in memory fails at once.
+        rows = sorted(rows, key=lambda row: -self.rows.lengths[row].sum())
+        mine = rows[self.run.rank :: self.run.size]
+        parts = [mine[first : first + self.micro_batch] for first in range(0, len(mine), self.micro_batch)]
+        most = -(-len(rows[:: self.run.size]) // self.micro_batch)
+        # Ranks with fewer rows go through the motions with the others, on a row of which they learn nothing.
+        return [self.collate(part) for part in parts] + [self.blank(rows[-1])] * (most - len(parts))
+
+    def blank(self, row: list[int]) -> Batch:
+        batch = self.collate([row])
+        return Batch(batch.tokens, torch.full_like(batch.targets, IGNORE), batch.positions, batch.offsets, 0, 0)
+
+    def collate(self, rows: list[list[int]]) -> Batch:
+        lengths = [int(self.rows.lengths[row].sum()) for row in rows]
+        shape = len(rows), max(lengths)
+        tokens, targets = np.full(shape, self.pad, np.int64), np.full(shape, IGNORE, np.int64)
+        positions = np.tile(np.arange(shape[1]), (shape[0], 1))
+        sizes: list[int] = []
+        for index, row in enumerate(rows):
+            at = 0
+            for document in map(self.rows.__getitem__, row):
+                at = place(document, tokens[index, at:], targets[index, at:], positions[index, at:]) + at
+            positions[index, at:] = np.arange(shape[1] - at) if self.order.capacity else positions[index, at:]
+            sizes += [*self.rows.lengths[row].tolist(), shape[1] - at]
+        offsets = torch.tensor([0, *accumulate(size for size in sizes if size)], dtype=torch.int32)
+        learnt = int((targets != IGNORE).sum())
+        arrays = (torch.from_numpy(array) for array in (tokens, targets, positions))
+        return Batch(*arrays, offsets if self.order.capacity else None, learnt, sum(lengths))
+
+
+def place(document: Document, tokens: np.ndarray, targets: np.ndarray, positions: np.ndarray) -> int:
+    """Write a document at the beginning of what is left of a row; returns its length. Its last token has no target."""
+    length = len(document.tokens)
+    tokens[:length] = document.tokens
+    targets[: length - 1] = np.where(document.learnt[1:], document.tokens[1:], IGNORE)
+    positions[:length] = np.arange(length)
+    return length

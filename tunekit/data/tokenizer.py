@@ -1,0 +1,210 @@
+"""Text to ids and back, as a checkpoint's `tokenizer.json` says."""
+
+import copy
+import json
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from tunekit.data.template import Template
+from tunekit.errors import UserError
+
+REASONING = ("reasoning_content", "thinking", "reasoning")
+UNFINISHED = "\ufffd"
+
+
+class Tokenizer:
+    """A checkpoint's tokenizer: ids, special tokens, the ids that end an answer, and its chat templates by name."""
+
+    def __init__(
+        self,
+        model: tokenizers.Tokenizer,
+        names: Mapping[str, str],
+        templates: Mapping[str, tuple[str, str]],
+        stops: frozenset[int] = frozenset(),
+    ) -> None:
+        self.model, self.names, self.templates = model, dict(names), dict(templates)
+        self.compiled: dict[str, Template] = {}
+        # What adds bos and eos is kept apart: some of it also trims the spaces of tokens out of their offsets.
+        self.ends, model.post_processor = model.post_processor, None
+        model.no_truncation()
+        model.no_padding()
+        self.bos, self.eos, pad = (self.named(f"{name}_token") for name in ("bos", "eos", "pad"))
+        self.pad: int = next((token for token in (pad, self.eos) if token is not None), 0)
+        self.stops = stops | ({self.eos} if self.eos is not None else frozenset())
+
+    @staticmethod
+    def open(folder: Path, template: str | None = None) -> "Tokenizer":
+        """Read a checkpoint folder; `template` is the path of a Jinja file to use instead of the checkpoint's own."""
+        config = read_json(folder / "tokenizer_config.json")
+        if "added_tokens_decoder" not in config:  # a config that has it is complete; older ones keep names in a file
+            config = {**config, **read_json(folder / "special_tokens_map.json")}
+        ends = read_json(folder / "generation_config.json").get("eos_token_id")
+        stops = frozenset(ends if isinstance(ends, list) else [] if ends is None else [ends])
+        tokenizer = Tokenizer(read_model(folder), token_names(config), read_templates(folder, config), stops)
+        return tokenizer if template is None else tokenizer.with_template(template)
+
+    def with_template(self, path: str) -> "Tokenizer":
+        """The same tokenizer with the chat template of a file."""
+        try:
+            text = Path(path).expanduser().read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"{path}: the chat template cannot be read: {error}") from None
+        other = copy.copy(self)
+        other.templates, other.compiled = {"default": (text, path)}, {}
+        return other
+
+    def named(self, name: str) -> int | None:
+        """The id of a token that the tokenizer's config names, such as `eos_token`."""
+        return self.model.token_to_id(self.names[name]) if name in self.names else None
+
+    @cached_property
+    def size(self) -> int:
+        """One more than the highest id."""
+        return max(self.model.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+    @cached_property
+    def marks(self) -> dict[int, str]:
+        """Special tokens and stops, the tokens that can end a turn: id to text."""
+        added = self.model.get_added_tokens_decoder()
+        return {token: item.content for token, item in added.items() if item.special or token in self.stops}
+
+    def encode(self, text: str, special: bool = False) -> list[int]:
+        """Token ids of a text; `special` adds what the tokenizer puts around every text (bos, for many)."""
+        return self.encode_texts([text], special)[0]
+
+    def encode_texts(self, texts: Sequence[str], special: bool = False) -> list[list[int]]:
+        """Token ids of many texts at once, on all cores."""
+        encodings = self.model.encode_batch_fast(list(texts), add_special_tokens=False)
+        if special and self.ends is not None:
+            encodings = [self.ends.process(encoding) for encoding in encodings]
+        return [encoding.ids for encoding in encodings]
+
+    def encode_rendered(self, texts: Sequence[str]) -> list[tokenizers.Encoding]:
+        """Rendered conversations as tokens that know their characters. Every conversation becomes tokens here."""
+        return self.model.encode_batch(list(texts), add_special_tokens=False)
+
+    def decode(self, ids: Sequence[int], special: bool = False) -> str:
+        """Text of token ids, special tokens left out unless `special`."""
+        return self.model.decode(list(ids), skip_special_tokens=not special)
+
+    def template(self, tools: list[dict[str, Any]] | None = None) -> Template:
+        """The chat template, compiled: the one for tools if there are tools and the checkpoint has one of its own."""
+        name = "tool_use" if tools and "tool_use" in self.templates else "default"
+        if name not in self.templates:
+            have = f" (it names only {', '.join(self.templates)})" if self.templates else ""
+            raise UserError(
+                f"the tokenizer has no chat template{have}; name a Jinja file as `template`, or train on text"
+            )
+        if name not in self.compiled:
+            self.compiled[name] = Template(*self.templates[name])
+        return self.compiled[name]
+
+    def context(
+        self, messages: Sequence[Mapping[str, Any]], tools: list[dict[str, Any]] | None = None, prompt: bool = False
+    ) -> dict[str, Any]:
+        """What a template sees. `prompt` asks for the beginning of an assistant turn at the end."""
+        plain = [plain_message(message) for message in messages]
+        return {
+            **self.names,
+            "messages": plain,
+            "tools": tools,
+            "documents": None,
+            "add_generation_prompt": prompt,
+        }
+
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], tools: list[dict[str, Any]] | None = None, prompt: bool = False
+    ) -> str:
+        """The conversation as the checkpoint's template writes it."""
+        return self.template(tools).render(self.context(messages, tools, prompt))
+
+    def prompt(self, messages: Sequence[Mapping[str, Any]], tools: list[dict[str, Any]] | None = None) -> list[int]:
+        """Token ids of a conversation that the model is to answer."""
+        return self.encode(self.render(messages, tools, prompt=True))
+
+
+class Stream:
+    """Ids in, one at a time, printable text out. Bytes of an unfinished character are held back until it is whole."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer, self.ids, self.printed = tokenizer, [], 0
+
+    def add(self, token: int) -> str:
+        """The text that this token completes, often empty."""
+        self.ids.append(token)
+        text = self.rest()
+        if not text or text.endswith(UNFINISHED):
+            return ""
+        # Tokens printed last are decoded again next time: a decoder may treat the first token of all otherwise.
+        self.ids, self.printed = self.ids[self.printed :], len(self.ids) - self.printed
+        return text
+
+    def end(self) -> str:
+        """What is held back when no more tokens come."""
+        text, self.ids, self.printed = self.rest(), [], 0
+        return text
+
+    def rest(self) -> str:
+        """Text of the ids that are not printed yet."""
+        return self.tokenizer.decode(self.ids)[len(self.tokenizer.decode(self.ids[: self.printed])) :]
+
+
+def plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy without nulls (templates print them as "None"), reasoning under the names that templates read."""
+    fields = {key: value for key, value in message.items() if value is not None}
+    reasoning = next((fields[key] for key in REASONING if key in fields), None)
+    return fields if reasoning is None else {"thinking": reasoning, **fields, "reasoning_content": reasoning}
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object of a checkpoint's file; empty if there is no such file."""
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: unreadable: {error}; fetch the checkpoint's file again") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: want a JSON object, this is {type(content).__name__}")
+    return content
+
+
+def read_model(folder: Path) -> tokenizers.Tokenizer:
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise UserError(
+            f"{folder}: no tokenizer.json; fetch the checkpoint's, or make one: open the folder with "
+            "transformers.AutoTokenizer.from_pretrained and call save_pretrained"
+        )
+    content = read_json(path)
+    if not isinstance(content.get("model"), dict):
+        raise UserError(f"{path}: holds no tokenizer (no `model`); fetch the checkpoint's file again")
+    return tokenizers.Tokenizer.from_str(json.dumps(content))
+
+
+def token_names(config: Mapping[str, Any]) -> dict[str, str]:
+    """Tokens that a tokenizer's config names, by their names (`eos_token`), as text."""
+    extra = config.get("extra_special_tokens")
+    fields = {**config, **(extra if isinstance(extra, dict) else {})}
+    texts = {
+        name: value["content"] if isinstance(value, dict) and "content" in value else value
+        for name, value in fields.items()
+    }
+    return {name: text for name, text in texts.items() if name.endswith("_token") and isinstance(text, str)}
+
+
+def read_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
+    """Chat templates by name, each with the file it is from. A file of its own goes before the tokenizer's config."""
+    files = {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
+    if (folder / "chat_template.jinja").is_file():
+        files["default"] = folder / "chat_template.jinja"
+    if files:
+        return {name: (path.read_text(encoding="utf-8"), str(path)) for name, path in files.items()}
+    value, name = config.get("chat_template"), str(folder / "tokenizer_config.json")
+    if isinstance(value, list):
+        return {item["name"]: (item["template"], name) for item in value}
+    return {"default": (value, name)} if isinstance(value, str) else {}
