@@ -11,6 +11,7 @@ from tunekit.nano.chats import chat
 from tunekit.nano.scene import Scene
 from tunekit.nano.stories import story
 
+TEXTS, CHATS = 110_000, 36_000  # rows of the nano's own corpus
 SHORTEST, LONGEST = 150, 800  # characters of a row: some 40 to 250 tokens
 STYLES = (
     "Question: {ask}\nAnswer: {answer}\n",
@@ -92,8 +93,8 @@ def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--rows", type=int, default=110_000, help="rows of plain text")
-    parser.add_argument("--chats", type=int, default=36_000, help="conversations")
+    parser.add_argument("--rows", type=int, default=TEXTS, help="rows of plain text")
+    parser.add_argument("--chats", type=int, default=CHATS, help="conversations")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     write(args.folder, args.seed, text=args.rows, chat=args.chats)
