@@ -1,0 +1,189 @@
+"""Folders and small files that appear whole or not at all, whatever instant the process or the disk gives up.
+
+A folder is written beside its place, synced, renamed and then marked. What carries no mark is not there for readers.
+"""
+
+import errno
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+
+from tunekit.errors import UserError
+
+MARK = "complete"
+PARTIAL, PREVIOUS = ".partial", ".previous"
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
+
+
+class whole:  # noqa: N801 (it reads like `contextlib.suppress`)
+    """`with whole(folder) as partial:` write into `partial`; at the end `folder` is there, complete and on the disk.
+
+    Whatever stood in `folder` before stays until the new one is marked. A write that the disk refuses is a UserError.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.partial = folder, beside(folder, PARTIAL)
+
+    def __enter__(self) -> Path:
+        try:
+            recover(self.folder)
+            self.partial.mkdir(parents=True)
+        except OSError as error:
+            raise refusal(self.folder, error) from error
+        return self.partial
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None:
+            try:
+                put_in_place(self.partial, self.folder)
+            except OSError as failure:
+                recover(self.folder)
+                raise refusal(self.folder, failure) from failure
+        else:
+            remove(self.partial)
+            cause = disk_error(error)
+            if cause is not None:
+                raise refusal(self.folder, cause) from error
+
+
+def is_whole(folder: Path) -> bool:
+    """Whether everything that was to be written into the folder is in it."""
+    return (folder / MARK).is_file()
+
+
+def locate(folder: Path) -> Path | None:
+    """Where the whole version of a folder lies right now, for readers that do not own it. None if there is none."""
+    return next((place for place in (folder, beside(folder, PREVIOUS)) if is_whole(place)), None)
+
+
+def recover(folder: Path) -> None:
+    """Clear up after a writer that was cut off: the newest whole version stands in `folder`, nothing beside it.
+
+    Only for the process that owns the folder: it would pull it from under another one that is writing.
+    """
+    previous = beside(folder, PREVIOUS)
+    remove(beside(folder, PARTIAL))
+    if is_whole(previous) and not is_whole(folder):
+        remove(folder)
+        previous.rename(folder)
+        sync(folder.parent)
+    remove(previous)
+
+
+def remove(folder: Path) -> None:
+    """Delete a folder, its mark first: half of a folder must not look whole."""
+    if is_whole(folder):
+        (folder / MARK).unlink()
+        sync(folder)
+    if folder.is_dir():
+        shutil.rmtree(folder)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace a small file in one step."""
+    partial = beside(path, PARTIAL)
+    try:
+        partial.write_text(text, encoding="utf-8")
+        sync(partial)
+        partial.replace(path)
+        sync(path.parent)
+    except OSError as error:
+        if partial.is_file():
+            partial.unlink()
+        raise refusal(path, error) from error
+
+
+def need(folder: Path, size: int) -> None:
+    """Refuse before the first byte is written if the disk has no room for `size` bytes more."""
+    if size > free(folder):
+        raise UserError(
+            f"cannot write {folder}: it takes {readable(size)} and {readable(free(folder))} are free; "
+            f"{standing(folder)}; make room and start again"
+        )
+
+
+def refusal(path: Path, error: OSError) -> UserError:
+    """What to tell when the disk refuses to take `path`."""
+    assert error.errno is not None
+    reason = os.strerror(error.errno).lower()
+    return UserError(
+        f"cannot write {path}: {reason} ({readable(free(path))} free); {standing(path)}; mend that and start again"
+    )
+
+
+def disk_error(error: BaseException) -> OSError | None:
+    """The refusal of the disk behind an exception, however it was wrapped on its way."""
+    for link in chain(error):
+        if isinstance(link, OSError) and link.errno in FULL:
+            return link
+        found = re.search(r"\(os error (\d+)\)", str(link))  # safetensors writes in Rust
+        if found and int(found[1]) in FULL:
+            return OSError(int(found[1]), str(link))
+    return None
+
+
+def chain(error: BaseException | None) -> Iterator[BaseException]:
+    """An exception and all that led to it."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def standing(path: Path) -> str:
+    """What a reader still finds near `path`."""
+    marks = [*path.parent.glob(f"*/{MARK}"), *path.parent.glob(f"*/*/{MARK}")]
+    if not marks:
+        return "nothing old was touched, no complete state exists yet"
+    newest = max(marks, key=lambda mark: mark.stat().st_mtime)
+    return f"nothing old was touched, the last complete state is {newest.parent}"
+
+
+def put_in_place(partial: Path, folder: Path) -> None:
+    sync_tree(partial)
+    if folder.exists():
+        folder.rename(beside(folder, PREVIOUS))
+    partial.rename(folder)
+    sync(folder.parent)
+    (folder / MARK).touch()
+    sync(folder / MARK)
+    sync(folder)
+    remove(beside(folder, PREVIOUS))
+
+
+def sync_tree(folder: Path) -> None:
+    for root, _, files in os.walk(folder, topdown=False):
+        for name in files:
+            sync(Path(root, name))
+        sync(Path(root))
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def free(path: Path) -> int:
+    """Bytes that this user may still write where `path` is or will be."""
+    return shutil.disk_usage(next(place for place in (path, *path.absolute().parents) if place.exists())).free
+
+
+def beside(path: Path, ending: str) -> Path:
+    return path.with_name(path.name + ending)
+
+
+def readable(size: float) -> str:
+    """Bytes for people."""
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.3g} {unit}" if unit != "bytes" else f"{size:.0f} bytes"
+        size /= 1000
+    return f"{size:.3g} TB"

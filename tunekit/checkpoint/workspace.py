@@ -1,0 +1,126 @@
+"""The folder of a run: one process, one config."""
+
+import fcntl
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import IO
+
+import yaml
+
+from tunekit.checkpoint import atomic
+from tunekit.config.dump import differences
+from tunekit.errors import UserError
+
+CONFIG, METRICS, STATE, FINAL, LOCK = "config.yaml", "metrics.jsonl", "state", "final", ".lock"
+# What the loggers write; see `tunekit.metrics`.
+LOGS = ("tensorboard", "wandb", "mlflow", "comet")
+BEFORE_CONFIG = {LOCK, CONFIG + atomic.PARTIAL}
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """Where a run writes. Nobody else does until it is closed."""
+
+    folder: Path
+    lock: IO[str]
+
+    @property
+    def config(self) -> Path:
+        return self.folder / CONFIG
+
+    @property
+    def metrics(self) -> Path:
+        return self.folder / METRICS
+
+    @property
+    def state(self) -> Path:
+        return self.folder / STATE
+
+    @property
+    def final(self) -> Path:
+        return self.folder / FINAL
+
+    def close(self) -> None:
+        self.lock.close()
+
+    def __enter__(self) -> "Workspace":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def claim(out: Path, resolved: str, live: frozenset[str]) -> Workspace:
+    """The folder of a run, made or taken up again. `resolved` is its config in YAML.
+
+    A run that has left results goes on only with the same config; top-level keys in `live` may change.
+    """
+    if out.is_dir() and not (out / CONFIG).is_file() and {path.name for path in out.iterdir()} - BEFORE_CONFIG:
+        raise UserError(f"{out} holds files and is not the folder of a run: give another out=")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        space = Workspace(out, locked(out))
+    except OSError as error:
+        raise UserError(f"out: cannot write in {out}: {error.strerror}: give another out=") from error
+    try:
+        if started(out):
+            compare(space, resolved, live)
+        atomic.write_text(space.config, resolved)
+    except UserError:
+        space.close()
+        raise
+    return space
+
+
+def erase(out: Path) -> None:
+    """Remove what a run wrote into its folder, and nothing else. A folder without a config is left as it is."""
+    if not (out / CONFIG).is_file():
+        return
+    try:
+        with locked(out):
+            for name in (STATE, FINAL, *LOGS):
+                for ending in (atomic.PARTIAL, atomic.PREVIOUS, ""):
+                    atomic.remove(out / (name + ending))
+            (out / METRICS).unlink(missing_ok=True)
+            (out / CONFIG).unlink()  # last: with it, the folder is still that of a run
+    except OSError as error:
+        raise UserError(f"out: cannot erase {out}: {error.strerror}: give another out=") from error
+
+
+def started(out: Path) -> bool:
+    """Whether there is something that another config would contradict."""
+    return any((out / name).exists() for name in (STATE, FINAL, METRICS))
+
+
+def compare(space: Workspace, resolved: str, live: frozenset[str]) -> None:
+    old, new = (
+        {key: value for key, value in yaml.safe_load(text).items() if key not in live}
+        for text in (space.config.read_text(encoding="utf-8"), resolved)
+    )
+    found = [f"{key}: {before!r} there, {now!r} now" for key, before, now in differences(old, new)]
+    if found:
+        raise UserError(
+            f"{space.folder} is the run of another config ({'; '.join(found)}): "
+            "--fresh starts over, or give another out="
+        )
+
+
+def locked(out: Path) -> IO[str]:
+    """The lock of a folder: gone when the file is closed, however the process ends."""
+    file = (out / LOCK).open("a+")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        holder = file.read().strip()
+        file.close()
+        raise UserError(f"{out} is in use by process {holder}: wait for it, or give another out=") from None
+    file.seek(0)
+    file.truncate()
+    file.write(str(os.getpid()))
+    file.flush()
+    return file

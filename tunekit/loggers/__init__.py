@@ -1,0 +1,1 @@
+"""Services that draw curves. Each module is imported only when it is chosen."""

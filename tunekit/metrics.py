@@ -1,0 +1,291 @@
+"""The numbers of a step, and where they go: the terminal, `metrics.jsonl`, services that draw curves.
+
+A line of `metrics.jsonl` is written every `every` steps. `loss`, `norm` and `rate` are those of the line's own step;
+`tokens`, `learnt`, `seconds`, `wait` and `compile_seconds` are sums since the line before, `seconds` without compiling,
+validation and saving. A number that is not finite is `null`: JSON knows no other way, and readers take it for NaN.
+"""
+
+import importlib
+import json
+import math
+import os
+import resource
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import IO
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from tunekit.errors import FieldError, UserError
+
+FILE = "metrics.jsonl"
+PLAIN_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class TensorBoard:
+    """Event files for `tensorboard --logdir`, inside the run's folder unless `folder` says where."""
+
+    folder: str | None = None
+
+
+@dataclass(frozen=True)
+class WandB:
+    """Weights & Biases. The token comes from `wandb login` or WANDB_API_KEY; `offline` writes into the run's folder."""
+
+    project: str = "tunekit"
+    name: str | None = None
+    group: str | None = None
+    entity: str | None = None
+    offline: bool = False
+
+
+@dataclass(frozen=True)
+class MLflow:
+    """MLflow, at `uri`, else at MLFLOW_TRACKING_URI, else in the run's folder."""
+
+    experiment: str = "tunekit"
+    name: str | None = None
+    uri: str | None = None
+
+
+@dataclass(frozen=True)
+class Trackio:
+    """trackio, where it keeps its data (TRACKIO_DIR), or in the Hugging Face Space `space`."""
+
+    project: str = "tunekit"
+    name: str | None = None
+    group: str | None = None
+    space: str | None = None
+
+
+@dataclass(frozen=True)
+class Comet:
+    """Comet. The token comes from `comet login` or COMET_API_KEY; `offline` writes into the run's folder."""
+
+    project: str = "tunekit"
+    name: str | None = None
+    workspace: str | None = None
+    offline: bool = False
+
+
+Service = TensorBoard | WandB | MLflow | Trackio | Comet
+# The module of each service, which is also the name of its extra.
+MODULES = {TensorBoard: "tensorboard", WandB: "wandb", MLflow: "mlflow", Trackio: "trackio", Comet: "comet"}
+
+
+@dataclass(frozen=True)
+class Log:
+    """How often numbers are read from the device, and which services get them beside `metrics.jsonl`."""
+
+    every: int = 1
+    to: tuple[Service, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.every < 1:
+            raise FieldError("every", f"{self.every} is not a number of steps: give 1 or more")
+
+    def open(self, folder: Path, run, total: int, start: int = 0, resolved: Mapping | None = None) -> "Meter":
+        """The meter of a run of `total` steps in `folder`, of which `start` are done."""
+        return Meter(self, folder, run, total, start, resolved or {})
+
+
+class Meter:
+    """Counts on every step, reads the device and writes on one in `every`. Only the main process speaks."""
+
+    def __init__(self, log: Log, folder: Path, run, total: int, start: int, resolved: Mapping) -> None:
+        self.log, self.run, self.total, self.start = log, run, total, start
+        self.services = [connect(s, folder, start, resolved) for s in log.to] if run.is_main else []
+        self.file = append(folder / FILE, start) if run.is_main else None
+        self.screen = Screen(total, start, run.is_main)
+        self.clock, self.compiled = time.perf_counter(), compile_seconds()
+        self.spent = 0.0  # seconds per step, smoothed
+        self.last = start
+        self.zero()
+
+    def __enter__(self) -> "Meter":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.screen.close()
+        for service in self.services:
+            service.close()
+        if self.file is not None:
+            self.file.close()
+
+    def step(self, step: int, *, loss, norm, rate, tokens, learnt, wait) -> None:  # noqa: PLR0913
+        """`step` is done: its loss, gradient norm and learning rate, its tokens, and the seconds it waited for data."""
+        self.tokens, self.learnt, self.wait = self.tokens + tokens, self.learnt + learnt, self.wait + wait
+        if step % self.log.every and step != self.total:
+            self.screen.advance(step)
+            return
+        values = {"loss": number(loss), "norm": number(norm), "rate": number(rate)} | self.flow(step)
+        values |= memory(self.run.device)
+        self.write(step, values)
+        self.screen.show(step, values, self.spent * (self.total - step))
+        self.zero()
+        self.last = step
+
+    def note(self, step: int, **values) -> None:
+        """Numbers that not every step has, such as the validation loss: a line of their own, above the bar."""
+        numbers = {name: number(value) for name, value in values.items()}
+        self.write(step, numbers)
+        self.screen.tell(f"step {step}: " + ", ".join(f"{name} {value:.6g}" for name, value in numbers.items()))
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """What happens inside (validation, saving) is no part of a step's time."""
+        start = time.perf_counter()
+        yield
+        self.clock += time.perf_counter() - start
+
+    def zero(self) -> None:
+        self.tokens = self.learnt = self.wait = 0
+
+    def flow(self, step: int) -> dict[str, float]:
+        """Sums since the last line, and what they come to in a second."""
+        now, compiled = time.perf_counter(), compile_seconds()
+        compiling = compiled - self.compiled
+        seconds = max(now - self.clock - compiling, 1e-9)
+        self.clock, self.compiled = now, compiled
+        each = seconds / (step - self.last)
+        self.spent = each if self.spent == 0 else 0.9 * self.spent + 0.1 * each
+        tokens, learnt = int(self.tokens), int(self.learnt)
+        values = {"tokens": tokens, "learnt": learnt, "learnt_per_second": learnt / seconds}
+        values |= {"tokens_per_second": tokens / seconds, "seconds": seconds, "wait": number(self.wait)}
+        if compiling > 0:
+            values["compile_seconds"] = compiling
+            self.screen.tell(f"step {step}: compiled for {compiling:.1f} s")
+        return values
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        if self.file is None:
+            return
+        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        line = json.dumps({"step": step} | finite, allow_nan=False).encode() + b"\n"
+        try:
+            written = self.file.write(line)
+        except OSError as error:
+            raise UserError(f"cannot write {self.file.name}: {error.strerror}: make room and start again") from error
+        if written != len(line):
+            raise UserError(f"cannot write {self.file.name}: the disk is full: make room and start again")
+        for service in self.services:
+            service.log(step, values)
+
+
+class Screen:
+    """One line of the terminal that stays in place; where there is no terminal, a line now and then."""
+
+    def __init__(self, total: int, start: int, speaks: bool) -> None:
+        self.total, self.speaks = total, speaks
+        self.plain = not sys.stderr.isatty()
+        self.text, self.told, self.done = "", -math.inf, start
+        form = "{n_fmt}/{total_fmt} |{bar}| {desc}"
+        off = self.plain or not speaks
+        self.bar = tqdm(total=total, initial=start, bar_format=form, disable=off, dynamic_ncols=True)
+
+    def advance(self, step: int) -> None:
+        self.bar.update(step - self.done)
+        self.done = step
+
+    def show(self, step: int, values: dict[str, float], left: float) -> None:
+        size = values.get("memory_bytes", 0.0)
+        self.text = (
+            f"loss {values['loss']:.4f}, {short(values['learnt_per_second'])} learnt tok/s, {short(size)}B, "
+            f"{tqdm.format_interval(left)} left"
+        )
+        self.bar.set_description_str(self.text, refresh=False)
+        self.advance(step)
+        now = time.monotonic()
+        if self.plain and (now - self.told >= PLAIN_SECONDS or step == self.total):
+            self.tell(f"step {step}/{self.total}: {self.text}")
+            self.told = now
+
+    def tell(self, text: str) -> None:
+        """A line that stays."""
+        if self.speaks:
+            tqdm.write(text, file=sys.stderr)
+
+    def close(self) -> None:
+        self.bar.close()
+
+
+def connect(service: Service, folder: Path, start: int, resolved: Mapping):
+    """Open a service; its package is imported only here."""
+    kind = MODULES[type(service)]
+    try:
+        module = importlib.import_module(f"tunekit.loggers.{kind}")
+    except ImportError as error:
+        missing = (error.name or kind).partition(".")[0]
+        raise UserError(f"log.to: {missing} is not installed: pip install 'tunekit[{kind}]'") from error
+    return module.Logger(service, folder, start, resolved)
+
+
+def append(file: Path, start: int) -> IO[bytes]:
+    """The file, open after its lines up to step `start`: later ones come again, and the last one may be half a line."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        if file.is_file():
+            os.truncate(file, kept(file, start))  # one call: it happens or not
+        return file.open("ab", buffering=0)
+    except OSError as error:
+        raise UserError(f"cannot write {file}: {error.strerror}: give another out=") from error
+
+
+def kept(file: Path, start: int) -> int:
+    """How many bytes hold whole lines of steps up to `start`."""
+    size = 0
+    with file.open("rb") as lines:
+        for line in lines:
+            if not line.endswith(b"\n") or step_of(line) > start:
+                break
+            size += len(line)
+    return size
+
+
+def step_of(line: bytes) -> float:
+    """The step of a line; beyond every step if it is none of ours, as after a power cut."""
+    try:
+        value = json.loads(line)
+    except ValueError:
+        return math.inf
+    return value["step"] if isinstance(value, dict) and isinstance(value.get("step"), int) else math.inf
+
+
+def compile_seconds() -> float:
+    """What torch.compile took so far, forward and backward; its module is there only once something was compiled."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return 0.0 if dynamo is None else dynamo.calculate_time_spent()["total_wall_time"]
+
+
+def memory(device: torch.device) -> dict[str, float]:
+    """Bytes: tensors on a GPU and what torch holds there; resident on a CPU; now and at most."""
+    if device.type == "cuda":
+        return {
+            "memory_bytes": torch.cuda.memory_allocated(device),
+            "memory_peak_bytes": torch.cuda.max_memory_allocated(device),
+            "memory_reserved_bytes": torch.cuda.memory_reserved(device),
+        }
+    status = Path("/proc/self/status")
+    if status.is_file():
+        fields = dict(line.split(":", 1) for line in status.read_text().splitlines())
+        sizes = {"memory_bytes": "VmRSS", "memory_peak_bytes": "VmHWM"}
+        return {name: int(fields[field].split()[0]) * 1024 for name, field in sizes.items()}
+    return {"memory_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}  # macOS: in bytes
+
+
+def number(value: Tensor | float) -> float:
+    return value.item() if isinstance(value, Tensor) else float(value)
+
+
+def short(value: float) -> str:
+    return tqdm.format_sizeof(value, divisor=1000)
