@@ -4,12 +4,12 @@ It reads names and first lines only, and imports nothing heavy: listing is insta
 """
 
 import ast
-import difflib
 import re
 from collections.abc import Iterable
 from pathlib import Path
 
 import tunekit.recipes
+from tunekit.config.suggest import near
 from tunekit.errors import UserError
 
 RECIPES = Path(next(iter(tunekit.recipes.__path__)))
@@ -67,8 +67,8 @@ def written_for(path: Path) -> str | None:
 def hint(word: str, names: Iterable[str]) -> str:
     """`; did you mean 'x'?` for the nearest of the names, or nothing."""
     names = list(names)
-    near = difflib.get_close_matches(word, names, 1) or [name for name in names if word and word in name]
-    return f"; did you mean '{near[0]}'?" if near else ""
+    meant = near(word, names) or next((name for name in names if word and word in name), None)
+    return f"; did you mean '{meant}'?" if meant else ""
 
 
 def _named(kind: str, word: str, known: dict[str, Path]) -> Path:

@@ -10,7 +10,7 @@ from importlib import import_module, metadata
 from typing import NoReturn
 
 from tunekit import catalog
-from tunekit.errors import UserError
+from tunekit.errors import Stopped, UserError
 
 
 class Parser(argparse.ArgumentParser):
@@ -145,7 +145,7 @@ def _take(args: argparse.Namespace, rest: list[str], verb: Parser) -> None:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit code: 2 for a mistake, 130 for Ctrl-C."""
+    """Entry point; returns the exit code: 2 for a mistake, 128 and the signal's number for what a signal ended."""
     words = sys.argv[1:] if words is None else words
     try:
         dispatch(words)
@@ -155,6 +155,9 @@ def main(words: Sequence[str] | None = None) -> int:
             traceback.print_exc()
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except Stopped as stopped:
+        print(stopped, file=sys.stderr)
+        return stopped.code
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # the reader has gone, as in `tune ls | head`; nothing is left to say

@@ -36,12 +36,12 @@ SMALL = Files(include=("*.json", "*.jinja", "tokenizer.model", "*.txt"))  # all 
 
 def resolve(name: str, revision: str | None = None, files: Files = READ) -> Path:
     """The folder of a model. Nothing is fetched for a name that reads as a path."""
+    ours = bundled.model(name)
+    if ours is not None:  # before a folder: in a checkout of this project, `tunekit/nano` is one, but no checkpoint
+        return ours
     folder = Path(name).expanduser()
     if folder.is_dir():
         return folder
-    ours = bundled.model(name)
-    if ours is not None:
-        return ours
     if name.startswith((".", "/", "~")) or "\\" in name or name.count("/") > 1:
         raise UserError(f"no such folder: {name}")
     return download(name, revision, files)
@@ -97,5 +97,7 @@ def unreachable(cause: BaseException | None) -> str:
     if isinstance(cause, OfflineModeIsEnabled):
         return "HF_HUB_OFFLINE forbids to fetch it"
     if isinstance(cause, HfHubHTTPError):
-        return f"{constants.ENDPOINT} answered {cause.response.status_code}; the page of the model may say why"
+        code = cause.response.status_code
+        why = "check the token (`hf auth login` or HF_TOKEN)" if code in (401, 403) else "the model's page may say why"
+        return f"{constants.ENDPOINT} answered {code}: {why}"
     return f"{constants.ENDPOINT} cannot be reached"

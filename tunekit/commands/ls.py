@@ -11,7 +11,8 @@ def main(args: argparse.Namespace) -> None:
     """Print recipes with their configs, those whose names contain the filter."""
     rows = [kept for row in table() if (kept := matching(row, args.filter.lower()))]
     if not rows:
-        names = [*catalog.recipes(), *catalog.configs()]
+        folders = {name.partition("/")[0] for name in catalog.configs()}
+        names = [*catalog.recipes(), *sorted(folders), *catalog.configs()]
         raise UserError(f"nothing is called '{args.filter}'{catalog.hint(args.filter, names)}")
     print(json.dumps(rows, indent=2) if args.json else text(rows))
 

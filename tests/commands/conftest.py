@@ -1,0 +1,43 @@
+"""A recipe that needs no model: it counts."""
+
+from pathlib import Path
+
+import pytest
+
+COUNT = '''"""Counting."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from tunekit.errors import UserError
+
+
+@dataclass(frozen=True)
+class Count:
+    word: str
+    to: int = 3
+    out: str = "counted"
+
+
+RECIPE = Count
+
+
+def check(cfg):
+    if cfg.to > 100:
+        raise UserError(f"to: {cfg.to} takes too long")
+
+
+def main(cfg):
+    if cfg.to == 0:
+        raise KeyboardInterrupt
+    print(" ".join([cfg.word] * cfg.to))
+'''
+
+
+@pytest.fixture
+def count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the recipe `count.py` and the config `count.yaml`, where the test runs."""
+    (tmp_path / "count.py").write_text(COUNT)
+    (tmp_path / "count.yaml").write_text("# Counts sheep\nword: sheep\n")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path

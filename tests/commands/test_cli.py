@@ -1,0 +1,211 @@
+"""The command line: what its words mean, how fast it answers, and what it says to mistakes."""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tunekit import catalog, cli
+
+TUNE = Path(sys.executable).with_name("tune")
+HEAVY = ("torch", "numpy", "omegaconf", "yaml", "huggingface_hub", "transformers")
+
+
+def mistake(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """What a mistake prints: one line."""
+    assert cli.main(words) == 2
+    out, err = capsys.readouterr()
+    assert err.startswith("error: ") and err.count("\n") == 1 and not out, out + err
+    return err
+
+
+@pytest.mark.parametrize(
+    "words", [["ls"], ["--help"], ["run", "--help"], ["cat", "qwen3/8b_lora"], ["completion", "zsh"]]
+)
+def test_light_verbs_import_nothing_heavy(words: list[str]) -> None:
+    code = f"""
+import sys
+from tunekit import cli
+try:
+    cli.main({words})
+except SystemExit as end:
+    assert end.code == 0
+sys.exit(" ".join(set({HEAVY}) & set(sys.modules)))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0 or not done.stderr.strip(), done.stderr
+
+
+def test_listing_is_instant() -> None:
+    def seconds() -> float:
+        start = time.perf_counter()
+        subprocess.run([TUNE, "ls"], check=True, capture_output=True)
+        return time.perf_counter() - start
+
+    assert min(seconds() for _ in range(5)) < 0.4
+
+
+def test_every_verb_has_its_module() -> None:
+    for verb in cli.VERBS:
+        assert callable(importlib.import_module(f"tunekit.commands.{verb}").main)
+
+
+def test_no_words_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 0
+    shown = capsys.readouterr().out
+    assert all(f"    {verb}" in shown for verb in cli.VERBS)
+
+
+def test_version_names_what_a_report_needs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--version"]) == 0
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in ("tunekit 0", "torch 2", "Python 3"))
+
+
+@pytest.mark.parametrize(
+    ("words", "near"),
+    [
+        (["rnu"], "did you mean 'run'"),
+        (["run", "sfft", "qwen3/8b_lora"], "did you mean 'sft'"),
+        (["run", "sft", "qwen3/8b_loar"], "did you mean 'qwen3/8b_lora'"),
+        (["cat", "8b_lora"], "/8b_lora'"),
+        (["ls", "quen3"], "did you mean"),
+        (["ls", "--jsno"], "did you mean '--json'"),
+        (["run", "sft", "qwen3/8b_lora", "--gpu", "1"], "did you mean '--gpus'"),
+        (["run", "sft"], "which config?"),
+        (["run", "sft", "epochs=1"], "which config?"),
+        (["run", "sft", "qwen3/8b_lora", "epochs"], "key=value"),
+        (["run", "sft", "--config"], "--config"),
+        (["run", "nope.py", "qwen3/8b_lora"], "no recipe 'nope'"),
+        (["run", "sft", "--gpus", "0", "qwen3/8b_lora"], "from 1 up"),
+        (["run"], "RECIPE"),
+        (["validate", "qwen3/8b_lora", "--import", "nope.py"], "nope.py: no such file"),
+        (["completion", "tcsh"], "bash"),
+    ],
+)
+def test_mistakes_get_one_line(words: list[str], near: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert near in mistake(capsys, *words)
+
+
+def test_debug_shows_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["cat", "nope", "--debug"]) == 2
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_a_reader_that_leaves_is_no_error() -> None:
+    tune = subprocess.Popen([TUNE, "ls"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    tune.stdout.close()
+    assert tune.stderr.read() == b"" and tune.wait() == 141
+
+
+def test_ls_shows_every_name_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["ls"]) == 0
+    names = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    assert sorted(names) == sorted([*catalog.recipes(), *catalog.configs()])
+
+
+def test_ls_filters_for_people_and_programs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["ls", "QWEN3/8B", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [config["name"] for row in rows for config in row["configs"]] == ["qwen3/8b_full", "qwen3/8b_lora"]
+    assert all(row["about"] for row in rows)
+
+
+@pytest.mark.parametrize("name", ["sft", "sft.py", "qwen3/8b_lora", "qwen3/8b_lora.yaml"])
+def test_cat_prints_the_file(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["cat", name]) == 0
+    assert capsys.readouterr().out == catalog.either(name).read_text()
+
+
+def test_cp_makes_folders_and_suffixes(count: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for dest, made in (
+        ("a/b/mine", "a/b/mine.yaml"),
+        ("my.v2", "my.v2.yaml"),
+        ("a/", "a/8b_lora.yaml"),
+        (".", "8b_lora.yaml"),
+    ):
+        assert cli.main(["cp", "qwen3/8b_lora", dest]) == 0
+        assert (count / made).read_bytes() == catalog.config("qwen3/8b_lora").read_bytes()
+        assert made in capsys.readouterr().out
+
+
+def test_cp_overwrites_only_when_forced(count: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--force" in mistake(capsys, "cp", "sft", "count.py")
+    assert (count / "count.py").read_text().startswith('"""Counting')
+    assert cli.main(["cp", "sft", "count.py", "--force"]) == 0
+    assert (count / "count.py").read_bytes() == catalog.recipe("sft").read_bytes()
+
+
+def test_a_local_config_comes_before_a_shipped_one(count: Path) -> None:
+    (count / "qwen3").mkdir()
+    (count / "qwen3" / "8b_lora.yaml").write_text("recipe: sft\n")
+    assert catalog.config("qwen3/8b_lora") == Path("qwen3/8b_lora.yaml")
+    assert catalog.config("qwen3/8b_full").is_relative_to(catalog.CONFIGS)
+
+
+def test_run_takes_overrides_anywhere(count: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = (
+        ["count.py", "count", "word=a=b", "to=2"],
+        ["count.py", "--config", "count.yaml", "word=a=b", "to=2"],
+        ["count.py", "count", "word=x", "--debug", "word=a=b", "to=2"],
+    )
+    for some in words:
+        assert cli.main(["run", *some]) == 0
+        assert capsys.readouterr().out == "a=b a=b\n"
+
+
+def test_run_checks_before_it_runs(count: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "too long" in mistake(capsys, "run", "count.py", "count", "to=101")
+    assert "too long" in mistake(capsys, "validate", "count", "to=101", "--recipe", "count.py")
+    assert cli.main(["validate", "count", "to=100", "--recipe", "count.py"]) == 0
+    assert capsys.readouterr().out == "valid: count.yaml\n"
+
+
+def test_validate_tells_every_mistake(count: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["validate", "count", "wrod=x", "to=many", "--recipe", "count.py"]) == 2
+    told = capsys.readouterr().err
+    assert "wrod" in told and "did you mean" in told and "many" in told and "Traceback" not in told
+
+
+def test_config_and_recipe_must_fit(count: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (count / "other.yaml").write_text("recipe: dpo\nword: sheep\n")
+    assert "written for the recipe 'dpo'" in mistake(capsys, "run", "sft", "other")
+    assert "names no recipe" in mistake(capsys, "validate", "count")
+    (count / "half.py").write_text('"""Half a recipe."""\n\nRECIPE = int\n')
+    assert "lacks check, main" in mistake(capsys, "run", "half.py", "count")
+
+
+def test_more_gpus_than_there_are(count: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--gpus 400" in mistake(capsys, "run", "count.py", "count", "--gpus", "400")
+
+
+def test_fresh_erases_the_run(count: Path) -> None:
+    (count / "counted" / "state").mkdir(parents=True)
+    (count / "counted" / "config.yaml").write_text("word: sheep\n")
+    assert cli.main(["run", "count.py", "count", "--fresh"]) == 0
+    assert not (count / "counted" / "state").exists()
+
+
+def test_ctrl_c_ends_quietly(count: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["run", "count.py", "count", "to=0"]) == 130
+    assert capsys.readouterr() == ("", "")
+
+
+def test_options_name_every_field(count: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["options", "count.py"]) == 0
+    reference = capsys.readouterr().out
+    assert all(name in reference for name in ("word", "to", "out"))
+    assert cli.main(["options", "count.py", "--schema"]) == 0
+    assert set(json.loads(capsys.readouterr().out)["properties"]) >= {"word", "to", "out"}
+
+
+def test_an_error_of_a_program_keeps_its_traceback(count: Path) -> None:
+    (count / "count.py").write_text((count / "count.py").read_text() + "\n1 / 0\n")
+    words = [TUNE, "run", "count.py", "count"]
+    done = subprocess.run(words, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 1 and "ZeroDivisionError" in done.stderr
