@@ -14,8 +14,6 @@ def hub_set(name: str, split: str) -> Table:
         rows = datasets.load_dataset(path, part or None, split=split)
     except (DatasetsError, OSError, ValueError) as error:
         reason = " ".join(str(error).split())
-        raise UserError(
-            f"{name}: no such file or folder, and the Hub did not give its split {split!r}: {reason}"
-        ) from None
+        raise UserError(f"{name}: no such file or folder, and no split {split!r} from the Hub: {reason}") from None
     assert isinstance(rows, datasets.Dataset)
     return Table(len(rows), (Row(f"{name} {split} row {number}", fields) for number, fields in enumerate(rows, 1)))

@@ -1,14 +1,13 @@
 """Step number to micro-batches: no state to save, the same rows whatever the ranks and the micro-batch."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import accumulate
 
 import numpy as np
 import torch
 
 from tunekit.data.batch import IGNORE, Batch
-from tunekit.data.documents import Document, Documents
+from tunekit.data.documents import Documents
 from tunekit.data.packing import pack
 
 
@@ -60,14 +59,8 @@ class Loader:
 
     def __init__(self, documents: Documents, order: Order, batch: int, micro_batch: int, run, pad: int) -> None:
         assert batch > 0 and micro_batch > 0 and len(documents) > 0
-        self.rows, self.order, self.batch, self.micro_batch, self.run, self.pad = (
-            documents,
-            order,
-            batch,
-            micro_batch,
-            run,
-            pad,
-        )
+        self.rows, self.order, self.run, self.pad = documents, order, run, pad
+        self.batch, self.micro_batch = batch, micro_batch
         self.steps_per_epoch = -(-len(order.epoch(0)) // batch)
 
     @property
@@ -91,39 +84,39 @@ class Loader:
         epoch, at = divmod(step, self.steps_per_epoch)
         rows = self.order.epoch(epoch)[at * self.batch : (at + 1) * self.batch]
         # Longest first: rows of like length share a micro-batch, and a step that does not fit in memory fails at once.
-        rows = sorted(rows, key=lambda row: -self.rows.lengths[row].sum())
+        rows = sorted(rows, key=self.size, reverse=True)
         mine = rows[self.run.rank :: self.run.size]
         parts = [mine[first : first + self.micro_batch] for first in range(0, len(mine), self.micro_batch)]
         most = -(-len(rows[:: self.run.size]) // self.micro_batch)
-        # Ranks with fewer rows go through the motions with the others, on a row of which they learn nothing.
+        # A rank with fewer rows goes through the motions with the others, on a row of which it learns nothing.
         return [self.collate(part) for part in parts] + [self.blank(rows[-1])] * (most - len(parts))
+
+    def size(self, row: list[int]) -> int:
+        """Tokens of a row."""
+        return int(self.rows.lengths[row].sum())
 
     def blank(self, row: list[int]) -> Batch:
         batch = self.collate([row])
-        return Batch(batch.tokens, torch.full_like(batch.targets, IGNORE), batch.positions, batch.offsets, 0, 0)
+        return replace(batch, targets=torch.full_like(batch.targets, IGNORE), learnt=0, real=0)
 
     def collate(self, rows: list[list[int]]) -> Batch:
-        lengths = [int(self.rows.lengths[row].sum()) for row in rows]
-        shape = len(rows), max(lengths)
-        tokens, targets = np.full(shape, self.pad, np.int64), np.full(shape, IGNORE, np.int64)
-        positions = np.tile(np.arange(shape[1]), (shape[0], 1))
-        sizes: list[int] = []
-        for index, row in enumerate(rows):
-            at = 0
+        width = max(map(self.size, rows))
+        tokens = np.full(len(rows) * width, self.pad, np.int64)
+        targets = np.full_like(tokens, IGNORE)
+        bounds = [0]
+        for end_of_row, row in enumerate(rows, 1):
             for document in map(self.rows.__getitem__, row):
-                at = place(document, tokens[index, at:], targets[index, at:], positions[index, at:]) + at
-            positions[index, at:] = np.arange(shape[1] - at) if self.order.capacity else positions[index, at:]
-            sizes += [*self.rows.lengths[row].tolist(), shape[1] - at]
-        offsets = torch.tensor([0, *accumulate(size for size in sizes if size)], dtype=torch.int32)
-        learnt = int((targets != IGNORE).sum())
-        arrays = (torch.from_numpy(array) for array in (tokens, targets, positions))
-        return Batch(*arrays, offsets if self.order.capacity else None, learnt, sum(lengths))
-
-
-def place(document: Document, tokens: np.ndarray, targets: np.ndarray, positions: np.ndarray) -> int:
-    """Write a document at the beginning of what is left of a row; returns its length. Its last token has no target."""
-    length = len(document.tokens)
-    tokens[:length] = document.tokens
-    targets[: length - 1] = np.where(document.learnt[1:], document.tokens[1:], IGNORE)
-    positions[:length] = np.arange(length)
-    return length
+                start, end = bounds[-1], bounds[-1] + len(document.tokens)
+                tokens[start:end] = document.tokens
+                targets[start : end - 1] = np.where(document.learnt[1:], document.tokens[1:], IGNORE)
+                bounds.append(end)
+            if self.order.capacity and bounds[-1] < end_of_row * width:
+                bounds.append(end_of_row * width)  # what pads a packed row is a document of its own
+            bounds[-1] = end_of_row * width
+        positions = np.arange(len(tokens)) - np.repeat(bounds[:-1], np.diff(bounds))
+        return Batch(
+            *(torch.from_numpy(flat).view(len(rows), width) for flat in (tokens, targets, positions)),
+            offsets=torch.tensor(bounds, dtype=torch.int32) if self.order.capacity else None,
+            learnt=int((targets != IGNORE).sum()),
+            real=sum(map(self.size, rows)),
+        )

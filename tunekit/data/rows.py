@@ -21,7 +21,7 @@ from tunekit.errors import FieldError, UserError
 CHUNK = 512  # rows that become tokens together, on all cores
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Rows:
     """Rows of a file, a folder, a bundled data set or a Hub name, as batches of tokens.
 
@@ -90,7 +90,7 @@ class Rows:
         raise NotImplementedError
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Conversations(Rows):
     """Rows that a chat template writes. `template` is the path of a Jinja file; None: the checkpoint's own."""
 
@@ -117,7 +117,7 @@ class Conversations(Rows):
         raise NotImplementedError
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Chat(Conversations):
     """Conversations: a column of messages, each with role and content; tool schemas in the column `tools`, if there.
 
@@ -133,7 +133,7 @@ class Chat(Conversations):
         return spans.render(tokenizer, turns, tools, self.learn)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Instruct(Conversations):
     """An instruction, an input to it and the response to learn, in a column each: one user and one assistant message.
 
@@ -157,7 +157,7 @@ class Instruct(Conversations):
         return spans.render(tokenizer, turns, None, "assistant")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Text(Rows):
     """Plain text, all of it learnt. `end` is the token that ends a text; None: the tokenizer's end-of-text token."""
 
@@ -171,12 +171,8 @@ class Text(Rows):
     def end_of_text(self, tokenizer: Tokenizer) -> int:
         end = tokenizer.eos if self.end is None else tokenizer.model.token_to_id(self.end)
         if end is None:
-            fault = (
-                "the tokenizer names no end-of-text token"
-                if self.end is None
-                else f"the tokenizer has no token {self.end!r}"
-            )
-            raise UserError(f"{fault}; name one of its tokens as `end`")
+            fault = "names no end-of-text token" if self.end is None else f"has no token {self.end!r}"
+            raise UserError(f"the tokenizer {fault}; name one of its tokens as `end`")
         return end
 
     def encode(self, tokenizer: Tokenizer, rows: Sequence[Row]) -> Iterator[Document]:

@@ -1,7 +1,7 @@
 """What is learnt: character spans of a conversation that is rendered once, and the tokens in them.
 
-Spans come from the template's own `{% generation %}` blocks, else from verified prefixes: what the template writes before
-an assistant turn, with the generation prompt, must be how the whole conversation begins.
+Spans come from the template's own `{% generation %}` blocks, else from verified prefixes: what the template writes
+before an assistant turn, with the generation prompt, must be how the whole conversation begins.
 """
 
 import re
