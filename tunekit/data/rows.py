@@ -104,11 +104,11 @@ class Conversations(Rows):
     def encode(self, tokenizer: Tokenizer, rows: Sequence[Row]) -> Iterator[Document]:
         rendered = [named(row, self.render, tokenizer, row.fields) for row in rows]
         encodings = tokenizer.encode_rendered([text for text, _ in rendered])
-        for encoding, (_, learnt) in zip(encodings, rendered, strict=True):
+        for encoding, (text, learnt) in zip(encodings, rendered, strict=True):
             ids = np.array(encoding.ids, np.int32)
             mask = np.zeros(len(ids), bool)
             for span in learnt:
-                first, behind = spans.tokens_in(encoding, span, tokenizer.marks)
+                first, behind = spans.tokens_in(encoding, text, span, tokenizer.marks)
                 mask[first:behind] = True
             yield Document(ids, mask, len(ids))
 

@@ -98,14 +98,15 @@ def next_content(tokenizer: Tokenizer, text: str, messages: Messages, tools: Too
     return len(commonprefix([text, other]))
 
 
-def tokens_in(encoding: tokenizers.Encoding, span: Span, special: Container[int]) -> Span:
-    """The range of tokens whose characters lie in a span of characters.
+def tokens_in(encoding: tokenizers.Encoding, text: str, span: Span, special: Container[int]) -> Span:
+    """The range of tokens whose characters lie in a span of the text.
 
-    A token that reaches over a bound is left out, unless it is a special token that took in the white space behind it.
+    A token that reaches over a bound is left out but in two cases: it begins with white space before the span (a prompt
+    that ends in a space), or it is a special token that took in the white space behind it.
     """
     start, end = span
     first = token_at(encoding, range(start, end), len(encoding))
-    while first < len(encoding) and bounds(encoding, first)[0] < start:
+    while first < len(encoding) and bounds(encoding, first)[0] < start and not joins(encoding, text, first, start):
         first += 1
     last = token_at(encoding, range(end - 1, start - 1, -1), -1)
     while last + 1 < len(encoding) and bounds(encoding, last + 1)[0] < end:  # a character of several bytes, in pieces
@@ -117,6 +118,12 @@ def tokens_in(encoding: tokenizers.Encoding, span: Span, special: Container[int]
 def token_at(encoding: tokenizers.Encoding, places: range, default: int) -> int:
     """The token of the first of these characters that any token holds."""
     return next((token for at in places if (token := encoding.char_to_token(at)) is not None), default)
+
+
+def joins(encoding: tokenizers.Encoding, text: str, token: int, start: int) -> bool:
+    """Whether a token is only white space before `start` and more than that behind."""
+    low, high = bounds(encoding, token)
+    return not text[low:start].strip() and bool(text[start:high].strip())
 
 
 def bounds(encoding: tokenizers.Encoding, token: int) -> Span:

@@ -1,0 +1,137 @@
+"""Masks against expectations written by hand: what the assistant says and the token that ends it, nothing else."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+
+from tunekit.data.spans import render, tokens_in
+from tunekit.data.tokenizer import Tokenizer
+from tunekit.errors import UserError
+
+TALK = [
+    {"role": "user", "content": "What is 2 + 2?"},
+    {"role": "assistant", "content": "It is 4. 😀"},
+    {"role": "user", "content": "It is 4. 😀"},
+    {"role": "assistant", "content": "naïve\n\n  café 你好"},
+]
+FIRST, LAST = TALK[1]["content"], TALK[3]["content"]
+
+
+def learnt(tokenizer: Tokenizer, talk: list[dict], learn="assistant") -> list[str]:
+    """The learnt runs of tokens, as text."""
+    text, spans = render(tokenizer, talk, None, learn)
+    encoding = tokenizer.encode_rendered([text])[0]
+    ranges = [tokens_in(encoding, text, span, tokenizer.marks) for span in spans]
+    return [tokenizer.decode(encoding.ids[first:behind], special=True) for first, behind in ranges]
+
+
+@pytest.mark.parametrize(
+    ("name", "runs"),
+    [
+        ("chatml", [f"{FIRST}<|im_end|>", f"{LAST}<|im_end|>"]),
+        ("thinking", [f"{FIRST}<|im_end|>", f"<think>\n\n</think>\n\n{LAST}<|im_end|>"]),
+        ("headers", [f"{FIRST}<|eot_id|>", f"{LAST}<|eot_id|>"]),
+        ("turns", [f"{FIRST}<end_of_turn>", f"{LAST}<end_of_turn>"]),
+        ("brackets", [f" {FIRST}</s>", f" {LAST}</s>"]),
+        ("closed", [f"{FIRST}<|end|>", f"{LAST}<|end|><|endoftext|>"]),
+        ("plain", [f" {FIRST}\n\n", f" {LAST}\n\n"]),  # the prompt ends in a space, which the first word takes in
+        ("generation", [f"{FIRST}<|im_end|>", f"{LAST}<|im_end|>"]),
+    ],
+)
+def test_the_assistants_turns_and_their_ends_are_learnt(name: str, runs: list[str], folders: dict[str, Path]) -> None:
+    tokenizer = Tokenizer.open(folders[name])
+    assert learnt(tokenizer, TALK) == runs
+    assert learnt(tokenizer, TALK, "last") == runs[-1:]
+    assert learnt(tokenizer, TALK[:2]) == [runs[-1].replace(LAST, FIRST)]
+    whole = tokenizer.render(TALK)
+    assert learnt(tokenizer, TALK, "all") == [tokenizer.decode(tokenizer.encode(whole), special=True)]
+
+
+def test_reasoning_is_learnt_where_the_template_keeps_it(folders: dict[str, Path]) -> None:
+    tokenizer = Tokenizer.open(folders["thinking"])
+    first = {"role": "assistant", "content": "<think>\nTwo and two.\n</think>\n\n4"}
+    kept = "<think>\nTwo and two.\n</think>\n\n4<|im_end|>"
+    assert learnt(tokenizer, [TALK[0], first]) == [kept]
+    assert learnt(tokenizer, [TALK[0], first, TALK[2], first]) == ["4<|im_end|>", kept]
+    assert learnt(tokenizer, [TALK[0], first, TALK[2]]) == ["4<|im_end|>"]
+
+
+def test_turns_may_follow_each_other_and_end_with_the_user(folders: dict[str, Path]) -> None:
+    tokenizer = Tokenizer.open(folders["chatml"])
+    talk = [TALK[1], TALK[1], TALK[0]]
+    assert learnt(tokenizer, talk) == [f"{FIRST}<|im_end|>"] * 2
+    assert learnt(Tokenizer.open(folders["closed"]), talk) == [f"{FIRST}<|end|>"] * 2
+
+
+def test_an_end_that_stands_only_at_the_very_end_does_not_swallow_other_turns(tmp_path, folders) -> None:
+    form = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ '\n' }}{% endfor %}"
+    form += "{% if add_generation_prompt %}assistant: {% else %}{{ eos_token }}{% endif %}"
+    (tmp_path / "form.jinja").write_text(form)
+    tokenizer = Tokenizer.open(folders["plain"], str(tmp_path / "form.jinja"))
+    with pytest.raises(
+        UserError, match=r"messages\[1\]: no mask is sure: .* no special token ends it; set `learn: last`"
+    ):
+        learnt(tokenizer, TALK)
+    assert learnt(tokenizer, TALK, "last") == [f" {LAST}\n<|endoftext|>"]
+
+
+def test_a_prompt_that_is_no_prefix_is_refused(tmp_path, folders) -> None:
+    (tmp_path / "form.jinja").write_text(
+        "{% for m in messages %}<|im_start|>{{ m.role }} {{ m.content }}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant <think>{% endif %}"
+    )
+    tokenizer = Tokenizer.open(folders["chatml"], str(tmp_path / "form.jinja"))
+    with pytest.raises(UserError, match=r"messages\[1\]: no mask is sure: .* prompts for this turn"):
+        learnt(tokenizer, TALK)
+
+
+@pytest.mark.parametrize(("block", "blocks"), [("user", 2), ("nobody", 0)])
+def test_blocks_that_are_not_one_a_turn_do_not_say_which_is_last(block, blocks, tmp_path, folders) -> None:
+    (tmp_path / "form.jinja").write_text(
+        "{% for m in messages %}{% if m.role in ['assistant', '" + block + "'] %}{% generation %}{{ m.content }}"
+        "{% endgeneration %}{% endif %}{% if m.role == 'assistant' %}{% generation %}!{% endgeneration %}{% endif %}"
+        "{% endfor %}"
+    )
+    tokenizer = Tokenizer.open(folders["chatml"], str(tmp_path / "form.jinja"))
+    with pytest.raises(UserError, match=f"marks {4 + blocks} generation blocks in 2 assistant turns"):
+        learnt(tokenizer, TALK, "last")
+
+
+OPEN: dict[str, Tokenizer] = {}
+TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
+
+
+SHAPES = ["chatml", "headers", "turns", "brackets", "closed", "plain"]
+
+
+@given(st.lists(TEXTS, min_size=4, max_size=4), st.sampled_from(SHAPES))
+def test_any_text_is_learnt_to_the_character(folders: dict[str, Path], texts: list[str], name: str) -> None:
+    tokenizer = OPEN.setdefault(name, Tokenizer.open(folders[name]))
+    talk = [{**message, "content": text} for message, text in zip(TALK, texts, strict=True)]
+    text, spans = render(tokenizer, talk, None, "assistant")
+    encoding = tokenizer.encode_rendered([text])[0]
+    for (start, end), said in zip(spans, texts[1::2], strict=True):
+        assert said.strip() in text[start:end]
+        first, behind = tokens_in(encoding, text, (start, end), tokenizer.marks)
+        for at, (low, high) in enumerate(encoding.offsets):
+            begins = start <= low or (text[low:start].isspace() and text[start:high].strip() != "")
+            ends = high <= end or encoding.ids[at] in tokenizer.marks
+            assert (first <= at < behind) == (begins and ends and low < end)
+
+
+def test_generation_masks_equal_transformers_on_text_of_one_byte_characters(folders: dict[str, Path]) -> None:
+    ours, theirs = Tokenizer.open(folders["generation"]), AutoTokenizer.from_pretrained(folders["generation"])
+    talk = [{**message, "content": message["content"].encode("ascii", "replace").decode()} for message in TALK]
+    want = theirs.apply_chat_template(talk, return_assistant_tokens_mask=True, return_dict=True)
+    text, spans = render(ours, talk, None, "assistant")
+    encoding = ours.encode_rendered([text])[0]
+    mask = [0] * len(encoding)
+    for span in spans:
+        first, behind = tokens_in(encoding, text, span, ours.marks)
+        mask[first:behind] = [1] * (behind - first)
+        assert encoding.ids[behind - 1] == ours.eos  # ours has the end of the turn, which stands outside the block
+        mask[behind - 1] = 0
+    assert mask == want["assistant_masks"]
