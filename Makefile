@@ -25,13 +25,16 @@ clean:
 
 .venv/python:
 	@test -n "$(PYTHON)" || { echo "tunekit needs Python 3.11 or newer (with venv); none was found" >&2; exit 1; }
+	@echo "Installing into .venv; the first time this takes a few minutes"
 	$(PYTHON) -m venv .venv
 	@touch $@
 
 .venv/core: .venv/python $(PINS)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable .
+	$(BIN)/python -m pip install -qq --constraint constraints.txt --editable .
 	@touch $@
 
 .venv/dev: .venv/python $(PINS)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install -qq --constraint constraints.txt --editable '.[dev]'
+	@mkdir -p .venv/typing/tunekit  # pyright looks up tunekit.recipes and tunekit.kernels here
+	@ln -sfn ../../../recipes ../../../kernels .venv/typing/tunekit/
 	@touch .venv/core $@
