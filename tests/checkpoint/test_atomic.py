@@ -81,7 +81,9 @@ def cut_at(monkeypatch, call: int) -> None:
 
         return act
 
-    for module, name in ((os, "fsync"), (Path, "rename"), (Path, "touch"), (Path, "unlink"), (shutil, "rmtree")):
+    ends = [(os, "fsync"), (shutil, "rmtree")]
+    ends += [(Path, name) for name in ("rename", "replace", "write_text", "unlink")]
+    for module, name in ends:
         monkeypatch.setattr(module, name, dying(vars(module)[name]))
 
 
@@ -154,6 +156,15 @@ def test_half_removed_is_not_whole(tmp_path, monkeypatch):
     assert not atomic.is_whole(tmp_path / "final")
 
 
+def test_damage_is_seen(tmp_path):
+    write(tmp_path / "final", 1)
+    assert atomic.damaged(tmp_path / "final") is None
+    (tmp_path / "final" / "3.txt").write_text("2\n" * 2000)
+    assert atomic.damaged(tmp_path / "final") == tmp_path / "final" / "3.txt"
+    (tmp_path / "final" / "2.txt").unlink()
+    assert atomic.damaged(tmp_path / "final") == tmp_path / "final" / "2.txt"
+
+
 @pytest.fixture
 def small_files():
     """No file over 64 kB: every write beyond says EFBIG, as a full disk says ENOSPC."""
@@ -206,9 +217,9 @@ def tiny_disk(tmp_path):
 @pytest.mark.parametrize("way", WAYS)
 def test_full_disk(tiny_disk, way):
     write(tiny_disk / "state" / "00000005", 1)
-    with pytest.raises(UserError, match=r"no space left on device.*last complete state is .*00000005") as caught:
-        with atomic.whole(tiny_disk / "state" / "00000010") as partial:
-            way(partial)
+    said = pytest.raises(UserError, match=r"no space left on device.*last complete state is .*00000005")
+    with said as caught, atomic.whole(tiny_disk / "state" / "00000010") as partial:
+        way(partial)
     assert "\n" not in str(caught.value)
     assert names(tiny_disk / "state") == {"00000005"}
     assert version(tiny_disk / "state" / "00000005") == 1

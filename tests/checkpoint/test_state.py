@@ -1,6 +1,7 @@
 """Stopping and going on changes no bit, whatever the optimizer, the schedule and the instant of the end."""
 
 import copy
+import json
 import math
 import os
 import pickle
@@ -243,20 +244,19 @@ def state_of(folder):
     return state
 
 
-@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", "progress.pt", "random-0.pt"])
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", "progress.pt", "random-0.pt", "complete"])
 @pytest.mark.parametrize("damage", ["missing", "empty", "cut", "flipped"])
 def test_damaged_file_is_named(tmp_path, name, damage):
-    train(trained := started(tmp_path), 0, 4, save_every=2)
+    train(started(tmp_path), 0, 4, save_every=2)
     file = tmp_path / "00000004" / name
     content = bytearray(file.read_bytes())
     if damage == "missing":
-        if name.startswith("random"):
-            pytest.skip("a rank that is new in a layout has no such file")
         file.unlink()
+        if name == atomic.MARK:
+            assert started(tmp_path).restore() == 2
+            return
     else:
-        weight = trained.model.second.weight.detach().numpy().tobytes()
-        place = content.find(weight) if name == "__0_0.distcp" else len(content) // 2
-        content[place] ^= 0x10
+        content[len(content) // 2] ^= 0x10
         file.write_bytes({"empty": b"", "cut": content[: len(content) // 2], "flipped": content}[damage])
     state = started(tmp_path)
     before = snapshot(state)["weights"]
@@ -270,11 +270,9 @@ def test_damaged_file_is_named(tmp_path, name, damage):
 
 
 def test_no_bit_flips_unseen(tmp_path):
-    """Wherever a bit flips, the state is refused or its numbers are the right ones."""
-    train(first := started(tmp_path), 0, 2)
-    first.save(2)
-    expected, dice = snapshot(first), random.Random(3)
-    refused = 0
+    """Wherever a bit flips, the state is refused: zip checksums alone let some through."""
+    train(started(tmp_path), 0, 2, save_every=2)
+    dice = random.Random(3)
     for name in (".metadata", "__0_0.distcp", "progress.pt", "random-0.pt"):
         file = tmp_path / "00000002" / name
         good = file.read_bytes()
@@ -282,15 +280,10 @@ def test_no_bit_flips_unseen(tmp_path):
             bad = bytearray(good)
             bad[dice.randrange(len(bad))] ^= 1 << dice.randrange(8)
             file.write_bytes(bad)
-            state = started(tmp_path)
-            try:
-                assert state.restore() == 2
-            except UserError:
-                refused += 1
-            else:
-                assert_same(snapshot(state), expected)
+            with pytest.raises(UserError, match=name):
+                started(tmp_path).restore()
         file.write_bytes(good)
-    assert refused > 40
+    assert started(tmp_path).restore() == 2
 
 
 class Bomb:
@@ -307,11 +300,10 @@ def test_a_state_runs_no_code(tmp_path, name):
     file, hit = tmp_path / "state" / "00000001" / name, tmp_path / "hit"
     if name == ".metadata":
         file.write_bytes(pickle.dumps(Bomb(hit)))
-        progress = file.parent / "progress.pt"
-        values = torch.load(progress, weights_only=True)
-        torch.save(values | {"metadata": zlib.crc32(file.read_bytes())}, progress)
     else:
         torch.save({"step": Bomb(hit)}, file)
+    mark = file.parent / atomic.MARK
+    mark.write_text(json.dumps(json.loads(mark.read_text()) | {name: zlib.crc32(file.read_bytes())}))
     with pytest.raises(UserError, match=name):
         started(tmp_path / "state").restore()
     assert not hit.exists()

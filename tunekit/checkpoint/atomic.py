@@ -1,13 +1,17 @@
 """Folders and small files that appear whole or not at all, whatever instant the process or the disk gives up.
 
 A folder is written beside its place, synced, renamed and then marked. What carries no mark is not there for readers.
+The mark holds a checksum of every file.
 """
 
 import errno
+import json
 import os
 import re
 import shutil
+import zlib
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -15,6 +19,7 @@ from tunekit.errors import UserError
 
 MARK = "complete"
 PARTIAL, PREVIOUS = ".partial", ".previous"
+CHUNK = 2**24
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
 
 
@@ -42,10 +47,12 @@ class whole:  # noqa: N801 (it reads like `contextlib.suppress`)
             try:
                 put_in_place(self.partial, self.folder)
             except OSError as failure:
-                recover(self.folder)
+                with suppress(OSError):
+                    recover(self.folder)
                 raise refusal(self.folder, failure) from failure
         else:
-            remove(self.partial)
+            with suppress(OSError):
+                remove(self.partial)
             cause = disk_error(error)
             if cause is not None:
                 raise refusal(self.folder, cause) from error
@@ -84,17 +91,22 @@ def remove(folder: Path) -> None:
         shutil.rmtree(folder)
 
 
+def damaged(folder: Path) -> Path | None:
+    """A file of a whole folder that is no longer what was written, or is gone. None if all are as they were."""
+    try:
+        sums = json.loads((folder / MARK).read_text(encoding="utf-8"))
+    except ValueError:
+        return folder / MARK
+    return next((folder / n for n, s in sums.items() if not (folder / n).is_file() or checksum(folder / n) != s), None)
+
+
 def write_text(path: Path, text: str) -> None:
     """Replace a small file in one step."""
-    partial = beside(path, PARTIAL)
     try:
-        partial.write_text(text, encoding="utf-8")
-        sync(partial)
-        partial.replace(path)
-        sync(path.parent)
+        replace_text(path, text)
     except OSError as error:
-        if partial.is_file():
-            partial.unlink()
+        with suppress(OSError):  # a disk that is read-only refuses this too
+            beside(path, PARTIAL).unlink()
         raise refusal(path, error) from error
 
 
@@ -143,16 +155,31 @@ def standing(path: Path) -> str:
     return f"nothing old was touched, the last complete state is {newest.parent}"
 
 
+def replace_text(path: Path, text: str) -> None:
+    partial = beside(path, PARTIAL)
+    partial.write_text(text, encoding="utf-8")
+    sync(partial)
+    partial.replace(path)
+    sync(path.parent)
+
+
 def put_in_place(partial: Path, folder: Path) -> None:
+    sums = {str(file.relative_to(partial)): checksum(file) for file in sorted(partial.rglob("*")) if file.is_file()}
     sync_tree(partial)
     if folder.exists():
         folder.rename(beside(folder, PREVIOUS))
     partial.rename(folder)
     sync(folder.parent)
-    (folder / MARK).touch()
-    sync(folder / MARK)
-    sync(folder)
+    replace_text(folder / MARK, json.dumps(sums))
     remove(beside(folder, PREVIOUS))
+
+
+def checksum(file: Path) -> int:
+    value = 0
+    with file.open("rb") as stream:
+        while chunk := stream.read(CHUNK):
+            value = zlib.crc32(chunk, value)
+    return value
 
 
 def sync_tree(folder: Path) -> None:

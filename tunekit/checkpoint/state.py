@@ -10,13 +10,10 @@ import pickle
 import random
 import sys
 import warnings
-import zipfile
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
-from struct import error as StructError
 
 import torch
 import torch.distributed as dist
@@ -70,7 +67,7 @@ class State:
         atomic.need(folder, sum(tensor.nbytes + 4096 for tensor in tensors.values()) + 2**20)
         with atomic.whole(folder) as partial:
             write_tensors(partial, tensors)
-            write_plain(partial / PROGRESS, progress | {"metadata": checksum(partial / METADATA)})
+            write_plain(partial / PROGRESS, progress)
             write_plain(partial / generators_file(self.run), generators(self.run.device))
         for old in saved(self.folder)[: -self.keep]:
             atomic.remove(old)
@@ -90,20 +87,16 @@ class State:
 
     def load(self, folder: Path) -> int:
         """Everything is checked before the first number of the model changes."""
+        damaged = atomic.damaged(folder)
+        if damaged is not None:
+            raise Unreadable(damaged)
         progress = read_plain(folder / PROGRESS)
-        if checksum(folder / METADATA) != progress["metadata"]:
-            raise Unreadable(folder / METADATA)
         drawn = folder / generators_file(self.run)
         random_states = read_plain(drawn) if drawn.is_file() else {}  # a rank that is new in this layout has none
         reader = Reader(folder)
-        metadata = reader.read_metadata()
-        tensors = self.fitting(metadata.state_dict_metadata, progress["groups"], folder)
-        check_tensors(folder, metadata)
-        try:
-            with alone():
-                dcp.load(tensors, storage_reader=reader, no_dist=not dist.is_initialized())
-        except dcp.CheckpointException as error:
-            raise Unreadable(folder) from error
+        tensors = self.fitting(reader.read_metadata().state_dict_metadata, progress["groups"], folder)
+        with alone():
+            dcp.load(tensors, storage_reader=reader, no_dist=not dist.is_initialized())
         for group, values in zip(self.optimizer.param_groups, progress["groups"], strict=True):
             restore_group(group, values)
         self.schedule.load_state_dict(progress["schedule"])
@@ -151,7 +144,7 @@ class State:
 
 
 class Unreadable(Exception):
-    """A file of a state that was cut off or changed."""
+    """A file of a state that was cut off or changed, or that holds what no state holds."""
 
     def __init__(self, file: Path) -> None:
         super().__init__(f"cannot read {file}: it is damaged or cut off")
@@ -208,45 +201,15 @@ def alone() -> Iterator[None]:
         yield
 
 
-def check_tensors(folder: Path, metadata: Metadata) -> None:
-    """Each tensor is a zip archive with checksums, which `torch.load` does not look at."""
-    assert metadata.storage_data is not None
-    for info in metadata.storage_data.values():
-        check(folder / info.relative_path, info.offset, info.length)
-
-
-def check(file: Path, offset: int = 0, length: int = -1) -> BytesIO:
-    """The zip archive at a place in a file, its checksums compared."""
-    try:
-        with file.open("rb") as stream:
-            stream.seek(offset)
-            content = BytesIO(stream.read(length))
-        with zipfile.ZipFile(content) as archive:
-            damaged = archive.testzip()
-    except (zipfile.BadZipFile, StructError, EOFError, RuntimeError, ValueError, OSError) as error:
-        raise Unreadable(file) from error
-    if damaged is not None:
-        raise Unreadable(file)
-    content.seek(0)
-    return content
-
-
-def checksum(file: Path) -> int:
-    if not file.is_file():
-        raise Unreadable(file)
-    return zlib.crc32(file.read_bytes())
-
-
 def write_plain(file: Path, values: dict) -> None:
     with file.open("wb") as stream:  # through Python, so that a full disk keeps its name
         torch.save(values, stream)
 
 
 def read_plain(file: Path) -> dict:
-    content = check(file)
     try:
-        return torch.load(content, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        return torch.load(file, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
         raise Unreadable(file) from error
 
 

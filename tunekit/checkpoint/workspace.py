@@ -97,11 +97,12 @@ def started(out: Path) -> bool:
 
 
 def compare(space: Workspace, resolved: str, live: frozenset[str]) -> None:
-    old, new = (
-        {key: value for key, value in yaml.safe_load(text).items() if key not in live}
-        for text in (space.config.read_text(encoding="utf-8"), resolved)
-    )
-    found = [f"{key}: {before!r} there, {now!r} now" for key, before, now in differences(old, new)]
+    try:
+        old, new = yaml.safe_load(space.config.read_text(encoding="utf-8")), yaml.safe_load(resolved)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read {space.config}: mend it, start over with --fresh or give another out=") from error
+    changed = [found for found in differences(old, new) if found[0].partition(".")[0] not in live]
+    found = [f"{key}: {before!r} there, {now!r} now" for key, before, now in changed]
     if found:
         raise UserError(
             f"{space.folder} is the run of another config ({'; '.join(found)}): "

@@ -1,0 +1,149 @@
+"""The folder of a run belongs to one process and one config."""
+
+import os
+import signal
+import subprocess
+import time
+
+import pytest
+
+from tunekit.checkpoint import atomic
+from tunekit.checkpoint.workspace import claim, erase
+from tunekit.errors import UserError
+
+CONFIG = "recipe: sft\nseed: 1\nout: runs/a\noptimizer:\n  kind: adamw\n  lr: 0.0001\nlog:\n  every: 1\n"
+LIVE = frozenset({"log"})
+
+
+def names(folder):
+    return {path.name for path in folder.iterdir()}
+
+
+def leave_results(space):
+    with atomic.whole(space.state / "00000001") as partial:
+        (partial / "x").write_text("x")
+    with atomic.whole(space.final) as partial:
+        (partial / "x").write_text("x")
+    space.metrics.write_text('{"step": 1}\n')
+
+
+def test_makes_and_takes_up_again(tmp_path):
+    out = tmp_path / "runs" / "a"
+    for _ in range(2):
+        with claim(out, CONFIG, LIVE) as space:
+            leave_results(space)
+    assert space.config.read_text() == CONFIG
+    assert names(out) == {".lock", "config.yaml", "metrics.jsonl", "state", "final"}
+
+
+def test_another_config_names_every_key(tmp_path):
+    with claim(tmp_path / "a", CONFIG, LIVE) as space:
+        leave_results(space)
+    other = CONFIG.replace("seed: 1", "seed: 2").replace("0.0001", "0.0003").replace("every: 1", "every: 5")
+    for _ in range(2):
+        with pytest.raises(UserError) as caught:
+            claim(tmp_path / "a", other, LIVE)
+        text = str(caught.value)
+        assert "seed: 1 there, 2 now" in text
+        assert "optimizer.lr: 0.0001 there, 0.0003 now" in text
+        assert "every" not in text
+        assert "--fresh" in text
+        assert "out=" in text
+        assert "\n" not in text
+        assert space.config.read_text() == CONFIG
+
+
+def test_live_keys_may_change(tmp_path):
+    with claim(tmp_path / "a", CONFIG, LIVE) as space:
+        leave_results(space)
+    other = CONFIG.replace("every: 1", "every: 5")
+    claim(tmp_path / "a", other, LIVE).close()
+    assert space.config.read_text() == other
+
+
+def test_a_run_without_results_takes_any_config(tmp_path):
+    claim(tmp_path / "a", CONFIG, LIVE).close()
+    other = CONFIG.replace("seed: 1", "seed: 2")
+    with claim(tmp_path / "a", other, LIVE) as space:
+        assert space.config.read_text() == other
+
+
+def test_config_that_is_no_yaml(tmp_path):
+    with claim(tmp_path / "a", CONFIG, LIVE) as space:
+        leave_results(space)
+    space.config.write_text("a: [1\n")
+    with pytest.raises(UserError, match=r"config\.yaml.*--fresh"):
+        claim(tmp_path / "a", CONFIG, LIVE)
+
+
+def test_foreign_files_are_left_alone(tmp_path):
+    (tmp_path / "thesis.tex").write_text("x")
+    with pytest.raises(UserError, match="out="):
+        claim(tmp_path, CONFIG, LIVE)
+    erase(tmp_path)
+    assert names(tmp_path) == {"thesis.tex"}
+
+
+def test_a_file_in_the_way(tmp_path):
+    (tmp_path / "a").write_text("x")
+    for out in (tmp_path / "a", tmp_path / "a" / "b"):
+        with pytest.raises(UserError, match="out="):
+            claim(out, CONFIG, LIVE)
+
+
+def test_second_process_is_told_the_first(tmp_path):
+    child = os.fork()
+    if child == 0:
+        with claim(tmp_path / "a", CONFIG, LIVE):
+            (tmp_path / "ready").touch()
+            time.sleep(60)
+        os._exit(0)
+    while not (tmp_path / "ready").exists():
+        time.sleep(0.01)
+    for act in (lambda: claim(tmp_path / "a", CONFIG, LIVE), lambda: erase(tmp_path / "a")):
+        with pytest.raises(UserError, match=f"process {child}"):
+            act()
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    claim(tmp_path / "a", CONFIG, LIVE).close()
+
+
+def test_a_refused_config_frees_the_lock(tmp_path):
+    with claim(tmp_path / "a", CONFIG, LIVE) as space:
+        leave_results(space)
+    with pytest.raises(UserError, match="seed"):
+        claim(tmp_path / "a", CONFIG.replace("seed: 1", "seed: 2"), LIVE)
+    claim(tmp_path / "a", CONFIG, LIVE).close()
+
+
+def test_erase_takes_what_the_run_wrote(tmp_path):
+    out = tmp_path / "a"
+    with claim(out, CONFIG, LIVE) as space:
+        leave_results(space)
+    (out / "final.partial").mkdir()
+    (out / "tensorboard").mkdir()
+    (out / "notes.txt").write_text("mine")
+    erase(out)
+    assert names(out) == {".lock", "notes.txt"}
+    erase(tmp_path / "never")
+    (out / "notes.txt").unlink()
+    claim(out, CONFIG.replace("seed: 1", "seed: 2"), LIVE).close()
+
+
+def test_read_only_place(tmp_path):
+    place = tmp_path / "disk"
+    place.mkdir()
+    options = ["mount", "-t", "tmpfs", "-o", "size=100k"]
+    if subprocess.run([*options, "tmpfs", str(place)], capture_output=True).returncode:
+        pytest.skip("mounting a tmpfs is not allowed here")
+    try:
+        with claim(place / "a", CONFIG, LIVE) as space:
+            leave_results(space)
+        subprocess.run(["mount", "-o", "remount,ro", str(place)], check=True)
+        for act in (lambda: claim(place / "a", CONFIG, LIVE), lambda: claim(place / "b", CONFIG, LIVE)):
+            with pytest.raises(UserError, match=r"Read-only file system.*out="):
+                act()
+        with pytest.raises(UserError, match="Read-only"):
+            erase(place / "a")
+    finally:
+        subprocess.run(["umount", str(place)], check=True)
