@@ -195,3 +195,5 @@ def test_a_source_can_be_checked_without_reading_it(tmp_path: Path) -> None:
     Chat(str(path)).check()
     with pytest.raises(UserError, match="no such file or folder"):
         Chat(str(tmp_path / "gone.jsonl")).check()
+    with pytest.raises(UserError, match="gone.jinja: no such chat template file"):
+        Instruct(str(path), template="gone.jinja").check()

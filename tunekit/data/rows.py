@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -95,6 +96,11 @@ class Conversations(Rows):
     """Rows that a chat template writes. `template` is the path of a Jinja file; None: the checkpoint's own."""
 
     template: str | None = None
+
+    def check(self) -> None:
+        super().check()
+        if self.template is not None and not Path(self.template).expanduser().is_file():
+            raise UserError(f"{self.template}: no such chat template file")
 
     def prepare(self, tokenizer: Tokenizer) -> Tokenizer:
         tokenizer = tokenizer if self.template is None else tokenizer.with_template(self.template)
