@@ -3,9 +3,9 @@
 import importlib
 import json
 import os
+import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -35,17 +35,20 @@ try:
     cli.main({words})
 except SystemExit as end:
     assert end.code == 0
-sys.exit(" ".join(set({HEAVY}) & set(sys.modules)))
+print("heavy:", *(name for name in {HEAVY} if name in sys.modules), file=sys.stderr)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0 or not done.stderr.strip(), done.stderr
+    assert done.stdout and done.stderr.strip() == "heavy:"
 
 
 def test_listing_is_instant() -> None:
+    """Counted in seconds of the processor, since other tests run beside this one."""
+
     def seconds() -> float:
-        start = time.perf_counter()
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         subprocess.run([TUNE, "ls"], check=True, capture_output=True)
-        return time.perf_counter() - start
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
     assert min(seconds() for _ in range(5)) < 0.4
 

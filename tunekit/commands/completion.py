@@ -39,7 +39,7 @@ def verb(name: str, parser: argparse.ArgumentParser) -> Verb:
     known = {"RECIPE": tuple(catalog.recipes()), "CONFIG": tuple(catalog.configs())}
     known |= {"NAME": known["RECIPE"] + known["CONFIG"], "CONFIG key=value": known["CONFIG"]}
     options, places = [], []
-    for action in parser._actions:
+    for action in parser._actions:  # argparse has no public list of them
         words = tuple(action.choices or known.get(str(action.metavar), ()))
         if action.option_strings:
             options.append(Option(tuple(action.option_strings), action.help or "", action.nargs is None, words))

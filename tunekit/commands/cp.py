@@ -19,10 +19,13 @@ def main(args: argparse.Namespace) -> None:
         dest.write_bytes(source.read_bytes())
     except OSError as error:
         raise UserError(f"cannot write {dest}: {error.strerror}") from error
-    print(dest)
-    recipe = catalog.written_for(source) if source.suffix == ".yaml" else None
-    if recipe:
-        print(f"run it: tune run {recipe} {shlex.quote(str(dest))}")
+    print(f"{dest}\nrun it: tune run {call(dest)}")
+
+
+def call(path: Path) -> str:
+    """What to type behind `tune run` for a file of one's own."""
+    own = shlex.quote(str(path))
+    return f"{own} CONFIG" if path.suffix == ".py" else f"{catalog.written_for(path) or 'RECIPE'} {own}"
 
 
 def target(source: Path, word: str) -> Path:
