@@ -190,8 +190,10 @@ class Screen:
         self.plain = not sys.stderr.isatty()
         self.text, self.told, self.done = "", -math.inf, start
         form = "{n_fmt}/{total_fmt} |{bar}| {desc}"
-        off = self.plain or not speaks
-        self.bar = tqdm(total=total, initial=start, bar_format=form, disable=off, dynamic_ncols=True)
+        # Some terminals do not know how wide they are: tqdm would draw nothing.
+        wide = self.plain or os.get_terminal_size(sys.stderr.fileno()).columns > 0
+        size = {"dynamic_ncols": True} if wide else {"ncols": 80}
+        self.bar = tqdm(total=total, initial=start, bar_format=form, disable=self.plain or not speaks, **size)
 
     def advance(self, step: int) -> None:
         self.bar.update(step - self.done)
@@ -227,7 +229,11 @@ def connect(service: Service, folder: Path, start: int, resolved: Mapping):
     except ImportError as error:
         missing = (error.name or kind).partition(".")[0]
         raise UserError(f"log.to: {missing} is not installed: pip install 'tunekit[{kind}]'") from error
-    return module.Logger(service, folder, start, resolved)
+    try:
+        return module.Logger(service, folder, start, resolved)
+    except module.REFUSED as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise UserError(f"log.to: {kind} cannot be opened: {reason}") from error
 
 
 def append(file: Path, start: int) -> IO[bytes]:

@@ -8,6 +8,8 @@ import comet_ml
 
 from tunekit.loggers.run_id import run_id
 
+REFUSED = (OSError, ValueError)
+
 
 class Logger:
     def __init__(self, choice, folder: Path, start: int, resolved: Mapping) -> None:

@@ -6,6 +6,8 @@ from pathlib import Path
 
 from torch.utils.tensorboard import SummaryWriter
 
+REFUSED = (OSError,)
+
 
 class Logger:
     def __init__(self, choice, folder: Path, start: int, resolved: Mapping) -> None:

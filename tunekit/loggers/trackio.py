@@ -5,6 +5,8 @@ from pathlib import Path
 
 import trackio
 
+REFUSED = (OSError, ValueError)
+
 
 class Logger:
     def __init__(self, choice, folder: Path, start: int, resolved: Mapping) -> None:

@@ -8,6 +8,8 @@ import wandb
 
 from tunekit.loggers.run_id import run_id
 
+REFUSED = (wandb.Error,)
+
 
 class Logger:
     def __init__(self, choice, folder: Path, start: int, resolved: Mapping) -> None:

@@ -1,0 +1,151 @@
+"""Every service gets the numbers that `metrics.jsonl` has, without a network; a missing package is one clear line."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tunekit.errors import UserError
+from tunekit.metrics import MODULES, Comet, Log, MLflow, TensorBoard, Trackio, WandB
+
+MAIN = SimpleNamespace(is_main=True, device=torch.device("cpu"), rank=0)
+RESOLVED = {"seed": 1, "optimizer": {"kind": "adamw", "lr": 1e-4}}
+PACKAGES = {TensorBoard: "tensorboard", WandB: "wandb", MLflow: "mlflow", Trackio: "trackio", Comet: "comet_ml"}
+
+
+def train(folder, choice, first, last):
+    with Log(to=(choice,)).open(folder, MAIN, total=4, start=first, resolved=RESOLVED) as meter:
+        for step in range(first + 1, last + 1):
+            meter.step(step, loss=1 / step, norm=2.0, rate=1e-4, tokens=10, learnt=4, wait=0.0)
+        meter.note(last, validation_loss=0.5)
+
+
+def losses(folder):
+    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line["loss"] for line in found if "loss" in line}
+
+
+@pytest.mark.parametrize("kind", MODULES)
+def test_missing_package_names_the_extra(tmp_path, monkeypatch, kind):
+    package, module = PACKAGES[kind], f"tunekit.loggers.{MODULES[kind]}"
+    for name in [name for name in sys.modules if name.partition(".")[0] == package or name == module]:
+        monkeypatch.delitem(sys.modules, name)
+    if kind is TensorBoard:
+        monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
+    monkeypatch.setitem(sys.modules, package, None)
+    expected = rf"log\.to: {package} is not installed: pip install 'tunekit\[{MODULES[kind]}\]'"
+    with pytest.raises(UserError, match=expected):
+        Log(to=(kind(),)).open(tmp_path / "run", MAIN, total=1)
+    assert not (tmp_path / "run").exists()
+
+
+def test_nothing_is_imported_that_is_not_chosen():
+    code = f"import sys, tunekit.metrics; assert not {{*sys.modules}} & {set(PACKAGES.values())}"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def installed(package):
+    return pytest.mark.skipif(importlib.util.find_spec(package) is None, reason=f"{package} is not installed")
+
+
+@installed("tensorboard")
+def test_tensorboard(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    train(tmp_path, TensorBoard(), 0, 3)
+    train(tmp_path, TensorBoard(), 2, 4)
+    read = EventAccumulator(str(tmp_path / "tensorboard"))
+    read.Reload()
+    assert {point.step: point.value for point in read.Scalars("loss")} == pytest.approx(losses(tmp_path))
+    assert [point.step for point in read.Scalars("loss")] == [1, 2, 3, 4]
+    assert read.Scalars("validation_loss")[-1].value == 0.5
+    assert "adamw" in str(read.Tensors("config/text_summary")[0])
+
+
+@installed("mlflow")
+def test_mlflow(tmp_path, monkeypatch):
+    from mlflow import MlflowClient
+
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    train(tmp_path / "run", MLflow(experiment="tries"), 0, 2)
+    train(tmp_path / "run", MLflow(experiment="tries"), 2, 4)
+    client = MlflowClient(f"sqlite:///{tmp_path}/run/mlflow/mlflow.db")
+    (run,) = client.search_runs([client.get_experiment_by_name("tries").experiment_id])
+    points = client.get_metric_history(run.info.run_id, "loss")
+    assert {point.step: point.value for point in points} == pytest.approx(losses(tmp_path / "run"))
+    assert (run.info.run_name, run.info.status) == ("run", "FINISHED")
+    assert run.data.params["optimizer.lr"] == "0.0001"
+
+
+@installed("mlflow")
+def test_service_that_does_not_answer(tmp_path, monkeypatch):
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    with pytest.raises(UserError, match=r"log\.to: mlflow cannot be opened: .*127\.0\.0\.1") as caught:
+        train(tmp_path / "run", MLflow(uri="http://127.0.0.1:9"), 0, 2)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def apart(tmp_path, choice, **environment):
+    """Train with a service in a process of its own: some of them change the interpreter they are imported in."""
+    code = (
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        "from pathlib import Path\nfrom test_loggers import *\n"
+        f"train(Path({str(tmp_path / 'run')!r}), {choice!r}, 0, 2)\n"
+        f"train(Path({str(tmp_path / 'run')!r}), {choice!r}, 2, 4)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(losses(tmp_path / "run")) == [1, 2, 3, 4]
+    return done
+
+
+@installed("wandb")
+def test_wandb_offline(tmp_path):
+    apart(tmp_path, WandB(project="tries", offline=True), HOME=str(tmp_path))
+    files = list((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb"))
+    name = (tmp_path / "run" / "wandb" / "run-id").read_text()
+    assert files
+    assert all(name in file.name for file in files)
+    assert any(b"validation_loss" in file.read_bytes() for file in files)
+
+
+@installed("wandb")
+def test_service_without_a_token(tmp_path, monkeypatch):
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with pytest.raises(UserError, match=r"log\.to: wandb cannot be opened: .*wandb login"):
+        train(tmp_path / "run", WandB(), 0, 2)
+
+
+@installed("trackio")
+def test_trackio(tmp_path):
+    import sqlite3
+
+    apart(
+        tmp_path, Trackio(project="tries"), TRACKIO_DIR=str(tmp_path / "data"), HF_HUB_OFFLINE="1", HOME=str(tmp_path)
+    )
+    (file,) = (tmp_path / "data").glob("tries*.db")
+    with sqlite3.connect(file) as base:
+        rows = [(step, json.loads(values)) for step, values in base.execute("SELECT step, metrics FROM metrics")]
+    found = {step: values["loss"] for step, values in rows if "loss" in values}
+    assert found == pytest.approx(losses(tmp_path / "run"))
+
+
+@installed("comet_ml")
+def test_comet_offline(tmp_path):
+    import zipfile
+
+    apart(tmp_path, Comet(project="tries", offline=True), HOME=str(tmp_path))
+    files = list((tmp_path / "run" / "comet").glob("*.zip"))
+    assert files
+    text = b"".join(zipfile.ZipFile(file).read("messages.json") for file in files)
+    assert b"validation_loss" in text

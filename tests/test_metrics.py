@@ -1,0 +1,256 @@
+"""What a step writes: valid lines, sums that add up, one reading of the device in `every` steps, one line to see."""
+
+import fcntl
+import json
+import math
+import os
+import pty
+import resource
+import signal
+import struct
+import sys
+import termios
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tunekit.errors import FieldError, UserError
+from tunekit.metrics import FILE, Log, memory
+
+CPU = torch.device("cpu")
+MAIN = SimpleNamespace(is_main=True, device=CPU, rank=0)
+OTHER = SimpleNamespace(is_main=False, device=CPU, rank=1)
+
+
+def lines(folder):
+    return [json.loads(line, parse_constant=pytest.fail) for line in (folder / FILE).read_text().splitlines()]
+
+
+def step(meter, number, loss=1.0, **values):
+    meter.step(number, **{"loss": loss, "norm": 2.0, "rate": 1e-4, "tokens": 10, "learnt": 4, "wait": 0.5} | values)
+
+
+class Watched(torch.Tensor):
+    """Counts how often it is read."""
+
+    reads = 0
+
+    def item(self):
+        Watched.reads += 1
+        return super().item()
+
+
+def watched(value):
+    return torch.tensor(value).as_subclass(Watched)
+
+
+def test_a_line_a_step(tmp_path):
+    with Log().open(tmp_path, MAIN, total=3) as meter:
+        for number in (1, 2, 3):
+            step(meter, number, loss=torch.tensor(float(number)), norm=torch.tensor(0.5))
+    found = lines(tmp_path)
+    assert [(line["step"], line["loss"], line["norm"], line["rate"]) for line in found] == [
+        (number, number, 0.5, 1e-4) for number in (1, 2, 3)
+    ]
+    for line in found:
+        assert line["learnt_per_second"] == pytest.approx(4 / line["seconds"])
+        assert line["tokens_per_second"] == pytest.approx(10 / line["seconds"])
+        assert 0 < line["memory_bytes"] <= line["memory_peak_bytes"]
+
+
+def test_reads_the_device_once_in_every_steps(tmp_path):
+    Watched.reads = 0
+    with Log(every=5).open(tmp_path, MAIN, total=12) as meter:
+        for number in range(1, 13):
+            step(meter, number, watched(1.0), norm=watched(1.0))
+    assert [line["step"] for line in lines(tmp_path)] == [5, 10, 12]
+    assert Watched.reads == 3 * 2
+
+
+def test_sums_between_lines(tmp_path):
+    with Log(every=4).open(tmp_path, MAIN, total=6) as meter:
+        for number in range(1, 7):
+            time.sleep(0.01)
+            step(meter, number, tokens=number, learnt=torch.tensor(2 * number), wait=0.25)
+    first, last = lines(tmp_path)
+    assert (first["tokens"], first["learnt"], first["wait"]) == (10, 20, 1.0)
+    assert (last["tokens"], last["learnt"], last["wait"]) == (11, 22, 0.5)
+    assert first["seconds"] > 0.04
+    assert first["learnt_per_second"] == pytest.approx(20 / first["seconds"])
+
+
+def test_validation_is_no_part_of_a_step(tmp_path):
+    with Log().open(tmp_path, MAIN, total=2) as meter:
+        step(meter, 1)
+        with meter.aside():
+            time.sleep(0.3)
+        step(meter, 2)
+    assert lines(tmp_path)[1]["seconds"] < 0.2
+
+
+def test_what_is_not_finite_is_null(tmp_path):
+    with Log().open(tmp_path, MAIN, total=1) as meter:
+        step(meter, 1, torch.tensor(math.nan), norm=torch.tensor(math.inf))
+        meter.note(1, validation_loss=-math.inf)
+    first, note = lines(tmp_path)
+    assert first["loss"] is None
+    assert first["norm"] is None
+    assert note == {"step": 1, "validation_loss": None}
+
+
+def test_note_has_its_own_line(tmp_path, capsys):
+    with Log(every=10).open(tmp_path, MAIN, total=20) as meter:
+        step(meter, 1)
+        meter.note(1, validation_loss=torch.tensor(2.5), perplexity=12.18)
+    assert lines(tmp_path) == [{"step": 1, "validation_loss": 2.5, "perplexity": 12.18}]
+    assert "step 1: validation_loss 2.5, perplexity 12.18" in capsys.readouterr().err
+
+
+def test_resumed_run_has_every_step_once(tmp_path):
+    with Log().open(tmp_path, MAIN, total=9) as meter:
+        for number in range(1, 8):
+            step(meter, number, float(number))
+            if number % 2 == 0:
+                meter.note(number, validation_loss=1.0)
+    with Log().open(tmp_path, MAIN, total=9, start=4) as meter:
+        for number in range(5, 10):
+            step(meter, number, -float(number))
+    found = lines(tmp_path)
+    assert [line["step"] for line in found if "loss" in line] == list(range(1, 10))
+    assert [line["step"] for line in found if "validation_loss" in line] == [2, 4]
+    assert [line["loss"] > 0 for line in found if "loss" in line] == [True] * 4 + [False] * 5
+
+
+@pytest.mark.parametrize(
+    "tail", [b'{"step": 3, "lo', b'{"step": 3', b"\0\0\0\0\n", b"\xff\xfe\n", b"[]\n", b'{"loss": 1}\n']
+)
+def test_half_a_line_is_cut(tmp_path, tail):
+    good = b'{"step": 1, "loss": 1.0}\n{"step": 2, "loss": 1.0}\n'
+    (tmp_path / FILE).write_bytes(good + tail)
+    with Log().open(tmp_path, MAIN, total=9, start=3):
+        pass
+    assert (tmp_path / FILE).read_bytes() == good
+
+
+def test_killed_in_the_middle(tmp_path):
+    child = os.fork()
+    if child == 0:
+        meter = Log().open(tmp_path, MAIN, total=10**9)
+        for number in range(1, 10**9):
+            step(meter, number)
+    time.sleep(0.3)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    with Log().open(tmp_path, MAIN, total=100, start=20) as meter:
+        step(meter, 21)
+    assert [line["step"] for line in lines(tmp_path)] == list(range(1, 22))
+
+
+def test_other_ranks_are_silent(tmp_path, capfd):
+    with Log().open(tmp_path / "b", OTHER, total=1) as meter:
+        step(meter, 1)
+        meter.note(1, validation_loss=1.0)
+    assert not (tmp_path / "b").exists()
+    assert capfd.readouterr() == ("", "")
+
+
+def test_without_a_terminal_there_is_no_flood(tmp_path, capfd):
+    with Log().open(tmp_path, MAIN, total=500) as meter:
+        for number in range(1, 501):
+            step(meter, number)
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert "\r" not in err
+    first, last = err.splitlines()
+    assert first.startswith("step 1/500: loss 1.0000")
+    assert last.startswith("step 500/500: loss 1.0000")
+    for part in ("learnt tok/s", "B", "left"):
+        assert part in last
+
+
+def on_a_terminal(work, columns):
+    """What a child process draws on a terminal."""
+    child, handle = pty.fork()
+    if child == 0:
+        fcntl.ioctl(2, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+        sys.stderr = os.fdopen(os.dup(2), "w")
+        work()
+        sys.stderr.flush()
+        os._exit(0)
+    drawn = b""
+    try:
+        while chunk := os.read(handle, 2**16):
+            drawn += chunk
+    except OSError:  # the other end is closed
+        pass
+    os.waitpid(child, 0)
+    return drawn.decode()
+
+
+@pytest.mark.parametrize("columns", [0, 100])
+def test_one_line_of_the_terminal(tmp_path, columns):
+    def work():
+        with Log().open(tmp_path, MAIN, total=40) as meter:
+            for number in range(1, 41):
+                time.sleep(0.02)
+                step(meter, number, 1 / number)
+                if number == 20:
+                    meter.note(number, validation_loss=3.25)
+
+    drawn = on_a_terminal(work, columns)
+    above = [line for line in drawn.replace("\r\n", "\n").split("\n") if line.strip()]
+    assert len(above) == 2, above  # the note, and the bar at the end
+    assert "step 20: validation_loss 3.25" in above[0]
+    frames = [frame.rstrip() for frame in above[1].split("\r")]
+    assert max(map(len, frames)) <= (columns or 80)
+    last = frames[-1]
+    for part in ("40/40", "loss 0.0250", "learnt tok/s", "B,", "left"):
+        assert part in last
+
+
+def test_compiling_is_apart(tmp_path, capsys):
+    model = torch.compile(torch.nn.Linear(3, 3), backend="aot_eager")
+    with Log().open(tmp_path, MAIN, total=3) as meter:
+        for number in (1, 2, 3):
+            start = time.perf_counter()
+            model(torch.rand(2, 3)).sum().backward()
+            spent = time.perf_counter() - start
+            step(meter, number)
+            if number == 1:
+                assert 0 < lines(tmp_path)[0]["compile_seconds"] <= spent
+                assert lines(tmp_path)[0]["seconds"] < spent
+    assert ["compile_seconds" in line for line in lines(tmp_path)] == [True, False, False]
+    assert capsys.readouterr().err.count("compiled for") == 1
+
+
+def test_memory_is_what_the_process_holds():
+    before = memory(CPU)["memory_bytes"]
+    held = torch.ones(2**24)
+    grown = memory(CPU)["memory_bytes"] - before
+    assert 0.8 * held.nbytes < grown < 1.5 * held.nbytes
+
+
+def test_refused_line(tmp_path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, hard))
+    try:
+        with pytest.raises(UserError, match=FILE), Log().open(tmp_path, MAIN, total=99) as meter:
+            for number in range(1, 100):
+                step(meter, number)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    with Log().open(tmp_path, MAIN, total=99, start=3):
+        assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3]
+
+
+def test_refuses_a_place_that_is_no_folder(tmp_path):
+    (tmp_path / "a").touch()
+    with pytest.raises(UserError, match=FILE):
+        Log().open(tmp_path / "a", MAIN, total=1)
+
+
+def test_every_is_a_number_of_steps():
+    with pytest.raises(FieldError, match="every"):
+        Log(every=0)
