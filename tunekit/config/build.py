@@ -5,12 +5,10 @@ from typing import Any, Literal, get_args, get_origin
 from tunekit.config.choices import REQUIRED, Choices, Slot, generic, item_hint, kind_name, members, slots
 from tunekit.config.node import COMMAND, FAILED, Node
 from tunekit.config.problems import Path, Problems
-from tunekit.config.scalar import number
+from tunekit.config.scalar import WORDS, number
 from tunekit.config.source import shown
 from tunekit.config.suggest import key_message, kind_message, listed
 from tunekit.errors import FieldError, UserError
-
-_NAMES = {str: "text", int: "a whole number", float: "a number", bool: "true or false", type(None): "null"}
 
 
 class Builder:
@@ -53,8 +51,8 @@ class Builder:
                 words.append(f"a list of {self.expected(Slot(get_args(option)[0]))}")
             elif get_origin(option) is dict:
                 words.append("a mapping")
-            elif option in _NAMES:
-                words.append(_NAMES[option])
+            elif option in WORDS:
+                words.append(f"a {WORDS[option]}" if option in (int, float) else WORDS[option])
         return " or ".join(words)
 
     def items(self, arguments: tuple[Any, ...], node: Node, path: Path) -> Any:

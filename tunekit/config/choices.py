@@ -108,12 +108,17 @@ class Choices:
 
 
 def every_slot(cls: type, choices: Choices, depth: int = 4) -> Iterator[tuple[tuple[str, ...], Slot]]:
-    """The slots of a class and of what stands in them, nearest first, with their paths."""
-    level: list[tuple[tuple[str, ...], dict[str, Slot]]] = [((), slots(cls))]
+    """The slots of a class and of what stands in them, nearest first, with their paths; `0` is a list's element."""
+    level: list[tuple[tuple[str, ...], Slot]] = [((name,), slot) for name, slot in slots(cls).items()]
     for _ in range(depth):
-        below = []
-        for path, keys in level:
-            for name, slot in keys.items():
-                yield (*path, name), slot
-                below += [((*path, name), slots(kind)) for kind in choices.kinds(slot).values()]
-        level = below
+        elements = [
+            ((*path, "0"), Slot(item)) for path, slot in level for item in set(generic(slot.hint, tuple) or ()) - {...}
+        ]
+        yield from level
+        yield from elements
+        level = [
+            ((*path, name), inner)
+            for path, slot in (*level, *elements)
+            for kind in choices.kinds(slot).values()
+            for name, inner in slots(kind).items()
+        ]

@@ -35,7 +35,18 @@ def plain_value(value: Any, hint: Any) -> Any:
 
 def dump(value: Any, recipe: str | None = None) -> str:
     """The complete config as YAML; `load(type(value), dump(value)) == value`."""
-    return yaml.dump(resolved(value, recipe), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=2**20)
+    return yaml.dump(
+        _escaped(resolved(value, recipe)), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=2**20
+    )
+
+
+def _escaped(data: Any) -> Any:
+    """Values that hold `${` are no references; keys never are."""
+    if isinstance(data, dict):
+        return {key: _escaped(child) for key, child in data.items()}
+    if isinstance(data, list):
+        return [_escaped(item) for item in data]
+    return escaped(data) if isinstance(data, str) else data
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
@@ -63,17 +74,13 @@ class _Dumper(yaml.SafeDumper):
         return True
 
 
-def _text(dumper: _Dumper, text: str) -> yaml.Node:
-    return dumper.represent_scalar("tag:yaml.org,2002:str", escaped(text))
-
-
 def _list(dumper: _Dumper, items: list[Any]) -> yaml.Node:
     """Numbers and words stand in one line."""
     short = not any(isinstance(item, dict | list) for item in items)
     return dumper.represent_sequence("tag:yaml.org,2002:seq", items, flow_style=short)
 
 
-_Dumper.add_representer(str, _text)
 _Dumper.add_representer(list, _list)
-for _name, _words in {"null": NULL, "bool": BOOL, "int": INT, "float": FLOAT}.items():
+_PYTHON_NONE = re.compile("None")  # refused unquoted, where null may be meant
+for _name, _words in {"null": NULL, "none": _PYTHON_NONE, "bool": BOOL, "int": INT, "float": FLOAT}.items():
     _Dumper.add_implicit_resolver(f"tag:yaml.org,2002:{_name}", re.compile(f"(?:{_words.pattern})$"), None)

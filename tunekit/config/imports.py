@@ -21,7 +21,7 @@ def own_choices(root: type, files: Sequence[Path]) -> Choices:
         try:
             found |= dict.fromkeys(_classes(_module(file)), file)
         except ConfigError as error:
-            problems.lines += error.lines
+            problems.lines |= dict.fromkeys(error.lines)
     problems.check()
     _check(root, found, problems)
     problems.check()

@@ -5,6 +5,7 @@ name of a key is refused before OmegaConf is asked, and so is what refers to its
 """
 
 import re
+from collections.abc import Iterator
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -95,15 +96,14 @@ class _Check:
         return total
 
     def follow(self, node: Node, path: Path, key: str, hops: int) -> int:
-        target = tuple(part for part in re.split(r"[.\[\]]", key) if part)
+        target = parts_of(key)
         found = self.root
         for part in target:
-            children = dict(_items(found))
-            if part not in children:
-                said = f"${{{key}}} refers to a key that is not written in this config"
-                self.problems.add(node.at, path, said)
+            inner = child_of(found, part)
+            if inner is None:
+                self.problems.add(node.at, path, f"${{{key}}} refers to a key that does not exist")
                 return 0
-            found = children[part]
+            found = inner
         if target in self.open:
             self.problems.add(node.at, path, f"${{{key}}} refers to itself")
             return 0
@@ -111,6 +111,28 @@ class _Check:
             self.problems.add(node.at, path, f"${{{key}}} is a reference through more than {_HOPS} others")
             return 0
         return self.weight(found, target, hops)
+
+
+def parts_of(key: str) -> Path:
+    """`a.b[0]` as a path."""
+    return tuple(part for part in re.split(r"[.\[\]]", key.strip()) if part)
+
+
+def child_of(node: Node, part: str) -> Node | None:
+    """The value under a key, or an element of a list."""
+    if isinstance(node.value, dict):
+        return node.value.get(part)
+    if isinstance(node.value, list) and part.isdecimal() and int(part) < len(node.value):
+        return node.value[int(part)]
+    return None
+
+
+def targets(node: Node) -> Iterator[Path]:
+    """The keys that are referred to anywhere below."""
+    if isinstance(node.value, str) and "${" in node.value:
+        yield from (parts_of(key) for _, key, _ in _OPEN.findall(node.value) if _KEY.fullmatch(key))
+    for child in node.children():
+        yield from targets(child)
 
 
 def _items(node: Node) -> list[tuple[str, Node]]:

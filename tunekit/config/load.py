@@ -12,6 +12,7 @@ from tunekit.config.node import COMMAND, FAILED, Node, plain
 from tunekit.config.override import Overrides
 from tunekit.config.problems import Problems
 from tunekit.config.source import Source, read, shown
+from tunekit.config.unwritten import written_out
 
 T = TypeVar("T")
 
@@ -26,7 +27,8 @@ def load(cls: type[T], source: Source, overrides: Sequence[str] = (), imports: S
     root = read(source, problems)
     if root.value is FAILED:
         problems.check()
-    root = Overrides(choices, problems).apply(root, cls, overrides)
+    writer = Overrides(choices, problems)
+    root = written_out(writer.apply(root, cls, overrides), cls, writer)
     root = _without_recipe(interpolate(root, problems), cls, problems)
     built = Builder(cls, choices, problems).make(cls, None, {}, (root, ()))
     problems.check()

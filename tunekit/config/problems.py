@@ -19,15 +19,13 @@ class Problems:
     """The mistakes found so far. `at` is a place such as `c.yaml:12` or `command line`; empty parts are left out."""
 
     def __init__(self) -> None:
-        self.lines: list[str] = []
+        self.lines: dict[str, None] = {}  # in order, and once each: an alias brings the same mistake in twice
 
     def add(self, at: str, path: Path, message: str) -> None:
         parts = (at, ".".join(path), " ".join(message.split()))
-        line = ": ".join(part for part in parts if part)
-        if line not in self.lines:  # an alias brings the same line in twice
-            self.lines.append(line)
+        self.lines[": ".join(part for part in parts if part)] = None
 
     def check(self) -> None:
         """Raise if anything is wrong."""
         if self.lines:
-            raise ConfigError(self.lines)
+            raise ConfigError(tuple(self.lines))

@@ -10,6 +10,7 @@ FLOAT = re.compile(
     rf"[-+]?(?:(?:{_DIGITS}\.(?:{_DIGITS})?|\.{_DIGITS})(?:[eE][-+]?[0-9]+)?|{_DIGITS}[eE][-+]?[0-9]+)"
     r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)"
 )
+WORDS = {str: "text", int: "whole number", float: "number", bool: "true or false", type(None): "null"}
 _LONGEST = 300  # more digits than a float holds are no number that anybody means
 
 

@@ -74,7 +74,7 @@ def parse(text: str, place: Callable[[int], str], problems: Problems) -> Node:
     except yaml.reader.ReaderError as error:
         before = text[: error.position]
         where = before.count("\n"), len(before) - before.rfind("\n") - 1
-        _malformed(text, place, where, f"the character {error.character!r} is not allowed", problems)
+        _malformed(text, place, where, f"the character {text[error.position]!r} is not allowed", problems)
     return Node(FAILED, place(1))
 
 

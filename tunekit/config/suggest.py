@@ -41,7 +41,9 @@ def key_message(root: type, path: Path, kind: type, kinds: dict[str, type], choi
         return f"unknown key: '{key}' is a key of {listed(owners, 'and')}: write {'.'.join(places[0])}"
     if nearest := near(key, here):
         return f"unknown key, did you mean '{nearest}'?"
-    deeper = {rest[-1]: ".".join((*path[:-1], *rest)) for rest, _ in every_slot(kind, choices, 2)}
+    deeper: dict[str, str] = {}
+    for rest, _ in every_slot(kind, choices, 2):  # the nearest comes first
+        deeper.setdefault(rest[-1], ".".join((*path[:-1], *rest)))
     if nearest := near(key, deeper):
         return f"unknown key, did you mean '{deeper[nearest]}'?"
     return f"unknown key; the keys here are {listed(here, 'and')}" if here else "unknown key; there are no keys here"

@@ -1,0 +1,89 @@
+import string
+
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tunekit.config.dump import differences, dump, resolved
+from tunekit.config.load import load, mapping, recipe_of
+
+TEXT = (
+    st.text()
+    | st.text(st.sampled_from("\\${}[]:#-'\"\n\t *&!|>%@,~"))
+    | st.sampled_from(["on", "no", "null", "~", "2e-4", "1_0", "0x1", "012", "1:30", "2024-01-01"])
+    | st.sampled_from(["None", "<<", "=", "${a}", "???", ".nan", "true", "${oc.env:HOME}"])
+)
+FLOAT = st.floats(allow_nan=False)
+
+
+def values(tree):
+    """Any value of the test recipe."""
+    rows = st.builds(tree.Rows, source=TEXT, length=st.integers(), pack=st.booleans())
+    alpha, targets = st.floats(0), TEXT | st.lists(TEXT).map(tuple)
+    lora = {"rank": st.integers(1), "alpha": alpha, "targets": targets}
+    adapters = st.builds(tree.LoRA, **lora) | st.builds(tree.DoRA, **lora, magnitude=st.booleans())
+    sgd = st.builds(tree.SGD, lr=FLOAT, momentum=st.none() | FLOAT)
+    logger = st.just(tree.TensorBoard()) | st.builds(tree.WandB, project=TEXT)
+    return st.builds(
+        tree.SFT,
+        model=TEXT,
+        data=rows,
+        out=TEXT,
+        adapter=st.just(tree.Full()) | adapters,
+        optimizer=st.builds(tree.AdamW, lr=FLOAT, betas=st.tuples(FLOAT, FLOAT)) | sgd,
+        validation=st.none() | rows,
+        other=st.none() | adapters,
+        log=st.builds(tree.Log, every=st.integers(), to=st.lists(logger, max_size=3).map(tuple)),
+        loss=st.builds(tree.Loss, weights=st.lists(FLOAT, max_size=3).map(tuple)),
+        batch=st.integers(),
+        clip=st.none() | FLOAT,
+        dtype=st.sampled_from(["bf16", "fp32"]),
+        compile=st.booleans(),
+        size=st.integers() | TEXT,
+        name=st.none() | TEXT,
+        words=st.dictionaries(TEXT, TEXT, max_size=3),
+        rates=st.dictionaries(st.text(string.ascii_letters, min_size=1), sgd, max_size=2),
+    )
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(data=st.data())
+def test_what_is_dumped_is_read_back(tree, data):
+    value = data.draw(values(tree))
+    text = dump(value, "sft")
+    assert load(tree.SFT, text) == value
+    assert recipe_of(text) == "sft"
+    assert mapping(text) == resolved(value, "sft")
+    assert differences(mapping(text), resolved(value, "sft")) == []
+    if "${" not in text:
+        assert yaml.safe_load(text) == resolved(value, "sft")  # readers of YAML 1.1 see the same
+
+
+def test_all_is_written_in_the_order_of_the_fields(sft):
+    text = dump(sft("adapter: {kind: dora, rank: 3}\nlog: {to: [wandb]}\nvalidation: {source: ä}"), "sft")
+    assert text.startswith(
+        "recipe: sft\nmodel: m\ndata:\n  source: s\n  length: 2048\n  pack: false\n"
+        "out: o\nadapter:\n  kind: dora\n  rank: 3\n"
+    )
+    assert "  lr: 0.0003\n  betas: [0.9, 0.999]\nvalidation:\n  source: ä\n" in text
+    assert "  to:\n  - kind: wandb\n    project: tunekit\n" in text
+    assert "other: null\n" in text
+
+
+def test_differences(sft):
+    old, new = (
+        resolved(sft("adapter: lora")),
+        resolved(sft("adapter: full\nbatch: 3\nlog: {to: [wandb]}", "optimizer.betas.1=0.5")),
+    )
+    assert differences(old, new) == [
+        ("adapter.kind", "lora", "full"),
+        ("adapter.rank", 8, None),
+        ("adapter.alpha", 16.0, None),
+        ("adapter.targets", "all", None),
+        ("optimizer.betas.1", 0.999, 0.5),
+        ("log.to", [], [{"kind": "wandb", "project": "tunekit"}]),
+        ("batch", 64, 3),
+    ]
+    assert differences({"a": True, "b": float("nan"), "c": 1}, {"a": 1, "b": float("nan"), "c": 1.0}) == [
+        ("a", True, 1)
+    ]

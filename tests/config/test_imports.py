@@ -1,0 +1,140 @@
+import inspect
+import sys
+
+import pytest
+
+from tunekit.config.dump import dump
+from tunekit.config.load import load
+
+OWN = """
+from dataclasses import dataclass
+
+import house
+
+
+@dataclass(frozen=True)
+class Mine(house.{base}):
+    power: float = 2.0  # of the update
+
+
+@dataclass(frozen=True)
+class Unrelated:
+    x: int = 1
+"""
+
+
+def written(folder, text, name="my_losses.py"):
+    file = folder / name
+    file.write_text(text)
+    return file
+
+
+def test_an_own_class_becomes_a_choice(tmp_path, sft, tree):
+    file = written(tmp_path, OWN.format(base="LoRA"))
+    found = sft("adapter: {kind: mine, rank: 3}", "adapter.power=3", imports=[file])
+    assert vars(found.adapter) == {"rank": 3, "alpha": 16.0, "targets": "all", "power": 3.0}
+    assert isinstance(found.adapter, tree.LoRA)
+    assert "# of the update" in inspect.getsource(type(found.adapter))
+    again = load(tree.SFT, dump(found), imports=[file])
+    assert again == found
+
+
+def test_an_own_class_for_a_field_of_one_class(tmp_path, sft):
+    file = written(tmp_path, OWN.format(base="Rows"))
+    found = sft("validation: {kind: mine, source: v}", "data.kind=mine", "data.source=t", imports=[file])
+    assert [type(rows).__name__ for rows in (found.data, found.validation)] == ["Mine", "Mine"]
+    assert dump(found).count("kind: mine") == 2
+    assert load(type(found), dump(found), imports=[file]) == found
+
+
+def test_a_base_shared_by_all_members_is_enough(tmp_path):
+    text = """
+from dataclasses import dataclass
+
+class Base: ...
+
+@dataclass(frozen=True)
+class A(Base): ...
+
+@dataclass(frozen=True)
+class B(Base): ...
+
+@dataclass(frozen=True)
+class Recipe:
+    part: A | B = A()
+"""
+    written(tmp_path, text, "shared_base.py")
+    own = (
+        "from dataclasses import dataclass\nimport shared_base\n@dataclass(frozen=True)\nclass C(shared_base.Base): ..."
+    )
+    sys.path.insert(0, str(tmp_path))
+    try:
+        import shared_base
+
+        found = load(shared_base.Recipe, "part: c", imports=[written(tmp_path, own)])
+    finally:
+        sys.path.remove(str(tmp_path))
+        sys.modules.pop("shared_base")
+    assert type(found.part).__name__ == "C"
+
+
+def test_what_is_not_imported_is_unknown(tmp_path, errors):
+    written(tmp_path, OWN.format(base="LoRA"))
+    assert errors("adapter: mine") == ["line 4: adapter: unknown kind 'mine'; there is full, lora or dora"]
+    file = written(tmp_path, OWN.format(base="LoRA"))
+    assert errors("adapter: unrelated", imports=[file]) == [
+        "line 4: adapter: unknown kind 'unrelated'; there is mine, full, lora or dora"
+    ]
+
+
+def test_a_config_cannot_import(errors, tmp_path):
+    file = written(tmp_path, "raise SystemExit('run')")
+    assert all("unknown" in line for line in errors(f"import: {file}\nadapter: {{kind: {file}}}"))
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("import house\n\n1 / 0\n", "{file}:3: cannot be imported: ZeroDivisionError: division by zero"),
+        ("def f(:\n", "{file}:1: cannot be imported: SyntaxError: invalid syntax"),
+        ("\nimport no_such\n", "{file}:2: cannot be imported: ModuleNotFoundError: No module named 'no_such'"),
+        ("import sys\nsys.exit('no')\n", "{file}:2: cannot be imported: SystemExit: no"),
+        ("import house\ndef f():\n    raise OSError('a\\nb')\nf()\n", "{file}:3: cannot be imported: b"),
+    ],
+)
+def test_a_file_that_raises(tmp_path, errors, text, line):
+    file = written(tmp_path, text)
+    (found,) = errors(imports=[file])
+    assert found.startswith(line.format(file=file)[:-1])
+    assert not [
+        name
+        for name in sys.modules
+        if "my_losses" in name and str(tmp_path) in str(vars(sys.modules[name]).get("__file__"))
+    ]
+
+
+def test_files_that_are_none(tmp_path, errors):
+    text = written(tmp_path, "", "a.txt")
+    assert errors(imports=[tmp_path / "no.py", tmp_path, text]) == [
+        f"{tmp_path / 'no.py'}: cannot be imported: No such file or directory",
+        f"{tmp_path}: cannot be imported: Is a directory",
+        f"{text}: cannot be imported: not a Python file (.py)",
+    ]
+
+
+def test_a_kind_that_exists_already(tmp_path, errors):
+    file = written(tmp_path, OWN.format(base="LoRA").replace("Mine", "DoRA"))
+    assert errors(imports=[file]) == [
+        f"{file}: class DoRA: the kind 'dora' of adapter exists already; give the class another name",
+        f"{file}: class DoRA: the kind 'dora' of other exists already; give the class another name",
+    ]
+    other = written(tmp_path, OWN.format(base="WandB"), "other.py")
+    third = written(tmp_path, OWN.format(base="TensorBoard"), "third.py")
+    assert errors(imports=[other, third]) == [
+        f"{third}: class Mine: the kind 'mine' of log.to.0 exists already; give the class another name"
+    ]
+
+
+def test_a_forgotten_decorator(tmp_path, errors):
+    file = written(tmp_path, "import house\nclass Mine(house.LoRA):\n    power: float = 2.0\n")
+    assert errors(imports=[file]) == [f"{file}: class Mine is a choice; write @dataclass(frozen=True) above it"]

@@ -1,0 +1,113 @@
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+
+from tunekit.config.interpolate import escaped
+from tunekit.config.load import load, mapping
+
+
+def test_references_keep_their_type(sft, tree):
+    text = "validation: {source: 'x-${data.source}', length: '${batch}'}\nbatch: 3\ndtype: fp32\n"
+    text += "name: ${out}/${dtype}-${batch}"
+    found = sft(text, "size='${validation.length}'")
+    assert (found.validation, found.name, found.size) == (tree.Rows("x-s", 3), "o/fp32-3", 3)
+
+
+def test_a_reference_may_stand_for_a_mapping(sft, tree):
+    assert sft("validation: ${data}").validation == tree.Rows("s")
+    assert sft("log: {to: [wandb, '${log.to[0]}', '${log.to.0}']}").log.to == (tree.WandB(),) * 3
+
+
+def test_a_reference_to_what_is_not_written_means_its_default(sft, tree):
+    found = sft(
+        "validation: {source: v, length: '${data.length}'}\nclip: ${optimizer.lr}\nadapter: lora\nsize: ${adapter.rank}"
+    )
+    assert (found.validation, found.clip, found.size) == (tree.Rows("v", 2048), 3e-4, 8)
+    assert (found.adapter, found.optimizer) == (tree.LoRA(), tree.AdamW(3e-4))
+
+
+def test_overrides_come_first(sft):
+    assert sft("name: ${out}/x", "out=y").name == "y/x"
+    assert sft("", "name=${out}/x").name == "o/x"
+
+
+def test_the_recipe_can_be_referred_to(sft):
+    assert sft("recipe: sft\nname: runs/${recipe}").name == "runs/sft"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "${oc.env:HOME}",
+        "a ${oc.env:HOME,x}",
+        "${ oc.env:HOME}",
+        "${oc.decode:'1'}",
+        "${${name}:HOME}",
+        "${oc.${x}:HOME}",
+    ]
+    + ["${a", "${}", "${.out}", "${words.*}"],
+)
+def test_only_keys_can_be_referred_to(errors, monkeypatch, text):
+    monkeypatch.setenv("HOME", "secret")
+    (line,) = errors(f"words: {{out: oc.env, a: '{text.replace(chr(39), chr(39) * 2)}'}}")
+    assert line.startswith("line 4: words.a: '${")
+    assert line.endswith("is refused: a config is data, it can only refer to keys, such as ${out}")
+    assert "secret" not in line
+
+
+def test_resolvers_of_others_are_never_called(errors):
+    called = []
+    OmegaConf.register_resolver("tunekit_test", lambda: called.append(1), replace=True)
+    try:
+        errors("name: ${tunekit_test:}")
+    finally:
+        OmegaConf.clear_resolver("tunekit_test")
+    assert not called
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("name: ${nope}", "name: ${nope} refers to a key that does not exist"),
+        ("name: ${data.lenght}", "name: ${data.lenght} refers to a key that does not exist"),
+        ("name: ${adapter.rank}", "name: ${adapter.rank} refers to a key that does not exist"),
+        ("name: ${validation.source}", "name: ${validation.source} refers to a key that does not exist"),
+        ("name: ${name}", "name: ${name} refers to itself"),
+        ("words: {a: '${words}'}", "words.a: ${words} refers to itself"),
+        ("words: {a: '${words.b}', b: '${words.a}'}", "words.b: ${words.a} refers to itself"),
+    ],
+)
+def test_references_that_lead_nowhere(errors, text, line):
+    assert errors(text + "\nbatch: x") == [f"line 4: {line}", "line 5: batch: expected a whole number, got 'x'"]
+
+
+def test_references_are_bounded(errors):
+    start = time.process_time()
+    doubling = ", ".join(f"k{i}: '${{words.k{i + 1}}}${{words.k{i + 1}}}'" for i in range(30))
+    assert any("through more than 8 others" in line for line in errors(f"words: {{{doubling}, k30: x}}"))
+    wide = ", ".join(f"k{i}: '{f'${{words.k{i + 1}}}' * 50}'" for i in range(5))
+    assert any("stand for more than 100000 values" in line for line in errors(f"words: {{{wide}, k5: x}}"))
+    long = ", ".join(f"k{i}: '${{words.k{i + 1}}}'" for i in range(5000))
+    assert any("through more than 8 others" in line for line in errors(f"words: {{{long}, k5000: x}}"))
+    assert time.process_time() - start < 10
+
+
+def test_a_wrong_type_behind_a_reference_is_told_where_it_is_referred_to(errors):
+    assert errors("batch: ${out}") == ["line 4: batch: expected a whole number, got 'o'"]
+
+
+def test_an_escaped_reference_is_text():
+    assert mapping(r"a: \${b}") == {"a": "${b}"}
+
+
+@given(st.text(st.sampled_from("\\${}ab.:'\" ")) | st.text())
+def test_escaped_text_is_read_back(text):
+    assert OmegaConf.to_container(OmegaConf.create({"a": escaped(text) + ""}), resolve=True) == {"a": text}
+    assert mapping({"a": escaped(text)}) == {"a": text}
+
+
+def test_values_that_mean_something_to_omegaconf_only(tree):
+    assert load(tree.SFT, {"model": "???", "data": {"source": "s"}, "out": "${data.source}"}).model == "???"

@@ -1,0 +1,102 @@
+import pytest
+
+from tunekit.config.load import load
+
+
+def test_values_are_read_as_the_field_wants_them(sft):
+    found = sft("", "model=123", "name=2e5", "size=5", "clip=3", "batch=7", "compile=true", "optimizer.lr=2e-4")
+    assert (found.model, found.name, found.size, found.clip, found.batch) == ("123", "2e5", 5, 3.0, 7)
+    assert (found.compile, found.optimizer.lr) == (True, 2e-4)
+    assert sft("", "batch='8'").batch == 8
+
+
+@pytest.mark.parametrize("value", ["a=b", "a: b", "a #b", "*x", "&x", "- x", "!x", "${x", "@", "a, b", "", "%", "a\nb"])
+def test_a_value_without_brackets_is_one_word(sft, errors, value):
+    if "${" in value:
+        assert errors("", f"model={value}") == [
+            "command line: model: '${x' is refused: a config is data, it can only refer to keys, such as ${out}"
+        ]
+    else:
+        assert sft("", f"model={value}").model == value
+
+
+def test_lists_mappings_quotes_and_nulls(sft, tree):
+    found = sft("", "log.to=[wandb, {kind: wandb, project: 'a, b'}]", 'name="null"', "clip=null", "words={a: b}")
+    assert found.log.to == (tree.WandB(), tree.WandB("a, b"))
+    assert (found.name, found.clip, found.words) == ("null", None, {"a": "b"})
+    assert sft("name: x", "name=null").name is sft("name: x", "name=").name is None
+
+
+def test_a_kind_and_then_its_keys(sft, tree):
+    assert sft("", "adapter=lora", "adapter.rank=4").adapter == tree.LoRA(rank=4)
+    assert sft("", "adapter.rank=4", "adapter=lora").adapter == tree.LoRA(rank=4)
+    assert sft("adapter: lora", "adapter.rank=4").adapter == tree.LoRA(rank=4)
+
+
+@pytest.mark.parametrize("override", ["adapter=dora", "adapter.kind=dora", "adapter={kind: dora}"])
+def test_another_kind_drops_the_keys_of_the_old_one(sft, tree, override):
+    assert sft("adapter: {kind: lora, rank: 64}", override).adapter == tree.DoRA()
+
+
+def test_another_kind_than_the_default_drops_its_keys(sft, tree):
+    assert sft("optimizer: {betas: [0.5, 1]}", "optimizer=sgd", "optimizer.momentum=1").optimizer == tree.SGD(1e-2, 1.0)
+
+
+def test_the_same_kind_keeps_its_keys(sft, tree):
+    assert sft("adapter: {kind: lora, rank: 64}", "adapter=lora").adapter == tree.LoRA(64)
+    assert sft("optimizer: {betas: [0.5, 1]}", "optimizer.kind=adamw").optimizer == tree.AdamW(3e-4, (0.5, 1.0))
+
+
+def test_a_key_of_the_old_kind_from_the_command_line_is_a_mistake(errors):
+    assert errors("adapter: lora", "adapter.rank=4", "adapter=full") == [
+        "command line: adapter.rank: unknown key: 'rank' belongs to lora, dora; the kind here is full"
+    ]
+
+
+def test_inside_what_the_yaml_does_not_mention(sft, tree):
+    found = sft("other: null", "optimizer.betas=[0,1]", "validation.source=v", "other.kind=lora", "rates.x.lr=3")
+    assert found.optimizer == tree.AdamW(3e-4, (0.0, 1.0))
+    assert (found.validation, found.other) == (tree.Rows("v"), tree.LoRA())
+    assert found.rates == {"x": tree.SGD(3.0)}
+
+
+def test_elements_of_lists(sft, tree):
+    assert sft("log: {to: [wandb]}", "log.to.0.project=x").log.to == (tree.WandB("x"),)
+    assert sft("log: {to: [wandb]}", "log.to.0=tensorboard").log.to == (tree.TensorBoard(),)
+    assert sft("", "log.to.0=wandb", "log.to.1=tensorboard").log.to == (tree.WandB(), tree.TensorBoard())
+    assert sft("", "loss.weights.1=9").loss.weights == (1.0, 9.0)
+    assert sft("", "loss.parts.0.alpha=9").loss.parts == (tree.LoRA(2, 9.0), tree.LoRA(3))
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        ("seed", "'seed' has no '='; write key=value"),
+        ("--seed=1", "'--seed=1' is no option here; values are set by key=value"),
+        ("=3", "'=3' has an empty key; write key=value or key.key=value"),
+        ("a..b=3", "'a..b=3' has an empty key; write key=value or key.key=value"),
+        ("data.=3", "'data.=3' has an empty key; write key=value or key.key=value"),
+        ("lenght=3", "lenght: unknown key, did you mean 'data.length'?"),
+        ("nothing.at.all=3", "nothing: unknown key; the keys here are model, data, out, adapter"),
+        ("recipe=dpo", "recipe: unknown key"),
+        ("batch=", "batch: expected a whole number, got null"),
+        ("batch=1e3", "batch: expected a whole number, got 1000.0; write 1000"),
+        ("batch=true", "batch: expected a whole number, got true"),
+        ("batch.x=3", "batch: expected a whole number, got a mapping"),
+        ("compile=yes", "compile: expected true or false, got 'yes'; write true"),
+        ("adapter=lorra", "adapter: unknown kind 'lorra', did you mean 'lora'? there is full, lora or dora"),
+        ("other.rank=2", "other: no kind is given; write `kind:` with one of lora, dora"),
+        ("log.to.1=wandb", "log.to.1: log.to is a list of 0; write log.to.0=... for its first element"),
+        ("log.to.x=wandb", "log.to.x: log.to is a list of 0; write log.to.0=... for its first element"),
+        ("model=[a", "model: malformed YAML: expected ',' or ']', but got '<stream end>' in '[a'"),
+        ("model='a", 'model: malformed YAML: found unexpected end of stream in "\'a"'),
+        ("words={a: 1, a: 2}", "words: a: written twice, first on line 1 in '{a: 1, a: 2}'"),
+    ],
+)
+def test_mistakes(errors, override, line):
+    found = errors("recipe: sft", override)
+    assert found[0].startswith(f"command line: {line}")
+
+
+def test_the_last_one_wins(tree):
+    assert load(tree.Log, "every: 2", ["every=3", "every=4"]).every == 4

@@ -1,0 +1,90 @@
+import json
+import re
+
+import pytest
+
+from tunekit.config.comments import field_comments
+from tunekit.config.dump import resolved
+from tunekit.config.load import mapping
+from tunekit.config.problems import ConfigError
+from tunekit.config.schema import json_schema, reference
+
+
+def test_comments_are_the_meaning(tree):
+    assert field_comments(tree.Rows) == {"source": "file or Hub name", "length": "tokens in a row | at most"}
+    assert field_comments(tree.DoRA) == {"rank": "width of the update", "targets": "which layers: a word, or names"}
+
+
+def test_a_class_without_a_file_has_no_comments():
+    space: dict = {}
+    exec("from dataclasses import dataclass\n@dataclass(frozen=True)\nclass A:\n    x: int = 1  # one", space)
+    assert field_comments(space["A"]) == {}
+    assert "`x`" in reference(space["A"])
+
+
+CASES = [
+    "",
+    "recipe: sft\nadapter: lora\nclip: null\nname: ${out}/x\nbatch: ${data.length}",
+    "adapter: {kind: dora, magnitude: false, targets: [a, b]}\noptimizer: {betas: [0.5, 1]}",
+    "log: {to: [wandb, {kind: wandb, project: x}]}\nvalidation: {source: v}\nrates: {a: {lr: 1}}",
+    "optimizer: {kind: sgd, momentum: 2e-1}\nsize: 4\nother: {kind: lora}",
+    "batch: x",
+    "batch: 1.5",
+    "lenght: 3",
+    "adapter: {rank: 3}",
+    "adapter: {kind: full, rank: 3}",
+    "adapter: lorra",
+    "other: {rank: 3}",
+    "optimizer: {betas: [1]}",
+    "optimizer: {kind: sgd, betas: [1, 2]}",
+    "log: {to: wandb}",
+    "validation: {length: 3}",
+    "validation: rows",
+    "dtype: bf61",
+    "name: 3",
+    "words: {a: 1}",
+]
+
+
+@pytest.mark.parametrize("text", CASES)
+def test_the_schema_agrees_with_the_loader(sft, tree, text):
+    jsonschema = pytest.importorskip("jsonschema")
+    schema = json_schema(tree.SFT)
+    jsonschema.Draft202012Validator.check_schema(schema)
+    validator = jsonschema.Draft202012Validator(schema)
+    base = mapping("model: m\ndata: {source: s}\nout: o\n")
+    written = {**base, **(mapping(text.replace("${", r"\${")) if text else {})}
+    try:
+        value = sft(text)
+    except ConfigError:
+        assert not validator.is_valid(written)
+    else:
+        assert not list(validator.iter_errors(written))
+        assert not list(validator.iter_errors(resolved(value, "sft")))
+
+
+def test_the_schema_says_what_an_editor_shows(tree):
+    schema = json.loads(json.dumps(json_schema(tree.SFT)))
+    assert schema["$schema"] == "https://json-schema.org/draft/2020-12/schema"
+    assert schema["required"] == ["model", "data", "out"]
+    assert schema["properties"]["model"] == {"type": "string", "description": "folder or Hub name"}
+    assert schema["properties"]["batch"]["default"] == 64
+    assert schema["properties"]["recipe"]["type"] == "string"
+    lora = schema["$defs"]["LoRA"]
+    assert list(lora["properties"]) == ["kind", "rank", "alpha", "targets"]
+    assert lora["properties"]["kind"] == {"const": "lora"}
+    assert lora["additionalProperties"] is schema["additionalProperties"] is False
+    assert lora["description"] == "Two small matrices beside a large one."
+
+
+def test_every_option_stands_in_the_reference(tree):
+    text = reference(tree.SFT)
+    assert text.startswith("# SFT\n\nEverything this recipe can be told.\n\n| key | type | default | what it means |\n")
+    assert "| `model` | text | **required** | folder or Hub name |" in text
+    assert "| `optimizer` | `adamw` or `sgd` | `adamw` with `lr=0.0003` |  |" in text
+    assert "| `length` | whole number | `2048` | tokens in a row &#124; at most |" in text
+    assert "\n## `data`, `validation`\n" in text
+    assert "\n## `adapter: lora`, `other: lora`, `loss.parts`\n" in text
+    assert "\n## `log.to: wandb`\n" in text
+    rows = [line for line in text.splitlines() if line.startswith("|")]
+    assert {len(re.findall(r"\|", row)) for row in rows} == {5}

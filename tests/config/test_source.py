@@ -1,0 +1,119 @@
+import json
+import time
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from tunekit.config.load import load, mapping
+from tunekit.config.problems import ConfigError
+
+
+def lines(source) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        mapping(source)
+    return [*caught.value.lines]
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("a: [1\nb: 2", "line 2:2: malformed YAML: expected ',' or ']', but got ':'"),
+        ("a: b: c", "line 1:5: malformed YAML: mapping values are not allowed here"),
+        (
+            "a:\n\tb: 1",
+            "line 2:1: malformed YAML: found character '\\t' "
+            "that cannot start any token (there is a tab: indent with spaces)",
+        ),
+        (
+            "a: {b: ${c}}",
+            "line 1:9: malformed YAML: expected ',' or '}', but got '{' "
+            '(inside [ ] and { }, write "${...}" with quotes)',
+        ),
+        ("a: 1\nb: \x07", "line 2:4: malformed YAML: the character '\\x07' is not allowed"),
+        ("a: 'x", "line 1:6: malformed YAML: found unexpected end of stream"),
+        ("- a", "line 1: expected `key: value` lines at the top, got a list (a file is given as a Path)"),
+        ("c.yaml", "line 1: expected `key: value` lines at the top, got 'c.yaml' (a file is given as a Path)"),
+        ("", "is empty; write `key: value` lines, or {} to take every default"),
+        ("# nothing\n---\n", "is empty; write `key: value` lines, or {} to take every default"),
+        ("a: 1\n---\nb: 2", "line 2: a second document begins here; a config is one document"),
+        ("a: 1\nb:\n  c: 2\n  c: 3", "line 4: b.c: written twice, first on line 3"),
+        ("a: 1\n'a': 1", "line 2: a: written twice, first on line 1"),
+        ("1: a", "line 1: 1: keys are text; quote it: '1'"),
+        ("a: {null: b}", "line 1: a.null: keys are text; quote it: 'null'"),
+        ("? [a]\n: b", "line 1: a key is a word; quote it if it is meant to hold brackets or an alias"),
+        ("a: *b", "line 1: a: the alias *b has no anchor &b before it"),
+        ("a: &a [*a]", "line 1: a.0: the alias *a has no anchor &a before it"),
+        ("a: {<<: 3}", "line 1: a.<<: expected a mapping to merge, got 3"),
+        ("a: !!map {}", "line 1: a: the tag 'tag:yaml.org,2002:map' is not allowed: a config is plain data"),
+        ("a: !x {b: 1}", "line 1: a: the tag '!x' is not allowed: a config is plain data"),
+    ],
+)
+def test_what_is_no_config_is_told_with_its_line(text, line):
+    assert lines(text) == [line]
+
+
+def test_no_tag_makes_an_object():
+    (line,) = lines("a: !!python/object/apply:os.system [echo]")
+    assert "python/object/apply:os.system' is not allowed" in line
+
+
+def test_files_that_cannot_be_read(tmp_path):
+    latin = tmp_path / "latin.yaml"
+    latin.write_bytes("a: 1\nb: ä".encode("latin-1"))
+    assert lines(latin) == [f"{latin}:2: is not UTF-8 text; save it as UTF-8"]
+    assert lines(tmp_path / "no.yaml") == [f"{tmp_path / 'no.yaml'}: no such file"]
+    assert lines(tmp_path) == [f"{tmp_path}: cannot be read: Is a directory"]
+
+
+def test_a_wrong_file_is_all_that_is_told(tmp_path, tree):
+    with pytest.raises(ConfigError) as caught:
+        load(tree.SFT, tmp_path / "no.yaml", ["batch=x"])
+    assert caught.value.lines == (f"{tmp_path / 'no.yaml'}: no such file",)
+
+
+@pytest.mark.parametrize(
+    "text", ["a: " + "[" * 100_000, "a: " + "{b: " * 100_000, "\n".join(" " * i + "a:" for i in range(500))]
+)
+def test_deep_nesting_is_refused_before_it_hurts(text):
+    start = time.process_time()
+    (line,) = lines(text)
+    assert line.endswith("nested deeper than 32 levels")
+    assert time.process_time() - start < 2
+
+
+def test_deep_plain_data_is_refused():
+    deep: list = []
+    deep.append(deep)
+    assert lines({"a": deep})[0].endswith("nested deeper than 32 levels")
+
+
+def test_aliases_of_aliases_are_bounded():
+    text = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n"
+    text += "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 12))
+    (line,) = lines(text)
+    assert line.startswith("line 5: a4.")
+    assert line.endswith(": the config has more than 100000 values with its aliases written out")
+
+
+def test_a_chain_of_aliases_is_bounded():
+    text = "a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}]\n" for i in range(1, 2000))
+    assert lines(text)[0].endswith("nested deeper than 32 levels")
+
+
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(10**40), 10**40)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@given(st.dictionaries(st.text(), JSON, max_size=4))
+def test_json_is_yaml(data):
+    text = json.dumps(data)
+    assume("${" not in text and "\\ud" not in text)  # JSON writes an astral character as two surrogates, YAML does not
+    assert mapping(text) == data
