@@ -201,23 +201,31 @@ class Screen:
 
     def show(self, step: int, values: dict[str, float], left: float) -> None:
         size = values.get("memory_bytes", 0.0)
-        self.text = (
+        text = (
             f"loss {values['loss']:.4f}, {short(values['learnt_per_second'])} learnt tok/s, {short(size)}B, "
             f"{tqdm.format_interval(left)} left"
         )
-        self.bar.set_description_str(self.text, refresh=False)
+        self.bar.set_description_str(text, refresh=False)
         self.advance(step)
         now = time.monotonic()
-        if self.plain and (now - self.told >= PLAIN_SECONDS or step == self.total):
-            self.tell(f"step {step}/{self.total}: {self.text}")
+        self.text = f"step {step}/{self.total}: {text}"
+        if self.plain and now - self.told >= PLAIN_SECONDS:
             self.told = now
+            self.tell_plain()
 
     def tell(self, text: str) -> None:
         """A line that stays."""
         if self.speaks:
             tqdm.write(text, file=sys.stderr)
 
+    def tell_plain(self) -> None:
+        if self.text:
+            self.tell(self.text)
+            self.text = ""
+
     def close(self) -> None:
+        if self.plain:
+            self.tell_plain()
         self.bar.close()
 
 

@@ -5,7 +5,6 @@ layout can read them; `progress.pt` with the step, the schedule and the numbers 
 `random-0.pt` with the random number generators of rank 0; and the mark that says that all of it is there.
 """
 
-import importlib
 import pickle
 import random
 import sys
@@ -15,6 +14,7 @@ from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
 
+import numpy
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from tunekit.checkpoint import atomic
 from tunekit.errors import UserError
 
-METADATA, PROGRESS, NUMPY = ".metadata", "progress.pt", "numpy.random"
+METADATA, PROGRESS = ".metadata", "progress.pt"
 WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module"}
 DTYPES = {str(value).removeprefix("torch.") for value in vars(torch).values() if isinstance(value, torch.dtype)}
 # What torch writes into the metadata. Everything else that a pickle can name is code.
@@ -232,8 +232,8 @@ def generators(device: torch.device) -> dict:
     found: dict = {"torch": torch.get_rng_state(), "python": random.getstate()}
     if device.type != "cpu":
         found["device"] = torch.get_device_module(device).get_rng_state(device)
-    if NUMPY in sys.modules:
-        kind, words, *rest = sys.modules[NUMPY].get_state()
+    if "numpy.random" in sys.modules:  # numpy loads it when it is first used
+        kind, words, *rest = numpy.random.get_state()
         found["numpy"] = (kind, words.tolist(), *rest)
     return found
 
@@ -243,7 +243,7 @@ def restore_generators(found: dict, device: torch.device) -> None:
         "torch": torch.set_rng_state,
         "python": random.setstate,
         "device": lambda value: torch.get_device_module(device).set_rng_state(value, device),
-        "numpy": lambda value: importlib.import_module(NUMPY).set_state(value),
+        "numpy": lambda value: numpy.random.set_state(value),
     }
     for name, value in found.items():
         setters[name](value)
