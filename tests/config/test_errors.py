@@ -1,4 +1,8 @@
+import contextlib
+
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from tunekit.config.load import load
 from tunekit.config.problems import ConfigError
@@ -101,6 +105,37 @@ def test_plain_data_of_another_kind_is_refused(tree):
         "every: expected plain data, got object",
         "to.0.a: expected plain data, got bytes",
     )
+
+
+KEYS = [
+    "adapter",
+    "kind",
+    "lora",
+    "rank",
+    "optimizer",
+    "lr",
+    "log",
+    "to",
+    "0",
+    "project",
+    "words",
+    "a",
+    "loss",
+    "parts",
+    "validation",
+    "source",
+    "out",
+    "<<",
+]
+WORDS = st.sampled_from([*KEYS, *"{}[]:,-?&*!|>#'.=1\" \n", "&a", "*a", "${out}", "${", "2e-4", "null", ": ", "\n  "])
+TEXTS = st.lists(WORDS, max_size=14).map("".join)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=300)
+@given(text=TEXTS, overrides=st.lists(st.builds("{}={}".format, st.lists(st.sampled_from(KEYS)).map(".".join), TEXTS)))
+def test_whatever_is_written_gives_a_config_or_one_error(tree, text, overrides):
+    with contextlib.suppress(ConfigError):
+        assert isinstance(load(tree.SFT, "model: m\ndata: {source: s}\nout: o\n" + text, overrides), tree.SFT)
 
 
 def test_a_long_value_is_shown_short(errors):

@@ -76,6 +76,7 @@ def test_elements_of_lists(sft, tree):
         ("=3", "'=3' has an empty key; write key=value or key.key=value"),
         ("a..b=3", "'a..b=3' has an empty key; write key=value or key.key=value"),
         ("data.=3", "'data.=3' has an empty key; write key=value or key.key=value"),
+        (".".join("a" * 5000) + "=1", "a.a.a.a: nested deeper than 32 levels"),
         ("lenght=3", "lenght: unknown key, did you mean 'data.length'?"),
         ("nothing.at.all=3", "nothing: unknown key; the keys here are model, data, out, adapter"),
         ("recipe=dpo", "recipe: unknown key"),

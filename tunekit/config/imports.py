@@ -66,7 +66,11 @@ class _Named:
             raise ConfigError([f"{self.file}:{self.line(error)}: cannot be imported: {said}"]) from error
 
     def line(self, error: BaseException) -> int:
-        if isinstance(error, SyntaxError) and error.lineno:
+        if (
+            isinstance(error, SyntaxError)
+            and error.lineno
+            and Path(error.filename or "").resolve() == self.file.resolve()
+        ):
             return error.lineno
         frames = traceback.extract_tb(error.__traceback__)
         lines = (f.lineno for f in reversed(frames) if Path(f.filename).resolve() == self.file.resolve())

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from tunekit.config.choices import REQUIRED, Choices, Slot, generic, item_hint, members
 from tunekit.config.dump import plain_value
-from tunekit.config.node import COMMAND, FAILED, Node, node_of
+from tunekit.config.node import COMMAND, DEPTH, FAILED, Node, node_of
 from tunekit.config.problems import Path, Problems
 from tunekit.config.scalar import meaning
 from tunekit.config.source import parse
@@ -30,6 +30,8 @@ class Overrides:
                 self.problems.add(COMMAND, (), f"'{item}' has no '='; write key=value")
             elif not all(path):
                 self.problems.add(COMMAND, (), f"'{item}' has an empty key; write key=value or key.key=value")
+            elif len(path) > DEPTH:
+                self.problems.add(COMMAND, path[:4], f"nested deeper than {DEPTH} levels")
             else:
                 root = self.put(root, path, (), self.value(text.strip(), path), Slot(cls))
         return root

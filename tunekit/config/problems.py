@@ -23,7 +23,7 @@ class Problems:
 
     def add(self, at: str, path: Path, message: str) -> None:
         parts = (at, ".".join(path), " ".join(message.split()))
-        self.lines[": ".join(part for part in parts if part)] = None
+        self.lines[" ".join(": ".join(part for part in parts if part).splitlines())] = None
 
     def check(self) -> None:
         """Raise if anything is wrong."""
