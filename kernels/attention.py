@@ -33,7 +33,7 @@ def causal(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) ->
 
 
 def banded(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int) -> Tensor:
-    """Blocks of `window` queries, each on the two blocks of keys it can see: memory grows with S, not with S squared."""
+    """Blocks of `window` queries, each on the two blocks of keys it can see: memory grows with S and not its square."""
     out = []
     for start in range(0, q.shape[1], window):
         first, last = max(0, start - window + 1), min(start + window, q.shape[1])
@@ -43,7 +43,9 @@ def banded(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int) -> Tensor
     return torch.cat(out, dim=1)
 
 
-def attend_cached(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scale: float, window: int | None = None) -> Tensor:
+def attend_cached(
+    q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scale: float, window: int | None = None
+) -> Tensor:
     """Queries at `positions` (B, S) on all slots (B, K, H_kv, D) of a cache, in which a slot's index is its position."""
     age = positions[:, None, :, None] - torch.arange(k.shape[1], device=q.device)
     seen = age >= 0 if window is None else (age >= 0) & (age < window)
@@ -52,5 +54,7 @@ def attend_cached(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scale: flo
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool = False, mask: Tensor | None = None) -> Tensor:
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    y = F.scaled_dot_product_attention(
+        q, k, v, mask, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+    )
     return y.transpose(1, 2)

@@ -11,3 +11,11 @@ class FieldError(ValueError):
     def __init__(self, field: str, message: str) -> None:
         super().__init__(f"{field}: {message}")
         self.field, self.message = field, message
+
+
+class Stopped(Exception):
+    """The run was asked to stop and has saved. The CLI prints the message and exits with `code`, as a shell expects."""
+
+    def __init__(self, message: str, code: int) -> None:
+        super().__init__(message)
+        self.code = code

@@ -7,6 +7,8 @@ from types import FrameType
 import torch
 from torch import Tensor, nn
 
+from tunekit.errors import Stopped
+
 
 class Run:
     """Device, rank and random state of this process, for as long as the `with` block lasts.
@@ -43,6 +45,16 @@ class Run:
     def is_main(self) -> bool:
         """Whether this process speaks and writes for all."""
         return self.rank == 0
+
+    def leave(self, done: int, steps: int) -> None:
+        """End the run here if a signal asked for it; the state is saved."""
+        if self.stopping is not None:
+            text = f"stopped by {self.stopping.name} after step {done} of {steps}; the same command goes on from there"
+            raise Stopped(text, 128 + self.stopping)
+
+    def total(self, count: int) -> int:
+        """The sum over all ranks of a number that the host knows."""
+        return count
 
     def sum(self, value: Tensor) -> Tensor:
         """The sum over all ranks."""

@@ -4,10 +4,11 @@ import argparse
 import readline
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
-from tunekit import generate, hub
+from tunekit import assemble, generate
 from tunekit.errors import UserError
+from tunekit.parallel import Run
+from tunekit.precision import Precision
 
 Message = dict[str, str]
 Answer = Callable[[list[Message]], Iterator[str]]  # the pieces of an answer to a conversation
@@ -15,17 +16,9 @@ Answer = Callable[[list[Message]], Iterator[str]]  # the pieces of an answer to 
 
 def main(args: argparse.Namespace) -> None:
     """Open the model and talk until the input ends."""
-    model, tokenizer = generate.open_model(folder(args.model))
-    options = generate.Sampling(args.temperature, top_p=args.top_p, tokens=args.max_tokens, seed=args.seed)
-    talk(lambda messages: generate.stream(model, tokenizer, messages, options), args.system)
-
-
-def folder(word: str) -> Path:
-    """The folder of a model. A run's is `final`, once the run has ended."""
-    run = Path(word).expanduser()
-    if (run / "state").is_dir() and not (run / "final").is_dir():
-        raise UserError(f"{word}: this run has not ended; start it again to go on, then chat with what it has learnt")
-    return run / "final" if (run / "final").is_dir() else hub.resolve(word)
+    sampling = generate.Sampling(args.temperature, top_p=args.top_p, tokens=args.max_tokens, seed=args.seed)
+    model, tokenizer = assemble.opened(args.model, Precision(), Run())
+    talk(lambda messages: generate.stream(model, tokenizer, messages, sampling), args.system)
 
 
 def talk(answer: Answer, system: str | None = None) -> None:

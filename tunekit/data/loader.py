@@ -10,6 +10,9 @@ from tunekit.data.batch import IGNORE, Batch
 from tunekit.data.documents import Documents
 from tunekit.data.packing import pack
 
+# Rows are padded to a multiple of this many tokens: kernels are made and tuned anew for every other shape.
+MULTIPLE = 32
+
 
 class Order:
     """Rows of an epoch, each the documents it holds: a pure function of (seed, epoch).
@@ -100,7 +103,8 @@ class Loader:
         return replace(batch, targets=torch.full_like(batch.targets, IGNORE), learnt=0, real=0)
 
     def collate(self, rows: list[list[int]]) -> Batch:
-        width = max(map(self.size, rows))
+        longest = max(map(self.size, rows))
+        width = max(longest, min(-(-longest // MULTIPLE) * MULTIPLE, self.order.capacity or longest + MULTIPLE))
         tokens = np.full(len(rows) * width, self.pad, np.int64)
         targets = np.full_like(tokens, IGNORE)
         bounds = [0]

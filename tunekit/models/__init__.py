@@ -1,1 +1,1 @@
-"""The decoder that every family shares, as data (`spec`), as modules (`decoder`), and its names on disk (`weights`, `families`)."""
+"""The decoder that every family shares: as data (`spec`), as modules (`decoder`), as names on disk (`families`)."""

@@ -14,6 +14,8 @@ from tunekit.models.linear import Embedding, Linear
 from tunekit.models.rope import Rotation, rotate, tables
 from tunekit.models.spec import MLP, Attention, DecoderSpec, Layer, Norm, Rope
 
+TIED = "head.weight"  # where the head is the embedding, this name stands for embed.weight
+
 
 class RMSNorm(nn.Module):
     def __init__(self, dim: int, spec: Norm) -> None:
@@ -138,9 +140,15 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(Block(layer, spec.dim, spec.norm) for layer in spec.layers)
         self.norm = RMSNorm(spec.dim, spec.norm)
         self.head = Linear(spec.dim, spec.vocab, bias=False)
-        if spec.tied:
-            self.head.weight = self.embed.weight
+        self.tie()
         self.ropes = self.number_ropes()
+        # What a checkpoint holds, whatever formats and adapters do to the modules later.
+        self.shapes = {name: tuple(p.shape) for name, p in self.named_parameters(remove_duplicate=False)}
+
+    def tie(self) -> None:
+        """Make a tied head the embedding, again after each move that gives every module tensors of its own."""
+        if self.spec.tied:
+            self.head.weight = self.embed.weight
 
     def number_ropes(self) -> tuple[tuple[Rope, int], ...]:
         """The distinct rotations of the model: their tables are made once a pass, for all layers."""

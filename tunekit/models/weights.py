@@ -77,3 +77,8 @@ def moves_out(names: Iterable[str], table: tuple[Row, ...]) -> list[Move]:
         hub, op = next((theirs, op) for theirs, op in found if theirs is not None)
         moves.append(Move((name,), (hub,), op))
     return moves
+
+
+def hub_name(name: str, table: tuple[Row, ...]) -> str:
+    """The Hub's name of one of our tensors or modules."""
+    return moves_out([name], table)[0].hub[0]

@@ -79,9 +79,7 @@ def yarn(p: Config, context: int, longest: int) -> YarnScaling:
     usual = growth(factor, p["mscale"]) / growth(factor, p["mscale_all_dim"]) if both else growth(factor, 1.0)
     amplitude = p.get("attention_factor")
     fast, slow = p.get("beta_fast") or 32.0, p.get("beta_slow") or 1.0
-    return YarnScaling(
-        factor, context, fast, slow, p.get("truncate", True), usual if amplitude is None else amplitude
-    )
+    return YarnScaling(factor, context, fast, slow, p.get("truncate", True), usual if amplitude is None else amplitude)
 
 
 def growth(factor: float, weight: float) -> float:

@@ -1,0 +1,151 @@
+"""How good a model is on held-out rows: loss, perplexity, and how many answers are right to the letter.
+
+tune run evaluate nano/tools
+tune run evaluate nano/tools model=runs/nano-tools baseline=tunekit/nano data.split=test examples=10
+"""
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import torch
+from tqdm import tqdm
+
+from tunekit import assemble, hub
+from tunekit.checkpoint.atomic import write_text
+from tunekit.data.documents import Document
+from tunekit.data.loader import Loader
+from tunekit.data.rows import Chat, Instruct, Text
+from tunekit.data.tokenizer import Tokenizer
+from tunekit.errors import FieldError
+from tunekit.generate import Sampling, complete
+from tunekit.losses import CrossEntropy
+from tunekit.models.decoder import Decoder
+from tunekit.parallel import Run
+from tunekit.precision import Precision
+
+
+@dataclass(frozen=True)
+class Evaluate:
+    """Which model is asked what. With a baseline, both are, and stand side by side."""
+
+    model: str  # folder of a checkpoint, an adapter or a run; a Hub name; tunekit/nano
+    data: Chat | Instruct | Text  # held-out rows; the last learnt turn of each is the answer to match
+    baseline: str | None = None  # a second model, such as the one before training
+    sampling: Sampling = Sampling()
+    precision: Precision = Precision()
+    batch: int = 32  # rows in one forward pass
+    examples: int = 3  # answers to print
+    out: str | None = None  # JSON file for the figures and every answer
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+
+    def __post_init__(self) -> None:
+        if self.batch < 1:
+            raise FieldError("batch", f"must be 1 or more, not {self.batch}")
+
+
+RECIPE = Evaluate
+
+
+class Question(NamedTuple):
+    """Tokens up to an answer, and the answer as text."""
+
+    prompt: list[int]
+    text: str
+    wanted: str
+
+
+@dataclass(frozen=True)
+class Result:
+    """Figures of one model; the answers stand in the order of the questions."""
+
+    model: str
+    loss: float  # nats per learnt token
+    answers: tuple[str, ...]
+    right: int
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(min(self.loss, 700.0))  # beyond that, a float is infinite
+
+
+def check(cfg: Evaluate) -> None:
+    """Whether the models and the rows are there."""
+    for name in filter(None, (cfg.model, cfg.baseline)):
+        hub.resolve(name, files=hub.SMALL)
+    cfg.data.check()
+
+
+def main(cfg: Evaluate) -> list[Result]:
+    """Measure each model and print what was found."""
+    with Run(cfg.sampling.seed, cfg.device) as run:
+        results, questions = [], []
+        for name in filter(None, (cfg.baseline, cfg.model)):
+            model, tokenizer = assemble.opened(name, cfg.precision, run)
+            data = cfg.data.open(tokenizer, cfg.batch, cfg.batch, run)
+            questions = list(asked(data, tokenizer))
+            results.append(measure(name, model, tokenizer, data, questions, cfg))
+    show(questions, results, cfg.examples)
+    if cfg.out is not None:
+        Path(cfg.out).parent.mkdir(parents=True, exist_ok=True)
+        figures = [asdict(result) | {"perplexity": result.perplexity} for result in results]
+        write_text(Path(cfg.out), json.dumps(figures, indent=2, ensure_ascii=False) + "\n")
+    return results
+
+
+def measure(
+    name: str, model: Decoder, tokenizer: Tokenizer, data: Loader, questions: list[Question], cfg: Evaluate
+) -> Result:
+    answers: list[str] = []
+    for first in tqdm(range(0, len(questions), cfg.batch), "answering", unit="batch", disable=None, leave=False):
+        prompts = [question.prompt for question in questions[first : first + cfg.batch]]
+        found = complete(model, prompts, cfg.sampling, tokenizer.stops, first)
+        answers += [tokenizer.decode(tokens).strip() for tokens in found]
+    right = sum(answer == question.wanted for answer, question in zip(answers, questions, strict=True))
+    return Result(name, loss(model, data), tuple(answers), right)
+
+
+@torch.no_grad()
+def loss(model: Decoder, data: Loader) -> float:
+    """Mean negative log-likelihood of the learnt tokens, in nats."""
+    model.eval()
+    total, tokens = 0.0, 0
+    for step in tqdm(range(data.steps_per_epoch), "reading", unit="batch", disable=None, leave=False):
+        for batch in data[step]:
+            total += float(CrossEntropy()(model, batch.to(model.norm.weight.device)))
+            tokens += batch.learnt
+    return total / tokens
+
+
+def asked(data: Loader, tokenizer: Tokenizer) -> Iterator[Question]:
+    """The last answer of each row. Rows that are learnt from their beginning, such as plain text, ask nothing."""
+    for document in data.rows:
+        first = start_of_answer(document)
+        if first > 0:
+            prompt, answer = document.tokens[:first].tolist(), document.tokens[first:][document.learnt[first:]].tolist()
+            yield Question(prompt, tokenizer.decode(prompt).strip(), tokenizer.decode(answer).strip())
+
+
+def start_of_answer(document: Document) -> int:
+    """Where the last run of learnt tokens begins."""
+    learnt = document.learnt.nonzero()[0]
+    breaks = (learnt[1:] - learnt[:-1] > 1).nonzero()[0]
+    return int(learnt[breaks[-1] + 1] if len(breaks) else learnt[0])
+
+
+def show(questions: list[Question], results: list[Result], examples: int) -> None:
+    """A few answers, then the figures of all."""
+    width = max(len(result.model) for result in results)
+    width = max(width, len("question"))
+    for i, question in enumerate(questions[:examples]):
+        lines = {"question": question.text, "wanted": question.wanted}
+        for name, text in {**lines, **{result.model: result.answers[i] for result in results}}.items():
+            print(f"{name:{width}}  {text}")
+        print()
+    print(f"{'':{width}}  {'loss':>8}  {'perplexity':>10}  exact match")
+    for result in results:
+        share = f"{result.right / len(questions):.1%} ({result.right} of {len(questions)})" if questions else "-"
+        print(f"{result.model:{width}}  {result.loss:8.4f}  {result.perplexity:10.4g}  {share}")

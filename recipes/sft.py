@@ -1,0 +1,159 @@
+"""Supervised fine-tuning: full or with adapters, on conversations, instructions or plain text.
+
+tune run sft nano/tools_lora
+tune run sft llama3_2/1b_lora data.length=2048 optimizer.lr=1e-4
+"""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from tunekit import assemble, hub
+from tunekit.adapters import DoRA, Full, LoRA
+from tunekit.checkpoint import save, workspace
+from tunekit.checkpoint.folder import Folder
+from tunekit.checkpoint.state import State
+from tunekit.config.dump import dump
+from tunekit.data.batch import Batch
+from tunekit.data.loader import Loader
+from tunekit.data.rows import Chat, Instruct, Text
+from tunekit.data.tokenizer import Tokenizer
+from tunekit.errors import FieldError
+from tunekit.formats import Plain
+from tunekit.losses import CrossEntropy
+from tunekit.memory import Memory
+from tunekit.metrics import Log
+from tunekit.models.decoder import Decoder
+from tunekit.optim import SGD, WSD, AdamW, Constant, Cosine, Linear, Patience
+from tunekit.parallel import Run
+from tunekit.precision import Precision
+
+# Choices that may change between two starts of one run: they do not change what is learnt.
+LIVE = frozenset({"out", "log", "keep", "save_every"})
+
+
+@dataclass(frozen=True)
+class SFT:
+    """Everything this recipe can be told. Each field is one choice; each class is one file to read."""
+
+    model: str  # folder of a checkpoint, a Hub name, or tunekit/nano
+    data: Chat | Instruct | Text  # what to learn
+    out: str  # folder of this run: config, metrics, state and the final checkpoint
+    validation: Chat | Instruct | Text | None = None  # held-out rows
+    weights: Plain = Plain()  # how frozen weights are stored
+    adapter: Full | LoRA | DoRA = Full()  # what is trained
+    loss: CrossEntropy = CrossEntropy()
+    optimizer: AdamW | SGD = AdamW()
+    schedule: Cosine | Linear | Constant | WSD = Cosine()
+    precision: Precision = Precision()
+    memory: Memory = Memory()
+    log: Log = Log()
+    init: Literal["checkpoint", "random"] = "checkpoint"  # random: train from scratch what config.json describes
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    batch: int = 16  # rows in one optimizer step, over all devices
+    micro_batch: int = 1  # rows in one forward pass, on one device
+    epochs: int = 1  # passes over the rows
+    steps: int | None = None  # optimizer steps, in place of epochs
+    clip: float = 1.0  # longest gradient; 0: never shortened
+    save_every: int = 500  # steps between two states to resume from
+    keep: int = 1  # states to keep
+    validate_every: int = 500  # steps between two validations
+    patience: int | None = None  # validations without a better loss before the run ends early
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        counts = ("batch", "micro_batch", "epochs", "save_every", "keep", "validate_every")
+        if low := [name for name in counts if vars(self)[name] < 1]:
+            raise FieldError(low[0], f"must be 1 or more, not {vars(self)[low[0]]}")
+        if self.patience is not None and self.validation is None:
+            raise FieldError("patience", "needs `validation` to watch")
+
+
+RECIPE = SFT
+
+
+def check(cfg: SFT) -> None:
+    """What can be known without reading weights: the folder, the family, the adapter's targets, the rows' files."""
+    source = Folder.open(hub.resolve(cfg.model, files=hub.SMALL), cfg.model)
+    with torch.device("meta"):
+        cfg.adapter.apply(Decoder(source.spec))
+    tokenizer = Tokenizer.open(source.path)
+    for rows in filter(None, (cfg.data, cfg.validation)):
+        rows.check()
+        rows.prepare(tokenizer)
+
+
+def main(cfg: SFT) -> None:
+    """Train until the last step, a signal, or the end of patience."""
+    with Run(cfg.seed, cfg.device) as run, workspace.claim(Path(cfg.out), dump(cfg, "sft"), LIVE) as space:
+        source = Folder.open(hub.resolve(cfg.model), cfg.model)
+        tokenizer = Tokenizer.open(source.path)
+        data = cfg.data.open(tokenizer, cfg.batch, cfg.micro_batch, run)
+        held = cfg.validation and cfg.validation.open(tokenizer, cfg.batch, cfg.micro_batch, run)
+        fresh = cfg.init == "random"
+        model = assemble.model(source, cfg.weights, cfg.adapter, cfg.precision, cfg.memory, run, fresh)
+
+        steps = cfg.steps or cfg.epochs * data.steps_per_epoch
+        optimizer = cfg.optimizer.build(cfg.adapter.trained(model))
+        schedule = cfg.schedule.build(optimizer, steps)
+        patience = Patience(cfg.patience)
+        state = State(space.state, model, optimizer, schedule, cfg.keep, run, patience)
+        start = state.restore()
+        with cfg.log.open(space.folder, run, steps, start) as log:
+            for step in range(start, steps):
+                if patience.over:
+                    break
+                run.seed_step(step)
+                began = time.perf_counter()
+                batches = data[step]
+                wait = time.perf_counter() - began
+                rate = schedule.get_last_lr()[0]
+                loss, norm = train_step(model, batches, cfg, optimizer, run)
+                schedule.step()
+
+                done, learnt = step + 1, sum(batch.learnt for batch in batches)
+                log.step(
+                    done, loss=loss, norm=norm, rate=rate, tokens=sum(b.real for b in batches), learnt=learnt, wait=wait
+                )
+                with log.aside():
+                    if held and (done % cfg.validate_every == 0 or done == steps):
+                        log.note(done, validation=patience.watch(validate(model, held, cfg, run)))
+                    if done % cfg.save_every == 0 or done == steps or patience.over or run.stopping:
+                        state.save(done)
+                run.leave(done, steps)
+        save.final(cfg.adapter, space.final, model, source)
+
+
+def train_step(
+    model: Decoder, batches: list[Batch], cfg: SFT, optimizer: torch.optim.Optimizer, run: Run
+) -> tuple[Tensor, Tensor]:
+    """One optimizer step. A learnt token weighs the same in every micro-batch and on every rank."""
+    tokens = run.total(sum(batch.learnt for batch in batches))
+    total = torch.zeros((), device=run.device)
+    for i, batch in enumerate(batches, start=1):
+        run.sync_gradients(model, on=i == len(batches))
+        loss = cfg.loss(model, batch.to(run.device)) / tokens
+        (loss * run.size).backward()  # sharding averages gradients over the ranks
+        total += loss.detach()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    norm = nn.utils.clip_grad_norm_(trained, cfg.clip or float("inf"))
+    optimizer.step()
+    optimizer.zero_grad()
+    return run.sum(total), norm
+
+
+@torch.no_grad()
+def validate(model: Decoder, held: Loader, cfg: SFT, run: Run) -> float:
+    """Mean loss of the held-out tokens."""
+    model.eval()
+    loss, tokens = torch.zeros((), device=run.device), 0
+    for step in range(held.steps_per_epoch):
+        for batch in held[step]:
+            loss += cfg.loss(model, batch.to(run.device))
+            tokens += batch.learnt
+    model.train()
+    return float(run.sum(loss)) / run.total(tokens)

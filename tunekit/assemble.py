@@ -1,0 +1,72 @@
+"""From a checkpoint and choices to a model ready to train or to answer. The one place that fixes the order."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from tunekit import hub
+from tunekit.adapters import Frozen, Full, LoRA
+from tunekit.checkpoint import atomic, peft
+from tunekit.checkpoint.folder import Folder
+from tunekit.checkpoint.read import read
+from tunekit.checkpoint.workspace import FINAL, STATE
+from tunekit.data.tokenizer import Tokenizer
+from tunekit.errors import UserError
+from tunekit.formats import Plain
+from tunekit.memory import Memory
+from tunekit.models.decoder import Decoder
+from tunekit.models.init import randomize
+from tunekit.parallel import Run
+from tunekit.precision import Precision
+
+
+def model(
+    source: Folder,
+    weights: Plain,
+    adapter: Full | LoRA,
+    precision: Precision,
+    memory: Memory,
+    run: Run,
+    fresh: bool = False,
+) -> Decoder:
+    """Build on no device, then fill in place. With `fresh`, weights are drawn and not read."""
+    with torch.device("meta"):
+        net = Decoder(source.spec)
+    weights.apply(net)  # what a weight is
+    adapter.apply(net)  # what is trained
+    precision.apply(net, {} if fresh else source.dtypes)  # how exact it is
+    memory.apply(net)  # what is kept
+    net.to_empty(device=run.device)  # where it is
+    net.tie()
+    if fresh:
+        randomize(net, run.seed)
+    else:
+        read(source, net, quiet=not run.is_main)
+    adapter.initialize(net, run.seed)
+    if adapter.start is not None:
+        peft.read(Path(adapter.start), net, adapter, source)
+    return net
+
+
+def opened(name: str, precision: Precision, run: Run) -> tuple[Decoder, Tokenizer]:
+    """A model to ask, and its tokenizer: a checkpoint, an adapter on its base, or what a finished run has left."""
+    path = finished(hub.resolve(name))
+    if not (path / peft.CONFIG).is_file():
+        source = Folder.open(path, name)
+        return model(source, Plain(), Frozen(), precision, Memory(), run), Tokenizer.open(path)
+    base = peft.base(path)
+    source = Folder.open(hub.resolve(base), base)
+    adapter = replace(peft.described(path, source), start=str(path))
+    own = (path / "tokenizer.json").is_file()
+    return model(source, Plain(), adapter, precision, Memory(), run), Tokenizer.open(path if own else source.path)
+
+
+def finished(path: Path) -> Path:
+    """The checkpoint of a run's folder; any other folder is one itself."""
+    if not (path / STATE).is_dir() and not (path / FINAL).is_dir():
+        return path
+    final = atomic.locate(path / FINAL)
+    if final is None:
+        raise UserError(f"{path}: this run has not ended; start it again to go on, then ask what it has learnt")
+    return final

@@ -1,0 +1,114 @@
+"""Answers of a model: many prompts at once, with a cache of keys and values."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from tunekit.data.tokenizer import Stream, Tokenizer
+from tunekit.errors import FieldError, UserError
+from tunekit.models.decoder import Cache, Decoder
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen. What a row draws depends on the seed and its own number, not on the other rows."""
+
+    temperature: float = 0.0  # 0: the likeliest token
+    top_k: int | None = None  # draw from the likeliest k only
+    top_p: float = 1.0  # draw from the likeliest tokens that have this share of the probability
+    tokens: int = 256  # longest answer
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.temperature < 0:
+            raise FieldError("temperature", f"must not be below 0, not {self.temperature}")
+        if self.top_k is not None and self.top_k < 1:
+            raise FieldError("top_k", f"must be 1 or more, not {self.top_k}")
+        if not 0 < self.top_p <= 1:
+            raise FieldError("top_p", f"a share above 0 and up to 1, not {self.top_p}")
+        if self.tokens < 1:
+            raise FieldError("tokens", f"must be 1 or more, not {self.tokens}")
+
+    def numbers(self, rows: int, first: int = 0) -> Tensor:
+        """One uniform number for each token of each row (rows, tokens); `first` is the number of the first row."""
+        seeds = (self.seed * 2**32 + first + row for row in range(rows))
+        return torch.stack([torch.rand(self.tokens, generator=torch.Generator().manual_seed(s)) for s in seeds])
+
+    def choose(self, logits: Tensor, numbers: Tensor) -> Tensor:
+        """Next tokens (B,) from logits (B, vocab) and a uniform number for each row (B,)."""
+        if self.temperature == 0:
+            return logits.argmax(-1)
+        probabilities, tokens = (logits.float() / self.temperature).softmax(-1).sort(-1, descending=True, stable=True)
+        before = probabilities.cumsum(-1) - probabilities  # share of the likelier tokens
+        kept = before < self.top_p
+        if self.top_k is not None:
+            kept[:, self.top_k :] = False
+        sums = (probabilities * kept).cumsum(-1)
+        index = torch.searchsorted(sums, numbers.to(sums)[:, None] * sums[:, -1:], right=True)
+        return tokens.gather(-1, index.clamp(max=kept.sum(-1, keepdim=True) - 1)).squeeze(-1)
+
+
+@torch.inference_mode()
+def steps(model: Decoder, prompts: Sequence[Sequence[int]], sampling: Sampling, first: int = 0) -> Iterator[list[int]]:
+    """The next token of every row, again and again, until the caller has enough or the rows are as long as asked.
+
+    Prompts are padded on the right: a row's own tokens overwrite its padding in the cache as they come.
+    """
+    model.eval()
+    device = model.norm.weight.device
+    lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
+    longest = int(lengths.max())
+    tokens = torch.tensor([[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts], device=device)
+    numbers = sampling.numbers(len(prompts), first).to(device)
+    cache = model.cache(len(prompts), longest + sampling.tokens)
+    logits = prefill(model, tokens, lengths, cache)
+    for i in range(sampling.tokens):
+        chosen = sampling.choose(logits, numbers[:, i])
+        yield chosen.tolist()
+        if i + 1 < sampling.tokens:
+            logits = model(chosen[:, None], (lengths + i)[:, None], cache=cache)[:, -1]
+
+
+def prefill(model: Decoder, tokens: Tensor, lengths: Tensor, cache: Cache) -> Tensor:
+    """Logits (B, vocab) behind the last token of each prompt; those of the other tokens are never made."""
+    rows = torch.arange(len(tokens), device=tokens.device)
+
+    def last(hidden: Tensor, head: nn.Module) -> Tensor:
+        return head(hidden[rows, lengths - 1])
+
+    return model(tokens, cache=cache, read=last)
+
+
+def complete(
+    model: Decoder, prompts: Sequence[Sequence[int]], sampling: Sampling, stops: frozenset[int], first: int = 0
+) -> list[list[int]]:
+    """The answer of each prompt as token ids, without the token that ended it."""
+    answers: list[list[int]] = [[] for _ in prompts]
+    open_rows = set(range(len(prompts)))
+    for tokens in steps(model, prompts, sampling, first):
+        open_rows -= {row for row in open_rows if tokens[row] in stops}
+        if not open_rows:
+            break
+        for row in open_rows:
+            answers[row].append(tokens[row])
+    return answers
+
+
+def stream(
+    model: Decoder, tokenizer: Tokenizer, messages: Sequence[dict[str, str]], sampling: Sampling
+) -> Iterator[str]:
+    """The answer to a conversation, in pieces that can be printed."""
+    prompt = tokenizer.prompt(messages)
+    room = model.spec.context - len(prompt)
+    if room < 1:
+        raise UserError(f"the conversation has {len(prompt)} tokens, and the model was made for {model.spec.context}")
+    text = Stream(tokenizer)
+    for count, (token,) in enumerate(steps(model, [prompt], sampling), start=1):
+        if token in tokenizer.stops:
+            break
+        yield text.add(token)
+        if count == room:
+            break
+    yield text.end()

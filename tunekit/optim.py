@@ -1,0 +1,166 @@
+"""Optimizers and schedules of their learning rate."""
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from tunekit.errors import FieldError
+
+Trained = Iterable[tuple[list[nn.Parameter], float]]  # parameters, and the factor on their learning rate
+
+
+def groups(trained: Trained, lr: float, decay: float) -> list[dict[str, Any]]:
+    """Parameter groups. Vectors (norms, biases, magnitudes) are never decayed: zero means nothing to them."""
+    found = []
+    for parameters, factor in trained:
+        for vectors in (False, True):
+            chosen = [p for p in parameters if (p.ndim < 2) == vectors]
+            if chosen:
+                found.append({"params": chosen, "lr": lr * factor, "weight_decay": 0.0 if vectors else decay})
+    return found
+
+
+def positive(name: str, value: float) -> None:
+    if not value > 0:
+        raise FieldError(name, f"must be above 0, not {value}")
+
+
+@dataclass(frozen=True)
+class AdamW:
+    """Adam with decoupled weight decay (arXiv:1711.05101), in one fused step."""
+
+    lr: float = 2e-4
+    betas: tuple[float, ...] = (0.9, 0.95)
+    eps: float = 1e-8
+    decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        positive("lr", self.lr)
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise FieldError("betas", f"two numbers from 0 to below 1, not {list(self.betas)}")
+
+    def build(self, trained: Trained) -> torch.optim.Optimizer:
+        betas = (self.betas[0], self.betas[1])
+        return torch.optim.AdamW(groups(trained, self.lr, self.decay), betas=betas, eps=self.eps, fused=True)
+
+
+@dataclass(frozen=True)
+class SGD:
+    """Stochastic gradient descent; without momentum it keeps no state."""
+
+    lr: float = 1e-2
+    momentum: float = 0.0
+    decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        positive("lr", self.lr)
+
+    def build(self, trained: Trained) -> torch.optim.Optimizer:
+        return torch.optim.SGD(groups(trained, self.lr, self.decay), momentum=self.momentum)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A rise over `warmup`, then what `shape` says."""
+
+    warmup: float = 0.0  # steps; below 1, a share of all steps
+
+    def __post_init__(self) -> None:
+        if self.warmup < 0:
+            raise FieldError("warmup", f"must not be below 0, not {self.warmup}")
+
+    def build(self, optimizer: torch.optim.Optimizer, steps: int) -> LambdaLR:
+        return LambdaLR(optimizer, self.factors(steps))
+
+    def factors(self, steps: int) -> Callable[[int], float]:
+        """Step (from 0) to the factor on the learning rate."""
+        warmup = count(self.warmup, steps)
+
+        def factor(step: int) -> float:
+            if step < warmup:
+                return (step + 1) / warmup
+            return self.shape((step - warmup) / max(1, steps - warmup))
+
+        return factor
+
+    def shape(self, done: float) -> float:
+        """The factor when a share `done` of the steps behind the warm-up is over."""
+        raise NotImplementedError
+
+
+def count(steps: float, total: int) -> int:
+    """A number of steps that may be given as a share of all."""
+    return round(steps * total) if steps < 1 else round(steps)
+
+
+@dataclass(frozen=True)
+class Constant(Schedule):
+    """The full learning rate to the end."""
+
+    def shape(self, done: float) -> float:
+        return 1.0
+
+
+@dataclass(frozen=True)
+class Linear(Schedule):
+    """Down to `floor` in a straight line."""
+
+    floor: float = 0.0  # last learning rate, as a share of the highest
+
+    def shape(self, done: float) -> float:
+        return 1 - (1 - self.floor) * min(done, 1.0)
+
+
+@dataclass(frozen=True)
+class Cosine(Schedule):
+    """Down to `floor` along half a cosine."""
+
+    floor: float = 0.0  # last learning rate, as a share of the highest
+
+    def shape(self, done: float) -> float:
+        return self.floor + (1 - self.floor) * 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))
+
+
+@dataclass(frozen=True)
+class WSD(Schedule):
+    """Warm-up, stable, decay: full until the last `decay`, then down to `floor` in a straight line."""
+
+    decay: float = 0.2  # share of the steps behind the warm-up
+    floor: float = 0.0  # last learning rate, as a share of the highest
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.decay <= 1:
+            raise FieldError("decay", f"a share above 0 and up to 1, not {self.decay}")
+
+    def shape(self, done: float) -> float:
+        left = min(1.0, (1 - min(done, 1.0)) / self.decay)
+        return self.floor + (1 - self.floor) * left
+
+
+class Patience:
+    """Watches the validation loss, and is over when it has not improved for some validations."""
+
+    def __init__(self, limit: int | None) -> None:
+        self.limit, self.best, self.worse = limit, math.inf, 0
+
+    def watch(self, loss: float) -> float:
+        """Take note of a loss, and hand it on."""
+        self.worse = 0 if loss < self.best else self.worse + 1
+        self.best = min(self.best, loss)
+        return loss
+
+    @property
+    def over(self) -> bool:
+        return self.limit is not None and self.worse >= self.limit
+
+    def state_dict(self) -> dict[str, float]:
+        return {"best": self.best, "worse": self.worse}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.best, self.worse = state["best"], int(state["worse"])
