@@ -1,0 +1,174 @@
+"""Small random checkpoints, made by transformers and read by us: odd shapes, and weights that show errors."""
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+import torch
+import transformers
+from torch import nn
+
+from tunekit import assemble
+from tunekit.adapters import Full, LoRA
+from tunekit.checkpoint.folder import Folder
+from tunekit.formats import Plain
+from tunekit.memory import Memory
+from tunekit.models.decoder import Decoder
+from tunekit.parallel import Run
+from tunekit.precision import Precision
+
+FULL, PLAINLY = Full(), Memory()
+FP32 = Precision("fp32", "fp32", "fp32")
+VOCAB = 67
+MARKS = ("<s>", "</s>", "<user>", "<assistant>")
+WORDS = (*MARKS, *(f"w{i}" for i in range(VOCAB - len(MARKS))))
+TEMPLATE = """{% for m in messages %}{{ '<' + m.role + '> ' + m.content + ' </s> ' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<assistant> ' }}{% endif %}"""
+
+PLAN = {"vocab_size": VOCAB, "intermediate_size": 52, "num_hidden_layers": 3, "max_position_embeddings": 64}
+PLAN |= {"initializer_range": 0.03, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": None}
+LLAMA = PLAN | {"model_type": "llama", "hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"original_max_position_embeddings": 16}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+MISTRAL = PLAN | {"model_type": "mistral", "hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2}
+QWEN2 = PLAN | {"model_type": "qwen2", "hidden_size": 60, "num_attention_heads": 5, "num_key_value_heads": 1}
+QWEN3 = PLAN | {"model_type": "qwen3", "hidden_size": 40, "num_attention_heads": 6, "num_key_value_heads": 2}
+QWEN3 |= {"head_dim": 12}
+SLIDING = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama2": LLAMA | {"num_key_value_heads": 6, "rms_norm_eps": 1e-5},
+    "llama3.1": LLAMA | {"rope_parameters": LLAMA3, "rms_norm_eps": 1e-5},
+    "llama3.2": LLAMA | {"rope_parameters": LLAMA3 | {"factor": 32.0}, "tie_word_embeddings": True},
+    "llama-biases": LLAMA | {"attention_bias": True, "mlp_bias": True, "head_dim": 12, "num_key_value_heads": 1},
+    "llama-linear": LLAMA | {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.5}},
+    "llama-yarn": LLAMA | {"rope_parameters": YARN},
+    "llama-yarn-mscale": LLAMA
+    | {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 1.3, "beta_fast": 8.0, "beta_slow": 2.0}},
+    "llama-yarn-smooth": LLAMA | {"rope_parameters": YARN | {"attention_factor": 0.8, "truncate": False}},
+    "llama-gelu": LLAMA | {"hidden_act": "gelu_pytorch_tanh"},
+    "smollm2": PLAN
+    | {"model_type": "llama", "hidden_size": 36, "num_attention_heads": 9, "num_key_value_heads": 3}
+    | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e5}, "tie_word_embeddings": True},
+    "mistral": MISTRAL | {"sliding_window": 5},
+    "mistral-null": MISTRAL | {"sliding_window": None, "head_dim": 12},
+    "qwen2": QWEN2 | {"rms_norm_eps": 1e-6, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+    "qwen2-tied": QWEN2 | {"tie_word_embeddings": True},
+    "qwen2-sliding": QWEN2 | SLIDING,
+    "qwen3": QWEN3 | {"tie_word_embeddings": True, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+    "qwen3-biases": QWEN3 | {"attention_bias": True, "num_key_value_heads": 1},
+    "qwen3-sliding": QWEN3 | SLIDING,
+}
+
+
+def build(shape: Mapping[str, Any], seed: int = 0) -> transformers.PreTrainedModel:
+    """A model of transformers with eager attention; norms, biases and weights are far from what a fresh model has."""
+    torch.manual_seed(seed)
+    plain = {key: value for key, value in shape.items() if key != "model_type"}
+    config = transformers.AutoConfig.for_model(shape["model_type"], **plain)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float()
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "norm" in name:
+                p.uniform_(0.5, 1.5)
+            elif p.ndim == 1:
+                p.normal_(std=0.3)
+            elif "embed" in name:
+                p.normal_()
+            else:
+                p.normal_(std=1.5 * p.shape[1] ** -0.5)
+    return model.eval()
+
+
+def save(model: nn.Module, folder: Path, spelling: int = 5, **options: Any) -> Path:
+    """A checkpoint folder with a tokenizer, and config.json as transformers 5 or 4 writes it."""
+    model.save_pretrained(folder, **options)
+    (folder / "generation_config.json").unlink(missing_ok=True)  # what sampling it asks for is no part of the model
+    rewrite(folder, lambda c: c if spelling == 5 else older(c))
+    write_tokenizer(folder)
+    return folder
+
+
+def rewrite(folder: Path, change: Any) -> None:
+    """Replace config.json by what `change` makes of it."""
+    file = folder / "config.json"
+    file.write_text(json.dumps(change(json.loads(file.read_text())), indent=2))
+
+
+def older(config: dict[str, Any]) -> dict[str, Any]:
+    """The same config.json in the words of transformers 4."""
+    rope = dict(config["rope_parameters"])
+    words = {"dtype": "torch_dtype"}
+    old = {words.get(key, key): value for key, value in config.items()}
+    for key in ("rope_parameters", "layer_types"):
+        old.pop(key, None)
+    theta, kind = rope.pop("rope_theta"), rope.pop("rope_type")
+    scaling = None if kind == "default" else rope | {"type" if kind == "linear" else "rope_type": kind}
+    return old | {"rope_theta": theta, "rope_scaling": scaling, "transformers_version": "4.40.0"}
+
+
+def write_tokenizer(folder: Path) -> None:
+    """Words are tokens: `w7` is token 11."""
+    model = tokenizers.models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="w0")
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens(list(MARKS))
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+def made(folder: Path, name: str, spelling: int = 5, seed: int = 0) -> Path:
+    """A checkpoint of one of the SHAPES."""
+    return save(build(SHAPES[name], seed), folder, spelling)
+
+
+def theirs(folder: Path) -> transformers.PreTrainedModel:
+    """The checkpoint as transformers reads it."""
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+
+
+def ours(
+    folder: Path, adapter: Full | LoRA = FULL, precision: Precision = FP32, memory: Memory = PLAINLY, seed: int = 0
+) -> Decoder:
+    """The checkpoint as we read it."""
+    return assemble.model(Folder.open(folder), Plain(), adapter, precision, memory, Run(seed, "cpu"))
+
+
+def opened(folder: Path) -> Decoder:
+    """A checkpoint, or an adapter on its base, ready to be asked in fp32."""
+    return assemble.opened(str(folder), FP32, Run(0, "cpu"))[0].eval()
+
+
+def tokens(rows: int = 2, length: int = 23, seed: int = 1) -> torch.Tensor:
+    return torch.randint(0, VOCAB, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Largest difference, relative to the largest number."""
+    assert found.shape == wanted.shape
+    return ((found - wanted).abs().max() / wanted.abs().max()).item()
+
+
+def gradients(model: Decoder, source: Folder) -> dict[str, torch.Tensor]:
+    """Gradients of the trained weights by their Hub names."""
+    from_us = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    names = {move.ours[0]: move.hub[0] for move in source.moves}
+    return {names[name]: grad for name, grad in from_us.items()}
+
+
+def shuffle_adapter(model: nn.Module, seed: int = 2) -> None:
+    """Give every tensor of an adapter numbers of its own; magnitudes stay near what they are."""
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if re.search(r"lora_(embedding_)?[AB]", name):
+                p.normal_(std=0.3)
+            elif "magnitude" in name:
+                p.mul_(torch.empty_like(p).uniform_(0.7, 1.3))
