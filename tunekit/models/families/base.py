@@ -42,13 +42,15 @@ OPTIONAL = {
     "rope_theta": 10_000.0,
     "tie_word_embeddings": False,
 }
+# Null is a value of its own here; elsewhere it says as much as a key that is left out.
+NULLABLE = {"num_key_value_heads", "sliding_window"}
 # "gelu_new" and "gelu_pytorch_tanh" are two names of one function.
 ACTS = {"gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
 
 
 def complete(c: Config, **defaults: Any) -> dict[str, Any]:
     """config.json with what it leaves out or sets to null filled in."""
-    return OPTIONAL | defaults | {key: value for key, value in c.items() if value is not None}
+    return OPTIONAL | defaults | {key: value for key, value in c.items() if value is not None or key in NULLABLE}
 
 
 def rope(c: Config) -> Rope:
@@ -126,5 +128,4 @@ def windows(c: Config) -> list[int | None]:
         return [window if kind == "sliding_attention" else None for kind in kinds]
     if not c.get("use_sliding_window"):
         return [None] * count
-    first = c.get("max_window_layers", count)
-    return [window if i >= first else None for i in range(count)]
+    return [window if i >= c["max_window_layers"] else None for i in range(count)]

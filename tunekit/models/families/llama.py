@@ -11,5 +11,5 @@ def spec(config: Config) -> DecoderSpec:
 
 def mistral(config: Config) -> DecoderSpec:
     """Mistral's first version looks back over a window; later ones set it to null."""
-    c = complete(config, num_key_value_heads=8)
-    return decoder(c, [Layer(attention(c, window=c.get("sliding_window")), mlp(c))] * c["num_hidden_layers"])
+    c = complete(config, num_key_value_heads=8, sliding_window=4096, max_position_embeddings=131_072)
+    return decoder(c, [Layer(attention(c, window=c["sliding_window"]), mlp(c))] * c["num_hidden_layers"])
