@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from tunekit.data.tokenizer import Stream, Tokenizer
 from tunekit.errors import FieldError, UserError
 from tunekit.models.decoder import Cache, Decoder
+from tunekit.models.init import seeded
 
 
 @dataclass(frozen=True)
@@ -17,7 +18,7 @@ class Sampling:
 
     temperature: float = 0.0  # 0: the likeliest token
     top_k: int | None = None  # draw from the likeliest k only
-    top_p: float = 1.0  # draw from the likeliest tokens that have this share of the probability
+    top_p: float = 1.0  # of these, draw from the likeliest that have this share of the probability
     tokens: int = 256  # longest answer
     seed: int = 0
 
@@ -33,18 +34,18 @@ class Sampling:
 
     def numbers(self, rows: int, first: int = 0) -> Tensor:
         """One uniform number for each token of each row (rows, tokens); `first` is the number of the first row."""
-        seeds = (self.seed * 2**32 + first + row for row in range(rows))
-        return torch.stack([torch.rand(self.tokens, generator=torch.Generator().manual_seed(s)) for s in seeds])
+        names = (f"row {first + row}" for row in range(rows))
+        return torch.stack([torch.rand(self.tokens, generator=seeded(self.seed, name)) for name in names])
 
     def choose(self, logits: Tensor, numbers: Tensor) -> Tensor:
         """Next tokens (B,) from logits (B, vocab) and a uniform number for each row (B,)."""
         if self.temperature == 0:
             return logits.argmax(-1)
         probabilities, tokens = (logits.float() / self.temperature).softmax(-1).sort(-1, descending=True, stable=True)
-        before = probabilities.cumsum(-1) - probabilities  # share of the likelier tokens
-        kept = before < self.top_p
         if self.top_k is not None:
-            kept[:, self.top_k :] = False
+            probabilities, tokens = probabilities[:, : self.top_k], tokens[:, : self.top_k]
+        before = probabilities.cumsum(-1) - probabilities  # what the likelier tokens have
+        kept = before < self.top_p * probabilities.sum(-1, keepdim=True)
         sums = (probabilities * kept).cumsum(-1)
         index = torch.searchsorted(sums, numbers.to(sums)[:, None] * sums[:, -1:], right=True)
         return tokens.gather(-1, index.clamp(max=kept.sum(-1, keepdim=True) - 1)).squeeze(-1)
