@@ -76,15 +76,17 @@ class Folder:
         return {name: stored for name, stored in found.items() if not name.endswith(DERIVED)}
 
     def files(self) -> list[Path]:
-        """The safetensors files: those of the index if there is one."""
+        """The safetensors files: the one of the usual name, those of the index, or the only one."""
+        if (self.path / WEIGHTS).is_file():
+            return [self.path / WEIGHTS]
         if (self.path / INDEX).is_file():
             return self.indexed()
         files = sorted(self.path.glob("*.safetensors"))
         if not files:
             raise UserError(f"{self.path}: no *.safetensors file; weights in other formats are not read")
-        if len(files) > 1 and (self.path / WEIGHTS) not in files:
+        if len(files) > 1:
             raise UserError(f"{self.path}: {len(files)} safetensors files but no {INDEX} to say which belong together")
-        return [self.path / WEIGHTS] if (self.path / WEIGHTS) in files else files
+        return files
 
     def indexed(self) -> list[Path]:
         index = self.path / INDEX

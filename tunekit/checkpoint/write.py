@@ -11,7 +11,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from tunekit.checkpoint.atomic import need, whole
-from tunekit.checkpoint.folder import INDEX, WEIGHTS, Folder
+from tunekit.checkpoint.folder import INDEX, WEIGHTS, Folder, read_json
 from tunekit.models.decoder import TIED, Decoder
 from tunekit.models.linear import Linear
 from tunekit.models.weights import Move, moves_out
@@ -30,7 +30,7 @@ def write(out: Path, model: Decoder, source: Folder, quiet: bool = False) -> Non
         for file, moves in tqdm(shards.items(), "saving", unit="file", disable=quiet or None, leave=False):
             tensors = {name: t for move in moves for name, t in hub_tensors(model, move, source)}
             save_file(tensors, folder / file, metadata={"format": "pt"})
-        if len(shards) > 1:
+        if list(shards) != [WEIGHTS]:
             write_index(folder, model, shards, source)
 
 
@@ -84,7 +84,9 @@ def dense(model: Decoder, name: str) -> Tensor:
 
 
 def write_index(folder: Path, model: Decoder, shards: dict[str, list[Move]], source: Folder) -> None:
+    """Which tensor is in which file, and what else the index of the source says."""
+    told = read_json(source.path / INDEX).get("metadata") if (source.path / INDEX).is_file() else None
     total = sum(size(model, move, source) for moves in shards.values() for move in moves)
     where = {name: file for file, moves in shards.items() for move in moves for name in move.hub}
-    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
-    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    index = {"metadata": (told or {}) | {"total_size": total}, "weight_map": where}
+    (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
