@@ -44,7 +44,9 @@ def outputs(notebook: NotebookNode, kind: str) -> list[str]:
 
 
 def printed(notebook: NotebookNode) -> str:
-    streams = [output for cell in notebook.cells for output in cell.get("outputs", []) if output.output_type == "stream"]
+    streams = [
+        output for cell in notebook.cells for output in cell.get("outputs", []) if output.output_type == "stream"
+    ]
     return "".join(stream.text for stream in streams if stream.name == "stdout")
 
 

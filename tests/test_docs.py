@@ -1,0 +1,235 @@
+"""What the pages show is true: commands parse and name what exists, configs load, links lead somewhere, code runs."""
+
+import json
+import re
+import shlex
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForCausalLM, SeedOssConfig
+
+from tunekit import assemble, bundled, catalog, cli, launch
+from tunekit.adapters import Full
+from tunekit.checkpoint.folder import Folder
+from tunekit.commands import run as run_verb
+from tunekit.config import schema
+from tunekit.config.choices import Choices, every_slot
+from tunekit.config.dump import dump
+from tunekit.config.load import load
+from tunekit.data.tokenizer import Tokenizer
+from tunekit.formats import Plain
+from tunekit.losses import CrossEntropy
+from tunekit.memory import Memory
+from tunekit.models.families.registry import FAMILIES, Family
+from tunekit.parallel import Run
+from tunekit.precision import Precision
+from tunekit.recipes.sft import SFT
+
+ROOT = Path(__file__).parent.parent
+PAGES = {
+    path.relative_to(ROOT).as_posix(): path.read_text()
+    for path in (*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "tunekit/nano/README.md")
+}
+OPTIONS = {path.stem: path for path in (ROOT / "docs/options").glob("*.md")}
+BASE = {"model": "tunekit/nano", "data": {"kind": "text", "source": "rows.jsonl"}, "out": "runs/docs"}
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+SHOWN = ("ls", "cp", "cat", "options", "completion")  # verbs that are quick and fetch nothing: they are carried out
+
+
+def blocks(page: str, *kinds: str) -> list[str]:
+    return [text for kind, text in FENCE.findall(PAGES[page]) if kind in kinds]
+
+
+def inline(page: str) -> list[str]:
+    """Code within sentences. The first column of the page for torchtune's users is torchtune's."""
+    text = FENCE.sub("", PAGES[page])
+    text = re.sub(r"^\|[^|]*\|", "|", text, flags=re.MULTILINE) if page.endswith("from_torchtune.md") else text
+    return re.findall(r"`([^`\n]+)`", text)
+
+
+def commands(page: str) -> list[list[str]]:
+    """What follows `tune` in every command that a page shows, up to a redirection or the next command."""
+    lines = [line for block in blocks(page, "sh") for line in block.splitlines()]
+    lines += [line[2:] for block in blocks(page, "") for line in block.splitlines() if line.startswith("$ ")]
+    found = []
+    for line in [*lines, *inline(page)]:
+        if line.startswith("tune ") and "..." not in line:
+            words = shlex.split(line, comments=True)[1:]
+            end = next((i for i, word in enumerate(words) if word in (">", "&&", "|")), len(words))
+            found.append(words[:end])
+    return found
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder to work in."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def write_files(page: str) -> None:
+    """The files that a page shows: blocks whose first line is a comment with a name."""
+    for text in blocks(page, "yaml", "python"):
+        if name := re.match(r"# (\w+\.(?:yaml|py))\n", text):
+            Path(name[1]).write_text(text)
+
+
+@cache
+def resolved() -> dict[str, str]:
+    """The config.yaml that a run of each config leaves, by the folder of the run."""
+    written = {name: path for name, path in catalog.configs().items() if catalog.written_for(path) == "sft"}
+    return {cfg.out: dump(cfg, "sft") for cfg in (load(SFT, path) for path in written.values())}
+
+
+def follow(words: list[str]) -> None:
+    """Do what a command says if that is quick; check its words, its names and its config otherwise."""
+    if words[0] in cli.VERBS and len(words) == 1 or words[0] == "run" and len(words) == 2:  # the name of a verb
+        assert words[0] != "run" or words[-1] in ("run", *catalog.recipes())
+        return
+    top, parsers = cli.tree()
+    args, rest = top.parse_known_args(words)
+    if args.verb is None:
+        return
+    cli._take(args, rest, parsers[args.verb])
+    if args.verb in SHOWN:
+        cli.dispatch(words)
+    elif args.verb in ("run", "validate"):
+        config, overrides = (args.config, args.overrides) if args.verb == "validate" else run_verb.words(args)
+        path = catalog.config(config)
+        recipe = args.recipe or catalog.written_for(path)
+        assert recipe is not None, f"{config} names no recipe"
+        assert recipe.endswith(".py") or recipe == catalog.written_for(path)
+        load(launch.recipe(recipe).RECIPE, path, overrides, [Path(file) for file in args.imports])
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_commands_are_understood(page: str, place: Path) -> None:
+    write_files(page)
+    for out, text in resolved().items():
+        (place / out).mkdir(parents=True)
+        (place / out / "config.yaml").write_text(text)
+    for words in commands(page):
+        if "rnk" not in str(words):  # the mistake that the README shows; see below
+            follow(words)
+
+
+def test_the_readme_tells_each_verb() -> None:
+    told = {words[0] for words in commands("README.md") if words}
+    assert set(cli.VERBS) <= told
+
+
+def test_the_mistake_in_the_readme_is_told_so(capsys: pytest.CaptureFixture[str]) -> None:
+    (text,) = (block for block in blocks("README.md", "") if "rnk" in block)
+    command, _, said = text.partition("\n")
+    assert cli.main(shlex.split(command)[2:]) == 2
+    assert capsys.readouterr().err == said
+
+
+def fragments(page: str) -> Iterator[dict[str, Any]]:
+    """Configs and parts of them, as plain data: YAML blocks, and code such as `adapter: lora`."""
+    keys = tuple(f"{key}: " for key in SFT.__dataclass_fields__)
+    shown = [*blocks(page, "yaml"), *(text for text in inline(page) if text.startswith(keys))]
+    for text in shown:
+        if not text.startswith("batch: 16, micro_batch"):  # two keys in a sentence
+            yield yaml.safe_load(text)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_configs_load(page: str) -> None:
+    for part in fragments(page):
+        load(SFT, BASE | part)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_keys_exist(page: str) -> None:
+    known = {".".join(path) for path, _ in every_slot(SFT, Choices())}
+    first = {key.partition(".")[0] for key in known}
+    told = [text for text in inline(page) if re.fullmatch(r"[a-z_]+(\.[a-z_]+)+", text)]
+    unknown = [text for text in told if text.partition(".")[0] in first and text not in known]
+    assert not [text for text in unknown if Path(text).suffix not in (".yaml", ".json", ".jsonl", ".py")]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page: str) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", FENCE.sub("", PAGES[page])):
+        file, _, anchor = target.partition("#")
+        if "://" in target:
+            continue
+        path = (ROOT / page).parent / file if file else ROOT / page
+        assert path.exists(), f"{page}: {target}"
+        headings = re.findall(r"^#+ (.+)$", path.read_text(), re.MULTILINE) if anchor else []
+        assert not anchor or anchor in {re.sub(r"[^\w -]", "", h).lower().replace(" ", "-") for h in headings}
+
+
+def test_option_pages_are_current() -> None:
+    assert set(OPTIONS) == set(catalog.recipes())
+    for name, path in OPTIONS.items():
+        wanted = schema.reference(launch.recipe(name).RECIPE) + "\n"
+        assert path.read_text() == wanted, f"tune options {name} > docs/options/{name}.md"
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.startswith("docs/")])
+def test_python_runs(page: str, place: Path) -> None:
+    for text in blocks(page, "python"):
+        exec(compile(text, page, "exec"), {"__name__": f"docs_{len(text)}"})
+
+
+def test_rows_are_read_as_the_configs_beside_them_say(place: Path) -> None:
+    configs = [text for text in blocks("docs/data.md", "yaml") if text.startswith("data:")]
+    rows = blocks("docs/data.md", "json")
+    folder = bundled.model("tunekit/nano")
+    assert folder is not None and len(configs) == len(rows)
+    for config, text in zip(configs, rows, strict=True):
+        part = yaml.safe_load(config)
+        Path(part["data"]["source"]).write_text(text)
+        data = load(SFT, BASE | part).data.open(Tokenizer.open(folder), 1, 1, Run())
+        assert len(data.rows) == len(text.splitlines()) and all(json.loads(line) for line in text.splitlines())
+
+
+def test_the_loss_of_the_example_is_cross_entropy_without_gamma(place: Path) -> None:
+    write_files("docs/configs.md")
+    imports = [Path("my_losses.py")]
+    torch.manual_seed(0)
+    logits, targets = torch.randn(5, 11), torch.randint(11, (5,))
+    plain, focal = (
+        load(SFT, BASE, ["loss=focal", f"loss.gamma={gamma}"], imports).loss.measure(logits, targets)
+        for gamma in (0, 2)
+    )
+    torch.testing.assert_close(plain, CrossEntropy().measure(logits, targets))
+    p = logits.softmax(-1)[torch.arange(5), targets]
+    torch.testing.assert_close(focal, (-((1 - p) ** 2) * p.log()).sum())
+
+
+def test_the_family_of_the_example_gives_the_logits_of_transformers(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (text,) = blocks("docs/families.md", "python")
+    names: dict[str, Any] = {}
+    exec(compile(text, "families.md", "exec"), names)
+    monkeypatch.setitem(FAMILIES, "seed_oss", Family(names["spec"]))
+    torch.manual_seed(0)
+    config = SeedOssConfig(
+        vocab_size=97,
+        hidden_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=12,
+        intermediate_size=80,
+        max_position_embeddings=128,
+    )
+    theirs = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    for name, parameter in theirs.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(parameter)  # zeros would hide a bias in the wrong place
+    theirs.save_pretrained(place / "seed")
+    source, run = Folder.open(place / "seed"), Run(device="cpu")
+    ours = assemble.model(source, Plain(), Full(), Precision("fp32"), Memory(), run).eval()
+    tokens = torch.randint(97, (2, 17))
+    with torch.no_grad():
+        torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=1e-5, atol=1e-5)
