@@ -8,15 +8,19 @@ from typing import Any
 
 import tokenizers
 import torch
+import torch.nn.functional as F
 import transformers
 from torch import nn
 
 from tunekit import assemble
 from tunekit.adapters import Full, LoRA
 from tunekit.checkpoint.folder import Folder
+from tunekit.data.batch import IGNORE, Batch
 from tunekit.formats import Plain
+from tunekit.losses import CrossEntropy
 from tunekit.memory import Memory
 from tunekit.models.decoder import Decoder
+from tunekit.optim import AdamW
 from tunekit.parallel import Run
 from tunekit.precision import Precision
 
@@ -148,6 +152,24 @@ def opened(folder: Path) -> Decoder:
 
 def tokens(rows: int = 2, length: int = 23, seed: int = 1) -> torch.Tensor:
     return torch.randint(0, VOCAB, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def batch(rows: torch.Tensor) -> Batch:
+    """Rows of which every second token is learnt."""
+    targets = F.pad(rows[:, 1:], (0, 1), value=IGNORE)
+    targets[:, ::2] = IGNORE
+    positions = torch.arange(rows.shape[1]).expand_as(rows)
+    return Batch(rows, targets, positions, None, int((targets != IGNORE).sum()), rows.numel())
+
+
+def train(model: Decoder, adapter: Full | LoRA, steps: int = 3) -> None:
+    """Some steps of fine-tuning, large ones."""
+    optimizer = AdamW(lr=0.01).build(adapter.trained(model))
+    for step in range(steps):
+        part = batch(tokens(seed=10 + step))
+        (CrossEntropy()(model, part) / part.learnt).backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def error(found: torch.Tensor, wanted: torch.Tensor) -> float:

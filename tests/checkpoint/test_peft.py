@@ -1,0 +1,196 @@
+"""Adapters as files: peft opens ours with the same logits, and we open those of peft."""
+
+import json
+import warnings
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+
+from tests.checkpoints import error, made, opened, ours, shuffle_adapter, theirs, tokens, train
+from tunekit.adapters import DoRA, LoRA
+from tunekit.checkpoint import save
+from tunekit.checkpoint.folder import Folder
+from tunekit.errors import UserError
+from tunekit.models.decoder import Decoder
+
+CASES = {
+    "lora": ("llama-biases", LoRA(4)),
+    "rslora": ("qwen2", LoRA(4, 6.0, rslora=True)),
+    "dora": ("llama-biases", DoRA(4)),
+    "dora head": ("qwen3", DoRA(3, targets=("mlp", "head"))),
+    "pissa": ("qwen3-biases", LoRA(4, 4.0, init="pissa")),
+    "rslora pissa": ("qwen2", LoRA(4, 4.0, init="pissa", rslora=True)),
+    "dora pissa": ("llama-biases", DoRA(4, 4.0, init="pissa")),
+    "pissa embed": ("llama3.1", LoRA(4, 4.0, init="pissa", targets=("attn", "embed", "head"))),
+    "lora+ dropout": ("mistral", LoRA(4, plus=4.0, dropout=0.2)),
+    "some layers": ("llama3.1", LoRA(4, targets=(r"layers\.[02]\..*\.(q|v)_proj", "down_proj"))),
+    "tied": ("llama3.2", LoRA(4, targets=("attn", "head", "embed"))),
+    "tied head": ("smollm2", LoRA(4, targets="head")),
+    "tied embed": ("smollm2", LoRA(4, targets="embed")),
+}
+
+
+def trained(folder: Path, shape: str, adapter: LoRA) -> tuple[Path, Decoder]:
+    """A base, and the folder of an adapter that was trained on it beside it."""
+    base = made(folder / "base", shape)
+    model = ours(base, adapter)
+    with torch.enable_grad():
+        train(model, adapter)
+    save.final(adapter, folder / "adapter", model, Folder.open(base))
+    return folder / "adapter", model.eval()
+
+
+@pytest.mark.parametrize("case", CASES)
+@torch.no_grad()
+def test_peft_opens_what_was_trained(case: str, tmp_path: Path) -> None:
+    folder, model = trained(tmp_path, *CASES[case])
+    base = theirs(tmp_path / "base")
+    plain = base(tokens()).logits
+    other = with_adapter(base, folder)
+    wanted = other(tokens()).logits
+    assert error(plain, wanted) > 1e-2, "it learnt something"
+    assert error(model(tokens()), wanted) < 1e-5
+    assert error(opened(folder)(tokens()), wanted) < 1e-5
+    assert peft.PeftConfig.from_pretrained(folder).base_model_name_or_path == str(tmp_path / "base")
+
+
+def with_adapter(base: torch.nn.Module, folder: Path) -> peft.PeftModel:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)  # such as one about missing or unexpected keys
+        warnings.filterwarnings("ignore", message=".*tie_word_embeddings.*")
+        return peft.PeftModel.from_pretrained(base, folder).eval()
+
+
+FOREIGN = {
+    "lora": ("llama-biases", {"target_modules": "all-linear", "lora_alpha": 5}),
+    "rslora": ("qwen2", {"target_modules": ["q_proj", "up_proj"], "use_rslora": True}),
+    "dora": ("llama-biases", {"target_modules": "all-linear", "use_dora": True}),
+    "dora head": ("mistral", {"target_modules": ["lm_head", "o_proj"], "use_dora": True}),
+    "one layer": ("qwen3", {"target_modules": ["q_proj", "down_proj"], "layers_to_transform": [1]}),
+    "regex": ("qwen3", {"target_modules": r".*\.(0|2)\..*(k|gate)_proj"}),
+    "embed": ("llama3.1", {"target_modules": ["embed_tokens", "v_proj"]}),
+    "head": ("llama3.1", {"target_modules": ["lm_head", "embed_tokens"]}),
+    "tied": ("smollm2", {"target_modules": ["embed_tokens", "k_proj"]}),
+    "tied head": ("smollm2", {"target_modules": ["lm_head"]}),
+}
+
+
+def foreign(folder: Path, shape: str, **options: object) -> tuple[Path, peft.PeftModel]:
+    """An adapter that peft made, with numbers of its own in every tensor."""
+    base = theirs(made(folder / "base", shape))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*(tie_word_embeddings|tied weights|tied modules).*")
+        warnings.filterwarnings("ignore", message=".*save_embedding_layers.*")
+        model = peft.get_peft_model(base, peft.LoraConfig(task_type="CAUSAL_LM", r=3, **options)).eval()
+        shuffle_adapter(model)
+        model.save_pretrained(folder / "adapter")
+    return folder / "adapter", model
+
+
+@pytest.mark.parametrize("case", FOREIGN)
+def test_what_peft_made_reads_back(case: str, tmp_path: Path) -> None:
+    shape, options = FOREIGN[case]
+    folder, other = foreign(tmp_path, shape, **options)
+    model = opened(folder)
+    for logits in (mine := model(tokens()), wanted := other(tokens()).logits):
+        F.cross_entropy(logits.flatten(0, 1), tokens(seed=3).flatten()).backward()
+    assert error(mine.detach(), wanted.detach()) < 1e-5
+    found = sorted(p.grad.abs().sum().item() for n, p in model.named_parameters() if p.requires_grad)
+    truth = sorted(p.grad.abs().sum().item() for n, p in other.named_parameters() if p.requires_grad)
+    assert found == pytest.approx(truth, rel=1e-4)
+
+
+@torch.no_grad()
+def test_training_goes_on_from_an_adapter(tmp_path: Path) -> None:
+    folder, other = foreign(tmp_path, "qwen3", target_modules="all-linear", use_dora=True, lora_alpha=5)
+    model = ours(tmp_path / "base", DoRA(3, 5.0, start=str(folder)))
+    assert error(model.eval()(tokens()), other(tokens()).logits) < 1e-5
+
+
+@pytest.mark.parametrize(("adapter", "told"), [
+    (LoRA(4, 5.0), "adapter.rank: 4, but the adapter in {folder} has 3"),
+    (LoRA(3, 6.0), "adapter.alpha: 6.0, but the adapter in {folder} has 5.0"),
+    (LoRA(3, 5.0, rslora=True), "adapter.rslora: True, but"),
+    (DoRA(3, 5.0), "adapter.kind: dora, but the adapter in {folder} has lora"),
+    (LoRA(3, 5.0, targets="attn"), "weight has no place in this model; this adapter was trained"),
+    (LoRA(3, 5.0, targets=("all", "head")), "no head.lora_A.weight; this adapter was trained for {base}, or"),
+])  # fmt: skip
+def test_an_adapter_must_be_the_one_that_was_chosen(adapter: LoRA, told: str, tmp_path: Path) -> None:
+    folder, _ = foreign(tmp_path, "llama3.1", target_modules="all-linear", lora_alpha=5)
+    adapter = type(adapter)(**(vars(adapter) | {"start": str(folder)}))
+    refused(told.format(folder=folder, base=tmp_path / "base"), lambda: ours(tmp_path / "base", adapter))
+
+
+@pytest.mark.parametrize("shape", ["llama2", "qwen2"])
+def test_an_adapter_for_another_model(shape: str, tmp_path: Path) -> None:
+    folder, _ = foreign(tmp_path, "llama3.1", target_modules="all-linear")
+    other = made(tmp_path / "other", shape)
+    change(folder, base_model_name_or_path=str(other))
+    refused(str(folder / "adapter_model.safetensors"), lambda: opened(folder))
+    refused("wanted", lambda: opened(folder))
+
+
+@pytest.mark.parametrize(("key", "value", "told"), [
+    ("peft_type", "IA3", "peft_type 'IA3' is not supported; LORA is"),
+    ("modules_to_save", ["lm_head"], "modules_to_save = ['lm_head'] is not supported"),
+    ("bias", "all", "bias = 'all' is not supported"),
+    ("rank_pattern", {"q_proj": 9}, "rank_pattern = {'q_proj': 9} is not supported"),
+    ("alpha_pattern", {"q_proj": 9}, "alpha_pattern = {'q_proj': 9} is not supported"),
+    ("lora_bias", True, "lora_bias = True is not supported"),
+    ("trainable_token_indices", [1], "trainable_token_indices = [1] is not supported"),
+    ("init_lora_weights", "pissa", "init_lora_weights = 'pissa' is not supported"),
+    ("init_lora_weights", "pissa_niter_4", "init_lora_weights = 'pissa_niter_4' is not supported"),
+    ("init_lora_weights", "olora", "init_lora_weights = 'olora' is not supported"),
+    ("init_lora_weights", "loftq", "init_lora_weights = 'loftq' is not supported"),
+    ("target_parameters", ["mlp.experts"], "target_parameters = ['mlp.experts'] is not supported"),
+    ("base_model_name_or_path", None, "no 'base_model_name_or_path'"),
+    ("r", None, "adapter_config.json"),
+    ("r", 0, "rank: must be 1 or more, not 0"),
+    ("lora_alpha", "much", "much"),
+])  # fmt: skip
+def test_what_is_not_supported_is_named(key: str, value: object, told: str, tmp_path: Path) -> None:
+    folder, _ = trained(tmp_path, "llama2", LoRA(2))
+    change(folder, **{key: value})
+    refused(told, lambda: opened(folder))
+    refused(str(folder / "adapter_config.json"), lambda: opened(folder))
+
+
+def test_damaged_files_are_named(tmp_path: Path) -> None:
+    folder, _ = trained(tmp_path, "llama2", LoRA(2))
+    file = folder / "adapter_model.safetensors"
+    whole = file.read_bytes()
+    tensors = {name: t.clone() for name, t in load_file(file).items()}  # the file itself is written anew
+    first = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+
+    file.write_bytes(whole[:-10])
+    refused(f"{file}: damaged or cut off", lambda: opened(folder))
+    file.write_bytes(b"nonsense" * 9)
+    refused(f"{file}: damaged or cut off", lambda: opened(folder))
+    save_file({name: t for name, t in tensors.items() if name != first}, file)
+    refused("layers.0.attn.q_proj.lora_A.weight", lambda: opened(folder))
+    save_file(tensors | {"base_model.model.visual.lora_A.weight": tensors[first].clone()}, file)
+    refused(f"{file}: visual.lora_A.weight belongs to no layer of a llama model", lambda: opened(folder))
+    save_file(tensors | {"unet.lora_A.weight": tensors[first].clone()}, file)
+    refused(f"{file}: unet.lora_A.weight is no tensor of a PEFT adapter", lambda: opened(folder))
+    save_file(tensors | {"base_model.model.lm_head.weight": torch.zeros(3, 3)}, file)
+    refused(f"{file}: lm_head.weight is a tensor of the model itself", lambda: opened(folder))
+    file.unlink()
+    refused("no adapter_model.safetensors", lambda: opened(folder))
+    (folder / "adapter_config.json").write_text("{'r': 8}")
+    refused("adapter_config.json: not valid JSON", lambda: opened(folder))
+
+
+def change(folder: Path, **values: object) -> None:
+    file = folder / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
+def refused(told: str, action) -> None:
+    with pytest.raises(UserError) as caught:
+        action()
+    assert told in str(caught.value)
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,202 @@
+"""What adapters add to a model, and what they leave as it was."""
+
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+
+from tests.checkpoints import error, made, ours, shuffle_adapter, theirs, tokens
+from tunekit.adapters import DoRA, Frozen, Full, LoRA, principal
+from tunekit.errors import FieldError, UserError
+from tunekit.models.init import seeded
+from tunekit.models.linear import Linear
+from tunekit.precision import Precision
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return made(tmp_path_factory.mktemp("model"), "llama-biases")
+
+
+FRESH = [
+    LoRA(4),
+    LoRA(4, targets=("all", "head", "embed"), rslora=True),
+    DoRA(4),
+    DoRA(4, targets=("all", "head")),
+    LoRA(4, init="pissa"),
+    DoRA(4, init="pissa", targets=("all", "head")),
+    LoRA(4, init="pissa", targets=("all", "embed")),
+]
+
+
+@pytest.mark.parametrize("adapter", FRESH)
+@torch.no_grad()
+def test_a_fresh_adapter_changes_nothing(adapter: LoRA, folder: Path) -> None:
+    assert error(ours(folder, adapter).eval()(tokens()), ours(folder)(tokens())) < 1e-6
+
+
+@pytest.mark.parametrize("adapter", FRESH)
+def test_only_the_adapter_is_trained(adapter: LoRA, folder: Path) -> None:
+    model = ours(folder, adapter)
+    trained = {id(p) for parameters, _ in adapter.trained(model) for p in parameters}
+    assert trained == {id(p) for p in model.parameters() if p.requires_grad}
+    assert trained == {id(p) for name, p in model.named_parameters() if "lora_" in name}
+
+
+def test_full_trains_all_and_frozen_nothing(folder: Path) -> None:
+    model = ours(folder)
+    assert {id(p) for ps, _ in Full().trained(model) for p in ps} == {id(p) for p in model.parameters()}
+    assert not [p for p in ours(folder, Frozen()).parameters() if p.requires_grad]
+
+
+@pytest.mark.parametrize(("adapter", "scale"), [
+    (LoRA(4, 6.0), 1.5), (LoRA(4, 6.0, rslora=True), 3.0), (DoRA(4, 6.0), 1.5),
+])  # fmt: skip
+def test_the_update_is_the_product_of_its_factors(adapter: LoRA, scale: float) -> None:
+    """The layer is that of W + s B A; DoRA's has rows as long as its magnitudes."""
+    layer = Linear(7, 5, bias=True)
+    adapter.attach(layer)
+    layer.to_empty(device="cpu").load_state_dict({n: torch.randn(p.shape) for n, p in layer.state_dict().items()})
+    weight = layer.weight.double() + scale * layer.lora_B.weight.double() @ layer.lora_A.weight.double()
+    if isinstance(adapter, DoRA):
+        weight *= (layer.lora_magnitude_vector / weight.norm(dim=1))[:, None]
+    x = torch.randn(3, 7)
+    assert error(layer(x).double(), x.double() @ weight.T + layer.bias.double()) < 1e-6
+    assert error(adapter.delta(layer).double(), scale * (layer.lora_B.weight @ layer.lora_A.weight).double()) < 1e-6
+
+
+@pytest.mark.parametrize("shape", [(40, 22), (23, 90), (200, 150)])
+@pytest.mark.parametrize("adapter", [LoRA(8, 3.0, init="pissa"), DoRA(8, 3.0, init="pissa", rslora=True)])
+def test_pissa_begins_with_the_best_approximation(adapter: LoRA, shape: tuple[int, int]) -> None:
+    layer = Linear(*reversed(shape), bias=False)
+    torch.manual_seed(0)
+    torch.nn.init.normal_(layer.weight)
+    adapter.attach(layer)
+    for part in (layer.lora_A, layer.lora_B):
+        part.to_empty(device="cpu")
+    layer.lora_A0, layer.lora_B0 = torch.empty(8, shape[1]), torch.empty(shape[0], 8)
+    if isinstance(adapter, DoRA):
+        layer.lora_magnitude_vector = torch.nn.Parameter(torch.empty(shape[0]))
+    adapter.init_layer(layer, seeded(0, "layer"))
+    u, s, v = torch.linalg.svd(layer.weight.detach().double(), full_matrices=False)
+    best = u[:, :8] * s[:8] @ v[:8]
+    a, b = layer.lora_A.weight.detach().double(), layer.lora_B.weight.detach().double()
+    left = (layer.weight.double() - adapter.scale * b @ a).norm()
+    assert left <= (layer.weight.double() - best).norm() * (1 + 1e-4)
+    if min(shape) < 24:  # larger ones of pure noise have no strongest directions to speak of
+        assert error(adapter.scale * b @ a, best) < 1e-5
+        for gram in (a @ a.T, b.T @ b):  # both factors carry the root of each singular value
+            assert error(gram * adapter.scale, torch.diag(s[:8])) < 1e-5
+
+
+def test_pissa_is_exact_where_the_spectrum_falls() -> None:
+    """Weights of trained models are no noise: their strongest directions stand apart."""
+    u, v = torch.linalg.qr(torch.randn(120, 120))[0], torch.linalg.qr(torch.randn(90, 90))[0]
+    s = 10 * 0.9 ** torch.arange(90.0)
+    weight = u[:, :90] * s @ v.T
+    a, b = principal(weight, 8, seeded(0, "layer"))
+    assert error(b @ a, u[:, :8] * s[:8] @ v.T[:8]) < 1e-5
+
+
+def test_first_values_depend_on_seed_and_name_alone(folder: Path) -> None:
+    def values(adapter: LoRA, seed: int) -> dict[str, torch.Tensor]:
+        return {n: p.detach() for n, p in ours(folder, adapter, seed=seed).named_parameters() if "lora_" in n}
+
+    torch.manual_seed(5)
+    narrow = values(LoRA(4, targets="attn"), 0)
+    torch.manual_seed(6)
+    wide = values(LoRA(4), 0)
+    assert all(torch.equal(wide[name], p) for name, p in narrow.items())
+    other = values(LoRA(4), 1)
+    assert not any(torch.equal(wide[name], p) for name, p in other.items() if "lora_A" in name)
+    a = wide["layers.0.attn.q_proj.lora_A.weight"]
+    assert not torch.equal(a, wide["layers.1.attn.q_proj.lora_A.weight"])
+    assert 0.9 * 48**-0.5 < a.abs().max() <= 48**-0.5, "uniform, as the initialisation of PEFT"
+
+
+ATTN = {f"layers.{i}.attn.{x}_proj" for i in range(3) for x in "qkvo"}
+MLP = {f"layers.{i}.mlp.{x}_proj" for i in range(3) for x in ("gate", "up", "down")}
+
+
+@pytest.mark.parametrize(("targets", "wanted"), [
+    ("attn", ATTN),
+    ("mlp", MLP),
+    ("all", ATTN | MLP),
+    ("head", {"head"}),
+    (("embed", "head"), {"embed", "head"}),
+    ("q_proj", {f"layers.{i}.attn.q_proj" for i in range(3)}),
+    (r"layers\.[12]\..*", {n for n in ATTN | MLP if n[7] in "12"}),
+    ((r"layers\.0\.mlp\.up_proj", "[kv]_proj"),
+     {"layers.0.mlp.up_proj"} | {n for n in ATTN if n[-6] in "kv"}),
+])  # fmt: skip
+def test_targets(targets: str | tuple[str, ...], wanted: set[str], folder: Path) -> None:
+    assert LoRA(targets=targets).layers(ours(folder)).keys() == wanted
+    adapter = LoRA(4, targets=targets)
+    model = ours(folder, adapter)
+    assert adapter.layers(model).keys() == wanted, "the same when it is applied"
+    assert {n.partition(".lora_")[0] for n, _ in model.named_parameters() if ".lora_" in n} == wanted
+
+
+def test_targets_that_hit_nothing_are_told(folder: Path) -> None:
+    with pytest.raises(UserError, match="no layer is called 'qproj'; this model has embed, q_proj, k_proj"):
+        ours(folder, LoRA(targets=("k_proj", "qproj")))
+    with pytest.raises(UserError, match="dora adapts no embedding"):
+        ours(folder, DoRA(targets=("attn", "embed")))
+
+
+@pytest.mark.parametrize(("values", "field"), [
+    ({"rank": 0}, "rank"), ({"dropout": 1.0}, "dropout"), ({"dropout": -0.1}, "dropout"), ({"plus": 0.0}, "plus"),
+    ({"targets": "(q"}, "targets"), ({"targets": ("attn", "*")}, "targets"), ({"init": "pissa", "start": "x"}, "start"),
+])  # fmt: skip
+def test_values_that_make_no_sense(values: dict, field: str) -> None:
+    for kind in (LoRA, DoRA):
+        with pytest.raises(FieldError) as caught:
+            kind(**values)
+        assert caught.value.field == field
+
+
+@pytest.mark.parametrize("adapter", [
+    LoRA(4, plus=8.0, targets=("all", "head")), LoRA(4, plus=8.0, targets="embed"), DoRA(4, plus=8.0),
+])  # fmt: skip
+def test_lora_plus_moves_b_faster(adapter: LoRA, folder: Path) -> None:
+    model = ours(folder, adapter)
+    factor = {id(p): factor for parameters, factor in adapter.trained(model) for p in parameters}
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            assert factor[id(p)] == (8.0 if "lora_B" in name or "embedding_B" in name else 1.0), name
+
+
+def test_dropout_draws_as_peft_does(folder: Path) -> None:
+    """On the input of the update, in training only."""
+    adapter = LoRA(4, 8.0, dropout=0.4)
+    model = ours(folder, adapter)
+    config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=8, lora_dropout=0.4, target_modules="all-linear")
+    other = peft.get_peft_model(theirs(folder), config)
+    shuffle_adapter(other)
+    copied = {n.replace(".default", ""): p for n, p in other.named_parameters() if "lora_" in n}
+    names = {"self_attn": "attn", "base_model.model.model.": ""}
+    for name, p in copied.items():
+        for old, new in names.items():
+            name = name.replace(old, new)
+        model.get_parameter(name).data.copy_(p)
+    found, wanted = [], []
+    with torch.no_grad():
+        for results, net in ((found, model.train()), (wanted, other.train())):
+            for seed in (1, 2):
+                torch.manual_seed(seed)
+                logits = net(tokens())
+                results.append(logits if net is model else logits.logits)
+        assert error(found[0], wanted[0]) < 1e-5
+        assert error(found[1], wanted[1]) < 1e-5
+        assert error(found[0], found[1]) > 1e-2
+        assert error(model.eval()(tokens()), other.eval()(tokens()).logits) < 1e-5
+
+
+def test_products_in_bf16_train_weights_in_fp32(folder: Path) -> None:
+    model = ours(folder, FRESH[3], Precision("bf16", "fp32", "bf16"))
+    assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
+    assert {p.dtype for p in model.parameters() if not p.requires_grad} == {torch.bfloat16}
+    logits = model(tokens())
+    assert logits.dtype == torch.bfloat16
+    assert error(logits.float().detach(), ours(folder)(tokens()).detach()) < 0.1
