@@ -25,6 +25,11 @@ PREFIX = "base_model.model."
 # What PEFT can say of a LoRA and we do not do; each must have one of these values.
 PLAIN = {"modules_to_save": (None, []), "bias": ("none",), "rank_pattern": (None, {}), "alpha_pattern": (None, {})}
 PLAIN |= {"lora_bias": (None, False), "layer_replication": (None,), "trainable_token_indices": (None, [], {})}
+PLAIN |= {"target_parameters": (None, []), "use_qalora": (None, False), "alora_invocation_tokens": (None, [])}
+PLAIN |= dict.fromkeys(("use_bdlora", "arrow_config", "kasa_config", "monteclora_config"), (None,))
+# Other ways to begin change the weights of the model itself.
+PLAIN |= {"init_lora_weights": (None, True, False, "gaussian", "eva", "orthogonal")}
+FROZEN = ".base_layer.weight"  # a copy of an adapted embedding or head, which PEFT saves beside its update
 
 
 def write(out: Path, model: Decoder, adapter: LoRA, source: Folder) -> None:
@@ -47,10 +52,14 @@ def adapter_tensors(model: Decoder, adapter: LoRA, source: Folder) -> dict[str, 
 
 
 def updates(layer: nn.Module, adapter: LoRA) -> dict[str, Tensor]:
-    found = {name: p for name, p in layer.named_parameters() if "lora_" in name}
-    if adapter.init == "pissa":  # B A - B0 A0 is one update of twice the rank on the weight as it was
-        found["lora_A.weight"] = torch.cat([found["lora_A.weight"], layer.get_buffer("lora_A0")])
-        found["lora_B.weight"] = torch.cat([found["lora_B.weight"], -layer.get_buffer("lora_B0")], dim=1)
+    found = {name: p.detach() for name, p in layer.named_parameters() if "lora_" in name}
+    if adapter.init != "pissa":
+        return found
+    if isinstance(layer, Embedding):  # one rank is said of all layers, and an embedding begins at zero
+        return {name: torch.cat([p, torch.zeros_like(p)], dim=int("_B" in name)) for name, p in found.items()}
+    # B A - B0 A0 is one update of twice the rank on the weight as it was.
+    found["lora_A.weight"] = torch.cat([found["lora_A.weight"], layer.get_buffer("lora_A0")])
+    found["lora_B.weight"] = torch.cat([found["lora_B.weight"], -layer.get_buffer("lora_B0")], dim=1)
     return found
 
 
@@ -107,6 +116,8 @@ def choice(folder: Path) -> LoRA:
         )
     except KeyError as error:
         raise UserError(f"{folder / CONFIG}: {error} is missing") from error
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{folder / CONFIG}: {error}") from error
 
 
 def stored(folder: Path, source: Folder) -> dict[str, tuple[str, Stored]]:
@@ -114,12 +125,14 @@ def stored(folder: Path, source: Folder) -> dict[str, tuple[str, Stored]]:
     file = folder / TENSORS
     if not file.is_file():
         raise UserError(f"{folder}: no {TENSORS}, so this is no adapter")
-    held = header(file)
+    held = {name: one for name, one in header(file).items() if not name.endswith(FROZEN)}
     if odd := [name for name in held if not name.startswith(PREFIX)]:
         raise UserError(f"{file}: {odd[0]} is no tensor of a PEFT adapter")
     moves, unknown = moves_in([name.removeprefix(PREFIX) for name in held], source.family.table)
     if unknown:
         raise UserError(f"{file}: {unknown[0]} belongs to no layer of a {source.config['model_type']} model")
+    if whole := [move.hub[0] for move in moves if ".lora_" not in move.ours[0]]:
+        raise UserError(f"{file}: {whole[0]} is a tensor of the model itself; only low-rank updates are read")
     return {move.ours[0]: (PREFIX + move.hub[0], held[PREFIX + move.hub[0]]) for move in moves}
 
 
