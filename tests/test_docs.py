@@ -49,7 +49,7 @@ def inline(page: str) -> list[str]:
     """Code within sentences. The first column of the page for torchtune's users is torchtune's."""
     text = FENCE.sub("", PAGES[page])
     text = re.sub(r"^\|[^|]*\|", "|", text, flags=re.MULTILINE) if page.endswith("from_torchtune.md") else text
-    return re.findall(r"`([^`\n]+)`", text)
+    return [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", text)]
 
 
 def commands(page: str) -> list[list[str]]:

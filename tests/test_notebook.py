@@ -10,7 +10,7 @@ from nbclient import NotebookClient
 from nbformat import NotebookNode
 
 NOTEBOOK = Path(__file__).parent.parent / "notebooks" / "first_finetune.ipynb"
-STEPS, QUESTIONS = 16, 32
+STEPS, QUESTIONS = 16, 16
 PARAMETERS = f"steps = {STEPS}\nheld_out = {QUESTIONS}"
 
 
