@@ -31,6 +31,7 @@ LLAMA = (
     Row("layers.{}.mlp_norm", "model.layers.{}.post_attention_layernorm"),
 )
 
+SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 # What a config.json may leave out, as the families' reference implementations fill it in.
 OPTIONAL = {
     "attention_bias": False,
@@ -50,7 +51,11 @@ ACTS = {"gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
 
 def complete(c: Config, **defaults: Any) -> dict[str, Any]:
     """config.json with what it leaves out or sets to null filled in."""
-    return OPTIONAL | defaults | {key: value for key, value in c.items() if value is not None or key in NULLABLE}
+    c = OPTIONAL | defaults | {key: value for key, value in c.items() if value is not None or key in NULLABLE}
+    for key in SIZES:
+        if not isinstance(c[key], int) or c[key] < 1:
+            raise ValueError(f"{key} must be a whole number above 0, not {c[key]!r}")
+    return c
 
 
 def rope(c: Config) -> Rope:

@@ -32,7 +32,7 @@ def family(config: Config, where: str) -> tuple[Family, DecoderSpec]:
     kind = config.get("model_type")
     if kind is None:
         raise UserError(f"{where}: no 'model_type', so the architecture is not known")
-    if kind not in FAMILIES:
+    if not isinstance(kind, str) or kind not in FAMILIES:
         near = difflib.get_close_matches(str(kind), FAMILIES, 1)
         hint = f", did you mean {near[0]!r}?" if near else ""
         raise UserError(f"{where}: model_type {kind!r} is not supported{hint} (supported: {', '.join(FAMILIES)})")
