@@ -46,7 +46,7 @@ def banded(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int) -> Tensor
 def attend_cached(
     q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scale: float, window: int | None = None
 ) -> Tensor:
-    """Queries at `positions` (B, S) on all slots (B, K, H_kv, D) of a cache, in which a slot's index is its position."""
+    """Queries at `positions` (B, S) on the slots (B, K, H_kv, D) of a cache; the index of a slot is its position."""
     age = positions[:, None, :, None] - torch.arange(k.shape[1], device=q.device)
     seen = age >= 0 if window is None else (age >= 0) & (age < window)
     return sdpa(q, k, v, scale, mask=seen)
