@@ -124,9 +124,8 @@ def test_erase_takes_what_the_run_wrote(tmp_path):
     (out / "tensorboard").mkdir()
     (out / "notes.txt").write_text("mine")
     erase(out)
-    assert names(out) == {".lock", "notes.txt"}
+    assert names(out) == {".lock", "notes.txt", "config.yaml"}
     erase(tmp_path / "never")
-    (out / "notes.txt").unlink()
     claim(out, CONFIG.replace("seed: 1", "seed: 2"), LIVE).close()
 
 

@@ -77,7 +77,10 @@ def claim(out: Path, resolved: str, live: frozenset[str]) -> Workspace:
 
 
 def erase(out: Path) -> None:
-    """Remove what a run wrote into its folder, and nothing else. A folder without a config is left as it is."""
+    """Remove what a run wrote into its folder, and nothing else. A folder without a config is left as it is.
+
+    The config stays, and with it the folder is that of a run, which may start with any other config.
+    """
     if not (out / CONFIG).is_file():
         return
     try:
@@ -86,7 +89,6 @@ def erase(out: Path) -> None:
                 for ending in (atomic.PARTIAL, atomic.PREVIOUS, ""):
                     atomic.remove(out / (name + ending))
             (out / METRICS).unlink(missing_ok=True)
-            (out / CONFIG).unlink()  # last: with it, the folder is still that of a run
     except OSError as error:
         raise UserError(f"out: cannot erase {out}: {error.strerror}: give another out=") from error
 
