@@ -1,6 +1,7 @@
 """The choices of `data:` from a file to batches, and a line that names the row for each that cannot be learnt from."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -113,14 +114,19 @@ def test_a_row_that_is_cut_has_no_false_end(tokenizer, place, tmp_path: Path) ->
     assert tokenizer.eos not in text.rows[0].tokens
 
 
-def test_rows_are_many_and_the_bar_is_rank_zeros(tokenizer, place, tmp_path: Path, capsys) -> None:
+def test_rows_are_many_and_the_bar_is_rank_zeros(tokenizer, place, tmp_path: Path, capsys, monkeypatch) -> None:
     path = save(tmp_path, *({"messages": [TALK[0], {"role": "assistant", "content": f"No. {i}"}]} for i in range(1200)))
     loader = Chat(path).open(tokenizer, 8, 2, place(1, 2))
     assert capsys.readouterr().err == ""
     answers = [tokenizer.decode(document.tokens[document.learnt].tolist()) for document in loader.rows]
     assert answers == [f"No. {i}" for i in range(1200)]
     Chat(path).open(tokenizer, 8, 2, place())
-    assert "Preparing rows" in capsys.readouterr().err
+    assert capsys.readouterr().err == "", "a log is no place for a bar"
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    Chat(path).open(tokenizer, 8, 2, place(1, 2))
+    assert capsys.readouterr().err == ""
+    Chat(path).open(tokenizer, 8, 2, place())
+    assert "preparing" in capsys.readouterr().err
 
 
 BAD = [

@@ -57,7 +57,7 @@ class Rows:
         """Read and tokenise all rows; UserError names the first that cannot be learnt from. Rank 0 shows a bar."""
         tokenizer = self.prepare(tokenizer)
         table = open_source(self.source, self.split, self.limit)
-        bar = tqdm(total=table.count, desc="Preparing rows", unit=" rows", disable=not run.is_main, leave=False)
+        bar = tqdm(total=table.count, desc="preparing", unit=" rows", disable=not run.is_main or None, leave=False)
         with bar:
             documents = Documents(self.documents(tokenizer, table, bar))
         order = Order(documents.lengths, run.seed, self.shuffle, self.length if self.pack else None)
