@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from tunekit import assemble, hub
 from tunekit.adapters import DoRA, Full, LoRA
-from tunekit.checkpoint import save, workspace
+from tunekit.checkpoint import atomic, save, workspace
 from tunekit.checkpoint.folder import Folder
 from tunekit.checkpoint.state import State
 from tunekit.config.dump import dump
@@ -90,19 +90,21 @@ def check(cfg: SFT) -> None:
 def main(cfg: SFT) -> None:
     """Train until the last step, a signal, or the end of patience."""
     with Run(cfg.seed, cfg.device) as run, workspace.claim(Path(cfg.out), dump(cfg, "sft"), LIVE) as space:
+        if atomic.is_whole(space.final):
+            run.tell(f"{space.final} is there: nothing is left to do; --fresh starts over")
+            return
         source = Folder.open(hub.resolve(cfg.model), cfg.model)
         tokenizer = Tokenizer.open(source.path)
         data = cfg.data.open(tokenizer, cfg.batch, cfg.micro_batch, run)
         held = cfg.validation and cfg.validation.open(tokenizer, cfg.batch, cfg.micro_batch, run)
-        fresh = cfg.init == "random"
-        model = assemble.model(source, cfg.weights, cfg.adapter, cfg.precision, cfg.memory, run, fresh)
-
+        model = assemble.model(source, cfg.weights, cfg.adapter, cfg.precision, cfg.memory, run, cfg.init == "random")
         steps = cfg.steps or cfg.epochs * data.steps_per_epoch
         optimizer = cfg.optimizer.build(cfg.adapter.trained(model))
         schedule = cfg.schedule.build(optimizer, steps)
         patience = Patience(cfg.patience)
         state = State(space.state, model, optimizer, schedule, cfg.keep, run, patience)
         start = state.restore()
+        run.listen()
         with cfg.log.open(space.folder, run, steps, start) as log:
             for step in range(start, steps):
                 if patience.over:
@@ -115,10 +117,8 @@ def main(cfg: SFT) -> None:
                 loss, norm = train_step(model, batches, cfg, optimizer, run)
                 schedule.step()
 
-                done, learnt = step + 1, sum(batch.learnt for batch in batches)
-                log.step(
-                    done, loss=loss, norm=norm, rate=rate, tokens=sum(b.real for b in batches), learnt=learnt, wait=wait
-                )
+                done, real, learnt = step + 1, sum(b.real for b in batches), sum(b.learnt for b in batches)
+                log.step(done, loss=loss, norm=norm, rate=rate, tokens=real, learnt=learnt, wait=wait)
                 with log.aside():
                     if held and (done % cfg.validate_every == 0 or done == steps):
                         log.note(done, validation=patience.watch(validate(model, held, cfg, run)))
@@ -126,6 +126,7 @@ def main(cfg: SFT) -> None:
                         state.save(done)
                 run.leave(done, steps)
         save.final(cfg.adapter, space.final, model, source)
+        run.tell(f"finished: {space.final}")
 
 
 def train_step(

@@ -1,7 +1,9 @@
 """Where it runs. On one process every collective here is the identity, so recipes never ask how many there are."""
 
+import os
 import random
 import signal
+import sys
 from types import FrameType
 
 import torch
@@ -11,11 +13,7 @@ from tunekit.errors import Stopped
 
 
 class Run:
-    """Device, rank and random state of this process, for as long as the `with` block lasts.
-
-    SIGINT and SIGTERM do not end the block: they set `stopping`, which the recipe reads between two steps. A second
-    signal of the same kind does what it always did.
-    """
+    """Device, rank and random state of this process, for as long as the `with` block lasts."""
 
     rank = 0
     size = 1
@@ -29,17 +27,30 @@ class Run:
 
     def __enter__(self) -> "Run":
         torch.manual_seed(self.seed)
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self.handlers[number] = signal.signal(number, self.stop)
         return self
 
     def __exit__(self, *error: object) -> None:
         for number, handler in self.handlers.items():
             signal.signal(number, handler)
 
+    def listen(self) -> None:
+        """From now on there is something to save: SIGINT and SIGTERM set `stopping`, which is read between two steps.
+
+        A second signal of the same kind does what it always did.
+        """
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self.handlers[number] = signal.signal(number, self.stop)
+
     def stop(self, number: int, frame: FrameType | None) -> None:
         self.stopping = signal.Signals(number)
         signal.signal(number, self.handlers[number])
+        if self.is_main:  # straight to the file: a signal may come in the middle of a print
+            os.write(2, f"\n{self.stopping.name}: ending this step and saving; once more leaves at once\n".encode())
+
+    def tell(self, text: str) -> None:
+        """A line for people, once for all processes."""
+        if self.is_main:
+            print(text, file=sys.stderr)
 
     @property
     def is_main(self) -> bool:
