@@ -1,0 +1,164 @@
+"""A checkpoint of some thousand weights, rows to learn, and `tune`: in this process, or in one of its own to kill."""
+
+import json
+import multiprocessing
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing import forkserver
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tunekit import bundled, cli
+from tunekit.checkpoint.folder import Folder
+from tunekit.checkpoint.write import write
+from tunekit.models.decoder import Decoder
+from tunekit.models.init import randomize
+
+SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+SMALL |= {"num_key_value_heads": 2, "head_dim": 8, "torch_dtype": "float32"}
+CONFIG = """\
+recipe: sft
+model: {model}
+data: {{kind: chat, source: rows.jsonl, length: 64}}
+validation: {{kind: chat, source: held.jsonl, length: 64}}
+precision: {{compute: fp32}}
+device: cpu
+out: out
+batch: 4
+micro_batch: 2
+steps: 6
+save_every: 1
+validate_every: 3
+"""
+# What runs in a process of its own. Its exit code is that of the command.
+PROGRAM = """
+import os, sys
+from tunekit import cli
+os.chdir({folder!r})
+log = os.open("log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+os.dup2(log, 1)
+os.dup2(log, 2)
+sys.exit(cli.main({words!r}))
+"""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a command left: its exit code and what it printed."""
+
+    code: int
+    out: str
+    err: str
+
+
+@dataclass(frozen=True)
+class Work:
+    """A folder with `sft.yaml`, rows to learn and held-out rows; `tune` runs there."""
+
+    folder: Path
+    model: Path
+    context: ForkServerContext
+    capture: pytest.CaptureFixture[str]
+
+    def tune(self, *words: str) -> Outcome:
+        """`tune`, in this process."""
+        self.capture.readouterr()
+        code = cli.main(words)
+        return Outcome(code, *self.capture.readouterr())
+
+    def start(self, *words: str) -> ForkServerProcess:
+        """`tune`, in a process forked from one that has imported everything: it is at work at once."""
+        program = PROGRAM.format(folder=str(self.folder), words=words)
+        process = self.context.Process(target=exec, args=(program, {}), daemon=True)
+        process.start()
+        return process
+
+    @property
+    def log(self) -> str:
+        """What the process that was started last has printed."""
+        return (self.folder / "log").read_text()
+
+    def tensors(self, out: str, part: str = "final") -> dict[str, torch.Tensor]:
+        """All that the safetensors files of a run hold."""
+        files = sorted((self.folder / out / part).glob("*.safetensors"))
+        return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+    def same(self, one: str, other: str) -> bool:
+        """Whether two runs ended with the same weights, to the last bit, and the same numbers on the way."""
+        a, b = self.tensors(one), self.tensors(other)
+        equal = bool(a) and a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+        return equal and self.numbers(one) == self.numbers(other)
+
+    def numbers(self, out: str) -> list[dict]:
+        """The lines of a run's metrics, without what depends on the clock."""
+        timeless = {"step", "loss", "norm", "rate", "validation"}
+        rows = map(json.loads, (self.folder / out / "metrics.jsonl").read_text().splitlines())
+        return [{name: value for name, value in row.items() if name in timeless} for row in rows]
+
+
+def sums(first: int, count: int) -> str:
+    """Rows of chat, in JSON lines, about numbers from `first` on."""
+    rows = [(f"What is {n} plus {n * n}?", f"It is {n + n * n}" + "!" * (n % 3)) for n in range(first, first + count)]
+    turns = ([{"role": "user", "content": q}, {"role": "assistant", "content": a}] for q, a in rows)
+    return "".join(json.dumps({"messages": turn}) + "\n" for turn in turns)
+
+
+@pytest.fixture(scope="session")
+def make() -> Callable[..., Path]:
+    """A random checkpoint under the nano's tokenizer, with some keys of its config changed."""
+
+    def model(folder: Path, **changes: object) -> Path:
+        nano = bundled.model("tunekit/nano")
+        described = folder / "described"
+        described.mkdir(parents=True)
+        for file in [*nano.glob("*.json"), *nano.glob("*.jinja")]:
+            shutil.copy(file, described)
+        config = json.loads((nano / "config.json").read_text()) | SMALL | changes
+        (described / "config.json").write_text(json.dumps(config))
+        source = Folder.open(described)
+        net = Decoder(source.spec)
+        net.tie()
+        randomize(net, 3)
+        write(folder / "model", net, source, quiet=True)
+        return folder / "model"
+
+    return model
+
+
+@pytest.fixture(scope="session")
+def tiny(make: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session")
+def context() -> ForkServerContext:
+    found = multiprocessing.get_context("forkserver")
+    # torch imports this when it makes the first optimizer.
+    found.set_forkserver_preload(["pytest", "torch._dynamo", "tunekit.recipes.sft", "tunekit.commands.run"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        forkserver.ensure_running()
+    first = found.Process(target=int)  # it returns when everything is imported
+    first.start()
+    first.join()
+    return found
+
+
+@pytest.fixture
+def work(
+    tmp_path: Path,
+    tiny: Path,
+    context: ForkServerContext,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> Work:
+    monkeypatch.chdir(tmp_path)
+    Path("rows.jsonl").write_text(sums(1, 10))
+    Path("held.jsonl").write_text(sums(100, 3))
+    Path("sft.yaml").write_text(CONFIG.format(model=tiny))
+    return Work(tmp_path, tiny, context, capsys)

@@ -1,0 +1,147 @@
+"""Whatever ends a run, the same command goes on, and the end is that of an unbroken run to the last bit."""
+
+import random
+import signal
+import time
+
+import pytest
+import yaml
+
+from tunekit.checkpoint.state import State
+from tunekit.metrics import Meter
+
+RUN = ("run", "sft", "sft.yaml")
+WAYS = {
+    "full": ("steps=9", "optimizer={kind: sgd, lr: 0.1, momentum: 0.9}", "keep=2"),
+    "lora": ("steps=9", "adapter={kind: lora, rank: 4, dropout: 0.3, plus: 4}", "optimizer={kind: adamw, lr: 1e-2}"),
+}
+# When to kill: most often at any time of a run, and else a few milliseconds after a folder began to be written.
+MOMENTS = [None, None, None, "state/*.partial", "final.partial"] * 4
+
+
+def timed(work, *words):
+    """How long a run takes from beginning to end, in seconds."""
+    began = time.monotonic()
+    process = work.start(*words)
+    process.join()
+    assert process.exitcode == 0, work.log
+    return time.monotonic() - began
+
+
+def killed(work, out, words, moment, left, dice):
+    """Start a run, kill it; whether that came before its end."""
+    process = work.start(*words)
+    if moment is None:
+        time.sleep(dice.uniform(0, left))
+    else:
+        while process.is_alive() and not any((work.folder / out).glob(moment)):
+            time.sleep(0.0005)
+        time.sleep(dice.uniform(0, 0.01))
+    process.kill()
+    process.join()
+    assert process.exitcode in (0, -signal.SIGKILL), work.log
+    return process.exitcode != 0
+
+
+def done(work, out):
+    """Steps behind the newest state."""
+    return max((int(mark.parent.name) for mark in (work.folder / out).glob("state/*/complete")), default=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+def test_killed_at_twenty_moments(work, way):
+    words = (*RUN, *WAYS[way])
+    whole = timed(work, *words)
+    least = 0.4 * whole  # of it goes by before the first step and behind the last
+    dice = random.Random(way)
+    kills, runs = 0, 1
+    while kills < len(MOMENTS):
+        out = f"out{runs}"
+        left = least + (whole - least) * (1 - done(work, out) / 9)
+        if killed(work, out, (*words, f"out={out}"), MOMENTS[kills], left, dice):
+            kills += 1
+        else:
+            assert work.same("out", out)
+            runs += 1
+    timed(work, *words, f"out={out}")
+    assert work.same("out", out)
+
+
+def stop_after(monkeypatch, step):
+    """From now on runs are told to stop when they have saved this step."""
+    save = State.save
+
+    def stopping(state, at):
+        save(state, at)
+        if at == step:
+            signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(State, "save", stopping)
+
+
+def test_patience_survives(work, monkeypatch):
+    """Two bad validations end the run; the run is stopped between them."""
+    bad = (*RUN, "optimizer.lr=0.5", "steps=20", "validate_every=1", "patience=2")
+    assert work.tune(*bad).code == 0
+    ended = work.numbers("out")[-1]["step"]
+    assert 2 < ended < 20
+    stop_after(monkeypatch, ended - 1)
+    assert work.tune(*bad, "out=broken").code == 143
+    assert work.tune(*bad, "out=broken").code == 0
+    assert work.same("out", "broken")
+    assert work.tune(*bad, "out=broken").code == 0, "what has ended by patience does not go on"
+    assert work.same("out", "broken")
+
+
+def test_finished_run_does_nothing_more(work, monkeypatch):
+    assert work.tune(*RUN).code == 0
+    files = {path: path.stat().st_mtime_ns for path in (work.folder / "out").rglob("*.safetensors")}
+    numbers = work.numbers("out")
+    monkeypatch.setattr(Meter, "step", None)
+    again = work.tune(*RUN)
+    assert again.code == 0
+    assert "nothing is left to do" in again.err
+    assert files == {path: path.stat().st_mtime_ns for path in (work.folder / "out").rglob("*.safetensors")}
+    assert numbers == work.numbers("out")
+
+
+def test_fresh_starts_over(work):
+    assert work.tune(*RUN, "seed=1").code == 0
+    assert work.tune(*RUN, "out=other").code == 0
+    assert not work.same("out", "other")
+    notes = work.folder / "out" / "notes.txt"
+    notes.write_text("mine")
+    assert work.tune(*RUN, "--fresh").code == 0
+    assert work.same("out", "other")
+    assert notes.read_text() == "mine"
+
+
+def test_another_config_is_refused_by_its_key(work, monkeypatch):
+    stop_after(monkeypatch, 2)
+    assert work.tune(*RUN).code == 143
+    for word, key in [("seed=5", "seed: 0 there, 5 now"), ("optimizer.lr=0.5", "optimizer.lr"), ("steps=9", "steps")]:
+        refused = work.tune(*RUN, word)
+        assert refused.code == 2
+        assert key in refused.err
+        assert "--fresh" in refused.err
+        assert yaml.safe_load((work.folder / "out/config.yaml").read_text())["seed"] == 0
+    assert done(work, "out") == 2
+
+
+def test_what_does_not_change_the_result_may_change(work, monkeypatch):
+    assert work.tune(*RUN, "out=unbroken").code == 0
+    stop_after(monkeypatch, 2)
+    assert work.tune(*RUN).code == 143
+    (work.folder / "out").rename(work.folder / "moved")
+    assert work.tune(*RUN, "out=moved", "save_every=100", "keep=3", "log.every=1").code == 0
+    assert work.same("unbroken", "moved")
+
+
+def test_validation_may_come_and_go_without_a_trace(work):
+    """Neither validating nor saving draws a random number or moves a weight."""
+    lora = (*RUN, "adapter={kind: lora, dropout: 0.3}")
+    assert work.tune(*lora).code == 0
+    assert work.tune(*lora, "validation=null", "save_every=100", "out=plain").code == 0
+    plain, watched = work.numbers("plain"), work.numbers("out")
+    assert plain == [line for line in watched if "loss" in line]

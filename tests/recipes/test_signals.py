@@ -1,0 +1,81 @@
+"""A run that is told to stop saves, says how to go on, and leaves with the exit code that a shell expects."""
+
+import os
+import signal
+import time
+
+import pytest
+
+RUN = ("run", "sft", "sft.yaml")
+LONG = (*RUN, "steps=60", "save_every=100", "validate_every=100")
+
+
+def until(found, process):
+    """Wait for something to be there."""
+    while not found():
+        assert process.is_alive(), "it ended before"
+        time.sleep(0.001)
+
+
+def begun(work, out="out"):
+    """Whether a run has taken a step."""
+    metrics = work.folder / out / "metrics.jsonl"
+    return metrics.is_file() and metrics.stat().st_size > 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+def test_a_signal_saves_and_the_same_command_goes_on(work, number):
+    process = work.start(*LONG)
+    until(lambda: begun(work), process)
+    os.kill(process.pid, number)
+    process.join()
+    assert process.exitcode == 128 + number
+    last = work.log.splitlines()[-1]
+    states = [path.name for path in (work.folder / "out/state").iterdir()]
+    assert states == [f"{work.numbers('out')[-1]['step']:08d}"], "it has saved where it stopped"
+    assert last.startswith(f"stopped by {number.name} after step {int(states[0])} of 60")
+    assert "the same command goes on" in last
+    assert "Traceback" not in work.log
+    assert not (work.folder / "out/final").exists()
+    assert work.tune(*LONG).code == 0
+    assert work.tune(*LONG, "out=unbroken").code == 0
+    assert work.same("out", "unbroken")
+
+
+def test_the_second_one_leaves_at_once(work):
+    """While validation takes long, nobody has to wait for it."""
+    (work.folder / "held.jsonl").write_text((work.folder / "held.jsonl").read_text() * 2000)
+    process = work.start(*RUN, "validate_every=1", "save_every=1")
+    until(lambda: begun(work), process)
+    os.kill(process.pid, signal.SIGINT)
+    until(lambda: "once more leaves at once" in work.log, process)
+    os.kill(process.pid, signal.SIGINT)
+    process.join(3)
+    assert process.exitcode == 130
+    assert "Traceback" not in work.log
+    assert not list((work.folder / "out").glob("state/*"))
+
+
+def test_before_the_first_step_a_signal_leaves_at_once(work):
+    """Nothing is there to save yet."""
+    (work.folder / "rows.jsonl").write_text((work.folder / "rows.jsonl").read_text() * 4000)
+    process = work.start(*RUN)
+    until((work.folder / "out/config.yaml").exists, process)
+    os.kill(process.pid, signal.SIGINT)
+    process.join(3)
+    assert process.exitcode == 130
+    assert not begun(work)
+    assert "Traceback" not in work.log
+
+
+def test_asking_a_model_can_be_stopped(work):
+    """Recipes that have nothing to save end at the first signal."""
+    questions = ", ".join(["Why"] * 400)
+    config = f"model: {work.model}\nprompts: [{questions}]\nbatch: 1\ndevice: cpu\nsampling: {{tokens: 500}}\n"
+    (work.folder / "generate.yaml").write_text(config)
+    process = work.start("run", "generate", "generate.yaml", "out=answers.jsonl")
+    time.sleep(0.7)
+    os.kill(process.pid, signal.SIGINT)
+    process.join(3)
+    assert process.exitcode == 130
+    assert not (work.folder / "answers.jsonl").exists()
