@@ -17,7 +17,7 @@ from tunekit.adapters import DoRA, Full, LoRA
 from tunekit.checkpoint import atomic, save, workspace
 from tunekit.checkpoint.folder import Folder
 from tunekit.checkpoint.state import State
-from tunekit.config.dump import dump
+from tunekit.config.dump import dump, resolved
 from tunekit.data.batch import Batch
 from tunekit.data.loader import Loader
 from tunekit.data.rows import Chat, Instruct, Text
@@ -88,7 +88,7 @@ def check(cfg: SFT) -> None:
 
 
 def main(cfg: SFT) -> None:
-    """Train until the last step, a signal, or the end of patience."""
+    """Train until the last step, a signal, or the end of patience, and leave a checkpoint for others."""
     with Run(cfg.seed, cfg.device) as run, workspace.claim(Path(cfg.out), dump(cfg, "sft"), LIVE) as space:
         if atomic.is_whole(space.final):
             run.tell(f"{space.final} is there: nothing is left to do; --fresh starts over")
@@ -97,36 +97,44 @@ def main(cfg: SFT) -> None:
         tokenizer = Tokenizer.open(source.path)
         data = cfg.data.open(tokenizer, cfg.batch, cfg.micro_batch, run)
         held = cfg.validation and cfg.validation.open(tokenizer, cfg.batch, cfg.micro_batch, run)
-        model = assemble.model(source, cfg.weights, cfg.adapter, cfg.precision, cfg.memory, run, cfg.init == "random")
-        steps = cfg.steps or cfg.epochs * data.steps_per_epoch
-        optimizer = cfg.optimizer.build(cfg.adapter.trained(model))
-        schedule = cfg.schedule.build(optimizer, steps)
-        patience = Patience(cfg.patience)
-        state = State(space.state, model, optimizer, schedule, cfg.keep, run, patience)
-        start = state.restore()
-        run.listen()
-        with cfg.log.open(space.folder, run, steps, start) as log:
-            for step in range(start, steps):
-                if patience.over:
-                    break
-                run.seed_step(step)
-                began = time.perf_counter()
-                batches = data[step]
-                wait = time.perf_counter() - began
-                rate = schedule.get_last_lr()[0]
-                loss, norm = train_step(model, batches, cfg, optimizer, run)
-                schedule.step()
-
-                done, real, learnt = step + 1, sum(b.real for b in batches), sum(b.learnt for b in batches)
-                log.step(done, loss=loss, norm=norm, rate=rate, tokens=real, learnt=learnt, wait=wait)
-                with log.aside():
-                    if held and (done % cfg.validate_every == 0 or done == steps):
-                        log.note(done, validation=patience.watch(validate(model, held, cfg, run)))
-                    if done % cfg.save_every == 0 or done == steps or patience.over or run.stopping:
-                        state.save(done)
-                run.leave(done, steps)
+        run.tell(f"data: {data.report}")
+        fresh = cfg.init == "random"
+        model = assemble.model(source, cfg.weights, cfg.adapter, cfg.precision, cfg.memory, run, fresh)
+        train(cfg, model, data, held, space, run)
         save.final(cfg.adapter, space.final, model, source)
         run.tell(f"finished: {space.final}")
+
+
+def train(cfg: SFT, model: Decoder, data: Loader, held: Loader | None, space: workspace.Workspace, run: Run) -> None:
+    """Every step from the last saved one on."""
+    steps = cfg.steps or cfg.epochs * data.steps_per_epoch
+    optimizer = cfg.optimizer.build(cfg.adapter.trained(model))
+    schedule = cfg.schedule.build(optimizer, steps)
+    patience = Patience(cfg.patience)
+    state = State(space.state, model, optimizer, schedule, cfg.keep, run, patience)
+    start = state.restore()
+    run.listen()
+    with cfg.log.open(space.folder, run, steps, start, resolved(cfg, "sft")) as log:
+        for step in range(start, steps):
+            if patience.over:
+                run.tell(f"the validation loss got no better {cfg.patience} times: ended after step {step}")
+                break
+            run.seed_step(step)
+            began = time.perf_counter()
+            batches = data[step]
+            wait = time.perf_counter() - began
+            rate = schedule.get_last_lr()[0]
+            loss, norm = train_step(model, batches, cfg, optimizer, run)
+            schedule.step()
+
+            done, real, learnt = step + 1, sum(b.real for b in batches), sum(b.learnt for b in batches)
+            log.step(done, loss=loss, norm=norm, rate=rate, tokens=real, learnt=learnt, wait=wait)
+            with log.aside():
+                if held and (done % cfg.validate_every == 0 or done == steps):
+                    log.note(done, validation=patience.watch(validate(model, held, cfg, run)))
+                if done % cfg.save_every == 0 or done == steps or patience.over or run.stopping:
+                    state.save(done)
+            run.leave(done, steps)
 
 
 def train_step(

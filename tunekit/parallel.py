@@ -58,8 +58,8 @@ class Run:
         return self.rank == 0
 
     def leave(self, done: int, steps: int) -> None:
-        """End the run here if a signal asked for it; the state is saved."""
-        if self.stopping is not None:
+        """End the run here if a signal asked for it and steps are left; the state is saved."""
+        if self.stopping is not None and done < steps:
             text = f"stopped by {self.stopping.name} after step {done} of {steps}; the same command goes on from there"
             raise Stopped(text, 128 + self.stopping)
 
