@@ -4,6 +4,7 @@ import os
 import random
 import signal
 import sys
+import threading
 from types import FrameType
 
 import torch
@@ -36,8 +37,10 @@ class Run:
     def listen(self) -> None:
         """From now on there is something to save: SIGINT and SIGTERM set `stopping`, which is read between two steps.
 
-        A second signal of the same kind does what it always did.
+        A second signal of the same kind does what it always did. Python hands signals to the main thread alone.
         """
+        if threading.current_thread() is not threading.main_thread():
+            return
         for number in (signal.SIGINT, signal.SIGTERM):
             self.handlers[number] = signal.signal(number, self.stop)
 
