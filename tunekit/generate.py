@@ -41,7 +41,8 @@ class Sampling:
         """Next tokens (B,) from logits (B, vocab) and a uniform number for each row (B,)."""
         if self.temperature == 0:
             return logits.argmax(-1)
-        probabilities, tokens = (logits.float() / self.temperature).softmax(-1).sort(-1, descending=True, stable=True)
+        shares = (logits.float() / self.temperature).softmax(-1)
+        probabilities, tokens = shares.sort(dim=-1, descending=True, stable=True)
         if self.top_k is not None:
             probabilities, tokens = probabilities[:, : self.top_k], tokens[:, : self.top_k]
         before = probabilities.cumsum(-1) - probabilities  # what the likelier tokens have
