@@ -1,0 +1,111 @@
+"""Losses are sums: cut a step into micro-batches or pack it, and the gradient stays the same."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.checkpoints import error, made, ours, tokens
+from tunekit.data.batch import IGNORE, Batch
+from tunekit.data.rows import Text
+from tunekit.data.tokenizer import Tokenizer
+from tunekit.errors import FieldError
+from tunekit.losses import CrossEntropy
+from tunekit.memory import Memory
+from tunekit.models.decoder import Decoder
+from tunekit.parallel import Run
+
+LENGTHS = (2, 31, 3, 17, 9, 24, 5, 12)
+
+
+def texts(folder: Path) -> str:
+    """Rows of very different lengths."""
+    draw = torch.Generator().manual_seed(4)
+    rows = [[f"w{int(i)}" for i in torch.randint(0, 60, (n,), generator=draw)] for n in LENGTHS]
+    (folder / "rows.jsonl").write_text("".join(json.dumps({"text": " ".join(row)}) + "\n" for row in rows))
+    return str(folder / "rows.jsonl")
+
+
+def step(model: Decoder, batches: list[Batch]) -> tuple[float, list[Tensor]]:
+    """Mean loss of a step, and its gradients, as the recipe takes them."""
+    model.zero_grad()
+    learnt = sum(part.learnt for part in batches)
+    total = 0.0
+    for part in batches:
+        loss = CrossEntropy()(model, part) / learnt
+        loss.backward()
+        total += loss.item()
+    return total, [p.grad.clone() for p in model.parameters()]
+
+
+def batches(folder: Path, source: str, micro_batch: int, **options: object) -> list[Batch]:
+    rows = Text(source, **options)
+    loader = rows.open(Tokenizer.open(folder), len(LENGTHS), micro_batch, Run(0, "cpu"))
+    assert loader.steps_per_epoch == 1
+    return loader[0]
+
+
+@pytest.mark.parametrize("name", ["llama3.2", "mistral", "qwen3-sliding"])
+def test_micro_batches_and_packing_change_nothing(name: str, tmp_path: Path) -> None:
+    folder, source = made(tmp_path / "model", name), texts(tmp_path)
+    model = ours(folder)
+    loss, wanted = step(model, batches(folder, source, 8))
+    for micro_batch in (1, 2, 4):
+        parts = batches(folder, source, micro_batch)
+        assert len(parts) == 8 // micro_batch
+        other, found = step(model, parts)
+        assert other == pytest.approx(loss, rel=1e-6)
+        assert max(map(error, found, wanted)) < 1e-6
+    for length, micro_batch in ((40, 8), (40, 1), (33, 2), (120, 1)):
+        parts = batches(folder, source, micro_batch, pack=True, length=length)
+        assert sum(part.learnt for part in parts) == sum(LENGTHS)
+        other, found = step(model, parts)
+        assert other == pytest.approx(loss, rel=1e-5)
+        assert max(map(error, found, wanted)) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["llama3.1", "mistral"])
+@torch.no_grad()
+def test_documents_do_not_leak(name: str, tmp_path: Path) -> None:
+    """Another text in one document changes no logit of the others, which are those of each document alone."""
+    model = ours(made(tmp_path, name))
+    bounds = [0, 7, 8, 21, 30, 40]
+    positions = torch.cat([torch.arange(b - a) for a, b in zip(bounds, bounds[1:], strict=False)]).view(2, 20)
+    offsets = torch.tensor(bounds, dtype=torch.int32)
+    rows = tokens(2, 20)
+    packed = model(rows, positions, offsets).flatten(0, 1)
+    for a, b in zip(bounds, bounds[1:], strict=False):
+        assert error(packed[a:b], model(rows.view(1, -1)[:, a:b])[0]) < 1e-5
+    other = rows.flatten().clone()
+    other[8:21] = tokens(1, 13, seed=9)
+    changed = model(other.view(2, 20), positions, offsets).flatten(0, 1)
+    assert torch.equal(torch.cat([packed[:8], packed[21:]]), torch.cat([changed[:8], changed[21:]]))
+    assert (packed[8:21] != changed[8:21]).any()
+
+
+@pytest.mark.parametrize("name", ["mistral", "qwen3"])
+def test_recompute_changes_no_bit(name: str, tmp_path: Path) -> None:
+    folder, source = made(tmp_path / "model", name), texts(tmp_path)
+    for options in ({}, {"pack": True, "length": 40}):
+        parts = batches(folder, source, 4, **options)
+        plain, saved = (step(ours(folder, memory=Memory(recompute=on)), parts) for on in (False, True))
+        assert plain[0] == saved[0]
+        assert all(map(torch.equal, plain[1], saved[1]))
+
+
+def test_a_token_without_a_target_counts_for_nothing(tmp_path: Path) -> None:
+    model = ours(made(tmp_path, "llama2"))
+    rows = tokens(1, 9)
+    targets = torch.full_like(rows, IGNORE)
+    targets[0, 3] = 5
+    part = Batch(rows, targets, torch.arange(9)[None], None, 1, 9)
+    wanted = -model(rows)[0, 3].log_softmax(-1)[5]
+    assert CrossEntropy()(model, part).item() == pytest.approx(wanted.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("smoothing", [-0.1, 1.0, 1.5])
+def test_smoothing_is_a_share(smoothing: float) -> None:
+    with pytest.raises(FieldError, match="smoothing"):
+        CrossEntropy(smoothing)
