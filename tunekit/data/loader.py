@@ -11,7 +11,7 @@ from tunekit.data.documents import Documents
 from tunekit.data.packing import pack
 
 # Rows are padded to a multiple of this many tokens: kernels are made and tuned anew for every other shape.
-MULTIPLE = 32
+MULTIPLE = 16
 
 
 class Order:
