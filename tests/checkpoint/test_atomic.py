@@ -51,6 +51,14 @@ def test_appears_at_the_end(tmp_path):
     assert names(final.parent) == {"final"}
 
 
+def test_files_are_for_those_whom_the_folder_is_for(tmp_path):
+    with atomic.whole(tmp_path / "final") as partial:
+        save_file({"weight": torch.ones(2)}, partial / "model.safetensors")
+        fill(partial, 1, files=1)
+    modes = {path.stat().st_mode & 0o777 for path in (tmp_path / "final").glob("*.*")}
+    assert modes == {(tmp_path / "final").stat().st_mode & 0o666}
+
+
 def test_old_partial_is_removed(tmp_path):
     (tmp_path / "final.partial").mkdir()
     (tmp_path / "final.partial" / "stale").touch()

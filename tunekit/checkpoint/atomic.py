@@ -165,6 +165,7 @@ def replace_text(path: Path, text: str) -> None:
 
 def put_in_place(partial: Path, folder: Path) -> None:
     sums = {str(file.relative_to(partial)): checksum(file) for file in sorted(partial.rglob("*")) if file.is_file()}
+    share(partial)
     sync_tree(partial)
     if folder.exists():
         folder.rename(beside(folder, PREVIOUS))
@@ -180,6 +181,14 @@ def checksum(file: Path) -> int:
         while chunk := stream.read(CHUNK):
             value = zlib.crc32(chunk, value)
     return value
+
+
+def share(folder: Path) -> None:
+    """Let files be read by whom the folder is for: safetensors writes them for their owner alone."""
+    mode = folder.stat().st_mode & 0o666
+    for file in folder.rglob("*"):
+        if file.is_file():
+            file.chmod(mode)
 
 
 def sync_tree(folder: Path) -> None:
