@@ -186,11 +186,14 @@ def owner(name: str) -> str:
 
 def write_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
     writer = dcp.FileSystemWriter(folder, sync_files=False)  # the folder is synced as a whole
+    failures = {}
     try:
         with alone():
             dcp.save(tensors, storage_writer=writer, no_dist=not dist.is_initialized())
     except dcp.CheckpointException as error:
-        raise next(iter(error.failures.values()))[0] from error
+        failures = error.failures
+    for failure, _ in failures.values():  # raised in the handler, it would forget the refusal of the disk behind it
+        raise failure
 
 
 @contextmanager
