@@ -20,6 +20,7 @@ class Count:
 
 
 RECIPE = Count
+LIVE = frozenset({"out"})
 
 
 def check(cfg):

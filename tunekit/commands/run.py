@@ -2,6 +2,7 @@
 
 import argparse
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ def main(args: argparse.Namespace) -> None:
     cfg = launch.config(recipe, config, overrides, args.imports)
     devices(args.gpus)
     if args.fresh:
-        erase(cfg, args.recipe)
+        erase(recipe, cfg)
     recipe.main(cfg)
 
 
@@ -40,8 +41,9 @@ def devices(wanted: int | None) -> None:
         raise UserError(f"--gpus {wanted}: a run uses one GPU in this version; leave --gpus out")
 
 
-def erase(cfg: Any, recipe: str) -> None:
-    """Empty the run folder, for recipes that have one."""
-    if "out" not in vars(cfg):
-        raise UserError(f"--fresh: the recipe '{recipe}' keeps nothing to continue from; leave it out")
+def erase(recipe: ModuleType, cfg: Any) -> None:
+    """Empty the run folder, for recipes that have one: they say in LIVE what may change between two starts."""
+    if "LIVE" not in vars(recipe):
+        name = recipe.__name__.rpartition(".")[2]
+        raise UserError(f"--fresh: the recipe '{name}' keeps nothing to continue from; leave it out")
     workspace.erase(Path(cfg.out))
