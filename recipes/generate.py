@@ -14,6 +14,8 @@ from tqdm import tqdm
 
 from tunekit import assemble, hub
 from tunekit.checkpoint.atomic import write_text
+from tunekit.data.messages import conversation
+from tunekit.data.rows import named
 from tunekit.data.source import find, open_source
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import FieldError, UserError
@@ -76,7 +78,7 @@ def asked(cfg: Generate) -> Iterator[str | list]:
         found = row.fields.get("messages", row.fields.get("prompt"))
         if not isinstance(found, str | list) or not found:
             raise UserError(f"{row.where}: neither 'messages' nor 'prompt' to answer")
-        yield found
+        yield found if isinstance(found, str) else named(row, conversation, found, "messages")
 
 
 def ids(prompt: str | list, tokenizer: Tokenizer, cfg: Generate) -> list[int]:
