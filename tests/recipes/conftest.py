@@ -16,8 +16,12 @@ from safetensors.torch import load_file
 from tunekit import bundled, cli
 from tunekit.checkpoint.folder import Folder
 from tunekit.checkpoint.write import write
+from tunekit.data.rows import Chat
 from tunekit.models.decoder import Decoder
 from tunekit.models.init import randomize
+from tunekit.optim import AdamW
+from tunekit.precision import Precision
+from tunekit.recipes import sft
 
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 SMALL |= {"num_key_value_heads": 2, "head_dim": 8, "torch_dtype": "float32"}
@@ -133,6 +137,28 @@ def make() -> Callable[..., Path]:
 @pytest.fixture(scope="session")
 def tiny(make: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session")
+def learnt(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run folder of a model that knows four rows by heart."""
+    folder = tmp_path_factory.mktemp("learnt")
+    (folder / "rows.jsonl").write_text(sums(1, 4))
+    data = Chat(str(folder / "rows.jsonl"), length=64)
+    sft.main(
+        sft.SFT(
+            model=str(tiny),
+            data=data,
+            out=str(folder / "out"),
+            optimizer=AdamW(lr=1e-2),
+            precision=Precision("fp32"),
+            device="cpu",
+            batch=4,
+            micro_batch=4,
+            steps=80,
+        )
+    )
+    return folder / "out"
 
 
 @pytest.fixture(scope="session")
