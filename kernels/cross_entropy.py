@@ -20,7 +20,8 @@ def chunked_loss(hidden: Tensor, targets: Tensor, head: nn.Module, vocab: int, m
     and the head may be anything: plain, adapted, four bits. A frozen head costs no gradient of its own.
     """
     size = max(MULTIPLE, LOGITS // vocab // MULTIPLE * MULTIPLE)
-    trained = [p for p in head.parameters() if p.requires_grad]
+    # A function is told of gradients that nobody will ask for: validation would take those of the head.
+    trained = [p for p in head.parameters() if p.requires_grad] if torch.is_grad_enabled() else []
     return ChunkedLoss.apply(head, measure, size, targets, hidden, *trained)
 
 

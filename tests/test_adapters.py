@@ -146,7 +146,8 @@ def test_targets_that_hit_nothing_are_told(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("values", "field"), [
-    ({"rank": 0}, "rank"), ({"dropout": 1.0}, "dropout"), ({"dropout": -0.1}, "dropout"), ({"plus": 0.0}, "plus"),
+    ({"rank": 0}, "rank"), ({"alpha": 0.0}, "alpha"), ({"targets": ()}, "targets"),
+    ({"dropout": 1.0}, "dropout"), ({"dropout": -0.1}, "dropout"), ({"plus": 0.0}, "plus"),
     ({"targets": "(q"}, "targets"), ({"targets": ("attn", "*")}, "targets"), ({"init": "pissa", "start": "x"}, "start"),
 ])  # fmt: skip
 def test_values_that_make_no_sense(values: dict, field: str) -> None:
@@ -154,6 +155,18 @@ def test_values_that_make_no_sense(values: dict, field: str) -> None:
         with pytest.raises(FieldError) as caught:
             kind(**values)
         assert caught.value.field == field
+
+
+def test_pissa_wants_as_many_directions_as_its_rank(folder: Path) -> None:
+    with pytest.raises(UserError, match=r"adapter.rank: a layer of \[\d+, \d+\] has no 999 directions for pissa"):
+        ours(folder, LoRA(999, init="pissa"))
+    ours(folder, LoRA(999))
+
+
+@torch.no_grad()
+def test_pissa_begins_at_zero_in_bf16(folder: Path) -> None:
+    model = ours(folder, LoRA(4, init="pissa"), Precision("fp32", trained="bf16"))
+    assert error(model.eval()(tokens()), ours(folder)(tokens())) < 1e-6
 
 
 @pytest.mark.parametrize("adapter", [

@@ -23,6 +23,7 @@ FILES = {
     "tokenizer.json": b"{}",
     "pytorch_model.bin": bytes(10),
     "original/params.json": b"{}",
+    "consolidated.safetensors": b"the same weights again",
 }
 ERRORS = {
     "owner/missing": (404, "RepoNotFound"),

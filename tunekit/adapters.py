@@ -68,12 +68,16 @@ class LoRA:
     def __post_init__(self) -> None:
         if self.rank < 1:
             raise FieldError("rank", f"must be 1 or more, not {self.rank}")
+        if self.alpha <= 0:
+            raise FieldError("alpha", f"must be above 0, not {self.alpha}")
         if not 0 <= self.dropout < 1:
             raise FieldError("dropout", f"a share from 0 to below 1, not {self.dropout}")
         if self.plus <= 0:
             raise FieldError("plus", f"must be above 0, not {self.plus}")
         if self.start is not None and self.init != "zero":
             raise FieldError("start", f"{self.init} begins with the weights and no adapter: leave one of them out")
+        if not self.patterns:
+            raise FieldError("targets", "name at least one layer")
         for pattern in self.patterns:
             try:
                 re.compile(pattern)
@@ -113,6 +117,9 @@ class LoRA:
             layer.lora_embedding_B = nn.Parameter(torch.empty(layer.embedding_dim, self.rank, device="meta"))
             layer.update = self.embed
             return
+        if self.init == "pissa" and self.rank > min(layer.weight.shape):
+            shape = list(layer.weight.shape)
+            raise UserError(f"adapter.rank: a layer of {shape} has no {self.rank} directions for pissa")
         layer.lora_A = Linear(layer.in_features, self.rank, bias=False, device="meta")
         layer.lora_B = Linear(self.rank, layer.out_features, bias=False, device="meta")
         layer.update = self.product
@@ -129,8 +136,8 @@ class LoRA:
             a, b = principal(layer.dense().detach().float() / self.scale, self.rank, generator)
             for target, part in ((layer.lora_A.weight, a), (layer.lora_B.weight, b)):
                 put(target, part)
-            put(layer.lora_A0, a)
-            put(layer.lora_B0, b)
+            put(layer.lora_A0, layer.lora_A.weight)  # as rounded: the update must be zero in bf16 too
+            put(layer.lora_B0, layer.lora_B.weight)
         else:
             bound = layer.in_features**-0.5
             a = torch.empty(self.rank, layer.in_features).uniform_(-bound, bound, generator=generator)

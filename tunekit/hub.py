@@ -27,7 +27,7 @@ class Files:
     """Which files of a repository, as globs over their whole paths. By default those that this toolkit reads."""
 
     include: tuple[str, ...] = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model", "*.txt")
-    exclude: tuple[str, ...] = ("original/*", "onnx/*")
+    exclude: tuple[str, ...] = ("original/*", "onnx/*", "consolidated*")  # copies for other programs
 
 
 READ = Files()

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tunekit import cli
 from tunekit.commands import chat
 from tunekit.errors import UserError
 
@@ -51,3 +52,11 @@ def test_a_run_is_where_its_final_checkpoint_is(tmp_path: Path) -> None:
     (tmp_path / "final").mkdir()
     assert chat.folder(str(tmp_path)) == tmp_path / "final"
     assert chat.folder(str(tmp_path / "final")) == tmp_path / "final"
+
+
+@pytest.mark.parametrize(("words", "says"), [
+    (["--temperature", "-1"], "--temperature must not be below 0"), (["--top-p", "0"], "--top-p a share above 0"),
+])  # fmt: skip
+def test_wrong_numbers_are_told_in_a_line(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["chat", "tunekit/nano", *words]) == 2
+    assert says in capsys.readouterr().err

@@ -79,9 +79,16 @@ def test_a_frozen_head_costs_no_gradient() -> None:
 def test_without_gradients_nothing_is_kept() -> None:
     head, hidden = nn.Linear(10, 13), torch.randn(11, 10)
     targets = torch.randint(0, 13, (11,))
+    seen = []
+
+    def measure(logits: Tensor, targets: Tensor) -> Tensor:
+        seen.append(logits.requires_grad)
+        return PLAIN.measure(logits, targets)
+
     with torch.no_grad():
-        loss = chunked_loss(hidden, targets, head, 13, PLAIN.measure)
+        loss = chunked_loss(hidden, targets, head, 13, measure)
     assert not loss.requires_grad
+    assert not any(seen), "a trained head would take its gradient"
     assert loss.item() == pytest.approx(whole(PLAIN, head(hidden), targets).item(), rel=1e-5)
 
 

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 
 from tunekit import assemble, generate
-from tunekit.errors import UserError
+from tunekit.errors import FieldError, UserError
 from tunekit.parallel import Run
 from tunekit.precision import Precision
 
@@ -16,7 +16,10 @@ Answer = Callable[[list[Message]], Iterator[str]]  # the pieces of an answer to 
 
 def main(args: argparse.Namespace) -> None:
     """Open the model and talk until the input ends."""
-    sampling = generate.Sampling(args.temperature, top_p=args.top_p, tokens=args.max_tokens, seed=args.seed)
+    try:
+        sampling = generate.Sampling(args.temperature, top_p=args.top_p, tokens=args.max_tokens, seed=args.seed)
+    except FieldError as error:
+        raise UserError(f"--{error.field.replace('_', '-')} {error.message}") from error
     model, tokenizer = assemble.opened(args.model, Precision(), Run())
     talk(lambda messages: generate.stream(model, tokenizer, messages, sampling), args.system)
 
