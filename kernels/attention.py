@@ -18,12 +18,12 @@ def attend(
     return packed(q, k, v, scale, window, offsets)
 
 
-@torch.compiler.disable  # the bounds differ in every batch, and each set of them would compile anew
+@torch.compiler.disable()  # the bounds differ in every batch, and each set of them would compile anew
 def packed(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, offsets: Tensor) -> Tensor:
     """One product per document: the work is the sum of the squared lengths, and no mask exists."""
     lengths = offsets.diff().tolist()
     documents = zip(*(x.flatten(0, 1).split(lengths) for x in (q, k, v)), strict=True)
-    return torch.cat([causal(*(x[None] for x in one), scale, window)[0] for one in documents]).view_as(q)
+    return torch.cat([causal(q[None], k[None], v[None], scale, window)[0] for q, k, v in documents]).view_as(q)
 
 
 def causal(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:

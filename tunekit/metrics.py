@@ -192,8 +192,8 @@ class Screen:
         form = "{n_fmt}/{total_fmt} |{bar}| {desc}"
         # Some terminals do not know how wide they are: tqdm would draw nothing.
         wide = self.plain or os.get_terminal_size(sys.stderr.fileno()).columns > 0
-        size = {"dynamic_ncols": True} if wide else {"ncols": 80}
-        self.bar = tqdm(total=total, initial=start, bar_format=form, disable=self.plain or not speaks, **size)
+        ncols, quiet = None if wide else 80, self.plain or not speaks
+        self.bar = tqdm(total=total, initial=start, bar_format=form, disable=quiet, dynamic_ncols=wide, ncols=ncols)
 
     def advance(self, step: int) -> None:
         self.bar.update(step - self.done)

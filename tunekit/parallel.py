@@ -5,12 +5,16 @@ import random
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from types import FrameType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from tunekit.errors import Stopped
+
+Handler = Callable[[int, FrameType | None], Any] | int | None  # what Python keeps for a signal
 
 
 class Run:
@@ -24,7 +28,7 @@ class Run:
         cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
         self.device = torch.device("cuda", 0) if cuda else torch.device("cpu")
         self.stopping: signal.Signals | None = None
-        self.handlers: dict[int, object] = {}
+        self.handlers: dict[int, Handler] = {}
 
     def __enter__(self) -> "Run":
         torch.manual_seed(self.seed)

@@ -1,6 +1,6 @@
 """Tokenised rows, held flat: 5 bytes a token however many rows there are."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -14,7 +14,7 @@ class Document(NamedTuple):
     whole: int
 
 
-class Documents(Sequence[Document]):
+class Documents:
     """All documents of a data set, one after the other in two flat arrays.
 
     `lengths` (documents,) counts their tokens, `truncated` those that were cut, `targets` the tokens to learn: a

@@ -16,4 +16,5 @@ def hub_set(name: str, split: str) -> Table:
         reason = " ".join(str(error).split())
         raise UserError(f"{name}: no such file or folder, and no split {split!r} from the Hub: {reason}") from None
     assert isinstance(rows, datasets.Dataset)
-    return Table(len(rows), (Row(f"{name} {split} row {number}", fields) for number, fields in enumerate(rows, 1)))
+    numbered = enumerate(rows, 1)
+    return Table(len(rows), (Row(f"{name} {split} row {number}", dict(fields)) for number, fields in numbered))

@@ -1,6 +1,7 @@
 """A row that knows where it came from, and rows that know how many they are."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 
@@ -11,7 +12,8 @@ class Row(NamedTuple):
     fields: dict[str, Any]
 
 
-class Table(NamedTuple):
+@dataclass(frozen=True)
+class Table:
     """Rows to be read once, in order. The count is known before: slices in percent and progress bars need it."""
 
     count: int

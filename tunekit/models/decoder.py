@@ -1,7 +1,7 @@
 """One decoder for every family: reads a DecoderSpec, builds modules, runs them."""
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -137,7 +137,8 @@ class Decoder(nn.Module):
         super().__init__()
         self.spec = spec
         self.embed = Embedding(spec.vocab, spec.dim)
-        self.layers = nn.ModuleList(Block(layer, spec.dim, spec.norm) for layer in spec.layers)
+        blocks = nn.ModuleList(Block(layer, spec.dim, spec.norm) for layer in spec.layers)
+        self.layers = cast("Iterable[Block]", blocks)  # a ModuleList does not tell what it holds
         self.norm = RMSNorm(spec.dim, spec.norm)
         self.head = Linear(spec.dim, spec.vocab, bias=False)
         self.tie()

@@ -15,6 +15,12 @@ class Linear(nn.Linear):
     """
 
     update: "Callable[[Linear, Tensor], Tensor] | None" = None
+    # An adapter hangs these here, under the names of PEFT; without one they do not exist.
+    lora_A: "Linear"  # (rank, in)
+    lora_B: "Linear"  # (out, rank)
+    lora_A0: Tensor  # what A and B were at the start, where their product was not zero
+    lora_B0: Tensor
+    lora_magnitude_vector: nn.Parameter  # (out,)
 
     def product(self, x: Tensor) -> Tensor:
         """x W^T + b: (..., in) to (..., out)."""
@@ -29,18 +35,20 @@ class Linear(nn.Linear):
         """Take a weight (out, in) as it stands in a checkpoint."""
         put(self.weight, weight)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.product(x) if self.update is None else self.update(self, x)
+    def forward(self, input: Tensor) -> Tensor:
+        return self.product(input) if self.update is None else self.update(self, input)
 
 
 class Embedding(nn.Embedding):
     """Rows of a table; an adapter may set `update` here as well."""
 
     update: "Callable[[Embedding, Tensor], Tensor] | None" = None
+    lora_embedding_A: nn.Parameter  # (rank, ids)
+    lora_embedding_B: nn.Parameter  # (dim, rank)
 
     def product(self, tokens: Tensor) -> Tensor:
         """(...) token ids to (..., dim)."""
         return F.embedding(tokens, self.weight)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.product(tokens) if self.update is None else self.update(self, tokens)
+    def forward(self, input: Tensor) -> Tensor:
+        return self.product(input) if self.update is None else self.update(self, input)

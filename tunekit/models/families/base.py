@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 from tunekit.models.spec import (
     MLP,
@@ -111,7 +111,7 @@ def mlp(c: Config) -> MLP:
     act = ACTS.get(c["hidden_act"], c["hidden_act"])
     if act not in get_args(Act):
         raise ValueError(f"hidden_act {act!r} is not supported: {', '.join(get_args(Act))} are")
-    return MLP(c["intermediate_size"], act, bool(c["mlp_bias"]))
+    return MLP(c["intermediate_size"], cast("Act", act), bool(c["mlp_bias"]))
 
 
 def decoder(c: Config, layers: Iterable[Layer]) -> DecoderSpec:
