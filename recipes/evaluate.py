@@ -75,7 +75,8 @@ class Result:
 def check(cfg: Evaluate) -> None:
     """Whether the models and the rows are there."""
     for name in filter(None, (cfg.model, cfg.baseline)):
-        hub.resolve(name, files=hub.SMALL)
+        _, _, tokenizer = assemble.described(name, hub.SMALL)
+        cfg.data.prepare(tokenizer)
     cfg.data.check()
 
 

@@ -52,7 +52,7 @@ RECIPE = Generate
 
 def check(cfg: Generate) -> None:
     """Whether the model and the rows are there."""
-    hub.resolve(cfg.model, files=hub.SMALL)
+    assemble.described(cfg.model, hub.SMALL)
     if cfg.source is not None:
         find(cfg.source, cfg.split)
 

@@ -66,9 +66,11 @@ class SFT:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        counts = ("batch", "micro_batch", "epochs", "save_every", "keep", "validate_every")
-        if low := [name for name in counts if vars(self)[name] < 1]:
+        counts = ("batch", "micro_batch", "epochs", "steps", "save_every", "keep", "validate_every", "patience")
+        if low := [name for name in counts if vars(self)[name] is not None and vars(self)[name] < 1]:
             raise FieldError(low[0], f"must be 1 or more, not {vars(self)[low[0]]}")
+        if self.clip < 0:
+            raise FieldError("clip", f"must not be below 0, not {self.clip}")
         if self.patience is not None and self.validation is None:
             raise FieldError("patience", "needs `validation` to watch")
 
@@ -79,8 +81,7 @@ RECIPE = SFT
 def check(cfg: SFT) -> None:
     """What can be known without reading weights: the folder, the family, the adapter's targets, the rows' files."""
     source = Folder.open(hub.resolve(cfg.model, files=hub.SMALL), cfg.model)
-    with torch.device("meta"):
-        cfg.adapter.apply(Decoder(source.spec))
+    assemble.outline(source, cfg.weights, cfg.adapter)
     tokenizer = Tokenizer.open(source.path)
     for rows in filter(None, (cfg.data, cfg.validation)):
         rows.check()
@@ -134,7 +135,7 @@ def train(cfg: SFT, model: Decoder, data: Loader, held: Loader | None, space: wo
                     log.note(done, validation=patience.watch(validate(model, held, cfg, run)))
                 if done % cfg.save_every == 0 or done == steps or patience.over or run.stopping:
                     state.save(done)
-            run.leave(done, steps)
+                    run.leave(done, steps)  # in here: a signal that comes behind the `if` is for the next step
 
 
 def train_step(

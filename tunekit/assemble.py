@@ -31,10 +31,7 @@ def model(
     fresh: bool = False,
 ) -> Decoder:
     """Build on no device, then fill in place. With `fresh`, weights are drawn and not read."""
-    with torch.device("meta"):
-        net = Decoder(source.spec)
-    weights.apply(net)  # what a weight is
-    adapter.apply(net)  # what is trained
+    net = outline(source, weights, adapter)
     precision.apply(net, {} if fresh else source.dtypes)  # how exact it is
     memory.apply(net)  # what is kept
     net.to_empty(device=run.device)  # where it is
@@ -49,17 +46,33 @@ def model(
     return net
 
 
+def outline(source: Folder, weights: Plain, adapter: Full | LoRA) -> Decoder:
+    """The model before it holds a number. An adapter to start from must fit it."""
+    with torch.device("meta"):
+        net = Decoder(source.spec)
+    weights.apply(net)  # what a weight is
+    adapter.apply(net)  # what is trained
+    if adapter.start is not None:
+        peft.fitting(Path(adapter.start), net, adapter, source)
+    return net
+
+
 def opened(name: str, precision: Precision, run: Run) -> tuple[Decoder, Tokenizer]:
-    """A model to ask, and its tokenizer: a checkpoint, an adapter on its base, or what a finished run has left."""
-    path = finished(hub.resolve(name))
+    """A model to ask, and its tokenizer."""
+    source, adapter, tokenizer = described(name)
+    return model(source, Plain(), adapter, precision, Memory(), run), tokenizer
+
+
+def described(name: str, files: hub.Files = hub.READ) -> tuple[Folder, Full | LoRA, Tokenizer]:
+    """What a name stands for: a checkpoint, an adapter on its base, or what a finished run has left."""
+    path = finished(hub.resolve(name, files=files))
     if not (path / peft.CONFIG).is_file():
-        source = Folder.open(path, name)
-        return model(source, Plain(), Frozen(), precision, Memory(), run), Tokenizer.open(path)
+        return Folder.open(path, name), Frozen(), Tokenizer.open(path)
     base = peft.base(path)
-    source = Folder.open(hub.resolve(base), base)
+    source = Folder.open(hub.resolve(base, files=files), base)
     adapter = replace(peft.described(path, source), start=str(path))
     own = (path / "tokenizer.json").is_file()
-    return model(source, Plain(), adapter, precision, Memory(), run), Tokenizer.open(path if own else source.path)
+    return source, adapter, Tokenizer.open(path if own else source.path)
 
 
 def finished(path: Path) -> Path:

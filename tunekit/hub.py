@@ -31,7 +31,8 @@ class Files:
 
 
 READ = Files()
-SMALL = Files(include=("*.json", "*.jinja", "tokenizer.model", "*.txt"))  # all but the weights
+# All but the weights of a whole model.
+SMALL = Files(include=("*.json", "*.jinja", "tokenizer.model", "*.txt", "adapter_model.safetensors"))
 
 
 def resolve(name: str, revision: str | None = None, files: Files = READ) -> Path:

@@ -194,3 +194,11 @@ def refused(told: str, action) -> None:
         action()
     assert told in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_what_a_config_leaves_out_is_as_usual(tmp_path: Path) -> None:
+    folder, _ = trained(tmp_path, "llama2", LoRA(2))
+    file = folder / "adapter_config.json"
+    kept = ("peft_type", "base_model_name_or_path", "r", "lora_alpha", "target_modules")
+    file.write_text(json.dumps({key: value for key, value in json.loads(file.read_text()).items() if key in kept}))
+    opened(folder)

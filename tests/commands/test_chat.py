@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tunekit import cli
+from tunekit import assemble, cli
+from tunekit.checkpoint import atomic
 from tunekit.commands import chat
 from tunekit.errors import UserError
 
@@ -48,10 +49,11 @@ def test_a_mistake_does_not_end_the_talk(monkeypatch: pytest.MonkeyPatch, capsys
 def test_a_run_is_where_its_final_checkpoint_is(tmp_path: Path) -> None:
     (tmp_path / "state").mkdir()
     with pytest.raises(UserError, match="has not ended"):
-        chat.folder(str(tmp_path))
-    (tmp_path / "final").mkdir()
-    assert chat.folder(str(tmp_path)) == tmp_path / "final"
-    assert chat.folder(str(tmp_path / "final")) == tmp_path / "final"
+        assemble.finished(tmp_path)
+    with atomic.whole(tmp_path / "final"):
+        pass
+    assert assemble.finished(tmp_path) == tmp_path / "final"
+    assert assemble.finished(tmp_path / "final") == tmp_path / "final"
 
 
 @pytest.mark.parametrize(("words", "says"), [

@@ -107,7 +107,7 @@ def choice(folder: Path) -> LoRA:
     if c.get("peft_type") != "LORA":
         raise UserError(f"{folder / CONFIG}: peft_type {c.get('peft_type')!r} is not supported; LORA is")
     for key, plain in PLAIN.items():
-        if c.get(key) not in plain:
+        if c.get(key, plain[0]) not in plain:
             raise UserError(f"{folder / CONFIG}: {key} = {c[key]!r} is not supported")
     kind = DoRA if c.get("use_dora") else LoRA
     try:
@@ -144,7 +144,15 @@ def described(folder: Path, source: Folder) -> LoRA:
 
 
 def read(folder: Path, model: Decoder, adapter: LoRA, source: Folder) -> None:
-    """Fill the updates of a model from a folder; they must be the updates that it has."""
+    """Fill the updates of a model from a folder."""
+    found = fitting(folder, model, adapter, source)
+    with Reader({hub: held for hub, held in found.values()}) as tensors:
+        for name, (hub, _) in found.items():
+            put(model.get_parameter(name), tensors[hub])
+
+
+def fitting(folder: Path, model: Decoder, adapter: LoRA, source: Folder) -> dict[str, tuple[str, Stored]]:
+    """What `stored` says, once it is sure that these are the updates of this model."""
     agree(folder, adapter)
     found, mine = stored(folder, source), dict(model.named_parameters())
     wanted = {name for name in mine if ".lora_" in name}
@@ -156,9 +164,7 @@ def read(folder: Path, model: Decoder, adapter: LoRA, source: Folder) -> None:
             raise UserError(f"{held.file}: {hub} is {list(held.shape)}, wanted {list(mine[name].shape)}; {other}")
     if missing := sorted(wanted - set(found)):
         raise UserError(f"{folder / TENSORS}: no {missing[0]}; {other}")
-    with Reader({hub: held for hub, held in found.values()}) as tensors:
-        for name, (hub, _) in found.items():
-            put(mine[name], tensors[hub])
+    return found
 
 
 def agree(folder: Path, adapter: LoRA) -> None:

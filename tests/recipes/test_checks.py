@@ -1,0 +1,53 @@
+"""What is told before a weight is read: limits of the recipe's numbers, models and adapters that do not fit."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.checkpoints import made, ours
+from tunekit import assemble, launch
+from tunekit.adapters import LoRA
+from tunekit.checkpoint import save
+from tunekit.checkpoint.folder import Folder
+from tunekit.data.rows import Chat
+from tunekit.errors import FieldError, UserError
+from tunekit.formats import Plain
+from tunekit.recipes import evaluate, generate, sft
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("steps", 0), ("steps", -3), ("patience", 0), ("clip", -1.0), ("epochs", 0)]
+)
+def test_numbers_that_make_no_sense(name: str, value: float) -> None:
+    rows = Chat("rows.jsonl")
+    options: dict[str, Any] = {"model": "m", "data": rows, "out": "o", "validation": rows, name: value}
+    with pytest.raises(FieldError) as caught:
+        sft.SFT(**options)
+    assert caught.value.field == name
+
+
+def test_an_adapter_to_start_from_is_looked_at_before_weights(tmp_path: Path) -> None:
+    base, adapter = made(tmp_path / "base", "llama2"), LoRA(2)
+    save.final(adapter, tmp_path / "adapter", ours(base, adapter), Folder.open(base))
+    (base / "model.safetensors").unlink()
+    fits = LoRA(2, start=str(tmp_path / "adapter"))
+    assemble.outline(Folder.open(base), Plain(), fits)
+    for start, rank, says in [("nowhere", 2, "nowhere"), ("adapter", 3, "adapter.rank: 3, but"), ("base", 2, "base")]:
+        with pytest.raises(UserError, match=re.escape(says)):
+            assemble.outline(Folder.open(base), Plain(), LoRA(rank, start=str(tmp_path / start)))
+
+
+def test_models_to_ask_are_looked_at_before_weights(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/config.json").write_text(json.dumps({"model_type": "lama"}))
+    data = "data={kind: chat, source: tunekit/tools}"
+    for name, says in [("empty", "no config.json"), ("other", "did you mean 'llama'?")]:
+        model = f"model={tmp_path / name}"
+        with pytest.raises(UserError, match=re.escape(says)):
+            launch.config(generate, "nano/generate", [model], [])
+        with pytest.raises(UserError, match=re.escape(says)):
+            launch.config(evaluate, "nano/tools", ["model=tunekit/nano", f"baseline={tmp_path / name}", data], [])
