@@ -13,14 +13,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
+from typing import cast
 
 import numpy
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from tunekit.checkpoint import atomic
 from tunekit.errors import UserError
@@ -96,7 +100,7 @@ class State:
         reader = Reader(folder)
         tensors = self.fitting(reader.read_metadata().state_dict_metadata, progress["groups"], folder)
         with alone():
-            dcp.load(tensors, storage_reader=reader, no_dist=not dist.is_initialized())
+            load(tensors, storage_reader=reader, no_dist=not dist.is_initialized())
         for group, values in zip(self.optimizer.param_groups, progress["groups"], strict=True):
             restore_group(group, values)
         self.schedule.load_state_dict(progress["schedule"])
@@ -111,7 +115,7 @@ class State:
 
     def moments(self) -> dict[str, Tensor]:
         """What the optimizer keeps for each weight, by name. References too; allocated if it took no step yet."""
-        kept = get_optimizer_state_dict(self.model, self.optimizer)["state"]
+        kept = cast("dict[str, dict[str, Tensor]]", get_optimizer_state_dict(self.model, self.optimizer)["state"])
         found = {f"optimizer.{name}.{key}": value for name, one in kept.items() for key, value in one.items()}
         assert all(isinstance(value, Tensor) for value in found.values()), "optimizers keep tensors"
         return found
@@ -150,7 +154,7 @@ class Unreadable(Exception):
         super().__init__(f"cannot read {file}: it is damaged or cut off")
 
 
-class Reader(dcp.FileSystemReader):
+class Reader(FileSystemReader):
     """Reads the metadata of a state without running what a pickle may hold."""
 
     def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
@@ -185,12 +189,12 @@ def owner(name: str) -> str:
 
 
 def write_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
-    writer = dcp.FileSystemWriter(folder, sync_files=False)  # the folder is synced as a whole
+    writer = FileSystemWriter(folder, sync_files=False)  # the folder is synced as a whole
     failures = {}
     try:
         with alone():
-            dcp.save(tensors, storage_writer=writer, no_dist=not dist.is_initialized())
-    except dcp.CheckpointException as error:
+            save(tensors, storage_writer=writer, no_dist=not dist.is_initialized())
+    except CheckpointException as error:
         failures = error.failures
     for failure, _ in failures.values():  # raised in the handler, it would forget the refusal of the disk behind it
         raise failure
@@ -236,7 +240,7 @@ def generators(device: torch.device) -> dict:
     if device.type != "cpu":
         found["device"] = torch.get_device_module(device).get_rng_state(device)
     if "numpy.random" in sys.modules:  # numpy loads it when it is first used
-        kind, words, *rest = numpy.random.get_state()
+        kind, words, *rest = cast("tuple", numpy.random.get_state())  # a dict only if asked for one
         found["numpy"] = (kind, words.tolist(), *rest)
     return found
 
