@@ -12,7 +12,7 @@ from tunekit.adapters import Frozen, LoRA
 from tunekit.checkpoint.folder import WEIGHTS
 from tunekit.losses import CrossEntropy
 from tunekit.memory import Memory
-from tunekit.precision import Precision
+from tunekit.precision import Precision, multiplies_bf16
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -39,9 +39,21 @@ def test_each_weight_has_the_dtype_that_was_asked(precision, trained, frozen, mi
         assert p.dtype == (trained if p.requires_grad else frozen or stored), name
     assert {p.dtype for p in ours(mixed, FULL, precision).parameters()} == {trained}
     logits = model(tokens())
-    assert logits.dtype == {"bf16": BF16, "fp32": FP32}[precision.compute]
+    best = BF16 if multiplies_bf16(torch.device("cpu")) else FP32
+    assert logits.dtype == {"bf16": BF16, "fp32": FP32, "auto": best}[precision.compute]
     wanted = theirs(mixed)(tokens()).logits
     assert error(logits.float().detach(), wanted.detach()) < (0.1 if BF16 in (logits.dtype, frozen) else 1e-5)
+
+
+@pytest.mark.parametrize(("flags", "fast"), [
+    ("fpu avx512f avx512_bf16", True), ("asimd bf16 i8mm", True), ("fpu avx2 f16c", False), (None, False),
+])  # fmt: skip
+def test_bf16_is_for_processors_that_multiply_it(flags, fast, tmp_path: Path, monkeypatch) -> None:
+    info = tmp_path / "cpuinfo"
+    if flags is not None:
+        info.write_text(f"processor\t: 0\nflags\t\t: {flags}\n")
+    monkeypatch.setattr("tunekit.precision.CPU_INFO", info)
+    assert multiplies_bf16(torch.device("cpu")) is fast
 
 
 def test_products_of_fp32_do_not_care_how_frozen_weights_are_kept(mixed: Path) -> None:
@@ -50,7 +62,7 @@ def test_products_of_fp32_do_not_care_how_frozen_weights_are_kept(mixed: Path) -
 
 
 def test_gradients_of_bf16_products_are_fp32(mixed: Path) -> None:
-    model = ours(mixed, LoRA(4), Precision())
+    model = ours(mixed, LoRA(4), Precision("bf16"))
     train(model, LoRA(4), steps=1)
     part = batch(tokens())
     (CrossEntropy()(model, part) / part.learnt).backward()
@@ -64,7 +76,7 @@ def test_bf16_is_as_near_to_fp32_as_that_of_transformers(tmp_path: Path) -> None
     exact = theirs(folder)
     with torch.no_grad():
         wanted = exact(tokens()).logits
-        mine = ours(folder, Frozen(), Precision())(tokens()).float()
+        mine = ours(folder, Frozen(), Precision("bf16"))(tokens()).float()
         other = exact.bfloat16()(tokens()).logits.float()
     assert (mine - wanted).norm() < 1.5 * (other - wanted).norm()
 

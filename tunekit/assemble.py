@@ -32,7 +32,7 @@ def model(
 ) -> Decoder:
     """Build on no device, then fill in place. With `fresh`, weights are drawn and not read."""
     net = outline(source, weights, adapter)
-    precision.apply(net, {} if fresh else source.dtypes)  # how exact it is
+    precision.apply(net, {} if fresh else source.dtypes, run.device)  # how exact it is
     memory.apply(net)  # what is kept
     net.to_empty(device=run.device)  # where it is
     net.tie()

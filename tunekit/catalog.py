@@ -30,13 +30,13 @@ def recipe(word: str) -> Path:
     """The file of a recipe: a path to one's own, or a shipped name."""
     if word.endswith(".py") and Path(word).is_file():
         return Path(word)
-    return _named("recipe", word.removesuffix(".py"), recipes())
+    return _named("recipe", word, recipes())
 
 
 def config(word: str) -> Path:
     """The file of a config: a local one if there is one, else a shipped one. `.yaml` may be left out."""
     local = [path for path in (Path(word), Path(f"{word}.yaml")) if path.is_file()]
-    return local[0] if local else _named("config", word.removesuffix(".yaml"), configs())
+    return local[0] if local else _named("config", word, configs())
 
 
 def either(word: str) -> Path:
@@ -72,6 +72,7 @@ def hint(word: str, names: Iterable[str]) -> str:
 
 
 def _named(kind: str, word: str, known: dict[str, Path]) -> Path:
-    if word not in known:
-        raise UserError(f"no {kind} '{word}'{hint(word, known) or ';'} `tune ls` shows what there is")
-    return known[word]
+    name = word.removesuffix(".py").removesuffix(".yaml")
+    if name not in known:
+        raise UserError(f"no {kind} '{word}'{hint(name, known) or ';'} `tune ls` shows what there is")
+    return known[name]
