@@ -84,7 +84,7 @@ def test_version_names_what_a_report_needs(capsys: pytest.CaptureFixture[str]) -
         (["run", "sft", "epochs=1"], "which config?"),
         (["run", "sft", "qwen3/8b_lora", "epochs"], "key=value"),
         (["run", "sft", "--config"], "--config"),
-        (["run", "nope.py", "qwen3/8b_lora"], "no recipe 'nope'"),
+        (["run", "nope.py", "qwen3/8b_lora"], "no recipe 'nope.py'"),
         (["run", "sft", "--gpus", "0", "qwen3/8b_lora"], "from 1 up"),
         (["run"], "RECIPE"),
         (["validate", "qwen3/8b_lora", "--import", "nope.py"], "nope.py: no such file"),
