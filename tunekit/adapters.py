@@ -134,10 +134,9 @@ class LoRA:
             put(layer.lora_embedding_B, b)
         elif self.init == "pissa":
             a, b = principal(layer.dense().detach().float() / self.scale, self.rank, generator)
-            for target, part in ((layer.lora_A.weight, a), (layer.lora_B.weight, b)):
-                put(target, part)
-            put(layer.lora_A0, layer.lora_A.weight)  # as rounded: the update must be zero in bf16 too
-            put(layer.lora_B0, layer.lora_B.weight)
+            for trained, start, part in ((layer.lora_A, layer.lora_A0, a), (layer.lora_B, layer.lora_B0, b)):
+                put(trained.weight, part)
+                put(start, part.to(trained.weight.dtype))  # as rounded: the update must be zero in bf16 too
         else:
             bound = layer.in_features**-0.5
             a = torch.empty(self.rank, layer.in_features).uniform_(-bound, bound, generator=generator)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tunekit.errors import Stopped
+from tunekit.errors import Stopped, UserError
 
 Handler = Callable[[int, FrameType | None], Any] | int | None  # what Python keeps for a signal
 
@@ -25,7 +25,9 @@ class Run:
 
     def __init__(self, seed: int = 0, device: str = "auto") -> None:
         self.seed = seed
-        cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
+        cuda = device != "cpu" and torch.cuda.is_available()
+        if device == "cuda" and not cuda:
+            raise UserError("device: cuda, but torch finds no GPU here: leave it out, or install torch for CUDA")
         self.device = torch.device("cuda", 0) if cuda else torch.device("cpu")
         self.stopping: signal.Signals | None = None
         self.handlers: dict[int, Handler] = {}

@@ -110,6 +110,15 @@ def snapshot(state):
     }
 
 
+def test_what_was_fixed_at_the_start_comes_back(tmp_path):
+    state, other = started(tmp_path), started(tmp_path)
+    train(state, 0, 1)
+    state.save(1)
+    other.model.table += 1e-6  # as if another machine had computed it
+    other.restore()
+    assert torch.equal(other.model.table, state.model.table)
+
+
 def assert_same(ours, theirs):
     """Equal to the last bit, types included."""
     assert type(ours) is type(theirs)

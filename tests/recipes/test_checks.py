@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.checkpoints import made, ours
 from tunekit import assemble, launch
@@ -15,6 +16,7 @@ from tunekit.checkpoint.folder import Folder
 from tunekit.data.rows import Chat
 from tunekit.errors import FieldError, UserError
 from tunekit.formats import Plain
+from tunekit.parallel import Run
 from tunekit.recipes import evaluate, generate, sft
 
 
@@ -51,3 +53,10 @@ def test_models_to_ask_are_looked_at_before_weights(tmp_path: Path) -> None:
             launch.config(generate, "nano/generate", [model], [])
         with pytest.raises(UserError, match=re.escape(says)):
             launch.config(evaluate, "nano/tools", ["model=tunekit/nano", f"baseline={tmp_path / name}", data], [])
+
+
+def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert Run(device="auto").device.type == "cpu"
+    with pytest.raises(UserError, match="device: cuda, but torch finds no GPU"):
+        Run(device="cuda")

@@ -110,8 +110,12 @@ class State:
         return progress["step"]
 
     def weights(self) -> dict[str, Tensor]:
-        """What is trained, by name. References: loading fills them in place."""
-        return {f"model.{bare(n)}": p.detach() for n, p in self.model.named_parameters() if p.requires_grad}
+        """What is trained, and what was fixed when training began, by name. References: loading fills them in place.
+
+        A buffer such as the start of PiSSA is computed, and comes out otherwise with other threads or another device.
+        """
+        trained = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
+        return {f"model.{bare(name)}": tensor.detach() for name, tensor in (*trained, *self.model.named_buffers())}
 
     def moments(self) -> dict[str, Tensor]:
         """What the optimizer keeps for each weight, by name. References too; allocated if it took no step yet."""
