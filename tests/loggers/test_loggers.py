@@ -19,8 +19,8 @@ RESOLVED = {"seed": 1, "optimizer": {"kind": "adamw", "lr": 1e-4}}
 PACKAGES = {TensorBoard: "tensorboard", WandB: "wandb", MLflow: "mlflow", Trackio: "trackio", Comet: "comet_ml"}
 
 
-def train(folder, choice, first, last):
-    with Log(to=(choice,)).open(folder, MAIN, total=4, start=first, resolved=RESOLVED) as meter:
+def train(folder, choice, first, last, resolved=RESOLVED):
+    with Log(to=(choice,)).open(folder, MAIN, total=4, start=first, resolved=resolved) as meter:
         for step in range(first + 1, last + 1):
             meter.step(step, loss=1 / step, norm=2.0, rate=1e-4, tokens=10, learnt=4, wait=0.0)
         meter.note(last, validation_loss=0.5)
@@ -74,7 +74,7 @@ def test_mlflow(tmp_path, monkeypatch):
 
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     train(tmp_path / "run", MLflow(experiment="tries"), 0, 2)
-    train(tmp_path / "run", MLflow(experiment="tries"), 2, 4)
+    train(tmp_path / "run", MLflow(experiment="tries"), 2, 4, RESOLVED | {"seed": 2})  # mlflow takes no other value
     client = MlflowClient(f"sqlite:///{tmp_path}/run/mlflow/mlflow.db")
     (run,) = client.search_runs([client.get_experiment_by_name("tries").experiment_id])
     points = client.get_metric_history(run.info.run_id, "loss")

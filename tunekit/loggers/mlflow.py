@@ -22,12 +22,13 @@ class Logger:
         place.mkdir(parents=True, exist_ok=True)
         own = f"sqlite:///{place.resolve()}/mlflow.db"
         self.client = MlflowClient(choice.uri or os.environ.get("MLFLOW_TRACKING_URI") or own)
-        known = self.client.get_experiment_by_name(choice.experiment)
-        experiment = known.experiment_id if known else self.client.create_experiment(choice.experiment)
+        there = self.client.get_experiment_by_name(choice.experiment)
+        experiment = there.experiment_id if there else self.client.create_experiment(choice.experiment)
         name = choice.name or folder.resolve().name
         self.id = run_id(place, lambda: self.client.create_run(experiment, run_name=name).info.run_id)
         self.sent = None
-        params = [Param(key, str(value)[:500]) for key, value in flat(resolved)]
+        known = self.client.get_run(self.id).data.params  # no value may change, and some do between two starts of a run
+        params = [Param(key, str(value)[:500]) for key, value in flat(resolved) if key not in known]
         for first in range(0, len(params), PARAMS):
             self.client.log_batch(self.id, params=params[first : first + PARAMS])
 
