@@ -13,6 +13,7 @@ from tunekit import assemble, launch
 from tunekit.adapters import LoRA
 from tunekit.checkpoint import save
 from tunekit.checkpoint.folder import Folder
+from tunekit.commands import run
 from tunekit.data.rows import Chat
 from tunekit.errors import FieldError, UserError
 from tunekit.formats import Plain
@@ -60,3 +61,19 @@ def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Run(device="auto").device.type == "cpu"
     with pytest.raises(UserError, match="device: cuda, but torch finds no GPU"):
         Run(device="cuda")
+
+
+def test_starting_over_keeps_what_the_run_reads(tmp_path: Path) -> None:
+    final = tmp_path / "final"
+    final.mkdir()
+    (tmp_path / "config.yaml").touch()
+    rows = Chat("rows.jsonl")
+    for cfg in (
+        sft.SFT(str(final), rows, str(tmp_path)),
+        sft.SFT("m", rows, str(tmp_path), adapter=LoRA(start=f"{final}")),
+    ):
+        with pytest.raises(UserError, match="would erase .*final, which this run reads"):
+            run.erase(sft, cfg)
+        assert final.is_dir()
+    run.erase(sft, sft.SFT("m", rows, str(tmp_path)))
+    assert not final.is_dir()

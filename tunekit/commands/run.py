@@ -1,6 +1,7 @@
 """`tune run`: a recipe with a config."""
 
 import argparse
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -9,6 +10,7 @@ import torch
 
 from tunekit import launch
 from tunekit.checkpoint import workspace
+from tunekit.config.dump import resolved
 from tunekit.errors import UserError
 
 
@@ -46,4 +48,18 @@ def erase(recipe: ModuleType, cfg: Any) -> None:
     if "LIVE" not in vars(recipe):
         name = recipe.__name__.rpartition(".")[2]
         raise UserError(f"--fresh: the recipe '{name}' keeps nothing to continue from; leave it out")
-    workspace.erase(Path(cfg.out))
+    out = Path(cfg.out)
+    gone = [(out / name).resolve() for name in (workspace.FINAL, workspace.STATE)]
+    for text in texts(resolved(cfg)):  # whatever the key: a model, an adapter to start from
+        if any(Path(text).resolve().is_relative_to(folder) for folder in gone):
+            raise UserError(f"--fresh would erase {text}, which this run reads: give another out=")
+    workspace.erase(out)
+
+
+def texts(tree: Any) -> Iterator[str]:
+    """Every text in plain data."""
+    if isinstance(tree, str):
+        yield tree
+    elif isinstance(tree, dict | list):
+        for child in tree.values() if isinstance(tree, dict) else tree:
+            yield from texts(child)
