@@ -49,10 +49,17 @@ class ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *scale: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, None, None, *(grad.mul_(scale[0].type_as(grad)) for grad in ctx.saved_tensors)
+        return None, None, None, None, *(scaled(grad, scale[0]) for grad in ctx.saved_tensors)
 
 
 def padded(head: nn.Module, hidden: Tensor) -> Tensor:
     """Logits (n, vocab) of `hidden` (n, dim), made for a rounder number of tokens."""
     count = len(hidden)
     return head(F.pad(hidden, (0, 0, 0, -count % MULTIPLE)))[:count]
+
+
+def scaled(grad: Tensor, scale: Tensor) -> Tensor:
+    """`grad` times `scale` in place. The scale stays fp32: rounded to bf16, it would be off alike for every token."""
+    for part in grad.split(4096):
+        part.copy_(part.float().mul_(scale))
+    return grad

@@ -85,28 +85,27 @@ def main(cfg: Evaluate) -> list[Result]:
     with Run(cfg.sampling.seed, cfg.device) as run:
         results, questions = [], []
         for name in filter(None, (cfg.baseline, cfg.model)):
-            model, tokenizer = assemble.opened(name, cfg.precision, run)
-            data = cfg.data.open(tokenizer, cfg.batch, cfg.batch, run)
-            questions = list(asked(data, tokenizer))
-            results.append(measure(name, model, tokenizer, data, questions, cfg))
+            questions, result = measure(name, cfg, run)
+            results.append(result)
     show(questions, results, cfg.examples)
     if cfg.out is not None:
-        Path(cfg.out).parent.mkdir(parents=True, exist_ok=True)
         figures = [asdict(result) | {"perplexity": result.perplexity} for result in results]
         write_text(Path(cfg.out), json.dumps(figures, indent=2, ensure_ascii=False) + "\n")
     return results
 
 
-def measure(
-    name: str, model: Decoder, tokenizer: Tokenizer, data: Loader, questions: list[Question], cfg: Evaluate
-) -> Result:
-    answers: list[str] = []
+def measure(name: str, cfg: Evaluate, run: Run) -> tuple[list[Question], Result]:
+    """Questions and figures of one model, which is in memory only in here."""
+    model, tokenizer = assemble.opened(name, cfg.precision, run)
+    data = cfg.data.open(tokenizer, cfg.batch, cfg.batch, run)
+    data.check(model.spec.vocab)
+    questions, answers = list(asked(data, tokenizer)), []
     for first in tqdm(range(0, len(questions), cfg.batch), "answering", unit="batch", disable=None, leave=False):
         prompts = [question.prompt for question in questions[first : first + cfg.batch]]
         found = complete(model, prompts, cfg.sampling, tokenizer.stops, first)
         answers += [tokenizer.decode(tokens).strip() for tokens in found]
     right = sum(answer == question.wanted for answer, question in zip(answers, questions, strict=True))
-    return Result(name, loss(model, data), tuple(answers), right)
+    return questions, Result(name, loss(model, data), tuple(answers), right)
 
 
 @torch.no_grad()
@@ -122,10 +121,10 @@ def loss(model: Decoder, data: Loader) -> float:
 
 
 def asked(data: Loader, tokenizer: Tokenizer) -> Iterator[Question]:
-    """The last answer of each row. Rows that are learnt from their beginning, such as plain text, ask nothing."""
+    """The last answer of each row. A row that was cut, or is learnt from its beginning as text is, asks nothing."""
     for document in data.rows:
         first = start_of_answer(document)
-        if first > 0:
+        if first > 0 and len(document.tokens) == document.whole:
             prompt, answer = document.tokens[:first].tolist(), document.tokens[first:][document.learnt[first:]].tolist()
             yield Question(prompt, tokenizer.decode(prompt).strip(), tokenizer.decode(answer).strip())
 

@@ -95,7 +95,6 @@ def ids(prompt: str | list, tokenizer: Tokenizer, cfg: Generate) -> list[int]:
 def tell(cfg: Generate, lines: list[dict]) -> None:
     if cfg.out is not None:
         text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
-        Path(cfg.out).parent.mkdir(parents=True, exist_ok=True)
         write_text(Path(cfg.out), text)
         print(f"{len(lines)} answers in {cfg.out}")
         return

@@ -95,9 +95,11 @@ def main(cfg: SFT) -> None:
             run.tell(f"{space.final} is there: nothing is left to do; --fresh starts over")
             return
         source = Folder.open(hub.resolve(cfg.model), cfg.model)
-        tokenizer = Tokenizer.open(source.path)
+        tokenizer = Tokenizer.open(source.path).dated(space.day)
         data = cfg.data.open(tokenizer, cfg.batch, cfg.micro_batch, run)
         held = cfg.validation and cfg.validation.open(tokenizer, cfg.batch, cfg.micro_batch, run)
+        for rows in filter(None, (data, held)):
+            rows.check(source.spec.vocab)
         run.tell(f"data: {data.report}")
         fresh = cfg.init == "random"
         model = assemble.model(source, cfg.weights, cfg.adapter, cfg.precision, cfg.memory, run, fresh)
@@ -112,7 +114,7 @@ def train(cfg: SFT, model: Decoder, data: Loader, held: Loader | None, space: wo
     optimizer = cfg.optimizer.build(cfg.adapter.trained(model))
     schedule = cfg.schedule.build(optimizer, steps)
     patience = Patience(cfg.patience)
-    state = State(space.state, model, optimizer, schedule, cfg.keep, run, patience)
+    state = State(space.state, model, optimizer, schedule, cfg.keep, run, patience, data)
     start = state.restore()
     run.listen()
     with cfg.log.open(space.folder, run, steps, start, resolved(cfg, "sft")) as log:

@@ -117,8 +117,8 @@ class LoRA:
             layer.lora_embedding_B = nn.Parameter(torch.empty(layer.embedding_dim, self.rank, device="meta"))
             layer.update = self.embed
             return
-        if self.init == "pissa" and self.rank > min(layer.weight.shape):
-            shape = list(layer.weight.shape)
+        if self.init == "pissa" and self.rank > min(layer.out_features, layer.in_features):
+            shape = [layer.out_features, layer.in_features]
             raise UserError(f"adapter.rank: a layer of {shape} has no {self.rank} directions for pissa")
         layer.lora_A = Linear(layer.in_features, self.rank, bias=False, device="meta")
         layer.lora_B = Linear(self.rank, layer.out_features, bias=False, device="meta")

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import time
+from datetime import date
 
 import pytest
 
@@ -27,12 +28,19 @@ def leave_results(space):
     space.metrics.write_text('{"step": 1}\n')
 
 
+def body(space) -> str:
+    """The config, behind the line that says when the run began."""
+    first, _, rest = space.config.read_text().partition("\n")
+    assert first == f"# began on {space.day}"
+    return rest
+
+
 def test_makes_and_takes_up_again(tmp_path):
     out = tmp_path / "runs" / "a"
     for _ in range(2):
         with claim(out, CONFIG, LIVE) as space:
             leave_results(space)
-    assert space.config.read_text() == CONFIG
+    assert body(space) == CONFIG
     assert names(out) == {".lock", "config.yaml", "metrics.jsonl", "state", "final"}
 
 
@@ -50,7 +58,7 @@ def test_another_config_names_every_key(tmp_path):
         assert "--fresh" in text
         assert "out=" in text
         assert "\n" not in text
-        assert space.config.read_text() == CONFIG
+        assert body(space) == CONFIG
 
 
 def test_live_keys_may_change(tmp_path):
@@ -58,14 +66,14 @@ def test_live_keys_may_change(tmp_path):
         leave_results(space)
     other = CONFIG.replace("every: 1", "every: 5")
     claim(tmp_path / "a", other, LIVE).close()
-    assert space.config.read_text() == other
+    assert body(space) == other
 
 
 def test_a_run_without_results_takes_any_config(tmp_path):
     claim(tmp_path / "a", CONFIG, LIVE).close()
     other = CONFIG.replace("seed: 1", "seed: 2")
     with claim(tmp_path / "a", other, LIVE) as space:
-        assert space.config.read_text() == other
+        assert body(space) == other
 
 
 def test_config_that_is_no_yaml(tmp_path):
@@ -146,3 +154,13 @@ def test_read_only_place(tmp_path):
             erase(place / "a")
     finally:
         subprocess.run(["umount", str(place)], check=True)
+
+
+def test_a_run_keeps_the_day_it_began_on(tmp_path):
+    claim(tmp_path / "a", CONFIG, LIVE).close()
+    config = tmp_path / "a" / "config.yaml"
+    config.write_text(config.read_text().replace(str(date.today()), "2020-02-29"))
+    (tmp_path / "a" / "metrics.jsonl").touch()
+    with claim(tmp_path / "a", CONFIG, LIVE) as space:
+        assert space.day == date(2020, 2, 29)
+        assert body(space) == CONFIG

@@ -7,6 +7,7 @@ import torch
 from tunekit.data.batch import IGNORE, Batch
 from tunekit.data.documents import Document, Documents
 from tunekit.data.loader import MULTIPLE, Loader, Order
+from tunekit.errors import UserError
 
 ROWS, BATCH, PAD = 43, 8, 7
 CAPACITY = 40
@@ -83,6 +84,22 @@ def test_rows_stay_in_order_where_they_are_not_shuffled(place) -> None:
     packed = loader(place(), packed=True, shuffle=False)
     firsts = [min(row) for row in packed.order.epoch(0)]
     assert firsts == sorted(firsts)
+
+
+def test_a_run_goes_on_only_with_its_own_rows(place) -> None:
+    rows, others = loader(place()), loader(place())
+    others.load_state_dict(rows.state_dict())
+    others.rows.learnt[-1] ^= True
+    with pytest.raises(UserError, match="not the rows that the run began with"):
+        others.load_state_dict(rows.state_dict())
+
+
+def test_tokens_that_the_model_lacks_are_told(place) -> None:
+    rows = loader(place())
+    highest = int(rows.rows.tokens.max())
+    rows.check(highest + 1)
+    with pytest.raises(UserError, match=f"token {highest}, the model knows {highest}"):
+        rows.check(highest)
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -110,8 +110,16 @@ def test_a_row_that_is_cut_has_no_false_end(tokenizer, place, tmp_path: Path) ->
     assert loader.rows[0].tokens[-1] != tokenizer.eos
     assert (loader.report.truncated, loader.report.longest) == (1, len(ids) - 4)
     assert "1 truncated" in str(loader.report)
-    text = Text(save(tmp_path, {"text": "Hello there. Thanks"}), length=3).open(tokenizer, 1, 1, place())
-    assert tokenizer.eos not in text.rows[0].tokens
+
+
+@pytest.mark.parametrize("length", [2, 3, 4, 7, 100])
+def test_every_token_of_a_long_text_is_learnt_once(length: int, tokenizer, place, tmp_path: Path) -> None:
+    path = save(tmp_path, {"text": "Hello there. Thanks"}, {"text": "Hello"})
+    whole = [*Text(path, shuffle=False).open(tokenizer, 1, 1, place()).rows]
+    parts = [*Text(path, length=length, shuffle=False).open(tokenizer, 1, 1, place()).rows]
+    assert all(len(part.tokens) <= length for part in parts)
+    targets = [token for part in parts for token in part.tokens[1:].tolist()]
+    assert targets == [token for text in whole for token in text.tokens[1:].tolist()]
 
 
 def test_rows_are_many_and_the_bar_is_rank_zeros(tokenizer, place, tmp_path: Path, capsys, monkeypatch) -> None:

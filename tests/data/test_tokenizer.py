@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from datetime import date
 from pathlib import Path
 
 import pytest
@@ -89,6 +90,12 @@ def test_templates_come_from_a_file_a_list_or_a_name(folders: dict[str, Path], t
     assert Tokenizer.open(folder, str(tmp_path / "own.jinja")).render(TALK) == "my own"
     with pytest.raises(UserError, match="gone.jinja: the chat template cannot be read"):
         Tokenizer.open(folder, "gone.jinja")
+
+
+def test_templates_may_be_given_a_day(folders: dict[str, Path], tmp_path: Path) -> None:
+    (tmp_path / "day.jinja").write_text("{{ strftime_now('%d %b %Y') }}")
+    tokenizer = Tokenizer.open(folders["headers"]).dated(date(2024, 2, 29))
+    assert tokenizer.with_template(str(tmp_path / "day.jinja")).render(TALK) == "29 Feb 2024"
 
 
 def test_special_tokens_of_an_older_folder_come_from_a_map(folders: dict[str, Path], tmp_path: Path) -> None:

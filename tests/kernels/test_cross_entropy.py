@@ -133,3 +133,9 @@ def whole_of(model: Decoder, part: Batch, loss: CrossEntropy) -> Tensor:
     exact = whole(loss, logits[learnt], targets[learnt])
     assert loss.smoothing or loss.z_loss or plain.item() == pytest.approx(exact.item(), rel=1e-5)
     return exact
+
+
+def test_the_scale_of_a_gradient_is_not_rounded_to_bf16() -> None:
+    grad, scale = torch.randn(5000, 3).bfloat16(), torch.tensor(1 / 300)
+    assert scale.bfloat16().float() != scale
+    assert torch.equal(cross_entropy.scaled(grad.clone(), scale), (grad.double() / 300).bfloat16())

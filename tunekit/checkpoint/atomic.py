@@ -101,8 +101,9 @@ def damaged(folder: Path) -> Path | None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace a small file in one step."""
+    """Replace a small file in one step; its folder is made if it is not there."""
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         replace_text(path, text)
     except OSError as error:
         with suppress(OSError):  # a disk that is read-only refuses this too

@@ -3,6 +3,7 @@
 import fcntl
 import os
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from types import TracebackType
 from typing import IO
@@ -16,6 +17,7 @@ from tunekit.errors import UserError
 CONFIG, METRICS, STATE, FINAL, LOCK = "config.yaml", "metrics.jsonl", "state", "final", ".lock"
 # What the loggers write; see `tunekit.metrics`.
 LOGS = ("tensorboard", "wandb", "mlflow", "comet")
+BEGAN = "# began on "
 BEFORE_CONFIG = {LOCK, CONFIG + atomic.PARTIAL}
 
 
@@ -25,6 +27,7 @@ class Workspace:
 
     folder: Path
     lock: IO[str]
+    day: date  # when the run began
 
     @property
     def config(self) -> Path:
@@ -63,17 +66,24 @@ def claim(out: Path, resolved: str, live: frozenset[str]) -> Workspace:
         raise UserError(f"{out} holds files and is not the folder of a run: give another out=")
     try:
         out.mkdir(parents=True, exist_ok=True)
-        space = Workspace(out, locked(out))
+        space = Workspace(out, locked(out), first_day(out))
     except OSError as error:
         raise UserError(f"out: cannot write in {out}: {error.strerror}: give another out=") from error
     try:
         if started(out):
             compare(space, resolved, live)
-        atomic.write_text(space.config, resolved)
+        atomic.write_text(space.config, f"{BEGAN}{space.day.isoformat()}\n{resolved}")
     except UserError:
         space.close()
         raise
     return space
+
+
+def first_day(out: Path) -> date:
+    """The day on which the run in a folder began, today if there is none. Chat templates may print it."""
+    config = out / CONFIG
+    first = config.read_text(encoding="utf-8").partition("\n")[0] if started(out) and config.is_file() else ""
+    return date.fromisoformat(first.removeprefix(BEGAN)) if first.startswith(BEGAN) else date.today()
 
 
 def erase(out: Path) -> None:

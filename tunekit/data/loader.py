@@ -1,5 +1,6 @@
 """Step number to micro-batches: no state to save, the same rows whatever the ranks and the micro-batch."""
 
+import zlib
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -9,6 +10,7 @@ import torch
 from tunekit.data.batch import IGNORE, Batch
 from tunekit.data.documents import Documents
 from tunekit.data.packing import pack
+from tunekit.errors import UserError
 
 # Rows are padded to a multiple of this many tokens: kernels are made and tuned anew for every other shape.
 MULTIPLE = 16
@@ -65,6 +67,22 @@ class Loader:
         self.rows, self.order, self.run, self.pad = documents, order, run, pad
         self.batch, self.micro_batch = batch, micro_batch
         self.steps_per_epoch = -(-len(order.epoch(0)) // batch)
+
+    def check(self, vocab: int) -> None:
+        """UserError if the model has no embedding for a token."""
+        highest = max(int(self.rows.tokens.max()), self.pad)
+        if highest >= vocab:
+            raise UserError(
+                f"the rows hold token {highest}, the model knows {vocab}: this tokenizer is another model's"
+            )
+
+    def state_dict(self) -> dict[str, int]:
+        """What the rows are, so that a run does not go on with others."""
+        return {"rows": zlib.crc32(self.rows.learnt.tobytes(), zlib.crc32(self.rows.tokens.tobytes()))}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        if state != self.state_dict():
+            raise UserError("data: these are not the rows that the run began with: bring them back, or use --fresh")
 
     @property
     def report(self) -> Report:

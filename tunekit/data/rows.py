@@ -66,14 +66,15 @@ class Rows:
     def documents(self, tokenizer: Tokenizer, table: Table, bar: tqdm) -> Iterator[Document]:
         while chunk := list(islice(table.rows, CHUNK)):
             for row, document in zip(chunk, self.encode(tokenizer, chunk), strict=True):
-                yield self.cut(row, document)
+                yield from self.cut(row, document)
             bar.update(len(chunk))
 
-    def cut(self, row: Row, document: Document) -> Document:
+    def cut(self, row: Row, document: Document) -> Iterator[Document]:
         """At most `length` tokens of a document, with something to learn in them (a first token is never a target)."""
         short = Document(document.tokens[: self.length], document.learnt[: self.length], document.whole)
         if short.learnt[1:].any():
-            return short
+            yield short
+            return
         if document.learnt[1:].any():
             first = int(document.learnt[1:].argmax()) + 2
             raise UserError(
@@ -169,6 +170,15 @@ class Text(Rows):
 
     column: str = "text"
     end: str | None = None
+
+    def cut(self, row: Row, document: Document) -> Iterator[Document]:
+        """All of a text: what is longer than `length` goes on in further rows, each from the token it left off at."""
+        if document.whole <= self.length:
+            yield from super().cut(row, document)
+            return
+        for start in range(0, document.whole - 1, self.length - 1):
+            tokens = document.tokens[start : start + self.length]
+            yield Document(tokens, document.learnt[start : start + self.length], len(tokens))
 
     def prepare(self, tokenizer: Tokenizer) -> Tokenizer:
         self.end_of_text(tokenizer)

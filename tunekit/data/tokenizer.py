@@ -3,6 +3,7 @@
 import copy
 import json
 from collections.abc import Mapping, Sequence
+from datetime import date
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ class Tokenizer:
     ) -> None:
         self.model, self.names, self.templates = model, dict(names), dict(templates)
         self.compiled: dict[str, Template] = {}
+        self.today: date | None = None
         # What adds bos and eos is kept apart: some of it also trims the spaces of tokens out of their offsets.
         self.ends, model.post_processor = model.post_processor, None
         model.no_truncation()
@@ -55,6 +57,12 @@ class Tokenizer:
             raise UserError(f"{path}: the chat template cannot be read: {error}") from None
         other = copy.copy(self)
         other.templates, other.compiled = {"default": (text, path)}, {}
+        return other
+
+    def dated(self, today: date) -> "Tokenizer":
+        """The same tokenizer for templates that print the date: a run that goes on tomorrow renders the same text."""
+        other = copy.copy(self)
+        other.today = today
         return other
 
     def named(self, name: str) -> int | None:
@@ -108,7 +116,9 @@ class Tokenizer:
     ) -> dict[str, Any]:
         """What a template sees. `prompt` asks for the beginning of an assistant turn at the end."""
         plain = [plain_message(message) for message in messages]
+        today = self.today
         return {
+            **({} if today is None else {"strftime_now": lambda form: today.strftime(form)}),
             **self.names,
             "messages": plain,
             "tools": tools,

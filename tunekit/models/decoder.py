@@ -93,9 +93,9 @@ class SelfAttention(nn.Module):
         seen = cache.k[:, : place.used], cache.v[:, : place.used]
         return attend_cached(q, *seen, place.positions, self.scale, self.spec.window)
 
-    def cache(self, batch: int, slots: int, dtype: torch.dtype) -> KV:
+    def cache(self, batch: int, slots: int, dtype: torch.dtype, device: torch.device) -> KV:
         """Empty room for `slots` positions."""
-        return KV((batch, slots, self.spec.kv_heads, self.spec.head_dim), dtype, self.q_proj.weight.device)
+        return KV((batch, slots, self.spec.kv_heads, self.spec.head_dim), dtype, device)
 
 
 class FeedForward(nn.Module):
@@ -198,4 +198,4 @@ class Decoder(nn.Module):
     def cache(self, batch: int, slots: int) -> Cache:
         """Empty room for `slots` positions of `batch` rows."""
         dtype = self.compute or self.embed.weight.dtype
-        return Cache([layer.attn.cache(batch, slots, dtype) for layer in self.layers])
+        return Cache([layer.attn.cache(batch, slots, dtype, self.norm.weight.device) for layer in self.layers])
