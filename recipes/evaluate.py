@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-import torch
 from tqdm import tqdm
 
 from tunekit import assemble, hub
@@ -22,8 +21,7 @@ from tunekit.data.rows import Chat, Instruct, Text
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import FieldError
 from tunekit.generate import Sampling, complete
-from tunekit.losses import CrossEntropy
-from tunekit.models.decoder import Decoder
+from tunekit.losses import CrossEntropy, mean
 from tunekit.parallel import Run
 from tunekit.precision import Precision
 
@@ -105,19 +103,7 @@ def measure(name: str, cfg: Evaluate, run: Run) -> tuple[list[Question], Result]
         found = complete(model, prompts, cfg.sampling, tokenizer.stops, first)
         answers += [tokenizer.decode(tokens).strip() for tokens in found]
     right = sum(answer == question.wanted for answer, question in zip(answers, questions, strict=True))
-    return questions, Result(name, loss(model, data), tuple(answers), right)
-
-
-@torch.no_grad()
-def loss(model: Decoder, data: Loader) -> float:
-    """Mean negative log-likelihood of the learnt tokens, in nats."""
-    model.eval()
-    total, tokens = 0.0, 0
-    for step in tqdm(range(data.steps_per_epoch), "reading", unit="batch", disable=None, leave=False):
-        for batch in data[step]:
-            total += float(CrossEntropy()(model, batch.to(model.norm.weight.device)))
-            tokens += batch.learnt
-    return total / tokens
+    return questions, Result(name, mean(CrossEntropy(), model, data, run), tuple(answers), right)
 
 
 def asked(data: Loader, tokenizer: Tokenizer) -> Iterator[Question]:

@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from tunekit import assemble, hub
+from tunekit import assemble, hub, losses
 from tunekit.adapters import DoRA, Full, LoRA
 from tunekit.checkpoint import atomic, save, workspace
 from tunekit.checkpoint.folder import Folder
@@ -134,7 +134,7 @@ def train(cfg: SFT, model: Decoder, data: Loader, held: Loader | None, space: wo
             log.step(done, loss=loss, norm=norm, rate=rate, tokens=real, learnt=learnt, wait=wait)
             with log.aside():
                 if held and (done % cfg.validate_every == 0 or done == steps):
-                    log.note(done, validation=patience.watch(validate(model, held, cfg, run)))
+                    log.note(done, validation=patience.watch(losses.mean(cfg.loss, model, held, run)))
                 if done % cfg.save_every == 0 or done == steps or patience.over or run.stopping:
                     state.save(done)
                     run.leave(done, steps)  # in here: a signal that comes behind the `if` is for the next step
@@ -156,16 +156,3 @@ def train_step(
     optimizer.step()
     optimizer.zero_grad()
     return run.sum(total), norm
-
-
-@torch.no_grad()
-def validate(model: Decoder, held: Loader, cfg: SFT, run: Run) -> float:
-    """Mean loss of the held-out tokens."""
-    model.eval()
-    loss, tokens = torch.zeros((), device=run.device), 0
-    for step in range(held.steps_per_epoch):
-        for batch in held[step]:
-            loss += cfg.loss(model, batch.to(run.device))
-            tokens += batch.learnt
-    model.train()
-    return float(run.sum(loss)) / run.total(tokens)

@@ -2,13 +2,17 @@
 
 from dataclasses import dataclass
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from tqdm import tqdm
 
 from tunekit.data.batch import IGNORE, Batch
+from tunekit.data.loader import Loader
 from tunekit.errors import FieldError
 from tunekit.kernels.cross_entropy import chunked_loss
 from tunekit.models.decoder import Decoder
+from tunekit.parallel import Run
 
 
 @dataclass(frozen=True)
@@ -35,3 +39,16 @@ class CrossEntropy:
     def measure(self, logits: Tensor, targets: Tensor) -> Tensor:
         loss = F.cross_entropy(logits, targets, reduction="sum", label_smoothing=self.smoothing)
         return loss + self.z_loss * logits.logsumexp(-1).square().sum() if self.z_loss else loss
+
+
+@torch.no_grad()
+def mean(loss: CrossEntropy, model: Decoder, data: Loader, run: Run) -> float:
+    """Loss of a learnt token, over all rows and ranks, in nats."""
+    training, total, tokens = model.training, torch.zeros((), device=run.device), 0
+    model.eval()
+    for step in tqdm(range(data.steps_per_epoch), "validating", disable=not run.is_main or None, leave=False):
+        for batch in data[step]:
+            total += loss(model, batch.to(run.device))
+            tokens += batch.learnt
+    model.train(training)
+    return float(run.sum(total)) / run.total(tokens)

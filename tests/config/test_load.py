@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tunekit.config.load import load, mapping, recipe_of
+from tunekit.config.load import load, mapping
 from tunekit.config.problems import ConfigError
 
 
@@ -19,7 +19,6 @@ def test_plain_data_and_files_and_text_are_the_same(tmp_path, tree):
     file.write_text("\ufeff" + text, "utf-8")
     found = [load(tree.SFT, source) for source in (data, file, text)]
     assert found == [tree.SFT("m", tree.Rows("s"), "o", tree.LoRA(rank=2))] * 3
-    assert [recipe_of(source) for source in (data, file, text, {}, None)] == ["sft"] * 3 + [None] * 2
     assert mapping(file) == mapping(text) == data
 
 
@@ -86,9 +85,9 @@ def test_an_override_inside_an_alias_leaves_the_other_place_alone(sft):
     assert (found.rates["a"].lr, found.rates["b"].lr) == (1.0, 2.0)
 
 
-def test_recipe_must_be_a_name(tmp_path):
-    with pytest.raises(ConfigError, match=r"^line 1: recipe: expected the name of a recipe, got a list$"):
-        recipe_of("recipe: [a]")
+def test_recipe_must_be_a_name(tree):
+    with pytest.raises(ConfigError, match=r"line 1: recipe: expected the name of a recipe, got a list"):
+        load(tree.SFT, "recipe: [a]")
 
 
 def test_it_starts_fast_and_without_torch():

@@ -35,17 +35,6 @@ def load(cls: type[T], source: Source, overrides: Sequence[str] = (), imports: S
     return built
 
 
-def recipe_of(source: Source) -> str | None:
-    """The recipe that a config says it is written for."""
-    problems = Problems()
-    root = read(source, problems)
-    problems.check()
-    node = root.value.get("recipe", Node(None))
-    _check_recipe(node, problems)
-    problems.check()
-    return node.value
-
-
 def mapping(source: Source) -> dict[str, Any]:
     """A config as plain data with its references resolved, as `dump.differences` compares it; nothing is checked."""
     problems = Problems()
