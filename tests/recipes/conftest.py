@@ -40,9 +40,11 @@ save_every: 1
 validate_every: 3
 """
 # What runs in a process of its own. Its exit code is that of the command.
+# A shell starts what it puts into the background with Ctrl-C ignored, and so all that is started from there.
 PROGRAM = """
-import os, sys
+import os, signal, sys
 from tunekit import cli
+signal.signal(signal.SIGINT, signal.default_int_handler)
 os.chdir({folder!r})
 log = os.open("log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
 os.dup2(log, 1)

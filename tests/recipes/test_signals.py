@@ -50,7 +50,7 @@ def test_the_second_one_leaves_at_once(work):
     os.kill(process.pid, signal.SIGINT)
     until(lambda: "once more leaves at once" in work.log, process)
     os.kill(process.pid, signal.SIGINT)
-    process.join(3)
+    process.join(10)
     assert process.exitcode == 130
     assert "Traceback" not in work.log
     assert not list((work.folder / "out").glob("state/*"))
@@ -62,7 +62,7 @@ def test_before_the_first_step_a_signal_leaves_at_once(work):
     process = work.start(*RUN)
     until((work.folder / "out/config.yaml").exists, process)
     os.kill(process.pid, signal.SIGINT)
-    process.join(3)
+    process.join(10)
     assert process.exitcode == 130
     assert not begun(work)
     assert "Traceback" not in work.log
@@ -76,6 +76,6 @@ def test_asking_a_model_can_be_stopped(work):
     process = work.start("run", "generate", "generate.yaml", "out=answers.jsonl")
     time.sleep(0.7)
     os.kill(process.pid, signal.SIGINT)
-    process.join(3)
+    process.join(10)
     assert process.exitcode == 130
     assert not (work.folder / "answers.jsonl").exists()
