@@ -166,7 +166,10 @@ class Instruct(Conversations):
 
 @dataclass(frozen=True)
 class Text(Rows):
-    """Plain text, all of it learnt. `end` is the token that ends a text; None: the tokenizer's end-of-text token."""
+    """Plain text, all of it learnt: one longer than `length` goes on in further rows.
+
+    `end` is the token that ends a text; None: the tokenizer's end-of-text token.
+    """
 
     column: str = "text"
     end: str | None = None
