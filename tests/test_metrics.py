@@ -170,11 +170,11 @@ def test_without_a_terminal_there_is_no_flood(tmp_path, capfd):
         assert part in last
 
 
-def on_a_terminal(work, columns):
+def on_a_terminal(work, columns, lines=24):
     """What a child process draws on a terminal."""
     child, handle = pty.fork()
     if child == 0:
-        fcntl.ioctl(2, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+        fcntl.ioctl(2, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
         sys.stderr = os.fdopen(os.dup(2), "w")
         work()
         sys.stderr.flush()
@@ -189,8 +189,8 @@ def on_a_terminal(work, columns):
     return drawn.decode()
 
 
-@pytest.mark.parametrize("columns", [0, 100])
-def test_one_line_of_the_terminal(tmp_path, columns):
+@pytest.mark.parametrize(("columns", "lines"), [(0, 0), (0, 24), (100, 0), (100, 24)])
+def test_one_line_of_the_terminal(tmp_path, columns, lines):
     def work():
         with Log().open(tmp_path, MAIN, total=40) as meter:
             for number in range(1, 41):
@@ -199,7 +199,7 @@ def test_one_line_of_the_terminal(tmp_path, columns):
                 if number == 20:
                     meter.note(number, validation_loss=3.25)
 
-    drawn = on_a_terminal(work, columns)
+    drawn = on_a_terminal(work, columns, lines)
     above = [line for line in drawn.replace("\r\n", "\n").split("\n") if line.strip()]
     assert len(above) == 2, above  # the note, and the bar at the end
     assert "step 20: validation_loss 3.25" in above[0]

@@ -190,10 +190,19 @@ class Screen:
         self.plain = not sys.stderr.isatty()
         self.text, self.told, self.done = "", -math.inf, start
         form = "{n_fmt}/{total_fmt} |{bar}| {desc}"
-        # Some terminals do not know how wide they are: tqdm would draw nothing.
-        wide = self.plain or os.get_terminal_size(sys.stderr.fileno()).columns > 0
-        ncols, quiet = None if wide else 80, self.plain or not speaks
-        self.bar = tqdm(total=total, initial=start, bar_format=form, disable=quiet, dynamic_ncols=wide, ncols=ncols)
+        columns, lines = (80, 24) if self.plain else os.get_terminal_size(sys.stderr.fileno())
+        known, quiet = columns > 0 and lines > 0, self.plain or not speaks
+        # Some terminals do not know how large they are: tqdm would draw nothing.
+        size = (None, None) if known else (columns or 80, 24)
+        self.bar = tqdm(
+            total=total,
+            initial=start,
+            bar_format=form,
+            disable=quiet,
+            dynamic_ncols=known,
+            ncols=size[0],
+            nrows=size[1],
+        )
 
     def advance(self, step: int) -> None:
         self.bar.update(step - self.done)
