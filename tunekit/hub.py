@@ -84,7 +84,7 @@ def explanation(error: Exception, name: str, revision: str | None) -> str:
         RevisionNotFoundError: f"{name} has no revision '{revision}': see {hub}/{name}/tree/main",
         RepositoryNotFoundError: f"{hub} has no model '{name}' that you may see: check the name; "
         "a private or gated one needs `hf auth login` or HF_TOKEN",
-        LocalEntryNotFoundError: f"{name} is not whole in the cache, and {unreachable(cause)}",
+        LocalEntryNotFoundError: f"{name} is no folder here, is not whole in the cache, and {unreachable(cause)}",
         OfflineModeIsEnabled: f"{name}: {unreachable(error)}",
         HfHubHTTPError: f"{name}: {unreachable(error)}",
         HTTPError: f"{name}: lost the connection to {hub}: start again, what has come is kept",
