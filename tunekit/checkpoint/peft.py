@@ -68,9 +68,7 @@ def config(model: Decoder, adapter: LoRA, source: Folder) -> dict[str, Any]:
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": str(Path(source.name).resolve())
-        if Path(source.name) == source.path
-        else source.name,
+        "base_model_name_or_path": base_name(source),
         "r": adapter.rank * growth,
         "lora_alpha": adapter.alpha * (growth**0.5 if adapter.rslora else growth),
         "lora_dropout": adapter.dropout,
@@ -83,6 +81,11 @@ def config(model: Decoder, adapter: LoRA, source: Folder) -> dict[str, Any]:
         "inference_mode": True,
         "modules_to_save": None,
     }
+
+
+def base_name(source: Folder) -> str:
+    """A name as it was given, a folder by its whole path: the adapter is opened from elsewhere."""
+    return str(source.path.resolve()) if Path(source.name) == source.path else source.name
 
 
 def target_modules(model: Decoder, adapter: LoRA, source: Folder) -> list[str]:
