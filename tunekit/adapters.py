@@ -192,8 +192,8 @@ class DoRA(LoRA):
         put(layer.lora_magnitude_vector, layer.dense().detach().float().norm(dim=1))
 
     def product(self, layer: Linear, x: Tensor) -> Tensor:
-        # The norm is a constant of the gradient, as in the paper's section 4.3.
-        norm = (layer.dense().detach().float() + self.delta(layer).detach()).norm(dim=1)
+        with torch.no_grad():  # the norm is a constant of the gradient, as in the paper's section 4.3
+            norm = (layer.dense().float() + self.delta(layer)).norm(dim=1)
         bias = 0.0 if layer.bias is None else layer.bias.to(x.dtype)
         y = super().product(layer, x) - bias
         return y * (layer.lora_magnitude_vector / norm).to(x.dtype) + bias
