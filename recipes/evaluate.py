@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 
 from tqdm import tqdm
 
-from tunekit import assemble, hub
+from tunekit import assemble
 from tunekit.checkpoint.atomic import write_text
 from tunekit.data.documents import Document
 from tunekit.data.loader import Loader
@@ -21,6 +21,7 @@ from tunekit.data.rows import Chat, Instruct, Text
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import FieldError
 from tunekit.generate import Sampling, complete
+from tunekit.hub import fetch
 from tunekit.losses import CrossEntropy, mean
 from tunekit.parallel import Run
 from tunekit.precision import Precision
@@ -73,7 +74,7 @@ class Result:
 def check(cfg: Evaluate) -> None:
     """Whether the models and the rows are there."""
     for name in filter(None, (cfg.model, cfg.baseline)):
-        _, _, tokenizer = assemble.described(name, hub.SMALL)
+        _, _, tokenizer = assemble.described(name, fetch.SMALL)
         cfg.data.prepare(tokenizer)
     cfg.data.check()
 

@@ -12,7 +12,7 @@ from typing import Literal
 
 from tqdm import tqdm
 
-from tunekit import assemble, hub
+from tunekit import assemble
 from tunekit.checkpoint.atomic import write_text
 from tunekit.data.messages import conversation
 from tunekit.data.rows import named
@@ -20,6 +20,7 @@ from tunekit.data.source import find, open_source
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import FieldError, UserError
 from tunekit.generate import Sampling, complete
+from tunekit.hub import fetch
 from tunekit.parallel import Run
 from tunekit.precision import Precision
 
@@ -52,7 +53,7 @@ RECIPE = Generate
 
 def check(cfg: Generate) -> None:
     """Whether the model and the rows are there."""
-    assemble.described(cfg.model, hub.SMALL)
+    assemble.described(cfg.model, fetch.SMALL)
     if cfg.source is not None:
         find(cfg.source, cfg.split)
 

@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from tunekit import assemble, hub, losses
+from tunekit import assemble, losses
 from tunekit.adapters import DoRA, Full, LoRA
 from tunekit.checkpoint import atomic, save, workspace
 from tunekit.checkpoint.folder import Folder
@@ -24,6 +24,7 @@ from tunekit.data.rows import Chat, Instruct, Text
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import FieldError
 from tunekit.formats import Plain
+from tunekit.hub import fetch
 from tunekit.losses import CrossEntropy
 from tunekit.memory import Memory
 from tunekit.metrics import Log
@@ -80,7 +81,7 @@ RECIPE = SFT
 
 def check(cfg: SFT) -> None:
     """What can be known without reading weights: the folder, the family, the adapter's targets, the rows' files."""
-    source = Folder.open(hub.resolve(cfg.model, files=hub.SMALL), cfg.model)
+    source = Folder.open(fetch.resolve(cfg.model, files=fetch.SMALL), cfg.model)
     assemble.outline(source, cfg.weights, cfg.adapter)
     tokenizer = Tokenizer.open(source.path)
     for rows in filter(None, (cfg.data, cfg.validation)):
@@ -94,7 +95,7 @@ def main(cfg: SFT) -> None:
         if atomic.is_whole(space.final):
             run.tell(f"{space.final} is there: nothing is left to do; --fresh starts over")
             return
-        source = Folder.open(hub.resolve(cfg.model), cfg.model)
+        source = Folder.open(fetch.resolve(cfg.model), cfg.model)
         tokenizer = Tokenizer.open(source.path).dated(space.day)
         data = cfg.data.open(tokenizer, cfg.batch, cfg.micro_batch, run)
         held = cfg.validation and cfg.validation.open(tokenizer, cfg.batch, cfg.micro_batch, run)

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import torch
 
-from tunekit import hub
 from tunekit.adapters import Frozen, Full, LoRA
 from tunekit.checkpoint import atomic, peft
 from tunekit.checkpoint.folder import Folder
@@ -14,6 +13,7 @@ from tunekit.checkpoint.workspace import FINAL, STATE
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import UserError
 from tunekit.formats import Plain
+from tunekit.hub import fetch
 from tunekit.memory import Memory
 from tunekit.models.decoder import Decoder
 from tunekit.models.init import randomize
@@ -63,13 +63,13 @@ def opened(name: str, precision: Precision, run: Run) -> tuple[Decoder, Tokenize
     return model(source, Plain(), adapter, precision, Memory(), run), tokenizer
 
 
-def described(name: str, files: hub.Files = hub.READ) -> tuple[Folder, Full | LoRA, Tokenizer]:
+def described(name: str, files: fetch.Files = fetch.READ) -> tuple[Folder, Full | LoRA, Tokenizer]:
     """What a name stands for: a checkpoint, an adapter on its base, or what a finished run has left."""
-    path = finished(hub.resolve(name, files=files))
+    path = finished(fetch.resolve(name, files=files))
     if not (path / peft.CONFIG).is_file():
         return Folder.open(path, name), Frozen(), Tokenizer.open(path)
     base = peft.base(path)
-    source = Folder.open(hub.resolve(base, files=files), base)
+    source = Folder.open(fetch.resolve(base, files=files), base)
     adapter = replace(peft.described(path, source), start=str(path))
     own = (path / "tokenizer.json").is_file()
     return source, adapter, Tokenizer.open(path if own else source.path)

@@ -4,13 +4,13 @@ import argparse
 import sys
 from pathlib import Path
 
-from tunekit import hub
 from tunekit.errors import UserError
+from tunekit.hub import fetch
 
 
 def main(args: argparse.Namespace) -> None:
     """Fetch the files, and print the folder alone on standard output, so that scripts can use it."""
-    place = hub.download(args.repo, args.revision, wanted(args), args.to and Path(args.to).expanduser(), args.token)
+    place = fetch.download(args.repo, args.revision, wanted(args), args.to and Path(args.to).expanduser(), args.token)
     files = [path for path in place.rglob("*") if path.is_file() and ".cache" not in path.relative_to(place).parts]
     if not files:
         raise UserError(f"{args.repo} has no such file: nothing came; --include and --exclude choose by globs")
@@ -19,8 +19,8 @@ def main(args: argparse.Namespace) -> None:
     print(place)
 
 
-def wanted(args: argparse.Namespace) -> hub.Files:
+def wanted(args: argparse.Namespace) -> fetch.Files:
     """What the toolkit reads, less what is excluded; or just what is included."""
     if args.include:
-        return hub.Files(tuple(args.include), tuple(args.exclude))
-    return hub.Files(exclude=(*hub.READ.exclude, *args.exclude))
+        return fetch.Files(tuple(args.include), tuple(args.exclude))
+    return fetch.Files(exclude=(*fetch.READ.exclude, *args.exclude))

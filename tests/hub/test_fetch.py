@@ -12,8 +12,9 @@ from threading import Thread
 
 import pytest
 
-from tunekit import bundled, hub
+from tunekit import bundled
 from tunekit.errors import UserError
+from tunekit.hub import fetch
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 TOKEN = "hf_never_show_me"
@@ -154,12 +155,12 @@ def test_no_network_and_an_empty_cache(endpoint: str, tmp_path: Path) -> None:
 def test_a_folder_comes_before_any_other_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "owner" / "model").mkdir(parents=True)
-    assert hub.resolve("owner/model") == Path("owner/model")
+    assert fetch.resolve("owner/model") == Path("owner/model")
     for name, folder in bundled.MODELS.items():
-        assert hub.resolve(name) == folder
+        assert fetch.resolve(name) == folder
 
 
 @pytest.mark.parametrize("path", ["./nope", "../nope", "/nope", "~/nope", "a/b/c", "a\\b"])
 def test_a_path_that_is_not_there_is_never_looked_up(path: str) -> None:
     with pytest.raises(UserError, match="no such folder"):
-        hub.resolve(path)
+        fetch.resolve(path)
