@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, reduce
 from pathlib import Path
 from typing import Any
 
@@ -103,20 +103,34 @@ class Folder:
         return files
 
     @cached_property
-    def moves(self) -> list[Move]:
-        """How its tensors become ours. A tensor without a place is an error."""
+    def all_moves(self) -> list[Move]:
+        """Every tensor of the checkpoint in its move. A tensor without a place is an error, and so is a gap."""
         moves, unknown = moves_in(self.tensors, self.family.table)
         if unknown:
             first = unknown[0]
             more = f" (and {len(unknown) - 1} more)" if len(unknown) > 1 else ""
             kind = self.config["model_type"]
             raise UserError(f"{self.tensors[first].file}: {first}{more} is no tensor of a {kind} model")
+        for move in moves:
+            if missing := [name for name in move.hub if name not in self.tensors]:
+                there = next(name for name in move.hub if name in self.tensors)
+                file = self.tensors[there].file
+                raise UserError(f"{file}: {missing[0]} is missing, which belongs to {there}; download it again")
         return moves
 
     @cached_property
+    def moves(self) -> list[Move]:
+        """How its tensors become ours."""
+        return [move for move in self.all_moves if move.ours]
+
+    @cached_property
     def dtypes(self) -> dict[str, torch.dtype]:
-        """Dtypes of the stored tensors, by our names."""
-        return {name: self.tensors[move.hub[0]].dtype for move in self.moves for name in move.ours}
+        """Dtypes of the stored tensors, by our names. Parts of one tensor have the one that holds them all."""
+        return {
+            name: reduce(torch.promote_types, (self.tensors[part].dtype for part in move.hub))
+            for move in self.moves
+            for name in move.ours
+        }
 
     @cached_property
     def has_weights(self) -> bool:

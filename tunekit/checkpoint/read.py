@@ -1,5 +1,7 @@
 """From a folder into a model in place, one tensor at a time: the peak is the model and one tensor."""
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 from tqdm import tqdm
@@ -8,7 +10,7 @@ from tunekit.checkpoint.folder import Folder, Reader
 from tunekit.errors import UserError
 from tunekit.models.decoder import TIED, Decoder
 from tunekit.models.linear import Linear
-from tunekit.models.weights import Move, hub_name
+from tunekit.models.weights import Move, Shape, hub_name
 from tunekit.parallel import put
 
 
@@ -17,15 +19,12 @@ def read(source: Folder, model: Decoder, quiet: bool = False) -> None:
     check(source, model.shapes)
     with source.reader() as tensors:
         for move in tqdm(source.moves, "loading", unit="tensor", disable=quiet or None, leave=False):
-            for name, tensor in zip(move.ours, load(move, tensors), strict=True):
+            loaded = move.load([tensors[name] for name in move.hub], model.shapes)
+            for name, tensor in zip(move.ours, loaded, strict=True):
                 if name == TIED and model.spec.tied:
                     check_tie(source, move, tensors)
                 else:
                     fill(model, name, tensor)
-
-
-def load(move: Move, tensors: Reader) -> list[Tensor]:
-    return move.op.load([tensors[name] for name in move.hub])
 
 
 def fill(model: Decoder, name: str, tensor: Tensor) -> None:
@@ -38,23 +37,36 @@ def fill(model: Decoder, name: str, tensor: Tensor) -> None:
         put(module.get_parameter(leaf), tensor)
 
 
-def check(source: Folder, shapes: dict[str, tuple[int, ...]]) -> None:
+def check(source: Folder, shapes: Mapping[str, Shape]) -> None:
     """Every tensor of the model is there in its shape, and no other."""
     seen = set()
     for move in source.moves:
-        stored = source.tensors[move.hub[0]]
-        name = move.ours[0]
-        if name not in shapes:
-            raise UserError(f"{stored.file}: {move.hub[0]} has no place in the model that config.json describes")
-        if stored.shape != shapes[name]:
-            has, wants = list(stored.shape), list(shapes[name])
-            raise UserError(f"{stored.file}: {move.hub[0]} has the shape {has}, but config.json asks for {wants}")
-        seen.add(name)
+        first = source.tensors[move.hub[0]]
+        if lost := [name for name in move.ours if name not in shapes]:
+            has = "has" if len(lost) == len(move.ours) else f"has a part ({lost[0]}) that has"
+            raise UserError(f"{first.file}: {move.hub[0]} {has} no place in the model that config.json describes")
+        check_shapes(source, move, shapes)
+        seen.update(move.ours)
     optional = {TIED} if source.spec.tied else set()
     if missing := [name for name in shapes if name not in seen | optional]:
         hub = hub_name(missing[0], source.family.table)
         more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
         raise UserError(f"{source.path}: {hub}{more} is missing; the checkpoint is incomplete")
+
+
+def check_shapes(source: Folder, move: Move, shapes: Mapping[str, Shape]) -> None:
+    """The tensors of one move are those, in number and shape, that our tensors would become."""
+    wanted = move.hub_shapes(shapes)
+    for name, wants in zip(move.hub, wanted, strict=False):
+        stored = source.tensors[name]
+        if stored.shape != wants:
+            has = f"has the shape {list(stored.shape)}, but config.json asks for {list(wants)}"
+            raise UserError(f"{stored.file}: {name} {has}")
+    if len(move.hub) != len(wanted):
+        there = source.tensors[move.hub[-1]]
+        raise UserError(
+            f"{there.file}: {move.hub[-1]} is the last of {len(move.hub)}, but config.json asks for {len(wanted)}"
+        )
 
 
 def check_tie(source: Folder, move: Move, tensors: Reader) -> None:

@@ -2,22 +2,31 @@
 
 A row pairs modules, not tensors, so weights, biases and adapters of a module follow it:
 `Row("layers.{}.attn", "model.layers.{}.self_attn")` also maps `...self_attn.q_proj.lora_A.weight`.
-`{}` is the number of a layer. The first row that matches a name wins; a name without a row has no place here.
+`{}` is the number of a layer and `*`, there only, that of an expert. The first row that matches a name wins; a name
+without a row has no place here. Several rows may lead to one of ours: a checkpoint is written in the layout it had.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 
+import torch
 from torch import Tensor
+
+Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Same:
-    """The tensors are the same on both sides."""
+    """The tensors are the same on both sides.
 
-    def load(self, tensors: list[Tensor]) -> list[Tensor]:
+    An op is these two methods. `load` takes the tensors of the Hub, in the order of the row and of the experts, and
+    the shapes of ours; `save` takes ours. Views are welcome. Both must work on tensors of any device, meta too: the
+    shapes that a checkpoint must have are those that `save` makes.
+    """
+
+    def load(self, tensors: list[Tensor], shapes: list[Shape]) -> list[Tensor]:
         return tensors
 
     def save(self, tensors: list[Tensor]) -> list[Tensor]:
@@ -25,12 +34,88 @@ class Same:
 
 
 @dataclass(frozen=True)
-class Row:
-    """One module here, one there, and what happens to its tensors on the way."""
+class Kept(Same):
+    """There only: never loaded, and copied as it is when the checkpoint is written back. `ours` is `()`."""
 
-    ours: str
-    hub: str
+
+@dataclass(frozen=True)
+class Stack(Same):
+    """One tensor for each expert there; here one, with the experts along a new first axis."""
+
+    def load(self, tensors: list[Tensor], shapes: list[Shape]) -> list[Tensor]:
+        return [torch.stack(tensors)]
+
+    def save(self, tensors: list[Tensor]) -> list[Tensor]:
+        return list(tensors[0].unbind())
+
+
+@dataclass(frozen=True)
+class Fused(Same):
+    """One tensor there; here its parts along `dim`, one after the other or row by row in turns.
+
+    `transposed`: the last two axes are swapped there. `dim` is counted in our layout.
+    """
+
+    dim: int = 0
+    interleaved: bool = False
+    transposed: bool = False
+
+    def load(self, tensors: list[Tensor], shapes: list[Shape]) -> list[Tensor]:
+        whole = tensors[0].mT if self.transposed else tensors[0]
+        if self.interleaved:
+            return list(whole.unflatten(self.dim, (-1, len(shapes))).unbind(self.dim + 1))
+        return list(whole.split([shape[self.dim] for shape in shapes], dim=self.dim))
+
+    def save(self, tensors: list[Tensor]) -> list[Tensor]:
+        if self.interleaved:
+            whole = torch.stack(tensors, self.dim + 1).flatten(self.dim, self.dim + 1)
+        else:
+            whole = torch.cat(tensors, self.dim)
+        return [whole.mT if self.transposed else whole]
+
+
+@dataclass(frozen=True)
+class Transposed(Same):
+    """The last two axes are swapped."""
+
+    def load(self, tensors: list[Tensor], shapes: list[Shape]) -> list[Tensor]:
+        return [tensor.mT for tensor in tensors]
+
+    def save(self, tensors: list[Tensor]) -> list[Tensor]:
+        return [tensor.mT for tensor in tensors]
+
+
+@dataclass(frozen=True)
+class Row:
+    """Modules or tensors here, those there, and what happens on the way. A name may stand for itself or in a tuple."""
+
+    ours: str | tuple[str, ...]
+    hub: str | tuple[str, ...]
     op: Same = Same()
+
+
+@dataclass(frozen=True)
+class Match:
+    """The row that a name belongs to, and what the name says beyond it."""
+
+    row: Row
+    index: tuple[str, ...]  # numbers of layers
+    tail: str  # ".weight", ".lora_A.weight", or nothing for a module
+    part: int  # which of the row's names on its side it is
+    expert: int | None = None
+
+    @property
+    def ours(self) -> tuple[str, ...]:
+        """All our names of the row."""
+        return self.names(self.row.ours)
+
+    @property
+    def hub(self) -> tuple[str, ...]:
+        """All the Hub's names of the row; `*` stands for the number of an expert."""
+        return self.names(self.row.hub)
+
+    def names(self, side: str | tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(name.format(*self.index) + self.tail for name in sides(side))
 
 
 @dataclass(frozen=True)
@@ -41,44 +126,99 @@ class Move:
     hub: tuple[str, ...]
     op: Same
 
+    def load(self, tensors: list[Tensor], shapes: Mapping[str, Shape]) -> list[Tensor]:
+        """Our tensors from the Hub's. `shapes` are those of the model."""
+        return self.op.load(tensors, [shapes[name] for name in self.ours])
+
+    def hub_shapes(self, shapes: Mapping[str, Shape]) -> list[Shape]:
+        """What the Hub's tensors look like when ours have these shapes."""
+        return [tuple(t.shape) for t in self.op.save([torch.empty(shapes[name], device="meta") for name in self.ours])]
+
+
+def sides(side: str | tuple[str, ...]) -> tuple[str, ...]:
+    return (side,) if isinstance(side, str) else side
+
 
 @cache
-def pattern(side: str) -> re.Pattern[str]:
-    return re.compile(re.escape(side).replace(r"\{\}", r"(\d+)") + r"(\..+)?")
+def pattern(name: str) -> re.Pattern[str]:
+    number = "(?:0|[1-9][0-9]*)"
+    text = re.escape(name).replace(r"\{\}", f"({number})").replace(r"\*", f"(?P<expert>{number})")
+    return re.compile(text + r"(?P<tail>(?:\..+)?)")
 
 
-def translate(name: str, source: str, target: str) -> str | None:
-    """`name` under its other side's module, or None if it is no tensor of the `source` module."""
-    found = pattern(source).fullmatch(name)
-    if found is None:
-        return None
-    *index, tail = found.groups()
-    return target.format(*index) + (tail or "")
+def matched(name: str, row: Row, side: str | tuple[str, ...]) -> Match | None:
+    for part, candidate in enumerate(sides(side)):
+        if found := pattern(candidate).fullmatch(name):
+            named = found.groupdict()
+            index = tuple(g for i, g in enumerate(found.groups(), 1) if i not in found.re.groupindex.values())
+            expert = named.get("expert")
+            return Match(row, index, named["tail"], part, None if expert is None else int(expert))
+    return None
+
+
+def from_hub(name: str, table: tuple[Row, ...]) -> Match | None:
+    """The row of a tensor or module of the Hub.
+
+    Some rows speak of single tensors: ask for a module by the name of its weight.
+    """
+    return next((match for row in table if (match := matched(name, row, row.hub))), None)
+
+
+def from_ours(name: str, table: tuple[Row, ...]) -> Match:
+    """The row of one of our tensors or modules. Each has one, for we named them."""
+    found = next((match for row in table if (match := matched(name, row, row.ours))), None)
+    assert found is not None, f"the table has no row for {name}"
+    return found
+
+
+def numbered(names: tuple[str, ...], experts: int) -> tuple[str, ...]:
+    """Names with every expert in place of `*`, one name after the other."""
+    return tuple(n.replace("*", str(e)) for n in names for e in range(experts if "*" in n else 1))
 
 
 def moves_in(names: Iterable[str], table: tuple[Row, ...]) -> tuple[list[Move], list[str]]:
-    """How the tensors of a checkpoint come in, and the names for which the table has no row."""
-    moves, unknown = [], []
+    """How the tensors of a checkpoint come in, and the names for which the table has no row.
+
+    A move asks for all tensors of its row, so where one is missing it names one that is not in `names`.
+    """
+    groups: dict[tuple[Row, tuple[str, ...], str], list[Match]] = {}
+    unknown = []
     for name in names:
-        found = ((translate(name, row.hub, row.ours), row.op) for row in table)
-        ours, op = next(((mine, op) for mine, op in found if mine is not None), (None, None))
-        if ours is None or op is None:
+        match = from_hub(name, table)
+        if match is None:
             unknown.append(name)
         else:
-            moves.append(Move((ours,), (name,), op))
-    return moves, unknown
+            groups.setdefault((match.row, match.index, match.tail), []).append(match)
+    return [joined(group) for group in groups.values()], unknown
 
 
-def moves_out(names: Iterable[str], table: tuple[Row, ...]) -> list[Move]:
-    """How our tensors go out. Each has a row, for we named them."""
-    moves = []
-    for name in names:
-        found = ((translate(name, row.ours, row.hub), row.op) for row in table)
-        hub, op = next((theirs, op) for theirs, op in found if theirs is not None)
-        moves.append(Move((name,), (hub,), op))
-    return moves
+def joined(group: list[Match]) -> Move:
+    """One move of tensors that differ in their expert or their place in the row.
+
+    It has as many experts as there are different numbers: where one is left out, a smaller one is missing.
+    """
+    first, experts = group[0], len({match.expert for match in group})
+    return Move(first.ours, numbered(first.hub, experts), first.row.op)
+
+
+def moves_out(shapes: Mapping[str, Shape], table: tuple[Row, ...]) -> list[Move]:
+    """How our tensors go out where no checkpoint says it: by the first row of each."""
+    moves: dict[Move, None] = {}
+    for name, shape in shapes.items():
+        match = from_ours(name, table)
+        moves[Move(match.ours, numbered(match.hub, shape[0] if shape else 0), match.row.op)] = None
+    return list(moves)
 
 
 def hub_name(name: str, table: tuple[Row, ...]) -> str:
-    """The Hub's name of one of our tensors or modules."""
-    return moves_out([name], table)[0].hub[0]
+    """The Hub's name of one of our tensors or modules: of what it is a part of, and `*` for all experts."""
+    return from_ours(name, table).hub[0]
+
+
+def under(prefix: str, table: tuple[Row, ...]) -> tuple[Row, ...]:
+    """A table whose `model.` is `prefix` instead: where the text model is a part of a larger one."""
+
+    def moved(name: str) -> str:
+        return prefix + name.removeprefix("model.") if name.startswith("model.") else name
+
+    return tuple(Row(row.ours, tuple(map(moved, sides(row.hub))), row.op) for row in table)
