@@ -1,12 +1,24 @@
 """Softmax attention: causal, over a window, over packed documents, and against cached keys. Always exact."""
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 
+@dataclass(frozen=True)
+class Rule:
+    """Which keys a query sees, and what happens to its scores."""
+
+    scale: float
+    window: int | None = None  # a token sees itself and the window - 1 tokens before it
+    chunk: int | None = None  # a token sees only its own stretch of `chunk` positions
+    softcap: float | None = None
+
+
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None, offsets: Tensor | None = None
+    q: Tensor, k: Tensor, v: Tensor, rule: Rule, offsets: Tensor | None = None, sinks: Tensor | None = None
 ) -> Tensor:
     """Causal attention of (B, S, H, D) queries on (B, S, H_kv, D) keys; returns (B, S, H, D).
 
@@ -14,8 +26,8 @@ def attend(
     Without it every row is one document.
     """
     if offsets is None:
-        return causal(q, k, v, scale, window)
-    return packed(q, k, v, scale, window, offsets)
+        return causal(q, k, v, rule.scale, rule.window)
+    return packed(q, k, v, rule.scale, rule.window, offsets)
 
 
 @torch.compiler.disable()  # the bounds differ in every batch, and each set of them would compile anew
@@ -44,12 +56,12 @@ def banded(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int) -> Tensor
 
 
 def attend_cached(
-    q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scale: float, window: int | None = None
+    q: Tensor, k: Tensor, v: Tensor, positions: Tensor, rule: Rule, sinks: Tensor | None = None
 ) -> Tensor:
     """Queries at `positions` (B, S) on the slots (B, K, H_kv, D) of a cache; the index of a slot is its position."""
     age = positions[:, None, :, None] - torch.arange(k.shape[1], device=q.device)
-    seen = age >= 0 if window is None else (age >= 0) & (age < window)
-    return sdpa(q, k, v, scale, mask=seen)
+    seen = age >= 0 if rule.window is None else (age >= 0) & (age < rule.window)
+    return sdpa(q, k, v, rule.scale, mask=seen)
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool = False, mask: Tensor | None = None) -> Tensor:

@@ -8,8 +8,9 @@ from torch import Tensor, nn
 
 from tunekit.data.tokenizer import Stream, Tokenizer
 from tunekit.errors import FieldError, UserError
-from tunekit.models.decoder import Cache, Decoder
+from tunekit.models.decoder import Decoder
 from tunekit.models.init import seeded
+from tunekit.models.place import Cache
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from tests.checkpoints import error
-from tunekit.kernels.attention import attend, attend_cached
+from tunekit.kernels.attention import Rule, attend, attend_cached
 
 WINDOWS = [None, 1, 2, 5, 16, 17, 40]
 
@@ -46,7 +46,7 @@ def same(mine: Tensor, wanted: Tensor, inputs: list[Tensor]) -> None:
 def test_causal_and_windows(window: int | None, heads: tuple[int, int]) -> None:
     inputs = made(17, *heads)
     seen = visible(torch.arange(17).expand(3, 17), torch.arange(17), window)
-    same(attend(*inputs, 0.3, window), plain(*inputs, 0.3, seen), inputs)
+    same(attend(*inputs, Rule(0.3, window)), plain(*inputs, 0.3, seen), inputs)
 
 
 @pytest.mark.parametrize("bounds", [
@@ -61,7 +61,7 @@ def test_documents_do_not_see_each_other(window: int | None, bounds: list[int]) 
     seen = visible(place[None], place, window) & (document[:, None] == document)
     flat = [x.flatten(0, 1)[None] for x in inputs]
     wanted = plain(*flat, 0.3, seen).view(3, 17, 6, 12)
-    same(attend(*inputs, 0.3, window, torch.tensor(bounds, dtype=torch.int32)), wanted, inputs)
+    same(attend(*inputs, Rule(0.3, window), torch.tensor(bounds, dtype=torch.int32)), wanted, inputs)
 
 
 @pytest.mark.parametrize("window", WINDOWS)
@@ -72,12 +72,12 @@ def test_cached_keys(window: int | None) -> None:
         positions = torch.tensor(start)[:, None] + torch.arange(3).clamp(max=16 - max(start))
         q = torch.randn(3, 3, 6, 12)
         wanted = plain(q, k, v, 0.3, visible(positions, torch.arange(17), window))
-        assert error(attend_cached(q, k, v, positions, 0.3, window).double(), wanted) < 1e-6
+        assert error(attend_cached(q, k, v, positions, Rule(0.3, window)).double(), wanted) < 1e-6
 
 
 def test_a_window_needs_no_memory_for_all_pairs() -> None:
     """The longest mask that is made has 2 * window columns."""
     q, k, v = (torch.randn(1, 3000, 1, 4) for _ in range(3))
     with torch.profiler.profile(profile_memory=True) as profile:
-        attend(q, k, v, 0.5, 8)
+        attend(q, k, v, Rule(0.5, 8))
     assert max(event.cpu_memory_usage for event in profile.events()) < 3000 * 3000 / 8

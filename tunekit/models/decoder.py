@@ -1,130 +1,46 @@
 """One decoder for every family: reads a DecoderSpec, builds modules, runs them."""
 
 from collections.abc import Callable, Iterable
-from typing import NamedTuple, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tunekit.kernels.attention import attend, attend_cached
-from tunekit.kernels.glu import gated
-from tunekit.kernels.norm import rms_norm
+from tunekit.models.attention import SelfAttention
+from tunekit.models.feedforward import GatedMLP
 from tunekit.models.linear import Embedding, Linear
-from tunekit.models.rope import Rotation, rotate, tables
-from tunekit.models.spec import MLP, Attention, DecoderSpec, Layer, Norm, Rope
+from tunekit.models.norm import RMSNorm, norm
+from tunekit.models.place import Cache, Kept, Place
+from tunekit.models.rope import tables
+from tunekit.models.spec import MLP, Attention, DecoderSpec, Layer, Rope
 
 TIED = "head.weight"  # where the head is the embedding, this name stands for embed.weight
 
-
-class RMSNorm(nn.Module):
-    def __init__(self, dim: int, spec: Norm) -> None:
-        super().__init__()
-        self.eps = spec.eps
-        self.weight = nn.Parameter(torch.ones(dim))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps)
-
-
-class KV:
-    """Keys and values of one layer in generation, (B, slots, H_kv, D) each; the index of a slot is its position."""
-
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-        self.k = torch.zeros(shape, dtype=dtype, device=device)
-        self.v = torch.zeros(shape, dtype=dtype, device=device)
-
-    def write(self, k: Tensor, v: Tensor, positions: Tensor) -> None:
-        """Put (B, S, H_kv, D) at `positions` (B, S)."""
-        rows = torch.arange(k.shape[0], device=k.device)[:, None]
-        self.k[rows, positions] = k
-        self.v[rows, positions] = v
-
-
-class Cache:
-    """What generation keeps between passes. Short rows are padded on the right, and overwrite the padding later."""
-
-    def __init__(self, layers: list[KV]) -> None:
-        self.layers = layers
-        self.used = 0  # slots that any row may have written
-
-
-class Place(NamedTuple):
-    """What all layers of one pass share: where the tokens are."""
-
-    positions: Tensor  # (B, S)
-    offsets: Tensor | None  # bounds of packed documents
-    rotations: tuple[Rotation, ...]  # one for each distinct Rope of the model
-    used: int = 0  # slots of the cache to look at
-
-
-class SelfAttention(nn.Module):
-    """Grouped-query attention, with or without a cache."""
-
-    def __init__(self, dim: int, spec: Attention) -> None:
-        super().__init__()
-        self.spec = spec
-        self.scale = spec.head_dim**-0.5 if spec.scale is None else spec.scale
-        self.turn: int | None = None  # which of the pass's rotations is this layer's; the decoder sets it
-        q, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
-        self.q_proj = Linear(dim, q, bias=spec.bias)
-        self.k_proj = Linear(dim, kv, bias=spec.bias)
-        self.v_proj = Linear(dim, kv, bias=spec.bias)
-        self.o_proj = Linear(q, dim, bias=spec.out_bias)
-        self.q_norm = RMSNorm(spec.head_dim, spec.qk_norm) if spec.qk_norm else nn.Identity()
-        self.k_norm = RMSNorm(spec.head_dim, spec.qk_norm) if spec.qk_norm else nn.Identity()
-
-    def forward(self, x: Tensor, place: Place, cache: KV | None = None) -> Tensor:
-        spec, heads = self.spec, (*x.shape[:2], -1, self.spec.head_dim)
-        q, k = self.q_norm(self.q_proj(x).view(heads)), self.k_norm(self.k_proj(x).view(heads))
-        v = self.v_proj(x).view(heads)
-        if self.turn is not None:
-            q, k = rotate(q, place.rotations[self.turn]), rotate(k, place.rotations[self.turn])
-        if cache is None:
-            y = attend(q, k, v, self.scale, spec.window, place.offsets)
-        else:
-            y = self.cached(q, k, v, place, cache)
-        return self.o_proj(y.flatten(-2))
-
-    def cached(self, q: Tensor, k: Tensor, v: Tensor, place: Place, cache: KV) -> Tensor:
-        cache.write(k, v, place.positions)
-        if place.used == q.shape[1]:  # the first pass: nothing is in the cache but what came now
-            return attend(q, k, v, self.scale, self.spec.window)
-        seen = cache.k[:, : place.used], cache.v[:, : place.used]
-        return attend_cached(q, *seen, place.positions, self.scale, self.spec.window)
-
-    def cache(self, batch: int, slots: int, dtype: torch.dtype, device: torch.device) -> KV:
-        """Empty room for `slots` positions."""
-        return KV((batch, slots, self.spec.kv_heads, self.spec.head_dim), dtype, device)
-
-
-class FeedForward(nn.Module):
-    def __init__(self, dim: int, spec: MLP) -> None:
-        super().__init__()
-        self.act = spec.act
-        self.gate_proj = Linear(dim, spec.hidden, bias=spec.bias)
-        self.up_proj = Linear(dim, spec.hidden, bias=spec.bias)
-        self.down_proj = Linear(spec.hidden, dim, bias=spec.bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(gated(self.act, self.gate_proj(x), self.up_proj(x)))
-
-
 MIXERS = {Attention: SelfAttention}
-FFNS = {MLP: FeedForward}
+FFNS = {MLP: GatedMLP}
 
 
 class Block(nn.Module):
-    def __init__(self, spec: Layer, dim: int, norm: Norm) -> None:
-        super().__init__()
-        self.attn_norm = RMSNorm(dim, norm)
-        self.attn = MIXERS[type(spec.mixer)](dim, spec.mixer)
-        self.mlp_norm = RMSNorm(dim, norm)
-        self.mlp = FFNS[type(spec.ffn)](dim, spec.ffn)
+    """A mixer and a feed-forward part, each between its norms and beside a residual."""
 
-    def forward(self, x: Tensor, place: Place, cache: KV | None = None) -> Tensor:
-        x = x + self.attn(self.attn_norm(x), place, cache)
-        return x + self.mlp(self.mlp_norm(x))
+    def __init__(self, spec: Layer, model: DecoderSpec) -> None:
+        super().__init__()
+        before, behind = (model.norm if on else None for on in (spec.pre_norm, spec.post_norm))
+        self.scale = model.residual_scale
+        self.attn_norm = norm(model.dim, before)
+        self.attn = MIXERS[type(spec.mixer)](model.dim, spec.mixer)
+        self.attn_post_norm = norm(model.dim, behind)
+        self.mlp_norm = norm(model.dim, before)
+        self.mlp = FFNS[type(spec.ffn)](model.dim, spec.ffn)
+        self.mlp_post_norm = norm(model.dim, behind)
+
+    def forward(self, x: Tensor, place: Place, cache: Kept | None = None) -> Tensor:
+        x = self.add(x, self.attn_post_norm(self.attn(self.attn_norm(x), place, cache)))
+        return self.add(x, self.mlp_post_norm(self.mlp(self.mlp_norm(x))))
+
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        return x + y if self.scale == 1 else x + y * self.scale
 
 
 class Decoder(nn.Module):
@@ -137,12 +53,12 @@ class Decoder(nn.Module):
         super().__init__()
         self.spec = spec
         self.embed = Embedding(spec.vocab, spec.dim)
-        blocks = nn.ModuleList(Block(layer, spec.dim, spec.norm) for layer in spec.layers)
+        blocks = nn.ModuleList(Block(layer, spec) for layer in spec.layers)
         self.layers = cast("Iterable[Block]", blocks)  # a ModuleList does not tell what it holds
         self.norm = RMSNorm(spec.dim, spec.norm)
-        self.head = Linear(spec.dim, spec.vocab, bias=False)
+        self.head = Head(spec)
         self.tie()
-        self.ropes = self.number_ropes()
+        self.ropes = self.number_layers()
         # What a checkpoint holds, whatever formats and adapters do to the modules later.
         self.shapes = {name: tuple(p.shape) for name, p in self.named_parameters(remove_duplicate=False)}
 
@@ -151,10 +67,11 @@ class Decoder(nn.Module):
         if self.spec.tied:
             self.head.weight = self.embed.weight
 
-    def number_ropes(self) -> tuple[tuple[Rope, int], ...]:
+    def number_layers(self) -> tuple[tuple[Rope, int], ...]:
         """The distinct rotations of the model: their tables are made once a pass, for all layers."""
         ropes: dict[tuple[Rope, int], int] = {}
-        for layer in self.layers:
+        for i, layer in enumerate(self.layers):
+            layer.attn.number = i
             mixer = layer.attn.spec
             if mixer.rope is not None:
                 layer.attn.turn = ropes.setdefault((mixer.rope, mixer.head_dim), len(ropes))
@@ -180,7 +97,7 @@ class Decoder(nn.Module):
         place = Place(positions, offsets, rotations)
         if cache is not None:
             cache.used += tokens.shape[1]
-            place = place._replace(used=cache.used)
+            place.used = cache.used
         hidden = self.run(tokens, place, cache)
         return self.head(hidden) if read is None else read(hidden, self.head)
 
@@ -188,6 +105,7 @@ class Decoder(nn.Module):
         """Hidden states (B, S, dim) behind the last norm."""
         x = self.embed(tokens)
         x = x if self.compute is None else x.to(self.compute)
+        x = x if self.spec.embed_scale == 1 else x * torch.tensor(self.spec.embed_scale, dtype=x.dtype)
         for i, layer in enumerate(self.layers):
             if self.recompute and torch.is_grad_enabled():
                 x = checkpoint(layer, x, place, use_reentrant=False)
@@ -199,3 +117,16 @@ class Decoder(nn.Module):
         """Empty room for `slots` positions of `batch` rows."""
         dtype = self.compute or self.embed.weight.dtype
         return Cache([layer.attn.cache(batch, slots, dtype, self.norm.weight.device) for layer in self.layers])
+
+
+class Head(Linear):
+    """Hidden states to logits, scaled and capped where the family does so."""
+
+    def __init__(self, spec: DecoderSpec) -> None:
+        super().__init__(spec.dim, spec.vocab, bias=spec.head_bias)
+        self.scale, self.softcap = spec.logit_scale, spec.logit_softcap
+
+    def forward(self, input: Tensor) -> Tensor:
+        logits = super().forward(input)
+        logits = logits if self.scale == 1 else logits * self.scale
+        return logits if self.softcap is None else (logits / self.softcap).tanh() * self.softcap

@@ -6,8 +6,9 @@ import random
 import torch
 from torch import Tensor, nn
 
-from tunekit.models.decoder import Decoder, RMSNorm
+from tunekit.models.decoder import Decoder
 from tunekit.models.linear import Embedding, Linear
+from tunekit.models.norm import RMSNorm
 from tunekit.parallel import put
 
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-Act = Literal["silu", "gelu", "gelu_tanh"]
+Act = Literal["silu", "gelu", "gelu_tanh", "relu2", "clamped_swiglu"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -11,6 +11,10 @@ class Norm:
     """Root mean square norm over the last axis."""
 
     eps: float = 1e-6
+    offset: float = 0.0  # Gemma and Qwen3.5 store weight - 1
+    weight: bool = True  # False: nothing is learnt
+    late: bool = False  # the weight multiplies in fp32, before the cast to the dtype of the activations
+    across_heads: bool = False  # OLMo: one norm over all heads of q and of k, not one per head
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,16 +46,38 @@ class YarnScaling:
     amplitude: float = 1.0
 
 
-Scaling = LinearScaling | Llama3Scaling | YarnScaling
+@dataclass(frozen=True, slots=True)
+class LongScaling:
+    """LongRoPE (arXiv:2402.13753): a divisor for each channel pair, others for rows beyond `context`."""
+
+    short: tuple[float, ...]
+    long: tuple[float, ...]
+    context: int
+    amplitude: float
+
+
+Scaling = LinearScaling | Llama3Scaling | YarnScaling | LongScaling
 
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Rotary positions, in the half-split layout of the Hub's checkpoints."""
+    """Rotary positions, in the half-split layout of most of the Hub's checkpoints."""
 
     theta: float = 10_000.0
     dims: int | None = None  # rotated channels of a head; None: all
     scaling: Scaling | None = None
+    paired: bool = False  # rotate channels (0, 1), (2, 3) .. and not (0, d/2), (1, d/2 + 1) ..
+    keep_paired: bool = True  # False: paired channels come out as halves, as DeepSeek writes them
+    pad: bool = False  # Gemma 4: frequencies of the whole head, zero beyond `dims`
+
+
+@dataclass(frozen=True, slots=True)
+class QueryTuning:
+    """Llama 4 and Ministral 3: queries grow with the log of their position."""
+
+    beta: float
+    every: float
+    shift: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +90,46 @@ class Attention:
     bias: bool = False
     out_bias: bool = False
     rope: Rope | None = None  # None: no positions in this layer
-    qk_norm: Norm | None = None  # over each head of q and k, before rotation
+    qk_norm: Norm | None = None  # on q and k, before rotation
+    norm_after_rope: bool = False
+    v_norm: Norm | None = None
     window: int | None = None  # a token sees itself and the window - 1 tokens before it
+    chunk: int | None = None  # a token sees only its own stretch of `chunk` positions
     scale: float | None = None  # on the scores; None: head_dim ** -0.5
+    softcap: float | None = None  # scores are kept within this by tanh
+    sinks: bool = False  # a learnt score of each head that takes probability and gives nothing
+    gated: bool = False  # q_proj also makes a sigmoid gate on what comes out
+    tuning: QueryTuning | None = None
+    k_is_v: bool = False  # the values are the keys, before norm and rotation
+    kv_from: int | None = None  # the number of an earlier layer, whose keys and values are taken
+
+
+@dataclass(frozen=True, slots=True)
+class LatentAttention:
+    """DeepSeek's latent attention: keys and values of all heads from one small vector a token (arXiv:2405.04434)."""
+
+    heads: int
+    q_rank: int | None
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    v_dim: int
+    rope: Rope
+    bias: bool = False
+    norm: Norm = Norm()
+    scale: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaNet:
+    """Gated delta rule (arXiv:2412.06464): a state of fixed size in place of keys and values."""
+
+    k_heads: int
+    v_heads: int
+    k_dim: int
+    v_dim: int
+    conv: int
+    norm: Norm = Norm()
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +142,56 @@ class MLP:
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
-    """One block: a mixer of tokens, then a feed-forward part, each behind a norm and beside a residual."""
+class MoE:
+    """Every token goes through `top_k` of `experts` gated feed-forward layers, and through a shared one if there is."""
 
-    mixer: Attention
-    ffn: MLP
+    experts: int
+    top_k: int
+    hidden: int
+    act: Act = "silu"
+    score: Literal["softmax", "sigmoid", "top_softmax", "top_sigmoid"] = "softmax"  # top_: of the chosen ones alone
+    normalize: bool = True  # the weights of the chosen ones add up to 1
+    scale: float = 1.0
+    groups: tuple[int, int] | None = None  # experts stand in so many groups, of which so many may be chosen from
+    selection_bias: bool = False  # a correction that counts in the choice and not in the weights
+    router_bias: bool = False
+    bias: bool = False
+    weigh_input: bool = False  # the weight multiplies what goes into an expert, not what comes out
+    shared: int = 0  # hidden width of the shared expert; 0: none
+    shared_gate: bool = False
+    router_norm: Norm | None = None  # Gemma 4 norms and scales what the router sees
+
+
+@dataclass(frozen=True, slots=True)
+class Twin:
+    """Gemma 4: a dense layer and experts side by side, each with norms of its own."""
+
+    dense: MLP
+    sparse: MoE
+
+
+@dataclass(frozen=True, slots=True)
+class PerLayerInput:
+    """Gemma 4: every layer also sees a small embedding of the token."""
+
+    vocab: int
+    dim: int
+    act: Act = "gelu_tanh"
+
+
+Mixer = Attention | LatentAttention | DeltaNet
+FeedForward = MLP | MoE | Twin
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One block: a mixer of tokens, then a feed-forward part, each between norms and beside a residual."""
+
+    mixer: Mixer
+    ffn: FeedForward
+    pre_norm: bool = True
+    post_norm: bool = False
+    scaled: bool = False  # Gemma 4: a stored number multiplies what leaves the block
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,3 +205,9 @@ class DecoderSpec:
     tied: bool = False  # the head is the embedding
     std: float = 0.02
     context: int = 2048
+    head_bias: bool = False
+    embed_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
+    logit_softcap: float | None = None
+    per_layer: PerLayerInput | None = None
