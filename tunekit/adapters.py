@@ -40,8 +40,8 @@ class Full:
         """Nothing was added."""
 
     def trained(self, model: Decoder) -> Trained:
-        """Trained parameters, with the factor on their learning rate."""
-        yield list(model.parameters()), 1.0
+        """Trained parameters, with the factor on their learning rate. Some families store numbers that nobody trains."""
+        yield [p for p in model.parameters() if p.requires_grad], 1.0
 
 
 @dataclass(frozen=True)
