@@ -105,7 +105,8 @@ def main(cfg: SFT) -> None:
         fresh = cfg.init == "random"
         model = assemble.model(source, cfg.weights, cfg.adapter, cfg.precision, cfg.memory, run, fresh)
         train(cfg, model, data, held, space, run)
-        save.final(cfg.adapter, space.final, model, source)
+        with atomic.whole(space.final) as folder:
+            save.final(cfg.adapter, folder, model, source)
         run.tell(f"finished: {space.final}")
 
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.checkpoints import error, made, opened, ours, shuffle_adapter, theirs, tokens, train
 from tunekit.adapters import DoRA, LoRA
-from tunekit.checkpoint import save
+from tunekit.checkpoint import atomic, save
 from tunekit.checkpoint.folder import Folder
 from tunekit.errors import UserError
 from tunekit.models.decoder import Decoder
@@ -40,7 +40,8 @@ def trained(folder: Path, shape: str, adapter: LoRA) -> tuple[Path, Decoder]:
     model = ours(base, adapter)
     with torch.enable_grad():
         train(model, adapter)
-    save.final(adapter, folder / "adapter", model, Folder.open(base))
+    with atomic.whole(folder / "adapter") as out:
+        save.final(adapter, out, model, Folder.open(base))
     return folder / "adapter", model.eval()
 
 

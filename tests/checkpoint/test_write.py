@@ -9,6 +9,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from tests.checkpoints import FULL, SHAPES, build, made, ours, save, theirs, tokens
+from tunekit.checkpoint import atomic
 from tunekit.checkpoint.folder import INDEX, WEIGHTS, Folder
 from tunekit.checkpoint.write import write
 from tunekit.models.decoder import Decoder
@@ -27,7 +28,12 @@ def same(out: Path, source: Path, but: tuple[str, ...] = ()) -> None:
 
 
 def again(source: Path, out: Path, precision: Precision) -> Path:
-    write(out, ours(source, FULL, precision), Folder.open(source), quiet=True)
+    return written(out, ours(source, FULL, precision), Folder.open(source))
+
+
+def written(out: Path, model: Decoder, source: Folder) -> Path:
+    with atomic.whole(out) as folder:
+        write(folder, model, source, quiet=True)
     return out
 
 
@@ -107,10 +113,10 @@ def test_a_model_from_nothing_is_one_that_transformers_opens(tmp_path: Path, mon
     described = Folder.open(source)
     model = Decoder(described.spec)
     randomize(model, 0)
-    write(tmp_path / "one", model, described, quiet=True)
+    written(tmp_path / "one", model, described)
     assert [f.name for f in (tmp_path / "one").glob("model*")] == [WEIGHTS]
     monkeypatch.setattr("tunekit.checkpoint.write.SHARD", 20_000)
-    write(tmp_path / "many", model, described, quiet=True)
+    written(tmp_path / "many", model, described)
     shards = sorted((tmp_path / "many").glob("*.safetensors"))
     assert len(shards) > 2
     assert all(f.stat().st_size < 22_000 for f in shards)
@@ -127,8 +133,7 @@ def test_what_was_trained_in_fp32_is_written_in_the_dtype_of_the_checkpoint(tmp_
     with torch.no_grad():
         for p in model.parameters():
             p.add_(0.01 * torch.randn_like(p))
-    write(tmp_path / "out", model, Folder.open(source), quiet=True)
-    written = tensors(tmp_path / "out")
-    assert {t.dtype for t in written.values()} == {torch.bfloat16}
-    assert torch.equal(written["model.embed_tokens.weight"], model.embed.weight.bfloat16())
-    assert torch.equal(written["model.norm.weight"], model.norm.weight.bfloat16())
+    held = tensors(written(tmp_path / "out", model, Folder.open(source)))
+    assert {t.dtype for t in held.values()} == {torch.bfloat16}
+    assert torch.equal(held["model.embed_tokens.weight"], model.embed.weight.bfloat16())
+    assert torch.equal(held["model.norm.weight"], model.norm.weight.bfloat16())

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from tunekit import bundled, cli
+from tunekit.checkpoint import atomic
 from tunekit.checkpoint.folder import Folder
 from tunekit.checkpoint.write import write
 from tunekit.data.rows import Chat
@@ -130,7 +131,8 @@ def make() -> Callable[..., Path]:
         net = Decoder(source.spec)
         net.tie()
         randomize(net, 3)
-        write(folder / "model", net, source, quiet=True)
+        with atomic.whole(folder / "model") as out:
+            write(out, net, source, quiet=True)
         return folder / "model"
 
     return model

@@ -11,7 +11,7 @@ import torch
 from tests.checkpoints import made, ours
 from tunekit import assemble, launch
 from tunekit.adapters import LoRA
-from tunekit.checkpoint import save
+from tunekit.checkpoint import atomic, save
 from tunekit.checkpoint.folder import Folder
 from tunekit.commands import run
 from tunekit.data.rows import Chat
@@ -34,7 +34,8 @@ def test_numbers_that_make_no_sense(name: str, value: float) -> None:
 
 def test_an_adapter_to_start_from_is_looked_at_before_weights(tmp_path: Path) -> None:
     base, adapter = made(tmp_path / "base", "llama2"), LoRA(2)
-    save.final(adapter, tmp_path / "adapter", ours(base, adapter), Folder.open(base))
+    with atomic.whole(tmp_path / "adapter") as folder:
+        save.final(adapter, folder, ours(base, adapter), Folder.open(base))
     (base / "model.safetensors").unlink()
     fits = LoRA(2, start=str(tmp_path / "adapter"))
     assemble.outline(Folder.open(base), Plain(), fits)

@@ -12,7 +12,7 @@ from torch import nn
 
 from tests.checkpoints import FP32, error, made, opened, ours, theirs, tokens
 from tunekit.adapters import DoRA, Full, LoRA
-from tunekit.checkpoint import save
+from tunekit.checkpoint import atomic, save
 from tunekit.checkpoint.folder import Folder
 from tunekit.data.batch import IGNORE
 from tunekit.data.rows import Chat, Text
@@ -45,7 +45,8 @@ def start(model: str, adapter: Full | LoRA, folder: Path) -> nn.Module:
     base = theirs(Path(model)).train()
     if isinstance(adapter, Full):
         return base
-    save.final(adapter, folder / "start", ours(Path(model), adapter), Folder.open(Path(model)))
+    with atomic.whole(folder / "start") as out:
+        save.final(adapter, out, ours(Path(model), adapter), Folder.open(Path(model)))
     return peft.PeftModel.from_pretrained(base, folder / "start", is_trainable=True).train()
 
 

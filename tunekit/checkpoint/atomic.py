@@ -112,8 +112,12 @@ def write_text(path: Path, text: str) -> None:
 
 
 def need(folder: Path, size: int) -> None:
-    """Refuse before the first byte is written if the disk has no room for `size` bytes more."""
+    """Refuse before the first byte is written if the disk has no room for `size` bytes more.
+
+    `folder` is where they will be, or what `whole` gave to write into.
+    """
     if size > free(folder):
+        folder = folder.with_name(folder.name.removesuffix(PARTIAL))
         raise UserError(
             f"cannot write {folder}: it takes {readable(size)} and {readable(free(folder))} are free; "
             f"{standing(folder)}; make room and start again"

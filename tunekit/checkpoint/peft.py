@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from tunekit.adapters import DoRA, LoRA, leaf
-from tunekit.checkpoint.atomic import need, whole
+from tunekit.checkpoint.atomic import need
 from tunekit.checkpoint.folder import Folder, Reader, Stored, header, read_json
 from tunekit.checkpoint.write import companions
 from tunekit.errors import UserError
@@ -32,14 +32,13 @@ PLAIN |= {"init_lora_weights": (None, True, False, "gaussian", "eva", "orthogona
 FROZEN = ".base_layer.weight"  # a copy of an adapted embedding or head, which PEFT saves beside its update
 
 
-def write(out: Path, model: Decoder, adapter: LoRA, source: Folder) -> None:
-    """Write the adapter of a model as the folder `out`, whole or not at all, with the tokenizer beside it."""
+def write(folder: Path, model: Decoder, adapter: LoRA, source: Folder) -> None:
+    """Write the adapter of a model into a folder that is there, with the tokenizer beside it."""
     tensors = adapter_tensors(model, adapter, source)
-    need(out, sum(t.nbytes for t in tensors.values()))
-    with whole(out) as folder:
-        companions(source.path, folder, skip=("config.json", "generation_config.json", "model.safetensors.index.json"))
-        (folder / CONFIG).write_text(json.dumps(config(model, adapter, source), indent=2) + "\n")
-        save_file(tensors, folder / TENSORS, metadata={"format": "pt"})
+    need(folder, sum(t.nbytes for t in tensors.values()))
+    companions(source.path, folder, skip=("config.json", "generation_config.json", "model.safetensors.index.json"))
+    (folder / CONFIG).write_text(json.dumps(config(model, adapter, source), indent=2) + "\n")
+    save_file(tensors, folder / TENSORS, metadata={"format": "pt"})
 
 
 def adapter_tensors(model: Decoder, adapter: LoRA, source: Folder) -> dict[str, Tensor]:

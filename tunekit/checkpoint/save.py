@@ -10,12 +10,12 @@ from tunekit.models.decoder import Decoder
 
 
 @singledispatch
-def final(adapter: Full, out: Path, model: Decoder, source: Folder) -> None:
-    """The whole model under the names, dtypes and files of the checkpoint that it came from."""
-    write.write(out, model, source)
+def final(adapter: Full, folder: Path, model: Decoder, source: Folder) -> None:
+    """Into a folder that is there: the model under the names, dtypes and files of the checkpoint that it came from."""
+    write.write(folder, model, source)
 
 
 @final.register
-def _(adapter: LoRA, out: Path, model: Decoder, source: Folder) -> None:
-    """A folder that PEFT opens."""
-    peft.write(out, model, adapter, source)
+def _(adapter: LoRA, folder: Path, model: Decoder, source: Folder) -> None:
+    """Into a folder that is there: what PEFT opens."""
+    peft.write(folder, model, adapter, source)

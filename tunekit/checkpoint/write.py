@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
-from tunekit.checkpoint.atomic import need, whole
+from tunekit.checkpoint.atomic import need
 from tunekit.checkpoint.folder import INDEX, WEIGHTS, Folder, read_json
 from tunekit.models.decoder import TIED, Decoder
 from tunekit.models.linear import Linear
@@ -22,19 +22,18 @@ SHARD = 5 * 10**9  # bytes in one file of a checkpoint that had none before
 COMPANIONS = ("*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt", "LICENSE*", "NOTICE*", "USE_POLICY*")
 
 
-def write(out: Path, model: Decoder, source: Folder, quiet: bool = False) -> None:
-    """Write a whole model as the folder `out`: it appears complete or not at all."""
+def write(folder: Path, model: Decoder, source: Folder, quiet: bool = False) -> None:
+    """Write a whole model into a folder that is there."""
     shards, going = plan(model, source), moves(model, source)
     total = sum(size for move in going for size in sizes(model, move, source))
-    need(out, total)
-    with whole(out) as folder:
-        companions(source.path, folder)
-        for file, names in tqdm(shards.items(), "saving", unit="file", disable=quiet or None, leave=False):
-            wanted = set(names)
-            tensors = {name: t for move in going for name, t in hub_tensors(model, move, source, wanted)}
-            save_file(tensors, folder / file, metadata={"format": "pt"})
-        if list(shards) != [WEIGHTS]:
-            write_index(folder, shards, total, source)
+    need(folder, total)
+    companions(source.path, folder)
+    for file, names in tqdm(shards.items(), "saving", unit="file", disable=quiet or None, leave=False):
+        wanted = set(names)
+        tensors = {name: t for move in going for name, t in hub_tensors(model, move, source, wanted)}
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+    if list(shards) != [WEIGHTS]:
+        write_index(folder, shards, total, source)
 
 
 def companions(source: Path, target: Path, skip: Iterable[str] = (INDEX,)) -> None:
