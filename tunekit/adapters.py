@@ -1,9 +1,9 @@
 """What is trained: everything, or low-rank updates beside frozen layers."""
 
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, Literal, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,7 @@ from tunekit.parallel import put
 
 Layer = Linear | Embedding
 Trained = Iterator[tuple[list[nn.Parameter], float]]
+Number = TypeVar("Number", int, float)
 
 WORDS = {
     "attn": r"layers\.\d+\.attn\..+",
@@ -24,6 +25,7 @@ WORDS = {
     "all": r"layers\.\d+\.(attn|mlp)\..+",
     "head": "head",
     "embed": "embed",
+    "norms": r"(.+\.)?\w*norm",
 }
 
 
@@ -40,7 +42,7 @@ class Full:
         """Nothing was added."""
 
     def trained(self, model: Decoder) -> Trained:
-        """Trained parameters, with the factor on their learning rate. Some families store numbers that nobody trains."""
+        """Trained parameters, with the factor on their learning rate; some numbers of some families are only stored."""
         yield [p for p in model.parameters() if p.requires_grad], 1.0
 
 
@@ -64,6 +66,11 @@ class LoRA:
     init: Literal["zero", "pissa"] = "zero"  # zero: B = 0; pissa: the strongest directions of W (arXiv:2404.02948)
     plus: float = 1.0  # LoRA+: the learning rate of B as a multiple of that of A (arXiv:2402.12354)
     start: str | None = None  # folder of a PEFT adapter to go on from
+    ranks: dict[str, int] = field(default_factory=dict)  # ranks of layers that differ, by patterns as in `targets`
+    alphas: dict[str, float] = field(default_factory=dict)  # and their alphas; the first pattern that fits counts
+    whole: tuple[str, ...] = ()  # modules trained whole beside the updates: head, embed, norms, router, or patterns
+    bias: Literal["none", "lora_only", "all"] = "none"  # biases that are trained: of adapted layers, or all
+    untie: bool = False  # a head that is the embedding gets weights of its own, if `whole` names one of them
 
     def __post_init__(self) -> None:
         if self.rank < 1:
@@ -78,50 +85,71 @@ class LoRA:
             raise FieldError("start", f"{self.init} begins with the weights and no adapter: leave one of them out")
         if not self.patterns:
             raise FieldError("targets", "name at least one layer")
-        for pattern in self.patterns:
-            try:
-                re.compile(pattern)
-            except re.error as error:
-                raise FieldError("targets", f"{pattern!r} is no regular expression: {error}") from error
+        for pattern, rank in self.ranks.items():
+            if rank < 1:
+                raise FieldError("ranks", f"{pattern}: must be 1 or more, not {rank}")
+        for pattern, alpha in self.alphas.items():
+            if alpha <= 0:
+                raise FieldError("alphas", f"{pattern}: must be above 0, not {alpha}")
+        fields = {"targets": self.patterns, "ranks": self.ranks, "alphas": self.alphas, "whole": self.whole}
+        for key, patterns in fields.items():
+            compiles(key, patterns)
 
     @property
     def patterns(self) -> tuple[str, ...]:
-        words = (self.targets,) if isinstance(self.targets, str) else self.targets
-        return tuple(WORDS.get(word, word) for word in words)
-
-    @property
-    def scale(self) -> float:
-        return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
+        return (self.targets,) if isinstance(self.targets, str) else self.targets
 
     def layers(self, model: Decoder) -> dict[str, Layer]:
-        """The layers to adapt, by name. A pattern matches a whole name or its last part: `q_proj` is every q_proj."""
+        """The layers to adapt, by name."""
         names = {n: m for n, m in model.named_modules() if isinstance(m, Linear | Embedding) and ".lora_" not in n}
-        found: dict[str, Layer] = {}
-        for pattern in self.patterns:
-            hits = {n: m for n, m in names.items() if re.fullmatch(pattern, n) or re.fullmatch(pattern, leaf(n))}
-            if not hits:
-                leaves = ", ".join(dict.fromkeys(leaf(n) for n in names))
-                raise UserError(f"adapter.targets: no layer is called {pattern!r}; this model has {leaves}")
-            found |= hits
-        return found
+        return {name: names[name] for pattern in self.patterns for name in called("targets", pattern, names)}
+
+    def sizes(self, names: Iterable[str]) -> dict[str, tuple[int, float]]:
+        """Rank and alpha of adapted layers, by name."""
+        names = list(names)
+        ranks, alphas = spread("ranks", self.ranks, names), spread("alphas", self.alphas, names)
+        return {name: (ranks.get(name, self.rank), alphas.get(name, self.alpha)) for name in names}
+
+    def scale(self, rank: int, alpha: float) -> float:
+        """The factor on an update of this rank."""
+        return alpha / (rank**0.5 if self.rslora else rank)
 
     def apply(self, model: Decoder) -> None:
         """Freeze the model and hang the updates beside its layers."""
         model.requires_grad_(False)
-        for layer in self.layers(model).values():
-            self.attach(layer)
+        if self.untie:
+            model.spec = replace(model.spec, tied=False)
+            model.head.weight = nn.Parameter(torch.empty_like(model.head.weight), requires_grad=False)
+        layers = self.layers(model)
+        sizes = self.sizes(layers)
+        for parameter in self.kept(model, layers).values():
+            parameter.requires_grad_(True)
+        for name, layer in layers.items():
+            self.attach(layer, *sizes[name])
 
-    def attach(self, layer: Layer) -> None:
+    def kept(self, model: Decoder, layers: Mapping[str, Layer]) -> dict[str, nn.Parameter]:
+        """The parameters of the model itself that are trained, by name."""
+        own = {n: m for n, m in model.named_modules() if ".lora_" not in n and [*m.parameters(recurse=False)]}
+        whole = dict.fromkeys(name for pattern in self.whole for name in called("whole", pattern, own))
+        if both := [name for name in whole if name in layers]:
+            raise UserError(f"adapter.whole: {both[0]} is adapted too; leave it out of whole or of targets")
+        found = {f"{name}.{key}": p for name in whole for key, p in own[name].named_parameters(recurse=False)}
+        biased = {"none": {}, "lora_only": {name: own[name] for name in layers}, "all": own}[self.bias]
+        biases = {f"{name}.{key}": p for name, m in biased.items() for key, p in m.named_parameters(recurse=False)}
+        return found | {name: p for name, p in biases.items() if leaf(name) == "bias"}
+
+    def attach(self, layer: Layer, rank: int, alpha: float) -> None:
+        layer.lora_scale = self.scale(rank, alpha)
         if isinstance(layer, Embedding):
-            layer.lora_embedding_A = nn.Parameter(torch.empty(self.rank, layer.num_embeddings, device="meta"))
-            layer.lora_embedding_B = nn.Parameter(torch.empty(layer.embedding_dim, self.rank, device="meta"))
+            layer.lora_embedding_A = nn.Parameter(torch.empty(rank, layer.num_embeddings, device="meta"))
+            layer.lora_embedding_B = nn.Parameter(torch.empty(layer.embedding_dim, rank, device="meta"))
             layer.update = self.embed
             return
-        if self.init == "pissa" and self.rank > min(layer.out_features, layer.in_features):
+        if self.init == "pissa" and rank > min(layer.out_features, layer.in_features):
             shape = [layer.out_features, layer.in_features]
-            raise UserError(f"adapter.rank: a layer of {shape} has no {self.rank} directions for pissa")
-        layer.lora_A = Linear(layer.in_features, self.rank, bias=False, device="meta")
-        layer.lora_B = Linear(self.rank, layer.out_features, bias=False, device="meta")
+            raise UserError(f"adapter.rank: a layer of {shape} has no {rank} directions for pissa")
+        layer.lora_A = Linear(layer.in_features, rank, bias=False, device="meta")
+        layer.lora_B = Linear(rank, layer.out_features, bias=False, device="meta")
         layer.update = self.product
         if self.init == "pissa":
             for name, part in (("A", layer.lora_A), ("B", layer.lora_B)):
@@ -133,18 +161,20 @@ class LoRA:
             b = torch.randn(layer.lora_embedding_B.shape, generator=generator)
             put(layer.lora_embedding_B, b)
         elif self.init == "pissa":
-            a, b = principal(layer.dense().detach().float() / self.scale, self.rank, generator)
+            a, b = principal(layer.dense().detach().float() / layer.lora_scale, layer.lora_A.out_features, generator)
             for trained, start, part in ((layer.lora_A, layer.lora_A0, a), (layer.lora_B, layer.lora_B0, b)):
                 put(trained.weight, part)
                 put(start, part.to(trained.weight.dtype))  # as rounded: the update must be zero in bf16 too
         else:
             bound = layer.in_features**-0.5
-            a = torch.empty(self.rank, layer.in_features).uniform_(-bound, bound, generator=generator)
+            a = torch.empty(layer.lora_A.weight.shape).uniform_(-bound, bound, generator=generator)
             put(layer.lora_A.weight, a)
             nn.init.zeros_(layer.lora_B.weight)
 
     def initialize(self, model: Decoder, seed: int) -> None:
         """The first values of what was added: the update is zero."""
+        if self.untie:
+            put(model.head.weight, model.embed.weight)
         for name, layer in self.layers(model).items():
             self.init_layer(layer, seeded(seed, name))
 
@@ -154,7 +184,7 @@ class LoRA:
         y = layer.lora_B(layer.lora_A(x))
         if self.init == "pissa":
             y = y - F.linear(F.linear(x, layer.lora_A0.to(x.dtype)), layer.lora_B0.to(x.dtype))
-        return y * self.scale
+        return y * layer.lora_scale
 
     def product(self, layer: Linear, x: Tensor) -> Tensor:
         return layer.product(x) + self.low_rank(layer, x)
@@ -162,12 +192,12 @@ class LoRA:
     def embed(self, layer: Embedding, tokens: Tensor) -> Tensor:
         low = F.embedding(tokens, layer.lora_embedding_A.T) @ layer.lora_embedding_B.T
         rows = layer.product(tokens)
-        return rows + (low * self.scale).type_as(rows)
+        return rows + (low * layer.lora_scale).type_as(rows)
 
     def delta(self, layer: Linear) -> Tensor:
         """The update of the weight, (out, in)."""
         delta = layer.lora_B.weight @ layer.lora_A.weight
-        return self.scale * (delta - layer.lora_B0 @ layer.lora_A0 if self.init == "pissa" else delta)
+        return layer.lora_scale * (delta - layer.lora_B0 @ layer.lora_A0 if self.init == "pissa" else delta)
 
     def trained(self, model: Decoder) -> Trained:
         """A and the rest, then B, which LoRA+ moves faster."""
@@ -180,10 +210,10 @@ class LoRA:
 class DoRA(LoRA):
     """Low-rank direction, and the magnitude of each output trained apart (arXiv:2402.09353)."""
 
-    def attach(self, layer: Layer) -> None:
+    def attach(self, layer: Layer, rank: int, alpha: float) -> None:
         if isinstance(layer, Embedding):
             raise UserError("adapter.targets: dora adapts no embedding; leave 'embed' out, or use lora")
-        super().attach(layer)
+        super().attach(layer, rank, alpha)
         layer.lora_magnitude_vector = nn.Parameter(torch.empty(layer.out_features, device="meta"))
 
     def init_layer(self, layer: Layer, generator: torch.Generator) -> None:
@@ -201,6 +231,33 @@ class DoRA(LoRA):
 
 def leaf(name: str) -> str:
     return name.rpartition(".")[2]
+
+
+def compiles(key: str, patterns: Iterable[str]) -> None:
+    for pattern in patterns:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise FieldError(key, f"{pattern!r} is no regular expression: {error}") from error
+
+
+def called(key: str, word: str, names: Iterable[str]) -> list[str]:
+    """The names that a word of a config or a pattern fits, whole or in their last part: `q_proj` is every q_proj."""
+    pattern = WORDS.get(word, word)
+    hits = [name for name in names if re.fullmatch(pattern, name) or re.fullmatch(pattern, leaf(name))]
+    if not hits:
+        leaves = ", ".join(dict.fromkeys(leaf(name) for name in names))
+        kind = {"targets": "layer", "whole": "module"}.get(key, "adapted layer")
+        raise UserError(f"adapter.{key}: no {kind} is called {word!r}; this model has {leaves}")
+    return hits
+
+
+def spread(key: str, values: Mapping[str, Number], names: Iterable[str]) -> dict[str, Number]:
+    """Values by pattern become values by name; the first pattern that fits counts."""
+    found: dict[str, Number] = {}
+    for pattern, value in values.items():
+        found = dict.fromkeys(called(key, pattern, names), value) | found
+    return found
 
 
 def principal(weight: Tensor, rank: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
