@@ -1,0 +1,86 @@
+"""Logits of a checkpoint that is read part by part: those of the whole model to the last bit, in far less memory."""
+
+import ctypes
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.checkpoints import FP32, LLAMA, SHAPES, build, made, ours, save, shuffle_adapter
+from tunekit.adapters import DoRA, Frozen, LoRA
+from tunekit.checkpoint import peft, stream
+from tunekit.checkpoint.folder import Folder
+from tunekit.precision import Precision
+
+CPU = torch.device("cpu")
+ROWS = [[5, 3, 60, 2, 2, 9, 14, 33], [7], [66, 0, 41], list(range(20))]
+BF16 = Precision("bf16", "fp32", "bf16")
+# 16 layers of 9 MB.
+DEEP = LLAMA | {"hidden_size": 384, "intermediate_size": 1536, "num_hidden_layers": 16}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_logits_are_those_of_the_whole_model(name: str, tmp_path: Path) -> None:
+    folder = made(tmp_path, name)
+    found = stream.logits(Folder.open(folder), Frozen(), ROWS, FP32, CPU)
+    model = ours(folder)
+    assert torch.equal(found, stream.ask(model, ROWS, CPU))
+    with torch.no_grad():
+        alone = torch.cat([model(torch.tensor([row]))[0] for row in ROWS])
+    torch.testing.assert_close(found, alone, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("precision", [FP32, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("name", "adapter"),
+    [
+        ("llama3.2", LoRA(3, targets=("all", "embed", "head"))),
+        ("llama-biases", LoRA(4, rslora=True, targets=("q_proj", "down_proj"))),
+        ("qwen3-biases", DoRA(2, targets=("all", "head"))),
+    ],
+)
+def test_an_adapter_takes_part(name: str, adapter: LoRA, precision: Precision, tmp_path: Path) -> None:
+    folder, start = made(tmp_path / "base", name), tmp_path / "adapter"
+    model, source = ours(folder, adapter, precision), Folder.open(folder)
+    shuffle_adapter(model)
+    start.mkdir()
+    peft.write(start, model, adapter, source)
+    found = stream.logits(source, replace(adapter, start=str(start)), ROWS, precision, CPU)
+    assert torch.equal(found, stream.ask(model, ROWS, CPU))
+    plain = stream.logits(source, Frozen(), ROWS, precision, CPU)
+    assert not torch.allclose(found, plain, atol=0.1), "the adapter says something"
+
+
+def anonymous() -> int:
+    """Bytes that this process holds and that are no file's."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("RssAnon:")[2].split()[0]) * 1024
+
+
+def growth(work: Callable[[], Any]) -> int:
+    """How much the memory of this process grows at most."""
+    ctypes.CDLL(None).malloc_trim(0)  # what was freed before is not used again unseen
+    before, most, over = anonymous(), [0], threading.Event()
+
+    def watch() -> None:
+        while not over.wait(0.0005):
+            most.append(anonymous())
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    work()
+    over.set()
+    thread.join()
+    return max(most) - before
+
+
+def test_no_second_model_is_in_memory(tmp_path: Path) -> None:
+    folder = save(build(DEEP), tmp_path)
+    size = (folder / "model.safetensors").stat().st_size
+    stream.logits(Folder.open(folder), Frozen(), ROWS, FP32, CPU)  # what is imported and allocated once
+    assert growth(lambda: ours(folder)) > 0.95 * size, "it is measured"
+    assert growth(lambda: stream.logits(Folder.open(folder), Frozen(), ROWS, FP32, CPU)) < 0.2 * size

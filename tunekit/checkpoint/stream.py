@@ -1,0 +1,114 @@
+"""Logits of a checkpoint that is never whole in memory: a part is filled when its turn comes, and dropped behind it."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from tunekit.adapters import Full, LoRA
+from tunekit.checkpoint import peft
+from tunekit.checkpoint.folder import Folder, Reader
+from tunekit.checkpoint.read import check, fill
+from tunekit.formats import Plain
+from tunekit.models.decoder import TIED, Decoder
+from tunekit.precision import Precision
+
+EMBED = "embed.weight"
+
+
+@torch.no_grad()
+def logits(
+    source: Folder,
+    adapter: Full | LoRA,
+    rows: Sequence[Sequence[int]],
+    precision: Precision,
+    device: torch.device,
+    weights: Plain = Plain(),
+) -> Tensor:
+    """What `ask` gives for the model of a folder. An adapter that it starts from is in memory all the time."""
+    with torch.device("meta"):
+        net = Decoder(source.spec)
+    weights.apply(net)
+    adapter.apply(net)
+    check(source, net.shapes)
+    precision.apply(net, source.dtypes, device)
+    net.tie()
+    started = start(net, adapter, source, device)
+    with source.reader() as tensors:
+        for name, module in parts(net):
+            part = Part(net, name, source, tensors, started)
+            module.register_forward_pre_hook(lambda *_, part=part: part.take(device))
+            module.register_forward_hook(lambda *_, part=part: part.drop())
+        return ask(net, rows, device)
+
+
+@torch.no_grad()
+def ask(model: Decoder, rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    """Logits (tokens, vocab) behind every token of the rows, one row after the other."""
+    longest = max(map(len, rows))
+    tokens = torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows], device=device)
+    lengths = torch.tensor([len(row) for row in rows], device=device)
+    real = torch.arange(longest, device=device) < lengths[:, None]
+    training = model.training
+    found = model.eval()(tokens, read=lambda hidden, head: head(hidden[real]))
+    model.train(training)
+    return found
+
+
+def start(net: Decoder, adapter: Full | LoRA, source: Folder, device: torch.device) -> frozenset[str]:
+    """Fill what the files of an adapter hold; its names."""
+    if adapter.start is None:
+        return frozenset()
+    names = frozenset(peft.fitting(Path(adapter.start), net, adapter, source))
+    place(net, names, device)
+    peft.read(Path(adapter.start), net, adapter, source)
+    return names
+
+
+def parts(net: Decoder) -> Iterator[tuple[str, nn.Module]]:
+    """What is in memory at once: each layer, and whatever stands beside the layers."""
+    for name, child in net.named_children():
+        if isinstance(child, nn.ModuleList):
+            yield from ((f"{name}.{i}", layer) for i, layer in enumerate(child))
+        else:
+            yield name, child
+
+
+class Part:
+    """A part of a model, in memory only while it works."""
+
+    def __init__(self, net: Decoder, name: str, source: Folder, tensors: Reader, started: frozenset[str]) -> None:
+        self.net, self.tensors = net, tensors
+        self.elsewhere = started | ({TIED} if net.spec.tied else set())  # filled by others
+        self.moves = [move for move in source.moves if move.ours[0].startswith(f"{name}.")]
+        self.names = {key for key in held(net) if key.startswith(f"{name}.")} - self.elsewhere
+
+    def take(self, device: torch.device) -> None:
+        place(self.net, self.names, device)
+        self.net.tie()
+        for move in self.moves:
+            loaded = move.load([self.tensors[name] for name in move.hub], self.net.shapes)
+            for name, tensor in zip(move.ours, loaded, strict=True):
+                if name not in self.elsewhere:
+                    fill(self.net, name, tensor)
+
+    def drop(self) -> None:
+        """A tied embedding stays: it comes again as the head."""
+        if not (self.net.spec.tied and EMBED in self.names):
+            place(self.net, self.names, torch.device("meta"))
+
+
+def held(net: Decoder) -> dict[str, Tensor]:
+    """All that a model holds, by name; a tied head under both of its names."""
+    return dict(net.named_parameters(remove_duplicate=False)) | dict(net.named_buffers())
+
+
+def place(net: Decoder, names: Iterable[str], device: torch.device) -> None:
+    """Give tensors of a model room on a device. What they held is gone."""
+    tensors = held(net)
+    for name in names:
+        owner, _, leaf = name.rpartition(".")
+        empty = torch.empty_like(tensors[name], device=device)
+        made = nn.Parameter(empty, requires_grad=False) if isinstance(tensors[name], nn.Parameter) else empty
+        setattr(net.get_submodule(owner), leaf, made)
