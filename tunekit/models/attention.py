@@ -21,6 +21,7 @@ class SelfAttention(nn.Module):
         self.spec = spec
         scale = spec.head_dim**-0.5 if spec.scale is None else spec.scale
         self.rule = Rule(scale, spec.window, spec.chunk, spec.softcap)
+        self.rotary = None if spec.rope is None else (spec.rope, spec.head_dim)
         self.turn: int | None = None  # which of the pass's rotations is this layer's; the decoder sets it
         self.number = 0  # of the layer; the decoder sets it
         q, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim

@@ -72,9 +72,8 @@ class Decoder(nn.Module):
         ropes: dict[tuple[Rope, int], int] = {}
         for i, layer in enumerate(self.layers):
             layer.attn.number = i
-            mixer = layer.attn.spec
-            if mixer.rope is not None:
-                layer.attn.turn = ropes.setdefault((mixer.rope, mixer.head_dim), len(ropes))
+            if layer.attn.rotary is not None:
+                layer.attn.turn = ropes.setdefault(layer.attn.rotary, len(ropes))
         return tuple(ropes)
 
     def forward(
