@@ -1,10 +1,12 @@
-"""The linear layer and the embedding of every model: a weight, and a place for an update to it."""
+"""The linear layers and the embedding of every model: a weight, and a place for an update to it."""
 
 from collections.abc import Callable
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tunekit.kernels.experts import grouped
 from tunekit.parallel import put
 
 
@@ -37,6 +39,37 @@ class Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         return self.product(input) if self.update is None else self.update(self, input)
+
+
+class Stacked(nn.Module):
+    """The linear layers of all experts in one weight, with the same places for a format and an adapter as Linear."""
+
+    update: "Callable[[Stacked, Tensor, Tensor], Tensor] | None" = None
+    lora_A: nn.Parameter  # (E, rank, in)
+    lora_B: nn.Parameter  # (E, out, rank)
+
+    bias: nn.Parameter | None
+
+    def __init__(self, experts: int, in_features: int, out_features: int, bias: bool = False) -> None:
+        super().__init__()
+        self.experts, self.in_features, self.out_features = experts, in_features, out_features
+        self.weight = nn.Parameter(torch.zeros(experts, out_features, in_features))
+        self.register_parameter("bias", nn.Parameter(torch.zeros(experts, out_features)) if bias else None)
+
+    def product(self, x: Tensor, sizes: Tensor) -> Tensor:
+        """x W[e]^T + b[e] of rows (N, in) sorted by expert, of which each has `sizes` (E,): (N, out)."""
+        return grouped(x, self.weight, sizes, self.bias)
+
+    def dense(self) -> Tensor:
+        """The weight (E, out, in) as numbers."""
+        return self.weight
+
+    def fill(self, weight: Tensor) -> None:
+        """Take a weight (E, out, in) as it stands in a checkpoint."""
+        put(self.weight, weight)
+
+    def forward(self, x: Tensor, sizes: Tensor) -> Tensor:
+        return self.product(x, sizes) if self.update is None else self.update(self, x, sizes)
 
 
 class Embedding(nn.Embedding):
