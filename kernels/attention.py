@@ -1,10 +1,13 @@
-"""Softmax attention: causal, over a window, over packed documents, and against cached keys. Always exact."""
+"""Softmax attention: causal, over a window, in chunks, over packed documents, and against cached keys. Always exact."""
 
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+BLOCK = 256  # queries at once where scores must be written down: memory grows with S * BLOCK
 
 
 @dataclass(frozen=True)
@@ -14,44 +17,61 @@ class Rule:
     scale: float
     window: int | None = None  # a token sees itself and the window - 1 tokens before it
     chunk: int | None = None  # a token sees only its own stretch of `chunk` positions
-    softcap: float | None = None
+    softcap: float | None = None  # scores are kept within this by tanh
 
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, rule: Rule, offsets: Tensor | None = None, sinks: Tensor | None = None
 ) -> Tensor:
-    """Causal attention of (B, S, H, D) queries on (B, S, H_kv, D) keys; returns (B, S, H, D).
+    """Causal attention of (B, S, H, D) queries on (B, S, H_kv, D) keys and (B, S, H_kv, D_v) values: (B, S, H, D_v).
 
     `offsets` (documents + 1,) on the CPU bounds the documents in the flattened (B * S) tokens: none sees another.
-    Without it every row is one document.
+    Without it every row is one document. `sinks` (H,) are scores that take probability and give nothing.
     """
     if offsets is None:
-        return causal(q, k, v, rule.scale, rule.window)
-    return packed(q, k, v, rule.scale, rule.window, offsets)
+        return chunked(q, k, v, rule, sinks)
+    return packed(q, k, v, rule, offsets, sinks)
 
 
 @torch.compiler.disable()  # the bounds differ in every batch, and each set of them would compile anew
-def packed(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, offsets: Tensor) -> Tensor:
+def packed(q: Tensor, k: Tensor, v: Tensor, rule: Rule, offsets: Tensor, sinks: Tensor | None) -> Tensor:
     """One product per document: the work is the sum of the squared lengths, and no mask exists."""
     lengths = offsets.diff().tolist()
     documents = zip(*(x.flatten(0, 1).split(lengths) for x in (q, k, v)), strict=True)
-    return torch.cat([causal(q[None], k[None], v[None], scale, window)[0] for q, k, v in documents]).view_as(q)
+    parts = [chunked(q[None], k[None], v[None], rule, sinks)[0] for q, k, v in documents]
+    return torch.cat(parts).unflatten(0, q.shape[:2])
 
 
-def causal(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
-    if window is None or window >= q.shape[1]:
-        return sdpa(q, k, v, scale, causal=True)
-    return banded(q, k, v, scale, window)
+def chunked(q: Tensor, k: Tensor, v: Tensor, rule: Rule, sinks: Tensor | None) -> Tensor:
+    """Chunks are finer documents."""
+    if rule.chunk is None or rule.chunk >= q.shape[1]:
+        return causal(q, k, v, rule, sinks)
+    parts = zip(*(x.split(rule.chunk, dim=1) for x in (q, k, v)), strict=True)
+    return torch.cat([causal(*part, rule, sinks) for part in parts], dim=1)
 
 
-def banded(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int) -> Tensor:
-    """Blocks of `window` queries, each on the two blocks of keys it can see: memory grows with S and not its square."""
+def causal(q: Tensor, k: Tensor, v: Tensor, rule: Rule, sinks: Tensor | None) -> Tensor:
+    if rule.softcap is not None or (rule.window is not None and rule.window < q.shape[1]):
+        return banded(q, k, v, rule, sinks)
+    if sinks is None:
+        return sdpa(q, k, v, rule.scale, causal=True)
+    # The slot of the sink comes first, so a query in front of the others moves the diagonal to where it belongs.
+    first = F.pad(q, (0, 0, 0, 0, 1, 0))
+    return sdpa(*sunk(first, k, v, rule.scale, sinks), rule.scale, causal=True)[:, 1:]
+
+
+@torch.compiler.disable()  # the number of blocks differs with the length
+def banded(q: Tensor, k: Tensor, v: Tensor, rule: Rule, sinks: Tensor | None) -> Tensor:
+    """A block of queries at a time, on the keys that it can see: memory grows with S and not its square."""
+    length = q.shape[1]
+    window = length if rule.window is None else rule.window
+    size = BLOCK if rule.softcap is not None else min(max(window, BLOCK // 2), 4 * BLOCK)
     out = []
-    for start in range(0, q.shape[1], window):
-        first, last = max(0, start - window + 1), min(start + window, q.shape[1])
+    for start in range(0, length, size):
+        first, last = max(0, start - window + 1), min(start + size, length)
         age = torch.arange(start, last, device=q.device)[:, None] - torch.arange(first, last, device=q.device)
         seen = (age >= 0) & (age < window)
-        out.append(sdpa(q[:, start:last], k[:, first:last], v[:, first:last], scale, mask=seen))
+        out.append(masked(q[:, start:last], k[:, first:last], v[:, first:last], rule, seen, sinks))
     return torch.cat(out, dim=1)
 
 
@@ -59,14 +79,56 @@ def attend_cached(
     q: Tensor, k: Tensor, v: Tensor, positions: Tensor, rule: Rule, sinks: Tensor | None = None
 ) -> Tensor:
     """Queries at `positions` (B, S) on the slots (B, K, H_kv, D) of a cache; the index of a slot is its position."""
-    age = positions[:, None, :, None] - torch.arange(k.shape[1], device=q.device)
-    seen = age >= 0 if rule.window is None else (age >= 0) & (age < rule.window)
-    return sdpa(q, k, v, rule.scale, mask=seen)
+    at, slot = positions[:, None, :, None], torch.arange(k.shape[1], device=q.device)
+    seen = slot <= at
+    if rule.window is not None:
+        seen &= at - slot < rule.window
+    if rule.chunk is not None:
+        seen &= at // rule.chunk == slot // rule.chunk
+    return masked(q, k, v, rule, seen, sinks)
+
+
+def masked(q: Tensor, k: Tensor, v: Tensor, rule: Rule, seen: Tensor, sinks: Tensor | None) -> Tensor:
+    """Queries on those keys that are `seen` (..., S, K)."""
+    if sinks is not None:
+        q, k, v = sunk(q, k, v, rule.scale, sinks)
+        seen = F.pad(seen, (1, 0), value=True)
+    if rule.softcap is None:
+        return sdpa(q, k, v, rule.scale, mask=seen)
+    if not torch.is_grad_enabled():
+        return capped(q, k, v, rule.scale, rule.softcap, seen)
+    # Scores are made again in the backward pass: those of all blocks together would be S x S numbers.
+    args = q, k, v, rule.scale, rule.softcap, seen
+    return checkpoint(capped, *args, use_reentrant=False, preserve_rng_state=False)
+
+
+def capped(q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float, seen: Tensor) -> Tensor:
+    """Scores within `softcap`, which no fused kernel of torch can do, written down in fp32."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    q = q.unflatten(1, (k.shape[1], -1))  # (B, H_kv, queries of a key, S, D)
+    scores = (q @ k.mT[:, :, None]).float() * (scale / softcap)
+    shares = (scores.tanh() * softcap).masked_fill(~seen.unsqueeze(-3), float("-inf")).softmax(-1)
+    return (shares.type_as(v) @ v[:, :, None]).flatten(1, 2).transpose(1, 2)
+
+
+def sunk(q: Tensor, k: Tensor, v: Tensor, scale: float, sinks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """A slot in front of the others, whose score is the sink of each head and whose value is nothing.
+
+    The score comes from a channel more, in which only that key is not zero. So it is a plain product for the kernels,
+    and its gradient too.
+    """
+    channel = (sinks.float() / scale).type_as(q)[:, None].expand(*q.shape[:2], -1, -1)
+    k = F.pad(k, (0, 1, 0, 0, 1, 0))
+    k[:, 0, :, -1] = 1.0
+    return torch.cat([q, channel], dim=-1), k, F.pad(v, (0, 0, 0, 0, 1, 0))
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool = False, mask: Tensor | None = None) -> Tensor:
+    width = v.shape[-1]
+    if width < q.shape[-1]:  # the kernels that need little memory want one width for all
+        v = F.pad(v, (0, q.shape[-1] - width))
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     y = F.scaled_dot_product_attention(
         q, k, v, mask, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
     )
-    return y.transpose(1, 2)
+    return y.transpose(1, 2)[..., :width]
