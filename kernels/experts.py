@@ -72,3 +72,21 @@ def outer(a: Tensor, b: Tensor, sizes: Tensor) -> Tensor:
 
 def ends(sizes: Tensor) -> Tensor:
     return sizes.cumsum(0, dtype=torch.int32)
+
+
+class Sorted(torch.autograd.Function):
+    """Rows in another order. Its gradient is a gather too: an addition at places is slow, and on a GPU random."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, back: Tensor) -> Tensor:
+        ctx.save_for_backward(back)
+        return x.index_select(0, order)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return grads[0].index_select(0, ctx.saved_tensors[0]), None, None
+
+
+def by_expert(x: Tensor, order: Tensor, back: Tensor) -> Tensor:
+    """Rows of `x` (N, ...) in `order` (N,), a permutation, which `back` undoes."""
+    return Sorted.apply(x, order, back)

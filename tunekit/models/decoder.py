@@ -8,21 +8,25 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tunekit.models.attention import SelfAttention
+from tunekit.models.experts import MixtureOfExperts, TwinFeedForward
 from tunekit.models.feedforward import GatedMLP
 from tunekit.models.linear import Embedding, Linear
 from tunekit.models.norm import RMSNorm, norm
+from tunekit.models.per_layer import TokenGate, TokenInputs
 from tunekit.models.place import Cache, Kept, Place
 from tunekit.models.rope import tables
-from tunekit.models.spec import MLP, Attention, DecoderSpec, Layer, Rope
+from tunekit.models.spec import MLP, Attention, DecoderSpec, Layer, MoE, Rope, Twin
 
 TIED = "head.weight"  # where the head is the embedding, this name stands for embed.weight
 
 MIXERS = {Attention: SelfAttention}
-FFNS = {MLP: GatedMLP}
+FFNS = {MLP: GatedMLP, MoE: MixtureOfExperts, Twin: TwinFeedForward}
 
 
 class Block(nn.Module):
     """A mixer and a feed-forward part, each between its norms and beside a residual."""
+
+    layer_scalar: nn.Parameter | None
 
     def __init__(self, spec: Layer, model: DecoderSpec) -> None:
         super().__init__()
@@ -31,13 +35,18 @@ class Block(nn.Module):
         self.attn_norm = norm(model.dim, before)
         self.attn = MIXERS[type(spec.mixer)](model.dim, spec.mixer)
         self.attn_post_norm = norm(model.dim, behind)
-        self.mlp_norm = norm(model.dim, before)
+        self.mlp_norm = norm(model.dim, None if isinstance(spec.ffn, Twin) else before)
         self.mlp = FFNS[type(spec.ffn)](model.dim, spec.ffn)
         self.mlp_post_norm = norm(model.dim, behind)
+        self.token = None if model.per_layer is None else TokenGate(model.per_layer, model)
+        scalar = nn.Parameter(torch.ones(1), requires_grad=False)
+        self.register_parameter("layer_scalar", scalar if spec.scaled else None)
 
-    def forward(self, x: Tensor, place: Place, cache: Kept | None = None) -> Tensor:
+    def forward(self, x: Tensor, place: Place, cache: Kept | None = None, token: Tensor | None = None) -> Tensor:
         x = self.add(x, self.attn_post_norm(self.attn(self.attn_norm(x), place, cache)))
-        return self.add(x, self.mlp_post_norm(self.mlp(self.mlp_norm(x))))
+        x = self.add(x, self.mlp_post_norm(self.mlp(self.mlp_norm(x))))
+        x = x if self.token is None else self.token(x, token)
+        return x if self.layer_scalar is None else x * self.layer_scalar.to(x.dtype)
 
     def add(self, x: Tensor, y: Tensor) -> Tensor:
         return x + y if self.scale == 1 else x + y * self.scale
@@ -53,6 +62,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.spec = spec
         self.embed = Embedding(spec.vocab, spec.dim)
+        self.per_layer = None if spec.per_layer is None else TokenInputs(spec.per_layer, spec)
         blocks = nn.ModuleList(Block(layer, spec) for layer in spec.layers)
         self.layers = cast("Iterable[Block]", blocks)  # a ModuleList does not tell what it holds
         self.norm = RMSNorm(spec.dim, spec.norm)
@@ -105,11 +115,12 @@ class Decoder(nn.Module):
         x = self.embed(tokens)
         x = x if self.compute is None else x.to(self.compute)
         x = x if self.spec.embed_scale == 1 else x * torch.tensor(self.spec.embed_scale, dtype=x.dtype)
+        own = [None] * len(self.spec.layers) if self.per_layer is None else self.per_layer(tokens, x)
         for i, layer in enumerate(self.layers):
             if self.recompute and torch.is_grad_enabled():
-                x = checkpoint(layer, x, place, use_reentrant=False)
+                x = checkpoint(layer, x, place, None, own[i], use_reentrant=False)
             else:
-                x = layer(x, place, None if cache is None else cache.layers[i])
+                x = layer(x, place, None if cache is None else cache.layers[i], own[i])
         return self.norm(x)
 
     def cache(self, batch: int, slots: int) -> Cache:

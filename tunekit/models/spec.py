@@ -155,6 +155,7 @@ class MoE:
     groups: tuple[int, int] | None = None  # experts stand in so many groups, of which so many may be chosen from
     selection_bias: bool = False  # a correction that counts in the choice and not in the weights
     router_bias: bool = False
+    precise: bool = False  # the router multiplies in fp32, and weights of experts stay in it
     bias: bool = False
     weigh_input: bool = False  # the weight multiplies what goes into an expert, not what comes out
     shared: int = 0  # hidden width of the shared expert; 0: none
@@ -168,6 +169,7 @@ class Twin:
 
     dense: MLP
     sparse: MoE
+    norm: Norm = Norm()
 
 
 @dataclass(frozen=True, slots=True)

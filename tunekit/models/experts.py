@@ -1,0 +1,136 @@
+"""Mixtures of experts: a router, experts as stacked weights, and what some families set beside them."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tunekit.kernels.experts import by_expert
+from tunekit.kernels.glu import gated
+from tunekit.models.feedforward import GatedMLP
+from tunekit.models.linear import Linear, Stacked
+from tunekit.models.norm import RMSNorm, norm
+from tunekit.models.spec import MLP, MoE, Twin
+
+
+class Router(nn.Module):
+    """Which experts a token goes to. Its few weights decide much: no format packs them and no adapter is hung on it."""
+
+    bias: nn.Parameter | None
+    selection_bias: nn.Parameter | None
+    scale: nn.Parameter | None
+    per_expert_scale: nn.Parameter | None
+
+    def __init__(self, dim: int, spec: MoE) -> None:
+        super().__init__()
+        self.spec = spec
+        self.weight = nn.Parameter(torch.zeros(spec.experts, dim))
+        self.register_parameter("bias", nn.Parameter(torch.zeros(spec.experts)) if spec.router_bias else None)
+        # Training moves it by rules of its own, from how many tokens each expert had: fine-tuning leaves it alone.
+        bias = nn.Parameter(torch.zeros(spec.experts), requires_grad=False)
+        self.register_parameter("selection_bias", bias if spec.selection_bias else None)
+        self.norm = norm(dim, spec.router_norm)
+        scaled = spec.router_norm is not None
+        self.register_parameter("scale", nn.Parameter(torch.ones(dim)) if scaled else None)
+        self.register_parameter("per_expert_scale", nn.Parameter(torch.ones(spec.experts)) if scaled else None)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Weights and numbers of the experts of every token (T, dim), both (T, top_k), the weights in fp32."""
+        spec, logits = self.spec, self.logits(x)
+        scores = {"softmax": lambda t: t.softmax(-1), "sigmoid": torch.sigmoid}.get(spec.score, lambda t: t)(logits)
+        chosen = self.choice(scores.detach()).topk(spec.top_k, dim=-1).indices
+        weights = scores.gather(-1, chosen)
+        match spec.score:
+            case "top_softmax":
+                weights = weights.softmax(-1)
+            case "top_sigmoid":
+                weights = weights.sigmoid()
+        if spec.normalize:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        if self.per_expert_scale is not None:
+            weights = weights * self.per_expert_scale.float()[chosen]
+        return weights * spec.scale, chosen
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Scores (T, E) in fp32, from a product in the dtype that the family makes it in."""
+        if self.scale is not None:
+            x = self.norm(x) * self.scale.to(x.dtype) * x.shape[-1] ** -0.5
+        x = x.float() if self.spec.precise else x
+        return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype)).float()
+
+    def choice(self, scores: Tensor) -> Tensor:
+        """Scores (T, E) that decide. Of the experts of groups that fall out they are -inf."""
+        spec, groups = self.spec, self.spec.groups
+        if self.selection_bias is not None:
+            scores = scores + self.selection_bias.float()
+        if groups is None:
+            return scores
+        grouped = scores.unflatten(-1, (groups[0], -1))
+        # A group is as good as its best expert, or as its two best together where a correction takes part.
+        best = grouped.topk(2 if spec.selection_bias else 1, dim=-1).values.sum(-1)
+        kept = best.topk(groups[1], dim=-1).indices
+        out = torch.ones_like(best, dtype=torch.bool).scatter_(-1, kept, False)
+        return grouped.masked_fill(out[..., None], float("-inf")).flatten(-2)
+
+
+class Experts(nn.Module):
+    """The gated feed-forward layers of all experts."""
+
+    def __init__(self, dim: int, spec: MoE) -> None:
+        super().__init__()
+        self.act = spec.act
+        self.gate_proj = Stacked(spec.experts, dim, spec.hidden, spec.bias)
+        self.up_proj = Stacked(spec.experts, dim, spec.hidden, spec.bias)
+        self.down_proj = Stacked(spec.experts, spec.hidden, dim, spec.bias)
+
+    def forward(self, x: Tensor, sizes: Tensor) -> Tensor:
+        """Rows (N, dim) sorted by expert, of which each has `sizes` (E,)."""
+        return self.down_proj(gated(self.act, self.gate_proj(x, sizes), self.up_proj(x, sizes)), sizes)
+
+
+class MixtureOfExperts(nn.Module):
+    """Every token through the experts that the router chose for it, and through a shared one if there is."""
+
+    def __init__(self, dim: int, spec: MoE) -> None:
+        super().__init__()
+        self.spec = spec
+        self.router, self.experts = Router(dim, spec), Experts(dim, spec)
+        self.shared = GatedMLP(dim, MLP(spec.shared, spec.act)) if spec.shared else None
+        self.shared_gate = Linear(dim, 1, bias=False) if spec.shared_gate else None
+
+    def forward(self, x: Tensor, seen: Tensor | None = None) -> Tensor:
+        """The router looks at `seen` where that is not `x`."""
+        weights, chosen = self.router((x if seen is None else seen).flatten(0, -2))
+        y = self.mixed(x.flatten(0, -2), weights, chosen).view_as(x)
+        if self.shared is None:
+            return y
+        shared = self.shared(x)
+        return y + (shared if self.shared_gate is None else shared * self.shared_gate(x).sigmoid())
+
+    def mixed(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        """Outputs of the chosen experts of `x` (T, dim), added up with their weights."""
+        weights = weights if self.spec.precise else weights.type_as(x)
+        expert, order = chosen.flatten().sort(stable=True)
+        back = order.argsort()
+        ends = torch.searchsorted(expert, torch.arange(self.spec.experts, device=x.device), right=True)
+        sizes = ends.diff(prepend=ends.new_zeros(1))
+        rows = x.repeat_interleave(self.spec.top_k, dim=0)
+        if self.spec.weigh_input:
+            rows = (rows * weights.view(-1, 1)).type_as(x)
+        y = by_expert(self.experts(by_expert(rows, order, back), sizes), back, order).unflatten(0, chosen.shape)
+        if not self.spec.weigh_input:
+            y = y * weights[..., None]
+        return y.sum(1).type_as(x)
+
+
+class TwinFeedForward(nn.Module):
+    """A dense layer and experts side by side. The input comes without a norm: the router looks at it as it is."""
+
+    def __init__(self, dim: int, spec: Twin) -> None:
+        super().__init__()
+        self.dense_norm, self.dense_post_norm = RMSNorm(dim, spec.norm), RMSNorm(dim, spec.norm)
+        self.sparse_norm, self.sparse_post_norm = RMSNorm(dim, spec.norm), RMSNorm(dim, spec.norm)
+        self.dense, self.sparse = GatedMLP(dim, spec.dense), MixtureOfExperts(dim, spec.sparse)
+
+    def forward(self, x: Tensor) -> Tensor:
+        dense = self.dense_post_norm(self.dense(self.dense_norm(x)))
+        return dense + self.sparse_post_norm(self.sparse(self.sparse_norm(x), seen=x))
