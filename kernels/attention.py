@@ -47,7 +47,7 @@ def chunked(q: Tensor, k: Tensor, v: Tensor, rule: Rule, sinks: Tensor | None) -
     if rule.chunk is None or rule.chunk >= q.shape[1]:
         return causal(q, k, v, rule, sinks)
     parts = zip(*(x.split(rule.chunk, dim=1) for x in (q, k, v)), strict=True)
-    return torch.cat([causal(*part, rule, sinks) for part in parts], dim=1)
+    return torch.cat([causal(q, k, v, rule, sinks) for q, k, v in parts], dim=1)
 
 
 def causal(q: Tensor, k: Tensor, v: Tensor, rule: Rule, sinks: Tensor | None) -> Tensor:

@@ -60,7 +60,7 @@ def steps(model: Decoder, prompts: Sequence[Sequence[int]], sampling: Sampling, 
     Prompts are padded on the right: a row's own tokens overwrite its padding in the cache as they come.
     """
     model.eval()
-    device = model.norm.weight.device
+    device = model.embed.weight.device
     lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
     longest = int(lengths.max())
     tokens = torch.tensor([[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts], device=device)

@@ -49,7 +49,7 @@ def test_rotation_turns_pairs_by_their_angle() -> None:
 def test_rotation_is_that_of_transformers() -> None:
     x, positions = torch.randn(2, 9, 3, 12), torch.arange(9).expand(2, 9)
     rotation = tables(Rope(100.0), 12, positions)
-    cos, sin = (torch.cat([t, t], dim=-1).squeeze(2) for t in rotation)
+    cos, sin = (torch.cat([t, t], dim=-1).squeeze(2) for t in (rotation.cos, rotation.sin))
     wanted, _ = apply_rotary_pos_emb(x.transpose(1, 2), x.transpose(1, 2), cos, sin)
     assert error(rotate(x, rotation), wanted.transpose(1, 2)) < 1e-6
 

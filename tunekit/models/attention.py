@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from tunekit.kernels.attention import Rule, attend, attend_cached
+from tunekit.models.init import Fresh
 from tunekit.models.linear import Linear
 from tunekit.models.norm import RMSNorm, norm
 from tunekit.models.place import KV, Place
@@ -11,7 +12,7 @@ from tunekit.models.rope import rotate
 from tunekit.models.spec import Attention, Norm
 
 
-class SelfAttention(nn.Module):
+class SelfAttention(Fresh):
     """Grouped-query attention, with or without a cache."""
 
     sinks: nn.Parameter | None
@@ -24,6 +25,7 @@ class SelfAttention(nn.Module):
         self.rotary = None if spec.rope is None else (spec.rope, spec.head_dim)
         self.turn: int | None = None  # which of the pass's rotations is this layer's; the decoder sets it
         self.number = 0  # of the layer; the decoder sets it
+        self.lends = False  # whether later layers take keys and values from here; the decoder sets it
         q, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
         self.q_proj = Linear(dim, q * (2 if spec.gated else 1), bias=spec.bias)
         self.q_norm = heads_norm(spec.heads, spec.head_dim, spec.qk_norm)
@@ -38,11 +40,11 @@ class SelfAttention(nn.Module):
 
     def forward(self, x: Tensor, place: Place, cache: KV | None = None) -> Tensor:
         q, gate = self.queries(x, place)
-        k, v = self.keys(x, place) if self.spec.kv_from is None else place.kv[self.spec.kv_from]
-        if cache is None:
+        k, v = self.keys(x, place, cache) if self.spec.kv_from is None else place.kv[self.spec.kv_from]
+        if k.shape[1] == q.shape[1]:  # there is nothing but what came now
             y = attend(q, k, v, self.rule, place.offsets, self.sinks)
         else:
-            y = self.cached(q, k, v, place, cache)
+            y = attend_cached(q, k, v, place.positions, self.rule, self.sinks)
         y = y.flatten(-2)
         return self.o_proj(y if gate is None else y * gate.sigmoid())
 
@@ -59,13 +61,17 @@ class SelfAttention(nn.Module):
             q = (q * (1 + spec.tuning.beta * step.log1p())[..., None, None]).type_as(q)
         return q, gate
 
-    def keys(self, x: Tensor, place: Place) -> tuple[Tensor, Tensor]:
-        """Keys and values (B, S, H_kv, D)."""
-        heads = (-1, self.spec.head_dim)
-        k = self.k_proj(x).unflatten(-1, heads)
-        v = self.v_norm(k if self.spec.k_is_v else self.v_proj(x).unflatten(-1, heads))
-        place.kv[self.number] = self.stand(k, self.k_norm, place), v
-        return place.kv[self.number]
+    def keys(self, x: Tensor, place: Place, cache: KV | None) -> tuple[Tensor, Tensor]:
+        """Keys and values (B, K, H_kv, D): of these tokens, or of all that the cache has seen."""
+        k = self.k_proj(x).unflatten(-1, (-1, self.spec.head_dim))
+        v = self.v_norm(k if self.spec.k_is_v else self.v_proj(x).unflatten(-1, (-1, self.spec.head_dim)))
+        kv = self.stand(k, self.k_norm, place), v
+        if cache is not None:
+            kv = cache.add(*kv, place.positions, place.used)
+        if self.lends:
+            # When a layer is run again for its gradients, those who took keep what they took.
+            place.kv.setdefault(self.number, kv)
+        return kv
 
     def stand(self, x: Tensor, norm: nn.Module, place: Place) -> Tensor:
         """Norm and rotation of queries or keys, in the order of the family."""
@@ -74,17 +80,15 @@ class SelfAttention(nn.Module):
         rotation = place.rotations[self.turn]
         return norm(rotate(x, rotation)) if self.spec.norm_after_rope else rotate(norm(x), rotation)
 
-    def cached(self, q: Tensor, k: Tensor, v: Tensor, place: Place, cache: KV) -> Tensor:
-        cache.write(k, v, place.positions)
-        if place.used == q.shape[1]:  # the first pass: nothing is in the cache but what came now
-            return attend(q, k, v, self.rule, sinks=self.sinks)
-        seen = cache.k[:, : place.used], cache.v[:, : place.used]
-        return attend_cached(q, *seen, place.positions, self.rule, self.sinks)
-
     def cache(self, batch: int, slots: int, dtype: torch.dtype, device: torch.device) -> KV:
         """Empty room for `slots` positions."""
-        shape = (batch, slots, self.spec.kv_heads, self.spec.head_dim)
+        shape = (batch, slots if self.spec.kv_from is None else 0, self.spec.kv_heads, self.spec.head_dim)
         return KV(shape, shape, dtype, device)
+
+    def reset(self, generator: torch.Generator, std: float) -> None:
+        """A fresh sink takes what a score of zero takes."""
+        if self.sinks is not None:
+            nn.init.zeros_(self.sinks)
 
 
 class AcrossHeads(RMSNorm):

@@ -80,8 +80,9 @@ class Decoder(nn.Module):
     def number_layers(self) -> tuple[tuple[Rope, int], ...]:
         """The distinct rotations of the model: their tables are made once a pass, for all layers."""
         ropes: dict[tuple[Rope, int], int] = {}
+        lenders = {layer.mixer.kv_from for layer in self.spec.layers if isinstance(layer.mixer, Attention)}
         for i, layer in enumerate(self.layers):
-            layer.attn.number = i
+            layer.attn.number, layer.attn.lends = i, i in lenders
             if layer.attn.rotary is not None:
                 layer.attn.turn = ropes.setdefault(layer.attn.rotary, len(ropes))
         return tuple(ropes)
@@ -93,17 +94,18 @@ class Decoder(nn.Module):
         offsets: Tensor | None = None,
         cache: Cache | None = None,
         read: Callable[[Tensor, nn.Module], Tensor] | None = None,
+        lengths: Tensor | None = None,
     ) -> Tensor:
         """Logits (B, S, vocab) of `tokens` (B, S).
 
         `positions` (B, S) count from 0 in each document and `offsets` bound packed documents. `read(hidden, head)`
         replaces the last step, so that a loss need not hold all logits, and runs inside this call, where sharded
-        weights are whole.
+        weights are whole. `lengths` (B,) says where padding begins, for the first pass of a cache.
         """
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-        rotations = tuple(tables(rope, head_dim, positions) for rope, head_dim in self.ropes)
-        place = Place(positions, offsets, rotations)
+        rotations = tuple(tables(rope, head_dim, positions, offsets, lengths) for rope, head_dim in self.ropes)
+        place = Place(positions, offsets, lengths, rotations)
         if cache is not None:
             cache.used += tokens.shape[1]
             place.used = cache.used
@@ -126,7 +128,7 @@ class Decoder(nn.Module):
     def cache(self, batch: int, slots: int) -> Cache:
         """Empty room for `slots` positions of `batch` rows."""
         dtype = self.compute or self.embed.weight.dtype
-        return Cache([layer.attn.cache(batch, slots, dtype, self.norm.weight.device) for layer in self.layers])
+        return Cache([layer.attn.cache(batch, slots, dtype, self.embed.weight.device) for layer in self.layers])
 
 
 class Head(Linear):

@@ -1,37 +1,40 @@
-"""Fresh weights. Each tensor draws from its own generator, so a layout over devices changes no number."""
+"""Fresh weights. Each module draws from its own generator, so a layout over devices changes no number."""
 
 import math
 import random
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from tunekit.models.decoder import Decoder
-from tunekit.models.linear import Embedding, Linear
-from tunekit.models.norm import RMSNorm
-from tunekit.parallel import put
+if TYPE_CHECKING:  # the decoder is built of modules that know this file
+    from tunekit.models.decoder import Decoder
+
+RESIDUAL = ("o_proj", "out_proj", "down_proj")  # what writes into the residual stream
+
+
+class Fresh(nn.Module):
+    """A module that owns parameters and knows what they are in a model that has learnt nothing."""
+
+    def reset(self, generator: torch.Generator, std: float) -> None:
+        """Fill the parameters of this very module; `std` is the spread of a weight here."""
+        raise NotImplementedError
 
 
 def seeded(seed: int, name: str) -> torch.Generator:
-    """The generator of one tensor."""
+    """The generator of one module or row."""
     return torch.Generator().manual_seed(random.Random(f"{seed} {name}").getrandbits(63))
 
 
-def normal(shape: torch.Size, std: float, seed: int, name: str) -> Tensor:
-    return torch.randn(shape, generator=seeded(seed, name)) * std
+def normal(shape: torch.Size, std: float, generator: torch.Generator) -> Tensor:
+    """Drawn on the CPU, so that every device gets the same."""
+    return torch.randn(shape, generator=generator) * std
 
 
-def randomize(model: Decoder, seed: int) -> None:
+def randomize(model: "Decoder", seed: int) -> None:
     """Normal weights of the spec's spread; what writes into the residual stream is smaller in deeper models."""
     spec = model.spec
     residual = spec.std / math.sqrt(2 * len(spec.layers))
     for name, module in model.named_modules():
-        if isinstance(module, Linear) and not (name == "head" and spec.tied):
-            std = residual if name.endswith(("o_proj", "down_proj")) else spec.std
-            module.fill(normal(torch.Size((module.out_features, module.in_features)), std, seed, name))
-            if module.bias is not None:
-                nn.init.zeros_(module.bias)
-        elif isinstance(module, Embedding):
-            put(module.weight, normal(module.weight.shape, spec.std, seed, name))
-        elif isinstance(module, RMSNorm):
-            nn.init.ones_(module.weight)
+        if isinstance(module, Fresh) and not (name == "head" and spec.tied):
+            module.reset(seeded(seed, name), residual if name.endswith(RESIDUAL) else spec.std)

@@ -7,10 +7,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tunekit.kernels.experts import grouped
+from tunekit.models.init import Fresh, normal
 from tunekit.parallel import put
 
 
-class Linear(nn.Linear):
+class Linear(nn.Linear, Fresh):
     """Weights are cast to the dtype of what comes in: trained weights may be fp32 while products run in bf16.
 
     A format replaces `product`, `dense` and `fill`; an adapter sets `update`. The names of the parameters stay.
@@ -23,6 +24,7 @@ class Linear(nn.Linear):
     lora_A0: Tensor  # what A and B were at the start, where their product was not zero
     lora_B0: Tensor
     lora_magnitude_vector: nn.Parameter  # (out,)
+    lora_scale: float
 
     def product(self, x: Tensor) -> Tensor:
         """x W^T + b: (..., in) to (..., out)."""
@@ -37,17 +39,23 @@ class Linear(nn.Linear):
         """Take a weight (out, in) as it stands in a checkpoint."""
         put(self.weight, weight)
 
+    def reset(self, generator: torch.Generator, std: float) -> None:
+        """A normal weight, no bias."""
+        self.fill(normal(torch.Size((self.out_features, self.in_features)), std, generator))
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
     def forward(self, input: Tensor) -> Tensor:
         return self.product(input) if self.update is None else self.update(self, input)
 
 
-class Stacked(nn.Module):
+class Stacked(Fresh):
     """The linear layers of all experts in one weight, with the same places for a format and an adapter as Linear."""
 
     update: "Callable[[Stacked, Tensor, Tensor], Tensor] | None" = None
     lora_A: nn.Parameter  # (E, rank, in)
     lora_B: nn.Parameter  # (E, out, rank)
-
+    lora_scale: float
     bias: nn.Parameter | None
 
     def __init__(self, experts: int, in_features: int, out_features: int, bias: bool = False) -> None:
@@ -68,20 +76,31 @@ class Stacked(nn.Module):
         """Take a weight (E, out, in) as it stands in a checkpoint."""
         put(self.weight, weight)
 
+    def reset(self, generator: torch.Generator, std: float) -> None:
+        """Normal weights, no biases."""
+        shape = self.experts, self.out_features, self.in_features
+        self.fill(normal(torch.Size(shape), std, generator))
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
     def forward(self, x: Tensor, sizes: Tensor) -> Tensor:
         return self.product(x, sizes) if self.update is None else self.update(self, x, sizes)
 
 
-class Embedding(nn.Embedding):
+class Embedding(nn.Embedding, Fresh):
     """Rows of a table; an adapter may set `update` here as well."""
 
     update: "Callable[[Embedding, Tensor], Tensor] | None" = None
     lora_embedding_A: nn.Parameter  # (rank, ids)
     lora_embedding_B: nn.Parameter  # (dim, rank)
+    lora_scale: float
 
     def product(self, tokens: Tensor) -> Tensor:
         """(...) token ids to (..., dim)."""
         return F.embedding(tokens, self.weight)
+
+    def reset(self, generator: torch.Generator, std: float) -> None:
+        put(self.weight, normal(self.weight.shape, std, generator))
 
     def forward(self, input: Tensor) -> Tensor:
         return self.product(input) if self.update is None else self.update(self, input)

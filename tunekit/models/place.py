@@ -16,11 +16,13 @@ class KV:
         self.k = torch.zeros(k, dtype=dtype, device=device)
         self.v = torch.zeros(v, dtype=dtype, device=device)
 
-    def write(self, k: Tensor, v: Tensor, positions: Tensor) -> None:
-        """Put (B, S, H_kv, D) at `positions` (B, S)."""
+    def add(self, k: Tensor, v: Tensor, positions: Tensor, used: int) -> tuple[Tensor, Tensor]:
+        """Put (B, S, H_kv, D) at `positions` (B, S); all that the first `used` slots then hold."""
         rows = torch.arange(k.shape[0], device=k.device)[:, None]
         self.k[rows, positions] = k
         self.v[rows, positions] = v
+        # On the first pass the cache holds no more than what came, and attention without slots is the faster.
+        return (k, v) if used == k.shape[1] else (self.k[:, :used], self.v[:, :used])
 
 
 class Kept(Protocol):
@@ -41,7 +43,8 @@ class Place:
 
     positions: Tensor  # (B, S)
     offsets: Tensor | None  # bounds of packed documents
+    lengths: Tensor | None  # (B,) tokens of each row that are not padding behind it; None: all, or nobody asks
     rotations: tuple[Rotation, ...]  # one for each distinct Rope of the model
     used: int = 0  # slots of the cache to look at
-    # Keys and values by the number of their layer, for later layers that take them.
+    # Keys and values of those layers, by their number, from which later ones take them.
     kv: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)

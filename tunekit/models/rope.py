@@ -4,22 +4,31 @@ import math
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from tunekit.models.spec import LinearScaling, Llama3Scaling, Rope, YarnScaling
+from tunekit.models.spec import LinearScaling, Llama3Scaling, LongScaling, Rope, YarnScaling
 
 
 class Rotation(NamedTuple):
-    """Tables of one pass, both (B, S, 1, dims / 2), fp32."""
+    """Tables of one pass, both (B, S, 1, dims / 2), fp32, and which channels turn together."""
 
     cos: Tensor
     sin: Tensor
+    paired: bool = False
+    keep_paired: bool = True
 
 
-def frequencies(rope: Rope, head_dim: int) -> tuple[Tensor, float]:
-    """Inverse frequencies of the rotated channel pairs (dims / 2,), and the factor on cos and sin."""
+def frequencies(rope: Rope, head_dim: int) -> Tensor:
+    """Inverse frequencies of the rotated channel pairs (dims / 2,), before what stretches positions."""
     dims = rope.dims or head_dim
-    freq = 1.0 / rope.theta ** (torch.arange(0, dims, 2, dtype=torch.float32) / dims)
+    freq = 1.0 / rope.theta ** (torch.arange(0, dims, 2, dtype=torch.float32) / (head_dim if rope.pad else dims))
+    return F.pad(freq, (0, (head_dim - dims) // 2)) if rope.pad else freq
+
+
+def scaled(rope: Rope, head_dim: int) -> tuple[Tensor, float]:
+    """The frequencies as the family stretches them, and the factor on cos and sin."""
+    freq = frequencies(rope, head_dim)
     match rope.scaling:
         case None:
             return freq, 1.0
@@ -29,7 +38,9 @@ def frequencies(rope: Rope, head_dim: int) -> tuple[Tensor, float]:
             smooth = (s.context * freq / (2 * math.pi) - s.low) / (s.high - s.low)
             return torch.lerp(freq / s.factor, freq, smooth.clamp(0, 1)), 1.0
         case YarnScaling() as s:
-            return yarn(s, rope.theta, dims, freq), s.amplitude
+            return yarn(s, rope.theta, rope.dims or head_dim, freq), s.amplitude
+        case LongScaling() as s:
+            return freq / torch.tensor([s.short, s.long]), s.amplitude
 
 
 def yarn(s: YarnScaling, theta: float, dims: int, freq: Tensor) -> Tensor:
@@ -41,18 +52,35 @@ def yarn(s: YarnScaling, theta: float, dims: int, freq: Tensor) -> Tensor:
     return torch.lerp(freq, freq / s.factor, ramp)
 
 
-def tables(rope: Rope, head_dim: int, positions: Tensor) -> Rotation:
-    """Rotation of every position (B, S)."""
+def tables(
+    rope: Rope, head_dim: int, positions: Tensor, offsets: Tensor | None = None, lengths: Tensor | None = None
+) -> Rotation:
+    """Rotation of every position (B, S). `offsets` bound packed documents, `lengths` (B,) padded ones."""
     with torch.device("cpu"):
-        freq, amplitude = frequencies(rope, head_dim)
-    angle = positions[..., None].float() * freq.to(positions.device)
-    return Rotation(angle.cos()[:, :, None] * amplitude, angle.sin()[:, :, None] * amplitude)
+        freq, amplitude = scaled(rope, head_dim)
+    freq = freq.to(positions.device)
+    if isinstance(rope.scaling, LongScaling):
+        freq = freq[(reach(positions, offsets, lengths) > rope.scaling.context).long()]
+    angle = positions[..., None].float() * freq
+    cos, sin = (turn(angle)[:, :, None] * amplitude for turn in (torch.cos, torch.sin))
+    return Rotation(cos, sin, rope.paired, rope.keep_paired)
+
+
+def reach(positions: Tensor, offsets: Tensor | None, lengths: Tensor | None) -> Tensor:
+    """How many tokens the document of each token has, (B, S) or (B, 1)."""
+    if offsets is not None:
+        sizes = offsets.diff()
+        return sizes.repeat_interleave(sizes).view(positions.shape).to(positions.device)
+    return positions.amax(-1, keepdim=True) + 1 if lengths is None else lengths[:, None]
 
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:
     """Rotate the first channels of `x` (B, S, H, D) in fp32; the others pass."""
-    cos, sin = rotation
+    cos, sin, paired, keep_paired = rotation
     dims = 2 * cos.shape[-1]
-    a, b = x[..., :dims].float().chunk(2, dim=-1)
-    turned = torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).type_as(x)
+    turning = x[..., :dims].float()
+    a, b = (turning[..., ::2], turning[..., 1::2]) if paired else turning.chunk(2, dim=-1)
+    halves = a * cos - b * sin, b * cos + a * sin
+    turned = torch.stack(halves, dim=-1).flatten(-2) if paired and keep_paired else torch.cat(halves, dim=-1)
+    turned = turned.type_as(x)
     return turned if dims == x.shape[-1] else torch.cat([turned, x[..., dims:]], dim=-1)
