@@ -1,9 +1,6 @@
 """Models by name: a folder, one that ships with the package, or one of the Hugging Face Hub."""
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from huggingface_hub import constants, snapshot_download
@@ -20,42 +17,45 @@ from huggingface_hub.errors import (
 
 from tunekit import bundled
 from tunekit.errors import UserError
-
-
-@dataclass(frozen=True)
-class Files:
-    """Which files of a repository, as globs over their whole paths. By default those that this toolkit reads."""
-
-    include: tuple[str, ...] = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model", "*.txt")
-    exclude: tuple[str, ...] = ("original/*", "onnx/*", "consolidated*")  # copies for other programs
-
+from tunekit.hub import large, trouble
+from tunekit.hub.large import Files
 
 READ = Files()
 # All but the weights of a whole model.
 SMALL = Files(include=("*.json", "*.jinja", "tokenizer.model", "*.txt", "adapter_model.safetensors"))
 
 
-def resolve(name: str, revision: str | None = None, files: Files = READ) -> Path:
-    """The folder of a model. Nothing is fetched for a name that reads as a path."""
+def resolve(name: str, files: Files = READ) -> Path:
+    """The folder of a model. Nothing is fetched for a name that reads as a path.
+
+    A name on the Hub may say a revision: `owner/model@branch`, a tag or a commit.
+    """
     ours = bundled.model(name)
     if ours is not None:  # before a folder: in a checkout of this project, `tunekit/nano` is one, but no checkpoint
         return ours
     folder = Path(name).expanduser()
     if folder.is_dir():
         return folder
-    if name.startswith((".", "/", "~")) or "\\" in name or name.count("/") > 1:
+    repo, _, revision = name.partition("@")
+    if name.startswith((".", "/", "~")) or "\\" in name or repo.count("/") > 1:
         raise UserError(f"no such folder: {name}")
-    return download(name, revision, files)
+    return download(repo, revision or None, files)
+
+
+def commit(folder: Path) -> str | None:
+    """The commit of a folder in the Hub's cache; None for any other."""
+    known = folder.parent.name == "snapshots" and re.fullmatch("[0-9a-f]{40}", folder.name)
+    return folder.name if known else None
 
 
 def download(
     name: str, revision: str | None = None, files: Files = READ, to: Path | None = None, token: str | None = None
 ) -> Path:
     """Fetch a repository into the Hub's cache, or into the folder `to`. What is there already is not fetched again."""
-    if token is not None and not re.fullmatch("[!-~]+", token):
-        raise UserError("the token holds characters that no token has: copy it again")
-    with explained(name, revision):
-        place = snapshot_download(
+
+    def fetched() -> str:
+        large.fetch(name, revision, files, to, token)
+        return snapshot_download(
             name,
             revision=revision,
             allow_patterns=list(files.include),
@@ -63,19 +63,12 @@ def download(
             local_dir=to,
             token=token,
         )
-    return Path(place)
+
+    with trouble.explained(lambda error: explanation(error, name, revision), token):
+        return Path(trouble.repeated(fetched, name))
 
 
-@contextmanager
-def explained(name: str, revision: str | None) -> Iterator[None]:
-    """Turn what can go wrong between here and the Hub into one line. The cause is cut off: it may quote a header."""
-    try:
-        yield
-    except (HFValidationError, HTTPError, OSError) as error:
-        raise UserError(explanation(error, name, revision)) from None
-
-
-def explanation(error: Exception, name: str, revision: str | None) -> str:
+def explanation(error: BaseException, name: str, revision: str | None) -> str:
     """One line that says what went wrong and how to mend it. The first kind that fits is the most particular."""
     hub, cause = constants.ENDPOINT, error.__cause__
     lines = {
@@ -90,7 +83,7 @@ def explanation(error: Exception, name: str, revision: str | None) -> str:
         HTTPError: f"{name}: lost the connection to {hub}: start again, what has come is kept",
         OSError: f"cannot store {name}: {error}",
     }
-    return next(line for kind, line in lines.items() if isinstance(error, kind))
+    return next((line for kind, line in lines.items() if isinstance(error, kind)), f"{name}: {error}")
 
 
 def unreachable(cause: BaseException | None) -> str:
@@ -98,7 +91,12 @@ def unreachable(cause: BaseException | None) -> str:
     if isinstance(cause, OfflineModeIsEnabled):
         return "HF_HUB_OFFLINE forbids to fetch it"
     if isinstance(cause, HfHubHTTPError):
-        code = cause.response.status_code
-        why = "check the token (`hf auth login` or HF_TOKEN)" if code in (401, 403) else "the model's page may say why"
-        return f"{constants.ENDPOINT} answered {code}: {why}"
+        return f"{constants.ENDPOINT} answered {cause.response.status_code}: {advice(cause)}"
     return f"{constants.ENDPOINT} cannot be reached"
+
+
+def advice(error: HfHubHTTPError) -> str:
+    """What to do about an answer that is none."""
+    if error.response.status_code in (401, 403):
+        return "check the token (`hf auth login` or HF_TOKEN)"
+    return "try again later" if trouble.passes(error) else "the model's page may say why"
