@@ -1,6 +1,7 @@
 """Logits of a checkpoint that is never whole in memory: a part is filled when its turn comes, and dropped behind it."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
@@ -14,7 +15,7 @@ from tunekit.formats import Plain
 from tunekit.models.decoder import TIED, Decoder
 from tunekit.precision import Precision
 
-EMBED = "embed.weight"
+EMBED, PLAIN = "embed.weight", Plain()
 
 
 @torch.no_grad()
@@ -24,7 +25,7 @@ def logits(
     rows: Sequence[Sequence[int]],
     precision: Precision,
     device: torch.device,
-    weights: Plain = Plain(),
+    weights: Plain = PLAIN,
 ) -> Tensor:
     """What `ask` gives for the model of a folder. An adapter that it starts from is in memory all the time."""
     with torch.device("meta"):
@@ -56,12 +57,43 @@ def ask(model: Decoder, rows: Sequence[Sequence[int]], device: torch.device) -> 
     return found
 
 
+@contextmanager
+def rounded(model: Decoder, dtypes: Mapping[str, torch.dtype]) -> Iterator[None]:
+    """The model as files of these dtypes hold it: while a part works, its weights are what rounding leaves of them."""
+    kinds = {**dtypes, TIED: dtypes[EMBED]} if model.spec.tied else dtypes
+    with ExitStack() as hooks:
+        for name, module in parts(model):
+            part = Rounded({p: kinds[n] for n, p in below(model, name).items() if n in kinds})
+            hooks.enter_context(module.register_forward_pre_hook(lambda *_, part=part: part.take()))
+            hooks.enter_context(module.register_forward_hook(lambda *_, part=part: part.drop()))
+        yield
+
+
+class Rounded:
+    """A part of a model whose weights are rounded while it works."""
+
+    def __init__(self, kinds: Mapping[nn.Parameter, torch.dtype]) -> None:
+        self.kinds = kinds
+        self.whole: dict[nn.Parameter, Tensor] = {}
+
+    def take(self) -> None:
+        self.whole = {p: p.data for p in self.kinds}
+        for p, dtype in self.kinds.items():
+            p.data = p.data.to(dtype).to(p.dtype)
+
+    def drop(self) -> None:
+        for p, data in self.whole.items():
+            p.data = data
+        self.whole = {}
+
+
 def start(net: Decoder, adapter: Full | LoRA, source: Folder, device: torch.device) -> frozenset[str]:
-    """Fill what the files of an adapter hold; its names."""
+    """Fill what an adapter trains from its files; the names."""
     if adapter.start is None:
         return frozenset()
-    names = frozenset(peft.fitting(Path(adapter.start), net, adapter, source))
+    names = frozenset(n for n, p in net.named_parameters() if p.requires_grad)
     place(net, names, device)
+    net.tie()
     peft.read(Path(adapter.start), net, adapter, source)
     return names
 
@@ -82,7 +114,7 @@ class Part:
         self.net, self.tensors = net, tensors
         self.elsewhere = started | ({TIED} if net.spec.tied else set())  # filled by others
         self.moves = [move for move in source.moves if move.ours[0].startswith(f"{name}.")]
-        self.names = {key for key in held(net) if key.startswith(f"{name}.")} - self.elsewhere
+        self.names = set(below(net, name)) - self.elsewhere
 
     def take(self, device: torch.device) -> None:
         place(self.net, self.names, device)
@@ -102,6 +134,11 @@ class Part:
 def held(net: Decoder) -> dict[str, Tensor]:
     """All that a model holds, by name; a tied head under both of its names."""
     return dict(net.named_parameters(remove_duplicate=False)) | dict(net.named_buffers())
+
+
+def below(net: Decoder, part: str) -> dict[str, Tensor]:
+    """What a part holds, by its name in the model."""
+    return {name: tensor for name, tensor in held(net).items() if name.startswith(f"{part}.")}
 
 
 def place(net: Decoder, names: Iterable[str], device: torch.device) -> None:

@@ -1,0 +1,183 @@
+"""Whether written files hold the model that was meant: they are read again, and asked the same as the model itself.
+
+Logits are compared in units of their spread over the vocabulary, one standard deviation at each token. Products are made
+in fp32 whatever the run computed in, so that what differs are the weights.
+"""
+
+import json
+import math
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tunekit.adapters import Frozen, Full, LoRA
+from tunekit.checkpoint import peft, stream
+from tunekit.checkpoint.folder import Folder, header, read_json
+from tunekit.data.tokenizer import Tokenizer
+from tunekit.errors import UserError
+from tunekit.formats import Plain
+from tunekit.models.decoder import Decoder
+from tunekit.models.spec import DecoderSpec
+from tunekit.precision import Precision
+
+FILE = "verification.json"
+EXACT = Precision("fp32")
+# Mean difference that rounding to bf16 may make. Measured: 0.0025 to 0.04 in random models of 4 to 64 layers, which
+# amplify errors more than trained ones do, and 0.0026 in the nano. Finer dtypes are allowed less, in proportion.
+ROUNDING = 0.05
+# What is left when the model is rounded as its files are: another order of the sums of fp32 makes about 1e-6.
+FINEST = 1e-4
+PEAK = 40  # the largest difference may be so many times the mean one: 5 to 16 times were measured
+TEXTS = (
+    "The capital of France is",
+    "Once upon a time there was a fox who",
+    "In 1969, for the first time, two people walked on",
+    "Water boils at 100 degrees and freezes at",
+    "3 + 4 * 5 =",
+    "Dear Sir or Madam,",
+    "def add(a, b):\n    return",
+    "SELECT name FROM users WHERE",
+    '{"city": "Oslo", "day":',
+    "Die Hauptstadt von Österreich ist",
+    "Le chat dort sur la",
+    "東京は日本の",
+    "Столица Болгарии —",
+    "القاهرة عاصمة",
+)
+QUESTIONS = ("Why is the sky blue?", "Write a haiku about rain.", "What is 17 times 23?", "Name three rivers in Asia.")
+WIDTH = 32  # tokens of a probe at most
+RANDOM = (32, 16, 8, 8)  # tokens of the probes that are drawn from the whole vocabulary
+
+
+@dataclass(frozen=True)
+class Verification:
+    """Differences of logits, in standard deviations; `top1`: the share of tokens with the same likeliest successor."""
+
+    compared: str
+    largest: float
+    mean: float
+    unexplained: float  # the mean that is left when the model is rounded to the dtypes of the files
+    top1: float
+    tokens: int
+    tolerance: float  # on the mean; the largest may be `PEAK` times that
+    passed: bool
+
+    def __str__(self) -> str:
+        verdict = "verified" if self.passed else "verification failed"
+        return (
+            f"{verdict}: logits of {self.compared} differ by {self.mean:.2g} of their spread on average and "
+            f"{self.largest:.2g} at most (allowed: {self.tolerance:.2g} and {PEAK * self.tolerance:.2g}), "
+            f"{self.unexplained:.2g} without rounding (allowed: {FINEST:.2g}); "
+            f"the likeliest token is the same at {self.top1:.1%} of {self.tokens}"
+        )
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """What goes into the metrics of a run."""
+        return {"verify_largest": self.largest, "verify_mean": self.mean, "verify_top1": self.top1}
+
+    def write(self, folder: Path) -> None:
+        """Leave it beside the files that it is about. A number that is not finite is null."""
+        plain = {k: v if not isinstance(v, float) or math.isfinite(v) else None for k, v in asdict(self).items()}
+        (folder / FILE).write_text(json.dumps(plain, indent=2) + "\n")
+
+    def insist(self, folder: Path) -> None:
+        """UserError if it did not pass. The files stay, to be looked at."""
+        if not self.passed:
+            raise UserError(f"{folder}: {self}; the files stay there, see {FILE} in it, but `tune push` refuses them")
+
+
+def saved(
+    folder: Path, model: Decoder, source: Folder, precision: Precision, device: torch.device, weights: Plain
+) -> Verification:
+    """The files of a model or adapter against the live model, which was built from `source` with these choices."""
+    rows = probes(folder, source.spec)
+    if (folder / peft.CONFIG).is_file():
+        adapter = replace(peft.described(folder, source), start=str(folder))
+        found = stream.logits(source, adapter, rows, replace(precision, compute="fp32"), device, weights)
+        return compare("model and files", live(model, rows, device), found, tolerance(folder))
+    written = Folder.open(folder)
+    found = stream.logits(written, Frozen(), rows, EXACT, device)
+    with stream.rounded(model, written.dtypes):
+        rounded = live(model, rows, device)
+    return compare("model and files", live(model, rows, device), found, tolerance(folder), rounded)
+
+
+def merged(folder: Path, source: Folder, adapter: LoRA, device: torch.device) -> Verification:
+    """The files of a merged model against its base with the adapter beside it."""
+    rows = probes(folder, source.spec)
+    wanted = stream.logits(source, adapter, rows, EXACT, device)
+    found = stream.logits(Folder.open(folder), Frozen(), rows, EXACT, device)
+    return compare("base with adapter and merged files", wanted, found, tolerance(folder))
+
+
+def exported(
+    source: Folder, adapter: Full | LoRA, written: Folder, allowed: float, device: torch.device
+) -> Verification:
+    """Files of another format, opened so that they read as a checkpoint, against the model that they were made of.
+
+    `allowed` is the mean difference that the format makes.
+    """
+    rows = probes(source.path, source.spec)
+    wanted = stream.logits(source, adapter, rows, EXACT, device)
+    return compare("model and exported files", wanted, stream.logits(written, Frozen(), rows, EXACT, device), allowed)
+
+
+def live(model: Decoder, rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    """Logits of a model in memory, with products in fp32 and nothing compiled, as they are made from files."""
+    compute, model.compute = model.compute, torch.float32
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            return stream.ask(model, rows, device)
+    finally:
+        model.compute = compute
+
+
+def compare(what: str, wanted: Tensor, found: Tensor, allowed: float, rounded: Tensor | None = None) -> Verification:
+    """Logits (tokens, vocab) against those that they should be; `rounded` are these with the weights' rounding."""
+    largest, mean, top1 = distance(wanted, found)
+    most, rest = (largest, mean) if rounded is None else distance(rounded, found)[:2]
+    limit = allowed if rounded is None else FINEST
+    passed = mean <= allowed and largest <= PEAK * allowed and rest <= limit and most <= PEAK * limit
+    return Verification(what, largest, mean, rest, top1, len(wanted), allowed, passed)
+
+
+def distance(wanted: Tensor, found: Tensor) -> tuple[float, float, float]:
+    """Largest and mean difference, and how often the likeliest is the same. Some tokens at a time: logits are many."""
+    largest, total, same = torch.zeros(()), 0.0, 0
+    for a, b in zip(wanted.cpu().split(16), found.cpu().split(16), strict=True):
+        apart = (a - b).abs() / a.std(-1, keepdim=True).clamp_min(1e-30)
+        largest = torch.maximum(largest, apart.max())  # a NaN stays one
+        total += apart.mean(-1).sum().item()
+        same += int((a.argmax(-1) == b.argmax(-1)).sum())
+    return largest.item(), total / len(wanted), same / len(wanted)
+
+
+def tolerance(folder: Path) -> float:
+    """What rounding to the coarsest dtype of the files may change on average."""
+    stored = [one.dtype for file in folder.glob("*.safetensors") for one in header(file).values()]
+    coarsest = max(torch.finfo(dtype).eps for dtype in stored if dtype.is_floating_point)
+    return max(FINEST, ROUNDING * coarsest / torch.finfo(torch.bfloat16).eps)
+
+
+def probes(folder: Path, spec: DecoderSpec) -> list[list[int]]:
+    """Some tens of short rows of tokens: texts, questions as the chat template writes them, and random tokens."""
+    draw = torch.Generator().manual_seed(0)
+    rows = [torch.randint(spec.vocab, (length,), generator=draw).tolist() for length in RANDOM]
+    if (folder / "tokenizer.json").is_file():
+        tokenizer = Tokenizer.open(folder)
+        rows += tokenizer.encode_texts(TEXTS, special=True)
+        with suppress(UserError):  # there is no chat template, or none for a question alone
+            rows += [tokenizer.prompt([{"role": "user", "content": text}]) for text in QUESTIONS]
+    known = ([token for token in row if token < spec.vocab] for row in rows)
+    return [row[-min(WIDTH, spec.context) :] for row in known if row]
+
+
+def read(folder: Path) -> dict[str, Any] | None:
+    """What was found about the files of a folder; None if nobody looked."""
+    return read_json(folder / FILE) if (folder / FILE).is_file() else None
