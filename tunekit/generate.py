@@ -60,28 +60,39 @@ def steps(model: Decoder, prompts: Sequence[Sequence[int]], sampling: Sampling, 
     Prompts are padded on the right: a row's own tokens overwrite its padding in the cache as they come.
     """
     model.eval()
-    device = model.embed.weight.device
-    lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
-    longest = int(lengths.max())
-    tokens = torch.tensor([[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts], device=device)
-    numbers = sampling.numbers(len(prompts), first).to(device)
-    cache = model.cache(len(prompts), longest + sampling.tokens)
-    logits = prefill(model, tokens, lengths, cache)
+    rows = [list(prompt) for prompt in prompts]
+    slots = max(map(len, rows)) + sampling.tokens
+    logits, cache = prefill(model, rows, slots)
+    numbers = sampling.numbers(len(rows), first).to(logits.device)
     for i in range(sampling.tokens):
         chosen = sampling.choose(logits, numbers[:, i])
-        yield chosen.tolist()
-        if i + 1 < sampling.tokens:
-            logits = model(chosen[:, None], (lengths + i)[:, None], cache=cache)[:, -1]
+        yield (tokens := chosen.tolist())
+        for row, token in zip(rows, tokens, strict=True):
+            row.append(token)
+        if i + 1 == sampling.tokens:
+            return
+        if any(len(row) - 1 in model.edges for row in rows):
+            logits, cache = prefill(model, rows, slots)
+        else:
+            positions = torch.tensor([[len(row) - 1] for row in rows], device=logits.device)
+            logits = model(chosen[:, None], positions, cache=cache)[:, -1]
 
 
-def prefill(model: Decoder, tokens: Tensor, lengths: Tensor, cache: Cache) -> Tensor:
-    """Logits (B, vocab) behind the last token of each prompt; those of the other tokens are never made."""
-    rows = torch.arange(len(tokens), device=tokens.device)
+def prefill(model: Decoder, rows: Sequence[Sequence[int]], slots: int) -> tuple[Tensor, Cache]:
+    """Logits (B, vocab) behind the last token of each row, and a cache of all that came before.
+
+    The logits of the other tokens are never made.
+    """
+    device = model.embed.weight.device
+    lengths = torch.tensor([len(row) for row in rows], device=device)
+    longest = max(map(len, rows))
+    tokens = torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows], device=device)
+    cache = model.cache(len(rows), slots)
 
     def last(hidden: Tensor, head: nn.Module) -> Tensor:
-        return head(hidden[rows, lengths - 1])
+        return head(hidden[torch.arange(len(rows), device=device), lengths - 1])
 
-    return model(tokens, cache=cache, read=last)
+    return model(tokens, cache=cache, read=last, lengths=lengths), cache
 
 
 def complete(

@@ -15,7 +15,7 @@ from tunekit.models.norm import RMSNorm, norm
 from tunekit.models.per_layer import TokenGate, TokenInputs
 from tunekit.models.place import Cache, Kept, Place
 from tunekit.models.rope import tables
-from tunekit.models.spec import MLP, Attention, DecoderSpec, Layer, MoE, Rope, Twin
+from tunekit.models.spec import MLP, Attention, DecoderSpec, Layer, LongScaling, MoE, Rope, Twin
 
 TIED = "head.weight"  # where the head is the embedding, this name stands for embed.weight
 
@@ -86,6 +86,12 @@ class Decoder(nn.Module):
             if layer.attn.rotary is not None:
                 layer.attn.turn = ropes.setdefault(layer.attn.rotary, len(ropes))
         return tuple(ropes)
+
+    @property
+    def edges(self) -> frozenset[int]:
+        """Lengths beyond which a row turns otherwise from its beginning (LongRoPE): its cache must be made anew."""
+        scalings = (rope.scaling for rope, _ in self.ropes)
+        return frozenset(scaling.context for scaling in scalings if isinstance(scaling, LongScaling))
 
     def forward(
         self,
