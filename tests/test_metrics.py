@@ -16,8 +16,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tunekit import metrics
 from tunekit.errors import FieldError, UserError
-from tunekit.metrics import FILE, Log, memory
+from tunekit.metrics import FILE, Log, conclude, memory
 
 CPU = torch.device("cpu")
 MAIN = SimpleNamespace(is_main=True, device=CPU, rank=0)
@@ -254,3 +255,30 @@ def test_refuses_a_place_that_is_no_folder(tmp_path):
 def test_every_is_a_number_of_steps():
     with pytest.raises(FieldError, match="every"):
         Log(every=0)
+
+
+def test_a_run_that_begins_again_has_what_stood_before_the_first_step_once(tmp_path):
+    for _ in range(2):
+        with Log().open(tmp_path, MAIN, total=9) as meter:
+            meter.note(0, validation=3.0)
+            step(meter, 1)
+    assert [line["step"] for line in lines(tmp_path)] == [0, 1]
+
+
+@pytest.mark.parametrize("left", [b"", b'{"step": 2, "verify_mean": 0.5}\n', b'{"step": 2, "veri'])
+def test_the_last_line_stands_there_once(tmp_path, left):
+    with Log().open(tmp_path, MAIN, total=2) as meter:
+        step(meter, 1)
+        step(meter, 2)
+    with (tmp_path / FILE).open("ab") as file:
+        file.write(left)
+    conclude(tmp_path, 2, verify_mean=0.25, verify_largest=math.inf)
+    *steps, last = lines(tmp_path)
+    assert [line["step"] for line in steps] == [1, 2]
+    assert last == {"step": 2, "verify_mean": 0.25, "verify_largest": None}
+
+
+def test_lines_are_read_up_to_half_a_one(tmp_path):
+    assert metrics.lines(tmp_path) == []
+    (tmp_path / FILE).write_bytes(b'{"step": 1, "loss": 1.0}\n{"step": 2, "lo')
+    assert metrics.lines(tmp_path) == [{"step": 1, "loss": 1.0}]

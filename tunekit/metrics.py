@@ -3,6 +3,7 @@
 A line of `metrics.jsonl` is written every `every` steps. `loss`, `norm` and `rate` are those of the line's own step;
 `tokens`, `learnt`, `seconds`, `wait` and `compile_seconds` are sums since the line before, `seconds` without compiling,
 validation and saving. A number that is not finite is `null`: JSON knows no other way, and readers take it for NaN.
+Step 0 is the model before training. The last line is about the checkpoint that was written.
 """
 
 import importlib
@@ -17,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import IO
+from typing import IO, Any
 
 import torch
 from torch import Tensor
@@ -170,8 +171,7 @@ class Meter:
     def write(self, step: int, values: dict[str, float]) -> None:
         if self.file is None:
             return
-        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
-        line = json.dumps({"step": step} | finite, allow_nan=False).encode() + b"\n"
+        line = encoded(step, values)
         try:
             written = self.file.write(line)
         except OSError as error:
@@ -254,22 +254,49 @@ def connect(service: Service, folder: Path, start: int, resolved: Mapping):
 
 
 def append(file: Path, start: int) -> IO[bytes]:
-    """The file, open after its lines up to step `start`: later ones come again, and the last one may be half a line."""
+    """The file, open after its lines up to step `start`: later ones come again, and the last one may be half a line.
+
+    A run that starts at 0 begins with an empty file: what stood before the first step comes again too.
+    """
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         if file.is_file():
-            os.truncate(file, kept(file, start))  # one call: it happens or not
+            os.truncate(file, kept(file, start) if start else 0)  # one call: it happens or not
         return file.open("ab", buffering=0)
     except OSError as error:
         raise UserError(f"cannot write {file}: {error.strerror}: give another out=") from error
 
 
-def kept(file: Path, start: int) -> int:
-    """How many bytes hold whole lines of steps up to `start`."""
+def conclude(folder: Path, step: int, **values: float) -> None:
+    """A last line for what is only known when a run is over. One that a killed run has left is replaced by it."""
+    file = folder / FILE
+    try:
+        os.truncate(file, kept(file, step, before=f'"{next(iter(values))}"'))
+        with file.open("ab") as out:
+            out.write(encoded(step, values))
+    except OSError as error:
+        raise UserError(f"cannot write {file}: {error.strerror}: make room and start again") from error
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    """What a run has written; half a line, which a killed one may leave, is passed over."""
+    file = folder / FILE
+    if not file.is_file():
+        return []
+    return [json.loads(line) for line in file.read_bytes().splitlines() if step_of(line) < math.inf]
+
+
+def encoded(step: int, values: Mapping[str, float]) -> bytes:
+    finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
+    return json.dumps({"step": step} | finite, allow_nan=False).encode() + b"\n"
+
+
+def kept(file: Path, start: int, before: str = "\n") -> int:
+    """How many bytes hold whole lines of steps up to `start`, and none that holds the word `before`."""
     size = 0
     with file.open("rb") as lines:
         for line in lines:
-            if not line.endswith(b"\n") or step_of(line) > start:
+            if not line.endswith(b"\n") or before.encode() in line[:-1] or step_of(line) > start:
                 break
             size += len(line)
     return size

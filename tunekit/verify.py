@@ -1,7 +1,7 @@
 """Whether written files hold the model that was meant: they are read again, and asked the same as the model itself.
 
-Logits are compared in units of their spread over the vocabulary, one standard deviation at each token. Products are made
-in fp32 whatever the run computed in, so that what differs are the weights.
+Logits are compared in units of their spread over the vocabulary, one standard deviation at each token. Products are in
+fp32 whatever the run computed in, so that what differs are the weights.
 """
 
 import json

@@ -72,9 +72,9 @@ def rounded(model: Decoder, dtypes: Mapping[str, torch.dtype]) -> Iterator[None]
 class Rounded:
     """A part of a model whose weights are rounded while it works."""
 
-    def __init__(self, kinds: Mapping[nn.Parameter, torch.dtype]) -> None:
+    def __init__(self, kinds: Mapping[Tensor, torch.dtype]) -> None:
         self.kinds = kinds
-        self.whole: dict[nn.Parameter, Tensor] = {}
+        self.whole: dict[Tensor, Tensor] = {}
 
     def take(self) -> None:
         self.whole = {p: p.data for p in self.kinds}
