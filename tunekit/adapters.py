@@ -10,19 +10,23 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tunekit.errors import FieldError, UserError
+from tunekit.kernels.experts import grouped
 from tunekit.models.decoder import Decoder
 from tunekit.models.init import seeded
-from tunekit.models.linear import Embedding, Linear
+from tunekit.models.linear import Embedding, Linear, Stacked
 from tunekit.parallel import put
 
-Layer = Linear | Embedding
+Layer = Linear | Stacked | Embedding
 Trained = Iterator[tuple[list[nn.Parameter], float]]
 Number = TypeVar("Number", int, float)
 
+TIED = {"embed", "head"}  # one tensor in many models
+
 WORDS = {
     "attn": r"layers\.\d+\.attn\..+",
-    "mlp": r"layers\.\d+\.mlp\..+",
-    "all": r"layers\.\d+\.(attn|mlp)\..+",
+    "mlp": r"layers\.\d+\.mlp\.(?!experts\.|router\b).+",
+    "all": r"layers\.\d+\.(attn|mlp)\.(?!experts\.|router\b).+",
+    "experts": r"layers\.\d+\.mlp\.experts\..+",
     "head": "head",
     "embed": "embed",
     "norms": r"(.+\.)?\w*norm",
@@ -61,7 +65,7 @@ class LoRA:
     rank: int = 16
     alpha: float = 32.0  # s = alpha / rank
     dropout: float = 0.0  # on the input of the update
-    targets: str | tuple[str, ...] = "all"  # attn, mlp, all, head, embed; or regular expressions over layer names
+    targets: str | tuple[str, ...] = "all"  # attn, mlp, all, experts, head, embed; or regular expressions
     rslora: bool = False  # s = alpha / sqrt(rank): the update does not fade at high ranks (arXiv:2312.03732)
     init: Literal["zero", "pissa"] = "zero"  # zero: B = 0; pissa: the strongest directions of W (arXiv:2404.02948)
     plus: float = 1.0  # LoRA+: the learning rate of B as a multiple of that of A (arXiv:2402.12354)
@@ -85,6 +89,10 @@ class LoRA:
             raise FieldError("start", f"{self.init} begins with the weights and no adapter: leave one of them out")
         if not self.patterns:
             raise FieldError("targets", "name at least one layer")
+        self.check_patterns()
+
+    def check_patterns(self) -> None:
+        """Every pattern compiles, and what stands behind it makes sense."""
         for pattern, rank in self.ranks.items():
             if rank < 1:
                 raise FieldError("ranks", f"{pattern}: must be 1 or more, not {rank}")
@@ -92,8 +100,11 @@ class LoRA:
             if alpha <= 0:
                 raise FieldError("alphas", f"{pattern}: must be above 0, not {alpha}")
         fields = {"targets": self.patterns, "ranks": self.ranks, "alphas": self.alphas, "whole": self.whole}
-        for key, patterns in fields.items():
-            compiles(key, patterns)
+        for key, pattern in ((key, pattern) for key, patterns in fields.items() for pattern in patterns):
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise FieldError(key, f"{pattern!r} is no regular expression: {error}") from error
 
     @property
     def patterns(self) -> tuple[str, ...]:
@@ -101,7 +112,7 @@ class LoRA:
 
     def layers(self, model: Decoder) -> dict[str, Layer]:
         """The layers to adapt, by name."""
-        names = {n: m for n, m in model.named_modules() if isinstance(m, Linear | Embedding) and ".lora_" not in n}
+        names = {n: m for n, m in model.named_modules() if isinstance(m, Layer) and ".lora_" not in n}
         return {name: names[name] for pattern in self.patterns for name in called("targets", pattern, names)}
 
     def sizes(self, names: Iterable[str]) -> dict[str, tuple[int, float]]:
@@ -116,35 +127,49 @@ class LoRA:
 
     def apply(self, model: Decoder) -> None:
         """Freeze the model and hang the updates beside its layers."""
+        trainable = {parameter for parameter in model.parameters() if parameter.requires_grad}
         model.requires_grad_(False)
         if self.untie:
             model.spec = replace(model.spec, tied=False)
             model.head.weight = nn.Parameter(torch.empty_like(model.head.weight), requires_grad=False)
+            trainable.add(model.head.weight)
         layers = self.layers(model)
         sizes = self.sizes(layers)
         for parameter in self.kept(model, layers).values():
-            parameter.requires_grad_(True)
+            parameter.requires_grad_(parameter in trainable)
         for name, layer in layers.items():
             self.attach(layer, *sizes[name])
 
-    def kept(self, model: Decoder, layers: Mapping[str, Layer]) -> dict[str, nn.Parameter]:
-        """The parameters of the model itself that are trained, by name."""
+    def kept(self, model: Decoder, layers: Iterable[str]) -> dict[str, nn.Parameter]:
+        """The parameters of the model itself that are saved with the updates of `layers`, most of them trained."""
+        adapted = {*layers}
         own = {n: m for n, m in model.named_modules() if ".lora_" not in n and [*m.parameters(recurse=False)]}
         whole = dict.fromkeys(name for pattern in self.whole for name in called("whole", pattern, own))
-        if both := [name for name in whole if name in layers]:
+        shared = TIED if model.spec.tied and not TIED.isdisjoint(adapted) else set()
+        if both := [name for name in whole if name in adapted | shared]:
             raise UserError(f"adapter.whole: {both[0]} is adapted too; leave it out of whole or of targets")
-        found = {f"{name}.{key}": p for name in whole for key, p in own[name].named_parameters(recurse=False)}
-        biased = {"none": {}, "lora_only": {name: own[name] for name in layers}, "all": own}[self.bias]
-        biases = {f"{name}.{key}": p for name, m in biased.items() for key, p in m.named_parameters(recurse=False)}
-        return found | {name: p for name, p in biases.items() if leaf(name) == "bias"}
+        names = [f"{name}.{key}" for name in whole for key, _ in own[name].named_parameters(recurse=False)]
+        biased = {"none": set(), "lora_only": adapted, "all": set(own)}[self.bias]
+        names += [f"{n}.bias" for n, m in own.items() if n in biased and isinstance(m, Linear) and m.bias is not None]
+        return {name: model.get_parameter(name) for name in names}
 
     def attach(self, layer: Layer, rank: int, alpha: float) -> None:
+        """Hang an update beside a layer."""
         layer.lora_scale = self.scale(rank, alpha)
         if isinstance(layer, Embedding):
-            layer.lora_embedding_A = nn.Parameter(torch.empty(rank, layer.num_embeddings, device="meta"))
-            layer.lora_embedding_B = nn.Parameter(torch.empty(layer.embedding_dim, rank, device="meta"))
+            layer.lora_embedding_A = empty(rank, layer.num_embeddings)
+            layer.lora_embedding_B = empty(layer.embedding_dim, rank)
             layer.update = self.embed
-            return
+        elif isinstance(layer, Stacked):
+            if self.init == "pissa":
+                raise UserError("adapter.init: pissa begins with no experts; leave them out of targets, or use zero")
+            layer.lora_A = empty(layer.experts, rank, layer.in_features)
+            layer.lora_B = empty(layer.experts, layer.out_features, rank)
+            layer.update = self.by_expert
+        else:
+            self.attach_linear(layer, rank)
+
+    def attach_linear(self, layer: Linear, rank: int) -> None:
         if self.init == "pissa" and rank > min(layer.out_features, layer.in_features):
             shape = [layer.out_features, layer.in_features]
             raise UserError(f"adapter.rank: a layer of {shape} has no {rank} directions for pissa")
@@ -160,21 +185,19 @@ class LoRA:
             nn.init.zeros_(layer.lora_embedding_A)
             b = torch.randn(layer.lora_embedding_B.shape, generator=generator)
             put(layer.lora_embedding_B, b)
-        elif self.init == "pissa":
+        elif isinstance(layer, Linear) and self.init == "pissa":
             a, b = principal(layer.dense().detach().float() / layer.lora_scale, layer.lora_A.out_features, generator)
             for trained, start, part in ((layer.lora_A, layer.lora_A0, a), (layer.lora_B, layer.lora_B0, b)):
                 put(trained.weight, part)
                 put(start, part.to(trained.weight.dtype))  # as rounded: the update must be zero in bf16 too
         else:
+            a, b = factors(layer)
             bound = layer.in_features**-0.5
-            a = torch.empty(layer.lora_A.weight.shape).uniform_(-bound, bound, generator=generator)
-            put(layer.lora_A.weight, a)
-            nn.init.zeros_(layer.lora_B.weight)
+            put(a, torch.empty(a.shape).uniform_(-bound, bound, generator=generator))
+            nn.init.zeros_(b)
 
     def initialize(self, model: Decoder, seed: int) -> None:
         """The first values of what was added: the update is zero."""
-        if self.untie:
-            put(model.head.weight, model.embed.weight)
         for name, layer in self.layers(model).items():
             self.init_layer(layer, seeded(seed, name))
 
@@ -188,6 +211,11 @@ class LoRA:
 
     def product(self, layer: Linear, x: Tensor) -> Tensor:
         return layer.product(x) + self.low_rank(layer, x)
+
+    def by_expert(self, layer: Stacked, x: Tensor, sizes: Tensor) -> Tensor:
+        """Rows sorted by expert, each with the update of its own."""
+        low = grouped(F.dropout(x, self.dropout, layer.training), layer.lora_A, sizes)
+        return layer.product(x, sizes) + grouped(low, layer.lora_B, sizes) * layer.lora_scale
 
     def embed(self, layer: Embedding, tokens: Tensor) -> Tensor:
         low = F.embedding(tokens, layer.lora_embedding_A.T) @ layer.lora_embedding_B.T
@@ -211,8 +239,9 @@ class DoRA(LoRA):
     """Low-rank direction, and the magnitude of each output trained apart (arXiv:2402.09353)."""
 
     def attach(self, layer: Layer, rank: int, alpha: float) -> None:
-        if isinstance(layer, Embedding):
-            raise UserError("adapter.targets: dora adapts no embedding; leave 'embed' out, or use lora")
+        if not isinstance(layer, Linear):
+            kind = "embed" if isinstance(layer, Embedding) else "experts"
+            raise UserError(f"adapter.targets: dora does not adapt {kind}; leave that out, or use lora")
         super().attach(layer, rank, alpha)
         layer.lora_magnitude_vector = nn.Parameter(torch.empty(layer.out_features, device="meta"))
 
@@ -229,16 +258,19 @@ class DoRA(LoRA):
         return y * (layer.lora_magnitude_vector / norm).to(x.dtype) + bias
 
 
+def empty(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.empty(shape, device="meta"))
+
+
+def factors(layer: Linear | Stacked) -> tuple[Tensor, Tensor]:
+    """A (..., rank, in) and B (..., out, rank) of an adapted layer."""
+    if isinstance(layer, Linear):
+        return layer.lora_A.weight, layer.lora_B.weight
+    return layer.lora_A, layer.lora_B
+
+
 def leaf(name: str) -> str:
     return name.rpartition(".")[2]
-
-
-def compiles(key: str, patterns: Iterable[str]) -> None:
-    for pattern in patterns:
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            raise FieldError(key, f"{pattern!r} is no regular expression: {error}") from error
 
 
 def called(key: str, word: str, names: Iterable[str]) -> list[str]:

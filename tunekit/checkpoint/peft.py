@@ -1,85 +1,221 @@
 """Adapters as files of PEFT: adapter_config.json and adapter_model.safetensors, both ways."""
 
 import json
+import math
 import re
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from tunekit.adapters import DoRA, LoRA, leaf
+from tunekit.adapters import TIED, DoRA, LoRA, factors
 from tunekit.checkpoint.atomic import need
-from tunekit.checkpoint.folder import Folder, Reader, Stored, header, read_json
-from tunekit.checkpoint.write import companions
+from tunekit.checkpoint.factors import WEIGHT, Site, Update, place
+from tunekit.checkpoint.folder import INDEX, Folder, Reader
+from tunekit.checkpoint.updates import CONFIG, INNER, PARTS, PREFIX, TENSORS, Config, Contents, contents, flat
+from tunekit.checkpoint.write import companions, dense
 from tunekit.errors import UserError
 from tunekit.models.decoder import Decoder
-from tunekit.models.linear import Embedding, Linear
-from tunekit.models.weights import hub_name, moves_in
+from tunekit.models.linear import Embedding, Linear, Stacked
+from tunekit.models.weights import Match, numbered
 from tunekit.parallel import put
 
-CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
-PREFIX = "base_model.model."
-# What PEFT can say of a LoRA and we do not do; each must have one of these values.
-PLAIN = {"modules_to_save": (None, []), "bias": ("none",), "rank_pattern": (None, {}), "alpha_pattern": (None, {})}
-PLAIN |= {"lora_bias": (None, False), "layer_replication": (None,), "trainable_token_indices": (None, [], {})}
-PLAIN |= {"target_parameters": (None, []), "use_qalora": (None, False), "alora_invocation_tokens": (None, [])}
-PLAIN |= dict.fromkeys(("use_bdlora", "arrow_config", "kasa_config", "monteclora_config"), (None,))
-# Other ways to begin change the weights of the model itself.
-PLAIN |= {"init_lora_weights": (None, True, False, "gaussian", "eva", "orthogonal")}
-FROZEN = ".base_layer.weight"  # a copy of an adapted embedding or head, which PEFT saves beside its update
+T = TypeVar("T")
+BIAS = ".bias"
+# In models with experts PEFT 0.21 takes layers of these names for experts, and looks for them in stacked weights.
+# When their weights are named as parameters, it finds them.
+TAKEN = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The update of one of the Hub's tensors, ready to be written."""
+
+    tensor: str
+    update: Update
+    parameter: bool  # adapted as such, not as the weight of a module
+    embedding: bool
+    ranks: tuple[int, ...]  # of the layers that are blocks of it
+
+    @property
+    def key(self) -> str:
+        """What PEFT calls it."""
+        return self.tensor if self.parameter else self.tensor.removesuffix(WEIGHT)
+
+    def tensors(self, prefix: str) -> dict[str, Tensor]:
+        a, b, magnitude = self.update.a, self.update.b, self.update.magnitude
+        if self.embedding:
+            return {f"{prefix}.lora_embedding_A": b.T, f"{prefix}.lora_embedding_B": a.T}
+        a, b = flat(a, b) if a.ndim == 3 else (a, b)
+        found = {f"{prefix}.lora_A.weight": a, f"{prefix}.lora_B.weight": b}
+        return found if magnitude is None else found | {f"{prefix}.lora_magnitude_vector": magnitude}
 
 
 def write(folder: Path, model: Decoder, adapter: LoRA, source: Folder) -> None:
     """Write the adapter of a model into a folder that is there, with the tokenizer beside it."""
-    tensors = adapter_tensors(model, adapter, source)
+    made, saved = pieces(model, adapter, source), kept_tensors(model, adapter, source)
+    tensors = {PREFIX + name: t.detach().cpu().contiguous() for name, t in (named(made) | saved).items()}
     need(folder, sum(t.nbytes for t in tensors.values()))
-    companions(source.path, folder, skip=("config.json", "generation_config.json", "model.safetensors.index.json"))
-    (folder / CONFIG).write_text(json.dumps(config(model, adapter, source), indent=2) + "\n")
-    save_file(tensors, folder / TENSORS, metadata={"format": "pt"})
+    companions(source.path, folder, skip=("config.json", "generation_config.json", INDEX))
+    text = json.dumps(config(made, saved, model, adapter, source), indent=2)
+    (folder / CONFIG).write_text(text + "\n", encoding="utf-8")
+    blocks = {piece.tensor: piece.ranks for piece in made if len(piece.ranks) > 1}
+    save_file(tensors, folder / TENSORS, metadata={"format": "pt"} | ({PARTS: json.dumps(blocks)} if blocks else {}))
 
 
-def adapter_tensors(model: Decoder, adapter: LoRA, source: Folder) -> dict[str, Tensor]:
-    """What was trained, under PEFT's names."""
-    ours: dict[str, Tensor] = {}
-    for name, layer in adapter.layers(model).items():
-        ours |= {f"{name}.{key}": tensor for key, tensor in updates(layer, adapter).items()}
-    table = source.family.table
-    return {PREFIX + hub_name(name, table): t.detach().cpu().contiguous() for name, t in ours.items()}
-
-
-def updates(layer: nn.Module, adapter: LoRA) -> dict[str, Tensor]:
-    found = {name: p.detach() for name, p in layer.named_parameters() if "lora_" in name}
-    if adapter.init != "pissa":
-        return found
-    if isinstance(layer, Embedding):  # one rank is said of all layers, and an embedding begins at zero
-        return {name: torch.cat([p, torch.zeros_like(p)], dim=int("_B" in name)) for name, p in found.items()}
-    # B A - B0 A0 is one update of twice the rank on the weight as it was.
-    found["lora_A.weight"] = torch.cat([found["lora_A.weight"], layer.get_buffer("lora_A0")])
-    found["lora_B.weight"] = torch.cat([found["lora_B.weight"], -layer.get_buffer("lora_B0")], dim=1)
+def pieces(model: Decoder, adapter: LoRA, source: Folder) -> list[Piece]:
+    """All updates, by the Hub's tensors, in the order of the model."""
+    layers = adapter.layers(model)
+    order = [name for name, _ in model.named_modules() if name in layers]
+    sites = dict.fromkeys(Site.of(place(name + WEIGHT, source.family.table)) for name in order)
+    experts = any(isinstance(m, Stacked) for m in model.modules())
+    found = []
+    for site in sites:
+        updates = [update(model.get_submodule(name), name in layers, adapter) for name in site.ours]
+        first = model.get_submodule(site.ours[0])
+        names = site.names(updates[0].a.shape[0])
+        ranks = tuple(u.rank for u in updates)
+        for tensor, joined in zip(names, site.out(updates), strict=True):
+            module = tensor.removesuffix(WEIGHT)
+            taken = experts and module.rpartition(".")[2] in TAKEN and joined.magnitude is None
+            found.append(Piece(tensor, joined, module == tensor or taken, isinstance(first, Embedding), ranks))
     return found
 
 
-def config(model: Decoder, adapter: LoRA, source: Folder) -> dict[str, Any]:
-    growth = 2 if adapter.init == "pissa" else 1
+def update(layer: nn.Module, adapted: bool, adapter: LoRA) -> Update:
+    """The update of a layer; one of no rank where a layer that shares its tensor is adapted and it is not."""
+    if isinstance(layer, Embedding):
+        return Update(layer.lora_embedding_B.T, layer.lora_embedding_A.T, layer.lora_scale)
+    assert isinstance(layer, Linear | Stacked)
+    if not adapted:
+        weight = layer.dense().detach().float()
+        a, b = weight[..., :0, :], weight[..., :0]
+        return Update(a, b, 1.0, weight.norm(dim=-1) if isinstance(adapter, DoRA) else None)
+    a, b = factors(layer)
+    if isinstance(layer, Linear) and adapter.init == "pissa":
+        # B A - B0 A0 is one update of twice the rank on the weight as it was.
+        a, b = torch.cat([a, layer.lora_A0]), torch.cat([b, -layer.lora_B0], dim=1)
+    magnitude = layer.lora_magnitude_vector if isinstance(adapter, DoRA) and isinstance(layer, Linear) else None
+    return Update(a, b, layer.lora_scale, magnitude)
+
+
+def named(made: Iterable[Piece]) -> dict[str, Tensor]:
+    """The tensors of all updates. PEFT wraps a module of experts once for each of its tensors, the first innermost."""
+    modules: dict[str, list[Piece]] = {}
+    for piece in made:
+        module = piece.tensor.rpartition(".")[0]
+        modules.setdefault(module, []).insert(0, piece)
+    found = {}
+    for module, wrapped in modules.items():
+        for depth, piece in enumerate(wrapped):
+            found |= piece.tensors(module + depth * INNER)
+    return found
+
+
+def kept(model: Decoder, adapter: LoRA, source: Folder) -> dict[str, Match]:
+    """Tensors of the model itself that are saved, by our names. PEFT wants all tensors of a module of which one is."""
+    trained = {*adapter.kept(model, adapter.layers(model))}
+    if model.spec.tied and not trained.isdisjoint(name + WEIGHT for name in TIED):
+        trained |= {name + WEIGHT for name in TIED}
+    places = {name: place(name, source.family.table) for name in model.shapes}
+    biases = {name for name in trained if name.endswith(BIAS) and name.removesuffix(BIAS) + WEIGHT not in trained}
+    modules = {owner(hub) for name in trained - biases for hub in places[name].hub}
+    whole = {name for name, match in places.items() if not modules.isdisjoint(map(owner, match.hub))}
+    return {name: match for name, match in places.items() if name in biases | whole}
+
+
+def kept_tensors(model: Decoder, adapter: LoRA, source: Folder) -> dict[str, Tensor]:
+    """Those tensors as the Hub has them."""
+    layers = adapter.layers(model)
+    found = {}
+    for name, match in kept(model, adapter, source).items():
+        if match.hub[0] not in found:
+            ours = [dense(model, part).detach() for part in match.ours]
+            adapted = name.rpartition(".")[0] in layers
+            hub = numbered(match.hub, len(ours[0]))
+            made = zip(hub, match.row.op.save(ours), strict=True)
+            found |= {inner(n) if adapted else n: t.clone() for n, t in made}
+    return found
+
+
+def owner(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def inner(name: str) -> str:
+    """What PEFT calls a tensor of a module that it has wrapped."""
+    return owner(name) + INNER + name.removeprefix(owner(name))
+
+
+def config(made: list[Piece], saved: Iterable[str], model: Decoder, adapter: LoRA, source: Folder) -> dict[str, Any]:
+    """What PEFT must know to open the adapter. `saved` are tensors of the model itself."""
+    sizes = {piece.key: (piece.update.rank, alpha(piece.update, adapter)) for piece in made}
+    rank, usual = Counter(sizes.values()).most_common(1)[0][0]
+    rest = other_tensors(model, source) - {piece.tensor for piece in made}
+    parameters = [piece.key for piece in made if piece.parameter]
+    modules = [piece.key for piece in made if not piece.parameter]
+    whole = {owner(name) for name in saved if not name.endswith(BIAS)}
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base_name(source),
-        "r": adapter.rank * growth,
-        "lora_alpha": adapter.alpha * (growth**0.5 if adapter.rslora else growth),
-        "lora_dropout": adapter.dropout,
-        "target_modules": target_modules(model, adapter, source),
+        "r": rank,
+        "lora_alpha": usual,
+        "rank_pattern": patterns({key: size[0] for key, size in sizes.items()}, rank),
+        "alpha_pattern": patterns({key: size[1] for key, size in sizes.items()}, usual),
+        "lora_dropout": 0.0 if parameters else adapter.dropout,  # PEFT has no dropout for parameters
+        "target_modules": short(modules, {tail(tensor.removesuffix(WEIGHT)) for tensor in rest}),
+        "target_parameters": short(parameters, {tail(tensor, 2) for tensor in rest}, parts=2) or None,
+        "modules_to_save": endings(whole, {owner(tensor) for tensor in other_tensors(model, source)} - whole) or None,
         "use_rslora": adapter.rslora,
         "use_dora": isinstance(adapter, DoRA),
-        "bias": "none",
+        "bias": adapter.bias,
         "fan_in_fan_out": False,
         "init_lora_weights": True,
         "inference_mode": True,
-        "modules_to_save": None,
     }
+
+
+def alpha(update: Update, adapter: LoRA) -> float:
+    """The alpha that gives an update its scale, without what the root of a rank leaves behind."""
+    return float(f"{update.scale * (update.rank**0.5 if adapter.rslora else update.rank):.12g}")
+
+
+def other_tensors(model: Decoder, source: Folder) -> set[str]:
+    """All names there are: of the model, and of what its checkpoint holds beside it."""
+    beside = [move for move in source.all_moves if not move.ours] if source.has_weights else []
+    ours = {tensor for name in model.shapes for tensor in place(name, source.family.table).hub}
+    return ours | {tensor for move in beside for tensor in move.hub}
+
+
+def short(names: Iterable[str], taken: set[str], parts: int = 1) -> list[str]:
+    """The last parts of names where they mean no other; whole names where they would."""
+    return sorted({name if tail(name, parts) in taken else tail(name, parts) for name in names})
+
+
+def endings(names: Iterable[str], others: set[str]) -> list[str]:
+    """The same where PEFT asks how a name ends: `norm` would mean every `..._norm`."""
+    return sorted({n if any(other.endswith(tail(n)) for other in others) else tail(n) for n in names})
+
+
+def tail(name: str, parts: int = 1) -> str:
+    return ".".join(name.split(".")[-parts:])
+
+
+def patterns(values: Mapping[str, T], usual: T) -> dict[str, T]:
+    """Values that differ from the usual one, by the last part of their names where all of such a name agree."""
+    found: dict[str, T] = {}
+    for key, value in values.items():
+        last = tail(key, 2 if key.endswith(WEIGHT) else 1)
+        agree = all(v == value for k, v in values.items() if f".{k}".endswith(f".{last}"))
+        if value != usual:
+            found[last if agree else key] = value
+    return found
 
 
 def base_name(source: Folder) -> str:
@@ -87,92 +223,91 @@ def base_name(source: Folder) -> str:
     return str(source.path.resolve()) if Path(source.name) == source.path else source.name
 
 
-def target_modules(model: Decoder, adapter: LoRA, source: Folder) -> list[str]:
-    """Last parts of names where every layer of that name is adapted, whole names where only some are."""
-    adapted = adapter.layers(model)
-    others = {leaf(n) for n, m in model.named_modules() if isinstance(m, Linear | Embedding) and n not in adapted}
-    hub = {name: hub_name(name, source.family.table) for name in adapted}
-    return sorted({hub[name] if leaf(name) in others else leaf(hub[name]) for name in adapted})
-
-
 def base(folder: Path) -> str:
     """The name of the checkpoint that an adapter was trained for."""
-    name = read_json(folder / CONFIG).get("base_model_name_or_path")
-    if not isinstance(name, str):
-        raise UserError(f"{folder / CONFIG}: no 'base_model_name_or_path', so the model it belongs to is not known")
-    return name
-
-
-def choice(folder: Path) -> LoRA:
-    """The adapter that a folder of PEFT describes, ready to be applied."""
-    c = read_json(folder / CONFIG)
-    if c.get("peft_type") != "LORA":
-        raise UserError(f"{folder / CONFIG}: peft_type {c.get('peft_type')!r} is not supported; LORA is")
-    for key, plain in PLAIN.items():
-        if c.get(key, plain[0]) not in plain:
-            raise UserError(f"{folder / CONFIG}: {key} = {c[key]!r} is not supported")
-    kind = DoRA if c.get("use_dora") else LoRA
-    try:
-        return kind(
-            int(c["r"]), float(c["lora_alpha"]), float(c.get("lora_dropout") or 0), rslora=bool(c.get("use_rslora"))
-        )
-    except KeyError as error:
-        raise UserError(f"{folder / CONFIG}: {error} is missing") from error
-    except (TypeError, ValueError) as error:
-        raise UserError(f"{folder / CONFIG}: {error}") from error
-
-
-def stored(folder: Path, source: Folder) -> dict[str, tuple[str, Stored]]:
-    """Tensors of an adapter by our names: their names in the file, and what its header says."""
-    file = folder / TENSORS
-    if not file.is_file():
-        raise UserError(f"{folder}: no {TENSORS}, so this is no adapter")
-    held = {name: one for name, one in header(file).items() if not name.endswith(FROZEN)}
-    if odd := [name for name in held if not name.startswith(PREFIX)]:
-        raise UserError(f"{file}: {odd[0]} is no tensor of a PEFT adapter")
-    moves, unknown = moves_in([name.removeprefix(PREFIX) for name in held], source.family.table)
-    if unknown:
-        raise UserError(f"{file}: {unknown[0]} belongs to no layer of a {source.config['model_type']} model")
-    if whole := [move.hub[0] for move in moves if ".lora_" not in move.ours[0]]:
-        raise UserError(f"{file}: {whole[0]} is a tensor of the model itself; only low-rank updates are read")
-    return {move.ours[0]: (PREFIX + move.hub[0], held[PREFIX + move.hub[0]]) for move in moves}
+    return Config.open(folder).base
 
 
 def described(folder: Path, source: Folder) -> LoRA:
-    """The adapter of a folder with just the layers that its file holds."""
-    names = {re.sub(r"\.lora_.*", "", name) for name in stored(folder, source)}
-    plain = choice(folder)
-    return type(plain)(plain.rank, plain.alpha, plain.dropout, tuple(map(re.escape, sorted(names))), plain.rslora)
+    """The adapter of a folder, ready to be applied, with just the layers and modules that its file holds."""
+    held = contents(folder, source)
+    plain, updates = held.config.choice, held.outlines()
+    sizes = {name: (u.rank, alpha(u, plain)) for name, u in updates.items()}
+    rank, usual = Counter(sizes.values()).most_common(1)[0][0]
+    names = {name for move in held.kept for name in move.ours}
+    whole = {owner(name) for name in names if plain.bias == "none" or not name.endswith(BIAS)}
+    return replace(
+        plain,
+        rank=rank,
+        alpha=usual,
+        targets=tuple(map(re.escape, updates)),
+        ranks={re.escape(name): size[0] for name, size in sizes.items() if size[0] != rank},
+        alphas={re.escape(name): size[1] for name, size in sizes.items() if size[1] != usual},
+        whole=tuple(map(re.escape, sorted(whole))),
+        untie=source.spec.tied and not tied(held, whole),
+    )
+
+
+def tied(held: Contents, whole: set[str]) -> bool:
+    """Whether the head of a tied model stays its embedding when an adapter replaces one of them or both."""
+    if not whole & TIED or (held.config.values.get("ensure_weight_tying") and "embed" in whole):
+        return True
+    with Reader(held.tensors) as tensors:
+        found = [tensors[held.names[move.hub[0]]] for move in held.kept if owner(move.ours[0]) in TIED]
+    return len(found) == len(TIED) and torch.equal(*found)
 
 
 def read(folder: Path, model: Decoder, adapter: LoRA, source: Folder) -> None:
-    """Fill the updates of a model from a folder."""
-    found = fitting(folder, model, adapter, source)
-    with Reader({hub: held for hub, held in found.values()}) as tensors:
-        for name, (hub, _) in found.items():
-            put(model.get_parameter(name), tensors[hub])
+    """Fill what a folder of PEFT holds into a model."""
+    fitting(folder, model, adapter, source)
+    held = contents(folder, source)
+    with Reader(held.tensors) as tensors:
+        for one in held.held:
+            for name, found in one.load(tensors.__getitem__, held.shapes).items():
+                fill(model.get_submodule(name), found)
+        for move in held.kept:
+            loaded = move.load([tensors[held.names[name]] for name in move.hub], held.shapes)
+            for name, tensor in zip(move.ours, loaded, strict=True):
+                put(model.get_parameter(name), tensor)
 
 
-def fitting(folder: Path, model: Decoder, adapter: LoRA, source: Folder) -> dict[str, tuple[str, Stored]]:
-    """What `stored` says, once it is sure that these are the updates of this model."""
-    agree(folder, adapter)
-    found, mine = stored(folder, source), dict(model.named_parameters())
-    wanted = {name for name in mine if ".lora_" in name}
-    other = f"this adapter was trained for {base(folder)}, or with other targets"
-    for name, (hub, held) in found.items():
-        if name not in wanted:
-            raise UserError(f"{held.file}: {hub} has no place in this model; {other}")
-        if held.shape != tuple(mine[name].shape):
-            raise UserError(f"{held.file}: {hub} is {list(held.shape)}, wanted {list(mine[name].shape)}; {other}")
-    if missing := sorted(wanted - set(found)):
-        raise UserError(f"{folder / TENSORS}: no {missing[0]}; {other}")
-    return found
+def fill(layer: nn.Module, found: Update) -> None:
+    """Give an adapted layer the numbers of its update."""
+    if isinstance(layer, Embedding):
+        put(layer.lora_embedding_A, found.b.T)
+        put(layer.lora_embedding_B, found.a.T)
+        return
+    assert isinstance(layer, Linear | Stacked)
+    for target, part in zip(factors(layer), (found.a, found.b), strict=True):
+        put(target, part)
+    if isinstance(layer, Linear) and found.magnitude is not None:
+        put(layer.lora_magnitude_vector, found.magnitude)
 
 
-def agree(folder: Path, adapter: LoRA) -> None:
-    """Rank, scale and kind of a choice are those of the files."""
-    there = choice(folder)
-    mine: Mapping[str, Any] = {"kind": type(adapter).__name__.lower(), **vars(adapter)}
-    for key, value in {"kind": type(there).__name__.lower(), **vars(there)}.items():
-        if key in ("kind", "rank", "alpha", "rslora") and mine[key] != value:
-            raise UserError(f"adapter.{key}: {mine[key]}, but the adapter in {folder} has {value}")
+def fitting(folder: Path, model: Decoder, adapter: LoRA, source: Folder) -> set[str]:
+    """The parameters of a model that a folder fills, once it is sure that the adapter is the one that was chosen."""
+    held = contents(folder, source)
+    mine, theirs = adapter.layers(model), held.outlines()
+    names = {name for move in held.kept for name in move.ours}
+    wanted = {*kept(model, adapter, source)}
+    optional = {name + WEIGHT for name in TIED} if model.spec.tied else set()
+    table, other = source.family.table, f"this adapter was trained for {held.config.base}, or with other targets"
+    if extra := [*(name + WEIGHT for name in theirs if name not in mine), *sorted(names - wanted)]:
+        raise UserError(f"{folder / TENSORS}: {place(extra[0], table).hub[0]} has no place in this model; {other}")
+    if missing := [*(name + WEIGHT for name in mine if name not in theirs), *sorted(wanted - names - optional)]:
+        raise UserError(f"{folder / TENSORS}: nothing for {place(missing[0], table).hub[0]}; {other}")
+    agree(folder, adapter, described(folder, source))
+    sizes = adapter.sizes(mine)
+    for name, found in theirs.items():
+        for key, one, another in zip(("rank", "alpha"), sizes[name], (found.rank, alpha(found, adapter)), strict=True):
+            if not math.isclose(one, another, rel_tol=1e-9):
+                raise UserError(f"adapter.{key}: {one}, but the adapter in {folder} has {another} for {name}")
+    return names | {name for name, _ in model.named_parameters() if ".lora_" in name}
+
+
+def agree(folder: Path, adapter: LoRA, there: LoRA) -> None:
+    """Kind and scale of a choice are those of the files."""
+    mine, theirs = ({"kind": type(one).__name__.lower(), **vars(one)} for one in (adapter, there))
+    for key in ("kind", "rslora", "bias", "untie"):
+        if mine[key] != theirs[key]:
+            raise UserError(f"adapter.{key}: {mine[key]}, but the adapter in {folder} has {theirs[key]}")

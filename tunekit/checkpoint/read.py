@@ -18,13 +18,21 @@ def read(source: Folder, model: Decoder, quiet: bool = False) -> None:
     """Fill every tensor that a checkpoint of this model holds; what an adapter added is left alone."""
     check(source, model.shapes)
     with source.reader() as tensors:
-        for move in tqdm(source.moves, "loading", unit="tensor", disable=quiet or None, leave=False):
+        for move in tqdm(moves(source, model), "loading", unit="tensor", disable=quiet or None, leave=False):
             loaded = move.load([tensors[name] for name in move.hub], model.shapes)
             for name, tensor in zip(move.ours, loaded, strict=True):
                 if name == TIED and model.spec.tied:
                     check_tie(source, move, tensors)
                 else:
                     fill(model, name, tensor)
+
+
+def moves(source: Folder, model: Decoder) -> list[Move]:
+    """How the tensors of a checkpoint come in. A head that is the embedding there and not here begins as a copy."""
+    found = source.moves
+    if model.spec.tied or any(TIED in move.ours for move in found):
+        return found
+    return [*found, *(Move((TIED,), move.hub, move.op) for move in found if move.ours == ("embed.weight",))]
 
 
 def fill(model: Decoder, name: str, tensor: Tensor) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from tunekit.adapters import Full, LoRA
 from tunekit.checkpoint import peft
 from tunekit.checkpoint.folder import Folder, Reader
-from tunekit.checkpoint.read import check, fill
+from tunekit.checkpoint.read import check, fill, moves
 from tunekit.formats import Plain
 from tunekit.models.decoder import TIED, Decoder
 from tunekit.precision import Precision
@@ -113,7 +113,7 @@ class Part:
     def __init__(self, net: Decoder, name: str, source: Folder, tensors: Reader, started: frozenset[str]) -> None:
         self.net, self.tensors = net, tensors
         self.elsewhere = started | ({TIED} if net.spec.tied else set())  # filled by others
-        self.moves = [move for move in source.moves if move.ours[0].startswith(f"{name}.")]
+        self.moves = [move for move in moves(source, net) if move.ours[0].startswith(f"{name}.")]
         self.names = set(below(net, name)) - self.elsewhere
 
     def take(self, device: torch.device) -> None:
