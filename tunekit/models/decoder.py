@@ -1,7 +1,7 @@
 """One decoder for every family: reads a DecoderSpec, builds modules, runs them."""
 
 from collections.abc import Callable, Iterable
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -10,20 +10,22 @@ from torch.utils.checkpoint import checkpoint
 from tunekit.models.attention import SelfAttention
 from tunekit.models.experts import MixtureOfExperts, TwinFeedForward
 from tunekit.models.feedforward import GatedMLP
+from tunekit.models.init import Fresh
+from tunekit.models.latent import MultiLatentAttention
 from tunekit.models.linear import Embedding, Linear
 from tunekit.models.norm import RMSNorm, norm
 from tunekit.models.per_layer import TokenGate, TokenInputs
 from tunekit.models.place import Cache, Kept, Place
 from tunekit.models.rope import tables
-from tunekit.models.spec import MLP, Attention, DecoderSpec, Layer, LongScaling, MoE, Rope, Twin
+from tunekit.models.spec import MLP, Attention, DecoderSpec, LatentAttention, Layer, LongScaling, MoE, Rope, Twin
 
 TIED = "head.weight"  # where the head is the embedding, this name stands for embed.weight
 
-MIXERS = {Attention: SelfAttention}
-FFNS = {MLP: GatedMLP, MoE: MixtureOfExperts, Twin: TwinFeedForward}
+MIXERS: dict[type, Callable[..., Any]] = {Attention: SelfAttention, LatentAttention: MultiLatentAttention}
+FFNS: dict[type, Callable[..., Any]] = {MLP: GatedMLP, MoE: MixtureOfExperts, Twin: TwinFeedForward}
 
 
-class Block(nn.Module):
+class Block(Fresh):
     """A mixer and a feed-forward part, each between its norms and beside a residual."""
 
     layer_scalar: nn.Parameter | None
@@ -47,6 +49,11 @@ class Block(nn.Module):
         x = self.add(x, self.mlp_post_norm(self.mlp(self.mlp_norm(x))))
         x = x if self.token is None else self.token(x, token)
         return x if self.layer_scalar is None else x * self.layer_scalar.to(x.dtype)
+
+    def reset(self, generator: torch.Generator, std: float) -> None:
+        """A fresh block is not scaled."""
+        if self.layer_scalar is not None:
+            nn.init.ones_(self.layer_scalar)
 
     def add(self, x: Tensor, y: Tensor) -> Tensor:
         return x + y if self.scale == 1 else x + y * self.scale

@@ -7,12 +7,14 @@ from torch import Tensor, nn
 from tunekit.kernels.experts import by_expert
 from tunekit.kernels.glu import gated
 from tunekit.models.feedforward import GatedMLP
+from tunekit.models.init import Fresh, normal
 from tunekit.models.linear import Linear, Stacked
 from tunekit.models.norm import RMSNorm, norm
 from tunekit.models.spec import MLP, MoE, Twin
+from tunekit.parallel import put
 
 
-class Router(nn.Module):
+class Router(Fresh):
     """Which experts a token goes to. Its few weights decide much: no format packs them and no adapter is hung on it."""
 
     bias: nn.Parameter | None
@@ -49,6 +51,16 @@ class Router(nn.Module):
         if self.per_expert_scale is not None:
             weights = weights * self.per_expert_scale.float()[chosen]
         return weights * spec.scale, chosen
+
+    def reset(self, generator: torch.Generator, std: float) -> None:
+        """Normal weights, no corrections."""
+        put(self.weight, normal(self.weight.shape, std, generator))
+        for parameter in (self.bias, self.selection_bias):
+            if parameter is not None:
+                nn.init.zeros_(parameter)
+        for parameter in (self.scale, self.per_expert_scale):
+            if parameter is not None:
+                nn.init.ones_(parameter)
 
     def logits(self, x: Tensor) -> Tensor:
         """Scores (T, E) in fp32, from a product in the dtype that the family makes it in."""

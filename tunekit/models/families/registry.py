@@ -2,10 +2,10 @@
 
 import difflib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tunekit.errors import UserError
-from tunekit.models.families import llama, qwen
+from tunekit.models.families import deepseek, gemma4, glm_moe, gpt_oss, llama, llama4, mixtral, moe, qwen, qwen_moe
 from tunekit.models.families.base import LLAMA, Config
 from tunekit.models.spec import DecoderSpec
 from tunekit.models.weights import Row
@@ -17,6 +17,7 @@ class Family:
 
     spec: Callable[[Config], DecoderSpec]
     table: tuple[Row, ...] = LLAMA
+    told: Callable[[Config], tuple[Row, ...]] = lambda _: ()  # rows that config.json decides, before the others
 
 
 FAMILIES = {
@@ -24,6 +25,16 @@ FAMILIES = {
     "mistral": Family(llama.mistral),
     "qwen2": Family(qwen.qwen2),
     "qwen3": Family(qwen.qwen3),
+    "deepseek_v2": Family(deepseek.v2, deepseek.TABLE),
+    "deepseek_v3": Family(deepseek.v3, deepseek.TABLE, moe.predictors),
+    "gemma4_text": Family(gemma4.spec, gemma4.TABLE, gemma4.told),
+    "glm4_moe": Family(glm_moe.spec, glm_moe.TABLE, moe.predictors),
+    "gpt_oss": Family(gpt_oss.spec, gpt_oss.TABLE),
+    "kimi_k2": Family(deepseek.v3, deepseek.TABLE, moe.predictors),
+    "llama4_text": Family(llama4.spec, llama4.TABLE),
+    "mixtral": Family(mixtral.spec, mixtral.TABLE),
+    "qwen2_moe": Family(qwen_moe.qwen2, qwen_moe.TABLE),
+    "qwen3_moe": Family(qwen_moe.qwen3, qwen_moe.TABLE),
 }
 
 
@@ -40,7 +51,8 @@ def family(config: Config, where: str) -> tuple[Family, DecoderSpec]:
         raise UserError(f"{where}: the checkpoint is quantized; only plain weights can be read")
     found = FAMILIES[kind]
     try:
-        return found, found.spec(config)
+        spec = found.spec(config)
+        return replace(found, table=found.told(config) + found.table), spec
     except KeyError as error:
         raise UserError(f"{where}: {error} is missing") from error
     except (TypeError, ValueError) as error:

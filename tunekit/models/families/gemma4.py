@@ -1,0 +1,119 @@
+"""Gemma 4, the text part: shared keys and values, per-layer inputs, experts beside the dense layer."""
+
+from dataclasses import replace
+from typing import Any
+
+from tunekit.models.families.base import LLAMA, Config, attention, complete, decoder, mlp, rope
+from tunekit.models.families.moe import refuse, sparse, stacked
+from tunekit.models.spec import Attention, DecoderSpec, Layer, LinearScaling, Norm, PerLayerInput, Rope, Twin
+from tunekit.models.weights import Kept, Row
+
+HERE, HUB = "layers.{}", "model.layers.{}"
+SANDWICH = (
+    Row(f"{HERE}.attn_post_norm", f"{HUB}.post_attention_layernorm"),
+    Row(f"{HERE}.mlp_norm", f"{HUB}.pre_feedforward_layernorm"),
+    Row(f"{HERE}.mlp_post_norm", f"{HUB}.post_feedforward_layernorm"),
+)
+TOKEN = (
+    Row("per_layer.embed", "model.embed_tokens_per_layer"),
+    Row("per_layer.proj", "model.per_layer_model_projection"),
+    Row("per_layer.norm", "model.per_layer_projection_norm"),
+    Row(f"{HERE}.token.per_layer_input_gate", f"{HUB}.per_layer_input_gate"),
+    Row(f"{HERE}.token.per_layer_projection", f"{HUB}.per_layer_projection"),
+    Row(f"{HERE}.token.norm", f"{HUB}.post_per_layer_input_norm"),
+    Row(f"{HERE}.layer_scalar", f"{HUB}.layer_scalar"),
+)
+TABLE = (*TOKEN, *SANDWICH, *LLAMA)
+SPARSE = (
+    *stacked(f"{HERE}.mlp.sparse.experts", f"{HUB}.experts"),
+    Row(f"{HERE}.mlp.sparse.router.weight", f"{HUB}.router.proj.weight"),
+    Row(f"{HERE}.mlp.sparse.router", f"{HUB}.router"),
+    Row(f"{HERE}.mlp.dense_norm", f"{HUB}.pre_feedforward_layernorm"),
+    Row(f"{HERE}.mlp.dense_post_norm", f"{HUB}.post_feedforward_layernorm_1"),
+    Row(f"{HERE}.mlp.sparse_norm", f"{HUB}.pre_feedforward_layernorm_2"),
+    Row(f"{HERE}.mlp.sparse_post_norm", f"{HUB}.post_feedforward_layernorm_2"),
+    Row(f"{HERE}.mlp.dense", f"{HUB}.mlp"),
+)
+ROPES = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+    "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
+}
+USUAL = {"num_key_value_heads": 4, "head_dim": 256, "global_head_dim": 512, "hidden_activation": "gelu_pytorch_tanh"}
+USUAL |= {"max_position_embeddings": 131_072, "sliding_window": 512, "tie_word_embeddings": True}
+USUAL |= {"vocab_size_per_layer_input": 262_144, "hidden_size_per_layer_input": 256, "num_kv_shared_layers": 0}
+USUAL |= {"attention_k_eq_v": False, "enable_moe_block": False, "use_double_wide_mlp": False, "rope_parameters": ROPES}
+
+
+def spec(config: Config) -> DecoderSpec:
+    c = completed(config)
+    refuse(c, {"use_bidirectional_attention": "vision"})  # which is causal for text
+    own, norm = owners(c), Norm(c["rms_norm_eps"], late=True)
+    dense = mlp(c)
+    wide = replace(dense, hidden=2 * dense.hidden) if c["use_double_wide_mlp"] else dense
+
+    def layer(i: int, kind: str) -> Layer:
+        ffn = dense if i < len(own) else wide
+        taken = None if i < len(own) else len(own) - 1 - own[::-1].index(kind)
+        ffn = Twin(ffn, experts(c), norm) if c["enable_moe_block"] else ffn
+        return Layer(mixer(c, i, kind, kv_from=taken), ffn, post_norm=True, scaled=True)
+
+    extra = c["hidden_size_per_layer_input"]
+    return replace(
+        decoder(c, map(layer, range(len(c["layer_types"])), c["layer_types"])),
+        norm=norm,
+        embed_scale=c["hidden_size"] ** 0.5,
+        logit_softcap=c.get("final_logit_softcapping"),
+        per_layer=PerLayerInput(c["vocab_size_per_layer_input"], extra, dense.act) if extra else None,
+    )
+
+
+def completed(config: Config) -> dict[str, Any]:
+    """config.json with the kinds of all layers, of which the last always sees everything."""
+    c = complete(config, **USUAL)
+    count = c["num_hidden_layers"]
+    kinds = c.get("layer_types") or ["full_attention" if i % 6 == 5 else "sliding_attention" for i in range(count)]
+    return c | {"hidden_act": c["hidden_activation"], "layer_types": [*kinds[:-1], "full_attention"]}
+
+
+def owners(c: Config) -> list[str]:
+    """The kinds of those layers that have keys and values of their own: the others take those of the last of a kind."""
+    own = c["layer_types"][: c["num_hidden_layers"] - c["num_kv_shared_layers"]]
+    if lost := set(c["layer_types"]) - set(own):
+        raise ValueError(f"num_kv_shared_layers {c['num_kv_shared_layers']} leaves no {lost.pop()} layer to take from")
+    return own
+
+
+def mixer(c: Config, i: int, kind: str, **changes: Any) -> Attention:
+    full = kind == "full_attention"
+    apart = {"head_dim": c["global_head_dim"]} if full else {}
+    if full and c["attention_k_eq_v"] and c.get("num_global_key_value_heads"):
+        apart["num_key_value_heads"] = c["num_global_key_value_heads"]
+    if "per_layer_config" in c:  # as transformers writes it since 5.10 or so, in place of the two values for all
+        apart = c["per_layer_config"].get(str(i), {})
+    c, norm = {**c, **apart}, Norm(c["rms_norm_eps"], late=True)
+    values = {"v_norm": Norm(c["rms_norm_eps"], weight=False), "k_is_v": full and c["attention_k_eq_v"]}
+    window = None if full else c["sliding_window"]
+    return attention(c, rope=turns(c, kind), qk_norm=norm, scale=1.0, window=window, **values, **changes)
+
+
+def turns(c: Config, kind: str) -> Rope:
+    p, head = c["rope_parameters"][kind], c["head_dim"]
+    if p["rope_type"] != "proportional":
+        return rope({**c, "rope_parameters": p})
+    part, factor = p.get("partial_rotary_factor") or 1.0, p.get("factor") or 1.0
+    scaling = None if factor == 1.0 else LinearScaling(factor)
+    return Rope(p["rope_theta"], 2 * int(part * head // 2), scaling, pad=part < 1.0)
+
+
+def experts(c: Config) -> Any:
+    per_token = {"num_experts_per_tok": c["top_k_experts"]}
+    return sparse({**c, **per_token}, c["moe_intermediate_size"], router_norm=Norm(c["rms_norm_eps"], weight=False))
+
+
+def told(config: Config) -> tuple[Row, ...]:
+    """Names of experts, where there are some. Files may hold the keys of layers that take those of others."""
+    c = completed(config)
+    names = ("k_proj", "v_proj", "k_norm", "v_norm")
+    shared = range(len(owners(c)), c["num_hidden_layers"])
+    unread = tuple(Row((), f"model.layers.{i}.self_attn.{name}", Kept()) for i in shared for name in names)
+    return unread + (SPARSE if c["enable_moe_block"] else ())

@@ -1,0 +1,45 @@
+"""Llama 4, the text part: chunked layers with rotation, full ones without, experts in every n-th layer."""
+
+from dataclasses import replace
+
+from tunekit.models.families.base import LLAMA, Config, attention, complete, decoder, mlp, rope
+from tunekit.models.families.moe import OURS, sparse, stacked
+from tunekit.models.spec import DecoderSpec, Layer, Norm, QueryTuning
+from tunekit.models.weights import Row
+
+FFN = "model.layers.{}.feed_forward"
+TABLE = (
+    *stacked(f"{OURS}.experts", f"{FFN}.experts", transposed=True),
+    Row(f"{OURS}.shared", f"{FFN}.shared_expert"),
+    Row(OURS, FFN),
+    *LLAMA,
+)
+USUAL = {"num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5, "rope_theta": 500_000.0}
+USUAL |= {"max_position_embeddings": 131_072, "no_rope_layer_interval": 4, "interleave_moe_layer_step": 1}
+USUAL |= {"use_qk_norm": True, "attn_temperature_tuning": True, "attn_scale": 0.1, "floor_scale": 8192}
+USUAL |= {"attention_chunk_size": 8192}
+
+
+def spec(config: Config) -> DecoderSpec:
+    c = complete(config, **USUAL)
+    count, every, step = c["num_hidden_layers"], c["no_rope_layer_interval"], c["interleave_moe_layer_step"]
+    turned = c.get("no_rope_layers") or [int((i + 1) % every != 0) for i in range(count)]
+    kinds = c.get("layer_types") or ["chunked_attention" if turn else "full_attention" for turn in turned]
+    at = c["moe_layers"] if "moe_layers" in c else range(step - 1, count, step)
+
+    norm = Norm(c["rms_norm_eps"], weight=False) if c["use_qk_norm"] else None
+    near = attention(c, rope=replace(rope(c), paired=True), norm_after_rope=True, qk_norm=norm)
+    tuning = QueryTuning(c["attn_scale"], c["floor_scale"], shift=1.0) if c["attn_temperature_tuning"] else None
+    far = replace(near, rope=None, qk_norm=None, tuning=tuning)
+
+    hidden = c["intermediate_size"]
+    dense = mlp(c | {"intermediate_size": c["intermediate_size_mlp"]})
+    moe = sparse(c, hidden, score="top_sigmoid", normalize=False, weigh_input=True, shared=hidden)
+    chunks = {"chunked_attention": c["attention_chunk_size"]}
+    return decoder(
+        c,
+        (
+            Layer(replace(near if turned[i] else far, chunk=chunks.get(kinds[i])), moe if i in at else dense)
+            for i in range(count)
+        ),
+    )

@@ -1,0 +1,68 @@
+"""DeepSeek's latent attention: keys and values of all heads from one small vector a token."""
+
+import torch
+from torch import Tensor, nn
+
+from tunekit.kernels.attention import Rule, attend, attend_cached
+from tunekit.models.linear import Linear
+from tunekit.models.norm import RMSNorm
+from tunekit.models.place import KV, Place
+from tunekit.models.rope import rotate
+from tunekit.models.spec import LatentAttention
+
+
+class MultiLatentAttention(nn.Module):
+    """Attention whose keys and values are made from a latent, beside one rotated key that all heads share."""
+
+    def __init__(self, dim: int, spec: LatentAttention) -> None:
+        super().__init__()
+        self.spec = spec
+        self.width = spec.nope_dim + spec.rope_dim  # of queries and keys
+        self.rule = Rule(self.width**-0.5 if spec.scale is None else spec.scale)
+        self.rotary = spec.rope, spec.rope_dim
+        self.turn = 0  # which of the pass's rotations is this layer's; the decoder sets it
+        self.number = 0  # of the layer; the decoder sets it
+        self.lends = False  # no layer takes keys from here
+        if spec.q_rank is None:
+            self.q_proj = Linear(dim, spec.heads * self.width, bias=False)
+        else:
+            self.q_a_proj = Linear(dim, spec.q_rank, bias=spec.bias)
+            self.q_a_norm = RMSNorm(spec.q_rank, spec.norm)
+            self.q_b_proj = Linear(spec.q_rank, spec.heads * self.width, bias=False)
+        self.kv_a_proj_with_mqa = Linear(dim, spec.kv_rank + spec.rope_dim, bias=spec.bias)
+        self.kv_a_norm = RMSNorm(spec.kv_rank, spec.norm)
+        self.kv_b_proj = Linear(spec.kv_rank, spec.heads * (spec.nope_dim + spec.v_dim), bias=False)
+        self.o_proj = Linear(spec.heads * spec.v_dim, dim, bias=spec.bias)
+
+    def forward(self, x: Tensor, place: Place, cache: KV | None = None) -> Tensor:
+        q, (k, v) = self.queries(x, place), self.keys(x, place)
+        if cache is not None:
+            k, v = cache.add(k, v, place.positions, place.used)
+        if k.shape[1] == q.shape[1]:  # there is nothing but what came now
+            y = attend(q, k, v, self.rule, place.offsets)
+        else:
+            y = attend_cached(q, k, v, place.positions, self.rule)
+        return self.o_proj(y.flatten(-2))
+
+    def queries(self, x: Tensor, place: Place) -> Tensor:
+        """Queries (B, S, H, nope + rope)."""
+        q = self.q_proj(x) if self.spec.q_rank is None else self.q_b_proj(self.q_a_norm(self.q_a_proj(x)))
+        fixed, turned = q.unflatten(-1, (self.spec.heads, -1)).split([self.spec.nope_dim, self.spec.rope_dim], dim=-1)
+        return torch.cat([fixed, rotate(turned, place.rotations[self.turn])], dim=-1)
+
+    def keys(self, x: Tensor, place: Place) -> tuple[Tensor, Tensor]:
+        """Keys (B, S, H, nope + rope) and values (B, S, H, v)."""
+        spec = self.spec
+        latent, turned = self.kv_a_proj_with_mqa(x).split([spec.kv_rank, spec.rope_dim], dim=-1)
+        both = self.kv_b_proj(self.kv_a_norm(latent)).unflatten(-1, (spec.heads, -1))
+        fixed, v = both.split([spec.nope_dim, spec.v_dim], dim=-1)
+        turned = rotate(turned[:, :, None], place.rotations[self.turn]).expand(-1, -1, spec.heads, -1)
+        return torch.cat([fixed, turned], dim=-1), v
+
+    def cache(self, batch: int, slots: int, dtype: torch.dtype, device: torch.device) -> KV:
+        """Empty room for `slots` positions.
+
+        Keys and values as they are used, and not the latents: small ones would be made large again for every token.
+        """
+        heads = batch, slots, self.spec.heads
+        return KV((*heads, self.width), (*heads, self.spec.v_dim), dtype, device)
