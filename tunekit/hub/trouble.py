@@ -17,6 +17,7 @@ from huggingface_hub.errors import (
     HTTPError,  # of the HTTP library that this version of the client uses # pyright: ignore[reportPrivateImportUsage]
     LocalEntryNotFoundError,
 )
+from tqdm import tqdm
 
 from tunekit.errors import UserError
 
@@ -94,4 +95,4 @@ def told(error: HfHubHTTPError) -> str:
 
 def tell(line: str) -> None:
     """A line for people; what scripts use goes to standard output."""
-    print(line, file=sys.stderr, flush=True)
+    tqdm.write(line, file=sys.stderr)  # above a bar if there is one
