@@ -22,7 +22,7 @@ from tunekit.hub.large import Files
 
 READ = Files()
 # All but the weights of a whole model.
-SMALL = Files(include=("*.json", "*.jinja", "tokenizer.model", "*.txt", "adapter_model.safetensors"))
+SMALL = Files(include=(*(kind for kind in READ.include if kind != "*.safetensors"), "adapter_model.safetensors"))
 
 
 def resolve(name: str, files: Files = READ) -> Path:

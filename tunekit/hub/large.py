@@ -44,7 +44,7 @@ STREAMS = 4
 class Files:
     """Which files of a repository, as globs over their whole paths. By default those that this toolkit reads."""
 
-    include: tuple[str, ...] = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model", "*.txt")
+    include: tuple[str, ...] = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model", "*.txt", "*.md", "LICENSE*")
     exclude: tuple[str, ...] = ("original/*", "onnx/*", "consolidated*")  # copies for other programs
 
 
