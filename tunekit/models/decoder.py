@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tunekit.models.attention import SelfAttention
+from tunekit.models.delta import GatedDeltaNet
 from tunekit.models.experts import MixtureOfExperts, TwinFeedForward
 from tunekit.models.feedforward import GatedMLP
 from tunekit.models.init import Fresh
@@ -17,11 +18,26 @@ from tunekit.models.norm import RMSNorm, norm
 from tunekit.models.per_layer import TokenGate, TokenInputs
 from tunekit.models.place import Cache, Kept, Place
 from tunekit.models.rope import tables
-from tunekit.models.spec import MLP, Attention, DecoderSpec, LatentAttention, Layer, LongScaling, MoE, Rope, Twin
+from tunekit.models.spec import (
+    MLP,
+    Attention,
+    DecoderSpec,
+    DeltaNet,
+    LatentAttention,
+    Layer,
+    LongScaling,
+    MoE,
+    Rope,
+    Twin,
+)
 
 TIED = "head.weight"  # where the head is the embedding, this name stands for embed.weight
 
-MIXERS: dict[type, Callable[..., Any]] = {Attention: SelfAttention, LatentAttention: MultiLatentAttention}
+MIXERS: dict[type, Callable[..., Any]] = {
+    Attention: SelfAttention,
+    LatentAttention: MultiLatentAttention,
+    DeltaNet: GatedDeltaNet,
+}
 FFNS: dict[type, Callable[..., Any]] = {MLP: GatedMLP, MoE: MixtureOfExperts, Twin: TwinFeedForward}
 
 

@@ -128,8 +128,9 @@ class DeltaNet:
     v_heads: int
     k_dim: int
     v_dim: int
-    conv: int
+    conv: int  # tokens that the convolution before it sees
     norm: Norm = Norm()
+    grouped: bool = False  # two projections, with rows by key heads: all that one needs, then the next
 
 
 @dataclass(frozen=True, slots=True)

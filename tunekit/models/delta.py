@@ -1,0 +1,126 @@
+"""The gated delta net: mixes tokens through a state of fixed size, in place of attention."""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from tunekit.kernels.delta import gated_delta_rule, short_convolution
+from tunekit.models.init import Fresh, normal
+from tunekit.models.linear import Linear
+from tunekit.models.norm import RMSNorm
+from tunekit.models.place import Place
+from tunekit.models.spec import DeltaNet
+from tunekit.parallel import put
+
+
+class State:
+    """What generation keeps: the inputs (B, conv - 1, C) that the convolution still sees, and the states."""
+
+    def __init__(self, tail: Tensor, states: Tensor) -> None:
+        self.tail, self.states = tail, states
+
+
+class Parts(NamedTuple):
+    """Projections of (B, S) tokens: what goes through the convolution, the output's gate, write strength and decay."""
+
+    qkv: Tensor
+    z: Tensor
+    b: Tensor
+    a: Tensor
+
+
+class GatedDeltaNet(Fresh):
+    """Projections, a short convolution, the gated delta rule, and a norm behind it under a gate (arXiv:2412.06464)."""
+
+    rotary = None  # the order of tokens is in the rule
+    turn: int | None = None
+    number, lends = 0, False  # of the layer; it has no keys to lend
+
+    def __init__(self, dim: int, spec: DeltaNet) -> None:
+        super().__init__()
+        self.spec = spec
+        self.widths = [spec.k_heads * spec.k_dim, spec.k_heads * spec.k_dim, spec.v_heads * spec.v_dim]
+        qkv, v = sum(self.widths), self.widths[-1]
+        if spec.grouped:
+            self.in_proj_qkvz = Linear(dim, qkv + v, bias=False)
+            self.in_proj_ba = Linear(dim, 2 * spec.v_heads, bias=False)
+        else:
+            self.in_proj_qkv, self.in_proj_z = Linear(dim, qkv, bias=False), Linear(dim, v, bias=False)
+            self.in_proj_b, self.in_proj_a = (Linear(dim, spec.v_heads, bias=False) for _ in range(2))
+        self.conv1d = Convolution(qkv, spec.conv)
+        self.A_log, self.dt_bias = (nn.Parameter(torch.zeros(spec.v_heads)) for _ in range(2))
+        self.norm = RMSNorm(spec.v_dim, spec.norm)
+        self.out_proj = Linear(v, dim, bias=False)
+
+    def forward(self, x: Tensor, place: Place, cache: State | None = None) -> Tensor:
+        parts = self.grouped(x) if self.spec.grouped else self.single(x)
+        decay = -self.A_log.float().exp() * F.softplus(parts.a.float() + self.dt_bias.float())
+        beta = parts.b.float().sigmoid()
+        if cache is not None:
+            y = self.cached(parts.qkv, decay, beta, place, cache)
+        else:
+            # What the rule makes between its steps takes eight times the room of what goes in.
+            y = checkpoint(
+                self.mixed, parts.qkv, decay, beta, place.offsets, use_reentrant=False, preserve_rng_state=False
+            )
+        y = self.norm(y).float() * F.silu(parts.z.float()).view_as(y)
+        return self.out_proj(y.type_as(x).flatten(-2))
+
+    def single(self, x: Tensor) -> Parts:
+        return Parts(self.in_proj_qkv(x), self.in_proj_z(x), self.in_proj_b(x), self.in_proj_a(x))
+
+    def grouped(self, x: Tensor) -> Parts:
+        """From projections whose rows stand together by key heads: all that one of them needs, then the next."""
+        s, repeat = self.spec, self.spec.v_heads // self.spec.k_heads
+        sizes = [s.k_dim, s.k_dim, repeat * s.v_dim, repeat * s.v_dim]
+        q, k, v, z = self.in_proj_qkvz(x).unflatten(-1, (s.k_heads, -1)).split(sizes, dim=-1)
+        b, a = self.in_proj_ba(x).unflatten(-1, (s.k_heads, -1)).chunk(2, dim=-1)
+        return Parts(torch.cat([part.flatten(-2) for part in (q, k, v)], dim=-1), *(p.flatten(-2) for p in (z, b, a)))
+
+    def mixed(self, qkv: Tensor, decay: Tensor, beta: Tensor, offsets: Tensor | None) -> Tensor:
+        """Answers (B, S, H, V) to whole rows, or to the documents in them."""
+        qkv = short_convolution(qkv, self.conv1d.weight.squeeze(1), offsets)
+        return gated_delta_rule(*self.heads(qkv), decay, beta, offsets)[0]
+
+    def cached(self, qkv: Tensor, decay: Tensor, beta: Tensor, place: Place, cache: State) -> Tensor:
+        """The same for rows that go on. Padding neither fades a state nor writes to it, and is no tail."""
+        seen = torch.cat([cache.tail, qkv], dim=1)
+        lengths = torch.full_like(qkv[:, 0, 0], qkv.shape[1], dtype=torch.long)
+        lengths = lengths if place.lengths is None else place.lengths
+        real = (torch.arange(qkv.shape[1], device=qkv.device) < lengths[:, None])[..., None]
+        mixed = short_convolution(qkv, self.conv1d.weight.squeeze(1), before=cache.tail)
+        y, cache.states = gated_delta_rule(*self.heads(mixed), decay * real, beta * real, state=cache.states)
+        last = lengths[:, None] + torch.arange(cache.tail.shape[1], device=qkv.device)
+        cache.tail = seen.take_along_dim(last[..., None], dim=1)
+        return y
+
+    def heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values (B, S, heads, dim)."""
+        q, k, v = qkv.split(self.widths, dim=-1)
+        s = self.spec
+        return q.unflatten(-1, (-1, s.k_dim)), k.unflatten(-1, (-1, s.k_dim)), v.unflatten(-1, (-1, s.v_dim))
+
+    def cache(self, batch: int, slots: int, dtype: torch.dtype, device: torch.device) -> State:
+        """Its size does not depend on `slots`."""
+        s = self.spec
+        tail = torch.zeros(batch, s.conv - 1, sum(self.widths), dtype=dtype, device=device)
+        return State(tail, torch.zeros(batch, s.v_heads, s.k_dim, s.v_dim, device=device))
+
+    def reset(self, generator: torch.Generator, std: float) -> None:
+        """Decays that differ from head to head, as those of Mamba 2 do at first (arXiv:2405.21060)."""
+        put(self.A_log, torch.empty(self.A_log.shape).uniform_(0.01, 16, generator=generator).log())
+        nn.init.ones_(self.dt_bias)
+
+
+class Convolution(Fresh):
+    """Weights (C, 1, K) of a convolution over time of each channel alone."""
+
+    def __init__(self, channels: int, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(channels, 1, width))
+
+    def reset(self, generator: torch.Generator, std: float) -> None:
+        put(self.weight, normal(self.weight.shape, std, generator))
