@@ -24,9 +24,9 @@ TIED = {"embed", "head"}  # one tensor in many models
 
 WORDS = {
     "attn": r"layers\.\d+\.attn\..+",
-    "mlp": r"layers\.\d+\.mlp\.(?!experts\.|router\b).+",
-    "all": r"layers\.\d+\.(attn|mlp)\.(?!experts\.|router\b).+",
-    "experts": r"layers\.\d+\.mlp\.experts\..+",
+    "mlp": r"layers\.\d+\.mlp\.(?!(.+\.)?experts\.).+",
+    "all": r"layers\.\d+\.(attn|mlp)\.(?!(.+\.)?experts\.).+",
+    "experts": r"layers\.\d+\.mlp\.(.+\.)?experts\..+",
     "head": "head",
     "embed": "embed",
     "norms": r"(.+\.)?\w*norm",

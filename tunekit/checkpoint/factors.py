@@ -74,9 +74,13 @@ class Site:
 
 
 def place(name: str, table: tuple[Row, ...]) -> Match:
-    """Where transformers has one of our tensors: experts are stacked in one there, whatever a checkpoint does."""
+    """Where transformers has one of our tensors, whatever a checkpoint does.
+
+    It stacks experts in one tensor. Of several rows for the same thing the last has the names of its modules.
+    """
     found = [match for row in table if (match := matched(name, row, row.ours))]
-    return next((match for match in found if "*" not in match.hub[0]), found[0])
+    first = next((match for match in found if "*" not in match.hub[0]), found[0])
+    return [match for match in found if match.row.ours == first.row.ours][-1]
 
 
 def through(convert: Convert, updates: Sequence[Update]) -> list[Update]:
