@@ -60,6 +60,18 @@ def _download(verb: Parser) -> None:
     verb.add_argument("--token", metavar="TOKEN", help="access token (default: $HF_TOKEN, or that of `hf auth login`)")
 
 
+def _push(verb: Parser) -> None:
+    verb.add_argument("folder", metavar="FOLDER", help="folder of a run, a model or an adapter")
+    verb.add_argument("repo", metavar="REPO", help="name on the Hugging Face Hub: owner/name; made if it is not there")
+    verb.add_argument("--private", action="store_true", help="only for you and your organization")
+    verb.add_argument("--branch", metavar="NAME", help="made if it is not there (default: main)")
+    verb.add_argument("--pr", action="store_true", help="open a pull request instead of changing the branch")
+    verb.add_argument("--message", metavar="TEXT", help="what the commit says")
+    verb.add_argument("--force", action="store_true", help="also what was not verified; the model card says so")
+    verb.add_argument("--dry-run", action="store_true", help="list the files, send nothing")
+    verb.add_argument("--token", metavar="TOKEN", help="access token (default: $HF_TOKEN, or that of `hf auth login`)")
+
+
 def _chat(verb: Parser) -> None:
     verb.add_argument("model", metavar="MODEL", help="folder of a model or a run, or a name on the Hub")
     verb.add_argument("--system", metavar="TEXT", help="what the system message says")
@@ -96,6 +108,7 @@ VERBS: dict[str, tuple[str, Callable[[Parser], None]]] = {
     "validate": ("check a config before anything runs", _validate),
     "run": ("run a recipe", _run),
     "download": ("fetch a model", _download),
+    "push": ("send a model to the Hub", _push),
     "chat": ("talk with a model", _chat),
     "options": ("list every option of a recipe", _options),
     "completion": ("print a script that completes words in your shell", _completion),

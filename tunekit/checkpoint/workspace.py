@@ -15,6 +15,8 @@ from tunekit.config.dump import differences
 from tunekit.errors import UserError
 
 CONFIG, METRICS, STATE, FINAL, LOCK = "config.yaml", "metrics.jsonl", "state", "final", ".lock"
+EVALUATION = "evaluation.json"  # what `evaluate` found about the run's model
+UPLOAD = "upload"  # checkpoints on their way to the Hub
 # What the loggers write; see `tunekit.metrics`.
 LOGS = ("tensorboard", "wandb", "mlflow", "comet")
 BEGAN = "# began on "
@@ -95,10 +97,11 @@ def erase(out: Path) -> None:
         return
     try:
         with locked(out):
-            for name in (STATE, FINAL, *LOGS):
+            for name in (STATE, FINAL, UPLOAD, *LOGS):
                 for ending in (atomic.PARTIAL, atomic.PREVIOUS, ""):
                     atomic.remove(out / (name + ending))
-            (out / METRICS).unlink(missing_ok=True)
+            for name in (METRICS, EVALUATION):
+                (out / name).unlink(missing_ok=True)
     except OSError as error:
         raise UserError(f"out: cannot erase {out}: {error.strerror}: give another out=") from error
 
