@@ -12,12 +12,13 @@ from tunekit.models.spec import (
     Layer,
     LinearScaling,
     Llama3Scaling,
+    LongScaling,
     Norm,
     Rope,
     Scaling,
     YarnScaling,
 )
-from tunekit.models.weights import Row
+from tunekit.models.weights import Fused, Kept, Row, under
 
 Config = Mapping[str, Any]
 
@@ -30,6 +31,13 @@ LLAMA = (
     Row("layers.{}.attn_norm", "model.layers.{}.input_layernorm"),
     Row("layers.{}.mlp_norm", "model.layers.{}.post_attention_layernorm"),
 )
+# Norms before and behind, as in Gemma 2 and later.
+SANDWICH = (
+    Row("layers.{}.attn_post_norm", "model.layers.{}.post_attention_layernorm"),
+    Row("layers.{}.mlp_norm", "model.layers.{}.pre_feedforward_layernorm"),
+    Row("layers.{}.mlp_post_norm", "model.layers.{}.post_feedforward_layernorm"),
+)
+FUSED_MLP = Row(("layers.{}.mlp.gate_proj", "layers.{}.mlp.up_proj"), "model.layers.{}.mlp.gate_up_proj", Fused())
 
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 # What a config.json may leave out, as the families' reference implementations fill it in.
@@ -44,7 +52,7 @@ OPTIONAL = {
     "tie_word_embeddings": False,
 }
 # Null is a value of its own here; elsewhere it says as much as a key that is left out.
-NULLABLE = {"num_key_value_heads", "sliding_window"}
+NULLABLE = {"num_key_value_heads", "sliding_window", "attn_logit_softcapping", "final_logit_softcapping"}
 # "gelu_new" and "gelu_pytorch_tanh" are two names of one function.
 ACTS = {"gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
 
@@ -58,6 +66,13 @@ def complete(c: Config, **defaults: Any) -> dict[str, Any]:
     return c
 
 
+def refuse(c: Config, wanted: Config) -> None:
+    """Values that no published checkpoint changes, and that we would not heed."""
+    for key, value in wanted.items():
+        if c.get(key, value) != value:
+            raise ValueError(f"{key} {c[key]!r} is not supported, only {value!r}")
+
+
 def rope(c: Config) -> Rope:
     """Rotation in either spelling: `rope_parameters` holds all, or `rope_theta` and `rope_scaling` stand apart."""
     p = {"rope_theta": c["rope_theta"]} | (c.get("rope_scaling") or {}) | (c.get("rope_parameters") or {})
@@ -65,11 +80,18 @@ def rope(c: Config) -> Rope:
     return Rope(float(p["rope_theta"]), None if part == 1.0 else int(head_dim(c) * part), scaling(p, c))
 
 
+def rope_of(c: Config, kind: str, **alone: Any) -> Rope:
+    """The rotation of one kind of layers: from its entry in `rope_parameters`, or what config.json says of all layers
+    but for what this kind has `alone`."""
+    return rope({**c, **alone, "rope_parameters": (c.get("rope_parameters") or {}).get(kind)})
+
+
 def scaling(p: Config, c: Config) -> Scaling | None:
     kind = p.get("rope_type") or p.get("type") or "default"
-    context = p.get("original_max_position_embeddings") or c["max_position_embeddings"]
+    inner, outer = p.get("original_max_position_embeddings"), c.get("original_max_position_embeddings")
+    context = outer or inner or c["max_position_embeddings"]
     match kind:
-        case "default":
+        case "default" | "mrope":  # in a text, the three positions of a multimodal rotation are one
             return None
         case "linear":
             return LinearScaling(p["factor"])
@@ -77,7 +99,18 @@ def scaling(p: Config, c: Config) -> Scaling | None:
             return Llama3Scaling(p["factor"], p["low_freq_factor"], p["high_freq_factor"], context)
         case "yarn":
             return yarn(p, context, c["max_position_embeddings"])
-    raise ValueError(f"rope type {kind!r} is not supported: default, linear, llama3 and yarn are")
+        case "longrope":
+            return longrope(p, context, c["max_position_embeddings"])
+    raise ValueError(f"rope type {kind!r} is not supported: default, linear, llama3, yarn and longrope are")
+
+
+def longrope(p: Config, context: int, longest: int) -> LongScaling:
+    factor = p.get("factor") or longest / context
+    usual = math.sqrt(1 + math.log(factor) / math.log(context)) if factor > 1 else 1.0
+    amplitude = p.get("attention_factor")
+    return LongScaling(
+        tuple(p["short_factor"]), tuple(p["long_factor"]), context, usual if amplitude is None else amplitude
+    )
 
 
 def yarn(p: Config, context: int, longest: int) -> YarnScaling:
@@ -114,16 +147,17 @@ def mlp(c: Config) -> MLP:
     return MLP(c["intermediate_size"], cast("Act", act), bool(c["mlp_bias"]))
 
 
-def decoder(c: Config, layers: Iterable[Layer]) -> DecoderSpec:
-    return DecoderSpec(
-        vocab=c["vocab_size"],
-        dim=c["hidden_size"],
-        layers=tuple(layers),
-        norm=Norm(c["rms_norm_eps"]),
-        tied=bool(c["tie_word_embeddings"]),
-        std=c["initializer_range"],
-        context=c["max_position_embeddings"],
-    )
+def decoder(c: Config, layers: Iterable[Layer], **changes: Any) -> DecoderSpec:
+    plain = {
+        "vocab": c["vocab_size"],
+        "dim": c["hidden_size"],
+        "layers": tuple(layers),
+        "norm": Norm(c["rms_norm_eps"]),
+        "tied": bool(c["tie_word_embeddings"]),
+        "std": c["initializer_range"],
+        "context": c["max_position_embeddings"],
+    }
+    return DecoderSpec(**(plain | changes))
 
 
 def windows(c: Config) -> list[int | None]:
@@ -134,3 +168,29 @@ def windows(c: Config) -> list[int | None]:
     if not c.get("use_sliding_window"):
         return [None] * count
     return [window if i >= c["max_window_layers"] else None for i in range(count)]
+
+
+def in_turns(c: Config, every: int, near: Attention, far: Attention) -> list[Attention]:
+    """`near` where `layer_types` name a window. Where config.json leaves them out, every n-th layer is `far`."""
+    usual = ["sliding_attention" if (i + 1) % every else "full_attention" for i in range(c["num_hidden_layers"])]
+    return [near if kind == "sliding_attention" else far for kind in c.get("layer_types") or usual]
+
+
+def text(config: Config, usual: str) -> Config:
+    """What the config.json of a vision-language model says of its text part, whose `model_type` is usually `usual`.
+
+    Some of the first such models said it beside all else.
+    """
+    inner = config.get("text_config") or {key: value for key, value in config.items() if key != "model_type"}
+    tied = config.get("tie_word_embeddings")
+    return {"model_type": usual, **inner, **({} if tied is None else {"tie_word_embeddings": tied})}
+
+
+def beside(table: tuple[Row, ...], *others: str) -> tuple[Row, ...]:
+    """Names of a text model that stands beside `others`, which are kept as they are.
+
+    First as transformers holds them since version 4.52, then as LLaVA wrote them, which most files of the Hub follow.
+    """
+    kept = (Row((), name, Kept()) for other in others for name in (f"model.{other}", other))
+    old = Row("head", "language_model.lm_head")
+    return (*under("model.language_model.", table), *under("language_model.model.", table), old, *kept)

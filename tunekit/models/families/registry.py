@@ -5,7 +5,25 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from tunekit.errors import UserError
-from tunekit.models.families import deepseek, gemma4, glm_moe, gpt_oss, llama, llama4, mixtral, moe, qwen, qwen_moe
+from tunekit.models.families import (
+    deepseek,
+    gemma,
+    gemma4,
+    glm,
+    glm_moe,
+    gpt_oss,
+    granite,
+    llama,
+    llama4,
+    mistral,
+    mixtral,
+    moe,
+    olmo,
+    phi,
+    qwen,
+    qwen_moe,
+    smollm3,
+)
 from tunekit.models.families.base import LLAMA, Config
 from tunekit.models.spec import DecoderSpec
 from tunekit.models.weights import Row
@@ -21,20 +39,37 @@ class Family:
 
 
 FAMILIES = {
-    "llama": Family(llama.spec),
-    "mistral": Family(llama.mistral),
-    "qwen2": Family(qwen.qwen2),
-    "qwen3": Family(qwen.qwen3),
     "deepseek_v2": Family(deepseek.v2, deepseek.TABLE),
     "deepseek_v3": Family(deepseek.v3, deepseek.TABLE, moe.predictors),
+    "gemma": Family(gemma.gemma),
+    "gemma2": Family(gemma.gemma2, gemma.TABLE),
+    "gemma3": Family(gemma.vision, gemma.VISION),
+    "gemma3_text": Family(gemma.gemma3, gemma.TABLE),
     "gemma4_text": Family(gemma4.spec, gemma4.TABLE, gemma4.told),
+    "glm": Family(glm.glm, glm.TABLE),
+    "glm4": Family(glm.glm4, glm.TABLE4),
     "glm4_moe": Family(glm_moe.spec, glm_moe.TABLE, moe.predictors),
     "gpt_oss": Family(gpt_oss.spec, gpt_oss.TABLE),
+    "granite": Family(granite.spec),
     "kimi_k2": Family(deepseek.v3, deepseek.TABLE, moe.predictors),
+    "llama": Family(llama.spec),
     "llama4_text": Family(llama4.spec, llama4.TABLE),
+    "ministral": Family(mistral.ministral),
+    "ministral3": Family(mistral.ministral3),
+    "mistral": Family(mistral.mistral),
+    "mistral3": Family(mistral.vision, mistral.VISION),
     "mixtral": Family(mixtral.spec, mixtral.TABLE),
+    "olmo2": Family(olmo.olmo2, olmo.TABLE),
+    "olmo3": Family(olmo.olmo3, olmo.TABLE),
+    "phi3": Family(phi.spec, phi.TABLE),
+    "qwen2": Family(qwen.qwen2),
+    "qwen2_5_vl": Family(qwen.qwen2_vision, qwen.VISION),
     "qwen2_moe": Family(qwen_moe.qwen2, qwen_moe.TABLE),
+    "qwen2_vl": Family(qwen.qwen2_vision, qwen.VISION),
+    "qwen3": Family(qwen.qwen3),
     "qwen3_moe": Family(qwen_moe.qwen3, qwen_moe.TABLE),
+    "qwen3_vl": Family(qwen.qwen3_vision, qwen.VISION),
+    "smollm3": Family(smollm3.spec),
 }
 
 
@@ -47,8 +82,6 @@ def family(config: Config, where: str) -> tuple[Family, DecoderSpec]:
         near = difflib.get_close_matches(str(kind), FAMILIES, 1)
         hint = f", did you mean {near[0]!r}?" if near else ""
         raise UserError(f"{where}: model_type {kind!r} is not supported{hint} (supported: {', '.join(FAMILIES)})")
-    if config.get("quantization_config"):
-        raise UserError(f"{where}: the checkpoint is quantized; only plain weights can be read")
     found = FAMILIES[kind]
     try:
         spec = found.spec(config)

@@ -1,0 +1,18 @@
+"""Granite, dense: Llama with a factor at every joint."""
+
+from tunekit.models.families.base import Config, attention, complete, decoder, mlp
+from tunekit.models.spec import DecoderSpec, Layer
+
+USUAL = {"embedding_multiplier": 1.0, "residual_multiplier": 1.0, "attention_multiplier": 1.0, "logits_scaling": 1.0}
+
+
+def spec(config: Config) -> DecoderSpec:
+    c = complete(config, **USUAL)
+    layer = Layer(attention(c, scale=c["attention_multiplier"]), mlp(c))
+    return decoder(
+        c,
+        [layer] * c["num_hidden_layers"],
+        embed_scale=c["embedding_multiplier"],
+        residual_scale=c["residual_multiplier"],
+        logit_scale=1 / c["logits_scaling"],
+    )

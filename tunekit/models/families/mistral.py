@@ -1,0 +1,42 @@
+"""Mistral, Ministral and Ministral 3, and the text part of those that also see."""
+
+from tunekit.models.families.base import LLAMA, Config, attention, beside, complete, decoder, mlp, rope, text, windows
+from tunekit.models.spec import DecoderSpec, Layer, QueryTuning
+
+USUAL = {"num_key_value_heads": 8, "sliding_window": 4096, "max_position_embeddings": 131_072}
+YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16_384}
+YARN |= {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}
+USUAL3 = {"num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 262_144, "rms_norm_eps": 1e-5}
+USUAL3 |= {"rope_parameters": YARN}
+VISION = beside(LLAMA, "vision_tower", "multi_modal_projector")
+
+
+def mistral(config: Config) -> DecoderSpec:
+    """Mistral's first version looks back over a window; later ones set it to null."""
+    c = complete(config, **USUAL)
+    return decoder(c, [Layer(attention(c, window=c["sliding_window"]), mlp(c))] * c["num_hidden_layers"])
+
+
+def ministral(config: Config) -> DecoderSpec:
+    """Windows in some layers."""
+    c = complete(config, **USUAL)
+    kinds = c.get("layer_types") or ["sliding_attention"] * c["num_hidden_layers"]
+    return decoder(c, (Layer(attention(c, window=w), mlp(c)) for w in windows(c | {"layer_types": kinds})))
+
+
+def ministral3(config: Config) -> DecoderSpec:
+    """Queries grow beyond the context of the first training."""
+    c = complete(config, **USUAL3)
+    p = (c.get("rope_scaling") or {}) | c["rope_parameters"]
+    tuning = QueryTuning(p["llama_4_scaling_beta"], p["original_max_position_embeddings"])
+    mixer = attention(c, rope=rope(c), window=c.get("sliding_window"), tuning=tuning)
+    return decoder(c, [Layer(mixer, mlp(c))] * c["num_hidden_layers"])
+
+
+def vision(config: Config) -> DecoderSpec:
+    """Mistral Small 3.1 and later, Ministral 3: the text part is one of those above."""
+    c = text(config, "mistral")
+    return TEXTS[c["model_type"]](c)
+
+
+TEXTS = {"mistral": mistral, "ministral": ministral, "ministral3": ministral3}
