@@ -1,7 +1,9 @@
 """Small random checkpoints, made by transformers and read by us: odd shapes, and weights that show errors."""
 
+import copy
 import json
 import re
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,8 +12,10 @@ import tokenizers
 import torch
 import torch.nn.functional as F
 import transformers
+from safetensors.torch import load_file
 from torch import nn
 
+from tests.shapes_experts import EXPERTS
 from tunekit import assemble
 from tunekit.adapters import Full, LoRA
 from tunekit.checkpoint.folder import Folder
@@ -66,7 +70,12 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3": QWEN3 | {"tie_word_embeddings": True, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
     "qwen3-biases": QWEN3 | {"attention_bias": True, "num_key_value_heads": 1},
     "qwen3-sliding": QWEN3 | SLIDING,
-}
+} | EXPERTS
+
+
+def auto(config: Mapping[str, Any]) -> Any:
+    """The class of transformers that reads a checkpoint: one whose text model is a part of a larger one, or not."""
+    return transformers.AutoModelForImageTextToText if "text_config" in config else transformers.AutoModelForCausalLM
 
 
 def build(shape: Mapping[str, Any], seed: int = 0) -> transformers.PreTrainedModel:
@@ -74,8 +83,11 @@ def build(shape: Mapping[str, Any], seed: int = 0) -> transformers.PreTrainedMod
     torch.manual_seed(seed)
     plain = {key: value for key, value in shape.items() if key != "model_type"}
     config = transformers.AutoConfig.for_model(shape["model_type"], **plain)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float()
+    model = auto(shape).from_config(config, attn_implementation="eager").float()
+    stored = [b for name, b in model.named_buffers() if name in model.state_dict()]  # numbers that nobody trains
     with torch.no_grad():
+        for b in stored:
+            b.uniform_(0.5, 1.5)
         for name, p in model.named_parameters():
             if "norm" in name:
                 p.uniform_(0.5, 1.5)
@@ -103,16 +115,22 @@ def rewrite(folder: Path, change: Any) -> None:
     file.write_text(json.dumps(change(json.loads(file.read_text())), indent=2))
 
 
+OLDER = {"qwen3_moe": {"num_local_experts": "num_experts"}}
+
+
 def older(config: dict[str, Any]) -> dict[str, Any]:
-    """The same config.json in the words of transformers 4."""
-    rope = dict(config["rope_parameters"])
-    words = {"dtype": "torch_dtype"}
+    """The same config.json in the words of transformers 4, which did not know all of them."""
+    rope = dict(config.get("rope_parameters") or {})
+    if "rope_theta" not in rope:
+        return config
+    words = {"dtype": "torch_dtype"} | OLDER.get(config["model_type"], {})
     old = {words.get(key, key): value for key, value in config.items()}
     for key in ("rope_parameters", "layer_types"):
         old.pop(key, None)
     theta, kind = rope.pop("rope_theta"), rope.pop("rope_type")
+    part = {key: rope.pop(key) for key in ("partial_rotary_factor",) if key in rope}
     scaling = None if kind == "default" else rope | {"type" if kind == "linear" else "rope_type": kind}
-    return old | {"rope_theta": theta, "rope_scaling": scaling, "transformers_version": "4.40.0"}
+    return old | part | {"rope_theta": theta, "rope_scaling": scaling, "transformers_version": "4.40.0"}
 
 
 def write_tokenizer(folder: Path) -> None:
@@ -133,9 +151,8 @@ def made(folder: Path, name: str, spelling: int = 5, seed: int = 0) -> Path:
 
 def theirs(folder: Path) -> transformers.PreTrainedModel:
     """The checkpoint as transformers reads it."""
-    return transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
+    kind = auto(json.loads((folder / "config.json").read_text()))
+    return kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
 
 
 def ours(
@@ -179,10 +196,20 @@ def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 def gradients(model: Decoder, source: Folder) -> dict[str, torch.Tensor]:
-    """Gradients of the trained weights by their Hub names."""
+    """Gradients of the trained weights by their Hub names, in the layout of the checkpoint."""
     from_us = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    names = {move.ours[0]: move.hub[0] for move in source.moves}
-    return {names[name]: grad for name, grad in from_us.items()}
+    moves = [move for move in source.moves if move.ours[0] in from_us]
+    return {hub: g for m in moves for hub, g in zip(m.hub, m.op.save([from_us[n] for n in m.ours]), strict=True)}
+
+
+def their_gradients(model: transformers.PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Gradients of a model of transformers as it would write them, were they its weights."""
+    twin = copy.deepcopy(model)
+    with torch.no_grad(), tempfile.TemporaryDirectory() as folder:
+        for mine, p in zip(twin.parameters(), model.parameters(), strict=True):
+            mine.copy_(torch.zeros_like(p) if p.grad is None else p.grad)
+        twin.save_pretrained(folder)
+        return {name: grad.clone() for name, grad in load_file(Path(folder) / "model.safetensors").items()}
 
 
 def shuffle_adapter(model: nn.Module, seed: int = 2) -> None:
