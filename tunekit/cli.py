@@ -72,6 +72,12 @@ def _push(verb: Parser) -> None:
     verb.add_argument("--token", metavar="TOKEN", help="access token (default: $HF_TOKEN, or that of `hf auth login`)")
 
 
+def _export(verb: Parser) -> None:
+    verb.add_argument("model", metavar="MODEL", help="folder of a model or a run, or a name on the Hub")
+    verb.add_argument("out", metavar="FILE", help="file to write, such as model.gguf")
+    verb.add_argument("--type", metavar="TYPE", help="bf16, f16, f32, q8_0, q4_0 .. (default: as the model is stored)")
+
+
 def _chat(verb: Parser) -> None:
     verb.add_argument("model", metavar="MODEL", help="folder of a model or a run, or a name on the Hub")
     verb.add_argument("--system", metavar="TEXT", help="what the system message says")
@@ -109,6 +115,7 @@ VERBS: dict[str, tuple[str, Callable[[Parser], None]]] = {
     "run": ("run a recipe", _run),
     "download": ("fetch a model", _download),
     "push": ("send a model to the Hub", _push),
+    "export": ("write a model as a file of llama.cpp (GGUF)", _export),
     "chat": ("talk with a model", _chat),
     "options": ("list every option of a recipe", _options),
     "completion": ("print a script that completes words in your shell", _completion),

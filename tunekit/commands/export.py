@@ -1,0 +1,40 @@
+"""`tune export`: a model as a file of llama.cpp (GGUF), read again and asked the same as the model."""
+
+import argparse
+import importlib
+from pathlib import Path
+from types import ModuleType
+
+from tunekit import assemble, verify
+from tunekit.adapters import Frozen
+from tunekit.checkpoint.atomic import readable
+from tunekit.errors import UserError
+from tunekit.parallel import Run
+
+
+def main(args: argparse.Namespace) -> None:
+    """Write the file, and say what is in it and how far it is from the model."""
+    tools, out = toolbox(), Path(args.out).expanduser()
+    source, adapter, tokenizer = assemble.described(args.model)
+    if not isinstance(adapter, Frozen):
+        raise UserError(f"{args.model} is an adapter: merge it first, `tune merge` writes a whole model")
+    result = tools.export(source, tokenizer, out, args.type, {"general.name": Path(args.model).name})
+    print(f"{out}: {result.word}, {readable(out.stat().st_size)}")
+    for kind, stray in result.strays.items():
+        exact = "exact" if stray.worst == 0 else f"the largest error is {stray.worst:.0%} of what the type allows"
+        print(f"{stray.count} tensors in {kind}: {exact}")
+    for note in result.notes:
+        print(f"note: {note}")
+    found = verify.exported(source, adapter, result.file, result.drift, Run().device)
+    if not found.passed:
+        raise UserError(f"{out}: {found}; the file stays there, to be looked at")
+    print(found)
+
+
+def toolbox() -> ModuleType:
+    """What writes and reads such files, which needs an extra."""
+    try:
+        return importlib.import_module("tunekit.export.model")
+    except ImportError as error:
+        missing = (error.name or "gguf").partition(".")[0]
+        raise UserError(f"{missing} is not installed: pip install 'tunekit[gguf]'") from error

@@ -1,0 +1,38 @@
+"""A GGUF file read again: its fields, its tokenizer and every number against what they were made of."""
+
+from dataclasses import dataclass
+
+from tqdm import tqdm
+
+from tunekit.checkpoint.tensors import Reader
+from tunekit.errors import UserError
+from tunekit.export.encoding import strays
+from tunekit.export.plan import Plan
+from tunekit.export.reading import Exported
+from tunekit.export.told import agree
+from tunekit.export.vocabulary import Vocabulary
+
+
+@dataclass(frozen=True)
+class Stray:
+    """Tensors of one type: how many there are, and the largest error as a share of what the type allows."""
+
+    count: int
+    worst: float
+
+
+def check(file: Exported, plan: Plan, vocabulary: Vocabulary, quiet: bool = False) -> dict[str, Stray]:
+    """Errors by type. UserError for anything that is not as it should be; the file stays."""
+    agree(plan.spec, file.spec, plan.arch.name, str(file.path))
+    if Vocabulary.read(file.config) != vocabulary:
+        raise UserError(f"{file.path}: the tokenizer in the file is not the one that was written")
+    found: dict[str, Stray] = {}
+    with Reader(file.coded) as tensors:
+        for part, tensor in tqdm(plan.tensors(), "checking", len(plan.parts), disable=quiet or None, leave=False):
+            far = strays(tensor, tensors[part.name], part.kind)
+            if far > 1:
+                more = f"{far:.3g} times as far from the checkpoint as {part.kind.name} may be"
+                raise UserError(f"{file.path}: {part.name} is {more}")
+            so_far = found.get(part.kind.name, Stray(0, 0.0))
+            found[part.kind.name] = Stray(so_far.count + 1, max(so_far.worst, far))
+    return found

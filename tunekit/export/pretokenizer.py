@@ -1,0 +1,69 @@
+"""llama.cpp's ways to cut a text into words before byte-level BPE, by the names that files give them."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+SHORT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+LLAMA3 = rf"{SHORT}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{SPACES}"
+QWEN2 = LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+QWEN35 = QWEN2.replace(r"\p{L}+", r"[\p{L}\p{M}]+").replace(r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]")
+
+
+def cased(ending: str, digits: str) -> str:
+    """Words that end where an upper case letter follows a lower case one."""
+    words = (rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}{a}{LOWER}{b}{ending}" for a, b in ("*+", "+*"))
+    return rf"{'|'.join(words)}|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{SPACES}"
+
+
+DEEPSEEK = (
+    r"\p{N}{1,3}",
+    r"[一-龥぀-ゟ゠-ヿ]+",
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|"
+    + SPACES,
+)
+
+
+@dataclass(frozen=True)
+class Pre:
+    """Expressions that cut the text in turn. `whole`: a word that is a token is taken before any merge is tried."""
+
+    patterns: tuple[str, ...]
+    whole: bool = False
+
+
+# Many names of llama.cpp mean the same; one of each is here.
+PRE = {
+    "gpt-2": Pre((GPT2,)),
+    "smollm": Pre((r"\p{N}", GPT2)),
+    "qwen2": Pre((QWEN2,)),
+    "qwen35": Pre((QWEN35,)),
+    "llama-bpe": Pre((LLAMA3,), whole=True),
+    "dbrx": Pre((LLAMA3,)),
+    "tekken": Pre((cased("", r"\p{N}"),), whole=True),
+    "gpt-4o": Pre((cased(f"{SHORT}?", r"\p{N}{1,3}"),)),
+    "deepseek-v3": Pre(DEEPSEEK),
+}
+
+
+def candidates(step: Mapping[str, Any] | None, whole: bool) -> list[str]:
+    """All names, first that of the way which reads as the pre-tokenizer of a tokenizer.json does."""
+    own = Pre(tuple(patterns(step)), whole)
+    return sorted(PRE, key=lambda name: PRE[name] != own)
+
+
+def patterns(step: Mapping[str, Any] | None) -> Iterator[str]:
+    """The expressions of a pre-tokenizer."""
+    match step:
+        case {"type": "Sequence", "pretokenizers": steps}:
+            for one in steps:
+                yield from patterns(one)
+        case {"type": "Split", "pattern": {"Regex": text}}:
+            yield text
+        case {"type": "Digits", "individual_digits": True}:
+            yield r"\p{N}"
+        case {"type": "ByteLevel", "use_regex": True}:
+            yield GPT2

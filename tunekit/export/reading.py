@@ -1,0 +1,61 @@
+"""A GGUF file as a checkpoint that is read part by part: the model that llama.cpp runs for it."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from gguf import GGMLQuantizationType, GGUFReader, Keys
+from torch import Tensor
+
+from tunekit.checkpoint.folder import Folder
+from tunekit.checkpoint.tensors import Files, Reader, Stored
+from tunekit.export.architecture import ARCHITECTURES, DIVISORS, TABLE
+from tunekit.export.encoding import decode
+from tunekit.export.told import Told
+from tunekit.models.families.registry import Family
+from tunekit.models.weights import moves_in
+
+
+@dataclass(frozen=True)
+class Coded(Stored):
+    """Bytes of a GGUF file, which are numbers in one of its types."""
+
+    kind: GGMLQuantizationType
+    start: int
+    size: int
+
+    def read(self, files: Files) -> Tensor:
+        coded = torch.empty(self.size, dtype=torch.uint8)
+        files.fill(coded, self.file, self.start)
+        return decode(coded, self.kind, self.shape)
+
+
+@dataclass(frozen=True)
+class Exported(Folder):
+    """What `Folder` is for a checkpoint of the Hub; `config` are the fields of the file."""
+
+    coded: dict[str, Coded]
+
+    @staticmethod
+    def open(path: Path, name: str | None = None) -> "Exported":
+        file = GGUFReader(path)
+        said: dict[str, Any] = {key: field.contents() for key, field in file.fields.items()}
+        coded = {
+            one.name: Coded(
+                path, tuple(one.shape[::-1].tolist()), torch.float32, one.tensor_type, one.data_offset, one.n_bytes
+            )
+            for one in file.tensors
+        }
+        arch = next(one for one in ARCHITECTURES.values() if one.name == said[Keys.General.ARCHITECTURE])
+        moves, _ = moves_in([name for name in coded if name != DIVISORS], TABLE)
+        with Reader(coded) as tensors:
+            divisors = tuple(tensors[DIVISORS].tolist()) if DIVISORS in coded else None
+        told = Told(said, arch, [name for move in moves for name in move.ours], divisors).spec()
+        return Exported(path, name or str(path), said, Family(lambda _: told, TABLE), told, coded)
+
+    @cached_property
+    def tensors(self) -> dict[str, Stored]:
+        """The weights. Divisors of frequencies are none: the spec has them."""
+        return {name: one for name, one in self.coded.items() if name != DIVISORS}
