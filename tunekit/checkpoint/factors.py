@@ -27,6 +27,10 @@ class Update:
     def rank(self) -> int:
         return self.a.shape[-2]
 
+    def of(self, expert: int) -> "Update":
+        """That of one expert."""
+        return replace(self, a=self.a[expert], b=self.b[expert])
+
     def part(self, start: int, rank: int) -> "Update":
         """Some of its directions."""
         return replace(self, a=self.a.narrow(-2, start, rank), b=self.b.narrow(-1, start, rank))

@@ -244,16 +244,17 @@ def described(folder: Path, source: Folder) -> LoRA:
         ranks={re.escape(name): size[0] for name, size in sizes.items() if size[0] != rank},
         alphas={re.escape(name): size[1] for name, size in sizes.items() if size[1] != usual},
         whole=tuple(map(re.escape, sorted(whole))),
-        untie=source.spec.tied and not tied(held, whole),
+        untie=source.spec.tied and not stays_tied(held),
     )
 
 
-def tied(held: Contents, whole: set[str]) -> bool:
+def stays_tied(held: Contents) -> bool:
     """Whether the head of a tied model stays its embedding when an adapter replaces one of them or both."""
-    if not whole & TIED or (held.config.values.get("ensure_weight_tying") and "embed" in whole):
+    ends = {owner(name): move for move in held.kept for name in move.ours if owner(name) in TIED}
+    if not ends or (held.config.values.get("ensure_weight_tying") and "embed" in ends):
         return True
     with Reader(held.tensors) as tensors:
-        found = [tensors[held.names[move.hub[0]]] for move in held.kept if owner(move.ours[0]) in TIED]
+        found = [tensors[held.names[move.hub[0]]] for move in ends.values()]
     return len(found) == len(TIED) and torch.equal(*found)
 
 

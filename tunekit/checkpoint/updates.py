@@ -152,7 +152,10 @@ class Contents:
 
     def outlines(self) -> dict[str, Update]:
         """The updates of all layers without their numbers."""
-        return self.load(lambda name: torch.empty(self.tensors[name].shape, device="meta"))
+        return self.load(self.outline)
+
+    def outline(self, name: str) -> Tensor:
+        return torch.empty(self.tensors[name].shape, device="meta")
 
     def load(self, get: Get) -> dict[str, Update]:
         return {name: update for held in self.held for name, update in held.load(get, self.shapes).items()}
