@@ -32,6 +32,13 @@ GEMMA4_MOE = GEMMA4 | {"num_hidden_layers": 4, "layer_types": ["sliding_attentio
 GEMMA4_MOE |= {"hidden_size_per_layer_input": 0, "enable_moe_block": True, "num_experts": 7, "top_k_experts": 3}
 GEMMA4_MOE |= {"moe_intermediate_size": 20, "attention_k_eq_v": True, "num_global_key_value_heads": 1}
 
+GEMMA4_EYES = {"hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 1, "num_attention_heads": 2}
+GEMMA4_EYES |= {"num_key_value_heads": 2, "head_dim": 8, "position_embedding_size": 8}
+GEMMA4_EARS = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "output_proj_dims": 12}
+GEMMA4_EARS |= {"subsampling_conv_channels": [4, 4]}
+LLAMA4_EYES = {"hidden_size": 16, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+LLAMA4_EYES |= {"vision_output_dim": 16, "image_size": 28, "projector_input_dim": 16, "projector_output_dim": 16}
+
 EXPERTS: dict[str, dict[str, Any]] = {
     "mixtral": MIXTRAL,
     "mixtral-sliding": MIXTRAL | {"sliding_window": 5, "tie_word_embeddings": True, "head_dim": 12},
@@ -58,4 +65,8 @@ EXPERTS: dict[str, dict[str, Any]] = {
     "gemma4-shared": GEMMA4 | {"num_kv_shared_layers": 4, "use_double_wide_mlp": True},
     "gemma4-moe": GEMMA4_MOE,
     "gemma4-moe-shared": GEMMA4_MOE | {"num_kv_shared_layers": 2, "hidden_size_per_layer_input": 6},
+    "gemma4-vision": {"model_type": "gemma4", "text_config": GEMMA4 | {"num_kv_shared_layers": 4}}
+    | {"vision_config": GEMMA4_EYES, "audio_config": GEMMA4_EARS},
+    "gemma4-vision-moe": {"model_type": "gemma4", "text_config": GEMMA4_MOE, "vision_config": GEMMA4_EYES},
+    "llama4-vision": {"model_type": "llama4", "text_config": LLAMA4, "vision_config": LLAMA4_EYES},
 }  # fmt: skip

@@ -3,8 +3,8 @@
 from dataclasses import replace
 from typing import Any
 
-from tunekit.models.families.base import LLAMA, Config, complete, decoder, growth, mlp, rope
-from tunekit.models.families.moe import EXPERTS, HUB, OURS, ROUTER, refuse, sparse
+from tunekit.models.families.base import LLAMA, Config, complete, decoder, growth, mlp, refuse, rope
+from tunekit.models.families.moe import EXPERTS, HUB, OURS, ROUTER, sparse
 from tunekit.models.spec import DecoderSpec, LatentAttention, Layer, MoE
 from tunekit.models.weights import Row
 

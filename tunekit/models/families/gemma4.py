@@ -3,17 +3,24 @@
 from dataclasses import replace
 from typing import Any
 
-from tunekit.models.families.base import LLAMA, Config, attention, complete, decoder, mlp, rope
-from tunekit.models.families.moe import refuse, sparse, stacked
+from tunekit.models.families.base import (
+    LLAMA,
+    SANDWICH,
+    Config,
+    attention,
+    beside,
+    complete,
+    decoder,
+    mlp,
+    refuse,
+    rope,
+    text,
+)
+from tunekit.models.families.moe import sparse, stacked
 from tunekit.models.spec import Attention, DecoderSpec, Layer, LinearScaling, Norm, PerLayerInput, Rope, Twin
-from tunekit.models.weights import Kept, Row
+from tunekit.models.weights import Kept, Row, under
 
 HERE, HUB = "layers.{}", "model.layers.{}"
-SANDWICH = (
-    Row(f"{HERE}.attn_post_norm", f"{HUB}.post_attention_layernorm"),
-    Row(f"{HERE}.mlp_norm", f"{HUB}.pre_feedforward_layernorm"),
-    Row(f"{HERE}.mlp_post_norm", f"{HUB}.post_feedforward_layernorm"),
-)
 TOKEN = (
     Row("per_layer.embed", "model.embed_tokens_per_layer"),
     Row("per_layer.proj", "model.per_layer_model_projection"),
@@ -24,6 +31,7 @@ TOKEN = (
     Row(f"{HERE}.layer_scalar", f"{HUB}.layer_scalar"),
 )
 TABLE = (*TOKEN, *SANDWICH, *LLAMA)
+VISION = beside(TABLE, "vision_tower", "embed_vision", "audio_tower", "embed_audio")
 SPARSE = (
     *stacked(f"{HERE}.mlp.sparse.experts", f"{HUB}.experts"),
     Row(f"{HERE}.mlp.sparse.router.weight", f"{HUB}.router.proj.weight"),
@@ -58,13 +66,19 @@ def spec(config: Config) -> DecoderSpec:
         return Layer(mixer(c, i, kind, kv_from=taken), ffn, post_norm=True, scaled=True)
 
     extra = c["hidden_size_per_layer_input"]
-    return replace(
-        decoder(c, map(layer, range(len(c["layer_types"])), c["layer_types"])),
+    return decoder(
+        c,
+        map(layer, range(len(c["layer_types"])), c["layer_types"]),
         norm=norm,
         embed_scale=c["hidden_size"] ** 0.5,
         logit_softcap=c.get("final_logit_softcapping"),
         per_layer=PerLayerInput(c["vocab_size_per_layer_input"], extra, dense.act) if extra else None,
     )
+
+
+def vision(config: Config) -> DecoderSpec:
+    """The text part of a model that also sees and hears."""
+    return spec(text(config, "gemma4_text"))
 
 
 def completed(config: Config) -> dict[str, Any]:
@@ -117,3 +131,7 @@ def told(config: Config) -> tuple[Row, ...]:
     shared = range(len(owners(c)), c["num_hidden_layers"])
     unread = tuple(Row((), f"model.layers.{i}.self_attn.{name}", Kept()) for i in shared for name in names)
     return unread + (SPARSE if c["enable_moe_block"] else ())
+
+
+def told_inside(config: Config) -> tuple[Row, ...]:
+    return under("model.language_model.", told(text(config, "gemma4_text")))

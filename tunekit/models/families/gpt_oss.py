@@ -1,7 +1,7 @@
 """gpt-oss: sliding and full attention in turns, a sink in every head, experts with biases."""
 
-from tunekit.models.families.base import LLAMA, Config, attention, complete, decoder
-from tunekit.models.families.moe import HUB, OURS, refuse, sparse, stacked
+from tunekit.models.families.base import LLAMA, Config, attention, complete, decoder, refuse
+from tunekit.models.families.moe import HUB, OURS, sparse, stacked
 from tunekit.models.spec import DecoderSpec, Layer
 from tunekit.models.weights import Fused, Row
 

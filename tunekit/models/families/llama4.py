@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from tunekit.models.families.base import LLAMA, Config, attention, complete, decoder, mlp, rope
+from tunekit.models.families.base import LLAMA, Config, attention, beside, complete, decoder, mlp, rope, text
 from tunekit.models.families.moe import OURS, sparse, stacked
 from tunekit.models.spec import DecoderSpec, Layer, Norm, QueryTuning
 from tunekit.models.weights import Row
@@ -14,6 +14,7 @@ TABLE = (
     Row(OURS, FFN),
     *LLAMA,
 )
+VISION = beside(TABLE, "vision_model", "multi_modal_projector")
 USUAL = {"num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5, "rope_theta": 500_000.0}
 USUAL |= {"max_position_embeddings": 131_072, "no_rope_layer_interval": 4, "interleave_moe_layer_step": 1}
 USUAL |= {"use_qk_norm": True, "attn_temperature_tuning": True, "attn_scale": 0.1, "floor_scale": 8192}
@@ -43,3 +44,7 @@ def spec(config: Config) -> DecoderSpec:
             for i in range(count)
         ),
     )
+
+
+def vision(config: Config) -> DecoderSpec:
+    return spec(text(config, "llama4_text"))

@@ -46,13 +46,6 @@ def sparse(c: Config, hidden: int, **changes: Any) -> MoE:
     return MoE(count, top_k, hidden, **values)
 
 
-def refuse(c: Config, wanted: Config) -> None:
-    """Values that no published checkpoint changes, and that we would not heed."""
-    for key, value in wanted.items():
-        if c.get(key, value) != value:
-            raise ValueError(f"{key} {c[key]!r} is not supported, only {value!r}")
-
-
 def predictors(c: Config) -> tuple[Row, ...]:
     """Layers behind the last one predict further tokens: other programs may want them, so they stay as they are."""
     count = c.get("num_nextn_predict_layers") or c.get("num_mtp_layers") or 1
