@@ -2,26 +2,30 @@
 
 import json
 from collections.abc import Mapping
-from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, reduce
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
+from tunekit.checkpoint import quantized
+from tunekit.checkpoint.tensors import NAMES, Reader, Stored, header, pickled_header
 from tunekit.errors import UserError
+from tunekit.models.decoder import TIED
 from tunekit.models.families.registry import Family, family
 from tunekit.models.spec import DecoderSpec
-from tunekit.models.weights import Move, moves_in
+from tunekit.models.weights import Move, Row, from_hub, moves_in
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+PICKLE, PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+# The usual file, the index of several, and what else such files are called, by kind; the better kind first.
+LAYOUTS = ((WEIGHTS, INDEX, "*.safetensors"), (PICKLE, PICKLE_INDEX, PICKLE))
 # Rotation tables that early Llama checkpoints carry along: they follow from config.json.
 DERIVED = ".rotary_emb.inv_freq"
-DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
-NAMES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+EMBED = "embed.weight"
+# What a model is trained in; a tensor of another kind is none of its weights.
+LOADED = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -35,15 +39,6 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise UserError(f"{path}: holds a {type(value).__name__}, not an object")
     return value
-
-
-@dataclass(frozen=True)
-class Stored:
-    """Where a tensor lies, and what its header says."""
-
-    file: Path
-    shape: tuple[int, ...]
-    dtype: torch.dtype
 
 
 @dataclass(frozen=True)
@@ -62,61 +57,93 @@ class Folder:
         if not file.is_file():
             raise UserError(f"{path}: no config.json, so this is no checkpoint folder")
         config = read_json(file)
+        quantized.check(config, str(file))
         return Folder(path, name or str(path), config, *family(config, str(file)))
 
     @cached_property
     def tensors(self) -> dict[str, Stored]:
-        """Every tensor of the checkpoint under its Hub name, in the order of the files."""
+        """Every tensor of the checkpoint under its Hub name, in the order of the files; packed ones as if plain."""
+        dtype = self.usual_dtype if self.stated_dtype else torch.bfloat16
+        found = quantized.logical(self.stored, self.config, dtype)
+        return {name: stored for name, stored in found.items() if not name.endswith(DERIVED)}
+
+    @cached_property
+    def stored(self) -> dict[str, Stored]:
+        """Every tensor of the files, which must agree with the index."""
         found: dict[str, Stored] = {}
-        for file in self.files():
-            for name, stored in header(file).items():
+        for file in self.files:
+            for name, stored in (header(file) if file.suffix == ".safetensors" else pickled_header(file)).items():
                 if name in found:
                     raise UserError(f"{file}: holds {name}, and so does {found[name].file.name}")
                 found[name] = stored
-        return {name: stored for name, stored in found.items() if not name.endswith(DERIVED)}
+        if self.index is not None:
+            agree(self.index, self.listed, found)
+        return found
 
+    @cached_property
     def files(self) -> list[Path]:
-        """The safetensors files: the one of the usual name, those of the index, or the only one."""
-        if (self.path / WEIGHTS).is_file():
-            return [self.path / WEIGHTS]
-        if (self.path / INDEX).is_file():
-            return self.indexed()
-        files = sorted(self.path.glob("*.safetensors"))
-        if not files:
-            raise UserError(f"{self.path}: no *.safetensors file; weights in other formats are not read")
-        if len(files) > 1:
-            raise UserError(f"{self.path}: {len(files)} safetensors files but no {INDEX} to say which belong together")
-        return files
+        """The files of weights: those of the index, the one of the usual name, or the only one."""
+        if self.index is not None:
+            return [self.path / name for name in sorted(set(self.listed.values()))]
+        for one, _, others in LAYOUTS:
+            files = [self.path / one] if (self.path / one).is_file() else sorted(self.path.glob(others))
+            if len(files) > 1:
+                raise UserError(f"{self.path}: {len(files)} files {others} but no {INDEX} to say which belong together")
+            if files:
+                return files
+        raise UserError(f"{self.path}: no *.safetensors and no {PICKLE}, so there are no weights to read")
 
-    def indexed(self) -> list[Path]:
-        index = self.path / INDEX
-        listed = read_json(index).get("weight_map")
+    @cached_property
+    def index(self) -> Path | None:
+        """The index that says which files belong together. One beside a file of the usual name was left behind."""
+        for one, index, others in LAYOUTS:
+            if (self.path / index).is_file() and not (self.path / one).is_file():
+                return self.path / index
+            if any(self.path.glob(others)):
+                return None
+        return None
+
+    @cached_property
+    def listed(self) -> dict[str, str]:
+        """What the index says: tensors and their files, which must be there."""
+        if self.index is None:
+            return {}
+        listed = read_json(self.index).get("weight_map")
         if not isinstance(listed, dict) or not all(isinstance(name, str) for name in listed.values()):
-            raise UserError(f"{index}: no 'weight_map' from tensor names to files")
-        for name in listed.values():
+            raise UserError(f"{self.index}: no 'weight_map' from tensor names to files")
+        for name in dict.fromkeys(listed.values()):
             if Path(name).name != name:
-                raise UserError(f"{index}: {name!r} lies outside the folder")
-        files = [self.path / name for name in sorted(set(listed.values()))]
-        for file in files:
-            if not file.is_file():
-                raise UserError(f"{index}: names {file.name}, which is not there; download the checkpoint again")
-        return files
+                raise UserError(f"{self.index}: {name!r} lies outside the folder")
+            if not (self.path / name).is_file():
+                raise UserError(f"{self.index}: names {name}, which is not there; download the checkpoint again")
+        return listed
 
     @cached_property
     def all_moves(self) -> list[Move]:
         """Every tensor of the checkpoint in its move. A tensor without a place is an error, and so is a gap."""
         moves, unknown = moves_in(self.tensors, self.family.table)
         if unknown:
-            first = unknown[0]
-            more = f" (and {len(unknown) - 1} more)" if len(unknown) > 1 else ""
-            kind = self.config["model_type"]
-            raise UserError(f"{self.tensors[first].file}: {first}{more} is no tensor of a {kind} model")
+            first, more = unknown[0], f" (and {len(unknown) - 1} more)" if len(unknown) > 1 else ""
+            told = f"{self.tensors[first].file}: {first}{more} is no tensor of a {self.config['model_type']} model"
+            raise UserError(told + advice(first, self.family.table))
         for move in moves:
-            if missing := [name for name in move.hub if name not in self.tensors]:
-                there = next(name for name in move.hub if name in self.tensors)
-                file = self.tensors[there].file
-                raise UserError(f"{file}: {missing[0]} is missing, which belongs to {there}; download it again")
+            self.check(move)
+        if self.spec.tied and not any(EMBED in move.ours for move in moves):
+            # Some programs wrote a tied matrix under its other name.
+            moves = [replace(move, ours=(EMBED,)) if move.ours == (TIED,) else move for move in moves]
         return moves
+
+    def check(self, move: Move) -> None:
+        """All tensors of a move are there, and those that are loaded are numbers."""
+        for name in move.hub:
+            if name not in self.tensors:
+                there = next(other for other in move.hub if other in self.tensors)
+                file = self.tensors[there].file
+                raise UserError(f"{file}: {name} is missing, which belongs to {there}; download it again")
+            stored = self.tensors[name]
+            if move.ours and stored.dtype not in LOADED:
+                kinds = ", ".join(map(plain, LOADED))
+                raise UserError(f"{stored.file}: {name} is stored as {plain(stored.dtype)}; only {kinds} are read")
 
     @cached_property
     def moves(self) -> list[Move]:
@@ -135,16 +162,22 @@ class Folder:
     @cached_property
     def has_weights(self) -> bool:
         """False for a folder that only describes a model to train from scratch."""
-        return (self.path / INDEX).is_file() or any(self.path.glob("*.safetensors"))
+        return any(any(self.path.glob(name)) for layout in LAYOUTS for name in layout)
 
     def dtype(self, name: str) -> torch.dtype:
         """The dtype in which our tensor `name` is stored here, or would be."""
         return self.dtypes.get(name, self.usual_dtype) if self.has_weights else self.usual_dtype
 
     @property
+    def stated_dtype(self) -> str | None:
+        """What config.json says of it, for the whole or for the text model in it."""
+        told = [c for c in (self.config, self.config.get("text_config")) if isinstance(c, Mapping)]
+        return next((c[key] for c in told for key in ("dtype", "torch_dtype") if c.get(key)), None)
+
+    @property
     def usual_dtype(self) -> torch.dtype:
         """The dtype that config.json states: that of tensors which the checkpoint does not hold yet."""
-        stated = self.config.get("dtype") or self.config.get("torch_dtype") or "float32"
+        stated = self.stated_dtype or "float32"
         if stated not in NAMES:
             raise UserError(f"{self.path / 'config.json'}: dtype {stated!r} is none of {', '.join(NAMES)}")
         return NAMES[stated]
@@ -153,37 +186,29 @@ class Folder:
         return Reader(self.tensors)
 
 
-class Reader:
-    """Open files of a checkpoint; tensors come one at a time, straight from the mapped file."""
-
-    def __init__(self, tensors: Mapping[str, Stored]) -> None:
-        self.tensors, self.files, self.stack = tensors, {}, ExitStack()
-
-    def __enter__(self) -> "Reader":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.stack.close()
-
-    def __getitem__(self, name: str) -> Tensor:
-        file = self.tensors[name].file
-        if file not in self.files:
-            self.files[file] = self.stack.enter_context(safe_open(file, framework="pt"))
-        return self.files[file].get_tensor(name)
+def agree(index: Path, listed: Mapping[str, str], found: Mapping[str, Stored]) -> None:
+    """Files hold just what their index lists."""
+    for name, file in listed.items():
+        there = found[name].file.name if name in found else "no file"
+        if file != there:
+            raise UserError(f"{index}: lists {name} in {file}, but {there} holds it; download both again")
+    for name, stored in found.items():
+        if name not in listed:
+            raise UserError(f"{stored.file}: holds {name}, which {index.name} does not list; download both again")
 
 
-def header(file: Path) -> dict[str, Stored]:
-    """What a safetensors file holds. The library checks that the file is as long as its header says."""
-    try:
-        with safe_open(file, framework="pt") as f:
-            slices = {name: f.get_slice(name) for name in f.keys()}  # noqa: SIM118 - it is no mapping
-            return {name: Stored(file, tuple(s.get_shape()), dtype(file, name, s)) for name, s in slices.items()}
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"{file}: damaged or cut off ({error}); download it again") from error
+def plain(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
-def dtype(file: Path, name: str, part: Any) -> torch.dtype:
-    kind = part.get_dtype()
-    if kind not in DTYPES:
-        raise UserError(f"{file}: {name} is stored as {kind}; only {', '.join(DTYPES)} are read")
-    return DTYPES[kind]
+def advice(name: str, table: tuple[Row, ...]) -> str:
+    """What is wrong with a name that has no place, where it is one thing that is wrong with all."""
+    if from_hub(f"model.{name}", table):
+        return "; its names lack 'model.': save the whole model, with its head, and not only what is inside"
+    first, _, rest = name.partition(".")
+    while rest:
+        if from_hub(rest, table):
+            return f"; its names begin with {first + '.'!r}, which some wrapper added: save the model without it"
+        more, _, rest = rest.partition(".")
+        first = f"{first}.{more}"
+    return ""

@@ -1,5 +1,6 @@
 """From a folder into a model in place, one tensor at a time: the peak is the model and one tensor."""
 
+import sys
 from collections.abc import Mapping
 
 import torch
@@ -9,7 +10,7 @@ from tqdm import tqdm
 from tunekit.checkpoint.folder import Folder, Reader
 from tunekit.errors import UserError
 from tunekit.models.decoder import TIED, Decoder
-from tunekit.models.linear import Linear
+from tunekit.models.linear import Linear, Stacked
 from tunekit.models.weights import Move, Shape, hub_name
 from tunekit.parallel import put
 
@@ -17,14 +18,18 @@ from tunekit.parallel import put
 def read(source: Folder, model: Decoder, quiet: bool = False) -> None:
     """Fill every tensor that a checkpoint of this model holds; what an adapter added is left alone."""
     check(source, model.shapes)
+    odd: dict[str, int] = {}
     with source.reader() as tensors:
         for move in tqdm(moves(source, model), "loading", unit="tensor", disable=quiet or None, leave=False):
-            loaded = move.load([tensors[name] for name in move.hub], model.shapes)
-            for name, tensor in zip(move.ours, loaded, strict=True):
+            found = [tensors[name] for name in move.hub]
+            odd |= {name: count for name, t in zip(move.hub, found, strict=True) if (count := not_finite(t))}
+            for name, tensor in zip(move.ours, move.load(found, model.shapes), strict=True):
                 if name == TIED and model.spec.tied:
                     check_tie(source, move, tensors)
                 else:
                     fill(model, name, tensor)
+    if odd and not quiet:
+        tell_of(odd, source)
 
 
 def moves(source: Folder, model: Decoder) -> list[Move]:
@@ -39,10 +44,23 @@ def fill(model: Decoder, name: str, tensor: Tensor) -> None:
     """A linear layer takes its weight itself, for its format may store it in another way."""
     owner, _, leaf = name.rpartition(".")
     module = model.get_submodule(owner)
-    if isinstance(module, Linear) and leaf == "weight":
+    if isinstance(module, Linear | Stacked) and leaf == "weight":
         module.fill(tensor)
     else:
         put(module.get_parameter(leaf), tensor)
+
+
+def not_finite(tensor: Tensor) -> int:
+    """How many numbers are NaN or infinite. One makes the sum so, and a sum takes 0.05 s a gigabyte, a count 3 s."""
+    return 0 if tensor.sum().isfinite() else int((~tensor.isfinite()).sum())
+
+
+def tell_of(odd: Mapping[str, int], source: Folder) -> None:
+    """Warn of a checkpoint that was damaged when it was made; what comes out of it is most likely NaN."""
+    name = next(iter(odd))
+    where = f"{name}{f' and {len(odd) - 1} more tensors' if len(odd) > 1 else ''}"
+    told = f"warning: {source.tensors[name].file}: {sum(odd.values())} weights are NaN or infinite, in {where}"
+    tqdm.write(told, file=sys.stderr)
 
 
 def check(source: Folder, shapes: Mapping[str, Shape]) -> None:

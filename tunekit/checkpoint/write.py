@@ -1,21 +1,25 @@
-"""From a model to a folder that the Hub reads, in the layout, names and dtypes of the checkpoint it came from."""
+"""From a model to a folder that the Hub reads, in the layout, names and dtypes of the checkpoint it came from.
+
+Tensors go to their files one move at a time, so that no more of the model than that is in memory twice.
+"""
 
 import json
 import shutil
 from collections.abc import Iterable, Iterator
-from math import prod
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
 from tunekit.checkpoint.atomic import need
-from tunekit.checkpoint.folder import INDEX, WEIGHTS, Folder, read_json
+from tunekit.checkpoint.folder import INDEX, PICKLE_INDEX, WEIGHTS, Folder, read_json
+from tunekit.checkpoint.quantized import PACKED, Packed
+from tunekit.checkpoint.tensors import Entries, Reader, Slice, Writer
 from tunekit.models.decoder import TIED, Decoder
-from tunekit.models.linear import Linear
-from tunekit.models.weights import Move, moves_out
+from tunekit.models.linear import Linear, Stacked
+from tunekit.models.weights import Move, Shape, moves_out
 
 SHARD = 5 * 10**9  # bytes in one file of a checkpoint that had none before
 # What belongs to a checkpoint beside its weights.
@@ -23,47 +27,32 @@ COMPANIONS = ("*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt", "LICENS
 
 
 def write(folder: Path, model: Decoder, source: Folder, quiet: bool = False) -> None:
-    """Write a whole model into a folder that is there."""
-    shards, going = plan(model, source), moves(model, source)
-    total = sum(size for move in going for size in sizes(model, move, source))
-    need(folder, total)
+    """Write a whole model into a folder that is there. What was packed is written plain."""
+    going = moves(model, source)
+    entries = {name: entry for move in going for name, entry in described(model, move, source)}
+    shards = plan(entries, source)
+    need(folder, sum(map(size, entries.values())))
     companions(source.path, folder)
-    for file, names in tqdm(shards.items(), "saving", unit="file", disable=quiet or None, leave=False):
-        wanted = set(names)
-        tensors = {name: t for move in going for name, t in hub_tensors(model, move, source, wanted)}
-        save_file(tensors, folder / file, metadata={"format": "pt"})
-    if list(shards) != [WEIGHTS]:
-        write_index(folder, shards, total, source)
+    with ExitStack() as opened:
+        writers: dict[str, Writer] = {}
+        for file, names in shards.items():
+            like = as_it_was(source, file)
+            writer = opened.enter_context(Writer(folder / file, {name: entries[name] for name in names}, like))
+            writers |= dict.fromkeys(names, writer)
+        kept = opened.enter_context(source.reader()) if source.has_weights else None
+        for move in tqdm(going, "saving", unit="tensor", disable=quiet or None, leave=False):
+            for name, tensor in hub_tensors(model, move, kept):
+                writers[name][name] = tensor.to(entries[name][1])
+    write_index(folder, shards, entries, source)
+    write_config(folder, source)
 
 
-def companions(source: Path, target: Path, skip: Iterable[str] = (INDEX,)) -> None:
+def companions(source: Path, target: Path, skip: Iterable[str] = ()) -> None:
     """Copy config, tokenizer, chat template and licence files as they are."""
     for pattern in COMPANIONS:
         for file in sorted(source.glob(pattern)):
-            if file.name not in skip:
+            if file.name not in {INDEX, PICKLE_INDEX, *skip}:
                 shutil.copyfile(file, target / file.name)
-
-
-def plan(model: Decoder, source: Folder) -> dict[str, list[str]]:
-    """Files and the tensors in each: as in the source, or by size where the source has no weights."""
-    if source.has_weights:
-        shards: dict[str, list[str]] = {}
-        for move in source.all_moves:
-            for name in move.hub:
-                shards.setdefault(source.tensors[name].file.name, []).append(name)
-        return shards
-    parts: list[list[str]] = [[]]
-    room = SHARD
-    for move in moves(model, source):
-        for name, size in zip(move.hub, sizes(model, move, source), strict=True):
-            room -= size
-            if room < 0 and parts[-1]:
-                parts.append([])
-                room = SHARD - size
-            parts[-1].append(name)
-    if len(parts) == 1:
-        return {WEIGHTS: parts[0]}
-    return {f"model-{i:05d}-of-{len(parts):05d}.safetensors": part for i, part in enumerate(parts, start=1)}
 
 
 def moves(model: Decoder, source: Folder) -> list[Move]:
@@ -74,45 +63,78 @@ def moves(model: Decoder, source: Folder) -> list[Move]:
     return moves_out(held, source.family.table)
 
 
-def dtype(move: Move, name: str, source: Folder) -> torch.dtype:
-    """In which one of the Hub's tensors is written."""
-    return source.tensors[name].dtype if source.has_weights else source.dtype(move.ours[0])
+def described(model: Decoder, move: Move, source: Folder) -> Iterator[tuple[str, tuple[Shape, torch.dtype]]]:
+    """Shapes and dtypes of the Hub's tensors of a move: those of the source, or what config.json says."""
+    shapes = move.hub_shapes(model.shapes) if move.ours else [source.tensors[name].shape for name in move.hub]
+    for name, shape in zip(move.hub, shapes, strict=True):
+        yield name, (shape, source.tensors[name].dtype if source.has_weights else source.usual_dtype)
 
 
-def sizes(model: Decoder, move: Move, source: Folder) -> list[int]:
-    """Bytes on disk of each tensor of a move."""
+def size(entry: tuple[Shape, torch.dtype]) -> int:
+    """Bytes of a tensor."""
+    return torch.Size(entry[0]).numel() * entry[1].itemsize
+
+
+def plan(entries: Entries, source: Folder) -> dict[str, list[str]]:
+    """Files and the tensors in each: as in the source, or by size where it has no plain weights."""
+    if source.has_weights and not any(isinstance(stored, Packed) for stored in source.tensors.values()):
+        shards: dict[str, list[str]] = {}
+        for name in entries:
+            file = source.tensors[name].file
+            usual = file.name if file.suffix != ".bin" else f"{file.stem.removeprefix('pytorch_')}.safetensors"
+            shards.setdefault(usual, []).append(name)
+        return shards
+    parts: list[list[str]] = [[]]
+    room = SHARD
+    for name, entry in entries.items():
+        room -= size(entry)
+        if room < 0 and parts[-1]:
+            parts.append([])
+            room = SHARD - size(entry)
+        parts[-1].append(name)
+    if len(parts) == 1:
+        return {WEIGHTS: parts[0]}
+    return {f"model-{i:05d}-of-{len(parts):05d}.safetensors": part for i, part in enumerate(parts, start=1)}
+
+
+def as_it_was(source: Folder, file: str) -> Path | None:
+    """The file of the source whose order and metadata a written one keeps."""
+    held = (stored for stored in source.stored.values()) if source.has_weights else ()
+    return next((stored.file for stored in held if isinstance(stored, Slice) and stored.file.name == file), None)
+
+
+def hub_tensors(model: Decoder, move: Move, kept: Reader | None) -> Iterable[tuple[str, Tensor]]:
+    """The tensors of one move under their Hub names, as the model has them."""
     if not move.ours:
-        return [prod(source.tensors[name].shape) * source.tensors[name].dtype.itemsize for name in move.hub]
-    shapes = move.hub_shapes(model.shapes)
-    return [prod(s) * dtype(move, n, source).itemsize for n, s in zip(move.hub, shapes, strict=True)]
-
-
-def hub_tensors(model: Decoder, move: Move, source: Folder, wanted: set[str]) -> Iterator[tuple[str, Tensor]]:
-    """Those tensors of one move that are `wanted`, on the CPU, in the dtype of the source."""
-    if wanted.isdisjoint(move.hub):
-        return
-    if not move.ours:
-        with source.reader() as kept:
-            yield from ((name, kept[name]) for name in move.hub)
-        return
-    ours = [dense(model, name).detach().to("cpu", source.dtype(name)) for name in move.ours]
-    for name, tensor in zip(move.hub, move.op.save(ours), strict=True):
-        if name in wanted:
-            # A tied head shares the memory of the embedding, and a file holds no tensor twice.
-            made = tensor.to(dtype(move, name, source))
-            yield name, made.clone() if TIED in move.ours or len(move.hub) > 1 else made.contiguous()
+        assert kept is not None
+        return ((name, kept[name]) for name in move.hub)
+    return zip(move.hub, move.op.save([dense(model, name).detach() for name in move.ours]), strict=True)
 
 
 def dense(model: Decoder, name: str) -> Tensor:
     """A tensor of the model as numbers, whatever the format of its layer."""
     owner, _, leaf = name.rpartition(".")
     module = model.get_submodule(owner)
-    return module.dense() if isinstance(module, Linear) and leaf == "weight" else module.get_parameter(leaf)
+    return module.dense() if isinstance(module, Linear | Stacked) and leaf == "weight" else module.get_parameter(leaf)
 
 
-def write_index(folder: Path, shards: dict[str, list[str]], total: int, source: Folder) -> None:
-    """Which tensor is in which file, and what else the index of the source says."""
-    told = read_json(source.path / INDEX).get("metadata") if (source.path / INDEX).is_file() else None
+def write_index(folder: Path, shards: dict[str, list[str]], entries: Entries, source: Folder) -> None:
+    """Which tensor is in which file, and what else the index of the source says. One usual file needs none."""
+    if list(shards) == [WEIGHTS]:
+        return
     where = {name: file for file, names in shards.items() for name in names}
-    index = {"metadata": (told or {}) | {"total_size": total}, "weight_map": where}
-    (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+    told = {} if source.index is None else read_json(source.index)
+    if source.index is not None and told["weight_map"] == where:
+        shutil.copyfile(source.index, folder / INDEX)
+        return
+    metadata = (told.get("metadata") or {}) | {"total_size": sum(map(size, entries.values()))}
+    (folder / INDEX).write_text(
+        json.dumps({"metadata": metadata, "weight_map": where}, indent=2, sort_keys=True) + "\n"
+    )
+
+
+def write_config(folder: Path, source: Folder) -> None:
+    """The weights of a packed checkpoint are written plain, and its config.json must not say otherwise."""
+    if PACKED in source.config:
+        config = {key: value for key, value in source.config.items() if key != PACKED}
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
