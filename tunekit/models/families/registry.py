@@ -21,6 +21,8 @@ from tunekit.models.families import (
     olmo,
     phi,
     qwen,
+    qwen3_5,
+    qwen3_next,
     qwen_moe,
     smollm3,
 )
@@ -69,7 +71,12 @@ FAMILIES = {
     "qwen2_moe": Family(qwen_moe.qwen2, qwen_moe.TABLE),
     "qwen2_vl": Family(qwen.qwen2_vision, qwen.VISION),
     "qwen3": Family(qwen.qwen3),
+    "qwen3_5": Family(qwen3_5.vision, qwen3_5.VISION),
+    "qwen3_5_moe": Family(qwen3_5.moe_vision, qwen3_5.MOE_VISION),
+    "qwen3_5_moe_text": Family(qwen3_5.moe, qwen3_5.TABLE),
+    "qwen3_5_text": Family(qwen3_5.dense, qwen3_5.DENSE),
     "qwen3_moe": Family(qwen_moe.qwen3, qwen_moe.TABLE),
+    "qwen3_next": Family(qwen3_next.spec, qwen3_next.TABLE),
     "qwen3_vl": Family(qwen.qwen3_vision, qwen.VISION),
     "smollm3": Family(smollm3.spec),
 }

@@ -1,0 +1,28 @@
+"""Qwen3.5, dense and with experts, and the text part of those that also see."""
+
+from tunekit.models.families.base import Config, beside, complete, mlp, text
+from tunekit.models.families.qwen3_next import DENSE, EXPERTS, TABLE, USUAL, experts, hybrid
+from tunekit.models.spec import DecoderSpec
+
+VISION, MOE_VISION = beside(DENSE, "visual"), beside(TABLE, "visual")
+EXPERTS = EXPERTS | {"num_experts": 256, "num_experts_per_tok": 8}
+
+
+def dense(config: Config) -> DecoderSpec:
+    c = complete(config, **(USUAL | {"num_key_value_heads": 4}))
+    return hybrid(c, lambda _: mlp(c))
+
+
+def moe(config: Config) -> DecoderSpec:
+    """Experts in every layer, whose weights always add up to 1; so no width of a dense one is stated."""
+    width = config.get("moe_intermediate_size") or EXPERTS["moe_intermediate_size"]
+    c = complete(config, **USUAL, **EXPERTS, intermediate_size=width)
+    return hybrid(c, lambda _: experts(c))
+
+
+def vision(config: Config) -> DecoderSpec:
+    return dense(text(config, "qwen3_5_text"))
+
+
+def moe_vision(config: Config) -> DecoderSpec:
+    return moe(text(config, "qwen3_5_moe_text"))

@@ -1,0 +1,66 @@
+"""Qwen3-Next: three gated delta nets to one gated attention, and experts in every layer."""
+
+from collections.abc import Callable
+
+from tunekit.models.families.base import LLAMA, Config, attention, complete, decoder, refuse
+from tunekit.models.families.moe import sparse
+from tunekit.models.families.qwen_moe import TABLE as QWEN_MOE
+from tunekit.models.families.qwen_moe import ffn
+from tunekit.models.spec import DecoderSpec, DeltaNet, FeedForward, Layer, MoE, Norm
+from tunekit.models.weights import Kept, Row
+
+LEAVES = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "in_proj_qkvz", "in_proj_ba")
+LEAVES += ("conv1d", "A_log", "dt_bias", "norm", "out_proj")
+NET = tuple(Row(f"layers.{{}}.attn.{leaf}", f"model.layers.{{}}.linear_attn.{leaf}") for leaf in LEAVES)
+MTP = (Row((), "mtp", Kept()),)  # predicts further tokens: other programs may want it
+TABLE = (*NET, *QWEN_MOE, *MTP)
+DENSE = (*NET, *LLAMA, *MTP)
+
+USUAL = {"max_position_embeddings": 32_768, "num_key_value_heads": 2, "head_dim": 256, "partial_rotary_factor": 0.25}
+USUAL |= {"linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_conv_kernel_dim": 4}
+USUAL |= {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "full_attention_interval": 4}
+EXPERTS = {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "decoder_sparse_step": 1}
+EXPERTS |= {"num_experts": 512, "num_experts_per_tok": 10, "norm_topk_prob": True}
+
+
+def spec(config: Config) -> DecoderSpec:
+    c = complete(config, **USUAL, **EXPERTS)
+    return hybrid(c, lambda i: ffn(c, i, experts(c)), grouped=True)
+
+
+def hybrid(c: Config, feed: Callable[[int], FeedForward], grouped: bool = False) -> DecoderSpec:
+    """Delta nets with an attention in every n-th layer; `feed` says what stands behind the mixer of a layer."""
+    refuse(c, {"hidden_act": "silu"})
+    norm = Norm(c["rms_norm_eps"], offset=1.0)
+    net = DeltaNet(
+        k_heads=c["linear_num_key_heads"],
+        v_heads=c["linear_num_value_heads"],
+        k_dim=c["linear_key_head_dim"],
+        v_dim=c["linear_value_head_dim"],
+        conv=c["linear_conv_kernel_dim"],
+        norm=Norm(c["rms_norm_eps"]),
+        grouped=grouped,
+    )
+    if net.v_heads % net.k_heads:
+        raise ValueError(f"linear_num_value_heads {net.v_heads} is no multiple of linear_num_key_heads {net.k_heads}")
+    mixers = {"linear_attention": net, "full_attention": attention(c, qk_norm=norm, gated=True)}
+    layers = (Layer(mixers[kind], feed(i)) for i, kind in enumerate(kinds(c)))
+    return decoder(c, layers, norm=norm)
+
+
+def kinds(c: Config) -> list[str]:
+    """What mixes the tokens of each layer."""
+    every, count = c["full_attention_interval"], c["num_hidden_layers"]
+    usual = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(count)]
+    found = c.get("layer_types") or usual
+    if len(found) != count:
+        raise ValueError(f"layer_types speaks of {len(found)} layers, num_hidden_layers of {count}")
+    if other := set(found) - set(("linear_attention", "full_attention")):
+        raise ValueError(f"layer_types: {min(other)!r} is not supported, only linear_attention and full_attention")
+    return found
+
+
+def experts(c: Config) -> MoE:
+    """Experts, and a shared one behind a gate."""
+    shared = c["shared_expert_intermediate_size"]
+    return sparse(c, c["moe_intermediate_size"], normalize=c["norm_topk_prob"], shared=shared, shared_gate=True)
