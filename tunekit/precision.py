@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 
 from tunekit.models.decoder import Decoder
+from tunekit.models.experts import Router
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 # What Linux calls the instructions of x86 and Arm. Without them products in bf16 are slower than in fp32: 1024 x 1024
@@ -28,10 +29,13 @@ class Precision:
         """Set the dtypes of a model that holds no numbers yet; `stored` are those of the checkpoint, by our names."""
         best = torch.bfloat16 if multiplies_bf16(device) else torch.float32
         model.compute = DTYPES.get(self.compute, best)
+        # They are small, decide much, and are often stored finer than all else.
+        routers = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, Router))
         for name, parameter in model.named_parameters():
             if not parameter.dtype.is_floating_point:
                 continue
-            kept = DTYPES.get(self.frozen) or stored.get(name, torch.float32)
+            frozen = None if name.startswith(routers) else DTYPES.get(self.frozen)
+            kept = frozen or stored.get(name, torch.float32)
             parameter.data = parameter.data.to(DTYPES[self.trained] if parameter.requires_grad else kept)
 
 
