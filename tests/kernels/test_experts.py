@@ -1,0 +1,99 @@
+"""Products of rows with the weights of their experts, against one product a row in float64."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.checkpoints import error
+from tunekit.kernels import experts
+from tunekit.kernels.experts import by_expert, fits, grouped, reference
+
+ROWS = {"some": [3, 1, 5, 2], "gaps": [0, 4, 0, 7], "one": [0, 0, 11, 0], "first": [11, 0, 0, 0], "last": [0, 0, 0, 11]}
+FITTING, ODD = (16, 24), (7, 5)  # widths of rows that torch's grouped product takes, and others
+FP32, BF16 = torch.float32, torch.bfloat16
+
+
+def made(rows: list[int], widths: tuple[int, int], x: torch.dtype, weight: torch.dtype) -> list[Tensor]:
+    """Rows, weights and biases with gradients, and the sizes."""
+    inner, outer = widths
+    torch.manual_seed(0)
+    numbers = torch.randn(sum(rows), inner).to(x), torch.randn(len(rows), outer, inner).to(weight)
+    bias = torch.randn(len(rows), outer).to(weight)
+    return [*(t.requires_grad_() for t in (*numbers, bias)), torch.tensor(rows)]
+
+
+def results(product, x: Tensor, weight: Tensor, bias: Tensor, sizes: Tensor) -> list[Tensor]:
+    """What comes out, and the gradients of x, weight and bias."""
+    y = product(x, weight, sizes, bias)
+    grad = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y.dtype)
+    return [y.detach(), *torch.autograd.grad(y, (x, weight, bias), grad)]
+
+
+def row_by_row(x: Tensor, weight: Tensor, sizes: Tensor, bias: Tensor) -> Tensor:
+    expert = torch.arange(len(sizes)).repeat_interleave(sizes)
+    return torch.einsum("ni,noi->no", x, weight[expert]) + bias[expert]
+
+
+@pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
+@pytest.mark.parametrize("widths", [FITTING, ODD], ids=["fitting", "odd"])
+@pytest.mark.parametrize(("kind", "kept"), [(FP32, FP32), (BF16, BF16), (FP32, BF16), (BF16, FP32)], ids=str)
+@pytest.mark.parametrize("product", [grouped, reference])
+def test_products_and_gradients(product, kind, kept, widths: tuple[int, int], rows: list[int]) -> None:
+    x, weight, bias, sizes = made(rows, widths, kind, kept)
+    assert fits(x, weight) == (widths == FITTING and kind == kept)
+    exact = [t.detach().double().requires_grad_() for t in (x, weight.to(kind), bias.to(kind))]
+    wanted = results(row_by_row, *exact, sizes)
+    found = results(product, x, weight, bias, sizes)
+    assert [t.dtype for t in found] == [kind, kind, kept, kept]
+    for a, b in zip(found, wanted, strict=True):
+        assert error(a.double(), b) < (1e-2 if BF16 in (kind, kept) else 1e-6)
+
+
+@pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
+def test_experts_without_rows_get_no_gradient_from_memory(rows: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on GPUs whose kernels leave the products of empty groups as they find them."""
+    x, weight, bias, sizes = made(rows, FITTING, FP32, FP32)
+    wanted = results(grouped, x, weight, bias, sizes)
+    plain = F.grouped_mm
+
+    def careless(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
+        y = plain(a, b, offs=offs)
+        return y if y.ndim == 2 else y.masked_fill((sizes == 0)[:, None, None], float("nan"))
+
+    monkeypatch.setattr(experts.F, "grouped_mm", careless)
+    for a, b in zip(results(grouped, x, weight, bias, sizes), wanted, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_frozen_weights_cost_no_gradient() -> None:
+    x, weight, bias, sizes = made(ROWS["gaps"], FITTING, FP32, FP32)
+    y = grouped(x, weight.requires_grad_(False), sizes, bias.requires_grad_(False))
+    assert [step is None for step, _ in y.grad_fn.next_functions] == [False, True, True, True]
+    y.sum().backward()
+    assert error(x.grad, weight.sum(1)[torch.tensor([1] * 4 + [3] * 7)]) < 1e-6
+
+
+def test_sorted_rows_and_their_gradient() -> None:
+    x, grad = torch.randn(9, 4, requires_grad=True), torch.randn(9, 4)
+    order = torch.randperm(9)
+    y = by_expert(x, order, order.argsort())
+    assert torch.equal(y, x[order])
+    y.backward(grad)
+    assert torch.equal(x.grad[order], grad)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
+def test_a_gpu_gives_the_same_and_the_host_never_waits(rows: list[int]) -> None:
+    x, weight, bias, sizes = (t.detach().cuda() for t in made(rows, FITTING, BF16, BF16))
+    inputs = [t.requires_grad_() for t in (x, weight, bias)]
+    assert fits(x, weight)
+    torch.cuda.set_sync_debug_mode("error")
+    y = grouped(x, weight, sizes, bias)
+    grads = torch.autograd.grad(y, inputs, torch.ones_like(y))
+    torch.cuda.set_sync_debug_mode("default")
+    wanted = reference(*(t.detach().cpu().float().requires_grad_() for t in (x, weight)), sizes.cpu(), bias.cpu())
+    assert error(y.detach().cpu().float(), wanted.detach()) < 1e-2
+    assert error(grads[2].cpu().float(), sizes.cpu()[:, None].expand(-1, FITTING[1]).float()) < 1e-2
