@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from tunekit import assemble, losses
+from tunekit import assemble, card, losses, metrics, verify
 from tunekit.adapters import DoRA, Full, LoRA
 from tunekit.checkpoint import atomic, save, workspace
 from tunekit.checkpoint.folder import Folder
@@ -93,33 +93,42 @@ def main(cfg: SFT) -> None:
     """Train until the last step, a signal, or the end of patience, and leave a checkpoint for others."""
     with Run(cfg.seed, cfg.device) as run, workspace.claim(Path(cfg.out), dump(cfg, "sft"), LIVE) as space:
         if atomic.is_whole(space.final):
+            verify.insist(space.final)
             run.tell(f"{space.final} is there: nothing is left to do; --fresh starts over")
             return
         source = Folder.open(fetch.resolve(cfg.model), cfg.model)
         tokenizer = Tokenizer.open(source.path).dated(space.day)
         data = cfg.data.open(tokenizer, cfg.batch, cfg.micro_batch, run)
         held = cfg.validation and cfg.validation.open(tokenizer, cfg.batch, cfg.micro_batch, run)
-        for rows in filter(None, (data, held)):
-            rows.check(source.spec.vocab)
+        for loader in filter(None, (data, held)):
+            loader.check(source.spec.vocab)
         run.tell(f"data: {data.report}")
         fresh = cfg.init == "random"
         model = assemble.model(source, cfg.weights, cfg.adapter, cfg.precision, cfg.memory, run, fresh)
-        train(cfg, model, data, held, space, run)
+        steps = train(cfg, model, data, held, space, run)
         with atomic.whole(space.final) as folder:
             save.final(cfg.adapter, folder, model, source)
-        run.tell(f"finished: {space.final}")
+            found = verify.saved(folder, model, source, cfg.precision, run.device, cfg.weights)
+            metrics.conclude(space.folder, steps, **found.figures)
+            rows = {"data": data, "validation": held}
+            card.write(folder, card.Made("sft", resolved(cfg, "sft"), space.folder, source, model, rows, run.device))
+        run.tell(f"finished: {space.final}\n{found}")
+        verify.insist(space.final)
 
 
-def train(cfg: SFT, model: Decoder, data: Loader, held: Loader | None, space: workspace.Workspace, run: Run) -> None:
-    """Every step from the last saved one on."""
+def train(cfg: SFT, model: Decoder, data: Loader, held: Loader | None, space: workspace.Workspace, run: Run) -> int:
+    """Every step from the last saved one on; how many there were in all."""
     steps = cfg.steps or cfg.epochs * data.steps_per_epoch
     optimizer = cfg.optimizer.build(cfg.adapter.trained(model))
     schedule = cfg.schedule.build(optimizer, steps)
     patience = Patience(cfg.patience)
     state = State(space.state, model, optimizer, schedule, cfg.keep, run, patience, data)
-    start = state.restore()
-    run.listen()
+    done = start = state.restore()
     with cfg.log.open(space.folder, run, steps, start, resolved(cfg, "sft")) as log:
+        if held and start == 0:
+            with log.aside():
+                log.note(0, validation=losses.mean(cfg.loss, model, held, run))
+        run.listen()
         for step in range(start, steps):
             if patience.over:
                 run.tell(f"the validation loss got no better {cfg.patience} times: ended after step {step}")
@@ -140,6 +149,7 @@ def train(cfg: SFT, model: Decoder, data: Loader, held: Loader | None, space: wo
                 if done % cfg.save_every == 0 or done == steps or patience.over or run.stopping:
                     state.save(done)
                     run.leave(done, steps)  # in here: a signal that comes behind the `if` is for the next step
+    return done
 
 
 def train_step(

@@ -8,12 +8,12 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 LAYERS = (
-    {"errors", "bundled"},
+    {"errors", "bundled", "curves", "discreet", "machine"},
     {"parallel", "kernels", "config"},
     {"models"},
-    {"adapters", "formats", "memory", "precision", "data", "optim", "metrics", "loggers", "curves", "nano"},
+    {"adapters", "formats", "memory", "precision", "data", "optim", "metrics", "loggers", "nano"},
     {"checkpoint", "losses", "generate", "hub"},
-    {"assemble"},
+    {"assemble", "origin"},
     {"verify", "card", "export"},
     {"publish"},
     {"recipes"},

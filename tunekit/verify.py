@@ -18,6 +18,7 @@ from torch import Tensor
 from tunekit.adapters import Frozen, Full, LoRA
 from tunekit.checkpoint import peft, stream
 from tunekit.checkpoint.folder import Folder, header, read_json
+from tunekit.checkpoint.save import VERIFICATION as FILE
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import UserError
 from tunekit.formats import Plain
@@ -25,7 +26,6 @@ from tunekit.models.decoder import Decoder
 from tunekit.models.spec import DecoderSpec
 from tunekit.precision import Precision
 
-FILE = "verification.json"
 EXACT = Precision("fp32")
 # Mean difference that rounding to bf16 may make. Measured: 0.0025 to 0.04 in random models of 4 to 64 layers, which
 # amplify errors more than trained ones do, and 0.0026 in the nano. Finer dtypes are allowed less, in proportion.
@@ -68,6 +68,8 @@ class Verification:
     passed: bool
 
     def __str__(self) -> str:
+        if self.largest == 0 and self.passed:
+            return f"verified: {self.compared} give the same logits to the last bit ({self.tokens} tokens)"
         verdict = "verified" if self.passed else "verification failed"
         return (
             f"{verdict}: logits of {self.compared} differ by {self.mean:.2g} of their spread on average and "
@@ -84,12 +86,7 @@ class Verification:
     def write(self, folder: Path) -> None:
         """Leave it beside the files that it is about. A number that is not finite is null."""
         plain = {k: v if not isinstance(v, float) or math.isfinite(v) else None for k, v in asdict(self).items()}
-        (folder / FILE).write_text(json.dumps(plain, indent=2) + "\n")
-
-    def insist(self, folder: Path) -> None:
-        """UserError if it did not pass. The files stay, to be looked at."""
-        if not self.passed:
-            raise UserError(f"{folder}: {self}; the files stay there, see {FILE} in it, but `tune push` refuses them")
+        (folder / FILE).write_text(json.dumps(plain, indent=2) + "\n", encoding="utf-8")
 
 
 def saved(
@@ -100,12 +97,12 @@ def saved(
     if (folder / peft.CONFIG).is_file():
         adapter = replace(peft.described(folder, source), start=str(folder))
         found = stream.logits(source, adapter, rows, replace(precision, compute="fp32"), device, weights)
-        return compare("model and files", live(model, rows, device), found, tolerance(folder))
+        return kept(folder, compare("model and files", live(model, rows, device), found, tolerance(folder)))
     written = Folder.open(folder)
     found = stream.logits(written, Frozen(), rows, EXACT, device)
     with stream.rounded(model, written.dtypes):
         rounded = live(model, rows, device)
-    return compare("model and files", live(model, rows, device), found, tolerance(folder), rounded)
+    return kept(folder, compare("model and files", live(model, rows, device), found, tolerance(folder), rounded))
 
 
 def merged(folder: Path, source: Folder, adapter: LoRA, device: torch.device) -> Verification:
@@ -113,7 +110,7 @@ def merged(folder: Path, source: Folder, adapter: LoRA, device: torch.device) ->
     rows = probes(folder, source.spec)
     wanted = stream.logits(source, adapter, rows, EXACT, device)
     found = stream.logits(Folder.open(folder), Frozen(), rows, EXACT, device)
-    return compare("base with adapter and merged files", wanted, found, tolerance(folder))
+    return kept(folder, compare("base with adapter and merged files", wanted, found, tolerance(folder)))
 
 
 def exported(
@@ -178,6 +175,20 @@ def probes(folder: Path, spec: DecoderSpec) -> list[list[int]]:
     return [row[-min(WIDTH, spec.context) :] for row in known if row]
 
 
+def kept(folder: Path, found: Verification) -> Verification:
+    found.write(folder)
+    return found
+
+
 def read(folder: Path) -> dict[str, Any] | None:
     """What was found about the files of a folder; None if nobody looked."""
     return read_json(folder / FILE) if (folder / FILE).is_file() else None
+
+
+def insist(folder: Path) -> None:
+    """UserError if the files of a folder were found not to be what was meant. They stay, to be looked at."""
+    told = read(folder)
+    if told is not None and told["passed"] is not True:
+        known: dict[str, Any] = {key: math.nan if value is None else value for key, value in told.items()}
+        found = Verification(**known)
+        raise UserError(f"{folder}: {found}; the files stay there, see {FILE}, but `tune push` refuses them")

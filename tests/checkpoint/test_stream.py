@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.checkpoints import FP32, LLAMA, SHAPES, build, made, ours, save, shuffle_adapter
+from tests.checkpoints import FP32, SHAPES, build, made, ours, save, shuffle_adapter
+from tests.shapes_dense import LLAMA
 from tunekit.adapters import DoRA, Frozen, LoRA
 from tunekit.checkpoint import peft, stream
 from tunekit.checkpoint.folder import Folder

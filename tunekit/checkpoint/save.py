@@ -8,6 +8,9 @@ from tunekit.checkpoint import peft, write
 from tunekit.checkpoint.folder import Folder
 from tunekit.models.decoder import Decoder
 
+# What lies beside the checkpoint, for people and for who passes it on.
+CURVES, VERIFICATION = "curves.png", "verification.json"
+
 
 @singledispatch
 def final(adapter: Full, folder: Path, model: Decoder, source: Folder) -> None:

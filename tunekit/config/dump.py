@@ -35,9 +35,12 @@ def plain_value(value: Any, hint: Any) -> Any:
 
 def dump(value: Any, recipe: str | None = None) -> str:
     """The complete config as YAML; `load(type(value), dump(value)) == value`."""
-    return yaml.dump(
-        _escaped(resolved(value, recipe)), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=2**20
-    )
+    return written(resolved(value, recipe))
+
+
+def written(plain: dict[str, Any]) -> str:
+    """Plain data as YAML that reads as the same."""
+    return yaml.dump(_escaped(plain), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=2**20)
 
 
 def _escaped(data: Any) -> Any:

@@ -1,0 +1,323 @@
+"""The card of a model, `README.md`: what it was made of and how, how good it is, how to use and to repeat it.
+
+Nothing in it tells a secret or where files lie on this machine; see `discreet`.
+"""
+
+import hashlib
+import importlib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from tunekit import __version__ as VERSION
+from tunekit import discreet, machine, metrics
+from tunekit.checkpoint import peft
+from tunekit.checkpoint.atomic import readable
+from tunekit.checkpoint.folder import Folder, read_json
+from tunekit.checkpoint.save import CURVES, VERIFICATION
+from tunekit.checkpoint.workspace import EVALUATION, FINAL
+from tunekit.config import dump
+from tunekit.data.loader import Loader
+from tunekit.data.source import find, parse_split
+from tunekit.models.decoder import TIED, Decoder
+from tunekit.origin import CARD, FRONT, Origin, origin
+
+Tree = Mapping[str, Any]
+Lines = Sequence[Tree]
+WARNING = "> **Not verified.**"
+EVALUATED = ("<!-- evaluation -->", "<!-- /evaluation -->")
+# What of a config says how it was trained, where a recipe has it.
+CHOICES = ("loss", "optimizer", "schedule", "precision", "batch", "micro_batch", "epochs", "steps", "clip", "seed")
+OFF = (None, False, 0, "none", "", (), [], {})
+LOAD = """\
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("{name}")
+"""
+LOAD_ADAPTER = """\
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("{base}"), "{name}")
+"""
+ASK = """\
+tokenizer = AutoTokenizer.from_pretrained("{name}")
+{inputs}
+answer = model.generate(**inputs, max_new_tokens=200)[0, inputs["input_ids"].shape[1] :]
+print(tokenizer.decode(answer, skip_special_tokens=True))
+"""
+CHAT = """\
+messages = [{"role": "user", "content": "Hello!"}]
+inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True, return_tensors="pt")\
+"""
+TEXT = 'inputs = tokenizer("Once upon a time", return_tensors="pt")'
+
+
+@dataclass(frozen=True)
+class Made:
+    """What only the run itself knows of a model: by which choices it was made, of what, and where."""
+
+    recipe: str
+    config: Tree  # resolved
+    run: Path  # its folder
+    source: Folder
+    model: Decoder
+    rows: Mapping[str, Loader | None]  # what was learnt, and what was held out, by the config's keys
+    device: torch.device
+
+    @property
+    def fresh(self) -> bool:
+        """Whether nothing of the source is in the weights."""
+        return self.config.get("init") == "random"
+
+    @property
+    def kind(self) -> str:
+        """What was trained: `full`, or the kind of the adapter."""
+        return self.config["adapter"]["kind"] if "adapter" in self.config else "full"
+
+
+def write(folder: Path, made: Made) -> None:
+    """Put the card and its picture beside a checkpoint that a run has written into `folder`."""
+    lines, base, name = metrics.lines(made.run), origin(made.source), made.run.resolve().name
+    importlib.import_module("tunekit.curves").draw(lines, folder / CURVES)
+    sections = {
+        "": summary(made, base),
+        "Use": use(folder, name, base),
+        "Results": results(lines) + evaluation(made.run),
+        "Training": training(made, lines, base),
+        "Data": data(made),
+        "Verification": verification(folder),
+        "Repeat": repeat(made),
+    }
+    tags = ["tunekit", made.recipe] + [made.kind] * (made.kind != "full")
+    put(folder, head(folder, None if made.fresh else base, tags, hub_sets(made)), name, sections)
+
+
+def minimal(folder: Path, source: Folder | None = None, relation: str = "merge") -> None:
+    """A card for a model that no run has described: its base, how to use it, how it was compared."""
+    base, name = None if source is None else origin(source), folder.resolve().name
+    about = f"Written by tunekit {VERSION}." if base is None else f"Made of {base.link} with tunekit {VERSION}."
+    sections = {"": about, "Use": use(folder, name, base), "Verification": verification(folder)}
+    put(folder, head(folder, base, ["tunekit"], [], relation), name, sections)
+
+
+def forced(folder: Path) -> None:
+    """Say in a card that the files are given away although they were not found to be what was meant."""
+    if not (folder / CARD).is_file():
+        minimal(folder)
+    text = (folder / CARD).read_text("utf-8")
+    if WARNING in text:
+        return
+    found = read_json(folder / VERIFICATION) if (folder / VERIFICATION).is_file() else None
+    why = "nobody has compared these files with the model" if found is None else "these files failed the comparison"
+    warning = f"{WARNING} This was pushed by force: {why} that they were made from."
+    top = end.end() if (end := FRONT.match(text)) else 0
+    (folder / CARD).write_text(f"{text[:top]}\n{warning}\n{text[top:]}", encoding="utf-8")
+
+
+def refresh(run: Path) -> None:
+    """Bring what `evaluate` has found since into the card of a finished run."""
+    file = run / FINAL / CARD
+    before, _, rest = file.read_text("utf-8").partition(EVALUATED[0])
+    _, there, after = rest.partition(EVALUATED[1])
+    if there:
+        file.write_text(before + evaluation(run) + after, encoding="utf-8")
+
+
+def put(folder: Path, fields: Tree, name: str, sections: Tree) -> None:
+    body = [
+        f"## {title}\n\n{text.strip()}" if title else f"# {name}\n\n{text.strip()}" for title, text in sections.items()
+    ]
+    yml = yaml.safe_dump(dict(fields), sort_keys=False, allow_unicode=True)
+    text = "\n\n".join([f"---\n{yml}---", *body]) + "\n"
+    (folder / CARD).write_text(discreet.text(text), encoding="utf-8")
+
+
+def head(
+    folder: Path, base: Origin | None, tags: list[str], sets: list[str], relation: str = "finetune"
+) -> dict[str, Any]:
+    """What the Hub reads of a card. A base that it does not know is not named."""
+    adapter = is_adapter(folder)
+    fields: dict[str, Any] = {}
+    if base is not None and base.repo is not None:
+        fields |= {"base_model": base.repo, "base_model_relation": "adapter" if adapter else relation}
+    fields |= {"library_name": "peft" if adapter else "transformers", "pipeline_tag": "text-generation"}
+    fields |= {} if base is None else dict(base.licence)
+    return fields | ({"datasets": sets} if sets else {}) | {"tags": tags}
+
+
+def summary(made: Made, base: Origin) -> str:
+    what = f"An adapter ({made.kind}) for" if made.kind != "full" else "A fine-tuned"
+    what = "A model trained from random weights in the shape of" if made.fresh else what
+    return f"{what} {base.link}, made by the recipe `{made.recipe}` of tunekit {VERSION}."
+
+
+def use(folder: Path, name: str, base: Origin | None) -> str:
+    """Code for transformers and peft, and the command to talk with it."""
+    there = "" if base is None else base.repo or base.name
+    load = (
+        LOAD_ADAPTER.format(base=there or discreet.name(peft.base(folder)), name=name)
+        if is_adapter(folder)
+        else LOAD.format(name=name)
+    )
+    ask = ASK.format(name=name, inputs=CHAT if has_template(folder) else TEXT)
+    where = f"`{name}` stands for this model's folder, or for its name on the Hub."
+    return f"{where}\n\n```python\n{load}{ask}```\n\n```sh\ntune chat {name}\n```"
+
+
+def is_adapter(folder: Path) -> bool:
+    return (folder / peft.CONFIG).is_file()
+
+
+def has_template(folder: Path) -> bool:
+    config = folder / "tokenizer_config.json"
+    return (folder / "chat_template.jinja").is_file() or (config.is_file() and "chat_template" in read_json(config))
+
+
+def results(lines: Lines) -> str:
+    """The loss on held-out rows before and after, and the curves."""
+    held = [(line["step"], line["validation"]) for line in lines if line.get("validation") is not None]
+    picture = f"![loss, learning rate and gradient norm]({CURVES})\n\n"
+    if not held:
+        return picture
+    shown = [held[0], held[-1]] if held[0][0] == 0 and len(held) > 1 else held[-1:]
+    steps = ["before training" if step == 0 else f"after step {step:,}" for step, _ in shown]
+    rows = [["loss on held-out rows, in nats per learnt token", *(f"{loss:.4f}" for _, loss in shown)]]
+    rows.append(["perplexity", *(f"{math.exp(min(loss, 700)):.4g}" for _, loss in shown)])
+    return f"{table(['', *steps], rows)}\n\n{picture}"
+
+
+def evaluation(run: Path) -> str:
+    """What `evaluate` has found about the run's model, between two marks that are not seen."""
+    file = run / EVALUATION
+    if not file.is_file():
+        return "\n".join(EVALUATED)
+    told = read_json(file)
+    rows = [
+        [
+            discreet.name(one["model"]),
+            f"{one['loss']:.4f}",
+            f"{one['perplexity']:.4g}",
+            share(one["right"], one["questions"]),
+        ]
+        for one in told["results"]
+    ]
+    found = table([f"on {discreet.name(told['data'])}", "loss", "perplexity", "exact match"], rows)
+    return f"{EVALUATED[0]}\n\n{found}\n\n{EVALUATED[1]}"
+
+
+def share(part: int, whole: int) -> str:
+    return f"{part / whole:.1%} ({part} of {whole})" if whole else "-"
+
+
+def training(made: Made, lines: Lines, base: Origin) -> str:
+    """What was trained by which choices, for how long, on what."""
+    steps = [line for line in lines if "loss" in line]
+    tokens, learnt, seconds = (sum(line[key] for line in steps) for key in ("tokens", "learnt", "seconds"))
+    peak = max((line["memory_peak_bytes"] for line in steps if "memory_peak_bytes" in line), default=0)
+    facts = {
+        "base model" if not made.fresh else "shape": base.link,
+        "trained": trained(made),
+        "steps": f"{max((line['step'] for line in steps), default=0):,}",
+        "tokens": f"{tokens:,}, of which {learnt:,} were learnt",
+        "time": f"{timedelta(seconds=round(seconds))} ({tokens / max(seconds, 1e-9):,.0f} tokens per second)",
+        "hardware": machine.hardware(made.device),
+        "peak memory": readable(peak),
+        "versions": ", ".join(f"{name} {version}" for name, version in machine.versions().items()),
+    }
+    choices = {key.replace("_", "-"): words(made.config[key]) for key in CHOICES if made.config.get(key) not in OFF}
+    return table(["", ""], [[key, text] for key, text in (facts | choices).items()])
+
+
+def trained(made: Made) -> str:
+    shapes = {name: shape for name, shape in made.model.shapes.items() if not (made.model.spec.tied and name == TIED)}
+    whole = sum(math.prod(shape) for shape in shapes.values())
+    part = sum(p.numel() for p in made.model.parameters() if p.requires_grad)
+    if made.kind == "full":
+        return f"all {whole:,} parameters"
+    return f"{words(made.config['adapter'])}: {part:,} parameters beside the {whole:,} of the base ({part / whole:.2%})"
+
+
+def words(value: Any) -> str:
+    """A choice in a line: its kind, then its options as far as they are on."""
+    if isinstance(value, Mapping):
+        options = [f"{key} {words(child)}" for key, child in value.items() if key != "kind" and child not in OFF]
+        return ", ".join(([str(value["kind"])] if "kind" in value else []) + options)
+    if isinstance(value, list | tuple):
+        return " ".join(map(words, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def data(made: Made) -> str:
+    """What an epoch holds, and hashes of the files that it comes from."""
+    counts, hashes = [], {}
+    for key, loader in opened(made).items():
+        source, split, report = made.config[key]["source"], made.config[key]["split"], loader.report
+        numbers = (f"{number:,}" for number in (report.rows, report.tokens, report.learnt))
+        counts.append([key, f"`{discreet.name(source)}`", split, *numbers])
+        files = find(source, parse_split(split).name)
+        hashes |= {f"{file.parent.name}/{file.name}": sha256(file) for file in files or ()}
+        if files is None:  # the Hub may change what it has under a name
+            hashes[f"tokens of {source}, {split}"] = hashlib.sha256(loader.rows.tokens.tobytes()).hexdigest()
+    about = table(["", "source", "split", "rows", "tokens", "learnt"], counts)
+    return f"{about}\n\n{table(['file', 'SHA-256'], [[name, f'`{value}`'] for name, value in hashes.items()])}"
+
+
+def opened(made: Made) -> dict[str, Loader]:
+    return {key: loader for key, loader in made.rows.items() if loader is not None}
+
+
+def sha256(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def hub_sets(made: Made) -> list[str]:
+    """Data sets that the Hub knows, by name."""
+    choices = [made.config[key] for key in opened(made)]
+    hub = [c["source"] for c in choices if find(c["source"], parse_split(c["split"]).name) is None]
+    return list(dict.fromkeys(name.partition(":")[0] for name in hub))
+
+
+def verification(folder: Path) -> str:
+    """How the written files compare with what they were written from."""
+    if not (folder / VERIFICATION).is_file():
+        return "Nobody has compared these files with the model that they were made from."
+    found = read_json(folder / VERIFICATION)
+    how = "passed" if found["passed"] else "**failed**"
+    rows = [
+        ["mean difference of the logits", number(found["mean"])],
+        ["largest difference", number(found["largest"])],
+        ["mean difference that rounding does not explain", number(found["unexplained"])],
+        ["same likeliest token", f"{found['top1']:.1%} of {found['tokens']}"],
+    ]
+    return (
+        "After they were written, the files were read again and compared with the model itself on short prompts. "
+        f"This check {how}. Differences are in standard deviations of the logits.\n\n{table(['', ''], rows)}"
+    )
+
+
+def number(value: float | None) -> str:
+    """A figure; what was not finite stands as null in a file."""
+    return "not a number" if value is None else f"{value:.2g}"
+
+
+def repeat(made: Made) -> str:
+    text = dump.written(discreet.tree(dict(made.config)))
+    return (
+        f"```sh\ntune run {made.recipe} config.yaml\n```\n\nwith this config. Paths in it are shortened to their last "
+        f"names.\n\n<details>\n<summary>config.yaml</summary>\n\n```yaml\n{text}```\n\n</details>"
+    )
+
+
+def table(titles: list[str], rows: list[list[str]]) -> str:
+    lines = [titles, ["---"] * len(titles), *rows]
+    return "\n".join(
+        "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in line) + " |" for line in lines
+    )
