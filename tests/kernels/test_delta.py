@@ -1,0 +1,161 @@
+"""The gated delta rule against its recurrence in float64, in every form it takes; the convolution against torch's."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule as theirs
+
+from tests.checkpoints import error
+from tunekit.kernels.delta import CHUNK, chunked, gated_delta_rule, recurrent, short_convolution, unit
+
+LENGTHS = [1, 2, 5, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 3]
+# Documents of three rows of 50 tokens: whole rows, short ones, over the ends of rows and of chunks, single tokens.
+BOUNDS = [[0, 50, 100, 150], [0, 150], [0, 1, 2, 50, 57, 100, 149, 150], [0, 30, 64, 65, 129, 150], [*range(151)]]
+
+
+def made(rows: int, length: int, heads: tuple[int, int] = (2, 6), k_dim: int = 8, v_dim: int = 10) -> list[Tensor]:
+    torch.manual_seed(length)
+    k_heads, v_heads = heads
+    q, k = torch.randn(2, rows, length, k_heads, k_dim)
+    v, decay = torch.randn(rows, length, v_heads, v_dim), -2 * torch.rand(rows, length, v_heads)
+    return [x.requires_grad_() for x in (q, k, v, decay, torch.rand(rows, length, v_heads))]
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """Token by token as the paper writes it, for one row (S, H, ...) and states (H, V, K), in float64."""
+    q, k, v, decay, beta = (x.double() for x in (q, k, v, decay, beta))
+    q, k = (F.normalize(x, dim=-1).repeat_interleave(v.shape[1] // x.shape[1], dim=1) for x in (q, k))
+    one, state, answers = torch.eye(k.shape[-1], dtype=torch.float64), state.double(), []
+    for t in range(len(v)):
+        share = beta[t, :, None, None]
+        state = decay[t].exp()[:, None, None] * state @ (one - share * k[t, :, :, None] * k[t, :, None])
+        state = state + share * v[t, :, :, None] * k[t, :, None]
+        answers.append((state @ q[t, :, :, None])[..., 0] * k.shape[-1] ** -0.5)
+    return torch.stack(answers), state
+
+
+def truth(inputs: list[Tensor], bounds: list[int], states: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Every document alone: answers (B, S, H, V), and the last state of each document (documents, H, K, V)."""
+    flat, (heads, v_dim) = [x.flatten(0, 1) for x in inputs], inputs[2].shape[2:]
+    if states is None:
+        states = torch.zeros(len(bounds) - 1, heads, inputs[1].shape[-1], v_dim)
+    spans = zip(bounds, bounds[1:], states.mT, strict=False)
+    pairs = [plain(*(x[first:last] for x in flat), state) for first, last, state in spans]
+    return torch.cat([y for y, _ in pairs]).view_as(inputs[2]), torch.stack([state.mT for _, state in pairs])
+
+
+def same(mine: Tensor, wanted: Tensor, inputs: list[Tensor], tolerance: float = 1e-5) -> None:
+    """Values and gradients agree."""
+    weight = torch.randn_like(wanted)
+    found, expected = (torch.autograd.grad((y * weight).sum(), inputs, retain_graph=True) for y in (mine, wanted))
+    assert error(mine.double(), wanted) < tolerance
+    for a, b in zip(found, expected, strict=True):
+        assert a.isfinite().all()
+        # The first token forgets nothing: there a gradient may be zero as a whole.
+        assert error(a.double(), b.double()) < tolerance or max(a.abs().max(), b.abs().max()) < 1e-6
+
+
+@pytest.mark.parametrize("heads", [(2, 6), (3, 3), (1, 4)])
+@pytest.mark.parametrize("length", LENGTHS)
+def test_rows(length: int, heads: tuple[int, int]) -> None:
+    inputs = made(2, length, heads)
+    found, wanted = gated_delta_rule(*inputs), truth(inputs, [0, length, 2 * length])
+    same(found[0], wanted[0], inputs)
+    same(found[1], wanted[1], inputs[1:])
+
+
+@pytest.mark.parametrize("bounds", BOUNDS)
+def test_documents_begin_anew(bounds: list[int]) -> None:
+    inputs = made(3, 50)
+    found, state = gated_delta_rule(*inputs, offsets=torch.tensor(bounds, dtype=torch.int32))
+    wanted, states = truth(inputs, bounds)
+    same(found, wanted, inputs)
+    assert error(state[0].double(), states[-1]) < 1e-5
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_states_go_on(length: int) -> None:
+    """From a state, in one pass or two; the gradient reaches the state."""
+    inputs, state = made(2, length), torch.randn(2, 6, 8, 10, requires_grad=True)
+    wanted, last = truth(inputs, [0, length, 2 * length], state)
+    answers, end = gated_delta_rule(*inputs, state=state)
+    same(answers, wanted, [*inputs, state])
+    half, answers = length // 2, []
+    for part in (slice(half), slice(half, None)):
+        if inputs[0][:, part].numel():
+            y, state = gated_delta_rule(*(x[:, part] for x in inputs), state=state)
+            answers.append(y)
+    assert error(torch.cat(answers, dim=1).double(), wanted) < 1e-5
+    assert error(end.double(), last) < 1e-5
+    assert error(state.double(), last) < 1e-5
+
+
+@pytest.mark.parametrize("decay", [0.0, -1e-6, -30.0, -100.0, -1e4, -1e30])
+def test_extreme_decays(decay: float) -> None:
+    """Now and then all is forgotten, and what comes behind is as exact as ever; or nothing is, and all adds up."""
+    inputs = made(1, 100)
+    with torch.no_grad():
+        inputs[3][:, ::7] = decay
+        inputs[3][..., 0] = decay
+        inputs[4][..., 1] = 1
+        inputs[4][..., 2] = 0
+    same(gated_delta_rule(*inputs)[0], truth(inputs, [0, 100])[0], inputs)
+
+
+def test_keys_that_repeat() -> None:
+    """The hardest system to solve: all keys are one, and each value takes the place of the one before."""
+    inputs = made(1, CHUNK)
+    with torch.no_grad():
+        inputs[1][:] = inputs[1][:, :1].clone()
+        inputs[3].zero_(), inputs[4].fill_(1)
+    assert error(gated_delta_rule(*inputs)[0].double(), truth(inputs, [0, CHUNK])[0]) < 1e-5
+
+
+def test_chunks_are_the_recurrence() -> None:
+    """Both ways through the code, on one set of inputs."""
+    q, k, v, decay, beta = made(2, CHUNK + 9)
+    state = torch.randn(2, 2, 3, 8, 10)
+    inputs = unit(q), unit(k), *(x.unflatten(2, (2, 3)) for x in (v, decay, beta)), state
+    for found, wanted in zip(chunked(*inputs), recurrent(*inputs), strict=True):
+        assert error(found, wanted) < 1e-5
+
+
+def test_what_transformers_computes() -> None:
+    inputs = made(2, 70)
+    wanted, last = theirs(*inputs, use_qk_l2norm_in_kernel=True, output_final_state=True)
+    found, state = gated_delta_rule(*inputs)
+    same(found, wanted.double(), inputs)
+    assert error(state, last) < 1e-5
+
+
+def test_bf16_goes_in_and_out_and_fp32_is_between() -> None:
+    inputs = [x.detach().bfloat16() for x in made(2, 70)]
+    found, state = gated_delta_rule(*inputs)
+    assert (found.dtype, state.dtype) == (torch.bfloat16, torch.float32)
+    wanted, last = gated_delta_rule(*(x.float() for x in inputs))
+    assert torch.equal(found, wanted.bfloat16())
+    assert torch.equal(state, last)
+
+
+@pytest.mark.parametrize("width", [1, 2, 4])
+@pytest.mark.parametrize("bounds", [None, *BOUNDS])
+def test_convolution(bounds: list[int] | None, width: int) -> None:
+    """Each document alone through torch's convolution."""
+    torch.manual_seed(0)
+    x, weight = torch.randn(3, 50, 7, requires_grad=True), torch.randn(7, width, requires_grad=True)
+
+    def alone(part: Tensor) -> Tensor:
+        y = F.conv1d(F.pad(part.double().T, (width - 1, 0))[None], weight.double()[:, None], groups=7)
+        return F.silu(y)[0].T
+
+    lengths = torch.tensor(bounds or BOUNDS[0]).diff().tolist()
+    wanted = torch.cat([alone(part) for part in x.flatten(0, 1).split(lengths)]).view(3, 50, 7)
+    offsets = None if bounds is None else torch.tensor(bounds, dtype=torch.int32)
+    same(short_convolution(x, weight, offsets), wanted, [x, weight])
+
+
+def test_convolution_goes_on() -> None:
+    x, weight = torch.randn(2, 9, 5), torch.randn(5, 4)
+    whole = short_convolution(x, weight)
+    assert error(short_convolution(x[:, 6:], weight, before=x[:, 3:6]), whole[:, 6:]) < 1e-6
