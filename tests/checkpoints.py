@@ -15,6 +15,8 @@ import transformers
 from safetensors.torch import load_file
 from torch import nn
 
+from tests.shapes_delta import DELTA
+from tests.shapes_dense import DENSE
 from tests.shapes_experts import EXPERTS
 from tunekit import assemble
 from tunekit.adapters import Full, LoRA
@@ -36,41 +38,7 @@ WORDS = (*MARKS, *(f"w{i}" for i in range(VOCAB - len(MARKS))))
 TEMPLATE = """{% for m in messages %}{{ '<' + m.role + '> ' + m.content + ' </s> ' }}{% endfor %}
 {%- if add_generation_prompt %}{{ '<assistant> ' }}{% endif %}"""
 
-PLAN = {"vocab_size": VOCAB, "intermediate_size": 52, "num_hidden_layers": 3, "max_position_embeddings": 64}
-PLAN |= {"initializer_range": 0.03, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": None}
-LLAMA = PLAN | {"model_type": "llama", "hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2}
-LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-LLAMA3 |= {"original_max_position_embeddings": 16}
-YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
-MISTRAL = PLAN | {"model_type": "mistral", "hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2}
-QWEN2 = PLAN | {"model_type": "qwen2", "hidden_size": 60, "num_attention_heads": 5, "num_key_value_heads": 1}
-QWEN3 = PLAN | {"model_type": "qwen3", "hidden_size": 40, "num_attention_heads": 6, "num_key_value_heads": 2}
-QWEN3 |= {"head_dim": 12}
-SLIDING = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
-
-SHAPES: dict[str, dict[str, Any]] = {
-    "llama2": LLAMA | {"num_key_value_heads": 6, "rms_norm_eps": 1e-5},
-    "llama3.1": LLAMA | {"rope_parameters": LLAMA3, "rms_norm_eps": 1e-5},
-    "llama3.2": LLAMA | {"rope_parameters": LLAMA3 | {"factor": 32.0}, "tie_word_embeddings": True},
-    "llama-biases": LLAMA | {"attention_bias": True, "mlp_bias": True, "head_dim": 12, "num_key_value_heads": 1},
-    "llama-linear": LLAMA | {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.5}},
-    "llama-yarn": LLAMA | {"rope_parameters": YARN},
-    "llama-yarn-mscale": LLAMA
-    | {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 1.3, "beta_fast": 8.0, "beta_slow": 2.0}},
-    "llama-yarn-smooth": LLAMA | {"rope_parameters": YARN | {"attention_factor": 0.8, "truncate": False}},
-    "llama-gelu": LLAMA | {"hidden_act": "gelu_pytorch_tanh"},
-    "smollm2": PLAN
-    | {"model_type": "llama", "hidden_size": 36, "num_attention_heads": 9, "num_key_value_heads": 3}
-    | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e5}, "tie_word_embeddings": True},
-    "mistral": MISTRAL | {"sliding_window": 5},
-    "mistral-null": MISTRAL | {"sliding_window": None, "head_dim": 12},
-    "qwen2": QWEN2 | {"rms_norm_eps": 1e-6, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
-    "qwen2-tied": QWEN2 | {"tie_word_embeddings": True},
-    "qwen2-sliding": QWEN2 | SLIDING,
-    "qwen3": QWEN3 | {"tie_word_embeddings": True, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
-    "qwen3-biases": QWEN3 | {"attention_bias": True, "num_key_value_heads": 1},
-    "qwen3-sliding": QWEN3 | SLIDING,
-} | EXPERTS
+SHAPES: dict[str, dict[str, Any]] = DENSE | EXPERTS | DELTA
 
 
 def auto(config: Mapping[str, Any]) -> Any:
@@ -115,22 +83,51 @@ def rewrite(folder: Path, change: Any) -> None:
     file.write_text(json.dumps(change(json.loads(file.read_text())), indent=2))
 
 
-OLDER = {"qwen3_moe": {"num_local_experts": "num_experts"}}
+# What transformers 4 called it, where that is not the same in all families.
+OLDER = {
+    "qwen3_moe": {"num_local_experts": "num_experts"},
+    "gemma3_text": {"_sliding_window_pattern": "sliding_window_pattern"},
+}
+# Families whose layer types follow from other keys, which was all that transformers 4 knew.
+PATTERNS = {"gemma2", "gemma3_text", "llama4_text", "olmo3", "qwen2", "qwen3", "qwen2_vl_text", "qwen2_5_vl_text"}
 
 
 def older(config: dict[str, Any]) -> dict[str, Any]:
-    """The same config.json in the words of transformers 4, which did not know all of them."""
-    rope = dict(config.get("rope_parameters") or {})
-    if "rope_theta" not in rope:
+    """The same config.json in the words of transformers 4, if it knew the family."""
+    if inner := config.get("text_config"):
+        return config | {"text_config": older(inner)}
+    kind = config["model_type"]
+    if kind.startswith(("gemma4", "qwen3_5")):
         return config
-    words = {"dtype": "torch_dtype"} | OLDER.get(config["model_type"], {})
+    words = {"dtype": "torch_dtype"} | OLDER.get(kind, {})
     old = {words.get(key, key): value for key, value in config.items()}
-    for key in ("rope_parameters", "layer_types"):
-        old.pop(key, None)
-    theta, kind = rope.pop("rope_theta"), rope.pop("rope_type")
-    part = {key: rope.pop(key) for key in ("partial_rotary_factor",) if key in rope}
-    scaling = None if kind == "default" else rope | {"type" if kind == "linear" else "rope_type": kind}
-    return old | part | {"rope_theta": theta, "rope_scaling": scaling, "transformers_version": "4.40.0"}
+    if kind in PATTERNS and usual(config):
+        del old["layer_types"]
+    if "rope_parameters" in config:
+        old |= older_rope(old.pop("rope_parameters") or {})
+    return old | {"transformers_version": "4.40.0"}
+
+
+def usual(config: dict[str, Any]) -> bool:
+    """Whether the layers are of the types that they have where `layer_types` says nothing."""
+    plain = {key: value for key, value in config.items() if key != "layer_types"}
+    return transformers.AutoConfig.for_model(**plain).layer_types == config["layer_types"]
+
+
+def older_rope(p: dict[str, Any]) -> dict[str, Any]:
+    """Rotation beside other keys. Of two rotations, the scaling was that of the layers that see all."""
+    if p.keys() == {"full_attention", "sliding_attention"}:
+        far, near = p["full_attention"], p["sliding_attention"]
+        scaled = {key: value for key, value in far.items() if key != "rope_theta"}
+        local = {"rope_local_base_freq": near["rope_theta"]}
+        return local | {"rope_theta": far["rope_theta"], "rope_scaling": scaled if len(scaled) > 1 else None}
+    if "rope_theta" not in p:
+        return {"rope_parameters": p}
+    theta, kind = p["rope_theta"], p["rope_type"]
+    part = {key: value for key, value in p.items() if key == "partial_rotary_factor"}
+    rest = {key: value for key, value in p.items() if key not in ("rope_theta", "rope_type", *part)}
+    word = "type" if kind in ("linear", "longrope") else "rope_type"
+    return part | {"rope_theta": theta, "rope_scaling": rest | {word: kind} if rest else None}
 
 
 def write_tokenizer(folder: Path) -> None:

@@ -1,78 +1,22 @@
 """Every family against transformers, on random checkpoints of odd shapes: logits, gradients, files, generation."""
 
-from pathlib import Path
-
 import pytest
-import torch
-import torch.nn.functional as F
 import transformers
 
-from tests.checkpoints import SHAPES, error, gradients, made, ours, save, their_gradients, theirs, tokens
-from tunekit.checkpoint.folder import Folder
-from tunekit.generate import Sampling, complete
-from tunekit.models.decoder import Decoder
+from tests.checkpoints import SHAPES
+from tests.parity import figures
 from tunekit.models.families.registry import family
 from tunekit.models.spec import DecoderSpec
 
-Pair = tuple[Path, Decoder, transformers.PreTrainedModel]
 
-
-@pytest.fixture(scope="module", params=SHAPES)
-def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    folder = made(tmp_path_factory.mktemp("model"), request.param)
-    return folder, ours(folder), theirs(folder)
-
-
-def test_logits(pair: Pair) -> None:
-    _, mine, other = pair
-    with torch.no_grad():
-        assert error(mine(tokens()), other(tokens()).logits) < 1e-5
-
-
-def test_the_spelling_of_transformers_4(pair: Pair, tmp_path: Path) -> None:
-    _, mine, other = pair
-    older = save(other, tmp_path, spelling=4)
-    assert Folder.open(older).spec == mine.spec
-    with torch.no_grad():
-        assert torch.equal(theirs(older)(tokens()).logits, other(tokens()).logits), "the older spelling means the same"
-        assert torch.equal(ours(older)(tokens()), mine(tokens()))
-
-
-def test_gradients(pair: Pair) -> None:
-    folder, mine, other = pair
-    batch = tokens(3, 17)
-    for logits in (mine(batch), other(batch).logits):
-        F.cross_entropy(logits[:, :-1].flatten(0, 1), batch[:, 1:].flatten()).backward()
-    source = Folder.open(folder)
-    found, wanted = gradients(mine, source), their_gradients(other)
-    mine.zero_grad(), other.zero_grad()
-    stored = {name for name, p in mine.named_parameters() if not p.requires_grad}  # as with transformers, its buffers
-    untrained = {name for move in source.all_moves if not move.ours or move.ours[0] in stored for name in move.hub}
-    assert found.keys() == wanted.keys() - untrained
-    # A bias on keys moves all scores of a query alike: its gradient is rounding.
-    wrong = {name: error(found[name], wanted[name]) for name in found if wanted[name].abs().max() > 1e-6}
-    assert max(wrong.values()) < 1e-4, wrong
-
-
-def test_generation_is_that_of_transformers(pair: Pair) -> None:
-    _, mine, other = pair
-    prompts = [tokens(1, length, seed=length)[0].tolist() for length in (9, 1, 4, 13)]
-    together = complete(mine, prompts, Sampling(tokens=12), frozenset())
-    for prompt, answer in zip(prompts, together, strict=True):
-        assert complete(mine, [prompt], Sampling(tokens=12), frozenset()) == [answer]
-        wanted = other.generate(
-            torch.tensor([prompt]), do_sample=False, max_new_tokens=12, eos_token_id=None, pad_token_id=0
-        )
-        assert wanted[0, len(prompt) :].tolist() == answer
-        assert uncached(mine, prompt, 12) == answer
-
-
-@torch.no_grad()
-def uncached(model: Decoder, prompt: list[int], count: int) -> list[int]:
-    row = list(prompt)
-    for _ in range(count):
-        row.append(int(model(torch.tensor([row]))[0, -1].argmax()))
-    return row[len(prompt) :]
+@pytest.mark.parametrize("name", SHAPES)
+def test_family(name: str) -> None:
+    found = figures(name)
+    assert found.logits < 1e-5
+    assert found.gradients < 1e-4
+    assert not found.generation
+    assert not found.files
+    assert not found.spelling
 
 
 # What config.json may leave out, beside the sizes that every file states.

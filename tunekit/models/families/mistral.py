@@ -7,7 +7,6 @@ USUAL = {"num_key_value_heads": 8, "sliding_window": 4096, "max_position_embeddi
 YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16_384}
 YARN |= {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}
 USUAL3 = {"num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 262_144, "rms_norm_eps": 1e-5}
-USUAL3 |= {"rope_parameters": YARN}
 VISION = beside(LLAMA, "vision_tower", "multi_modal_projector")
 
 
@@ -27,9 +26,9 @@ def ministral(config: Config) -> DecoderSpec:
 def ministral3(config: Config) -> DecoderSpec:
     """Queries grow beyond the context of the first training."""
     c = complete(config, **USUAL3)
-    p = (c.get("rope_scaling") or {}) | c["rope_parameters"]
+    p = c.get("rope_scaling") or c.get("rope_parameters") or YARN
     tuning = QueryTuning(p["llama_4_scaling_beta"], p["original_max_position_embeddings"])
-    mixer = attention(c, rope=rope(c), window=c.get("sliding_window"), tuning=tuning)
+    mixer = attention(c, rope=rope(c | {"rope_scaling": p}), window=c.get("sliding_window"), tuning=tuning)
     return decoder(c, [Layer(mixer, mlp(c))] * c["num_hidden_layers"])
 
 

@@ -1,0 +1,115 @@
+"""How far a family is from transformers, in figures: on a random checkpoint of an odd shape, with both libraries."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import transformers
+from safetensors.torch import load_file
+
+from tests.checkpoints import error, gradients, made, older, ours, rewrite, their_gradients, theirs, tokens
+from tunekit.checkpoint import write
+from tunekit.checkpoint.folder import Folder
+from tunekit.generate import Sampling, complete
+from tunekit.models.decoder import Decoder
+
+Theirs = transformers.PreTrainedModel
+PROMPTS = [tokens(1, length, seed=length)[0].tolist() for length in (13, 1, 6)]
+STEPS = 12  # beyond windows, chunks and the contexts of LongRoPE
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Errors are relative to the largest number of a tensor; `gradients` is the worst of all tensors."""
+
+    logits: float
+    gradients: float
+    generation: str  # what is wrong; empty: nothing
+    files: str
+    spelling: str
+
+
+@cache
+def figures(name: str) -> Figures:
+    """Measured once in a session."""
+    with TemporaryDirectory() as path:
+        folder = made(Path(path) / "model", name)
+        mine, other = ours(folder), theirs(folder)
+        with torch.no_grad():
+            logits = error(mine(tokens()), other(tokens()).logits)
+        found = worst_gradient(mine, other, Folder.open(folder)), generation(mine, other)
+        return Figures(logits, *found, files(folder, mine, Path(path)), spelling(folder, mine))
+
+
+def worst_gradient(mine: Decoder, other: Theirs, source: Folder) -> float:
+    batch = tokens(3, 17)
+    for logits in (mine(batch), other(batch).logits):
+        F.cross_entropy(logits[:, :-1].flatten(0, 1), batch[:, 1:].flatten()).backward()
+    found, wanted = gradients(mine, source), their_gradients(other)
+    stored = {name for name, p in mine.named_parameters() if not p.requires_grad}  # as with transformers, its buffers
+    untrained = {name for move in source.all_moves if not move.ours or move.ours[0] in stored for name in move.hub}
+    assert found.keys() == wanted.keys() - untrained
+    # A bias on keys moves all scores of a query alike: its gradient is rounding.
+    return max(error(found[name], wanted[name]) for name in found if wanted[name].abs().max() > 1e-6)
+
+
+def generation(mine: Decoder, other: Theirs) -> str:
+    """Answers of several prompts at once, of one alone, without a cache, and of transformers, token by token."""
+    together = complete(mine, PROMPTS, Sampling(tokens=STEPS), frozenset())
+    prompt, answer = PROMPTS[0], together[0]
+    routes = {"alone": complete(mine, [prompt], Sampling(tokens=STEPS), frozenset())[0]}
+    routes["transformers"] = other.generate(
+        torch.tensor([prompt]), do_sample=False, max_new_tokens=STEPS, eos_token_id=None, pad_token_id=0
+    )[0, len(prompt) :].tolist()
+    wrong = [f"{route}: {found}, together: {answer}" for route, found in routes.items() if found != answer]
+    for prompt, answer in zip(PROMPTS, together, strict=True):
+        if (found := uncached(other, prompt, answer)) != answer:
+            wrong.append(f"without a cache: {found}, with one: {answer}")
+    return "; ".join(wrong)
+
+
+@torch.no_grad()
+def uncached(model: Theirs, prompt: list[int], answer: list[int]) -> list[int]:
+    """The likeliest token behind every part of an answer, each part read from its beginning."""
+    parts = [prompt + answer[:count] for count in range(len(answer))]
+    return [int(model(torch.tensor([part])).logits[0, -1].argmax()) for part in parts]
+
+
+def files(source: Path, mine: Decoder, path: Path) -> str:
+    """Whether what we write is bit for bit what we read."""
+    (path / "written").mkdir()
+    write.write(path / "written", mine, Folder.open(source), quiet=True)
+    wanted, found = (load_file(folder / "model.safetensors") for folder in (source, path / "written"))
+    if found.keys() != wanted.keys():
+        return f"names: {sorted(found.keys() ^ wanted.keys())}"
+    return ", ".join(n for n, t in wanted.items() if t.dtype != found[n].dtype or not torch.equal(t, found[n]))
+
+
+def spelling(folder: Path, mine: Decoder) -> str:
+    """Whether config.json in the words of transformers 4 means the same, to transformers and to us."""
+    new = transformers.AutoConfig.from_pretrained(folder)
+    rewrite(folder, older)
+    old = transformers.AutoConfig.from_pretrained(folder)
+    if wrong := [*differences(new.to_dict(), old.to_dict())]:
+        return f"to transformers: {wrong}"
+    return "" if Folder.open(folder).spec == mine.spec else "to us"
+
+
+# Old words that transformers passes on unread, once it has made new ones of them.
+UNREAD = {"transformers_version", "rope_scaling", "rope_theta", "rope_local_base_freq", "partial_rotary_factor"}
+UNREAD |= {"sliding_window_pattern", "_sliding_window_pattern", "type"}
+
+
+def differences(new: dict[str, Any], old: dict[str, Any]) -> Iterator[str]:
+    """Keys of two configs that differ, in their parts too."""
+    for key in (new | old).keys() - UNREAD:
+        a, b = new.get(key), old.get(key)
+        if isinstance(a, dict) and isinstance(b, dict):
+            yield from differences(a, b)
+        elif a != b:
+            yield f"{key}: {a}, {b}"
