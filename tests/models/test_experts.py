@@ -1,0 +1,323 @@
+"""Mixtures of experts and what belongs to them, against definitions, other layouts and other ways to the same."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tests.checkpoints import SHAPES, build, error, made, ours, rewrite, save, theirs, tokens
+from tunekit.adapters import Frozen
+from tunekit.checkpoint import atomic
+from tunekit.checkpoint.folder import WEIGHTS, Folder
+from tunekit.checkpoint.write import write
+from tunekit.errors import UserError
+from tunekit.kernels.glu import gated
+from tunekit.memory import Memory
+from tunekit.models.decoder import Decoder
+from tunekit.models.experts import MixtureOfExperts, Router
+from tunekit.models.init import randomize
+from tunekit.models.spec import MoE
+from tunekit.precision import Precision
+
+DIM = 12
+PLAIN = MoE(8, 3, 16, normalize=False)
+KINDS = {
+    "softmax": PLAIN,
+    "normalized": MoE(8, 3, 16, scale=2.5),
+    "odd": MoE(7, 2, 5),
+    "one": MoE(8, 1, 16, score="top_sigmoid", normalize=False, weigh_input=True, shared=9),
+    "biased": MoE(8, 3, 16, "clamped_swiglu", "top_softmax", normalize=False, router_bias=True, bias=True),
+    "corrected": MoE(8, 3, 16, score="sigmoid", groups=(4, 2), selection_bias=True, precise=True),
+    "grouped": MoE(8, 3, 16, groups=(2, 1), shared=9, shared_gate=True),
+}
+
+
+def mixture(spec: MoE) -> MixtureOfExperts:
+    torch.manual_seed(0)
+    layer = MixtureOfExperts(DIM, spec)
+    with torch.no_grad():
+        for p in layer.parameters():
+            p.normal_(std=0.5)
+    return layer
+
+
+def by_definition(layer: MixtureOfExperts, x: Tensor) -> Tensor:
+    """One token and one expert at a time, in float64."""
+    spec, out = layer.spec, []
+    for row in x.double():
+        weights, chosen = one_choice(layer.router, row)
+        y = torch.zeros(DIM, dtype=torch.float64)
+        for weight, expert in zip(weights, chosen, strict=True):
+            inner = row * weight if spec.weigh_input else row
+            parts = layer.experts.gate_proj, layer.experts.up_proj, layer.experts.down_proj
+            w = [part.weight[expert].double() for part in parts]
+            b = [torch.zeros(()) if part.bias is None else part.bias[expert].double() for part in parts]
+            made = w[2] @ gated(spec.act, w[0] @ inner + b[0], w[1] @ inner + b[1]) + b[2]
+            y += made if spec.weigh_input else weight * made
+        if layer.shared is not None:
+            s = layer.shared
+            shared = s.down_proj.weight.double() @ gated(
+                spec.act, s.gate_proj.weight.double() @ row, s.up_proj.weight.double() @ row
+            )
+            gate = layer.shared_gate
+            y += shared if gate is None else shared * (gate.weight.double() @ row).sigmoid()
+        out.append(y)
+    return torch.stack(out)
+
+
+def one_choice(router: Router, row: Tensor) -> tuple[list[float], list[int]]:
+    """Weights and numbers of the experts of one token, with lists and sorting."""
+    spec = router.spec
+    logits = router.weight.double() @ row + (0 if router.bias is None else router.bias.double())
+    scores = {"softmax": logits.softmax(0), "sigmoid": logits.sigmoid()}.get(spec.score, logits).tolist()
+    shift = [0.0] * len(scores) if router.selection_bias is None else router.selection_bias.tolist()
+    worth = [score + add for score, add in zip(scores, shift, strict=True)]
+    open_to = set(range(len(scores)))
+    if spec.groups is not None:
+        size = len(scores) // spec.groups[0]
+        groups = [range(i, i + size) for i in range(0, len(scores), size)]
+        counted = 2 if spec.selection_bias else 1
+        best = sorted(groups, key=lambda group: -sum(sorted((worth[e] for e in group), reverse=True)[:counted]))
+        open_to = {expert for group in best[: spec.groups[1]] for expert in group}
+    chosen = sorted(open_to, key=lambda expert: -worth[expert])[: spec.top_k]
+    weights = torch.tensor([scores[e] for e in chosen], dtype=torch.float64)
+    weights = {"top_softmax": weights.softmax(0), "top_sigmoid": weights.sigmoid()}.get(spec.score, weights)
+    weights = weights / weights.sum() if spec.normalize else weights
+    return (weights * spec.scale).tolist(), chosen
+
+
+@pytest.mark.parametrize("spec", KINDS.values(), ids=KINDS)
+def test_a_mixture_is_what_its_definition_says(spec: MoE) -> None:
+    layer, x = mixture(spec), torch.randn(4, 9, DIM)
+    assert error(layer(x).double(), by_definition(layer, x.flatten(0, 1)).view_as(x)) < 1e-5
+
+
+@pytest.mark.parametrize("spec", KINDS.values(), ids=KINDS)
+def test_gradients_of_a_mixture_are_those_of_its_definition(spec: MoE) -> None:
+    layer, x = mixture(spec), torch.randn(2, 5, DIM)
+    grad = torch.randn_like(x)
+    found = torch.autograd.grad(layer(x), layer_weights(layer), grad, materialize_grads=True)
+    y = differentiable(layer, x)
+    wanted = torch.autograd.grad(y, layer_weights(layer), grad, materialize_grads=True)
+    for (name, _), a, b in zip(named(layer), found, wanted, strict=True):
+        assert error(a, b) < 1e-4 or b.abs().max() < 1e-6, name
+
+
+def named(layer: MixtureOfExperts) -> list[tuple[str, torch.nn.Parameter]]:
+    return [(name, p) for name, p in layer.named_parameters() if p.requires_grad]
+
+
+def layer_weights(layer: MixtureOfExperts) -> list[torch.nn.Parameter]:
+    return [p for _, p in named(layer)]
+
+
+def differentiable(layer: MixtureOfExperts, x: Tensor) -> Tensor:
+    """Every token through every expert, most of them with a weight of zero."""
+    spec, rows = layer.spec, x.flatten(0, 1)
+    weights, chosen = layer.router(rows)
+    every = torch.zeros(len(rows), spec.experts).scatter(1, chosen, weights)
+    y = torch.zeros_like(rows)
+    for expert, share in enumerate(every.unbind(1)):
+        inner = rows * share[:, None] if spec.weigh_input else rows
+        parts = layer.experts.gate_proj, layer.experts.up_proj, layer.experts.down_proj
+        (gw, gb), (uw, ub), (dw, db) = ((p.weight[expert], None if p.bias is None else p.bias[expert]) for p in parts)
+        made = F.linear(gated(spec.act, F.linear(inner, gw, gb), F.linear(inner, uw, ub)), dw, db)
+        y = y + (made if spec.weigh_input else made * share[:, None])
+    if layer.shared is not None:
+        shared = layer.shared(rows)
+        y = y + (shared if layer.shared_gate is None else shared * layer.shared_gate(rows).sigmoid())
+    return y.view_as(x)
+
+
+@pytest.mark.parametrize("spec", KINDS.values(), ids=KINDS)
+def test_a_row_gets_the_same_alone_and_among_others(spec: MoE) -> None:
+    layer, x = mixture(spec), torch.randn(16, DIM)
+    x[3] = x[8] = x[0]
+    together = layer(x)
+    assert torch.equal(together, layer(x)), "twice the same"
+    assert torch.equal(together[3], together[0])
+    assert torch.equal(together[8], together[0])
+    for i in range(len(x)):
+        assert error(layer(x[i : i + 1])[0], together[i]) < 1e-6
+
+
+def test_all_tokens_to_one_expert() -> None:
+    layer, x = mixture(MoE(8, 1, 16, router_bias=True)), torch.randn(2, 9, DIM)
+    with torch.no_grad():
+        layer.router.bias[5] = 100.0
+    layer(x).sum().backward()
+    assert set(layer.router(x.flatten(0, 1))[1].flatten().tolist()) == {5}
+    for part in (layer.experts.gate_proj, layer.experts.up_proj, layer.experts.down_proj):
+        idle = [e for e in range(8) if e != 5]
+        assert part.weight.grad[5].abs().max() > 0
+        assert torch.equal(part.weight.grad[idle], torch.zeros_like(part.weight[idle]))
+
+
+@pytest.mark.parametrize("spec", [PLAIN, KINDS["corrected"]], ids=["plain", "groups"])
+def test_equal_scores_are_a_choice_all_the_same(spec: MoE) -> None:
+    """Whatever the order of equals, every token gets as many experts as it should, and always the same."""
+    layer, x = mixture(spec), torch.randn(6, DIM)
+    torch.nn.init.zeros_(layer.router.weight)
+    if layer.router.selection_bias is not None:
+        torch.nn.init.zeros_(layer.router.selection_bias)
+    weights, chosen = layer.router(x)
+    assert all(len(set(row)) == spec.top_k for row in chosen.tolist())
+    assert torch.equal(chosen, chosen[:1].expand_as(chosen))
+    assert torch.equal(weights, weights[:1, :1].expand_as(weights))
+    assert torch.equal(layer(x), layer(x))
+
+
+@pytest.mark.parametrize("precise", [True, False])
+def test_what_a_router_multiplies_in(precise: bool) -> None:
+    """DeepSeek's in fp32, whatever the layers around it are in; others in the dtype of the activations."""
+    router, x = Router(DIM, MoE(8, 3, 16, precise=precise)), torch.randn(5, DIM).bfloat16()
+    torch.nn.init.normal_(router.weight)
+    kind = torch.float32 if precise else torch.bfloat16
+    assert torch.equal(router.logits(x), F.linear(x.to(kind), router.weight.to(kind)).float())
+
+
+MIXED = ["qwen2-moe-sliding", "gpt-oss", "deepseek-v3", "glm4-moe", "llama4", "gemma4-shared", "gemma4-moe-shared"]
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_layers_that_are_computed_twice_have_the_same_gradients(name: str, tmp_path: Path) -> None:
+    folder = made(tmp_path, name)
+    grads = []
+    for recompute in (False, True):
+        model = ours(folder, memory=Memory(recompute=recompute))
+        model(tokens(), read=lambda hidden, head: head(hidden)).float().square().mean().backward()
+        grads.append({name: p.grad for name, p in model.named_parameters() if p.requires_grad})
+    assert all(torch.equal(grads[1][name], grad) for name, grad in grads[0].items())
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_packed_documents_are_as_alone(name: str, tmp_path: Path) -> None:
+    model, lengths = ours(made(tmp_path, name), Frozen()), [17, 4, 25]
+    row = tokens(1, sum(lengths))
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    offsets = torch.tensor([0, *lengths]).cumsum(0)
+    alone = [model(part) for part in row.split(lengths, dim=1)]
+    assert error(model(row, positions, offsets), torch.cat(alone, dim=1)) < 1e-5
+
+
+STACKED = ["mixtral", "qwen2-moe", "qwen3-moe-sparse", "glm4-moe", "deepseek-v3", "deepseek-v2"]
+
+
+@pytest.mark.parametrize("name", STACKED)
+def test_stacked_files_are_read_and_written_back_as_they_were(name: str, tmp_path: Path) -> None:
+    """As transformers 5 writes them when it is told not to unstack what it holds."""
+    model = build(SHAPES[name])
+    single, stacked = save(model, tmp_path / "a"), save(model, tmp_path / "b", save_original_format=False)
+    assert len(load_file(stacked / WEIGHTS)) < len(load_file(single / WEIGHTS))
+    mine = ours(stacked, Frozen())
+    assert torch.equal(mine(tokens()), ours(single, Frozen())(tokens()))
+    assert (written(tmp_path / "out", mine, stacked) / WEIGHTS).read_bytes() == (stacked / WEIGHTS).read_bytes()
+
+
+def written(out: Path, model: Decoder, source: Path) -> Path:
+    with atomic.whole(out) as folder:
+        write(folder, model, Folder.open(source), quiet=True)
+    return out
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3", "glm4-moe"])
+def test_layers_that_predict_further_tokens_are_kept(name: str, tmp_path: Path) -> None:
+    source = made(tmp_path / "source", name)
+    logits = ours(source, Frozen())(tokens())
+    held = load_file(source / WEIGHTS)
+    last = SHAPES[name]["num_hidden_layers"]
+    more = {k.replace("layers.2.", f"layers.{last}."): v + 1 for k, v in held.items() if ".layers.2." in k}
+    more |= {f"model.layers.{last}.{part}.weight": torch.randn(3) for part in ("eh_proj", "enorm", "shared_head.norm")}
+    save_file(held | more, source / WEIGHTS, metadata={"format": "pt"})
+    model = ours(source, Frozen())
+    assert torch.equal(model(tokens()), logits)
+    assert (written(tmp_path / "out", model, source) / WEIGHTS).read_bytes() == (source / WEIGHTS).read_bytes()
+
+
+def test_keys_of_layers_that_take_those_of_others_are_kept(tmp_path: Path) -> None:
+    source = made(tmp_path / "source", "gemma4-shared")
+    held = load_file(source / WEIGHTS)
+    more = {
+        f"model.layers.{i}.self_attn.{leaf}": torch.randn(5)
+        for i in range(4, 8)
+        for leaf in ("k_proj.weight", "k_norm.weight")
+    }
+    save_file(held | more, source / WEIGHTS, metadata={"format": "pt"})
+    model = ours(source, Frozen())
+    assert error(model(tokens()), theirs(source)(tokens()).logits) < 1e-5
+    assert (written(tmp_path / "out", model, source) / WEIGHTS).read_bytes() == (source / WEIGHTS).read_bytes()
+
+
+def test_kimi_k2_is_deepseek_v3_by_another_name(tmp_path: Path) -> None:
+    folder = made(tmp_path, "deepseek-v3")
+    spec = Folder.open(folder).spec
+    rewrite(folder, lambda c: c | {"model_type": "kimi_k2"})
+    assert Folder.open(folder).spec == spec
+
+
+MXFP4 = SHAPES["gpt-oss"] | {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+
+
+def test_gpt_oss_from_mxfp4_files_is_what_transformers_makes_of_them(tmp_path: Path) -> None:
+    folder = save(build(MXFP4).bfloat16(), tmp_path)
+    held, draw = load_file(folder / WEIGHTS), torch.Generator().manual_seed(0)
+    for name in [name for name in held if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inner, outer = held.pop(name).shape
+        shape = experts, outer, inner // 32
+        held[f"{name}_blocks"] = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8, generator=draw)
+        held[f"{name}_scales"] = torch.randint(120, 126, shape, dtype=torch.uint8, generator=draw)
+    save_file(held, folder / WEIGHTS, metadata={"format": "pt"})
+    rewrite(folder, lambda c: c | {"quantization_config": {"quant_method": "mxfp4"}})
+    with torch.no_grad():
+        mine, other = ours(folder, Frozen(), Precision("fp32"))(tokens()), theirs(folder).float()(tokens()).logits
+    assert error(mine, other) < 1e-5
+
+
+@pytest.mark.parametrize("frozen", ["checkpoint", "bf16"])
+def test_corrections_and_routers_stay_as_exact_as_they_were(frozen: str, tmp_path: Path) -> None:
+    """Published files hold the corrections, and some the routers, in fp32 among weights of bf16."""
+    model = build(SHAPES["deepseek-v3"]).bfloat16()
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if ".mlp.gate." in name:
+            tensor.data = tensor.data.float()
+    mine = ours(save(model, tmp_path), Frozen(), Precision("bf16", frozen=frozen))
+    kinds = {name: p.dtype for name, p in mine.named_parameters()}
+    exact = {name for name, kind in kinds.items() if kind == torch.float32}
+    assert exact == {f"layers.{i}.mlp.router.{leaf}" for i in (1, 2) for leaf in ("weight", "selection_bias")}
+
+
+@pytest.mark.parametrize("name", [*MIXED, "gemma4-moe"])
+def test_fresh_weights_are_all_drawn(name: str, tmp_path: Path) -> None:
+    """No number is left from what was in memory, experts differ, and nothing is corrected or scaled."""
+    models = [Decoder(Folder.open(made(tmp_path, name)).spec) for _ in range(2)]
+    for model in models:
+        for p in model.parameters():
+            torch.nn.init.constant_(p, float("nan"))
+        randomize(model, 3)
+    for (key, p), q in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(p, q), key
+        assert p.isfinite().all(), key
+        # What writes into the residual stream is smaller, by the root of twice the layers.
+        assert p.ndim < 2 or p.numel() < 500 or 0.2 < p.std() / models[0].spec.std < 1.2, key
+        if p.ndim == 3:
+            assert len({w.sum().item() for w in p}) == len(p)
+    assert models[0](tokens()).isfinite().all()
+
+
+@pytest.mark.parametrize(("name", "change", "told"), [
+    ("mixtral", {"num_experts_per_tok": 6}, "num_experts_per_tok 6 is more than the 5 experts"),
+    ("qwen3-moe", {"num_local_experts": None}, "the number of experts is missing"),
+    ("gpt-oss", {"swiglu_limit": 9.0}, "swiglu_limit 9.0 is not supported, only 7.0"),
+    ("deepseek-v3", {"moe_layer_freq": 2}, "moe_layer_freq 2 is not supported, only 1"),
+    ("gemma4", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention 'all' is not supported"),
+    ("gemma4-shared", {"num_kv_shared_layers": 7}, "num_kv_shared_layers 7 leaves no full_attention layer"),
+])  # fmt: skip
+def test_what_config_json_says_wrongly_is_told(name: str, change: dict, told: str, tmp_path: Path) -> None:
+    folder = made(tmp_path, name)
+    rewrite(folder, lambda c: c | change)
+    with pytest.raises(UserError, match=told) as raised:
+        Folder.open(folder)
+    assert str(folder / "config.json") in str(raised.value)
