@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tunekit.models.weights import Fused, Match, Row, Same, Shape, Stack, Transposed, matched, numbered
+from tunekit.models.families.registry import Family
+from tunekit.models.weights import Fused, Match, Same, Shape, Stack, Transposed, matched, numbered
 
 WEIGHT = ".weight"
 Convert = Callable[[list[Tensor]], list[Tensor]]
@@ -77,14 +78,10 @@ class Site:
         return through(lambda tensors: self.rows.load(tensors, [*ours]), updates)
 
 
-def place(name: str, table: tuple[Row, ...]) -> Match:
-    """Where transformers has one of our tensors, whatever a checkpoint does.
-
-    It stacks experts in one tensor. Of several rows for the same thing the last has the names of its modules.
-    """
-    found = [match for row in table if (match := matched(name, row, row.ours))]
-    first = next((match for match in found if "*" not in match.hub[0]), found[0])
-    return [match for match in found if match.row.ours == first.row.ours][-1]
+def place(name: str, family: Family) -> Match:
+    """Where transformers has one of our tensors: it stacks experts in one, whatever a checkpoint does."""
+    found = [match for row in family.modules if (match := matched(name, row, row.ours))]
+    return next((match for match in found if "*" not in match.hub[0]), found[0])
 
 
 def through(convert: Convert, updates: Sequence[Update]) -> list[Update]:

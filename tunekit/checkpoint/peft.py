@@ -40,6 +40,7 @@ class Piece:
     update: Update
     parameter: bool  # adapted as such, not as the weight of a module
     embedding: bool
+    swapped: bool  # PEFT takes the inputs of these experts for their outputs
     ranks: tuple[int, ...]  # of the layers that are blocks of it
 
     @property
@@ -51,7 +52,7 @@ class Piece:
         a, b, magnitude = self.update.a, self.update.b, self.update.magnitude
         if self.embedding:
             return {f"{prefix}.lora_embedding_A": b.T, f"{prefix}.lora_embedding_B": a.T}
-        a, b = flat(a, b) if a.ndim == 3 else (a, b)
+        a, b = flat(a, b, self.swapped) if a.ndim == 3 else (a, b)
         found = {f"{prefix}.lora_A.weight": a, f"{prefix}.lora_B.weight": b}
         return found if magnitude is None else found | {f"{prefix}.lora_magnitude_vector": magnitude}
 
@@ -72,7 +73,7 @@ def pieces(model: Decoder, adapter: LoRA, source: Folder) -> list[Piece]:
     """All updates, by the Hub's tensors, in the order of the model."""
     layers = adapter.layers(model)
     order = [name for name, _ in model.named_modules() if name in layers]
-    sites = dict.fromkeys(Site.of(place(name + WEIGHT, source.family.table)) for name in order)
+    sites = dict.fromkeys(Site.of(place(name + WEIGHT, source.family)) for name in order)
     experts = any(isinstance(m, Stacked) for m in model.modules())
     found = []
     for site in sites:
@@ -83,7 +84,8 @@ def pieces(model: Decoder, adapter: LoRA, source: Folder) -> list[Piece]:
         for tensor, joined in zip(names, site.out(updates), strict=True):
             module = tensor.removesuffix(WEIGHT)
             taken = experts and module.rpartition(".")[2] in TAKEN and joined.magnitude is None
-            found.append(Piece(tensor, joined, module == tensor or taken, isinstance(first, Embedding), ranks))
+            kinds = module == tensor or taken, isinstance(first, Embedding), source.family.untold
+            found.append(Piece(tensor, joined, *kinds, ranks))
     return found
 
 
@@ -122,7 +124,7 @@ def kept(model: Decoder, adapter: LoRA, source: Folder) -> dict[str, Match]:
     trained = {*adapter.kept(model, adapter.layers(model))}
     if model.spec.tied and not trained.isdisjoint(name + WEIGHT for name in TIED):
         trained |= {name + WEIGHT for name in TIED}
-    places = {name: place(name, source.family.table) for name in model.shapes}
+    places = {name: place(name, source.family) for name in model.shapes}
     biases = {name for name in trained if name.endswith(BIAS) and name.removesuffix(BIAS) + WEIGHT not in trained}
     modules = {owner(hub) for name in trained - biases for hub in places[name].hub}
     whole = {name for name, match in places.items() if not modules.isdisjoint(map(owner, match.hub))}
@@ -189,7 +191,7 @@ def alpha(update: Update, adapter: LoRA) -> float:
 def other_tensors(model: Decoder, source: Folder) -> set[str]:
     """All names there are: of the model, and of what its checkpoint holds beside it."""
     beside = [move for move in source.all_moves if not move.ours] if source.has_weights else []
-    ours = {tensor for name in model.shapes for tensor in place(name, source.family.table).hub}
+    ours = {tensor for name in model.shapes for tensor in place(name, source.family).hub}
     return ours | {tensor for move in beside for tensor in move.hub}
 
 
@@ -292,11 +294,11 @@ def fitting(folder: Path, model: Decoder, adapter: LoRA, source: Folder) -> set[
     names = {name for move in held.kept for name in move.ours}
     wanted = {*kept(model, adapter, source)}
     optional = {name + WEIGHT for name in TIED} if model.spec.tied else set()
-    table, other = source.family.table, f"this adapter was trained for {held.config.base}, or with other targets"
+    family, other = source.family, f"this adapter was trained for {held.config.base}, or with other targets"
     if extra := [*(name + WEIGHT for name in theirs if name not in mine), *sorted(names - wanted)]:
-        raise UserError(f"{folder / TENSORS}: {place(extra[0], table).hub[0]} has no place in this model; {other}")
+        raise UserError(f"{folder / TENSORS}: {place(extra[0], family).hub[0]} has no place in this model; {other}")
     if missing := [*(name + WEIGHT for name in mine if name not in theirs), *sorted(wanted - names - optional)]:
-        raise UserError(f"{folder / TENSORS}: nothing for {place(missing[0], table).hub[0]}; {other}")
+        raise UserError(f"{folder / TENSORS}: nothing for {place(missing[0], family).hub[0]}; {other}")
     agree(folder, adapter, described(folder, source))
     sizes = adapter.sizes(mine)
     for name, found in theirs.items():

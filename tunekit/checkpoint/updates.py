@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from tunekit.checkpoint.folder import Folder, Stored, header, read_json
 from tunekit.errors import UserError
 from tunekit.models.decoder import Decoder
 from tunekit.models.spec import DecoderSpec
-from tunekit.models.weights import Match, Move, Row, Shape, from_hub, moves_in
+from tunekit.models.weights import Match, Move, Shape, from_hub, moves_in
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -103,10 +103,12 @@ class Part:
     rank: int
     scale: float
     shape: Shape  # of the weight, (..., out, in)
+    swapped: bool = False  # PEFT took the inputs of experts for their outputs
 
     def wanted(self) -> dict[str, Shape]:
         """The shapes that its tensors must have. Those of experts are flat: all ranks of the first, then the next."""
         *lead, outputs, inputs = self.shape
+        inputs, outputs = (outputs, inputs) if self.swapped else (inputs, outputs)
         many = self.rank * (lead[0] if lead else 1)
         found = {"lora_A": (many, inputs), "lora_B": (outputs, many), "lora_magnitude_vector": (outputs,)}
         return found | {"lora_embedding_A": (self.rank, outputs), "lora_embedding_B": (inputs, self.rank)}
@@ -117,7 +119,7 @@ class Part:
             return Update(found["lora_embedding_B"].T, found["lora_embedding_A"].T, self.scale)
         a, b = found["lora_A"], found["lora_B"]
         if len(self.shape) == 3:
-            a, b = stacked(a, b, self.shape[0])
+            a, b = stacked(a, b, self.shape[0], self.swapped)
         return Update(a, b, self.scale, found.get("lora_magnitude_vector"))
 
 
@@ -168,24 +170,25 @@ def shapes(spec: DecoderSpec) -> Mapping[str, Shape]:
         return Decoder(spec).shapes
 
 
-@cache
-def containers(spec: DecoderSpec, table: tuple[Row, ...]) -> Mapping[str, list[str]]:
+def containers(source: Folder) -> Mapping[str, list[str]]:
     """Modules of the Hub that hold stacked experts, and their tensors in the order in which PEFT wraps them."""
     found: dict[str, dict[str, None]] = {}
-    for name, shape in shapes(spec).items():
+    for name, shape in shapes(source.spec).items():
         if name.endswith(WEIGHT) and len(shape) == 3:
-            for tensor in place(name, table).hub:
+            for tensor in place(name, source.family).hub:
                 found.setdefault(tensor.rpartition(".")[0], {})[tensor] = None
     return {module: list(tensors) for module, tensors in found.items()}
 
 
-def stacked(a: Tensor, b: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """A (E, rank, in) and B (E, out, rank) of experts, from (E rank, in) and (out, rank E)."""
-    return a.unflatten(0, (experts, -1)), b.unflatten(1, (-1, experts)).permute(2, 0, 1)
+def stacked(a: Tensor, b: Tensor, experts: int, swapped: bool) -> tuple[Tensor, Tensor]:
+    """A (E, rank, in) and B (E, out, rank) of experts, from (E rank, in) and (out, rank E), or of the transposed."""
+    a, b = a.unflatten(0, (experts, -1)), b.unflatten(1, (-1, experts)).permute(2, 0, 1)
+    return (b.mT, a.mT) if swapped else (a, b)
 
 
-def flat(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+def flat(a: Tensor, b: Tensor, swapped: bool) -> tuple[Tensor, Tensor]:
     """The way back from `stacked`."""
+    a, b = (b.mT, a.mT) if swapped else (a, b)
     return a.flatten(0, 1), b.permute(1, 2, 0).flatten(1)
 
 
@@ -235,7 +238,7 @@ class Reader:
     def __init__(self, config: Config, file: Path, tensors: Mapping[str, Stored], source: Folder) -> None:
         self.config, self.file, self.tensors, self.source = config, file, tensors, source
         self.plain, self.shapes = config.choice, shapes(source.spec)
-        self.containers = containers(source.spec, source.family.table)
+        self.containers = containers(source)
         with safe_open(file, framework="pt") as opened:
             self.blocks = json.loads((opened.metadata() or {}).get(PARTS, "{}"))
 
@@ -287,7 +290,9 @@ class Reader:
     def part(self, tensor: str, names: dict[str, str], shape: Shape) -> Part:
         key = tensor if self.config.targets(tensor) else tensor.removesuffix(WEIGHT)
         rank, alpha = self.config.size(key, self.plain)
-        part = Part(names, rank, self.plain.scale(rank, alpha), shape)
+        part = Part(names, rank, self.plain.scale(rank, alpha), shape, len(shape) == 3 and self.source.family.untold)
+        if len(shape) == 3 and self.tensors[names["lora_A"]].shape != part.wanted()["lora_A"]:
+            part = replace(part, swapped=not part.swapped)  # as PEFT did before its version 0.19
         for kind, name in names.items():
             if self.tensors[name].shape != part.wanted()[kind]:
                 has, wants = list(self.tensors[name].shape), list(part.wanted()[kind])

@@ -38,6 +38,13 @@ class Family:
     spec: Callable[[Config], DecoderSpec]
     table: tuple[Row, ...] = LLAMA
     told: Callable[[Config], tuple[Row, ...]] = lambda _: ()  # rows that config.json decides, before the others
+    live: tuple[Row, ...] = ()  # what transformers calls its modules, where the first rows for them are of older files
+    untold: bool = False  # experts are transposed there, and their module does not tell PEFT so
+
+    @property
+    def modules(self) -> tuple[Row, ...]:
+        """The table with the names first that an adapter's files go by."""
+        return self.live + self.table
 
 
 FAMILIES = {
@@ -56,13 +63,13 @@ FAMILIES = {
     "granite": Family(granite.spec),
     "kimi_k2": Family(deepseek.v3, deepseek.TABLE, moe.predictors),
     "llama": Family(llama.spec),
-    "llama4": Family(llama4.vision, llama4.VISION),
-    "llama4_text": Family(llama4.spec, llama4.TABLE),
+    "llama4": Family(llama4.vision, llama4.VISION, untold=True),
+    "llama4_text": Family(llama4.spec, llama4.TABLE, untold=True),
     "ministral": Family(mistral.ministral),
     "ministral3": Family(mistral.ministral3),
     "mistral": Family(mistral.mistral),
     "mistral3": Family(mistral.vision, mistral.VISION),
-    "mixtral": Family(mixtral.spec, mixtral.TABLE),
+    "mixtral": Family(mixtral.spec, mixtral.TABLE, live=(*moe.ROUTER, *moe.EXPERTS)),
     "olmo2": Family(olmo.olmo2, olmo.TABLE),
     "olmo3": Family(olmo.olmo3, olmo.TABLE),
     "phi3": Family(phi.spec, phi.TABLE),
@@ -73,8 +80,8 @@ FAMILIES = {
     "qwen3": Family(qwen.qwen3),
     "qwen3_5": Family(qwen3_5.vision, qwen3_5.VISION),
     "qwen3_5_moe": Family(qwen3_5.moe_vision, qwen3_5.MOE_VISION),
-    "qwen3_5_moe_text": Family(qwen3_5.moe, qwen3_5.TABLE),
-    "qwen3_5_text": Family(qwen3_5.dense, qwen3_5.DENSE),
+    "qwen3_5_moe_text": Family(qwen3_5.moe, qwen3_5.MOE_TEXT),
+    "qwen3_5_text": Family(qwen3_5.dense, qwen3_5.TEXT),
     "qwen3_moe": Family(qwen_moe.qwen3, qwen_moe.TABLE),
     "qwen3_next": Family(qwen3_next.spec, qwen3_next.TABLE),
     "qwen3_vl": Family(qwen.qwen3_vision, qwen.VISION),
