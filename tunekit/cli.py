@@ -67,6 +67,8 @@ def _push(verb: Parser) -> None:
     verb.add_argument("--branch", metavar="NAME", help="made if it is not there (default: main)")
     verb.add_argument("--pr", action="store_true", help="open a pull request instead of changing the branch")
     verb.add_argument("--message", metavar="TEXT", help="what the commit says")
+    verb.add_argument("--merged", action="store_true", help="the whole model in place of an adapter")
+    verb.add_argument("--merge-to", metavar="DIR", help="where to keep it (default: it is removed afterwards)")
     verb.add_argument("--force", action="store_true", help="also what was not verified; the model card says so")
     verb.add_argument("--dry-run", action="store_true", help="list the files, send nothing")
     verb.add_argument("--token", metavar="TOKEN", help="access token (default: $HF_TOKEN, or that of `hf auth login`)")

@@ -2,19 +2,26 @@
 
 import json
 import shlex
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from threading import Thread
 
 from huggingface_hub.utils import disable_progress_bars
 
-from tunekit import __version__, assemble, bundled, verify
-from tunekit.checkpoint import atomic, peft
+from tunekit import __version__, assemble, bundled, card, verify
+from tunekit.adapters import LoRA
+from tunekit.checkpoint import atomic, merge, peft
+from tunekit.checkpoint.folder import Folder
 from tunekit.checkpoint.workspace import UPLOAD
 from tunekit.errors import FieldError, UserError
-from tunekit.hub import push
+from tunekit.hub import fetch, push
 from tunekit.hub.trouble import tell
+from tunekit.origin import CARD
+from tunekit.parallel import Run
 
 LEFT_OUT = (atomic.PARTIAL, atomic.PREVIOUS, ".incomplete")
 
@@ -28,6 +35,7 @@ class Push:
     every: int | None = None  # steps between two checkpoints that are sent; none: only the result
     private: bool = True  # who may see it
     branch: str | None = None  # made if it is not there; none: main
+    merged: bool = False  # the whole model in place of an adapter
 
     def __post_init__(self) -> None:
         if self.every is not None and self.every < 1:
@@ -40,8 +48,8 @@ class Push:
     @property
     def options(self) -> str:
         """The same choice in words of `tune push`."""
-        words = ["--private"] * self.private + ["--branch", self.branch or ""] * (self.branch is not None)
-        return shlex.join([self.repo, *words])
+        words = ["--private"] * self.private + ["--merged"] * self.merged
+        return shlex.join([self.repo, *words, *(["--branch", self.branch] if self.branch else [])])
 
 
 class Publisher:
@@ -76,7 +84,7 @@ class Publisher:
     def aside(self, choice: Push, folder: Path, message: str) -> None:
         """Send a checkpoint. That it fails does no harm to the run."""
         try:
-            sent = push.push(contents(folder), choice.target, message)
+            sent = self.send(choice, folder, message)
             tell(f"{message.lower()} is at {sent.url} (commit {sent.commit[:7]})")
         except UserError as error:
             tell(f"{message.lower()} was not sent: {error}; training goes on")
@@ -90,12 +98,22 @@ class Publisher:
         if self.thread is not None:
             self.thread.join()
         try:
-            refuse(final, needed=True)
-            sent = push.push(contents(final), self.choice.target, f"Result of a run, with tunekit {__version__}")
+            if why := doubt(final, True):
+                raise UserError(why)
+            sent = self.send(self.choice, final, f"Result of a run, with tunekit {__version__}")
         except UserError as error:
             again = f"tune push {shlex.quote(str(self.run))} {self.choice.options}"
             raise UserError(f"{error}; the result stays in {final}; send it with: {again}") from error
         tell(f"the result is at {sent.url} (commit {sent.commit[:7]})")
+
+    def send(self, choice: Push, folder: Path, message: str) -> push.Pushed:
+        """One commit; in place of an adapter the whole model, if that was chosen."""
+        if not choice.merged or not (folder / peft.CONFIG).is_file():
+            return push.push(contents(folder), choice.target, message)
+        with merged(folder, device="cpu") as whole:  # the run may need all that the GPU has
+            if why := doubt(whole, True):
+                raise UserError(why)
+            return push.push(contents(whole), choice.target, message)
 
 
 def result(word: str) -> tuple[Path, bool]:
@@ -109,8 +127,57 @@ def result(word: str) -> tuple[Path, bool]:
     return folder, folder != given or atomic.is_whole(folder)
 
 
+@contextmanager
+def merged(folder: Path, out: Path | None = None, device: str = "auto") -> Iterator[Path]:
+    """The whole model that an adapter makes of its base: in `out`, or beside the adapter for as long as it is used."""
+    if not (folder / peft.CONFIG).is_file():
+        raise UserError(f"{folder} is no adapter, so there is nothing to merge: leave --merged out")
+    if out is not None and out.exists():
+        raise UserError(f"{out} is there already: give --merge-to another folder")
+    source, adapter, _ = assemble.described(str(folder))
+    assert isinstance(adapter, LoRA)
+    with ExitStack() as stack:
+        if out is None:
+            try:
+                out = Path(stack.enter_context(TemporaryDirectory(prefix=".merged-", dir=folder.parent)), folder.name)
+            except OSError as error:
+                raise UserError(f"cannot write in {folder.parent}: {error.strerror}: use --merge-to") from error
+        with atomic.whole(out) as place:
+            merge.merge(source, folder, place)
+            tell(str(verify.merged(place, source, adapter, Run(device=device).device)))
+            card.minimal(place, source)
+        yield out
+
+
+@contextmanager
+def staged(folder: Path, repo: str, doubtful: bool, ask: bool) -> Iterator[dict[str, Path]]:
+    """The files to send, by their paths in the repository, with a card. The folder itself stays as it is.
+
+    The card says if the files are doubtful. The Hub may be asked about the base of an adapter to describe it.
+    """
+    with TemporaryDirectory() as temporary:
+        place = Path(temporary, repo.rpartition("/")[2])
+        for path, file in contents(folder).items():
+            (place / path).parent.mkdir(parents=True, exist_ok=True)
+            (place / path).symlink_to(file.resolve())
+        if (place / CARD).is_file():
+            (place / CARD).unlink()
+            shutil.copyfile(folder / CARD, place / CARD)
+        else:
+            card.minimal(place, base_of(folder) if ask else None)
+        if doubtful:
+            card.forced(place)
+        yield contents(place)
+
+
+def base_of(folder: Path) -> Folder | None:
+    """What an adapter was made of, if that can be found out."""
+    with suppress(UserError):
+        return assemble.described(str(folder), fetch.SMALL)[0] if (folder / peft.CONFIG).is_file() else None
+
+
 def contents(folder: Path) -> dict[str, Path]:
-    """The files to send, by their paths in the repository: nothing hidden, no marks, nothing half written."""
+    """The files for others, by their paths in the folder: nothing hidden, no marks, nothing half written."""
     files = {file.relative_to(folder): file for file in sorted(folder.rglob("*")) if file.is_file()}
     return {path.as_posix(): file for path, file in files.items() if is_sent(path)}
 
@@ -121,15 +188,14 @@ def is_sent(path: Path) -> bool:
     return not hidden and path.name != atomic.MARK
 
 
-def refuse(folder: Path, needed: bool) -> None:
-    """UserError for files that are not what the model was, or that nobody has compared with it if that is `needed`."""
+def doubt(folder: Path, ours: bool) -> str | None:
+    """Why files should not be given away: they are not what the model was, or nobody has compared ours with it."""
     if bad := damaged(folder):
-        raise UserError(f"{bad} is no longer what was written: the disk or a person has changed it")
+        return f"{bad} is no longer what was written: the disk or a person has changed it"
     found = verify.read(folder)
-    if found is None and needed:
-        raise UserError(f"{folder}: nobody has compared these files with the model, there is no {verify.FILE}")
-    if found is not None and found.get("passed") is not True:
-        raise UserError(f"{folder}: these files do not behave as the model did, see {verify.FILE}")
+    if found is None:
+        return f"{folder}: nobody has compared these files with the model, there is no {verify.FILE}" if ours else None
+    return None if found["passed"] is True else f"{folder}: these files are not what the model was, see {verify.FILE}"
 
 
 def damaged(folder: Path) -> Path | None:

@@ -13,15 +13,35 @@ def main(args: argparse.Namespace) -> None:
     """Send the files, and print the address alone on standard output, so that scripts can use it."""
     if args.pr and args.branch:
         raise UserError("--pr opens a branch of its own: leave --branch out")
-    folder, ran = publish.result(args.folder)
-    if not args.force:
-        publish.refuse(folder, ran)
-    files = publish.contents(folder)
-    if args.dry_run:
-        show(files)
-        return
-    target = push.Target(args.repo, args.private, args.branch, args.pr, args.token)
-    pushed = push.push(files, target, args.message or f"Upload with tunekit {__version__}")
+    if args.merge_to and not args.merged:
+        raise UserError("--merge-to is where --merged writes: say both")
+    folder, ours = publish.result(args.folder)
+    doubtful = accept(folder, ours, args.force)
+    if not args.merged:
+        send(folder, doubtful, args)
+    elif args.dry_run:
+        raise UserError("--dry-run does not merge, so it cannot know what --merged sends: use `tune merge` first")
+    else:
+        with publish.merged(folder, args.merge_to and Path(args.merge_to).expanduser()) as whole:
+            send(whole, accept(whole, True, args.force) or doubtful, args)
+
+
+def accept(folder: Path, ours: bool, force: bool) -> bool:
+    """Whether the files are doubtful; without force they are refused then."""
+    why = publish.doubt(folder, ours)
+    if why is not None and not force:
+        raise UserError(f"{why}; --force sends it all the same, and says so in the model card")
+    return why is not None
+
+
+def send(folder: Path, doubtful: bool, args: argparse.Namespace) -> None:
+    """Send a folder, or show what would be sent."""
+    with publish.staged(folder, args.repo, doubtful, ask=not args.dry_run) as files:
+        if args.dry_run:
+            show(files)
+            return
+        target = push.Target(args.repo, args.private, args.branch, args.pr, args.token)
+        pushed = push.push(files, target, args.message or f"Upload with tunekit {__version__}")
     tell(f"commit {pushed.commit}" if pushed.changed else f"nothing has changed since commit {pushed.commit}")
     print(pushed.url)
 

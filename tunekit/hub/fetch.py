@@ -22,7 +22,8 @@ from tunekit.hub.large import Files
 
 READ = Files()
 # All but the weights of a whole model.
-SMALL = Files(include=(*(kind for kind in READ.include if kind != "*.safetensors"), "adapter_model.safetensors"))
+SMALL = Files((*large.SMALL, "adapter_model.safetensors"))
+PICKLED = Files(("pytorch_model*.bin", *large.SMALL))
 
 
 def resolve(name: str, files: Files = READ) -> Path:
@@ -39,7 +40,10 @@ def resolve(name: str, files: Files = READ) -> Path:
     repo, _, revision = name.partition("@")
     if name.startswith((".", "/", "~")) or "\\" in name or repo.count("/") > 1:
         raise UserError(f"no such folder: {name}")
-    return download(repo, revision or None, files)
+    place = download(repo, revision or None, files)
+    if files == READ and not any(place.glob("*.safetensors")):  # an old repository has its weights in another format
+        return download(repo, revision or None, PICKLED)
+    return place
 
 
 def commit(folder: Path) -> str | None:

@@ -35,6 +35,8 @@ from tqdm import tqdm
 from tunekit.errors import UserError
 from tunekit.hub.trouble import repeated, tell
 
+# All but weights; what a model card and a licence say goes into those of what is made of the model.
+SMALL = ("*.json", "*.jinja", "tokenizer.model", "*.txt", "README.md", "LICENSE*", "NOTICE*", "USE_POLICY*")
 KEPT = 10 * 2**20  # bytes: shorter files are left to the client
 PROGRESS = 2**20  # bytes after which a broken connection is taken up again at once
 STREAMS = 4
@@ -44,7 +46,7 @@ STREAMS = 4
 class Files:
     """Which files of a repository, as globs over their whole paths. By default those that this toolkit reads."""
 
-    include: tuple[str, ...] = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model", "*.txt", "*.md", "LICENSE*")
+    include: tuple[str, ...] = ("*.safetensors", *SMALL)
     exclude: tuple[str, ...] = ("original/*", "onnx/*", "consolidated*")  # copies for other programs
 
 
