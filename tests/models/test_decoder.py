@@ -61,7 +61,7 @@ def test_fresh_weights_are_those_of_transformers_in_kind(name: str, tmp_path: Pa
                 theirs = wanted[hub]
                 if theirs.std() == 0 or theirs.numel() == 1:
                     assert torch.equal(found, theirs), hub
-                elif theirs.ndim == 1:  # some draw biases and sinks; a few numbers tell no spread
+                elif theirs.numel() < 100:  # some draw biases and sinks too; a few numbers tell no spread
                     assert found.isfinite().all(), hub
                 else:
                     assert 0.2 < found.std() / theirs.std() < 1.5, hub
