@@ -103,7 +103,7 @@ class Work:
 
     def numbers(self, out: str) -> list[dict]:
         """The lines of a run's metrics, without what depends on the clock."""
-        timeless = {"step", "loss", "norm", "rate", "validation"}
+        timeless = {"step", "loss", "norm", "rate", "validation", "verify_largest", "verify_mean", "verify_top1"}
         rows = map(json.loads, (self.folder / out / "metrics.jsonl").read_text().splitlines())
         return [{name: value for name, value in row.items() if name in timeless} for row in rows]
 

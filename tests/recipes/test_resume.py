@@ -144,4 +144,6 @@ def test_validation_may_come_and_go_without_a_trace(work):
     assert work.tune(*lora).code == 0
     assert work.tune(*lora, "validation=null", "save_every=100", "out=plain").code == 0
     plain, watched = work.numbers("plain"), work.numbers("out")
-    assert plain == [line for line in watched if "loss" in line]
+    assert [line for line in plain if "loss" in line] == [line for line in watched if "loss" in line]
+    assert [line["step"] for line in watched if "validation" in line] == [0, 3, 6], "before the first step too"
+    assert not [line for line in plain if "validation" in line]
