@@ -4,6 +4,8 @@ from tunekit.models.families.base import Config, beside, complete, mlp, text
 from tunekit.models.families.qwen3_next import DENSE, EXPERTS, TABLE, USUAL, experts, hybrid
 from tunekit.models.spec import DecoderSpec
 
+# A text model that transformers took out of a larger one keeps the names that it had there.
+TEXT, MOE_TEXT = (*DENSE, *beside(DENSE, "visual")), (*TABLE, *beside(TABLE, "visual"))
 VISION, MOE_VISION = beside(DENSE, "visual"), beside(TABLE, "visual")
 EXPERTS = EXPERTS | {"num_experts": 256, "num_experts_per_tok": 8}
 
