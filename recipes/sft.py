@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from tunekit import assemble, card, losses, metrics, verify
+from tunekit import assemble, card, losses, metrics, publish, verify
 from tunekit.adapters import DoRA, Full, LoRA
 from tunekit.checkpoint import atomic, save, workspace
 from tunekit.checkpoint.folder import Folder
@@ -32,9 +32,10 @@ from tunekit.models.decoder import Decoder
 from tunekit.optim import SGD, WSD, AdamW, Constant, Cosine, Linear, Patience
 from tunekit.parallel import Run
 from tunekit.precision import Precision
+from tunekit.publish import Publisher, Push
 
 # Choices that may change between two starts of one run: they do not change what is learnt.
-LIVE = frozenset({"out", "log", "keep", "save_every"})
+LIVE = frozenset({"out", "log", "keep", "save_every", "push"})
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,7 @@ class SFT:
     precision: Precision = Precision()
     memory: Memory = Memory()
     log: Log = Log()
+    push: Push | None = None  # send the result to the Hub
     init: Literal["checkpoint", "random"] = "checkpoint"  # random: train from scratch what config.json describes
     device: Literal["auto", "cpu", "cuda"] = "auto"
     batch: int = 16  # rows in one optimizer step, over all devices
@@ -92,9 +94,11 @@ def check(cfg: SFT) -> None:
 def main(cfg: SFT) -> None:
     """Train until the last step, a signal, or the end of patience, and leave a checkpoint for others."""
     with Run(cfg.seed, cfg.device) as run, workspace.claim(Path(cfg.out), dump(cfg, "sft"), LIVE) as space:
+        publish.check(cfg.push)
         if atomic.is_whole(space.final):
             verify.insist(space.final)
             run.tell(f"{space.final} is there: nothing is left to do; --fresh starts over")
+            publish.finish(cfg.push, space.folder, space.final)
             return
         source = Folder.open(fetch.resolve(cfg.model), cfg.model)
         tokenizer = Tokenizer.open(source.path).dated(space.day)
@@ -105,7 +109,8 @@ def main(cfg: SFT) -> None:
         run.tell(f"data: {data.report}")
         fresh = cfg.init == "random"
         model = assemble.model(source, cfg.weights, cfg.adapter, cfg.precision, cfg.memory, run, fresh)
-        steps = train(cfg, model, data, held, space, run)
+        sender = Publisher(cfg.push, space.folder, lambda folder: save.final(cfg.adapter, folder, model, source))
+        steps = train(cfg, model, data, held, space, run, sender)
         with atomic.whole(space.final) as folder:
             save.final(cfg.adapter, folder, model, source)
             found = verify.saved(folder, model, source, cfg.precision, run.device, cfg.weights)
@@ -114,9 +119,12 @@ def main(cfg: SFT) -> None:
             card.write(folder, card.Made("sft", resolved(cfg, "sft"), space.folder, source, model, rows, run.device))
         run.tell(f"finished: {space.final}\n{found}")
         verify.insist(space.final)
+        sender.finish(space.final)
 
 
-def train(cfg: SFT, model: Decoder, data: Loader, held: Loader | None, space: workspace.Workspace, run: Run) -> int:
+def train(
+    cfg: SFT, model: Decoder, data: Loader, held: Loader | None, space: workspace.Workspace, run: Run, sender: Publisher
+) -> int:
     """Every step from the last saved one on; how many there were in all."""
     steps = cfg.steps or cfg.epochs * data.steps_per_epoch
     optimizer = cfg.optimizer.build(cfg.adapter.trained(model))
@@ -144,6 +152,7 @@ def train(cfg: SFT, model: Decoder, data: Loader, held: Loader | None, space: wo
             done, real, learnt = step + 1, sum(b.real for b in batches), sum(b.learnt for b in batches)
             log.step(done, loss=loss, norm=norm, rate=rate, tokens=real, learnt=learnt, wait=wait)
             with log.aside():
+                sender.step(done, steps)
                 if held and (done % cfg.validate_every == 0 or done == steps):
                     log.note(done, validation=patience.watch(losses.mean(cfg.loss, model, held, run)))
                 if done % cfg.save_every == 0 or done == steps or patience.over or run.stopping:

@@ -55,21 +55,19 @@ class Push:
 class Publisher:
     """Sends what a run makes, beside the training. Without a choice it does nothing.
 
-    publisher = Publisher(cfg.push, space.folder)       # fails at once if the Hub would refuse what comes later
-    publisher.step(done, steps, write)                  # after each step; `write` writes a checkpoint into a folder
-    publisher.finish(space.final)                       # at the end, when `final/` is whole and verified
+    publish.check(cfg.push)                             # first of all: fails if the Hub would refuse what comes later
+    sender = Publisher(cfg.push, space.folder, write)   # `write` puts a checkpoint of the model into a folder
+    sender.step(done, steps)                            # after each step
+    sender.finish(space.final)                          # when `final/` is whole and verified
     """
 
-    def __init__(self, choice: Push | None, run: Path) -> None:
-        self.choice, self.run = choice, run
+    def __init__(self, choice: Push | None, run: Path, write: Callable[[Path], object]) -> None:
+        self.choice, self.run, self.write = choice, run, write
         self.thread: Thread | None = None
-        if choice is not None:
-            disable_progress_bars()  # the terminal belongs to the run's own
-            push.check(choice.target)
-            atomic.remove(run / UPLOAD)
+        atomic.remove(run / UPLOAD)
 
-    def step(self, step: int, steps: int, write: Callable[[Path], object]) -> None:
-        """Every so many steps: a copy of the model goes on its way, and training goes on."""
+    def step(self, step: int, steps: int) -> None:
+        """Every so many steps a copy of the model goes on its way, and training goes on."""
         if self.choice is None or self.choice.every is None or step % self.choice.every or step == steps:
             return
         if self.thread is not None and self.thread.is_alive():
@@ -77,43 +75,57 @@ class Publisher:
             return
         folder = self.run / UPLOAD / f"{step:08d}"
         with atomic.whole(folder) as place:
-            write(place)
-        self.thread = Thread(target=self.aside, args=(self.choice, folder, f"Step {step}"), daemon=True)
+            self.write(place)
+        self.thread = Thread(target=aside, args=(self.choice, folder, f"Step {step}"), daemon=True)
         self.thread.start()
 
-    def aside(self, choice: Push, folder: Path, message: str) -> None:
-        """Send a checkpoint. That it fails does no harm to the run."""
-        try:
-            sent = self.send(choice, folder, message)
-            tell(f"{message.lower()} is at {sent.url} (commit {sent.commit[:7]})")
-        except UserError as error:
-            tell(f"{message.lower()} was not sent: {error}; training goes on")
-        finally:
-            atomic.remove(folder)
-
     def finish(self, final: Path) -> None:
-        """Send the result. If that fails, the error says how to repeat it."""
-        if self.choice is None:
-            return
+        """Send the result, after what is still on its way. If that fails, the error says how to repeat it."""
         if self.thread is not None:
             self.thread.join()
-        try:
-            if why := doubt(final, True):
-                raise UserError(why)
-            sent = self.send(self.choice, final, f"Result of a run, with tunekit {__version__}")
-        except UserError as error:
-            again = f"tune push {shlex.quote(str(self.run))} {self.choice.options}"
-            raise UserError(f"{error}; the result stays in {final}; send it with: {again}") from error
-        tell(f"the result is at {sent.url} (commit {sent.commit[:7]})")
+        finish(self.choice, self.run, final)
 
-    def send(self, choice: Push, folder: Path, message: str) -> push.Pushed:
-        """One commit; in place of an adapter the whole model, if that was chosen."""
-        if not choice.merged or not (folder / peft.CONFIG).is_file():
-            return push.push(contents(folder), choice.target, message)
-        with merged(folder, device="cpu") as whole:  # the run may need all that the GPU has
-            if why := doubt(whole, True):
-                raise UserError(why)
-            return push.push(contents(whole), choice.target, message)
+
+def check(choice: Push | None) -> None:
+    """Fail now where sending would fail later."""
+    if choice is not None:
+        disable_progress_bars()  # the terminal belongs to those of the run
+        push.check(choice.target)
+
+
+def aside(choice: Push, folder: Path, message: str) -> None:
+    """Send a checkpoint from a thread of its own. That it fails does no harm to the run."""
+    try:
+        sent = send(choice, folder, message)
+        tell(f"{message} is at {sent.url} (commit {sent.commit[:7]})")
+    except UserError as error:
+        tell(f"{message} was not sent: {error}; training goes on")
+    finally:
+        atomic.remove(folder)
+
+
+def finish(choice: Push | None, run: Path, final: Path) -> None:
+    """Send the result of a run, also of one that ended before. If that fails, the error says how to repeat it."""
+    if choice is None:
+        return
+    try:
+        if why := doubt(final, True):
+            raise UserError(why)
+        sent = send(choice, final, f"Result of a run with tunekit {__version__}")
+    except UserError as error:
+        again = f"tune push {shlex.quote(str(run))} {choice.options}"
+        raise UserError(f"{error}; the result stays in {final}; to send it: {again}") from error
+    tell(f"the result is at {sent.url} (commit {sent.commit[:7]})")
+
+
+def send(choice: Push, folder: Path, message: str) -> push.Pushed:
+    """One commit; in place of an adapter the whole model, if that was chosen."""
+    if not choice.merged or not (folder / peft.CONFIG).is_file():
+        return push.push(contents(folder), choice.target, message)
+    with merged(folder, device="cpu") as whole:  # the run may need all that the GPU has
+        if why := doubt(whole, True):
+            raise UserError(why)
+        return push.push(contents(whole), choice.target, message)
 
 
 def result(word: str) -> tuple[Path, bool]:
