@@ -52,7 +52,7 @@ OPTIONAL = {
     "tie_word_embeddings": False,
 }
 # Null is a value of its own here; elsewhere it says as much as a key that is left out.
-NULLABLE = {"num_key_value_heads", "sliding_window", "attn_logit_softcapping", "final_logit_softcapping"}
+NULLABLE = {"num_key_value_heads", "sliding_window", "attn_logit_softcapping", "final_logit_softcapping", "q_lora_rank"}
 # "gelu_new" and "gelu_pytorch_tanh" are two names of one function.
 ACTS = {"gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
 

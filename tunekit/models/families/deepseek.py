@@ -67,7 +67,7 @@ def mixer(c: Config) -> LatentAttention:
     turns = replace(rope({**c, "head_dim": turned}), paired=bool(c["rope_interleave"]), keep_paired=False)
     p = (c.get("rope_scaling") or {}) | (c.get("rope_parameters") or {})
     stretched = growth(p["factor"], p["mscale_all_dim"]) if p.get("mscale_all_dim") and p.get("factor") else 1.0
-    ranks = c.get("q_lora_rank"), c["kv_lora_rank"]
+    ranks = c["q_lora_rank"], c["kv_lora_rank"]
     dims = nope, turned, c["v_head_dim"]
     bias, scale = bool(c["attention_bias"]), (nope + turned) ** -0.5 * stretched**2
     return LatentAttention(c["num_attention_heads"], *ranks, *dims, turns, bias=bias, scale=scale)
