@@ -235,9 +235,10 @@ def sound(is_so: bool, name: str, stored: Stored) -> None:
 def logical(raw: Mapping[str, Stored], config: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Stored]:
     """The tensors that the model has, each in the place of the first of those that hold it."""
     made: dict[str, Found] = {}
-    told = config.get(PACKED) or {}
+    block = (config.get(PACKED) or {}).get("weight_block_size")
+    sizes = tuple(block) if isinstance(block, list) and all(isinstance(n, int) and n > 0 for n in block) else ()
     with Reader(raw) as reader:
-        of = Checkpoint(reader, tuple(told.get("weight_block_size") or ()), dtype)
+        of = Checkpoint(reader, sizes, dtype)
         for name in raw:
             for codec in CODECS:
                 if (packed := codec(name, of)) is not None:
