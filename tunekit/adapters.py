@@ -146,7 +146,7 @@ class LoRA:
         own = {n: m for n, m in model.named_modules() if ".lora_" not in n and [*m.parameters(recurse=False)]}
         whole = dict.fromkeys(name for pattern in self.whole for name in called("whole", pattern, own))
         shared = TIED if model.spec.tied and not TIED.isdisjoint(adapted) else set()
-        if both := [name for name in whole if name in adapted | shared]:
+        if both := [n for n in whole if n in adapted | shared or any(layer.startswith(f"{n}.") for layer in adapted)]:
             raise UserError(f"adapter.whole: {both[0]} is adapted too; leave it out of whole or of targets")
         names = [f"{name}.{key}" for name in whole for key, _ in own[name].named_parameters(recurse=False)]
         biased = {"none": set(), "lora_only": adapted, "all": set(own)}[self.bias]

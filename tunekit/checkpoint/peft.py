@@ -124,11 +124,11 @@ def kept(model: Decoder, adapter: LoRA, source: Folder) -> dict[str, Match]:
     trained = {*adapter.kept(model, adapter.layers(model))}
     if model.spec.tied and not trained.isdisjoint(name + WEIGHT for name in TIED):
         trained |= {name + WEIGHT for name in TIED}
-    places = {name: place(name, source.family) for name in model.shapes}
+    found = places(model, source)
     biases = {name for name in trained if name.endswith(BIAS) and name.removesuffix(BIAS) + WEIGHT not in trained}
-    modules = {owner(hub) for name in trained - biases for hub in places[name].hub}
-    whole = {name for name, match in places.items() if not modules.isdisjoint(map(owner, match.hub))}
-    return {name: match for name, match in places.items() if name in biases | whole}
+    modules = {owner(hub) for name in trained - biases for hub in found[name].hub}
+    whole = {name for name, match in found.items() if any(inside(hub, modules) for hub in match.hub)}
+    return {name: match for name, match in found.items() if name in biases | whole}
 
 
 def kept_tensors(model: Decoder, adapter: LoRA, source: Folder) -> dict[str, Tensor]:
@@ -149,6 +149,11 @@ def owner(name: str) -> str:
     return name.rpartition(".")[0]
 
 
+def inside(name: str, modules: set[str]) -> bool:
+    """Whether a name belongs to one of these modules, or to a part of one."""
+    return any(name[:at] in modules for at, char in enumerate(name) if char == ".")
+
+
 def inner(name: str) -> str:
     """What PEFT calls a tensor of a module that it has wrapped."""
     return owner(name) + INNER + name.removeprefix(owner(name))
@@ -158,10 +163,12 @@ def config(made: list[Piece], saved: Iterable[str], model: Decoder, adapter: LoR
     """What PEFT must know to open the adapter. `saved` are tensors of the model itself."""
     sizes = {piece.key: (piece.update.rank, alpha(piece.update, adapter)) for piece in made}
     rank, usual = Counter(sizes.values()).most_common(1)[0][0]
-    rest = other_tensors(model, source) - {piece.tensor for piece in made}
+    tensors, beside = {tensor for match in places(model, source).values() for tensor in match.hub}, names_beside(source)
+    rest = tensors - {piece.tensor for piece in made}
     parameters = [piece.key for piece in made if piece.parameter]
     modules = [piece.key for piece in made if not piece.parameter]
-    whole = {owner(name) for name in saved if not name.endswith(BIAS)}
+    saved = {owner(name) for name in saved if not name.endswith(BIAS)}
+    whole = {name for name in saved if not inside(name, saved)}
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -171,9 +178,9 @@ def config(made: list[Piece], saved: Iterable[str], model: Decoder, adapter: LoR
         "rank_pattern": patterns({key: size[0] for key, size in sizes.items()}, rank),
         "alpha_pattern": patterns({key: size[1] for key, size in sizes.items()}, usual),
         "lora_dropout": 0.0 if parameters else adapter.dropout,  # PEFT has no dropout for parameters
-        "target_modules": short(modules, {tail(tensor.removesuffix(WEIGHT)) for tensor in rest}),
+        "target_modules": short(modules, {tail(tensor.removesuffix(WEIGHT)) for tensor in rest} | beside),
         "target_parameters": short(parameters, {tail(tensor, 2) for tensor in rest}, parts=2) or None,
-        "modules_to_save": endings(whole, {owner(tensor) for tensor in other_tensors(model, source)} - whole) or None,
+        "modules_to_save": endings(whole, {owner(tensor) for tensor in tensors} - whole | beside) or None,
         "use_rslora": adapter.rslora,
         "use_dora": isinstance(adapter, DoRA),
         "bias": adapter.bias,
@@ -188,11 +195,15 @@ def alpha(update: Update, adapter: LoRA) -> float:
     return float(f"{update.scale * (update.rank**0.5 if adapter.rslora else update.rank):.12g}")
 
 
-def other_tensors(model: Decoder, source: Folder) -> set[str]:
-    """All names there are: of the model, and of what its checkpoint holds beside it."""
+def places(model: Decoder, source: Folder) -> dict[str, Match]:
+    """Where transformers has the tensors of the model, by our names."""
+    return {name: place(name, source.family) for name in model.shapes}
+
+
+def names_beside(source: Folder) -> set[str]:
+    """Names of modules that a checkpoint holds beside the model, such as those of a part that sees."""
     beside = [move for move in source.all_moves if not move.ours] if source.has_weights else []
-    ours = {tensor for name in model.shapes for tensor in place(name, source.family).hub}
-    return ours | {tensor for move in beside for tensor in move.hub}
+    return {part for move in beside for tensor in move.hub for part in tensor.split(".")}
 
 
 def short(names: Iterable[str], taken: set[str], parts: int = 1) -> list[str]:

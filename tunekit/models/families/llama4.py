@@ -5,7 +5,7 @@ from dataclasses import replace
 from tunekit.models.families.base import LLAMA, Config, attention, beside, complete, decoder, mlp, rope, text
 from tunekit.models.families.moe import OURS, sparse, stacked
 from tunekit.models.spec import DecoderSpec, Layer, Norm, QueryTuning
-from tunekit.models.weights import Row
+from tunekit.models.weights import Row, under
 
 FFN = "model.layers.{}.feed_forward"
 TABLE = (
@@ -15,10 +15,11 @@ TABLE = (
     *LLAMA,
 )
 VISION = beside(TABLE, "vision_model", "multi_modal_projector")
+LIVE = (Row("head", "language_model.lm_head"), *under("language_model.model.", TABLE))
 USUAL = {"num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5, "rope_theta": 500_000.0}
 USUAL |= {"max_position_embeddings": 131_072, "no_rope_layer_interval": 4, "interleave_moe_layer_step": 1}
 USUAL |= {"use_qk_norm": True, "attn_temperature_tuning": True, "attn_scale": 0.1, "floor_scale": 8192}
-USUAL |= {"attention_chunk_size": 8192}
+USUAL |= {"attention_chunk_size": 8192, "num_experts_per_tok": 1}
 
 
 def spec(config: Config) -> DecoderSpec:

@@ -63,7 +63,7 @@ FAMILIES = {
     "granite": Family(granite.spec),
     "kimi_k2": Family(deepseek.v3, deepseek.TABLE, moe.predictors),
     "llama": Family(llama.spec),
-    "llama4": Family(llama4.vision, llama4.VISION, untold=True),
+    "llama4": Family(llama4.vision, llama4.VISION, live=llama4.LIVE, untold=True),
     "llama4_text": Family(llama4.spec, llama4.TABLE, untold=True),
     "ministral": Family(mistral.ministral),
     "ministral3": Family(mistral.ministral3),
