@@ -18,7 +18,7 @@ import yaml
 from tunekit import __version__ as VERSION
 from tunekit import discreet, machine, metrics
 from tunekit.checkpoint import peft
-from tunekit.checkpoint.atomic import readable
+from tunekit.checkpoint.atomic import PARTIAL, readable
 from tunekit.checkpoint.folder import Folder, read_json
 from tunekit.checkpoint.save import CURVES, VERIFICATION
 from tunekit.checkpoint.workspace import EVALUATION, FINAL
@@ -101,7 +101,7 @@ def write(folder: Path, made: Made) -> None:
 
 def minimal(folder: Path, source: Folder | None = None, relation: str = "merge") -> None:
     """A card for a model that no run has described: its base, how to use it, how it was compared."""
-    base, name = None if source is None else origin(source), folder.resolve().name
+    base, name = None if source is None else origin(source), folder.resolve().name.removesuffix(PARTIAL)
     about = f"Written by tunekit {VERSION}." if base is None else f"Made of {base.link} with tunekit {VERSION}."
     sections = {"": about, "Use": use(folder, name, base), "Verification": verification(folder)}
     put(folder, head(folder, base, ["tunekit"], [], relation), name, sections)

@@ -74,6 +74,13 @@ def _push(verb: Parser) -> None:
     verb.add_argument("--token", metavar="TOKEN", help="access token (default: $HF_TOKEN, or that of `hf auth login`)")
 
 
+def _merge(verb: Parser) -> None:
+    verb.add_argument("base", metavar="BASE", help="folder of a model or a run, or a name on the Hub")
+    verb.add_argument("adapter", metavar="ADAPTER", help="folder of an adapter or a run, or a name on the Hub")
+    verb.add_argument("out", metavar="DIR", help="folder to write")
+    verb.add_argument("--force", action="store_true", help="no error if the result fails its verification")
+
+
 def _export(verb: Parser) -> None:
     verb.add_argument("model", metavar="MODEL", help="folder of a model or a run, or a name on the Hub")
     verb.add_argument("out", metavar="FILE", help="file to write, such as model.gguf")
@@ -117,6 +124,7 @@ VERBS: dict[str, tuple[str, Callable[[Parser], None]]] = {
     "run": ("run a recipe", _run),
     "download": ("fetch a model", _download),
     "push": ("send a model to the Hub", _push),
+    "merge": ("put an adapter into the weights of its base", _merge),
     "export": ("write a model as a file of llama.cpp (GGUF)", _export),
     "chat": ("talk with a model", _chat),
     "options": ("list every option of a recipe", _options),
