@@ -34,5 +34,5 @@ def main(args: argparse.Namespace) -> None:
         card.minimal(folder, source)
     tell(str(found))
     if not args.force:
-        found.insist(out)
+        verify.insist(out)
     print(out)
