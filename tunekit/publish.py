@@ -83,6 +83,7 @@ class Publisher:
         """Send the result, after what is still on its way. If that fails, the error says how to repeat it."""
         if self.thread is not None:
             self.thread.join()
+        atomic.remove(self.run / UPLOAD)
         finish(self.choice, self.run, final)
 
 

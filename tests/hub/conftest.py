@@ -19,7 +19,8 @@ USERS = {TOKEN: User("ann", orgs=("acme",)), GUEST: User("bob"), READER: User("a
 # it is imported: that has to happen in the child.
 PROGRAM = """
 import json, os, sys
-import tunekit.checkpoint.write, tunekit.generate, tunekit.data.tokenizer, tunekit.recipes, torch._dynamo
+import torch._dynamo, tunekit.checkpoint.write, tunekit.config.dump, tunekit.generate, tunekit.data.tokenizer
+import tunekit.recipes
 from tunekit import cli
 assert "huggingface_hub" not in sys.modules
 for line in sys.stdin:
@@ -34,7 +35,9 @@ for line in sys.stdin:
     for number, name in enumerate(("in", "out", "err")):
         os.dup2(os.open(told[name], os.O_RDWR | os.O_CREAT), number)
     sys.stdin = open(0)
-    sys.exit(cli.main(told["words"]))
+    code = cli.main(told["words"])
+    sys.stdout.flush()
+    os._exit(code)  # to take apart all that was imported takes longer than most commands
 """
 
 

@@ -1,0 +1,99 @@
+"""Runs that send what they learn to the Hub while they go on."""
+
+import json
+import shlex
+import time
+from threading import Event
+
+from safetensors.torch import load
+
+from tests.hub.conftest import READER, TOKEN, Outcome, Place
+from tests.hub.wire import Fault
+from tunekit.publish import contents
+
+WORDS = ["run", "sft", "nano/tools_lora", "steps=6", "batch=2", "micro_batch=2", "save_every=6", "validation=null"]
+WORDS += ["out=run", "device=cpu", "adapter.rank=2", "push.repo=ann/tools"]
+ADAPTER = "adapter_model.safetensors"
+
+
+def train(place: Place, *words: str, **env: str) -> Outcome:
+    return place.tune(*WORDS, *words, **env)
+
+
+def result(place: Place) -> dict[str, bytes]:
+    """What others are to get of the run."""
+    return {path: file.read_bytes() for path, file in contents(place.folder / "run/final").items()}
+
+
+def test_checkpoints_on_the_way_and_the_result(place: Place) -> None:
+    done = train(place, "push.every=2")
+    assert done.code == 0, done.err
+    repo = place.hub.repos["ann/tools"]
+    *steps, _ = repo.history("main")[::-1][1:]
+    assert repo.private and repo.files == result(place)
+    assert {"README.md", "curves.png", "verification.json", "adapter_config.json", ADAPTER} < set(repo.files)
+    assert [commit.title for commit in steps] == ["Step 2", "Step 4"]
+    weights = [load(commit.files[ADAPTER].data) for commit in repo.history("main")[:3]]
+    for name in weights[0]:
+        assert len({bytes(one[name].numpy().tobytes()) for one in weights}) == 3, f"{name} did not change"
+    assert not (place.folder / "run/upload").exists()
+    assert not place.search(TOKEN)
+
+
+def test_training_goes_on_while_a_checkpoint_is_sent(place: Place) -> None:
+    sent = Event()
+    place.hub.faults = [Fault("PUT", "/storage/", cut="lost", hold=sent)]
+    place.start(*WORDS, "push.every=2")
+    final, until = place.folder / "run/final/complete", time.monotonic() + 60
+    while not final.exists() and time.monotonic() < until:
+        time.sleep(0.05)
+    assert final.exists() and not sent.is_set()
+    assert not place.hub.repos["ann/tools"].files, "a part is visible"
+    sent.set()
+    done = place.end()
+    assert done.code == 0 and "step 4 is not sent: an earlier one" in done.err, done.err
+    titles = [commit.title for commit in place.hub.repos["ann/tools"].history("main")]
+    assert titles[1:] == ["Step 2", "initial commit"] and place.hub.repos["ann/tools"].files == result(place)
+
+
+def test_a_checkpoint_that_is_not_taken_does_no_harm(place: Place) -> None:
+    place.hub.faults = [Fault("POST", "/commit/", 403)]
+    done = train(place, "push.every=4")
+    assert done.code == 0 and "Step 4 was not sent: " in done.err, done.err
+    assert place.hub.repos["ann/tools"].files == result(place)
+    assert not (place.folder / "run/upload").exists()
+
+
+def test_a_result_that_is_not_taken_can_be_sent_later(place: Place) -> None:
+    place.hub.faults = [Fault("POST", "/commit/", 403, times=2)]
+    error = train(place, "push.branch=new").error
+    assert "the result stays in run/final" in error
+    words = shlex.split(error.partition("to send it: ")[2])
+    assert words == ["tune", "push", "run", "ann/tools", "--private", "--branch", "new"]
+    again = train(place, "push.branch=new")  # the run is over, and nothing is trained again
+    assert "refuses to write ann/tools" in again.error and "nothing is left to do" in again.err
+    assert place.tune(*words[1:]).code == 0
+    repo = place.hub.repos["ann/tools"]
+    assert {path: blob.data for path, blob in repo.find("new").files.items() if path[0] != "."} == result(place)
+    assert train(place, "push.branch=new").code == 0 and len(repo.history("new")) == 2
+
+
+def test_who_may_not_send_is_told_before_training(place: Place) -> None:
+    for env, says in (({"HF_TOKEN": "hf_wrongTokenOfNobody"}, "does not know you"), ({"HF_TOKEN": READER}, "refuses")):
+        assert says in train(place, **env).error
+    place.hub.put("ann/tools", {})
+    assert "there already and public" in train(place).error
+    assert not (place.folder / "run/metrics.jsonl").exists()
+    assert not place.search("hf_wrongTokenOfNobody") and not place.search(READER)
+
+
+def test_the_whole_model_in_place_of_the_adapter(place: Place) -> None:
+    done = train(place, "push.merged=true", "push.every=4")
+    assert done.code == 0, done.err
+    repo = place.hub.repos["ann/tools"]
+    step, final = (load(commit.files["model.safetensors"].data) for commit in repo.history("main")[1::-1])
+    assert "adapter_config.json" not in repo.files and step.keys() == final.keys()
+    assert json.loads(repo.files["verification.json"])["passed"] is True
+    assert place.tune("chat", "ann/tools", text="Weather in Oslo?\n").out
+    assert {path.name for path in (place.folder / "run").iterdir()} == {
+        "config.yaml", "metrics.jsonl", "state", "final", ".lock"}  # fmt: skip
