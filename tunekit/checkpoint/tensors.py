@@ -45,6 +45,9 @@ DTYPES = {
 }
 NAMES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}  # in JSON files
 KINDS = {dtype: kind for kind, dtype in DTYPES.items()}
+# What torch raises over a pickle that is damaged, or asks for something to be run.
+BROKEN = (pickle.UnpicklingError, zipfile.BadZipFile, struct.error, AssertionError, AttributeError, ArithmeticError)
+BROKEN += (EOFError, LookupError, MemoryError, OSError, RuntimeError, TypeError, ValueError)
 LENGTH = struct.Struct("<Q")
 FORMAT = {"format": "pt"}  # without it transformers does not open a file
 Entries = Mapping[str, tuple[Shape, torch.dtype]]
@@ -174,10 +177,10 @@ def unpickled(file: Path) -> Mapping[str, Tensor]:
     try:
         # Files of torch before 1.6 cannot be mapped.
         found = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
-    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError) as error:
+    except BROKEN as error:
         told = str(error).partition("\n")[0]
         raise UserError(f"{file}: holds more than tensors, or is damaged ({told}); nothing of it was run") from error
-    if not isinstance(found, dict) or not all(isinstance(tensor, Tensor) for tensor in found.values()):
+    if not isinstance(found, dict) or not all(isinstance(n, str) and isinstance(t, Tensor) for n, t in found.items()):
         raise UserError(f"{file}: holds no tensors by name, so these are no weights of a model")
     return found
 
