@@ -1,5 +1,6 @@
 """How far a family is from transformers, in figures: on a random checkpoint of an odd shape, with both libraries."""
 
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -7,13 +8,27 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import peft
 import torch
 import torch.nn.functional as F
 import transformers
 from safetensors.torch import load_file
 
-from tests.checkpoints import error, gradients, made, older, ours, rewrite, their_gradients, theirs, tokens
-from tunekit.checkpoint import write
+from tests.checkpoints import (
+    error,
+    gradients,
+    made,
+    older,
+    opened,
+    ours,
+    rewrite,
+    their_gradients,
+    theirs,
+    tokens,
+    train,
+)
+from tunekit.adapters import LoRA
+from tunekit.checkpoint import atomic, save, write
 from tunekit.checkpoint.folder import Folder
 from tunekit.generate import Sampling, complete
 from tunekit.models.decoder import Decoder
@@ -113,3 +128,29 @@ def differences(new: dict[str, Any], old: dict[str, Any]) -> Iterator[str]:
             yield from differences(a, b)
         elif a != b:
             yield f"{key}: {a}, {b}"
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """Errors of logits: of an adapter of ours in peft, and of the one that peft writes then, with us."""
+
+    there: float
+    back: float
+
+
+def adapted(name: str, adapter: LoRA) -> Adapted:
+    """After three steps of training."""
+    with TemporaryDirectory() as path, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*tie_word_embeddings.*")
+        base, folder = made(Path(path) / "base", name), Path(path)
+        model = ours(base, adapter)
+        train(model, adapter)
+        with atomic.whole(folder / "adapter") as out:
+            save.final(adapter, out, model, Folder.open(base))
+        other = peft.PeftModel.from_pretrained(theirs(base), folder / "adapter").eval()
+        other.save_pretrained(folder / "back")
+        with torch.no_grad():
+            wanted, plain = other(tokens()).logits, theirs(base)(tokens()).logits
+            assert error(plain, wanted) > 1e-2, "it learnt something"
+            there = error(model.eval()(tokens()), wanted)
+            return Adapted(there, error(opened(folder / "back")(tokens()), wanted))

@@ -18,7 +18,7 @@ GRANITE = HEADS | {"model_type": "granite", "attention_multiplier": 0.2, "embedd
 GRANITE |= {"residual_multiplier": 0.6, "logits_scaling": 1.7}
 GEMMA = HEADS | {"head_dim": 10, "pad_token_id": 0}
 GEMMA2 = GEMMA | {"model_type": "gemma2", "sliding_window": 5, "query_pre_attn_scalar": 20}
-GEMMA2 |= {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
+GEMMA2 |= {"attn_logit_softcapping": 4.0, "final_logit_softcapping": 15.0}
 GEMMA3 = GEMMA | {"model_type": "gemma3_text", "sliding_window": 5, "query_pre_attn_scalar": 20}
 KINDS3 = {"full_attention": LINEAR | {"rope_theta": 1e6}}
 KINDS3 |= {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
@@ -79,7 +79,7 @@ DENSE: dict[str, dict[str, Any]] = {
     "gemma3": GEMMA3 | {"num_hidden_layers": 7},
     "gemma3-scaled": GEMMA3
     | {"rope_parameters": KINDS3, "layer_types": ["full_attention", "sliding_attention", "full_attention"]}
-    | {"tie_word_embeddings": False, "final_logit_softcapping": 3.0},
+    | {"tie_word_embeddings": False, "final_logit_softcapping": 15.0},
     "phi3": PHI | {"sliding_window": 7, "tie_word_embeddings": True},
     "phi3-long": PHI | {"rope_parameters": LONG, "original_max_position_embeddings": 16},
     "phi4-mini": PHI
