@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.checkpoints import SHAPES, build, made, ours, rewrite, save
 from tests.shapes_dense import LLAMA3, YARN
-from tunekit.checkpoint.folder import INDEX, WEIGHTS, Folder
+from tunekit.checkpoint.folder import INDEX, PICKLE, PICKLE_INDEX, WEIGHTS, Folder
 from tunekit.errors import UserError
 
 Q = "model.layers.0.self_attn.q_proj.weight"
@@ -180,6 +180,41 @@ def test_an_index_does_not_lead_out_of_its_folder(name: str, shards: Path, folde
     refused(f"{shards / INDEX}: ", shards)
 
 
+def test_a_tensor_that_the_index_puts_elsewhere(shards: Path) -> None:
+    files = [file.name for file in sorted(shards.glob("*.safetensors"))]
+    there = json.loads((shards / INDEX).read_text())["weight_map"][Q]
+    other = next(name for name in files if name != there)
+    index(shards, lambda names: names.update({Q: other}))
+    refused(f"{shards / INDEX}: lists {Q} in {other}, but {there} holds it; download both again", shards)
+    index(shards, lambda names: names.update({Q: there, "more.weight": there}))
+    refused(f"{shards / INDEX}: lists more.weight in {there}, but no file holds it; download both again", shards)
+    index(shards, lambda names: [names.pop("more.weight"), names.pop(Q)])
+    refused(f"{shards / there}: holds {Q}, which {INDEX} does not list; download both again", shards)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "\x00" * 50, '{"weight_map": {"a": NaN', "[]", '{"weight_map": []}', "\ufeff{}"]
+)
+def test_an_index_that_is_damaged(text: str, shards: Path) -> None:
+    (shards / INDEX).write_text(text)
+    refused(f"{shards / INDEX}: ", shards)
+
+
+@pytest.mark.parametrize("value", [None, {}, {Q: 5}, {Q: ["a"]}, [[Q, "a"]]])
+def test_an_index_without_a_map(value: object, shards: Path) -> None:
+    (shards / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": value}))
+    refused(f"{shards / INDEX}: no 'weight_map' from tensor names to files", shards)
+
+
+def test_files_may_be_links(shards: Path, tmp_path: Path) -> None:
+    """The Hub's cache is a folder of links to files of other names elsewhere."""
+    (tmp_path / "blobs").mkdir()
+    for number, file in enumerate(sorted(shards.iterdir())):
+        file.rename(tmp_path / f"blobs/{number}")
+        file.symlink_to(tmp_path / f"blobs/{number}")
+    ours(shards)
+
+
 def test_a_tensor_in_two_files(shards: Path) -> None:
     first, second = sorted(shards.glob("*.safetensors"))[:2]
     twice = load_file(first)
@@ -202,3 +237,112 @@ def test_dtypes_are_those_of_the_files(tmp_path: Path) -> None:
     assert source.dtype("layers.0.attn.q_proj.weight") == torch.float32
     assert source.dtype("layers.0.attn.k_proj.weight") == torch.bfloat16
     assert source.dtype("head.weight") == torch.bfloat16
+
+
+PREFIXES = [
+    (lambda name: name.removeprefix("model."), "lack 'model.': save the whole model, with its head"),
+    (lambda name: f"module.{name}", "begin with 'module.', which some wrapper added: save the model without it"),
+    (lambda name: f"_orig_mod.{name}", "begin with '_orig_mod.', which some wrapper added"),
+    (lambda name: f"base_model.model.{name}", "begin with 'base_model.model.', which some wrapper added"),
+]
+
+
+@pytest.mark.parametrize(("change", "told"), PREFIXES)
+def test_names_with_another_prefix(change: Callable[[str], str], told: str, folder: Path) -> None:
+    tensors = {change(name): tensor.clone() for name, tensor in load_file(folder / WEIGHTS).items()}
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    refused(f"is no tensor of a llama model; its names {told}", folder)
+
+
+def test_weights_that_are_not_finite(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """They are loaded, for they may be what one wants to look at, and counted."""
+    ours(folder)
+    assert "warning" not in capfd.readouterr().err
+
+    def spoil(t: dict[str, torch.Tensor]) -> None:
+        t[Q][1, :3] = torch.nan
+        t[EMBED][5, 7], t[EMBED][5, 8] = torch.inf, -torch.inf
+
+    edit(folder, spoil)
+    model = ours(folder)
+    (line,) = [line for line in capfd.readouterr().err.splitlines() if "warning" in line]
+    assert line == f"warning: {folder / WEIGHTS}: 5 weights are NaN or infinite, in {EMBED} and 1 more tensors"
+    assert model.embed.weight[5, 7] == torch.inf
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_large_weights_are_finite(dtype: torch.dtype, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Their sum is not, and is only a hint."""
+    folder = save(build(SHAPES["llama2"]).to(dtype), tmp_path)
+    edit(folder, lambda t: t[EMBED].fill_(6e4 if dtype == torch.float16 else 3e38))
+    ours(folder)
+    assert "warning" not in capfd.readouterr().err
+
+
+def test_a_tied_matrix_under_its_other_name(tmp_path: Path) -> None:
+    """Some programs keep the last of two names of one tensor."""
+    folder = made(tmp_path, "llama3.2")
+    wanted = load_file(folder / WEIGHTS)[EMBED]
+    edit(folder, lambda t: t.update({"lm_head.weight": t.pop(EMBED)}))
+    model = ours(folder)
+    assert torch.equal(model.embed.weight, wanted)
+    assert model.head.weight is model.embed.weight
+
+
+EXPERT = "model.layers.1.mlp.experts.{}.w3.weight".replace("mlp.experts", "block_sparse_moe.experts")
+
+
+@pytest.mark.parametrize(("change", "told"), [
+    (lambda t: t.pop(EXPERT.format(1)), f"{EXPERT.format(1)} is missing, which belongs to {EXPERT.format(0)}"),
+    (lambda t: t.pop(EXPERT.format(0)), f"{EXPERT.format(0)} is missing, which belongs to {EXPERT.format(1)}"),
+    (lambda t: t.pop(EXPERT.format(4)), f"{EXPERT.format(3)} is the last of 4, but config.json asks for 5"),
+    (lambda t: t.update({EXPERT.format(5): torch.ones(52, 48)}), f"{EXPERT.format(5)} is the last of 6, but"),
+    (lambda t: t.update({EXPERT.format(99): torch.ones(52, 48)}), f"{EXPERT.format(5)} is missing, which belongs to"),
+    (lambda t: [t.pop(EXPERT.format(e)) for e in range(4)], f"{EXPERT.format(0)} is missing; download it again"),
+    (lambda t: t.update({EXPERT.format(2): torch.ones(52, 47)}), f"{EXPERT.format(2)} has the shape [52, 47], but"),
+    (lambda t: [t.pop(EXPERT.format(e)) for e in range(5)], f"{EXPERT.format('*')} is missing; the checkpoint is inco"),
+])  # fmt: skip
+def test_experts_that_do_not_fit(change: Callable[[dict], object], told: str, tmp_path: Path) -> None:
+    folder = made(tmp_path / "mixtral", "mixtral")
+    edit(folder, change)
+    refused(told, folder)
+
+
+# Weights of torch.save
+
+
+@pytest.fixture
+def pickled(folder: Path) -> Path:
+    """The same checkpoint as older programs wrote it."""
+    torch.save(load_file(folder / WEIGHTS), folder / PICKLE)
+    (folder / WEIGHTS).unlink()
+    return folder
+
+
+def test_pickled_weights(pickled: Path, tmp_path: Path) -> None:
+    other = ours(made(tmp_path / "plain", "llama2")).state_dict()
+    assert all(torch.equal(tensor, other[name]) for name, tensor in ours(pickled).state_dict().items())
+
+
+def test_safetensors_go_before_a_pickle(folder: Path) -> None:
+    (folder / PICKLE).write_bytes(b"not looked at")
+    ours(folder)
+
+
+def test_pickles_with_an_index(pickled: Path) -> None:
+    held = torch.load(pickled / PICKLE, weights_only=True)
+    names = sorted(held)
+    parts = {"pytorch_model-00001-of-00002.bin": names[:9], "pytorch_model-00002-of-00002.bin": names[9:]}
+    for file, part in parts.items():
+        torch.save({name: held[name] for name in part}, pickled / file)
+    (pickled / PICKLE).unlink()
+    index = {"weight_map": {name: file for file, part in parts.items() for name in part}}
+    (pickled / PICKLE_INDEX).write_text(json.dumps(index))
+    ours(pickled)
+    (pickled / PICKLE_INDEX).write_text(json.dumps({"weight_map": index["weight_map"] | {Q: "../x.bin"}}))
+    refused(f"{pickled / PICKLE_INDEX}: '../x.bin' lies outside the folder", pickled)
+
+
+def test_a_pickle_that_asks_for_more(pickled: Path) -> None:
+    torch.save({"a": torch.ones(1), "b": Path()}, pickled / PICKLE)
+    refused(f"{pickled / PICKLE}: holds more than tensors, or is damaged", pickled)

@@ -109,7 +109,7 @@ class Folder:
         if self.index is None:
             return {}
         listed = read_json(self.index).get("weight_map")
-        if not isinstance(listed, dict) or not all(isinstance(name, str) for name in listed.values()):
+        if not listed or not isinstance(listed, dict) or not all(isinstance(name, str) for name in listed.values()):
             raise UserError(f"{self.index}: no 'weight_map' from tensor names to files")
         for name in dict.fromkeys(listed.values()):
             if Path(name).name != name:
@@ -137,9 +137,11 @@ class Folder:
         """All tensors of a move are there, and those that are loaded are numbers."""
         for name in move.hub:
             if name not in self.tensors:
-                there = next(other for other in move.hub if other in self.tensors)
-                file = self.tensors[there].file
-                raise UserError(f"{file}: {name} is missing, which belongs to {there}; download it again")
+                others = [other for other in move.hub if other in self.tensors]
+                file, of = (
+                    (self.tensors[others[0]].file, f", which belongs to {others[0]}") if others else (self.path, "")
+                )
+                raise UserError(f"{file}: {name} is missing{of}; download it again")
             stored = self.tensors[name]
             if move.ours and stored.dtype not in LOADED:
                 kinds = ", ".join(map(plain, LOADED))
