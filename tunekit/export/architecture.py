@@ -7,49 +7,11 @@ from gguf import TENSOR_NAMES
 
 from tunekit.errors import UserError
 from tunekit.models.families.base import Config
-from tunekit.models.spec import Act
-from tunekit.models.weights import Row
+from tunekit.models.spec import Act, MoE, Norm
+from tunekit.models.weights import Fused, Row
 
-ATTENTION_BIASES = ("attn.q_proj", "attn.k_proj", "attn.v_proj")
-ALL_BIASES = (*ATTENTION_BIASES, "attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
-
-
-@dataclass(frozen=True)
-class Architecture:
-    """What is fixed for all files of one `general.architecture`; the numbers stand in the files."""
-
-    name: str
-    act: Act = "silu"
-    biases: tuple[str, ...] = ()  # layers that may have one
-    paired: bool = False  # rotates channels (0, 1), (2, 3) ..: rows of q and k are written in that order
-    divisors: bool = False  # a tensor of its own divides the frequencies, as Llama 3.1 stretches long waves
-    square: bool = False  # all heads together are as wide as the model
-    qk_norm: bool = False
-    post_norm: bool = False  # norms behind the parts of a block, too
-    scaled: bool = False  # embeddings are multiplied by the root of their width
-    caps: bool = False  # scores and logits are kept within bounds by tanh
-    pattern: int | None = None  # all but every so-manieth layer look back over a window
-    own_base: bool = False  # layers with a window have a rotation of their own, never stretched
-    wide: int | None = None  # with so many layers, scores are scaled by width / heads and not by the width of a head
-
-
-LLAMA = Architecture("llama", biases=ALL_BIASES, paired=True, divisors=True)
-GEMMA = Architecture("gemma", act="gelu_tanh", scaled=True)
-GEMMA2 = Architecture("gemma2", act="gelu_tanh", scaled=True, post_norm=True, caps=True, pattern=2, wide=46)
-GEMMA3 = Architecture(
-    "gemma3", act="gelu_tanh", scaled=True, post_norm=True, qk_norm=True, pattern=6, own_base=True, wide=62
-)
-# By the model_type of config.json.
-ARCHITECTURES = {
-    "llama": LLAMA,
-    "mistral": LLAMA,
-    "qwen2": Architecture("qwen2", biases=ATTENTION_BIASES, square=True),
-    "qwen3": Architecture("qwen3", biases=ATTENTION_BIASES, qk_norm=True),
-    "gemma": GEMMA,
-    "gemma2": GEMMA2,
-    "gemma3": GEMMA3,
-    "gemma3_text": GEMMA3,
-}
+QKV = ("attn.q_proj", "attn.k_proj", "attn.v_proj")
+EVERY = (*QKV, "attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 
 # Our modules under gguf's names.
 MODULES = {
@@ -68,15 +30,106 @@ MODULES = {
     "layers.{}.mlp.gate_proj": T.FFN_GATE,
     "layers.{}.mlp.up_proj": T.FFN_UP,
     "layers.{}.mlp.down_proj": T.FFN_DOWN,
+    "layers.{}.mlp.router": T.FFN_GATE_INP,
+    "layers.{}.mlp.experts.gate_proj": T.FFN_GATE_EXP,
+    "layers.{}.mlp.experts.up_proj": T.FFN_UP_EXP,
+    "layers.{}.mlp.experts.down_proj": T.FFN_DOWN_EXP,
+    "layers.{}.mlp.shared.gate_proj": T.FFN_GATE_SHEXP,
+    "layers.{}.mlp.shared.up_proj": T.FFN_UP_SHEXP,
+    "layers.{}.mlp.shared.down_proj": T.FFN_DOWN_SHEXP,
+    "layers.{}.mlp.shared_gate": T.FFN_GATE_INP_SHEXP,
     "layers.{}.mlp_post_norm": T.FFN_POST_NORM,
 }
-TABLE = tuple(Row(ours, TENSOR_NAMES[kind].format(bid="{}")) for ours, kind in MODULES.items())
-DIVISORS = f"{TENSOR_NAMES[T.ROPE_FREQS]}.weight"
+
+
+def row(ours: str | tuple[str, ...], kind: T, op: Fused | None = None) -> Row:
+    name = TENSOR_NAMES[kind].format(bid="{}")
+    return Row(ours, name) if op is None else Row(ours, name, op)
+
+
+TABLE = tuple(row(ours, kind) for ours, kind in MODULES.items())
+FUSED = (
+    row(tuple(f"layers.{{}}.{name}" for name in QKV), T.ATTN_QKV, Fused()),
+    row(("layers.{}.mlp.gate_proj", "layers.{}.mlp.up_proj"), T.FFN_UP, Fused()),
+)
+DIVISORS, SHORT, LONG = (f"{TENSOR_NAMES[t]}.weight" for t in (T.ROPE_FREQS, T.ROPE_FACTORS_SHORT, T.ROPE_FACTORS_LONG))
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """What is fixed for all files of one `general.architecture`; the numbers stand in the files."""
+
+    name: str
+    table: tuple[Row, ...] = TABLE
+    act: Act = "silu"
+    biases: tuple[str, ...] = QKV  # layers that may have one
+    tied: bool | None = None  # whether the head is the embedding; None: either
+    moe: MoE | None = None  # what is fixed of its experts; None: it has none
+    # Attention.
+    square: bool = True  # all heads together are as wide as the model
+    qk_norm: Norm | None = None
+    caps: bool = False  # scores and logits are kept within bounds by tanh
+    wide: int | None = None  # with so many layers, scores are scaled by width / heads and not by the width of a head
+    window: int | None = None  # all layers but every so-manieth look back over a window; None: no layer does
+    # Positions.
+    paired: bool = False  # channels (0, 1), (2, 3) .. rotate: rows of q and k are written in that order
+    divisors: bool = False  # a tensor may divide the frequencies, as Llama 3.1 stretches long waves
+    long: bool = False  # two tensors may, as LongRoPE does
+    ramp: bool = False  # the ends of YaRN's ramp are read, and how queries grow
+    near: bool = False  # layers with a window have a rotation of their own, never stretched
+    still: int | None = None  # every so-manieth layer has none
+    # Blocks.
+    pre_norm: bool = True
+    post_norm: bool = False
+    scaled: bool = False  # embeddings are multiplied by the root of their width
+    scales: bool = False  # factors on embeddings, residuals, scores and logits are read
+
+
+HEADS, ACROSS = Norm(), Norm(across_heads=True)
+LLAMA = Architecture("llama", biases=EVERY, moe=MoE(0, 0, 0), square=False, paired=True, divisors=True)
+QWEN2 = Architecture("qwen2")
+QWEN3 = Architecture("qwen3", square=False, qk_norm=HEADS)
+GEMMA = Architecture("gemma", act="gelu_tanh", tied=True, square=False, scaled=True)
+GEMMA2 = Architecture(
+    "gemma2", act="gelu_tanh", tied=True, square=False, scaled=True, post_norm=True, caps=True, wide=46, window=2
+)
+GEMMA3 = Architecture(
+    "gemma3", act="gelu_tanh", square=False, scaled=True, post_norm=True, qk_norm=HEADS, wide=62, window=6, near=True
+)
+OLMO2 = Architecture("olmo2", tied=False, qk_norm=ACROSS, window=4, near=True, pre_norm=False, post_norm=True)
+# By the model_type of config.json, or of the text part in it.
+ARCHITECTURES = {
+    "llama": LLAMA,
+    "mistral": LLAMA,
+    "mistral3": LLAMA,
+    "ministral": LLAMA,
+    "mixtral": LLAMA,
+    "ministral3": Architecture("mistral3", biases=(*QKV, "attn.o_proj"), square=False, paired=True, ramp=True),
+    "granite": Architecture("granite", biases=EVERY, square=False, paired=True, divisors=True, scales=True),
+    "smollm3": Architecture("smollm3", square=False, paired=True, still=4),
+    "olmo2": OLMO2,
+    "olmo3": OLMO2,
+    "phi3": Architecture("phi3", table=(*FUSED, *TABLE), biases=(), long=True),
+    "qwen2": QWEN2,
+    "qwen2_vl": QWEN2,
+    "qwen2_vl_text": QWEN2,
+    "qwen2_5_vl": QWEN2,
+    "qwen2_5_vl_text": QWEN2,
+    "qwen2_moe": Architecture("qwen2moe", tied=False, moe=MoE(0, 0, 0, normalize=False, shared_gate=True)),
+    "qwen3": QWEN3,
+    "qwen3_vl": QWEN3,
+    "qwen3_vl_text": QWEN3,
+    "qwen3_moe": Architecture("qwen3moe", square=False, qk_norm=HEADS, moe=MoE(0, 0, 0)),
+    "gemma": GEMMA,
+    "gemma2": GEMMA2,
+    "gemma3": GEMMA3,
+    "gemma3_text": GEMMA3,
+}
 
 
 def architecture(config: Config, where: str) -> Architecture:
     """The architecture of the files of such a checkpoint."""
-    kind = config["model_type"]
+    kind = (config.get("text_config") or config).get("model_type", config["model_type"])
     if kind not in ARCHITECTURES:
-        raise UserError(f"{where}: a {kind} model cannot be exported to GGUF here; {', '.join(ARCHITECTURES)} can")
+        raise UserError(f"{where}: a {kind} model cannot be written as GGUF; {', '.join(ARCHITECTURES)} can")
     return ARCHITECTURES[kind]

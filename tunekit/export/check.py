@@ -7,9 +7,9 @@ from tqdm import tqdm
 from tunekit.checkpoint.tensors import Reader
 from tunekit.errors import UserError
 from tunekit.export.encoding import strays
+from tunekit.export.fit import agree
 from tunekit.export.plan import Plan
 from tunekit.export.reading import Exported
-from tunekit.export.told import agree
 from tunekit.export.vocabulary import Vocabulary
 
 

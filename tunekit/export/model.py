@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from tunekit.checkpoint.folder import Folder
+from tunekit.checkpoint.folder import EMBED, Folder
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.export.check import Stray, check
 from tunekit.export.encoding import ENCODINGS, encoding, stored_as
-from tunekit.export.plan import EMBED, planned
+from tunekit.export.plan import planned
 from tunekit.export.reading import Exported
 from tunekit.export.tokenizer import vocabulary
 from tunekit.export.write import write

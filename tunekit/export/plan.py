@@ -1,6 +1,6 @@
 """What a GGUF file will hold: the tensors of a checkpoint under their names there, and what is done to each."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,33 +9,35 @@ from gguf import GGML_QUANT_VERSION, Keys
 from gguf import GGMLQuantizationType as Kind
 from torch import Tensor
 
-from tunekit.checkpoint.folder import Folder
+from tunekit.checkpoint.folder import EMBED, Folder
 from tunekit.checkpoint.read import check, check_tie
-from tunekit.export.architecture import DIVISORS, TABLE, Architecture, architecture
+from tunekit.export.architecture import Architecture, architecture
 from tunekit.export.encoding import Encoding, fitting, size
+from tunekit.export.fit import agree
 from tunekit.export.metadata import attention, fields
-from tunekit.export.told import Told, agree, divisors
+from tunekit.export.told import Tables, Told, tables
 from tunekit.models.decoder import TIED, Decoder
+from tunekit.models.experts import Router
 from tunekit.models.norm import RMSNorm
 from tunekit.models.spec import DecoderSpec
-from tunekit.models.weights import Shape, from_ours
-
-EMBED = "embed.weight"
+from tunekit.models.weights import Match, Same, Shape, from_ours
 
 
 @dataclass(frozen=True)
 class Part:
-    """A tensor on its way."""
+    """A tensor of the file."""
 
-    ours: str
+    ours: tuple[str, ...]
     name: str
     shape: Shape
     kind: Kind
+    op: Same = Same()
     offset: float = 0.0  # what the model adds to it, and llama.cpp does not
     halves: int | None = None  # width of the heads whose halves are written in turns
 
-    def written(self, tensor: Tensor) -> Tensor:
-        """What stands in the file for what stands in the checkpoint."""
+    def written(self, tensors: list[Tensor]) -> Tensor:
+        """What stands in the file for our tensors."""
+        tensor = self.op.save(tensors)[0]
         if self.offset:
             tensor = tensor.float() + self.offset
         if self.halves is not None:
@@ -53,7 +55,7 @@ class Plan:
     encoding: Encoding
     parts: tuple[Part, ...]
     shapes: Mapping[str, Shape]  # of our tensors
-    divisors: tuple[float, ...] | None
+    tables: Tables  # tensors that are no weights
     notes: tuple[str, ...]  # what people should know
 
     def said(self) -> dict[str, Any]:
@@ -65,17 +67,24 @@ class Plan:
 
     def tensors(self) -> Iterator[tuple[Part, Tensor]]:
         """The parts in turn, as they will be written, from the checkpoint's files."""
-        parts = {part.ours: part for part in self.parts}
-        if self.divisors is not None:
-            yield parts[DIVISORS], torch.tensor(self.divisors)
+        parts = {name: part for part in self.parts for name in part.ours}
+        for name, numbers in self.tables.items():
+            yield parts[name], torch.tensor(numbers)
+        held: dict[str, Tensor] = {}
+        for name, tensor in self.loaded():
+            part, held[name] = parts[name], tensor
+            if held.keys() >= set(part.ours):
+                yield part, part.written([held.pop(one) for one in part.ours])
+
+    def loaded(self) -> Iterator[tuple[str, Tensor]]:
+        """Our tensors. A tied head that the checkpoint holds as well must be the embedding."""
         with self.source.reader() as tensors:
             for move in self.source.moves:
-                loaded = move.load([tensors[name] for name in move.hub], self.shapes)
-                for name, tensor in zip(move.ours, loaded, strict=True):
-                    if name in parts:
-                        yield parts[name], parts[name].written(tensor)
-                    else:
-                        check_tie(self.source, move, tensors)
+                if TIED in move.ours and self.spec.tied:
+                    check_tie(self.source, move, tensors)
+                else:
+                    loaded = move.load([tensors[name] for name in move.hub], self.shapes)
+                    yield from zip(move.ours, loaded, strict=True)
 
 
 def planned(source: Folder, encoding: Encoding) -> Plan:
@@ -87,45 +96,60 @@ def planned(source: Folder, encoding: Encoding) -> Plan:
         net = Decoder(source.spec)
     check(source, net.shapes)
     names = [name for move in source.moves for name in move.ours if not (name == TIED and spec.tied)]
-    mixer = attention(spec.layers[-1])
-    table = divisors(mixer.rope, mixer.head_dim)
-    agree(spec, Told(fields(spec, arch), arch, names, table).spec(), arch.name, where)
-    parts = [part(name, net, arch, encoding) for name in names]
-    if table is not None:
-        parts.insert(0, Part(DIVISORS, DIVISORS, (len(table),), Kind.F32))
-    return Plan(source, arch, spec, encoding, tuple(parts), net.shapes, table, notes)
+    far = next((one for one in map(attention, reversed(spec.layers)) if one.rope is not None), None)
+    beside = {} if far is None else tables(far.rope, far.head_dim)
+    agree(spec, Told(fields(spec, arch), arch, names, beside).spec(), arch.name, where)
+    parts = [Part((name,), name, (len(numbers),), Kind.F32) for name, numbers in beside.items()]
+    parts += [part(match, net, arch, encoding) for match in whole(names, arch)]
+    if any(not move.ours for move in source.all_moves):
+        notes = (*notes, "only the text model is written, and nothing that belongs to images or further tokens")
+    return Plan(source, arch, spec, encoding, tuple(parts), net.shapes, beside, notes)
 
 
 def narrowed(spec: DecoderSpec, arch: Architecture) -> tuple[DecoderSpec, tuple[str, ...]]:
     """The model in the context where it needs no windows, if the architecture has none; and what to say of it."""
     reach = min((mixer.window for mixer in map(attention, spec.layers) if mixer.window is not None), default=None)
-    if arch.pattern is not None or reach is None:
+    if arch.window is not None or reach is None:
         return spec, ()
     layers = tuple(replace(layer, mixer=replace(attention(layer), window=None)) for layer in spec.layers)
     if reach >= spec.context:
         return replace(spec, layers=layers), ()
     note = (
-        f"the file is for up to {reach:,} tokens, not {spec.context:,}: llama.cpp's {arch.name} has no sliding window"
+        f"llama.cpp's {arch.name} has no sliding window: the file is for up to {reach:,} tokens, not {spec.context:,}"
     )
     return replace(spec, layers=layers, context=reach), (note,)
 
 
-def part(name: str, net: Decoder, arch: Architecture, encoding: Encoding) -> Part:
-    """What is done to one of our tensors."""
-    owner, _, leaf = name.rpartition(".")
-    module, shape = net.get_submodule(owner), net.shapes[name]
-    there = from_ours(name, TABLE).hub[0]
+def whole(names: Iterable[str], arch: Architecture) -> Iterator[Match]:
+    """What becomes one tensor, each when the last of its parts has come."""
+    missing: dict[tuple[str, ...], set[str]] = {}
+    for name in names:
+        match = from_ours(name, arch.table)
+        rest = missing.setdefault(match.ours, set(match.ours))
+        rest.discard(name)
+        if not rest:
+            yield match
+
+
+def part(match: Match, net: Decoder, arch: Architecture, encoding: Encoding) -> Part:
+    """What is done to one tensor."""
+    first, op = match.ours[0], match.row.op
+    owner = first.rpartition(".")[0]
+    module = net.get_submodule(owner)
+    shape = tuple(op.save([torch.empty(net.shapes[name], device="meta") for name in match.ours])[0].shape)
     if isinstance(module, RMSNorm):
-        return Part(name, there, shape, Kind.F32, offset=module.spec.offset)
+        return Part(match.ours, match.hub[0], shape, Kind.F32, op, offset=module.spec.offset)
+    if isinstance(module, Router) or 1 in (len(shape), shape[0]):  # what chooses experts, vectors, a single row
+        kind = Kind.F32
+    else:
+        kind = matrix(first, shape, net.spec.tied, encoding)
     turned = arch.paired and owner.endswith((".q_proj", ".k_proj"))
-    halves = attention(net.spec.layers[int(name.split(".")[1])]).head_dim if turned else None
-    return Part(name, there, shape, kind(name, shape, net.spec.tied, encoding), halves=halves)
+    halves = attention(net.spec.layers[int(match.index[0])]).head_dim if turned else None
+    return Part(match.ours, match.hub[0], shape, kind, op, halves=halves)
 
 
-def kind(name: str, shape: Shape, tied: bool, encoding: Encoding) -> Kind:
-    """The type of a tensor that is no norm."""
-    if len(shape) == 1:
-        return Kind.F32
+def matrix(name: str, shape: Shape, tied: bool, encoding: Encoding) -> Kind:
+    """The type of a matrix."""
     wanted = encoding.kind
     if name == TIED or (name == EMBED and tied):
         wanted = encoding.head or wanted

@@ -6,6 +6,8 @@ from typing import Any
 
 SHORT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+ROUGH = r"(?:(?=\p{L})[^a-z])", r"(?:(?=\p{L})[^A-Z])"  # llama.cpp's words end before combining marks, too
+DIGITS = r"\p{N}{1,3}"
 SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 LLAMA3 = rf"{SHORT}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{SPACES}"
@@ -13,9 +15,9 @@ QWEN2 = LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
 QWEN35 = QWEN2.replace(r"\p{L}+", r"[\p{L}\p{M}]+").replace(r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]")
 
 
-def cased(ending: str, digits: str) -> str:
+def cased(upper: str, lower: str, ending: str, digits: str) -> str:
     """Words that end where an upper case letter follows a lower case one."""
-    words = (rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}{a}{LOWER}{b}{ending}" for a, b in ("*+", "+*"))
+    words = (rf"[^\r\n\p{{L}}\p{{N}}]?{upper}{a}{lower}{b}{ending}" for a, b in ("*+", "+*"))
     return rf"{'|'.join(words)}|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{SPACES}"
 
 
@@ -29,10 +31,12 @@ DEEPSEEK = (
 
 @dataclass(frozen=True)
 class Pre:
-    """Expressions that cut the text in turn. `whole`: a word that is a token is taken before any merge is tried."""
+    """Expressions that cut the text in turn, as tokenizers write them. `whole`: a word that is a token is taken before
+    any merge is tried. `cuts`: what llama.cpp uses in place of the expressions."""
 
     patterns: tuple[str, ...]
     whole: bool = False
+    cuts: tuple[str, ...] | None = None
 
 
 # Many names of llama.cpp mean the same; one of each is here.
@@ -41,18 +45,18 @@ PRE = {
     "smollm": Pre((r"\p{N}", GPT2)),
     "qwen2": Pre((QWEN2,)),
     "qwen35": Pre((QWEN35,)),
-    "llama-bpe": Pre((LLAMA3,), whole=True),
+    "llama-bpe": Pre((LLAMA3,), True),
     "dbrx": Pre((LLAMA3,)),
-    "tekken": Pre((cased("", r"\p{N}"),), whole=True),
-    "gpt-4o": Pre((cased(f"{SHORT}?", r"\p{N}{1,3}"),)),
+    "tekken": Pre((cased(UPPER, LOWER, "", r"\p{N}"),), True, (cased(*ROUGH, "", r"\p{N}"),)),
+    "gpt-4o": Pre((cased(UPPER, LOWER, f"{SHORT}?", DIGITS),), False, (cased(*ROUGH, f"{SHORT}?", DIGITS),)),
     "deepseek-v3": Pre(DEEPSEEK),
 }
 
 
-def candidates(step: Mapping[str, Any] | None, whole: bool) -> list[str]:
-    """All names, first that of the way which reads as the pre-tokenizer of a tokenizer.json does."""
-    own = Pre(tuple(patterns(step)), whole)
-    return sorted(PRE, key=lambda name: PRE[name] != own)
+def named(step: Mapping[str, Any] | None, whole: bool) -> str | None:
+    """The name of the way that reads as the pre-tokenizer of a tokenizer.json does."""
+    own = tuple(patterns(step)), whole
+    return next((name for name, way in PRE.items() if (way.patterns, way.whole) == own), None)
 
 
 def patterns(step: Mapping[str, Any] | None) -> Iterator[str]:

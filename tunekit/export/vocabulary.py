@@ -58,7 +58,7 @@ class Vocabulary:
         ids = {token: i for i, token in enumerate(self.tokens)}
         way = PRE[self.pre]
         tokenizer = Tokenizer(models.BPE(ids, pairs, ignore_merges=way.whole))
-        cuts = [pre_tokenizers.Split(Regex(text), "isolated") for text in way.patterns]
+        cuts = [pre_tokenizers.Split(Regex(text), "isolated") for text in way.cuts or way.patterns]
         steps = [*cuts, pre_tokenizers.ByteLevel(False, use_regex=False)]
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
         marks = zip(self.tokens, self.types, strict=True)
