@@ -2,15 +2,20 @@
 
 import json
 import shlex
+import subprocess
+import sys
 import time
 from threading import Event
 
+import pytest
 from safetensors.torch import load
 
 from tests.hub.conftest import READER, TOKEN, Outcome, Place
 from tests.hub.wire import Fault
+from tunekit import bundled
 from tunekit.publish import contents
 
+NANO = bundled.MODELS["tunekit/nano"]
 WORDS = ["run", "sft", "nano/tools_lora", "steps=6", "batch=2", "micro_batch=2", "save_every=6", "validation=null"]
 WORDS += ["out=run", "device=cpu", "adapter.rank=2", "push.repo=ann/tools"]
 ADAPTER = "adapter_model.safetensors"
@@ -40,6 +45,28 @@ def test_checkpoints_on_the_way_and_the_result(place: Place) -> None:
     assert not place.search(TOKEN)
 
 
+@pytest.mark.slow
+def test_peft_opens_it_by_its_name(place: Place) -> None:
+    """With its base, which lies on the same Hub. The same numbers as from the files that were pushed."""
+    assert train(place).code == 0
+    place.hub.put("tunekit/nano", {file.name: file.read_bytes() for file in NANO.iterdir()})
+    code = """
+import torch
+from peft import AutoPeftModelForCausalLM, PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+tokens = AutoTokenizer.from_pretrained("ann/tools")("Weather in Oslo?", return_tensors="pt")
+base = AutoModelForCausalLM.from_pretrained("tunekit/nano")
+plain = base(**tokens).logits
+wanted = PeftModel.from_pretrained(base, "run/final")(**tokens).logits
+found = AutoPeftModelForCausalLM.from_pretrained("ann/tools")(**tokens).logits
+assert torch.equal(wanted, found) and not torch.allclose(plain, found, atol=0.1)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=place.env(), capture_output=True, text=True, cwd=place.folder
+    )
+    assert done.returncode == 0, done.stderr
+
+
 def test_training_goes_on_while_a_checkpoint_is_sent(place: Place) -> None:
     sent = Event()
     place.hub.faults = [Fault("PUT", "/storage/", cut="lost", hold=sent)]
@@ -64,6 +91,7 @@ def test_a_checkpoint_that_is_not_taken_does_no_harm(place: Place) -> None:
     assert not (place.folder / "run/upload").exists()
 
 
+@pytest.mark.slow
 def test_a_result_that_is_not_taken_can_be_sent_later(place: Place) -> None:
     place.hub.faults = [Fault("POST", "/commit/", 403, times=2)]
     error = train(place, "push.branch=new").error
@@ -87,6 +115,7 @@ def test_who_may_not_send_is_told_before_training(place: Place) -> None:
     assert not place.search("hf_wrongTokenOfNobody") and not place.search(READER)
 
 
+@pytest.mark.slow
 def test_the_whole_model_in_place_of_the_adapter(place: Place) -> None:
     done = train(place, "push.merged=true", "push.every=4")
     assert done.code == 0, done.err

@@ -27,7 +27,7 @@ class Fault:
     path: str = ""
     code: int = 0
     headers: dict[str, str] = field(default_factory=dict)
-    body: dict[str, Any] = field(default_factory=dict)
+    body: Any = field(default_factory=dict)  # JSON, or the text of a page
     cut: str = ""
     at: int = 0
     reset: bool = False
@@ -111,7 +111,8 @@ class Handler(BaseHTTPRequestHandler):
         if fault and fault.cut == "request":
             return self.hang_up(fault)
         if fault and fault.code:
-            return self.send(seen, Reply(fault.code, json.dumps(fault.body).encode(), fault.headers), None)
+            text = fault.body if isinstance(fault.body, str) else json.dumps(fault.body)
+            return self.send(seen, Reply(fault.code, text.encode(), fault.headers), None)
         try:
             reply = self.hub.answer(self.command, url.path, Asked(token, parse_qs(url.query), body))
         except Refused as refused:
