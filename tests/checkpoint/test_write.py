@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from tests.checkpoints import FULL, SHAPES, build, made, ours, save, theirs, tokens
 from tunekit.checkpoint import atomic
-from tunekit.checkpoint.folder import INDEX, WEIGHTS, Folder
+from tunekit.checkpoint.folder import INDEX, PICKLE, PICKLE_INDEX, WEIGHTS, Folder
 from tunekit.checkpoint.write import write
 from tunekit.models.decoder import Decoder
 from tunekit.models.init import randomize
@@ -40,16 +40,11 @@ def written(out: Path, model: Decoder, source: Folder) -> Path:
 AS_IT_IS = Precision("fp32", "fp32", "checkpoint")
 
 
-@pytest.mark.parametrize("name", SHAPES)
-def test_every_family(name: str, tmp_path: Path) -> None:
-    source = made(tmp_path / "source", name)
-    same(again(source, tmp_path / "out", AS_IT_IS), source)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shard", [None, "20KB"])
 @pytest.mark.parametrize("name", ["llama3.2", "qwen3-biases"])
 def test_dtypes_and_shards(name: str, shard: str | None, dtype: torch.dtype, tmp_path: Path) -> None:
+    """What every family writes is compared in tests/parity.py."""
     options = {} if shard is None else {"max_shard_size": shard}
     source = save(build(SHAPES[name]).to(dtype), tmp_path / "source", **options)
     assert (source / INDEX).is_file() == (shard is not None)
@@ -60,6 +55,62 @@ def test_dtypes_and_shards(name: str, shard: str | None, dtype: torch.dtype, tmp
     same(out, source, but=("pytorch_model.bin",))
     with torch.no_grad():
         assert torch.equal(theirs(out)(tokens()).logits, theirs(source)(tokens()).logits)
+
+
+LAYOUTS = ["mixtral", "gpt-oss", "phi3", "gemma3-vision", "qwen2-vl", "deepseek-v3", "gemma4-moe", "qwen3-next"]
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_tensors_of_one_move_in_several_files(name: str, tmp_path: Path) -> None:
+    """Experts of one layer, fused layers and towers that are kept: each goes back into the file it was in."""
+    source = save(build(SHAPES[name]).bfloat16(), tmp_path / "source")
+    held = list(tensors(source).items())
+    (source / WEIGHTS).unlink()
+    listed = {}
+    for number in range(5):
+        file = f"model-{number + 1:05d}-of-00005.safetensors"
+        save_file(dict(held[number::5]), source / file, metadata={"format": "pt"})
+        listed |= {name: file for name, _ in held[number::5]}
+    (source / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": listed}))
+    same(again(source, tmp_path / "out", AS_IT_IS), source)
+
+
+def test_kept_tensors_are_untouched_by_training(tmp_path: Path) -> None:
+    source = made(tmp_path / "source", "gemma3-vision")
+    model, before = ours(source), tensors(source)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(1)
+    after = tensors(written(tmp_path / "out", model, Folder.open(source)))
+    kept = {name for name in before if "vision" in name or "multi_modal" in name}
+    assert len(kept) > 10
+    assert {name for name in before if torch.equal(before[name], after[name])} == kept
+
+
+def test_an_index_is_kept_to_the_byte(tmp_path: Path) -> None:
+    source = save(build(SHAPES["qwen2"]), tmp_path / "source", max_shard_size="20KB")
+    told = json.loads((source / INDEX).read_text()) | {"made_by": "hand"}
+    told["metadata"] = {"total_size": 1, "more": [2]}
+    (source / INDEX).write_text(json.dumps(told, indent=5))
+    same(again(source, tmp_path / "out", AS_IT_IS), source)
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_pickled_weights_are_written_as_safetensors(parts: int, tmp_path: Path) -> None:
+    plain = made(tmp_path / "source", "llama3.2")
+    wanted = theirs(plain)(tokens()).logits
+    held = list((tensors(plain) | {"lm_head.weight": tensors(plain)["model.embed_tokens.weight"]}).items())
+    files = [PICKLE] if parts == 1 else ["pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin"]
+    for number, file in enumerate(files):
+        torch.save(dict(held[number::parts]), plain / file)
+    if parts > 1:
+        listed = {name: file for number, file in enumerate(files) for name, _ in held[number::parts]}
+        (plain / PICKLE_INDEX).write_text(json.dumps({"metadata": {}, "weight_map": listed}))
+    (plain / WEIGHTS).unlink()
+    out = again(plain, tmp_path / "out", AS_IT_IS)
+    usual = [WEIGHTS] if parts == 1 else ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", INDEX]
+    assert sorted(f.name for f in out.glob("*model*")) == usual
+    assert torch.equal(theirs(out)(tokens()).logits, wanted)
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
