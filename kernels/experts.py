@@ -8,6 +8,9 @@ from torch import Tensor
 
 ALIGNED = 16  # bytes: torch's grouped product wants rows of a multiple of these
 
+# Where experts without rows get zeros: on Blackwell their gradients are what was in memory before (pytorch 172439).
+CLEAN = {"cpu"}
+
 
 def grouped(x: Tensor, weight: Tensor, sizes: Tensor, bias: Tensor | None = None) -> Tensor:
     """x W[e]^T + b[e] for `x` (N, in) sorted by expert: (N, out).
@@ -66,8 +69,8 @@ class Grouped(torch.autograd.Function):
 
 def outer(a: Tensor, b: Tensor, sizes: Tensor) -> Tensor:
     """The sum of the outer products of the rows of each expert: (N, p) and (N, q) to (E, p, q)."""
-    # Experts without rows are set to zero here: on Blackwell the product leaves what was in memory (pytorch 172439).
-    return F.grouped_mm(a.mT, b, offs=ends(sizes)).masked_fill_((sizes == 0)[:, None, None], 0)
+    y = F.grouped_mm(a.mT, b, offs=ends(sizes))
+    return y if y.device.type in CLEAN else y.masked_fill_((sizes == 0)[:, None, None], 0)
 
 
 def ends(sizes: Tensor) -> Tensor:
