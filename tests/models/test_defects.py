@@ -1,0 +1,89 @@
+"""What torchtune did wrong, by name. Each case is one in which the wrong way gives other numbers."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from tests.checkpoints import FULL, build, error, ours, save, theirs, tokens, train
+from tests.shapes_dense import GEMMA2, LLAMA, MISTRAL, PHI, QWEN2, QWEN3, YARN
+from tunekit.checkpoint import write
+from tunekit.checkpoint.folder import Folder
+
+Shape = dict[str, Any]
+ROPE = {"rope_type": "default", "rope_theta": 250_000.0}
+CAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+
+# The shape as its config.json says it, and as torchtune built it whatever config.json said.
+BUILT = {
+    "Gemma 2: caps of scores and logits were swapped": (
+        GEMMA2 | CAPS,
+        {"attn_logit_softcapping": 30.0, "final_logit_softcapping": 50.0},
+    ),
+    "Gemma 2: the cap of the logits was on hidden states": (GEMMA2 | CAPS, {"final_logit_softcapping": None}),
+    "Phi-4: the base of its rotation was 10,000": (
+        PHI | {"rope_parameters": ROPE},
+        {"rope_parameters": ROPE | {"rope_theta": 1e4}},
+    ),
+    "Mistral: it had no window": (MISTRAL | {"sliding_window": 5}, {"sliding_window": None}),
+    "Qwen3: it could not stretch rows": (QWEN3 | {"rope_parameters": YARN}, {"rope_parameters": None}),
+}
+
+
+def loud(shape: Shape, folder: Path) -> Path:
+    """A checkpoint whose scores and logits go beyond any cap."""
+    model = build(shape)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "q_proj" in name or "embed" in name:
+                p.mul_(6)
+    return save(model, folder)
+
+
+@pytest.mark.parametrize("defect", BUILT)
+@torch.no_grad()
+def test_config_json_decides(defect: str, tmp_path: Path) -> None:
+    shape, wrong = BUILT[defect]
+    folder = loud(shape, tmp_path)
+    wanted = theirs(folder)(tokens()).logits
+    config = transformers.AutoConfig.for_model(**(shape | wrong))
+    other = transformers.AutoModelForCausalLM.from_pretrained(folder, config=config, attn_implementation="eager")
+    assert error(other(tokens()).logits, wanted) > 1e-2, "the defect shows here"
+    assert error(ours(folder)(tokens()), wanted) < 1e-5
+
+
+@torch.no_grad()
+def test_gemma_2_in_packed_rows(tmp_path: Path) -> None:
+    """They were refused: documents need a mask, and so did the cap."""
+    model = ours(loud(GEMMA2 | CAPS, tmp_path))
+    rows, bounds = tokens(1, 20), [0, 7, 20]
+    positions = torch.cat([torch.arange(7), torch.arange(13)])[None]
+    packed = model(rows, positions, torch.tensor(bounds, dtype=torch.int32))[0]
+    for a, b in zip(bounds, bounds[1:], strict=False):
+        assert error(packed[a:b], model(rows[:, a:b])[0]) < 1e-5
+
+
+SIZES = {
+    "Llama-Guard-3-1B: a head of its own where Llama 3.2 1B has none": LLAMA | {"tie_word_embeddings": False},
+    "Mistral-Nemo: heads that do not add up to the width": MISTRAL | {"head_dim": 20, "sliding_window": None},
+    "Qwen2: the tied head got lost on the way back": QWEN2 | {"tie_word_embeddings": True},
+}
+
+
+@pytest.mark.parametrize("defect", SIZES)
+def test_a_size_that_no_builder_knew_is_trained_and_written(defect: str, tmp_path: Path) -> None:
+    """And its files have the tensors that they had, no more and no fewer."""
+    source = save(build(SIZES[defect]), tmp_path / "source")
+    model = ours(source)
+    train(model, FULL, steps=1)
+    (tmp_path / "out").mkdir()
+    write.write(tmp_path / "out", model, Folder.open(source), quiet=True)
+    files = [load_file(folder / "model.safetensors") for folder in (source, tmp_path / "out")]
+    assert files[0].keys() == files[1].keys()
+    with torch.no_grad():
+        wanted = theirs(tmp_path / "out")(tokens()).logits
+        assert error(model.eval()(tokens()), wanted) < 1e-5
+        assert error(theirs(source)(tokens()).logits, wanted) > 1e-2, "it learnt something"
