@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from tests.checkpoints import FP32, SHAPES, build, made, ours, save, shuffle_adapter
-from tests.shapes_dense import LLAMA
 from tunekit.adapters import DoRA, Frozen, LoRA
 from tunekit.checkpoint import peft, stream
 from tunekit.checkpoint.folder import Folder
@@ -21,18 +20,22 @@ CPU = torch.device("cpu")
 ROWS = [[5, 3, 60, 2, 2, 9, 14, 33], [7], [66, 0, 41], list(range(20))]
 BF16 = Precision("bf16", "fp32", "bf16")
 # 16 layers of 9 MB.
-DEEP = LLAMA | {"hidden_size": 384, "intermediate_size": 1536, "num_hidden_layers": 16}
+DEEP = SHAPES["llama2"] | {"hidden_size": 384, "intermediate_size": 1536, "num_hidden_layers": 16}
 
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_logits_are_those_of_the_whole_model(name: str, tmp_path: Path) -> None:
     folder = made(tmp_path, name)
     found = stream.logits(Folder.open(folder), Frozen(), ROWS, FP32, CPU)
-    model = ours(folder)
-    assert torch.equal(found, stream.ask(model, ROWS, CPU))
+    assert torch.equal(found, stream.ask(ours(folder), ROWS, CPU))
+
+
+@pytest.mark.parametrize("name", ["llama2", "gemma2", "mixtral", "qwen3-next"])
+def test_rows_of_any_length_are_asked_together(name: str, tmp_path: Path) -> None:
+    model = ours(made(tmp_path, name))
     with torch.no_grad():
         alone = torch.cat([model(torch.tensor([row]))[0] for row in ROWS])
-    torch.testing.assert_close(found, alone, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(stream.ask(model, ROWS, CPU), alone, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("precision", [FP32, BF16], ids=["fp32", "bf16"])
@@ -42,6 +45,10 @@ def test_logits_are_those_of_the_whole_model(name: str, tmp_path: Path) -> None:
         ("llama3.2", LoRA(3, targets=("all", "embed", "head"))),
         ("llama-biases", LoRA(4, rslora=True, targets=("q_proj", "down_proj"))),
         ("qwen3-biases", DoRA(2, targets=("all", "head"))),
+        ("mixtral", LoRA(2, targets="all")),
+        ("gemma2", LoRA(2, targets="attn", whole=("norms", "embed"))),
+        ("llama3.2", LoRA(2, targets="attn", whole=("head",), untie=True)),
+        ("phi3", LoRA(2, alphas={"down_proj": 5.0})),
     ],
 )
 def test_an_adapter_takes_part(name: str, adapter: LoRA, precision: Precision, tmp_path: Path) -> None:
@@ -50,7 +57,8 @@ def test_an_adapter_takes_part(name: str, adapter: LoRA, precision: Precision, t
     shuffle_adapter(model)
     start.mkdir()
     peft.write(start, model, adapter, source)
-    found = stream.logits(source, replace(adapter, start=str(start)), ROWS, precision, CPU)
+    there = replace(peft.described(start, source), start=str(start))
+    found = stream.logits(source, there, ROWS, precision, CPU)
     assert torch.equal(found, stream.ask(model, ROWS, CPU))
     plain = stream.logits(source, Frozen(), ROWS, precision, CPU)
     assert not torch.allclose(found, plain, atol=0.1), "the adapter says something"

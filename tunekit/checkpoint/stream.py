@@ -7,12 +7,13 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from tunekit.adapters import Full, LoRA
+from tunekit.adapters import DoRA, Full, Layer, LoRA, factors
 from tunekit.checkpoint import peft
 from tunekit.checkpoint.folder import Folder, Reader
 from tunekit.checkpoint.read import check, fill, moves
 from tunekit.formats import Plain
 from tunekit.models.decoder import TIED, Decoder
+from tunekit.models.linear import Embedding, Linear
 from tunekit.precision import Precision
 
 EMBED, PLAIN = "embed.weight", Plain()
@@ -26,8 +27,12 @@ def logits(
     precision: Precision,
     device: torch.device,
     weights: Plain = PLAIN,
+    merged: Mapping[str, torch.dtype] | None = None,
 ) -> Tensor:
-    """What `ask` gives for the model of a folder. An adapter that it starts from is in memory all the time."""
+    """What `ask` gives for the model of a folder. An adapter that it starts from is in memory all the time.
+
+    With `merged`, the dtypes of other files by our names, the adapter is put into the weights, rounded to these.
+    """
     with torch.device("meta"):
         net = Decoder(source.spec)
     weights.apply(net)
@@ -41,6 +46,10 @@ def logits(
             part = Part(net, name, source, tensors, started)
             module.register_forward_pre_hook(lambda *_, part=part: part.take(device))
             module.register_forward_hook(lambda *_, part=part: part.drop())
+            if merged is not None and isinstance(adapter, LoRA):
+                exact = Merged(net, name, adapter, merged)
+                module.register_forward_pre_hook(lambda *_, exact=exact: exact.take())
+                module.register_forward_hook(lambda *_, exact=exact: exact.drop(), prepend=True)
         return ask(net, rows, device)
 
 
@@ -129,6 +138,45 @@ class Part:
         """A tied embedding stays: it comes again as the head."""
         if not (self.net.spec.tied and EMBED in self.names):
             place(self.net, self.names, torch.device("meta"))
+
+
+class Merged:
+    """A part of a model with the updates put into its weights, rounded as files of these dtypes hold them."""
+
+    def __init__(self, net: Decoder, name: str, adapter: LoRA, dtypes: Mapping[str, torch.dtype]) -> None:
+        self.net, self.adapter, self.layers = net, adapter, adapter.layers(net)
+        kinds = {**dtypes, TIED: dtypes.get(TIED, dtypes[EMBED])}
+        self.kinds = {key: kinds[key] for key in below(net, name) if key in kinds}
+        self.apart: dict[str, nn.Parameter] = {}
+
+    def take(self) -> None:
+        for name, dtype in self.kinds.items():
+            owner, _, leaf = name.rpartition(".")
+            layer, self.apart[name] = self.layers.get(owner), self.net.get_parameter(name)
+            weight = self.apart[name] if layer is None or leaf != "weight" else whole(layer, self.adapter)
+            self.put(name, nn.Parameter(weight.to(dtype), requires_grad=False))
+            if layer is not None:
+                layer.update = None
+
+    def drop(self) -> None:
+        """A tied head comes after the embedding, and wants the weight as it was."""
+        for name, weight in self.apart.items():
+            self.put(name, weight)
+
+    def put(self, name: str, weight: nn.Parameter) -> None:
+        owner, _, leaf = name.rpartition(".")
+        setattr(self.net.get_submodule(owner), leaf, weight)
+
+
+def whole(layer: Layer, adapter: LoRA) -> Tensor:
+    """The weight of an adapted layer with its update, in fp32."""
+    if isinstance(layer, Embedding):
+        return layer.weight.float() + layer.lora_scale * (layer.lora_embedding_B @ layer.lora_embedding_A).T
+    a, b = factors(layer)
+    weight = layer.weight.float() + layer.lora_scale * (b.float() @ a.float())
+    if isinstance(layer, Linear) and isinstance(adapter, DoRA):
+        return weight * (layer.lora_magnitude_vector / weight.norm(dim=1))[:, None]
+    return weight
 
 
 def held(net: Decoder) -> dict[str, Tensor]:
