@@ -1,166 +1,209 @@
-"""Names to folders. The Hub is a small server here; its client and the command are the real ones."""
+"""Names to folders, over a Hub where things go wrong, with the client as it is installed."""
 
-import json
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from hashlib import sha1
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+import time
 from pathlib import Path
-from threading import Thread
+from threading import Event
 
 import pytest
 
+from tests.hub.conftest import GUEST, TOKEN, Outcome, Place
+from tests.hub.wire import Fault
 from tunekit import bundled
 from tunekit.errors import UserError
 from tunekit.hub import fetch
 
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
-TOKEN = "hf_never_show_me"
 FILES = {
     "config.json": b'{"model_type": "llama"}',
     "model.safetensors": bytes(1000),
     "tokenizer.json": b"{}",
+    "README.md": b"---\nlicense: mit\n---\n",
     "pytorch_model.bin": bytes(10),
     "original/params.json": b"{}",
     "consolidated.safetensors": b"the same weights again",
 }
-ERRORS = {
-    "owner/missing": (404, "RepoNotFound"),
-    "owner/private": (401, ""),
-    "owner/gated": (401, "GatedRepo"),
-    "owner/refused": (403, "GatedRepo"),
-    "owner/broken": (418, ""),
-}
+WANTED = ("config.json", "model.safetensors", "tokenizer.json", "README.md")
+LARGE = 30_000_000
 
 
-class Hub(BaseHTTPRequestHandler):
-    """The part of the Hub's interface that reads one model, and the ways in which it refuses others."""
-
-    def do_GET(self) -> None:
-        path = self.path.partition("?")[0].strip("/")
-        name = "/".join(path.removeprefix("api/models/").split("/")[:2])
-        rest = path.removeprefix("api/models/").removeprefix(name).strip("/")
-        if name in ERRORS:
-            code, kind = ERRORS[name]
-            self.reply(code, b"{}", {"X-Error-Code": kind} if kind else {})
-        elif rest == "revision/nope":
-            self.reply(404, b"{}", {"X-Error-Code": "RevisionNotFound"})
-        elif rest.startswith("revision/"):
-            siblings = [{"rfilename": file} for file in FILES]
-            self.reply(200, json.dumps({"id": name, "sha": COMMIT, "siblings": siblings}).encode())
-        elif rest.startswith("tree/"):
-            tree = [
-                {"type": "file", "path": path, "size": len(data), "oid": digest(data)} for path, data in FILES.items()
-            ]
-            self.reply(200, json.dumps(tree).encode())
-        elif not rest:  # something else that the client asks for beside the model
-            self.reply(404, b"{}")
-        else:
-            data = FILES[rest.removeprefix(f"resolve/{COMMIT}/")]
-            self.reply(200, data, {"ETag": f'"{digest(data)}"', "X-Repo-Commit": COMMIT})
-
-    do_HEAD = do_GET
-
-    def reply(self, code: int, body: bytes, headers: dict[str, str] | None = None) -> None:
-        self.send_response(code)
-        for key, value in {
-            "Content-Length": str(len(body)),
-            "Content-Type": "application/json",
-            **(headers or {}),
-        }.items():
-            self.send_header(key, value)
-        self.end_headers()
-        self.wfile.write(body if self.command == "GET" else b"")
-
-    def log_message(self, *words: object) -> None:
-        """Say nothing."""
-
-
-def digest(data: bytes) -> str:
-    return sha1(data).hexdigest()
-
-
-@pytest.fixture(scope="module")
-def endpoint() -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-
-
-def download(endpoint: str, home: Path, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
-    """`tune download`, with an empty cache of its own."""
-    clean = {
-        key: value for key, value in os.environ.items() if not key.startswith("HF_") and "proxy" not in key.lower()
-    }
-    tune = Path(sys.executable).with_name("tune")
-    env = {**clean, "HF_ENDPOINT": endpoint, "HF_HOME": str(home), "HF_TOKEN": TOKEN, **env}
-    return subprocess.run([tune, "download", *words], env=env, capture_output=True, text=True, timeout=60)
-
-
-def fetched(done: subprocess.CompletedProcess[str]) -> dict[str, bytes]:
-    assert done.returncode == 0, done.stderr
-    place = Path(done.stdout.strip())
+def fetched(done: Outcome) -> dict[str, bytes]:
+    assert done.code == 0, done.err
+    place = Path(done.out.strip())
     paths = [path for path in place.rglob("*") if path.is_file() and ".cache" not in path.parts]
     return {path.relative_to(place).as_posix(): path.read_bytes() for path in paths}
 
 
-def test_what_the_toolkit_reads_is_fetched_once(endpoint: str, tmp_path: Path) -> None:
-    done = download(endpoint, tmp_path, "owner/model")
-    wanted = {"config.json", "model.safetensors", "tokenizer.json"}
-    assert fetched(done) == {name: FILES[name] for name in wanted} and "3 files" in done.stderr
-    offline = download(endpoint, tmp_path, "owner/model", HF_HUB_OFFLINE="1")
-    assert fetched(offline) == fetched(done)
-    assert TOKEN not in done.stdout + done.stderr
+def sent(place: Place) -> int:
+    """Bytes of large files that the Hub gave away."""
+    return sum(seen.sent for seen in place.hub.seen("GET", "/storage/"))
 
 
-def test_files_can_be_chosen(endpoint: str, tmp_path: Path) -> None:
-    here = str(tmp_path / "here")
-    done = download(endpoint, tmp_path, "owner/model", "--include", "*.bin", "--include", "original/*", "--to", here)
-    assert done.stdout.strip() == here and set(fetched(done)) == {"pytorch_model.bin", "original/params.json"}
-    assert set(fetched(download(endpoint, tmp_path, "owner/model", "--exclude", "*.json"))) == {"model.safetensors"}
+def test_what_the_toolkit_reads_is_fetched_once(place: Place) -> None:
+    repo = place.hub.put("owner/model", FILES)
+    done = place.tune("download", "owner/model")
+    assert fetched(done) == {name: FILES[name] for name in WANTED} and "4 files" in done.err
+    assert Path(done.out.strip()).name == repo.refs["main"] == fetch.commit(Path(done.out.strip()))
+    place.hub.log.clear()
+    assert place.tune("download", "owner/model").out == done.out
+    assert not place.hub.seen(path="/resolve/") and not place.hub.seen(path="/storage/")
+    place.hub.log.clear()
+    offline = place.tune("download", "owner/model", HF_HUB_OFFLINE="1")
+    assert fetched(offline) == fetched(done) and not place.hub.log
+    assert not place.search(TOKEN)
+
+
+def test_the_command_itself(place: Place) -> None:
+    place.hub.put("owner/model", FILES)
+    tune = Path(sys.executable).with_name("tune")
+    done = subprocess.run([tune, "download", "owner/model"], env=place.env(), capture_output=True, text=True)
+    assert fetched(Outcome(done.returncode, done.stdout, done.stderr)).keys() == set(WANTED)
+
+
+def test_files_can_be_chosen(place: Place) -> None:
+    place.hub.put("owner/model", FILES)
+    words = ("--include", "*.bin", "--include", "original/*", "--to", "here")
+    done = place.tune("download", "owner/model", *words)
+    assert done.out == f"{place.folder / 'here'}\n" and set(fetched(done)) == {
+        "pytorch_model.bin",
+        "original/params.json",
+    }
+    without = place.tune("download", "owner/model", "--exclude", "*.json", "--exclude", "*.md")
+    assert set(fetched(without)) == {"model.safetensors"}
+
+
+@pytest.mark.parametrize("to", [(), ("--to", "here")])
+def test_a_broken_transfer_goes_on_where_it_was(to: tuple[str, ...], place: Place) -> None:
+    """Closed, broken off, refused: no byte of a large file comes twice."""
+    data = {"model.safetensors": os.urandom(LARGE), "config.json": b"{}"}
+    place.hub.put("ann/large", data, private=True)
+    place.hub.faults = [
+        Fault("GET", "/storage/", cut="reply", at=12_000_000),
+        Fault("GET", "/storage/", cut="reply", at=7_000_000, reset=True),
+        Fault("GET", "/resolve/.*safetensors", 503),
+        Fault("GET", "/resolve/.*safetensors", 429, {"Retry-After": "0"}),
+    ]
+    done = place.tune("download", "ann/large", *to)
+    assert fetched(done) == data and sent(place) <= LARGE
+    ranges = [seen.range for seen in place.hub.seen("GET", "/storage/")]
+    assert ranges[:2] == ["bytes=0-", "bytes=12000000-"] and len(ranges) == 3
+    assert not any(seen.token for seen in place.hub.seen(path="/storage/"))
+    assert "going on from there" in done.err and "answered 503; trying again" in done.err
+
+
+def test_a_killed_download_goes_on_where_it_was(place: Place) -> None:
+    data = {"model.safetensors": os.urandom(LARGE), "config.json": b"{}"}
+    place.hub.put("ann/large", data)
+    hold = Event()
+    place.hub.faults = [
+        Fault("GET", "/storage/", cut="reply", at=20_000_000),
+        Fault("GET", "/storage/", cut="reply", hold=hold),
+    ]
+    child = place.start("download", "ann/large")
+    until = time.monotonic() + 60
+    while len(place.hub.seen("GET", "/storage/")) < 2:
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    os.kill(child, signal.SIGKILL)
+    hold.set()
+    assert place.end().code == -signal.SIGKILL
+    assert fetched(place.tune("download", "ann/large")) == data
+    assert sent(place) < LARGE + 100_000  # what was not yet on its way to the disk
+
+
+def test_a_large_file_that_comes_damaged_is_not_taken(place: Place) -> None:
+    repo = place.hub.put("ann/large", {"model.safetensors": (data := os.urandom(LARGE))})
+    (oid,) = repo.objects
+    repo.objects[oid] = data[:-1] + b"?"
+    assert "model.safetensors came damaged" in place.tune("download", "ann/large").error
+    repo.objects[oid] = data
+    assert fetched(place.tune("download", "ann/large")) == {"model.safetensors": data}
+
+
+def test_two_at_once_fetch_a_large_file_once(place: Place) -> None:
+    data = {"model.safetensors": os.urandom(LARGE)}
+    place.hub.put("ann/large", data)
+    hold = Event()
+    place.hub.faults = [Fault("GET", "/storage/", cut="reply", at=15_000_000, hold=hold)]
+    tune = [Path(sys.executable).with_name("tune"), "download", "ann/large"]
+    both = [subprocess.Popen(tune, env=place.env(), stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    time.sleep(2)
+    hold.set()
+    for process in both:
+        out, _ = process.communicate(timeout=60)
+        assert fetched(Outcome(process.returncode, out, "")) == data
+    assert sent(place) == LARGE
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("words", "env", "says"),
     [
-        (["owner/missing"], "no model 'owner/missing'"),
-        (["owner/private"], "hf auth login"),
-        (["owner/gated"], "accept its terms at http"),
-        (["owner/refused"], "accept its terms at http"),
-        (["owner/broken"], "answered 418"),
-        (["owner/model", "--revision", "nope"], "no revision 'nope'"),
-        (["owner/model", "--include", "*.gguf"], "no such file"),
-        (["own er/model"], "neither a folder nor a name"),
-        (["owner/model", "--token", f"{TOKEN}\n"], "token holds characters"),
+        (["owner/missing"], {}, "no model 'owner/missing'"),
+        (["owner/hidden"], {}, "hf auth login"),
+        (["owner/hidden"], {"HF_TOKEN": ""}, "hf auth login"),
+        (["owner/gated"], {}, "owner/gated is gated: accept its terms at http"),
+        (["owner/gated"], {"HF_TOKEN": ""}, "owner/gated is gated: accept its terms at http"),
+        (["owner/model"], {"HF_TOKEN": "hf_wrong"}, "answered 401: check the token"),
+        (["owner/model", "--token", "hf_wrong"], {}, "answered 401: check the token"),
+        (["owner/broken"], {}, "answered 418"),
+        (["owner/model", "--revision", "nope"], {}, "no revision 'nope'"),
+        (["owner/model", "--include", "*.gguf"], {}, "no such file"),
+        (["own er/model"], {}, "neither a folder nor a name"),
+        (["owner/model", "--token", f"{TOKEN}\n"], {}, "token holds characters"),
+        (["owner/model"], {"HF_HUB_OFFLINE": "1"}, "HF_HUB_OFFLINE"),
+        (["owner/model"], {"HF_ENDPOINT": "http://127.0.0.1:1"}, "http://127.0.0.1:1 cannot be reached"),
     ],
 )
-def test_a_refusal_is_one_line(words: list[str], says: str, endpoint: str, tmp_path: Path) -> None:
-    done = download(endpoint, tmp_path, *words)
-    told = [line for line in done.stderr.splitlines() if not line.startswith(("Fetching", "\r"))]
-    assert done.returncode == 2 and not done.stdout
-    assert len([line for line in told if line.startswith("error: ")]) == 1 and says in told[-1], done.stderr
-    assert TOKEN not in done.stderr and "Traceback" not in done.stderr
+def test_a_refusal_is_one_line(words: list[str], env: dict[str, str], says: str, place: Place) -> None:
+    place.hub.put("owner/model", FILES)
+    place.hub.put("owner/hidden", FILES, private=True)
+    place.hub.put("owner/gated", FILES, gated=True)
+    place.hub.faults = [Fault(path="owner/broken", code=418, times=9)]
+    assert says in place.tune("download", *words, **env).error
+    place.tune("download", *words, "--debug", **env)
+    assert not place.search(TOKEN) and not place.search("hf_wrong")
 
 
-def test_no_network_and_an_empty_cache(endpoint: str, tmp_path: Path) -> None:
-    assert "HF_HUB_OFFLINE" in download(endpoint, tmp_path, "owner/model", HF_HUB_OFFLINE="1").stderr
-    nobody = "http://127.0.0.1:1"
-    done = download(nobody, tmp_path, "owner/model")
-    assert done.returncode == 2 and f"{nobody} cannot be reached" in done.stderr
+def test_who_was_let_in_gets_a_gated_model(place: Place) -> None:
+    place.hub.put("owner/gated", FILES, gated=True, members={"bob"})
+    assert fetched(place.tune("download", "owner/gated", HF_TOKEN=GUEST)).keys() == set(WANTED)
+    assert fetched(place.tune("download", "owner/gated", "--token", GUEST, "--to", "x")).keys() == set(WANTED)
+
+
+def test_a_name_may_say_a_revision(place: Place) -> None:
+    """A branch, a tag or a commit, where a model is named."""
+    nano = {file.name: file.read_bytes() for file in bundled.MODELS["tunekit/nano"].iterdir()}
+    repo = place.hub.put("ann/nano", nano)
+    repo.tags["v1"] = commit = repo.refs["main"]
+    place.hub.put("ann/nano", {"config.json": b"{}"})
+    assert "config.json" in place.tune("chat", "ann/nano").error
+    for revision in ("v1", commit):
+        assert place.tune("chat", f"ann/nano@{revision}", text="Hello\n").out
+        assert place.tune("chat", f"ann/nano@{revision}", text="Hello\n", HF_HUB_OFFLINE="1").out
+    assert "no revision 'v2'" in place.tune("chat", "ann/nano@v2").error
+
+
+def test_old_weights_are_fetched_where_there_are_no_others(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    place.hub.put("owner/old", {"config.json": b"{}", "pytorch_model.bin": b"x", "training_args.bin": b"y"})
+    code = "from tunekit.hub import fetch; print(fetch.resolve('owner/old'))"
+    done = subprocess.run([sys.executable, "-c", code], env=place.env(), capture_output=True, text=True)
+    files = fetched(Outcome(done.returncode, done.stdout, done.stderr))
+    assert files == {"config.json": b"{}", "pytorch_model.bin": b"x"}
 
 
 def test_a_folder_comes_before_any_other_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "owner" / "model").mkdir(parents=True)
-    assert fetch.resolve("owner/model") == Path("owner/model")
+    for name in ("owner/model", "owner/model@v1"):
+        (tmp_path / name).mkdir(parents=True)
+        assert fetch.resolve(name) == Path(name)
     for name, folder in bundled.MODELS.items():
         assert fetch.resolve(name) == folder
+    assert fetch.commit(tmp_path) is None
 
 
-@pytest.mark.parametrize("path", ["./nope", "../nope", "/nope", "~/nope", "a/b/c", "a\\b"])
+@pytest.mark.parametrize("path", ["./nope", "../nope", "/nope", "~/nope", "a/b/c", "a\\b", "a/b/c@x"])
 def test_a_path_that_is_not_there_is_never_looked_up(path: str) -> None:
     with pytest.raises(UserError, match="no such folder"):
         fetch.resolve(path)
