@@ -85,7 +85,7 @@ def check(cfg: SFT) -> None:
     """What can be known without reading weights: the folder, the family, the adapter's targets, the rows' files."""
     source = Folder.open(fetch.resolve(cfg.model, files=fetch.SMALL), cfg.model)
     assemble.outline(source, cfg.weights, cfg.adapter)
-    tokenizer = Tokenizer.open(source.path)
+    tokenizer = Tokenizer.open(source.path).fitted(source.spec.vocab, source.path)
     for rows in filter(None, (cfg.data, cfg.validation)):
         rows.check()
         rows.prepare(tokenizer)
@@ -101,7 +101,7 @@ def main(cfg: SFT) -> None:
             publish.finish(cfg.push, space.folder, space.final)
             return
         source = Folder.open(fetch.resolve(cfg.model), cfg.model)
-        tokenizer = Tokenizer.open(source.path).dated(space.day)
+        tokenizer = Tokenizer.open(source.path).fitted(source.spec.vocab, source.path).dated(space.day)
         data = cfg.data.open(tokenizer, cfg.batch, cfg.micro_batch, run)
         held = cfg.validation and cfg.validation.open(tokenizer, cfg.batch, cfg.micro_batch, run)
         for loader in filter(None, (data, held)):

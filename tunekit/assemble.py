@@ -67,12 +67,13 @@ def described(name: str, files: fetch.Files = fetch.READ) -> tuple[Folder, Full 
     """What a name stands for: a checkpoint, an adapter on its base, or what a finished run has left."""
     path = finished(fetch.resolve(name, files=files))
     if not (path / peft.CONFIG).is_file():
-        return Folder.open(path, name), Frozen(), Tokenizer.open(path)
+        source = Folder.open(path, name)
+        return source, Frozen(), Tokenizer.open(path).fitted(source.spec.vocab, path)
     base = peft.base(path)
     source = Folder.open(fetch.resolve(base, files=files), base)
     adapter = replace(peft.described(path, source), start=str(path))
-    own = (path / "tokenizer.json").is_file()
-    return source, adapter, Tokenizer.open(path if own else source.path)
+    own = path if (path / "tokenizer.json").is_file() else source.path
+    return source, adapter, Tokenizer.open(own).fitted(source.spec.vocab, own)
 
 
 def finished(path: Path) -> Path:

@@ -138,6 +138,10 @@ def test_a_stream_holds_back_half_a_character(folders: dict[str, Path]) -> None:
         ("tokenizer.json", None, "no tokenizer.json; fetch the checkpoint's"),
         ("tokenizer.json", '{"model": ', "tokenizer.json: unreadable"),
         ("tokenizer.json", '{"version": 1}', "tokenizer.json: holds no tokenizer"),
+        ("tokenizer.json", '{"model": {}}', "tokenizer.json: holds no tokenizer"),
+        ("tokenizer.json", '{"model": {"type": "BPE"}}', "tokenizer.json: holds no tokenizer"),
+        ("tokenizer.json", '{"model": {"type": "WordLevel", "vocab": {"a": 0}}, "added_tokens": 5}', "no tokenizer"),
+        ("tokenizer.json", '{"model": {"type": "BPE", "vocab": {"a": 0}, "merges": [["a", "b"]]}}', "no tokenizer"),
         ("tokenizer_config.json", "[1]", "tokenizer_config.json: want a JSON object"),
         ("generation_config.json", "{", "generation_config.json: unreadable"),
     ],
@@ -151,3 +155,19 @@ def test_a_broken_folder_is_told_in_a_line(file, text, message, folders, tmp_pat
         Tokenizer.open(folder)
     assert "\n" not in str(told.value)
     assert str(folder) in str(told.value)
+
+
+def test_a_tokenizer_that_knows_more_than_the_model(folders: dict[str, Path]) -> None:
+    """Ordinary tokens beyond the embeddings are another model's; added ones are refused where they come up."""
+    tokenizer = Tokenizer.open(folders["chatml"])
+    added = tokenizer.model.get_added_tokens_decoder()
+    last = max(added)
+    assert last == tokenizer.size - 1
+    tokenizer.fitted(tokenizer.size + 50, "here").encode(added[last].content)
+    with pytest.raises(UserError, match="here: its tokenizer knows [0-9]+ tokens and its model 30: the tokenizer is"):
+        tokenizer.fitted(30, "here")
+    fitted = tokenizer.fitted(last, "here")
+    assert fitted.encode("hello there") == tokenizer.encode("hello there")
+    with pytest.raises(UserError) as told:
+        fitted.encode(f"hello {added[last].content}")
+    assert str(told.value) == f"the text holds the token {added[last].content!r} ({last}), but the model knows {last}"

@@ -30,6 +30,7 @@ class Tokenizer:
         self.model, self.names, self.templates = model, dict(names), dict(templates)
         self.compiled: dict[str, Template] = {}
         self.today: date | None = None
+        self.vocab: int | None = None  # what the model embeds, once it is known
         # What adds bos and eos is kept apart: some of it also trims the spaces of tokens out of their offsets.
         self.ends, model.post_processor = model.post_processor, None
         model.no_truncation()
@@ -65,6 +66,21 @@ class Tokenizer:
         other.today = today
         return other
 
+    def fitted(self, vocab: int, where: object) -> "Tokenizer":
+        """The same tokenizer for a model of `vocab` embeddings. `where` is what both were read from.
+
+        Added tokens may lie beyond: Gemma 3 has one for images in models that see none. `encode` does not let them in.
+        """
+        ordinary = self.model.get_vocab_size(with_added_tokens=False)
+        if ordinary > vocab:
+            raise UserError(
+                f"{where}: its tokenizer knows {ordinary} tokens and its model {vocab}: "
+                "the tokenizer is another model's, bring back its own tokenizer.json"
+            )
+        other = copy.copy(self)
+        other.vocab = vocab
+        return other
+
     def named(self, name: str) -> int | None:
         """The id of a token that the tokenizer's config names, such as `eos_token`."""
         return self.model.token_to_id(self.names[name]) if name in self.names else None
@@ -82,7 +98,11 @@ class Tokenizer:
 
     def encode(self, text: str, special: bool = False) -> list[int]:
         """Token ids of a text; `special` adds what the tokenizer puts around every text (bos, for many)."""
-        return self.encode_texts([text], special)[0]
+        ids = self.encode_texts([text], special)[0]
+        if self.vocab is not None and max(ids, default=0) >= self.vocab:
+            token = self.model.id_to_token(max(ids))
+            raise UserError(f"the text holds the token {token!r} ({max(ids)}), but the model knows {self.vocab}")
+        return ids
 
     def encode_texts(self, texts: Sequence[str], special: bool = False) -> list[list[int]]:
         """Token ids of many texts at once, on all cores."""
@@ -191,9 +211,21 @@ def read_model(folder: Path) -> tokenizers.Tokenizer:
             "transformers.AutoTokenizer.from_pretrained and call save_pretrained"
         )
     content = read_json(path)
-    if not isinstance(content.get("model"), dict):
-        raise UserError(f"{path}: holds no tokenizer (no `model`); fetch the checkpoint's file again")
-    return tokenizers.Tokenizer.from_str(json.dumps(content))
+    with Told(path):
+        return tokenizers.Tokenizer.from_str(json.dumps(content))
+
+
+class Told:
+    """The library refuses a file by a plain `Exception`, the parent of all, which no `except` should name."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if kind is Exception:
+            raise UserError(f"{self.path}: holds no tokenizer ({error}); fetch the checkpoint's file again") from error
 
 
 def token_names(config: Mapping[str, Any]) -> dict[str, str]:
