@@ -171,7 +171,7 @@ CHECKPOINTS = {
     "missing tensor": (weights(**{NORM: None}), ("model.layers.0.input_layernorm.weight", "missing")),
     "surplus tensor": (weights(model__extra__weight=torch.ones(3)), ("model.safetensors", "model.extra.weight")),
     "wrong shape": (weights(**{NORM: torch.ones(7)}), ("model.layers.0.input_layernorm.weight", "[7]", "[32]")),
-    "whole numbers": (weights(**{NORM: torch.ones(32, dtype=torch.int32)}), ("input_layernorm", "I32")),
+    "whole numbers": (weights(**{NORM: torch.ones(32, dtype=torch.int32)}), ("input_layernorm", "int32")),
 }
 
 
