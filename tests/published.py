@@ -13,6 +13,16 @@ PIXTRAL |= {"num_attention_heads": 16, "head_dim": 64, "image_size": 1540, "patc
 OLMO3 = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192, "beta_fast": 32, "beta_slow": 1}
 OLMO3 |= {"attention_factor": 1.2079441541679836}
 
+DELTA = {"full_attention_interval": 4, "head_dim": 256, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128}
+DELTA |= {"linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_value_head_dim": 128, "hidden_act": "silu"}
+DELTA |= {"max_position_embeddings": 262144, "rms_norm_eps": 1e-6, "attention_bias": False}
+EXPERTS = {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512}
+QWEN3_5 = DELTA | {"layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 16, "attn_output_gate": True}
+QWEN3_5 |= {"mamba_ssm_dtype": "float32", "mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False}
+QWEN3_5 |= {"rope_parameters": {"mrope_interleaved": True, "mrope_section": [11, 11, 10], "rope_type": "default"}
+            | {"rope_theta": 10000000, "partial_rotary_factor": 0.25}}  # fmt: skip
+SEEN = {"depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "num_heads": 16, "num_position_embeddings": 2304}
+
 
 def sized(kind: str, sizes: tuple[int, int, int, int, int | None, int], **others: Any) -> dict[str, Any]:
     """Width, hidden width, layers, heads, heads of keys, vocabulary."""
@@ -109,6 +119,25 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
            | {"max_position_embeddings": 262144, "rms_norm_eps": 1e-6, "tie_word_embeddings": True}}
         | {"vision_config": {"model_type": "qwen3_vl", "depth": 24, "hidden_size": 1024, "out_hidden_size": 2560}},
         4_022_468_096,
+    ),
+    "Qwen/Qwen3-Next-80B-A3B-Instruct": (
+        sized("qwen3_next", (2048, 5120, 48, 16, 2, 151936), tie_word_embeddings=False, rope_theta=10000000)
+        | DELTA | EXPERTS | {"num_experts": 512, "num_experts_per_tok": 10, "decoder_sparse_step": 1}
+        | {"mlp_only_layers": [], "norm_topk_prob": True, "partial_rotary_factor": 0.25, "rope_scaling": None},
+        79_674_391_296,
+    ),
+    "Qwen/Qwen3.5-27B": (
+        {"model_type": "qwen3_5", "tie_word_embeddings": False, "vision_config": SEEN | {"out_hidden_size": 5120}}
+        | {"text_config": sized("qwen3_5_text", (5120, 17408, 64, 24, 4, 248320))
+           | QWEN3_5 | {"linear_num_value_heads": 48, "tie_word_embeddings": False}},
+        26_895_998_464,
+    ),
+    "Qwen/Qwen3.5-35B-A3B": (
+        {"model_type": "qwen3_5_moe", "tie_word_embeddings": False, "vision_config": SEEN | {"out_hidden_size": 2048}}
+        | {"text_config": {"model_type": "qwen3_5_moe_text", "hidden_size": 2048, "num_hidden_layers": 40}
+           | {"num_attention_heads": 16, "num_key_value_heads": 2, "vocab_size": 248320, "num_experts": 256}
+           | QWEN3_5 | EXPERTS | {"num_experts_per_tok": 8, "layer_types": QWEN3_5["layer_types"][:40]}},
+        34_660_610_688,
     ),
     "google/gemma-2b": (
         sized("gemma", (2048, 16384, 18, 8, 1, 256000), head_dim=256, rms_norm_eps=1e-6, max_position_embeddings=8192)

@@ -30,7 +30,7 @@ def spec(config: Config) -> DecoderSpec:
 
 def hybrid(c: Config, feed: Callable[[int], FeedForward], grouped: bool = False) -> DecoderSpec:
     """Delta nets with an attention in every n-th layer; `feed` says what stands behind the mixer of a layer."""
-    refuse(c, {"hidden_act": "silu"})
+    refuse(c, {"hidden_act": "silu", "attn_output_gate": True})
     norm = Norm(c["rms_norm_eps"], offset=1.0)
     net = DeltaNet(
         k_heads=c["linear_num_key_heads"],
