@@ -14,7 +14,6 @@ GATED = {
     "silu": lambda gate, up: F.silu(gate) * up,
     "gelu": lambda gate, up: F.gelu(gate) * up,
     "gelu_tanh": lambda gate, up: F.gelu(gate, approximate="tanh") * up,
-    "relu2": lambda gate, up: F.relu(gate).square() * up,
     "clamped_swiglu": clamped_swiglu,
 }
 

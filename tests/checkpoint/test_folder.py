@@ -55,7 +55,7 @@ def config(folder: Path, **values: object) -> None:
     ({"model_type": ["llama"]}, "model_type ['llama'] is not supported"),
     ({"hidden_size": None}, "'hidden_size' is missing"),
     ({"vocab_size": None}, "'vocab_size' is missing"),
-    ({"hidden_act": "mish"}, "hidden_act 'mish' is not supported: silu, gelu, gelu_tanh"),
+    ({"hidden_act": "mish"}, "hidden_act 'mish' is not supported: silu, gelu, gelu_pytorch_tanh"),
     ({"num_key_value_heads": 4}, "num_attention_heads 6 is no multiple of num_key_value_heads 4"),
     ({"num_attention_heads": 0}, "num_attention_heads must be a whole number above 0, not 0"),
     ({"num_hidden_layers": "three"}, "num_hidden_layers must be a whole number above 0, not 'three'"),

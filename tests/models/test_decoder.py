@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 
-from tests.checkpoints import SHAPES, auto, batch, error, made, ours, save, tokens
+from tests.checkpoints import SHAPES, auto, batch, error, made, ours, save, theirs, tokens
 from tunekit.checkpoint.folder import Folder
 from tunekit.checkpoint.write import dense
 from tunekit.data.batch import IGNORE
@@ -16,6 +16,7 @@ from tunekit.losses import CrossEntropy
 from tunekit.memory import Memory
 from tunekit.models.decoder import Decoder
 from tunekit.models.init import randomize
+from tunekit.models.norm import RMSNorm
 
 BOUNDS = [0, 7, 8, 29, 34, 46, 54]  # documents that end with rows of 18 tokens, and such that go over their ends
 
@@ -58,14 +59,28 @@ def test_fresh_weights_are_those_of_transformers_in_kind(name: str, tmp_path: Pa
         for move in source.moves:
             parts = [dense(model, part) for part in move.ours]
             for hub, found in zip(move.hub, move.op.save(parts), strict=True):
-                theirs = wanted[hub]
-                if theirs.std() == 0 or theirs.numel() == 1:
-                    assert torch.equal(found, theirs), hub
-                elif theirs.numel() < 100:  # some draw biases and sinks too; a few numbers tell no spread
+                drawn = wanted[hub]
+                if drawn.std() == 0 or drawn.numel() == 1:
+                    assert torch.equal(found, drawn), hub
+                elif drawn.numel() < 100:  # some draw biases and sinks too; a few numbers tell no spread
                     assert found.isfinite().all(), hub
                 else:
-                    assert 0.2 < found.std() / theirs.std() < 1.5, hub
-                    assert abs(found.mean() - theirs.mean()) < 10 * theirs.std() / math.sqrt(theirs.numel()), hub
+                    assert 0.2 < found.std() / drawn.std() < 1.5, hub
+                    assert abs(found.mean() - drawn.mean()) < 10 * drawn.std() / math.sqrt(drawn.numel()), hub
+
+
+@pytest.mark.parametrize("name", [name for name, shape in SHAPES.items() if "text_config" not in shape])
+def test_norms_in_bf16_are_those_of_transformers_to_the_bit(name: str, tmp_path: Path) -> None:
+    """Whether the weight multiplies before or behind the rounding differs from family to family."""
+    folder = made(tmp_path, name)
+    source, model, other = Folder.open(folder), ours(folder).bfloat16(), theirs(folder).bfloat16()
+    names = {move.ours[0]: move.hub[0] for move in source.moves}
+    for name, norm in model.named_modules():
+        if not isinstance(norm, RMSNorm) or not norm.spec.weight or "linear_attn.norm" in names[f"{name}.weight"]:
+            continue  # that of a delta net takes a gate
+        x = torch.randn(3, 1, norm.weight.shape[0], dtype=torch.bfloat16)
+        wanted = other.get_submodule(names[f"{name}.weight"].removesuffix(".weight"))(x)
+        assert torch.equal(norm(x[..., None, :])[..., 0, :], wanted), name
 
 
 @pytest.mark.parametrize("name", ["gemma2", "granite"])

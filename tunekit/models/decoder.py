@@ -164,7 +164,7 @@ class Head(Linear):
     """Hidden states to logits, scaled and capped where the family does so."""
 
     def __init__(self, spec: DecoderSpec) -> None:
-        super().__init__(spec.dim, spec.vocab, bias=spec.head_bias)
+        super().__init__(spec.dim, spec.vocab, bias=False)
         self.scale, self.softcap = spec.logit_scale, spec.logit_softcap
 
     def forward(self, input: Tensor) -> Tensor:

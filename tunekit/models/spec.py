@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-Act = Literal["silu", "gelu", "gelu_tanh", "relu2", "clamped_swiglu"]
+Act = Literal["silu", "gelu", "gelu_tanh", "clamped_swiglu"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +208,6 @@ class DecoderSpec:
     tied: bool = False  # the head is the embedding
     std: float = 0.02
     context: int = 2048
-    head_bias: bool = False
     embed_scale: float = 1.0
     residual_scale: float = 1.0
     logit_scale: float = 1.0

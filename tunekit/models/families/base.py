@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any, cast, get_args
+from typing import Any
 
 from tunekit.models.spec import (
     MLP,
@@ -54,7 +54,7 @@ OPTIONAL = {
 # Null is a value of its own here; elsewhere it says as much as a key that is left out.
 NULLABLE = {"num_key_value_heads", "sliding_window", "attn_logit_softcapping", "final_logit_softcapping", "q_lora_rank"}
 # "gelu_new" and "gelu_pytorch_tanh" are two names of one function.
-ACTS = {"gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
+ACTS: dict[str, Act] = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
 
 
 def complete(c: Config, **defaults: Any) -> dict[str, Any]:
@@ -141,10 +141,10 @@ def attention(c: Config, **changes: Any) -> Attention:
 
 
 def mlp(c: Config) -> MLP:
-    act = ACTS.get(c["hidden_act"], c["hidden_act"])
-    if act not in get_args(Act):
-        raise ValueError(f"hidden_act {act!r} is not supported: {', '.join(get_args(Act))} are")
-    return MLP(c["intermediate_size"], cast("Act", act), bool(c["mlp_bias"]))
+    act = c["hidden_act"]
+    if act not in ACTS:
+        raise ValueError(f"hidden_act {act!r} is not supported: {', '.join(ACTS)} are")
+    return MLP(c["intermediate_size"], ACTS[act], bool(c["mlp_bias"]))
 
 
 def decoder(c: Config, layers: Iterable[Layer], **changes: Any) -> DecoderSpec:

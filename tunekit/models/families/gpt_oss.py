@@ -2,7 +2,7 @@
 
 from tunekit.models.families.base import LLAMA, Config, attention, complete, decoder, refuse
 from tunekit.models.families.moe import HUB, OURS, sparse, stacked
-from tunekit.models.spec import DecoderSpec, Layer
+from tunekit.models.spec import DecoderSpec, Layer, Norm
 from tunekit.models.weights import Fused, Row
 
 EXPERTS = f"{OURS}.experts", f"{HUB}.experts"
@@ -31,4 +31,4 @@ def spec(config: Config) -> DecoderSpec:
     kinds = c.get("layer_types") or ["sliding_attention", "full_attention"] * c["num_hidden_layers"]
     windows = (c["sliding_window"] if kind == "sliding_attention" else None for kind in kinds)
     layers = [Layer(attention(c, sinks=True, window=window), moe) for window in windows]
-    return decoder(c, layers[: c["num_hidden_layers"]])
+    return decoder(c, layers[: c["num_hidden_layers"]], norm=Norm(c["rms_norm_eps"], late=True))
