@@ -22,13 +22,14 @@ Number = TypeVar("Number", int, float)
 
 TIED = {"embed", "head"}  # one tensor in many models
 
-WORDS = {
+WORDS = {  # what they mean, as patterns over whole names
     "attn": r"layers\.\d+\.attn\..+",
     "mlp": r"layers\.\d+\.mlp\.(?!(.+\.)?experts\.).+",
     "all": r"layers\.\d+\.(attn|mlp)\.(?!(.+\.)?experts\.).+",
     "experts": r"layers\.\d+\.mlp\.(.+\.)?experts\..+",
     "head": "head",
     "embed": "embed",
+    "norm": "norm",
     "norms": r"(.+\.)?\w*norm",
 }
 
@@ -274,9 +275,9 @@ def leaf(name: str) -> str:
 
 
 def called(key: str, word: str, names: Iterable[str]) -> list[str]:
-    """The names that a word of a config or a pattern fits, whole or in their last part: `q_proj` is every q_proj."""
-    pattern = WORDS.get(word, word)
-    hits = [name for name in names if re.fullmatch(pattern, name) or re.fullmatch(pattern, leaf(name))]
+    """The names that a word fits, or a pattern, whole or in their last part: `q_proj` is every q_proj."""
+    pattern, whole = WORDS.get(word, word), word in WORDS
+    hits = [n for n in names if re.fullmatch(pattern, n) or (not whole and re.fullmatch(pattern, leaf(n)))]
     if not hits:
         leaves = ", ".join(dict.fromkeys(leaf(name) for name in names))
         kind = {"targets": "layer", "whole": "module"}.get(key, "adapted layer")

@@ -10,12 +10,14 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
-from tests.checkpoints import error, made, opened, ours, shuffle_adapter, theirs, tokens, train
+from tests.checkpoints import SHAPES, error, made, opened, ours, shuffle_adapter, theirs, tokens, train
 from tunekit.adapters import DoRA, LoRA
 from tunekit.checkpoint import atomic, save
 from tunekit.checkpoint.folder import Folder
 from tunekit.errors import UserError
 from tunekit.models.decoder import Decoder
+from tunekit.models.families.registry import family
+from tunekit.models.spec import DecoderSpec, MoE, Twin
 
 CASES = {
     "lora": ("llama-biases", LoRA(4)),
@@ -31,6 +33,32 @@ CASES = {
     "tied": ("llama3.2", LoRA(4, targets=("attn", "head", "embed"))),
     "tied head": ("smollm2", LoRA(4, targets="head")),
     "tied embed": ("smollm2", LoRA(4, targets="embed")),
+    "patterns": ("llama3.1", LoRA(4, ranks={"mlp": 2, "[qk]_proj": 6}, alphas={"v_proj": 3.0, "mlp": 9.0})),
+    "rslora patterns": ("qwen2", LoRA(4, rslora=True, ranks={r"layers\.1\..*": 7}, alphas={"q_proj": 3.0})),
+    "dora patterns": ("qwen3", DoRA(4, ranks={"o_proj": 2, "up_proj": 9}, alphas={"o_proj": 9.0})),
+    "pissa patterns": ("llama3.1", LoRA(4, 4.0, init="pissa", ranks={"mlp": 2}, alphas={"q_proj": 9.0})),
+    "whole": ("llama3.1", LoRA(4, whole=("head", "embed", "norms"))),
+    "one norm": ("llama3.1", LoRA(4, whole=("norm",))),
+    "some norms": ("qwen3-biases", DoRA(4, whole=(r"layers\.1\..*norm", "q_norm"))),
+    "tied whole": ("llama3.2", LoRA(4, whole=("embed",))),
+    "untied": ("llama3.2", LoRA(4, whole=("embed", "head"), untie=True)),
+    "untied head": ("smollm2", LoRA(4, whole=("head",), untie=True)),
+    "untied embed": ("smollm2", DoRA(4, whole=("embed",), untie=True)),
+    "biases": ("llama-biases", LoRA(4, targets="attn", bias="all")),
+    "biases of adapted": ("llama-biases", LoRA(4, targets=("attn", "up_proj"), bias="lora_only")),
+    "biases that are whole": ("qwen2", LoRA(4, targets="mlp", bias="all", whole=("q_proj", "norms"))),
+    "fused": ("phi3", LoRA(4)),
+    "fused rslora patterns": ("phi4-mini", LoRA(4, rslora=True, ranks={"q_proj": 2}, alphas={"v_proj": 5.0})),
+    "fused dora": ("glm4", DoRA(3)),
+    "fused pissa": ("phi3", LoRA(4, 4.0, init="pissa")),
+    "parts of fused": ("phi3", LoRA(4, targets=("v_proj", "up_proj"))),
+    "parts of fused dora": ("phi3", DoRA(4, targets=("q_proj", "gate_proj", "o_proj"))),
+    "fused whole": ("phi3", LoRA(4, targets="mlp", whole=("k_proj",))),
+    "experts": ("mixtral", LoRA(4, targets=("experts", "attn"), ranks={"down_proj": 2})),
+    "some experts": ("mixtral", LoRA(4, targets=(r"layers\.[02]\.mlp\.experts\.up_proj",))),
+    "experts and shared": ("qwen2-moe", LoRA(4, targets=("experts", "all"), alphas={"experts": 3.0})),
+    "experts whole": ("qwen3-moe", LoRA(4, targets="attn", whole=("experts", "router"))),
+    "dora beside experts": ("mixtral", DoRA(4)),
 }
 
 
@@ -46,23 +74,80 @@ def trained(folder: Path, shape: str, adapter: LoRA) -> tuple[Path, Decoder]:
 
 
 @pytest.mark.parametrize("case", CASES)
-@torch.no_grad()
 def test_peft_opens_what_was_trained(case: str, tmp_path: Path) -> None:
-    folder, model = trained(tmp_path, *CASES[case])
-    base = theirs(tmp_path / "base")
+    folder = agrees(tmp_path, *CASES[case])
+    assert peft.PeftConfig.from_pretrained(folder).base_model_name_or_path == str(tmp_path / "base")
+
+
+@torch.no_grad()
+def agrees(path: Path, shape: str, adapter: LoRA) -> Path:
+    """Live, in peft, and read again by us: the same logits."""
+    folder, model = trained(path, shape, adapter)
+    base = theirs(path / "base")
     plain = base(tokens()).logits
     other = with_adapter(base, folder)
     wanted = other(tokens()).logits
     assert error(plain, wanted) > 1e-2, "it learnt something"
-    assert error(model(tokens()), wanted) < 1e-5
-    assert error(opened(folder)(tokens()), wanted) < 1e-5
-    assert peft.PeftConfig.from_pretrained(folder).base_model_name_or_path == str(tmp_path / "base")
+    turns = has_experts(Folder.open(path / "base").spec)
+    for found in (model(tokens()), opened(folder)(tokens())):
+        errors = ((found - wanted).abs().amax(-1) / wanted.abs().max()).flatten().sort(descending=True).values
+        # Where two experts are as good, the last bit decides between them.
+        assert errors[int(turns)] < 1e-5
+    return folder
+
+
+def has_experts(spec: DecoderSpec) -> bool:
+    return any(isinstance(layer.ffn, MoE | Twin) for layer in spec.layers)
+
+
+# All at once, so that each family needs one run. PEFT has no DoRA for experts, and none beside some of them.
+DENSE = LoRA(4, rslora=True, ranks={"gate_proj": 5}, alphas={"o_proj": 3.0}, whole=("head", "embed", "norms"))
+SPARSE = LoRA(4, targets=("all", "experts"), rslora=True, alphas={"o_proj": 3.0}, whole=("router", "norms", "head"))
+KINDS = {
+    "lora": (LoRA(4), LoRA(4, targets=("all", "experts"))),
+    "dora": (DoRA(4), DoRA(4, targets="attn")),
+    "rslora": (LoRA(4, rslora=True), LoRA(4, targets=("all", "experts"), rslora=True)),
+    "whole": (LoRA(4, whole=("head", "embed", "norms")), LoRA(4, targets="attn", whole=("router", "norms", "embed"))),
+    "patterns": (
+        LoRA(4, ranks={"gate_proj": 5}, alphas={"o_proj": 3.0}),
+        LoRA(4, targets=("all", "experts"), ranks={"experts": 2, "o_proj": 5}, alphas={"down_proj": 9.0}),
+    ),
+}
+
+
+def suited(shape: str, pair: tuple[LoRA, LoRA]) -> LoRA:
+    return pair[has_experts(family(SHAPES[shape], shape)[1])]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_peft_opens_adapters_of_every_family(shape: str, tmp_path: Path) -> None:
+    agrees(tmp_path, shape, suited(shape, (DENSE, SPARSE)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_peft_opens_every_kind_of_every_family(shape: str, kind: str, tmp_path: Path) -> None:
+    agrees(tmp_path, shape, suited(shape, KINDS[kind]))
+
+
+@pytest.mark.parametrize("shape", ["qwen2", "qwen2-tied", "qwen3", "qwen2-moe", "qwen3-moe", "qwen3-next", "qwen3.5"])
+def test_q_and_k_of_qwen_are_exported_unpermuted(shape: str, tmp_path: Path) -> None:
+    """torchtune permuted lora_B of q and k for a rotation that Qwen does not have: each such adapter was corrupt."""
+    folder, model = trained(tmp_path, shape, LoRA(4, targets=("[qk]_proj",)))
+    files = load_file(folder / "adapter_model.safetensors")
+    found = [name for name in files if name.endswith("lora_B.weight")]
+    assert found
+    for name in found:
+        ours = name.removeprefix("base_model.model.model.").replace("self_attn", "attn")
+        assert torch.equal(files[name], model.get_parameter(ours))
 
 
 def with_adapter(base: torch.nn.Module, folder: Path) -> peft.PeftModel:
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)  # such as one about missing or unexpected keys
         warnings.filterwarnings("ignore", message=".*tie_word_embeddings.*")
+        warnings.filterwarnings("ignore", message=".*_pattern keys did not match.*")  # it looks at modules alone
         return peft.PeftModel.from_pretrained(base, folder).eval()
 
 
@@ -118,7 +203,7 @@ def test_training_goes_on_from_an_adapter(tmp_path: Path) -> None:
     (LoRA(3, 5.0, rslora=True), "adapter.rslora: True, but"),
     (DoRA(3, 5.0), "adapter.kind: dora, but the adapter in {folder} has lora"),
     (LoRA(3, 5.0, targets="attn"), "weight has no place in this model; this adapter was trained"),
-    (LoRA(3, 5.0, targets=("all", "head")), "no head.lora_A.weight; this adapter was trained for {base}, or"),
+    (LoRA(3, 5.0, targets=("all", "head")), "nothing for lm_head.weight; this adapter was trained for {base}, or"),
 ])  # fmt: skip
 def test_an_adapter_must_be_the_one_that_was_chosen(adapter: LoRA, told: str, tmp_path: Path) -> None:
     folder, _ = foreign(tmp_path, "llama3.1", target_modules="all-linear", lora_alpha=5)
@@ -137,17 +222,17 @@ def test_an_adapter_for_another_model(shape: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("key", "value", "told"), [
     ("peft_type", "IA3", "peft_type 'IA3' is not supported; LORA is"),
-    ("modules_to_save", ["lm_head"], "modules_to_save = ['lm_head'] is not supported"),
-    ("bias", "all", "bias = 'all' is not supported"),
-    ("rank_pattern", {"q_proj": 9}, "rank_pattern = {'q_proj': 9} is not supported"),
-    ("alpha_pattern", {"q_proj": 9}, "alpha_pattern = {'q_proj': 9} is not supported"),
+    ("modules_to_save", ["lm_head"], "modules_to_save names lm_head, but "),
+    ("bias", "some", "bias = 'some' is not supported"),
+    ("alpha_pattern", {"q_proj": "much"}, "alpha_pattern: q_proj: could not convert"),
+    ("alpha_pattern", {"q_proj": 0}, "alpha_pattern: q_proj: must be above 0, not 0"),
+    ("rank_pattern", {"(q": 2}, "rank_pattern: (q: missing ), unterminated subpattern"),
     ("lora_bias", True, "lora_bias = True is not supported"),
     ("trainable_token_indices", [1], "trainable_token_indices = [1] is not supported"),
     ("init_lora_weights", "pissa", "init_lora_weights = 'pissa' is not supported"),
     ("init_lora_weights", "pissa_niter_4", "init_lora_weights = 'pissa_niter_4' is not supported"),
     ("init_lora_weights", "olora", "init_lora_weights = 'olora' is not supported"),
     ("init_lora_weights", "loftq", "init_lora_weights = 'loftq' is not supported"),
-    ("target_parameters", ["mlp.experts"], "target_parameters = ['mlp.experts'] is not supported"),
     ("base_model_name_or_path", None, "no 'base_model_name_or_path'"),
     ("r", None, "adapter_config.json"),
     ("r", 0, "rank: must be 1 or more, not 0"),
@@ -162,7 +247,7 @@ def test_what_is_not_supported_is_named(key: str, value: object, told: str, tmp_
 
 def test_damaged_files_are_named(tmp_path: Path) -> None:
     folder, _ = trained(tmp_path, "llama2", LoRA(2))
-    file = folder / "adapter_model.safetensors"
+    file, base = folder / "adapter_model.safetensors", tmp_path / "base"
     whole = file.read_bytes()
     tensors = {name: t.clone() for name, t in load_file(file).items()}  # the file itself is written anew
     first = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
@@ -172,13 +257,18 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
     file.write_bytes(b"nonsense" * 9)
     refused(f"{file}: damaged or cut off", lambda: opened(folder))
     save_file({name: t for name, t in tensors.items() if name != first}, file)
-    refused("layers.0.attn.q_proj.lora_A.weight", lambda: opened(folder))
+    refused(f"{file}: model.layers.0.self_attn.q_proj: no lora_A", lambda: opened(folder))
+    save_file({name: t for name, t in tensors.items() if "layers.0.self_attn.q_proj" not in name}, file)
+    refused("nothing for model.layers.0.self_attn.q_proj.weight", lambda: ours(base, LoRA(2, start=str(folder))))
     save_file(tensors | {"base_model.model.visual.lora_A.weight": tensors[first].clone()}, file)
-    refused(f"{file}: visual.lora_A.weight belongs to no layer of a llama model", lambda: opened(folder))
+    refused(f"{file}: visual belongs to no layer of a llama model", lambda: opened(folder))
     save_file(tensors | {"unet.lora_A.weight": tensors[first].clone()}, file)
     refused(f"{file}: unet.lora_A.weight is no tensor of a PEFT adapter", lambda: opened(folder))
     save_file(tensors | {"base_model.model.lm_head.weight": torch.zeros(3, 3)}, file)
-    refused(f"{file}: lm_head.weight is a tensor of the model itself", lambda: opened(folder))
+    refused(f"{file}: lm_head.weight is [3, 3], wanted [67, 48]", lambda: opened(folder))
+    save_file(tensors | {first: torch.zeros(3, 48)}, file)
+    refused(f"{file}: model.layers.0.self_attn.q_proj.lora_A.weight is [3, 48], wanted [2, 48]", lambda: opened(folder))
+    refused("or its rank is not 2", lambda: opened(folder))
     file.unlink()
     refused("no adapter_model.safetensors", lambda: opened(folder))
     (folder / "adapter_config.json").write_text("{'r': 8}")

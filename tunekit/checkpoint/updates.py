@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -85,14 +85,26 @@ class Config:
         for pattern, number in (self.values.get(table) or {}).items():
             try:
                 if re.match(rf"(.*\.)?({pattern})$", key):
-                    return type(default)(number)
+                    return positive(type(default)(number))
             except (re.error, TypeError, ValueError) as error:
                 raise UserError(f"{self.file}: {table}: {pattern}: {error}") from error
         return default
 
+    def check_saved(self, modules: Iterable[str]) -> None:
+        """Of all modules that are to be saved there are tensors."""
+        for wanted in self.values.get("modules_to_save") or []:
+            if not any(module.endswith(wanted) for module in modules):
+                raise UserError(f"{self.file}: modules_to_save names {wanted}, but {TENSORS} holds no tensor of it")
+
     def targets(self, tensor: str) -> bool:
         """Whether a tensor of the Hub is adapted as a parameter, not as the weight of a module."""
         return any(f".{tensor}".endswith(f".{target}") for target in self.values.get("target_parameters") or [])
+
+
+def positive(number: Any) -> Any:
+    if number <= 0:
+        raise ValueError(f"must be above 0, not {number}")
+    return number
 
 
 @dataclass(frozen=True)
@@ -207,12 +219,12 @@ def contents(folder: Path, source: Folder) -> Contents:
     kept, unknown = moves_in(names, source.family.table)
     if unknown:
         raise stranger(file, unknown[0], source)
-    held = Contents(
-        config, tensors, Reader(config, file, tensors, source).held(updates), kept, names, shapes(source.spec)
-    )
+    held = Reader(config, file, tensors, source).held(updates)
+    found = Contents(config, tensors, held, kept, names, shapes(source.spec))
     for move in kept:
-        check_kept(file, move, held, source)
-    return held
+        check_kept(file, move, found, source)
+    config.check_saved({name[:at] for name in names for at, char in enumerate(name) if char == "."})
+    return found
 
 
 def check_kept(file: Path, move: Move, held: Contents, source: Folder) -> None:
