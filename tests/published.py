@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from tests import published_experts
+
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 |= {"original_max_position_embeddings": 8192}
 FACTORS = {"type": "longrope", "short_factor": [1.0 + i / 50 for i in range(48)]}
@@ -221,4 +223,4 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
         | {"layer_types": (["sliding_attention"] * 3 + ["full_attention"]) * 8, "tie_word_embeddings": False},
         7_298_011_136,
     ),
-}  # fmt: skip
+} | published_experts.PUBLISHED  # fmt: skip
