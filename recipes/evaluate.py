@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 
 from tqdm import tqdm
 
-from tunekit import assemble
+from tunekit import assemble, card
 from tunekit.checkpoint.atomic import write_text
 from tunekit.data.documents import Document
 from tunekit.data.loader import Loader
@@ -87,9 +87,10 @@ def main(cfg: Evaluate) -> list[Result]:
             questions, result = measure(name, cfg, run)
             results.append(result)
     show(questions, results, cfg.examples)
+    figures = [asdict(result) | {"perplexity": result.perplexity} for result in results]
     if cfg.out is not None:
-        figures = [asdict(result) | {"perplexity": result.perplexity} for result in results]
         write_text(Path(cfg.out), json.dumps(figures, indent=2, ensure_ascii=False) + "\n")
+    card.evaluated(Path(cfg.model), f"{cfg.data.source} ({cfg.data.split})", figures, len(questions))
     return results
 
 

@@ -5,6 +5,7 @@ Nothing in it tells a secret or where files lie on this machine; see `discreet`.
 
 import hashlib
 import importlib
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,8 +18,7 @@ import yaml
 
 from tunekit import __version__ as VERSION
 from tunekit import discreet, machine, metrics
-from tunekit.checkpoint import peft
-from tunekit.checkpoint.atomic import PARTIAL, readable
+from tunekit.checkpoint import atomic, peft
 from tunekit.checkpoint.folder import Folder, read_json
 from tunekit.checkpoint.save import CURVES, VERIFICATION
 from tunekit.checkpoint.workspace import EVALUATION, FINAL
@@ -101,7 +101,7 @@ def write(folder: Path, made: Made) -> None:
 
 def minimal(folder: Path, source: Folder | None = None, relation: str = "merge") -> None:
     """A card for a model that no run has described: its base, how to use it, how it was compared."""
-    base, name = None if source is None else origin(source), folder.resolve().name.removesuffix(PARTIAL)
+    base, name = None if source is None else origin(source), folder.resolve().name.removesuffix(atomic.PARTIAL)
     about = f"Written by tunekit {VERSION}." if base is None else f"Made of {base.link} with tunekit {VERSION}."
     sections = {"": about, "Use": use(folder, name, base), "Verification": verification(folder)}
     put(folder, head(folder, base, ["tunekit"], [], relation), name, sections)
@@ -121,13 +121,25 @@ def forced(folder: Path) -> None:
     (folder / CARD).write_text(f"{text[:top]}\n{warning}\n{text[top:]}", encoding="utf-8")
 
 
+def evaluated(run: Path, data: str, results: Sequence[Tree], questions: int) -> None:
+    """Keep what `evaluate` has found with the run that it asked, and in its card. Models of no run keep nothing."""
+    if not (run / FINAL / CARD).is_file():
+        return
+    kept = [
+        {key: one[key] for key in ("model", "loss", "perplexity", "right")} | {"questions": questions}
+        for one in results
+    ]
+    atomic.write_text(run / EVALUATION, json.dumps({"data": data, "results": kept}, indent=2) + "\n")
+    refresh(run)
+
+
 def refresh(run: Path) -> None:
-    """Bring what `evaluate` has found since into the card of a finished run."""
+    """Bring what `evaluate` has found into the card of a finished run, if its marks still stand there."""
     file = run / FINAL / CARD
     before, _, rest = file.read_text("utf-8").partition(EVALUATED[0])
     _, there, after = rest.partition(EVALUATED[1])
     if there:
-        file.write_text(before + evaluation(run) + after, encoding="utf-8")
+        atomic.write_text(file, before + discreet.text(evaluation(run)) + after)
 
 
 def put(folder: Path, fields: Tree, name: str, sections: Tree) -> None:
@@ -228,7 +240,7 @@ def training(made: Made, lines: Lines, base: Origin) -> str:
         "tokens": f"{tokens:,}, of which {learnt:,} were learnt",
         "time": f"{timedelta(seconds=round(seconds))} ({tokens / max(seconds, 1e-9):,.0f} tokens per second)",
         "hardware": machine.hardware(made.device),
-        "peak memory": readable(peak),
+        "peak memory": atomic.readable(peak),
         "versions": ", ".join(f"{name} {version}" for name, version in machine.versions().items()),
     }
     choices = {key.replace("_", "-"): words(made.config[key]) for key in CHOICES if made.config.get(key) not in OFF}

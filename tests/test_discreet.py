@@ -1,0 +1,63 @@
+"""Secrets and places of this machine, planted where a card could pick them up."""
+
+from pathlib import Path
+
+import pytest
+
+from tunekit import discreet
+
+HOME = Path.home()
+
+
+@pytest.fixture(autouse=True)
+def secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {
+        "HF_TOKEN": "hf_never_show_me",
+        "WANDB_API_KEY": "0123456789abcdef",
+        "MLFLOW_TRACKING_PASSWORD": "correct horse",
+        "AWS_SECRET_ACCESS_KEY": "wJalrXUtnFEMI",
+        "DB_PASSWD": "x",
+        "TOKENIZERS_PARALLELISM": "honestly",
+    }.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.parametrize(("text", "wanted"), [
+    ("push with hf_never_show_me", "push with ***"),
+    ("0123456789abcdef correct horse wJalrXUtnFEMI", "*** *** ***"),
+    ("hf_" + "a1B2" * 8, "***"),
+    ("https://me:secret@mlflow.example.com/api", "https://mlflow.example.com/api"),
+    ("https://example.com/?run=3&api_key=abc&access_token=d%20e", "https://example.com/?run=3&api_key=***&access_token=***"),
+    ("parallel: honestly, an extra x", "parallel: honestly, an extra x"),
+    (f"see {HOME}/secret/project/rows.jsonl, and {HOME}", f"see rows.jsonl, and {HOME.name}"),
+    (f"sqlite:///{HOME}/mlruns.db", "sqlite:///mlruns.db"),
+    ("lr 2e-4, https://huggingface.co/acme/tiny", "lr 2e-4, https://huggingface.co/acme/tiny"),
+])  # fmt: skip
+def test_texts(text: str, wanted: str) -> None:
+    assert discreet.text(text) == wanted
+
+
+def test_a_longer_secret_is_hidden_before_its_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("A_TOKEN", "abcdef")
+    monkeypatch.setenv("B_TOKEN", "abcdefghij")
+    assert discreet.text("abcdefghij abcdef") == "*** ***"
+
+
+def test_trees() -> None:
+    tree = {
+        "model": "/data/alice/models/llama",
+        "rows": ["~/rows.jsonl", "rows.jsonl"],
+        "lr": 0.1,
+        "on": True,
+        "no": None,
+    }
+    found = discreet.tree(tree | {"uri": "http://a:b@host"})
+    assert found == {
+        "model": "llama",
+        "rows": ["rows.jsonl"] * 2,
+        "lr": 0.1,
+        "on": True,
+        "no": None,
+        "uri": "http://host",
+    }
+    assert discreet.name("meta-llama/Llama-3.2-1B") == "meta-llama/Llama-3.2-1B"
