@@ -6,7 +6,6 @@ from pathlib import Path
 from types import ModuleType
 
 from tunekit import assemble, verify
-from tunekit.adapters import Frozen
 from tunekit.checkpoint.atomic import readable
 from tunekit.errors import UserError
 from tunekit.parallel import Run
@@ -16,9 +15,7 @@ def main(args: argparse.Namespace) -> None:
     """Write the file, and say what is in it and how far it is from the model."""
     tools, out = toolbox(), Path(args.out).expanduser()
     source, adapter, tokenizer = assemble.described(args.model)
-    if not isinstance(adapter, Frozen):
-        raise UserError(f"{args.model} is an adapter: merge it first, `tune merge` writes a whole model")
-    result = tools.export(source, tokenizer, out, args.type, {"general.name": Path(args.model).name})
+    result = tools.export(source, adapter, tokenizer, out, args.type, {"general.name": Path(args.model).name})
     print(f"{out}: {result.word}, {readable(out.stat().st_size)}")
     for kind, stray in result.strays.items():
         exact = "exact" if stray.worst == 0 else f"the largest error is {stray.worst:.0%} of what the type allows"

@@ -118,7 +118,7 @@ def strays(source: Tensor, found: Tensor, kind: Kind) -> float:
     for a, b in zip(blocks(source, block), blocks(found, block), strict=True):
         error = (a - b).abs()
         ratio = torch.where(error == 0, 0.0, error / allowed(a, kind))
-        worst = max(worst, ratio.nan_to_num(nan=torch.inf).max().item())
+        worst = max(worst, ratio.nan_to_num(nan=torch.inf, posinf=torch.inf).max().item())
     return worst
 
 

@@ -1,12 +1,14 @@
-"""A checkpoint to a GGUF file, all in its order: plan, write, read again, check."""
+"""A model to a GGUF file, all in its order: merge, plan, write, read again, check."""
 
 from dataclasses import dataclass
 from pathlib import Path
 
+from tunekit.adapters import Full, LoRA
 from tunekit.checkpoint.folder import EMBED, Folder
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.export.check import Stray, check
 from tunekit.export.encoding import ENCODINGS, encoding, stored_as
+from tunekit.export.merged import Merged
 from tunekit.export.plan import planned
 from tunekit.export.reading import Exported
 from tunekit.export.tokenizer import vocabulary
@@ -21,19 +23,21 @@ class Result:
     word: str  # the type
     strays: dict[str, Stray]  # by the types of its tensors
     notes: tuple[str, ...]  # what people should know
-
-    @property
-    def drift(self) -> float:
-        """By how much its logits may differ on average, in standard deviations."""
-        exact = all(stray.worst == 0 for stray in self.strays.values())
-        return 1e-4 if exact else ENCODINGS[self.word].drift
+    drift: float  # by how much its logits may differ on average, in standard deviations
 
 
-def export(source: Folder, tokenizer: Tokenizer, out: Path, word: str | None, said: dict[str, str]) -> Result:
+def export(
+    source: Folder, adapter: Full | LoRA, tokenizer: Tokenizer, out: Path, word: str | None, said: dict[str, str]
+) -> Result:
     """Everything that can be refused is refused before the first byte is written. `said` are fields beside ours."""
+    whole = source if adapter.start is None else Merged.of(source, Path(adapter.start))
     word = stored_as(source.dtypes[EMBED]) if word is None else word
-    plan = planned(source, encoding(word))
+    plan = planned(whole, encoding(word))
     words, notes = vocabulary(tokenizer, plan.spec.vocab, str(source.path))
     write(out, plan, said | words.said())
     file = Exported.open(out)
-    return Result(file, word, check(file, plan, words), (*plan.notes, *notes))
+    strays = check(file, plan, words)
+    exact = all(stray.worst == 0 for stray in strays.values())
+    rounded = [encoding(stored_as(source.dtypes[EMBED])).drift] if whole is not source else []  # merging rounds
+    drift = max([ENCODINGS["f32"].drift if exact else ENCODINGS[word].drift, *rounded])
+    return Result(file, word, strays, (*plan.notes, *notes), drift)

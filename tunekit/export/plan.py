@@ -150,11 +150,10 @@ def part(match: Match, net: Decoder, arch: Architecture, encoding: Encoding) -> 
 
 def matrix(name: str, shape: Shape, tied: bool, encoding: Encoding) -> Kind:
     """The type of a matrix."""
-    wanted = encoding.kind
     if name == TIED or (name == EMBED and tied):
-        wanted = encoding.head or wanted
+        wanted = encoding.head
     elif name == EMBED:
-        wanted = encoding.embed or wanted
-    elif len(shape) == 3:
-        wanted = encoding.experts or wanted
-    return fitting(wanted, shape)
+        wanted = encoding.embed
+    else:
+        wanted = encoding.experts if len(shape) == 3 else None
+    return fitting(encoding.kind if wanted is None else wanted, shape)
