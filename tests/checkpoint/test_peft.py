@@ -162,6 +162,58 @@ FOREIGN = {
     "head": ("llama3.1", {"target_modules": ["lm_head", "embed_tokens"]}),
     "tied": ("smollm2", {"target_modules": ["embed_tokens", "k_proj"]}),
     "tied head": ("smollm2", {"target_modules": ["lm_head"]}),
+    "patterns": ("llama3.1", {"target_modules": "all-linear", "rank_pattern": {"q_proj": 5, "1.mlp.up_proj": 2}}),
+    "alphas": ("qwen3", {"target_modules": ["q_proj", "v_proj"], "alpha_pattern": {".*[01].self_attn.q_proj": 5}}),
+    "rslora patterns": (
+        "qwen2",
+        {"target_modules": "all-linear", "use_rslora": True, "rank_pattern": {"o_proj": 7}, "lora_alpha": 1}
+        | {"alpha_pattern": {"mlp.*": 2}},
+    ),
+    "whole": ("llama3.1", {"target_modules": ["v_proj"], "modules_to_save": ["embed_tokens", "lm_head"]}),
+    "norms": ("qwen3-biases", {"target_modules": ["v_proj"], "modules_to_save": ["norm"]}),
+    "dora whole": ("llama3.1", {"target_modules": ["v_proj"], "use_dora": True, "modules_to_save": ["0.mlp.up_proj"]}),
+    "tied whole": ("smollm2", {"target_modules": ["v_proj"], "modules_to_save": ["embed_tokens", "lm_head"]}),
+    "tied whole head": ("smollm2", {"target_modules": ["v_proj"], "modules_to_save": ["lm_head"]}),
+    "tied whole embedding": ("smollm2", {"target_modules": ["v_proj"], "modules_to_save": ["embed_tokens"]}),
+    "whole head, adapted embedding": ("smollm2", {"target_modules": ["embed_tokens"], "modules_to_save": ["lm_head"]}),
+    "biases": ("llama-biases", {"target_modules": ["q_proj", "up_proj"], "bias": "all"}),
+    "biases of adapted": ("qwen2", {"target_modules": ["q_proj", "up_proj"], "bias": "lora_only"}),
+}
+# Here PEFT trains what several of our layers share, or one of them shares: the same logits from other parameters.
+LAYOUTS = {
+    "fused": ("phi3", {"target_modules": "all-linear"}),
+    "fused patterns": ("phi3", {"target_modules": "all-linear", "rank_pattern": {"qkv_proj": 6}, "use_rslora": True}),
+    "fused dora": ("glm4", {"target_modules": ["gate_up_proj", "o_proj"], "use_dora": True}),
+    "fused whole": ("phi3", {"target_modules": ["o_proj"], "modules_to_save": ["qkv_proj"]}),
+    "kept tied": (
+        "smollm2",
+        {"target_modules": ["v_proj"], "modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
+    ),
+    "adapted tied": ("smollm2", {"target_modules": ["embed_tokens", "v_proj"], "ensure_weight_tying": True}),
+    "saved embedding": ("llama3.1", {"target_modules": ["embed_tokens", "lm_head"]}),
+    "delta net": ("qwen3-next", {"target_modules": ["in_proj_qkvz", "out_proj", "q_proj"]}),
+    "latent": ("deepseek-v3", {"target_modules": ["q_a_proj", "kv_a_proj_with_mqa", "kv_b_proj"], "use_dora": True}),
+    "beside a part that sees": ("gemma3-vision", {"target_modules": r".*language_model.*(q|gate)_proj"}),
+    "experts": ("mixtral", {"target_modules": ["q_proj"], "target_parameters": ["gate_up_proj", "down_proj"]}),
+    "experts, one tensor": ("qwen3-moe", {"target_modules": [], "target_parameters": ["experts.down_proj"]}),
+    "experts and patterns": (
+        "qwen2-moe",
+        {
+            "target_modules": ["o_proj"],
+            "target_parameters": ["gate_up_proj", "0.mlp.experts.down_proj"],
+            "rank_pattern": {"down_proj": 5},
+            "alpha_pattern": {"gate_up_proj": 5},
+        },
+    ),
+    "experts in turns": ("gpt-oss", {"target_modules": ["q_proj"], "target_parameters": ["gate_up_proj", "down_proj"]}),
+    "experts that PEFT takes for transposed ones": (
+        "llama4",
+        {"target_modules": ["q_proj"], "target_parameters": ["gate_up_proj", "down_proj"]},
+    ),
+    "experts, renamed": ("mixtral", {"target_modules": ["q_proj", "w1", "w2", "w3"]}),
+    "experts and more, renamed": ("qwen3-moe", {"target_modules": ["gate_proj", "up_proj", "down_proj"]}),
+    "router": ("mixtral", {"target_modules": ["q_proj"], "modules_to_save": ["mlp.gate"]}),
+    "router as a parameter": ("qwen3-moe", {"target_modules": ["q_proj"], "modules_to_save": ["mlp"]}),
 }
 
 
@@ -173,8 +225,27 @@ def foreign(folder: Path, shape: str, **options: object) -> tuple[Path, peft.Pef
         warnings.filterwarnings("ignore", message=".*save_embedding_layers.*")
         model = peft.get_peft_model(base, peft.LoraConfig(task_type="CAUSAL_LM", r=3, **options)).eval()
         shuffle_adapter(model)
+        shuffle_rest(model)
         model.save_pretrained(folder / "adapter")
     return folder / "adapter", model
+
+
+@torch.no_grad()
+def shuffle_rest(model: peft.PeftModel) -> None:
+    """Move what is trained of the model itself."""
+    for name, p in model.named_parameters():
+        if ".modules_to_save." in name or (p.requires_grad and name.endswith(".bias")):
+            p.add_(torch.randn(p.shape) * 0.1)
+
+
+@pytest.mark.parametrize("case", LAYOUTS)
+@torch.no_grad()
+def test_layouts_of_peft_read_back(case: str, tmp_path: Path) -> None:
+    shape, options = LAYOUTS[case]
+    folder, other = foreign(tmp_path, shape, **options)
+    wanted = other(tokens()).logits
+    assert error(theirs(tmp_path / "base")(tokens()).logits, wanted) > 1e-2
+    assert error(opened(folder)(tokens()), wanted) < 1e-5
 
 
 @pytest.mark.parametrize("case", FOREIGN)
@@ -188,6 +259,50 @@ def test_what_peft_made_reads_back(case: str, tmp_path: Path) -> None:
     found = sorted(p.grad.abs().sum().item() for n, p in model.named_parameters() if p.requires_grad)
     truth = sorted(p.grad.abs().sum().item() for n, p in other.named_parameters() if p.requires_grad)
     assert found == pytest.approx(truth, rel=1e-4)
+
+
+EXPERTS = {"target_modules": [], "target_parameters": ["gate_up_proj", "down_proj"]}
+
+
+@torch.no_grad()
+def test_a_module_for_each_expert(tmp_path: Path) -> None:
+    """As PEFT adapted experts when transformers 4 had a module for each; it still opens such files."""
+    folder, other = foreign(tmp_path, "mixtral", **EXPERTS)
+    file, wanted = folder / "adapter_model.safetensors", other(tokens()).logits
+    tensors = {}
+    for layer in range(3):
+        name = f"base_model.model.model.layers.{layer}"
+        for depth, names in ((".base_layer", ("w1", "w3")), ("", ("w2",))):
+            a, b = (load_file(file)[f"{name}.mlp.experts{depth}.lora_{x}.weight"] for x in "AB")
+            for expert, (a1, b1) in enumerate(zip(a.chunk(5), b.unflatten(1, (-1, 5)).unbind(-1), strict=True)):
+                for part, rows in zip(names, b1.chunk(len(names)), strict=True):
+                    to = f"{name}.block_sparse_moe.experts.{expert}.{part}"
+                    tensors |= {f"{to}.lora_A.weight": a1.clone(), f"{to}.lora_B.weight": rows.clone()}
+    save_file(tensors, file)
+    change(folder, target_modules=["w1", "w2", "w3"], target_parameters=None)
+    assert error(with_adapter(theirs(tmp_path / "base"), folder)(tokens()).logits, wanted) < 1e-5
+    assert error(opened(folder)(tokens()), wanted) < 1e-5
+    lost = "base_model.model.model.layers.1.block_sparse_moe.experts.2.w3"
+    del tensors[f"{lost}.lora_A.weight"]
+    save_file(tensors, file)
+    refused(f"{file}: model.layers.1.block_sparse_moe.experts.2.w3: no lora_A", lambda: opened(folder))
+    del tensors[f"{lost}.lora_B.weight"]
+    save_file(tensors, file)
+    refused("but not model.layers.1.block_sparse_moe.experts.2.w3.weight, which belongs to it", lambda: opened(folder))
+
+
+@torch.no_grad()
+def test_experts_of_an_older_peft(tmp_path: Path) -> None:
+    """Before its version 0.19, PEFT took (E, in, out) for the shape of all experts: A is where B is now."""
+    folder, other = foreign(tmp_path, "mixtral", **EXPERTS)
+    file = folder / "adapter_model.safetensors"
+    tensors = load_file(file)
+    for name in [name for name in tensors if "lora_A" in name]:
+        a, b = tensors[name], tensors[name.replace("lora_A", "lora_B")]
+        tensors[name] = b.T.unflatten(0, (-1, 5)).transpose(0, 1).flatten(0, 1)  # (rank E, out) to (E rank, out)
+        tensors[name.replace("lora_A", "lora_B")] = a.T.unflatten(1, (5, -1)).transpose(1, 2).flatten(1)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file)
+    assert error(opened(folder)(tokens()), other(tokens()).logits) < 1e-5
 
 
 @torch.no_grad()
