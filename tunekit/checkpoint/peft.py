@@ -172,7 +172,8 @@ def config(made: list[Piece], saved: Iterable[str], model: Decoder, adapter: LoR
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base_name(source),
+        "base_model_name_or_path": base_name(source)[0],
+        "revision": base_name(source)[1],
         "r": rank,
         "lora_alpha": usual,
         "rank_pattern": patterns({key: size[0] for key, size in sizes.items()}, rank),
@@ -231,9 +232,12 @@ def patterns(values: Mapping[str, T], usual: T) -> dict[str, T]:
     return found
 
 
-def base_name(source: Folder) -> str:
-    """A name as it was given, a folder by its whole path: the adapter is opened from elsewhere."""
-    return str(source.path.resolve()) if Path(source.name) == source.path else source.name
+def base_name(source: Folder) -> tuple[str, str | None]:
+    """A name and a revision as they were given, a folder by its whole path: the adapter is opened from elsewhere."""
+    if Path(source.name) == source.path:
+        return str(source.path.resolve()), None
+    name, _, revision = source.name.partition("@")
+    return name, revision or None
 
 
 def base(folder: Path) -> str:

@@ -62,7 +62,8 @@ class Config:
         name = self.values.get("base_model_name_or_path")
         if not isinstance(name, str):
             raise UserError(f"{self.file}: no 'base_model_name_or_path', so the model it belongs to is not known")
-        return name
+        revision = self.values.get("revision")
+        return f"{name}@{revision}" if isinstance(revision, str) and not Path(name).is_dir() else name
 
     @property
     def choice(self) -> LoRA:
