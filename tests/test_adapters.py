@@ -6,11 +6,11 @@ import peft
 import pytest
 import torch
 
-from tests.checkpoints import error, made, ours, shuffle_adapter, theirs, tokens
+from tests.checkpoints import error, made, ours, shuffle_adapter, theirs, tokens, train
 from tunekit.adapters import DoRA, Frozen, Full, LoRA, principal
 from tunekit.errors import FieldError, UserError
 from tunekit.models.init import seeded
-from tunekit.models.linear import Linear
+from tunekit.models.linear import Linear, Stacked
 from tunekit.precision import Precision
 
 
@@ -27,6 +27,7 @@ FRESH = [
     LoRA(4, init="pissa"),
     DoRA(4, init="pissa", targets=("all", "head")),
     LoRA(4, init="pissa", targets=("all", "embed")),
+    LoRA(4, init="pissa", ranks={"q_proj": 7, "mlp": 2}, alphas={"v_proj": 3.0}),
 ]
 
 
@@ -56,7 +57,7 @@ def test_full_trains_all_and_frozen_nothing(folder: Path) -> None:
 def test_the_update_is_the_product_of_its_factors(adapter: LoRA, scale: float) -> None:
     """The layer is that of W + s B A; DoRA's has rows as long as its magnitudes."""
     layer = Linear(7, 5, bias=True)
-    adapter.attach(layer)
+    adapter.attach(layer, adapter.rank, adapter.alpha)
     layer.to_empty(device="cpu").load_state_dict({n: torch.randn(p.shape) for n, p in layer.state_dict().items()})
     weight = layer.weight.double() + scale * layer.lora_B.weight.double() @ layer.lora_A.weight.double()
     if isinstance(adapter, DoRA):
@@ -72,7 +73,7 @@ def test_pissa_begins_with_the_best_approximation(adapter: LoRA, shape: tuple[in
     layer = Linear(*reversed(shape), bias=False)
     torch.manual_seed(0)
     torch.nn.init.normal_(layer.weight)
-    adapter.attach(layer)
+    adapter.attach(layer, adapter.rank, adapter.alpha)
     for part in (layer.lora_A, layer.lora_B):
         part.to_empty(device="cpu")
     layer.lora_A0, layer.lora_B0 = torch.empty(8, shape[1]), torch.empty(shape[0], 8)
@@ -82,12 +83,12 @@ def test_pissa_begins_with_the_best_approximation(adapter: LoRA, shape: tuple[in
     u, s, v = torch.linalg.svd(layer.weight.detach().double(), full_matrices=False)
     best = u[:, :8] * s[:8] @ v[:8]
     a, b = layer.lora_A.weight.detach().double(), layer.lora_B.weight.detach().double()
-    left = (layer.weight.double() - adapter.scale * b @ a).norm()
+    left = (layer.weight.double() - layer.lora_scale * b @ a).norm()
     assert left <= (layer.weight.double() - best).norm() * (1 + 1e-4)
     if min(shape) < 24:  # larger ones of pure noise have no strongest directions to speak of
-        assert error(adapter.scale * b @ a, best) < 1e-5
+        assert error(layer.lora_scale * b @ a, best) < 1e-5
         for gram in (a @ a.T, b.T @ b):  # both factors carry the root of each singular value
-            assert error(gram * adapter.scale, torch.diag(s[:8])) < 1e-5
+            assert error(gram * layer.lora_scale, torch.diag(s[:8])) < 1e-5
 
 
 def test_pissa_is_exact_where_the_spectrum_falls() -> None:
@@ -141,20 +142,125 @@ def test_targets(targets: str | tuple[str, ...], wanted: set[str], folder: Path)
 def test_targets_that_hit_nothing_are_told(folder: Path) -> None:
     with pytest.raises(UserError, match="no layer is called 'qproj'; this model has embed, q_proj, k_proj"):
         ours(folder, LoRA(targets=("k_proj", "qproj")))
-    with pytest.raises(UserError, match="dora adapts no embedding"):
+    with pytest.raises(UserError, match="dora does not adapt embed"):
         ours(folder, DoRA(targets=("attn", "embed")))
+    with pytest.raises(UserError, match="adapter.ranks: no adapted layer is called 'up_proj'; this model has q_proj"):
+        ours(folder, LoRA(targets="attn", ranks={"up_proj": 3}))
+    with pytest.raises(UserError, match="adapter.alphas: no adapted layer is called 'head'"):
+        ours(folder, LoRA(alphas={"head": 3.0}))
+    with pytest.raises(UserError, match="adapter.whole: no module is called 'router'; this model has embed, attn_norm"):
+        ours(folder, LoRA(whole=("router",)))
+    with pytest.raises(UserError, match="adapter.whole: layers.0.attn.q_proj is adapted too; leave it out"):
+        ours(folder, LoRA(whole=("q_proj",)))
 
 
 @pytest.mark.parametrize(("values", "field"), [
     ({"rank": 0}, "rank"), ({"alpha": 0.0}, "alpha"), ({"targets": ()}, "targets"),
     ({"dropout": 1.0}, "dropout"), ({"dropout": -0.1}, "dropout"), ({"plus": 0.0}, "plus"),
     ({"targets": "(q"}, "targets"), ({"targets": ("attn", "*")}, "targets"), ({"init": "pissa", "start": "x"}, "start"),
+    ({"ranks": {"q": 0}}, "ranks"), ({"ranks": {"(": 2}}, "ranks"), ({"alphas": {"q": 0.0}}, "alphas"),
+    ({"alphas": {"*": 2.0}}, "alphas"), ({"whole": ("norm", ")")}, "whole"),
 ])  # fmt: skip
 def test_values_that_make_no_sense(values: dict, field: str) -> None:
     for kind in (LoRA, DoRA):
         with pytest.raises(FieldError) as caught:
             kind(**values)
         assert caught.value.field == field
+
+
+def test_ranks_and_alphas_by_pattern(folder: Path) -> None:
+    """The first pattern that fits counts."""
+    patterns = {"ranks": {r"layers\.0\..*q_proj": 3, "[qk]_proj": 5, "mlp": 6}, "alphas": {"k_proj": 5.0, "head": 9.0}}
+    adapter = LoRA(4, 8.0, targets=("all", "head"), **patterns)
+    found = {n: (m.lora_A.out_features, m.lora_scale) for n, m in adapter.layers(ours(folder, adapter)).items()}
+    wanted = {n: (4, 2.0) for n in ATTN} | {n: (6, 8 / 6) for n in MLP} | {"head": (4, 9 / 4)}
+    wanted |= {f"layers.{i}.attn.q_proj": (5, 8 / 5) for i in (1, 2)} | {"layers.0.attn.q_proj": (3, 8 / 3)}
+    assert found == wanted | {f"layers.{i}.attn.k_proj": (5, 1.0) for i in range(3)}
+    roots = LoRA(4, 8.0, targets="q_proj", rslora=True, ranks={r"layers\.0\..*": 9}, alphas={r"layers\.1\..*": 3.0})
+    scales = [layer.lora_scale for layer in roots.layers(ours(folder, roots)).values()]
+    assert scales == pytest.approx([8 / 3, 3 / 2, 8 / 2])
+
+
+NORMS = {f"layers.{i}.{x}_norm" for i in range(3) for x in ("attn", "mlp")} | {"norm"}
+
+
+@pytest.mark.parametrize(("choice", "wanted"), [
+    ({"whole": ("head",)}, {"head.weight"}),
+    ({"whole": ("embed", "norm")}, {"embed.weight", "norm.weight"}),
+    ({"whole": ("norms",)}, {f"{name}.weight" for name in NORMS}),
+    ({"whole": (r"layers\.1\.mlp\.up_proj",)}, {"layers.1.mlp.up_proj.weight", "layers.1.mlp.up_proj.bias"}),
+    ({"bias": "lora_only"}, {f"{name}.bias" for name in ATTN}),
+    ({"bias": "all"}, {f"{name}.bias" for name in ATTN | MLP}),
+    ({"bias": "all", "whole": ("norm",)}, {f"{name}.bias" for name in ATTN | MLP} | {"norm.weight"}),
+])  # fmt: skip
+@pytest.mark.parametrize("kind", [LoRA, DoRA])
+def test_what_is_trained_beside_the_updates(kind: type[LoRA], choice: dict, wanted: set[str], folder: Path) -> None:
+    adapter = kind(4, targets="attn", **choice)
+    model = ours(folder, adapter, Precision("fp32"))
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert trained == wanted | {name for name, _ in model.named_parameters() if ".lora_" in name}
+    assert {id(p) for ps, _ in adapter.trained(model) for p in ps} == {
+        id(model.get_parameter(name)) for name in trained
+    }
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    train(model, adapter)
+    moved = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
+    assert moved == trained
+
+
+def test_a_tied_head_is_trained_with_the_embedding_unless_it_is_untied(tmp_path: Path) -> None:
+    base = made(tmp_path, "llama3.2")
+    for word in ("embed", "head"):
+        model = ours(base, LoRA(4, whole=(word,)))
+        assert model.head.weight is model.embed.weight
+        assert model.head.weight.requires_grad
+    for word, other in (("embed", "head"), ("head", "embed")):
+        model = ours(base, LoRA(4, whole=(word,), untie=True))
+        assert torch.equal(model.head.weight, model.embed.weight)
+        assert model.head.weight is not model.embed.weight
+        assert model.get_submodule(word).weight.requires_grad
+        assert not model.get_submodule(other).weight.requires_grad
+    with pytest.raises(UserError, match="adapter.whole: embed is adapted too"):
+        ours(base, LoRA(4, targets="head", whole=("embed",)))
+    ours(base, LoRA(4, targets="head", whole=("embed",), untie=True))
+
+
+EXPERTS = {f"layers.{i}.mlp.experts.{x}_proj" for i in range(3) for x in ("gate", "up", "down")}
+SHARED = {f"layers.{i}.mlp.shared.{x}_proj" for i in range(3) for x in ("gate", "up", "down")}
+GATES = {f"layers.{i}.mlp.shared_gate" for i in range(3)}
+
+
+@pytest.mark.parametrize(("targets", "wanted"), [
+    ("all", ATTN | SHARED | GATES), ("mlp", SHARED | GATES), ("experts", EXPERTS), (("up_proj",), None),
+])  # fmt: skip
+def test_experts_are_adapted_when_they_are_named(targets: str, wanted: set[str] | None, tmp_path: Path) -> None:
+    model = ours(made(tmp_path, "qwen2-moe-sliding"), adapter := LoRA(4, targets=targets))
+    ups = {name for name in EXPERTS | SHARED if "up_proj" in name}
+    assert adapter.layers(model).keys() == (wanted or ups)
+
+
+@torch.no_grad()
+def test_the_update_of_experts_is_the_product_of_their_factors() -> None:
+    layer, adapter = Stacked(3, 8, 5, bias=True), LoRA(4, 6.0)
+    adapter.attach(layer, 4, 6.0)
+    layer.to_empty(device="cpu").load_state_dict({n: torch.randn(p.shape) for n, p in layer.state_dict().items()})
+    x, sizes = torch.randn(9, 8), torch.tensor([4, 0, 5])
+    weight = layer.weight + 1.5 * layer.lora_B @ layer.lora_A
+    rows = zip(x.split([4, 5]), weight[[0, 2]], layer.bias[[0, 2]], strict=True)
+    assert error(layer(x, sizes), torch.cat([part @ w.T + b for part, w, b in rows])) < 1e-5
+
+
+def test_experts_and_other_kinds(tmp_path: Path) -> None:
+    base = made(tmp_path, "mixtral")
+    model = ours(base, adapter := LoRA(4, targets="experts", plus=8.0))
+    factor = {id(p): factor for parameters, factor in adapter.trained(model) for p in parameters}
+    named = {name: factor[id(p)] for name, p in model.named_parameters() if p.requires_grad}
+    assert named == {name: 8.0 if "lora_B" in name else 1.0 for name in named}
+    assert error(model(tokens()).detach(), ours(base)(tokens()).detach()) < 1e-6, "a fresh update changes nothing"
+    with pytest.raises(UserError, match="dora does not adapt experts; leave that out, or use lora"):
+        ours(base, DoRA(targets="experts"))
+    with pytest.raises(UserError, match="pissa begins with no experts; leave them out"):
+        ours(base, LoRA(targets="experts", init="pissa"))
 
 
 def test_pissa_wants_as_many_directions_as_its_rank(folder: Path) -> None:
