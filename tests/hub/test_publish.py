@@ -47,15 +47,20 @@ def test_checkpoints_on_the_way_and_the_result(place: Place) -> None:
 
 @pytest.mark.slow
 def test_peft_opens_it_by_its_name(place: Place) -> None:
-    """With its base, which lies on the same Hub. The same numbers as from the files that were pushed."""
-    assert train(place).code == 0
-    place.hub.put("tunekit/nano", {file.name: file.read_bytes() for file in NANO.iterdir()})
+    """With its base, which lies on the same Hub, at the revision that the config names; so do we."""
+    repo = place.hub.put("ann/base", {file.name: file.read_bytes() for file in NANO.iterdir()})
+    repo.tags["v1"] = repo.refs["main"]
+    place.hub.put("ann/base", {"config.json": b"of another model"})
+    assert train(place, "model=ann/base@v1").code == 0
+    assert json.loads(place.hub.repos["ann/tools"].files["adapter_config.json"])["revision"] == "v1"
+    assert repo.tags["v1"][:7] in place.hub.repos["ann/tools"].files["README.md"].decode()
+    assert place.tune("chat", "ann/tools", text="Hello\n").out
     code = """
 import torch
 from peft import AutoPeftModelForCausalLM, PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 tokens = AutoTokenizer.from_pretrained("ann/tools")("Weather in Oslo?", return_tensors="pt")
-base = AutoModelForCausalLM.from_pretrained("tunekit/nano")
+base = AutoModelForCausalLM.from_pretrained("ann/base", revision="v1")
 plain = base(**tokens).logits
 wanted = PeftModel.from_pretrained(base, "run/final")(**tokens).logits
 found = AutoPeftModelForCausalLM.from_pretrained("ann/tools")(**tokens).logits
