@@ -100,3 +100,13 @@ def test_an_adapter_is_asked_on_its_base(evaluate, work):
     before, after = evaluate("model=lora")[1]
     assert after["loss"] < before["loss"]
     assert evaluate("model=lora/final")[1][1]["loss"] == after["loss"]
+
+
+def test_the_figures_stay_with_the_run(evaluate, learnt):
+    """And come into its card; a model that no run has made keeps nothing."""
+    _, (before, after) = evaluate("examples=0")
+    told = json.loads((learnt / "evaluation.json").read_text())
+    assert told["data"] == "asked.jsonl (train)"
+    assert [one["loss"] for one in told["results"]] == [before["loss"], after["loss"]]
+    card = (learnt / "final/README.md").read_text()
+    assert f"| {after['loss']:.4f} | {after['perplexity']:.4g} |" in card
