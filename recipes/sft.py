@@ -5,7 +5,7 @@ tune run sft llama3_2/1b_lora data.length=2048 optimizer.lr=1e-4
 """
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -56,6 +56,7 @@ class SFT:
     log: Log = Log()
     push: Push | None = None  # send the result to the Hub
     init: Literal["checkpoint", "random"] = "checkpoint"  # random: train from scratch what config.json describes
+    tokenizer: str | None = None  # folder or name of the model whose tokenizer is used, if not its own
     device: Literal["auto", "cpu", "cuda"] = "auto"
     batch: int = 16  # rows in one optimizer step, over all devices
     micro_batch: int = 1  # rows in one forward pass, on one device
@@ -76,16 +77,24 @@ class SFT:
             raise FieldError("clip", f"must not be below 0, not {self.clip}")
         if self.patience is not None and self.validation is None:
             raise FieldError("patience", "needs `validation` to watch")
+        if self.init == "random" and not isinstance(self.adapter, Full):
+            raise FieldError("init", "random weights under an adapter are kept nowhere: train all of them")
 
 
 RECIPE = SFT
 
 
+def source_of(cfg: SFT, files: fetch.Files = fetch.READ) -> Folder:
+    """The checkpoint, and whose tokenizer goes with it."""
+    source = Folder.open(fetch.resolve(cfg.model, files), cfg.model)
+    return source if cfg.tokenizer is None else replace(source, words=fetch.resolve(cfg.tokenizer, fetch.SMALL))
+
+
 def check(cfg: SFT) -> None:
     """What can be known without reading weights: the folder, the family, the adapter's targets, the rows' files."""
-    source = Folder.open(fetch.resolve(cfg.model, files=fetch.SMALL), cfg.model)
+    source = source_of(cfg, fetch.SMALL)
     assemble.outline(source, cfg.weights, cfg.adapter)
-    tokenizer = Tokenizer.open(source.path).fitted(source.spec.vocab, source.path)
+    tokenizer = Tokenizer.open(source.tokenizer).fitted(source.spec.vocab, source.tokenizer)
     for rows in filter(None, (cfg.data, cfg.validation)):
         rows.check()
         rows.prepare(tokenizer)
@@ -100,8 +109,8 @@ def main(cfg: SFT) -> None:
             run.tell(f"{space.final} is there: nothing is left to do; --fresh starts over")
             publish.finish(cfg.push, space.folder, space.final)
             return
-        source = Folder.open(fetch.resolve(cfg.model), cfg.model)
-        tokenizer = Tokenizer.open(source.path).fitted(source.spec.vocab, source.path).dated(space.day)
+        source = source_of(cfg)
+        tokenizer = Tokenizer.open(source.tokenizer).fitted(source.spec.vocab, source.tokenizer).dated(space.day)
         data = cfg.data.open(tokenizer, cfg.batch, cfg.micro_batch, run)
         held = cfg.validation and cfg.validation.open(tokenizer, cfg.batch, cfg.micro_batch, run)
         for loader in filter(None, (data, held)):

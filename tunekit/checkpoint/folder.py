@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, reduce
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,12 @@ class Folder:
     config: Mapping[str, Any]
     family: Family
     spec: DecoderSpec
+    words: Path | None = field(default=None, kw_only=True)  # folder of the tokenizer, where it is another one's
+
+    @property
+    def tokenizer(self) -> Path:
+        """The folder whose tokenizer goes with this checkpoint."""
+        return self.words or self.path
 
     @staticmethod
     def open(path: Path, name: str | None = None) -> "Folder":
@@ -91,7 +97,9 @@ class Folder:
                 raise UserError(f"{self.path}: {len(files)} files {others} but no {INDEX} to say which belong together")
             if files:
                 return files
-        raise UserError(f"{self.path}: no *.safetensors and no {PICKLE}, so there are no weights to read")
+        raise UserError(
+            f"{self.path}: no *.safetensors and no {PICKLE}, so there are no weights to read (init: random needs none)"
+        )
 
     @cached_property
     def index(self) -> Path | None:

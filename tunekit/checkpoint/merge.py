@@ -4,7 +4,6 @@ What no update touches is copied bit for bit. In memory at once: a tensor of the
 """
 
 import json
-import shutil
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -27,8 +26,6 @@ from tunekit.models.weights import Move, Shape, Stack, from_hub
 CONFIG = "config.json"
 EMBED = "embed" + WEIGHT
 CHUNK = 2**22  # numbers that are in fp32 at once
-# A tokenizer beside an adapter takes the place of the base's: they were trained together.
-TOKENIZER = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template*", "vocab.*", "merges.txt")
 OWN = {"tokenizer.json", "tokenizer.model"}  # one of them is a tokenizer
 
 
@@ -158,14 +155,9 @@ def add(weight: Tensor, update: Update) -> None:
 
 
 def beside(base: Folder, adapter: Path, folder: Path) -> None:
-    """config.json and all that stands beside weights."""
-    own = [file for pattern in TOKENIZER for file in sorted(adapter.glob(pattern))]
-    if OWN.isdisjoint(file.name for file in own):
-        own = []
-    others = [file.name for pattern in TOKENIZER for file in base.path.glob(pattern)] if own else []
-    companions(base.path, folder, skip=others)
-    for file in own:
-        shutil.copyfile(file, folder / file.name)
+    """config.json and all that stands beside weights. An adapter's own tokenizer goes with it: it was trained on it."""
+    own = any((adapter / name).is_file() for name in OWN)
+    companions(base.path, folder, tokenizer=adapter if own else base.words)
     write_config(folder, base)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from tunekit.adapters import TIED, DoRA, LoRA, factors
 from tunekit.checkpoint.atomic import need
 from tunekit.checkpoint.factors import WEIGHT, Site, Update, place
-from tunekit.checkpoint.folder import INDEX, Folder, Reader
+from tunekit.checkpoint.folder import Folder, Reader
 from tunekit.checkpoint.updates import CONFIG, INNER, PARTS, PREFIX, TENSORS, Config, Contents, contents, flat
 from tunekit.checkpoint.write import companions, dense
 from tunekit.errors import UserError
@@ -62,7 +62,7 @@ def write(folder: Path, model: Decoder, adapter: LoRA, source: Folder) -> None:
     made, saved = pieces(model, adapter, source), kept_tensors(model, adapter, source)
     tensors = {PREFIX + name: t.detach().cpu().contiguous() for name, t in (named(made) | saved).items()}
     need(folder, sum(t.nbytes for t in tensors.values()))
-    companions(source.path, folder, skip=("config.json", "generation_config.json", INDEX))
+    companions(source.path, folder, skip=("config.json", "generation_config.json"), tokenizer=source.words)
     text = json.dumps(config(made, saved, model, adapter, source), indent=2)
     (folder / CONFIG).write_text(text + "\n", encoding="utf-8")
     blocks = {piece.tensor: piece.ranks for piece in made if len(piece.ranks) > 1}

@@ -24,6 +24,7 @@ from tunekit.models.weights import Move, Shape, moves_out
 SHARD = 5 * 10**9  # bytes in one file of a checkpoint that had none before
 # What belongs to a checkpoint beside its weights.
 COMPANIONS = ("*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt", "LICENSE*", "NOTICE*", "USE_POLICY*")
+TOKENIZER = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template*", "vocab.*", "merges.txt")
 
 
 def write(folder: Path, model: Decoder, source: Folder, quiet: bool = False) -> None:
@@ -32,7 +33,7 @@ def write(folder: Path, model: Decoder, source: Folder, quiet: bool = False) -> 
     entries = {name: entry for move in going for name, entry in described(model, move, source)}
     shards = plan(entries, source)
     need(folder, sum(map(size, entries.values())))
-    companions(source.path, folder)
+    companions(source.path, folder, tokenizer=source.words)
     with ExitStack() as opened:
         writers: dict[str, Writer] = {}
         for file, names in shards.items():
@@ -47,11 +48,19 @@ def write(folder: Path, model: Decoder, source: Folder, quiet: bool = False) -> 
     write_config(folder, source)
 
 
-def companions(source: Path, target: Path, skip: Iterable[str] = ()) -> None:
-    """Copy config, tokenizer, chat template and licence files as they are."""
-    for pattern in COMPANIONS:
+def companions(source: Path, target: Path, skip: Iterable[str] = (), tokenizer: Path | None = None) -> None:
+    """Copy config, tokenizer, chat template and licence files as they are; the tokenizer's from elsewhere if told."""
+    leave = {INDEX, PICKLE_INDEX, *skip}
+    if tokenizer is not None:
+        copy(tokenizer, target, (*TOKENIZER, "generation_config.json"), leave)  # which names the ids that end a text
+        leave |= {file.name for pattern in TOKENIZER for file in source.glob(pattern)}
+    copy(source, target, COMPANIONS, leave)
+
+
+def copy(source: Path, target: Path, patterns: Iterable[str], leave: set[str]) -> None:
+    for pattern in patterns:
         for file in sorted(source.glob(pattern)):
-            if file.name not in {INDEX, PICKLE_INDEX, *skip}:
+            if file.name not in leave:
                 shutil.copyfile(file, target / file.name)
 
 

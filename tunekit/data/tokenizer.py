@@ -207,8 +207,8 @@ def read_model(folder: Path) -> tokenizers.Tokenizer:
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise UserError(
-            f"{folder}: no tokenizer.json; fetch the checkpoint's, or make one: open the folder with "
-            "transformers.AutoTokenizer.from_pretrained and call save_pretrained"
+            f"{folder}: no tokenizer.json; fetch the checkpoint's, train with another's (`tokenizer`), or make one: "
+            "open the folder with transformers.AutoTokenizer.from_pretrained and call save_pretrained"
         )
     content = read_json(path)
     with Told(path):

@@ -37,6 +37,8 @@ def resolve(name: str, files: Files = READ) -> Path:
     folder = Path(name).expanduser()
     if folder.is_dir():
         return folder
+    if name.startswith("tunekit/"):
+        raise UserError(bundled.advice(name))
     repo, _, revision = name.partition("@")
     if name.startswith((".", "/", "~")) or "\\" in name or repo.count("/") > 1:
         raise UserError(f"no such folder: {name}")
