@@ -151,7 +151,8 @@ def test_keys_exist(page: str) -> None:
     first = {key.partition(".")[0] for key in known}
     told = [text for text in inline(page) if re.fullmatch(r"[a-z_]+(\.[a-z_]+)+", text)]
     unknown = [text for text in told if text.partition(".")[0] in first and text not in known]
-    assert not [text for text in unknown if Path(text).suffix not in (".yaml", ".json", ".jsonl", ".py", ".safetensors")]
+    files = (".yaml", ".json", ".jsonl", ".py", ".safetensors")
+    assert not [text for text in unknown if Path(text).suffix not in files]
 
 
 @pytest.mark.parametrize("page", PAGES)
