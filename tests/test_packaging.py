@@ -73,7 +73,10 @@ def test_the_wheel_holds_every_file_and_only_under_its_own_name(wheel: Path) -> 
             inside = path.relative_to(ROOT / part).as_posix()
             assert (f"tunekit/{inside}" if part == "tunekit" else f"tunekit/{part}/{inside}") in held
     data = [
-        path for path in (ROOT / "tunekit" / "nano").rglob("*") if path.is_file() and "__pycache__" not in path.parts
+        path
+        for folder in ("nano", "models/presets")
+        for path in (ROOT / "tunekit" / folder).rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
     ]
     assert {path.relative_to(ROOT).as_posix() for path in data} <= held
     assert wheel.stat().st_size < 12e6
