@@ -206,6 +206,13 @@ def test_the_loss_of_the_example_is_cross_entropy_without_gamma(place: Path) -> 
     torch.testing.assert_close(focal, (-((1 - p) ** 2) * p.log()).sum())
 
 
+def test_the_table_of_models_is_complete() -> None:
+    rows = {
+        code for line in PAGES["README.md"].splitlines() if line.startswith("|") for code in re.findall("`(.+?)`", line)
+    }
+    assert FAMILIES.keys() <= rows
+
+
 def test_the_family_of_the_example_gives_the_logits_of_transformers(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
