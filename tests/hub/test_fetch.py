@@ -162,7 +162,6 @@ def test_a_refusal_is_one_line(words: list[str], env: dict[str, str], says: str,
     place.hub.put("owner/gated", FILES, gated=True)
     place.hub.faults = [Fault(path="owner/broken", code=418, times=9)]
     assert says in place.tune("download", *words, **env).error
-    place.tune("download", *words, "--debug", **env)
     assert not place.search(TOKEN) and not place.search("hf_wrong")
 
 

@@ -151,11 +151,18 @@ def test_a_refusal_is_one_line(words: list[str], env: dict[str, str], says: str,
     place.hub.put("ann/open", {"x": b""})
     assert says in place.tune("push", "tunekit/nano", *words, **env).error
     assert all(len(repo.commits) == 2 for repo in place.hub.repos.values()) and len(place.hub.repos) == 3
-    words = [*words, "--debug"]
-    place.tune("push", "tunekit/nano", *words, **env)
-    assert "Traceback" in place.said[-1]
     for token in (TOKEN, READER, "hf_wrong"):
         assert not place.search(token)
+
+
+@pytest.mark.parametrize("token", ["hf_wrongOne", "hf_wrongOne\n", READER])
+def test_a_traceback_tells_no_secret(token: str, place: Place) -> None:
+    for words in (("push", "tunekit/nano", "ann/nano"), ("download", "ann/nano")):
+        done = place.tune(*words, "--token", token, "--debug")
+        assert done.code == 2 and "Traceback" in done.err
+    place.tune("push", "tunekit/nano", "ann/nano", "--debug", HF_TOKEN=token, HF_DEBUG="1")
+    for secret in (TOKEN, token.strip()):
+        assert not place.search(secret)
 
 
 def test_a_full_account(place: Place) -> None:
