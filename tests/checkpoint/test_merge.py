@@ -60,14 +60,13 @@ def agrees(path: Path, shape: str, adapter: LoRA) -> None:
     assert {t.dtype for t in after.values()} == {t.dtype for t in before.values()}
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("shape", FAMILIES)
+@pytest.mark.parametrize(("shape", "kind"), [(shape, [*KINDS][i % 3]) for i, shape in enumerate(FAMILIES)])
 def test_the_model_is_that_of_base_and_adapter(shape: str, kind: str, tmp_path: Path) -> None:
     agrees(tmp_path, shape, suited(shape, KINDS[kind]))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", sorted(SHAPES.keys() - set(FAMILIES)))
+@pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_model_is_that_of_base_and_adapter_in_every_family(shape: str, kind: str, tmp_path: Path) -> None:
     agrees(tmp_path, shape, suited(shape, KINDS[kind]))
