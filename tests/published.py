@@ -1,19 +1,18 @@
-"""config.json of published checkpoints as their publishers wrote it, less what describes no model, and their sizes."""
+"""config.json of published checkpoints as their publishers wrote it, less what describes no model, and their sizes.
+
+Many others are presets; these are here for what presets have not.
+"""
 
 from typing import Any
 
 from tests import published_experts
 
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-LLAMA3 |= {"original_max_position_embeddings": 8192}
 FACTORS = {"type": "longrope", "short_factor": [1.0 + i / 50 for i in range(48)]}
 FACTORS |= {"long_factor": [1.0 + i for i in range(48)]}  # of the real length; the numbers are none of theirs
 SIGLIP = {"model_type": "siglip_vision_model", "hidden_size": 1152, "image_size": 896, "intermediate_size": 4304}
 SIGLIP |= {"num_attention_heads": 16, "num_hidden_layers": 27, "patch_size": 14, "vision_use_head": False}
 PIXTRAL = {"model_type": "pixtral", "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24}
 PIXTRAL |= {"num_attention_heads": 16, "head_dim": 64, "image_size": 1540, "patch_size": 14, "rope_theta": 10000.0}
-OLMO3 = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192, "beta_fast": 32, "beta_slow": 1}
-OLMO3 |= {"attention_factor": 1.2079441541679836}
 
 DELTA = {"full_attention_interval": 4, "head_dim": 256, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128}
 DELTA |= {"linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_value_head_dim": 128, "hidden_act": "silu"}
@@ -34,48 +33,10 @@ def sized(kind: str, sizes: tuple[int, int, int, int, int | None, int], **others
 
 # With the count of their parameters: for those that also see, of the text part.
 PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
-    "meta-llama/Llama-2-7b-hf": (
-        sized("llama", (4096, 11008, 32, 32, 32, 32000), rms_norm_eps=1e-5, max_position_embeddings=4096)
-        | {"tie_word_embeddings": False, "rope_scaling": None, "hidden_act": "silu", "pretraining_tp": 1},
-        6_738_415_616,
-    ),
-    "meta-llama/Llama-3.1-8B": (
-        sized("llama", (4096, 14336, 32, 32, 8, 128256), rms_norm_eps=1e-5, max_position_embeddings=131072)
-        | {"tie_word_embeddings": False, "rope_scaling": LLAMA3, "rope_theta": 500000.0, "attention_bias": False},
-        8_030_261_248,
-    ),
-    "meta-llama/Llama-3.2-1B": (
-        sized("llama", (2048, 8192, 16, 32, 8, 128256), rms_norm_eps=1e-5, max_position_embeddings=131072)
-        | {"tie_word_embeddings": True, "rope_scaling": LLAMA3 | {"factor": 32.0}, "rope_theta": 500000.0}
-        | {"head_dim": 64, "mlp_bias": False},
-        1_235_814_400,
-    ),
-    "HuggingFaceTB/SmolLM2-135M": (
-        sized("llama", (576, 1536, 30, 9, 3, 49152), rms_norm_eps=1e-5, max_position_embeddings=8192)
-        | {"tie_word_embeddings": True, "rope_scaling": None, "rope_theta": 100000, "rope_interleaved": False},
-        134_515_008,
-    ),
-    "HuggingFaceTB/SmolLM3-3B": (
-        sized("smollm3", (2048, 11008, 36, 16, 4, 128256), rms_norm_eps=1e-6, max_position_embeddings=65536)
-        | {"no_rope_layers": [1, 1, 1, 0] * 9, "no_rope_layer_interval": 4, "rope_theta": 5000000.0}
-        | {"layer_types": ["full_attention"] * 36, "use_sliding_window": False, "sliding_window": None},
-        3_075_098_624,
-    ),
-    "ibm-granite/granite-3.1-2b-instruct": (
-        sized("granite", (2048, 8192, 40, 32, 8, 49155), rms_norm_eps=1e-5, max_position_embeddings=131072)
-        | {"attention_multiplier": 0.015625, "embedding_multiplier": 12.0, "residual_multiplier": 0.22}
-        | {"logits_scaling": 8.0, "rope_theta": 5000000.0, "rope_scaling": None, "tie_word_embeddings": True},
-        2_533_531_648,
-    ),
     "mistralai/Mistral-7B-v0.1": (
         sized("mistral", (4096, 14336, 32, 32, 8, 32000), rms_norm_eps=1e-5, max_position_embeddings=32768)
         | {"sliding_window": 4096, "rope_theta": 10000.0, "tie_word_embeddings": False},
         7_241_732_096,
-    ),
-    "mistralai/Mistral-Nemo-Base-2407": (
-        sized("mistral", (5120, 14336, 40, 32, 8, 131072), rms_norm_eps=1e-5, max_position_embeddings=128000)
-        | {"sliding_window": None, "rope_theta": 1000000.0, "head_dim": 128, "tie_word_embeddings": False},
-        12_247_782_400,
     ),
     "mistralai/Mistral-Small-3.1-24B-Base-2503": (
         {"model_type": "mistral3", "vision_config": PIXTRAL, "spatial_merge_size": 2, "vision_feature_layer": -1}
@@ -83,36 +44,12 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
            | {"rms_norm_eps": 1e-5, "rope_theta": 1000000000.0, "max_position_embeddings": 131072}},
         23_572_403_200,
     ),
-    "Qwen/Qwen2.5-0.5B": (
-        sized("qwen2", (896, 4864, 24, 14, 2, 151936), rms_norm_eps=1e-6, max_position_embeddings=32768)
-        | {"tie_word_embeddings": True, "rope_theta": 1000000.0, "sliding_window": 32768, "max_window_layers": 24}
-        | {"use_sliding_window": False, "use_mrope": False},
-        494_032_768,
-    ),
-    "Qwen/Qwen2.5-7B": (
-        sized("qwen2", (3584, 18944, 28, 28, 4, 152064), rms_norm_eps=1e-6, max_position_embeddings=131072)
-        | {"tie_word_embeddings": False, "rope_theta": 1000000.0, "sliding_window": 131072, "max_window_layers": 28}
-        | {"use_sliding_window": False, "use_mrope": False},
-        7_615_616_512,
-    ),
     "Qwen/Qwen2.5-VL-7B-Instruct": (
         sized("qwen2_5_vl", (3584, 18944, 28, 28, 4, 152064), rms_norm_eps=1e-6, max_position_embeddings=128000)
         | {"tie_word_embeddings": False, "rope_theta": 1000000.0, "sliding_window": 32768, "max_window_layers": 28}
         | {"use_sliding_window": False, "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}}
         | {"vision_config": {"depth": 32, "hidden_size": 1280, "out_hidden_size": 3584, "intermediate_size": 3420}},
         7_615_616_512,
-    ),
-    "Qwen/Qwen3-0.6B": (
-        sized("qwen3", (1024, 3072, 28, 16, 8, 151936), rms_norm_eps=1e-6, max_position_embeddings=40960)
-        | {"tie_word_embeddings": True, "rope_theta": 1000000, "head_dim": 128, "max_window_layers": 28}
-        | {"rope_scaling": None, "sliding_window": None, "use_sliding_window": False, "attention_bias": False},
-        596_049_920,
-    ),
-    "Qwen/Qwen3-8B": (
-        sized("qwen3", (4096, 12288, 36, 32, 8, 151936), rms_norm_eps=1e-6, max_position_embeddings=40960)
-        | {"tie_word_embeddings": False, "rope_theta": 1000000, "head_dim": 128, "max_window_layers": 36}
-        | {"rope_scaling": None, "sliding_window": None, "use_sliding_window": False, "attention_bias": False},
-        8_190_735_360,
     ),
     "Qwen/Qwen3-VL-4B-Instruct": (
         {"model_type": "qwen3_vl", "tie_word_embeddings": True}
@@ -146,25 +83,6 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
         | {"hidden_act": "gelu", "hidden_activation": "gelu_pytorch_tanh", "rope_theta": 10000.0, "rope_scaling": None},
         2_506_172_416,
     ),
-    "google/gemma-2-9b": (
-        sized("gemma2", (3584, 14336, 42, 16, 8, 256000), head_dim=256, rms_norm_eps=1e-6, max_position_embeddings=8192)
-        | {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256}
-        | {"sliding_window": 4096, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
-        9_241_705_984,
-    ),
-    "google/gemma-2-27b": (
-        sized("gemma2", (4608, 36864, 46, 32, 16, 256000), head_dim=128, rms_norm_eps=1e-6)
-        | {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 144}
-        | {"sliding_window": 4096, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
-        27_227_128_320,
-    ),
-    "google/gemma-3-1b-it": (
-        sized("gemma3_text", (1152, 6912, 26, 4, 1, 262144), head_dim=256, rms_norm_eps=1e-6, sliding_window=512)
-        | {"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256, "sliding_window_pattern": 6}
-        | {"rope_theta": 1000000, "rope_local_base_freq": 10000, "rope_scaling": None, "attention_bias": False}
-        | {"attn_logit_softcapping": None, "final_logit_softcapping": None, "max_position_embeddings": 32768},
-        999_885_952,
-    ),
     "google/gemma-3-4b-it": (
         {"model_type": "gemma3", "vision_config": SIGLIP, "mm_tokens_per_image": 256}
         | {"text_config": {"model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240}
@@ -178,23 +96,11 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
            | {"head_dim": 128, "num_attention_heads": 32, "num_key_value_heads": 16, "query_pre_attn_scalar": 168}},
         27_009_346_304,
     ),
-    "microsoft/Phi-3-mini-4k-instruct": (
-        sized("phi3", (3072, 8192, 32, 32, 32, 32064), rms_norm_eps=1e-5, max_position_embeddings=4096)
-        | {"original_max_position_embeddings": 4096, "rope_scaling": None, "rope_theta": 10000.0}
-        | {"sliding_window": 2047, "attention_bias": False, "tie_word_embeddings": False},
-        3_821_079_552,
-    ),
     "microsoft/Phi-3.5-mini-instruct": (
         sized("phi3", (3072, 8192, 32, 32, 32, 32064), rms_norm_eps=1e-5, max_position_embeddings=131072)
         | {"original_max_position_embeddings": 4096, "rope_scaling": FACTORS, "rope_theta": 10000.0}
         | {"sliding_window": 262144, "attention_bias": False, "tie_word_embeddings": False},
         3_821_079_552,
-    ),
-    "microsoft/phi-4": (
-        sized("phi3", (5120, 17920, 40, 40, 10, 100352), rms_norm_eps=1e-5, max_position_embeddings=16384)
-        | {"original_max_position_embeddings": 16384, "rope_scaling": None, "rope_theta": 250000}
-        | {"sliding_window": None, "attention_bias": False, "tie_word_embeddings": False},
-        14_659_507_200,
     ),
     "microsoft/Phi-4-mini-instruct": (
         sized("phi3", (3072, 8192, 32, 24, 8, 200064), rms_norm_eps=1e-5, max_position_embeddings=131072)
@@ -206,21 +112,5 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
         sized("glm", (4096, 13696, 40, 32, 2, 151552), rms_norm_eps=1.5625e-07, max_position_embeddings=131072)
         | {"head_dim": 128, "attention_bias": True, "partial_rotary_factor": 0.5, "rope_theta": 10000.0},
         9_399_951_360,
-    ),
-    "zai-org/GLM-4-9B-0414": (
-        sized("glm4", (4096, 13696, 40, 32, 2, 151552), rms_norm_eps=1e-5, max_position_embeddings=32768)
-        | {"head_dim": 128, "attention_bias": True, "partial_rotary_factor": 0.5, "rope_theta": 10000.0},
-        9_400_279_040,
-    ),
-    "allenai/OLMo-2-1124-7B": (
-        sized("olmo2", (4096, 11008, 32, 32, 32, 100352), rms_norm_eps=1e-6, max_position_embeddings=4096)
-        | {"rope_theta": 500000, "rope_scaling": None, "attention_bias": False, "tie_word_embeddings": False},
-        7_298_617_344,
-    ),
-    "allenai/Olmo-3-1025-7B": (
-        sized("olmo3", (4096, 11008, 32, 32, 32, 100278), rms_norm_eps=1e-6, max_position_embeddings=65536)
-        | {"rope_theta": 500000, "rope_scaling": OLMO3, "sliding_window": 4096, "attention_bias": False}
-        | {"layer_types": (["sliding_attention"] * 3 + ["full_attention"]) * 8, "tie_word_embeddings": False},
-        7_298_011_136,
     ),
 } | published_experts.PUBLISHED  # fmt: skip

@@ -1,5 +1,6 @@
 """config.json of published checkpoints: read as transformers reads it, tensor by tensor."""
 
+import json
 from copy import deepcopy
 
 import pytest
@@ -8,6 +9,7 @@ import transformers
 
 from tests.checkpoints import auto
 from tests.published import PUBLISHED
+from tunekit import bundled
 from tunekit.models.decoder import TIED, Decoder
 from tunekit.models.families.registry import family
 from tunekit.models.weights import moves_in
@@ -26,10 +28,15 @@ def test_config_means_what_it_means_to_transformers(name: str) -> None:
     assert sum(p.numel() for p in model.parameters()) == parameters
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+PRESETS = {name: json.loads((folder / "config.json").read_text()) for name, folder in bundled.PRESETS.items()}
+CONFIGS = {name: config for name, (config, _) in PUBLISHED.items()}
+CONFIGS |= {config["model_type"]: config for config in PRESETS.values()}  # one of each family
+
+
+@pytest.mark.parametrize("name", CONFIGS)
 def test_every_tensor_of_transformers_has_its_place_and_shape(name: str) -> None:
     """Of some layers: the others are alike."""
-    config = transformers.AutoConfig.for_model(**deepcopy(PUBLISHED[name][0]))
+    config = transformers.AutoConfig.for_model(**deepcopy(CONFIGS[name]))
     text = config.get_text_config()
     text.num_hidden_layers = 7
     if text.to_dict().get("layer_types"):
