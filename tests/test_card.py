@@ -121,9 +121,9 @@ def test_data_have_counts_and_hashes(run: Path) -> None:
     data = Chat(str(folder / "rows.jsonl")).open(Tokenizer.open(Path(config(folder).model)), 3, 3, Run(0, "cpu"))
     report = data.report
     assert cells(run / "final", "data") == ["`rows.jsonl`", "train", "6", str(report.tokens), str(report.learnt)]
-    for name in ("rows.jsonl", "held.jsonl"):
+    for key, name in (("data", "rows.jsonl"), ("validation", "held.jsonl")):
         wanted = hashlib.sha256((folder / name).read_bytes()).hexdigest()
-        assert cells(run / "final", f"{folder.name}/{name}") == [f"`{wanted}`"]
+        assert f"| {key} | `{name}` | `{wanted}` |" in text(run / "final")
 
 
 def test_counts_and_choices(run: Path) -> None:
@@ -138,6 +138,8 @@ def test_counts_and_choices(run: Path) -> None:
     tokens = sum(line["tokens"] for line in metrics.lines(run) if "loss" in line)
     assert cells(run / "final", "tokens")[0].startswith(f"{tokens:,}, of which")
     assert cells(run / "final", "optimizer") == ["adamw, lr 0.01, betas 0.9 0.95, eps 1e-08"]
+    assert cells(run / "final", "seed") == ["0"]
+    assert "| loss |  |" not in text(run / "final"), "it has no options"
     assert f"torch {torch.__version__}" in cells(run / "final", "versions")[0]
 
 
@@ -214,7 +216,7 @@ def test_it_tells_no_secret_and_no_place(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(Path, "home", lambda: tmp_path / "home/alice")
     monkeypatch.setenv("HF_TOKEN", "hf_never_show_me")
     monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "opensesame")
-    folder = tmp_path / "home/alice/work"
+    folder = tmp_path / "home/alice"
     folder.mkdir(parents=True)
     cfg = config(folder)
     sft.main(cfg)
@@ -243,7 +245,7 @@ def test_data_sets_of_the_hub_are_named(tmp_path: Path) -> None:
     told = SimpleNamespace(config=plain, rows={"data": loader, "validation": None})
     assert card.hub_sets(told) == ["acme/chats"]
     digest = hashlib.sha256(loader.rows.tokens.tobytes()).hexdigest()
-    assert f"| tokens of acme/chats:part, train | `{digest}` |" in card.data(told)
+    assert f"| data | all tokens | `{digest}` |" in card.data(told)
 
 
 def test_what_evaluate_finds_comes_into_it(copy: Path, tmp_path: Path) -> None:

@@ -48,6 +48,7 @@ model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("{base}")
 """
 ASK = """\
 tokenizer = AutoTokenizer.from_pretrained("{name}")
+
 {inputs}
 answer = model.generate(**inputs, max_new_tokens=200)[0, inputs["input_ids"].shape[1] :]
 print(tokenizer.decode(answer, skip_special_tokens=True))
@@ -172,15 +173,13 @@ def summary(made: Made, base: Origin) -> str:
 
 def use(folder: Path, name: str, base: Origin | None) -> str:
     """Code for transformers and peft, and the command to talk with it."""
+    where, load = f"`{name}` stands for this model's folder, or for its name on the Hub.", LOAD
     there = "" if base is None else base.repo or base.name
-    load = (
-        LOAD_ADAPTER.format(base=there or discreet.name(peft.base(folder)), name=name)
-        if is_adapter(folder)
-        else LOAD.format(name=name)
-    )
-    ask = ASK.format(name=name, inputs=CHAT if has_template(folder) else TEXT)
-    where = f"`{name}` stands for this model's folder, or for its name on the Hub."
-    return f"{where}\n\n```python\n{load}{ask}```\n\n```sh\ntune chat {name}\n```"
+    if is_adapter(folder):
+        there, load = there or discreet.name(peft.base(folder)), LOAD_ADAPTER
+        where += "" if base is None or base.repo else f" `{there}` stands for the folder of the base."
+    code = load.format(base=there, name=name) + ASK.format(name=name, inputs=CHAT if has_template(folder) else TEXT)
+    return f"{where}\n\n```python\n{code}```\n\n```sh\ntune chat {name}\n```"
 
 
 def is_adapter(folder: Path) -> bool:
@@ -243,8 +242,8 @@ def training(made: Made, lines: Lines, base: Origin) -> str:
         "peak memory": atomic.readable(peak),
         "versions": ", ".join(f"{name} {version}" for name, version in machine.versions().items()),
     }
-    choices = {key.replace("_", "-"): words(made.config[key]) for key in CHOICES if made.config.get(key) not in OFF}
-    return table(["", ""], [[key, text] for key, text in (facts | choices).items()])
+    choices = {key.replace("_", "-"): words(made.config[key]) for key in CHOICES if made.config.get(key) is not None}
+    return table(["", ""], [[key, text] for key, text in (facts | choices).items() if text])
 
 
 def trained(made: Made) -> str:
@@ -268,17 +267,17 @@ def words(value: Any) -> str:
 
 def data(made: Made) -> str:
     """What an epoch holds, and hashes of the files that it comes from."""
-    counts, hashes = [], {}
+    counts, hashes = [], []
     for key, loader in opened(made).items():
         source, split, report = made.config[key]["source"], made.config[key]["split"], loader.report
         numbers = (f"{number:,}" for number in (report.rows, report.tokens, report.learnt))
         counts.append([key, f"`{discreet.name(source)}`", split, *numbers])
         files = find(source, parse_split(split).name)
-        hashes |= {f"{file.parent.name}/{file.name}": sha256(file) for file in files or ()}
+        hashes += [[key, f"`{file.name}`", f"`{sha256(file)}`"] for file in files or ()]
         if files is None:  # the Hub may change what it has under a name
-            hashes[f"tokens of {source}, {split}"] = hashlib.sha256(loader.rows.tokens.tobytes()).hexdigest()
+            hashes.append([key, "all tokens", f"`{hashlib.sha256(loader.rows.tokens.tobytes()).hexdigest()}`"])
     about = table(["", "source", "split", "rows", "tokens", "learnt"], counts)
-    return f"{about}\n\n{table(['file', 'SHA-256'], [[name, f'`{value}`'] for name, value in hashes.items()])}"
+    return f"{about}\n\n{table(['', 'file', 'SHA-256'], hashes)}"
 
 
 def opened(made: Made) -> dict[str, Loader]:
