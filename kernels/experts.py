@@ -23,6 +23,7 @@ def grouped(x: Tensor, weight: Tensor, sizes: Tensor, bias: Tensor | None = None
     return reference(x, weight, sizes, bias)
 
 
+@torch.compiler.disable()  # how many rows each expert has differs in every batch
 def reference(x: Tensor, weight: Tensor, sizes: Tensor, bias: Tensor | None = None) -> Tensor:
     """One product for each expert that has rows, and casts of the weights of just those."""
     parts, counts = [], sizes.tolist()
@@ -39,8 +40,10 @@ def fits(x: Tensor, weight: Tensor) -> bool:
     On the CPU it is a loop as well, without the autograd graph of one: 5 to 20 % faster, and gradients of the weights
     are written in place, where the loop's are stacked from parts.
     """
-    good = x.dtype == weight.dtype != torch.float64 if x.device.type == "cpu" else x.dtype == torch.bfloat16
-    return good and not any(size * x.element_size() % ALIGNED for size in weight.shape[1:])
+    kinds = {torch.bfloat16}
+    if x.device.type == "cpu" and not torch.compiler.is_compiling():  # the compiler knows of no other dtype
+        kinds = {weight.dtype} - {torch.float64}
+    return x.dtype in kinds and not any(size * x.element_size() % ALIGNED for size in weight.shape[1:])
 
 
 class Grouped(torch.autograd.Function):

@@ -22,12 +22,12 @@ from tunekit.models.init import randomize
 from tunekit.models.spec import MoE
 from tunekit.precision import Precision
 
-DIM = 12
+DIM = 16
 PLAIN = MoE(8, 3, 16, normalize=False)
 KINDS = {
     "softmax": PLAIN,
     "normalized": MoE(8, 3, 16, scale=2.5),
-    "odd": MoE(7, 2, 5),
+    "odd": MoE(7, 2, 5),  # rows that torch's grouped product does not take
     "one": MoE(8, 1, 16, score="top_sigmoid", normalize=False, weigh_input=True, shared=9),
     "biased": MoE(8, 3, 16, "clamped_swiglu", "top_softmax", normalize=False, router_bias=True, bias=True),
     "corrected": MoE(8, 3, 16, score="sigmoid", groups=(4, 2), selection_bias=True, precise=True),
@@ -177,6 +177,21 @@ def test_what_a_router_multiplies_in(precise: bool) -> None:
     torch.nn.init.normal_(router.weight)
     kind = torch.float32 if precise else torch.bfloat16
     assert torch.equal(router.logits(x), F.linear(x.to(kind), router.weight.to(kind)).float())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_traced_mixture_gives_the_same(dtype: torch.dtype) -> None:
+    """As for compilation, less the compiler."""
+    layer = mixture(MoE(8, 3, 16, shared=8)).to(dtype)
+    traced = torch.compile(layer, backend="aot_eager")
+    for x in (torch.randn(2, 5, 16).to(dtype), torch.randn(1, 8, 16).to(dtype)):
+        results = []
+        for run in (layer, traced):
+            y = run(x)
+            results.append([y, *torch.autograd.grad(y.float().square().sum(), layer_weights(layer))])
+        for plain, other in zip(*results, strict=True):
+            assert error(other.float(), plain.float()) < (1e-5 if dtype == torch.float32 else 0.02)
 
 
 MIXED = ["qwen2-moe-sliding", "gpt-oss", "deepseek-v3", "glm4-moe", "llama4", "gemma4-shared", "gemma4-moe-shared"]
