@@ -63,6 +63,21 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
         | {"layer_types": ["sliding_attention", "full_attention"] * 18},
         116_829_156_672,
     ),
+    "allenai/OLMoE-1B-7B-0924": (
+        {"model_type": "olmoe", "hidden_size": 2048, "intermediate_size": 1024, "num_hidden_layers": 16}
+        | {"num_attention_heads": 16, "num_key_value_heads": 16, "vocab_size": 50304, "num_experts": 64}
+        | {"num_experts_per_tok": 8, "norm_topk_prob": False, "clip_qkv": None, "rope_theta": 10000.0}
+        | {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "tie_word_embeddings": False},
+        6_919_161_856,
+    ),
+    "ibm-granite/granite-3.1-1b-a400m-base": (
+        {"model_type": "granitemoe", "hidden_size": 1024, "intermediate_size": 512, "num_hidden_layers": 24}
+        | {"num_attention_heads": 16, "num_key_value_heads": 8, "vocab_size": 49155, "num_local_experts": 32}
+        | {"num_experts_per_tok": 8, "attention_multiplier": 0.015625, "embedding_multiplier": 12.0}
+        | {"residual_multiplier": 0.22, "logits_scaling": 6.0, "rope_theta": 1500000, "rope_scaling": None}
+        | {"max_position_embeddings": 131072, "rms_norm_eps": 1e-6, "tie_word_embeddings": True},
+        1_334_628_352,
+    ),
     "zai-org/GLM-4.5": (
         GLM | {"hidden_size": 5120, "intermediate_size": 12288, "moe_intermediate_size": 1536, "use_qk_norm": True}
         | {"num_hidden_layers": 92, "first_k_dense_replace": 3, "n_routed_experts": 160, "routed_scaling_factor": 2.5},

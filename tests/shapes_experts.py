@@ -18,6 +18,10 @@ GPT_OSS = HEADS | {"model_type": "gpt_oss", "head_dim": 12, "num_local_experts":
 GPT_OSS |= {"sliding_window": 5, "intermediate_size": 32, "num_hidden_layers": 4}
 SHARED = {"n_routed_experts": 8, "n_shared_experts": 2, "num_experts_per_tok": 3, "moe_intermediate_size": 20}
 SHARED |= {"first_k_dense_replace": 1}
+OLMOE = HEADS | {"model_type": "olmoe", "num_experts": 7, "num_experts_per_tok": 3, "intermediate_size": 20}
+GRANITE = HEADS | {"model_type": "granitemoe", "num_local_experts": 5, "num_experts_per_tok": 2}
+GRANITE |= {"attention_multiplier": 0.2, "embedding_multiplier": 3.0, "residual_multiplier": 0.6}
+GRANITE |= {"logits_scaling": 1.7, "tie_word_embeddings": True}
 GLM = HEADS | SHARED | {"model_type": "glm4_moe", "head_dim": 12, "routed_scaling_factor": 1.7}
 DEEPSEEK = PLAN | SHARED | {"model_type": "deepseek_v3", "hidden_size": 48, "num_attention_heads": 4}
 DEEPSEEK |= {"num_key_value_heads": 4, "q_lora_rank": 18, "kv_lora_rank": 14, "n_group": 4, "topk_group": 2}
@@ -49,6 +53,8 @@ EXPERTS: dict[str, dict[str, Any]] = {
     "qwen3-moe-sliding": QWEN3 | SLIDING | {"norm_topk_prob": True, "tie_word_embeddings": True},
     "gpt-oss": GPT_OSS | {"rope_parameters": YARN | {"rope_theta": 1.5e5, "truncate": False}},
     "gpt-oss-usual": GPT_OSS | {"attention_bias": False},
+    "olmoe": OLMOE,
+    "granite-moe": GRANITE,
     "glm4-moe": GLM | {"attention_bias": True},
     "glm4-moe-norms": GLM | {"use_qk_norm": True, "n_group": 2, "topk_group": 1, "norm_topk_prob": False},
     "deepseek-v3": DEEPSEEK | {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}},

@@ -218,7 +218,7 @@ def test_packed_documents_are_as_alone(name: str, tmp_path: Path) -> None:
     assert error(model(row, positions, offsets), torch.cat(alone, dim=1)) < 1e-5
 
 
-STACKED = ["mixtral", "qwen2-moe", "qwen3-moe-sparse", "glm4-moe", "deepseek-v3", "deepseek-v2"]
+STACKED = ["mixtral", "olmoe", "granite-moe", "qwen2-moe", "qwen3-moe-sparse", "glm4-moe", "deepseek-v3", "deepseek-v2"]
 
 
 @pytest.mark.parametrize("name", STACKED)
@@ -226,7 +226,7 @@ def test_stacked_files_are_read_and_written_back_as_they_were(name: str, tmp_pat
     """As transformers 5 writes them when it is told not to unstack what it holds."""
     model = build(SHAPES[name])
     single, stacked = save(model, tmp_path / "a"), save(model, tmp_path / "b", save_original_format=False)
-    assert len(load_file(stacked / WEIGHTS)) < len(load_file(single / WEIGHTS))
+    assert load_file(stacked / WEIGHTS).keys() != load_file(single / WEIGHTS).keys()
     mine = ours(stacked, Frozen())
     assert torch.equal(mine(tokens()), ours(single, Frozen())(tokens()))
     assert (written(tmp_path / "out", mine, stacked) / WEIGHTS).read_bytes() == (stacked / WEIGHTS).read_bytes()
