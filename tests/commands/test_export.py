@@ -1,0 +1,88 @@
+"""`tune export` from the command line."""
+
+import importlib
+from pathlib import Path
+
+import gguf
+import pytest
+
+from tests.checkpoints import ours, rewrite, shuffle_adapter  # noqa: I001
+from tests.export.exported import FITTING, made, split, write_bytes
+from tunekit import cli
+from tunekit.adapters import LoRA
+from tunekit.checkpoint import peft
+from tunekit.checkpoint.folder import Folder
+from tunekit.export.pretokenizer import QWEN2
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return write_bytes(made(tmp_path / "small", FITTING["qwen3"] | {"vocab_size": 448}), split(QWEN2))
+
+
+def test_it_says_what_was_written_and_how_far_it_is_off(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "small.gguf"
+    assert cli.main(["export", str(model), str(out)]) == 0
+    first, *others = capsys.readouterr().out.splitlines()
+    assert first.startswith(f"{out}: f32, ")  # as the model is stored
+    assert others[0] == "35 tensors in F32: exact"
+    assert others[-1].startswith("verified: model and exported files give the same logits")
+    fields = gguf.GGUFReader(out).fields
+    assert fields["general.name"].contents() == "small"
+    assert fields["general.architecture"].contents() == "qwen3"
+
+
+def test_an_adapter_is_merged(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    adapter = LoRA(3, targets=("all",))
+    net = ours(model, adapter)
+    shuffle_adapter(net)
+    beside = tmp_path / "adapter"
+    beside.mkdir()
+    peft.write(beside, net, adapter, Folder.open(model))
+    assert cli.main(["export", str(beside), str(tmp_path / "a.gguf"), "--type", "bf16"]) == 0
+    assert "\nverified: " in capsys.readouterr().out
+
+
+def test_a_file_that_is_too_far_off_stays_and_is_a_failure(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wide = FITTING["qwen3"] | {"vocab_size": 448, "hidden_size": 256, "intermediate_size": 256, "head_dim": 64}
+    made(tmp_path / "wide", wide)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / "wide" / file).write_bytes((model / file).read_bytes())
+    out = tmp_path / "wide.gguf"
+    assert cli.main(["export", str(tmp_path / "wide"), str(out), "--type", "tq1_0"]) == 2
+    assert out.is_file()
+    told = capsys.readouterr().err
+    assert f"error: {out}: verification failed: logits of model and exported files differ by" in told
+    assert told.endswith("; the file stays there, to be looked at\n")
+
+
+def test_mistakes_are_told_in_a_line(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = str(tmp_path / "x.gguf")
+    assert cli.main(["export", str(model), out, "--type", "q4_k_m"]) == 2
+    assert "the gguf package cannot write this type" in capsys.readouterr().err
+    rewrite(model, lambda c: c | {"hidden_act": "gelu"})
+    assert cli.main(["export", str(model), out]) == 2
+    told = capsys.readouterr().err
+    assert (
+        told == f"error: {model}: llama.cpp's qwen3 cannot run this model: layers.0.ffn.act is gelu, and there silu\n"
+    )
+    assert not Path(out).exists()
+
+
+def test_without_the_extra_it_is_named(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = importlib.import_module
+
+    def without(name: str) -> object:
+        if name == "tunekit.export.model":
+            raise ModuleNotFoundError("No module named 'gguf'", name="gguf")
+        return real(name)
+
+    monkeypatch.setattr(importlib, "import_module", without)
+    assert cli.main(["export", str(model), str(tmp_path / "x.gguf")]) == 2
+    assert capsys.readouterr().err == "error: gguf is not installed: pip install 'tunekit[gguf]'\n"
