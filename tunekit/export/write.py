@@ -10,6 +10,7 @@ from gguf import GGUFValueType, GGUFWriter
 from tqdm import tqdm
 
 from tunekit.checkpoint.atomic import PARTIAL, beside, disk_error, need, refusal, sync
+from tunekit.errors import UserError
 from tunekit.export.encoding import encode, size
 from tunekit.export.plan import Plan
 
@@ -53,8 +54,14 @@ def pad(file: IO[bytes], alignment: int) -> None:
 def appearing(out: Path) -> Iterator[Path]:
     """A place to write a file into, which is `out` in the end; a write that the disk refuses is a UserError."""
     partial = beside(out, PARTIAL)
+    if out.is_dir():
+        raise UserError(f"{out} is a folder: name a file, such as {out / 'model.gguf'}")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
+        partial.touch()
+    except OSError as error:
+        raise refusal(out, error) from error
+    try:
         yield partial
         sync(partial)
         partial.replace(out)
