@@ -60,7 +60,7 @@ def test_logits(name: str, tmp_path: Path) -> None:
 def nano(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     """The bundled model as a file of each type."""
     out = tmp_path_factory.mktemp("nano") / "nano.gguf"
-    export(Folder.open(NANO), Frozen(), Tokenizer.open(NANO), out, request.param, {})
+    export(Folder.open(NANO), Frozen(), Tokenizer.open(NANO), out, request.param, "x")
     return request.param, out
 
 
@@ -97,7 +97,7 @@ def test_tokens(kind: str, tmp_path: Path) -> None:
     else:
         write_pieces(folder, kind)
     out, tokenizer = tmp_path / "model.gguf", Tokenizer.open(folder)
-    export(Folder.open(folder), Frozen(), tokenizer, out, None, {})
+    export(Folder.open(folder), Frozen(), tokenizer, out, None, "x")
     model, (words, _) = opened(out), vocabulary(tokenizer, 448, "x")
     texts = [*TEXTS, *TEXT, "a<turn> b <begin>c", "\t x", " 'Re's 12345 "]
     found = [model.tokenize(text.encode(), add_bos=False, special=True) for text in texts]

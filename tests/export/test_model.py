@@ -19,7 +19,7 @@ from tunekit.errors import UserError
 from tunekit.export.architecture import ARCHITECTURES, FUSED, MODULES
 from tunekit.export.encoding import ENCODINGS, encoding
 from tunekit.export.merged import Merged
-from tunekit.export.model import export
+from tunekit.export.model import about, export
 from tunekit.export.plan import planned
 from tunekit.export.pretokenizer import QWEN2
 from tunekit.models.weights import sides
@@ -53,7 +53,7 @@ def test_transformers_opens_it(name: str, tmp_path: Path) -> None:
     """Its reader knows some architectures, as long as nothing stretches their positions."""
     folder = write_bytes(made(tmp_path / "model", FITTING[name] | READ[name] | {"vocab_size": 448}), split(QWEN2))
     out = tmp_path / "model.gguf"
-    file = export(Folder.open(folder), Frozen(), Tokenizer.open(folder), out, None, {}).file
+    file = export(Folder.open(folder), Frozen(), Tokenizer.open(folder), out, None, "x").file
     rows = tokens(length=min(23, file.spec.context))
     opened = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=out.name, dtype=torch.float32)
     with torch.no_grad():
@@ -110,7 +110,7 @@ def test_every_type(word: str, tmp_path: Path) -> None:
     folder = write_bytes(made(tmp_path / "model", WIDE | {"vocab_size": 448}), split(QWEN2))
     source = Folder.open(folder)
     out = tmp_path / "model.gguf"
-    result = export(source, Frozen(), Tokenizer.open(folder), out, word, {})
+    result = export(source, Frozen(), Tokenizer.open(folder), out, word, "x")
     kinds = {tensor.name: tensor.tensor_type.name.lower() for tensor in gguf.GGUFReader(out).tensors}
     usual = "q8_0" if word == "mxfp4_moe" else word
     small, ternary = word.startswith(("q4", "q5")), word.startswith("tq")
@@ -145,7 +145,7 @@ def test_numbers_that_fp16_does_not_hold_are_found(tmp_path: Path) -> None:
     model.save_pretrained(folder)
     out = tmp_path / "model.gguf"
     with pytest.raises(UserError, match=r"token_embd.weight is inf times as far from the checkpoint as F16 may be"):
-        export(Folder.open(folder), Frozen(), Tokenizer.open(folder), out, "f16", {})
+        export(Folder.open(folder), Frozen(), Tokenizer.open(folder), out, "f16", "x")
     assert out.is_file()
 
 
@@ -195,3 +195,21 @@ def test_names_are_those_of_gguf() -> None:
 
 def test_architectures_are_those_of_gguf() -> None:
     assert {one.name for one in ARCHITECTURES.values()} <= set(gguf.MODEL_ARCH_NAMES.values())
+
+
+def test_where_it_comes_from(tmp_path: Path) -> None:
+    """Licence and name of the base go with the weights."""
+    place = tmp_path / "models--acme--small" / "snapshots" / ("0123456789abcdef" * 3)[:40]
+    folder = write_bytes(made(place, FITTING["qwen3"] | {"vocab_size": 448}), split(QWEN2))
+    (folder / "README.md").write_text(
+        "---\nlicense: other\nlicense_name: acme\nlicense_link: https://acme.example\n---\n"
+    )
+    source = Folder.open(folder)
+    wanted = {"general.name": "mine", "general.license": "other", "general.license.name": "acme"}
+    wanted |= {"general.license.link": "https://acme.example"}
+    url = "https://huggingface.co/acme/small"
+    assert about(source, "mine", derived=False) == wanted | {"general.source.repo_url": url}
+    base = {"general.base_model.0.name": "acme/small", "general.base_model.0.repo_url": url}
+    assert about(source, "mine", derived=True) == wanted | base | {"general.base_model.count": 1}
+    file = export(source, Frozen(), Tokenizer.open(folder), tmp_path / "x.gguf", None, "mine").file
+    assert {key: file.config[key] for key in wanted} == wanted

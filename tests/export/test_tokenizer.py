@@ -32,7 +32,7 @@ def read_back(folder: Path, shape: str = "qwen3") -> Vocabulary:
         (folder / name).replace(folder / "model" / name)
     out = folder / "model.gguf"
     tokenizer = Tokenizer.open(folder / "model")
-    return Vocabulary.read(export(Folder.open(folder / "model"), Frozen(), tokenizer, out, None, {}).file.config)
+    return Vocabulary.read(export(Folder.open(folder / "model"), Frozen(), tokenizer, out, None, "x").file.config)
 
 
 @pytest.mark.parametrize("name", PRE)

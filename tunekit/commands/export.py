@@ -15,7 +15,8 @@ def main(args: argparse.Namespace) -> None:
     """Write the file, and say what is in it and how far it is from the model."""
     tools, out = toolbox(), Path(args.out).expanduser()
     source, adapter, tokenizer = assemble.described(args.model)
-    result = tools.export(source, adapter, tokenizer, out, args.type, {"general.name": Path(args.model).name})
+    name = Path(args.model.partition("@")[0]).name or out.stem
+    result = tools.export(source, adapter, tokenizer, out, args.type, name)
     print(f"{out}: {result.word}, {readable(out.stat().st_size)}")
     for kind, stray in result.strays.items():
         exact = "exact" if stray.worst == 0 else f"the largest error is {stray.worst:.0%} of what the type allows"
