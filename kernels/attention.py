@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+ALIGNED = 8  # channels: kernels on a GPU want a multiple
 BLOCK = 256  # queries at once where scores must be written down: memory grows with S * BLOCK
 
 
@@ -117,10 +118,12 @@ def sunk(q: Tensor, k: Tensor, v: Tensor, scale: float, sinks: Tensor) -> tuple[
     The score comes from a channel more, in which only that key is not zero. So it is a plain product for the kernels,
     and its gradient too.
     """
-    channel = (sinks.float() / scale).type_as(q)[:, None].expand(*q.shape[:2], -1, -1)
-    k = F.pad(k, (0, 1, 0, 0, 1, 0))
-    k[:, 0, :, -1] = 1.0
-    return torch.cat([q, channel], dim=-1), k, F.pad(v, (0, 0, 0, 0, 1, 0))
+    width = q.shape[-1]
+    more = ALIGNED - width % ALIGNED
+    channel = (sinks.float() / scale).type_as(q)[:, None].expand(*q.shape[:-1], 1)
+    k = F.pad(k, (0, more, 0, 0, 1, 0))
+    k[:, 0, :, width] = 1.0
+    return F.pad(torch.cat([q, channel], dim=-1), (0, more - 1)), k, F.pad(v, (0, 0, 0, 0, 1, 0))
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool = False, mask: Tensor | None = None) -> Tensor:

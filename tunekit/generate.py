@@ -61,7 +61,7 @@ def steps(model: Decoder, prompts: Sequence[Sequence[int]], sampling: Sampling, 
     """
     model.eval()
     rows = [list(prompt) for prompt in prompts]
-    slots = max(map(len, rows)) + sampling.tokens
+    slots, edges = max(map(len, rows)) + sampling.tokens, model.edges
     logits, cache = prefill(model, rows, slots)
     numbers = sampling.numbers(len(rows), first).to(logits.device)
     for i in range(sampling.tokens):
@@ -71,7 +71,7 @@ def steps(model: Decoder, prompts: Sequence[Sequence[int]], sampling: Sampling, 
             row.append(token)
         if i + 1 == sampling.tokens:
             return
-        if any(len(row) - 1 in model.edges for row in rows):
+        if any(len(row) - 1 in edges for row in rows):
             logits, cache = prefill(model, rows, slots)
         else:
             positions = torch.tensor([[len(row) - 1] for row in rows], device=logits.device)

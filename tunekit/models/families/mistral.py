@@ -35,6 +35,8 @@ def ministral3(config: Config) -> DecoderSpec:
 def vision(config: Config) -> DecoderSpec:
     """Mistral Small 3.1 and later, Ministral 3: the text part is one of those above."""
     c = text(config, "mistral")
+    if c["model_type"] not in TEXTS:
+        raise ValueError(f"the text part is of the type {c['model_type']!r}, which is not supported")
     return TEXTS[c["model_type"]](c)
 
 
