@@ -72,7 +72,7 @@ class Place:
         """The environment of a command; an empty value takes a variable out."""
         clean = {k: v for k, v in os.environ.items() if not k.startswith("HF_") and "proxy" not in k.lower()}
         own = {"HF_ENDPOINT": self.hub.endpoint, "HF_HOME": str(self.folder / "home"), "HF_TOKEN": TOKEN}
-        own |= {"HF_HUB_DISABLE_XET": "1", "OMP_NUM_THREADS": "1"}
+        own |= {"HF_HUB_DISABLE_XET": "1", "HF_XET_XORB_COMPRESSION_POLICY": "none", "OMP_NUM_THREADS": "1"}
         return {key: value for key, value in (clean | own | changes).items() if value}
 
     def start(self, *words: str, text: str = "", **env: str) -> int:

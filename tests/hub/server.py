@@ -9,7 +9,6 @@ repository as it was until a commit is whole. Tests tell it what shall go wrong 
 import base64
 import json
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import md5, sha256
 from http.server import ThreadingHTTPServer
@@ -18,7 +17,8 @@ from typing import Any
 from urllib.parse import parse_qs, quote, unquote
 
 from tests.hub.repos import NAME, REGULAR, Blob, Commit, Repo, card_problems, first_commit, is_id
-from tests.hub.wire import Asked, Fault, Handler, Refused, Reply, Seen
+from tests.hub.wire import MODEL, ROUTES, Asked, Fault, Handler, Refused, Reply, Seen, route
+from tests.hub.xet import Store
 
 STALE = "A commit has happened since. Please refresh and try again."
 
@@ -42,6 +42,7 @@ class Hub:
         self.faults: list[Fault] = []
         self.parts: dict[tuple[str, int], bytes] = {}  # of large objects that come in several
         self.page, self.part = 1000, 2**40  # entries on a page of a listing, bytes of a part
+        self.xet: Store | None = None  # where large objects lie, if not in the store of git's
         self.quota = 2**50  # bytes of large objects in one repository
         self.lock = RLock()
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), type("Bound", (Handler,), {"hub": self}))
@@ -77,7 +78,7 @@ class Hub:
 
     def answer(self, method: str, path: str, asked: Asked) -> Reply:
         """What the Hub says, as if nothing went wrong."""
-        if asked.token is not None and asked.token not in self.tokens and not path.startswith("/storage/"):
+        if asked.token is not None and asked.token not in self.tokens and not path.startswith(("/storage/", "/xet/")):
             raise Refused(401, "Invalid credentials in Authorization header")
         asked.user = self.tokens.get(asked.token or "")
         with self.lock:
@@ -106,20 +107,6 @@ class Hub:
         if commit is None:
             raise Refused(404, f"Invalid rev id: {revision}", "RevisionNotFound")
         return repo, commit
-
-
-ROUTES: list[tuple[tuple[str, ...], str, Callable[..., Any]]] = []
-MODEL = "(?P<name>[^/]+/[^/]+)"
-
-
-def route(verbs: str, pattern: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """The function answers requests to paths of this pattern."""
-
-    def keep(act: Callable[..., Any]) -> Callable[..., Any]:
-        ROUTES.append((tuple(verbs.split()), pattern, act))
-        return act
-
-    return keep
 
 
 @route("GET", "/api/whoami-v2")
@@ -251,6 +238,8 @@ def batch(hub: Hub, asked: Asked, name: str) -> dict:
     sizes = sum(len(data) for data in repo.objects.values())
     if sizes + sum(one["size"] for one in wanted["objects"] if one["oid"] not in repo.objects) > hub.quota:
         raise Refused(403, "Private repository storage limit reached, please upgrade your plan")
+    if hub.xet is not None and "xet" in wanted["transfers"]:  # older clients ask; newer ones use Xet if they have it
+        return {"transfer": "xet", "objects": wanted["objects"]}
     told = [one | ({} if one["oid"] in repo.objects else actions(hub, name, **one)) for one in wanted["objects"]]
     return {"transfer": "multipart" if hub.part < 2**40 else "basic", "objects": told}
 
@@ -370,6 +359,9 @@ def resolve(hub: Hub, asked: Asked, name: str, revision: str, path: str) -> Repl
         raise refused
     if not blob.large:
         return Reply(data=blob.data, headers=headers | {"ETag": f'"{blob.oid}"', "Accept-Ranges": "bytes"})
+    if hub.xet and blob.sha256 in hub.xet.hashes:
+        access = f'<{hub.endpoint}/api/models/{name}/xet-read-token/{commit.oid}>; rel="xet-auth"'
+        headers |= {"X-Xet-Hash": hub.xet.hashes[blob.sha256], "Link": access}
     headers |= {"X-Linked-Etag": f'"{blob.sha256}"', "X-Linked-Size": str(len(blob.data))}
     return Reply(302, headers=headers | {"Location": f"{hub.storage}/{name}/{blob.sha256}?signature=short-lived"})
 

@@ -5,7 +5,7 @@ import re
 import socket
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler
@@ -83,10 +83,25 @@ class Asked:
     token: str | None
     query: dict[str, list[str]]
     body: bytes
+    range: str = ""
     user: Any = None  # who the token belongs to
 
     def json(self) -> Any:
         return json.loads(self.body)
+
+
+ROUTES: list[tuple[tuple[str, ...], str, Callable[..., Any]]] = []
+MODEL = "(?P<name>[^/]+/[^/]+)"
+
+
+def route(verbs: str, pattern: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """The function answers requests to paths of this pattern."""
+
+    def keep(act: Callable[..., Any]) -> Callable[..., Any]:
+        ROUTES.append((tuple(verbs.split()), pattern, act))
+        return act
+
+    return keep
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -114,7 +129,7 @@ class Handler(BaseHTTPRequestHandler):
             text = fault.body if isinstance(fault.body, str) else json.dumps(fault.body)
             return self.send(seen, Reply(fault.code, text.encode(), fault.headers), None)
         try:
-            reply = self.hub.answer(self.command, url.path, Asked(token, parse_qs(url.query), body))
+            reply = self.hub.answer(self.command, url.path, Asked(token, parse_qs(url.query), body, seen.range or ""))
         except Refused as refused:
             reply = refused.reply
         return self.hang_up(fault) if fault and fault.cut == "lost" else self.send(seen, reply, fault)

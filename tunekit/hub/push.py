@@ -190,7 +190,8 @@ def explanation(error: BaseException, target: Target) -> str:
     }
     if isinstance(error, HfHubHTTPError) and not isinstance(error, (RevisionNotFoundError, RepositoryNotFoundError)):
         return refusal(error, target)
-    return next((line for kind, line in lines.items() if isinstance(error, kind)), f"{repo}: {error}")
+    other = f"{repo}: {error}" if isinstance(error, ValueError) else f"{repo}: the upload failed: {error}"
+    return next((line for kind, line in lines.items() if isinstance(error, kind)), other)
 
 
 def refusal(error: HfHubHTTPError, target: Target) -> str:
