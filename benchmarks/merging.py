@@ -1,0 +1,180 @@
+"""Memory and seconds of merging adapters into a model of a billion parameters in several files: ours, and peft's way.
+
+python benchmarks/merging.py [--shard 500] [--rounds 1] [--threads 2] > benchmarks/results/merging.md
+
+Every merge runs in a process of its own. Memory is what it holds beyond what it held before the merge began: pages of
+its own (RssAnon) and mapped pages of files (RssFile), which the system may take back, apart.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from datetime import date
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+from tunekit import machine, verify
+from tunekit.adapters import DoRA, LoRA
+from tunekit.checkpoint import merge, peft, stream
+from tunekit.checkpoint.folder import INDEX, Folder
+from tunekit.checkpoint.tensors import Writer
+from tunekit.checkpoint.updates import shapes
+from tunekit.models.decoder import Decoder
+from tunekit.models.weights import moves_out
+
+MODEL = {"model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "head_dim": 64}
+MODEL |= {"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128_256, "tie_word_embeddings": False}
+MODEL |= {"architectures": ["LlamaForCausalLM"], "dtype": "bfloat16", "rms_norm_eps": 1e-5}
+ADAPTERS = {
+    "LoRA of all layers, rank 16": LoRA(16),
+    "LoRA of all layers and the head, rank 64": LoRA(64, targets=("all", "head")),
+    "DoRA of all layers, rank 16": DoRA(16),
+    "LoRA, embedding and head whole": LoRA(16, whole=("embed", "head")),
+}
+MB = 1e6
+
+
+def make(folder: Path, shard: float) -> Folder:
+    """A random checkpoint in files of at most `shard` bytes, or of one tensor that is larger."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(MODEL))
+    source = Folder.open(folder)
+    files: list[dict[str, tuple[tuple[int, ...], torch.dtype]]] = [{}]
+    size = 0.0
+    for move in moves_out(shapes(source.spec), source.family.table):
+        shape = shapes(source.spec)[move.ours[0]]
+        size += 2 * torch.Size(shape).numel()
+        if size > shard and files[-1]:
+            files.append({})
+            size = 2 * torch.Size(shape).numel()
+        files[-1][move.hub[0]] = shape, torch.bfloat16
+    index = {}
+    for i, entries in enumerate(files, start=1):
+        name = f"model-{i:05d}-of-{len(files):05d}.safetensors"
+        with Writer(folder / name, entries) as out:
+            for tensor, (shape, dtype) in entries.items():
+                index[tensor] = name
+                out[tensor] = torch.ones(shape, dtype=dtype) if len(shape) == 1 else torch.randn(shape).to(dtype) / 50
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    return Folder.open(folder)
+
+
+def adapt(folder: Path, source: Folder, adapter: LoRA) -> None:
+    """Random numbers as an adapter's files."""
+    folder.mkdir()
+    with torch.device("meta"):
+        net = Decoder(source.spec)
+    adapter.apply(net)
+    trained = {name: p for name, p in net.named_parameters() if p.requires_grad}
+    stream.place(net, trained, torch.device("cpu"))
+    with torch.no_grad():
+        for name in trained:
+            p = net.get_parameter(name)
+            p.copy_(torch.ones_like(p) if "magnitude" in name else torch.randn(p.shape) / 50)
+    peft.write(folder, net, adapter, source)
+
+
+class Watch:
+    """The most memory that this process holds while it is open, above what it held at the start."""
+
+    def __enter__(self) -> "Watch":
+        self.before, self.most, self.over = held(), held(), False
+        self.thread = threading.Thread(target=self.look)
+        self.thread.start()
+        self.start = time.perf_counter()
+        return self
+
+    def look(self) -> None:
+        while not self.over:
+            self.most = {key: max(value, held()[key]) for key, value in self.most.items()}
+            time.sleep(0.002)
+
+    def __exit__(self, *error: object) -> None:
+        self.seconds, self.over = time.perf_counter() - self.start, True
+        self.thread.join()
+
+    @property
+    def found(self) -> dict[str, float]:
+        return {key: value - self.before[key] for key, value in self.most.items()} | {"seconds": self.seconds}
+
+
+def held() -> dict[str, float]:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return {
+        line.split(":")[0]: 1024 * int(line.split()[1]) for line in lines if line.startswith(("RssAnon", "RssFile"))
+    }
+
+
+def child(way: str, base: Path, adapter: Path, out: Path) -> dict[str, float]:
+    """One merge in this process."""
+    if way == "peft":
+        peft_module, transformers = __import__("peft"), __import__("transformers")
+        with Watch() as watch:
+            model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
+            peft_module.PeftModel.from_pretrained(model, adapter).merge_and_unload().save_pretrained(out)
+        return watch.found
+    source = Folder.open(base)
+    out.mkdir()
+    with Watch() as watch:
+        merge.merge(source, adapter, out, quiet=True)
+        if way == "tune merge":
+            choice = peft.described(adapter, source)
+            verify.merged(out, source, type(choice)(**(vars(choice) | {"start": str(adapter)})), torch.device("cpu"))
+    return watch.found
+
+
+def run(way: str, base: Path, adapter: Path, threads: int) -> dict[str, float]:
+    with tempfile.TemporaryDirectory(dir=base.parent) as out:
+        words = [sys.executable, __file__, "--child", way, str(base), str(adapter), f"{out}/merged"]
+        done = subprocess.run([*words, "--threads", str(threads)], capture_output=True, text=True, check=True)
+        return json.loads(done.stdout.splitlines()[-1])
+
+
+def report(args: argparse.Namespace) -> None:
+    with tempfile.TemporaryDirectory(dir=args.place) as place:
+        base = Path(place, "base")
+        source = make(base, args.shard * MB)
+        sizes = [file.stat().st_size / MB for file in source.files]
+        print(
+            f"# Merging adapters\n\n{date.today()}, {machine.hardware(torch.device('cpu'))}, {args.threads} threads, "
+        )
+        print(", ".join(f"{name} {metadata.version(name)}" for name in ("tunekit", "torch", "peft", "transformers")))
+        print(f"\nBase: {sum(sizes):,.0f} MB in bf16, {len(sizes)} files, the largest of {max(sizes):,.0f} MB. ")
+        print("Memory above that of the process before it began; `tune merge` also verifies.\n")
+        print("| adapter | way | own pages, MB | in files | mapped pages, MB | seconds |\n|---|---|---|---|---|---|")
+        for i, (name, adapter) in enumerate(ADAPTERS.items()):
+            adapt(Path(place, f"adapter{i}"), source, adapter)
+            for way in ("merge", "tune merge", "peft"):
+                rounds = [run(way, base, Path(place, f"adapter{i}"), args.threads) for _ in range(args.rounds)]
+                own, mapped = (max(one[key] for one in rounds) / MB for key in ("RssAnon", "RssFile"))
+                seconds = min(one["seconds"] for one in rounds)
+                print(
+                    f"| {name} | {way} | {own:,.0f} | {own / max(sizes):.2f} | {mapped:,.0f} | {seconds:.1f} |",
+                    flush=True,
+                )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shard", type=float, default=500, help="megabytes of a file")
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--place", default=None, help="folder with 10 GB of room")
+    parser.add_argument("--child", nargs=4, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    if args.child:
+        way, *paths = args.child
+        print(json.dumps(child(way, *map(Path, paths))))
+    else:
+        report(args)
+
+
+if __name__ == "__main__":
+    main()
