@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 import transformers
 
-from tests.checkpoints import SHAPES, auto, batch, error, made, ours, save, theirs, tokens
+from tests.checkpoints import SHAPES, auto, batch, build, error, made, ours, save, theirs, tokens
+from tests.shapes_dense import DENSE
 from tunekit.checkpoint.folder import Folder
 from tunekit.checkpoint.write import dense
 from tunekit.data.batch import IGNORE
@@ -17,6 +18,7 @@ from tunekit.memory import Memory
 from tunekit.models.decoder import Decoder
 from tunekit.models.init import randomize
 from tunekit.models.norm import RMSNorm
+from tunekit.precision import Precision
 
 BOUNDS = [0, 7, 8, 29, 34, 46, 54]  # documents that end with rows of 18 tokens, and such that go over their ends
 
@@ -81,6 +83,17 @@ def test_norms_in_bf16_are_those_of_transformers_to_the_bit(name: str, tmp_path:
         x = torch.randn(3, 1, norm.weight.shape[0], dtype=torch.bfloat16)
         wanted = other.get_submodule(names[f"{name}.weight"].removesuffix(".weight"))(x)
         assert torch.equal(norm(x[..., None, :])[..., 0, :], wanted), name
+
+
+@pytest.mark.parametrize("name", {shape["model_type"]: name for name, shape in DENSE.items()}.values())
+@torch.no_grad()
+def test_in_bf16_logits_are_as_near_to_those_of_fp32_as_those_of_transformers(name: str, tmp_path: Path) -> None:
+    folder = save(build(SHAPES[name]).bfloat16(), tmp_path)
+    rows, wanted = tokens(), theirs(folder)(tokens()).logits
+    other = auto(SHAPES[name]).from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="eager").eval()
+    mine = ours(folder, precision=Precision("bf16", "bf16", "bf16")).eval()
+    away = [(found.float() - wanted).square().mean().sqrt().item() for found in (mine(rows), other(rows).logits)]
+    assert 0 < away[0] < 1.2 * away[1]
 
 
 @pytest.mark.parametrize("name", ["gemma2", "granite"])
