@@ -116,9 +116,10 @@ def strays(source: Tensor, found: Tensor, kind: Kind) -> float:
     block = GGML_QUANT_SIZES[kind][0]
     worst = 0.0
     for a, b in zip(blocks(source, block), blocks(found, block), strict=True):
-        error = (a - b).abs()
-        ratio = torch.where(error == 0, 0.0, error / allowed(a, kind))
-        worst = max(worst, ratio.nan_to_num(nan=torch.inf, posinf=torch.inf).max().item())
+        if not torch.equal(a, b):
+            error = (a - b).abs()
+            ratio = torch.where(error == 0, 0.0, error / allowed(a, kind))
+            worst = max(worst, ratio.nan_to_num(nan=torch.inf, posinf=torch.inf).max().item())
     return worst
 
 
