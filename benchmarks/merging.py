@@ -13,6 +13,7 @@ import sys
 import tempfile
 import threading
 import time
+from dataclasses import replace
 from datetime import date
 from importlib import metadata
 from pathlib import Path
@@ -87,7 +88,7 @@ class Watch:
         self.before, self.most, self.over = held(), held(), False
         self.thread = threading.Thread(target=self.look)
         self.thread.start()
-        self.start = time.perf_counter()
+        self.start = time.process_time()
         return self
 
     def look(self) -> None:
@@ -96,7 +97,7 @@ class Watch:
             time.sleep(0.002)
 
     def __exit__(self, *error: object) -> None:
-        self.seconds, self.over = time.perf_counter() - self.start, True
+        self.seconds, self.over = time.process_time() - self.start, True
         self.thread.join()
 
     @property
@@ -105,10 +106,8 @@ class Watch:
 
 
 def held() -> dict[str, float]:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return {
-        line.split(":")[0]: 1024 * int(line.split()[1]) for line in lines if line.startswith(("RssAnon", "RssFile"))
-    }
+    lines = [line.split() for line in Path("/proc/self/status").read_text().splitlines()]
+    return {line[0].rstrip(":"): 1024 * int(line[1]) for line in lines if line[0] in ("RssAnon:", "RssFile:")}
 
 
 def child(way: str, base: Path, adapter: Path, out: Path) -> dict[str, float]:
@@ -125,7 +124,7 @@ def child(way: str, base: Path, adapter: Path, out: Path) -> dict[str, float]:
         merge.merge(source, adapter, out, quiet=True)
         if way == "tune merge":
             choice = peft.described(adapter, source)
-            verify.merged(out, source, type(choice)(**(vars(choice) | {"start": str(adapter)})), torch.device("cpu"))
+            verify.merged(out, source, replace(choice, start=str(adapter)), torch.device("cpu"))
     return watch.found
 
 
@@ -141,12 +140,11 @@ def report(args: argparse.Namespace) -> None:
         base = Path(place, "base")
         source = make(base, args.shard * MB)
         sizes = [file.stat().st_size / MB for file in source.files]
-        print(
-            f"# Merging adapters\n\n{date.today()}, {machine.hardware(torch.device('cpu'))}, {args.threads} threads, "
-        )
-        print(", ".join(f"{name} {metadata.version(name)}" for name in ("tunekit", "torch", "peft", "transformers")))
-        print(f"\nBase: {sum(sizes):,.0f} MB in bf16, {len(sizes)} files, the largest of {max(sizes):,.0f} MB. ")
-        print("Memory above that of the process before it began; `tune merge` also verifies.\n")
+        versions = [f"{name} {metadata.version(name)}" for name in ("tunekit", "torch", "peft", "transformers")]
+        print("# Merging adapters\n")
+        print(f"{', '.join([str(date.today()), machine.hardware(torch.device('cpu')), *versions])}.\n")
+        print(f"Base: {sum(sizes):,.0f} MB in bf16, {len(sizes)} files, the largest of {max(sizes):,.0f} MB.")
+        print("Memory beyond what the process held before; seconds of all cores. `tune merge` also verifies.\n")
         print("| adapter | way | own pages, MB | in files | mapped pages, MB | seconds |\n|---|---|---|---|---|---|")
         for i, (name, adapter) in enumerate(ADAPTERS.items()):
             adapt(Path(place, f"adapter{i}"), source, adapter)
@@ -154,10 +152,8 @@ def report(args: argparse.Namespace) -> None:
                 rounds = [run(way, base, Path(place, f"adapter{i}"), args.threads) for _ in range(args.rounds)]
                 own, mapped = (max(one[key] for one in rounds) / MB for key in ("RssAnon", "RssFile"))
                 seconds = min(one["seconds"] for one in rounds)
-                print(
-                    f"| {name} | {way} | {own:,.0f} | {own / max(sizes):.2f} | {mapped:,.0f} | {seconds:.1f} |",
-                    flush=True,
-                )
+                figures = [f"{own:,.0f}", f"{own / max(sizes):.2f}", f"{mapped:,.0f}", f"{seconds:.0f}"]
+                print(f"| {' | '.join([name, way, *figures])} |", flush=True)
 
 
 def main() -> None:

@@ -4,6 +4,7 @@ What no update touches is copied bit for bit. In memory at once: a tensor of the
 """
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -17,11 +18,11 @@ from tunekit.checkpoint.atomic import need
 from tunekit.checkpoint.factors import WEIGHT, Update, place
 from tunekit.checkpoint.folder import Folder, read_json
 from tunekit.checkpoint.peft import owner
-from tunekit.checkpoint.tensors import Pickled, Reader, Writer
+from tunekit.checkpoint.tensors import Files, Pickled, Reader, Slice, Writer
 from tunekit.checkpoint.updates import Contents, Held, contents
 from tunekit.checkpoint.write import as_it_was, companions, plan, size, write_config, write_index
 from tunekit.models.decoder import TIED
-from tunekit.models.weights import Move, Shape, Stack, from_hub
+from tunekit.models.weights import Move, Same, Shape, Stack, from_hub
 
 CONFIG = "config.json"
 EMBED = "embed" + WEIGHT
@@ -122,20 +123,39 @@ class Merging:
         """One of our tensors, or one expert of it, with what was learnt."""
         shared = EMBED if name == TIED and self.base.spec.tied and not self.untied else name
         if move := self.kept.get(name, self.kept.get(shared)):
-            return weight.copy_(self.whole(move, move.ours.index(name if name in self.kept else shared), expert))
+            return self.replaced(weight, move, move.ours.index(name if name in self.kept else shared), expert)
         layer = name.removesuffix(WEIGHT)
         if layer in self.layers:
             update = self.update(layer)
             add(weight, update if expert is None else update.of(expert))
         return weight
 
-    def whole(self, move: Move, part: int, expert: int | None) -> Tensor:
-        """A tensor that the adapter holds whole."""
-        loaded = move.load([self.updates[self.held.names[name]] for name in move.hub], self.held.shapes)[part]
-        return loaded if expert is None else loaded[expert]
+    def replaced(self, weight: Tensor, move: Move, part: int, expert: int | None) -> Tensor:
+        """A tensor that the adapter holds whole, in place of the base's."""
+        stored = [self.updates.tensors[self.held.names[name]] for name in move.hub]
+        if move.op == Same() and isinstance(stored[0], Slice) and len(stored[0].shape) == 2:
+            return copied(weight, stored[0], self.updates.files)
+        loaded = move.load([one.read(self.updates.files) for one in stored], self.held.shapes)[part]
+        return weight.copy_(loaded if expert is None else loaded[expert])
 
     def load(self, layer: str) -> Update:
         return self.layers[layer].load(self.updates.__getitem__, self.held.shapes)[layer]
+
+
+def copied(weight: Tensor, stored: Slice, files: Files) -> Tensor:
+    """A matrix of a file in the place and dtype of another, some rows at a time: an embedding in fp32 is large."""
+    columns = stored.shape[1]
+    for part in some_rows(weight):
+        start = stored.start + part.start * columns * stored.dtype.itemsize
+        rows = replace(stored, shape=(len(weight[part]), columns), start=start)
+        weight[part] = rows.read(files)
+    return weight
+
+
+def some_rows(weight: Tensor) -> Iterator[slice]:
+    """Parts of a matrix of which each is small in fp32."""
+    rows = max(1, CHUNK // weight.shape[1])
+    return (slice(at, at + rows) for at in range(0, len(weight), rows))
 
 
 def add(weight: Tensor, update: Update) -> None:
@@ -145,9 +165,8 @@ def add(weight: Tensor, update: Update) -> None:
             add(one, update.of(expert))
         return
     exact = torch.promote_types(weight.dtype, torch.float32)
-    a, rows = update.a.to(exact), max(1, CHUNK // weight.shape[1])
-    for at in range(0, len(weight), rows):
-        some = slice(at, at + rows)
+    a = update.a.to(exact)
+    for some in some_rows(weight):
         made = torch.addmm(weight[some].to(exact), update.b[some].to(exact), a, alpha=update.scale)
         if update.magnitude is not None:
             made *= (update.magnitude[some].to(exact) / made.norm(dim=1))[:, None]
