@@ -162,6 +162,7 @@ class Merged:
         """A tied head comes after the embedding, and wants the weight as it was."""
         for name, weight in self.apart.items():
             self.put(name, weight)
+        self.apart = {}
 
     def put(self, name: str, weight: nn.Parameter) -> None:
         owner, _, leaf = name.rpartition(".")
