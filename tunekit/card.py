@@ -7,6 +7,8 @@ import hashlib
 import importlib
 import json
 import math
+import re
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -26,7 +28,7 @@ from tunekit.config import dump
 from tunekit.data.loader import Loader
 from tunekit.data.source import find, parse_split
 from tunekit.models.decoder import TIED, Decoder
-from tunekit.origin import CARD, FRONT, Origin, origin
+from tunekit.origin import CARD, FRONT, Origin, front, origin, read
 
 Tree = Mapping[str, Any]
 Lines = Sequence[Tree]
@@ -106,6 +108,23 @@ def minimal(folder: Path, source: Folder | None = None, relation: str = "merge")
     about = f"Written by tunekit {VERSION}." if base is None else f"Made of {base.link} with tunekit {VERSION}."
     sections = {"": about, "Use": use(folder, name, base), "Verification": verification(folder)}
     put(folder, head(folder, base, ["tunekit"], [], relation), name, sections)
+
+
+def merged(folder: Path, adapter: Path, source: Folder) -> None:
+    """A card for an adapter in the weights of its base. What a run has told of the adapter is told here too."""
+    text = read(adapter / CARD)
+    told = dict(re.findall(r"^## (\w+)\n\n(.*?)(?=^## |\Z)", text, re.M | re.S))
+    if not {"Training", "Repeat"} <= told.keys():
+        minimal(folder, source)
+        return
+    base, name, known = origin(source), folder.resolve().name.removesuffix(atomic.PARTIAL), front(text)
+    kept = {title: told[title] for title in ("Results", "Training", "Data") if title in told}
+    about = f"A fine-tuned {base.link}, made by an adapter that tunekit {VERSION} has merged into its weights."
+    end = {"Verification": verification(folder), "Repeat": told["Repeat"]}
+    tags, sets = known.get("tags", ["tunekit"]), known.get("datasets", [])
+    put(folder, head(folder, base, tags, sets), name, {"": about, "Use": use(folder, name, base)} | kept | end)
+    if (adapter / CURVES).is_file():
+        shutil.copyfile(adapter / CURVES, folder / CURVES)
 
 
 def forced(folder: Path) -> None:
@@ -320,7 +339,8 @@ def number(value: float | None) -> str:
 
 
 def repeat(made: Made) -> str:
-    text = dump.written(discreet.tree(dict(made.config)))
+    config = {key: value for key, value in made.config.items() if key != "push"}  # others have no right to push there
+    text = dump.written(discreet.tree(config))
     return (
         f"```sh\ntune run {made.recipe} config.yaml\n```\n\nwith this config. Paths in it are shortened to their last "
         f"names.\n\n<details>\n<summary>config.yaml</summary>\n\n```yaml\n{text}```\n\n</details>"

@@ -158,7 +158,7 @@ def merged(folder: Path, out: Path | None = None, device: str = "auto") -> Itera
         with atomic.whole(out) as place:
             merge.merge(source, folder, place)
             tell(str(verify.merged(place, source, adapter, Run(device=device).device)))
-            card.minimal(place, source)
+            card.merged(place, folder, source)
         yield out
 
 

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load
 
 from tests.hub.conftest import READER, TOKEN, Outcome, Place
+from tests.hub.repos import card_problems
 from tests.hub.wire import Fault
 from tunekit import bundled
 from tunekit.publish import contents
@@ -127,6 +128,10 @@ def test_the_whole_model_in_place_of_the_adapter(place: Place) -> None:
     step, final = (load(commit.files["model.safetensors"].data) for commit in repo.history("main")[1::-1])
     assert "adapter_config.json" not in repo.files and step.keys() == final.keys()
     assert json.loads(repo.files["verification.json"])["passed"] is True
+    card = repo.files["README.md"].decode()
+    assert card_problems(card) == ([], []) and "library_name: transformers" in card
+    assert all(title in card for title in ("## Training", "## Data", "## Repeat")) and "push" not in card
+    assert "curves.png" in repo.files
     assert place.tune("chat", "ann/tools", text="Weather in Oslo?\n").out
     assert {path.name for path in (place.folder / "run").iterdir()} == {
         "config.yaml", "metrics.jsonl", "state", "final", ".lock"}  # fmt: skip

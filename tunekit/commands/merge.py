@@ -31,7 +31,7 @@ def main(args: argparse.Namespace) -> None:
         if merge.merge(source, adapter, folder):
             tell("the head was the embedding and now differs from it: it is a tensor of its own")
         found = verify.merged(folder, source, choice, Run().device)
-        card.minimal(folder, source)
+        card.merged(folder, adapter, source)
     tell(str(found))
     if not args.force:
         verify.insist(out)
