@@ -92,3 +92,15 @@ class Run:
 def put(target: Tensor, whole: Tensor) -> None:
     """Copy a whole tensor into a parameter, which keeps the part of it that lives on this rank."""
     target.copy_(whole)
+
+
+def hand_over(target: Tensor, whole: Tensor) -> None:
+    """`put` for a tensor that nobody else holds: it becomes the parameter's own, where it fits as it is.
+
+    On the CPU that halves the time of loading, which goes into touching memory for the first time.
+    """
+    like = (whole.dtype, whole.device, whole.stride()) == (target.dtype, target.device, target.stride())
+    if like and whole.untyped_storage().nbytes() == whole.nbytes and type(target.data) is Tensor:
+        target.data = whole
+    else:
+        put(target, whole)

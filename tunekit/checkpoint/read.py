@@ -12,7 +12,7 @@ from tunekit.errors import UserError
 from tunekit.models.decoder import TIED, Decoder
 from tunekit.models.linear import Linear, Stacked
 from tunekit.models.weights import Move, Shape, hub_name
-from tunekit.parallel import put
+from tunekit.parallel import hand_over
 
 
 def read(source: Folder, model: Decoder, quiet: bool = False) -> None:
@@ -47,7 +47,7 @@ def fill(model: Decoder, name: str, tensor: Tensor) -> None:
     if isinstance(module, Linear | Stacked) and leaf == "weight":
         module.fill(tensor)
     else:
-        put(module.get_parameter(leaf), tensor)
+        hand_over(module.get_parameter(leaf), tensor)
 
 
 def not_finite(tensor: Tensor) -> int:

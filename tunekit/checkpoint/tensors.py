@@ -5,10 +5,12 @@ that is cut off while it is mapped ends the process.
 """
 
 import json
+import os
 import pickle
 import struct
 import zipfile
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from io import FileIO
@@ -48,6 +50,7 @@ KINDS = {dtype: kind for kind, dtype in DTYPES.items()}
 # What torch raises over a pickle that is damaged, or asks for something to be run.
 BROKEN = (pickle.UnpicklingError, zipfile.BadZipFile, struct.error, AssertionError, AttributeError, ArithmeticError)
 BROKEN += (EOFError, LookupError, MemoryError, OSError, RuntimeError, TypeError, ValueError)
+CHUNK = 2**24  # bytes that one thread reads at a time
 LENGTH = struct.Struct("<Q")
 FORMAT = {"format": "pt"}  # without it transformers does not open a file
 Entries = Mapping[str, tuple[Shape, torch.dtype]]
@@ -58,24 +61,18 @@ class Files:
 
     def __init__(self) -> None:
         self.stack = ExitStack()
+        self.threads = self.stack.enter_context(ThreadPoolExecutor(torch.get_num_threads()))
         self.streams: dict[Path, FileIO] = {}
         self.pickles: dict[Path, Mapping[str, Tensor]] = {}
 
     def fill(self, buffer: Tensor, file: Path, start: int) -> None:
-        """Read the bytes of `buffer` from `start` on."""
-        stream = self.stream(file)
-        stream.seek(start)
-        view = buffer.numpy().data
-        while view:
-            count = stream.readinto(view)
-            if not count:
-                raise UserError(f"{file}: became shorter while it was read; download it again")
-            view = view[count:]
-
-    def stream(self, file: Path) -> FileIO:
+        """Read the bytes of `buffer` from `start` on, by as many threads as torch has."""
         if file not in self.streams:
             self.streams[file] = self.stack.enter_context(FileIO(file))
-        return self.streams[file]
+        handle, view = self.streams[file].fileno(), buffer.numpy().data
+        parts = range(0, len(view), CHUNK)
+        for _ in self.threads.map(lambda at: fetch(handle, view[at : at + CHUNK], start + at, file), parts):
+            pass
 
     def pickled(self, file: Path) -> Mapping[str, Tensor]:
         if file not in self.pickles:
@@ -85,6 +82,14 @@ class Files:
     def close(self) -> None:
         self.pickles.clear()
         self.stack.close()
+
+
+def fetch(handle: int, view: memoryview, start: int, file: Path) -> None:
+    while view:
+        count = os.preadv(handle, [view], start)
+        if not count:
+            raise UserError(f"{file}: became shorter while it was read; download it again")
+        view, start = view[count:], start + count
 
 
 @dataclass(frozen=True)
@@ -114,12 +119,12 @@ class Slice(Stored):
 
 @dataclass(frozen=True)
 class Pickled(Stored):
-    """A tensor in a file of `torch.save`."""
+    """A tensor in a file of `torch.save`, which is mapped, and where several may share their memory."""
 
     name: str
 
     def read(self, files: Files) -> Tensor:
-        return files.pickled(self.file)[self.name]
+        return files.pickled(self.file)[self.name].clone(memory_format=torch.contiguous_format)
 
 
 class Reader:

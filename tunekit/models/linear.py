@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from tunekit.kernels.experts import grouped
 from tunekit.models.init import Fresh, normal
-from tunekit.parallel import put
+from tunekit.parallel import hand_over, put
 
 
 class Linear(nn.Linear, Fresh):
@@ -36,8 +36,8 @@ class Linear(nn.Linear, Fresh):
         return self.weight
 
     def fill(self, weight: Tensor) -> None:
-        """Take a weight (out, in) as it stands in a checkpoint."""
-        put(self.weight, weight)
+        """Take a weight (out, in) as it stands in a checkpoint, and for good."""
+        hand_over(self.weight, weight)
 
     def reset(self, generator: torch.Generator, std: float) -> None:
         """A normal weight, no bias."""
@@ -73,8 +73,8 @@ class Stacked(Fresh):
         return self.weight
 
     def fill(self, weight: Tensor) -> None:
-        """Take a weight (E, out, in) as it stands in a checkpoint."""
-        put(self.weight, weight)
+        """Take a weight (E, out, in) as it stands in a checkpoint, and for good."""
+        hand_over(self.weight, weight)
 
     def reset(self, generator: torch.Generator, std: float) -> None:
         """Normal weights, no biases."""
