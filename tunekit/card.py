@@ -135,8 +135,11 @@ def forced(folder: Path) -> None:
     if WARNING in text:
         return
     found = read_json(folder / VERIFICATION) if (folder / VERIFICATION).is_file() else None
-    why = "nobody has compared these files with the model" if found is None else "these files failed the comparison"
-    warning = f"{WARNING} This was pushed by force: {why} that they were made from."
+    why = "nobody has compared these files with the model that they were made from"
+    if found is not None:
+        failed = "these files failed the comparison with the model that they were made from"
+        why = "these files have changed since they were compared with the model" if found["passed"] else failed
+    warning = f"{WARNING} This was pushed by force: {why}."
     top = end.end() if (end := FRONT.match(text)) else 0
     (folder / CARD).write_text(f"{text[:top]}\n{warning}\n{text[top:]}", encoding="utf-8")
 

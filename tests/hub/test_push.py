@@ -327,6 +327,8 @@ def test_weights_that_changed_on_the_disk(place: Place, run: Callable[..., Path]
     weights = run() / "final/model.safetensors"
     weights.write_bytes(SENT["model.safetensors"][:-1] + b"x")
     assert "model.safetensors is no longer what was written" in place.tune("push", "run", "ann/run").error
+    assert place.tune("push", "run", "ann/run", "--force").code == 0
+    assert b"these files have changed since" in place.hub.repos["ann/run"].files["README.md"]
 
 
 def test_a_token_in_a_file_is_never_sent(place: Place, mine: Path) -> None:
