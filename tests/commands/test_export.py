@@ -25,10 +25,12 @@ def test_it_says_what_was_written_and_how_far_it_is_off(
 ) -> None:
     out = tmp_path / "small.gguf"
     assert cli.main(["export", str(model), str(out)]) == 0
-    first, *others = capsys.readouterr().out.splitlines()
-    assert first.startswith(f"{out}: f32, ")  # as the model is stored
-    assert others[0] == "35 tensors in F32: exact"
-    assert others[-1].startswith("verified: model and exported files give the same logits")
+    told = capsys.readouterr()
+    assert told.out == f"{out}\n"
+    size, tensors, *_, verdict = told.err.splitlines()
+    assert size.startswith("f32, ")  # as the model is stored
+    assert tensors == "35 tensors in F32: exact"
+    assert verdict.startswith("verified: model and exported files give the same logits")
     fields = gguf.GGUFReader(out).fields
     assert fields["general.name"].contents() == "small"
     assert fields["general.architecture"].contents() == "qwen3"
@@ -42,7 +44,7 @@ def test_an_adapter_is_merged(model: Path, tmp_path: Path, capsys: pytest.Captur
     beside.mkdir()
     peft.write(beside, net, adapter, Folder.open(model))
     assert cli.main(["export", str(beside), str(tmp_path / "a.gguf"), "--type", "bf16"]) == 0
-    assert "\nverified: " in capsys.readouterr().out
+    assert "\nverified: " in capsys.readouterr().err
 
 
 def test_a_file_that_is_too_far_off_stays_and_is_a_failure(

@@ -8,25 +8,27 @@ from types import ModuleType
 from tunekit import assemble, verify
 from tunekit.checkpoint.atomic import readable
 from tunekit.errors import UserError
+from tunekit.hub.trouble import tell
 from tunekit.parallel import Run
 
 
 def main(args: argparse.Namespace) -> None:
-    """Write the file, and say what is in it and how far it is from the model."""
+    """Write the file, tell what is in it and how far it is from the model, and print its path for scripts."""
     tools, out = toolbox(), Path(args.out).expanduser()
     source, adapter, tokenizer = assemble.described(args.model)
     name = Path(args.model.partition("@")[0]).name or out.stem
     result = tools.export(source, adapter, tokenizer, out, args.type, name)
-    print(f"{out}: {result.word}, {readable(out.stat().st_size)}")
+    tell(f"{result.word}, {readable(out.stat().st_size)}")
     for kind, stray in result.strays.items():
         exact = "exact" if stray.worst == 0 else f"the largest error is {stray.worst:.0%} of what the type allows"
-        print(f"{stray.count} tensors in {kind}: {exact}")
+        tell(f"{stray.count} tensors in {kind}: {exact}")
     for note in result.notes:
-        print(f"note: {note}")
+        tell(f"note: {note}")
     found = verify.exported(source, adapter, result.file, result.drift, Run().device)
     if not found.passed:
         raise UserError(f"{out}: {found}; the file stays there, to be looked at")
-    print(found)
+    tell(str(found))
+    print(out)
 
 
 def toolbox() -> ModuleType:
