@@ -92,4 +92,4 @@ def test_no_second_model_is_in_memory(tmp_path: Path) -> None:
     size = (folder / "model.safetensors").stat().st_size
     stream.logits(Folder.open(folder), Frozen(), ROWS, FP32, CPU)  # what is imported and allocated once
     assert growth(lambda: ours(folder)) > 0.95 * size, "it is measured"
-    assert growth(lambda: stream.logits(Folder.open(folder), Frozen(), ROWS, FP32, CPU)) < 0.3 * size
+    assert growth(lambda: stream.logits(Folder.open(folder), Frozen(), ROWS, FP32, CPU)) < 0.5 * size
