@@ -73,7 +73,7 @@ class LoRA:
     start: str | None = None  # folder of a PEFT adapter to go on from
     ranks: dict[str, int] = field(default_factory=dict)  # ranks of layers that differ, by patterns as in `targets`
     alphas: dict[str, float] = field(default_factory=dict)  # and their alphas; the first pattern that fits counts
-    whole: tuple[str, ...] = ()  # modules trained whole beside the updates: head, embed, norms, router, or patterns
+    whole: str | tuple[str, ...] = ()  # modules that are trained whole: head, embed, norms, router, or patterns
     bias: Literal["none", "lora_only", "all"] = "none"  # biases that are trained: of adapted layers, or all
     untie: bool = False  # a head that is the embedding gets weights of its own, if `whole` names one of them
 
@@ -88,7 +88,7 @@ class LoRA:
             raise FieldError("plus", f"must be above 0, not {self.plus}")
         if self.start is not None and self.init != "zero":
             raise FieldError("start", f"{self.init} begins with the weights and no adapter: leave one of them out")
-        if not self.patterns:
+        if not self.targets:
             raise FieldError("targets", "name at least one layer")
         self.check_patterns()
 
@@ -100,21 +100,18 @@ class LoRA:
         for pattern, alpha in self.alphas.items():
             if alpha <= 0:
                 raise FieldError("alphas", f"{pattern}: must be above 0, not {alpha}")
-        fields = {"targets": self.patterns, "ranks": self.ranks, "alphas": self.alphas, "whole": self.whole}
+        fields = {"ranks": self.ranks, "alphas": self.alphas}
+        fields |= {"targets": listed(self.targets), "whole": listed(self.whole)}
         for key, pattern in ((key, pattern) for key, patterns in fields.items() for pattern in patterns):
             try:
                 re.compile(pattern)
             except re.error as error:
                 raise FieldError(key, f"{pattern!r} is no regular expression: {error}") from error
 
-    @property
-    def patterns(self) -> tuple[str, ...]:
-        return (self.targets,) if isinstance(self.targets, str) else self.targets
-
     def layers(self, model: Decoder) -> dict[str, Layer]:
         """The layers to adapt, by name."""
         names = {n: m for n, m in model.named_modules() if isinstance(m, Layer) and ".lora_" not in n}
-        return {name: names[name] for pattern in self.patterns for name in called("targets", pattern, names)}
+        return {name: names[name] for pattern in listed(self.targets) for name in called("targets", pattern, names)}
 
     def sizes(self, names: Iterable[str]) -> dict[str, tuple[int, float]]:
         """Rank and alpha of adapted layers, by name."""
@@ -145,7 +142,7 @@ class LoRA:
         """The parameters of the model itself that are saved with the updates of `layers`, most of them trained."""
         adapted = {*layers}
         own = {n: m for n, m in model.named_modules() if ".lora_" not in n and [*m.parameters(recurse=False)]}
-        whole = dict.fromkeys(name for pattern in self.whole for name in called("whole", pattern, own))
+        whole = dict.fromkeys(name for pattern in listed(self.whole) for name in called("whole", pattern, own))
         shared = TIED if model.spec.tied and not TIED.isdisjoint(adapted) else set()
         if both := [n for n in whole if n in adapted | shared or any(layer.startswith(f"{n}.") for layer in adapted)]:
             raise UserError(f"adapter.whole: {both[0]} is adapted too; leave it out of whole or of targets")
@@ -272,6 +269,11 @@ def factors(layer: Linear | Stacked) -> tuple[Tensor, Tensor]:
 
 def leaf(name: str) -> str:
     return name.rpartition(".")[2]
+
+
+def listed(words: str | tuple[str, ...]) -> tuple[str, ...]:
+    """One word stands for a list of it."""
+    return (words,) if isinstance(words, str) else words
 
 
 def called(key: str, word: str, names: Iterable[str]) -> list[str]:

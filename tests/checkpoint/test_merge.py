@@ -273,6 +273,19 @@ def test_the_command_names_what_is_wrong(tmp_path: Path) -> None:
         tune("merge", base, adapter, tmp_path / "out")
 
 
+def test_an_adapter_goes_into_another_model_of_its_shape(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trained(tmp_path, "llama3.1", LoRA(4))
+    other = save(build(SHAPES["llama3.1"], seed=7), tmp_path / "other")
+    tune("merge", other, tmp_path / "adapter", tmp_path / "out")
+    told = capsys.readouterr().err
+    assert f"{tmp_path / 'adapter'} was trained for {tmp_path / 'base'}; its updates fit {other} too" in told
+    config = tmp_path / "adapter" / peft.CONFIG
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"base_model_name_or_path": None}))
+    tune("merge", other, tmp_path / "adapter", tmp_path / "again")
+    assert "trained for" not in capsys.readouterr().err
+    assert (tmp_path / "again" / WEIGHTS).read_bytes() == (tmp_path / "out" / WEIGHTS).read_bytes()
+
+
 def test_what_fails_its_verification_is_kept_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The merged weights are too large for fp16, those of base and adapter apart are not."""
     base = sharded(tmp_path, "llama3.1", torch.float16, "5GB")

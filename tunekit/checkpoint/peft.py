@@ -240,6 +240,11 @@ def base_name(source: Folder) -> tuple[str, str | None]:
     return name, revision or None
 
 
+def names(folder: Path) -> str | None:
+    """What an adapter says of its base, if it does."""
+    return Config.open(folder).values.get("base_model_name_or_path")
+
+
 def base(folder: Path) -> str:
     """The name of the checkpoint that an adapter was trained for."""
     return Config.open(folder).base
@@ -309,7 +314,7 @@ def fitting(folder: Path, model: Decoder, adapter: LoRA, source: Folder) -> set[
     names = {name for move in held.kept for name in move.ours}
     wanted = {*kept(model, adapter, source)}
     optional = {name + WEIGHT for name in TIED} if model.spec.tied else set()
-    family, other = source.family, f"this adapter was trained for {held.config.base}, or with other targets"
+    family, other = source.family, f"{held.config.where}, or with other targets"
     if extra := [*(name + WEIGHT for name in theirs if name not in mine), *sorted(names - wanted)]:
         raise UserError(f"{folder / TENSORS}: {place(extra[0], family).hub[0]} has no place in this model; {other}")
     if missing := [*(name + WEIGHT for name in mine if name not in theirs), *sorted(wanted - names - optional)]:

@@ -66,6 +66,11 @@ class Config:
         return f"{name}@{revision}" if isinstance(revision, str) and not Path(name).is_dir() else name
 
     @property
+    def where(self) -> str:
+        """The same for an error that there is in any case."""
+        return f"this adapter was trained for {self.values.get('base_model_name_or_path') or 'another model'}"
+
+    @property
     def choice(self) -> LoRA:
         """Kind, rank and scale, wherever the patterns say nothing else."""
         c = self.values
@@ -237,8 +242,7 @@ def check_kept(file: Path, move: Move, held: Contents, source: Folder) -> None:
         if name not in held.names:
             raise UserError(f"{file}: {name} is missing")
         if (has := held.tensors[held.names[name]].shape) != wants:
-            why = f"this adapter was trained for {held.config.base}"
-            raise UserError(f"{file}: {name} is {list(has)}, wanted {list(wants)}; {why}")
+            raise UserError(f"{file}: {name} is {list(has)}, wanted {list(wants)}; {held.config.where}")
 
 
 def stranger(file: Path, name: str, source: Folder) -> UserError:
@@ -309,6 +313,6 @@ class Reader:
         for kind, name in names.items():
             if self.tensors[name].shape != part.wanted()[kind]:
                 has, wants = list(self.tensors[name].shape), list(part.wanted()[kind])
-                why = f"this adapter was trained for {self.config.base}, or its rank is not {rank}"
+                why = f"{self.config.where}, or its rank is not {rank}"
                 raise UserError(f"{self.file}: {name.removeprefix(PREFIX)} is {has}, wanted {wants}; {why}")
         return part

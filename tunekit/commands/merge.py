@@ -27,6 +27,8 @@ def main(args: argparse.Namespace) -> None:
         raise UserError(f"{args.base} is an adapter itself: name the model that it is for, {peft.base(base)}")
     source = Folder.open(base, args.base)
     choice = replace(peft.described(adapter, source), start=str(adapter))
+    if peft.names(adapter) not in (None, args.base, peft.base_name(source)[0]):
+        tell(f"{args.adapter} was trained for {peft.names(adapter)}; its updates fit {args.base} too")
     with atomic.whole(out) as folder:
         if merge.merge(source, adapter, folder):
             tell("the head was the embedding and now differs from it: it is a tensor of its own")
