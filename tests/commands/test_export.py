@@ -6,7 +6,7 @@ from pathlib import Path
 import gguf
 import pytest
 
-from tests.checkpoints import ours, rewrite, shuffle_adapter  # noqa: I001
+from tests.checkpoints import ours, rewrite, shuffle_adapter
 from tests.export.exported import FITTING, made, split, write_bytes
 from tunekit import cli
 from tunekit.adapters import LoRA
