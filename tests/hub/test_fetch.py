@@ -122,6 +122,7 @@ def test_a_large_file_that_comes_damaged_is_not_taken(place: Place) -> None:
     assert fetched(place.tune("download", "ann/large")) == {"model.safetensors": data}
 
 
+@pytest.mark.slow
 def test_two_at_once_fetch_a_large_file_once(place: Place) -> None:
     data = {"model.safetensors": os.urandom(LARGE)}
     place.hub.put("ann/large", data)

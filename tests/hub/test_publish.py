@@ -72,6 +72,7 @@ assert torch.equal(wanted, found) and not torch.allclose(plain, found, atol=0.1)
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_training_goes_on_while_a_checkpoint_is_sent(place: Place) -> None:
     sent = Event()
     place.hub.faults = [Fault("PUT", "/storage/", cut="lost", hold=sent)]
@@ -88,6 +89,7 @@ def test_training_goes_on_while_a_checkpoint_is_sent(place: Place) -> None:
     assert titles[1:] == ["Step 2", "initial commit"] and place.hub.repos["ann/tools"].files == result(place)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_is_not_taken_does_no_harm(place: Place) -> None:
     place.hub.faults = [Fault("POST", "/commit/", 403)]
     done = train(place, "push.every=4")
