@@ -1,0 +1,58 @@
+"""C++ for the CPU: one file, compiled when it is first needed and kept. No compiler, no harm: torch does the work.
+
+torch's own loader wants ninja, the headers of Python and half a minute. A few loops over pointers want a compiler and
+two seconds.
+"""
+
+import ctypes
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from functools import cache
+from pathlib import Path
+
+FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-ffp-contract=off")
+# The compiler of macOS does without; torch brings the library that elsewhere answers to this.
+THREADS = () if sys.platform == "darwin" else ("-fopenmp",)
+SECONDS = 120  # a build that takes longer is given up
+
+
+@cache
+def library(source: Path) -> ctypes.CDLL | None:
+    """The functions of a file; None, and a line that says so, where they cannot be had."""
+    try:
+        return ctypes.CDLL(str(built(source)))
+    except (OSError, subprocess.SubprocessError) as error:
+        last = str(error).strip().splitlines()[-1]
+        print(f"warning: {source.name} cannot be built ({last}): torch does its work, more slowly", file=sys.stderr)
+        return None
+
+
+def built(source: Path) -> Path:
+    """The compiled file, from an earlier time if there was one. Processes that build at once do not disturb another."""
+    words = [*shlex.split(os.environ.get("CXX", "c++")), *FLAGS, *THREADS]
+    if shutil.which(words[0]) is None:
+        raise FileNotFoundError(f"there is no compiler {words[0]!r}")
+    told = "\n".join([*words, platform.machine(), *platform.libc_ver(), source.read_text("utf-8")])
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tunekit"
+    made = home / f"{source.stem}-{hashlib.sha256(told.encode()).hexdigest()[:16]}.so"
+    if not made.is_file():
+        home.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=home) as folder:
+            part = Path(folder) / made.name
+            compiled([*words, str(source), "-o", str(part)])
+            part.replace(made)
+    return made
+
+
+def compiled(words: list[str]) -> None:
+    """Run the compiler; what it prints goes into the error, not to the screen."""
+    done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=SECONDS)
+    if done.returncode != 0:
+        errors = [line for line in done.stderr.splitlines() if "error" in line] or [f"exit code {done.returncode}"]
+        raise OSError(errors[0])
