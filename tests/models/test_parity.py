@@ -2,6 +2,7 @@
 
 import pytest
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 
 from tests.checkpoints import SHAPES
 from tests.parity import figures
@@ -50,6 +51,27 @@ def test_null_is_what_transformers_takes_it_for(name: str, key: str, spoken: int
     config = transformers.AutoConfig.for_model(**(SHAPES[name] | {key: None}))
     assert config.to_dict()[key] == spoken
     assert spec(SHAPES[name] | {key: None}) == spec(SHAPES[name] | {key: spoken})
+
+
+@pytest.mark.parametrize("name", ["ministral", "qwen2", "gemma2", "gemma3-scaled", "olmo3", "gpt-oss", "qwen2-moe"])
+def test_as_many_kinds_of_layers_as_layers(name: str) -> None:
+    """Or a model of another depth would be made, without a word."""
+    count = SHAPES[name]["num_hidden_layers"]
+    shape = SHAPES[name] | {"layer_types": ["full_attention"] * count}
+    assert len(spec(shape).layers) == count
+    for other in (count - 1, count + 1):
+        with pytest.raises(StrictDataclassError, match="num_hidden_layers"):
+            transformers.AutoConfig.for_model(**(shape | {"num_hidden_layers": other}))
+        with pytest.raises(UserError, match=f"layer_types speaks of {count} layers, num_hidden_layers of {other}"):
+            spec(shape | {"num_hidden_layers": other})
+    with pytest.raises(UserError, match="'linear_attention' is not supported, only sliding_attention and full_atte"):
+        spec(shape | {"layer_types": ["linear_attention"] * count})
+
+
+@pytest.mark.parametrize("name", ["smollm3", "llama4"])
+def test_no_rope_layers_speak_of_all_layers(name: str) -> None:
+    with pytest.raises(UserError, match="no_rope_layers speaks of 1 layers"):
+        spec(SHAPES[name] | {"no_rope_layers": [1], "layer_types": None})
 
 
 def spec(config: dict) -> DecoderSpec:

@@ -39,6 +39,7 @@ SANDWICH = (
 )
 FUSED_MLP = Row(("layers.{}.mlp.gate_proj", "layers.{}.mlp.up_proj"), "model.layers.{}.mlp.gate_up_proj", Fused())
 
+NEAR, FAR = "sliding_attention", "full_attention"  # kinds of layers, in the words of config.json
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 # What a config.json may leave out, as the families' reference implementations fill it in.
 OPTIONAL = {
@@ -162,18 +163,38 @@ def decoder(c: Config, layers: Iterable[Layer], **changes: Any) -> DecoderSpec:
 
 def windows(c: Config) -> list[int | None]:
     """The sliding window of each layer, from `layer_types` or from the flags that older configs use."""
-    count, window = c["num_hidden_layers"], c.get("sliding_window")
-    if kinds := c.get("layer_types"):
-        return [window if kind == "sliding_attention" else None for kind in kinds]
-    if not c.get("use_sliding_window"):
-        return [None] * count
-    return [window if i >= c["max_window_layers"] else None for i in range(count)]
+    first = c["max_window_layers"] if c.get("use_sliding_window") else c["num_hidden_layers"]
+    usual = [NEAR if i >= first else FAR for i in range(c["num_hidden_layers"])]
+    return [c.get("sliding_window") if kind == NEAR else None for kind in kinds(c, usual)]
 
 
 def in_turns(c: Config, every: int, near: Attention, far: Attention) -> list[Attention]:
     """`near` where `layer_types` name a window. Where config.json leaves them out, every n-th layer is `far`."""
-    usual = ["sliding_attention" if (i + 1) % every else "full_attention" for i in range(c["num_hidden_layers"])]
-    return [near if kind == "sliding_attention" else far for kind in c.get("layer_types") or usual]
+    return [near if kind == NEAR else far for kind in kinds(c, but_every(every, c))]
+
+
+def but_every(nth: int, c: Config, near: str = NEAR) -> list[str]:
+    """The kinds of layers of which each n-th sees everything."""
+    return [near if (i + 1) % nth else FAR for i in range(c["num_hidden_layers"])]
+
+
+def kinds(c: Config, usual: list[str], near: str = NEAR) -> list[str]:
+    """The kind of each layer, `near` or full attention: of `layer_types`, or `usual` where config.json has none."""
+    found = c.get("layer_types") or usual
+    if len(found) != c["num_hidden_layers"]:
+        raise ValueError(f"layer_types speaks of {len(found)} layers, num_hidden_layers of {c['num_hidden_layers']}")
+    if odd := [kind for kind in found if kind not in (near, FAR)]:
+        raise ValueError(f"layer_types: {odd[0]!r} is not supported, only {near} and {FAR}")
+    return found
+
+
+def turned(c: Config) -> list[bool]:
+    """Which layers rotate: all but each n-th, or those that `no_rope_layers` gives a 1."""
+    usual = [kind == NEAR for kind in but_every(c["no_rope_layer_interval"], c)]
+    found, count = c.get("no_rope_layers") or usual, c["num_hidden_layers"]
+    if len(found) < count:
+        raise ValueError(f"no_rope_layers speaks of {len(found)} layers, num_hidden_layers of {count}")
+    return [bool(turns) for turns in found[:count]]
 
 
 def text(config: Config, usual: str) -> Config:

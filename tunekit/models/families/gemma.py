@@ -4,7 +4,9 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from tunekit.models.families.base import (
+    FAR,
     LLAMA,
+    NEAR,
     SANDWICH,
     Config,
     attention,
@@ -55,8 +57,8 @@ def gemma3(config: Config) -> DecoderSpec:
     c = complete(config, **USUAL3)
     refuse(c, {"attn_logit_softcapping": None})
     scale, norm = c["query_pre_attn_scalar"] ** -0.5, Norm(c["rms_norm_eps"], offset=1.0)
-    far = attention(c, rope=rope_of(c, "full_attention"), scale=scale, qk_norm=norm)
-    turns = rope_of(c, "sliding_attention", rope_theta=c["rope_local_base_freq"], rope_scaling=None)
+    far = attention(c, rope=rope_of(c, FAR), scale=scale, qk_norm=norm)
+    turns = rope_of(c, NEAR, rope_theta=c["rope_local_base_freq"], rope_scaling=None)
     near = replace(far, rope=turns, window=c["sliding_window"])
     ffn, every = mlp(c | {"hidden_act": c["hidden_activation"]}), c["sliding_window_pattern"]
     return whole(c, (Layer(mixer, ffn, post_norm=True) for mixer in in_turns(c, every, near, far)))

@@ -4,13 +4,17 @@ from dataclasses import replace
 from typing import Any
 
 from tunekit.models.families.base import (
+    FAR,
     LLAMA,
+    NEAR,
     SANDWICH,
     Config,
     attention,
     beside,
+    but_every,
     complete,
     decoder,
+    kinds,
     mlp,
     refuse,
     rope,
@@ -43,8 +47,8 @@ SPARSE = (
     Row(f"{HERE}.mlp.dense", f"{HUB}.mlp"),
 )
 ROPES = {
-    "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
-    "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
+    NEAR: {"rope_type": "default", "rope_theta": 10_000.0},
+    FAR: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
 }
 USUAL = {"num_key_value_heads": 4, "head_dim": 256, "global_head_dim": 512, "hidden_activation": "gelu_pytorch_tanh"}
 USUAL |= {"max_position_embeddings": 131_072, "sliding_window": 512, "tie_word_embeddings": True}
@@ -84,9 +88,7 @@ def vision(config: Config) -> DecoderSpec:
 def completed(config: Config) -> dict[str, Any]:
     """config.json with the kinds of all layers, of which the last always sees everything."""
     c = complete(config, **USUAL)
-    count = c["num_hidden_layers"]
-    kinds = c.get("layer_types") or ["full_attention" if i % 6 == 5 else "sliding_attention" for i in range(count)]
-    return c | {"hidden_act": c["hidden_activation"], "layer_types": [*kinds[:-1], "full_attention"]}
+    return c | {"hidden_act": c["hidden_activation"], "layer_types": [*kinds(c, but_every(6, c))[:-1], FAR]}
 
 
 def owners(c: Config) -> list[str]:
@@ -98,7 +100,7 @@ def owners(c: Config) -> list[str]:
 
 
 def mixer(c: Config, i: int, kind: str, **changes: Any) -> Attention:
-    full = kind == "full_attention"
+    full = kind == FAR
     apart = {"head_dim": c["global_head_dim"]} if full else {}
     if full and c["attention_k_eq_v"] and c.get("num_global_key_value_heads"):
         apart["num_key_value_heads"] = c["num_global_key_value_heads"]

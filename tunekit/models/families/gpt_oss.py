@@ -1,6 +1,8 @@
 """gpt-oss: sliding and full attention in turns, a sink in every head, experts with biases."""
 
-from tunekit.models.families.base import LLAMA, Config, attention, complete, decoder, refuse
+from dataclasses import replace
+
+from tunekit.models.families.base import LLAMA, Config, attention, complete, decoder, in_turns, refuse
 from tunekit.models.families.moe import HUB, OURS, sparse, stacked
 from tunekit.models.spec import DecoderSpec, Layer, Norm
 from tunekit.models.weights import Fused, Row
@@ -28,7 +30,6 @@ def spec(config: Config) -> DecoderSpec:
     refuse(c, SWIGLU)
     experts = {"act": "clamped_swiglu", "score": "top_softmax", "normalize": False, "router_bias": True, "bias": True}
     moe = sparse(c, c["intermediate_size"], **experts)
-    kinds = c.get("layer_types") or ["sliding_attention", "full_attention"] * c["num_hidden_layers"]
-    windows = (c["sliding_window"] if kind == "sliding_attention" else None for kind in kinds)
-    layers = [Layer(attention(c, sinks=True, window=window), moe) for window in windows]
-    return decoder(c, layers[: c["num_hidden_layers"]], norm=Norm(c["rms_norm_eps"], late=True))
+    far = attention(c, sinks=True)
+    mixers = in_turns(c, 2, replace(far, window=c["sliding_window"]), far)
+    return decoder(c, [Layer(mixer, moe) for mixer in mixers], norm=Norm(c["rms_norm_eps"], late=True))

@@ -2,11 +2,25 @@
 
 from dataclasses import replace
 
-from tunekit.models.families.base import LLAMA, Config, attention, beside, complete, decoder, mlp, rope, text
+from tunekit.models.families.base import (
+    FAR,
+    LLAMA,
+    Config,
+    attention,
+    beside,
+    complete,
+    decoder,
+    kinds,
+    mlp,
+    rope,
+    text,
+    turned,
+)
 from tunekit.models.families.moe import OURS, sparse, stacked
 from tunekit.models.spec import DecoderSpec, Layer, Norm, QueryTuning
 from tunekit.models.weights import Row, under
 
+CHUNKED = "chunked_attention"
 FFN = "model.layers.{}.feed_forward"
 TABLE = (
     *stacked(f"{OURS}.experts", f"{FFN}.experts", transposed=True),
@@ -24,9 +38,9 @@ USUAL |= {"attention_chunk_size": 8192, "num_experts_per_tok": 1}
 
 def spec(config: Config) -> DecoderSpec:
     c = complete(config, **USUAL)
-    count, every, step = c["num_hidden_layers"], c["no_rope_layer_interval"], c["interleave_moe_layer_step"]
-    turned = c.get("no_rope_layers") or [int((i + 1) % every != 0) for i in range(count)]
-    kinds = c.get("layer_types") or ["chunked_attention" if turn else "full_attention" for turn in turned]
+    count, step = c["num_hidden_layers"], c["interleave_moe_layer_step"]
+    turns = turned(c)
+    sees = kinds(c, [CHUNKED if turn else FAR for turn in turns], CHUNKED)
     at = c["moe_layers"] if "moe_layers" in c else range(step - 1, count, step)
 
     norm = Norm(c["rms_norm_eps"], weight=False) if c["use_qk_norm"] else None
@@ -37,11 +51,11 @@ def spec(config: Config) -> DecoderSpec:
     hidden = c["intermediate_size"]
     dense = mlp(c | {"intermediate_size": c["intermediate_size_mlp"]})
     moe = sparse(c, hidden, score="top_sigmoid", normalize=False, weigh_input=True, shared=hidden)
-    chunks = {"chunked_attention": c["attention_chunk_size"]}
+    chunks = {CHUNKED: c["attention_chunk_size"]}
     return decoder(
         c,
         (
-            Layer(replace(near if turned[i] else far, chunk=chunks.get(kinds[i])), moe if i in at else dense)
+            Layer(replace(near if turns[i] else far, chunk=chunks.get(sees[i])), moe if i in at else dense)
             for i in range(count)
         ),
     )

@@ -1,6 +1,18 @@
 """Mistral, Ministral and Ministral 3, and the text part of those that also see."""
 
-from tunekit.models.families.base import LLAMA, Config, attention, beside, complete, decoder, mlp, rope, text, windows
+from tunekit.models.families.base import (
+    LLAMA,
+    NEAR,
+    Config,
+    attention,
+    beside,
+    complete,
+    decoder,
+    kinds,
+    mlp,
+    rope,
+    text,
+)
 from tunekit.models.spec import DecoderSpec, Layer, QueryTuning
 
 USUAL = {"num_key_value_heads": 8, "sliding_window": 4096, "max_position_embeddings": 131_072}
@@ -19,8 +31,9 @@ def mistral(config: Config) -> DecoderSpec:
 def ministral(config: Config) -> DecoderSpec:
     """Windows in some layers."""
     c = complete(config, **USUAL)
-    kinds = c.get("layer_types") or ["sliding_attention"] * c["num_hidden_layers"]
-    return decoder(c, (Layer(attention(c, window=w), mlp(c)) for w in windows(c | {"layer_types": kinds})))
+    near, far = (attention(c, window=window) for window in (c["sliding_window"], None))
+    usual = [NEAR] * c["num_hidden_layers"]
+    return decoder(c, (Layer(near if kind == NEAR else far, mlp(c)) for kind in kinds(c, usual)))
 
 
 def ministral3(config: Config) -> DecoderSpec:

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from tunekit.models.families.base import LLAMA, Config, attention, complete, decoder, in_turns, mlp, rope_of
+from tunekit.models.families.base import FAR, LLAMA, NEAR, Config, attention, complete, decoder, in_turns, mlp, rope_of
 from tunekit.models.spec import Attention, DecoderSpec, Layer, Norm
 from tunekit.models.weights import Row
 
@@ -23,8 +23,8 @@ def olmo2(config: Config) -> DecoderSpec:
 def olmo3(config: Config) -> DecoderSpec:
     """Windows in three of four layers; long rows are for the fourth alone."""
     c = complete(config, **USUAL3)
-    far = attention(c, rope=rope_of(c, "full_attention"))
-    near = replace(far, rope=rope_of(c, "sliding_attention", rope_scaling=None), window=c["sliding_window"])
+    far = attention(c, rope=rope_of(c, FAR))
+    near = replace(far, rope=rope_of(c, NEAR, rope_scaling=None), window=c["sliding_window"])
     return spec(c, in_turns(c, 4, near, far))
 
 

@@ -2,13 +2,14 @@
 
 from collections.abc import Callable
 
-from tunekit.models.families.base import LLAMA, Config, attention, complete, decoder, refuse
+from tunekit.models.families.base import FAR, LLAMA, Config, attention, but_every, complete, decoder, kinds, refuse
 from tunekit.models.families.moe import sparse
 from tunekit.models.families.qwen_moe import TABLE as QWEN_MOE
 from tunekit.models.families.qwen_moe import ffn
 from tunekit.models.spec import DecoderSpec, DeltaNet, FeedForward, Layer, MoE, Norm
 from tunekit.models.weights import Kept, Row
 
+LINEAR = "linear_attention"  # what config.json calls a delta net
 LEAVES = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "in_proj_qkvz", "in_proj_ba")
 LEAVES += ("conv1d", "A_log", "dt_bias", "norm", "out_proj")
 NET = tuple(Row(f"layers.{{}}.attn.{leaf}", f"model.layers.{{}}.linear_attn.{leaf}") for leaf in LEAVES)
@@ -43,21 +44,10 @@ def hybrid(c: Config, feed: Callable[[int], FeedForward], grouped: bool = False)
     )
     if net.v_heads % net.k_heads:
         raise ValueError(f"linear_num_value_heads {net.v_heads} is no multiple of linear_num_key_heads {net.k_heads}")
-    mixers = {"linear_attention": net, "full_attention": attention(c, qk_norm=norm, gated=True)}
-    layers = (Layer(mixers[kind], feed(i)) for i, kind in enumerate(kinds(c)))
+    mixers = {LINEAR: net, FAR: attention(c, qk_norm=norm, gated=True)}
+    found = kinds(c, but_every(c["full_attention_interval"], c, LINEAR), LINEAR)
+    layers = (Layer(mixers[kind], feed(i)) for i, kind in enumerate(found))
     return decoder(c, layers, norm=norm)
-
-
-def kinds(c: Config) -> list[str]:
-    """What mixes the tokens of each layer."""
-    every, count = c["full_attention_interval"], c["num_hidden_layers"]
-    usual = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(count)]
-    found = c.get("layer_types") or usual
-    if len(found) != count:
-        raise ValueError(f"layer_types speaks of {len(found)} layers, num_hidden_layers of {count}")
-    if other := set(found) - set(("linear_attention", "full_attention")):
-        raise ValueError(f"layer_types: {min(other)!r} is not supported, only linear_attention and full_attention")
-    return found
 
 
 def experts(c: Config) -> MoE:

@@ -1,6 +1,6 @@
 """Qwen1.5-MoE, Qwen2-MoE and Qwen3-MoE."""
 
-from tunekit.models.families.base import LLAMA, Config, attention, complete, decoder, mlp
+from tunekit.models.families.base import FAR, LLAMA, NEAR, Config, attention, complete, decoder, kinds, mlp
 from tunekit.models.families.moe import EXPERTS, HUB, OURS, ROUTER, sparse
 from tunekit.models.spec import MLP, DecoderSpec, Layer, MoE, Norm
 from tunekit.models.weights import Row
@@ -43,6 +43,5 @@ def ffn(c: Config, i: int, moe: MoE) -> MLP | MoE:
 def windows(c: Config) -> list[int | None]:
     """Qwen2-MoE slides in every second of the first layers, where Qwen2 does in all of the last."""
     window = c["sliding_window"] if c.get("use_sliding_window") else None
-    if kinds := c.get("layer_types"):
-        return [window if kind == "sliding_attention" else None for kind in kinds]
-    return [window if i < c["max_window_layers"] and i % 2 == 0 else None for i in range(c["num_hidden_layers"])]
+    usual = [NEAR if i < c["max_window_layers"] and i % 2 == 0 else FAR for i in range(c["num_hidden_layers"])]
+    return [window if kind == NEAR else None for kind in kinds(c, usual)]
