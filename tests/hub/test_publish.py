@@ -116,8 +116,11 @@ def test_a_result_that_is_not_taken_can_be_sent_later(place: Place) -> None:
 def test_who_may_not_send_is_told_before_training(place: Place) -> None:
     for env, says in (({"HF_TOKEN": "hf_wrongTokenOfNobody"}, "does not know you"), ({"HF_TOKEN": READER}, "refuses")):
         assert says in train(place, **env).error
-    place.hub.put("ann/tools", {})
+    repo = place.hub.put("ann/tools", {})
     assert "there already and public" in train(place).error
+    repo.private = True
+    assert "you don't have write permission" in train(place, HF_TOKEN=READER).error
+    assert not place.hub.seen("POST", "/commit/")
     assert not (place.folder / "run/metrics.jsonl").exists()
     assert not place.search("hf_wrongTokenOfNobody") and not place.search(READER)
 

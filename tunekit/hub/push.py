@@ -78,7 +78,10 @@ def push(files: Mapping[str, Path], target: Target, message: str) -> Pushed:
 def check(target: Target) -> None:
     """Fail now where a push would fail later: a bad token, a name that is taken, no right to write."""
     with explained(lambda error: explanation(error, target), target.token or get_token()):
-        ready(target)
+        name, _ = ready(target)
+        # A file that is too short to be a large one: the Hub is asked how it would take it, and nothing is sent.
+        file = CommitOperationAdd("README.md", b"x")
+        repeated(lambda: target.api.preupload_lfs_files(name, [file], revision=target.branch), name)
 
 
 def ready(target: Target) -> tuple[str, str]:
