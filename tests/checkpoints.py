@@ -30,6 +30,10 @@ from tunekit.optim import AdamW
 from tunekit.parallel import Run
 from tunekit.precision import Precision
 
+# The table of all families is to be read, and not the bars of what it is compared with.
+transformers.utils.logging.set_verbosity_error()
+transformers.utils.logging.disable_progress_bar()
+
 FULL, PLAINLY = Full(), Memory()
 FP32 = Precision("fp32", "fp32", "fp32")
 VOCAB = 67
