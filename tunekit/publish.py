@@ -122,6 +122,7 @@ def finish(choice: Push | None, run: Path, final: Path) -> None:
 def send(choice: Push, folder: Path, message: str) -> push.Pushed:
     """One commit; in place of an adapter the whole model, if that was chosen."""
     if not choice.merged or not (folder / peft.CONFIG).is_file():
+        warn(folder)
         return push.push(contents(folder), choice.target, message)
     with merged(folder, device="cpu") as whole:  # the run may need all that the GPU has
         if why := doubt(whole, True):
@@ -193,6 +194,13 @@ def contents(folder: Path) -> dict[str, Path]:
     """The files for others, by their paths in the folder: nothing hidden, no marks, nothing half written."""
     files = {file.relative_to(folder): file for file in sorted(folder.rglob("*")) if file.is_file()}
     return {path.as_posix(): file for path, file in files.items() if is_sent(path)}
+
+
+def warn(folder: Path) -> None:
+    """Tell if others could not open an adapter, because its base lies on this machine."""
+    base = peft.base(folder) if (folder / peft.CONFIG).is_file() else ""
+    if Path(base).is_absolute():
+        tell(f"{peft.CONFIG} names a base on this machine, {base}: others cannot open the adapter; `--merged` helps")
 
 
 def is_sent(path: Path) -> bool:

@@ -222,6 +222,15 @@ def test_nothing_stays_of_another_model(place: Place, mine: Path) -> None:
     assert len(repo.history("main")) == 3  # gone in the commit that brought the others
 
 
+def test_an_adapter_whose_base_lies_here(place: Place) -> None:
+    folder = place.folder / "adapter"
+    folder.mkdir()
+    for base, warned in ((str(NANO), True), ("ann/nano", False)):
+        (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "base_model_name_or_path": base}))
+        done = place.tune("push", "adapter", "ann/adapter")
+        assert done.code == 0 and ("others cannot open the adapter" in done.err) is warned
+
+
 def test_a_killed_push_leaves_nothing_half(place: Place) -> None:
     """Its first file has arrived when it is killed, in the middle of the second; the next push sends only that."""
     folder = place.folder / "two"

@@ -36,6 +36,7 @@ def accept(folder: Path, ours: bool, force: bool) -> bool:
 
 def send(folder: Path, doubtful: bool, args: argparse.Namespace) -> None:
     """Send a folder, or show what would be sent."""
+    publish.warn(folder)
     with publish.staged(folder, args.repo, doubtful, ask=not args.dry_run) as files:
         if args.dry_run:
             show(files)
