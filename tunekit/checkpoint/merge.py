@@ -26,7 +26,7 @@ from tunekit.models.weights import Move, Same, Shape, Stack, from_hub
 
 CONFIG = "config.json"
 EMBED = "embed" + WEIGHT
-CHUNK = 2**22  # numbers that are in fp32 at once
+CHUNK = 2**20  # numbers that are in fp32 at once
 OWN = {"tokenizer.json", "tokenizer.model"}  # one of them is a tokenizer
 
 

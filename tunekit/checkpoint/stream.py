@@ -100,7 +100,8 @@ def start(net: Decoder, adapter: Full | LoRA, source: Folder, device: torch.devi
     """Fill what an adapter trains from its files; the names."""
     if adapter.start is None:
         return frozenset()
-    names = frozenset(n for n, p in net.named_parameters() if p.requires_grad)
+    kept = adapter.kept(net, adapter.layers(net)) if isinstance(adapter, LoRA) else {}
+    names = frozenset(n for n, p in net.named_parameters() if p.requires_grad) | frozenset(kept)
     place(net, names, device)
     net.tie()
     peft.read(Path(adapter.start), net, adapter, source)
