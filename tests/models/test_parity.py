@@ -1,5 +1,7 @@
 """Every family against transformers, on random checkpoints of odd shapes: logits, gradients, files, generation."""
 
+from copy import deepcopy
+
 import pytest
 import transformers
 from huggingface_hub.errors import StrictDataclassError
@@ -72,6 +74,24 @@ def test_as_many_kinds_of_layers_as_layers(name: str) -> None:
 def test_no_rope_layers_speak_of_all_layers(name: str) -> None:
     with pytest.raises(UserError, match="no_rope_layers speaks of 1 layers"):
         spec(SHAPES[name] | {"no_rope_layers": [1], "layer_types": None})
+
+
+@pytest.mark.parametrize("name", ["llama3.2", "qwen3", "gpt-oss-usual", "deepseek-v3-plain", "ministral3"])
+@pytest.mark.parametrize("kind", ["rope_type", "type"])
+def test_rope_scaling_written_into_a_newer_file_counts(name: str, kind: str) -> None:
+    """As model cards say it is done for long rows, where `rope_parameters` say that nothing is stretched."""
+    whole = transformers.AutoConfig.for_model(**SHAPES[name]).to_dict()
+    stretched = {kind: "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 7e3}
+    told = whole | {"rope_scaling": stretched | {"llama_4_scaling_beta": 0.2}}
+    assert spec(told) != spec(whole)
+    assert spec(told) == spec(transformers.AutoConfig.for_model(**deepcopy(told)).to_dict())
+
+
+@pytest.mark.parametrize("name", ["gemma3", "olmo3"])
+def test_rotation_of_all_layers_is_refused_where_each_kind_has_its_own(name: str) -> None:
+    """transformers takes the usual ones for both, and does not say so."""
+    with pytest.raises(UserError, match="rope_parameters has no 'full_attention'"):
+        spec(SHAPES[name] | {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 7e3}})
 
 
 def spec(config: dict) -> DecoderSpec:

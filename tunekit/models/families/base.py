@@ -76,15 +76,25 @@ def refuse(c: Config, wanted: Config) -> None:
 
 def rope(c: Config) -> Rope:
     """Rotation in either spelling: `rope_parameters` holds all, or `rope_theta` and `rope_scaling` stand apart."""
-    p = {"rope_theta": c["rope_theta"]} | (c.get("rope_scaling") or {}) | (c.get("rope_parameters") or {})
+    p = {"rope_theta": c["rope_theta"]} | turning(c)
     part = p.get("partial_rotary_factor") or c.get("partial_rotary_factor") or 1.0
     return Rope(float(p["rope_theta"]), None if part == 1.0 else int(head_dim(c) * part), scaling(p, c))
+
+
+def turning(c: Config) -> dict[str, Any]:
+    """What `rope_scaling` says, or else `rope_parameters`. Where both are, somebody wrote the first into a newer file,
+    in which the second holds what is not scaling too."""
+    new, old = c.get("rope_parameters") or {}, c.get("rope_scaling")
+    return {key: new[key] for key in ("rope_theta", "partial_rotary_factor") if key in new} | old if old else new
 
 
 def rope_of(c: Config, kind: str, **alone: Any) -> Rope:
     """The rotation of one kind of layers: from its entry in `rope_parameters`, or what config.json says of all layers
     but for what this kind has `alone`."""
-    return rope({**c, **alone, "rope_parameters": (c.get("rope_parameters") or {}).get(kind)})
+    told = c.get("rope_parameters")
+    if told and kind not in told:
+        raise ValueError(f"rope_parameters has no {kind!r}, but this model turns each kind of layers in its own way")
+    return rope({**c, **alone, "rope_parameters": told and told[kind]})
 
 
 def scaling(p: Config, c: Config) -> Scaling | None:

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from tunekit.models.families.base import LLAMA, Config, complete, decoder, growth, mlp, refuse, rope
+from tunekit.models.families.base import LLAMA, Config, complete, decoder, growth, mlp, refuse, rope, turning
 from tunekit.models.families.moe import EXPERTS, HUB, OURS, ROUTER, sparse
 from tunekit.models.spec import DecoderSpec, LatentAttention, Layer, MoE
 from tunekit.models.weights import Row
@@ -65,7 +65,7 @@ def groups_of(c: Config) -> tuple[int, int] | None:
 def mixer(c: Config) -> LatentAttention:
     nope, turned = c["qk_nope_head_dim"], c["qk_rope_head_dim"]
     turns = replace(rope({**c, "head_dim": turned}), paired=bool(c["rope_interleave"]), keep_paired=False)
-    p = (c.get("rope_scaling") or {}) | (c.get("rope_parameters") or {})
+    p = turning(c)
     stretched = growth(p["factor"], p["mscale_all_dim"]) if p.get("mscale_all_dim") and p.get("factor") else 1.0
     ranks = c["q_lora_rank"], c["kv_lora_rank"]
     dims = nope, turned, c["v_head_dim"]

@@ -58,7 +58,7 @@ USUAL |= {"attention_k_eq_v": False, "enable_moe_block": False, "use_double_wide
 
 def spec(config: Config) -> DecoderSpec:
     c = completed(config)
-    refuse(c, {"use_bidirectional_attention": "vision"})  # which is causal for text
+    refuse(c, {"use_bidirectional_attention": "vision", "rope_scaling": None})  # "vision" is causal for text
     own, norm = owners(c), Norm(c["rms_norm_eps"], late=True)
     dense = mlp(c)
     wide = replace(dense, hidden=2 * dense.hidden) if c["use_double_wide_mlp"] else dense

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from tunekit.models.families.base import LLAMA, Config, attention, complete, decoder, in_turns, refuse
+from tunekit.models.families.base import LLAMA, Config, attention, complete, decoder, in_turns, refuse, turning
 from tunekit.models.families.moe import HUB, OURS, sparse, stacked
 from tunekit.models.spec import DecoderSpec, Layer, Norm
 from tunekit.models.weights import Fused, Row
@@ -21,12 +21,13 @@ TABLE = (
 SWIGLU = {"swiglu_limit": 7.0, "swiglu_alpha": 1.702}
 ROPE = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
 ROPE |= {"original_max_position_embeddings": 4096}
-USUAL = {"head_dim": 64, "num_key_value_heads": 8, "sliding_window": 128, "rope_scaling": ROPE}
+USUAL = {"head_dim": 64, "num_key_value_heads": 8, "sliding_window": 128}
 USUAL |= {"attention_bias": True, "rms_norm_eps": 1e-5, "rope_theta": 150_000.0, "max_position_embeddings": 131_072}
 
 
 def spec(config: Config) -> DecoderSpec:
     c = complete(config, **USUAL)
+    c["rope_scaling"] = turning(config) or ROPE
     refuse(c, SWIGLU)
     experts = {"act": "clamped_swiglu", "score": "top_softmax", "normalize": False, "router_bias": True, "bias": True}
     moe = sparse(c, c["intermediate_size"], **experts)

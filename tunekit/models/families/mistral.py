@@ -12,6 +12,7 @@ from tunekit.models.families.base import (
     mlp,
     rope,
     text,
+    turning,
 )
 from tunekit.models.spec import DecoderSpec, Layer, QueryTuning
 
@@ -39,7 +40,7 @@ def ministral(config: Config) -> DecoderSpec:
 def ministral3(config: Config) -> DecoderSpec:
     """Queries grow beyond the context of the first training."""
     c = complete(config, **USUAL3)
-    p = c.get("rope_scaling") or c.get("rope_parameters") or YARN
+    p = turning(c) or YARN
     tuning = QueryTuning(p["llama_4_scaling_beta"], p["original_max_position_embeddings"])
     mixer = attention(c, rope=rope(c | {"rope_scaling": p}), window=c.get("sliding_window"), tuning=tuning)
     return decoder(c, [Layer(mixer, mlp(c))] * c["num_hidden_layers"])

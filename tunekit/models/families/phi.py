@@ -1,6 +1,6 @@
 """Phi-3, Phi-3.5, Phi-4: Llama with fused projections, and LongRoPE for long rows."""
 
-from tunekit.models.families.base import FUSED_MLP, LLAMA, Config, attention, complete, decoder, mlp
+from tunekit.models.families.base import FUSED_MLP, LLAMA, Config, attention, complete, decoder, mlp, turning
 from tunekit.models.spec import DecoderSpec, Layer
 from tunekit.models.weights import Fused, Row
 
@@ -15,8 +15,8 @@ OLD = {"su", "yarn"}  # what the first files call longrope
 
 def spec(config: Config) -> DecoderSpec:
     c = complete(config, **USUAL)
-    p = (c.get("rope_scaling") or {}) | (c.get("rope_parameters") or {})
+    p = turning(c)
     kind = p.get("rope_type") or p.get("type")
     p = p | {"rope_type": "longrope" if kind in OLD else kind}
-    mixer = attention(c | {"rope_parameters": p}, bias=False, out_bias=False, window=c.get("sliding_window"))
+    mixer = attention(c | {"rope_scaling": p}, bias=False, out_bias=False, window=c.get("sliding_window"))
     return decoder(c, [Layer(mixer, mlp(c))] * c["num_hidden_layers"])
