@@ -9,6 +9,7 @@ import ctypes
 import importlib
 import math
 import threading
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tunekit.kernels import experts
 from tunekit.kernels.native import library
 
 BLOCK, NESTED = 64, 256  # numbers with one scale; scales with one scale of their own
@@ -46,6 +48,7 @@ TABLES = {  # what the sixteen codes stand for
 # no faster and want four times the room; tiles of a quarter of this cost products 10 % (benchmarks/nf4.py).
 TILE = 2**22
 SOURCE = Path(__file__).with_name("nf4.cpp")
+Step = Callable[[Tensor, Tensor, Tensor, str], Tensor]
 DECODERS = {torch.bfloat16: "decode_bf16", torch.float32: "decode_fp32"}
 
 
@@ -250,3 +253,45 @@ def back(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 product.register_autograd(back, setup_context=keep)
+
+
+@torch.library.custom_op("tunekit::nf4_grouped", mutates_args=())
+def grouped(x: Tensor, packed: Tensor, scales: Tensor, outer: Tensor | None, sizes: Tensor, kind: str) -> Tensor:
+    """x W[e]^T of rows (N, in) sorted by expert, of which each has `sizes` (E,): (N, out)."""
+    if x.device.type != "cpu":
+        return experts.grouped(x, dequantize(packed, scales, outer, kind, x.dtype), sizes)
+    return each(times, x, packed, unpacked_scales(scales, outer), sizes, kind, packed.shape[1])
+
+
+@torch.library.custom_op("tunekit::nf4_grouped_back", mutates_args=())
+def grouped_back(
+    grad: Tensor, packed: Tensor, scales: Tensor, outer: Tensor | None, sizes: Tensor, kind: str
+) -> Tensor:
+    """grad W[e]: (N, out) to (N, in)."""
+    if grad.device.type != "cpu":
+        return experts.grouped(grad, dequantize(packed, scales, outer, kind, grad.dtype).mT, sizes)
+    return each(times_back, grad, packed, unpacked_scales(scales, outer), sizes, kind, 2 * packed.shape[2])
+
+
+def each(step: Step, x: Tensor, packed: Tensor, scales: Tensor, sizes: Tensor, kind: str, width: int) -> Tensor:
+    """`step` for each expert that has rows; no more than a tile of one expert is decoded at a time."""
+    parts = zip(x.split(sizes.tolist()), packed, scales, strict=True)
+    found = [step(rows, of, by, kind) for rows, of, by in parts if len(rows)]
+    return torch.cat(found) if found else x.new_empty(0, width)
+
+
+@grouped.register_fake
+def _(x: Tensor, packed: Tensor, scales: Tensor, outer: Tensor | None, sizes: Tensor, kind: str) -> Tensor:
+    return x.new_empty(len(x), packed.shape[1])
+
+
+@grouped_back.register_fake
+def _(grad: Tensor, packed: Tensor, scales: Tensor, outer: Tensor | None, sizes: Tensor, kind: str) -> Tensor:
+    return grad.new_empty(len(grad), 2 * packed.shape[2])
+
+
+def back_grouped(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return grouped_back(grad, *ctx.saved_tensors, ctx.kind), None, None, None, None, None
+
+
+grouped.register_autograd(back_grouped, setup_context=keep)

@@ -20,6 +20,7 @@ from tunekit.data.loader import Loader
 from tunekit.data.rows import Chat, Instruct, Text
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import FieldError
+from tunekit.formats import FP4, NF4, Plain
 from tunekit.generate import Sampling, complete
 from tunekit.hub import fetch
 from tunekit.losses import CrossEntropy, mean
@@ -35,6 +36,7 @@ class Evaluate:
     data: Chat | Instruct | Text  # held-out rows; the last learnt turn of each is the answer to match
     baseline: str | None = None  # a second model, such as the one before training
     sampling: Sampling = Sampling()
+    weights: Plain | NF4 | FP4 = Plain()  # how the weights of both are stored
     precision: Precision = Precision()
     batch: int = 32  # rows in one forward pass
     examples: int = 3  # answers to print
@@ -96,7 +98,7 @@ def main(cfg: Evaluate) -> list[Result]:
 
 def measure(name: str, cfg: Evaluate, run: Run) -> tuple[list[Question], Result]:
     """Questions and figures of one model, which is in memory only in here."""
-    model, tokenizer = assemble.opened(name, cfg.precision, run)
+    model, tokenizer = assemble.opened(name, cfg.precision, run, cfg.weights)
     data = cfg.data.open(tokenizer, cfg.batch, cfg.batch, run)
     data.check(model.spec.vocab)
     questions, answers = list(asked(data, tokenizer)), []

@@ -19,6 +19,7 @@ from tunekit.data.rows import named
 from tunekit.data.source import find, open_source
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import FieldError, UserError
+from tunekit.formats import FP4, NF4, Plain
 from tunekit.generate import Sampling, complete
 from tunekit.hub import fetch
 from tunekit.parallel import Run
@@ -36,6 +37,7 @@ class Generate:
     system: str | None = None  # what the system message says
     raw: bool = False  # go on from the prompt as it stands, without the chat template
     sampling: Sampling = Sampling()
+    weights: Plain | NF4 | FP4 = Plain()  # how its weights are stored
     precision: Precision = Precision()
     batch: int = 16  # prompts that are answered at once
     out: str | None = None  # JSONL file with a prompt and an answer a line; None: print them
@@ -61,7 +63,7 @@ def check(cfg: Generate) -> None:
 def main(cfg: Generate) -> None:
     """Answer all prompts, in their order."""
     with Run(cfg.sampling.seed, cfg.device) as run:
-        model, tokenizer = assemble.opened(cfg.model, cfg.precision, run)
+        model, tokenizer = assemble.opened(cfg.model, cfg.precision, run, cfg.weights)
         prompts = [(text, ids(text, tokenizer, cfg)) for text in asked(cfg)]
         lines = []
         for first in tqdm(range(0, len(prompts), cfg.batch), "answering", unit="batch", disable=None, leave=False):

@@ -23,7 +23,7 @@ from tunekit.data.loader import Loader
 from tunekit.data.rows import Chat, Instruct, Text
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import FieldError
-from tunekit.formats import Plain
+from tunekit.formats import FP4, NF4, Plain
 from tunekit.hub import fetch
 from tunekit.losses import CrossEntropy
 from tunekit.memory import Memory
@@ -46,7 +46,7 @@ class SFT:
     data: Chat | Instruct | Text  # what to learn
     out: str  # folder of this run: config, metrics, state and the final checkpoint
     validation: Chat | Instruct | Text | None = None  # held-out rows
-    weights: Plain = Plain()  # how frozen weights are stored
+    weights: Plain | NF4 | FP4 = Plain()  # how frozen weights are stored; nf4 with an adapter is QLoRA
     adapter: Full | LoRA | DoRA = Full()  # what is trained
     loss: CrossEntropy = CrossEntropy()
     optimizer: AdamW | SGD = AdamW()
@@ -77,6 +77,9 @@ class SFT:
             raise FieldError("clip", f"must not be below 0, not {self.clip}")
         if self.patience is not None and self.validation is None:
             raise FieldError("patience", "needs `validation` to watch")
+        if isinstance(self.weights, NF4) and isinstance(self.adapter, Full):
+            told = "four bits are for frozen weights, and `adapter: full` trains all of them: use lora or dora"
+            raise FieldError("weights", told)
         if self.init == "random" and not isinstance(self.adapter, Full):
             raise FieldError("init", "random weights under an adapter are kept nowhere: train all of them")
 

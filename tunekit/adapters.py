@@ -146,6 +146,8 @@ class LoRA:
         shared = TIED if model.spec.tied and not TIED.isdisjoint(adapted) else set()
         if both := [n for n in whole if n in adapted | shared or any(layer.startswith(f"{n}.") for layer in adapted)]:
             raise UserError(f"adapter.whole: {both[0]} is adapted too; leave it out of whole or of targets")
+        if packed := [n for n in whole if not all(p.is_floating_point() for p in own[n].parameters(recurse=False))]:
+            raise UserError(f"adapter.whole: {packed[0]} is kept in four bits, which no step can change; leave it out")
         names = [f"{name}.{key}" for name in whole for key, _ in own[name].named_parameters(recurse=False)]
         biased = {"none": set(), "lora_only": adapted, "all": set(own)}[self.bias]
         names += [f"{n}.bias" for n, m in own.items() if n in biased and isinstance(m, Linear) and m.bias is not None]

@@ -20,6 +20,8 @@ from tunekit.models.init import randomize
 from tunekit.parallel import Run
 from tunekit.precision import Precision
 
+PLAIN = Plain()
+
 
 def model(
     source: Folder,
@@ -32,6 +34,8 @@ def model(
 ) -> Decoder:
     """Build on no device, then fill in place. With `fresh`, weights are drawn and not read."""
     net = outline(source, weights, adapter)
+    for line in weights.remarks(net):
+        run.tell(line)
     precision.apply(net, {} if fresh else source.dtypes, run.device)  # how exact it is
     memory.apply(net)  # what is kept
     net.to_empty(device=run.device)  # where it is
@@ -57,10 +61,10 @@ def outline(source: Folder, weights: Plain, adapter: Full | LoRA) -> Decoder:
     return net
 
 
-def opened(name: str, precision: Precision, run: Run) -> tuple[Decoder, Tokenizer]:
+def opened(name: str, precision: Precision, run: Run, weights: Plain = PLAIN) -> tuple[Decoder, Tokenizer]:
     """A model to ask, and its tokenizer."""
     source, adapter, tokenizer = described(name)
-    return model(source, Plain(), adapter, precision, Memory(), run), tokenizer
+    return model(source, weights, adapter, precision, Memory(), run), tokenizer
 
 
 def described(name: str, files: fetch.Files = fetch.READ) -> tuple[Folder, Full | LoRA, Tokenizer]:

@@ -1,8 +1,16 @@
-"""How weights are stored: as the checkpoint has them."""
+"""How frozen weights are stored: as the checkpoint has them, or in four bits."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+
+from tunekit.kernels import nf4
+from tunekit.models.linear import Linear, Stacked
+from tunekit.parallel import put
+
+WITHIN = "layers."  # embedding and head decide much, and a trained head could not be so stored
 
 
 @dataclass(frozen=True)
@@ -11,3 +19,124 @@ class Plain:
 
     def apply(self, model: nn.Module) -> None:
         """Every layer stays what it is."""
+
+    def remarks(self, model: nn.Module) -> list[str]:
+        """What a person should know of how this model is stored."""
+        return []
+
+
+@dataclass(frozen=True)
+class NF4(Plain):
+    """Linear layers of the blocks in four bits, as QLoRA has it (arXiv:2305.14314), byte for byte as bitsandbytes."""
+
+    nested: bool = False  # the scales of the blocks in 8 bits: 4.13 bits a number in all, and not 4.5
+    kind: ClassVar[str] = "nf4"
+
+    def apply(self, model: nn.Module) -> None:
+        """Quantized as they are filled: the numbers of no more than one tensor are there at a time."""
+        for name, layer in linears(model).items():
+            owner, _, leaf = name.rpartition(".")
+            if fits(layer):
+                made = PackedLinear(layer, self) if isinstance(layer, Linear) else PackedStacked(layer, self)
+                setattr(model.get_submodule(owner), leaf, made)
+
+    def remarks(self, model: nn.Module) -> list[str]:
+        odd = [name for name, layer in linears(model).items() if layer.in_features % nf4.BLOCK]
+        leaves = ", ".join(sorted({name.rpartition(".")[2] for name in odd}))
+        told = (
+            f"weights: {len(odd)} layers stay plain, for {nf4.BLOCK} does not divide the size of their input: {leaves}"
+        )
+        return [told] if odd else []
+
+
+@dataclass(frozen=True)
+class FP4(NF4):
+    """The same with the numbers of a float of four bits, which lose more: for what was made so."""
+
+    kind: ClassVar[str] = "fp4"
+
+
+def linears(model: nn.Module) -> dict[str, Linear | Stacked]:
+    """The linear layers of the blocks, by name, without what adapters add."""
+    found = {n: m for n, m in model.named_modules() if n.startswith(WITHIN) and isinstance(m, Linear | Stacked)}
+    return {name: layer for name, layer in found.items() if ".lora_" not in name}
+
+
+def fits(layer: Linear | Stacked) -> bool:
+    """Whether rows are whole blocks, so that they can be divided among devices, and there are some of them.
+
+    A layer of a few outputs, such as a gate, decides much and weighs nothing.
+    """
+    return layer.in_features % nf4.BLOCK == 0 and layer.out_features >= nf4.BLOCK
+
+
+class Packed(nn.Module):
+    """What the packed kinds of Linear and Stacked share. Bytes are parameters without a gradient: sharded with the
+    others, cast by nobody, and no part of the state of a run."""
+
+    packed: nn.Parameter  # (..., in / 2), two numbers in each
+    scales: nn.Parameter  # (..., in / 16), the bytes of fp32; nested: (..., in / 64)
+    outer: nn.Parameter | None  # what decodes nested scales, (bytes,)
+    kind: str
+
+    def hold(self, weight: Tensor, choice: NF4) -> None:
+        """Make room for a weight of this shape, there where it is."""
+        *rows, columns = weight.shape
+        blocks = columns // nf4.BLOCK
+        groups = -(-weight.numel() // (nf4.BLOCK * nf4.NESTED))
+        self.kind = choice.kind
+        self.packed = empty(*rows, columns // 2, device=weight.device)
+        self.scales = empty(*rows, blocks if choice.nested else 4 * blocks, device=weight.device)
+        outer = empty(4 * (groups + 1), device=weight.device) if choice.nested else None
+        self.register_parameter("outer", outer)
+
+    @property
+    def weight_parts(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        return self.packed, self.scales, self.outer
+
+    def dense(self) -> Tensor:
+        """The weight as numbers, in fp32."""
+        return nf4.dequantize(*self.weight_parts, kind=self.kind)
+
+    def fill(self, weight: Tensor) -> None:
+        """Take a weight as it stands in a checkpoint. One that was in four bits there comes out as it was."""
+        packed, scales = nf4.quantize(weight.to(self.packed.device), self.kind)
+        if self.outer is not None:
+            scales, outer = nf4.nest(scales)
+            put(self.outer, outer.view(torch.uint8))
+        put(self.packed, packed.view(self.packed.shape))
+        put(self.scales, scales.view(torch.uint8).view(self.scales.shape))
+
+
+class PackedLinear(Packed, Linear):
+    """A linear layer whose weight is kept in four bits."""
+
+    def __init__(self, layer: Linear, choice: NF4) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = layer.in_features, layer.out_features
+        self.register_parameter("bias", layer.bias)
+        self.hold(layer.weight, choice)
+
+    def product(self, x: Tensor) -> Tensor:
+        y = nf4.product(x, *self.weight_parts, self.kind)
+        return y if self.bias is None else y + self.bias.to(x.dtype)
+
+
+class PackedStacked(Packed, Stacked):
+    """The linear layers of all experts, their weights kept in four bits."""
+
+    def __init__(self, layer: Stacked, choice: NF4) -> None:
+        nn.Module.__init__(self)
+        self.experts, self.in_features, self.out_features = layer.experts, layer.in_features, layer.out_features
+        self.register_parameter("bias", layer.bias)
+        self.hold(layer.weight, choice)
+
+    def product(self, x: Tensor, sizes: Tensor) -> Tensor:
+        y = nf4.grouped(x, *self.weight_parts, sizes, self.kind)
+        if self.bias is None:
+            return y
+        return y + self.bias.to(x.dtype).repeat_interleave(sizes, dim=0, output_size=len(x))
+
+
+def empty(*shape: int, device: torch.device) -> nn.Parameter:
+    return nn.Parameter(torch.empty(shape, dtype=torch.uint8, device=device), requires_grad=False)
