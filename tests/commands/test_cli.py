@@ -115,7 +115,11 @@ def test_ls_shows_every_name_once(capsys: pytest.CaptureFixture[str]) -> None:
 def test_ls_filters_for_people_and_programs(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["ls", "QWEN3/8B", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
-    assert [config["name"] for row in rows for config in row["configs"]] == ["qwen3/8b_full", "qwen3/8b_lora"]
+    assert [config["name"] for row in rows for config in row["configs"]] == [
+        "qwen3/8b_full",
+        "qwen3/8b_lora",
+        "qwen3/8b_qlora",
+    ]
     assert all(row["about"] for row in rows)
 
 
