@@ -177,6 +177,19 @@ def test_files_beside(tmp_path: Path) -> None:
     assert (out / "chat_template.jinja").is_file()
 
 
+@torch.no_grad()
+def test_a_base_of_pickles(tmp_path: Path) -> None:
+    trained(tmp_path, "smollm2", LoRA(4, targets=("all", "head", "embed")))
+    wanted = load_file(merged(tmp_path) / WEIGHTS)
+    shutil.rmtree(tmp_path / "merged")
+    file = tmp_path / "base" / WEIGHTS
+    torch.save(load_file(file), tmp_path / "base" / "pytorch_model.bin")
+    file.unlink()
+    found = load_file(merged(tmp_path) / WEIGHTS)
+    assert found.keys() == wanted.keys()
+    assert all(same(found[name], tensor) for name, tensor in wanted.items())
+
+
 PACKED = {
     "mxfp4": (GPT_OSS, {"quant_method": "mxfp4"}, pack_experts),
     "fp8": (LLAMA, {"quant_method": "fp8", "weight_block_size": [32, 32]}, pack_fp8(32)),

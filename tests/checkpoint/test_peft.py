@@ -2,6 +2,7 @@
 
 import json
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import peft
@@ -330,6 +331,27 @@ def test_an_adapter_must_be_the_one_that_was_chosen(adapter: LoRA, told: str, tm
     refused(told.format(folder=folder, base=tmp_path / "base"), lambda: ours(tmp_path / "base", adapter))
 
 
+@pytest.mark.parametrize(("shape", "adapter", "changes"), [
+    ("phi3", LoRA(4), {"targets": ("qkv_proj",)}), ("phi3", DoRA(4, targets=("v_proj", "mlp")), {}),
+    ("phi4-mini", LoRA(4, 6.0, rslora=True, ranks={"k_proj": 2}, whole="norms"), {}),
+    ("llama3.2", LoRA(4, whole="head", untie=True), {"untie": False}),
+    ("llama-biases", LoRA(4, targets="attn", bias="lora_only"), {"bias": "none"}),
+    ("llama3.1", LoRA(4, ranks={"v_proj": 2}), {"ranks": {"v_proj": 3}}),
+    ("mixtral", LoRA(4, targets="experts", alphas={"up_proj": 3.0}), {"alphas": {"up_proj": 4.0}}),
+])  # fmt: skip
+@torch.no_grad()
+def test_training_goes_on_from_ours(shape: str, adapter: LoRA, changes: dict, tmp_path: Path) -> None:
+    """The same choice fits, layer by layer, though some layers share an update in the file; another does not."""
+    folder, model = trained(tmp_path, shape, adapter)
+    again = ours(tmp_path / "base", replace(adapter, start=str(folder)))
+    exact = 1e-6 if adapter.alphas or adapter.ranks else 0  # of several scales, one is in the file
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(again.get_parameter(name), p, rtol=exact, atol=0)
+    if changes:
+        with pytest.raises(UserError):
+            ours(tmp_path / "base", replace(adapter, start=str(folder), **changes))
+
+
 @pytest.mark.parametrize("shape", ["llama2", "qwen2"])
 def test_an_adapter_for_another_model(shape: str, tmp_path: Path) -> None:
     folder, _ = foreign(tmp_path, "llama3.1", target_modules="all-linear")
@@ -388,6 +410,8 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
     save_file(tensors | {first: torch.zeros(3, 48)}, file)
     refused(f"{file}: model.layers.0.self_attn.q_proj.lora_A.weight is [3, 48], wanted [2, 48]", lambda: opened(folder))
     refused("or its rank is not 2", lambda: opened(folder))
+    save_file({"base_model.model.lm_head.weight": torch.zeros(67, 48)}, file)
+    refused(f"{file}: holds no low-rank updates", lambda: opened(folder))
     file.unlink()
     refused("no adapter_model.safetensors", lambda: opened(folder))
     (folder / "adapter_config.json").write_text("{'r': 8}")

@@ -32,9 +32,11 @@ class Update:
         """That of one expert."""
         return replace(self, a=self.a[expert], b=self.b[expert])
 
-    def part(self, start: int, rank: int) -> "Update":
-        """Some of its directions."""
-        return replace(self, a=self.a.narrow(-2, start, rank), b=self.b.narrow(-1, start, rank))
+    def part(self, start: int, rank: int, scale: float) -> "Update":
+        """Some of its directions, under a scale of their own."""
+        b = self.b.narrow(-1, start, rank)
+        b = b if scale == self.scale else b * (self.scale / scale)
+        return replace(self, a=self.a.narrow(-2, start, rank), b=b, scale=scale)
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,8 @@ def through(convert: Convert, updates: Sequence[Update]) -> list[Update]:
     scale = next((u.scale for u in updates if u.rank), updates[0].scale)
     ranks = [u.rank for u in updates]
     starts, total = accumulate(ranks, initial=0), sum(ranks)
-    bs = [F.pad(u.b * (u.scale / scale), (at, total - at - u.rank)) for u, at in zip(updates, starts, strict=False)]
+    same = [u.b if u.scale == scale else u.b * (u.scale / scale) for u in updates]
+    bs = [F.pad(b, (at, total - at - b.shape[-1])) for b, at in zip(same, starts, strict=False)]
     a, made = torch.cat([u.a for u in updates], dim=-2), convert(bs)
     magnitudes = [u.magnitude for u in updates if u.magnitude is not None]
     lengths = convert(magnitudes) if magnitudes else [None] * len(made)

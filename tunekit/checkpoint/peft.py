@@ -27,6 +27,7 @@ from tunekit.parallel import put
 
 T = TypeVar("T")
 BIAS = ".bias"
+ADDED = {"base_layer", "lora_A", "lora_B", "lora_dropout"}  # modules that PEFT adds before it looks for those to save
 # In models with experts PEFT 0.21 takes layers of these names for experts, and looks for them in stacked weights.
 # When their weights are named as parameters, it finds them.
 TAKEN = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
@@ -41,7 +42,7 @@ class Piece:
     parameter: bool  # adapted as such, not as the weight of a module
     embedding: bool
     swapped: bool  # PEFT takes the inputs of these experts for their outputs
-    ranks: tuple[int, ...]  # of the layers that are blocks of it
+    blocks: tuple[tuple[int, float], ...]  # ranks and scales of the layers of which it is made
 
     @property
     def key(self) -> str:
@@ -65,7 +66,7 @@ def write(folder: Path, model: Decoder, adapter: LoRA, source: Folder) -> None:
     companions(source.path, folder, skip=("config.json", "generation_config.json"), tokenizer=source.words)
     text = json.dumps(config(made, saved, model, adapter, source), indent=2)
     (folder / CONFIG).write_text(text + "\n", encoding="utf-8")
-    blocks = {piece.tensor: piece.ranks for piece in made if len(piece.ranks) > 1}
+    blocks = {piece.tensor: piece.blocks for piece in made if len(piece.blocks) > 1}
     save_file(tensors, folder / TENSORS, metadata={"format": "pt"} | ({PARTS: json.dumps(blocks)} if blocks else {}))
 
 
@@ -80,12 +81,12 @@ def pieces(model: Decoder, adapter: LoRA, source: Folder) -> list[Piece]:
         updates = [update(model.get_submodule(name), name in layers, adapter) for name in site.ours]
         first = model.get_submodule(site.ours[0])
         names = site.names(updates[0].a.shape[0])
-        ranks = tuple(u.rank for u in updates)
+        blocks = tuple((u.rank, u.scale) for u in updates)
         for tensor, joined in zip(names, site.out(updates), strict=True):
             module = tensor.removesuffix(WEIGHT)
             taken = experts and module.rpartition(".")[2] in TAKEN and joined.magnitude is None
             kinds = module == tensor or taken, isinstance(first, Embedding), source.family.untold
-            found.append(Piece(tensor, joined, *kinds, ranks))
+            found.append(Piece(tensor, joined, *kinds, blocks))
     return found
 
 
@@ -213,8 +214,8 @@ def short(names: Iterable[str], taken: set[str], parts: int = 1) -> list[str]:
 
 
 def endings(names: Iterable[str], others: set[str]) -> list[str]:
-    """The same where PEFT asks how a name ends: `norm` would mean every `..._norm`."""
-    return sorted({n if any(other.endswith(tail(n)) for other in others) else tail(n) for n in names})
+    """The same where PEFT asks how a name ends: `norm` would mean every `..._norm`, `layer` every `base_layer`."""
+    return sorted({n if any(other.endswith(tail(n)) for other in others | ADDED) else tail(n) for n in names})
 
 
 def tail(name: str, parts: int = 1) -> str:
@@ -319,7 +320,8 @@ def fitting(folder: Path, model: Decoder, adapter: LoRA, source: Folder) -> set[
         raise UserError(f"{folder / TENSORS}: {place(extra[0], family).hub[0]} has no place in this model; {other}")
     if missing := [*(name + WEIGHT for name in mine if name not in theirs), *sorted(wanted - names - optional)]:
         raise UserError(f"{folder / TENSORS}: nothing for {place(missing[0], family).hub[0]}; {other}")
-    agree(folder, adapter, described(folder, source))
+    there = described(folder, source)
+    agree(folder, adapter, there if source.spec.tied else replace(there, untie=adapter.untie))
     sizes = adapter.sizes(mine)
     for name, found in theirs.items():
         for key, one, another in zip(("rank", "alpha"), sizes[name], (found.rank, alpha(found, adapter)), strict=True):

@@ -23,7 +23,7 @@ from tunekit.models.weights import Match, Move, Shape, from_hub, moves_in
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 INNER = ".base_layer"  # PEFT puts it between a module and what it wraps
-PARTS = "parts"  # metadata of our own files: ranks of the layers whose updates are blocks of one
+PARTS = "parts"  # metadata of our own files: ranks and scales of the layers whose updates are blocks of one
 NAME = re.compile(
     rf"(?P<module>.+?)(?P<inner>(?:{re.escape(INNER)})*)"
     r"\.(?P<kind>lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)(?:\.weight)?"
@@ -147,15 +147,15 @@ class Held:
 
     site: Site
     parts: tuple[Part, ...]
-    ranks: tuple[int, ...]  # of its layers, if their updates are blocks of one; else nothing
+    blocks: tuple[tuple[int, float], ...]  # ranks and scales of its layers, if the file says that it is made of them
 
     def load(self, get: Get, shapes: Mapping[str, Shape]) -> dict[str, Update]:
         """Updates by our layers; `shapes` are those of the model."""
         ours = [shapes[name + WEIGHT] for name in self.site.ours]
         found = self.site.back([part.load(get) for part in self.parts], ours)
-        if sum(self.ranks) == found[0].rank:
-            starts = [sum(self.ranks[:i]) for i in range(len(self.ranks))]
-            found = [u.part(at, rank) for u, at, rank in zip(found, starts, self.ranks, strict=True)]
+        if self.blocks:
+            starts = [sum(rank for rank, _ in self.blocks[:i]) for i in range(len(self.blocks))]
+            found = [u.part(at, *block) for u, at, block in zip(found, starts, self.blocks, strict=True)]
         return {name: update for name, update in zip(self.site.ours, found, strict=True) if update.rank}
 
 
@@ -219,6 +219,8 @@ def contents(folder: Path, source: Folder) -> Contents:
     if odd := [name for name in tensors if not name.startswith(PREFIX)]:
         raise UserError(f"{file}: {odd[0]} is no tensor of a PEFT adapter")
     updates = {name: found for name in tensors if (found := NAME.fullmatch(name.removeprefix(PREFIX)))}
+    if not updates:
+        raise UserError(f"{file}: holds no low-rank updates")
     # PEFT saves a copy of an adapted embedding or head beside its update.
     rest = [name for name in tensors if name not in updates and not name.endswith(INNER + WEIGHT)]
     names = {name.removeprefix(PREFIX).replace(INNER, ""): name for name in rest}
@@ -302,7 +304,13 @@ class Reader:
         if missing := [tensor for tensor in tensors if tensor not in parts]:
             raise UserError(f"{self.file}: adapts {next(iter(parts))}, but not {missing[0]}, which belongs to it")
         made = [self.part(t, parts[t], shape) for t, shape in zip(tensors, site.shapes(ours), strict=True)]
-        return Held(site, tuple(made), tuple(self.blocks.get(tensors[0], ())))
+        return Held(site, tuple(made), self.sound(self.blocks.get(tensors[0]), site, made))
+
+    def sound(self, blocks: Any, site: Site, parts: list[Part]) -> tuple[tuple[int, float], ...]:
+        """Blocks that make up the whole; none where another program has changed the file around what it says."""
+        found = tuple((int(rank), float(scale)) for rank, scale in blocks or ())
+        fits = len(found) == len(site.ours) and sum(rank for rank, _ in found) == sum(part.rank for part in parts)
+        return found if fits else ()
 
     def part(self, tensor: str, names: dict[str, str], shape: Shape) -> Part:
         key = tensor if self.config.targets(tensor) else tensor.removesuffix(WEIGHT)
