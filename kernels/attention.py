@@ -92,6 +92,7 @@ def attend_cached(
 def masked(q: Tensor, k: Tensor, v: Tensor, rule: Rule, seen: Tensor, sinks: Tensor | None) -> Tensor:
     """Queries on those keys that are `seen` (..., S, K)."""
     if sinks is not None:
+        assert rule.softcap is None, "a sink would be capped too"
         q, k, v = sunk(q, k, v, rule.scale, sinks)
         seen = F.pad(seen, (1, 0), value=True)
     if rule.softcap is None:
