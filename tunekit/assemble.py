@@ -43,7 +43,7 @@ def model(
     if fresh:
         randomize(net, run.seed)
     else:
-        read(source, net, quiet=not run.is_main)
+        read(replace(source, exact=True) if weights.exact else source, net, quiet=not run.is_main)
     adapter.initialize(net, run.seed)
     if adapter.start is not None:
         peft.read(Path(adapter.start), net, adapter, source)

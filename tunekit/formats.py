@@ -17,6 +17,8 @@ WITHIN = "layers."  # embedding and head decide much, and a trained head could n
 class Plain:
     """Numbers as they come; `precision` says in which dtype."""
 
+    exact: ClassVar[bool] = False  # whether numbers that were packed are wanted before they are rounded
+
     def apply(self, model: nn.Module) -> None:
         """Every layer stays what it is."""
 
@@ -31,6 +33,7 @@ class NF4(Plain):
 
     nested: bool = False  # the scales of the blocks in 8 bits: 4.13 bits a number in all, and not 4.5
     kind: ClassVar[str] = "nf4"
+    exact: ClassVar[bool] = True
 
     def apply(self, model: nn.Module) -> None:
         """Quantized as they are filled: the numbers of no more than one tensor are there at a time."""

@@ -51,6 +51,7 @@ class Folder:
     family: Family
     spec: DecoderSpec
     words: Path | None = field(default=None, kw_only=True)  # folder of the tokenizer, where it is another one's
+    exact: bool = field(default=False, kw_only=True)  # weights in four bits are read unrounded, in fp32
 
     @property
     def tokenizer(self) -> Path:
@@ -193,7 +194,7 @@ class Folder:
         return NAMES[stated]
 
     def reader(self) -> "Reader":
-        return Reader(self.tensors)
+        return Reader(quantized.unrounded(self.tensors) if self.exact else self.tensors)
 
 
 def agree(index: Path, listed: Mapping[str, str], found: Mapping[str, Stored]) -> None:

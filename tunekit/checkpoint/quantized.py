@@ -7,7 +7,7 @@ for bit, with what transformers and bitsandbytes make of it.
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -222,6 +222,11 @@ def four_bit(name: str, of: Checkpoint) -> Found | None:
     except (ValueError, KeyError, TypeError, ArithmeticError) as error:
         raise UserError(f"{parts[0].file}: {states[0]} is damaged ({error}); download it again") from error
     return Found(name, packed, (*names, *states))
+
+
+def unrounded(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
+    """Tensors of four bits as they are decoded, before they are rounded: quantized again, they are what they were."""
+    return {name: replace(t, dtype=torch.float32) if isinstance(t, FourBit) else t for name, t in tensors.items()}
 
 
 CODECS = (mxfp4, fp8, int8, four_bit)

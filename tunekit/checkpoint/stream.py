@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -41,7 +42,7 @@ def logits(
     precision.apply(net, source.dtypes, device)
     net.tie()
     started = start(net, adapter, source, device)
-    with source.reader() as tensors:
+    with (replace(source, exact=True) if weights.exact else source).reader() as tensors:
         for name, module in parts(net):
             part = Part(net, name, source, tensors, started)
             module.register_forward_pre_hook(lambda *_, part=part: part.take(device))
