@@ -94,5 +94,14 @@ def test_rotation_of_all_layers_is_refused_where_each_kind_has_its_own(name: str
         spec(SHAPES[name] | {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 7e3}})
 
 
+@pytest.mark.parametrize("name", ["phi3-long", "phi4-mini"])
+@pytest.mark.parametrize("key", ["short_factor", "long_factor"])
+def test_longrope_has_a_factor_for_every_pair(name: str, key: str) -> None:
+    p = SHAPES[name]["rope_parameters"]
+    assert spec(SHAPES[name]).layers
+    with pytest.raises(UserError, match=f"long_factor need {len(p[key])} numbers each"):
+        spec(SHAPES[name] | {"rope_parameters": p | {key: p[key][1:]}})
+
+
 def spec(config: dict) -> DecoderSpec:
     return family(config, "config.json")[1]

@@ -78,7 +78,10 @@ def rope(c: Config) -> Rope:
     """Rotation in either spelling: `rope_parameters` holds all, or `rope_theta` and `rope_scaling` stand apart."""
     p = {"rope_theta": c["rope_theta"]} | turning(c)
     part = p.get("partial_rotary_factor") or c.get("partial_rotary_factor") or 1.0
-    return Rope(float(p["rope_theta"]), None if part == 1.0 else int(head_dim(c) * part), scaling(p, c))
+    dims, stretch = int(head_dim(c) * part), scaling(p, c)
+    if isinstance(stretch, LongScaling) and {len(stretch.short), len(stretch.long)} != {dims // 2}:
+        raise ValueError(f"short_factor and long_factor need {dims // 2} numbers each, one for every pair of channels")
+    return Rope(float(p["rope_theta"]), None if part == 1.0 else dims, stretch)
 
 
 def turning(c: Config) -> dict[str, Any]:
