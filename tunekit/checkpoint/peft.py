@@ -83,9 +83,8 @@ def pieces(model: Decoder, adapter: LoRA, source: Folder) -> list[Piece]:
         names = site.names(updates[0].a.shape[0])
         blocks = tuple((u.rank, u.scale) for u in updates)
         for tensor, joined in zip(names, site.out(updates), strict=True):
-            module = tensor.removesuffix(WEIGHT)
-            taken = experts and module.rpartition(".")[2] in TAKEN and joined.magnitude is None
-            kinds = module == tensor or taken, isinstance(first, Embedding), source.family.untold
+            taken = experts and tail(tensor.removesuffix(WEIGHT)) in TAKEN and joined.magnitude is None
+            kinds = joined.a.ndim == 3 or taken, isinstance(first, Embedding), source.family.untold
             found.append(Piece(tensor, joined, *kinds, blocks))
     return found
 

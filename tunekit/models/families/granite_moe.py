@@ -10,12 +10,12 @@ from tunekit.models.weights import Fused, Row
 
 HUB = "model.layers.{}.block_sparse_moe"
 EXPERTS = f"{OURS}.experts"
+LIVE = (*stacked(EXPERTS, f"{HUB}.experts"), Row(f"{OURS}.router", f"{HUB}.router"))
 TABLE = (
     Row((f"{EXPERTS}.gate_proj", f"{EXPERTS}.up_proj"), f"{HUB}.input_linear", Fused(dim=1)),
     Row(f"{EXPERTS}.down_proj", f"{HUB}.output_linear"),
     Row(f"{OURS}.router", f"{HUB}.router.layer"),
-    *stacked(EXPERTS, f"{HUB}.experts"),
-    Row(f"{OURS}.router", f"{HUB}.router"),
+    *LIVE,
     *LLAMA,
 )
 USUAL = {"num_local_experts": 8, "num_experts_per_tok": 2}

@@ -63,7 +63,7 @@ FAMILIES = {
     "glm4_moe": Family(glm_moe.spec, glm_moe.TABLE, moe.predictors),
     "gpt_oss": Family(gpt_oss.spec, gpt_oss.TABLE),
     "granite": Family(granite.spec),
-    "granitemoe": Family(granite_moe.spec, granite_moe.TABLE),
+    "granitemoe": Family(granite_moe.spec, granite_moe.TABLE, live=granite_moe.LIVE),
     "kimi_k2": Family(deepseek.v3, deepseek.TABLE, moe.predictors),
     "llama": Family(llama.spec),
     "llama4": Family(llama4.vision, llama4.VISION, live=llama4.LIVE, untold=True),
