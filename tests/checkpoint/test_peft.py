@@ -296,10 +296,18 @@ def test_a_module_for_each_expert(tmp_path: Path) -> None:
     refused("but not model.layers.1.block_sparse_moe.experts.2.w3.weight, which belongs to it", lambda: opened(folder))
 
 
+@pytest.mark.parametrize(("hidden", "version"), [(56, None), (56, "0.18.1"), (24, "0.18.2.dev0")])
 @torch.no_grad()
-def test_experts_of_an_older_peft(tmp_path: Path) -> None:
-    """Before its version 0.19, PEFT took (E, in, out) for the shape of all experts: A is where B is now."""
+def test_experts_of_an_older_peft(
+    hidden: int, version: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before its version 0.19, PEFT took (E, in, out) for the shape of all experts: A is where B is now.
+
+    Where the two are as large, as in OLMoE's gate_up_proj, the shape does not tell it.
+    """
+    monkeypatch.setitem(SHAPES, "mixtral", SHAPES["mixtral"] | {"intermediate_size": hidden})
     folder, other = foreign(tmp_path, "mixtral", **EXPERTS)
+    change(folder, peft_version=version)
     file = folder / "adapter_model.safetensors"
     tensors = load_file(file)
     for name in [name for name in tensors if "lora_A" in name]:
@@ -307,6 +315,16 @@ def test_experts_of_an_older_peft(tmp_path: Path) -> None:
         tensors[name] = b.T.unflatten(0, (-1, 5)).transpose(0, 1).flatten(0, 1)  # (rank E, out) to (E rank, out)
         tensors[name.replace("lora_A", "lora_B")] = a.T.unflatten(1, (5, -1)).transpose(1, 2).flatten(1)
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file)
+    assert error(opened(folder)(tokens()), other(tokens()).logits) < 1e-5
+
+
+@torch.no_grad()
+def test_transposed_experts_of_an_older_peft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was right about those that are (E, in, out) there."""
+    square = {"intermediate_size": SHAPES["gpt-oss"]["hidden_size"]}  # of down_proj, as published
+    monkeypatch.setitem(SHAPES, "gpt-oss", SHAPES["gpt-oss"] | square)
+    folder, other = foreign(tmp_path, "gpt-oss", **EXPERTS)
+    change(folder, peft_version="0.18.1")
     assert error(opened(folder)(tokens()), other(tokens()).logits) < 1e-5
 
 

@@ -57,6 +57,12 @@ class Config:
         return Config(folder / CONFIG, c)
 
     @property
+    def older(self) -> bool:
+        """Whether a PEFT before 0.19 says that it wrote this: it took (E, in, out) for the shape of all experts."""
+        found = re.match(r"0\.(\d+)", str(self.values.get("peft_version")))
+        return found is not None and int(found[1]) < 19
+
+    @property
     def base(self) -> str:
         """The name of the checkpoint that the adapter was trained for."""
         name = self.values.get("base_model_name_or_path")
@@ -303,7 +309,8 @@ class Reader:
         tensors = site.names(ours[0][0])
         if missing := [tensor for tensor in tensors if tensor not in parts]:
             raise UserError(f"{self.file}: adapts {next(iter(parts))}, but not {missing[0]}, which belongs to it")
-        made = [self.part(t, parts[t], shape) for t, shape in zip(tensors, site.shapes(ours), strict=True)]
+        swapped = site.op == site.rows if self.config.older else self.source.family.untold
+        made = [self.part(t, parts[t], shape, swapped) for t, shape in zip(tensors, site.shapes(ours), strict=True)]
         return Held(site, tuple(made), self.sound(self.blocks.get(tensors[0]), site, made))
 
     def sound(self, blocks: Any, site: Site, parts: list[Part]) -> tuple[tuple[int, float], ...]:
@@ -312,12 +319,12 @@ class Reader:
         fits = len(found) == len(site.ours) and sum(rank for rank, _ in found) == sum(part.rank for part in parts)
         return found if fits else ()
 
-    def part(self, tensor: str, names: dict[str, str], shape: Shape) -> Part:
+    def part(self, tensor: str, names: dict[str, str], shape: Shape, swapped: bool) -> Part:
         key = tensor if self.config.targets(tensor) else tensor.removesuffix(WEIGHT)
         rank, alpha = self.config.size(key, self.plain)
-        part = Part(names, rank, self.plain.scale(rank, alpha), shape, len(shape) == 3 and self.source.family.untold)
+        part = Part(names, rank, self.plain.scale(rank, alpha), shape, len(shape) == 3 and swapped)
         if len(shape) == 3 and self.tensors[names["lora_A"]].shape != part.wanted()["lora_A"]:
-            part = replace(part, swapped=not part.swapped)  # as PEFT did before its version 0.19
+            part = replace(part, swapped=not part.swapped)  # an older one that says no version
         for kind, name in names.items():
             if self.tensors[name].shape != part.wanted()[kind]:
                 has, wants = list(self.tensors[name].shape), list(part.wanted()[kind])
