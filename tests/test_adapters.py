@@ -7,8 +7,12 @@ import pytest
 import torch
 
 from tests.checkpoints import error, made, ours, shuffle_adapter, theirs, tokens, train
+from tunekit import assemble
 from tunekit.adapters import DoRA, Frozen, Full, LoRA, principal
+from tunekit.checkpoint.folder import Folder
 from tunekit.errors import FieldError, UserError
+from tunekit.formats import NF4
+from tunekit.hub import fetch
 from tunekit.models.init import seeded
 from tunekit.models.linear import Linear, Stacked
 from tunekit.precision import Precision
@@ -206,6 +210,14 @@ def test_what_is_trained_beside_the_updates(kind: type[LoRA], choice: dict, want
     train(model, adapter)
     moved = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
     assert moved == trained
+
+
+def test_what_is_packed_is_not_trained() -> None:
+    base = Folder.open(fetch.resolve("tunekit/nano"))
+    model = assemble.outline(base, NF4(), LoRA(4, targets="attn", whole=("norms", "head")))
+    assert model.head.weight.requires_grad
+    with pytest.raises(UserError, match=r"adapter.whole: layers.0.mlp.up_proj is kept in four bits"):
+        assemble.outline(base, NF4(), LoRA(4, targets="attn", whole="up_proj"))
 
 
 def test_a_tied_head_is_trained_with_the_embedding_unless_it_is_untied(tmp_path: Path) -> None:
