@@ -56,6 +56,10 @@ def test_the_bytes_are_those_of_the_library(
     with Reader(found) as reader:
         assert {name: (t.shape, t.dtype) for name, t in found.items()} == entries
         assert all(bits(reader[name]) == bits(tensor) for name, tensor in held.items())
+        for name, tensor in held.items():
+            lent = reader.lend(name)
+            assert (lent.shape, lent.dtype) == (tensor.shape, tensor.dtype)
+            assert bits(lent) == bits(tensor)
 
 
 def odd(file: Path, metadata: dict | None) -> dict[str, Tensor]:
@@ -135,13 +139,39 @@ def test_a_header_of_100_gigabytes_takes_no_memory(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_cut_while_it_is_read(tmp_path: Path) -> None:
-    """A mapped file would end the process here."""
     file = tmp_path / "f.safetensors"
     save_file({"a": torch.ones(1000, 1000)}, file)
     with Reader(header(file)) as reader:
         os.truncate(file, 5000)
-        with pytest.raises(UserError, match="became shorter while it was read"):
-            reader["a"]
+        for take in (reader.__getitem__, reader.lend):
+            with pytest.raises(UserError, match=r"f\.safetensors: became shorter while it was read"):
+                take("a")
+
+
+def test_a_lent_tensor_outlives_its_reader_and_leaves_the_file_alone(tmp_path: Path) -> None:
+    file = tmp_path / "f.safetensors"
+    save_file({"a": torch.ones(1000, 1000)}, file)
+    before = file.read_bytes()
+    with Reader(header(file)) as reader:
+        lent = reader.lend("a")
+        assert lent.sum() == 10**6
+        again = reader.lend("a")
+    lent[3, 4] = 5
+    file.unlink()
+    assert (lent.sum(), again.sum()) == (10**6 + 4, 10**6)
+    file.write_bytes(before)
+    with Reader(header(file)) as reader:
+        assert reader["a"].sum() == 10**6
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_large_tensor_is_read_in_parts(threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tunekit.checkpoint.tensors.CHUNK", 1000)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    held = {"a": torch.randn(77, 33), "b": torch.randn(5)}
+    save_file(held, tmp_path / "f.safetensors")
+    with Reader(header(tmp_path / "f.safetensors")) as reader:
+        assert all(torch.equal(reader[name], tensor) for name, tensor in held.items())
 
 
 # Pickles

@@ -21,7 +21,7 @@ def read(source: Folder, model: Decoder, quiet: bool = False) -> None:
     odd: dict[str, int] = {}
     with source.reader() as tensors:
         for move in tqdm(moves(source, model), "loading", unit="tensor", disable=quiet or None, leave=False):
-            found = [tensors[name] for name in move.hub]
+            found = [tensors.lend(name) for name in move.hub]
             odd |= {name: count for name, t in zip(move.hub, found, strict=True) if (count := not_finite(t))}
             for name, tensor in zip(move.ours, move.load(found, model.shapes), strict=True):
                 if name == TIED and model.spec.tied:

@@ -1,10 +1,7 @@
-"""Tensors in files: where each lies, reading one at a time, writing them in any order.
-
-Bytes are read, not mapped: a mapped page counts as memory of this process for as long as the file is open, and a file
-that is cut off while it is mapped ends the process.
-"""
+"""Tensors in files: where each lies, reading one at a time, writing them in any order."""
 
 import json
+import math
 import os
 import pickle
 import struct
@@ -14,9 +11,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from io import FileIO
+from mmap import ACCESS_COPY, MADV_DONTNEED, PAGESIZE, mmap
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
+from weakref import finalize
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -63,6 +62,8 @@ class Files:
         self.stack = ExitStack()
         self.threads = self.stack.enter_context(ThreadPoolExecutor(torch.get_num_threads()))
         self.streams: dict[Path, FileIO] = {}
+        self.maps: dict[Path, mmap] = {}  # never closed: tensors that were lent keep them
+        self.lent: set[Stored] = set()
         self.pickles: dict[Path, Mapping[str, Tensor]] = {}
 
     def fill(self, buffer: Tensor, file: Path, start: int) -> None:
@@ -73,6 +74,13 @@ class Files:
         parts = range(0, len(view), CHUNK)
         for _ in self.threads.map(lambda at: fetch(handle, view[at : at + CHUNK], start + at, file), parts):
             pass
+
+    def mapped(self, file: Path) -> mmap:
+        """A file as memory, in pages that are read when they are touched. What is written there stays here."""
+        if file not in self.maps:
+            with file.open("rb") as stream:
+                self.maps[file] = mmap(stream.fileno(), 0, access=ACCESS_COPY)
+        return self.maps[file]
 
     def pickled(self, file: Path) -> Mapping[str, Tensor]:
         if file not in self.pickles:
@@ -88,8 +96,12 @@ def fetch(handle: int, view: memoryview, start: int, file: Path) -> None:
     while view:
         count = os.preadv(handle, [view], start)
         if not count:
-            raise UserError(f"{file}: became shorter while it was read; download it again")
+            raise cut(file)
         view, start = view[count:], start + count
+
+
+def cut(file: Path) -> UserError:
+    return UserError(f"{file}: became shorter while it was read; download it again")
 
 
 @dataclass(frozen=True)
@@ -101,8 +113,12 @@ class Stored:
     dtype: torch.dtype
 
     def read(self, files: Files) -> Tensor:
-        """The tensor."""
+        """The tensor, in memory of its own."""
         raise NotImplementedError
+
+    def lend(self, files: Files) -> Tensor:
+        """The tensor, in memory of its own or of the file."""
+        return self.read(files)
 
 
 @dataclass(frozen=True)
@@ -115,6 +131,25 @@ class Slice(Stored):
         tensor = torch.empty(self.shape, dtype=self.dtype)
         files.fill(tensor.reshape(-1).view(torch.uint8), self.file, self.start)
         return tensor
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def lend(self, files: Files) -> Tensor:
+        if not self.size or self.start % self.dtype.itemsize or self in files.lent:
+            return self.read(files)
+        files.lent.add(self)  # once: who took it for good may write to it
+        stop, whole = self.start + self.size, files.mapped(self.file)
+        if len(whole) < stop:
+            raise cut(self.file)
+        part = memoryview(whole)[self.start : stop]
+        # When nothing uses it any more, the pages that hold nothing else leave the memory of this process.
+        first, last = -(-self.start // PAGESIZE) * PAGESIZE, stop // PAGESIZE * PAGESIZE
+        if first < last:
+            finalize(part, whole.madvise, MADV_DONTNEED, first, last - first).atexit = False
+        return torch.frombuffer(part, dtype=torch.uint8).view(self.dtype).view(self.shape)
 
 
 @dataclass(frozen=True)
@@ -141,6 +176,10 @@ class Reader:
 
     def __getitem__(self, name: str) -> Tensor:
         return self.tensors[name].read(self.files)
+
+    def lend(self, name: str) -> Tensor:
+        """The tensor where it lies in the file, if it can be used there: to be copied, or taken for good."""
+        return self.tensors[name].lend(self.files)
 
 
 def header(file: Path) -> dict[str, Stored]:

@@ -84,7 +84,7 @@ def size(entry: tuple[Shape, torch.dtype]) -> int:
     return torch.Size(entry[0]).numel() * entry[1].itemsize
 
 
-def plan(entries: Entries, source: Folder) -> dict[str, list[str]]:
+def plan(entries: Entries, source: Folder, shard: int | None = None) -> dict[str, list[str]]:
     """Files and the tensors in each: as in the source, or by size where it has no plain weights."""
     if source.has_weights and not any(isinstance(stored, Packed) for stored in source.tensors.values()):
         shards: dict[str, list[str]] = {}
@@ -94,12 +94,12 @@ def plan(entries: Entries, source: Folder) -> dict[str, list[str]]:
             shards.setdefault(usual, []).append(name)
         return shards
     parts: list[list[str]] = [[]]
-    room = SHARD
+    most = room = shard or SHARD
     for name, entry in entries.items():
         room -= size(entry)
         if room < 0 and parts[-1]:
             parts.append([])
-            room = SHARD - size(entry)
+            room = most - size(entry)
         parts[-1].append(name)
     if len(parts) == 1:
         return {WEIGHTS: parts[0]}

@@ -1,0 +1,192 @@
+"""Loading and saving random weights of Llama 3.2 1B in bf16, ours and transformers' in turns: time and memory.
+
+python benchmarks/loading.py [folder] [--model tunekit/llama3_2_1b] [--rounds 5] [--threads 2]
+
+Each measurement is a process of its own. The files are in the page cache, so it is not the disk that is measured.
+Memory is what a process had at most (VmHWM) above what it had just before; mapped pages of files count in it.
+"""
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+from tunekit import __version__, assemble, bundled
+from tunekit.adapters import Frozen, Full
+from tunekit.checkpoint.folder import Folder
+from tunekit.checkpoint.tensors import Writer
+from tunekit.checkpoint.write import companions, described, plan, write, write_index
+from tunekit.formats import Plain
+from tunekit.memory import Memory
+from tunekit.models.decoder import TIED, Decoder
+from tunekit.models.weights import moves_out
+from tunekit.parallel import Run
+from tunekit.precision import Precision
+
+RESULTS = Path(__file__).parent / "results"
+CASES = {
+    "bf16, as it is in the files": ("ours", "theirs"),
+    "fp32, for training": ("ours-fp32", "theirs-fp32"),
+}
+
+
+def make(folder: Path, name: str) -> None:
+    """Random weights of a preset, in files of 600 MB."""
+    folder.mkdir(parents=True)
+    source = Folder.open(bundled.PRESETS[name])
+    with torch.device("meta"):
+        model = Decoder(source.spec)
+    held = {n: s for n, s in model.shapes.items() if not (source.spec.tied and n == TIED)}
+    entries = {n: e for move in moves_out(held, source.family.table) for n, e in described(model, move, source)}
+    shards = plan(entries, source, 600 * 10**6)
+    for file, names in shards.items():
+        with Writer(folder / file, {n: entries[n] for n in names}) as out:
+            for n in names:
+                shape, dtype = entries[n]
+                out[n] = torch.randn(shape).mul_(0.02).to(dtype) if len(shape) > 1 else torch.ones(shape, dtype=dtype)
+    companions(source.path, folder)
+    write_index(folder, shards, entries, source)
+
+
+def ours(folder: Path, kind: str) -> tuple[nn.Module, Callable[[Path], object]]:
+    trained = kind.endswith("fp32")
+    source, precision = Folder.open(folder), Precision("bf16", "fp32", "checkpoint")
+    choices = Plain(), Full() if trained else Frozen(), precision, Memory(), Run(0, "cpu")
+    model = assemble.model(source, *choices)
+    return model, lambda out: write(out, model, source, quiet=True)
+
+
+def theirs(folder: Path, kind: str) -> tuple[nn.Module, Callable[[Path], object]]:
+    dtype = torch.float32 if kind.endswith("fp32") else torch.bfloat16
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    return model, model.save_pretrained
+
+
+def status(key: str) -> int:
+    """Bytes, as the kernel counts them."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))
+
+
+class Measured:
+    """Seconds, seconds of the processor, and memory of what happens inside."""
+
+    def __enter__(self) -> "Measured":
+        Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
+        self.before, self.wall, self.cpu = status("VmRSS"), time.perf_counter(), time.process_time()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.wall, self.cpu = time.perf_counter() - self.wall, time.process_time() - self.cpu
+        self.peak, self.anonymous = status("VmHWM") - self.before, status("RssAnon")
+
+
+def child(folder: Path, kind: str) -> None:
+    """One measurement, printed as JSON."""
+    load = ours if kind.startswith("ours") else theirs
+    found: dict[str, Any] = {}
+    with Measured() as used:
+        model, save = load(folder, kind)
+        found |= {"load": time.perf_counter() - used.wall, "load cpu": time.process_time() - used.cpu}
+        for p in model.parameters():  # transformers maps files: a weight is read when it is first used
+            p.detach().sum()
+    found |= {"used": used.wall, "used cpu": used.cpu, "peak": used.peak, "anonymous": used.anonymous}
+    found["model"] = sum(p.nbytes for p in model.parameters())
+    with tempfile.TemporaryDirectory(dir=folder.parent) as out, Measured() as used:
+        save(Path(out))
+    found |= {"save": used.wall, "save cpu": used.cpu, "save peak": used.peak}
+    print(json.dumps(found))
+
+
+def measure(folder: Path, kind: str, threads: int) -> dict[str, float]:
+    words = [sys.executable, __file__, str(folder), "--child", kind]
+    env = os.environ | {"OMP_NUM_THREADS": str(threads), "TRANSFORMERS_VERBOSITY": "error", "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run(words, env=env, capture_output=True, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def spread(values: Iterable[float]) -> str:
+    values = sorted(values)
+    return f"{statistics.median(values):.2f} ({values[0]:.2f} to {values[-1]:.2f})"
+
+
+def table(found: dict[str, list[dict[str, float]]]) -> str:
+    lines = ["| | seconds | of the processor | and used once | of the processor | memory | saving, s | memory |"]
+    lines += ["| --- " * 8 + "|"]
+    for case, kinds in CASES.items():
+        for kind in kinds:
+            runs = found[kind]
+            columns = [spread(run[key] for run in runs) for key in ("load", "load cpu", "used", "used cpu")]
+            columns += [f"{statistics.median(run['peak'] / run['model'] for run in runs):.2f} x"]
+            columns += [spread(run["save"] for run in runs)]
+            columns += [f"{statistics.median(run['save peak'] for run in runs) / 1e6:.0f} MB"]
+            who = "tunekit" if kind.startswith("ours") else "transformers"
+            lines.append(f"| {who}, {case} | {' | '.join(columns)} |")
+    return "\n".join(lines)
+
+
+def report(args: argparse.Namespace, size: int, found: dict[str, list[dict[str, float]]], loads: list[float]) -> str:
+    cpu = next(x.partition(": ")[2] for x in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in x)
+    versions = f"tunekit {__version__}, torch {torch.__version__}, transformers {transformers.__version__}"
+    return f"""# Loading and saving, {date.today().isoformat()}
+
+{args.model}, random weights in bf16, {size / 1e9:.2f} GB in files of 600 MB that are in the page cache.
+{versions}, Python {platform.python_version()}, Linux {platform.release()}.
+{cpu}, {os.cpu_count()} cores, {args.threads} threads; {args.rounds} rounds in turns, load average {min(loads):.1f} to
+{max(loads):.1f}. Medians, and least and most.
+
+{table(found)}
+
+"used once" ends when every weight was read once: transformers maps the files, and weights in their dtype are read only
+when they are used. Memory is VmHWM above what the process had before, for loading and using in sizes of the model; a
+mapped page of a file counts.
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, nargs="?", default=Path(tempfile.gettempdir()) / "tunekit-loading")
+    parser.add_argument("--model", default="tunekit/llama3_2_1b")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--child")
+    args = parser.parse_args()
+    if args.child:
+        child(args.folder, args.child)
+        return
+    made = not args.folder.is_dir()
+    if made:
+        make(args.folder, args.model)
+    found: dict[str, list[dict[str, float]]] = {kind: [] for kinds in CASES.values() for kind in kinds}
+    loads = []
+    for number in range(args.rounds + 1):
+        for kind, runs in found.items():
+            one = measure(args.folder, kind, args.threads)
+            loads.append(os.getloadavg()[0])
+            print(kind, {key: round(value, 2) for key, value in one.items() if value < 1e4}, file=sys.stderr)
+            if number:  # the first round warms the page cache
+                runs.append(one)
+    text = report(args, sum(file.stat().st_size for file in args.folder.glob("*.safetensors")), found, loads)
+    print(text)
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"{date.today().isoformat()}-loading.md").write_text(text)
+    if made:
+        shutil.rmtree(args.folder)
+
+
+if __name__ == "__main__":
+    main()

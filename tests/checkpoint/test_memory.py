@@ -1,0 +1,82 @@
+"""How much memory loading and saving take, counted by the kernel in a process of its own."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tunekit.checkpoint.folder import Folder
+from tunekit.checkpoint.tensors import Writer
+from tunekit.checkpoint.write import described, plan, write_index
+from tunekit.models.decoder import Decoder
+from tunekit.models.weights import moves_out
+
+CONFIG = {"model_type": "llama", "vocab_size": 16000, "hidden_size": 1024, "intermediate_size": 4096}
+CONFIG |= {"num_hidden_layers": 12, "num_attention_heads": 16, "num_key_value_heads": 4, "torch_dtype": "bfloat16"}
+LARGEST = 16000 * 1024 * 4  # bytes of the embedding in fp32
+PROGRAM = """
+import json, sys
+from pathlib import Path
+from tunekit import assemble
+from tunekit.adapters import Frozen, Full
+from tunekit.checkpoint.folder import Folder
+from tunekit.checkpoint.write import write
+from tunekit.formats import Plain
+from tunekit.memory import Memory
+from tunekit.parallel import Run
+from tunekit.precision import Precision
+
+def status(key):
+    return next(int(x.split()[1]) * 1024 for x in open("/proc/self/status") if x.startswith(key + ":"))
+
+def over(act):
+    open("/proc/self/clear_refs", "w").write("5")
+    before, done = status("VmRSS"), act()
+    return status("VmHWM") - before, done
+
+folder, out, adapter = Path(sys.argv[1]), Path(sys.argv[2]), {"full": Full, "frozen": Frozen}[sys.argv[3]]()
+source = Folder.open(folder)
+precision, run = Precision("fp32", "fp32", "checkpoint"), Run(0, "cpu")
+load, model = over(lambda: assemble.model(source, Plain(), adapter, precision, Memory(), run))
+out.mkdir()
+save, _ = over(lambda: write(out, model, source, quiet=True))
+print(json.dumps([sum(p.nbytes for p in model.parameters()), load, save]))
+"""
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """400 MB of random weights in files of 100 MB."""
+    folder = tmp_path_factory.mktemp("large")
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    source = Folder.open(folder)
+    with torch.device("meta"):
+        shapes = Decoder(source.spec).shapes
+        model = Decoder(source.spec)
+    entries = {n: e for move in moves_out(shapes, source.family.table) for n, e in described(model, move, source)}
+    shards = plan(entries, source, 10**8)
+    assert len(shards) > 3
+    for file, names in shards.items():
+        with Writer(folder / file, {name: entries[name] for name in names}) as out:
+            for name in names:
+                out[name] = torch.full(entries[name][0], 0.01, dtype=entries[name][1])
+    write_index(folder, shards, entries, source)
+    return folder
+
+
+@pytest.mark.parametrize("adapter", ["frozen", "full"])
+def test_a_model_is_in_memory_once(adapter: str, folder: Path, tmp_path: Path) -> None:
+    """Frozen as it is in the files, or trained in fp32; what is saved is never whole in memory beside it."""
+    words = [sys.executable, "-c", PROGRAM, folder, tmp_path / "out", adapter]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    model, load, save = json.loads(done.stdout.splitlines()[-1])
+    assert model > 4e8
+    assert load < 1.15 * model
+    assert save < LARGEST + 3e7
+    first = Folder.open(folder).files[0].name
+    assert (tmp_path / "out" / first).read_bytes() == (folder / first).read_bytes()
