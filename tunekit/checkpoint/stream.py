@@ -18,6 +18,7 @@ from tunekit.models.linear import Embedding, Linear
 from tunekit.precision import Precision
 
 EMBED, PLAIN = "embed.weight", Plain()
+ROWS = 2**22  # numbers that are in fp32 at once
 
 
 @torch.no_grad()
@@ -155,8 +156,11 @@ class Merged:
         for name, dtype in self.kinds.items():
             owner, _, leaf = name.rpartition(".")
             layer, self.apart[name] = self.layers.get(owner), self.net.get_parameter(name)
-            weight = self.apart[name] if layer is None or leaf != "weight" else whole(layer, self.adapter)
-            self.put(name, nn.Parameter(weight.to(dtype), requires_grad=False))
+            if layer is None or leaf != "weight":
+                weight = self.apart[name].to(dtype)
+            else:
+                weight = whole(layer, self.adapter, dtype)
+            self.put(name, nn.Parameter(weight, requires_grad=False))
             if layer is not None:
                 layer.update = None
 
@@ -171,15 +175,22 @@ class Merged:
         setattr(self.net.get_submodule(owner), leaf, weight)
 
 
-def whole(layer: Layer, adapter: LoRA) -> Tensor:
-    """The weight of an adapted layer with its update, in fp32."""
+def whole(layer: Layer, adapter: LoRA, dtype: torch.dtype) -> Tensor:
+    """The weight of an adapted layer with its update: sums in fp32, some rows or experts at a time."""
     if isinstance(layer, Embedding):
-        return layer.weight.float() + layer.lora_scale * (layer.lora_embedding_B @ layer.lora_embedding_A).T
-    a, b = factors(layer)
-    weight = layer.weight.float() + layer.lora_scale * (b.float() @ a.float())
-    if isinstance(layer, Linear) and isinstance(adapter, DoRA):
-        return weight * (layer.lora_magnitude_vector / weight.norm(dim=1))[:, None]
-    return weight
+        a, b = layer.lora_embedding_B.T, layer.lora_embedding_A.T
+    else:
+        a, b = factors(layer)
+    made = torch.empty_like(layer.weight, dtype=dtype)
+    step = max(1, ROWS // layer.weight[0].numel())
+    for at in range(0, len(made), step):
+        some = slice(at, at + step)
+        update = b[some].float() @ (a[some] if a.ndim == 3 else a).float()
+        part = layer.weight[some].float() + layer.lora_scale * update
+        if isinstance(layer, Linear) and isinstance(adapter, DoRA):
+            part = part * (layer.lora_magnitude_vector[some] / part.norm(dim=1))[:, None]
+        made[some] = part
+    return made
 
 
 def held(net: Decoder) -> dict[str, Tensor]:
