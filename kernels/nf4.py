@@ -192,14 +192,18 @@ class Scratch(threading.local):
 SCRATCH = Scratch()
 
 
-def times(x: Tensor, packed: Tensor, scales: Tensor, kind: str) -> Tensor:
-    """x W^T on the CPU, some rows of W at a time: (N, in) to (N, out)."""
+def times(x: Tensor, packed: Tensor, scales: Tensor, kind: str, bias: Tensor | None = None) -> Tensor:
+    """x W^T + b on the CPU, some rows of W at a time: (N, in) to (N, out)."""
     rows, columns = len(packed), 2 * packed.shape[1]
     y, step = x.new_empty(len(x), rows), max(1, TILE // columns)
     for start in range(0, rows, step):
         part = slice(start, min(start + step, rows))
         room = SCRATCH.take(part.stop - start, columns, x.dtype)
-        torch.mm(x, decode(packed[part], scales[part], kind, room).T, out=y[:, part])
+        weight = decode(packed[part], scales[part], kind, room).T
+        if bias is None:
+            torch.mm(x, weight, out=y[:, part])
+        else:
+            torch.addmm(bias[part], x, weight, out=y[:, part])
     return y
 
 
@@ -216,11 +220,11 @@ def times_back(grad: Tensor, packed: Tensor, scales: Tensor, kind: str) -> Tenso
 
 
 @torch.library.custom_op("tunekit::nf4_product", mutates_args=())
-def product(x: Tensor, packed: Tensor, scales: Tensor, outer: Tensor | None, kind: str) -> Tensor:
-    """x W^T: (..., in) to (..., out). No dense weight is kept for the backward pass, nor is `x`."""
+def product(x: Tensor, packed: Tensor, scales: Tensor, outer: Tensor | None, kind: str, bias: Tensor | None) -> Tensor:
+    """x W^T + b: (..., in) to (..., out). No dense weight is kept for the backward pass, nor is `x`."""
     if x.device.type != "cpu":
-        return F.linear(x, dequantize(packed, scales, outer, kind, x.dtype))
-    y = times(x.flatten(0, -2), packed, unpacked_scales(scales, outer), kind)
+        return F.linear(x, dequantize(packed, scales, outer, kind, x.dtype), bias)
+    y = times(x.flatten(0, -2), packed, unpacked_scales(scales, outer), kind, bias)
     return y.view(*x.shape[:-1], len(packed))
 
 
@@ -234,7 +238,7 @@ def product_back(grad: Tensor, packed: Tensor, scales: Tensor, outer: Tensor | N
 
 
 @product.register_fake
-def _(x: Tensor, packed: Tensor, scales: Tensor, outer: Tensor | None, kind: str) -> Tensor:
+def _(x: Tensor, packed: Tensor, scales: Tensor, outer: Tensor | None, kind: str, bias: Tensor | None = None) -> Tensor:
     return x.new_empty(*x.shape[:-1], packed.shape[0])
 
 
@@ -244,12 +248,14 @@ def _(grad: Tensor, packed: Tensor, scales: Tensor, outer: Tensor | None, kind: 
 
 
 def keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, *weight, ctx.kind = inputs
+    _, *weight, ctx.kind, _ = inputs
     ctx.save_for_backward(*weight)
 
 
 def back(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return product_back(grad, *ctx.saved_tensors, ctx.kind), None, None, None, None
+    to_x = product_back(grad, *ctx.saved_tensors, ctx.kind) if ctx.needs_input_grad[0] else None
+    to_bias = grad.flatten(0, -2).sum(0) if ctx.needs_input_grad[5] else None
+    return to_x, None, None, None, None, to_bias
 
 
 product.register_autograd(back, setup_context=keep)
@@ -290,8 +296,13 @@ def _(grad: Tensor, packed: Tensor, scales: Tensor, outer: Tensor | None, sizes:
     return grad.new_empty(len(grad), 2 * packed.shape[2])
 
 
+def keep_grouped(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, *weight, ctx.kind = inputs
+    ctx.save_for_backward(*weight)
+
+
 def back_grouped(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return grouped_back(grad, *ctx.saved_tensors, ctx.kind), None, None, None, None, None
 
 
-grouped.register_autograd(back_grouped, setup_context=keep)
+grouped.register_autograd(back_grouped, setup_context=keep_grouped)

@@ -121,8 +121,8 @@ class PackedLinear(Packed, Linear):
         self.hold(layer.weight, choice)
 
     def product(self, x: Tensor) -> Tensor:
-        y = nf4.product(x, *self.weight_parts, self.kind)
-        return y if self.bias is None else y + self.bias.to(x.dtype)
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return nf4.product(x, *self.weight_parts, self.kind, bias)
 
 
 class PackedStacked(Packed, Stacked):

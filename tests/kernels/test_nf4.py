@@ -184,19 +184,38 @@ def test_products_and_gradients(sizes, dtype, within: float, nested: bool, tile:
     monkeypatch.setattr(nf4, "TILE", tile)
     tokens, out, inner = sizes
     parts = kept(random(out, inner), nested)
-    x, grad = random(2, tokens, inner, seed=1).to(dtype).requires_grad_(), random(2, tokens, out, seed=2).to(dtype)
-    y = nf4.product(x, *parts, "nf4")
-    y.backward(grad)
+    x, bias, grad = (random(*shape, seed=out).to(dtype) for shape in ((2, tokens, inner), (out,), (2, tokens, out)))
     weight = numbers(parts)
-    assert y.dtype == x.grad.dtype == dtype
-    assert error(y.detach().double(), x.detach().double() @ weight.T) < within
-    assert error(x.grad.double(), grad.double() @ weight) < within
+    for b in (None, bias.requires_grad_()):
+        y = nf4.product(x.requires_grad_(), *parts, "nf4", b)
+        (back,) = torch.autograd.grad(y, x, grad, retain_graph=True)
+        wanted = x.detach().double() @ weight.T + (0 if b is None else b.detach().double())
+        assert y.dtype == back.dtype == dtype
+        assert error(y.detach().double(), wanted) < within
+        assert error(back.double(), grad.double() @ weight) < within
+    (back,) = torch.autograd.grad(y, bias, grad)
+    assert error(back.double(), grad.double().sum((0, 1))) < within
+
+
+@pytest.mark.parametrize("rows", [[3, 1, 5], [0, 4, 0], [0, 0, 0]], ids=str)
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize(("dtype", "within"), [(BF16, 1e-2), (FP32, 1e-5)], ids=str)
+def test_products_of_experts(dtype, within: float, nested: bool, rows: list[int], way: str) -> None:
+    parts, sizes = kept(random(3, 96, 128), nested), torch.tensor(rows)
+    x, grad = random(sum(rows), 128, seed=1).to(dtype).requires_grad_(), random(sum(rows), 96, seed=2).to(dtype)
+    y = nf4.grouped(x, *parts, sizes, "nf4")
+    y.backward(grad)
+    weight = numbers(parts)[torch.arange(3).repeat_interleave(sizes)]
+    assert y.shape == grad.shape and x.grad.shape == x.shape and y.dtype == x.grad.dtype == dtype
+    if sum(rows):
+        assert error(y.detach().double(), torch.einsum("ni,noi->no", x.detach().double(), weight)) < within
+        assert error(x.grad.double(), torch.einsum("no,noi->ni", grad.double(), weight)) < within
 
 
 def test_nothing_dense_is_kept_for_the_backward_pass() -> None:
     x, parts, saved = random(3, 64).requires_grad_(), kept(random(32, 64)), []
     with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda t: t):
-        nf4.product(x, *parts, "nf4")
+        nf4.product(x, *parts, "nf4", None)
     assert {t.dtype for t in saved} == {torch.uint8}
 
 
@@ -204,12 +223,15 @@ def test_the_operators_keep_what_torch_asks_of_them() -> None:
     for nested in (False, True):
         x, parts = random(3, 64).requires_grad_(), kept(random(32, 64), nested)
         checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-        torch.library.opcheck(nf4.product, (x, *parts, "nf4"), test_utils=checks)
+        torch.library.opcheck(nf4.product, (x, *parts, "nf4", None), test_utils=checks)
+        torch.library.opcheck(nf4.product, (x, *parts, "nf4", torch.ones(32)), test_utils=checks)
+        stacked = kept(random(2, 32, 64), nested)
+        torch.library.opcheck(nf4.grouped, (x, *stacked, torch.tensor([1, 2]), "nf4"), test_utils=checks)
 
 
 def test_compiled_without_a_break() -> None:
     x, parts = random(3, 64).requires_grad_(), kept(random(32, 64))
-    run = torch.compile(lambda x: nf4.product(x * 2, *parts, "nf4").sum(), fullgraph=True, backend="aot_eager")
+    run = torch.compile(lambda x: nf4.product(x * 2, *parts, "nf4", None).sum(), fullgraph=True, backend="aot_eager")
     run(x).backward()
     wanted = 2 * numbers(parts).sum(0).expand(3, -1)
     assert error(x.grad.double(), wanted) < 1e-5
@@ -262,9 +284,9 @@ def test_a_gpu_gives_the_same_bits_and_the_host_never_waits(nested: bool) -> Non
     parts = kept(random(300, 576), nested)
     on_gpu = [None if part is None else part.cuda() for part in parts]
     x = random(70, 576).to(BF16).cuda().requires_grad_()
-    nf4.product(x, *on_gpu, "nf4")  # compiles
+    nf4.product(x, *on_gpu, "nf4", None)  # compiles
     torch.cuda.set_sync_debug_mode("error")
-    y = nf4.product(x, *on_gpu, "nf4")
+    y = nf4.product(x, *on_gpu, "nf4", None)
     (grad,) = torch.autograd.grad(y, x, torch.ones_like(y))
     torch.cuda.set_sync_debug_mode("default")
     for dtype in (BF16, FP32):

@@ -1,0 +1,198 @@
+"""Milliseconds of four-bit weights on the CPU, beside what they stand for: decoding, products, and steps of training.
+
+python benchmarks/nf4.py [decode] [products] [steps] [--threads 2] [--rounds 15]
+
+Those that are compared run in turns; medians are told, and the least in brackets. bitsandbytes takes part if it is
+installed. A report says how busy the machine was; `--cpu` counts processor time, which others take less of.
+"""
+
+import argparse
+import ctypes
+import importlib
+import importlib.util
+import json
+import os
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from tunekit import assemble
+from tunekit.adapters import LoRA
+from tunekit.checkpoint.folder import Folder
+from tunekit.data.batch import Batch
+from tunekit.formats import NF4, Plain
+from tunekit.kernels import nf4
+from tunekit.losses import CrossEntropy
+from tunekit.machine import hardware
+from tunekit.memory import Memory
+from tunekit.optim import AdamW
+from tunekit.parallel import Run
+from tunekit.precision import Precision
+
+BF16 = torch.bfloat16
+# Tokens, out, in: the layers of a model of 135 million weights, and of one of 8 billion.
+SIZES = ((2048, 576, 576), (2048, 1536, 576), (2048, 576, 1536), (512, 4096, 4096), (1, 4096, 4096))
+SMALL = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "vocab_size": 49152,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e4,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+}
+
+
+def turns(works: dict[str, Callable[[], object]], rounds: int, clock: Callable[[], float]) -> None:
+    """Print a line for each, with how it compares to the first."""
+    seconds: dict[str, list[float]] = {name: [] for name in works}
+    for i in range(rounds + 1):
+        for name, work in works.items():
+            began = clock()
+            work()
+            if i:  # the first round warms up
+                seconds[name].append(clock() - began)
+    first = statistics.median(next(iter(seconds.values())))
+    for name, found in seconds.items():
+        middle = statistics.median(found)
+        print(f"| {name} | {middle * 1e3:.2f} ({min(found) * 1e3:.2f}) | {middle / first:.2f} |", flush=True)
+
+
+def decode(rounds: int, clock: Callable[[], float]) -> None:
+    """4096 x 4096 to bf16."""
+    size = 4096, 4096
+    weight = torch.randn(size, dtype=BF16)
+    packed, scales = nf4.quantize(weight)
+    codes, outer = nf4.nest(scales)
+    parts = packed.view(4096, -1), scales.view(4096, -1)
+    room, like = torch.empty(size, dtype=BF16), torch.empty(size, dtype=BF16)
+    works: dict[str, Callable[[], object]] = {
+        "tunekit, into warm memory": lambda: nf4.decode(*parts, "nf4", room),
+        "tunekit, nested scales": lambda: nf4.decode(parts[0], nf4.unnest(codes.view(4096, -1), outer), "nf4", room),
+        "tunekit, into new memory": lambda: nf4.dequantize(parts[0], parts[1].view(torch.uint8), None, "nf4", BF16),
+        "tunekit, plain torch": lambda: nf4.dequantize_reference(*parts, "nf4").to(BF16),
+        "a copy of the bf16 numbers": lambda: room.copy_(like),
+        "zeros into the same memory": lambda: room.zero_(),
+    }
+    if importlib.util.find_spec("bitsandbytes"):
+        functional = importlib.import_module("bitsandbytes.functional")
+        theirs, state = functional.quantize_4bit(weight, quant_type="nf4", blocksize=64)
+        works["bitsandbytes"] = lambda: functional.dequantize_4bit(theirs, state)
+        works["bitsandbytes' loop alone, into warm memory"] = loop(theirs, state.absmax, room)
+    print("\n| decode 4096 x 4096 | ms | times the first |\n|---|---|---|")
+    turns(works, rounds, clock)
+    print("\n| quantize 4096 x 4096 | ms | times the first |\n|---|---|---|")
+    quantizers = {"tunekit": lambda: nf4.quantize(weight)}
+    if importlib.util.find_spec("bitsandbytes"):
+        quantizers["bitsandbytes"] = lambda: functional.quantize_4bit(weight, quant_type="nf4", blocksize=64)
+    turns(quantizers, 3, clock)
+
+
+def loop(packed: torch.Tensor, scales: torch.Tensor, room: torch.Tensor) -> Callable[[], object]:
+    """The compiled function of bitsandbytes, which its operator calls with memory of its own."""
+    lib = importlib.import_module("bitsandbytes.cextension").lib
+    places = [ctypes.c_void_p(t.data_ptr()) for t in (packed, scales, room)]
+    return lambda: lib.cdequantize_blockwise_cpu_nf4_bf16(*places, *map(ctypes.c_longlong, (64, *room.shape)))
+
+
+def products(rounds: int, clock: Callable[[], float]) -> None:
+    """x W^T and its backward for the input, beside the same with a bf16 weight."""
+    print("\n| tokens x out x in | ms | times the first |\n|---|---|---|")
+    for sizes in SIZES:
+        product(sizes, rounds, clock)
+
+
+def product(sizes: tuple[int, int, int], rounds: int, clock: Callable[[], float]) -> None:
+    tokens, out, inner = sizes
+    weight = torch.randn(out, inner, dtype=BF16)
+    packed, scales = nf4.quantize(weight)
+    parts = packed.view(out, -1), scales.view(out, -1).view(torch.uint8), None, "nf4"
+    x, grad = torch.randn(tokens, inner, dtype=BF16), torch.randn(tokens, out, dtype=BF16)
+    name = f"{tokens} x {out} x {inner}"
+    forward: dict[str, Callable[[], object]] = {f"{name}, bf16": lambda: F.linear(x, weight)}
+    back: dict[str, Callable[[], object]] = {f"{name}, back, bf16": lambda: grad @ weight}
+    for tile in (2**20, 2**22, 2**25):
+        if tile == 2**20 or out * inner > tile / 4:
+            forward[f"{name}, tiles of {tile:,}"] = tiled(tile, lambda: nf4.product(x, *parts, None))
+            back[f"{name}, back, tiles of {tile:,}"] = tiled(tile, lambda: nf4.product_back(grad, *parts))
+    turns(forward, rounds, clock)
+    turns(back, rounds, clock)
+
+
+def tiled(tile: int, work: Callable[[], object]) -> Callable[[], object]:
+    """The same work in other tiles than the kernel's own."""
+
+    def run() -> None:
+        own, nf4.TILE = nf4.TILE, tile
+        work()
+        nf4.TILE = own
+
+    return run
+
+
+def steps(rounds: int, clock: Callable[[], float]) -> None:
+    """A step of a Llama of 135 million weights: 4 packed rows of 512 tokens, rank 16 on all linear layers."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(SMALL))
+        source = Folder.open(Path(folder))
+        works = {
+            name: step(source, weights)
+            for name, weights in {"LoRA": Plain(), "QLoRA": NF4(), "nested": NF4(True)}.items()
+        }
+    print("\n| step of 2,048 tokens, 135M | ms | times the first |\n|---|---|---|")
+    turns(works, rounds, clock)
+
+
+def step(source: Folder, weights: Plain) -> Callable[[], object]:
+    """A whole step: forward, backward, AdamW."""
+    adapter = LoRA(16)
+    model = assemble.model(
+        source, weights, adapter, Precision("bf16", frozen="bf16"), Memory(), Run(0, "cpu"), fresh=True
+    )
+    optimizer, loss = AdamW(lr=1e-4).build(adapter.trained(model)), CrossEntropy()
+    rows = torch.randint(0, 49152, (4, 512))
+    lengths = torch.tensor([200, 312] * 4)
+    offsets = F.pad(lengths.cumsum(0), (1, 0)).int()
+    positions = torch.cat([torch.arange(n) for n in lengths.tolist()]).view(4, 512)
+    batch = Batch(rows, rows.roll(-1, 1), positions, offsets, rows.numel(), rows.numel())
+
+    def run() -> None:
+        (loss(model, batch) / batch.learnt).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return run
+
+
+def main() -> None:
+    known = {"decode": decode, "products": products, "steps": steps}
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", nargs="*", default=[*known])
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--cpu", action="store_true")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(0)
+    print(f"{hardware(torch.device('cpu'))}, {args.threads} threads, torch {torch.__version__}, "
+          f"Python {platform.python_version()}; load {os.getloadavg()[0]:.1f}; "
+          f"{'processor' if args.cpu else 'wall'} time")  # fmt: skip
+    for name in args.what:
+        known[name](args.rounds, time.process_time if args.cpu else time.perf_counter)
+    print(f"\nload at the end: {os.getloadavg()[0]:.1f}")
+
+
+if __name__ == "__main__":
+    main()
