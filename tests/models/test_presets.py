@@ -1,6 +1,7 @@
 """Presets: what transformers makes of the same config.json, and as many parameters as were published."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -66,6 +67,8 @@ PUBLISHED = {
 
 def test_every_preset_is_here() -> None:
     assert {f"tunekit/{name}" for name in PUBLISHED} == bundled.PRESETS.keys()
+    page = (Path(__file__).parents[2] / "docs/checkpoints.md").read_text()
+    assert all(f"`{name}`" in page for name in PUBLISHED)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
