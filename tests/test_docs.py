@@ -142,7 +142,7 @@ def fragments(page: str) -> Iterator[dict[str, Any]]:
 @pytest.mark.parametrize("page", PAGES)
 def test_configs_load(page: str) -> None:
     for part in fragments(page):
-        load(SFT, BASE | part)
+        load(SFT, BASE | ({"adapter": "lora"} if "weights" in part else {}) | part)
 
 
 @pytest.mark.parametrize("page", PAGES)
