@@ -103,7 +103,7 @@ class Merging:
     def tensor(self, name: str) -> Tensor:
         move, source = self.sources[name]
         touched = any(ours in self.kept or ours.removesuffix(WEIGHT) in self.layers for ours in move.ours)
-        return self.merged(move, source) if touched else self.tensors[source]
+        return self.merged(move, source) if touched else self.tensors.lend(source)
 
     def merged(self, move: Move, name: str) -> Tensor:
         """One of the Hub's tensors with what was learnt. The numbers of the base are replaced where they are."""
