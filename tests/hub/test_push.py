@@ -243,7 +243,7 @@ def test_a_killed_push_leaves_nothing_half(place: Place) -> None:
     place.hub.part = 10**6  # the second file goes in two parts
     place.hub.faults = [Fault("PUT", "/storage/.*/2", cut="request", at=500_000, hold=hold)]
     child = place.start("push", "two", "ann/two")
-    until = time.monotonic() + 60
+    until = time.monotonic() + 600
     while not (
         place.hub.repos.get("ann/two") and place.hub.repos["ann/two"].objects and place.hub.seen("PUT", "/2\\?")
     ):

@@ -57,7 +57,7 @@ def test_values_and_gradients(loss: CrossEntropy, count: int) -> None:
 def test_a_frozen_head_with_an_adapter(adapter: LoRA) -> None:
     head, hidden = Linear(10, 13, bias=False), torch.randn(11, 10, requires_grad=True)
     head.requires_grad_(False)
-    adapter.attach(head)
+    adapter.attach(head, adapter.rank, adapter.alpha)
     head.lora_A.to_empty(device="cpu"), head.lora_B.to_empty(device="cpu")
     if isinstance(adapter, DoRA):
         head.lora_magnitude_vector = nn.Parameter(head.weight.norm(dim=1))
