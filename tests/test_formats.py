@@ -319,6 +319,7 @@ SHORT = ("validation=null", "batch=4", "micro_batch=2", "save_every=2", "device=
 
 def test_a_run_goes_on_to_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = load_file(run(tmp_path / "whole", *SHORT, "steps=4"))
+    assert "| weights | nf4 |" in (tmp_path / "whole" / "final" / "README.md").read_text()
     save = State.save
 
     def stopping(state: State, step: int) -> None:

@@ -35,7 +35,8 @@ Lines = Sequence[Tree]
 WARNING = "> **Not verified.**"
 EVALUATED = ("<!-- evaluation -->", "<!-- /evaluation -->")
 # What of a config says how it was trained, where a recipe has it.
-CHOICES = ("loss", "optimizer", "schedule", "precision", "batch", "micro_batch", "epochs", "steps", "clip", "seed")
+CHOICES = ("weights", "loss", "optimizer", "schedule", "precision", "batch", "micro_batch", "epochs", "steps")
+CHOICES += ("clip", "seed")
 OFF = (None, False, 0, "none", "", (), [], {})
 LOAD = """\
 from transformers import AutoModelForCausalLM, AutoTokenizer
