@@ -13,13 +13,17 @@ from threading import Thread
 from huggingface_hub.utils import disable_progress_bars
 
 from tunekit import __version__, assemble, bundled, card, verify
-from tunekit.adapters import LoRA
-from tunekit.checkpoint import atomic, merge, peft
-from tunekit.checkpoint.folder import Folder
+from tunekit.adapters import Frozen, LoRA
+from tunekit.checkpoint import atomic, merge, peft, read
+from tunekit.checkpoint.folder import Folder, read_json
+from tunekit.checkpoint.tensors import header
+from tunekit.checkpoint.updates import TENSORS
 from tunekit.checkpoint.workspace import UPLOAD
 from tunekit.errors import FieldError, UserError
+from tunekit.formats import Plain
 from tunekit.hub import fetch, push
 from tunekit.hub.trouble import tell
+from tunekit.models.families.registry import FAMILIES
 from tunekit.origin import CARD
 from tunekit.parallel import Run
 
@@ -213,10 +217,24 @@ def doubt(folder: Path, ours: bool) -> str | None:
     """Why files should not be given away: they are not what the model was, or nobody has compared ours with it."""
     if bad := damaged(folder):
         return f"{bad} is no longer what was written: the disk or a person has changed it"
+    try:
+        sound(folder)
+    except UserError as error:
+        return str(error)
     found = verify.read(folder)
     if found is None:
         return f"{folder}: nobody has compared these files with the model, there is no {verify.FILE}" if ours else None
     return None if found["passed"] is True else f"{folder}: these files are not what the model was, see {verify.FILE}"
+
+
+def sound(folder: Path) -> None:
+    """UserError where weights that we know are cut off or missing: whoever fetches them could not open them."""
+    config, adapter = folder / "config.json", folder / TENSORS
+    if adapter.is_file():
+        header(adapter)
+    elif config.is_file() and read_json(config).get("model_type") in FAMILIES:
+        source = Folder.open(folder)
+        read.check(source, assemble.outline(source, Plain(), Frozen()).shapes)
 
 
 def damaged(folder: Path) -> Path | None:

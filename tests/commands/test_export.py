@@ -34,6 +34,8 @@ def test_it_says_what_was_written_and_how_far_it_is_off(
     fields = gguf.GGUFReader(out).fields
     assert fields["general.name"].contents() == "small"
     assert fields["general.architecture"].contents() == "qwen3"
+    assert cli.main(["export", str(model), str(out)]) == 2
+    assert capsys.readouterr().err == f"error: {out} is there already: name another file\n"
 
 
 def test_an_adapter_is_merged(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -231,6 +232,20 @@ def test_an_adapter_whose_base_lies_here(place: Place) -> None:
         assert done.code == 0 and ("others cannot open the adapter" in done.err) is warned
 
 
+def test_weights_that_nobody_could_open_are_refused(place: Place) -> None:
+    cut = place.folder / "cut"
+    shutil.copytree(NANO, cut)
+    (cut / "model.safetensors").write_bytes(SENT["model.safetensors"][:-1000])
+    gone = place.folder / "gone"
+    shutil.copytree(NANO, gone)
+    (gone / "model.safetensors").unlink()
+    index = {"metadata": {}, "weight_map": {"model.norm.weight": "model-00001-of-00001.safetensors"}}
+    (gone / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert "model.safetensors" in (told := place.tune("push", "cut", "ann/cut").error) and "--force" in told
+    assert "model-00001-of-00001.safetensors" in place.tune("push", "gone", "ann/gone").error
+    assert not place.hub.repos
+
+
 def test_a_killed_push_leaves_nothing_half(place: Place) -> None:
     """Its first file has arrived when it is killed, in the middle of the second; the next push sends only that."""
     folder = place.folder / "two"
@@ -341,8 +356,8 @@ def test_weights_that_changed_on_the_disk(place: Place, run: Callable[..., Path]
 
 
 def test_a_token_in_a_file_is_never_sent(place: Place, mine: Path) -> None:
-    with (mine / "config.json").open("a") as file:
-        file.write(f"// {TOKEN}")
+    told = json.loads((mine / "config.json").read_text())
+    (mine / "config.json").write_text(json.dumps(told | {"note": f"my {TOKEN}"}))
     assert "config.json holds your access token" in place.tune("push", "mine", "ann/nano").error
     assert not place.hub.log
     (mine / "config.json").unlink()

@@ -15,6 +15,8 @@ from tunekit.parallel import Run
 def main(args: argparse.Namespace) -> None:
     """Write the file, tell what is in it and how far it is from the model, and print its path for scripts."""
     tools, out = toolbox(), Path(args.out).expanduser()
+    if out.exists():
+        raise UserError(f"{out} is there already: name another file")
     source, adapter, tokenizer = assemble.described(args.model)
     name = Path(args.model.partition("@")[0]).name or out.stem
     result = tools.export(source, adapter, tokenizer, out, args.type, name)
