@@ -21,6 +21,7 @@ METHODS = ("mxfp4", "fp8", "bitsandbytes")
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # the numbers of four bits, without their sign
 MXFP4_BLOCK, BIAS = 32, 127  # numbers with one scale; what is taken off a stored exponent
 INT8 = 1 / 127
+CHUNK = 2**19  # numbers that are decoded at a time: what is made on the way stays in the cache
 
 
 def check(config: Mapping[str, Any], where: str) -> None:
@@ -58,9 +59,11 @@ class MXFP4(Packed):
         blocks, scales = parts
         table = pairs(torch.tensor((*E2M1, *(-x for x in E2M1))), low_first=True).to(self.dtype)
         whole = torch.empty(*blocks.shape[:2], self.shape[1], dtype=self.dtype)
-        for expert, (block, scale) in enumerate(zip(blocks, scales, strict=True)):
+        rows = max(1, CHUNK // self.shape[1])
+        for at in range(0, blocks.shape[0] * blocks.shape[1], rows):
+            some, block, scale = (t.flatten(0, 1)[at : at + rows] for t in (whole, blocks, scales))
             exponents = torch.pow(2.0, scale.int() - BIAS)[..., None]
-            whole[expert] = (unpacked(block, table) * exponents).flatten(1)
+            torch.mul(unpacked(block, table), exponents, out=some.view_as(exponents.expand(-1, -1, MXFP4_BLOCK)))
         return whole.mT
 
 
@@ -71,12 +74,14 @@ class FP8(Packed):
     block: tuple[int, ...] | None  # None: one scale for all
 
     def decode(self, parts: list[Tensor]) -> Tensor:
-        whole, scales = parts[0].float(), parts[1].float()
-        if self.block is not None:
-            rows, columns = self.block
-            scales = scales.repeat_interleave(rows, -2).repeat_interleave(columns, -1)
-            scales = scales[..., : whole.shape[-2], : whole.shape[-1]]
-        return whole.mul_(scales).to(self.dtype)
+        packed, scales = parts[0], parts[1].float()
+        if self.block is None:
+            return (packed.float() * scales).to(self.dtype)
+        whole, (rows, columns) = torch.empty(self.shape, dtype=self.dtype), self.block
+        for i, scale in enumerate(scales.unbind(-2)):
+            some = (..., slice(i * rows, (i + 1) * rows), slice(None))
+            whole[some] = packed[some].float() * scale.repeat_interleave(columns, -1)[..., None, : self.shape[-1]]
+        return whole
 
 
 @dataclass(frozen=True)
@@ -108,9 +113,15 @@ class FourBit(Packed):
         if self.nested_block is not None:
             outer, outer_table = nested
             scales = scaled(outer_table[scales.long()], outer, self.nested_block) + self.offset
-        numbers = unpacked(packed.view(torch.uint8).flatten(), pairs(table, low_first=False)).flatten()
-        numbers = numbers[: torch.Size(self.shape).numel()]
-        return scaled(numbers, scales, self.block).to(self.dtype).view(self.shape)
+        packed, table = packed.view(torch.uint8).flatten(), pairs(table, low_first=False)
+        whole = torch.empty(math.prod(self.shape), dtype=self.dtype)
+        blocks = max(1, CHUNK // self.block)
+        for at in range(0, len(scales), blocks):
+            first, some = at * self.block, slice(at, at + blocks)
+            out = whole[first : first + blocks * self.block]
+            numbers = unpacked(packed[first // 2 : (first + len(out) + 1) // 2], table)[: len(out)]
+            out.copy_(scaled(numbers, scales[some], self.block))
+        return whole.view(self.shape)
 
 
 @dataclass(frozen=True)
