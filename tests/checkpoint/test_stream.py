@@ -64,20 +64,20 @@ def test_an_adapter_takes_part(name: str, adapter: LoRA, precision: Precision, t
     assert not torch.allclose(found, plain, atol=0.1), "the adapter says something"
 
 
-def anonymous() -> int:
-    """Bytes that this process holds and that are no file's."""
+def resident() -> int:
+    """Bytes that this process holds, pages of mapped files among them."""
     status = Path("/proc/self/status").read_text()
-    return int(status.partition("RssAnon:")[2].split()[0]) * 1024
+    return int(status.partition("VmRSS:")[2].split()[0]) * 1024
 
 
 def growth(work: Callable[[], Any]) -> int:
     """How much the memory of this process grows at most."""
     ctypes.CDLL(None).malloc_trim(0)  # what was freed before is not used again unseen
-    before, most, over = anonymous(), [0], threading.Event()
+    before, most, over = resident(), [0], threading.Event()
 
     def watch() -> None:
         while not over.wait(0.0005):
-            most.append(anonymous())
+            most.append(resident())
 
     thread = threading.Thread(target=watch)
     thread.start()
