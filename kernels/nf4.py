@@ -45,7 +45,7 @@ TABLES = {  # what the sixteen codes stand for
     "fp4": tuple(sign * x / 192 for sign in (1, -1) for x in (0, 1, 128, 192, 64, 96, 32, 48)),
 }
 # Numbers that are decoded at once, and then multiplied while they are in the cache. Whole weights of 4096 x 4096 were
-# no faster and want four times the room; tiles of a quarter of this cost products 10 % (benchmarks/nf4.py).
+# no faster and want four times the room; tiles of a quarter of this cost products 10 % (benchmarks/results).
 TILE = 2**22
 SOURCE = Path(__file__).with_name("nf4.cpp")
 Step = Callable[[Tensor, Tensor, Tensor, str], Tensor]
