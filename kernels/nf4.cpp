@@ -1,6 +1,7 @@
-// Four-bit weights on the CPU: numbers to codes, and codes to numbers.
+// Four-bit weights on the CPU: numbers to codes, codes to numbers, and products of a few rows with them.
 //
-// A block is 64 numbers, 32 bytes, the first number of each byte in its upper half, and one fp32 scale.
+// A block is 64 numbers, 32 bytes, the first number of each byte in its upper half, and one fp32 scale, or a code of
+// 8 bits for one.
 // Products and sums are never fused (-ffp-contract=off): every number equals that of the reference in nf4.py.
 
 #include <cmath>
@@ -10,14 +11,38 @@
 #if defined(__x86_64__)
 #include <immintrin.h>
 #define WIDE __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq")))
+#define PAIRS __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16")))
 #endif
 
 namespace {
 
 constexpr int64_t BLOCK = 64, BYTES = 32;
 constexpr int64_t FEW = 1 << 15;  // numbers that are not worth a second thread
+constexpr int64_t SOME = 64;      // blocks whose scales are made at a time, where they are codes
+constexpr int MOST = 8;           // rows of a product that has few
 
 using bf16 = uint16_t;
+
+// The scales of a weight (rows, blocks): fp32, or codes in `fine`, with a scale in `outer` for each 256 of them and
+// their mean behind these. Strides are in blocks, so that a part of the columns can be decoded alone; `first` is the
+// place of the first of these blocks among those that `outer` counts.
+struct Scales {
+    const void* at;
+    const float *outer, *fine;
+    int64_t groups, first, stride;
+
+    // The scales of `count` blocks of a row, from a block on; `room` is where they are made, if they have to be.
+    const float* of(int64_t row, int64_t block, int64_t count, float* room) const {
+        const int64_t place = row * stride + block;
+        if (outer == nullptr) return (const float*)at + place;
+        const auto* codes = (const uint8_t*)at + place;
+        for (int64_t i = 0; i < count; i++) {
+            const float scale = fine[codes[i]] * outer[(first + place + i) / 256];
+            room[i] = scale + outer[groups];
+        }
+        return room;
+    }
+};
 
 void round(float x, float& out) { out = x; }
 
@@ -25,6 +50,15 @@ void round(float x, bf16& out) {
     uint32_t bits;
     std::memcpy(&bits, &x, sizeof bits);
     out = x == x ? (bits + 0x7fff + (bits >> 16 & 1)) >> 16 : 0x7fc0;
+}
+
+float number(float x) { return x; }
+
+float number(bf16 x) {
+    const uint32_t bits = (uint32_t)x << 16;
+    float out;
+    std::memcpy(&out, &bits, sizeof out);
+    return out;
 }
 
 template <typename T>
@@ -67,7 +101,8 @@ WIDE void wide_row(const uint8_t* packed, const float* scales, const float* tabl
     for (int64_t b = 0; b < blocks; b++) {
         const __m512 scaled = _mm512_mul_ps(codes, _mm512_set1_ps(scales[b]));
         for (int part = 0; part < 4; part++) {
-            const __m512i bytes = _mm512_cvtepu8_epi64(_mm_loadl_epi64((const __m128i*)(packed + b * BYTES + part * 8)));
+            const auto* from = (const __m128i*)(packed + b * BYTES + part * 8);
+            const __m512i bytes = _mm512_cvtepu8_epi64(_mm_loadl_epi64(from));
             const __m512i at = _mm512_or_si512(_mm512_srli_epi64(bytes, 4), _mm512_slli_epi64(bytes, 32));
             _mm512_storeu_ps(out + b * BLOCK + part * 16, _mm512_permutexvar_ps(at, scaled));
         }
@@ -77,6 +112,81 @@ WIDE void wide_row(const uint8_t* packed, const float* scales, const float* tabl
 const bool wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                   __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
 
+// Rows of x that have M of them, times one row of the weight: codes go from memory to registers and to the products.
+template <int M>
+PAIRS void dots(const bf16* x, const uint8_t* packed, const float* scales, const float* table, float* sums,
+                int64_t blocks, int64_t width) {
+    const __m512 codes = _mm512_loadu_ps(table);
+    __m512 found[M];
+    for (int m = 0; m < M; m++) found[m] = _mm512_loadu_ps(sums + m * 16);
+    for (int64_t b = 0; b < blocks; b++) {
+        const __m512 x16 = _mm512_mul_ps(codes, _mm512_set1_ps(scales[b]));
+        const __m512i scaled = _mm512_broadcast_i64x4((__m256i)_mm512_cvtneps_pbh(x16));
+        for (int half = 0; half < 2; half++) {
+            const __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)(packed + b * BYTES) + half));
+            const __m512i at = _mm512_or_si512(_mm512_srli_epi32(bytes, 4), _mm512_slli_epi32(bytes, 16));
+            const auto weights = (__m512bh)_mm512_permutexvar_epi16(at, scaled);
+            for (int m = 0; m < M; m++) {
+                const auto* from = x + m * width + b * BLOCK + half * 32;
+                found[m] = _mm512_dpbf16_ps(found[m], weights, (__m512bh)_mm512_loadu_si512(from));
+            }
+        }
+    }
+    for (int m = 0; m < M; m++) _mm512_storeu_ps(sums + m * 16, found[m]);
+}
+
+template <int M>
+WIDE void dots(const float* x, const uint8_t* packed, const float* scales, const float* table, float* sums,
+               int64_t blocks, int64_t width) {
+    const __m512 codes = _mm512_loadu_ps(table);
+    __m512 found[M];
+    for (int m = 0; m < M; m++) found[m] = _mm512_loadu_ps(sums + m * 16);
+    for (int64_t b = 0; b < blocks; b++) {
+        const __m512 scaled = _mm512_mul_ps(codes, _mm512_set1_ps(scales[b]));
+        for (int part = 0; part < 4; part++) {
+            const auto* from = (const __m128i*)(packed + b * BYTES + part * 8);
+            const __m512i bytes = _mm512_cvtepu8_epi64(_mm_loadl_epi64(from));
+            const __m512i at = _mm512_or_si512(_mm512_srli_epi64(bytes, 4), _mm512_slli_epi64(bytes, 32));
+            const __m512 weights = _mm512_permutexvar_ps(at, scaled);
+            for (int m = 0; m < M; m++) {
+                const __m512 rows = _mm512_loadu_ps(x + m * width + b * BLOCK + part * 16);
+                found[m] = _mm512_fmadd_ps(weights, rows, found[m]);
+            }
+        }
+    }
+    for (int m = 0; m < M; m++) _mm512_storeu_ps(sums + m * 16, found[m]);
+}
+
+template <typename T>
+using Dots = void (*)(const T*, const uint8_t*, const float*, const float*, float*, int64_t, int64_t);
+
+template <typename T>
+constexpr Dots<T> DOTS[MOST] = {dots<1>, dots<2>, dots<3>, dots<4>, dots<5>, dots<6>, dots<7>, dots<8>};
+
+// Some processors multiply no pairs of bf16; there and elsewhere a weight is decoded first.
+bool able(bf16) { return wide && __builtin_cpu_supports("avx512bf16"); }
+bool able(float) { return wide; }
+
+// y = x W^T + b for up to MOST rows of x (tokens, width), with sums in fp32.
+template <typename T>
+void few(const T* x, const uint8_t* packed, Scales scales, const float* table, const T* bias, T* y, int64_t tokens,
+         int64_t rows, int64_t blocks, int64_t packed_stride, int threads) {
+#pragma omp parallel for num_threads(threads) if (rows * blocks * BLOCK > FEW)
+    for (int64_t r = 0; r < rows; r++) {
+        float sums[MOST * 16] = {}, room[SOME];
+        for (int64_t b = 0; b < blocks; b += SOME) {
+            const int64_t count = blocks - b < SOME ? blocks - b : SOME;
+            DOTS<T>[tokens - 1](x + b * BLOCK, packed + r * packed_stride + b * BYTES, scales.of(r, b, count, room),
+                                table, sums, count, blocks * BLOCK);
+        }
+        for (int64_t m = 0; m < tokens; m++) {
+            float whole = bias == nullptr ? 0 : number(bias[r]);
+            for (int i = 0; i < 16; i++) whole += sums[m * 16 + i];
+            round(whole, y[m * rows + r]);
+        }
+    }
+}
+
 #else
 
 template <typename T>
@@ -84,33 +194,58 @@ void wide_row(const uint8_t*, const float*, const float*, T*, int64_t) {}
 
 constexpr bool wide = false;
 
+template <typename T>
+bool able(T) { return false; }
+
+template <typename T>
+void few(const T*, const uint8_t*, Scales, const float*, const T*, T*, int64_t, int64_t, int64_t, int64_t, int) {}
+
 #endif
 
-// Strides are in elements of what they step over, so that a part of the columns can be decoded alone.
 template <typename T>
-void decode(const uint8_t* packed, const float* scales, const float* table, T* out, int64_t rows, int64_t blocks,
-            int64_t packed_stride, int64_t scale_stride, int threads) {
+void decode(const uint8_t* packed, Scales scales, const float* table, T* out, int64_t rows, int64_t blocks,
+            int64_t packed_stride, int threads) {
 #pragma omp parallel for num_threads(threads) if (rows * blocks * BLOCK > FEW)
     for (int64_t r = 0; r < rows; r++) {
-        const auto* from = packed + r * packed_stride;
-        const auto* by = scales + r * scale_stride;
-        auto* to = out + r * blocks * BLOCK;
-        wide ? wide_row(from, by, table, to, blocks) : row(from, by, table, to, blocks);
+        float room[SOME];
+        for (int64_t b = 0; b < blocks; b += SOME) {
+            const int64_t count = blocks - b < SOME ? blocks - b : SOME;
+            const float* by = scales.of(r, b, count, room);
+            const auto* from = packed + r * packed_stride + b * BYTES;
+            T* to = out + (r * blocks + b) * BLOCK;
+            wide ? wide_row(from, by, table, to, count) : row(from, by, table, to, count);
+        }
     }
 }
 
 }  // namespace
 
+#define SCALES const void *scales, const float *outer, const float *fine, int64_t groups, int64_t first, int64_t stride
+#define MADE (Scales{scales, outer, fine, groups, first, stride})
+
 extern "C" {
 
-void decode_bf16(const uint8_t* packed, const float* scales, const float* table, bf16* out, int64_t rows,
-                 int64_t blocks, int64_t packed_stride, int64_t scale_stride, int threads) {
-    decode(packed, scales, table, out, rows, blocks, packed_stride, scale_stride, threads);
+bool few_bf16_able() { return able(bf16()); }
+bool few_fp32_able() { return able(float()); }
+
+void few_bf16(const bf16* x, const uint8_t* packed, SCALES, const float* table, const bf16* bias, bf16* y,
+              int64_t tokens, int64_t rows, int64_t blocks, int64_t packed_stride, int threads) {
+    few(x, packed, MADE, table, bias, y, tokens, rows, blocks, packed_stride, threads);
 }
 
-void decode_fp32(const uint8_t* packed, const float* scales, const float* table, float* out, int64_t rows,
-                 int64_t blocks, int64_t packed_stride, int64_t scale_stride, int threads) {
-    decode(packed, scales, table, out, rows, blocks, packed_stride, scale_stride, threads);
+void few_fp32(const float* x, const uint8_t* packed, SCALES, const float* table, const float* bias, float* y,
+              int64_t tokens, int64_t rows, int64_t blocks, int64_t packed_stride, int threads) {
+    few(x, packed, MADE, table, bias, y, tokens, rows, blocks, packed_stride, threads);
+}
+
+void decode_bf16(const uint8_t* packed, SCALES, const float* table, bf16* out, int64_t rows, int64_t blocks,
+                 int64_t packed_stride, int threads) {
+    decode(packed, MADE, table, out, rows, blocks, packed_stride, threads);
+}
+
+void decode_fp32(const uint8_t* packed, SCALES, const float* table, float* out, int64_t rows, int64_t blocks,
+                 int64_t packed_stride, int threads) {
+    decode(packed, MADE, table, out, rows, blocks, packed_stride, threads);
 }
 
 // The nearest of sixteen numbers: how many of the fifteen bounds between them lie below; `order` tells its code.
