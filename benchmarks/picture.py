@@ -1,0 +1,51 @@
+"""Pictures of results: bars by contestant, lines over tokens. Needs matplotlib."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import matplotlib as mpl
+
+mpl.use("Agg")
+from matplotlib import pyplot  # noqa: E402  (it must be told first that there is no screen)
+
+COLORS = ("#1f5fbf", "#e08a1e", "#5a9e4b", "#999999", "#b0413e")
+
+
+def bars(file: Path, panels: Mapping[str, Mapping[str, Mapping[str, float]]]) -> None:
+    """A panel for each quantity, a group for each work, a bar for each contestant: quantity, work, contestant."""
+    figure, axes = pyplot.subplots(1, len(panels), figsize=(5.5 * len(panels), 4), squeeze=False)
+    for axis, (quantity, works) in zip(axes[0], panels.items(), strict=True):
+        names = list(dict.fromkeys(name for found in works.values() for name in found))
+        width = 0.8 / max(len(names), 1)
+        for i, name in enumerate(names):
+            places = [
+                at + (i - (len(names) - 1) / 2) * width for at, found in enumerate(works.values()) if name in found
+            ]
+            heights = [found[name] for found in works.values() if name in found]
+            drawn = axis.bar(places, heights, width * 0.92, label=name, color=COLORS[i % len(COLORS)])
+            axis.bar_label(drawn, fmt="{:.3g}", fontsize=8)
+        axis.set_xticks(range(len(works)), works, fontsize=8)
+        axis.set_title(quantity, fontsize=10)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0][0].legend(frameon=False, fontsize=8)
+    figure.tight_layout()
+    figure.savefig(file, dpi=110)
+    pyplot.close(figure)
+
+
+def line(file: Path, tokens: Sequence[float], panels: Mapping[str, Mapping[str, Sequence[float]]]) -> None:
+    """A panel for each quantity over tokens, both on logarithmic axes: quantity, name, values."""
+    figure, axes = pyplot.subplots(1, len(panels), figsize=(5.5 * len(panels), 4), squeeze=False)
+    for axis, (quantity, lines) in zip(axes[0], panels.items(), strict=True):
+        for i, (name, values) in enumerate(lines.items()):
+            axis.plot(tokens, values, marker="o" if i == 0 else None, color=COLORS[i % len(COLORS)], label=name)
+        axis.set_xscale("log", base=2)
+        axis.set_yscale("log", base=2)
+        axis.set_xticks(tokens, [f"{t:,}" for t in tokens], fontsize=8)
+        axis.set_xlabel("tokens a step")
+        axis.set_title(quantity, fontsize=10)
+        axis.grid(alpha=0.3)
+        axis.legend(frameon=False, fontsize=8)
+    figure.tight_layout()
+    figure.savefig(file, dpi=110)
+    pyplot.close(figure)
