@@ -7,6 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from tunekit.kernels import attention_native
+
 ALIGNED = 8  # channels: kernels on a GPU want a multiple
 BLOCK = 256  # queries at once where scores must be written down: memory grows with S * BLOCK
 
@@ -20,6 +22,10 @@ class Rule:
     chunk: int | None = None  # a token sees only its own stretch of `chunk` positions
     softcap: float | None = None  # scores are kept within this by tanh
 
+    def numbers(self) -> list[float]:
+        """All of it as numbers; 0 says that there is none."""
+        return [self.scale, float(self.window or 0), float(self.chunk or 0), self.softcap or 0.0]
+
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, rule: Rule, offsets: Tensor | None = None, sinks: Tensor | None = None
@@ -29,6 +35,8 @@ def attend(
     `offsets` (documents + 1,) on the CPU bounds the documents in the flattened (B * S) tokens: none sees another.
     Without it every row is one document. `sinks` (H,) are scores that take probability and give nothing.
     """
+    if attention_native.fits(q):
+        return attention_native.fused(q, k, v, rule.numbers(), offsets, sinks)
     if offsets is None:
         return chunked(q, k, v, rule, sinks)
     return packed(q, k, v, rule, offsets, sinks)

@@ -1,0 +1,144 @@
+"""Attention on a CPU that multiplies bf16: C++ that works through tiles in the cache (arXiv:2205.14135, 2307.08691).
+
+The forward pass keeps the log-sum-exp of each query; the backward pass makes the shares anew. Bits do not depend on
+the number of threads.
+"""
+
+import ctypes
+import math
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tunekit.kernels.native import library
+
+SOURCE = Path(__file__).with_name("attention.cpp")
+KINDS = {torch.bfloat16: "bf16", torch.float32: "fp32"}
+TENSORS = "q", "k", "v", "y", "lse", "sinks", "grad", "dq", "dk", "dv", "delta", "offsets"
+SIZES = "documents", "tokens", "heads", "kv_heads", "dim", "v_dim", "window", "chunk"
+STRIDES = "q_token", "q_head", "k_token", "k_head", "v_token", "v_head"
+FOREVER = 2**40  # a window or a chunk that nothing leaves
+
+
+class Call(ctypes.Structure):
+    """What attention.cpp calls so."""
+
+    _fields_ = [
+        *[(name, ctypes.c_void_p) for name in TENSORS],
+        *[(name, ctypes.c_int64) for name in (*SIZES, *STRIDES)],
+        *[(name, ctypes.c_float) for name in ("scale", "softcap")],
+        ("threads", ctypes.c_int32),
+    ]
+
+
+@cache
+def compiled() -> ctypes.CDLL | None:
+    lib = library(SOURCE)
+    return lib if lib is not None and lib.able() else None
+
+
+@torch.compiler.assume_constant_result
+def able() -> bool:
+    """Whether there is a compiler, and a processor that it can be used for."""
+    return compiled() is not None
+
+
+def fits(q: Tensor) -> bool:
+    return q.device.type == "cpu" and q.dtype in KINDS and able()
+
+
+def fused(q: Tensor, k: Tensor, v: Tensor, rule: list[float], offsets: Tensor | None, sinks: Tensor | None) -> Tensor:
+    """Causal attention (B, S, H, D_v). `rule`: scale, window, chunk and softcap; 0 says that there is none."""
+    rows, length = q.shape[:2]
+    if offsets is None:
+        offsets = torch.arange(rows + 1) * length
+    return attention(q, k, v, offsets, sinks, rule)[0]
+
+
+@torch.library.custom_op("tunekit::attention", mutates_args=())
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, sinks: Tensor | None, rule: list[float]
+) -> tuple[Tensor, Tensor]:
+    """Causal attention (B, S, H, D_v), and the log-sum-exp (H, B * S) of the scores in fp32, to the base 2."""
+    y = q.new_empty(*q.shape[:3], v.shape[3])
+    lse = torch.empty(q.shape[2], q.shape[0] * q.shape[1])
+    sinks = None if sinks is None else sinks.float().contiguous()
+    run("forward", rule, q=flat(q), k=flat(k), v=flat(v), offsets=offsets.long(), sinks=sinks, y=y, lse=lse)
+    return y, lse
+
+
+@torch.library.custom_op("tunekit::attention_back", mutates_args=())
+def attention_back(grad: Tensor, saved: list[Tensor], rule: list[float]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of queries, keys, values and sinks; `saved` is what `keep` keeps."""
+    q, k, v, offsets, y, lse, *sinks = saved
+    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    delta = torch.empty_like(lse)
+    given = {"q": flat(q), "k": flat(k), "v": flat(v), "offsets": offsets.long(), "y": y, "lse": lse}
+    run("backward", rule, **given, grad=grad.contiguous(), dq=dq, dk=dk, dv=dv, delta=delta)
+    # The share of a sink is what the others lack to 1, and its value is nothing.
+    to_sinks = [
+        -((sink.float()[:, None] * math.log2(math.e) - lse).exp2() * delta).sum(1).type_as(sink) for sink in sinks
+    ]
+    return dq, dk, dv, *to_sinks, *[q.new_empty(0)] * (1 - len(sinks))
+
+
+def flat(x: Tensor) -> Tensor:
+    """(B, S, H, D) to (T, H, D), the numbers of a head without gaps."""
+    x = x.flatten(0, 1)
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def run(name: str, rule: list[float], **tensors: Tensor | None) -> None:
+    """Call a function of attention.cpp on flat tensors."""
+    lib, call = compiled(), Call()
+    q, k, v, offsets = (tensors[name] for name in ("q", "k", "v", "offsets"))
+    assert lib is not None and q is not None and k is not None and v is not None and offsets is not None
+    assert offsets[0] == 0 and offsets[-1] == len(q), "documents do not fill the rows"
+    scale, window, chunk, softcap = rule
+    sizes = (
+        len(offsets) - 1,
+        *q.shape[:2],
+        k.shape[1],
+        q.shape[2],
+        v.shape[2],
+        *(int(x) or FOREVER for x in (window, chunk)),
+    )
+    strides = [step for x in (q, k, v) for step in x.stride()[:2]]
+    places = {key: None if tensor is None else tensor.data_ptr() for key, tensor in tensors.items()}
+    for key, value in (places | dict(zip((*SIZES, *STRIDES), (*sizes, *strides), strict=True))).items():
+        setattr(call, key, value)
+    call.scale, call.softcap, call.threads = scale, softcap, torch.get_num_threads()
+    getattr(lib, f"{name}_{KINDS[q.dtype]}")(ctypes.byref(call))
+
+
+@attention.register_fake
+def _(
+    q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, sinks: Tensor | None, rule: list[float]
+) -> tuple[Tensor, Tensor]:
+    rows, length, heads, _ = q.shape
+    return q.new_empty(rows, length, heads, v.shape[3]), q.new_empty(heads, rows * length, dtype=torch.float32)
+
+
+@attention_back.register_fake
+def _(grad: Tensor, saved: list[Tensor], rule: list[float]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    q, k, v, _, _, _, *sinks = saved
+    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    return dq, dk, dv, torch.empty_like(sinks[0]) if sinks else q.new_empty(0)
+
+
+def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, offsets, sinks, ctx.rule = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(q, k, v, offsets, *output, *([] if sinks is None else [sinks]))
+    ctx.sunk = sinks is not None
+
+
+def back(ctx: Any, grad: Tensor, _: None) -> tuple[Tensor | None, ...]:
+    dq, dk, dv, to_sinks = attention_back(grad, list(ctx.saved_tensors), ctx.rule)
+    return dq, dk, dv, None, to_sinks if ctx.sunk else None, None
+
+
+attention.register_autograd(back, setup_context=keep)
