@@ -10,7 +10,7 @@ ROOT = Path(__file__).parent.parent
 LAYERS = (
     {"errors", "bundled", "curves", "discreet", "machine"},
     {"parallel", "kernels", "config"},
-    {"models"},
+    {"models", "optimizers"},
     {"adapters", "formats", "memory", "precision", "data", "optim", "metrics", "loggers", "nano"},
     {"checkpoint", "losses", "generate", "hub"},
     {"assemble", "origin"},

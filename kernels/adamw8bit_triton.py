@@ -1,0 +1,77 @@
+"""A step of AdamW with moments of eight bits on a GPU, in one launch. adamw8bit.py loads this where there is one."""
+
+# pyright: reportMissingImports=false, reportIndexIssue=false
+# There is no Triton on macOS and Windows, nor a GPU that would load this file.
+
+from typing import TYPE_CHECKING
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from tunekit.kernels.adamw8bit import Moments, Rule
+
+# As in adamw8bit.py: LOW of each code beside its bits of mantissa, and half a step of the first.
+BLOCK, FIRST, SECOND, TURN = (tl.constexpr(n) for n in (256, 20, 19, 324019))
+LOW_FIRST, LOW_SECOND, HALF, MASK = (tl.constexpr(n) for n in (112 << 3, 112 << 4, 1 << 19, (1 << 19) - 1))
+BLOCKS = 8  # of one program
+
+
+@triton.jit
+def step_kernel(  # noqa: PLR0913 (a launch has no other way to pass them)
+    weight, grad, first, second, scales, count, blocks, number,
+    keep, new, keep_square, new_square, shrink, size, correct, eps, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
+    inside = tl.arange(0, BLOCK)
+    at = block[:, None] * BLOCK + inside[None]
+    there, have = at < count, block < blocks
+    w = tl.load(weight + at, there, 0.0).to(tl.float32)
+    g = tl.load(grad + at, there, 0.0).to(tl.float32)
+    a = tl.load(first + at, there, 0).to(tl.int32)
+    b = tl.load(second + at, there, 0).to(tl.int32)
+    scale = tl.load(scales + block, have, 0.0)[:, None]
+    low = a & 127
+    low = tl.where(low > 0, (low + LOW_FIRST) << FIRST, 0) | ((a & 128) << 24)
+    m = low.to(tl.float32, bitcast=True) * scale * keep + g * new
+    high = tl.where(b > 0, (b + LOW_SECOND) << SECOND, 0)
+    root = high.to(tl.float32, bitcast=True) * tl.load(scales + blocks + block, have, 0.0)[:, None]
+    root = tl.sqrt_rn(root * root * keep_square + g * g * new_square)
+    w = w * shrink - tl.div_rn(m, root * correct + eps) * size
+    tl.store(weight + at, w.to(weight.dtype.element_ty), there)
+
+    scale = tl.div_rn(tl.max(tl.abs(m), 1), tl.full((BLOCKS,), 1.875, tl.float32))
+    tl.store(scales + block, scale, have)
+    share = tl.div_rn(m, tl.where(scale > 0, scale, 1.0)[:, None] + tl.zeros_like(m))
+    x = tl.where(scale[:, None] > 0, share, 0.0).to(tl.int32, bitcast=True)
+    low = (((x & 0x7FFFFFFF) + HALF) >> FIRST) - LOW_FIRST
+    code = tl.minimum(tl.maximum(low, 0), 127) | ((x >> 24) & 128)
+    tl.store(first + at, code.to(tl.uint8), there)
+
+    scale = tl.div_rn(tl.max(root, 1), tl.full((BLOCKS,), 1.9375, tl.float32))
+    tl.store(scales + blocks + block, scale, have)
+    share = tl.div_rn(root, tl.where(scale > 0, scale, 1.0)[:, None] + tl.zeros_like(root))
+    x = tl.where(scale[:, None] > 0, share, 0.0).to(tl.int32, bitcast=True)
+    up = (((number + inside.to(tl.int64)) * TURN) & MASK).to(tl.int32)
+    code = ((x + up[None]) >> SECOND) - LOW_SECOND
+    tl.store(second + at, tl.where(x > 0, tl.minimum(tl.maximum(code, 1), 255), 0).to(tl.uint8), there)
+
+
+def step(weight: Tensor, grad: Tensor, moments: "Moments", rule: "Rule") -> None:
+    """Move `weight` (n,) and its moments in place."""
+    blocks = moments.scales.shape[1]
+    # A product and a sum in one would round once, where the reference rounds twice.
+    step_kernel[(triton.cdiv(blocks, BLOCKS),)](
+        weight,
+        grad,
+        moments.first,
+        moments.second,
+        moments.scales,
+        weight.numel(),
+        blocks,
+        rule.number,
+        *rule.factors,
+        BLOCKS=BLOCKS,
+        enable_fp_fusion=False,
+    )
