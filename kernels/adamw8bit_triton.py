@@ -19,6 +19,11 @@ BLOCKS = 8  # of one program
 
 
 @triton.jit
+def larger(a, b):
+    return tl.where(a > b, a, b)
+
+
+@triton.jit
 def step_kernel(  # noqa: PLR0913 (a launch has no other way to pass them)
     weight, grad, first, second, scales, count, blocks, number,
     keep, new, keep_square, new_square, shrink, size, correct, eps, BLOCKS: tl.constexpr,
@@ -41,17 +46,17 @@ def step_kernel(  # noqa: PLR0913 (a launch has no other way to pass them)
     w = w * shrink - tl.div_rn(m, root * correct + eps) * size
     tl.store(weight + at, w.to(weight.dtype.element_ty), there)
 
-    scale = tl.div_rn(tl.max(tl.abs(m), 1), tl.full((BLOCKS,), 1.875, tl.float32))
+    scale = tl.div_rn(tl.reduce(tl.abs(m), 1, larger), tl.full((BLOCKS,), 1.875, tl.float32))
     tl.store(scales + block, scale, have)
-    share = tl.div_rn(m, tl.where(scale > 0, scale, 1.0)[:, None] + tl.zeros_like(m))
+    share = tl.div_rn(m, tl.broadcast_to(tl.where(scale > 0, scale, 1.0)[:, None], (BLOCKS, BLOCK)))
     x = tl.where(scale[:, None] > 0, share, 0.0).to(tl.int32, bitcast=True)
     low = (((x & 0x7FFFFFFF) + HALF) >> FIRST) - LOW_FIRST
     code = tl.minimum(tl.maximum(low, 0), 127) | ((x >> 24) & 128)
     tl.store(first + at, code.to(tl.uint8), there)
 
-    scale = tl.div_rn(tl.max(root, 1), tl.full((BLOCKS,), 1.9375, tl.float32))
+    scale = tl.div_rn(tl.reduce(root, 1, larger), tl.full((BLOCKS,), 1.9375, tl.float32))
     tl.store(scales + blocks + block, scale, have)
-    share = tl.div_rn(root, tl.where(scale > 0, scale, 1.0)[:, None] + tl.zeros_like(root))
+    share = tl.div_rn(root, tl.broadcast_to(tl.where(scale > 0, scale, 1.0)[:, None], (BLOCKS, BLOCK)))
     x = tl.where(scale[:, None] > 0, share, 0.0).to(tl.int32, bitcast=True)
     up = (((number + inside.to(tl.int64)) * TURN) & MASK).to(tl.int32)
     code = ((x + up[None]) >> SECOND) - LOW_SECOND
