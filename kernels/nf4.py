@@ -128,6 +128,11 @@ def unnest(codes: Tensor, outer: Tensor, first: int = 0) -> Tensor:
     return fine(codes.device)[codes.int()] * outer[where // NESTED] + outer[-1]
 
 
+def unpacked_scales(scales: Tensor, outer: Tensor | None, first: int = 0) -> Tensor:
+    """fp32 scales (..., in / 64) of the bytes that are kept."""
+    return scales.view(torch.float32) if outer is None else unnest(scales, outer.view(torch.float32), first)
+
+
 class Weight(NamedTuple):
     """A matrix in four bits as it is kept, or a part of one."""
 
@@ -151,10 +156,7 @@ class Weight(NamedTuple):
 
     def numbers(self) -> Tensor:
         """The same in plain torch, in fp32."""
-        if self.outer is None:
-            scales = self.scales.view(torch.float32)
-        else:
-            scales = unnest(self.scales, self.outer.view(torch.float32), self.first)
+        scales = unpacked_scales(self.scales, self.outer, self.first)
         return dequantize_reference(self.packed, scales, self.kind)
 
     def places(self) -> tuple[int | None, ...]:
@@ -305,7 +307,8 @@ def forward(x: Tensor, packed: Tensor, scales: Tensor, outer: Tensor | None, kin
 
 
 @operator("nf4_product_back", "(Tensor grad, Tensor packed, Tensor scales, Tensor? outer, str kind) -> Tensor")
-def backward(grad: Tensor, packed: Tensor, scales: Tensor, outer: Tensor | None, kind: str) -> Tensor:
+def product_back(grad: Tensor, packed: Tensor, scales: Tensor, outer: Tensor | None, kind: str) -> Tensor:
+    """grad W: (..., out) to (..., in)."""
     if grad.device.type != "cpu":
         return grad @ dequantize(packed, scales, outer, kind, grad.dtype)
     x = grad.new_empty(*grad.shape[:-1], 2 * packed.shape[1])
@@ -334,7 +337,7 @@ class Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        to_x = backward(grads[0], *ctx.saved_tensors, ctx.kind) if ctx.needs_input_grad[0] else None
+        to_x = product_back(grads[0], *ctx.saved_tensors, ctx.kind) if ctx.needs_input_grad[0] else None
         to_bias = grads[0].flatten(0, -2).sum(0) if ctx.needs_input_grad[5] else None
         return to_x, None, None, None, None, to_bias
 
@@ -359,7 +362,7 @@ def forward_grouped(
 @operator(
     "nf4_grouped_back", "(Tensor grad, Tensor packed, Tensor scales, Tensor? outer, Tensor sizes, str kind) -> Tensor"
 )
-def backward_grouped(
+def grouped_back(
     grad: Tensor, packed: Tensor, scales: Tensor, outer: Tensor | None, sizes: Tensor, kind: str
 ) -> Tensor:
     if grad.device.type != "cpu":
@@ -400,7 +403,7 @@ class Grouped(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return backward_grouped(grads[0], *ctx.saved_tensors, ctx.kind), None, None, None, None, None
+        return grouped_back(grads[0], *ctx.saved_tensors, ctx.kind), None, None, None, None, None
 
 
 def grouped(x: Tensor, packed: Tensor, scales: Tensor, outer: Tensor | None, sizes: Tensor, kind: str) -> Tensor:
