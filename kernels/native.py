@@ -16,9 +16,14 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
+from torch import Tensor
+
 FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-ffp-contract=off")
+# Plain loops are made for the processor at hand: AVX2, AVX-512 or NEON, whatever it has.
+NATIVE = {"x86_64": "-march=native", "aarch64": "-mcpu=native", "arm64": "-mcpu=native"}
 # The compiler of macOS does without; torch brings the library that elsewhere answers to this.
 THREADS = () if sys.platform == "darwin" else ("-fopenmp",)
+CPU_INFO = Path("/proc/cpuinfo")
 SECONDS = 120  # a build that takes longer is given up
 
 
@@ -35,10 +40,12 @@ def library(source: Path) -> ctypes.CDLL | None:
 
 def built(source: Path) -> Path:
     """The compiled file, from an earlier time if there was one. Processes that build at once do not disturb another."""
-    words = [*shlex.split(os.environ.get("CXX", "c++")), *FLAGS, *THREADS]
+    machine = platform.machine()
+    words = [*shlex.split(os.environ.get("CXX", "c++")), *FLAGS, *THREADS, *filter(None, [NATIVE.get(machine)])]
     if shutil.which(words[0]) is None:
         raise FileNotFoundError(f"there is no compiler {words[0]!r}")
-    told = "\n".join([*words, platform.machine(), *platform.libc_ver(), source.read_text("utf-8")])
+    texts = [path.read_text("utf-8") for path in (source, *sorted(source.parent.glob("*.h")))]
+    told = "\n".join([*words, machine, processor(), *platform.libc_ver(), *texts])
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tunekit"
     made = home / f"{source.stem}-{hashlib.sha256(told.encode()).hexdigest()[:16]}.so"
     if not made.is_file():
@@ -50,9 +57,23 @@ def built(source: Path) -> Path:
     return made
 
 
+def processor() -> str:
+    """What instructions the processor has: a home may be shared by machines that differ in them."""
+    if not CPU_INFO.is_file():
+        return ""
+    lines = CPU_INFO.read_text().splitlines()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), "")
+
+
 def compiled(words: list[str]) -> None:
     """Run the compiler; what it prints goes into the error, not to the screen."""
     done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=SECONDS)
     if done.returncode != 0:
         errors = [line for line in done.stderr.splitlines() if "error" in line] or [f"exit code {done.returncode}"]
         raise OSError(errors[0])
+
+
+def matrix(x: Tensor) -> Tensor:
+    """Rows (N, dim) whose numbers stand one behind the other: no copy where rows have one distance from each other."""
+    rows = x.reshape(-1, x.shape[-1]) if x.numel() else x.new_empty(0, x.shape[-1])
+    return rows if rows.stride(1) == 1 else rows.contiguous()

@@ -68,7 +68,7 @@ def test_the_wheel_holds_every_file_and_only_under_its_own_name(wheel: Path) -> 
     held = {name for name in ZipFile(wheel).namelist() if not name.partition("/")[0].endswith(".dist-info")}
     assert {name.partition("/")[0] for name in held} == {"tunekit"}
     for part in PARTS:
-        kinds = {"configs": ("*.yaml",), "kernels": ("*.py", "*.cpp")}.get(part, ("*.py",))
+        kinds = {"configs": ("*.yaml",), "kernels": ("*.py", "*.cpp", "*.h")}.get(part, ("*.py",))
         for path in (path for kind in kinds for path in (ROOT / part).rglob(kind)):
             inside = path.relative_to(ROOT / part).as_posix()
             assert (f"tunekit/{inside}" if part == "tunekit" else f"tunekit/{part}/{inside}") in held
