@@ -18,7 +18,6 @@ from torch import Tensor
 from tunekit.data.loader import Order
 
 END, PREFIX = 0, "base_model.model."
-DOCUMENTS = (200 / 512, 312 / 512)  # shares of a row
 
 
 @dataclass(frozen=True)
@@ -89,7 +88,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Work:
-    """What everybody trains: `batch` packed rows of `length` tokens a step, two documents in each."""
+    """What everybody trains: `batch` packed rows of `length` tokens a step, each of documents that fill it."""
 
     method: str = "lora"  # lora, qlora, full
     length: int = 512
@@ -98,6 +97,17 @@ class Work:
     rank: int = 16
     alpha: int = 32
     lr: float = 1e-4
+    shares: tuple[float, ...] = (200 / 512, 312 / 512)  # of a span, the documents in it
+    span: int | None = None  # tokens after which documents come again; None: a row
+
+    @property
+    def documents(self) -> list[int]:
+        """Tokens of the documents of a row."""
+        span = self.span or self.length
+        ends = [round(span * sum(self.shares[: i + 1])) for i in range(len(self.shares))]
+        sizes = [end - start for start, end in zip([0, *ends], ends, strict=False)]
+        assert sum(sizes) == span and self.length % span == 0
+        return sizes * (self.length // span)
 
     @property
     def tokens(self) -> int:
@@ -106,7 +116,7 @@ class Work:
     @property
     def learnt(self) -> int:
         """The first token of a document is never one."""
-        return self.batch * (self.length - len(DOCUMENTS))
+        return self.batch * (self.length - len(self.documents))
 
     def flops(self, shape: Shape) -> float:
         """Products of a step: 4 or 6 a weight and token, the head, and attention (causal, within documents)."""
@@ -114,15 +124,9 @@ class Work:
         lora = shape.layers * self.rank * sum(out + inner for out, inner in shape.linears.values())
         full = self.method == "full"
         head = (6 if full else 4) * shape.vocab * shape.dim * self.learnt
-        pairs = self.batch * sum(n * (n + 1) / 2 for n in lengths(self.length))
+        pairs = self.batch * sum(n * (n + 1) / 2 for n in self.documents)
         attention = 3 * 4 * shape.layers * shape.dim * pairs
         return (6 if full else 4) * weights * self.tokens + (0 if full else 6 * lora * self.tokens) + head + attention
-
-
-def lengths(row: int) -> list[int]:
-    """Tokens of the documents of a row."""
-    first = round(row * DOCUMENTS[0])
-    return [first, row - first]
 
 
 def prepare(folder: Path, shape: Shape, work: Work) -> None:
@@ -183,7 +187,7 @@ def rows(folder: Path, shape: Shape, work: Work) -> None:
     """Texts for tunekit, and the same tokens as rows, in the order in which tunekit packs them, for the others."""
     folder.mkdir(exist_ok=True)
     random = np.random.default_rng(1)
-    sizes = lengths(work.length) * (work.batch * work.steps)
+    sizes = work.documents * (work.batch * work.steps)
     common = (random.pareto(1.0, (len(sizes), work.length)) * 20).astype(int) % (shape.vocab - 1) + 1
     documents = [[*row[: size - 1].tolist(), END] for row, size in zip(common, sizes, strict=True)]
     texts = (" ".join(f"w{token}" for token in document[:-1]) for document in documents)

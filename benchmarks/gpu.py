@@ -1,0 +1,378 @@
+"""What tunekit reaches on a GPU, beside its limits and beside transformers + peft (+ bitsandbytes), in ten minutes.
+
+python benchmarks/gpu.py [limits dequantize lora qlora full memory vocabulary theirs kernels] [--small]
+
+Each section is a process of its own with a time of its own, so that one which fails or hangs loses no other; results
+are written after each. All weights are random. `--small` goes the same ways in small, on whatever device there is.
+"""
+
+import argparse
+import gc
+import importlib
+import importlib.util
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from limits import copying, multiplying, seconds
+from torch import nn
+
+from tunekit import bundled
+from tunekit.adapters import Full, LoRA
+from tunekit.checkpoint.folder import Folder, read_json
+from tunekit.data.batch import Batch
+from tunekit.formats import NF4, Plain
+from tunekit.kernels import nf4
+from tunekit.kernels.cross_entropy import Terms, chunked_loss
+from tunekit.losses import CrossEntropy
+from tunekit.machine import hardware
+from tunekit.memory import Memory
+from tunekit.models.decoder import Decoder, Head
+from tunekit.models.families.registry import family
+from tunekit.models.linear import Embedding, Linear
+from tunekit.models.spec import Attention
+from tunekit.optim import AdamW
+from tunekit.precision import Precision
+
+HERE = Path(__file__).parent
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+TINY = {"num_hidden_layers": 2, "hidden_size": 256, "intermediate_size": 512, "vocab_size": 1024, "head_dim": 64}
+TINY |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+BF16 = torch.bfloat16
+
+
+@dataclass(frozen=True)
+class Size:
+    """How large everything is."""
+
+    small: bool
+
+    @property
+    def steps(self) -> int:
+        return 2 if self.small else 6
+
+    def tokens(self, rows: int, length: int) -> tuple[int, int]:
+        return (2, 64) if self.small else (rows, length)
+
+    def config(self, name: str) -> dict:
+        """The config.json of a preset, or a far smaller one."""
+        folder = bundled.model(name)
+        assert folder is not None
+        return read_json(folder / "config.json") | (TINY if self.small else {})
+
+
+def outcome(steps: Callable[[], object], size: Size) -> dict[str, float]:
+    """Median seconds of a step, all of them, and the most bytes that were allocated."""
+    found = []
+    if DEVICE.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    for _ in range(size.steps):
+        began = time.perf_counter()
+        steps()
+        if DEVICE.type == "cuda":
+            torch.cuda.synchronize()
+        found.append(time.perf_counter() - began)
+    peak = torch.cuda.max_memory_allocated() if DEVICE.type == "cuda" else 0
+    held = torch.cuda.max_memory_reserved() if DEVICE.type == "cuda" else 0
+    return {"step": statistics.median(found[size.steps // 3 :]), "first": found[0], "peak": peak, "reserved": held}
+
+
+def model(config: dict, weights: Plain, adapter: Full | LoRA, memory: Memory, precision: Precision) -> Decoder:
+    """As `assemble.model` builds it, with numbers drawn on the device: on the CPU 8 billion take minutes."""
+    found, spec = family(config, "config.json")
+    source = Folder(Path(), "random", config, found, spec)
+    with torch.device("meta"):
+        net = Decoder(source.spec)
+    weights.apply(net)
+    adapter.apply(net)
+    precision.apply(net, {}, DEVICE)
+    memory.apply(net)
+    net.to_empty(device=DEVICE)
+    net.tie()
+    with torch.no_grad():
+        for name, module in net.named_modules():
+            if isinstance(module, Linear) and ".lora_" not in name:
+                module.fill(torch.randn(module.out_features, module.in_features, device=DEVICE) * 0.02)
+            elif isinstance(module, Embedding):
+                module.weight.normal_(std=0.02)
+        for parameter in net.parameters():
+            if parameter.ndim == 1 and parameter.is_floating_point():
+                parameter.fill_(1.0)
+    adapter.initialize(net, 0)
+    return net
+
+
+def batch(vocab: int, rows: int, length: int, packed: bool = True) -> Batch:
+    """Packed rows of documents of an eighth, three eighths and half of a row."""
+    tokens = torch.randint(0, vocab, (rows, length), device=DEVICE)
+    sizes = [length // 8, 3 * length // 8, length // 2] * rows if packed else [length] * rows
+    offsets = F.pad(torch.tensor(sizes).cumsum(0), (1, 0)).int().to(DEVICE)
+    positions = torch.cat([torch.arange(n) for n in sizes]).view(rows, length).to(DEVICE)
+    return Batch(tokens, tokens.roll(-1, 1), positions, offsets, rows * length, rows * length)
+
+
+def train(net: Decoder, adapter: Full | LoRA, rows: Batch) -> Callable[[], None]:
+    """A whole step: forward, backward, AdamW."""
+    optimizer, loss = AdamW(lr=1e-5).build(adapter.trained(net)), CrossEntropy()
+
+    def step() -> None:
+        (loss(net, rows) / rows.learnt).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def flops(net: Decoder, rows: Batch, factor: int) -> float:
+    """4 or 6 operations a weight and token, the head's among them, 6 for adapters, and attention within documents."""
+    linears = {name: m for name, m in net.named_modules() if isinstance(m, Linear)}
+    sizes = {name: m.out_features * m.in_features * (6 if ".lora_" in name else factor) for name, m in linears.items()}
+    assert rows.offsets is not None
+    pairs = sum(n * (n + 1) / 2 for n in rows.offsets.diff().tolist())
+    mixers = [layer.mixer for layer in net.spec.layers]
+    heads = sum(m.heads * m.head_dim for m in mixers if isinstance(m, Attention))
+    return sum(sizes.values()) * rows.tokens.numel() + 3 * 4 * heads * pairs
+
+
+def steps(size: Size, preset: str, weights: Plain, adapter: Full | LoRA, **how) -> dict[str, float]:
+    """Steps of tunekit on a preset; `how`: rows, length, recompute, factor."""
+    config, memory = size.config(preset), Memory(recompute=how.get("recompute", False))
+    trained = "bf16" if type(adapter) is Full else "fp32"
+    net = model(config, weights, adapter, memory, Precision("bf16", trained=trained, frozen="bf16"))
+    rows = batch(net.spec.vocab, *size.tokens(how["rows"], how["length"]))
+    found = outcome(train(net, adapter, rows), size)
+    rate = max(multiplying(DEVICE, sides(size)).values())
+    return found | {"matmul share": flops(net, rows, how["factor"]) / found["step"] / rate}
+
+
+def sides(size: Size) -> tuple[int, ...]:
+    return (128, 256) if size.small else (4096, 8192)
+
+
+# The sections, each to numbers by name
+
+
+def limits(size: Size) -> dict[str, float]:
+    """Copying into memory that is there, and square products of bf16."""
+    found = {f"matmul TFLOP/s, side {side}": rate / 1e12 for side, rate in multiplying(DEVICE, sides(size)).items()}
+    return found | {"copy GB/s, read and written": copying(DEVICE, 2**20 if size.small else 2**31) / 1e9}
+
+
+def dequantize(size: Size) -> dict[str, float]:
+    """Four-bit weights to bf16: the share of what a copy of as many bytes reaches. Many calls between two waits."""
+    out, inner = (256, 128) if size.small else (14336, 8192)
+    limit, found = copying(DEVICE, 2**20 if size.small else 2**31), {}
+    for nested in (False, True):
+        packed, scales = nf4.quantize(torch.randn(out, inner, device=DEVICE))
+        codes, outer = nf4.nest(scales) if nested else (scales.view(torch.uint8), None)
+        parts = packed.view(out, -1), codes.view(out, -1), None if outer is None else outer.view(torch.uint8)
+        spent = repeated(lambda parts=parts: nf4.dequantize(*parts, "nf4", BF16), size)
+        moved = packed.numel() + codes.numel() + 2 * out * inner
+        name = "nested" if nested else "plain"
+        found |= {f"{name} ms": spent * 1e3, f"{name} share of copy": moved / spent / limit}
+    if theirs := installed("bitsandbytes.functional"):
+        coded, state = theirs.quantize_4bit(
+            torch.randn(out, inner, device=DEVICE, dtype=BF16), quant_type="nf4", blocksize=64
+        )
+        found["bitsandbytes ms"] = 1e3 * repeated(lambda: theirs.dequantize_4bit(coded, state), size)
+    return found
+
+
+def repeated(work: Callable[[], object], size: Size) -> float:
+    calls = 2 if size.small else 20
+
+    def many() -> None:
+        for _ in range(calls):
+            work()
+
+    return seconds(many, 5, DEVICE) / calls
+
+
+def lora(size: Size) -> dict[str, float]:
+    """A step of an 8B Llama, bf16 weights, rank 16 on all linear layers, 8,192 packed tokens."""
+    return steps(size, "tunekit/llama3_1_8b", Plain(), LoRA(16), rows=4, length=2048, factor=4)
+
+
+def qlora(size: Size) -> dict[str, float]:
+    """The same with four-bit weights."""
+    return steps(size, "tunekit/llama3_1_8b", NF4(), LoRA(16), rows=4, length=2048, factor=4)
+
+
+def full(size: Size) -> dict[str, float]:
+    """All weights of a 1B Llama in bf16, 8,192 packed tokens."""
+    return steps(size, "tunekit/llama3_2_1b", Plain(), Full(), rows=4, length=2048, factor=6)
+
+
+def memory(size: Size) -> dict[str, float]:
+    """8B QLoRA at 2 x 2,048 with nested scales and layers that run twice."""
+    how = {"rows": 2, "length": 2048, "recompute": True, "factor": 4}
+    return steps(size, "tunekit/llama3_1_8b", NF4(True), LoRA(16), **how)
+
+
+def vocabulary(size: Size) -> dict[str, float]:
+    """Bytes that head and loss need beside the head, over the size of the vocabulary."""
+    tokens, dim = (64, 64) if size.small else (8192, 4096)
+    found = {}
+    for vocab in (512, 1024) if size.small else (32768, 65536, 131072, 262144):
+        config = size.config("tunekit/llama3_1_8b") | {"vocab_size": vocab, "hidden_size": dim}
+        spec = replace(family(config, "config.json")[1], vocab=vocab, dim=dim)
+        head = Head(spec).to(DEVICE, BF16).requires_grad_(False)
+        hidden = torch.randn(tokens, dim, device=DEVICE, dtype=BF16, requires_grad=True)
+        targets = torch.randint(0, vocab, (tokens,), device=DEVICE)
+        before = torch.cuda.memory_allocated() if DEVICE.type == "cuda" else 0
+        found_here = outcome(lambda h=hidden, t=targets, head=head: loss(h, t, head), size)
+        found[f"GB at {vocab:,}"] = (found_here["peak"] - before) / 1e9
+        found[f"ms at {vocab:,}"] = found_here["step"] * 1e3
+        del head, hidden
+        gc.collect()
+    return found
+
+
+def loss(hidden: torch.Tensor, targets: torch.Tensor, head: Head) -> None:
+    hidden.grad = None
+    chunked_loss(hidden, targets, head, Terms()).backward()
+
+
+def theirs(size: Size) -> dict[str, float]:
+    """transformers + peft at the same step: rows of one document each, for which SDPA needs no mask."""
+    found = their_steps(size, None, "lora")
+    gc.collect()
+    if installed("bitsandbytes"):
+        found |= their_steps(size, "nf4", "qlora")
+    return found
+
+
+def their_steps(size: Size, four: str | None, name: str) -> dict[str, float]:
+    transformers, peft = (importlib.import_module(module) for module in ("transformers", "peft"))
+    config = transformers.LlamaConfig(**size.config("tunekit/llama3_1_8b"))
+    with torch.device(DEVICE):
+        net = transformers.LlamaForCausalLM(config).to(BF16)
+    if four:
+        four_bit(net)
+    lora_config = peft.LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+    net = peft.get_peft_model(net, lora_config)
+    optimizer = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=1e-5, fused=True)
+    tokens = torch.randint(0, config.vocab_size, size.tokens(4, 2048), device=DEVICE)
+
+    def step() -> None:
+        with torch.autocast(DEVICE.type, BF16):
+            net(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return {f"{name} {key}": value for key, value in outcome(step, size).items()}
+
+
+def four_bit(net: nn.Module) -> None:
+    """The linear layers of the blocks as bitsandbytes keeps them."""
+    modules = importlib.import_module("bitsandbytes.nn")
+    for name, layer in list(net.named_modules()):
+        if isinstance(layer, nn.Linear) and ".layers." in name:
+            made = modules.Linear4bit(
+                layer.in_features, layer.out_features, bias=False, compute_dtype=BF16, quant_type="nf4"
+            )
+            made.weight = modules.Params4bit(layer.weight.data.cpu(), requires_grad=False, quant_type="nf4")
+            owner, _, leaf = name.rpartition(".")
+            setattr(net.get_submodule(owner), leaf, made.to(DEVICE))
+
+
+def kernels(size: Size) -> dict[str, float]:
+    """All tests that need a GPU."""
+    wanted = ["-k", "nf4", "--collect-only"] if size.small else []
+    line = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "tests/kernels", *wanted]
+    done = subprocess.run(line, cwd=HERE.parent, capture_output=True, text=True, check=False)
+    print(done.stdout[-3000:], file=sys.stderr)
+    last = [text for text in done.stdout.splitlines() if text.strip()][-1:]
+    return {f"exit {done.returncode}: {' '.join(last)}": done.returncode}
+
+
+def installed(name: str) -> Any:
+    """A module, if its package is here."""
+    return importlib.import_module(name) if importlib.util.find_spec(name.partition(".")[0]) else None
+
+
+# Each with the seconds it may take: ten minutes together
+SECTIONS: dict[Callable[[Size], dict[str, float]], int] = {
+    limits: 40,
+    dequantize: 40,
+    lora: 90,
+    qlora: 90,
+    full: 60,
+    memory: 80,
+    vocabulary: 40,
+    theirs: 100,
+    kernels: 120,
+}
+
+
+def section(name: str, most: int, small: bool) -> dict[str, float | str]:
+    """A section in a process of its own; why there is no result, if there is none."""
+    line = [sys.executable, __file__, name, "--inside", *(["--small"] if small else [])]
+    try:
+        done = subprocess.run(line, capture_output=True, text=True, timeout=most, check=False)
+    except subprocess.TimeoutExpired:
+        return {"fault": f"not done in {most} s"}
+    lines = [text for text in done.stderr.splitlines() if text.strip()]
+    if done.returncode:
+        return {"fault": " / ".join(lines[-3:])[-500:]}
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def page(found: dict[str, dict[str, float | str]], spent: dict[str, float]) -> str:
+    """All results, as Markdown, and how they stand to the aims."""
+    text = f"# On {hardware(DEVICE)}, {date.today()}\n\n"
+    text += f"torch {torch.__version__}, CUDA {torch.version.cuda}, Python {platform.python_version()}. "
+    text += "All weights are random.\n"
+    one, four = (found.get(name, {}).get("step") for name in ("lora", "qlora"))
+    if isinstance(one, float) and isinstance(four, float):
+        text += f"\nA step of QLoRA takes {four / one:.3f} x one of LoRA.\n"
+    for name, told in found.items():
+        doc = next(s.__doc__ for s in SECTIONS if s.__name__ == name) or ""
+        text += f"\n## {name}\n\n{doc} ({spent[name]:.0f} s in all)\n\n| | |\n|---|---|\n"
+        text += "".join(f"| {key} | {shown(key, value)} |\n" for key, value in told.items())
+    return text
+
+
+def shown(key: str, value: float | str) -> str:
+    if isinstance(value, str):
+        return value
+    if key.endswith(("peak", "reserved")):
+        return f"{value / 2**30:.2f} GiB"
+    return f"{value:.4g}"
+
+
+def main() -> None:
+    names = {function.__name__: function for function in SECTIONS}
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("sections", nargs="*", default=[*names])
+    parser.add_argument("--small", action="store_true")
+    parser.add_argument("--results", type=Path, default=HERE / "results")
+    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if wrong := set(args.sections) - names.keys():
+        parser.error(f"{', '.join(wrong)}: none of {', '.join(names)}")
+    if args.inside:
+        print(json.dumps(names[args.sections[0]](Size(args.small))))
+        return
+    found: dict[str, dict[str, float | str]] = {}
+    spent: dict[str, float] = {}
+    for name in args.sections:
+        began = time.perf_counter()
+        found[name] = section(name, SECTIONS[names[name]], args.small)
+        spent[name] = time.perf_counter() - began
+        print(name, json.dumps(found[name]), flush=True)
+        (args.results / f"{date.today()}-gpu.md").write_text(page(found, spent))
+
+
+if __name__ == "__main__":
+    main()
