@@ -1,7 +1,7 @@
 """A step of AdamW with both moments in eight bits each, and one fp32 scale for 256 of them (arXiv:2110.02861).
 
 The codes are short floats with four bits of exponent: the first moment has a sign and three bits of mantissa, the root
-of the second has four and no sign. The top code of a block is its largest number, exactly. Decoding and encoding are
+of the second has four and no sign. The top code of a block is its largest number. Decoding and encoding are
 shifts of bits. The dynamic code of the paper has its fine steps where numbers are large: with moments of one block that
 differ a hundredfold it left the root of the second wrong by a factor of 30 (rms), and this one by 5 %.
 

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tunekit import assemble, card, losses, metrics, publish, verify
 from tunekit.adapters import DoRA, Full, LoRA
-from tunekit.checkpoint import atomic, save, workspace
+from tunekit.checkpoint import atomic, read, save, workspace
 from tunekit.checkpoint.folder import Folder
 from tunekit.checkpoint.state import State
 from tunekit.config.dump import dump, resolved
@@ -26,10 +26,10 @@ from tunekit.errors import FieldError
 from tunekit.formats import FP4, NF4, Plain
 from tunekit.hub import fetch
 from tunekit.losses import CrossEntropy
-from tunekit.memory import Memory
+from tunekit.memory import Memory, Update
 from tunekit.metrics import Log
 from tunekit.models.decoder import Decoder
-from tunekit.optim import SGD, WSD, AdamW, Constant, Cosine, Linear, Patience
+from tunekit.optim import SGD, WSD, AdamW, AdamW8bit, Constant, Cosine, Linear, Muon, Patience
 from tunekit.parallel import Run
 from tunekit.precision import Precision
 from tunekit.publish import Publisher, Push
@@ -49,7 +49,7 @@ class SFT:
     weights: Plain | NF4 | FP4 = Plain()  # how frozen weights are stored; nf4 with an adapter is QLoRA
     adapter: Full | LoRA | DoRA = Full()  # what is trained
     loss: CrossEntropy = CrossEntropy()
-    optimizer: AdamW | SGD = AdamW()
+    optimizer: AdamW | AdamW8bit | Muon | SGD = AdamW()
     schedule: Cosine | Linear | Constant | WSD = Cosine()
     precision: Precision = Precision()
     memory: Memory = Memory()
@@ -80,6 +80,8 @@ class SFT:
         if isinstance(self.weights, NF4) and isinstance(self.adapter, Full):
             told = "four bits are for frozen weights, and `adapter: full` trains all of them: use lora or dora"
             raise FieldError("weights", told)
+        if refused := self.memory.refusal(self.clip, -(-self.batch // self.micro_batch)):
+            raise FieldError("memory.step_in_backward", refused)
         if self.init == "random" and not isinstance(self.adapter, Full):
             raise FieldError("init", "random weights under an adapter are kept nowhere: train all of them")
 
@@ -96,7 +98,9 @@ def source_of(cfg: SFT, files: fetch.Files = fetch.READ) -> Folder:
 def check(cfg: SFT) -> None:
     """What can be known without reading weights: the folder, the family, the adapter's targets, the rows' files."""
     source = source_of(cfg, fetch.SMALL)
-    assemble.outline(source, cfg.weights, cfg.adapter)
+    shapes = assemble.outline(source, cfg.weights, cfg.adapter).shapes
+    if cfg.init == "checkpoint" and fetch.commit(source.path) is None:  # the Hub's weights are not here yet
+        read.check(source, shapes)
     tokenizer = Tokenizer.open(source.tokenizer).fitted(source.spec.vocab, source.tokenizer)
     for rows in filter(None, (cfg.data, cfg.validation)):
         rows.check()
@@ -113,6 +117,8 @@ def main(cfg: SFT) -> None:
             publish.finish(cfg.push, space.folder, space.final)
             return
         source = source_of(cfg)
+        if cfg.init == "checkpoint":  # before rows are prepared, which may take long
+            read.check(source, assemble.outline(source, cfg.weights, cfg.adapter).shapes)
         tokenizer = Tokenizer.open(source.tokenizer).fitted(source.spec.vocab, source.tokenizer).dated(space.day)
         data = cfg.data.open(tokenizer, cfg.batch, cfg.micro_batch, run)
         held = cfg.validation and cfg.validation.open(tokenizer, cfg.batch, cfg.micro_batch, run)
@@ -121,7 +127,7 @@ def main(cfg: SFT) -> None:
         run.tell(f"data: {data.report}")
         fresh = cfg.init == "random"
         model = assemble.model(source, cfg.weights, cfg.adapter, cfg.precision, cfg.memory, run, fresh)
-        sender = Publisher(cfg.push, space.folder, lambda folder: save.final(cfg.adapter, folder, model, source))
+        sender = Publisher(cfg.push, space.folder, lambda folder: save.final(cfg.adapter, folder, model, source), run)
         steps = train(cfg, model, data, held, space, run, sender)
         with atomic.whole(space.final) as folder:
             save.final(cfg.adapter, folder, model, source)
@@ -139,7 +145,9 @@ def train(
 ) -> int:
     """Every step from the last saved one on; how many there were in all."""
     steps = cfg.steps or cfg.epochs * data.steps_per_epoch
-    optimizer = cfg.optimizer.build(cfg.adapter.trained(model))
+    inner = (p for layer in model.layers for p in layer.parameters())
+    optimizer = cfg.optimizer.build(cfg.adapter.trained(model), inner)
+    update = cfg.memory.update(optimizer, cfg.clip)
     schedule = cfg.schedule.build(optimizer, steps)
     patience = Patience(cfg.patience)
     state = State(space.state, model, optimizer, schedule, cfg.keep, run, patience, data)
@@ -158,7 +166,7 @@ def train(
             batches = data[step]
             wait = time.perf_counter() - began
             rate = schedule.get_last_lr()[0]
-            loss, norm = train_step(model, batches, cfg, optimizer, run)
+            loss, norm = train_step(model, batches, cfg, update, run)
             schedule.step()
 
             done, real, learnt = step + 1, sum(b.real for b in batches), sum(b.learnt for b in batches)
@@ -173,9 +181,7 @@ def train(
     return done
 
 
-def train_step(
-    model: Decoder, batches: list[Batch], cfg: SFT, optimizer: torch.optim.Optimizer, run: Run
-) -> tuple[Tensor, Tensor]:
+def train_step(model: Decoder, batches: list[Batch], cfg: SFT, update: Update, run: Run) -> tuple[Tensor, Tensor]:
     """One optimizer step. A learnt token weighs the same in every micro-batch and on every rank."""
     tokens = run.total(sum(batch.learnt for batch in batches))
     total = torch.zeros((), device=run.device)
@@ -184,8 +190,4 @@ def train_step(
         loss = cfg.loss(model, batch.to(run.device)) / tokens
         (loss * run.size).backward()  # sharding averages gradients over the ranks
         total += loss.detach()
-    trained = [p for p in model.parameters() if p.requires_grad]
-    norm = nn.utils.clip_grad_norm_(trained, cfg.clip or float("inf"))
-    optimizer.step()
-    optimizer.zero_grad()
-    return run.sum(total), norm
+    return run.sum(total), update()

@@ -8,9 +8,9 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 LAYERS = (
-    {"errors", "bundled", "curves", "discreet", "machine"},
+    {"errors", "bundled", "curves", "discreet", "machine", "pages"},
     {"parallel", "kernels", "config"},
-    {"models", "optimizers"},
+    {"models", "optimizers", "offload"},
     {"adapters", "formats", "memory", "precision", "data", "optim", "metrics", "loggers", "nano"},
     {"checkpoint", "losses", "generate", "hub"},
     {"assemble", "origin"},

@@ -17,6 +17,7 @@ from tunekit.hub import fetch
 from tunekit.memory import Memory
 from tunekit.models.decoder import Decoder
 from tunekit.models.init import randomize
+from tunekit.pages import enlarge
 from tunekit.parallel import Run
 from tunekit.precision import Precision
 
@@ -37,9 +38,10 @@ def model(
     for line in weights.remarks(net):
         run.tell(line)
     precision.apply(net, {} if fresh else source.dtypes, run.device)  # how exact it is
-    memory.apply(net)  # what is kept
+    memory.apply(net, run.device)  # what is kept
     net.to_empty(device=run.device)  # where it is
     net.tie()
+    enlarge(net.parameters())
     if fresh:
         randomize(net, run.seed)
     else:
@@ -86,5 +88,5 @@ def finished(path: Path) -> Path:
         return path
     final = atomic.locate(path / FINAL)
     if final is None:
-        raise UserError(f"{path}: this run has not ended; start it again to go on, then ask what it has learnt")
+        raise UserError(f"{path}: this run has not ended, so there is no result yet: start it again to go on")
     return final

@@ -1,16 +1,118 @@
-"""Memory for time, and time for memory: which activations are computed twice, and what is compiled."""
+"""Memory for time, and time for memory: what is kept of a pass and where, when weights move, what is compiled."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
 
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from tunekit.errors import UserError
 from tunekit.models.decoder import Decoder
+from tunekit.offload import Offload
+
+CPU = torch.device("cpu")
+# What `selective` keeps: products and attention. Norms, rotations and gates are run again.
+PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "_grouped_mm"}
+CHEAP = {"rms_norm", "rotate", "gated"}  # of our own operations
 
 
 @dataclass(frozen=True)
 class Memory:
-    recompute: bool = False  # keep only the input of each layer, and run the layer again in the backward pass
+    # true or layer: keep only the input of each layer, and run the layer again in the backward pass; selective: keep
+    # products and attention too, and run only the cheap rest again
+    recompute: bool | Literal["layer", "selective"] = False
+    offload: bool = False  # wait in the memory of the host for the backward pass; for GPUs
+    step_in_backward: bool = False  # move a weight as soon as it has its gradient, which is then freed
     compile: bool = False  # torch.compile on each layer; the first steps then take longer
 
-    def apply(self, model: Decoder) -> None:
-        model.recompute = self.recompute
+    def apply(self, model: Decoder, device: torch.device = CPU) -> None:
+        if self.offload and device.type == "cpu":
+            raise UserError("memory.offload: takes activations from a GPU to the host; on the CPU leave it out")
+        model.through = self.through()
+        if self.offload:
+            model.through = Offload(model).around(model.through or called)
         for layer in model.layers if self.compile else ():
             layer.compile(dynamic=True)
+
+    def through(self) -> Callable[..., Tensor] | None:
+        """How a layer is called where gradients are wanted; None: just so."""
+        if not self.recompute:
+            return None
+        again = partial(checkpoint, use_reentrant=False)
+        if self.recompute == "selective":
+            return partial(again, context_fn=partial(create_selective_checkpoint_contexts, policy))
+        return again
+
+    def update(self, optimizer: torch.optim.Optimizer, clip: float) -> "Update":
+        """What moves the weights."""
+        return EarlyUpdate(optimizer) if self.step_in_backward else Update(optimizer, clip)
+
+    def refusal(self, clip: float, parts: int) -> str | None:
+        """Why weights cannot move inside a backward pass, and how to mend it; `parts`: forward passes in a step."""
+        if self.step_in_backward and clip > 0:
+            return "a gradient is shortened by the length of all, which comes too late: set clip=0"
+        if self.step_in_backward and parts > 1:
+            return f"gradients of {parts} forward passes would have to be added up: set micro_batch to batch"
+        return None
+
+
+def called(layer: nn.Module, *inputs: Any) -> Tensor:
+    return layer(*inputs)
+
+
+def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Of one operation of a layer: keep what came out, or run it again."""
+    name = op.__name__.partition(".")[0]
+    own = op.namespace == "tunekit" and name not in CHEAP
+    kept = own or name in PRODUCTS or name.startswith("_scaled_dot_product")
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class Update:
+    """One step of the optimizer, when all gradients are there."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, clip: float) -> None:
+        self.optimizer, self.clip = optimizer, clip
+        self.weights = [p for group in optimizer.param_groups for p in group["params"]]
+
+    def __call__(self) -> Tensor:
+        """Shorten, step, free; the length of the gradient as it was."""
+        norm = nn.utils.get_total_norm([p.grad for p in self.weights if p.grad is not None])
+        if self.clip:
+            nn.utils.clip_grads_with_norm_(self.weights, self.clip, norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return norm
+
+
+class EarlyUpdate(Update):
+    """A step of each weight inside the backward pass: the gradients of a model never exist all at once.
+
+    What was computed with a weight has had its backward pass when the gradient of the weight is whole, so nothing
+    reads it any more. The optimizer sees one weight at a time, by groups that hold just that one.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(optimizer, 0.0)
+        self.norms: dict[nn.Parameter, Tensor] = {}
+        for group in optimizer.param_groups:
+            for weight in group["params"]:
+                weight.register_post_accumulate_grad_hook(partial(self.step, group))
+
+    def step(self, group: dict[str, Any], weight: nn.Parameter) -> None:
+        assert weight.grad is not None and weight not in self.norms, "one backward pass is one step"
+        self.norms[weight] = torch.linalg.vector_norm(weight.grad)
+        whole, self.optimizer.param_groups = self.optimizer.param_groups, [group | {"params": [weight]}]
+        self.optimizer.step()
+        self.optimizer.param_groups = whole
+        weight.grad = None
+
+    def __call__(self) -> Tensor:
+        """Everything has been done; the length that the gradient had."""
+        norms = [self.norms[weight] for weight in self.weights if weight in self.norms]
+        self.norms.clear()
+        self.optimizer.step()  # none has a gradient; the schedule wants to see that steps are taken
+        return nn.utils.get_total_norm(norms)

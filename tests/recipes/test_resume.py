@@ -80,6 +80,36 @@ def stop_after(monkeypatch, step):
     monkeypatch.setattr(State, "save", stopping)
 
 
+EARLY = ("clip=0", "micro_batch=4", "memory.step_in_backward=true")
+MOVERS = {
+    "adamw8bit": ("optimizer={kind: adamw8bit, lr: 1e-2}",),
+    "muon": ("optimizer={kind: muon, lr: 1e-2}",),
+    "adamw early": ("optimizer={kind: adamw, lr: 1e-2}", *EARLY),
+    "adamw8bit early": ("optimizer={kind: adamw8bit, lr: 1e-2}", *EARLY),
+    "muon early": ("optimizer={kind: muon, lr: 1e-2}", *EARLY),
+}
+
+
+@pytest.mark.parametrize("mover", MOVERS)
+@pytest.mark.parametrize("adapter", ["full", "{kind: lora, rank: 4, plus: 4, targets: [all, embed]}"])
+def test_every_optimizer_goes_on(work, monkeypatch, mover, adapter):
+    words = (*RUN, f"adapter={adapter}", *MOVERS[mover])
+    assert work.tune(*words).code == 0
+    first, *_, last = [line["loss"] for line in work.numbers("out") if "loss" in line]
+    assert last < first
+    stop_after(monkeypatch, 3)
+    assert work.tune(*words, "out=broken").code == 143
+    assert work.tune(*words, "out=broken").code == 0
+    assert work.same("out", "broken")
+
+
+def test_weights_move_inside_the_backward_pass_to_the_same_place(work):
+    plain = ("optimizer={kind: adamw, lr: 1e-2}", *EARLY[:2])
+    assert work.tune(*RUN, *plain).code == 0
+    assert work.tune(*RUN, *plain, EARLY[2], "out=early").code == 0
+    assert work.same("out", "early")
+
+
 def test_patience_survives(work, monkeypatch):
     """Two bad validations end the run; the run is stopped between them."""
     bad = (*RUN, "optimizer.lr=0.5", "steps=20", "validate_every=1", "patience=2")

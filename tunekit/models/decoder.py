@@ -5,7 +5,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from tunekit.models.attention import SelfAttention
 from tunekit.models.delta import GatedDeltaNet
@@ -76,9 +75,9 @@ class Block(Fresh):
 
 
 class Decoder(nn.Module):
-    """Tokens to logits. `recompute` and `compute` are set by the memory and precision choices."""
+    """Tokens to logits. `through` and `compute` are set by the memory and precision choices."""
 
-    recompute = False  # drop the activations of each layer, and compute them again in the backward pass
+    through: Callable[..., Tensor] | None = None  # how a layer is called where gradients are wanted
     compute: torch.dtype | None = None  # dtype of activations and products; None: that of the embedding
 
     def __init__(self, spec: DecoderSpec) -> None:
@@ -148,8 +147,8 @@ class Decoder(nn.Module):
         x = x if self.spec.embed_scale == 1 else x * torch.tensor(self.spec.embed_scale, dtype=x.dtype)
         own = [None] * len(self.spec.layers) if self.per_layer is None else self.per_layer(tokens, x)
         for i, layer in enumerate(self.layers):
-            if self.recompute and torch.is_grad_enabled():
-                x = checkpoint(layer, x, place, None, own[i], use_reentrant=False)
+            if self.through is not None and torch.is_grad_enabled():
+                x = self.through(layer, x, place, None, own[i])
             else:
                 x = layer(x, place, None if cache is None else cache.layers[i], own[i])
         return self.norm(x)
@@ -167,7 +166,19 @@ class Head(Linear):
         super().__init__(spec.dim, spec.vocab, bias=False)
         self.scale, self.softcap = spec.logit_scale, spec.logit_softcap
 
+    @property
+    def plain(self) -> bool:
+        """Whether `raw(x)` is x W^T and nothing else."""
+        return self.update is None and self.bias is None
+
     def forward(self, input: Tensor) -> Tensor:
-        logits = super().forward(input)
+        return self.finish(self.raw(input))
+
+    def raw(self, x: Tensor) -> Tensor:
+        """The product alone, which a loss scales and caps itself."""
+        return super().forward(x)
+
+    def finish(self, logits: Tensor) -> Tensor:
+        """What a product gave, scaled and capped."""
         logits = logits if self.scale == 1 else logits * self.scale
         return logits if self.softcap is None else (logits / self.softcap).tanh() * self.softcap

@@ -1,0 +1,170 @@
+"""What saves memory changes no bit of a step, and saves memory."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from tests.checkpoints import batch, made, ours, tokens
+from tunekit import offload
+from tunekit.adapters import Full, LoRA
+from tunekit.data.rows import Text
+from tunekit.errors import FieldError, UserError
+from tunekit.losses import CrossEntropy
+from tunekit.memory import Memory
+from tunekit.models.decoder import Decoder
+from tunekit.offload import Offload
+from tunekit.optim import SGD, AdamW, AdamW8bit, Muon
+from tunekit.recipes import sft
+
+FAMILIES = ["llama3.2", "qwen3-moe", "gemma2", "qwen3-next"]
+
+
+def gradients(model: Decoder) -> list[torch.Tensor]:
+    model.zero_grad()
+    CrossEntropy()(model, batch(tokens())).backward()
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("adapter", [Full(), LoRA(4)], ids=["full", "lora"])
+@pytest.mark.parametrize("recompute", [True, "layer", "selective"])
+def test_recompute_changes_no_bit(name: str, adapter, recompute, tmp_path: Path) -> None:
+    folder = made(tmp_path, name)
+    plain, again = (ours(folder, adapter, memory=Memory(recompute=how)) for how in (False, recompute))
+    assert all(map(torch.equal, gradients(plain), gradients(again)))
+
+
+def kept(model: Decoder) -> int:
+    """Bytes that a forward pass leaves behind for the backward pass."""
+    part = batch(tokens(8, 64))
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        loss = CrossEntropy()(model, part)
+    loss.backward()
+    return sum(event.self_cpu_memory_usage for event in seen.key_averages())
+
+
+def test_what_is_kept_is_less_and_less(tmp_path: Path) -> None:
+    folder = made(tmp_path, "llama3.2")
+    sizes = [kept(ours(folder, memory=Memory(recompute=how))) for how in (False, "selective", "layer")]
+    assert sizes[0] > 1.2 * sizes[1]
+    assert sizes[1] > 1.2 * sizes[2]
+
+
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Sizes of what goes to the host, on a machine that has nothing else."""
+    sent = []
+    away = offload.Away
+
+    class Counted(away):
+        def __init__(self, x: torch.Tensor, *rest) -> None:
+            sent.append(x.nbytes)
+            super().__init__(x, *rest)
+
+    monkeypatch.setattr(offload, "LEAST", 1)
+    monkeypatch.setattr(offload, "Away", Counted)
+    yield sent
+    assert sent
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("recompute", [False, "layer"])
+def test_offload_changes_no_bit(name: str, recompute, host: list[int], tmp_path: Path) -> None:
+    folder = made(tmp_path, name)
+    plain, away = ours(folder), ours(folder, memory=Memory(recompute=recompute))
+    mover = Offload(away)
+    away.through = mover.around(away.through or (lambda layer, *inputs: layer(*inputs)))
+    for _ in range(2):
+        assert all(map(torch.equal, gradients(plain), gradients(away)))
+        assert mover.last is None and not mover.known, "nothing stays behind"
+    weights = {p.untyped_storage().data_ptr() for p in away.parameters()}
+    assert weights <= mover.weights
+
+
+def test_what_several_operations_keep_goes_once(host: list[int], tmp_path: Path) -> None:
+    """The input of q, k and v, and that of gate and up."""
+    model = ours(made(tmp_path, "llama3.2"))
+    model.through = Offload(model).around(lambda layer, *inputs: layer(*inputs))
+    gradients(model)
+    assert len(host) < 20 * len(model.spec.layers)
+
+
+def test_offload_is_for_gpus(tmp_path: Path) -> None:
+    folder = made(tmp_path, "llama3.2")
+    with pytest.raises(UserError, match="leave it out"):
+        ours(folder, memory=Memory(offload=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("recompute", [False, "layer", "selective"])
+def test_offload_on_a_gpu(recompute, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(offload, "LEAST", 1)
+    folder = made(tmp_path, "llama3.2")
+    models = [ours(folder).cuda() for _ in range(2)]
+    Memory(recompute, offload=True).apply(models[1], torch.device("cuda"))
+    part = batch(tokens(4, 64)).to(torch.device("cuda"))
+    for _ in range(3):
+        for model in models:
+            model.zero_grad()
+            CrossEntropy()(model, part).backward()
+        assert all(torch.equal(p.grad, q.grad) for p, q in zip(*(m.parameters() for m in models), strict=True))
+
+
+def trained(folder: Path, adapter, choice, memory: Memory) -> tuple[Decoder, torch.optim.Optimizer, list[float]]:
+    """Four steps, and the lengths of their gradients."""
+    model, norms = ours(folder, adapter, memory=memory), []
+    inner = (p for layer in model.layers for p in layer.parameters())
+    optimizer = choice.build(adapter.trained(model), inner)
+    update = memory.update(optimizer, 0.0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
+    for step in range(4):
+        CrossEntropy()(model, batch(tokens(seed=step))).backward()
+        norms.append(float(update()))
+        schedule.step()
+        assert all(p.grad is None for p in model.parameters())
+    return model, optimizer, norms
+
+
+@pytest.mark.parametrize(
+    "choice", [AdamW(1e-3), AdamW8bit(1e-3), Muon(1e-3), SGD(1e-3, 0.9)], ids=lambda c: type(c).__name__
+)
+@pytest.mark.parametrize("adapter", [Full(), LoRA(4, plus=4.0)], ids=["full", "lora"])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_steps_in_backward_are_the_same_steps(choice, adapter, recompute: bool, tmp_path: Path) -> None:
+    folder = made(tmp_path, "llama3.2")
+    plain = trained(folder, adapter, choice, Memory(recompute))
+    early = trained(folder, adapter, choice, Memory(recompute, step_in_backward=True))
+    assert early[2] == plain[2]
+    weights = [*zip(plain[0].parameters(), early[0].parameters(), strict=True)]
+    assert all(torch.equal(p, q) for p, q in weights)
+    for p, q in weights:
+        one, other = plain[1].state[p], early[1].state[q]
+        assert one.keys() == other.keys()
+        assert all(torch.equal(torch.as_tensor(one[key]), torch.as_tensor(other[key])) for key in one)
+
+
+def test_gradients_are_freed_at_once(tmp_path: Path) -> None:
+    """Never more than two weights have one: that which steps, and that which comes next."""
+    model = ours(made(tmp_path, "llama3.2"))
+    optimizer, most = AdamW().build(Full().trained(model)), []
+    Memory(step_in_backward=True).update(optimizer, 0.0)
+    for p in model.parameters():
+        p.register_hook(lambda grad: most.append(sum(q.grad is not None for q in model.parameters())))
+    CrossEntropy()(model, batch(tokens())).backward()
+    assert most and max(most) <= 1
+
+
+@pytest.mark.parametrize(("options", "told"), [
+    ({"clip": 1.0, "batch": 4, "micro_batch": 4}, "clip=0"),
+    ({"clip": 0.0, "batch": 4, "micro_batch": 2}, "micro_batch"),
+])  # fmt: skip
+def test_where_it_cannot_hold_it_is_refused(options: dict, told: str) -> None:
+    plain = sft.SFT(model="m", data=Text("t"), out="o", **options)
+    assert plain.memory.refusal(options["clip"], 2) is None
+    with pytest.raises(FieldError, match=told) as caught:
+        sft.SFT(model="m", data=Text("t"), out="o", memory=Memory(step_in_backward=True), **options)
+    assert caught.value.field == "memory.step_in_backward"
