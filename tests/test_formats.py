@@ -210,9 +210,9 @@ def test_logits_from_files_are_those_of_the_model(family: Path, tmp_path: Path) 
     peft.write(tmp_path, model, adapter, source)
     rows = tokens(3, 9).tolist()
     started = replace(peft.described(tmp_path, source), start=str(tmp_path))
-    found = stream.logits(source, started, rows, FP32, CPU, NF4())
-    assert torch.equal(found, stream.ask(model, rows, CPU))
-    assert error(found, stream.logits(source, started, rows, FP32, CPU)) > 1e-3
+    found = stream.logits(source, started, rows, FP32, CPU, NF4()).whole()
+    assert torch.equal(found, stream.ask(model, rows, CPU).whole())
+    assert error(found, stream.logits(source, started, rows, FP32, CPU).whole()) > 1e-3
 
 
 def pack(held: dict[str, Tensor], nested: bool, kind: str = "nf4") -> dict[str, Tensor]:

@@ -6,9 +6,10 @@ fp32 whatever the run computed in, so that what differs are the weights.
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ from tunekit.adapters import Frozen, Full, LoRA
 from tunekit.checkpoint import peft, stream
 from tunekit.checkpoint.folder import Folder, read_json
 from tunekit.checkpoint.save import VERIFICATION as FILE
+from tunekit.checkpoint.stream import Logits
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import UserError
 from tunekit.formats import Plain
@@ -26,6 +28,7 @@ from tunekit.models.decoder import Decoder
 from tunekit.models.spec import DecoderSpec
 from tunekit.precision import Precision
 
+Ask = Callable[[Decoder, Sequence[Sequence[int]], torch.device], Logits]
 EXACT = Precision("fp32")
 FILES = "model and files"
 # What may be left once the model is rounded as its files are: the same sums in another order differ by about 1e-6.
@@ -104,8 +107,7 @@ def saved(
         return kept(folder, compare(FILES, live(model, rows, device), found))
     written = Folder.open(folder)
     found = stream.logits(written, Frozen(), rows, EXACT, device)
-    with stream.rounded(model, written.dtypes):
-        rounded = live(model, rows, device)
+    rounded = live(model, rows, device, partial(stream.rounded, dtypes=written.dtypes))
     return kept(folder, compare(FILES, live(model, rows, device), found, rounded))
 
 
@@ -113,10 +115,9 @@ def merged(folder: Path, source: Folder, adapter: LoRA, device: torch.device) ->
     """The files of a merged model against its base with the adapter beside it."""
     rows, written = probes(folder, source.spec), Folder.open(folder)
     wanted = stream.logits(source, adapter, rows, EXACT, device)
-    rounded = stream.logits(source, adapter, rows, EXACT, device, merged=written.dtypes)
+    rounded = stream.logits(source, adapter, rows, EXACT, device, written=written.dtypes)
     found = stream.logits(written, Frozen(), rows, EXACT, device)
-    tolerance = max(FINEST, HALFWAY * distance(wanted, found).mean)
-    return kept(folder, compare("base with adapter and merged files", wanted, found, rounded, tolerance, ASTRAY))
+    return kept(folder, compare("base with adapter and merged files", wanted, found, rounded, HALFWAY, peak=ASTRAY))
 
 
 def exported(
@@ -129,51 +130,80 @@ def exported(
     rows = probes(source.path, source.spec)
     wanted = stream.logits(source, adapter, rows, EXACT, device)
     found = stream.logits(written, Frozen(), rows, EXACT, device)
-    return compare("model and exported files", wanted, found, None, allowed, PEAK * allowed)
+    return compare("model and exported files", wanted, found, tolerance=allowed, peak=PEAK * allowed)
 
 
-def live(model: Decoder, rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
+def live(model: Decoder, rows: Sequence[Sequence[int]], device: torch.device, ask: Ask = stream.ask) -> Logits:
     """Logits of a model in memory, with products in fp32 and nothing compiled, as they are made from files."""
     compute, model.compute = model.compute, torch.float32
     try:
         with torch.compiler.set_stance("force_eager"):
-            return stream.ask(model, rows, device)
+            return ask(model, rows, device)
     finally:
         model.compute = compute
 
 
 class Distance(NamedTuple):
-    """Largest and mean difference of logits, and how often the likeliest token is the same."""
+    """Largest and mean difference of logits, and how often the likeliest token is the same; of how many tokens."""
 
     largest: float
     mean: float
     top1: float
+    tokens: int
 
 
 def compare(
     what: str,
-    wanted: Tensor,
-    found: Tensor,
-    rounded: Tensor | None = None,
+    wanted: Logits,
+    found: Logits,
+    rounded: Logits | None = None,
+    share: float = 0.0,
     tolerance: float = FINEST,
     peak: float = PEAK * FINEST,
 ) -> Verification:
-    """Logits (tokens, vocab) against those that they should be; `rounded` are these with the weights' rounding."""
-    whole = distance(wanted, found)
-    rest = whole if rounded is None else distance(rounded, found)
+    """Logits against those that they should be; `rounded` are these with the weights' rounding.
+
+    Of what rounding changes, a `share` may be left.
+    """
+    whole, rest = distances([wanted, rounded or wanted], found)
+    tolerance = max(tolerance, share * whole.mean)
     passed = rest.mean <= tolerance and rest.largest <= peak and whole.mean <= max(ROUNDING, tolerance)
-    return Verification(what, whole.largest, whole.mean, rest.mean, whole.top1, len(wanted), tolerance, passed)
+    return Verification(what, whole.largest, whole.mean, rest.mean, whole.top1, whole.tokens, tolerance, passed)
 
 
-def distance(wanted: Tensor, found: Tensor) -> Distance:
-    """Some tokens at a time: there are many logits."""
-    largest, total, same = torch.zeros(()), 0.0, 0
-    for a, b in zip(wanted.cpu().split(16), found.cpu().split(16), strict=True):
-        apart = (a - b).abs() / a.std(-1, keepdim=True).clamp_min(1e-30)
-        largest = torch.maximum(largest, apart.max())  # a NaN stays one
-        total += apart.mean(-1).sum().item()
-        same += int((a.argmax(-1) == b.argmax(-1)).sum())
-    return Distance(largest.item(), total / len(wanted), same / len(wanted))
+def distances(wanted: Sequence[Logits], found: Logits) -> list[Distance]:
+    """How far some logits are from others, each of them read once."""
+    sums = [Sums() for _ in wanted]
+    for part, *others in zip(found.parts(), *(one.parts() for one in wanted), strict=True):
+        for one, other in zip(sums, others, strict=True):
+            one.add(other.cpu(), part.cpu())
+    return [one.distance() for one in sums]
+
+
+class Sums:
+    """What is known of two kinds of logits after some of their columns: a number for each token."""
+
+    def __init__(self) -> None:
+        self.seen, self.total, self.squares, self.apart = 0, torch.zeros(()), torch.zeros(()), torch.zeros(())
+        self.most = torch.zeros(())
+        self.likeliest = torch.full((2, 1), -math.inf), torch.zeros((2, 1), dtype=torch.long)
+
+    def add(self, wanted: Tensor, found: Tensor) -> None:
+        """The next columns, (tokens, some)."""
+        exact, apart = wanted.double(), (wanted - found).abs()
+        self.total, self.squares = self.total + exact.sum(-1), self.squares + exact.square().sum(-1)
+        self.apart, self.most = self.apart + apart.double().sum(-1), torch.maximum(self.most, apart.amax(-1))
+        (most, which), (value, index) = self.likeliest, torch.stack([wanted, found]).max(-1)
+        better = value > most
+        self.likeliest = torch.where(better, value, most), torch.where(better, index + self.seen, which)
+        self.seen += wanted.shape[1]
+
+    def distance(self) -> Distance:
+        variance = (self.squares - self.total.square() / self.seen) / (self.seen - 1)
+        spread = variance.clamp_min(0).sqrt().clamp_min(1e-30)  # a NaN stays one, here and in what is made of it
+        one, other = self.likeliest[1]
+        mean, same = (self.apart / spread).mean() / self.seen, (one == other).float().mean()
+        return Distance((self.most / spread).max().item(), mean.item(), same.item(), len(one))
 
 
 def probes(folder: Path, spec: DecoderSpec) -> list[list[int]]:

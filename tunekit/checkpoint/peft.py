@@ -285,13 +285,17 @@ def read(folder: Path, model: Decoder, adapter: LoRA, source: Folder) -> None:
     fitting(folder, model, adapter, source)
     held = contents(folder, source)
     with Reader(held.tensors) as tensors:
-        for one in held.held:
-            for name, found in one.load(tensors.__getitem__, held.shapes).items():
-                fill(model.get_submodule(name), found)
+        fill_updates(model, held, tensors)
         for move in held.kept:
             loaded = move.load([tensors[held.names[name]] for name in move.hub], held.shapes)
             for name, tensor in zip(move.ours, loaded, strict=True):
                 put(model.get_parameter(name), tensor)
+
+
+def fill_updates(model: Decoder, held: Contents, tensors: Reader) -> None:
+    for one in held.held:
+        for name, found in one.load(tensors.__getitem__, held.shapes).items():
+            fill(model.get_submodule(name), found)
 
 
 def fill(layer: nn.Module, found: Update) -> None:

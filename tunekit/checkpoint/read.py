@@ -1,7 +1,8 @@
 """From a folder into a model in place, one tensor at a time: the peak is the model and one tensor."""
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -11,8 +12,8 @@ from tunekit.checkpoint.folder import Folder, Reader
 from tunekit.errors import UserError
 from tunekit.models.decoder import TIED, Decoder
 from tunekit.models.linear import Linear, Stacked
-from tunekit.models.weights import Move, Shape, hub_name
-from tunekit.parallel import hand_over
+from tunekit.models.weights import Move, Shape, Stack, hub_name
+from tunekit.parallel import hand_over, put
 
 
 def read(source: Folder, model: Decoder, quiet: bool = False) -> None:
@@ -20,14 +21,18 @@ def read(source: Folder, model: Decoder, quiet: bool = False) -> None:
     check(source, model.shapes)
     odd: dict[str, int] = {}
     with source.reader() as tensors:
+
+        def get(name: str) -> Tensor:
+            tensor = tensors.lend(name)
+            if count := not_finite(tensor):
+                odd[name] = count
+            return tensor
+
         for move in tqdm(moves(source, model), "loading", unit="tensor", disable=quiet or None, leave=False):
-            found = [tensors.lend(name) for name in move.hub]
-            odd |= {name: count for name, t in zip(move.hub, found, strict=True) if (count := not_finite(t))}
-            for name, tensor in zip(move.ours, move.load(found, model.shapes), strict=True):
-                if name == TIED and model.spec.tied:
-                    check_tie(source, move, tensors)
-                else:
-                    fill(model, name, tensor)
+            if TIED in move.ours and model.spec.tied:
+                check_tie(source, move, tensors)
+            else:
+                pour(model, move, get, partial(fill, model))
     if odd and not quiet:
         tell_of(odd, source)
 
@@ -38,6 +43,22 @@ def moves(source: Folder, model: Decoder) -> list[Move]:
     if model.spec.tied or any(TIED in move.ours for move in found):
         return found
     return [*found, *(Move((TIED,), move.hub, move.op) for move in found if move.ours == ("embed.weight",))]
+
+
+def pour(model: Decoder, move: Move, get: Callable[[str], Tensor], give: Callable[[str, Tensor], None]) -> None:
+    """Hand over what a move makes of the tensors of a checkpoint. No stack of experts is made beside a plain one."""
+    if isinstance(move.op, Stack) and (stack := plain(model, move.ours[0])) is not None:
+        for expert, name in zip(stack, move.hub, strict=True):
+            put(expert, get(name))
+        return
+    for name, tensor in zip(move.ours, move.load([get(name) for name in move.hub], model.shapes), strict=True):
+        give(name, tensor)
+
+
+def plain(model: Decoder, name: str) -> Tensor | None:
+    """The numbers of a tensor that is whole here and as it comes."""
+    tensor = dict(model.named_parameters()).get(name)
+    return tensor.detach() if tensor is not None and type(tensor.data) is Tensor else None
 
 
 def fill(model: Decoder, name: str, tensor: Tensor) -> None:

@@ -1,24 +1,50 @@
-"""Logits of a checkpoint that is never whole in memory: a part is filled when its turn comes, and dropped behind it."""
+"""Logits of a checkpoint that is never whole in memory: a part is filled when its turn comes, and dropped behind it.
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+Tensors are used where they lie in the files, if they are there in the dtype that is wanted. So of an embedding only the
+rows that are asked for are read, and of a head some rows at a time.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from tunekit.adapters import DoRA, Full, Layer, LoRA, factors
 from tunekit.checkpoint import peft
 from tunekit.checkpoint.folder import Folder, Reader
-from tunekit.checkpoint.read import check, fill, moves
+from tunekit.checkpoint.read import check, fill, moves, pour
+from tunekit.checkpoint.updates import contents
 from tunekit.formats import Plain
-from tunekit.models.decoder import TIED, Decoder
-from tunekit.models.linear import Embedding, Linear
+from tunekit.models.decoder import TIED, Decoder, Head
+from tunekit.models.linear import Embedding, Linear, Stacked
+from tunekit.models.weights import Move
 from tunekit.precision import Precision
 
-EMBED, PLAIN = "embed.weight", Plain()
+EMBED, PLAIN, FULL = "embed.weight", Plain(), Full()
 ROWS = 2**22  # numbers that are in fp32 at once
+COLUMNS = 4096  # tokens of the vocabulary whose logits are in memory at once
+Load = tuple[Move, Callable[[str], Tensor]]
+
+
+@dataclass(frozen=True)
+class Logits:
+    """Logits (tokens, vocab) that are made when they are read, some columns at a time."""
+
+    vocab: int
+    make: Callable[[slice], Tensor]
+
+    def parts(self) -> Iterator[Tensor]:
+        return (self.make(slice(at, at + COLUMNS)) for at in range(0, self.vocab, COLUMNS))
+
+    def whole(self) -> Tensor:
+        return torch.cat([*self.parts()], dim=-1)
 
 
 @torch.no_grad()
@@ -29,11 +55,11 @@ def logits(
     precision: Precision,
     device: torch.device,
     weights: Plain = PLAIN,
-    merged: Mapping[str, torch.dtype] | None = None,
-) -> Tensor:
-    """What `ask` gives for the model of a folder. An adapter that it starts from is in memory all the time.
+    written: Mapping[str, torch.dtype] | None = None,
+) -> Logits:
+    """What `ask` gives for the model of a folder. The updates that an adapter starts from are in memory all the time.
 
-    With `merged`, the dtypes of other files by our names, the adapter is put into the weights, rounded to these.
+    With `written`, the dtypes of other files by our names, it is what `rounded` gives.
     """
     with torch.device("meta"):
         net = Decoder(source.spec)
@@ -42,72 +68,160 @@ def logits(
     check(source, net.shapes)
     precision.apply(net, source.dtypes, device)
     net.tie()
-    started = start(net, adapter, source, device)
-    with (replace(source, exact=True) if weights.exact else source).reader() as tensors:
+    with (replace(source, exact=True) if weights.exact else source).reader() as tensors, ExitStack() as opened:
+        started = start(net, adapter, source, device, opened)
+        loads = [(move, tensors.lend) for move in moves(source, net)]
         for name, module in parts(net):
-            part = Part(net, name, source, tensors, started)
-            module.register_forward_pre_hook(lambda *_, part=part: part.take(device))
-            module.register_forward_hook(lambda *_, part=part: part.drop())
-            if merged is not None and isinstance(adapter, LoRA):
-                exact = Merged(net, name, adapter, merged)
-                module.register_forward_pre_hook(lambda *_, exact=exact: exact.take())
-                module.register_forward_hook(lambda *_, exact=exact: exact.drop(), prepend=True)
-        return ask(net, rows, device)
+            part = Part(net, name, loads, started)
+            if module is net.head:  # it is asked when the logits are read
+                part.take(device)
+            else:
+                module.register_forward_pre_hook(lambda *_, part=part: part.take(device))
+                module.register_forward_hook(lambda *_, part=part: part.drop())
+        return ask(net, rows, device) if written is None else rounded(net, rows, device, written, adapter)
 
 
 @torch.no_grad()
-def ask(model: Decoder, rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """Logits (tokens, vocab) behind every token of the rows, one row after the other."""
+def ask(model: Decoder, rows: Sequence[Sequence[int]], device: torch.device) -> Logits:
+    """Logits behind every token of the rows, one row after the other."""
+    return Logits(model.spec.vocab, partial(columns, model.head, hidden(model, rows, device)))
+
+
+@torch.no_grad()
+def rounded(
+    model: Decoder,
+    rows: Sequence[Sequence[int]],
+    device: torch.device,
+    dtypes: Mapping[str, torch.dtype],
+    adapter: Full | LoRA = FULL,
+) -> Logits:
+    """The same of what files of these dtypes hold: weights with the updates in them, rounded."""
+    kinds = {**dtypes, TIED: dtypes.get(TIED, dtypes[EMBED])}
+    adapted = dict.fromkeys(adapter.layers(model), adapter) if isinstance(adapter, LoRA) else {}
+    with ExitStack() as hooks:
+        for name, module in parts(model):
+            part = Rounded(model, {n: kinds[n] for n in below(model, name) if n in kinds}, adapted)
+            hooks.enter_context(module.register_forward_pre_hook(lambda *_, part=part: part.take()))
+            hooks.enter_context(module.register_forward_hook(lambda *_, part=part: part.drop(), prepend=True))
+        states = hidden(model, rows, device)
+    with torch.device("meta"):
+        bare = Head(model.spec)
+
+    @torch.no_grad()
+    def make(some: slice) -> Tensor:
+        weight = written(model.head, adapted.get("head"), some).to(kinds[TIED])
+        return functional_call(bare, {"weight": weight}, (states,))
+
+    return Logits(model.spec.vocab, make)
+
+
+def hidden(model: Decoder, rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    """Hidden states (tokens, dim) behind the last norm."""
     longest = max(map(len, rows))
     tokens = torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows], device=device)
     lengths = torch.tensor([len(row) for row in rows], device=device)
     real = torch.arange(longest, device=device) < lengths[:, None]
-    training = model.training
-    found = model.eval()(tokens, read=lambda hidden, head: head(hidden[real]))
-    model.train(training)
-    return found
+    with asked(model):
+        return model(tokens, read=lambda states, _: states[real])
+
+
+@torch.no_grad()
+def columns(head: Head, states: Tensor, some: slice) -> Tensor:
+    """Logits (tokens, some). All that a head holds has a row for each token of the vocabulary, but for A."""
+    held = {**dict(head.named_parameters()), **dict(head.named_buffers())}
+    with asked(head):
+        return functional_call(head, {n: t[some] for n, t in held.items() if "lora_A" not in n}, (states,))
 
 
 @contextmanager
-def rounded(model: Decoder, dtypes: Mapping[str, torch.dtype]) -> Iterator[None]:
-    """The model as files of these dtypes hold it: while a part works, its weights are what rounding leaves of them."""
-    kinds = {**dtypes, TIED: dtypes[EMBED]} if model.spec.tied else dtypes
-    with ExitStack() as hooks:
-        for name, module in parts(model):
-            part = Rounded({p: kinds[n] for n, p in below(model, name).items() if n in kinds})
-            hooks.enter_context(module.register_forward_pre_hook(lambda *_, part=part: part.take()))
-            hooks.enter_context(module.register_forward_hook(lambda *_, part=part: part.drop()))
-        yield
+def asked(module: nn.Module) -> Iterator[None]:
+    """Without dropout for a while."""
+    training = module.training
+    module.eval()
+    yield
+    module.train(training)
 
 
 class Rounded:
-    """A part of a model whose weights are rounded while it works."""
+    """A part of a model whose weights are, while it works, what files of these dtypes hold of them."""
 
-    def __init__(self, kinds: Mapping[Tensor, torch.dtype]) -> None:
-        self.kinds = kinds
-        self.whole: dict[Tensor, Tensor] = {}
+    def __init__(self, net: Decoder, kinds: Mapping[str, torch.dtype], adapted: Mapping[str, LoRA]) -> None:
+        self.net, self.kinds, self.adapted = net, kinds, adapted
+        self.weights: dict[str, nn.Parameter] = {}
+        self.updates: dict[str, Any] = {}
 
     def take(self) -> None:
-        self.whole = {p: p.data for p in self.kinds}
-        for p, dtype in self.kinds.items():
-            p.data = p.data.to(dtype).to(p.dtype)
+        for name, dtype in self.kinds.items():
+            owner, _, leaf = name.rpartition(".")
+            module, adapter = self.net.get_submodule(owner), self.adapted.get(owner) if leaf == "weight" else None
+            if isinstance(module, Embedding):
+                self.update(owner, partial(looked_up, adapted=adapter is not None, dtype=dtype))
+                continue
+            self.weights[name] = weight = self.net.get_parameter(name)
+            if adapter is None:
+                made = weight.to(dtype)
+            else:
+                made = whole(module, adapter, dtype)
+                self.update(owner, None)
+            setattr(module, leaf, nn.Parameter(made, requires_grad=False))
+
+    def update(self, owner: str, update: Any) -> None:
+        module = self.net.get_submodule(owner)
+        assert isinstance(module, Layer)
+        self.updates[owner], module.update = module.update, update
 
     def drop(self) -> None:
-        for p, data in self.whole.items():
-            p.data = data
-        self.whole = {}
+        for name, weight in self.weights.items():
+            owner, _, leaf = name.rpartition(".")
+            setattr(self.net.get_submodule(owner), leaf, weight)
+        for owner, update in [*self.updates.items()]:
+            self.update(owner, update)
+        self.weights, self.updates = {}, {}
 
 
-def start(net: Decoder, adapter: Full | LoRA, source: Folder, device: torch.device) -> frozenset[str]:
-    """Fill what an adapter trains from its files; the names."""
+def looked_up(layer: Embedding, tokens: Tensor, adapted: bool, dtype: torch.dtype) -> Tensor:
+    """Rows of an embedding with its update in them, rounded."""
+    rows = layer.product(tokens).float()
+    if adapted:
+        low = F.embedding(tokens, layer.lora_embedding_A.T).float() @ layer.lora_embedding_B.T.float()
+        rows = rows + layer.lora_scale * low
+    return rows.to(dtype)
+
+
+def whole(layer: nn.Module, adapter: LoRA, dtype: torch.dtype) -> Tensor:
+    """The weight of an adapted layer with its update: sums in fp32, some rows or experts at a time."""
+    assert isinstance(layer, Linear | Stacked)
+    made = torch.empty_like(layer.weight, dtype=dtype)
+    step = max(1, ROWS // layer.weight[0].numel())
+    for at in range(0, len(made), step):
+        some = slice(at, at + step)
+        made[some] = written(layer, adapter, some)
+    return made
+
+
+def written(layer: Linear | Stacked, adapter: LoRA | None, some: slice) -> Tensor:
+    """Rows of the weight of a layer, or some of its experts, in fp32; with the update if it is adapted."""
+    weight = layer.weight[some].float()
+    if adapter is None:
+        return weight
+    a, b = factors(layer)
+    weight = weight + layer.lora_scale * (b[some].float() @ (a[some] if a.ndim == 3 else a).float())
+    if isinstance(layer, Linear) and isinstance(adapter, DoRA):
+        weight = weight * (layer.lora_magnitude_vector[some] / weight.norm(dim=1))[:, None]
+    return weight
+
+
+def start(net: Decoder, adapter: Full | LoRA, source: Folder, device: torch.device, opened: ExitStack) -> list[Load]:
+    """Fill the updates that an adapter starts from. What it holds whole comes in later, as these moves say."""
     if adapter.start is None:
-        return frozenset()
-    kept = adapter.kept(net, adapter.layers(net)) if isinstance(adapter, LoRA) else {}
-    names = frozenset(n for n, p in net.named_parameters() if p.requires_grad) | frozenset(kept)
-    place(net, names, device)
+        return []
+    place(net, [name for name in held(net) if ".lora_" in name], device)
     net.tie()
-    peft.read(Path(adapter.start), net, adapter, source)
-    return names
+    peft.fitting(Path(adapter.start), net, adapter, source)
+    there = contents(Path(adapter.start), source)
+    tensors = opened.enter_context(Reader(there.tensors))
+    peft.fill_updates(net, there, tensors)
+    return [(move, lambda name: tensors.lend(there.names[name])) for move in there.kept]
 
 
 def parts(net: Decoder) -> Iterator[tuple[str, nn.Module]]:
@@ -122,75 +236,39 @@ def parts(net: Decoder) -> Iterator[tuple[str, nn.Module]]:
 class Part:
     """A part of a model, in memory only while it works."""
 
-    def __init__(self, net: Decoder, name: str, source: Folder, tensors: Reader, started: frozenset[str]) -> None:
-        self.net, self.tensors = net, tensors
-        self.elsewhere = started | ({TIED} if net.spec.tied else set())  # filled by others
-        self.moves = [move for move in moves(source, net) if move.ours[0].startswith(f"{name}.")]
-        self.names = set(below(net, name)) - self.elsewhere
+    def __init__(self, net: Decoder, name: str, loads: Sequence[Load], kept: Sequence[Load]) -> None:
+        """`kept` are the moves of what stands in for tensors of the checkpoint."""
+        self.net, self.prefix = net, f"{name}."
+        self.tied = {TIED} if net.spec.tied else set()  # filled as the embedding
+        self.names = {n for n in below(net, name) if ".lora_" not in n} - self.tied
+        instead = self.tied.union(*(move.ours for move, _ in kept))
+        self.loads = [(*load, instead) for load in loads if self.holds(load[0], instead)]
+        self.loads += [(*load, self.tied) for load in kept if self.holds(load[0], self.tied)]
+
+    def holds(self, move: Move, elsewhere: set[str]) -> bool:
+        return any(name.startswith(self.prefix) and name not in elsewhere for name in move.ours)
 
     def take(self, device: torch.device) -> None:
         place(self.net, self.names, device)
         self.net.tie()
-        for move in self.moves:
-            loaded = move.load([self.tensors[name] for name in move.hub], self.net.shapes)
-            for name, tensor in zip(move.ours, loaded, strict=True):
-                if name not in self.elsewhere:
-                    fill(self.net, name, tensor)
+        for move, get, elsewhere in self.loads:
+            pour(self.net, move, get, partial(self.lay, elsewhere))
+
+    def lay(self, elsewhere: set[str], name: str, tensor: Tensor) -> None:
+        """A tensor as it is, if that fits: nobody writes to it."""
+        if name in elsewhere:
+            return
+        target = held(self.net).get(name)
+        kind = tensor.dtype, tensor.device, tensor.stride()
+        if target is not None and (target.dtype, target.device, target.stride()) == kind:
+            target.data = tensor
+        else:
+            fill(self.net, name, tensor)
 
     def drop(self) -> None:
         """A tied embedding stays: it comes again as the head."""
         if not (self.net.spec.tied and EMBED in self.names):
             place(self.net, self.names, torch.device("meta"))
-
-
-class Merged:
-    """A part of a model with the updates put into its weights, rounded as files of these dtypes hold them."""
-
-    def __init__(self, net: Decoder, name: str, adapter: LoRA, dtypes: Mapping[str, torch.dtype]) -> None:
-        self.net, self.adapter, self.layers = net, adapter, adapter.layers(net)
-        kinds = {**dtypes, TIED: dtypes.get(TIED, dtypes[EMBED])}
-        self.kinds = {key: kinds[key] for key in below(net, name) if key in kinds}
-        self.apart: dict[str, nn.Parameter] = {}
-
-    def take(self) -> None:
-        for name, dtype in self.kinds.items():
-            owner, _, leaf = name.rpartition(".")
-            layer, self.apart[name] = self.layers.get(owner), self.net.get_parameter(name)
-            if layer is None or leaf != "weight":
-                weight = self.apart[name].to(dtype)
-            else:
-                weight = whole(layer, self.adapter, dtype)
-            self.put(name, nn.Parameter(weight, requires_grad=False))
-            if layer is not None:
-                layer.update = None
-
-    def drop(self) -> None:
-        """A tied head comes after the embedding, and wants the weight as it was."""
-        for name, weight in self.apart.items():
-            self.put(name, weight)
-        self.apart = {}
-
-    def put(self, name: str, weight: nn.Parameter) -> None:
-        owner, _, leaf = name.rpartition(".")
-        setattr(self.net.get_submodule(owner), leaf, weight)
-
-
-def whole(layer: Layer, adapter: LoRA, dtype: torch.dtype) -> Tensor:
-    """The weight of an adapted layer with its update: sums in fp32, some rows or experts at a time."""
-    if isinstance(layer, Embedding):
-        a, b = layer.lora_embedding_B.T, layer.lora_embedding_A.T
-    else:
-        a, b = factors(layer)
-    made = torch.empty_like(layer.weight, dtype=dtype)
-    step = max(1, ROWS // layer.weight[0].numel())
-    for at in range(0, len(made), step):
-        some = slice(at, at + step)
-        update = b[some].float() @ (a[some] if a.ndim == 3 else a).float()
-        part = layer.weight[some].float() + layer.lora_scale * update
-        if isinstance(layer, Linear) and isinstance(adapter, DoRA):
-            part = part * (layer.lora_magnitude_vector[some] / part.norm(dim=1))[:, None]
-        made[some] = part
-    return made
 
 
 def held(net: Decoder) -> dict[str, Tensor]:
