@@ -1,65 +1,325 @@
-"""Head and loss together, a chunk of tokens at a time: the logits of a step never exist as a whole."""
+"""Head and loss together, a chunk of tokens at a time: the logits of a step never exist as a whole.
 
-from collections.abc import Callable
-from typing import Any
+The loss of a token depends on its own hidden state alone, so gradients are taken chunk by chunk in the forward pass,
+while the logits are at hand: they are written over them, and nothing is computed twice.
+"""
+
+import ctypes
+import importlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from itertools import repeat
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import get_device_states, set_device_states
+
+from tunekit.kernels.native import library
 
 Measure = Callable[[Tensor, Tensor], Tensor]  # fp32 logits (n, vocab) and targets (n,) to a sum
 
-LOGITS = 2**25  # in one chunk, at most
-MULTIPLE = 256  # tokens: every step has another number of them, and kernels are made anew for every other shape
+# Numbers in the logits of one chunk. On the CPU they stay in the cache; a GPU wants larger products.
+LOGITS = {"cpu": 2**24, "cuda": 2**27}
+MULTIPLE = 64  # tokens: every step has another number of them, and kernels are made anew for every other shape
+SLICE = 2**22  # numbers of a weight whose gradient is added at once
+SOURCE = Path(__file__).with_name("cross_entropy.cpp")
+NATIVE = {torch.bfloat16: "losses_bf16", torch.float32: "losses_fp32"}
 
 
-def chunked_loss(hidden: Tensor, targets: Tensor, head: nn.Module, vocab: int, measure: Measure) -> Tensor:
-    """Sum of `measure(head(h), t)` over tokens: `hidden` (N, dim), `targets` (N,), none of them ignored.
+class Head(Protocol):
+    """The last layer of a model, and what its family does to logits."""
 
-    Gradients are taken chunk by chunk in the forward pass, while the logits are at hand, so nothing is computed twice
-    and the head may be anything: plain, adapted, four bits. A frozen head costs no gradient of its own.
+    @property
+    def weight(self) -> Tensor: ...  # (vocab, dim)
+
+    @property
+    def scale(self) -> float: ...
+
+    @property
+    def softcap(self) -> float | None: ...
+
+    @property
+    def plain(self) -> bool:
+        """Whether `raw(x)` is x W^T and nothing else."""
+        ...
+
+    def raw(self, x: Tensor) -> Tensor:
+        """The product alone, (n, dim) to (n, vocab)."""
+        ...
+
+    def parameters(self) -> Iterator[nn.Parameter]: ...
+
+
+# The loss of tokens
+
+
+@torch.library.custom_op("tunekit::token_losses", mutates_args=("logits",))
+def token_losses(logits: Tensor, targets: Tensor, weights: Tensor | None, terms: list[float], gradient: bool) -> Tensor:
+    """Losses (n,) of logits (n, vocab) as a product gave them, in fp32; a target below 0 counts for nothing.
+
+    `terms` are scale, softcap (0: none), smoothing and weight of the squared log-normalizer. With `gradient`, the
+    logits become the gradient of the losses, each times its weight (n,).
     """
-    size = max(MULTIPLE, LOGITS // vocab // MULTIPLE * MULTIPLE)
+    if logits.device.type == "cuda":
+        return importlib.import_module("tunekit.kernels.cross_entropy_triton").token_losses(
+            logits, targets, weights, terms, gradient
+        )
+    lib = compiled() if logits.device.type == "cpu" else None
+    if lib is None or logits.dtype not in NATIVE or logits.stride(1) != 1:
+        return token_losses_reference(logits, targets, weights, terms, gradient)
+    out = torch.empty(len(logits))
+    weights = None if weights is None else weights.float().contiguous()
+    places = (None if t is None else t.data_ptr() for t in (logits, targets.contiguous(), weights, out))
+    sizes = *logits.shape, logits.stride(0), gradient, torch.get_num_threads()
+    wrong = getattr(lib, NATIVE[logits.dtype])(*places, (ctypes.c_float * 4)(*terms), *sizes)
+    if wrong:
+        raise IndexError(f"{wrong} targets lie beyond the {logits.shape[1]} tokens of the vocabulary")
+    return out
+
+
+@token_losses.register_fake
+def _(logits: Tensor, targets: Tensor, weights: Tensor | None, terms: list[float], gradient: bool) -> Tensor:
+    return logits.new_empty(logits.shape[0], dtype=torch.float32)
+
+
+def token_losses_reference(
+    logits: Tensor, targets: Tensor, weights: Tensor | None, terms: list[float], gradient: bool
+) -> Tensor:
+    """The same in plain torch."""
+    scale, softcap, smoothing, z_loss = terms
+    real, at = targets >= 0, targets.clamp(min=0)[:, None]
+    x = logits.float() * scale
+    x = softcap * (x / softcap).tanh() if softcap else x
+    logs, normal = x.log_softmax(-1), x.logsumexp(-1)
+    losses = z_loss * normal.square() - (1 - smoothing) * logs.gather(1, at).squeeze(1)
+    losses = losses - smoothing * logs.mean(-1) if smoothing else losses
+    if gradient:
+        grad = logs.exp_().mul_(1 + 2 * z_loss * normal[:, None]).sub_(smoothing / logits.shape[1])
+        grad.scatter_add_(1, at, torch.full_like(x[:, :1], smoothing - 1))
+        grad = grad * (1 - (x / softcap).square()) if softcap else grad
+        grad = grad.mul_(scale if weights is None else scale * weights[:, None])
+        logits.copy_(grad.masked_fill_(~real[:, None], 0))
+    return losses.masked_fill(~real, 0)
+
+
+@cache
+def compiled() -> ctypes.CDLL | None:
+    lib = library(SOURCE)
+    if lib is not None:
+        for name in NATIVE.values():
+            function = getattr(lib, name)
+            function.argtypes = [*[ctypes.c_void_p] * 5, *[ctypes.c_int64] * 3, ctypes.c_int, ctypes.c_int]
+            function.restype = ctypes.c_int64
+    return lib
+
+
+# What a chunk's logits amount to
+
+
+class Step(Protocol):
+    """Losses (n,) or their sum (1,), of logits (n, vocab) which become the gradient, each loss times its weight."""
+
+    def __call__(self, logits: Tensor, targets: Tensor, weights: Tensor | None, gradient: bool) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Terms:
+    """Cross-entropy with label smoothing and z-loss, of logits that are scaled and capped first."""
+
+    scale: float = 1.0
+    softcap: float | None = None
+    smoothing: float = 0.0
+    z_loss: float = 0.0
+
+    def __call__(self, logits: Tensor, targets: Tensor, weights: Tensor | None, gradient: bool) -> Tensor:
+        terms = [self.scale, self.softcap or 0.0, self.smoothing, self.z_loss]
+        return token_losses(logits, targets, weights, terms, gradient)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A sum over tokens that autograd can follow, of fp32 logits as `finish` leaves them."""
+
+    measure: Measure
+    finish: Callable[[Tensor], Tensor]
+
+    def __call__(self, logits: Tensor, targets: Tensor, weights: Tensor | None, gradient: bool) -> Tensor:
+        assert weights is None
+        with torch.set_grad_enabled(gradient):
+            raw = logits.detach().requires_grad_(gradient)
+            loss = self.measure(self.finish(raw.float()), targets)
+        if gradient:
+            logits.copy_(torch.autograd.grad(loss, raw)[0])
+        return loss.detach().float().view(1)
+
+
+# Logits of a chunk, and back
+
+
+class Direct:
+    """Of a head that is one product, into the same memory for every chunk. Its gradient adds up in fp32."""
+
+    def __init__(self, head: Head, like: Tensor, size: int, trained: list[Tensor]) -> None:
+        self.weight = head.weight.detach().to(like.dtype)
+        self.room = like.new_empty(size, len(self.weight))
+        self.grads = zeros(trained)
+
+    def logits(self, x: Tensor, gradient: bool) -> Tensor:
+        return torch.mm(x, self.weight.T, out=self.room[: len(x)])
+
+    def back(self, x: Tensor, grad: Tensor) -> Tensor:
+        for total in self.grads:
+            add_product(total, grad, x)
+        return grad @ self.weight
+
+
+class Traced:
+    """Of a head that may be anything, by autograd."""
+
+    def __init__(self, head: Head, like: Tensor, size: int, trained: list[Tensor]) -> None:
+        self.head, self.trained, self.grads = head, trained, zeros(trained)
+
+    def logits(self, x: Tensor, gradient: bool) -> Tensor:
+        with torch.set_grad_enabled(gradient):
+            self.x = x.detach().requires_grad_(gradient)
+            self.made = self.head.raw(self.x)
+        return self.made.detach()
+
+    def back(self, x: Tensor, grad: Tensor) -> Tensor:
+        first, *others = torch.autograd.grad(self.made, (self.x, *self.trained), grad)
+        for total, other in zip(self.grads, others, strict=True):
+            total += other
+        return first
+
+
+def zeros(like: list[Tensor]) -> list[Tensor]:
+    return [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in like]
+
+
+def add_product(total: Tensor, grad: Tensor, x: Tensor) -> None:
+    """total (vocab, dim) += grad^T x, of which no more than a slice is ever rounded to the dtype of `x`."""
+    if total.dtype == x.dtype:
+        total.addmm_(grad.T, x)
+        return
+    step = max(1, SLICE // x.shape[1])
+    room = x.new_empty(step, x.shape[1])
+    for part, of in zip(total.split(step), grad.T.split(step), strict=True):
+        part += torch.mm(of, x, out=room[: len(part)])
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """Learnt tokens, a chunk at a time: `rows` (N,) of the hidden states, and what is to follow on them (N,)."""
+
+    head: Head
+    step: Step
+    rows: Tensor
+    targets: Tensor
+
+    def run(
+        self, hidden: Tensor, trained: list[Tensor], gradient: bool, weights: Tensor | None = None
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Losses and, with `gradient`, those of the hidden states (all, dim) and of what the head trains."""
+        size = chunk(len(self.rows), len(self.head.weight), hidden.device)
+        way = Direct if self.head.plain else Traced
+        layer = way(self.head, hidden, size, trained if gradient else [])
+        losses, to_hidden = [], torch.zeros_like(hidden) if gradient else hidden
+        for at in range(0, len(self.rows), size):
+            part = slice(at, at + size)
+            rows = self.rows[part]
+            x = F.pad(hidden.index_select(0, rows), (0, 0, 0, -len(rows) % MULTIPLE))
+            logits = layer.logits(x, gradient)
+            of = None if weights is None else weights[part]
+            losses.append(self.step(logits[: len(rows)], self.targets[part], of, gradient))
+            if gradient:
+                logits[len(rows) :] = 0
+                to_hidden.index_copy_(0, rows, layer.back(x, logits)[: len(rows)])
+        found = torch.cat(losses) if losses else hidden.new_zeros(0, dtype=torch.float32)
+        return found, [to_hidden, *layer.grads] if gradient else []
+
+
+def chunk(count: int, vocab: int, device: torch.device) -> int:
+    """Tokens of a chunk: no more than there are, and a multiple of MULTIPLE."""
+    most = LOGITS.get(device.type, LOGITS["cpu"]) // vocab // MULTIPLE
+    return MULTIPLE * max(1, min(most, -(-count // MULTIPLE)))
+
+
+# Sums over tokens, and each token's
+
+
+@torch.compiler.disable()  # the number of learnt tokens differs from batch to batch, and each would compile anew
+def chunked_loss(hidden: Tensor, targets: Tensor, head: Head, step: Step, rows: Tensor | None = None) -> Tensor:
+    """Sum over tokens: `hidden` (N, dim), `targets` (N,), of which only `rows` count, if they are given.
+
+    The head may be anything: plain, adapted, tied. A frozen one costs no gradient of its own.
+    """
+    return Summed.apply(*prepared(hidden, targets, head, step, rows))
+
+
+@torch.compiler.disable()  # as above
+def token_logprobs(hidden: Tensor, targets: Tensor, head: Head, rows: Tensor | None = None) -> Tensor:
+    """Log-probability of each target, fp32 (N,), or of those in `rows` alone, with the memory of one chunk's logits.
+
+    A head that is trained has its logits computed again in the backward pass, where the weights of tokens are known.
+    """
+    return -EachToken.apply(*prepared(hidden, targets, head, Terms(head.scale, head.softcap), rows))
+
+
+def prepared(hidden: Tensor, targets: Tensor, head: Head, step: Step, rows: Tensor | None) -> tuple[Any, ...]:
+    rows = torch.arange(len(hidden), device=hidden.device) if rows is None else rows
     # A function is told of gradients that nobody will ask for: validation would take those of the head.
-    trained = [p for p in head.parameters() if p.requires_grad] if torch.is_grad_enabled() else []
-    return ChunkedLoss.apply(head, measure, size, targets, hidden, *trained)
+    trained = learning(head) if torch.is_grad_enabled() else []
+    return Chunks(head, step, rows, targets.index_select(0, rows)), hidden, *trained
 
 
-class ChunkedLoss(torch.autograd.Function):
+def learning(head: Head) -> list[Tensor]:
+    return [p for p in head.parameters() if p.requires_grad]
+
+
+class Summed(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, head: nn.Module, measure: Measure, size: int, targets: Tensor, hidden: Tensor, *trained: Tensor
-    ) -> Tensor:
-        total = torch.zeros((), device=hidden.device)
-        wanted = any(ctx.needs_input_grad)
-        grads = [torch.empty_like(hidden), *(torch.zeros_like(p) for p in trained)] if wanted else []
-        for start in range(0, len(targets), size):
-            part = slice(start, start + size)
-            with torch.set_grad_enabled(wanted):
-                h = hidden[part].detach().requires_grad_(wanted)
-                loss = measure(padded(head, h).float(), targets[part])
-            total += loss.detach()
-            if wanted:
-                first, *others = torch.autograd.grad(loss, (h, *trained))
-                grads[0][part] = first
-                for grad, other in zip(grads[1:], others, strict=True):
-                    grad += other
+    def forward(ctx: Any, chunks: Chunks, hidden: Tensor, *trained: Tensor) -> Tensor:
+        losses, grads = chunks.run(hidden, [*trained], any(ctx.needs_input_grad))
+        ctx.dtypes = [t.dtype for t in (hidden, *trained)]
         ctx.save_for_backward(*grads)
-        return total
+        return losses.sum()
 
     @staticmethod
     def backward(ctx: Any, *scale: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, None, None, *(scaled(grad, scale[0]) for grad in ctx.saved_tensors)
+        pairs = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        return None, *(scaled(grad, scale[0]).to(dtype) for grad, dtype in pairs)
 
 
-def padded(head: nn.Module, hidden: Tensor) -> Tensor:
-    """Logits (n, vocab) of `hidden` (n, dim), made for a rounder number of tokens."""
-    count = len(hidden)
-    return head(F.pad(hidden, (0, 0, 0, -count % MULTIPLE)))[:count]
+class EachToken(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, chunks: Chunks, hidden: Tensor, *trained: Tensor) -> Tensor:
+        ctx.chunks, ctx.again = chunks, bool(trained)
+        ctx.random, ctx.devices = torch.get_rng_state(), get_device_states(hidden)
+        losses, grads = chunks.run(hidden, [], not trained and any(ctx.needs_input_grad))
+        ctx.save_for_backward(*grads or [hidden])
+        return losses
+
+    @staticmethod
+    def backward(ctx: Any, *weights: Tensor) -> tuple[Tensor | None, ...]:
+        (kept,) = ctx.saved_tensors
+        if not ctx.again:
+            each = weights[0].new_zeros(len(kept)).index_copy_(0, ctx.chunks.rows, weights[0])
+            return None, scaled(kept, each[:, None])
+        trained = learning(ctx.chunks.head)
+        with torch.random.fork_rng(devices=ctx.devices[0]):  # dropout falls on the same numbers again
+            torch.set_rng_state(ctx.random)
+            set_device_states(*ctx.devices)
+            _, grads = ctx.chunks.run(kept, trained, True, weights[0])
+        return None, *(grad.to(t.dtype) for grad, t in zip(grads, (kept, *trained), strict=True))
 
 
 def scaled(grad: Tensor, scale: Tensor) -> Tensor:
     """`grad` times `scale` in place. The scale stays fp32: rounded to bf16, it would be off alike for every token."""
-    for part in grad.split(4096):
-        part.copy_(part.float().mul_(scale))
+    pieces = scale.split(4096) if scale.dim() else repeat(scale)
+    for part, by in zip(grad.split(4096), pieces, strict=False):
+        part.copy_(part.float().mul_(by))
     return grad

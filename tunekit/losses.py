@@ -1,17 +1,18 @@
 """Losses are sums over learnt tokens: the recipe alone knows how many a step has, over all micro-batches and ranks."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm import tqdm
 
 from tunekit.data.batch import IGNORE, Batch
 from tunekit.data.loader import Loader
 from tunekit.errors import FieldError
-from tunekit.kernels.cross_entropy import chunked_loss
-from tunekit.models.decoder import Decoder
+from tunekit.kernels.cross_entropy import Measured, Step, Terms, chunked_loss
+from tunekit.models.decoder import Decoder, Head
 from tunekit.parallel import Run
 
 
@@ -22,6 +23,9 @@ class CrossEntropy:
     smoothing: float = 0.0  # share of the target that is spread over the whole vocabulary
     z_loss: float = 0.0  # weight of the squared log-normalizer, which keeps logits from drifting
 
+    # A class that derives from this may say what fp32 logits (n, vocab) and targets (n,) sum up to instead.
+    measure: ClassVar[Callable[..., Tensor] | None] = None
+
     def __post_init__(self) -> None:
         if not 0 <= self.smoothing < 1:
             raise FieldError("smoothing", f"a share between 0 and 1, not {self.smoothing}")
@@ -29,16 +33,18 @@ class CrossEntropy:
     def __call__(self, model: Decoder, batch: Batch) -> Tensor:
         """Sum over the learnt tokens of a batch."""
         targets = batch.targets.flatten()
-        learnt = (targets != IGNORE).nonzero().squeeze(1)
+        learnt = (targets != IGNORE).nonzero_static(size=batch.learnt).squeeze(1)  # no GPU is asked how many
 
-        def read(hidden: Tensor, head: nn.Module) -> Tensor:
-            return chunked_loss(hidden.flatten(0, 1)[learnt], targets[learnt], head, model.spec.vocab, self.measure)
+        def read(hidden: Tensor, head: Head) -> Tensor:
+            return chunked_loss(hidden.flatten(0, 1), targets, head, self.step(head), learnt)
 
         return model(batch.tokens, batch.positions, batch.offsets, read=read)
 
-    def measure(self, logits: Tensor, targets: Tensor) -> Tensor:
-        loss = F.cross_entropy(logits, targets, reduction="sum", label_smoothing=self.smoothing)
-        return loss + self.z_loss * logits.logsumexp(-1).square().sum() if self.z_loss else loss
+    def step(self, head: Head) -> Step:
+        """What is made of the logits of a chunk."""
+        if self.measure is not None:
+            return Measured(self.measure, head.finish)
+        return Terms(head.scale, head.softcap, self.smoothing, self.z_loss)
 
 
 @torch.no_grad()

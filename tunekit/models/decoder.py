@@ -121,7 +121,7 @@ class Decoder(nn.Module):
         positions: Tensor | None = None,
         offsets: Tensor | None = None,
         cache: Cache | None = None,
-        read: Callable[[Tensor, nn.Module], Tensor] | None = None,
+        read: "Callable[[Tensor, Head], Tensor] | None" = None,
         lengths: Tensor | None = None,
     ) -> Tensor:
         """Logits (B, S, vocab) of `tokens` (B, S).
