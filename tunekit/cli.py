@@ -21,7 +21,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def _ls(verb: Parser) -> None:
-    verb.add_argument("filter", nargs="?", default="", metavar="FILTER", help="show only names that contain this")
+    verb.add_argument("filter", nargs="?", default="", metavar="FILTER", help="part of a name; or `presets`")
     verb.add_argument("--json", action="store_true", help="for programs")
 
 
@@ -180,6 +180,11 @@ def main(words: Sequence[str] | None = None) -> int:
     # Threads of torch that wait for each other soon give up their core. Training the nano on two cores went at 3,900 to
     # 4,700 tokens/s, and at 119 beside one more busy process; with this at 3,400 to 4,000, and at 1,900 beside it.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+    # Read by torch when it is imported: pages of 2 MB for large tensors on the CPU, and on a GPU segments that grow, so
+    # that rows of another length leave no holes behind.
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name, which torch reads where the newer one is not set
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     try:
         dispatch(words)
         sys.stdout.flush()

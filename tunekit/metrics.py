@@ -129,7 +129,7 @@ class Meter:
         if step % self.log.every and step != self.total:
             self.screen.advance(step)
             return
-        values = {"loss": number(loss), "norm": number(norm), "rate": number(rate)} | self.flow(step)
+        values = dict(zip(("loss", "norm", "rate"), numbers(loss, norm, rate), strict=True)) | self.flow(step)
         values |= memory(self.run.device)
         self.write(step, values)
         self.screen.show(step, values, self.spent * (self.total - step))
@@ -138,9 +138,9 @@ class Meter:
 
     def note(self, step: int, **values) -> None:
         """Numbers that not every step has, such as the validation loss: a line of their own, above the bar."""
-        numbers = {name: number(value) for name, value in values.items()}
-        self.write(step, numbers)
-        self.screen.tell(f"step {step}: " + ", ".join(f"{name} {value:.6g}" for name, value in numbers.items()))
+        found = dict(zip(values, numbers(*values.values()), strict=True))
+        self.write(step, found)
+        self.screen.tell(f"step {step}: " + ", ".join(f"{name} {value:.6g}" for name, value in found.items()))
 
     @contextmanager
     def aside(self) -> Iterator[None]:
@@ -162,7 +162,7 @@ class Meter:
         self.spent = each if self.spent == 0 else 0.9 * self.spent + 0.1 * each
         tokens, learnt = int(self.tokens), int(self.learnt)
         values = {"tokens": tokens, "learnt": learnt, "learnt_per_second": learnt / seconds}
-        values |= {"tokens_per_second": tokens / seconds, "seconds": seconds, "wait": number(self.wait)}
+        values |= {"tokens_per_second": tokens / seconds, "seconds": seconds, "wait": float(self.wait)}
         if compiling > 0:
             values["compile_seconds"] = compiling
             self.screen.tell(f"step {step}: compiled for {compiling:.1f} s")
@@ -209,9 +209,11 @@ class Screen:
         self.done = step
 
     def show(self, step: int, values: dict[str, float], left: float) -> None:
-        size = values.get("memory_bytes", 0.0)
+        size = f"{short(values.get('memory_bytes', 0.0))}B"
+        if "memory_reserved_bytes" in values:
+            size += f" of {short(values['memory_reserved_bytes'])}B"
         text = (
-            f"loss {values['loss']:.4f}, {short(values['learnt_per_second'])} learnt tok/s, {short(size)}B, "
+            f"loss {values['loss']:.4f}, {short(values['learnt_per_second'])} learnt tok/s, {size}, "
             f"{tqdm.format_interval(left)} left"
         )
         self.bar.set_description_str(text, refresh=False)
@@ -320,11 +322,7 @@ def compile_seconds() -> float:
 def memory(device: torch.device) -> dict[str, float]:
     """Bytes: tensors on a GPU and what torch holds there; resident on a CPU; now and at most."""
     if device.type == "cuda":
-        return {
-            "memory_bytes": torch.cuda.memory_allocated(device),
-            "memory_peak_bytes": torch.cuda.max_memory_allocated(device),
-            "memory_reserved_bytes": torch.cuda.memory_reserved(device),
-        }
+        return reserved(torch.cuda.memory_stats(device))
     status = Path("/proc/self/status")
     if status.is_file():
         fields = dict(line.split(":", 1) for line in status.read_text().splitlines())
@@ -333,8 +331,28 @@ def memory(device: torch.device) -> dict[str, float]:
     return {"memory_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}  # macOS: in bytes
 
 
-def number(value: Tensor | float) -> float:
-    return value.item() if isinstance(value, Tensor) else float(value)
+def reserved(stats: Mapping[str, int]) -> dict[str, float]:
+    """Figures of torch's allocator on a GPU.
+
+    Fragmentation is the share of what torch holds that no tensor uses. An allocation is tried again when the GPU had no
+    room: torch then gives back all that it holds unused, which costs time.
+    """
+    allocated, held = stats.get("allocated_bytes.all.current", 0), stats.get("reserved_bytes.all.current", 0)
+    return {
+        "memory_bytes": allocated,
+        "memory_peak_bytes": stats.get("allocated_bytes.all.peak", 0),
+        "memory_reserved_bytes": held,
+        "memory_reserved_peak_bytes": stats.get("reserved_bytes.all.peak", 0),
+        "memory_fragmentation": 1 - allocated / held if held else 0.0,
+        "memory_retries": stats.get("num_alloc_retries", 0),
+    }
+
+
+def numbers(*values: Tensor | float) -> list[float]:
+    """Numbers on the host. Those of the device come in one transfer, and it is waited for once."""
+    tensors = [value.detach().double() for value in values if isinstance(value, Tensor)]
+    read = iter(torch.stack(tensors).tolist() if tensors else ())
+    return [next(read) if isinstance(value, Tensor) else float(value) for value in values]
 
 
 def short(value: float) -> str:

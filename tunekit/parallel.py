@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from tunekit.errors import Stopped, UserError
+from tunekit.pages import hold
 
 Handler = Callable[[int, FrameType | None], Any] | int | None  # what Python keeps for a signal
 
@@ -34,6 +35,8 @@ class Run:
 
     def __enter__(self) -> "Run":
         torch.manual_seed(self.seed)
+        if self.device.type == "cpu":
+            hold()
         return self
 
     def __exit__(self, *error: object) -> None:
