@@ -130,13 +130,15 @@ def start(given: Given, line: list[str]) -> int:
 
 def turn(given: Given, work: Work, found: Found, folder: Path, drop: int) -> None:
     """One run of one contestant."""
+    began = time.perf_counter()
     try:
         told, whole = tunekit(given, work, folder) if found.name == "tunekit" else other(given, found.name, folder)
         found.take(told, whole, drop)
-        print(f"{work.method} {work.length} {found.name}: {found.step:.2f} s a step", flush=True)
+        said = f"{found.step:.2f} s a step"
     except (RuntimeError, OSError) as error:
-        found.fault = str(error)
-        print(f"{work.method} {work.length} {found.name}: {error}", flush=True)
+        found.fault = said = str(error)
+    spent = time.perf_counter() - began
+    print(f"{work.method} {work.length} {found.name}: {said} ({spent:.0f} s in all)", flush=True)
 
 
 def table(work: Work, shape: Shape, found: list[Found], limits: dict) -> str:

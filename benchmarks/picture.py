@@ -49,3 +49,18 @@ def line(file: Path, tokens: Sequence[float], panels: Mapping[str, Mapping[str, 
     figure.tight_layout()
     figure.savefig(file, dpi=110)
     pyplot.close(figure)
+
+
+def steps(file: Path, rungs: Mapping[str, tuple[float, float]]) -> None:
+    """Speed and memory, rung below rung: tokens a second and GiB by name."""
+    figure, axes = pyplot.subplots(1, 2, figsize=(10, 0.45 * len(rungs) + 1.2), sharey=True)
+    titles = ("learnt tokens a second", "peak resident memory, GiB")
+    for axis, title, values in zip(axes, titles, zip(*rungs.values(), strict=True), strict=True):
+        drawn = axis.barh(list(rungs), values, color=COLORS[0] if axis is axes[0] else COLORS[1])
+        axis.bar_label(drawn, fmt="{:.3g}", fontsize=8, padding=2)
+        axis.set_title(title, fontsize=10)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0].invert_yaxis()
+    figure.tight_layout()
+    figure.savefig(file, dpi=110)
+    pyplot.close(figure)
