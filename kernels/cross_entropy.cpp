@@ -1,11 +1,18 @@
 // Losses of tokens on the CPU, and their gradients in place of the logits: a row is read three times, in the cache.
 //
-// One source for every processor: vectors of sixteen floats, which compilers cut to what the processor has. Products
-// and sums are never fused (-ffp-contract=off) and sums have one order, so that results are the same everywhere.
+// One source for every processor: vectors of sixteen floats, which compilers cut to what the processor has. Sums have
+// one order, so that the number of threads changes no bit. No reference is met bit by bit, so products and sums may be
+// fused here: that saves a third of the time.
 
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+
+#if defined(__clang__)
+#pragma clang fp contract(fast)
+#else
+#pragma GCC optimize("fp-contract=fast")
+#endif
 
 #define INLINE inline __attribute__((always_inline))
 

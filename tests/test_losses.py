@@ -5,13 +5,16 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tests.checkpoints import error, made, ours, tokens
+from tunekit import losses
 from tunekit.data.batch import IGNORE, Batch
 from tunekit.data.rows import Text
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import FieldError
+from tunekit.kernels import cross_entropy
 from tunekit.losses import CrossEntropy
 from tunekit.memory import Memory
 from tunekit.models.decoder import Decoder
@@ -103,6 +106,27 @@ def test_a_token_without_a_target_counts_for_nothing(tmp_path: Path) -> None:
     part = Batch(rows, targets, torch.arange(9)[None], None, 1, 9)
     wanted = -model(rows)[0, 3].log_softmax(-1)[5]
     assert CrossEntropy()(model, part).item() == pytest.approx(wanted.item(), rel=1e-5)
+
+
+def test_validation_is_the_mean_over_learnt_tokens_and_takes_no_gradient(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, source = made(tmp_path / "model", "llama3.2"), texts(tmp_path)
+    model, run, asked = ours(folder), Run(0, "cpu"), []
+
+    def watched(logits: Tensor, targets: Tensor, weights: Tensor | None, terms: list[float], gradient: bool) -> Tensor:
+        asked.append(gradient)
+        return cross_entropy.token_losses_reference(logits, targets, weights, terms, gradient)
+
+    monkeypatch.setattr(cross_entropy, "token_losses", watched)
+    rows = Text(source).open(Tokenizer.open(folder), len(LENGTHS), 2, run)
+    found = losses.mean(CrossEntropy(), model, rows, run)
+    parts = rows[0]
+    logits = [model(part.tokens, part.positions).flatten(0, 1) for part in parts]
+    targets = torch.cat([part.targets.flatten() for part in parts])
+    wanted = F.cross_entropy(torch.cat(logits).double(), targets, ignore_index=IGNORE)
+    assert found == pytest.approx(wanted.item(), rel=1e-6)
+    assert asked == [False] * 4 and model.training
 
 
 @pytest.mark.parametrize("smoothing", [-0.1, 1.0, 1.5])

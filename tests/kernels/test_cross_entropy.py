@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from tests.checkpoints import batch, error, made, ours, shuffle_adapter, tokens
@@ -402,6 +403,28 @@ def test_registered_as_torch_wants_it() -> None:
     logits, targets = torch.randn(4, 9), torch.arange(4)
     for weights in (None, torch.rand(4)):
         torch.library.opcheck(token_losses, (logits, targets, weights, [1.0, 2.0, 0.1, 0.1], True))
+
+
+class Largest(TorchDispatchMode):
+    """Watches how many numbers the largest tensor has that is made."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        if isinstance(found, Tensor):
+            self.numbers = max(self.numbers, found.untyped_storage().nbytes() // found.itemsize)
+        return found
+
+
+@pytest.mark.parametrize("of", [chunked_loss, token_logprobs])
+@pytest.mark.parametrize("vocab", [2**15, 2**17, 2**18])
+def test_memory_does_not_grow_with_the_vocabulary(vocab: int, of: Callable[..., Tensor]) -> None:
+    """Of a frozen head: a trained one has a gradient."""
+    head, hidden = head_of(4, vocab, dtype=BF16).requires_grad_(False), torch.randn(600, 4).to(BF16).requires_grad_()
+    with Largest() as seen:
+        of(hidden, torch.arange(600), head, *(() if of is token_logprobs else (PLAIN,))).sum().backward()
+    assert hidden.grad.any() and seen.numbers <= cross_entropy.LOGITS["cpu"] < 600 * vocab
 
 
 @dataclass(frozen=True)
