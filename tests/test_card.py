@@ -276,8 +276,10 @@ def test_what_was_pushed_by_force_says_so(copy: Path) -> None:
         card.forced(final)
         assert text(final).count(card.WARNING) == 1
     assert text(final).index(card.WARNING) < text(final).index("# my-run")
-    assert "failed the comparison" in text(final)
+    assert text(final).count("failed the comparison") == 2, "at the top, and where the comparison is told"
     assert front(final) == meant
+    before = text(final)
+    assert before[before.index("## Repeat") :] and "This check" not in before
     (final / verify.FILE).unlink()
     (final / "README.md").unlink()
     card.forced(final)

@@ -103,10 +103,11 @@ def write(folder: Path, made: Made) -> None:
     put(folder, head(folder, None if made.fresh else base, tags, hub_sets(made)), name, sections)
 
 
-def minimal(folder: Path, source: Folder | None = None, relation: str = "merge") -> None:
+def minimal(folder: Path, source: Folder | None = None, relation: str = "merge", about: str = "") -> None:
     """A card for a model that no run has described: its base, how to use it, how it was compared."""
     base, name = None if source is None else origin(source), folder.resolve().name.removesuffix(atomic.PARTIAL)
-    about = f"Written by tunekit {VERSION}." if base is None else f"Made of {base.link} with tunekit {VERSION}."
+    made = f"Written by tunekit {VERSION}." if base is None else f"Made of {base.link} with tunekit {VERSION}."
+    about = f"{made} {about}"
     sections = {"": about, "Use": use(folder, name, base), "Verification": verification(folder)}
     put(folder, head(folder, base, ["tunekit"], [], relation), name, sections)
 
@@ -141,6 +142,8 @@ def forced(folder: Path) -> None:
         failed = "these files failed the comparison with the model that they were made from"
         why = "these files have changed since they were compared with the model" if found["passed"] else failed
     warning = f"{WARNING} This was pushed by force: {why}."
+    section = re.compile(r"(?<=^## Verification\n\n).*?(?=\n^## |\Z)", re.M | re.S)
+    text = section.sub(lambda _: f"{why[0].upper()}{why[1:]}.\n", text)
     top = end.end() if (end := FRONT.match(text)) else 0
     (folder / CARD).write_text(f"{text[:top]}\n{warning}\n{text[top:]}", encoding="utf-8")
 

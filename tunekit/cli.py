@@ -83,8 +83,9 @@ def _merge(verb: Parser) -> None:
 
 def _export(verb: Parser) -> None:
     verb.add_argument("model", metavar="MODEL", help="folder of a model or a run, or a name on the Hub")
-    verb.add_argument("out", metavar="FILE", help="file to write, such as model.gguf")
-    verb.add_argument("--type", metavar="TYPE", help="bf16, f16, f32, q8_0, q4_0 .. (default: as the model is stored)")
+    verb.add_argument("out", metavar="OUT", help="file to write, such as model.gguf; for nf4 and fp4 a folder")
+    kinds = "bf16, f16, f32, q8_0, q4_0 .. (default: as the model is stored); nf4, nf4-nested, fp4: for bitsandbytes"
+    verb.add_argument("--type", metavar="TYPE", help=kinds)
 
 
 def _chat(verb: Parser) -> None:
@@ -125,7 +126,7 @@ VERBS: dict[str, tuple[str, Callable[[Parser], None]]] = {
     "download": ("fetch a model", _download),
     "push": ("send a model to the Hub", _push),
     "merge": ("put an adapter into the weights of its base", _merge),
-    "export": ("write a model as a file of llama.cpp (GGUF)", _export),
+    "export": ("write a model for llama.cpp (GGUF) or bitsandbytes", _export),
     "chat": ("talk with a model", _chat),
     "options": ("list every option of a recipe", _options),
     "completion": ("print a script that completes words in your shell", _completion),

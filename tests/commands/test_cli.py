@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tunekit import catalog, cli
+from tunekit import bundled, catalog, cli
 
 TUNE = Path(sys.executable).with_name("tune")
 HEAVY = ("torch", "numpy", "omegaconf", "yaml", "huggingface_hub", "transformers")
@@ -121,6 +121,13 @@ def test_ls_filters_for_people_and_programs(capsys: pytest.CaptureFixture[str]) 
         "qwen3/8b_qlora",
     ]
     assert all(row["about"] for row in rows)
+
+
+def test_ls_shows_presets(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["ls", "presets"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [*bundled.PRESETS]
+    assert cli.main(["ls", "presets", "--json"]) == 0
+    assert {row["preset"] for row in json.loads(capsys.readouterr().out)} == set(bundled.PRESETS)
 
 
 @pytest.mark.parametrize("name", ["sft", "sft.py", "qwen3/8b_lora", "qwen3/8b_lora.yaml"])

@@ -115,6 +115,18 @@ def test_there_and_back(what: str, place: Place, answer: str) -> None:
     assert not place.search(TOKEN)
 
 
+@pytest.mark.parametrize("path", ["/api/repos/create", "/preupload/", "/commit/"])
+def test_a_hub_that_says_nothing_is_asked_again(path: str, place: Place) -> None:
+    never = Event()
+    place.hub.faults = [Fault("POST", path, cut="lost", hold=never)]
+    done = place.tune("push", "tunekit/nano", "ann/nano", TUNEKIT_HUB_TIMEOUT="2")
+    never.set()
+    assert done.code == 0, done.err
+    assert "rying again in" in done.err or "etry" in done.err
+    assert without_card(place.hub.repos["ann/nano"].files) == SENT
+    assert "no number of seconds" in place.tune("push", "tunekit/nano", "ann/nano", TUNEKIT_HUB_TIMEOUT="soon").error
+
+
 @pytest.mark.slow
 def test_what_did_not_pass_ends_in_one_line(place: Place) -> None:
     """The Hub asks for more patience than there is, or is in trouble for long: nothing is visible, and one line."""
@@ -128,9 +140,9 @@ def test_what_did_not_pass_ends_in_one_line(place: Place) -> None:
 @pytest.mark.parametrize(
     ("words", "env", "says"),
     [
-        (["ann/nano"], {"HF_TOKEN": "hf_wrong"}, "does not know you: log in with `hf auth login`"),
-        (["ann/nano"], {"HF_TOKEN": ""}, "does not know you"),
-        (["ann/nano", "--token", "hf_wrong"], {}, "does not know you"),
+        (["ann/nano"], {"HF_TOKEN": "hf_wrong"}, "refused this token"),
+        (["ann/nano"], {"HF_TOKEN": ""}, "does not know you: log in with `hf auth login`"),
+        (["ann/nano", "--token", "hf_wrong"], {}, "refused this token"),
         (["ann/nano", "--token", "hf_wrong\n"], {}, "token holds characters"),
         (["ann/nano"], {"HF_TOKEN": READER}, 'the rights to create a model under the namespace "ann"'),
         (["bob/nano"], {}, 'the rights to create a model under the namespace "bob"'),

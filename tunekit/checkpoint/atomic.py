@@ -155,7 +155,7 @@ def standing(path: Path) -> str:
     """What a reader still finds near `path`."""
     marks = [*path.parent.glob(f"*/{MARK}"), *path.parent.glob(f"*/*/{MARK}")]
     if not marks:
-        return "nothing old was touched, no complete state exists yet"
+        return "nothing old was touched"
     newest = max(marks, key=lambda mark: mark.stat().st_mtime)
     return f"nothing old was touched, the last complete state is {newest.parent}"
 

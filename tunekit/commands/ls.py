@@ -3,12 +3,15 @@
 import argparse
 import json
 
-from tunekit import catalog
+from tunekit import bundled, catalog
 from tunekit.errors import UserError
 
 
 def main(args: argparse.Namespace) -> None:
-    """Print recipes with their configs, those whose names contain the filter."""
+    """Print recipes with their configs, those whose names contain the filter; or the presets."""
+    if args.filter == "presets":
+        print(json.dumps(presets(), indent=2) if args.json else "\n".join(map(line, presets())))
+        return
     rows = [kept for row in table() if (kept := matching(row, args.filter.lower()))]
     if not rows:
         folders = {name.partition("/")[0] for name in catalog.configs()}
@@ -27,6 +30,21 @@ def table() -> list[dict]:
         {"recipe": name, "about": catalog.about(path), "configs": [row for recipe, row in configs if recipe == name]}
         for name, path in catalog.recipes().items()
     ]
+
+
+def presets() -> list[dict]:
+    """The shapes of public models that ship: what to train from scratch."""
+    rows = []
+    for name, folder in bundled.PRESETS.items():
+        shape = json.loads((folder / "config.json").read_text("utf-8"))
+        about = f"{shape['model_type']}, {shape['num_hidden_layers']} layers of {shape['hidden_size']}"
+        rows.append({"preset": name, "about": about})
+    return rows
+
+
+def line(preset: dict) -> str:
+    width = max(map(len, bundled.PRESETS))
+    return f"{preset['preset']:{width}}  {preset['about']}"
 
 
 def matching(row: dict, part: str) -> dict | None:

@@ -119,7 +119,7 @@ class Builder:
 def _scalar(options: tuple[Any, ...], node: Node) -> tuple[bool, Any]:
     """Whether one of the options takes the scalar, and as what. A type that fits exactly comes first."""
     value = node.value
-    if value == "None" and node.text and type(None) in options:
+    if (value == "None" and node.text and type(None) in options) or too_large(value):
         return False, None
     literals = [item for option in options if get_origin(option) is Literal for item in get_args(option)]
     if type(value) in options or any(type(value) is type(item) and value == item for item in literals):
@@ -137,8 +137,15 @@ def _scalar(options: tuple[Any, ...], node: Node) -> tuple[bool, Any]:
     return False, None
 
 
+def too_large(value: Any) -> bool:
+    """Whether a whole number does not fit into the 64 bits that it has everywhere else."""
+    return type(value) is int and not -(2**63) <= value < 2**63
+
+
 def _hint(slot: Slot, node: Node) -> str:
     value = node.value
+    if too_large(value):
+        return "; the largest is 9223372036854775807"
     options = members(slot.hint)
     if value == "None" and type(None) in options:
         return "; write null for nothing"

@@ -200,10 +200,10 @@ def explanation(error: BaseException, target: Target) -> str:
 def refusal(error: HfHubHTTPError, target: Target) -> str:
     """What to do about an answer that is none."""
     hub, repo, code = constants.ENDPOINT, target.repo, error.response.status_code
+    if code == 401 and (target.token or get_token()):
+        return f"{hub} refused this token: make a new one at {hub}/settings/tokens, then `hf auth login` or HF_TOKEN"
     if code == 401:
-        return (
-            f"{hub} does not know you: log in with `hf auth login`, or give HF_TOKEN a token of {hub}/settings/tokens"
-        )
+        return f"{hub} does not know you: log in with `hf auth login`, or set HF_TOKEN"
     if code == 403:
         return f"{hub} refuses to write {repo}: {told(error)} (the token needs the right to write there)"
     if code == 412:

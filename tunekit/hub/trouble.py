@@ -4,19 +4,22 @@ The client itself repeats most requests of an upload, and tells so; neither the 
 """
 
 import json
+import os
 import re
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import TypeVar
 
-from huggingface_hub import constants, get_token
+from huggingface_hub import constants, get_session, get_token, set_client_factory
 from huggingface_hub.errors import (
     HfHubHTTPError,
     HTTPError,  # of the HTTP library that this version of the client uses # pyright: ignore[reportPrivateImportUsage]
     LocalEntryNotFoundError,
 )
+from huggingface_hub.utils import disable_progress_bars
 from tqdm import tqdm
 
 from tunekit.errors import UserError
@@ -26,10 +29,13 @@ T = TypeVar("T")
 TROUBLE = (HTTPError, ValueError, RuntimeError, OSError)
 TRIES = 6
 PATIENCE = 300  # seconds: if the Hub asks to wait longer, the command ends and says so
+SILENCE = "TUNEKIT_HUB_TIMEOUT"  # seconds without a byte after which a request has failed
+USUAL = 120.0
 
 
 def repeated(act: Callable[[], T], what: str, kinds: tuple[type[Exception], ...] = TROUBLE) -> T:
     """`act`, again after a while if it fails for a reason that passes; each wait is told in a line."""
+    prepare()
     for attempt in range(1, TRIES):
         try:
             return act()
@@ -41,6 +47,22 @@ def repeated(act: Callable[[], T], what: str, kinds: tuple[type[Exception], ...]
             tell(f"{what}: {reason(cause)}; trying again in {wait:.0f} s ({attempt} of {TRIES - 1})")
             time.sleep(wait)
     return act()
+
+
+@cache
+def prepare() -> None:
+    """Let the client give up a server that says nothing: by itself it waits for ever. Bars are for terminals."""
+    if not sys.stderr.isatty():
+        disable_progress_bars()
+    word = os.environ.get(SILENCE, str(USUAL))
+    try:
+        seconds = float(word)
+    except ValueError as error:
+        raise UserError(f"{SILENCE}: {word!r} is no number of seconds") from error
+    client = get_session()
+    kind, hooks = type(client), client.event_hooks
+    if client.timeout.read is None:  # else somebody has chosen it
+        set_client_factory(lambda: kind(event_hooks=hooks, follow_redirects=True, timeout=seconds))
 
 
 def passes(error: BaseException) -> bool:

@@ -64,6 +64,9 @@ def complete(c: Config, **defaults: Any) -> dict[str, Any]:
     for key in SIZES:
         if not isinstance(c[key], int) or c[key] < 1:
             raise ValueError(f"{key} must be a whole number above 0, not {c[key]!r}")
+    for key, usual in OPTIONAL.items():
+        if type(usual) is float and type(c[key]) not in (int, float):
+            raise ValueError(f"{key} must be a number, not {c[key]!r}")
     return c
 
 
