@@ -186,12 +186,22 @@ def report(works: dict[Work, list[Found]], shape: Shape, limits: dict, line: str
     return text + "".join(table(work, shape, found, limits) for work, found in works.items())
 
 
+def restore(file: Path, works: dict[Work, list[Found]]) -> None:
+    """Take up what earlier calls have found; a fault is tried again."""
+    earlier = json.loads(file.read_text()) if file.is_file() else {}
+    for work, found in works.items():
+        kept = {one["name"]: Found(**{**one, "fault": ""}) for one in earlier.get(title(work), [])}
+        works[work] = [kept.get(one.name, one) for one in found]
+
+
 def race(given: Given, shape: Shape, works: dict[Work, list[Found]], args: argparse.Namespace) -> None:
     """All rounds. The report is written after each run, so that nothing is lost."""
     out = given.folder / "limits.txt"
     start(given, ["bash", "-c", f"{shlex.quote(sys.executable)} {shlex.quote(str(HERE / 'limits.py'))} > {out}"])
     limits = json.loads(out.read_text())
     file = args.results / f"{date.today()}-compare-{args.name}"
+    if args.append:
+        restore(file.with_suffix(".json"), works)
     line = "python benchmarks/compare.py " + " ".join(sys.argv[1:])
     for work in works:
         rows(given.folder / work.method, shape, work)
@@ -200,6 +210,7 @@ def race(given: Given, shape: Shape, works: dict[Work, list[Found]], args: argpa
             for one in found:
                 turn(given, work, one, given.folder / work.method, args.drop)
                 file.with_suffix(".md").write_text(report(works, shape, limits, line))
+                write(file.with_suffix(".json"), {title(w): [vars(f) for f in fs] for w, fs in works.items()})
     shown = {title(work): [f for f in found if f.seconds] for work, found in works.items()}
     speed = {t: {f.name: work.learnt / f.step for f in fs} for (t, fs), work in zip(shown.items(), works, strict=True)}
     memory = {t: {f.name: statistics.median(f.peaks) / 2**30 for f in fs} for t, fs in shown.items()}
@@ -221,6 +232,7 @@ def main() -> None:
     parser.add_argument(
         "--under", default="", metavar="COMMAND", help="what each process is started by, such as a lock"
     )
+    parser.add_argument("--append", action="store_true", help="rounds to those of the same day and name")
     parser.add_argument("--results", type=Path, default=HERE / "results")
     parser.add_argument("--name", default="cpu", help="in the names of the files written")
     args = parser.parse_args()
