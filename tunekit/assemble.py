@@ -17,7 +17,6 @@ from tunekit.hub import fetch
 from tunekit.memory import Memory
 from tunekit.models.decoder import Decoder
 from tunekit.models.init import randomize
-from tunekit.pages import enlarge
 from tunekit.parallel import Run
 from tunekit.precision import Precision
 
@@ -41,7 +40,6 @@ def model(
     memory.apply(net, run.device)  # what is kept
     net.to_empty(device=run.device)  # where it is
     net.tie()
-    enlarge(net.parameters())
     if fresh:
         randomize(net, run.seed)
     else:
