@@ -107,11 +107,11 @@ def check(cfg: SFT) -> None:
         rows.prepare(tokenizer)
 
 
-def main(cfg: SFT) -> None:
+def main(cfg: SFT, fresh: bool = False) -> None:
     """Train until the last step, a signal, or the end of patience, and leave a checkpoint for others."""
-    with Run(cfg.seed, cfg.device) as run, workspace.claim(Path(cfg.out), dump(cfg, "sft"), LIVE) as space:
+    with Run(cfg.seed, cfg.device) as run, workspace.claim(Path(cfg.out), dump(cfg, "sft"), LIVE, fresh) as space:
         publish.check(cfg.push)
-        if atomic.is_whole(space.final):
+        if not fresh and atomic.is_whole(space.final):
             verify.insist(space.final)
             run.tell(f"{space.final} is there: nothing is left to do; --fresh starts over")
             publish.finish(cfg.push, space.folder, space.final)
@@ -125,8 +125,9 @@ def main(cfg: SFT) -> None:
         for loader in filter(None, (data, held)):
             loader.check(source.spec.vocab)
         run.tell(f"data: {data.report}")
-        fresh = cfg.init == "random"
-        model = assemble.model(source, cfg.weights, cfg.adapter, cfg.precision, cfg.memory, run, fresh)
+        scratch = cfg.init == "random"
+        model = assemble.model(source, cfg.weights, cfg.adapter, cfg.precision, cfg.memory, run, scratch)
+        space.begin()
         sender = Publisher(cfg.push, space.folder, lambda folder: save.final(cfg.adapter, folder, model, source), run)
         steps = train(cfg, model, data, held, space, run, sender)
         with atomic.whole(space.final) as folder:

@@ -60,15 +60,17 @@ class Publisher:
     """Sends what a run makes, beside the training. Without a choice it does nothing.
 
     publish.check(cfg.push)                             # first of all: fails if the Hub would refuse what comes later
-    sender = Publisher(cfg.push, space.folder, write)   # `write` puts a checkpoint of the model into a folder
+    sender = Publisher(cfg.push, space.folder, write, run)   # `write` puts a checkpoint of the model into a folder
     sender.step(done, steps)                            # after each step
     sender.finish(space.final)                          # when `final/` is whole and verified
     """
 
-    def __init__(self, choice: Push | None, run: Path, write: Callable[[Path], object]) -> None:
-        self.choice, self.run, self.write = choice, run, write
+    def __init__(self, choice: Push | None, folder: Path, write: Callable[[Path], object], run: Run) -> None:
+        self.choice = choice if run.is_main else None  # one of all processes sends
+        self.run, self.write = folder, write
         self.thread: Thread | None = None
-        atomic.remove(run / UPLOAD)
+        if run.is_main:
+            atomic.remove(folder / UPLOAD)
 
     def step(self, step: int, steps: int) -> None:
         """Every so many steps a copy of the model goes on its way, and training goes on."""
@@ -80,7 +82,8 @@ class Publisher:
         folder = self.run / UPLOAD / f"{step:08d}"
         with atomic.whole(folder) as place:
             self.write(place)
-        self.thread = Thread(target=aside, args=(self.choice, folder, f"Step {step}"), daemon=True)
+        about = f"This is step {step:,} of {steps:,} of a run that goes on."
+        self.thread = Thread(target=aside, args=(self.choice, folder, f"Step {step}", about), daemon=True)
         self.thread.start()
 
     def finish(self, final: Path) -> None:
@@ -98,10 +101,10 @@ def check(choice: Push | None) -> None:
         push.check(choice.target)
 
 
-def aside(choice: Push, folder: Path, message: str) -> None:
-    """Send a checkpoint from a thread of its own. That it fails does no harm to the run."""
+def aside(choice: Push, folder: Path, message: str, about: str) -> None:
+    """Send a checkpoint from a thread of its own, with a card. That it fails does no harm to the run."""
     try:
-        sent = send(choice, folder, message)
+        sent = send(choice, folder, message, about)
         tell(f"{message} is at {sent.url} (commit {sent.commit[:7]})")
     except UserError as error:
         tell(f"{message} was not sent: {error}; training goes on")
@@ -123,14 +126,18 @@ def finish(choice: Push | None, run: Path, final: Path) -> None:
     tell(f"the result is at {sent.url} (commit {sent.commit[:7]})")
 
 
-def send(choice: Push, folder: Path, message: str) -> push.Pushed:
-    """One commit; in place of an adapter the whole model, if that was chosen."""
+def send(choice: Push, folder: Path, message: str, about: str = "") -> push.Pushed:
+    """One commit; in place of an adapter the whole model, if that was chosen. `about` makes a card that says so."""
+    if about:
+        card.minimal(folder, base_of(folder), about=about)
     if not choice.merged or not (folder / peft.CONFIG).is_file():
         warn(folder)
         return push.push(contents(folder), choice.target, message)
     with merged(folder, device="cpu") as whole:  # the run may need all that the GPU has
         if why := doubt(whole, True):
             raise UserError(why)
+        if about:
+            card.minimal(whole, base_of(folder), about=about)
         return push.push(contents(whole), choice.target, message)
 
 

@@ -9,7 +9,7 @@ from datetime import date
 import pytest
 
 from tunekit.checkpoint import atomic
-from tunekit.checkpoint.workspace import claim, erase
+from tunekit.checkpoint.workspace import claim
 from tunekit.errors import UserError
 
 CONFIG = "recipe: sft\nseed: 1\nout: runs/a\noptimizer:\n  kind: adamw\n  lr: 0.0001\nlog:\n  every: 1\n"
@@ -88,7 +88,8 @@ def test_foreign_files_are_left_alone(tmp_path):
     (tmp_path / "thesis.tex").write_text("x")
     with pytest.raises(UserError, match="out="):
         claim(tmp_path, CONFIG, LIVE)
-    erase(tmp_path)
+    with pytest.raises(UserError, match="out="):
+        claim(tmp_path, CONFIG, LIVE, fresh=True)
     assert names(tmp_path) == {"thesis.tex"}
 
 
@@ -108,9 +109,9 @@ def test_second_process_is_told_the_first(tmp_path):
         os._exit(0)
     while not (tmp_path / "ready").exists():
         time.sleep(0.01)
-    for act in (lambda: claim(tmp_path / "a", CONFIG, LIVE), lambda: erase(tmp_path / "a")):
+    for fresh in (False, True):
         with pytest.raises(UserError, match=f"process {child}"):
-            act()
+            claim(tmp_path / "a", CONFIG, LIVE, fresh)
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     claim(tmp_path / "a", CONFIG, LIVE).close()
@@ -124,17 +125,21 @@ def test_a_refused_config_frees_the_lock(tmp_path):
     claim(tmp_path / "a", CONFIG, LIVE).close()
 
 
-def test_erase_takes_what_the_run_wrote(tmp_path):
+def test_starting_over_takes_what_the_run_wrote_when_it_begins(tmp_path):
     out = tmp_path / "a"
     with claim(out, CONFIG, LIVE) as space:
         leave_results(space)
     (out / "final.partial").mkdir()
     (out / "tensorboard").mkdir()
     (out / "notes.txt").write_text("mine")
-    erase(out)
-    assert names(out) == {".lock", "notes.txt", "config.yaml"}
-    erase(tmp_path / "never")
-    claim(out, CONFIG.replace("seed: 1", "seed: 2"), LIVE).close()
+    other, before = CONFIG.replace("seed: 1", "seed: 2"), names(out)
+    claim(out, other, LIVE, fresh=True).close()  # something was wrong with what it should learn
+    assert names(out) == before
+    claim(out, CONFIG, LIVE).close()
+    with claim(out, other, LIVE, fresh=True) as space:
+        space.begin()
+        assert names(out) == {".lock", "notes.txt", "config.yaml"}
+    claim(out, other, LIVE).close()
 
 
 def test_read_only_place(tmp_path):
@@ -151,7 +156,7 @@ def test_read_only_place(tmp_path):
             with pytest.raises(UserError, match=r"Read-only file system.*out="):
                 act()
         with pytest.raises(UserError, match="Read-only"):
-            erase(place / "a")
+            claim(place / "a", CONFIG, LIVE, fresh=True)
     finally:
         subprocess.run(["umount", str(place)], check=True)
 

@@ -9,6 +9,7 @@ COUNT = '''"""Counting."""
 from dataclasses import dataclass
 from pathlib import Path
 
+from tunekit.checkpoint.workspace import erase
 from tunekit.errors import UserError
 
 
@@ -20,7 +21,6 @@ class Count:
 
 
 RECIPE = Count
-LIVE = frozenset({"out"})
 
 
 def check(cfg):
@@ -28,7 +28,9 @@ def check(cfg):
         raise UserError(f"to: {cfg.to} takes too long")
 
 
-def main(cfg):
+def main(cfg, fresh=False):
+    if fresh:
+        erase(Path(cfg.out))
     if cfg.to == 0:
         raise KeyboardInterrupt
     print(" ".join([cfg.word] * cfg.to))

@@ -5,6 +5,7 @@ import shlex
 import subprocess
 import sys
 import time
+from pathlib import Path
 from threading import Event
 
 import pytest
@@ -15,7 +16,8 @@ from tests.hub.conftest import READER, TOKEN, Outcome, Place
 from tests.hub.repos import card_problems
 from tests.hub.wire import Fault
 from tunekit import bundled
-from tunekit.publish import contents
+from tunekit.parallel import Run
+from tunekit.publish import Publisher, Push, contents
 
 NANO = bundled.MODELS["tunekit/nano"]
 WORDS = ["run", "sft", "nano/tools_lora", "steps=6", "batch=2", "micro_batch=2", "save_every=6", "validation=null"]
@@ -39,10 +41,19 @@ def test_checkpoints_on_the_way_and_the_result(place: Place) -> None:
     assert repo.private and repo.files == result(place)
     assert {"README.md", "curves.png", "verification.json", "adapter_config.json", ADAPTER} < set(repo.files)
     assert [commit.title for commit in repo.history("main")][1:] == ["Step 3", "initial commit"]
+    assert b"This is step 3 of 6 of a run that goes on." in repo.history("main")[1].files["README.md"].data
     final, step = (load(commit.files[ADAPTER].data) for commit in repo.history("main")[:2])
     assert final.keys() == step.keys() and not any(torch.equal(final[name], step[name]) for name in final)
     assert not (place.folder / "run/upload").exists()
     assert not place.search(TOKEN)
+
+
+def test_one_of_all_processes_sends(tmp_path: Path) -> None:
+    other = Run()
+    other.rank = 1
+    sender = Publisher(Push("ann/tools", every=1), tmp_path, lambda _: pytest.fail("written"), other)
+    sender.step(1, 3)
+    sender.finish(tmp_path / "final")
 
 
 @pytest.mark.slow
@@ -114,7 +125,7 @@ def test_a_result_that_is_not_taken_can_be_sent_later(place: Place) -> None:
 
 
 def test_who_may_not_send_is_told_before_training(place: Place) -> None:
-    for env, says in (({"HF_TOKEN": "hf_wrongTokenOfNobody"}, "does not know you"), ({"HF_TOKEN": READER}, "refuses")):
+    for env, says in (({"HF_TOKEN": "hf_wrongTokenOfNobody"}, "refused this token"), ({"HF_TOKEN": READER}, "refuses")):
         assert says in train(place, **env).error
     repo = place.hub.put("ann/tools", {})
     assert "there already and public" in train(place).error

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.checkpoints import made, ours
-from tunekit import assemble, launch
+from tunekit import assemble, bundled, launch
 from tunekit.adapters import LoRA
 from tunekit.checkpoint import atomic, save
 from tunekit.checkpoint.folder import Folder
@@ -57,6 +57,34 @@ def test_models_to_ask_are_looked_at_before_weights(tmp_path: Path) -> None:
             launch.config(evaluate, "nano/tools", ["model=tunekit/nano", f"baseline={tmp_path / name}", data], [])
 
 
+def test_weights_that_are_not_whole_are_told_before_rows_are_read(tmp_path: Path) -> None:
+    folder = made(tmp_path / "model", "llama2")
+    options = [f"model={folder}", f"tokenizer={bundled.MODELS['tunekit/nano']}", f"out={tmp_path / 'out'}"]
+    options += ["data={kind: text, source: nowhere.txt}", "validation=null"]
+    file = folder / "model.safetensors"
+    whole = file.read_bytes()
+    for data, says in [(whole[:-8], "cut off"), (None, "no weights to read")]:
+        file.unlink()
+        if data is not None:
+            file.write_bytes(data)
+        with pytest.raises(UserError, match=says):
+            launch.config(sft, "nano/tools_lora", options, [])
+
+
+def test_a_preset_is_no_model_to_go_on_with() -> None:
+    options = ["model=tunekit/smollm2_135m", "tokenizer=tunekit/nano"]
+    with pytest.raises(UserError, match="no weights to read .init: random needs none"):
+        launch.config(sft, "nano/tools_lora", options, [])
+    with pytest.raises(UserError, match="no tokenizer.json"):
+        launch.config(sft, "nano/tools_lora", [*options[:1], "init=random", "adapter=full"], [])
+
+
+def test_a_seed_has_64_bits() -> None:
+    assert launch.config(sft, "nano/tools_lora", [f"seed={2**63 - 1}"], []).seed == 2**63 - 1
+    with pytest.raises(UserError, match=f"seed: .*got {2**63}; the largest is {2**63 - 1}"):
+        launch.config(sft, "nano/tools_lora", [f"seed={2**63}"], [])
+
+
 def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert Run(device="auto").device.type == "cpu"
@@ -74,7 +102,6 @@ def test_starting_over_keeps_what_the_run_reads(tmp_path: Path) -> None:
         sft.SFT("m", rows, str(tmp_path), adapter=LoRA(start=f"{final}")),
     ):
         with pytest.raises(UserError, match="would erase .*final, which this run reads"):
-            run.erase(sft, cfg)
+            run.check_fresh(sft, cfg)
         assert final.is_dir()
-    run.erase(sft, sft.SFT("m", rows, str(tmp_path)))
-    assert not final.is_dir()
+    run.check_fresh(sft, sft.SFT("m", rows, str(tmp_path)))

@@ -222,7 +222,7 @@ def test_a_write_that_the_disk_refuses(work, limit, adapter, size):
     biggest = max(path.stat().st_size for path in work.folder.glob("unbroken/state/*/*"))
     assert biggest > size
     limit(size)
-    refused(work, *words, "out=small", says=("cannot write small", "no complete state exists yet"))
+    refused(work, *words, "out=small", says=("cannot write small", "nothing old was touched"))
     limit(None)
     assert not list(work.folder.glob("small/**/*.partial"))
     assert work.tune(*words, "out=small").code == 0

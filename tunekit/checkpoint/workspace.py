@@ -30,6 +30,8 @@ class Workspace:
     folder: Path
     lock: IO[str]
     day: date  # when the run began
+    resolved: str  # its config in YAML
+    fresh: bool = False  # what an earlier run has left there is to go
 
     @property
     def config(self) -> Path:
@@ -47,6 +49,12 @@ class Workspace:
     def final(self) -> Path:
         return self.folder / FINAL
 
+    def begin(self) -> None:
+        """All is checked and the run begins: if it starts over, what there was goes now."""
+        if self.fresh:
+            erase(self.folder)
+        atomic.write_text(self.config, f"{BEGAN}{self.day.isoformat()}\n{self.resolved}")
+
     def close(self) -> None:
         self.lock.close()
 
@@ -59,22 +67,24 @@ class Workspace:
         self.close()
 
 
-def claim(out: Path, resolved: str, live: frozenset[str]) -> Workspace:
+def claim(out: Path, resolved: str, live: frozenset[str], fresh: bool = False) -> Workspace:
     """The folder of a run, made or taken up again. `resolved` is its config in YAML.
 
-    A run that has left results goes on only with the same config; top-level keys in `live` may change.
+    A run that has left results goes on only with the same config; top-level keys in `live` may change. With `fresh`
+    any config will do, and the results stay until the run begins.
     """
     if out.is_dir() and not (out / CONFIG).is_file() and {path.name for path in out.iterdir()} - BEFORE_CONFIG:
         raise UserError(f"{out} holds files and is not the folder of a run: give another out=")
     try:
         out.mkdir(parents=True, exist_ok=True)
-        space = Workspace(out, locked(out), first_day(out))
+        space = Workspace(out, locked(out), date.today() if fresh else first_day(out), resolved, fresh)
     except OSError as error:
         raise UserError(f"out: cannot write in {out}: {error.strerror}: give another out=") from error
     try:
-        if started(out):
+        if not fresh and started(out):
             compare(space, resolved, live)
-        atomic.write_text(space.config, f"{BEGAN}{space.day.isoformat()}\n{resolved}")
+        if not fresh or not (out / CONFIG).is_file():
+            space.begin()
     except UserError:
         space.close()
         raise
@@ -89,19 +99,13 @@ def first_day(out: Path) -> date:
 
 
 def erase(out: Path) -> None:
-    """Remove what a run wrote into its folder, and nothing else. A folder without a config is left as it is.
-
-    The config stays, and with it the folder is that of a run, which may start with any other config.
-    """
-    if not (out / CONFIG).is_file():
-        return
+    """Remove what a run wrote into its folder, and nothing else. The config stays: the folder is that of a run."""
     try:
-        with locked(out):
-            for name in (STATE, FINAL, UPLOAD, *LOGS):
-                for ending in (atomic.PARTIAL, atomic.PREVIOUS, ""):
-                    atomic.remove(out / (name + ending))
-            for name in (METRICS, EVALUATION):
-                (out / name).unlink(missing_ok=True)
+        for name in (STATE, FINAL, UPLOAD, *LOGS):
+            for ending in (atomic.PARTIAL, atomic.PREVIOUS, ""):
+                atomic.remove(out / (name + ending))
+        for name in (METRICS, EVALUATION):
+            (out / name).unlink(missing_ok=True)
     except OSError as error:
         raise UserError(f"out: cannot erase {out}: {error.strerror}: give another out=") from error
 

@@ -1,6 +1,7 @@
 """`tune run`: a recipe with a config."""
 
 import argparse
+import inspect
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -21,8 +22,10 @@ def main(args: argparse.Namespace) -> None:
     cfg = launch.config(recipe, config, overrides, args.imports)
     devices(args.gpus)
     if args.fresh:
-        erase(recipe, cfg)
-    recipe.main(cfg)
+        check_fresh(recipe, cfg)
+        recipe.main(cfg, fresh=True)
+    else:
+        recipe.main(cfg)
 
 
 def words(args: argparse.Namespace) -> tuple[str, list[str]]:
@@ -43,9 +46,9 @@ def devices(wanted: int | None) -> None:
         raise UserError(f"--gpus {wanted}: a run uses one GPU in this version; leave --gpus out")
 
 
-def erase(recipe: ModuleType, cfg: Any) -> None:
-    """Empty the run folder, for recipes that have one: they say in LIVE what may change between two starts."""
-    if "LIVE" not in vars(recipe):
+def check_fresh(recipe: ModuleType, cfg: Any) -> None:
+    """Whether a recipe can start over: `main(cfg, fresh=True)` erases what its folder holds once all is checked."""
+    if "fresh" not in inspect.signature(recipe.main).parameters:
         name = recipe.__name__.rpartition(".")[2]
         raise UserError(f"--fresh: the recipe '{name}' keeps nothing to continue from; leave it out")
     out = Path(cfg.out)
@@ -53,7 +56,6 @@ def erase(recipe: ModuleType, cfg: Any) -> None:
     for text in texts(resolved(cfg)):  # whatever the key: a model, an adapter to start from
         if any(Path(text).resolve().is_relative_to(folder) for folder in gone):
             raise UserError(f"--fresh would erase {text}, which this run reads: give another out=")
-    workspace.erase(out)
 
 
 def texts(tree: Any) -> Iterator[str]:
