@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from tests.checkpoints import FP32, SHAPES, build, made, ours, save, shuffle_adapter
+from tunekit import verify
 from tunekit.adapters import DoRA, Frozen, LoRA
-from tunekit.checkpoint import peft, stream
+from tunekit.checkpoint import merge, peft, stream
 from tunekit.checkpoint.folder import Folder
 from tunekit.precision import Precision
 
@@ -64,20 +65,20 @@ def test_an_adapter_takes_part(name: str, adapter: LoRA, precision: Precision, t
     assert not torch.allclose(found, plain, atol=0.1), "the adapter says something"
 
 
-def resident() -> int:
-    """Bytes that this process holds, pages of mapped files among them."""
+def resident(what: str) -> int:
+    """Bytes that this process holds, pages of mapped files among them in VmRSS and not in RssAnon."""
     status = Path("/proc/self/status").read_text()
-    return int(status.partition("VmRSS:")[2].split()[0]) * 1024
+    return int(status.partition(f"{what}:")[2].split()[0]) * 1024
 
 
-def growth(work: Callable[[], Any]) -> int:
+def growth(work: Callable[[], Any], what: str = "VmRSS") -> int:
     """How much the memory of this process grows at most."""
     ctypes.CDLL(None).malloc_trim(0)  # what was freed before is not used again unseen
-    before, most, over = resident(), [0], threading.Event()
+    before, most, over = resident(what), [0], threading.Event()
 
     def watch() -> None:
         while not over.wait(0.0005):
-            most.append(resident())
+            most.append(resident(what))
 
     thread = threading.Thread(target=watch)
     thread.start()
@@ -94,3 +95,26 @@ def test_no_second_model_is_in_memory(tmp_path: Path) -> None:
     if growth(lambda: ours(folder)) < 0.8 * size:
         pytest.skip("this process has room left from other tests, so nothing can be measured in it")
     assert growth(lambda: stream.logits(Folder.open(folder), Frozen(), ROWS, FP32, CPU)) < 0.5 * size
+
+
+def test_of_a_large_vocabulary_only_parts_are_in_memory(tmp_path: Path) -> None:
+    """An embedding and a head of 92 MB each, a head that was adapted, and 40 MB of logits."""
+    wide = SHAPES["llama2"] | {"hidden_size": 384, "num_hidden_layers": 1, "vocab_size": 60_000}
+    base, start, out = save(build(wide), tmp_path / "base"), tmp_path / "adapter", tmp_path / "out"
+    adapter = LoRA(2, targets=("embed", "head"))
+    model, source = ours(base, adapter), Folder.open(base)
+    start.mkdir(), out.mkdir()
+    peft.write(start, model, adapter, source)
+    merge.merge(source, start, out, quiet=True)
+    there, rows = replace(adapter, start=str(start)), [list(range(20))] * 8
+
+    def compare() -> None:
+        wanted = stream.logits(source, there, rows, FP32, CPU)
+        rounded = stream.logits(source, there, rows, FP32, CPU, written=Folder.open(out).dtypes)
+        found = stream.logits(Folder.open(out), Frozen(), rows, FP32, CPU)
+        assert verify.distances([wanted, rounded], found)[0].mean < 1e-4
+
+    compare()
+    if growth(lambda: torch.ones(10**7), "RssAnon") < 3e7:
+        pytest.skip("this process has room left from other tests, so nothing can be measured in it")
+    assert growth(compare, "RssAnon") < 92e6, "none of them was there whole"

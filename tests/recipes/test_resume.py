@@ -147,6 +147,17 @@ def test_fresh_starts_over(work):
     assert notes.read_text() == "mine"
 
 
+def test_fresh_erases_nothing_before_all_is_read(work):
+    assert work.tune(*RUN).code == 0
+    files = (path for path in (work.folder / "out").rglob("*") if path.is_file() and path.name != ".lock")
+    before = {path: path.read_bytes() for path in files}
+    (work.folder / "bad.jsonl").write_text('{"messages": 3}\n')
+    refused = work.tune(*RUN, "--fresh", "data.source=bad.jsonl")
+    assert refused.code == 2 and "bad.jsonl" in refused.err
+    assert {path: path.read_bytes() for path in before} == before
+    assert work.tune(*RUN).code == 0
+
+
 def test_another_config_is_refused_by_its_key(work, monkeypatch):
     stop_after(monkeypatch, 2)
     assert work.tune(*RUN).code == 143
