@@ -48,8 +48,10 @@ TABLES = {  # what the sixteen codes stand for
 # Numbers that are decoded at once, and then multiplied while they are in the cache. Whole weights of 4096 x 4096 were
 # no faster and want four times the room; tiles of a quarter of this cost products 10 % (benchmarks/results).
 TILE = 2**22
-# Rows of a product that are multiplied while codes are looked up, 8 at a time, and the weight is written nowhere.
-FEW = 16
+# Rows of a product, at most as many as nf4.cpp takes, that are multiplied while codes are looked up: the weight is
+# written nowhere. 1 to 4 rows took 0.35 to 0.9 of the time of a bf16 product, 8 rows as long, and 12 rows longer than
+# decoding first (benchmarks/results).
+FEW = 8
 SOURCE = Path(__file__).with_name("nf4.cpp")
 DTYPES = {torch.bfloat16: "bf16", torch.float32: "fp32"}  # of which there is compiled code
 
@@ -268,9 +270,7 @@ def times_few(x: Tensor, weight: Weight, y: Tensor, bias: Tensor | None) -> Tens
     told = *weight.places(), table(weight.kind, x.device).data_ptr(), None if bias is None else bias.data_ptr()
     rows, columns = weight.shape
     sizes = rows, columns // BLOCK, weight.packed.stride(0), torch.get_num_threads()
-    for start in range(0, len(x), 8):
-        some = x[start : start + 8]
-        run(some.data_ptr(), *told, y[start:].data_ptr(), len(some), *sizes)
+    run(x.data_ptr(), *told, y.data_ptr(), len(x), *sizes)
     return y
 
 
