@@ -7,6 +7,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from importlib import import_module, metadata
+from pathlib import Path
 from typing import NoReturn
 
 from tunekit import catalog
@@ -175,17 +176,25 @@ def _take(args: argparse.Namespace, rest: list[str], verb: Parser) -> None:
         args.overrides += rest
 
 
+def settle() -> None:
+    """What torch reads from the environment when it is imported. What a person has set stays."""
+    # Threads that wait for each other soon give up their core. Training the nano on two cores went at 3,900 to
+    # 4,700 tokens/s, and at 119 beside one more busy process; with this at 3,400 to 4,000, and at 1,900 beside it.
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+    # Pages of 2 MB for large tensors on the CPU; tunekit/pages.py tells what they bring.
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+    # Segments that grow, on a GPU: rows of another length leave no holes behind.
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name, which is read where the newer one is not set
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    # What was compiled outlives a restart of the machine, which empties the folder that torch would take.
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(home / "tunekit" / "inductor"))
+
+
 def main(words: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code: 2 for a mistake, 128 and the signal's number for what a signal ended."""
     words = sys.argv[1:] if words is None else words
-    # Threads of torch that wait for each other soon give up their core. Training the nano on two cores went at 3,900 to
-    # 4,700 tokens/s, and at 119 beside one more busy process; with this at 3,400 to 4,000, and at 1,900 beside it.
-    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-    # Read by torch when it is imported: pages of 2 MB for large tensors on the CPU, and on a GPU segments that grow, so
-    # that rows of another length leave no holes behind.
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name, which torch reads where the newer one is not set
-        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    settle()
     try:
         dispatch(words)
         sys.stdout.flush()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from tunekit.errors import UserError
+from tunekit.errors import FieldError, UserError
 from tunekit.models.decoder import Decoder
 from tunekit.offload import Offload
 
@@ -24,9 +24,13 @@ class Memory:
     # true or layer: keep only the input of each layer, and run the layer again in the backward pass; selective: keep
     # products and attention too, and run only the cheap rest again
     recompute: bool | Literal["layer", "selective"] = False
-    offload: bool = False  # wait in the memory of the host for the backward pass; for GPUs
+    offload: bool = False  # what is kept waits in the memory of the host for the backward pass; for GPUs
     step_in_backward: bool = False  # move a weight as soon as it has its gradient, which is then freed
     compile: bool = False  # torch.compile on each layer; the first steps then take longer
+
+    def __post_init__(self) -> None:
+        if self.compile and self.recompute == "selective":
+            raise FieldError("recompute", "a compiler chooses by itself what is cheap to run again: false or layer")
 
     def apply(self, model: Decoder, device: torch.device = CPU) -> None:
         if self.offload and device.type == "cpu":
@@ -34,6 +38,7 @@ class Memory:
         model.through = self.through()
         if self.offload:
             model.through = Offload(model).around(model.through or called)
+        model.flat = self.compile
         for layer in model.layers if self.compile else ():
             layer.compile(dynamic=True)
 

@@ -78,6 +78,7 @@ class Decoder(nn.Module):
     """Tokens to logits. `through` and `compute` are set by the memory and precision choices."""
 
     through: Callable[..., Tensor] | None = None  # how a layer is called where gradients are wanted
+    flat = False  # show layers all rows as documents of one, whose input has a gradient: they are compiled but once
     compute: torch.dtype | None = None  # dtype of activations and products; None: that of the embedding
 
     def __init__(self, spec: DecoderSpec) -> None:
@@ -132,12 +133,15 @@ class Decoder(nn.Module):
         """
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        shape = tokens.shape
+        if self.flat and cache is None:
+            tokens, positions, offsets = flattened(tokens, positions, offsets)
         rotations = tuple(tables(rope, head_dim, positions, offsets, lengths) for rope, head_dim in self.ropes)
         place = Place(positions, offsets, lengths, rotations)
         if cache is not None:
             cache.used += tokens.shape[1]
             place.used = cache.used
-        hidden = self.run(tokens, place, cache)
+        hidden = self.run(tokens, place, cache).view(*shape, self.spec.dim)
         return self.head(hidden) if read is None else read(hidden, self.head)
 
     def run(self, tokens: Tensor, place: Place, cache: Cache | None) -> Tensor:
@@ -145,6 +149,8 @@ class Decoder(nn.Module):
         x = self.embed(tokens)
         x = x if self.compute is None else x.to(self.compute)
         x = x if self.spec.embed_scale == 1 else x * torch.tensor(self.spec.embed_scale, dtype=x.dtype)
+        if self.flat and torch.is_grad_enabled():
+            x.requires_grad_()
         own = [None] * len(self.spec.layers) if self.per_layer is None else self.per_layer(tokens, x)
         for i, layer in enumerate(self.layers):
             if self.through is not None and torch.is_grad_enabled():
@@ -157,6 +163,13 @@ class Decoder(nn.Module):
         """Empty room for `slots` positions of `batch` rows."""
         dtype = self.compute or self.embed.weight.dtype
         return Cache([layer.attn.cache(batch, slots, dtype, self.embed.weight.device) for layer in self.layers])
+
+
+def flattened(tokens: Tensor, positions: Tensor, offsets: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows (B, S) as one (1, B * S), and the bounds of the documents in it."""
+    if offsets is None:
+        offsets = torch.arange(0, tokens.numel() + 1, tokens.shape[1], dtype=torch.int32)
+    return tokens.reshape(1, -1), positions.reshape(1, -1), offsets
 
 
 class Head(Linear):
