@@ -1,7 +1,7 @@
 """What is trained: everything, or low-rank updates beside frozen layers."""
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal, TypeVar
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from tunekit.errors import FieldError, UserError
 from tunekit.kernels.experts import grouped
+from tunekit.kernels.lora import Update, adapted, lengths
 from tunekit.models.decoder import Decoder
 from tunekit.models.init import seeded
 from tunekit.models.linear import Embedding, Linear, Stacked
@@ -201,16 +202,15 @@ class LoRA:
         for name, layer in self.layers(model).items():
             self.init_layer(layer, seeded(seed, name))
 
-    def low_rank(self, layer: Linear, x: Tensor) -> Tensor:
-        """s B A x, less what it was at the start if that was not zero."""
-        x = F.dropout(x, self.dropout, layer.training)
-        y = layer.lora_B(layer.lora_A(x))
-        if self.init == "pissa":
-            y = y - F.linear(F.linear(x, layer.lora_A0.to(x.dtype)), layer.lora_B0.to(x.dtype))
-        return y * layer.lora_scale
+    def parted(self, layer: Linear) -> Update:
+        """The update of a layer, as kernels want it."""
+        start = (layer.lora_A0, layer.lora_B0) if self.init == "pissa" else ()
+        return Update(layer, layer.lora_scale, layer.lora_A.weight, layer.lora_B.weight, *start)
 
-    def product(self, layer: Linear, x: Tensor) -> Tensor:
-        return layer.product(x) + self.low_rank(layer, x)
+    def product(self, layers: Sequence[Linear], x: Tensor) -> tuple[Tensor, ...]:
+        """What layers with updates make of the `x` that all of them read."""
+        dropout = self.dropout if layers[0].training else 0.0
+        return adapted(x, [self.parted(layer) for layer in layers], dropout)
 
     def by_expert(self, layer: Stacked, x: Tensor, sizes: Tensor) -> Tensor:
         """Rows sorted by expert, each with the update of its own."""
@@ -248,14 +248,22 @@ class DoRA(LoRA):
     def init_layer(self, layer: Layer, generator: torch.Generator) -> None:
         super().init_layer(layer, generator)
         assert isinstance(layer, Linear)
-        put(layer.lora_magnitude_vector, layer.dense().detach().float().norm(dim=1))
+        put(layer.lora_magnitude_vector, self.lengths(layer))  # the update is zero as yet
 
-    def product(self, layer: Linear, x: Tensor) -> Tensor:
-        with torch.no_grad():  # the norm is a constant of the gradient, as in the paper's section 4.3
-            norm = (layer.dense().float() + self.delta(layer)).norm(dim=1)
-        bias = 0.0 if layer.bias is None else layer.bias.to(x.dtype)
-        y = super().product(layer, x) - bias
-        return y * (layer.lora_magnitude_vector / norm).to(x.dtype) + bias
+    def product(self, layers: Sequence[Linear], x: Tensor) -> tuple[Tensor, ...]:
+        pairs = zip(layers, super().product(layers, x), strict=True)
+        return tuple(self.stretched(layer, y) for layer, y in pairs)
+
+    def stretched(self, layer: Linear, y: Tensor) -> Tensor:
+        """Outputs with rows of the weight brought to their magnitudes. What is near 1 would not be seen in bf16, so
+        they grow by the difference."""
+        norm = self.lengths(layer)  # a constant of the gradient, as in the paper's section 4.3
+        growth = (layer.lora_magnitude_vector / norm - 1).to(y.dtype)
+        return torch.addcmul(y, y if layer.bias is None else y - layer.bias.to(y.dtype), growth)
+
+    def lengths(self, layer: Linear) -> Tensor:
+        """Norms (out,) of the rows of the weight with its update."""
+        return lengths(self.parted(layer))
 
 
 def empty(*shape: int) -> nn.Parameter:

@@ -1,5 +1,6 @@
 """How frozen weights are stored: as the checkpoint has them, or in four bits."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -123,6 +124,19 @@ class PackedLinear(Packed, Linear):
     def product(self, x: Tensor) -> Tensor:
         bias = None if self.bias is None else self.bias.to(x.dtype)
         return nf4.product(x, *self.weight_parts, self.kind, bias)
+
+    @property
+    def frozen(self) -> bool:
+        return True
+
+    def back(self, grad: Tensor, into: Tensor | None = None) -> Tensor:
+        found = nf4.product_back(grad, *self.weight_parts, self.kind)
+        return found if into is None else into.add_(found)
+
+    def fine(self, rows: int) -> Iterator[Tensor]:
+        scales = nf4.unpacked_scales(self.scales, self.outer).view(torch.uint8)
+        parts = zip(self.packed.split(rows), scales.split(rows), strict=True)
+        return (nf4.dequantize(packed, some, None, self.kind) for packed, some in parts)
 
 
 class PackedStacked(Packed, Stacked):

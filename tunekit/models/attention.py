@@ -1,14 +1,16 @@
 """Softmax attention with grouped keys and values, and all that families do to it."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
 from tunekit.kernels.attention import Rule, attend, attend_cached
+from tunekit.kernels.rope import rotate
 from tunekit.models.init import Fresh
-from tunekit.models.linear import Linear
+from tunekit.models.linear import Linear, together
 from tunekit.models.norm import RMSNorm, norm
 from tunekit.models.place import KV, Place
-from tunekit.models.rope import rotate
 from tunekit.models.spec import Attention, Norm
 
 
@@ -29,9 +31,9 @@ class SelfAttention(Fresh):
         q, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
         self.q_proj = Linear(dim, q * (2 if spec.gated else 1), bias=spec.bias)
         self.q_norm = heads_norm(spec.heads, spec.head_dim, spec.qk_norm)
+        self.k_norm = heads_norm(spec.kv_heads, spec.head_dim, spec.qk_norm if spec.kv_from is None else None)
         if spec.kv_from is None:
             self.k_proj = Linear(dim, kv, bias=spec.bias)
-            self.k_norm = heads_norm(spec.kv_heads, spec.head_dim, spec.qk_norm)
             if not spec.k_is_v:
                 self.v_proj = Linear(dim, kv, bias=spec.bias)
             self.v_norm = norm(spec.head_dim, spec.v_norm)
@@ -39,8 +41,12 @@ class SelfAttention(Fresh):
         self.register_parameter("sinks", nn.Parameter(torch.zeros(spec.heads)) if spec.sinks else None)
 
     def forward(self, x: Tensor, place: Place, cache: KV | None = None) -> Tensor:
-        q, gate = self.queries(x, place)
-        k, v = self.keys(x, place, cache) if self.spec.kv_from is None else place.kv[self.spec.kv_from]
+        q, *kv = together(x, *self.inputs)
+        q, gate = self.queries(q)
+        k, v = self.keys(kv) if self.spec.kv_from is None else (q[:, :, :0], q)
+        q, k = self.stand(q, k, place)
+        q = self.grown(q, place)
+        k, v = self.known(k, v, place, cache) if self.spec.kv_from is None else place.kv[self.spec.kv_from]
         if k.shape[1] == q.shape[1]:  # there is nothing but what came now
             y = attend(q, k, v, self.rule, place.offsets, self.sinks)
         else:
@@ -48,37 +54,51 @@ class SelfAttention(Fresh):
         y = y.flatten(-2)
         return self.o_proj(y if gate is None else y * gate.sigmoid())
 
-    def queries(self, x: Tensor, place: Place) -> tuple[Tensor, Tensor | None]:
-        """Queries (B, S, H, D) where they stand, and the gate (B, S, H * D) of those that have one."""
-        spec, gate = self.spec, None
-        q = self.q_proj(x).unflatten(-1, (spec.heads, -1))
-        if spec.gated:
-            q, gate = q.chunk(2, dim=-1)
-            gate = gate.flatten(-2)
-        q = self.stand(q, self.q_norm, place)
-        if spec.tuning is not None:
-            step = ((place.positions + spec.tuning.shift) / spec.tuning.every).floor()
-            q = (q * (1 + spec.tuning.beta * step.log1p())[..., None, None]).type_as(q)
-        return q, gate
+    @property
+    def inputs(self) -> list[Linear]:
+        """The layers that read what comes in."""
+        if self.spec.kv_from is not None:
+            return [self.q_proj]
+        return [self.q_proj, self.k_proj, *([] if self.spec.k_is_v else [self.v_proj])]
 
-    def keys(self, x: Tensor, place: Place, cache: KV | None) -> tuple[Tensor, Tensor]:
+    def queries(self, q: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Queries (B, S, H, D), and the gate (B, S, H * D) of those that have one."""
+        q = q.unflatten(-1, (self.spec.heads, -1))
+        if not self.spec.gated:
+            return q, None
+        q, gate = q.chunk(2, dim=-1)
+        return q, gate.flatten(-2)
+
+    def grown(self, q: Tensor, place: Place) -> Tensor:
+        """Queries of families whose scores grow with the position."""
+        tuning = self.spec.tuning
+        if tuning is None:
+            return q
+        step = ((place.positions + tuning.shift) / tuning.every).floor()
+        return (q * (1 + tuning.beta * step.log1p())[..., None, None]).type_as(q)
+
+    def keys(self, made: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Keys and values (B, S, H_kv, D) of these tokens."""
+        k, *other = (y.unflatten(-1, (-1, self.spec.head_dim)) for y in made)
+        return k, self.v_norm(k if self.spec.k_is_v else other[0])
+
+    def known(self, k: Tensor, v: Tensor, place: Place, cache: KV | None) -> tuple[Tensor, Tensor]:
         """Keys and values (B, K, H_kv, D): of these tokens, or of all that the cache has seen."""
-        k = self.k_proj(x).unflatten(-1, (-1, self.spec.head_dim))
-        v = self.v_norm(k if self.spec.k_is_v else self.v_proj(x).unflatten(-1, (-1, self.spec.head_dim)))
-        kv = self.stand(k, self.k_norm, place), v
-        if cache is not None:
-            kv = cache.add(*kv, place.positions, place.used)
+        kv = (k, v) if cache is None else cache.add(k, v, place.positions, place.used)
         if self.lends:
             # When a layer is run again for its gradients, those who took keep what they took.
             place.kv.setdefault(self.number, kv)
         return kv
 
-    def stand(self, x: Tensor, norm: nn.Module, place: Place) -> Tensor:
-        """Norm and rotation of queries or keys, in the order of the family."""
+    def stand(self, q: Tensor, k: Tensor, place: Place) -> tuple[Tensor, Tensor]:
+        """Norms and rotation of queries and keys, in the order of the family."""
         if self.turn is None:
-            return norm(x)
+            return self.q_norm(q), self.k_norm(k)
         rotation = place.rotations[self.turn]
-        return norm(rotate(x, rotation)) if self.spec.norm_after_rope else rotate(norm(x), rotation)
+        if not self.spec.norm_after_rope:
+            return rotate(self.q_norm(q), self.k_norm(k), rotation)
+        q, k = rotate(q, k, rotation)
+        return self.q_norm(q), self.k_norm(k)
 
     def cache(self, batch: int, slots: int, dtype: torch.dtype, device: torch.device) -> KV:
         """Empty room for `slots` positions."""

@@ -3,7 +3,7 @@
 from torch import Tensor, nn
 
 from tunekit.kernels.glu import gated
-from tunekit.models.linear import Linear
+from tunekit.models.linear import Linear, together
 from tunekit.models.spec import MLP
 
 
@@ -18,4 +18,4 @@ class GatedMLP(nn.Module):
         self.down_proj = Linear(spec.hidden, dim, bias=spec.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(gated(self.act, self.gate_proj(x), self.up_proj(x)))
+        return self.down_proj(gated(self.act, *together(x, self.gate_proj, self.up_proj)))

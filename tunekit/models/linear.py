@@ -1,6 +1,6 @@
 """The linear layers and the embedding of every model: a weight, and a place for an update to it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -16,10 +16,10 @@ CAST = 2**25  # numbers of a weight that are cast at once where nothing is learn
 class Linear(nn.Linear, Fresh):
     """Weights are cast to the dtype of what comes in: trained weights may be fp32 while products run in bf16.
 
-    A format replaces `product`, `dense` and `fill`; an adapter sets `update`. The names of the parameters stay.
+    A format replaces what asks for the weight; an adapter sets `update`. The names of the parameters stay.
     """
 
-    update: "Callable[[Linear, Tensor], Tensor] | None" = None
+    update: "Callable[[Sequence[Linear], Tensor], tuple[Tensor, ...]] | None" = None  # of layers with the same input
     # An adapter hangs these here, under the names of PEFT; without one they do not exist.
     lora_A: "Linear"  # (rank, in)
     lora_B: "Linear"  # (out, rank)
@@ -37,9 +37,23 @@ class Linear(nn.Linear, Fresh):
         y = torch.cat([F.linear(x, part.to(x.dtype)) for part in parts], dim=-1)
         return y if bias is None else y + bias
 
+    @property
+    def frozen(self) -> bool:
+        """Whether the weight is none that is trained."""
+        return not self.weight.requires_grad
+
+    def back(self, grad: Tensor, into: Tensor | None = None) -> Tensor:
+        """grad W: (N, out) to (N, in), added to `into` if that is there."""
+        weight = self.weight.to(grad.dtype)
+        return grad @ weight if into is None else into.addmm_(grad, weight)
+
     def dense(self) -> Tensor:
         """The weight (out, in) as numbers."""
         return self.weight
+
+    def fine(self, rows: int) -> Iterator[Tensor]:
+        """The weight in fp32, so many rows at a time."""
+        return (part.float() for part in self.weight.split(rows))
 
     def fill(self, weight: Tensor) -> None:
         """Take a weight (out, in) as it stands in a checkpoint, and for good."""
@@ -52,7 +66,15 @@ class Linear(nn.Linear, Fresh):
             nn.init.zeros_(self.bias)
 
     def forward(self, input: Tensor) -> Tensor:
-        return self.product(input) if self.update is None else self.update(self, input)
+        return self.product(input) if self.update is None else self.update((self,), input)[0]
+
+
+def together(x: Tensor, *layers: Linear) -> tuple[Tensor, ...]:
+    """What each layer makes of `x`. Updates of one adapter read it once, for all of them."""
+    update = layers[0].update
+    if update is None or any(layer.update != update for layer in layers):
+        return tuple(layer(x) for layer in layers)
+    return update(layers, x)
 
 
 class Stacked(Fresh):

@@ -1,0 +1,160 @@
+"""Linear layers with low-rank updates, x W^T + b + s (x A^T) B^T: the base product and the update in one place.
+
+Layers that read the same `x` are taken together: their A is one product of `x`, and so is its gradient. An update is
+added in place to what the base product made, and its gradient to what the base gave back. Kept for the backward pass
+is `x`, and with dropout a byte for each number of it; what has the rank for a size is made again.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+CACHED, LARGE = 2**19, 2**25  # numbers of a weight in fp32 at once: as many as a cache holds, or a GPU does not notice
+
+
+class Base(Protocol):
+    """A layer whose weight (out, in) is frozen, however it is kept. `frozen` says whether it really is."""
+
+    bias: Any  # (out,), or None
+
+    @property
+    def frozen(self) -> bool: ...
+
+    def product(self, x: Tensor) -> Tensor:
+        """x W^T + b, in memory of its own."""
+        ...
+
+    def back(self, grad: Tensor, into: Tensor | None) -> Tensor:
+        """grad W of `grad` (N, out), added to `into` (N, in) if that is there."""
+        ...
+
+    def fine(self, rows: int) -> Iterable[Tensor]:
+        """W in fp32, so many rows at a time."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Update:
+    """s B A of a layer, less s B0 A0 if it did not begin at zero."""
+
+    base: Base
+    scale: float
+    a: Tensor  # (rank, in)
+    b: Tensor  # (out, rank)
+    a0: Tensor | None = None
+    b0: Tensor | None = None
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        return self.a, self.b, self.a0, self.b0, self.base.bias
+
+
+def adapted(x: Tensor, updates: Sequence[Update], dropout: float = 0.0) -> tuple[Tensor, ...]:
+    """What each layer makes of `x` (..., in); `dropout` is the share of `x` that an update does not see."""
+    if dropout and len(updates) > 1:  # each draws a mask of its own, so that there is no product to share
+        return tuple(y for update in updates for y in adapted(x, (update,), dropout))
+    if torch.compiler.is_compiling() or not all(update.base.frozen for update in updates):
+        return reference(x, updates, dropout)
+    tensors = (tensor for update in updates for tensor in update.tensors)
+    return Adapted.apply(tuple(u.base for u in updates), tuple(u.scale for u in updates), dropout, x, *tensors)
+
+
+def reference(x: Tensor, updates: Sequence[Update], dropout: float = 0.0) -> tuple[Tensor, ...]:
+    """The same in plain torch: for the compiler, which finds out by itself what to keep, and for trained weights."""
+    a, bs, places = joined([u.tensors for u in updates], [u.scale for u in updates], x.dtype)
+    low = F.linear(F.dropout(x, dropout), a)
+    parts = zip(updates, bs, places, strict=True)
+    return tuple(update.base.product(x) + F.linear(low[..., place], b) for update, b, place in parts)
+
+
+def joined(
+    updates: Sequence[Sequence[Any]], scales: Iterable[float], dtype: torch.dtype
+) -> tuple[Tensor, list[Tensor], list[slice]]:
+    """All A in one (R, in); for each layer s B, rounded once, and which columns of x A^T (N, R) are for it."""
+    stacked, bs, places, start = [], [], [], 0
+    for (a, b, a0, b0, _), scale in zip(updates, scales, strict=True):
+        if b0 is not None:
+            b = torch.cat([b, -b0], dim=1)
+        stacked += [part for part in (a, a0) if part is not None]
+        bs.append((b * scale).to(dtype))
+        places.append(slice(start, start + b.shape[1]))
+        start = places[-1].stop
+    whole = stacked[0] if len(stacked) == 1 else torch.cat(stacked)
+    return whole.to(dtype), bs, places
+
+
+class Adapted(torch.autograd.Function):
+    """`tensors` are five for each layer, as Update.tensors has them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, bases: Sequence[Base], scales: Sequence[float], dropout: float, x: Tensor, *tensors: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        updates = fives(tensors)
+        a, bs, places = joined(updates, scales, x.dtype)
+        seen, mask = x.flatten(0, -2), None
+        if dropout:
+            seen, mask = torch.native_dropout(seen, dropout, True)
+        low, made = seen @ a.T, []
+        for base, b, place in zip(bases, bs, places, strict=True):
+            y = base.product(x)
+            y.view(-1, y.shape[-1]).addmm_(low[:, place], b.T)
+            made.append(y)
+        ctx.bases, ctx.scales, ctx.dropout = bases, scales, dropout
+        ctx.save_for_backward(x, mask, *(t for update in updates for t in (*update[:4], None)))
+        return tuple(made)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, mask, *tensors = ctx.saved_tensors
+        updates = fives(tensors)
+        rows = [grad.reshape(-1, grad.shape[-1]) for grad in grads]
+        a, bs, places = joined(updates, ctx.scales, x.dtype)
+        seen = x.flatten(0, -2)
+        seen = seen if mask is None else undropped(seen, mask, ctx.dropout)
+        low, low_grad = seen @ a.T, seen.new_empty(len(seen), len(a))
+        found: list[Tensor | None] = []
+        exact = torch.promote_types(x.dtype, torch.float32)
+        for i, (grad, b, place, (_, trained, *_)) in enumerate(zip(rows, bs, places, updates, strict=True)):
+            torch.mm(grad, b, out=low_grad[:, place])
+            # Long rows stand first: with `grad.T @ low` the same takes half as long again.
+            of_b = (low[:, place][:, : trained.shape[1]].T @ grad).T.to(trained.dtype) * ctx.scales[i]
+            bias = grad.sum(0, dtype=exact) if ctx.needs_input_grad[4 + 5 * i + 4] else None
+            found += [None, of_b, None, None, bias]
+        of_a = low_grad.T @ seen
+        for i, (place, (first, *_)) in enumerate(zip(places, updates, strict=True)):
+            found[5 * i] = of_a[place][: len(first)].to(first.dtype)
+        back = to_input(ctx, rows, low_grad, a, mask).view_as(x) if ctx.needs_input_grad[3] else None
+        return None, None, None, back, *found
+
+
+def to_input(ctx: Any, rows: Sequence[Tensor], low_grad: Tensor, a: Tensor, mask: Tensor | None) -> Tensor:
+    """The gradient of `x`: all layers add to the same memory."""
+    back = None
+    for base, grad in zip(ctx.bases, rows, strict=True):
+        back = base.back(grad, back)
+    assert back is not None
+    return back.addmm_(low_grad, a) if mask is None else back.add_(undropped(low_grad @ a, mask, ctx.dropout))
+
+
+def undropped(x: Tensor, mask: Tensor, dropout: float) -> Tensor:
+    """What dropout with this mask leaves of `x`."""
+    return torch.ops.aten.native_dropout_backward(x, mask, 1 / (1 - dropout))
+
+
+def fives(tensors: Sequence[Any]) -> list[Sequence[Any]]:
+    """Those of each layer."""
+    return [tensors[i : i + 5] for i in range(0, len(tensors), 5)]
+
+
+@torch.no_grad()
+def lengths(update: Update) -> Tensor:
+    """Norms (out,) of the rows of a weight with its update in fp32, of which no more than some are there at a time."""
+    a, (b,), _ = joined([update.tensors], [update.scale], torch.float32)
+    rows = max(1, (CACHED if a.device.type == "cpu" else LARGE) // a.shape[1])
+    parts = zip(update.base.fine(rows), b.split(rows), strict=True)
+    return torch.cat([torch.addmm(part, some, a).norm(dim=1) for part, some in parts])
