@@ -1,7 +1,21 @@
 """Gated activations of feed-forward layers."""
 
+import ctypes
+import importlib
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from tunekit.kernels.native import library, matrix
+
+SOURCE = Path(__file__).with_name("glu.cpp")
+DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+# Numbers below which torch's two operators, 4 us for a token, are done before one of ours has begun.
+FEW = 2**14
 
 
 def clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -16,8 +30,107 @@ GATED = {
     "gelu_tanh": lambda gate, up: F.gelu(gate, approximate="tanh") * up,
     "clamped_swiglu": clamped_swiglu,
 }
+FAST = frozenset(GATED) - {"gelu"}  # those that are x sigmoid(...); no model that is still used has another
 
 
 def gated(act: str, gate: Tensor, up: Tensor) -> Tensor:
     """act(gate) * up, or what the act makes of both."""
-    return GATED[act](gate, up)
+    if plain(act, gate, up):
+        return GATED[act](gate, up)
+    return product(gate, up, act) if torch.is_grad_enabled() else forward(gate, up, act)
+
+
+def plain(act: str, gate: Tensor, up: Tensor) -> bool:
+    """Whether torch does the work: what is compiled it fuses itself."""
+    alike = gate.shape == up.shape and gate.dtype == up.dtype and gate.dtype in DTYPES
+    if torch.compiler.is_compiling() or act not in FAST or not alike:
+        return True
+    return gate.device.type != "cuda" and (gate.device.type != "cpu" or gate.numel() < FEW or compiled() is None)
+
+
+class Sizes(ctypes.Structure):
+    """What glu.cpp asks about the numbers at its pointers."""
+
+    _fields_ = (
+        ("rows", ctypes.c_int64),
+        ("dim", ctypes.c_int64),
+        ("gate_stride", ctypes.c_int64),
+        ("up_stride", ctypes.c_int64),
+        ("grad_stride", ctypes.c_int64),
+        ("threads", ctypes.c_int),
+    )
+
+
+@cache
+def compiled() -> ctypes.CDLL | None:
+    lib = library(SOURCE)
+    if lib is not None:
+        for name in (f"{act}_{dtype}" for act in FAST for dtype in DTYPES.values()):
+            getattr(lib, f"forward_{name}").argtypes = [*[ctypes.c_void_p] * 3, ctypes.POINTER(Sizes)]
+            getattr(lib, f"backward_{name}").argtypes = [*[ctypes.c_void_p] * 5, ctypes.POINTER(Sizes)]
+    return lib
+
+
+@cache
+def named(kind: str, act: str, dtype: torch.dtype) -> Any:
+    """The compiled function of an act."""
+    return getattr(compiled(), f"{kind}_{act}_{DTYPES[dtype]}")
+
+
+@cache
+def gpu() -> Any:
+    return importlib.import_module("tunekit.kernels.glu_triton")
+
+
+def rows(*tensors: Tensor) -> list[Tensor]:
+    """Tensors of one shape as rows, or each as one long row if nothing stands between theirs."""
+    if all(t.is_contiguous() for t in tensors):
+        return [t.view(1, -1) for t in tensors]
+    return [matrix(t) for t in tensors]
+
+
+def forward(gate: Tensor, up: Tensor, act: str) -> Tensor:
+    (g, u), y = rows(gate, up), gate.new_empty(gate.shape)
+    if gate.device.type == "cuda":
+        gpu().forward(g, u, y, act)
+    else:
+        sizes = Sizes(*g.shape, g.stride(0), u.stride(0), 0, torch.get_num_threads())
+        named("forward", act, gate.dtype)(g.data_ptr(), u.data_ptr(), y.data_ptr(), sizes)
+    return y
+
+
+product = torch.library.custom_op("tunekit::gated", forward, mutates_args=())
+
+
+@torch.library.custom_op("tunekit::gated_back", mutates_args=())
+def product_back(grad: Tensor, gate: Tensor, up: Tensor, act: str) -> tuple[Tensor, Tensor]:
+    """Gradients to gate and up, from what came in alone: the activation is made again."""
+    (d, g, u), to_gate, to_up = rows(grad, gate, up), gate.new_empty(gate.shape), up.new_empty(up.shape)
+    if gate.device.type == "cuda":
+        gpu().backward(d, g, u, to_gate, to_up, act)
+    else:
+        sizes = Sizes(*g.shape, g.stride(0), u.stride(0), d.stride(0), torch.get_num_threads())
+        named("backward", act, gate.dtype)(*(t.data_ptr() for t in (d, g, u, to_gate, to_up)), sizes)
+    return to_gate, to_up
+
+
+@product.register_fake
+def _(gate: Tensor, up: Tensor, act: str) -> Tensor:
+    return gate.new_empty(gate.shape)
+
+
+@product_back.register_fake
+def _(grad: Tensor, gate: Tensor, up: Tensor, act: str) -> tuple[Tensor, Tensor]:
+    return gate.new_empty(gate.shape), up.new_empty(up.shape)
+
+
+def keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *tensors, ctx.act = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def back(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return *product_back(grad, *ctx.saved_tensors, ctx.act), None
+
+
+product.register_autograd(back, setup_context=keep)

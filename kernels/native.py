@@ -8,6 +8,7 @@ import ctypes
 import hashlib
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -24,6 +25,7 @@ NATIVE = {"x86_64": "-march=native", "aarch64": "-mcpu=native", "arm64": "-mcpu=
 # The compiler of macOS does without; torch brings the library that elsewhere answers to this.
 THREADS = () if sys.platform == "darwin" else ("-fopenmp",)
 CPU_INFO = Path("/proc/cpuinfo")
+INCLUDED = re.compile(r'^#include "(.+)"', re.MULTILINE)
 SECONDS = 120  # a build that takes longer is given up
 
 
@@ -44,8 +46,7 @@ def built(source: Path) -> Path:
     words = [*shlex.split(os.environ.get("CXX", "c++")), *FLAGS, *THREADS, *filter(None, [NATIVE.get(machine)])]
     if shutil.which(words[0]) is None:
         raise FileNotFoundError(f"there is no compiler {words[0]!r}")
-    texts = [path.read_text("utf-8") for path in (source, *sorted(source.parent.glob("*.h")))]
-    told = "\n".join([*words, machine, processor(), *platform.libc_ver(), *texts])
+    told = "\n".join([*words, machine, processor(), *platform.libc_ver(), *texts(source)])
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tunekit"
     made = home / f"{source.stem}-{hashlib.sha256(told.encode()).hexdigest()[:16]}.so"
     if not made.is_file():
@@ -55,6 +56,12 @@ def built(source: Path) -> Path:
             compiled([*words, str(source), "-o", str(part)])
             part.replace(made)
     return made
+
+
+def texts(source: Path) -> list[str]:
+    """A file and the headers beside it that it includes."""
+    text = source.read_text("utf-8")
+    return [text, *(source.with_name(name).read_text("utf-8") for name in INCLUDED.findall(text))]
 
 
 def processor() -> str:

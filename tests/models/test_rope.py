@@ -9,10 +9,17 @@ from transformers.models.glm.modeling_glm import apply_rotary_pos_emb as apply_t
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from tests.checkpoints import error
-from tunekit.models.rope import Rotation, rotate, tables
+from tunekit.kernels.rope import Rotation
+from tunekit.kernels.rope import rotate as rotate_both
+from tunekit.models.rope import tables
 from tunekit.models.spec import LongScaling, Rope
 
 LONG = LongScaling(short=(1.0, 1.2, 1.5), long=(2.0, 3.0, 5.0), context=8, amplitude=1.3)
+
+
+def rotate(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+    """Keys are turned as queries are; here are none."""
+    return rotate_both(x, x[:, :, :0], rotation)[0]
 
 
 def test_rotation_turns_pairs_by_their_angle() -> None:

@@ -4,10 +4,10 @@ import torch
 from torch import Tensor, nn
 
 from tunekit.kernels.attention import Rule, attend, attend_cached
+from tunekit.kernels.rope import Rotation, rotate
 from tunekit.models.linear import Linear
 from tunekit.models.norm import RMSNorm
 from tunekit.models.place import KV, Place
-from tunekit.models.rope import rotate
 from tunekit.models.spec import LatentAttention
 
 
@@ -35,7 +35,10 @@ class MultiLatentAttention(nn.Module):
         self.o_proj = Linear(spec.heads * spec.v_dim, dim, bias=spec.bias)
 
     def forward(self, x: Tensor, place: Place, cache: KV | None = None) -> Tensor:
-        q, (k, v) = self.queries(x, place), self.keys(x, place)
+        latent, turning = self.kv_a_proj_with_mqa(x).split([self.spec.kv_rank, self.spec.rope_dim], dim=-1)
+        rotation = Rotation(*place.rotations[self.turn][:4], last=True)
+        q, turned = rotate(self.queries(x), turning[:, :, None], rotation)
+        k, v = self.keys(latent, turned)
         if cache is not None:
             k, v = cache.add(k, v, place.positions, place.used)
         if k.shape[1] == q.shape[1]:  # there is nothing but what came now
@@ -44,20 +47,17 @@ class MultiLatentAttention(nn.Module):
             y = attend_cached(q, k, v, place.positions, self.rule)
         return self.o_proj(y.flatten(-2))
 
-    def queries(self, x: Tensor, place: Place) -> Tensor:
-        """Queries (B, S, H, nope + rope)."""
+    def queries(self, x: Tensor) -> Tensor:
+        """Queries (B, S, H, nope + rope), of which the last channels are still to be turned."""
         q = self.q_proj(x) if self.spec.q_rank is None else self.q_b_proj(self.q_a_norm(self.q_a_proj(x)))
-        fixed, turned = q.unflatten(-1, (self.spec.heads, -1)).split([self.spec.nope_dim, self.spec.rope_dim], dim=-1)
-        return torch.cat([fixed, rotate(turned, place.rotations[self.turn])], dim=-1)
+        return q.unflatten(-1, (self.spec.heads, -1))
 
-    def keys(self, x: Tensor, place: Place) -> tuple[Tensor, Tensor]:
-        """Keys (B, S, H, nope + rope) and values (B, S, H, v)."""
+    def keys(self, latent: Tensor, turned: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys (B, S, H, nope + rope) and values (B, S, H, v) from the latent and the key that all heads share."""
         spec = self.spec
-        latent, turned = self.kv_a_proj_with_mqa(x).split([spec.kv_rank, spec.rope_dim], dim=-1)
         both = self.kv_b_proj(self.kv_a_norm(latent)).unflatten(-1, (spec.heads, -1))
         fixed, v = both.split([spec.nope_dim, spec.v_dim], dim=-1)
-        turned = rotate(turned[:, :, None], place.rotations[self.turn]).expand(-1, -1, spec.heads, -1)
-        return torch.cat([fixed, turned], dim=-1), v
+        return torch.cat([fixed, turned.expand(-1, -1, spec.heads, -1)], dim=-1), v
 
     def cache(self, batch: int, slots: int, dtype: torch.dtype, device: torch.device) -> KV:
         """Empty room for `slots` positions.

@@ -6,7 +6,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from tunekit.models.rope import Rotation
+from tunekit.kernels.rope import Rotation
 
 
 class KV:

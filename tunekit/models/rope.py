@@ -1,22 +1,13 @@
-"""Rotary positions: a Rope spec to cos and sin tables, and their use on queries and keys."""
+"""Rotary positions: a Rope spec to the cos and sin tables of a pass."""
 
 import math
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tunekit.kernels.rope import Rotation
 from tunekit.models.spec import LinearScaling, Llama3Scaling, LongScaling, Rope, YarnScaling
-
-
-class Rotation(NamedTuple):
-    """Tables of one pass, both (B, S, 1, dims / 2), fp32, and which channels turn together."""
-
-    cos: Tensor
-    sin: Tensor
-    paired: bool = False
-    keep_paired: bool = True
 
 
 def frequencies(rope: Rope, head_dim: int) -> Tensor:
@@ -72,15 +63,3 @@ def reach(positions: Tensor, offsets: Tensor | None, lengths: Tensor | None) -> 
         sizes = offsets.diff()
         return sizes.repeat_interleave(sizes).view(positions.shape).to(positions.device)
     return positions.amax(-1, keepdim=True) + 1 if lengths is None else lengths[:, None]
-
-
-def rotate(x: Tensor, rotation: Rotation) -> Tensor:
-    """Rotate the first channels of `x` (B, S, H, D) in fp32; the others pass."""
-    cos, sin, paired, keep_paired = rotation
-    dims = 2 * cos.shape[-1]
-    turning = x[..., :dims].float()
-    a, b = (turning[..., ::2], turning[..., 1::2]) if paired else turning.chunk(2, dim=-1)
-    halves = a * cos - b * sin, b * cos + a * sin
-    turned = torch.stack(halves, dim=-1).flatten(-2) if paired and keep_paired else torch.cat(halves, dim=-1)
-    turned = turned.type_as(x)
-    return turned if dims == x.shape[-1] else torch.cat([turned, x[..., dims:]], dim=-1)
