@@ -283,6 +283,24 @@ def test_pissa_wants_as_many_directions_as_its_rank(folder: Path) -> None:
     ours(folder, LoRA(999))
 
 
+@pytest.mark.parametrize("adapter", [
+    LoRA(4, targets=("all", "head", "embed"), dropout=0.3), DoRA(4, targets=("all", "head")), LoRA(4, init="pissa"),
+])  # fmt: skip
+@torch.no_grad()
+def test_off_is_the_model_that_training_began_with(adapter: LoRA, folder: Path) -> None:
+    model, base = ours(folder, adapter), ours(folder, Frozen())(tokens())
+    for name, p in model.named_parameters():
+        if "lora_" in name:
+            p.add_(torch.randn_like(p))
+    changed = model.eval()(tokens())
+    with adapter.off(model.train()):
+        assert torch.equal(model(tokens()), base)
+    with pytest.raises(ZeroDivisionError), adapter.off(model):
+        raise ZeroDivisionError
+    assert torch.equal(model.eval()(tokens()), changed)
+    assert error(changed, base) > 1e-2
+
+
 @torch.no_grad()
 def test_pissa_begins_at_zero_in_bf16(folder: Path) -> None:
     model = ours(folder, LoRA(4, init="pissa"), Precision("fp32", trained="bf16"))

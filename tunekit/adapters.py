@@ -2,8 +2,9 @@
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -214,8 +215,9 @@ class LoRA:
 
     def by_expert(self, layer: Stacked, x: Tensor, sizes: Tensor) -> Tensor:
         """Rows sorted by expert, each with the update of its own."""
-        low = grouped(F.dropout(x, self.dropout, layer.training), layer.lora_A, sizes)
-        return layer.product(x, sizes) + grouped(low, layer.lora_B, sizes) * layer.lora_scale
+        low = grouped(F.dropout(x, self.dropout, layer.training), layer.lora_A.to(x.dtype), sizes)
+        up = (layer.lora_B * layer.lora_scale).to(x.dtype)  # in the dtype of the rows, as the fast product wants it
+        return layer.product(x, sizes).add_(grouped(low, up, sizes))
 
     def embed(self, layer: Embedding, tokens: Tensor) -> Tensor:
         low = F.embedding(tokens, layer.lora_embedding_A.T) @ layer.lora_embedding_B.T
@@ -226,6 +228,19 @@ class LoRA:
         """The update of the weight, (out, in)."""
         delta = layer.lora_B.weight @ layer.lora_A.weight
         return layer.lora_scale * (delta - layer.lora_B0 @ layer.lora_A0 if self.init == "pissa" else delta)
+
+    @contextmanager
+    def off(self, model: Decoder) -> Iterator[None]:
+        """For a while the model is the one that training began with, but for what is trained whole."""
+        layers: list[Any] = [m for m in model.modules() if isinstance(m, Layer) and m.update is not None]
+        updates = [layer.update for layer in layers]
+        try:
+            for layer in layers:
+                layer.update = None
+            yield
+        finally:
+            for layer, update in zip(layers, updates, strict=True):
+                layer.update = update
 
     def trained(self, model: Decoder) -> Trained:
         """A and the rest, then B, which LoRA+ moves faster."""
@@ -255,11 +270,13 @@ class DoRA(LoRA):
         return tuple(self.stretched(layer, y) for layer, y in pairs)
 
     def stretched(self, layer: Linear, y: Tensor) -> Tensor:
-        """Outputs with rows of the weight brought to their magnitudes. What is near 1 would not be seen in bf16, so
-        they grow by the difference."""
+        """Outputs `y`, with the rows of the weight brought to their magnitudes."""
         norm = self.lengths(layer)  # a constant of the gradient, as in the paper's section 4.3
-        growth = (layer.lora_magnitude_vector / norm - 1).to(y.dtype)
-        return torch.addcmul(y, y if layer.bias is None else y - layer.bias.to(y.dtype), growth)
+        factor = (layer.lora_magnitude_vector / norm).to(y.dtype)
+        if layer.bias is None:
+            return y * factor
+        bias = layer.bias.to(y.dtype)
+        return torch.addcmul(bias, y - bias, factor)
 
     def lengths(self, layer: Linear) -> Tensor:
         """Norms (out,) of the rows of the weight with its update."""

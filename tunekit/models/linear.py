@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tunekit.kernels.experts import grouped
+from tunekit.kernels.linear import linear
 from tunekit.models.init import Fresh, normal
 from tunekit.parallel import hand_over, put
 
@@ -30,12 +31,11 @@ class Linear(nn.Linear, Fresh):
 
     def product(self, x: Tensor) -> Tensor:
         """x W^T + b: (..., in) to (..., out)."""
-        bias = None if self.bias is None else self.bias.to(x.dtype)
         if self.weight.dtype == x.dtype or self.weight.numel() <= CAST or torch.is_grad_enabled():
-            return F.linear(x, self.weight.to(x.dtype), bias)
+            return linear(x, self.weight, self.bias)
         parts = self.weight.split(max(1, CAST // self.in_features))
-        y = torch.cat([F.linear(x, part.to(x.dtype)) for part in parts], dim=-1)
-        return y if bias is None else y + bias
+        y = torch.cat([linear(x, part) for part in parts], dim=-1)
+        return y if self.bias is None else y + self.bias.to(x.dtype)
 
     @property
     def frozen(self) -> bool:
