@@ -96,14 +96,15 @@ class Adapted(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         updates = fives(tensors)
         a, bs, places = joined(updates, scales, x.dtype)
-        seen, mask = x.flatten(0, -2), None
+        rows, mask = x.flatten(0, -2), None
+        seen = rows
         if dropout:
-            seen, mask = torch.native_dropout(seen, dropout, True)
+            seen, mask = torch.native_dropout(rows, dropout, True)
         low, made = seen @ a.T, []
         for base, b, place in zip(bases, bs, places, strict=True):
-            y = base.product(x)
-            y.view(-1, y.shape[-1]).addmm_(low[:, place], b.T)
-            made.append(y)
+            y = base.product(rows).addmm_(low[:, place], b.T)
+            # What is a view when it leaves a function may not be changed in place any more.
+            made.append(torch.ops.aten._unsafe_view(y, [*x.shape[:-1], len(b)]))
         ctx.bases, ctx.scales, ctx.dropout = bases, scales, dropout
         ctx.save_for_backward(x, mask, *(t for update in updates for t in (*update[:4], None)))
         return tuple(made)

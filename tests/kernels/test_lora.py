@@ -1,12 +1,16 @@
 """Layers and their low-rank updates as one operation, against the same formula in float64."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from tests.checkpoints import error
@@ -210,3 +214,49 @@ def test_lengths_are_those_of_the_whole_weight(weights: Plain, room: int, monkey
         for layer in layers_of(adapter, weights, BF16, 3):
             whole = layer.dense().detach().double() + adapter.delta(layer).detach().double()
             assert error(adapter.lengths(layer).double(), whole.norm(dim=1)) < 1e-6
+
+
+@pytest.mark.parametrize("adapter", ["lora", "dropout", "pissa"])
+def test_outputs_may_be_changed_in_place(adapter: str) -> None:
+    layers = layers_of(ADAPTERS[adapter], Plain(), FP32, 3)
+    x = torch.randn(2, 3, INNER, requires_grad=True)
+    ys = together(x, *layers)
+    assert not any(y._is_view() for y in ys)
+    sum(y.mul_(2).sum() for y in ys).backward()
+    assert x.grad is not None
+
+
+class Box(nn.Module):
+    """What is sharded as one."""
+
+    def __init__(self, layers: Sequence[Linear]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return together(x, *self.layers)
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[None]:
+    """A group of one process."""
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("weights", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize("adapter", ["dropout", "pissa", "dora"])
+def test_sharded_blocks_give_the_same(adapter: str, weights: Plain) -> None:
+    x, found = torch.randn(2, 5, INNER), []
+    for shard in (False, True):
+        box = Box(layers_of(ADAPTERS[adapter], weights, FP32, 3))
+        if shard:
+            fully_shard(box, mesh=init_device_mesh("cpu", (1,)))
+        leaf = x.detach().requires_grad_()
+        torch.manual_seed(4)
+        sum(y.square().sum() for y in box(leaf)).backward()
+        grads = [p.grad.to_local() if shard else p.grad for p in box.parameters() if p.requires_grad]
+        found.append([leaf.grad, *grads])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
