@@ -68,7 +68,7 @@ def works(tokens: int, vocab: int, dim: int, device: str) -> dict[str, Callable[
 
 def products(x: Tensor, weight: Tensor, trained: bool) -> Callable[[], object]:
     """The products that nobody can leave out, into memory that is there, in chunks of the size that tunekit takes."""
-    size = cross_entropy.chunk(len(x), len(weight), x.device)
+    size = cross_entropy.chunk(len(x), len(weight), x)
     room, to_x, to_weight = x.new_zeros(size, len(weight)), torch.empty_like(x), torch.empty_like(weight)
 
     def run() -> None:

@@ -40,7 +40,7 @@ TERMS = [
 @pytest.fixture
 def chunks_of_four(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cross_entropy, "MULTIPLE", 4)
-    monkeypatch.setattr(cross_entropy, "LOGITS", {"cpu": 1})
+    monkeypatch.setattr(cross_entropy, "ROOM", {"cpu": 1})
     monkeypatch.setattr(cross_entropy, "SLICE", 30)  # three rows of a weight whose rows have ten numbers
 
 
@@ -221,6 +221,22 @@ def test_a_gpu_gives_the_same(terms: Terms, dtype: torch.dtype) -> None:
 
     logits, targets = (torch.randn(70, 50_001) * 4).to(dtype), torch.randint(0, 50_001, (70,))
     check_losses(on_gpu, terms, logits, targets, torch.rand(70))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("trained", [False, True])
+def test_the_host_never_waits_for_a_gpu(trained: bool, tmp_path: Path) -> None:
+    head = head_of(64, 5000, dtype=FP32 if trained else BF16).requires_grad_(trained).cuda()
+    model, part = ours(made(tmp_path, "gemma2")).cuda(), batch(tokens(3, 40)).to("cuda")
+    hidden, targets = torch.randn(300, 64, device="cuda").to(BF16).requires_grad_(), torch.arange(300, device="cuda")
+    for mode in ("default", "error"):  # the first time, kernels are compiled
+        torch.cuda.set_sync_debug_mode(mode)
+        made_losses = [chunked_loss(hidden, targets, head, PLAIN), -token_logprobs(hidden, targets, head).sum()]
+        torch.autograd.backward([*made_losses, CrossEntropy()(model, part)])
+    torch.cuda.set_sync_debug_mode("default")
+    wanted = each(PLAIN, head(hidden.double()), targets).sum()
+    assert all(error(loss.double(), wanted) < 1e-2 for loss in made_losses)
 
 
 # Head and loss
@@ -421,10 +437,10 @@ class Largest(TorchDispatchMode):
 @pytest.mark.parametrize("vocab", [2**15, 2**17, 2**18])
 def test_memory_does_not_grow_with_the_vocabulary(vocab: int, of: Callable[..., Tensor]) -> None:
     """Of a frozen head: a trained one has a gradient."""
-    head, hidden = head_of(4, vocab, dtype=BF16).requires_grad_(False), torch.randn(600, 4).to(BF16).requires_grad_()
+    head, hidden = head_of(4, vocab, dtype=BF16).requires_grad_(False), torch.randn(1100, 4).to(BF16).requires_grad_()
     with Largest() as seen:
-        of(hidden, torch.arange(600), head, *(() if of is token_logprobs else (PLAIN,))).sum().backward()
-    assert hidden.grad.any() and seen.numbers <= cross_entropy.LOGITS["cpu"] < 600 * vocab
+        of(hidden, torch.arange(1100), head, *(() if of is token_logprobs else (PLAIN,))).sum().backward()
+    assert hidden.grad.any() and 2 * seen.numbers <= cross_entropy.ROOM["cpu"] < 2 * 1100 * vocab
 
 
 @dataclass(frozen=True)
@@ -464,8 +480,12 @@ def test_the_scale_of_a_gradient_is_not_rounded_to_bf16() -> None:
     assert torch.equal(cross_entropy.scaled(grad.clone(), rows), (grad.float() * rows).bfloat16())
 
 
-@pytest.mark.parametrize(("count", "vocab", "device"), [(1, 50, "cpu"), (2048, 49152, "cpu"), (500, 2**40, "cuda")])
-def test_a_chunk_has_room(count: int, vocab: int, device: str) -> None:
-    size, multiple = cross_entropy.chunk(count, vocab, torch.device(device)), cross_entropy.MULTIPLE
-    assert size % multiple == 0 and 0 < size < count + multiple
-    assert size == multiple or size * vocab <= cross_entropy.LOGITS[device]
+@pytest.mark.parametrize(("count", "vocab"), [(0, 50), (1, 50), (64, 50), (2048, 49152), (2049, 49152), (500, 2**40)])
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+def test_chunks_are_alike_and_have_room(count: int, vocab: int, dtype: torch.dtype) -> None:
+    like = torch.empty(0, dtype=dtype)
+    size, multiple = cross_entropy.chunk(count, vocab, like), cross_entropy.MULTIPLE
+    assert size % multiple == 0
+    assert size <= multiple or size * vocab * like.itemsize <= cross_entropy.ROOM["cpu"]
+    assert 0 < size < max(count, 1) + multiple
+    assert -(-count // size) * (size - multiple) < max(count, 1), "smaller ones would not do"
