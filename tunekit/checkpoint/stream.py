@@ -28,8 +28,9 @@ from tunekit.models.weights import Move
 from tunekit.precision import Precision
 
 EMBED, PLAIN, FULL = "embed.weight", Plain(), Full()
-ROWS = 2**22  # numbers that are in fp32 at once
-COLUMNS = 4096  # tokens of the vocabulary whose logits are in memory at once
+# Numbers that are in fp32 at once, and tokens of the vocabulary whose logits are. With more, what the allocator keeps
+# for itself between such pieces was as much as a file of weights.
+ROWS, COLUMNS = 2**19, 2048
 Load = tuple[Move, Callable[[str], Tensor]]
 
 
@@ -205,7 +206,8 @@ def written(layer: Linear | Stacked, adapter: LoRA | None, some: slice) -> Tenso
     if adapter is None:
         return weight
     a, b = factors(layer)
-    weight = weight + layer.lora_scale * (b[some].float() @ (a[some] if a.ndim == 3 else a).float())
+    a, plus = (a[some], torch.baddbmm) if a.ndim == 3 else (a, torch.addmm)
+    weight = plus(weight, b[some].float(), a.float(), alpha=layer.lora_scale)
     if isinstance(layer, Linear) and isinstance(adapter, DoRA):
         weight = weight * (layer.lora_magnitude_vector[some] / weight.norm(dim=1))[:, None]
     return weight
