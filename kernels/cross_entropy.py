@@ -26,7 +26,7 @@ Measure = Callable[[Tensor, Tensor], Tensor]  # fp32 logits (n, vocab) and targe
 # 0.70 with 8, where products are of too few tokens. A GPU wants larger ones.
 ROOM = {"cpu": 2**26, "cuda": 2**28}
 MULTIPLE = 64  # tokens: every step has another number of them, and kernels are made anew for every other shape
-SLICE = 2**22  # numbers of a weight whose gradient is added at once
+SLICE = {"cpu": 2**22, "cuda": 2**26}  # numbers of a weight whose gradient is added at once
 SOURCE = Path(__file__).with_name("cross_entropy.cpp")
 NATIVE = {torch.bfloat16: "losses_bf16", torch.float32: "losses_fp32"}
 
@@ -72,9 +72,9 @@ def token_losses(logits: Tensor, targets: Tensor, weights: Tensor | None, terms:
     lib = compiled() if logits.device.type == "cpu" else None
     if lib is None or logits.dtype not in NATIVE or logits.stride(1) != 1:
         return token_losses_reference(logits, targets, weights, terms, gradient)
-    out = torch.empty(len(logits))
+    out, targets = torch.empty(len(logits)), targets.long().contiguous()
     weights = None if weights is None else weights.float().contiguous()
-    places = (None if t is None else t.data_ptr() for t in (logits, targets.contiguous(), weights, out))
+    places = (None if t is None else t.data_ptr() for t in (logits, targets, weights, out))
     sizes = *logits.shape, logits.stride(0), gradient, torch.get_num_threads()
     wrong = getattr(lib, NATIVE[logits.dtype])(*places, (ctypes.c_float * 4)(*terms), *sizes)
     if wrong:
@@ -206,7 +206,7 @@ def add_product(total: Tensor, grad: Tensor, x: Tensor) -> None:
     if total.dtype == x.dtype:
         total.addmm_(grad.T, x)
         return
-    step = max(1, SLICE // x.shape[1])
+    step = max(1, SLICE.get(x.device.type, SLICE["cpu"]) // x.shape[1])
     room = x.new_empty(step, x.shape[1])
     for part, of in zip(total.split(step), grad.T.split(step), strict=True):
         part += torch.mm(of, x, out=room[: len(part)])

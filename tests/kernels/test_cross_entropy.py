@@ -41,7 +41,7 @@ TERMS = [
 def chunks_of_four(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cross_entropy, "MULTIPLE", 4)
     monkeypatch.setattr(cross_entropy, "ROOM", {"cpu": 1})
-    monkeypatch.setattr(cross_entropy, "SLICE", 30)  # three rows of a weight whose rows have ten numbers
+    monkeypatch.setattr(cross_entropy, "SLICE", {"cpu": 30})  # three rows of a weight whose rows have ten numbers
 
 
 @pytest.fixture(params=["fast", "reference"])
@@ -169,9 +169,10 @@ def test_a_target_beyond_the_vocabulary_is_an_error(way: None) -> None:
         token_losses(torch.randn(3, 40), torch.tensor([3, 40, 5]), None, [1.0, 0.0, 0.0, 0.0], True)
 
 
-def test_rows_that_are_part_of_larger_ones(way: None) -> None:
+def test_inputs_that_are_part_of_larger_ones(way: None) -> None:
     for logits in (torch.randn(6, 60)[:, 7:50], torch.randn(43, 6).T):
-        check_losses(token_losses, TERMS[-1], logits, torch.randint(0, 43, (6,)), None)
+        targets, weights = torch.randint(0, 43, (6, 2))[:, 1], torch.rand(6, 3)[:, 2]
+        check_losses(token_losses, TERMS[-1], logits, targets, weights)
 
 
 def test_the_same_bits_whatever_the_threads() -> None:
