@@ -30,6 +30,9 @@ class Merger(Reader):
     def __getitem__(self, name: str) -> Tensor:
         return self.merging.tensor(name)
 
+    def lend(self, name: str) -> Tensor:
+        return self[name]
+
 
 @dataclass(frozen=True)
 class Merged(Folder):

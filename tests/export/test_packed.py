@@ -1,0 +1,114 @@
+"""Models written in four bits: transformers opens them with bitsandbytes, and so do we, to the same numbers."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.checkpoints import FP32, PLAINLY, SHAPES, auto, build, error, save, shuffle_adapter, tokens
+from tests.test_formats import FAMILIES, WIDE
+from tunekit import assemble, cli
+from tunekit.adapters import Frozen, LoRA
+from tunekit.checkpoint import peft
+from tunekit.checkpoint.folder import INDEX, WEIGHTS, Folder
+from tunekit.export.packed import TYPES
+from tunekit.formats import NF4, PackedLinear, Plain
+from tunekit.models.decoder import Decoder
+from tunekit.parallel import Run
+
+MODELS = FAMILIES | {"phi3": SHAPES["phi3"] | WIDE}
+
+
+def ours(folder: Path, weights: Plain) -> Decoder:
+    """The model of a folder, its weights stored in some way."""
+    return assemble.model(Folder.open(folder), weights, Frozen(), FP32, PLAINLY, Run(0, "cpu"))
+
+
+def exported(source: Path, out: Path, word: str) -> Path:
+    assert cli.main(["export", str(source), str(out), "--type", word]) == 0
+    return out
+
+
+@pytest.mark.parametrize(("name", "word"), [
+    ("llama", "nf4"), ("llama", "nf4-nested"), ("llama", "fp4"), ("llama", "fp4-nested"),
+    ("qwen3-moe", "nf4"), ("gpt-oss", "nf4"), ("qwen3-next", "nf4"), ("phi3", "nf4"),
+])  # fmt: skip
+def test_what_is_written_is_the_packed_model(name: str, word: str, tmp_path: Path, capsys) -> None:
+    source, weights = save(build(MODELS[name]).bfloat16(), tmp_path / "plain"), TYPES[word]
+    out = exported(source, tmp_path / "packed", word)
+    told = capsys.readouterr()
+    assert told.out == f"{out}\n"
+    assert "verified: model in four bits and files give the same logits to the last bit" in told.err
+    packed, again = ours(source, weights), ours(out, replace(weights, nested=False))
+    layers = {name: layer for name, layer in packed.named_modules() if isinstance(layer, PackedLinear)}
+    assert layers
+    for key, layer in layers.items():
+        assert torch.equal(layer.dense(), again.get_submodule(key).dense())
+        if weights.kind == "nf4":  # a float of four bits has two zeros
+            assert torch.equal(layer.packed, again.get_submodule(key).packed)
+    for key, tensor in packed.state_dict().items():
+        if key.rpartition(".")[0] not in layers:
+            assert torch.equal(tensor, again.state_dict()[key]), key
+    method = json.loads((out / "config.json").read_text())["quantization_config"]
+    assert method["bnb_4bit_quant_type"] == weights.kind and "lm_head" in method["llm_int8_skip_modules"]
+    assert (out / WEIGHTS).stat().st_size < (source / WEIGHTS).stat().st_size
+
+
+def theirs(folder: Path) -> torch.nn.Module:
+    """As transformers reads it; while they are trained, layers of bitsandbytes work as on a GPU."""
+    pytest.importorskip("bitsandbytes")
+    kind = auto(json.loads((folder / "config.json").read_text()))
+    return kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").train()
+
+
+@pytest.mark.parametrize(("name", "word"), [
+    ("llama", "nf4"), ("llama", "nf4-nested"), ("llama", "fp4"), ("qwen3-moe", "nf4"), ("qwen3-next", "nf4"),
+    ("phi3", "nf4-nested"),
+])  # fmt: skip
+def test_transformers_opens_it_with_bitsandbytes(name: str, word: str, tmp_path: Path) -> None:
+    functional = pytest.importorskip("bitsandbytes.functional")
+    source, weights = save(build(MODELS[name]), tmp_path / "plain"), TYPES[word]
+    out = exported(source, tmp_path / "packed", word)
+    model, packed = theirs(out), ours(source, weights)
+    count = sum(isinstance(layer, PackedLinear) for layer in packed.modules())
+    linears = {n: m for n, m in model.named_modules() if type(m).__name__ == "Linear4bit"}
+    assert linears and (len(linears) == count or name == "phi3")
+    with Folder.open(out).reader() as tensors:
+        for key, layer in linears.items():
+            wanted = functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state)
+            assert torch.equal(tensors[f"{key}.weight"], wanted)
+    with torch.no_grad():
+        logits = model(tokens()).logits
+        assert error(logits, ours(out, Plain())(tokens())) < 1e-5
+        if name == "llama":  # nothing is packed here and plain there
+            assert error(logits, packed(tokens())) < 1e-5
+
+
+def test_an_adapter_is_merged_and_shards_stay(tmp_path: Path) -> None:
+    source = save(build(FAMILIES["llama"]), tmp_path / "base", max_shard_size="100KB")
+    adapter, beside = LoRA(4), tmp_path / "adapter"
+    model = assemble.model(Folder.open(source), TYPES["nf4"], adapter, FP32, PLAINLY, Run(0, "cpu"))
+    shuffle_adapter(model)
+    beside.mkdir()
+    peft.write(beside, model, adapter, Folder.open(source))
+    out = exported(beside, tmp_path / "packed", "nf4")
+    merged = tmp_path / "merged"
+    assert cli.main(["merge", str(source), str(beside), str(merged)]) == 0
+    for one, other in zip(ours(merged, NF4()).parameters(), ours(out, NF4()).parameters(), strict=True):
+        assert torch.equal(one, other)
+    listed = json.loads((out / INDEX).read_text())["weight_map"]
+    assert len(set(listed.values())) > 1
+    assert {name: file for file in set(listed.values()) for name in load_file(out / file)}.keys() == listed.keys()
+    with torch.no_grad():
+        assert error(theirs(out)(tokens()).logits, ours(out, NF4())(tokens())) < 1e-5
+
+
+def test_a_packed_checkpoint_is_written_again_to_the_same_bytes(tmp_path: Path) -> None:
+    source = save(build(FAMILIES["llama"]).bfloat16(), tmp_path / "plain")
+    first = exported(source, tmp_path / "first", "nf4")
+    second = exported(first, tmp_path / "second", "nf4")
+    one, other = (load_file(folder / WEIGHTS) for folder in (first, second))
+    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
