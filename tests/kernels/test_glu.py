@@ -67,7 +67,7 @@ def test_every_number_of_bf16(act: str) -> None:
     usual = numbers > -80  # below that what is left is smaller than 1e-33
     if act == "silu":
         assert torch.equal(found[usual], plain[usual])
-    off, theirs = ((x.double() - wanted).abs() / (wanted.abs() + 1e-30) for x in (found, plain))
+    off, theirs = ((x.double() - wanted).abs() / (wanted.abs() + 1e-12) for x in (found, plain))
     assert off[usual].mean() <= theirs[usual].mean() * 1.001 and found.isfinite().all()
     assert found[~usual].abs().max() < 1e-30
 
