@@ -1,6 +1,6 @@
 """Milliseconds of four-bit weights on the CPU, beside what they stand for: decoding, products, and steps of training.
 
-python benchmarks/nf4.py [decode] [products] [steps] [--threads 2] [--rounds 15]
+python benchmarks/nf4.py [decode] [products] [steps] [gpu] [--threads 2] [--rounds 15]
 
 Those that are compared run in turns; medians are told, and the least in brackets. bitsandbytes takes part if it is
 installed. A report says how busy the machine was; `--cpu` counts processor time, which others take less of.
@@ -37,7 +37,8 @@ from tunekit.precision import Precision
 
 BF16 = torch.bfloat16
 # Tokens, out, in: the layers of a model of 135 million weights, and of one of 8 billion.
-SIZES = ((2048, 576, 576), (2048, 1536, 576), (2048, 576, 1536), (512, 4096, 4096), (1, 4096, 4096))
+SIZES = ((2048, 576, 576), (2048, 1536, 576), (2048, 576, 1536), (512, 4096, 4096))
+SIZES += tuple((rows, 4096, 4096) for rows in (1, 2, 4, 8)) + ((1, 576, 576), (4, 576, 576))
 SMALL = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -77,10 +78,12 @@ def decode(rounds: int, clock: Callable[[], float]) -> None:
     packed, scales = nf4.quantize(weight)
     codes, outer = nf4.nest(scales)
     parts = packed.view(4096, -1), scales.view(4096, -1)
+    plain = nf4.Weight(parts[0], parts[1].view(torch.uint8), None, "nf4")
+    nested = nf4.Weight(parts[0], codes.view(4096, -1), outer.view(torch.uint8), "nf4")
     room, like = torch.empty(size, dtype=BF16), torch.empty(size, dtype=BF16)
     works: dict[str, Callable[[], object]] = {
-        "tunekit, into warm memory": lambda: nf4.decode(*parts, "nf4", room),
-        "tunekit, nested scales": lambda: nf4.decode(parts[0], nf4.unnest(codes.view(4096, -1), outer), "nf4", room),
+        "tunekit, into warm memory": lambda: nf4.decode(plain, room),
+        "tunekit, nested scales": lambda: nf4.decode(nested, room),
         "tunekit, into new memory": lambda: nf4.dequantize(parts[0], parts[1].view(torch.uint8), None, "nf4", BF16),
         "tunekit, plain torch": lambda: nf4.dequantize_reference(*parts, "nf4").to(BF16),
         "a copy of the bf16 numbers": lambda: room.copy_(like),
@@ -123,23 +126,56 @@ def product(sizes: tuple[int, int, int], rounds: int, clock: Callable[[], float]
     name = f"{tokens} x {out} x {inner}"
     forward: dict[str, Callable[[], object]] = {f"{name}, bf16": lambda: F.linear(x, weight)}
     back: dict[str, Callable[[], object]] = {f"{name}, back, bf16": lambda: grad @ weight}
-    for tile in (2**20, 2**22, 2**25):
-        if tile == 2**20 or out * inner > tile / 4:
-            forward[f"{name}, tiles of {tile:,}"] = tiled(tile, lambda: nf4.product(x, *parts, None))
-            back[f"{name}, back, tiles of {tile:,}"] = tiled(tile, lambda: nf4.product_back(grad, *parts))
-    turns(forward, rounds, clock)
-    turns(back, rounds, clock)
+    forward[f"{name}, nf4"] = lambda: nf4.product(x, *parts, None)
+    back[f"{name}, back, nf4"] = lambda: nf4.product_back(grad, *parts)
+    if tokens <= nf4.FEW:
+        forward[f"{name}, nf4 decoded first"] = without(lambda: nf4.product(x, *parts, None))
+    with torch.no_grad():
+        turns(forward, rounds, clock)
+        turns(back, rounds, clock)
 
 
-def tiled(tile: int, work: Callable[[], object]) -> Callable[[], object]:
-    """The same work in other tiles than the kernel's own."""
+def without(work: Callable[[], object]) -> Callable[[], object]:
+    """The same work without the kernel for few rows."""
 
     def run() -> None:
-        own, nf4.TILE = nf4.TILE, tile
+        own, nf4.FEW = nf4.FEW, 0
         work()
-        nf4.TILE = own
+        nf4.FEW = own
 
     return run
+
+
+def gpu(rounds: int, clock: Callable[[], float]) -> None:
+    """Products of few rows on a GPU, looked up on the way or dequantized first: where FEW_ON_GPU should be."""
+    print("\n| rows x out x in | on the way, ms | dequantized first, ms | bf16, ms |\n|---|---|---|---|")
+    for out, inner in ((4096, 4096), (14336, 4096), (4096, 14336)):
+        weight = torch.randn(out, inner, dtype=BF16, device="cuda")
+        packed, scales = nf4.quantize(weight)
+        parts = packed.view(out, -1), scales.view(out, -1).view(torch.uint8), None
+        tables = nf4.table("nf4", weight.device), nf4.fine(weight.device)
+        for rows in (1, 2, 4, 8, 16, 32):
+            x = torch.randn(rows, inner, dtype=BF16, device="cuda")
+            works = (
+                lambda x=x, parts=parts, tables=tables: nf4.gpu().few(x, parts, *tables, None),
+                lambda x=x, parts=parts: F.linear(x, nf4.dequantize(*parts, dtype=BF16)),
+                lambda x=x, weight=weight: F.linear(x, weight),
+            )
+            times = " | ".join(f"{launched(work, rounds, clock):.3f}" for work in works)
+            print(f"| {rows} x {out} x {inner} | {times} |", flush=True)
+
+
+def launched(work: Callable[[], object], rounds: int, clock: Callable[[], float]) -> float:
+    """Milliseconds of one of a hundred launches."""
+    found = []
+    for _ in range(rounds + 1):
+        torch.cuda.synchronize()
+        began = clock()
+        for _ in range(100):
+            work()
+        torch.cuda.synchronize()
+        found.append((clock() - began) * 10)
+    return statistics.median(found[1:])
 
 
 def steps(rounds: int, clock: Callable[[], float]) -> None:
@@ -177,9 +213,9 @@ def step(source: Folder, weights: Plain) -> Callable[[], object]:
 
 
 def main() -> None:
-    known = {"decode": decode, "products": products, "steps": steps}
+    known = {"decode": decode, "products": products, "steps": steps, "gpu": gpu}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="*", default=[*known])
+    parser.add_argument("what", nargs="*", default=["decode", "products", "steps"])
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--cpu", action="store_true")

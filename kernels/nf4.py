@@ -52,6 +52,9 @@ TILE = 2**22
 # written nowhere. 1 to 4 rows took 0.35 to 0.9 of the time of a bf16 product, 8 rows as long, and 12 rows longer than
 # decoding first (benchmarks/results).
 FEW = 8
+# The same on a GPU: dequantizing writes and reads four bytes for each half that a product of few rows reads. Where the
+# two meet differs among GPUs: `benchmarks/nf4.py gpu` prints a table.
+FEW_ON_GPU = 8
 SOURCE = Path(__file__).with_name("nf4.cpp")
 DTYPES = {torch.bfloat16: "bf16", torch.float32: "fp32"}  # of which there is compiled code
 
@@ -299,6 +302,9 @@ def operator(name: str, schema: str) -> Callable[[Callable[..., Tensor]], Callab
 
 @operator("nf4_product", "(Tensor x, Tensor packed, Tensor scales, Tensor? outer, str kind, Tensor? bias) -> Tensor")
 def forward(x: Tensor, packed: Tensor, scales: Tensor, outer: Tensor | None, kind: str, bias: Tensor | None) -> Tensor:
+    if x.device.type == "cuda" and 0 < x.numel() <= FEW_ON_GPU * x.shape[-1]:
+        tables = table(kind, x.device), fine(x.device)
+        return gpu().few(x.flatten(0, -2), (packed, scales, outer), *tables, bias).view(*x.shape[:-1], -1)
     if x.device.type != "cpu":
         return F.linear(x, dequantize(packed, scales, outer, kind, x.dtype), bias)
     y = x.new_empty(*x.shape[:-1], len(packed))

@@ -1,4 +1,4 @@
-"""Four-bit weights to numbers on a GPU, in one launch. nf4.py loads this where there is one."""
+"""Four-bit weights on a GPU: to numbers in one launch; products of few rows. nf4.py loads this where there is one."""
 
 # pyright: reportMissingImports=false, reportIndexIssue=false
 # There is no Triton on macOS and Windows, nor a GPU that would load this file.
@@ -9,6 +9,8 @@ import triton.language as tl
 from torch import Tensor
 
 SIZE = 1024  # bytes of one program, two numbers in each
+# Of products of few rows: outputs of one program, and bytes of each of their rows that are looked up at a time.
+OUT, WIDTH = 8, 128
 BLOCK, NESTED = tl.constexpr(64), tl.constexpr(256)  # numbers with one scale; scales with one of their own
 
 
@@ -28,6 +30,76 @@ def dequantize_kernel(  # noqa: PLR0913 (a launch has no other way to pass them)
     to = tl.program_id(0).to(tl.int64) * 2 * SIZE + tl.arange(0, 2 * SIZE)
     both = tl.reshape(tl.join(first, second), (2 * SIZE,))
     tl.store(out + to, both.to(out.dtype.element_ty), to < 2 * count)
+
+
+@triton.jit
+def add(a, b):
+    return a + b
+
+
+@triton.jit
+def few_kernel(  # noqa: PLR0913
+    x, packed, scales, outer, table, fine, bias, y, rows, out, width, groups,
+    ROWS: tl.constexpr, OUT: tl.constexpr, WIDTH: tl.constexpr, NEST: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
+    """`width` are the bytes of a row of the weight."""
+    to = tl.program_id(0) * OUT + tl.arange(0, OUT)
+    row = tl.arange(0, ROWS)
+    found = tl.full((OUT, ROWS), 0.0, tl.float32)
+    for start in range(0, width, WIDTH):
+        at = start + tl.arange(0, WIDTH)
+        place = to[:, None].to(tl.int64) * width + at[None, :]
+        real = (to < out)[:, None] & (at < width)[None, :]
+        byte = tl.load(packed + place, real, 0)
+        block = place // (BLOCK // 2)
+        scale = tl.load(scales + block, real, 0)
+        if NEST:
+            largest = tl.load(outer + block // NESTED, real, 0)
+            scale = tl.load(fine + scale.to(tl.int32)) * largest + tl.load(outer + groups)
+        first = tl.load(table + (byte >> 4).to(tl.int32)) * scale
+        second = tl.load(table + (byte & 15).to(tl.int32)) * scale
+        first = first.to(x.dtype.element_ty).to(tl.float32)  # the numbers are those of `dequantize`
+        second = second.to(x.dtype.element_ty).to(tl.float32)
+        there = (row < rows)[:, None] & (at < width)[None, :]
+        pair = x + row[:, None] * 2 * width + 2 * at[None, :]
+        even, odd = tl.load(pair, there, 0).to(tl.float32), tl.load(pair + 1, there, 0).to(tl.float32)
+        both = first[:, None, :] * even[None, :, :] + second[:, None, :] * odd[None, :, :]
+        found += tl.reduce(both, 2, add)
+    if BIAS:
+        found += tl.load(bias + to, to < out, 0).to(tl.float32)[:, None]
+    there = (to < out)[:, None] & (row < rows)[None, :]
+    tl.store(y + row[None, :] * out + to[:, None], found.to(y.dtype.element_ty), there)
+
+
+def few(
+    x: Tensor, weight: tuple[Tensor, Tensor, Tensor | None], table: Tensor, fine: Tensor, bias: Tensor | None
+) -> Tensor:
+    """x W^T + b of few rows (N, in), without the numbers of W in memory: (N, out)."""
+    packed, scales, outer = weight
+    (out, width), rows = packed.shape, len(x)
+    y = x.new_empty(rows, out)
+    groups = triton.cdiv(2 * packed.numel(), BLOCK.value * NESTED.value)
+    few_kernel[(triton.cdiv(out, OUT),)](
+        x.contiguous(),
+        packed,
+        scales.view(torch.float32) if outer is None else scales,
+        table if outer is None else outer.view(torch.float32),
+        table,
+        fine,
+        table if bias is None else bias,
+        y,
+        rows,
+        out,
+        width,
+        groups,
+        ROWS=triton.next_power_of_2(rows),
+        OUT=OUT,
+        WIDTH=WIDTH,
+        NEST=outer is not None,
+        BIAS=bias is not None,
+        enable_fp_fusion=False,
+    )
+    return y
 
 
 def dequantize(

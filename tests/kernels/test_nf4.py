@@ -277,6 +277,21 @@ def test_one_launch(shape: tuple[int, ...], dtype, nested: bool, interpreted: Mo
         assert torch.equal(found, wanted)
 
 
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+@pytest.mark.parametrize("sizes", [(1, 1, 64), (3, 9, 576), (5, 33, 320), (8, 300, 64)], ids=str)
+def test_a_few_rows(sizes: tuple[int, int, int], dtype, nested: bool, interpreted: ModuleType) -> None:
+    rows, out, inner = sizes
+    parts, x, bias = kept(random(out, inner), nested), random(rows, inner, seed=1).to(dtype), random(out, seed=2)
+    tables = nf4.table("nf4", x.device), nf4.fine(x.device)
+    wanted = x.double() @ numbers(parts).T
+    within = 3e-2 if dtype == BF16 else 1e-5  # the interpreter cuts off where a GPU rounds
+    for b in (None, bias.to(dtype)):
+        found = interpreted.few(x, tuple(parts), *tables, b)
+        exact = wanted if b is None else wanted + b.double()
+        assert found.dtype == dtype and error(found.double(), exact) < within
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("nested", [False, True])
@@ -292,5 +307,8 @@ def test_a_gpu_gives_the_same_bits_and_the_host_never_waits(nested: bool) -> Non
     for dtype in (BF16, FP32):
         assert torch.equal(nf4.dequantize(*on_gpu, "nf4", dtype).cpu(), nf4.dequantize(*parts, "nf4", dtype))
     weight = numbers(parts)
+    for few in (x.detach()[:1], x.detach()[:8].view(2, 4, 576)):
+        wanted = few.cpu().double() @ weight.T
+        assert error(nf4.product(few, *on_gpu, "nf4").cpu().double(), wanted) < 1e-2
     assert error(y.detach().cpu().double(), x.detach().cpu().double() @ weight.T) < 1e-2
     assert error(grad.cpu().double(), weight.sum(0).expand(70, -1)) < 1e-2

@@ -1,0 +1,132 @@
+"""Tokens a second of generation on the CPU, beside transformers' `generate`, on the same random checkpoint.
+
+python benchmarks/generation.py [--threads 2] [--rounds 3] [--tokens 128] [--batch 1 4]
+
+A Llama of 135 million weights in bf16 is written to a temporary folder; prompts have 64 tokens, and the likeliest token
+is taken. Those that are compared answer in turns; medians are told. The limit is that of memory: every weight is read
+for every token, as fast as a copy reads.
+"""
+
+import argparse
+import os
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import transformers
+from nf4 import SMALL
+
+from tunekit import assemble
+from tunekit.adapters import Frozen
+from tunekit.checkpoint.folder import Folder
+from tunekit.formats import NF4, Plain
+from tunekit.generate import Sampling, complete
+from tunekit.machine import hardware
+from tunekit.memory import Memory
+from tunekit.models.decoder import Decoder
+from tunekit.parallel import Run
+from tunekit.precision import Precision
+
+PROMPT = 64
+NONE: frozenset[int] = frozenset()  # no token ends an answer
+Answer = Callable[[list[list[int]]], list[list[int]]]
+
+
+def checkpoint(folder: Path) -> Path:
+    """Random weights in bf16, as transformers writes them."""
+    config = transformers.LlamaConfig(**{key: value for key, value in SMALL.items() if key != "architectures"})
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(config).bfloat16().save_pretrained(folder)
+    return folder
+
+
+def ours(model: Decoder, tokens: int) -> Answer:
+    return lambda rows: complete(model, rows, Sampling(tokens=tokens), NONE)
+
+
+def theirs(folder: Path, tokens: int) -> Answer:
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+    options = {"do_sample": False, "min_new_tokens": tokens, "max_new_tokens": tokens, "pad_token_id": 0}
+
+    @torch.inference_mode()
+    def answer(rows: list[list[int]]) -> list[list[int]]:
+        prompts = torch.tensor(rows)
+        found = model.generate(prompts, attention_mask=torch.ones_like(prompts), **options)
+        return found[:, PROMPT:].tolist()
+
+    return answer
+
+
+def read(model: torch.nn.Module) -> int:
+    """Bytes of weights that a token takes: all but the rows of the embedding, where the head is another tensor."""
+    held = {id(p): p.nbytes for p in model.parameters()}
+    return sum(held.values())
+
+
+def bandwidth() -> float:
+    """Bytes a second that are read while 512 MB are summed, which no cache holds."""
+    held, seconds = torch.ones(2**27), []
+    for _ in range(5):
+        began = time.perf_counter()
+        held.sum()
+        seconds.append(time.perf_counter() - began)
+    return held.nbytes / min(seconds)
+
+
+def compare(
+    answers: dict[str, Answer], batch: int, rounds: int, tokens: int, bytes_: dict[str, int], rate: float
+) -> None:
+    """Print a line for each: tokens a second, milliseconds a token, and the share of the limit."""
+    rows = torch.randint(0, SMALL["vocab_size"], (batch, PROMPT), generator=torch.Generator().manual_seed(batch))
+    seconds: dict[str, list[float]] = {name: [] for name in answers}
+    for i in range(rounds + 1):
+        for name, answer in answers.items():
+            began = time.perf_counter()
+            found = answer(rows.tolist())
+            assert [len(row) for row in found] == [tokens] * batch
+            if i:  # the first round warms up
+                seconds[name].append(time.perf_counter() - began)
+    first = statistics.median(next(iter(seconds.values())))
+    for name, times in seconds.items():
+        middle = statistics.median(times)
+        speed = f"{batch * tokens / middle:.1f} | {middle / tokens * 1e3:.1f} | {first / middle:.2f}"
+        print(f"| {name} | {batch} | {speed} | {bytes_[name] / rate * 1e3:.1f} |", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 4])
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    transformers.utils.logging.set_verbosity_error()
+    rate = bandwidth()
+    print(f"{hardware(torch.device('cpu'))}, {args.threads} threads, torch {torch.__version__}, "
+          f"transformers {transformers.__version__}, Python {platform.python_version()}; "
+          f"load {os.getloadavg()[0]:.1f}; memory is read at {rate / 1e9:.1f} GB/s\n")  # fmt: skip
+    precision = Precision("bf16", frozen="bf16")
+    with tempfile.TemporaryDirectory() as place:
+        folder = checkpoint(Path(place))
+        kinds = {"tunekit": Plain(), "tunekit, nf4": NF4(), "tunekit, nf4 nested": NF4(nested=True)}
+        models = {
+            name: assemble.model(Folder.open(folder), weights, Frozen(), precision, Memory(), Run(0, "cpu"))
+            for name, weights in kinds.items()
+        }
+        answers = {"transformers": theirs(folder, args.tokens)}
+        answers |= {name: ours(model, args.tokens) for name, model in models.items()}
+    bytes_ = {name: read(model) for name, model in models.items()}
+    bytes_["transformers"] = bytes_["tunekit"]
+    print("| | rows | tokens/s | ms a token | times transformers | ms a token that reading takes |")
+    print("|---|---|---|---|---|---|")
+    for batch in args.batch:
+        compare(answers, batch, args.rounds, args.tokens, bytes_, rate)
+
+
+if __name__ == "__main__":
+    main()
