@@ -23,15 +23,17 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float, offset: float = 0.0, 
     The weight multiplies after the cast, as Llama's reference does, or in fp32 before it (`late`), as those of Gemma
     and OLMo do, so that bf16 results equal theirs too.
     """
-    if plain(x, weight):
+    if plain(x):
         return reference(x, weight, eps, offset, late)
+    if weight is not None and weight.dtype not in DTYPES:
+        weight = weight.float()
     work = normed if torch.is_grad_enabled() else forward  # a token's norm takes less time than a way to its gradient
     return work(x, weight, eps, offset, late or offset != 0)[0]
 
 
-def plain(x: Tensor, weight: Tensor | None) -> bool:
+def plain(x: Tensor) -> bool:
     """Whether torch does the work: what is compiled it fuses itself."""
-    if torch.compiler.is_compiling() or x.dtype not in DTYPES or (weight is not None and weight.dtype not in DTYPES):
+    if torch.compiler.is_compiling() or x.dtype not in DTYPES:
         return True
     return x.device.type != "cuda" and (x.device.type != "cpu" or compiled() is None)
 

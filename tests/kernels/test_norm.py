@@ -154,8 +154,11 @@ def test_the_same_bits_on_any_number_of_threads() -> None:
 
 
 def test_dtypes_of_which_the_loops_know_nothing() -> None:
-    x = torch.randn(4, 64, dtype=FP16)
+    x, weight = torch.randn(4, 64, dtype=FP16), torch.rand(64).to(FP16)
     assert error(rms_norm(x, torch.ones(64), 1e-5).double(), exact(x, None, 0)[0]) < 2e-3
+    for mine, wanted in zip(found(x.float(), weight, 0.0, False), found(x.float(), weight.float(), 0.0, False),
+                            strict=True):  # fmt: skip
+        assert torch.equal(mine.float(), wanted.to(mine.dtype).float())
 
 
 @pytest.fixture
