@@ -60,7 +60,8 @@ def adapted(x: Tensor, updates: Sequence[Update], dropout: float = 0.0) -> tuple
     if torch.compiler.is_compiling() or not all(update.base.frozen for update in updates):
         return reference(x, updates, dropout)
     tensors = (tensor for update in updates for tensor in update.tensors)
-    return Adapted.apply(tuple(u.base for u in updates), tuple(u.scale for u in updates), dropout, x, *tensors)
+    scales = tuple(u.scale / (1 - dropout) for u in updates)  # what dropout leaves grows, and here by the way
+    return Adapted.apply(tuple(u.base for u in updates), scales, dropout, x, *tensors)
 
 
 def reference(x: Tensor, updates: Sequence[Update], dropout: float = 0.0) -> tuple[Tensor, ...]:
@@ -99,13 +100,14 @@ class Adapted(torch.autograd.Function):
         rows, mask = x.flatten(0, -2), None
         seen = rows
         if dropout:
-            seen, mask = torch.native_dropout(rows, dropout, True)
+            noise = torch.empty_like(rows).bernoulli_(1 - dropout)  # as F.dropout draws
+            seen, mask = rows * noise, noise.bool()
         low, made = seen @ a.T, []
         for base, b, place in zip(bases, bs, places, strict=True):
             y = base.product(rows).addmm_(low[:, place], b.T)
             # What is a view when it leaves a function may not be changed in place any more.
             made.append(torch.ops.aten._unsafe_view(y, [*x.shape[:-1], len(b)]))
-        ctx.bases, ctx.scales, ctx.dropout = bases, scales, dropout
+        ctx.bases, ctx.scales = bases, scales
         ctx.save_for_backward(x, mask, *(t for update in updates for t in (*update[:4], None)))
         return tuple(made)
 
@@ -115,8 +117,8 @@ class Adapted(torch.autograd.Function):
         updates = fives(tensors)
         rows = [grad.reshape(-1, grad.shape[-1]) for grad in grads]
         a, bs, places = joined(updates, ctx.scales, x.dtype)
-        seen = x.flatten(0, -2)
-        seen = seen if mask is None else undropped(seen, mask, ctx.dropout)
+        noise = None if mask is None else mask.to(x.dtype)
+        seen = x.flatten(0, -2) if noise is None else x.flatten(0, -2) * noise
         low, low_grad = seen @ a.T, seen.new_empty(len(seen), len(a))
         found: list[Tensor | None] = []
         exact = torch.promote_types(x.dtype, torch.float32)
@@ -129,22 +131,19 @@ class Adapted(torch.autograd.Function):
         of_a = low_grad.T @ seen
         for i, (place, (first, *_)) in enumerate(zip(places, updates, strict=True)):
             found[5 * i] = of_a[place][: len(first)].to(first.dtype)
-        back = to_input(ctx, rows, low_grad, a, mask).view_as(x) if ctx.needs_input_grad[3] else None
+        back = to_input(ctx.bases, rows, low_grad, a, noise).view_as(x) if ctx.needs_input_grad[3] else None
         return None, None, None, back, *found
 
 
-def to_input(ctx: Any, rows: Sequence[Tensor], low_grad: Tensor, a: Tensor, mask: Tensor | None) -> Tensor:
+def to_input(
+    bases: Sequence[Base], rows: Sequence[Tensor], low_grad: Tensor, a: Tensor, noise: Tensor | None
+) -> Tensor:
     """The gradient of `x`: all layers add to the same memory."""
     back = None
-    for base, grad in zip(ctx.bases, rows, strict=True):
+    for base, grad in zip(bases, rows, strict=True):
         back = base.back(grad, back)
     assert back is not None
-    return back.addmm_(low_grad, a) if mask is None else back.add_(undropped(low_grad @ a, mask, ctx.dropout))
-
-
-def undropped(x: Tensor, mask: Tensor, dropout: float) -> Tensor:
-    """What dropout with this mask leaves of `x`."""
-    return torch.ops.aten.native_dropout_backward(x, mask, 1 / (1 - dropout))
+    return back.addmm_(low_grad, a) if noise is None else back.addcmul_(low_grad @ a, noise)
 
 
 def fives(tensors: Sequence[Any]) -> list[Sequence[Any]]:
@@ -152,6 +151,7 @@ def fives(tensors: Sequence[Any]) -> list[Sequence[Any]]:
     return [tensors[i : i + 5] for i in range(0, len(tensors), 5)]
 
 
+@torch.compiler.disable()  # decoding is no operator, and nothing here is learnt
 @torch.no_grad()
 def lengths(update: Update) -> Tensor:
     """Norms (out,) of the rows of a weight with its update in fp32, of which no more than some are there at a time."""
