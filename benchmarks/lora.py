@@ -35,6 +35,7 @@ from tunekit.memory import Memory
 from tunekit.models import linear
 from tunekit.models.linear import Linear, together
 from tunekit.optim import AdamW
+from tunekit.pages import hold
 from tunekit.parallel import Run
 from tunekit.precision import Precision
 
@@ -157,6 +158,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
+    hold()  # as a run does
     print(f"{hardware(torch.device('cpu'))}, {args.threads} threads, torch {torch.__version__}, "
           f"Python {platform.python_version()}; load {os.getloadavg()[0]:.1f}")  # fmt: skip
     for name in args.what:
