@@ -96,7 +96,7 @@ def model(config: dict, weights: Plain, adapter: Full | LoRA, memory: Memory, pr
     weights.apply(net)
     adapter.apply(net)
     precision.apply(net, {}, DEVICE)
-    memory.apply(net)
+    memory.apply(net, DEVICE)
     net.to_empty(device=DEVICE)
     net.tie()
     with torch.no_grad():

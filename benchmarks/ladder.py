@@ -33,13 +33,16 @@ class Rung:
 FIRST = Rung("full, fp32, padded rows", ("precision.compute=fp32", "precision.trained=fp32"))
 DEFAULT = Rung("full, bf16 products, packed", ("precision.trained=fp32",))
 PACKED = "packed rows"
+PLAIN = ("optimizer=adamw", "optimizer.lr=1e-4")
 RUNGS = (
     Rung("bf16 products", ("precision.compute=bf16",)),
     Rung(PACKED, ()),
     Rung("8-bit AdamW", ("optimizer=adamw8bit", "optimizer.lr=1e-4")),
     Rung("bf16 weights", ("precision.trained=bf16",)),
-    Rung("recompute layers", ("memory.recompute=true",)),
-    Rung("LoRA", ("adapter=lora", "optimizer=adamw", "optimizer.lr=1e-4", "precision.trained=fp32")),
+    Rung("step in backward", ("memory.step_in_backward=true", "clip=0")),
+    Rung("selective recompute", ("memory.recompute=selective",)),
+    Rung("recompute of layers", ("memory.recompute=layer",)),
+    Rung("LoRA", ("adapter=lora", *PLAIN, "precision.trained=fp32", "memory.step_in_backward=false", "clip=1")),
     Rung("QLoRA", ("weights=nf4", "adapter=lora")),
     Rung("compile", ("memory.compile=true",)),
 )
@@ -94,12 +97,12 @@ def main() -> None:
             step, peak, row = climb(given, work, rung, (*words, *room), args.drop)
             found[rung.name], text = (work.learnt / step, peak / 2**30), text + row
             file.with_suffix(".md").write_text(text)
+        steps(file.with_suffix(".png"), found)
         text += "\n## Each alone\n" + head
         for rung in (DEFAULT, *(rung for rung in RUNGS[2:])):
             words = (*(w for w in DEFAULT.words if w.partition("=")[0] not in keys(rung)), *rung.words)
             text += climb(given, work, rung, words, args.drop)[2]
             file.with_suffix(".md").write_text(text)
-    steps(file.with_suffix(".png"), found)
 
 
 def keys(rung: Rung) -> set[str]:

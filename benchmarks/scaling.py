@@ -3,7 +3,8 @@
 python benchmarks/scaling.py [--lengths 512 1024 2048 4096 8192] [--steps 5]
 
 Each length is a `tune run sft` of its own. Documents are of 200 and 312 tokens in every row, so a row holds more of
-them and not longer ones; a second line has two documents that grow with the row, of which attention is quadratic.
+them and not longer ones; with `--grow` a second line has two documents that grow with the row, of which attention is
+quadratic.
 """
 
 import argparse
@@ -43,6 +44,7 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="*", default=[512, 1024, 2048, 4096, 8192])
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--drop", type=int, default=2, help="first steps that do not count")
+    parser.add_argument("--grow", action="store_true", help="also documents that grow with the row")
     parser.add_argument("--layers", type=int, default=30, help="fewer, for a quick look")
     parser.add_argument(
         "--under", default="", metavar="COMMAND", help="what each process is started by, such as a lock"
@@ -50,7 +52,8 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=HERE / "results")
     args = parser.parse_args()
     shape, base = replace(Shape(), layers=args.layers), Work(batch=1, steps=args.steps)
-    names = {"documents of 200 and 312": 512, "two documents a row": None}
+    names: dict[str, int | None] = {"documents of 200 and 312": 512}
+    names |= {"two documents a row": None} if args.grow else {}
     seconds: dict[str, list[float]] = {name: [] for name in names}
     text = f"# Time of a step over its tokens, {date.today()}\n\n{hardware(torch.device('cpu'))}, torch "
     text += f"{torch.__version__}. LoRA of rank 16 on all linear layers, one packed row a step, medians.\n\n"
