@@ -91,6 +91,21 @@ def test_validation_is_no_part_of_a_step(tmp_path):
     assert lines(tmp_path)[1]["seconds"] < 0.2
 
 
+def test_what_validation_compiles_is_told_and_takes_no_time_from_a_step(tmp_path, monkeypatch):
+    spent = [0.0]
+    monkeypatch.setattr(metrics, "compile_seconds", lambda: spent[0])
+    with Log().open(tmp_path, MAIN, total=2) as meter:
+        step(meter, 1)
+        with meter.aside():
+            time.sleep(0.4)
+            spent[0] += 0.3
+        time.sleep(0.05)
+        step(meter, 2)
+    line = lines(tmp_path)[1]
+    assert line["compile_seconds"] == 0.3
+    assert 0.04 < line["seconds"] < 0.2
+
+
 def test_what_is_not_finite_is_null(tmp_path):
     with Log().open(tmp_path, MAIN, total=1) as meter:
         step(meter, 1, torch.tensor(math.nan), norm=torch.tensor(math.inf))
