@@ -21,7 +21,7 @@ from tunekit.hub.trouble import tell
 from tunekit.parallel import Run
 
 # What layers that are one tensor in files may change: there their scales are packed together. 0.006 was measured.
-NESTED = {"tolerance": 0.05, "peak": 1.0}
+NESTED = 0.05, 1.0
 
 
 def main(args: argparse.Namespace) -> None:
@@ -45,7 +45,9 @@ def folder(model: str, out: Path, weights: NF4) -> None:
         kinds = (read, weights), (Folder.open(made), replace(weights, nested=False))
         rows, device = verify.probes(made, source.spec), Run().device
         wanted, found = (stream.logits(one, Frozen(), rows, verify.EXACT, device, kind) for one, kind in kinds)
-        result = verify.compare("model in four bits and files", wanted, found, **(NESTED if weights.nested else {}))
+        tolerance, peak = NESTED if weights.nested else (verify.FINEST, verify.PEAK * verify.FINEST)
+        what = "model in four bits and files"
+        result = verify.compare(what, wanted, found, tolerance=tolerance, peak=peak)
         verify.kept(made, result)
         card.minimal(made, source, "quantized")
     tell(str(result))
