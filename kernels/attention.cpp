@@ -109,7 +109,8 @@ void soften(float* scores, T* shares, int64_t columns, int64_t from, int64_t to,
     for (int64_t c = 0; c < columns; c += LANES) {
         __m512 x = scale.score(_mm512_loadu_ps(scores + c));
         if (c < from || c + LANES > to) {
-            const __mmask16 seen = to <= c || from >= c + LANES ? 0 : first(to - c) & ~first(std::max<int64_t>(from - c, 0));
+            const bool none = to <= c || from >= c + LANES;
+            const __mmask16 seen = none ? 0 : first(to - c) & ~first(std::max<int64_t>(from - c, 0));
             x = _mm512_mask_blend_ps(seen, nothing, x);
         }
         high = _mm512_max_ps(high, x);
@@ -126,7 +127,8 @@ void soften(float* scores, T* shares, int64_t columns, int64_t from, int64_t to,
     const __m512 less = exp2(_mm512_sub_ps(_mm512_set1_ps(most), tops));
     sum = sum * _mm512_cvtss_f32(less) + _mm512_reduce_add_ps(total);
     if (top != most)
-        for (int64_t c = 0; c < width; c += LANES) _mm512_storeu_ps(out + c, _mm512_mul_ps(_mm512_loadu_ps(out + c), less));
+        for (int64_t c = 0; c < width; c += LANES)
+            _mm512_storeu_ps(out + c, _mm512_mul_ps(_mm512_loadu_ps(out + c), less));
     most = top;
 }
 
@@ -154,7 +156,8 @@ void forward(const Call& c, const Unit& u) {
     for (int64_t head = u.head * group; head < (u.head + 1) * group; head++)
         for (int64_t query = u.query; query < u.end; query += QUERIES) {
             const int64_t n = std::min(QUERIES, u.end - query), rows = up(n, ROWS), token = u.start + query;
-            gather(static_cast<const T*>(c.q) + token * c.q_token + head * c.q_head, c.q_token, n, c.dim, q_left, cells, rows);
+            const T* q = static_cast<const T*>(c.q) + token * c.q_token + head * c.q_head;
+            gather(q, c.q_token, n, c.dim, q_left, cells, rows);
             std::fill_n(out, rows * width, 0.0f);
             std::fill_n(line.most, n, c.sinks ? c.sinks[head] * LOG2E : -INFINITY);
             std::fill_n(line.sum, n, c.sinks ? 1.0f : 0.0f);
@@ -167,7 +170,8 @@ void forward(const Call& c, const Unit& u) {
                     soften(scores + r * KEYS, reinterpret_cast<T*>(shares + r * SHARE), columns, from, to, scale,
                            line.most[r], line.sum[r], out + r * width, width);
                 }
-                product<T>({shares, SHARE}, {v_right + key / P * width, width}, {out, width, true}, rows, width, columns / P);
+                product<T>({shares, SHARE}, {v_right + key / P * width, width}, {out, width, true}, rows, width,
+                           columns / P);
             }
             for (int64_t r = 0; r < n; r++) {
                 T* y = static_cast<T*>(c.y) + ((token + r) * c.heads + head) * c.v_dim;
@@ -193,9 +197,9 @@ struct Change {
     const float *scores, *changes;  // (BACK_KEYS, BACK_QUERIES)
     T *shares, *left;
     cell* right;
-    int64_t edge;  // of the first lane's query, less the first row's key
 
-    __m512 row(const Call& c, const Scale& scale, const Turned& line, int64_t r, int64_t lane) const {
+    // `edge`: the query of the first lane less the key of the first row.
+    __m512 row(const Call& c, const Scale& scale, const Turned& line, int64_t r, int64_t edge, int64_t lane) const {
         const int64_t at = r * BACK_QUERIES + lane;
         const __m512 score = scale.score(_mm512_loadu_ps(scores + at));
         __m512 share = exp2(_mm512_sub_ps(score, _mm512_loadu_ps(line.lse + lane)));
@@ -212,15 +216,16 @@ struct Change {
         return change;
     }
 
-    void operator()(const Call& c, const Scale& scale, const Turned& line, int64_t rows, int64_t from, int64_t to) const {
+    void operator()(const Call& c, const Scale& scale, const Turned& line, int64_t rows, int64_t edge, int64_t from,
+                    int64_t to) const {
         for (int64_t r = 0; r < rows; r += PER<T>)
             for (int64_t lane = from; lane < to; lane += LANES) {
-                const __m512 x = row(c, scale, line, r, lane);
+                const __m512 x = row(c, scale, line, r, edge, lane);
                 cell* at = right + r / PER<T> * BACK_QUERIES + lane;
                 if (PER<T> == 1)
                     _mm512_storeu_ps(reinterpret_cast<float*>(at), x);
                 else
-                    _mm512_storeu_si512(at, mixed(narrow(x), narrow(row(c, scale, line, r + 1, lane))));
+                    _mm512_storeu_si512(at, mixed(narrow(x), narrow(row(c, scale, line, r + 1, edge, lane))));
             }
     }
 };
@@ -260,10 +265,12 @@ void backward(const Call& c, const Unit& u, float* dk, float* dv) {
     auto* k_left = room[K_LEFT].take<cell>(keys * cells);
     auto* k_turned = room[K_TURNED].take<cell>(keys * cells);
     auto* v_left = room[V_LEFT].take<cell>(keys * v_cells);
-    gather(static_cast<const T*>(c.k) + base * c.k_token + u.head * c.k_head, c.k_token, count, c.dim, k_left, cells, keys);
+    const T* k = static_cast<const T*>(c.k) + base * c.k_token + u.head * c.k_head;
+    const T* v = static_cast<const T*>(c.v) + base * c.v_token + u.head * c.v_head;
+    gather(k, c.k_token, count, c.dim, k_left, cells, keys);
     turn(k_left, keys, cells, cells, raw, keys);
     split<T>(raw, cells, keys, k_turned);
-    gather(static_cast<const T*>(c.v) + base * c.v_token + u.head * c.v_head, c.v_token, count, c.v_dim, v_left, v_cells, keys);
+    gather(v, c.v_token, count, c.v_dim, v_left, v_cells, keys);
     auto* q_turned = room[Q_TURNED].take<cell>(BACK_QUERIES * cells);
     auto* q_right = room[Q_RIGHT].take<cell>(BACK_QUERIES * cells);
     auto* g_turned = room[G_TURNED].take<cell>(BACK_QUERIES * v_cells);
@@ -275,6 +282,7 @@ void backward(const Call& c, const Unit& u, float* dk, float* dv) {
     auto* right = room[RIGHT].take<cell>(BACK_KEYS / P * BACK_QUERIES);
     auto* out = room[OUT].take<float>(dim * BACK_QUERIES);
     auto& line = *room[LINES].take<Turned>(1);
+    const Change<T> change{scores, changes, reinterpret_cast<T*>(shares), reinterpret_cast<T*>(left), right};
     std::fill_n(dk, keys * dim, 0.0f);
     std::fill_n(dv, keys * width, 0.0f);
     for (int64_t head = u.head * group; head < (u.head + 1) * group; head++)
@@ -282,7 +290,8 @@ void backward(const Call& c, const Unit& u, float* dk, float* dv) {
             const int64_t n = std::min(BACK_QUERIES, u.end - query), lanes = up(n, LANES), token = u.start + query;
             const int64_t at = (token * c.heads + head) * c.v_dim, step = c.heads * c.v_dim;
             const T *grad = static_cast<const T*>(c.grad) + at, *y = static_cast<const T*>(c.y) + at;
-            gather(static_cast<const T*>(c.q) + token * c.q_token + head * c.q_head, c.q_token, n, c.dim, raw, cells, lanes);
+            const T* q = static_cast<const T*>(c.q) + token * c.q_token + head * c.q_head;
+            gather(q, c.q_token, n, c.dim, raw, cells, lanes);
             turn(raw, lanes, cells, cells, q_turned, lanes);
             pair<T>(raw, lanes, cells, q_right);
             gather(grad, step, n, c.v_dim, raw, v_cells, lanes);
@@ -297,16 +306,15 @@ void backward(const Call& c, const Unit& u, float* dk, float* dv) {
             std::fill_n(out, dim * lanes, 0.0f);
             const int64_t last = up(query + n - u.key, LANES);
             for (int64_t key = down(oldest(c, query) - u.key, LANES); key < last; key += BACK_KEYS) {
-                const int64_t rows = std::min(BACK_KEYS, last - key), edge = query - u.key - key;
-                const int64_t from = down(std::max<int64_t>(0, -edge), LANES), some = lanes - from;
-                product<T>({k_left + key * cells, cells}, {q_turned + from, lanes}, {scores + from, BACK_QUERIES, false},
-                           rows, some, cells);
-                product<T>({v_left + key * v_cells, v_cells}, {g_turned + from, lanes}, {changes + from, BACK_QUERIES, false},
-                           rows, some, v_cells);
-                const Change<T> change{scores, changes, reinterpret_cast<T*>(shares), reinterpret_cast<T*>(left), right, edge};
-                change(c, scale, line, rows, from, lanes);
-                product<T>({shares + from / P, LINE}, {g_right + from / P * width, width}, {dv + key * width, width, true},
-                           rows, width, some / P);
+                const int64_t rows = std::min(BACK_KEYS, last - key);
+                const int64_t from = down(std::max<int64_t>(0, key + u.key - query), LANES), some = lanes - from;
+                product<T>({k_left + key * cells, cells}, {q_turned + from, lanes},
+                           {scores + from, BACK_QUERIES, false}, rows, some, cells);
+                product<T>({v_left + key * v_cells, v_cells}, {g_turned + from, lanes},
+                           {changes + from, BACK_QUERIES, false}, rows, some, v_cells);
+                change(c, scale, line, rows, query - u.key - key, from, lanes);
+                product<T>({shares + from / P, LINE}, {g_right + from / P * width, width},
+                           {dv + key * width, width, true}, rows, width, some / P);
                 product<T>({left + from / P, LINE}, {q_right + from / P * dim, dim}, {dk + key * dim, dim, true},
                            rows, dim, some / P);
                 product<T>({k_turned + key / P, keys / P}, {right + from, BACK_QUERIES}, {out + from, lanes, true},
@@ -352,7 +360,7 @@ template <typename T>
 void run(const Call& c) {
     const auto all = units(c);
     const auto by = order(all);
-#pragma omp parallel for schedule(dynamic) num_threads(c.threads)
+#pragma omp parallel for schedule(dynamic) num_threads(c.threads) if (all.size() > 1)
     for (size_t i = 0; i < by.size(); i++) forward<T>(c, all[by[i]]);
 }
 
@@ -367,10 +375,10 @@ void run_back(const Call& c) {
         if (!u.alone) size += u.keys() * (dim + width);
     }
     const std::unique_ptr<float[]> sums(new float[size]);
-#pragma omp parallel for schedule(dynamic) num_threads(c.threads)
+#pragma omp parallel for schedule(dynamic) num_threads(c.threads) if (all.size() > 1)
     for (size_t i = 0; i < by.size(); i++) backward_or_part<T>(c, all[by[i]], sums.get(), dim, width);
     if (size == 0) return;
-#pragma omp parallel for schedule(dynamic) num_threads(c.threads)
+#pragma omp parallel for schedule(dynamic) num_threads(c.threads) if (all.size() > 1)
     for (size_t i = 0; i < all.size(); i++)
         if (!all[i].alone) gathered<T>(c, &all[i], sums.get(), dim, width);
 }

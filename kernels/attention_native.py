@@ -97,18 +97,13 @@ def run(name: str, rule: list[float], **tensors: Tensor | None) -> None:
     q, k, v, offsets = (tensors[name] for name in ("q", "k", "v", "offsets"))
     assert lib is not None and q is not None and k is not None and v is not None and offsets is not None
     assert offsets[0] == 0 and offsets[-1] == len(q), "documents do not fill the rows"
+    assert q.dtype == k.dtype == v.dtype
     scale, window, chunk, softcap = rule
-    sizes = (
-        len(offsets) - 1,
-        *q.shape[:2],
-        k.shape[1],
-        q.shape[2],
-        v.shape[2],
-        *(int(x) or FOREVER for x in (window, chunk)),
-    )
-    strides = [step for x in (q, k, v) for step in x.stride()[:2]]
+    limits = [int(x) or FOREVER for x in (window, chunk)]
+    sizes = [len(offsets) - 1, *q.shape[:2], k.shape[1], q.shape[2], v.shape[2], *limits]
+    sizes += [step for x in (q, k, v) for step in x.stride()[:2]]
     places = {key: None if tensor is None else tensor.data_ptr() for key, tensor in tensors.items()}
-    for key, value in (places | dict(zip((*SIZES, *STRIDES), (*sizes, *strides), strict=True))).items():
+    for key, value in (places | dict(zip((*SIZES, *STRIDES), sizes, strict=True))).items():
         setattr(call, key, value)
     call.scale, call.softcap, call.threads = scale, softcap, torch.get_num_threads()
     getattr(lib, f"{name}_{KINDS[q.dtype]}")(ctypes.byref(call))

@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.checkpoints import error
-from tunekit.kernels import attention
+from tunekit.kernels import attention, attention_native
 from tunekit.kernels.attention import Rule, attend, attend_cached
 
 WINDOWS = [None, 1, 2, 5, 16, 17, 40]
@@ -22,6 +22,16 @@ SUNK = ["window None", "window 1", "window 5", "window 40", "chunk 4"]  # no fam
 BOUNDS = [
     [0, 51], [0, 17, 34, 51], [0, 1, 2, 17, 20, 34, 51], [0, 5, 17, 30, 34, 45, 51], list(range(52)), [0, 30, 51],
 ]  # fmt: skip
+
+
+@pytest.fixture(autouse=True, params=["compiled", "torch"])
+def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Everything holds for the C++ of this processor, and for torch where there is none."""
+    if request.param == "torch":
+        monkeypatch.setattr(attention_native, "able", lambda: False)
+    elif not attention_native.able():
+        pytest.skip("no compiler, or a processor that does not multiply bf16")
+    return request.param
 
 
 def plain(q: Tensor, k: Tensor, v: Tensor, rule: Rule, seen: Tensor, sinks: Tensor | None = None) -> Tensor:

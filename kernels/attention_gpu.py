@@ -1,0 +1,225 @@
+"""Attention on a GPU: FlashAttention over all documents at once, and FlexAttention for what it cannot do.
+
+Bounds of documents stay on the CPU and are copied to the device once a pass: nothing waits for the device.
+"""
+
+from collections.abc import Callable
+from functools import cache, lru_cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+from torch.utils.weak import WeakIdKeyDictionary
+
+from tunekit.kernels.attention_native import flat, keep
+
+NARROWEST, ALIGNED = 16, 8  # channels: the least, and a multiple, of kernels on a GPU
+WIDEST = 512  # bytes of a head that still fit beside others: 256 channels in bf16
+BLOCK = 128  # queries, and keys, of a block of FlexAttention
+AMPERE = 8, 0  # the first processors for which torch has FlashAttention
+HALVES = torch.bfloat16, torch.float16
+Bounds = tuple[Tensor, int]
+# What was made of bounds for the layers of a pass, as long as the bounds live.
+MADE = WeakIdKeyDictionary()
+
+
+@torch.compiler.assume_constant_result
+def able(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= AMPERE
+
+
+def fits(q: Tensor) -> bool:
+    """Whether there is anything here for these queries."""
+    if q.device.type != "cuda" or q.dtype not in (*HALVES, torch.float32):
+        return False
+    return q.shape[-1] * q.itemsize <= WIDEST and able(q.device)
+
+
+def fused(q: Tensor, k: Tensor, v: Tensor, rule: list[float], offsets: Tensor | None, sinks: Tensor | None) -> Tensor:
+    """Causal attention (B, S, H, D_v). `rule`: scale, window, chunk and softcap; 0 says that there is none."""
+    bounds = rows_of(*q.shape[:2]) if offsets is None else offsets
+    width = v.shape[-1]
+    most = max(NARROWEST, -(-q.shape[-1] // ALIGNED) * ALIGNED)
+    q, k, v = (x if x.shape[-1] == most else F.pad(x, (0, most - x.shape[-1])) for x in (q, k, v))
+    if q.dtype in HALVES and not rule[3]:
+        return flash(q, k, v, bounds, sinks, rule)[0][..., :width]
+    return flex(q, k, v, bounds, sinks, rule)[..., :width]
+
+
+@lru_cache(maxsize=16)
+def rows_of(rows: int, length: int) -> Tensor:
+    """Every row is a document. The same tensor each time: what is made of it is kept."""
+    return torch.arange(rows + 1, dtype=torch.int32) * length
+
+
+def kept(offsets: Tensor, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
+    """What `make` gives, made once for these bounds."""
+    made = MADE.setdefault(offsets, {})
+    if key not in made:
+        made[key] = make()
+    return made[key]
+
+
+def cut(offsets: Tensor, chunk: int) -> Tensor:
+    """Bounds of documents, and of the chunks in them."""
+    if not chunk:
+        return offsets
+    parts = -(-offsets.diff() // chunk)
+    first = (parts.cumsum(0) - parts).repeat_interleave(parts)
+    starts = offsets[:-1].repeat_interleave(parts) + chunk * (torch.arange(len(first)) - first)
+    return torch.cat([starts, offsets[-1:]]).to(offsets.dtype)
+
+
+def placed(offsets: Tensor, chunk: int, device: torch.device) -> Bounds:
+    """Bounds on the device, and the longest stretch between two."""
+
+    def make() -> Bounds:
+        bounds = cut(offsets, chunk).int()
+        return bounds.to(device, non_blocking=True), int(bounds.diff().max())
+
+    return kept(offsets, ("bounds", chunk, device), make)
+
+
+# ---- FlashAttention ----
+# torch.nn.attention.varlen_attn calls the same two, but its arguments differ between 2.11 and 2.13, and the gradient
+# of its log-sum-exp, which sinks want, is lost.
+
+
+def reach(window: int) -> dict[str, int]:
+    """How far a query sees, behind it and before it."""
+    return {"window_size_left": window - 1, "window_size_right": 0}
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, rule: list[float]) -> tuple[Tensor, Tensor]:
+    """Attention (T, H, D) and the log-sum-exp (H, T) of flat documents."""
+    at, longest = bounds
+    scale, window = rule[0], int(rule[1])
+    y, lse, *_ = torch.ops.aten._flash_attention_forward(
+        q, k, v, at, at, longest, longest, 0.0, not window, False, scale=scale, **reach(window)
+    )
+    return y, lse
+
+
+def backward(grad: Tensor, saved: list[Tensor], bounds: Bounds, rule: list[float]) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of flat queries, keys and values; `saved`: these, attention and its log-sum-exp."""
+    at, longest = bounds
+    scale, window = rule[0], int(rule[1])
+    seed = torch.zeros(2, dtype=torch.uint64, device=grad.device)  # of dropout, of which there is none
+    unused = torch.empty(0, device=grad.device)
+    return torch.ops.aten._flash_attention_backward(
+        grad, *saved, at, at, longest, longest, 0.0, not window, seed, unused, scale=scale, **reach(window)
+    )
+
+
+@torch.library.custom_op("tunekit::flash", mutates_args=())
+def flash(
+    q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, sinks: Tensor | None, rule: list[float]
+) -> tuple[Tensor, Tensor]:
+    """Causal attention (B, S, H, D), and the log-sum-exp (H, B * S) with the sinks in it."""
+    y, lse = forward(*(flat(x) for x in (q, k, v)), placed(offsets, int(rule[2]), q.device), rule)
+    if sinks is not None:
+        sink = sinks.float()[:, None]
+        y = (y * (lse - sink).sigmoid().T[..., None]).type_as(y)
+        lse = torch.logaddexp(lse, sink)
+    return y.view_as(q), lse
+
+
+@torch.library.custom_op("tunekit::flash_back", mutates_args=())
+def flash_back(grad: Tensor, saved: list[Tensor], rule: list[float]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of queries, keys, values and sinks; `saved` is what `keep` keeps."""
+    q, k, v, offsets, y, lse, *sinks = saved
+    bounds = placed(offsets, int(rule[2]), q.device)
+    # With the sink in the log-sum-exp the kernel makes shares that add up to less than 1: all that it must know.
+    given = [*(flat(x) for x in (q, k, v, y)), lse]
+    made = backward(flat(grad.contiguous()), given, bounds, rule)
+    delta = (grad.float() * y.float()).sum(-1).flatten().view(-1, len(lse)).T if sinks else lse
+    to_sinks = [-((sink.float()[:, None] - lse).exp() * delta).sum(1).type_as(sink) for sink in sinks]
+    dq, dk, dv = (x.view(like.shape) for x, like in zip(made, (q, k, v), strict=True))
+    return dq, dk, dv, *to_sinks, *[q.new_empty(0)] * (1 - len(sinks))
+
+
+@flash.register_fake
+def _(
+    q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, sinks: Tensor | None, rule: list[float]
+) -> tuple[Tensor, Tensor]:
+    rows, length, heads, _ = q.shape
+    return q.new_empty(q.shape), q.new_empty(heads, rows * length, dtype=torch.float32)
+
+
+@flash_back.register_fake
+def _(grad: Tensor, saved: list[Tensor], rule: list[float]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    q, k, v, _, _, _, *sinks = saved
+    dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
+    return dq, dk, dv, sinks[0].new_empty(sinks[0].shape) if sinks else q.new_empty(0)
+
+
+def back(ctx: Any, grad: Tensor, _: None) -> tuple[Tensor | None, ...]:
+    dq, dk, dv, to_sinks = flash_back(grad, list(ctx.saved_tensors), ctx.rule)
+    return dq, dk, dv, None, to_sinks if ctx.sunk else None, None
+
+
+flash.register_autograd(back, setup_context=keep)
+
+
+# ---- FlexAttention ----
+
+
+@cache
+def compiled() -> Callable[..., Any]:
+    return torch.compile(flex_attention)
+
+
+@torch.compiler.disable()  # it is compiled apart: what it is given is made on the CPU
+def flex(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, sinks: Tensor | None, rule: list[float]) -> Tensor:
+    """Causal attention (B, S, H, D), with a cap on the scores."""
+    scale, window, chunk, softcap = rule
+    mask = kept(offsets, (window, chunk, q.device), lambda: blocks(cut(offsets, int(chunk)), int(window), q.device))
+    flat = [x.flatten(0, 1).transpose(0, 1)[None] for x in (q, k, v)]
+    options = {"score_mod": capped(softcap) if softcap else None, "block_mask": mask, "scale": scale}
+    y, aux = compiled()(*flat, **options, enable_gqa=q.shape[2] != k.shape[2], return_aux=AuxRequest(lse=True))
+    if sinks is not None:
+        y = (y * (aux.lse - sinks.float()[:, None]).sigmoid()[..., None]).type_as(y)
+    return y[0].transpose(0, 1).reshape(q.shape)
+
+
+@cache
+def capped(softcap: float) -> Callable[..., Tensor]:
+    def score(score: Tensor, row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return softcap * torch.tanh(score / softcap)
+
+    return score
+
+
+def blocks(bounds: Tensor, window: int, device: torch.device) -> BlockMask:
+    """Which blocks of keys each block of queries sees, and which of these whole, from bounds alone: never all pairs."""
+    tokens = int(bounds[-1])
+    lengths = bounds.diff()
+    query = torch.arange(tokens)
+    oldest = bounds[:-1].repeat_interleave(lengths).long()  # key that a query sees
+    if window:
+        oldest = torch.maximum(oldest, query - window + 1)
+    count = -(-tokens // BLOCK)
+    first, last = oldest[::BLOCK], oldest[(torch.arange(1, count + 1) * BLOCK).clamp(max=tokens) - 1]
+    row, column = torch.arange(count)[:, None], torch.arange(count)
+    seen = (column >= first[:, None] // BLOCK) & (column <= row)
+    whole = seen & (column >= -(-last[:, None] // BLOCK)) & (column < row)
+    listed = [x for part in (seen & ~whole, whole) for x in indices(part)]
+    partly, partly_at, wholly, wholly_at = (x[None, None].to(device, non_blocking=True) for x in listed)
+    visible = seen_by(oldest.int().to(device, non_blocking=True))
+    return BlockMask.from_kv_blocks(
+        partly, partly_at, wholly, wholly_at, BLOCK_SIZE=BLOCK, mask_mod=visible, seq_lengths=(tokens, tokens)
+    )
+
+
+def indices(seen: Tensor) -> tuple[Tensor, Tensor]:
+    """How many of the columns of each row are seen, and which: these first."""
+    return seen.sum(1, dtype=torch.int32), seen.int().argsort(dim=1, descending=True, stable=True).int()
+
+
+def seen_by(oldest: Tensor) -> Callable[..., Tensor]:
+    def seen(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (key <= query) & (key >= oldest[query])
+
+    return seen
