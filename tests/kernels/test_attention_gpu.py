@@ -138,10 +138,11 @@ def test_bounds_go_to_the_device_once_a_pass() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (20, 12)])
 @pytest.mark.parametrize("sunk", [False, True])
-@pytest.mark.parametrize("bounds", BOUNDS)
+@pytest.mark.parametrize("bounds", ["many", "empty ones"])
 @pytest.mark.parametrize("name", RULES)
 def test_on_a_gpu(name: str, bounds: str, sunk: bool, dims: tuple[int, int], dtype: torch.dtype) -> None:
     rule, at = RULES[name], BOUNDS[bounds]
@@ -158,6 +159,7 @@ def test_on_a_gpu(name: str, bounds: str, sunk: bool, dims: tuple[int, int], dty
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_long_rows_on_a_gpu_need_no_memory_for_all_pairs() -> None:
     for rule in (Rule(0.2), Rule(0.2, softcap=9.0)):
         q, k, v = (
