@@ -273,8 +273,9 @@ def token_logprobs(hidden: Tensor, targets: Tensor, head: Head, rows: Tensor | N
 
 def prepared(hidden: Tensor, targets: Tensor, head: Head, step: Step, rows: Tensor | None) -> tuple[Any, ...]:
     rows = torch.arange(len(hidden), device=hidden.device) if rows is None else rows
-    # A function is told of gradients that nobody will ask for: validation would take those of the head.
-    trained = learning(head) if torch.is_grad_enabled() else []
+    trained = learning(head)
+    if not torch.is_grad_enabled():  # a function is told of gradients that nobody will ask for
+        hidden, trained = hidden.detach(), []
     return Chunks(head, step, rows, targets.index_select(0, rows)), hidden, *trained
 
 

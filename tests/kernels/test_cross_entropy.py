@@ -331,7 +331,7 @@ def test_a_frozen_head_costs_no_gradient() -> None:
 
 
 def test_without_gradients_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    head, hidden, targets = head_of(10, 13), torch.randn(11, 10), torch.arange(11)
+    head, hidden, targets = head_of(10, 13), torch.randn(11, 10, requires_grad=True), torch.arange(11)
     seen = []
 
     def watched(logits: Tensor, targets: Tensor, weights: Tensor | None, gradient: bool) -> Tensor:
