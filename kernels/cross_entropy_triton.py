@@ -43,29 +43,8 @@ def capped(x, scale, softcap, CAP: tl.constexpr):
 
 
 @triton.jit
-def losses_kernel(  # noqa: PLR0913, PLR0915 (a launch has no other way to pass them)
-    logits,
-    targets,
-    weights,
-    losses,
-    vocab,
-    stride,
-    scale,
-    softcap,
-    smoothing,
-    z_loss,
-    CAP: tl.constexpr,
-    WEIGHTED: tl.constexpr,
-    GRADIENT: tl.constexpr,
-    SIZE: tl.constexpr,
-):
-    row = tl.program_id(0)
-    at = logits + row.to(tl.int64) * stride
-    target = tl.load(targets + row)
-    known = (target >= 0) & (target < vocab)
-    right = capped(tl.load(at + target, known, 0), scale, softcap, CAP)
-
-    # The largest so far, and of logits less that: the sum of their exponentials, and their own.
+def sums(at, vocab, scale, softcap, CAP: tl.constexpr, SIZE: tl.constexpr):
+    """The largest logit, and of logits less that: the sum of their exponentials, and their own."""
     most, exps, plain = -3e38, 0.0, 0.0
     for start in range(0, vocab, SIZE):
         place = start + tl.arange(0, SIZE)
@@ -75,7 +54,21 @@ def losses_kernel(  # noqa: PLR0913, PLR0915 (a launch has no other way to pass 
         exps = exps * tl.exp(most - top) + tl.reduce(tl.exp(x - top), 0, added)
         plain = plain + start * (most - top) + tl.reduce(tl.where(real, x - top, 0.0), 0, added)
         most = top
+    return most, exps, plain
 
+
+@triton.jit
+def losses_kernel(  # noqa: PLR0913 (a launch has no other way to pass them)
+    logits, targets, weights, losses, vocab, stride, scale, softcap, smoothing, z_loss,
+    CAP: tl.constexpr, WEIGHTED: tl.constexpr, GRADIENT: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    at = logits + row.to(tl.int64) * stride
+    target = tl.load(targets + row)
+    known = (target >= 0) & (target < vocab)
+    right = capped(tl.load(at + target, known, 0), scale, softcap, CAP)
+
+    most, exps, plain = sums(at, vocab, scale, softcap, CAP, SIZE)
     whole = most + tl.log(exps)
     loss = tl.log(exps) - (1 - smoothing) * (right - most) + z_loss * whole * whole
     if smoothing > 0:
