@@ -244,15 +244,15 @@ class Scratch(threading.local):
 SCRATCH = Scratch()
 
 
-def few_at_once(dtype: torch.dtype) -> int:
-    """How many rows are multiplied while codes are looked up: none where the processor cannot."""
-    lib = compiled() if dtype in DTYPES else None
-    return FEW if lib is not None and getattr(lib, f"few_{DTYPES[dtype]}_able")() else 0
+def few_at_once(x: Tensor) -> int:
+    """How many such rows are multiplied while codes are looked up: none where the processor cannot."""
+    lib = native(x) if x.dtype in DTYPES else None
+    return FEW if lib is not None and getattr(lib, f"few_{DTYPES[x.dtype]}_able")() else 0
 
 
 def times(x: Tensor, weight: Weight, y: Tensor, bias: Tensor | None = None) -> Tensor:
     """Put x W^T + b (N, out) of x (N, in) on the CPU into `y`, some rows of W at a time."""
-    if len(x) <= few_at_once(x.dtype) and weight.packed.stride(1) == 1:
+    if len(x) <= few_at_once(x):
         return times_few(x.contiguous(), weight, y, bias)
     rows, columns = weight.shape
     step = max(1, TILE // columns)
@@ -273,7 +273,7 @@ def times_few(x: Tensor, weight: Weight, y: Tensor, bias: Tensor | None) -> Tens
     told = *weight.places(), table(weight.kind, x.device).data_ptr(), None if bias is None else bias.data_ptr()
     rows, columns = weight.shape
     sizes = rows, columns // BLOCK, weight.packed.stride(0), torch.get_num_threads()
-    run(x.data_ptr(), *told, y.data_ptr(), len(x), *sizes)
+    run(x.data_ptr(), *told, y.data_ptr(), x.numel() // columns, *sizes)
     return y
 
 
@@ -352,8 +352,12 @@ def product(
     x: Tensor, packed: Tensor, scales: Tensor, outer: Tensor | None, kind: str, bias: Tensor | None = None
 ) -> Tensor:
     """x W^T + b: (..., in) to (..., out)."""
-    run = Product.apply if torch.is_grad_enabled() else forward
-    return run(x, packed, scales, outer, kind, bias)
+    if torch.is_grad_enabled():
+        return Product.apply(x, packed, scales, outer, kind, bias)
+    if torch.compiler.is_compiling() or not 0 < x.numel() <= few_at_once(x) * x.shape[-1]:
+        return forward(x, packed, scales, outer, kind, bias)
+    # Generation comes here for every layer and token, where an operator of torch takes as long as the work itself.
+    return times_few(x.contiguous(), Weight(packed, scales, outer, kind), x.new_empty(*x.shape[:-1], len(packed)), bias)
 
 
 @operator("nf4_grouped", "(Tensor x, Tensor packed, Tensor scales, Tensor? outer, Tensor sizes, str kind) -> Tensor")

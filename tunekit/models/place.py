@@ -18,9 +18,12 @@ class KV:
 
     def add(self, k: Tensor, v: Tensor, positions: Tensor, used: int) -> tuple[Tensor, Tensor]:
         """Put (B, S, H_kv, D) at `positions` (B, S); all that the first `used` slots then hold."""
-        rows = torch.arange(k.shape[0], device=k.device)[:, None]
-        self.k[rows, positions] = k
-        self.v[rows, positions] = v
+        if k.shape[0] == 1:  # a row alone has no padding: its tokens come one behind the other
+            self.k[:, used - k.shape[1] : used], self.v[:, used - k.shape[1] : used] = k, v
+        else:
+            rows = torch.arange(k.shape[0], device=k.device)[:, None]
+            self.k[rows, positions] = k
+            self.v[rows, positions] = v
         # On the first pass the cache holds no more than what came, and attention without slots is the faster.
         return (k, v) if used == k.shape[1] else (self.k[:, :used], self.v[:, :used])
 
