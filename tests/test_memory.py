@@ -114,6 +114,11 @@ def test_offload_on_a_gpu(recompute, monkeypatch: pytest.MonkeyPatch, tmp_path: 
         assert all(torch.equal(p.grad, q.grad) for p, q in zip(*(m.parameters() for m in models), strict=True))
 
 
+def test_a_compiler_selects_by_itself() -> None:
+    with pytest.raises(FieldError, match="layer"):
+        Memory("selective", compile=True)
+
+
 def trained(folder: Path, adapter, choice, memory: Memory) -> tuple[Decoder, torch.optim.Optimizer, list[float]]:
     """Four steps, and the lengths of their gradients."""
     model, norms = ours(folder, adapter, memory=memory), []
