@@ -145,15 +145,16 @@ def table(work: Work, shape: Shape, found: list[Found], limits: dict) -> str:
     """A row for each contestant, then all steps."""
     shown = [f for f in found if f.seconds]
     ours = next((f for f in shown if f.name == "tunekit"), None)
+    last = min((len(f.losses) for f in shown), default=0)  # which all have reached, also one that was stopped early
     text = f"\n## {title(work)}\n\n"
     text += "| | s a step | learnt tokens/s | tunekit's speed is | peak GiB, training (process) | tunekit's memory is "
-    text += "| first loss | last loss | of the matmul limit |\n|---|---|---|---|---|---|---|---|---|\n"
+    text += f"| first loss | loss at step {last} | of the matmul limit |\n|---|---|---|---|---|---|---|---|---|\n"
     for f in shown:
         peak, whole = statistics.median(f.peaks) / 2**30, statistics.median(f.whole) / 2**30
         times = f.step / ours.step if ours else float("nan")
         share = statistics.median(ours.peaks) / 2**30 / peak if ours else float("nan")
         text += f"| {f.name} | {f.step:.2f} | {work.learnt / f.step:.0f} | {times:.2f} x | {peak:.2f} ({whole:.2f}) "
-        text += f"| {share:.2f} x | {f.losses[0]:.5f} | {f.losses[-1]:.5f} "
+        text += f"| {share:.2f} x | {f.losses[0]:.5f} | {f.losses[last - 1]:.5f} "
         text += f"| {work.flops(shape) / f.step / limits['matmul']:.0%} |\n"
     text += "".join(f"\n{f.name} failed: {f.fault}\n" for f in found if f.fault)
     text += "\nSeconds of all kept steps, by round:\n\n"
@@ -186,31 +187,46 @@ def report(works: dict[Work, list[Found]], shape: Shape, limits: dict, line: str
     return text + "".join(table(work, shape, found, limits) for work, found in works.items())
 
 
-def restore(file: Path, works: dict[Work, list[Found]]) -> None:
-    """Take up what earlier calls have found; a fault is tried again."""
-    earlier = json.loads(file.read_text()) if file.is_file() else {}
+def restore(file: Path, works: dict[Work, list[Found]]) -> dict:
+    """Take up what earlier calls have found, and their limits; a fault is tried again."""
+    earlier = json.loads(file.read_text()) if file.is_file() else {"limits": {}, "works": {}}
     for work, found in works.items():
-        kept = {one["name"]: Found(**{**one, "fault": ""}) for one in earlier.get(title(work), [])}
+        kept = {one["name"]: Found(**{**one, "fault": ""}) for one in earlier["works"].get(title(work), [])}
         works[work] = [kept.get(one.name, one) for one in found]
+    return earlier["limits"]
+
+
+def limited(given: Given, known: dict) -> dict:
+    """The best that the machine has shown, now or before: others may use it too."""
+    out = given.folder / "limits.txt"
+    start(given, ["bash", "-c", f"{shlex.quote(sys.executable)} {shlex.quote(str(HERE / 'limits.py'))} > {out}"])
+    now = json.loads(out.read_text())
+    if known.get("matmul", 0) > now["matmul"]:
+        now |= {name: known[name] for name in ("matmul", "side")}
+    return now | {"copy": max(now["copy"], known.get("copy", 0))}
 
 
 def race(given: Given, shape: Shape, works: dict[Work, list[Found]], args: argparse.Namespace) -> None:
     """All rounds. The report is written after each run, so that nothing is lost."""
-    out = given.folder / "limits.txt"
-    start(given, ["bash", "-c", f"{shlex.quote(sys.executable)} {shlex.quote(str(HERE / 'limits.py'))} > {out}"])
-    limits = json.loads(out.read_text())
     file = args.results / f"{date.today()}-compare-{args.name}"
-    if args.append:
-        restore(file.with_suffix(".json"), works)
+    limits = restore(file.with_suffix(".json"), works) if args.append else {}
     line = "python benchmarks/compare.py " + " ".join(sys.argv[1:])
     for work in works:
         rows(given.folder / work.method, shape, work)
     for _ in range(args.rounds):
+        limits = limited(given, limits)
         for work, found in works.items():
             for one in found:
                 turn(given, work, one, given.folder / work.method, args.drop)
-                file.with_suffix(".md").write_text(report(works, shape, limits, line))
-                write(file.with_suffix(".json"), {title(w): [vars(f) for f in fs] for w, fs in works.items()})
+                keep(file, works, shape, limits, line)
+    keep(file, works, shape, limits, line)
+
+
+def keep(file: Path, works: dict[Work, list[Found]], shape: Shape, limits: dict, line: str) -> None:
+    """The report, its numbers and its picture."""
+    file.with_suffix(".md").write_text(report(works, shape, limits, line))
+    told = {title(work): [vars(one) for one in found] for work, found in works.items()}
+    write(file.with_suffix(".json"), {"limits": limits, "works": told})
     shown = {title(work): [f for f in found if f.seconds] for work, found in works.items()}
     speed = {t: {f.name: work.learnt / f.step for f in fs} for (t, fs), work in zip(shown.items(), works, strict=True)}
     memory = {t: {f.name: statistics.median(f.peaks) / 2**30 for f in fs} for t, fs in shown.items()}

@@ -21,6 +21,9 @@ from torch.utils.data import SequentialSampler
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
+BEGAN = time.perf_counter()
+LAST = 85.0  # seconds after which no further step begins: a slow machine gives fewer steps, and not none
+
 
 class Watch(TrainerCallback):
     """Seconds of whole steps, and losses."""
@@ -38,6 +41,7 @@ class Watch(TrainerCallback):
         now = time.perf_counter()
         self.seconds.append(now - self.last)
         self.last, self.peak = now, peak()
+        control.should_training_stop |= now - BEGAN > LAST
 
     def on_log(self, args, state, control, logs=None, **more) -> None:
         if logs and "loss" in logs:
