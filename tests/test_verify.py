@@ -72,7 +72,7 @@ def test_an_adapter_that_was_saved_passes(adapter: LoRA, precision: Precision, t
     train(model, adapter)
     result = found(written(tmp_path, model, source, adapter), model, source, precision)
     assert result.passed, result
-    assert (result.mean == 0) == (adapter.init != "pissa"), "adapters are written as they were trained"
+    assert result.mean < 1e-6, "adapters are written as they were trained"
 
 
 def changed(file: Path, change: Callable[[dict[str, Tensor]], None]) -> None:

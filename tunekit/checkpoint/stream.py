@@ -262,7 +262,9 @@ class Part:
             return
         target = held(self.net).get(name)
         kind = tensor.dtype, tensor.device, tensor.stride()
-        if target is not None and (target.dtype, target.device, target.stride()) == kind:
+        # The last bit of a product depends on where a weight lies; embedding and head are too large to copy for it.
+        lies = tensor.data_ptr() % 64 == 0 or not self.prefix.startswith("layers.")
+        if lies and target is not None and (target.dtype, target.device, target.stride()) == kind:
             target.data = tensor
         else:
             fill(self.net, name, tensor)
