@@ -19,12 +19,13 @@ from pathlib import Path
 
 from torch import Tensor
 
+from tunekit.kernels.store import folder
+
 FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-ffp-contract=off")
 # Plain loops are made for the processor at hand: AVX2, AVX-512 or NEON, whatever it has.
 NATIVE = {"x86_64": "-march=native", "aarch64": "-mcpu=native", "arm64": "-mcpu=native"}
 # The compiler of macOS does without; torch brings the library that elsewhere answers to this.
 THREADS = () if sys.platform == "darwin" else ("-fopenmp",)
-CPU_INFO = Path("/proc/cpuinfo")
 INCLUDED = re.compile(r'^#include "(.+)"', re.MULTILINE)
 SECONDS = 120  # a build that takes longer is given up
 
@@ -42,17 +43,17 @@ def library(source: Path) -> ctypes.CDLL | None:
 
 def built(source: Path) -> Path:
     """The compiled file, from an earlier time if there was one. Processes that build at once do not disturb another."""
-    machine = platform.machine()
-    words = [*shlex.split(os.environ.get("CXX", "c++")), *FLAGS, *THREADS, *filter(None, [NATIVE.get(machine)])]
+    native = filter(None, [NATIVE.get(platform.machine())])
+    words = [*shlex.split(os.environ.get("CXX", "c++")), *FLAGS, *THREADS, *native]
     if shutil.which(words[0]) is None:
         raise FileNotFoundError(f"there is no compiler {words[0]!r}")
-    told = "\n".join([*words, machine, processor(), *platform.libc_ver(), *texts(source)])
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tunekit"
+    told = "\n".join([*words, *platform.libc_ver(), *texts(source)])
+    home = folder()
     made = home / f"{source.stem}-{hashlib.sha256(told.encode()).hexdigest()[:16]}.so"
     if not made.is_file():
         home.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=home) as folder:
-            part = Path(folder) / made.name
+        with tempfile.TemporaryDirectory(dir=home) as place:
+            part = Path(place) / made.name
             compiled([*words, str(source), "-o", str(part)])
             part.replace(made)
     return made
@@ -62,14 +63,6 @@ def texts(source: Path) -> list[str]:
     """A file and the headers beside it that it includes."""
     text = source.read_text("utf-8")
     return [text, *(source.with_name(name).read_text("utf-8") for name in INCLUDED.findall(text))]
-
-
-def processor() -> str:
-    """What instructions the processor has: a home may be shared by machines that differ in them."""
-    if not CPU_INFO.is_file():
-        return ""
-    lines = CPU_INFO.read_text().splitlines()
-    return next((line for line in lines if line.startswith(("flags", "Features"))), "")
 
 
 def compiled(words: list[str]) -> None:

@@ -7,11 +7,11 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from importlib import import_module, metadata
-from pathlib import Path
 from typing import NoReturn
 
 from tunekit import catalog
 from tunekit.errors import Stopped, UserError
+from tunekit.kernels import store
 
 
 class Parser(argparse.ArgumentParser):
@@ -187,8 +187,9 @@ def settle() -> None:
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name, which is read where the newer one is not set
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     # What was compiled outlives a restart of the machine, which empties the folder that torch would take.
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(home / "tunekit" / "inductor"))
+    kept = store.folder() / "inductor"
+    if store.writable(kept):
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(kept))
 
 
 def main(words: Sequence[str] | None = None) -> int:

@@ -83,13 +83,3 @@ def test_a_header_is_part_of_the_source(source: Path) -> None:
         header.write_text(f"#define TIMES {times}\n")
         library.cache_clear()
         assert library(source).twice(5) == 5 * times
-
-
-def test_the_processor_is_part_of_the_name(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A home may be shared by machines of which one cannot run what is made for the other."""
-    if shutil.which("c++") is None:
-        pytest.skip("no compiler")
-    here, info = native.built(source), tmp_path / "cpuinfo"
-    info.write_text("processor\t: 0\nflags\t\t: fpu\n")
-    monkeypatch.setattr(native, "CPU_INFO", info)
-    assert native.built(source) != here

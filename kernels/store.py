@@ -1,0 +1,33 @@
+"""Where compiled code is kept: a folder for each kind of processor."""
+
+import hashlib
+import os
+import platform
+from itertools import takewhile
+from pathlib import Path
+
+CPU_INFO = Path("/proc/cpuinfo")
+# Lines that tell what a processor is and what instructions it has, on x86 and on Arm; others change by the minute.
+LASTING = ("vendor_id", "cpu family", "model", "flags", "Features", "CPU ")
+
+
+def folder() -> Path:
+    """A home may be shared by machines of which one cannot run what is made for the other."""
+    machine = platform.machine()
+    told = hashlib.sha256(f"{machine}\n{processor()}".encode()).hexdigest()
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return home / "tunekit" / f"{machine}-{told[:8]}"
+
+
+def writable(folder: Path) -> bool:
+    """Whether it can be made: a home may be for reading only, as on nodes of some clusters."""
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    return there.is_dir() and os.access(there, os.W_OK)
+
+
+def processor() -> str:
+    """What Linux tells of the first core. An old kernel does not list new instructions: so the model is in it too."""
+    if not CPU_INFO.is_file():
+        return ""
+    with CPU_INFO.open() as lines:  # of all cores of a server it would take long
+        return "".join(line for line in takewhile(str.strip, lines) if line.startswith(LASTING))

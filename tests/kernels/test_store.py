@@ -1,0 +1,69 @@
+"""What is compiled for one processor is never taken by another."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tunekit import cli
+from tunekit.kernels import native, store
+
+ZEN = "processor\t: 0\nvendor_id\t: AuthenticAMD\nmodel name\t: AMD EPYC\ncpu MHz\t\t: 2596.1\nflags\t\t: fpu avx2\n\n"
+ARM = "processor\t: 0\nBogoMIPS\t: 50.00\nFeatures\t: fp asimd\nCPU implementer\t: 0x41\nCPU part\t: 0xd40\n\n"
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")  # so that it is again what it was, whatever a test makes of it
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    return tmp_path
+
+
+@pytest.fixture
+def tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The folder on a machine of whose cores Linux tells this."""
+    info = tmp_path / "cpuinfo"
+    monkeypatch.setattr(store, "CPU_INFO", info)
+
+    def folder(text: str) -> Path:
+        info.write_text(text)
+        return store.folder()
+
+    return folder
+
+
+@pytest.mark.parametrize(("text", "old", "new"), [
+    (ZEN, "avx2", "avx2 avx512f"), (ZEN, "EPYC", "Ryzen"), (ARM, "asimd", "asimd sve"), (ARM, "0xd40", "0xd4f"),
+])  # fmt: skip
+def test_another_processor_has_another_folder(text: str, old: str, new: str, tells) -> None:
+    assert tells(text) != tells(text.replace(old, new))
+
+
+def test_the_same_processor_has_one_folder(tells) -> None:
+    """Whatever its speed at the moment, and whatever the other cores are."""
+    assert tells(ZEN) == tells(ZEN.replace("2596.1", "1200.0")) == tells(ZEN + ARM)
+
+
+def test_a_system_that_tells_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "CPU_INFO", tmp_path / "nowhere")
+    assert store.folder().parent == tmp_path / "tunekit"
+
+
+def test_kernels_and_what_torch_compiles_lie_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "true")
+    monkeypatch.setattr(native, "compiled", lambda words: Path(words[-1]).touch())
+    source = tmp_path / "twice.cpp"
+    source.touch()
+    assert native.built(source).parent == store.folder()
+    cli.settle()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(store.folder() / "inductor")
+
+
+def test_where_nothing_can_be_written_torch_keeps_its_own_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file" / "below"))
+    (tmp_path / "file").touch()
+    cli.settle()
+    assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ
