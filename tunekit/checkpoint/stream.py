@@ -260,7 +260,8 @@ class Part:
         """A tensor as it is, if that fits: nobody writes to it."""
         if name in elsewhere:
             return
-        target = held(self.net).get(name)
+        owner, _, leaf = name.rpartition(".")
+        target = held(self.net.get_submodule(owner), recurse=False).get(leaf)
         kind = tensor.dtype, tensor.device, tensor.stride()
         # The last bit of a product depends on where a weight lies; embedding and head are too large to copy for it.
         lies = tensor.data_ptr() % 64 == 0 or not self.prefix.startswith("layers.")
@@ -275,14 +276,15 @@ class Part:
             place(self.net, self.names, torch.device("meta"))
 
 
-def held(net: Decoder) -> dict[str, Tensor]:
-    """All that a model holds, by name; a tied head under both of its names."""
-    return dict(net.named_parameters(remove_duplicate=False)) | dict(net.named_buffers())
+def held(module: nn.Module, recurse: bool = True) -> dict[str, Tensor]:
+    """All that a module holds, by name; a tied head under both of its names."""
+    parameters = module.named_parameters(recurse=recurse, remove_duplicate=False)
+    return dict(parameters) | dict(module.named_buffers(recurse=recurse))
 
 
 def below(net: Decoder, part: str) -> dict[str, Tensor]:
     """What a part holds, by its name in the model."""
-    return {name: tensor for name, tensor in held(net).items() if name.startswith(f"{part}.")}
+    return {f"{part}.{name}": tensor for name, tensor in held(net.get_submodule(part)).items()}
 
 
 def place(net: Decoder, names: Iterable[str], device: torch.device) -> None:
