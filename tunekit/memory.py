@@ -39,6 +39,9 @@ class Memory:
         if self.offload:
             model.through = Offload(model).around(model.through or called)
         model.flat = self.compile
+        if self.compile:
+            # As many tokens as channels would be one size with one name, and fixed, as the channels are.
+            torch.fx.experimental._config.use_duck_shape = False
         for layer in model.layers if self.compile else ():
             layer.compile(dynamic=True)
 
@@ -48,7 +51,9 @@ class Memory:
             return None
         again = partial(checkpoint, use_reentrant=False)
         if self.recompute == "selective":
-            return partial(again, context_fn=partial(create_selective_checkpoint_contexts, policy))
+            # What changes a product in place is kept too, so that running a layer again changes it no second time.
+            contexts = partial(create_selective_checkpoint_contexts, policy, allow_cache_entry_mutation=True)
+            return partial(again, context_fn=contexts)
         return again
 
     def update(self, optimizer: torch.optim.Optimizer, clip: float) -> "Update":
@@ -70,7 +75,7 @@ def called(layer: nn.Module, *inputs: Any) -> Tensor:
 
 def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     """Of one operation of a layer: keep what came out, or run it again."""
-    name = op.__name__.partition(".")[0]
+    name = op.__name__.partition(".")[0].rstrip("_")
     own = op.namespace == "tunekit" and name not in CHEAP
     kept = own or name in PRODUCTS or name.startswith("_scaled_dot_product")
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE

@@ -1,0 +1,63 @@
+"""A step asks the device for nothing: a question would make the host wait until all work before it is done."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.checkpoints import batch, made, ours, tokens
+from tunekit.adapters import Full, LoRA
+from tunekit.data.rows import Text
+from tunekit.memory import Memory
+from tunekit.metrics import numbers
+from tunekit.optim import AdamW, Muon
+from tunekit.parallel import Run
+from tunekit.recipes import sft
+
+# Operations whose result, or the shape of it, a host must know.
+QUESTIONS = {"_local_scalar_dense", "nonzero", "is_nonzero", "masked_select", "_unique2", "equal", "bincount"}
+
+
+class Asked(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.__name__.partition(".")[0]
+        if name in QUESTIONS:
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def test_questions_are_seen() -> None:
+    with Asked() as asked:
+        torch.ones(3).nonzero()
+        torch.ones(()).item()
+        assert asked.names == ["nonzero", "_local_scalar_dense"]
+
+
+def test_a_line_of_the_log_asks_once() -> None:
+    values = torch.tensor(1.5), torch.tensor(2.5, dtype=torch.bfloat16)
+    with Asked() as asked:
+        assert numbers(*values, 1e-4) == [1.5, 2.5, 1e-4]
+    assert len(asked.names) <= 1
+
+
+@pytest.mark.parametrize("optimizer", [AdamW(), Muon()], ids=lambda c: type(c).__name__)
+@pytest.mark.parametrize("adapter", [Full(), LoRA(4, dropout=0.1)], ids=["full", "lora"])
+@pytest.mark.parametrize("memory", [Memory(), Memory(True), Memory(step_in_backward=True)], ids=str)
+def test_a_step_asks_nothing(optimizer, adapter, memory: Memory, tmp_path: Path) -> None:
+    early = memory.step_in_backward
+    sizes = {"clip": 0.0, "batch": 2, "micro_batch": 2} if early else {"clip": 1.0, "batch": 4, "micro_batch": 2}
+    cfg = sft.SFT(model="m", data=Text("t"), out="o", optimizer=optimizer, memory=memory, **sizes)
+    model, run = ours(made(tmp_path, "llama3.2"), adapter, memory=memory), Run(0, "cpu")
+    inner = (p for layer in model.layers for p in layer.parameters())
+    update = memory.update(optimizer.build(adapter.trained(model), inner), cfg.clip)
+    steps = [[batch(tokens(seed=step))] * (1 if early else 2) for step in range(2)]
+    with Asked() as asked:
+        for batches in steps:
+            sft.train_step(model, batches, cfg, update, run)
+    assert not asked.names
