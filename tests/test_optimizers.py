@@ -115,6 +115,37 @@ def test_parts_look_like_one() -> None:
     assert set(optimizer.state) == set(model.parameters())
 
 
+def moved(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
+    draw = torch.Generator().manual_seed(seed)
+    for p in model.parameters():
+        p.grad = torch.randn(p.shape, generator=draw).to(p.dtype)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("choice", [AdamW8bit(1e-2), Muon(1e-2)], ids=lambda c: type(c).__name__)
+def test_a_state_that_is_loaded_goes_on_to_the_same_bits(choice, dtype) -> None:
+    models = [net().to(dtype) for _ in range(2)]
+    optimizers = [choice.build([([*m.parameters()], 1.0)], [*m[1:4].parameters()]) for m in models]
+    for seed in range(3):
+        moved(models[0], optimizers[0], seed)
+    models[1].load_state_dict(models[0].state_dict())
+    optimizers[1].load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
+    for seed in range(3, 5):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            moved(model, optimizer, seed)
+    assert all(torch.equal(p, q) for p, q in zip(*(m.parameters() for m in models), strict=True))
+
+
+def test_a_gradient_may_lie_in_memory_as_it_likes() -> None:
+    weights = [nn.Parameter(torch.ones(80, 80)) for _ in range(2)]
+    grad = torch.randn(80, 80)
+    for weight, given in zip(weights, (grad, grad.T.contiguous().T), strict=True):
+        weight.grad = given
+        AdamW8bit().build([([weight], 1.0)]).step()
+    assert torch.equal(*weights)
+
+
 def test_what_has_no_gradient_stays() -> None:
     used, unused = nn.Parameter(torch.ones(80, 80)), nn.Parameter(torch.ones(80, 80))
     for choice in (AdamW8bit(decay=0.5), Muon(decay=0.5)):

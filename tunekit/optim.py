@@ -1,4 +1,4 @@
-"""Optimizers and schedules of their learning rate."""
+"""Choices of an optimizer and of the schedule of its learning rate; optimizers.py has those that torch lacks."""
 
 import math
 from collections.abc import Callable, Iterable
