@@ -40,10 +40,7 @@ class Memory:
             model.through = Offload(model).around(model.through or called)
         model.flat = self.compile
         if self.compile:
-            # As many tokens as channels would be one size with one name, and fixed, as the channels are.
-            torch.fx.experimental._config.use_duck_shape = False
-        for layer in model.layers if self.compile else ():
-            layer.compile(dynamic=True)
+            compiled(model)
 
     def through(self) -> Callable[..., Tensor] | None:
         """How a layer is called where gradients are wanted; None: just so."""
@@ -67,6 +64,17 @@ class Memory:
         if self.step_in_backward and parts > 1:
             return f"gradients of {parts} forward passes would have to be added up: set micro_batch to batch"
         return None
+
+
+def compiled(model: Decoder) -> None:
+    """Each kind of layer once, for any number of tokens and documents."""
+    # As many tokens as channels would be one size with one name, and fixed as the channels are.
+    torch.fx.experimental._config.use_duck_shape = False
+    # Scales and epsilons are constants. As names they are traced, found to be constants, and all begins anew, which
+    # no cache helps against.
+    torch._dynamo.config.specialize_float = True
+    for layer in model.layers:
+        layer.compile(dynamic=True)
 
 
 def called(layer: nn.Module, *inputs: Any) -> Tensor:
