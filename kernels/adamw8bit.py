@@ -81,7 +81,7 @@ def step_reference(weight: Tensor, grad: Tensor, moments: Moments, rule: Rule) -
         part, blocks = slice(i * BLOCK, (i + PART) * BLOCK), slice(i, i + PART)
         codes = moments.first[part], moments.second[part]
         w, g = (blocked(t[part]).float() for t in (weight, grad))
-        w, m, root = moved(w, g, *(blocked(c) for c in codes), moments.scales[:, blocks], rule.factors)
+        w, m, root = moved(w, g, blocked(codes[0]), blocked(codes[1]), moments.scales[:, blocks], rule.factors)
         weight[part] = w.flatten()[: len(codes[0])]
         for code, scales, made in zip(codes, moments.scales, (encoded_first(m), encoded_second(root, up)), strict=True):
             code.copy_(made[0].flatten()[: len(code)])

@@ -1,6 +1,6 @@
 """A step of AdamW with moments of eight bits on a GPU, in one launch. adamw8bit.py loads this where there is one."""
 
-# pyright: reportMissingImports=false, reportIndexIssue=false
+# pyright: reportMissingImports=false, reportIndexIssue=false, reportCallIssue=false, reportArgumentType=false
 # There is no Triton on macOS and Windows, nor a GPU that would load this file.
 
 from typing import TYPE_CHECKING

@@ -5,8 +5,8 @@
 // Products and sums are never fused (-ffp-contract=off): every number equals that of the reference in nf4.py.
 
 #include <cmath>
-#include <cstdint>
-#include <cstring>
+
+#include "bf16.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -20,8 +20,6 @@ constexpr int64_t BLOCK = 64, BYTES = 32;
 constexpr int64_t FEW = 1 << 15;  // numbers that are not worth a second thread
 constexpr int64_t SOME = 64;      // blocks whose scales are made at a time, where they are codes
 constexpr int MOST = 8;           // rows of a product that has few
-
-using bf16 = uint16_t;
 
 // The scales of a weight (rows, blocks): fp32, or codes in `fine`, with a scale in `outer` for each 256 of them and
 // their mean behind these. Strides are in blocks, so that a part of the columns can be decoded alone; `first` is the
@@ -43,23 +41,6 @@ struct Scales {
         return room;
     }
 };
-
-void round(float x, float& out) { out = x; }
-
-void round(float x, bf16& out) {
-    uint32_t bits;
-    std::memcpy(&bits, &x, sizeof bits);
-    out = x == x ? (bits + 0x7fff + (bits >> 16 & 1)) >> 16 : 0x7fc0;
-}
-
-float number(float x) { return x; }
-
-float number(bf16 x) {
-    const uint32_t bits = (uint32_t)x << 16;
-    float out;
-    std::memcpy(&out, &bits, sizeof out);
-    return out;
-}
 
 template <typename T>
 void block(const uint8_t* packed, float scale, const float* table, T* out) {

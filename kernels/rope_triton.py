@@ -1,6 +1,6 @@
 """Rotation of queries or keys on a GPU: a program for some heads of a token. rope.py loads this where there is one."""
 
-# pyright: reportMissingImports=false, reportIndexIssue=false
+# pyright: reportMissingImports=false, reportIndexIssue=false, reportCallIssue=false, reportArgumentType=false
 # There is no Triton on macOS and Windows, nor a GPU that would load this file.
 
 import triton
