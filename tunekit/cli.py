@@ -85,7 +85,7 @@ def _merge(verb: Parser) -> None:
 def _export(verb: Parser) -> None:
     verb.add_argument("model", metavar="MODEL", help="folder of a model or a run, or a name on the Hub")
     verb.add_argument("out", metavar="OUT", help="file to write, such as model.gguf; for nf4 and fp4 a folder")
-    kinds = "bf16, f16, f32, q8_0, q4_0 .. (default: as the model is stored); nf4, nf4-nested, fp4: for bitsandbytes"
+    kinds = "bf16, f16, f32, q8_0, q4_0 .. (default: as the model is stored); bitsandbytes: nf4, fp4, also -nested"
     verb.add_argument("--type", metavar="TYPE", help=kinds)
 
 

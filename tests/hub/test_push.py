@@ -124,7 +124,12 @@ def test_a_hub_that_says_nothing_is_asked_again(path: str, place: Place) -> None
     assert done.code == 0, done.err
     assert "rying again in" in done.err or "etry" in done.err
     assert without_card(place.hub.repos["ann/nano"].files) == SENT
-    assert "no number of seconds" in place.tune("push", "tunekit/nano", "ann/nano", TUNEKIT_HUB_TIMEOUT="soon").error
+
+
+@pytest.mark.parametrize("word", ["soon", "0", "-1", "inf", "nan"])
+def test_how_long_it_may_say_nothing_is_a_number(word: str, place: Place) -> None:
+    refused = place.tune("push", "tunekit/nano", "ann/nano", TUNEKIT_HUB_TIMEOUT=word)
+    assert f"TUNEKIT_HUB_TIMEOUT: {word!r} is no number of seconds above 0" in refused.error
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ The client itself repeats most requests of an upload, and tells so; neither the 
 """
 
 import json
+import math
 import os
 import re
 import sys
@@ -54,15 +55,23 @@ def prepare() -> None:
     """Let the client give up a server that says nothing: by itself it waits for ever. Bars are for terminals."""
     if not sys.stderr.isatty():
         disable_progress_bars()
-    word = os.environ.get(SILENCE, str(USUAL))
-    try:
-        seconds = float(word)
-    except ValueError as error:
-        raise UserError(f"{SILENCE}: {word!r} is no number of seconds") from error
+    seconds = silence()
     client = get_session()
     kind, hooks = type(client), client.event_hooks
     if client.timeout.read is None:  # else somebody has chosen it
         set_client_factory(lambda: kind(event_hooks=hooks, follow_redirects=True, timeout=seconds))
+
+
+def silence() -> float:
+    """The longest that a Hub may say nothing, in seconds."""
+    word = os.environ.get(SILENCE, str(USUAL))
+    try:
+        seconds = float(word)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < math.inf:
+        raise UserError(f"{SILENCE}: {word!r} is no number of seconds above 0")
+    return seconds
 
 
 def passes(error: BaseException) -> bool:
