@@ -1,30 +1,36 @@
 """What saves memory changes no bit of a step, and saves memory."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch._dynamo.utils import counters
 from torch.profiler import ProfilerActivity, profile
 
-from tests.checkpoints import batch, made, ours, tokens
+from tests.checkpoints import FP32, batch, made, ours, tokens
 from tunekit import offload
 from tunekit.adapters import Full, LoRA
+from tunekit.data.batch import Batch
 from tunekit.data.rows import Text
 from tunekit.errors import FieldError, UserError
+from tunekit.kernels.attention_native import able
 from tunekit.losses import CrossEntropy
 from tunekit.memory import Memory
 from tunekit.models.decoder import Decoder
 from tunekit.offload import Offload
 from tunekit.optim import SGD, AdamW, AdamW8bit, Muon
+from tunekit.precision import Precision
 from tunekit.recipes import sft
 
 FAMILIES = ["llama3.2", "qwen3-moe", "gemma2", "qwen3-next"]
 
 
-def gradients(model: Decoder) -> list[torch.Tensor]:
+def gradients(model: Decoder, part: Batch | None = None) -> list[torch.Tensor]:
     model.zero_grad()
-    CrossEntropy()(model, batch(tokens())).backward()
+    CrossEntropy()(model, part or batch(tokens())).backward()
     return [p.grad for p in model.parameters() if p.grad is not None]
 
 
@@ -112,6 +118,56 @@ def test_offload_on_a_gpu(recompute, monkeypatch: pytest.MonkeyPatch, tmp_path: 
             model.zero_grad()
             CrossEntropy()(model, part).backward()
         assert all(torch.equal(p.grad, q.grad) for p, q in zip(*(m.parameters() for m in models), strict=True))
+
+
+def packed(rows: int, length: int, *documents: int) -> Batch:
+    """Rows in which documents of these lengths lie behind each other; none: rows of their own."""
+    part = batch(tokens(rows, length))
+    if not documents:
+        return part
+    positions = torch.cat([torch.arange(n) for n in documents]).view(rows, length)
+    return replace(part, positions=positions, offsets=F.pad(torch.tensor(documents).cumsum(0), (1, 0)).int())
+
+
+SEEN = [packed(2, 24), packed(1, 24), packed(3, 17), packed(2, 24, 20, 20, 8), packed(1, 40, 40), packed(1, 40, 3, 37)]
+KINDS = {"llama3.2": 1, "gemma2": 2, "qwen3-sliding": 2}  # kinds of layers
+BF16 = Precision("bf16", "fp32", "bf16")
+slow = pytest.mark.slow
+
+
+@pytest.mark.parametrize(("name", "adapter", "recompute", "precision"), [
+    ("llama3.2", Full(), False, FP32),
+    pytest.param("llama3.2", LoRA(4, plus=4.0), "layer", BF16, marks=slow),
+    pytest.param("gemma2", LoRA(4), False, FP32, marks=slow),
+    pytest.param("qwen3-sliding", Full(), "layer", BF16, marks=slow),
+    pytest.param("qwen3-moe", Full(), False, FP32, marks=slow),
+    pytest.param("qwen3-moe", LoRA(4), False, BF16, marks=slow),
+])  # fmt: skip
+def test_nothing_is_compiled_for_a_new_length(name, adapter, recompute, precision: Precision, tmp_path: Path) -> None:
+    """One graph for training and one for validation of each kind of layer, whatever comes; and they give the same."""
+    torch.compiler.reset()
+    folder, near = made(tmp_path, name), 1e-5 if precision is FP32 else 3e-2
+    plain, model = (ours(folder, adapter, precision, Memory(recompute, compile=on)) for on in (False, True))
+    for layer in model.layers:
+        layer.compile(dynamic=True, backend="aot_eager")  # what comes behind the graphs takes long, and makes none
+
+    def seen(parts: list[Batch]) -> int:
+        for part in parts:
+            found, wanted = (torch.cat([g.flatten() for g in gradients(one.train(), part)]) for one in (model, plain))
+            assert (found - wanted).norm() < near * wanted.norm()
+        with torch.no_grad():
+            for part in parts:
+                found, wanted = (CrossEntropy()(one.eval(), part).item() for one in (model, plain))
+                assert found == pytest.approx(wanted, rel=near)
+        return counters["stats"]["unique_graphs"]
+
+    counters.clear()
+    first = seen(SEEN[:1])
+    # Where attention or experts go from part to part in Python, a graph ends before them and another begins behind.
+    if name in KINDS and able():
+        assert first == 2 * KINDS[name]
+    assert seen(SEEN) == seen(SEEN[::-1]) == first
+    torch.compiler.reset()
 
 
 def test_a_compiler_selects_by_itself() -> None:
