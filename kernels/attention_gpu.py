@@ -41,7 +41,7 @@ def fused(q: Tensor, k: Tensor, v: Tensor, rule: list[float], offsets: Tensor | 
     """Causal attention (B, S, H, D_v). `rule`: scale, window, chunk and softcap; 0 says that there is none."""
     bounds = rows_of(*q.shape[:2]) if offsets is None else offsets
     width = v.shape[-1]
-    most = max(NARROWEST, -(-q.shape[-1] // ALIGNED) * ALIGNED)
+    most = max(NARROWEST, -(-max(q.shape[-1], width) // ALIGNED) * ALIGNED)
     q, k, v = (x if x.shape[-1] == most else F.pad(x, (0, most - x.shape[-1])) for x in (q, k, v))
     if q.dtype in HALVES and not rule[3]:
         return flash(q, k, v, bounds, sinks, rule)[0][..., :width]

@@ -25,7 +25,7 @@ constexpr float ROUND = 12582912.0f;  // 1.5 * 2^23: what is added to it is roun
 constexpr float LEAST = -87.0f;       // below, exp is no normal number; zero stands for it
 
 typedef float Floats __attribute__((vector_size(4 * LANES)));
-typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
+typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
 typedef uint16_t Halves __attribute__((vector_size(2 * LANES)));
 
 using bf16 = uint16_t;
@@ -45,15 +45,15 @@ INLINE Floats load(const float* from) {
 INLINE Floats load(const bf16* from) {
     Halves x;
     std::memcpy(&x, from, sizeof x);
-    return (Floats)(__builtin_convertvector(x, Ints) << 16);
+    return (Floats)(__builtin_convertvector(x, Words) << 16);
 }
 
 INLINE void store(Floats x, float* to) { std::memcpy(to, &x, sizeof x); }
 
 INLINE void store(Floats x, bf16* to) {
-    const Ints bits = (Ints)x;
-    const Ints rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-    const Halves top = __builtin_convertvector(x == x ? rounded : Ints{} + 0x7fc0, Halves);
+    const Words bits = (Words)x;
+    const Words rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+    const Halves top = __builtin_convertvector(x == x ? rounded : Words{} + 0x7fc0, Halves);
     std::memcpy(to, &top, sizeof top);
 }
 
@@ -80,7 +80,7 @@ INLINE Floats exp(Floats x) {
     p = p * r + 0.1666652113199234f;
     p = p * r + 0.4999999403953552f;
     p = p * (r * r) + r + 1.0f;
-    const Floats found = (Floats)((Ints)p + ((Ints)shifted << 23));
+    const Floats found = (Floats)((Words)p + ((Words)shifted << 23));
     return x > LEAST ? found : (x <= LEAST ? Floats{} : x);  // what is no number stays so
 }
 

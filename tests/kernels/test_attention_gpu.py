@@ -93,7 +93,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("kernel")
-@pytest.mark.parametrize("dims", [(24, 24), (21, 12), (8, 8)])
+@pytest.mark.parametrize("dims", [(24, 24), (21, 12), (8, 8), (12, 20)])
 @pytest.mark.parametrize("sunk", [False, True])
 @pytest.mark.parametrize("name", [name for name in RULES if "softcap" not in name])
 def test_what_is_done_around_flash_attention(name: str, sunk: bool, dims: tuple[int, int]) -> None:

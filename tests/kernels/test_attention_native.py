@@ -71,17 +71,18 @@ def test_fp32_is_exact(name: str, bounds: str, heads: tuple[int, int]) -> None:
         assert error(mine, right) < 2e-6
 
 
-@pytest.mark.parametrize("dims", [(64, 64), (40, 24), (128, 128), (96, 32), (7, 5), (200, 256)])
+@pytest.mark.parametrize("dims", [(64, 64), (40, 24), (128, 128), (96, 32), (7, 5), (200, 200), (200, 256)])
 @pytest.mark.parametrize("name", RULES)
 def test_bf16_is_as_near_to_the_truth_as_torch(name: str, dims: tuple[int, int]) -> None:
     inputs, rule, bounds = made(torch.bfloat16, 4, 2, *dims), RULES[name], BOUNDS["many"]
     wanted, offsets = truth(inputs, rule, bounds), torch.tensor(bounds, dtype=torch.int32)
     mine, other = attend(*inputs, rule, offsets), packed(*inputs, rule, offsets, None)
-    assert mine.dtype == torch.bfloat16 and spread(mine, wanted) < max(1.05 * spread(other, wanted), 3e-3)
+    # Where values are wider than keys torch has no kernel, and works in fp32 throughout.
+    limits = (3e-3, 6e-3) if dims[1] > dims[0] else (0.0, 0.0)
+    assert mine.dtype == torch.bfloat16 and spread(mine, wanted) < max(1.05 * spread(other, wanted), limits[0])
     right = gradients(wanted, inputs)
     for a, b, c in zip(gradients(mine, inputs), gradients(other, inputs), right, strict=True):
-        # Where torch has no kernel for these widths it works in fp32 throughout; what kernels keep of y is rounded.
-        assert a.dtype == torch.bfloat16 and spread(a, c) < max(1.05 * spread(b, c), 6e-3)
+        assert a.dtype == torch.bfloat16 and spread(a, c) < max(1.05 * spread(b, c), limits[1])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
