@@ -37,8 +37,14 @@ def library(source: Path) -> ctypes.CDLL | None:
         return ctypes.CDLL(str(built(source)))
     except (OSError, subprocess.SubprocessError) as error:
         last = str(error).strip().splitlines()[-1]
-        print(f"warning: {source.name} cannot be built ({last}): torch does its work, more slowly", file=sys.stderr)
+        warn(last)
         return None
+
+
+@cache
+def warn(reason: str) -> None:
+    """One line for each reason, not for each file: without a compiler none can be built."""
+    print(f"warning: C++ cannot be built ({reason}): torch does its work, more slowly", file=sys.stderr)
 
 
 def built(source: Path) -> Path:

@@ -18,6 +18,7 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     file = tmp_path / "twice.cpp"
     file.write_text(PROGRAM)
     library.cache_clear()
+    native.warn.cache_clear()
     return file
 
 
@@ -47,7 +48,13 @@ def test_a_failed_build_is_one_line(
     assert library(source) is None and library(source) is None
     out, err = capfd.readouterr()
     assert out == "" and err.count("\n") == 1
-    assert err.startswith("warning: twice.cpp cannot be built (") and told in err
+    assert err.startswith("warning: C++ cannot be built (") and told in err
+
+
+def test_no_compiler_is_told_once_for_all_files(source: Path, monkeypatch: pytest.MonkeyPatch, capfd) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert library(source) is None and library(source.with_name("thrice.cpp")) is None
+    assert capfd.readouterr().err.count("\n") == 1
 
 
 def test_a_build_that_hangs_is_given_up(source: Path, monkeypatch: pytest.MonkeyPatch, capfd) -> None:
