@@ -24,6 +24,7 @@ from tunekit.config.dump import resolved
 from tunekit.config.load import load
 from tunekit.data.rows import Chat
 from tunekit.data.tokenizer import Tokenizer
+from tunekit.formats import NF4
 from tunekit.optim import AdamW
 from tunekit.parallel import Run
 from tunekit.recipes import sft
@@ -189,6 +190,17 @@ def test_the_code_in_it_works(run: Path) -> None:
     assert type(space["model"]).__name__.startswith("Peft")
     assert len(space["answer"]) > 0
     assert "tune chat my-run" in text(run / "final")
+
+
+def test_an_adapter_beside_four_bits_is_opened_beside_four_bits(tmp_path: Path) -> None:
+    sft.main(config(tmp_path, weights=NF4(nested=True)))
+    final = tmp_path / "runs/my-run/final"
+    code = re.findall(r"^```python\n(.*?)^```", text(final), re.M | re.S)[0]
+    given = re.search(r"BitsAndBytesConfig\((.*)\)", code).group(1)
+    wanted = "load_in_4bit=True, bnb_4bit_quant_type='nf4', bnb_4bit_use_double_quant=True"
+    assert given.replace('"', "'") == wanted
+    assert 'from_pretrained("acme/tiny", quantization_config=bits)' in code
+    compile(code, "card", "exec")
 
 
 def test_a_whole_model(tmp_path: Path) -> None:

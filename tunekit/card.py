@@ -49,6 +49,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("{base}"), "{name}")
 """
+LOAD_PACKED = """\
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+
+# The adapter has learnt beside a base in four bits, and fits that one best; this needs bitsandbytes.
+bits = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="{kind}", bnb_4bit_use_double_quant={nested})
+base = AutoModelForCausalLM.from_pretrained("{base}", quantization_config=bits)
+model = PeftModel.from_pretrained(base, "{name}")
+"""
 ASK = """\
 tokenizer = AutoTokenizer.from_pretrained("{name}")
 
@@ -92,7 +101,7 @@ def write(folder: Path, made: Made) -> None:
     importlib.import_module("tunekit.curves").draw(lines, folder / CURVES)
     sections = {
         "": summary(made, base),
-        "Use": use(folder, name, base),
+        "Use": use(folder, name, base, made.config.get("weights")),
         "Results": results(lines) + evaluation(made.run),
         "Training": training(made, lines, base),
         "Data": data(made),
@@ -197,12 +206,14 @@ def summary(made: Made, base: Origin) -> str:
     return f"{what} {base.link}, made by the recipe `{made.recipe}` of tunekit {VERSION}."
 
 
-def use(folder: Path, name: str, base: Origin | None) -> str:
-    """Code for transformers and peft, and the command to talk with it."""
+def use(folder: Path, name: str, base: Origin | None, weights: Tree | None = None) -> str:
+    """Code for transformers and peft, and the command to talk with it. `weights`: how an adapter's base was kept."""
     where, load = f"`{name}` stands for this model's folder, or for its name on the Hub.", LOAD
     there = "" if base is None else base.repo or base.name
     if is_adapter(folder):
         there, load = there or discreet.name(peft.base(folder)), LOAD_ADAPTER
+        if weights is not None and weights["kind"] != "plain":
+            load = LOAD_PACKED.replace("{kind}", weights["kind"]).replace("{nested}", str(weights["nested"]))
         where += "" if base is None or base.repo else f" `{there}` stands for the folder of the base."
     code = load.format(base=there, name=name) + ASK.format(name=name, inputs=CHAT if has_template(folder) else TEXT)
     return f"{where}\n\n```python\n{code}```\n\n```sh\ntune chat {name}\n```"

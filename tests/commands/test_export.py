@@ -35,7 +35,7 @@ def test_it_says_what_was_written_and_how_far_it_is_off(
     assert fields["general.name"].contents() == "small"
     assert fields["general.architecture"].contents() == "qwen3"
     assert cli.main(["export", str(model), str(out)]) == 2
-    assert capsys.readouterr().err == f"error: {out} is there already: name another file\n"
+    assert capsys.readouterr().err == f"error: {out} is there already: give another name\n"
 
 
 def test_an_adapter_is_merged(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -89,4 +89,5 @@ def test_without_the_extra_it_is_named(
 
     monkeypatch.setattr(importlib, "import_module", without)
     assert cli.main(["export", str(model), str(tmp_path / "x.gguf")]) == 2
-    assert capsys.readouterr().err == "error: gguf is not installed: pip install 'tunekit[gguf]'\n"
+    told = "error: gguf is not installed, which every --type but nf4, nf4-nested, fp4, fp4-nested needs: pip install "
+    assert capsys.readouterr().err == f"{told}'tunekit[gguf]'\n"

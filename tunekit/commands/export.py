@@ -22,13 +22,14 @@ from tunekit.parallel import Run
 
 # What layers that are one tensor in files may change: there their scales are packed together. 0.006 was measured.
 NESTED = 0.05, 1.0
+PACKED = "Its linear layers are in four bits; transformers opens it with `pip install bitsandbytes accelerate`."
 
 
 def main(args: argparse.Namespace) -> None:
     """Write, tell what was found, and print the path for scripts."""
     out = Path(args.out).expanduser()
     if out.exists():
-        raise UserError(f"{out} is there already: name another file")
+        raise UserError(f"{out} is there already: give another name")
     if args.type in packed.TYPES:
         folder(args.model, out, packed.TYPES[args.type])
     else:
@@ -49,7 +50,7 @@ def folder(model: str, out: Path, weights: NF4) -> None:
         what = "model in four bits and files"
         result = verify.compare(what, wanted, found, tolerance=tolerance, peak=peak)
         verify.kept(made, result)
-        card.minimal(made, source, "quantized")
+        card.minimal(made, source, "quantized", PACKED)
     tell(str(result))
     verify.insist(out)
 
@@ -78,4 +79,7 @@ def toolbox() -> ModuleType:
         return importlib.import_module("tunekit.export.model")
     except ImportError as error:
         missing = (error.name or "gguf").partition(".")[0]
-        raise UserError(f"{missing} is not installed: pip install 'tunekit[gguf]'") from error
+        others = ", ".join(packed.TYPES)
+        raise UserError(
+            f"{missing} is not installed, which every --type but {others} needs: pip install 'tunekit[gguf]'"
+        ) from error
