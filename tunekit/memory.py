@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental import _config as shapes
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from tunekit.errors import FieldError, UserError
@@ -69,7 +70,7 @@ class Memory:
 def compiled(model: Decoder) -> None:
     """Each kind of layer once, for any number of tokens and documents."""
     # As many tokens as channels would be one size with one name, and fixed as the channels are.
-    torch.fx.experimental._config.use_duck_shape = False
+    shapes.use_duck_shape = False
     # Scales and epsilons are constants. As names they are traced, found to be constants, and all begins anew, which
     # no cache helps against.
     torch._dynamo.config.specialize_float = True
