@@ -56,7 +56,9 @@ def rows_of(rows: int, length: int) -> Tensor:
 
 def kept(offsets: Tensor, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
     """What `make` gives, made once for these bounds."""
-    made = MADE.setdefault(offsets, {})
+    if offsets not in MADE:
+        MADE[offsets] = {}
+    made = MADE[offsets]
     if key not in made:
         made[key] = make()
     return made[key]
@@ -118,7 +120,7 @@ def flash(
     q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, sinks: Tensor | None, rule: list[float]
 ) -> tuple[Tensor, Tensor]:
     """Causal attention (B, S, H, D), and the log-sum-exp (H, B * S) with the sinks in it."""
-    y, lse = forward(*(flat(x) for x in (q, k, v)), placed(offsets, int(rule[2]), q.device), rule)
+    y, lse = forward(flat(q), flat(k), flat(v), placed(offsets, int(rule[2]), q.device), rule)
     if sinks is not None:
         sink = sinks.float()[:, None]
         y = (y * (lse - sink).sigmoid().T[..., None]).type_as(y)
@@ -134,10 +136,12 @@ def flash_back(grad: Tensor, saved: list[Tensor], rule: list[float]) -> tuple[Te
     # With the sink in the log-sum-exp the kernel makes shares that add up to less than 1: all that it must know.
     given = [*(flat(x) for x in (q, k, v, y)), lse]
     made = backward(flat(grad.contiguous()), given, bounds, rule)
-    delta = (grad.float() * y.float()).sum(-1).flatten().view(-1, len(lse)).T if sinks else lse
-    to_sinks = [-((sink.float()[:, None] - lse).exp() * delta).sum(1).type_as(sink) for sink in sinks]
     dq, dk, dv = (x.view(like.shape) for x, like in zip(made, (q, k, v), strict=True))
-    return dq, dk, dv, *to_sinks, *[q.new_empty(0)] * (1 - len(sinks))
+    if not sinks:
+        return dq, dk, dv, q.new_empty(0)
+    delta = (grad.float() * y.float()).sum(-1).flatten().view(-1, len(lse)).T
+    to_sinks = -((sinks[0].float()[:, None] - lse).exp() * delta).sum(1)
+    return dq, dk, dv, to_sinks.type_as(sinks[0])
 
 
 @flash.register_fake

@@ -78,11 +78,11 @@ def attention_back(grad: Tensor, saved: list[Tensor], rule: list[float]) -> tupl
     delta = torch.empty_like(lse)
     given = {"q": flat(q), "k": flat(k), "v": flat(v), "offsets": offsets.long(), "y": y, "lse": lse}
     run("backward", rule, **given, grad=grad.contiguous(), dq=dq, dk=dk, dv=dv, delta=delta)
+    if not sinks:
+        return dq, dk, dv, q.new_empty(0)
     # The share of a sink is what the others lack to 1, and its value is nothing.
-    to_sinks = [
-        -((sink.float()[:, None] * math.log2(math.e) - lse).exp2() * delta).sum(1).type_as(sink) for sink in sinks
-    ]
-    return dq, dk, dv, *to_sinks, *[q.new_empty(0)] * (1 - len(sinks))
+    to_sinks = -((sinks[0].float()[:, None] * math.log2(math.e) - lse).exp2() * delta).sum(1)
+    return dq, dk, dv, to_sinks.type_as(sinks[0])
 
 
 def flat(x: Tensor) -> Tensor:
