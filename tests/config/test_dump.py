@@ -14,13 +14,15 @@ TEXT = (
     | st.sampled_from(["None", "<<", "=", "${a}", "???", ".nan", "true", "${oc.env:HOME}"])
 )
 FLOAT = st.floats(allow_nan=False)
+LARGEST = 2**63 - 1  # beyond 64 bits a whole number is refused
+WHOLE = st.integers(-LARGEST, LARGEST)
 
 
 def values(tree):
     """Any value of the test recipe."""
-    rows = st.builds(tree.Rows, source=TEXT, length=st.integers(), pack=st.booleans())
+    rows = st.builds(tree.Rows, source=TEXT, length=WHOLE, pack=st.booleans())
     alpha, targets = st.floats(0), TEXT | st.lists(TEXT).map(tuple)
-    lora = {"rank": st.integers(1), "alpha": alpha, "targets": targets}
+    lora = {"rank": st.integers(1, LARGEST), "alpha": alpha, "targets": targets}
     adapters = st.builds(tree.LoRA, **lora) | st.builds(tree.DoRA, **lora, magnitude=st.booleans())
     sgd = st.builds(tree.SGD, lr=FLOAT, momentum=st.none() | FLOAT)
     logger = st.just(tree.TensorBoard()) | st.builds(tree.WandB, project=TEXT)
@@ -33,13 +35,13 @@ def values(tree):
         optimizer=st.builds(tree.AdamW, lr=FLOAT, betas=st.tuples(FLOAT, FLOAT)) | sgd,
         validation=st.none() | rows,
         other=st.none() | adapters,
-        log=st.builds(tree.Log, every=st.integers(), to=st.lists(logger, max_size=3).map(tuple)),
+        log=st.builds(tree.Log, every=WHOLE, to=st.lists(logger, max_size=3).map(tuple)),
         loss=st.builds(tree.Loss, weights=st.lists(FLOAT, max_size=3).map(tuple)),
-        batch=st.integers(),
+        batch=WHOLE,
         clip=st.none() | FLOAT,
         dtype=st.sampled_from(["bf16", "fp32"]),
         compile=st.booleans(),
-        size=st.integers() | TEXT,
+        size=WHOLE | TEXT,
         name=st.none() | TEXT,
         words=st.dictionaries(TEXT, TEXT, max_size=3),
         rates=st.dictionaries(st.text(string.ascii_letters, min_size=1), sgd, max_size=2),
