@@ -9,7 +9,7 @@ from tunekit.config.load import load, mapping
 
 TEXT = (
     st.text()
-    | st.text(st.sampled_from("\\${}[]:#-'\"\n\t *&!|>%@,~"))
+    | st.text(st.sampled_from("\\${}[]:#-'\"\n\t *&!|>%@,~\x85\u2028\u2029"))
     | st.sampled_from(["on", "no", "null", "~", "2e-4", "1_0", "0x1", "012", "1:30", "2024-01-01"])
     | st.sampled_from(["None", "<<", "=", "${a}", "???", ".nan", "true", "${oc.env:HOME}"])
 )

@@ -83,7 +83,15 @@ def _list(dumper: _Dumper, items: list[Any]) -> yaml.Node:
     return dumper.represent_sequence("tag:yaml.org,2002:seq", items, flow_style=short)
 
 
+def _text(dumper: _Dumper, text: str) -> yaml.Node:
+    """Line breaks that few know: read back from other quotes, they would be another, or a space."""
+    quotes = '"' if _BREAKS.search(text) else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=quotes)
+
+
+_BREAKS = re.compile("[\x85\u2028\u2029]")
 _Dumper.add_representer(list, _list)
+_Dumper.add_representer(str, _text)
 _PYTHON_NONE = re.compile("None")  # refused unquoted, where null may be meant
 for _name, _words in {"null": NULL, "none": _PYTHON_NONE, "bool": BOOL, "int": INT, "float": FLOAT}.items():
     _Dumper.add_implicit_resolver(f"tag:yaml.org,2002:{_name}", re.compile(f"(?:{_words.pattern})$"), None)
