@@ -10,30 +10,17 @@ import argparse
 import os
 import platform
 import statistics
-import time
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from turns import Work, turns
 
 from tunekit.kernels import glu, norm, rope
 from tunekit.machine import hardware
 
 BF16 = torch.bfloat16
 DIM, HIDDEN, HEADS, KV_HEADS, HEAD = 576, 1536, 9, 3, 64  # of a Llama of 135 million weights
-Work = Callable[[], object]
-
-
-def turns(works: dict[str, Work], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each, in turns."""
-    seconds: dict[str, list[float]] = {name: [] for name in works}
-    for i in range(rounds + 1):
-        for name, work in works.items():
-            began = time.perf_counter()
-            work()
-            if i:  # the first round warms up
-                seconds[name].append(time.perf_counter() - began)
-    return seconds
 
 
 def told(name: str, works: dict[str, Work], rounds: int) -> None:

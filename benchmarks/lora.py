@@ -13,8 +13,7 @@ import os
 import platform
 import statistics
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -22,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from nf4 import SMALL
 from torch import Tensor
+from turns import Work, turns
 
 from tunekit import adapters, assemble
 from tunekit.adapters import DoRA, Full, LoRA
@@ -46,17 +46,11 @@ GROUPS = {
     "gate, up": (576, (1536, 1536)),
     "down": (1536, (576,)),
 }
-Work = Callable[[], object]
 
 
-def turns(works: dict[str, Work], rounds: int) -> None:
-    seconds: dict[str, list[float]] = {name: [] for name in works}
-    for i in range(rounds + 1):
-        for name, work in works.items():
-            began = time.perf_counter()
-            work()
-            if i:  # the first round warms up
-                seconds[name].append(time.perf_counter() - began)
+def compare(works: dict[str, Work], rounds: int) -> None:
+    """Print a line for each, with how many times longer the first takes."""
+    seconds = turns(works, rounds)
     first = statistics.median(next(iter(seconds.values())))
     for name, found in seconds.items():
         middle = statistics.median(found)
@@ -104,7 +98,7 @@ def layers(rounds: int) -> None:
         for group, (inner, outer) in GROUPS.items():
             work = group_step(adapter, inner, outer)
             base = group_step(None, inner, outer)
-            turns({f"{group}: separate": plain(work), "ours": work, "without an update": base}, rounds)
+            compare({f"{group}: separate": plain(work), "ours": work, "without an update": base}, rounds)
 
 
 def group_step(adapter: LoRA | None, inner: int, outer: tuple[int, ...]) -> Work:
@@ -127,7 +121,7 @@ def steps(rounds: int) -> None:
     print("\n| step of 2,048 tokens, 135M | ms | times as fast as the first |\n|---|---|---|")
     for name, adapter in {"LoRA": LoRA(16), "DoRA": DoRA(16), "full": Full()}.items():
         work = step(adapter)
-        turns({f"{name}: plain torch": plain(work), f"{name}: ours": work}, rounds)
+        compare({f"{name}: plain torch": plain(work), f"{name}: ours": work}, rounds)
 
 
 def step(adapter: Full) -> Work:

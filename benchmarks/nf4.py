@@ -21,6 +21,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from turns import Work, turns
 
 from tunekit import assemble
 from tunekit.adapters import LoRA
@@ -56,15 +57,9 @@ SMALL = {
 }
 
 
-def turns(works: dict[str, Callable[[], object]], rounds: int, clock: Callable[[], float]) -> None:
+def compare(works: dict[str, Work], rounds: int, clock: Callable[[], float]) -> None:
     """Print a line for each, with how it compares to the first."""
-    seconds: dict[str, list[float]] = {name: [] for name in works}
-    for i in range(rounds + 1):
-        for name, work in works.items():
-            began = clock()
-            work()
-            if i:  # the first round warms up
-                seconds[name].append(clock() - began)
+    seconds = turns(works, rounds, clock)
     first = statistics.median(next(iter(seconds.values())))
     for name, found in seconds.items():
         middle = statistics.median(found)
@@ -95,12 +90,12 @@ def decode(rounds: int, clock: Callable[[], float]) -> None:
         works["bitsandbytes"] = lambda: functional.dequantize_4bit(theirs, state)
         works["bitsandbytes' loop alone, into warm memory"] = loop(theirs, state.absmax, room)
     print("\n| decode 4096 x 4096 | ms | times the first |\n|---|---|---|")
-    turns(works, rounds, clock)
+    compare(works, rounds, clock)
     print("\n| quantize 4096 x 4096 | ms | times the first |\n|---|---|---|")
     quantizers = {"tunekit": lambda: nf4.quantize(weight)}
     if importlib.util.find_spec("bitsandbytes"):
         quantizers["bitsandbytes"] = lambda: functional.quantize_4bit(weight, quant_type="nf4", blocksize=64)
-    turns(quantizers, 3, clock)
+    compare(quantizers, 3, clock)
 
 
 def loop(packed: torch.Tensor, scales: torch.Tensor, room: torch.Tensor) -> Callable[[], object]:
@@ -131,8 +126,8 @@ def product(sizes: tuple[int, int, int], rounds: int, clock: Callable[[], float]
     if tokens <= nf4.FEW:
         forward[f"{name}, nf4 decoded first"] = without(lambda: nf4.product(x, *parts, None))
     with torch.no_grad():
-        turns(forward, rounds, clock)
-        turns(back, rounds, clock)
+        compare(forward, rounds, clock)
+        compare(back, rounds, clock)
 
 
 def without(work: Callable[[], object]) -> Callable[[], object]:
@@ -188,7 +183,7 @@ def steps(rounds: int, clock: Callable[[], float]) -> None:
             for name, weights in {"LoRA": Plain(), "QLoRA": NF4(), "nested": NF4(True)}.items()
         }
     print("\n| step of 2,048 tokens, 135M | ms | times the first |\n|---|---|---|")
-    turns(works, rounds, clock)
+    compare(works, rounds, clock)
 
 
 def step(source: Folder, weights: Plain) -> Callable[[], object]:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tunekit.kernels.native import library, matrix
+from tunekit.kernels.native import left_to_torch, library, matrix
 
 SOURCE = Path(__file__).with_name("glu.cpp")
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
@@ -41,11 +41,8 @@ def gated(act: str, gate: Tensor, up: Tensor) -> Tensor:
 
 
 def plain(act: str, gate: Tensor, up: Tensor) -> bool:
-    """Whether torch does the work: what is compiled it fuses itself."""
     alike = gate.shape == up.shape and gate.dtype == up.dtype and gate.dtype in DTYPES
-    if torch.compiler.is_compiling() or act not in FAST or not alike:
-        return True
-    return gate.device.type != "cuda" and (gate.device.type != "cpu" or gate.numel() < FEW or compiled() is None)
+    return act not in FAST or not alike or left_to_torch(gate, compiled, FEW)
 
 
 class Sizes(ctypes.Structure):

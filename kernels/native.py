@@ -14,9 +14,11 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from tunekit.kernels.store import folder
@@ -77,6 +79,16 @@ def compiled(words: list[str]) -> None:
     if done.returncode != 0:
         errors = [line for line in done.stderr.splitlines() if "error" in line] or [f"exit code {done.returncode}"]
         raise OSError(errors[0])
+
+
+def left_to_torch(x: Tensor, lib: Callable[[], ctypes.CDLL | None], least: int = 0) -> bool:
+    """Whether plain torch does the work: what is compiled it fuses itself, and not every CPU has the C++ of `lib`.
+
+    With fewer than `least` numbers torch is done on a CPU before that has begun.
+    """
+    if torch.compiler.is_compiling():
+        return True
+    return x.device.type != "cuda" and (x.device.type != "cpu" or x.numel() < least or lib() is None)
 
 
 def matrix(x: Tensor) -> Tensor:

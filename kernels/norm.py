@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tunekit.kernels.native import library, matrix
+from tunekit.kernels.native import left_to_torch, library, matrix
 
 SOURCE = Path(__file__).with_name("norm.cpp")
 ROWS = 64  # whose gradients to the weight are added up together; norm.cpp knows it too
@@ -32,10 +32,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float, offset: float = 0.0, 
 
 
 def plain(x: Tensor) -> bool:
-    """Whether torch does the work: what is compiled it fuses itself."""
-    if torch.compiler.is_compiling() or x.dtype not in DTYPES:
-        return True
-    return x.device.type != "cuda" and (x.device.type != "cpu" or compiled() is None)
+    return x.dtype not in DTYPES or left_to_torch(x, compiled)
 
 
 def reference(x: Tensor, weight: Tensor | None, eps: float, offset: float, late: bool) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tunekit.kernels.native import library
+from tunekit.kernels.native import left_to_torch, library
 
 SOURCE = Path(__file__).with_name("rope.cpp")
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
@@ -35,10 +35,7 @@ def rotate(q: Tensor, k: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
 
 
 def plain(q: Tensor, k: Tensor) -> bool:
-    """Whether torch does the work: what is compiled it fuses itself."""
-    if torch.compiler.is_compiling() or q.dtype not in DTYPES or q.dtype != k.dtype:
-        return True
-    return q.device.type != "cuda" and (q.device.type != "cpu" or compiled() is None)
+    return q.dtype not in DTYPES or q.dtype != k.dtype or left_to_torch(q, compiled)
 
 
 def reference(x: Tensor, rotation: Rotation) -> Tensor:

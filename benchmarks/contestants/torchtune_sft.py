@@ -102,37 +102,32 @@ def model(work: dict) -> dict:
     return {"_component_": builders + "lora_llama3_2", **sizes, **lora, "quantize_base": work["method"] == "qlora"}
 
 
+def checkpointer(model: Path, out: Path):
+    return {
+        "_component_": "torchtune.training.FullModelHFCheckpointer",
+        "checkpoint_dir": str(model),
+        "checkpoint_files": ["model.safetensors"],
+        "recipe_checkpoint": None,
+        "output_dir": str(out),
+        "model_type": "LLAMA3_2",
+    }
+
+
 def config(given: Path, folder: Path, work: dict):
+    rows = {"file": str(folder / "rows.json"), "length": work["length"]}
     return OmegaConf.create(
         {
             "output_dir": str(folder),
             "model": model(work),
             "tokenizer": {"_component_": "__main__.words"},
-            "dataset": {
-                "_component_": "__main__.rows",
-                "file": str(folder / "rows.json"),
-                "length": work["length"],
-                "packed": True,
-            },
-            "checkpointer": {
-                "_component_": "torchtune.training.FullModelHFCheckpointer",
-                "checkpoint_dir": str(given / "model"),
-                "checkpoint_files": ["model.safetensors"],
-                "recipe_checkpoint": None,
-                "output_dir": str(folder / "torchtune"),
-                "model_type": "LLAMA3_2",
-            },
+            "dataset": {"_component_": "__main__.rows", **rows, "packed": True},
+            "checkpointer": checkpointer(given / "model", folder / "torchtune"),
             "resume_from_checkpoint": False,
             "save_adapter_weights_only": True,
             "seed": 0,
             "shuffle": False,
             "batch_size": work["batch"],
-            "optimizer": {
-                "_component_": "torch.optim.AdamW",
-                "fused": True,
-                "weight_decay": 0.0,
-                "lr": work["lr"],
-            },
+            "optimizer": {"_component_": "torch.optim.AdamW", "fused": True, "weight_decay": 0.0, "lr": work["lr"]},
             "lr_scheduler": {"_component_": "__main__.constant"},
             "loss": {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"},
             "epochs": 1,
