@@ -1,0 +1,9 @@
+"""Property tests draw the same examples each time in CI (`CI` is set there), new ones everywhere else."""
+
+import os
+
+from hypothesis import settings
+
+settings.register_profile("ci", derandomize=True, deadline=None)
+if os.environ.get("CI"):
+    settings.load_profile("ci")
