@@ -16,7 +16,7 @@ from tqdm import tqdm
 from tunekit import assemble, card
 from tunekit.checkpoint.atomic import write_text
 from tunekit.data.documents import Document
-from tunekit.data.loader import Loader
+from tunekit.data.loader import Loader, load
 from tunekit.data.rows import Chat, Instruct, Text
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import FieldError
@@ -99,7 +99,7 @@ def main(cfg: Evaluate) -> list[Result]:
 def measure(name: str, cfg: Evaluate, run: Run) -> tuple[list[Question], Result]:
     """Questions and figures of one model, which is in memory only in here."""
     model, tokenizer = assemble.opened(name, cfg.precision, run, cfg.weights)
-    data = cfg.data.open(tokenizer, cfg.batch, cfg.batch, run)
+    data = load(cfg.data, tokenizer, cfg.batch, cfg.batch, run)
     data.check(model.spec.vocab)
     questions, answers = list(asked(data, tokenizer)), []
     for first in tqdm(range(0, len(questions), cfg.batch), "answering", unit="batch", disable=None, leave=False):

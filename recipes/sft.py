@@ -19,7 +19,7 @@ from tunekit.checkpoint.folder import Folder
 from tunekit.checkpoint.state import State
 from tunekit.config.dump import dump, resolved
 from tunekit.data.batch import Batch
-from tunekit.data.loader import Loader
+from tunekit.data.loader import Loader, load
 from tunekit.data.rows import Chat, Instruct, Text
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import FieldError
@@ -120,8 +120,8 @@ def main(cfg: SFT, fresh: bool = False) -> None:
         if cfg.init == "checkpoint":  # before rows are prepared, which may take long
             read.check(source, assemble.outline(source, cfg.weights, cfg.adapter).shapes)
         tokenizer = Tokenizer.open(source.tokenizer).fitted(source.spec.vocab, source.tokenizer).dated(space.day)
-        data = cfg.data.open(tokenizer, cfg.batch, cfg.micro_batch, run)
-        held = cfg.validation and cfg.validation.open(tokenizer, cfg.batch, cfg.micro_batch, run)
+        data = load(cfg.data, tokenizer, cfg.batch, cfg.micro_batch, run)
+        held = cfg.validation and load(cfg.validation, tokenizer, cfg.batch, cfg.micro_batch, run)
         for loader in filter(None, (data, held)):
             loader.check(source.spec.vocab)
         run.tell(f"data: {data.report}")

@@ -22,6 +22,7 @@ from tunekit.config import schema
 from tunekit.config.choices import Choices, every_slot
 from tunekit.config.dump import dump
 from tunekit.config.load import load
+from tunekit.data.loader import load as read
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.formats import Plain
 from tunekit.memory import Memory
@@ -188,7 +189,7 @@ def test_rows_are_read_as_the_configs_beside_them_say(place: Path) -> None:
     for config, text in zip(configs, rows, strict=True):
         part = yaml.safe_load(config)
         Path(part["data"]["source"]).write_text(text)
-        data = load(SFT, BASE | part).data.open(Tokenizer.open(folder), 1, 1, Run())
+        data = read(load(SFT, BASE | part).data, Tokenizer.open(folder), 1, 1, Run())
         assert len(data.rows) == len(text.splitlines()) and all(json.loads(line) for line in text.splitlines())
 
 

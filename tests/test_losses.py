@@ -11,6 +11,7 @@ from torch import Tensor
 from tests.checkpoints import error, made, ours, tokens
 from tunekit import losses
 from tunekit.data.batch import IGNORE, Batch
+from tunekit.data.loader import load
 from tunekit.data.rows import Text
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import FieldError
@@ -45,7 +46,7 @@ def step(model: Decoder, batches: list[Batch]) -> tuple[float, list[Tensor]]:
 
 def batches(folder: Path, source: str, micro_batch: int, **options: object) -> list[Batch]:
     rows = Text(source, **options)
-    loader = rows.open(Tokenizer.open(folder), len(LENGTHS), micro_batch, Run(0, "cpu"))
+    loader = load(rows, Tokenizer.open(folder), len(LENGTHS), micro_batch, Run(0, "cpu"))
     assert loader.steps_per_epoch == 1
     return loader[0]
 
@@ -119,7 +120,7 @@ def test_validation_is_the_mean_over_learnt_tokens_and_takes_no_gradient(
         return cross_entropy.token_losses_reference(logits, targets, weights, terms, gradient)
 
     monkeypatch.setattr(cross_entropy, "token_losses", watched)
-    rows = Text(source).open(Tokenizer.open(folder), len(LENGTHS), 2, run)
+    rows = load(Text(source), Tokenizer.open(folder), len(LENGTHS), 2, run)
     found = losses.mean(CrossEntropy(), model, rows, run)
     parts = rows[0]
     logits = [model(part.tokens, part.positions).flatten(0, 1) for part in parts]

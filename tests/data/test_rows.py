@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tunekit.data.batch import IGNORE
+from tunekit.data.loader import load
 from tunekit.data.rows import Chat, Instruct, Rows, Text
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import FieldError, UserError
@@ -32,12 +33,12 @@ def save(folder: Path, *rows: object) -> str:
 
 def taught(rows: Rows, tokenizer: Tokenizer, place) -> list[str]:
     """What each row of the first step teaches, as text."""
-    (batch,) = rows.open(tokenizer, 8, 8, place())[0]
+    (batch,) = load(rows, tokenizer, 8, 8, place())[0]
     return [tokenizer.decode(row[row != IGNORE].tolist(), special=True) for row in batch.targets]
 
 
 def whole(rows: Rows, tokenizer: Tokenizer, place) -> list[str]:
-    documents = rows.open(tokenizer, 8, 8, place()).rows
+    documents = load(rows, tokenizer, 8, 8, place()).rows
     return [tokenizer.decode(document.tokens.tolist(), special=True) for document in documents]
 
 
@@ -84,7 +85,7 @@ def test_instruct_writes_a_question_and_an_answer(tokenizer, place, tmp_path: Pa
     with pytest.raises(
         UserError, match=r"rows.jsonl:1: the row has no column 'contxt'; name the right one as `input` \("
     ):
-        Instruct(path, input="contxt").open(tokenizer, 1, 1, place())
+        load(Instruct(path, input="contxt"), tokenizer, 1, 1, place())
 
 
 def test_text_is_learnt_whole_between_bos_and_an_end(folders, tokenizer, place, tmp_path: Path) -> None:
@@ -94,17 +95,16 @@ def test_text_is_learnt_whole_between_bos_and_an_end(folders, tokenizer, place, 
     assert taught(Text(path), headers, place) == ["Hello there. 😀<|end_of_text|>"]
     assert whole(Text(path, end="<|endoftext|>"), tokenizer, place) == ["Hello there. 😀<|endoftext|>"]
     with pytest.raises(UserError, match="the tokenizer has no token '<end>'; name one of its tokens as `end`"):
-        Text(path, end="<end>").open(tokenizer, 1, 1, place())
+        load(Text(path, end="<end>"), tokenizer, 1, 1, place())
     tokenizer.eos = None
     with pytest.raises(UserError, match="the tokenizer names no end-of-text token"):
-        Text(path).open(tokenizer, 1, 1, place())
+        load(Text(path), tokenizer, 1, 1, place())
 
 
 def test_a_row_that_is_cut_has_no_false_end(tokenizer, place, tmp_path: Path) -> None:
     ids = tokenizer.encode(tokenizer.render(TALK))
-    loader = Chat(save(tmp_path, {"messages": TALK}, {"messages": TALK[:2]}), length=len(ids) - 4).open(
-        tokenizer, 2, 2, place()
-    )
+    path = save(tmp_path, {"messages": TALK}, {"messages": TALK[:2]})
+    loader = load(Chat(path, length=len(ids) - 4), tokenizer, 2, 2, place())
     assert loader.rows[0].tokens.tolist() == ids[:-4]
     assert loader.rows[0].learnt[-1]
     assert loader.rows[0].tokens[-1] != tokenizer.eos
@@ -115,8 +115,8 @@ def test_a_row_that_is_cut_has_no_false_end(tokenizer, place, tmp_path: Path) ->
 @pytest.mark.parametrize("length", [2, 3, 4, 7, 100])
 def test_every_token_of_a_long_text_is_learnt_once(length: int, tokenizer, place, tmp_path: Path) -> None:
     path = save(tmp_path, {"text": "Hello there. Thanks"}, {"text": "Hello"})
-    whole = [*Text(path, shuffle=False).open(tokenizer, 1, 1, place()).rows]
-    parts = [*Text(path, length=length, shuffle=False).open(tokenizer, 1, 1, place()).rows]
+    whole = [*load(Text(path, shuffle=False), tokenizer, 1, 1, place()).rows]
+    parts = [*load(Text(path, length=length, shuffle=False), tokenizer, 1, 1, place()).rows]
     assert all(len(part.tokens) <= length for part in parts)
     targets = [token for part in parts for token in part.tokens[1:].tolist()]
     assert targets == [token for text in whole for token in text.tokens[1:].tolist()]
@@ -124,16 +124,16 @@ def test_every_token_of_a_long_text_is_learnt_once(length: int, tokenizer, place
 
 def test_rows_are_many_and_the_bar_is_rank_zeros(tokenizer, place, tmp_path: Path, capsys, monkeypatch) -> None:
     path = save(tmp_path, *({"messages": [TALK[0], {"role": "assistant", "content": f"No. {i}"}]} for i in range(1200)))
-    loader = Chat(path).open(tokenizer, 8, 2, place(1, 2))
+    loader = load(Chat(path), tokenizer, 8, 2, place(1, 2))
     assert capsys.readouterr().err == ""
     answers = [tokenizer.decode(document.tokens[document.learnt].tolist()) for document in loader.rows]
     assert answers == [f"No. {i}" for i in range(1200)]
-    Chat(path).open(tokenizer, 8, 2, place())
+    load(Chat(path), tokenizer, 8, 2, place())
     assert capsys.readouterr().err == "", "a log is no place for a bar"
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    Chat(path).open(tokenizer, 8, 2, place(1, 2))
+    load(Chat(path), tokenizer, 8, 2, place(1, 2))
     assert capsys.readouterr().err == ""
-    Chat(path).open(tokenizer, 8, 2, place())
+    load(Chat(path), tokenizer, 8, 2, place())
     assert "preparing" in capsys.readouterr().err
 
 
@@ -163,7 +163,7 @@ BAD = [
 def test_a_row_that_cannot_be_learnt_from_is_named(row, message, tokenizer, place, tmp_path: Path) -> None:
     path = save(tmp_path, {"messages": TALK}, row)
     with pytest.raises(UserError, match=f"^{path}:2: .*{message}") as told:
-        Chat(path, length=64).open(tokenizer, 1, 1, place())
+        load(Chat(path, length=64), tokenizer, 1, 1, place())
     assert "\n" not in str(told.value)
 
 
@@ -176,21 +176,21 @@ def test_text_rows_are_checked_too(tokenizer, place, tmp_path: Path) -> None:
     ]:
         path = save(tmp_path, {"text": "fine"}, row)
         with pytest.raises(UserError, match=f"^{path}:2: .*{message}"):
-            Text(path).open(tokenizer, 1, 1, place())
+            load(Text(path), tokenizer, 1, 1, place())
 
 
 def test_a_template_that_refuses_names_the_row(folders, place, tmp_path: Path) -> None:
     path = save(tmp_path, {"messages": TALK}, {"messages": [{"role": "system", "content": "Hi"}, *TALK]})
     with pytest.raises(UserError, match=f"^{path}:2: .*the chat template fails: System role not supported"):
-        Chat(path).open(Tokenizer.open(folders["turns"]), 1, 1, place())
+        load(Chat(path), Tokenizer.open(folders["turns"]), 1, 1, place())
 
 
 def test_a_tokenizer_without_a_template_is_told_before_any_row(folders, tokenizer, place, tmp_path: Path) -> None:
     tokenizer.templates = {}
     with pytest.raises(UserError, match="^the tokenizer has no chat template; name a Jinja file as `template`"):
-        Chat(save(tmp_path, {"bad": 1})).open(tokenizer, 1, 1, place())
+        load(Chat(save(tmp_path, {"bad": 1})), tokenizer, 1, 1, place())
     text = Text(save(tmp_path, {"text": "Hello there"}))
-    assert len(text.open(tokenizer, 1, 1, place()).rows) == 1
+    assert len(load(text, tokenizer, 1, 1, place()).rows) == 1
 
 
 @pytest.mark.parametrize(

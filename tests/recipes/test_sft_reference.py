@@ -15,6 +15,7 @@ from tunekit.adapters import DoRA, Full, LoRA
 from tunekit.checkpoint import atomic, save
 from tunekit.checkpoint.folder import Folder
 from tunekit.data.batch import IGNORE
+from tunekit.data.loader import load
 from tunekit.data.rows import Chat, Text
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.optim import AdamW, Cosine
@@ -52,7 +53,7 @@ def start(model: str, adapter: Full | LoRA, folder: Path) -> nn.Module:
 
 def plain_loop(cfg: sft.SFT, folder: Path) -> tuple[list[float], nn.Module]:
     model = start(cfg.model, cfg.adapter, folder)
-    data = cfg.data.open(Tokenizer.open(Path(cfg.model)), cfg.batch, cfg.batch, Run(cfg.seed, "cpu"))
+    data = load(cfg.data, Tokenizer.open(Path(cfg.model)), cfg.batch, cfg.batch, Run(cfg.seed, "cpu"))
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, cfg.optimizer.lr, (0.9, 0.95), 1e-8, 0.0)
     schedule = transformers.get_cosine_schedule_with_warmup(optimizer, 0, STEPS)

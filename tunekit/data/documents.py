@@ -5,6 +5,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from tunekit.data.signs import Sign
+
 
 class Document(NamedTuple):
     """Token ids (length,) int32, which of them are learnt (length,) bool, and how many there were before it was cut."""
@@ -12,6 +14,7 @@ class Document(NamedTuple):
     tokens: np.ndarray
     learnt: np.ndarray
     whole: int
+    signs: Sign = Sign(0)
 
 
 class Documents:

@@ -1,19 +1,48 @@
 """Step number to micro-batches: no state to save, the same rows whatever the ranks and the micro-batch."""
 
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import islice
+from pathlib import Path
 
 import numpy as np
 import torch
+from tqdm import tqdm
 
 from tunekit.data.batch import IGNORE, Batch
-from tunekit.data.documents import Documents
+from tunekit.data.documents import Document, Documents
 from tunekit.data.packing import pack
+from tunekit.data.rows import Rows
+from tunekit.data.source import open_source
+from tunekit.data.table import Fault, Table
+from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import UserError
 
 # Rows are padded to a multiple of this many tokens: kernels are made and tuned anew for every other shape.
 MULTIPLE = 16
+CHUNK = 512  # rows that become tokens together
+
+
+def load(choice: Rows, tokenizer: Tokenizer, batch: int, micro_batch: int, run, folder: Path | None = None) -> "Loader":
+    """Read and tokenise all rows; UserError names the first that cannot be learnt from. Rank 0 shows a bar."""
+    tokenizer = choice.prepare(tokenizer)
+    table = open_source(choice.source, choice.split, choice.limit)
+    bar = tqdm(total=table.count, desc="preparing", unit=" rows", disable=not run.is_main or None, leave=False)
+    with bar:
+        documents = Documents(prepared(choice, tokenizer, table, bar))
+    order = Order(documents.lengths, run.seed, choice.shuffle, choice.length if choice.pack else None)
+    return Loader(documents, order, batch, micro_batch, run, tokenizer.pad)
+
+
+def prepared(choice: Rows, tokenizer: Tokenizer, table: Table, bar: tqdm) -> Iterator[Document]:
+    while chunk := list(islice(table.rows, CHUNK)):
+        for found in choice.encode(tokenizer, chunk):
+            if isinstance(found, Fault):
+                raise UserError(f"{found.where}: {found.reason}")
+            yield from found or ()
+        bar.update(len(chunk))
 
 
 class Order:

@@ -1,34 +1,37 @@
 """The choices of a recipe's `data:`: what a row is and which of its tokens are learnt."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import islice
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import numpy as np
-from tqdm import tqdm
 
 from tunekit.data import spans
-from tunekit.data.documents import Document, Documents
-from tunekit.data.loader import Loader, Order
+from tunekit.data.documents import Document
 from tunekit.data.messages import column, conversation, string, tool_schemas
-from tunekit.data.source import find, open_source, parse_split
+from tunekit.data.source import find, parse_split
 from tunekit.data.spans import Learn
-from tunekit.data.table import Row, Table
+from tunekit.data.table import Fault, Row
 from tunekit.data.tokenizer import Tokenizer
+from tunekit.data.transforms import Rename, Where
 from tunekit.errors import FieldError, UserError
 
-CHUNK = 512  # rows that become tokens together, on all cores
+Encoded = list[Document] | Fault | None
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of a file, a folder, a bundled data set or a Hub name, as batches of tokens.
+    """Rows of a file, a folder, a bundled data set or a Hub name, as documents of tokens.
 
     `length` bounds the tokens of a row: longer ones are cut at the end, and no end is put there. `pack` fills rows of
     `length` tokens with whole documents that do not see each other. `limit` takes the first rows only.
     """
+
+    # Keys that say which rows there are and how they are served, but not what one of them becomes.
+    SERVING: ClassVar = frozenset(
+        {"source", "split", "limit", "pack", "shuffle", "stream", "workers", "bad_rows", "most_bad"}
+    )
 
     source: str
     split: str = "train"
@@ -36,6 +39,12 @@ class Rows:
     pack: bool = False
     shuffle: bool = True
     limit: int | None = None
+    too_long: Literal["truncate", "drop", "split"] = "truncate"
+    bad_rows: Literal["stop", "skip"] = "stop"
+    most_bad: float = 0.01
+    transforms: tuple[Rename | Where, ...] = ()
+    stream: bool = False
+    workers: int | None = None
 
     def __post_init__(self) -> None:
         if not self.source:
@@ -48,28 +57,28 @@ class Rows:
             raise FieldError("length", f"must be 2 or more tokens, not {self.length}")
         if self.limit is not None and self.limit < 1:
             raise FieldError("limit", f"must be 1 or more rows, not {self.limit}")
+        if not 0 <= self.most_bad <= 1:
+            raise FieldError("most_bad", f"is a share of the rows, from 0 to 1, not {self.most_bad}")
+        if self.workers is not None and self.workers < 0:
+            raise FieldError("workers", f"must be 0 or more processes, not {self.workers}")
 
     def check(self) -> None:
         """UserError if the source is not there or lacks the split, as far as can be told without reading it."""
         find(self.source, parse_split(self.split).name)
 
-    def open(self, tokenizer: Tokenizer, batch: int, micro_batch: int, run) -> Loader:
-        """Read and tokenise all rows; UserError names the first that cannot be learnt from. Rank 0 shows a bar."""
-        tokenizer = self.prepare(tokenizer)
-        table = open_source(self.source, self.split, self.limit)
-        bar = tqdm(total=table.count, desc="preparing", unit=" rows", disable=not run.is_main or None, leave=False)
-        with bar:
-            documents = Documents(self.documents(tokenizer, table, bar))
-        order = Order(documents.lengths, run.seed, self.shuffle, self.length if self.pack else None)
-        return Loader(documents, order, batch, micro_batch, run, tokenizer.pad)
+    def code(self) -> dict[str, Any]:
+        """The keys that decide what a row becomes, with their values."""
+        return {field.name: vars(self)[field.name] for field in fields(self) if field.name not in self.SERVING}
 
-    def documents(self, tokenizer: Tokenizer, table: Table, bar: tqdm) -> Iterator[Document]:
-        while chunk := list(islice(table.rows, CHUNK)):
-            for row, document in zip(chunk, self.encode(tokenizer, chunk), strict=True):
-                yield from self.cut(row, document)
-            bar.update(len(chunk))
+    def encode(self, tokenizer: Tokenizer, rows: Sequence[Row | Fault]) -> list[Encoded]:
+        """What each row becomes, in order.
 
-    def cut(self, row: Row, document: Document) -> Iterator[Document]:
+        Documents; none, if it was dropped as too long; a fault; or None, if a transform left it out.
+        """
+        found: list[Encoded] = [self.entry(tokenizer, row) for row in rows]
+        return found
+
+    def cut(self, document: Document) -> Iterator[Document]:
         """At most `length` tokens of a document, with something to learn in them (a first token is never a target)."""
         short = Document(document.tokens[: self.length], document.learnt[: self.length], document.whole)
         if short.learnt[1:].any():
@@ -78,17 +87,28 @@ class Rows:
         if document.learnt[1:].any():
             first = int(document.learnt[1:].argmax()) + 2
             raise UserError(
-                f"{row.where}: nothing to learn in its first {self.length:,} tokens: learnt is only from {first:,} "
+                f"nothing to learn in its first {self.length:,} tokens: learnt is only from {first:,} "
                 f"of {document.whole:,}; raise `length` or take the row out"
             )
-        raise UserError(f"{row.where}: nothing to learn in its {document.whole:,} tokens; take the row out")
+        raise UserError(f"nothing to learn in its {document.whole:,} tokens; take the row out")
+
+    def entry(self, tokenizer: Tokenizer, row: Row | Fault) -> Encoded:
+        if isinstance(row, Fault):
+            return row
+        try:
+            values: dict[str, Any] | None = row.fields
+            for transform in self.transforms:
+                values = values if values is None else transform(values)
+            return None if values is None else list(self.cut(self.document(tokenizer, values)))
+        except UserError as error:
+            return Fault(row.where, str(error))
+
+    def document(self, tokenizer: Tokenizer, fields: dict[str, Any]) -> Document:
+        """Tokens of a row, whole."""
+        raise NotImplementedError
 
     def prepare(self, tokenizer: Tokenizer) -> Tokenizer:
         """The tokenizer that these rows want; UserError if they cannot be written with this one."""
-        raise NotImplementedError
-
-    def encode(self, tokenizer: Tokenizer, rows: Sequence[Row]) -> Iterator[Document]:
-        """Tokens of rows, each whole."""
         raise NotImplementedError
 
 
@@ -108,16 +128,15 @@ class Conversations(Rows):
         tokenizer.template()
         return tokenizer
 
-    def encode(self, tokenizer: Tokenizer, rows: Sequence[Row]) -> Iterator[Document]:
-        rendered = [named(row, self.render, tokenizer, row.fields) for row in rows]
-        encodings = tokenizer.encode_rendered([text for text, _ in rendered])
-        for encoding, (text, learnt) in zip(encodings, rendered, strict=True):
-            ids = np.array(encoding.ids, np.int32)
-            mask = np.zeros(len(ids), bool)
-            for span in learnt:
-                first, behind = spans.tokens_in(encoding, text, span, tokenizer.marks)
-                mask[first:behind] = True
-            yield Document(ids, mask, len(ids))
+    def document(self, tokenizer: Tokenizer, fields: dict[str, Any]) -> Document:
+        text, learnt = self.render(tokenizer, fields)
+        (encoding,) = tokenizer.encode_rendered([text])
+        ids = np.array(encoding.ids, np.int32)
+        mask = np.zeros(len(ids), bool)
+        for span in learnt:
+            first, behind = spans.tokens_in(encoding, text, span, tokenizer.marks)
+            mask[first:behind] = True
+        return Document(ids, mask, len(ids))
 
     def render(self, tokenizer: Tokenizer, fields: dict[str, Any]) -> tuple[str, list[spans.Span]]:
         """Text and learnt characters of a row."""
@@ -174,10 +193,10 @@ class Text(Rows):
     column: str = "text"
     end: str | None = None
 
-    def cut(self, row: Row, document: Document) -> Iterator[Document]:
+    def cut(self, document: Document) -> Iterator[Document]:
         """All of a text: what is longer than `length` goes on in further rows, each from the token it left off at."""
         if document.whole <= self.length:
-            yield from super().cut(row, document)
+            yield from super().cut(document)
             return
         for start in range(0, document.whole - 1, self.length - 1):
             tokens = document.tokens[start : start + self.length]
@@ -194,12 +213,11 @@ class Text(Rows):
             raise UserError(f"the tokenizer {fault}; name one of its tokens as `end`")
         return end
 
-    def encode(self, tokenizer: Tokenizer, rows: Sequence[Row]) -> Iterator[Document]:
+    def document(self, tokenizer: Tokenizer, fields: dict[str, Any]) -> Document:
         end = self.end_of_text(tokenizer)
-        texts = [named(row, self.text, row.fields) for row in rows]
-        for ids in tokenizer.encode_texts(texts, special=True):
-            tokens = np.array(ids if ids and ids[-1] == end else [*ids, end], np.int32)
-            yield Document(tokens, np.ones(len(tokens), bool), len(tokens))
+        (ids,) = tokenizer.encode_texts([self.text(fields)], special=True)
+        tokens = np.array(ids if ids and ids[-1] == end else [*ids, end], np.int32)
+        return Document(tokens, np.ones(len(tokens), bool), len(tokens))
 
     def text(self, fields: dict[str, Any]) -> str:
         text = string(fields, self.column, "column")

@@ -12,6 +12,13 @@ class Row(NamedTuple):
     fields: dict[str, Any]
 
 
+class Fault(NamedTuple):
+    """A row that cannot be read or learnt from, and why."""
+
+    where: str
+    reason: str
+
+
 @dataclass(frozen=True)
 class Table:
     """Rows to be read once, in order. The count is known before: slices in percent and progress bars need it."""

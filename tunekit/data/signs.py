@@ -1,0 +1,14 @@
+"""What a document shows that is seldom meant: not wrong for sure, so it is counted and told rather than refused."""
+
+from enum import IntFlag
+
+
+class Sign(IntFlag):
+    """Bits that a row's documents carry. Spans find the first three, messages the others."""
+
+    SPECIAL_IN_TEXT = 1  # what a user, the system or a tool says holds the text of a special token
+    UNENDED = 2  # a learnt turn whose end token is not learnt: the model is not taught to stop
+    PROMPT_LEARNT = 4  # a generation block covers what the prompt writes
+    TOOLS_UNUSED = 8  # the row has tools or calls, the template writes nothing of them
+    REASONING_DROPPED = 16  # a learnt turn has reasoning, the template does not write it
+    CONTENT_LOST = 32  # what a message says does not come in the text that the template writes
