@@ -22,6 +22,7 @@ from tunekit.adapters import Full, LoRA
 from tunekit.checkpoint.folder import Folder
 from tunekit.config.dump import resolved
 from tunekit.config.load import load
+from tunekit.data import loader
 from tunekit.data.rows import Chat
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.formats import NF4
@@ -252,11 +253,11 @@ def secret_free(file: Path, *words: bytes) -> bool:
 
 def test_data_sets_of_the_hub_are_named(tmp_path: Path) -> None:
     cfg = config(tmp_path)
-    loader = cfg.data.open(Tokenizer.open(Path(cfg.model)), 3, 3, Run(0, "cpu"))
+    rows = loader.load(cfg.data, Tokenizer.open(Path(cfg.model)), 3, 3, Run(0, "cpu"))
     plain = resolved(replace(cfg, data=replace(cfg.data, source="acme/chats:part")), "sft")
-    told = SimpleNamespace(config=plain, rows={"data": loader, "validation": None})
+    told = SimpleNamespace(config=plain, rows={"data": rows, "validation": None})
     assert card.hub_sets(told) == ["acme/chats"]
-    digest = hashlib.sha256(loader.rows.tokens.tobytes()).hexdigest()
+    digest = hashlib.sha256(rows.rows.tokens.tobytes()).hexdigest()
     assert f"| data | all tokens | `{digest}` |" in card.data(told)
 
 
