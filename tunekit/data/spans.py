@@ -21,21 +21,22 @@ Tools = list[dict[str, Any]] | None
 WAY_OUT = "set `learn: last`, or name a `template` with {% generation %} blocks"
 
 
-def render(tokenizer: Tokenizer, messages: Messages, tools: Tools, learn: Learn) -> tuple[str, list[Span]]:
-    """A conversation's text and its learnt character spans."""
+def render(
+    tokenizer: Tokenizer, messages: Messages, tools: Tools, learn: Learn | Sequence[int]
+) -> tuple[str, list[Span]]:
+    """A conversation's text and its learnt character spans. `learn`: a choice, or the messages to learn, ascending."""
     template, context = tokenizer.template(tools), tokenizer.context(messages, tools)
     text = template.render(context)
     check_encodable(text)
-    turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     if learn == "all":
         return text, [(0, len(text))]
-    if not turns:
+    turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    wanted = {"assistant": turns, "last": turns[-1:]}[learn] if isinstance(learn, str) else learn
+    if not wanted:
         raise UserError("nothing to learn: the conversation has no assistant message")
-    if template.marked:
-        return text, generated(tokenizer, text, template.generated(text, context), learn, len(turns))
-    if learn == "last":
-        turns = turns[-1:]
-    return text, [turn_span(tokenizer, text, messages, tools, index) for index in turns]
+    if template.marked and set(wanted) <= set(turns):
+        return text, generated(tokenizer, text, template.generated(text, context), turns, wanted)
+    return text, [turn_span(tokenizer, text, messages, tools, index) for index in wanted]
 
 
 def check_encodable(text: str) -> None:
@@ -47,21 +48,25 @@ def check_encodable(text: str) -> None:
         ) from None
 
 
-def generated(tokenizer: Tokenizer, text: str, spans: list[Span], learn: Learn, turns: int) -> list[Span]:
+def generated(
+    tokenizer: Tokenizer, text: str, spans: list[Span], turns: Sequence[int], wanted: Sequence[int]
+) -> list[Span]:
     """Spans of generation blocks. A stop token right behind a block belongs to it: the model must learn to end."""
     stops = [tokenizer.marks[token] for token in sorted(tokenizer.stops) if token in tokenizer.marks]
     ends = re.compile("|".join(map(re.escape, stops)))
     spans = [(start, match.end() if (match := ends.match(text, end)) else end) for start, end in spans]
-    if learn == "last" and len(spans) != turns:
+    if len(wanted) == len(turns):
+        return spans
+    if len(spans) != len(turns):
         raise UserError(
-            f"the chat template marks {len(spans)} generation blocks in {turns} assistant turns: which is last?"
+            f"the chat template marks {len(spans)} generation blocks in {len(turns)} assistant turns: which is last?"
         )
-    return spans[-1:] if learn == "last" else spans
+    return [span for turn, span in zip(turns, spans, strict=True) if turn in wanted]
 
 
 def turn_span(tokenizer: Tokenizer, text: str, messages: Messages, tools: Tools, index: int) -> Span:
     """Characters of one assistant turn, from behind the generation prompt to the end of its terminator."""
-    prefix = tokenizer.render(messages[:index], tools, prompt=True)
+    prefix = tokenizer.render(messages[:index], tools, prompt=messages[index]["role"] == "assistant")
     if not text.startswith(prefix):
         raise UserError(
             f"messages[{index}]: no mask is sure: the chat template writes the conversation otherwise when it "
