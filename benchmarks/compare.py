@@ -12,6 +12,7 @@ import json
 import os
 import platform
 import shlex
+import shutil
 import statistics
 import subprocess
 import sys
@@ -102,6 +103,7 @@ def tunekit(given: Given, work: Work, folder: Path, more: tuple[str, ...] = ()) 
     steps = [line for line in lines if "seconds" in line]
     told = {"seconds": [s["seconds"] for s in steps], "losses": [s["loss"] for s in steps]}
     told |= {"peak": steps[-1]["memory_peak_bytes"], "versions": versions(), "threads": torch.get_num_threads()}
+    shutil.rmtree(out)  # gigabytes a run
     return told, whole
 
 
