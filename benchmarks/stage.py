@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tunekit.data.loader import Order
+from tunekit.data.order import plan
 
 END, PREFIX = 0, "base_model.model."
 
@@ -192,8 +192,8 @@ def rows(folder: Path, shape: Shape, work: Work) -> None:
     documents = [[*row[: size - 1].tolist(), END] for row, size in zip(common, sizes, strict=True)]
     texts = (" ".join(f"w{token}" for token in document[:-1]) for document in documents)
     (folder / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    packed = Order(np.array(sizes), seed=0, shuffle=False, capacity=work.length).epoch(0)
-    write(folder / "rows.json", [[documents[i] for i in row] for row in packed])
+    packed = plan(np.array(sizes), np.arange(len(sizes)), work.length, None)
+    write(folder / "rows.json", [[documents[i] for i in row] for row in packed.rows(0, len(packed))])
     write(folder / "work.json", asdict(work) | {"learnt": work.learnt} | asdict(shape))
 
 

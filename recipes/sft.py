@@ -145,7 +145,7 @@ def train(
     cfg: SFT, model: Decoder, data: Loader, held: Loader | None, space: workspace.Workspace, run: Run, sender: Publisher
 ) -> int:
     """Every step from the last saved one on; how many there were in all."""
-    steps = cfg.steps or cfg.epochs * data.steps_per_epoch
+    steps = cfg.steps or data.steps(cfg.epochs)
     inner = (p for layer in model.layers for p in layer.parameters())
     optimizer = cfg.optimizer.build(cfg.adapter.trained(model), inner)
     update = cfg.memory.update(optimizer, cfg.clip)

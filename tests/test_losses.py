@@ -47,7 +47,7 @@ def step(model: Decoder, batches: list[Batch]) -> tuple[float, list[Tensor]]:
 def batches(folder: Path, source: str, micro_batch: int, **options: object) -> list[Batch]:
     rows = Text(source, **options)
     loader = load(rows, Tokenizer.open(folder), len(LENGTHS), micro_batch, Run(0, "cpu"))
-    assert loader.steps_per_epoch == 1
+    assert loader.steps(1) == 1
     return loader[0]
 
 

@@ -52,7 +52,7 @@ def mean(loss: CrossEntropy, model: Decoder, data: Loader, run: Run) -> float:
     """Loss of a learnt token, over all rows and ranks, in nats."""
     training, total, tokens = model.training, torch.zeros((), device=run.device), 0
     model.eval()
-    for step in tqdm(range(data.steps_per_epoch), "validating", disable=not run.is_main or None, leave=False):
+    for step in tqdm(range(data.steps(1)), "validating", disable=not run.is_main or None, leave=False):
         for batch in data[step]:
             total += loss(model, batch.to(run.device))
             tokens += batch.learnt

@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from tunekit.data.batch import IGNORE, Batch
+from tunekit.data.batch import IGNORE, MULTIPLE, Batch, Layout
 from tunekit.data.documents import Document, Documents
-from tunekit.data.loader import MULTIPLE, Loader, Order
+from tunekit.data.loader import Loader
+from tunekit.data.order import Order
 from tunekit.errors import UserError
 
 ROWS, BATCH, PAD = 43, 8, 7
@@ -27,9 +28,9 @@ def documents() -> Documents:
 
 def loader(place, micro: int = BATCH, packed: bool = False, shuffle: bool = True) -> Loader:
     rows = documents()
-    return Loader(
-        rows, Order(rows.lengths, place.seed, shuffle, CAPACITY if packed else None), BATCH, micro, place, PAD
-    )
+    capacity = CAPACITY if packed else None
+    order = Order(rows.lengths, place.seed, shuffle, capacity)
+    return Loader(rows, order, Layout(BATCH, micro, place.rank, place.size, PAD, capacity))
 
 
 def found(batches: list[Batch]) -> list[tuple[tuple[int, ...], ...]]:
@@ -56,33 +57,33 @@ def ids(batches: list[Batch]) -> list[int]:
 def test_steps_hold_the_same_rows_on_any_layout(place, packed: bool, size: int, micro: int) -> None:
     want = loader(place(), packed=packed)
     ranks = [loader(place(rank, size), micro, packed) for rank in range(size)]
-    steps = range(2 * want.steps_per_epoch)
+    steps = range(2 * want.steps(1))
     for step in steps:
         parts = [rank[step] for rank in ranks]
         assert len({len(part) for part in parts}) == 1, "ranks differ in their number of micro-batches"
         assert all(len(batch.tokens) <= micro for part in parts for batch in part)
         assert sorted(found([batch for part in parts for batch in part])) == sorted(found(want[step]))
-    for epoch in (steps[: want.steps_per_epoch], steps[want.steps_per_epoch :]):
+    for epoch in (steps[: want.steps(1)], steps[want.steps(1) :]):
         assert sorted(row for step in epoch for rank in ranks for row in ids(rank[step])) == list(range(ROWS))
 
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_step_is_a_pure_function_of_seed_and_step(place, packed: bool) -> None:
     want, again = loader(place(), packed=packed), loader(place(), packed=packed)
-    last = 3 * want.steps_per_epoch
+    last = 3 * want.steps(1)
     forward = [ids(want[step]) for step in range(last)]
     assert forward == [ids(again[step]) for step in reversed(range(last))][::-1]
-    epochs = [forward[first : first + want.steps_per_epoch] for first in range(0, last, want.steps_per_epoch)]
+    epochs = [forward[first : first + want.steps(1)] for first in range(0, last, want.steps(1))]
     assert epochs[0] != epochs[1]
-    assert [ids(loader(place(seed=1), packed=packed)[step]) for step in range(want.steps_per_epoch)] != epochs[0]
+    assert [ids(loader(place(seed=1), packed=packed)[step]) for step in range(want.steps(1))] != epochs[0]
 
 
 def test_rows_stay_in_order_where_they_are_not_shuffled(place) -> None:
     rows = loader(place(), shuffle=False)
-    for step in range(rows.steps_per_epoch):
+    for step in range(rows.steps(1)):
         assert sorted(ids(rows[step])) == list(range(step * BATCH, min(step * BATCH + BATCH, ROWS)))
     packed = loader(place(), packed=True, shuffle=False)
-    firsts = [min(row) for row in packed.order.epoch(0)]
+    firsts = [min(row) for row in packed.order.plan(0).rows(0, ROWS)]
     assert firsts == sorted(firsts)
 
 
@@ -105,7 +106,7 @@ def test_tokens_that_the_model_lacks_are_told(place) -> None:
 @pytest.mark.parametrize("packed", [False, True])
 def test_targets_are_the_learnt_next_tokens_of_the_same_document(place, packed: bool) -> None:
     rows = loader(place(), 3, packed)
-    for step in range(rows.steps_per_epoch):
+    for step in range(rows.steps(1)):
         batches = rows[step]
         for tokens, targets, positions in found(batches):
             document = rows.rows[tokens[0] - 1000]
@@ -129,7 +130,7 @@ def test_targets_are_the_learnt_next_tokens_of_the_same_document(place, packed: 
 def test_offsets_bound_the_documents_and_the_padding_of_packed_rows(place) -> None:
     rows = loader(place(), 3, True)
     assert loader(place())[0][0].offsets is None
-    for step in range(rows.steps_per_epoch):
+    for step in range(rows.steps(1)):
         for batch in rows[step]:
             assert batch.offsets.dtype == torch.int32
             assert batch.tokens.shape[1] <= CAPACITY
@@ -143,7 +144,7 @@ def test_offsets_bound_the_documents_and_the_padding_of_packed_rows(place) -> No
 
 
 def test_a_rank_without_rows_learns_nothing(place) -> None:
-    last = loader(place()).steps_per_epoch - 1
+    last = loader(place()).steps(1) - 1
     batches = loader(place(3, 4), 1)[last]
     assert [(batch.learnt, batch.real) for batch in batches] == [(0, 0)]
     assert bool((batches[0].targets == IGNORE).all())
@@ -152,7 +153,7 @@ def test_a_rank_without_rows_learns_nothing(place) -> None:
 def test_the_report_counts_what_the_batches_hold(place) -> None:
     for packed in (False, True):
         rows = loader(place(), 3, packed)
-        batches = [batch for step in range(rows.steps_per_epoch) for batch in rows[step]]
+        batches = [batch for step in range(rows.steps(1)) for batch in rows[step]]
         report = rows.report
         assert (report.rows, report.longest) == (ROWS, max(rows.rows.lengths))
         assert report.tokens == sum(batch.real for batch in batches)

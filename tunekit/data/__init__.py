@@ -10,6 +10,7 @@ spans       which characters of a rendered conversation are learnt, and which to
 documents   tokenised rows, held flat
 rows        the choices of a recipe's `data:` (Chat, Instruct, Text)
 packing     which documents share a packed row
-batch       tokens, targets, positions and bounds of one micro-batch
+order       which documents make up the rows of an epoch, from (seed, epoch) alone
+batch       tokens, targets, positions and bounds of one micro-batch; how a step lies on ranks
 loader      step number to micro-batches: a pure function of (seed, step, rank)
 """
