@@ -85,13 +85,14 @@ class Choices:
         return [cls for cls in self.own if issubclass(cls, bases)]
 
     def default_kind(self, slot: Slot) -> str | None:
-        """The kind that is meant when none is named."""
+        """The kind that is meant when none is named: the slot's default, an only one, or the class that says `usual`."""
         kinds = self.kinds(slot)
         for kind, cls in kinds.items():
             if type(slot.default) is cls:
                 return kind
         known = _known(slot)
-        return kind_name(known[0]) if len(known) == 1 else None
+        usual = known if len(known) == 1 else [cls for cls in known if vars(cls).get("usual")]
+        return kind_name(usual[0]) if usual else None
 
     def kind_in(self, slot: Slot, node: Node) -> Any:
         """The kind that `node` names, as a bare word or under `kind`; else the default one."""

@@ -1,23 +1,28 @@
 """The choices of a recipe's `data:`: what a row is and which of its tokens are learnt."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-import numpy as np
-
-from tunekit.data import spans
+from tunekit.data import dialects, written
 from tunekit.data.documents import Document
-from tunekit.data.messages import column, conversation, string, tool_schemas
+from tunekit.data.fit import TooLong, fitted
+from tunekit.data.messages import Talk, column, string, talk
+from tunekit.data.plain import kind
+from tunekit.data.recognise import Form, recognise
+from tunekit.data.signs import Sign
 from tunekit.data.source import find, parse_split
-from tunekit.data.spans import Learn
 from tunekit.data.table import Fault, Row
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.data.transforms import Rename, Where
+from tunekit.data.written import Learn, Written
 from tunekit.errors import FieldError, UserError
 
 Encoded = list[Document] | Fault | None
+Fields = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -33,18 +38,18 @@ class Rows:
         {"source", "split", "limit", "pack", "shuffle", "stream", "workers", "bad_rows", "most_bad"}
     )
 
-    source: str
-    split: str = "train"
-    length: int = 2048
-    pack: bool = False
+    source: str  # a file, a folder, tunekit/tools, a Hub name or an address
+    split: str = "train"  # and the part of it: train[:90%]
+    length: int = 2048  # the most tokens of a row
+    pack: bool = False  # fill rows of `length` tokens with whole documents, which do not see each other
     shuffle: bool = True
-    limit: int | None = None
-    too_long: Literal["truncate", "drop", "split"] = "truncate"
-    bad_rows: Literal["stop", "skip"] = "stop"
-    most_bad: float = 0.01
-    transforms: tuple[Rename | Where, ...] = ()
-    stream: bool = False
-    workers: int | None = None
+    limit: int | None = None  # take the first rows only
+    too_long: TooLong = "truncate"  # cut at the end, without an end token; drop; or go on in further rows
+    bad_rows: Literal["stop", "skip"] = "stop"  # what a row does from which nothing can be learnt
+    most_bad: float = 0.01  # share of skipped rows above which the run stops all the same
+    transforms: tuple[Rename | Where, ...] = ()  # what is done to the columns first
+    stream: bool = False  # read while training, for what does not fit on the disk
+    workers: int | None = None  # processes that prepare rows; null: as many as there are cores
 
     def __post_init__(self) -> None:
         if not self.source:
@@ -68,55 +73,75 @@ class Rows:
 
     def code(self) -> dict[str, Any]:
         """The keys that decide what a row becomes, with their values."""
-        return {field.name: vars(self)[field.name] for field in fields(self) if field.name not in self.SERVING}
+        names = (field.name for field in dataclasses.fields(self))
+        return {name: vars(self)[name] for name in names if name not in self.SERVING}
 
-    def encode(self, tokenizer: Tokenizer, rows: Sequence[Row | Fault]) -> list[Encoded]:
-        """What each row becomes, in order.
-
-        Documents; none, if it was dropped as too long; a fault; or None, if a transform left it out.
-        """
-        found: list[Encoded] = [self.entry(tokenizer, row) for row in rows]
-        return found
-
-    def cut(self, document: Document) -> Iterator[Document]:
-        """At most `length` tokens of a document, with something to learn in them (a first token is never a target)."""
-        short = Document(document.tokens[: self.length], document.learnt[: self.length], document.whole)
-        if short.learnt[1:].any():
-            yield short
-            return
-        if document.learnt[1:].any():
-            first = int(document.learnt[1:].argmax()) + 2
-            raise UserError(
-                f"nothing to learn in its first {self.length:,} tokens: learnt is only from {first:,} "
-                f"of {document.whole:,}; raise `length` or take the row out"
-            )
-        raise UserError(f"nothing to learn in its {document.whole:,} tokens; take the row out")
-
-    def entry(self, tokenizer: Tokenizer, row: Row | Fault) -> Encoded:
-        if isinstance(row, Fault):
-            return row
-        try:
-            values: dict[str, Any] | None = row.fields
-            for transform in self.transforms:
-                values = values if values is None else transform(values)
-            return None if values is None else list(self.cut(self.document(tokenizer, values)))
-        except UserError as error:
-            return Fault(row.where, str(error))
-
-    def document(self, tokenizer: Tokenizer, fields: dict[str, Any]) -> Document:
-        """Tokens of a row, whole."""
-        raise NotImplementedError
+    def says(self, fields: Fields) -> str:
+        """What a row with these columns is, in words."""
+        return f"{type(self).__name__}, as `kind` says"
 
     def prepare(self, tokenizer: Tokenizer) -> Tokenizer:
         """The tokenizer that these rows want; UserError if they cannot be written with this one."""
         raise NotImplementedError
 
+    def texts(self, tokenizer: Tokenizer, fields: Fields) -> list[Written]:
+        """What the columns of a row are as text, each text a document; UserError says why they are none."""
+        raise NotImplementedError
+
+    def encode(self, tokenizer: Tokenizer, rows: Sequence[Row | Fault]) -> list[Encoded]:
+        """What each row becomes, in order.
+
+        Documents; no document, if it was dropped as too long; a fault; or None, if a transform left it out.
+        """
+        read = [self.read(tokenizer, row) for row in rows]
+        texts = [text for found in read if isinstance(found, list) for text in found]
+        documents = iter(written.documents(tokenizer, texts))
+        return [
+            self.fit(row, found, [next(documents) for _ in found]) if isinstance(found, list) else found
+            for row, found in zip(rows, read, strict=True)
+        ]
+
+    def read(self, tokenizer: Tokenizer, row: Row | Fault) -> list[Written] | Fault | None:
+        """The texts of a row."""
+        if isinstance(row, Fault):
+            return row
+        try:
+            fields = self.transformed(row.fields)
+            return None if fields is None else self.texts(tokenizer, fields)
+        except UserError as error:
+            return Fault(row.where, str(error))
+
+    def transformed(self, fields: Fields) -> Fields | None:
+        """The columns behind all transforms; None if one of them leaves the row out."""
+        found: Fields | None = fields
+        for transform in self.transforms:
+            found = None if found is None else transform(found)
+        return found
+
+    def fit(self, row: Row | Fault, texts: list[Written], whole: list[Document]) -> list[Document] | Fault:
+        """Documents none of which is longer than `length`; if one is dropped, all of the row are."""
+        try:
+            parts = [self.fitted(text, document) for text, document in zip(texts, whole, strict=True)]
+        except UserError as error:
+            return Fault(row.where, str(error))
+        return [document for part in parts for document in part] if all(parts) else []
+
+    def fitted(self, text: Written, document: Document) -> list[Document]:
+        """Text that flows goes on from its last token; what answers something, with as much before it as is learnt."""
+        return fitted(document, self.length, self.too_long, 1 if text.flows else self.length // 2)
+
 
 @dataclass(frozen=True)
 class Conversations(Rows):
-    """Rows that a chat template writes. `template` is the path of a Jinja file; None: the checkpoint's own."""
+    """Rows that a chat template writes.
 
-    template: str | None = None
+    `template` is the path of a Jinja file; None: the checkpoint's own. `learn`: what every assistant turn says, what
+    the last one says, all there is, the messages that a row marks (`train: true`, `weight: 1`), or those of the roles
+    in a list. A turn's end token is part of it.
+    """
+
+    template: str | None = None  # path of a Jinja file, in place of the checkpoint's own template
+    learn: Learn = "assistant"  # which turns, each with its end; a list names roles
 
     def check(self) -> None:
         super().check()
@@ -124,87 +149,77 @@ class Conversations(Rows):
             raise UserError(f"{self.template}: no such chat template file")
 
     def prepare(self, tokenizer: Tokenizer) -> Tokenizer:
-        tokenizer = tokenizer if self.template is None else tokenizer.with_template(self.template)
+        tokenizer = self.dressed(tokenizer)
         tokenizer.template()
         return tokenizer
 
-    def document(self, tokenizer: Tokenizer, fields: dict[str, Any]) -> Document:
-        text, learnt = self.render(tokenizer, fields)
-        (encoding,) = tokenizer.encode_rendered([text])
-        ids = np.array(encoding.ids, np.int32)
-        mask = np.zeros(len(ids), bool)
-        for span in learnt:
-            first, behind = spans.tokens_in(encoding, text, span, tokenizer.marks)
-            mask[first:behind] = True
-        return Document(ids, mask, len(ids))
+    def dressed(self, tokenizer: Tokenizer) -> Tokenizer:
+        """The tokenizer with the chat template that is named."""
+        return tokenizer if self.template is None else tokenizer.with_template(self.template)
 
-    def render(self, tokenizer: Tokenizer, fields: dict[str, Any]) -> tuple[str, list[spans.Span]]:
-        """Text and learnt characters of a row."""
+    def texts(self, tokenizer: Tokenizer, fields: Fields) -> list[Written]:
+        return [written.conversation(tokenizer, self.talk(fields), self.learn)]
+
+    def talk(self, fields: Fields) -> Talk:
+        """The conversation that the columns of a row are."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class Chat(Conversations):
-    """Conversations: a column of messages, each with role and content; tool schemas in the column `tools`, if there.
+    """Conversations as OpenAI writes them: a column of messages, each with role and content.
 
-    `learn`: what every assistant turn says, what the last one says, or all there is. A turn's end token is part of it.
+    Schemas of tools stand in the column `tools`, if there: a list, or JSON in a string.
     """
 
-    messages: str = "messages"
-    learn: Learn = "assistant"
+    messages: str = "messages"  # the column
 
-    def render(self, tokenizer: Tokenizer, fields: dict[str, Any]) -> tuple[str, list[spans.Span]]:
-        turns = conversation(column(fields, self.messages, "messages"), self.messages)
-        tools = tool_schemas(fields["tools"], "tools") if "tools" in fields else None
-        return spans.render(tokenizer, turns, tools, self.learn)
+    def talk(self, fields: Fields) -> Talk:
+        return talk(column(fields, self.messages, "messages"), self.messages, fields.get("tools"))
+
+
+@dataclass(frozen=True)
+class ShareGPT(Conversations):
+    """Conversations as ShareGPT writes them: a column of items, each with `from` and `value`.
+
+    Who speaks is `human`, `gpt`, `system`, `function_call` (whose value is JSON) or `observation`. The columns `system`
+    and `tools` are read, if there.
+    """
+
+    conversations: str = "conversations"  # the column
+
+    def talk(self, fields: Fields) -> Talk:
+        found = column(fields, self.conversations, "conversations")
+        return dialects.sharegpt(found, self.conversations, fields.get("system"), fields.get("tools"))
 
 
 @dataclass(frozen=True)
 class Instruct(Conversations):
     """An instruction, an input to it and the response to learn, in a column each: one user and one assistant message.
 
-    An empty input is left out. Rows may lack the column `input`, but not one that was named otherwise.
+    An empty input is left out. Rows may lack the column `input`, but not one that was named otherwise. A column
+    `history` holds pairs of earlier turns.
     """
 
-    prompt: str = "instruction"
-    input: str | None = "input"
-    response: str = "output"
-    system: str | None = None
+    prompt: str = "instruction"  # the column
+    input: str | None = "input"  # the column
+    response: str = "output"  # the column
+    system: str | None = None  # what the system message says in rows without a column `system`
 
-    def render(self, tokenizer: Tokenizer, fields: dict[str, Any]) -> tuple[str, list[spans.Span]]:
+    def talk(self, fields: Fields) -> Talk:
         question = string(fields, self.prompt, "prompt")
         if self.input is not None and (self.input != "input" or fields.get("input") is not None):
             more = string(fields, self.input, "input")
             question = f"{question}\n\n{more}" if more else question
         answer = string(fields, self.response, "response")
-        turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-        if self.system is not None:
-            turns.insert(0, {"role": "system", "content": self.system})
-        return spans.render(tokenizer, turns, None, "assistant")
+        return dialects.instruction(question, answer, fields.get("system") or self.system, fields.get("history"))
 
 
 @dataclass(frozen=True)
-class Text(Rows):
-    """Plain text, all of it learnt: one longer than `length` goes on in further rows.
+class Ended(Rows):
+    """Rows that may be plain text, which ends with a token."""
 
-    `end` is the token that ends a text; None: the tokenizer's end-of-text token.
-    """
-
-    column: str = "text"
-    end: str | None = None
-
-    def cut(self, document: Document) -> Iterator[Document]:
-        """All of a text: what is longer than `length` goes on in further rows, each from the token it left off at."""
-        if document.whole <= self.length:
-            yield from super().cut(document)
-            return
-        for start in range(0, document.whole - 1, self.length - 1):
-            tokens = document.tokens[start : start + self.length]
-            yield Document(tokens, document.learnt[start : start + self.length], len(tokens))
-
-    def prepare(self, tokenizer: Tokenizer) -> Tokenizer:
-        self.end_of_text(tokenizer)
-        return tokenizer
+    end: str | None = None  # the token that ends a text; null: the tokenizer's end-of-text token
 
     def end_of_text(self, tokenizer: Tokenizer) -> int:
         end = tokenizer.eos if self.end is None else tokenizer.model.token_to_id(self.end)
@@ -213,16 +228,139 @@ class Text(Rows):
             raise UserError(f"the tokenizer {fault}; name one of its tokens as `end`")
         return end
 
-    def document(self, tokenizer: Tokenizer, fields: dict[str, Any]) -> Document:
-        end = self.end_of_text(tokenizer)
-        (ids,) = tokenizer.encode_texts([self.text(fields)], special=True)
-        tokens = np.array(ids if ids and ids[-1] == end else [*ids, end], np.int32)
-        return Document(tokens, np.ones(len(tokens), bool), len(tokens))
 
-    def text(self, fields: dict[str, Any]) -> str:
-        text = string(fields, self.column, "column")
-        spans.check_encodable(text)
-        return text
+@dataclass(frozen=True)
+class Either(Ended, Conversations):
+    """Rows that are texts or conversations: whether a template and an end are needed, each row says."""
+
+    def prepare(self, tokenizer: Tokenizer) -> Tokenizer:
+        return self.dressed(tokenizer)
+
+
+@dataclass(frozen=True)
+class Completion(Either):
+    """A prompt and the completion to learn, in a column each: texts, or lists of messages that the template writes."""
+
+    prompt: str = "prompt"  # the column
+    completion: str = "completion"  # the column
+
+    def texts(self, tokenizer: Tokenizer, fields: Fields) -> list[Written]:
+        prompt, completion = column(fields, self.prompt, "prompt"), column(fields, self.completion, "completion")
+        if isinstance(prompt, str) and isinstance(completion, str):
+            start = 0 if self.learn == "all" else len(prompt)
+            return [written.raw(prompt + completion, self.end_of_text(tokenizer), start)]
+        found = dialects.joined(prompt, completion, fields.get("tools"), (self.prompt, self.completion))
+        return [written.conversation(tokenizer, found, self.learn)]
+
+
+@dataclass(frozen=True)
+class Text(Ended):
+    """Plain text, all of it learnt: one longer than `length` goes on in further rows."""
+
+    too_long: TooLong = "split"  # go on in further rows; drop; or cut at the end
+    column: str = "text"  # the column
+
+    def prepare(self, tokenizer: Tokenizer) -> Tokenizer:
+        self.end_of_text(tokenizer)
+        return tokenizer
+
+    def texts(self, tokenizer: Tokenizer, fields: Fields) -> list[Written]:
+        return [written.raw(string(fields, self.column, "column"), self.end_of_text(tokenizer))]
+
+
+@dataclass(frozen=True)
+class Auto(Either):
+    """Rows that are recognised by their columns. This is meant where no `kind` is written.
+
+    The first that fits is taken: `messages` or `conversations` (as OpenAI or ShareGPT writes them), `prompt` and
+    `completion`, `instruction` and `output`, `text`. A text goes on in further rows, unless it is dropped.
+    """
+
+    usual: ClassVar = True
+
+    @cached_property
+    def choices(self) -> dict[Form, Rows]:
+        """The kinds that rows were recognised as, each with what is said here."""
+        return {}
+
+    def choice(self, fields: Fields) -> Rows:
+        """The kind that a row is."""
+        form = recognise(fields)
+        if form not in self.choices:
+            self.choices[form] = self.made(form)
+        return self.choices[form]
+
+    def made(self, form: Form) -> Rows:
+        if form.kind not in KINDS:
+            raise UserError(f"these are {form.says}: no recipe for them reads `{type(self).__name__.lower()}` rows")
+        cls = KINDS[form.kind]
+        known = {field.name for field in dataclasses.fields(cls)}
+        given: dict[str, Any] = {name: value for name, value in vars(self).items() if name in known}
+        return cls(**given, **dict[str, Any](form.columns))
+
+    def says(self, fields: Fields) -> str:
+        return recognise(fields).says
+
+    def texts(self, tokenizer: Tokenizer, fields: Fields) -> list[Written]:
+        return self.choice(fields).texts(tokenizer, fields)
+
+    def fitted(self, text: Written, document: Document) -> list[Document]:
+        if text.flows and self.too_long == "truncate":
+            return fitted(document, self.length, "split", 1)
+        return super().fitted(text, document)
+
+
+KINDS: dict[str, type[Rows]] = {cls.__name__.lower(): cls for cls in (Chat, ShareGPT, Instruct, Completion, Text)}
+
+
+@dataclass(frozen=True)
+class Compared(Either):
+    """Rows whose completions are compared or judged: nothing of a prompt is learnt, and nothing goes on elsewhere."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.too_long == "split":
+            raise FieldError("too_long", "a completion that is compared cannot go on in further rows: truncate or drop")
+        if self.learn == "all":
+            raise FieldError("learn", "a prompt is given to the model, and not learnt from what is preferred")
+
+
+@dataclass(frozen=True)
+class Preference(Compared):
+    """Pairs of answers, of which one is preferred: texts, or conversations. The chosen document comes first.
+
+    What both begin with is their prompt, and a column `prompt` stands before both, if they do not begin with it.
+    """
+
+    prompt: str = "prompt"  # the column
+    chosen: str = "chosen"  # the column
+    rejected: str = "rejected"  # the column
+
+    def texts(self, tokenizer: Tokenizer, fields: Fields) -> list[Written]:
+        chosen, rejected = column(fields, self.chosen, "chosen"), column(fields, self.rejected, "rejected")
+        prompt = fields.get(self.prompt)
+        if chosen == rejected:
+            raise UserError(f"{self.chosen} and {self.rejected} are the same: nothing is preferred")
+        if all(isinstance(side, str) for side in (chosen, rejected)) and isinstance(prompt, str | None):
+            same = dialects.common_text(chosen, rejected) if prompt is None else ""
+            head, end = prompt or "", self.end_of_text(tokenizer)
+            return [written.raw(head + side, end, len(head + same)) for side in (chosen, rejected)]
+        talks = dialects.pair(chosen, rejected, prompt, fields.get("tools"))
+        return [written.conversation(tokenizer, found, self.learn) for found in talks]
+
+
+@dataclass(frozen=True)
+class Marked(Compared, Completion):
+    """A prompt, a completion and whether it is a good one, for KTO. The document's signs say which."""
+
+    label: str = "label"  # the column: true or false
+
+    def texts(self, tokenizer: Tokenizer, fields: Fields) -> list[Written]:
+        good = column(fields, self.label, "label")
+        if not isinstance(good, bool):
+            raise UserError(f"{self.label}: want true or false, this is {kind(good)}")
+        (text,) = super().texts(tokenizer, fields)
+        return [text._replace(signs=text.signs | (Sign.GOOD if good else Sign.BAD))]
 
 
 def named(row: Row, function, *arguments):

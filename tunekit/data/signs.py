@@ -4,7 +4,10 @@ from enum import IntFlag
 
 
 class Sign(IntFlag):
-    """Bits that a row's documents carry. Spans find the first three, messages the others."""
+    """Bits that a row's documents carry. Spans find UNENDED and PROMPT_LEARNT, messages the others.
+
+    The last two are no oddity but what a row of single marks says of itself.
+    """
 
     SPECIAL_IN_TEXT = 1  # what a user, the system or a tool says holds the text of a special token
     UNENDED = 2  # a learnt turn whose end token is not learnt: the model is not taught to stop
@@ -12,3 +15,6 @@ class Sign(IntFlag):
     TOOLS_UNUSED = 8  # the row has tools or calls, the template writes nothing of them
     REASONING_DROPPED = 16  # a learnt turn has reasoning, the template does not write it
     CONTENT_LOST = 32  # what a message says does not come in the text that the template writes
+    EMPTY_TURN = 64  # a learnt turn says nothing: the model is taught to end at once
+    GOOD = 1 << 16
+    BAD = 1 << 17

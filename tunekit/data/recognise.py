@@ -1,0 +1,59 @@
+"""What rows are, by their columns: one table, of which the first line that fits is taken."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from tunekit.data.plain import kind
+from tunekit.errors import UserError
+
+TURNS = ("messages", "conversations", "conversation")
+
+
+class Form(NamedTuple):
+    """A kind of rows, its keys that name columns with their names, and what is said of it."""
+
+    kind: str
+    columns: tuple[tuple[str, str], ...]
+    says: str
+
+
+class Line(NamedTuple):
+    """A line of the table: the columns that a row must have, and the types of their values."""
+
+    form: Form
+    types: Mapping[str, type | tuple[type, ...]]
+
+
+def line(kind: str, says: str, types: Mapping[str, type | tuple[type, ...]], key: str | None = None) -> Line:
+    """`key`: the one of the kind's keys that names the column."""
+    names = ", ".join(map(repr, types))
+    columns = () if key is None else tuple((key, name) for name in types)
+    return Line(Form(kind, columns, f"{says} (column{'s' if len(types) > 1 else ''} {names})"), types)
+
+
+TEXTS = (str, list)
+CHAT = {name: line("chat", "OpenAI messages", {name: list}, "messages").form for name in TURNS}
+SHAREGPT = {name: line("sharegpt", "ShareGPT", {name: list}, "conversations").form for name in TURNS}
+TABLE = (
+    line("preference", "preference pairs", {"chosen": TEXTS, "rejected": TEXTS}),
+    line("marked", "completions with marks", {"prompt": TEXTS, "completion": TEXTS, "label": bool}),
+    line("completion", "prompts with completions", {"prompt": TEXTS, "completion": TEXTS}),
+    line("instruct", "Alpaca", {"instruction": str, "output": str}),
+    line("text", "plain text", {"text": str}),
+)
+
+
+def recognise(fields: Mapping[str, Any]) -> Form:
+    """What a row is. UserError if no line of the table fits."""
+    for name in TURNS:
+        if name in fields and isinstance(fields[name], list):
+            first = fields[name][0] if fields[name] else None
+            sharegpt = isinstance(first, dict) and first.get("role") is None and first.get("from") is not None
+            return (SHAREGPT if sharegpt else CHAT)[name]
+    for form, types in TABLE:
+        if all(name in fields and isinstance(fields[name], wanted) for name, wanted in types.items()):
+            return form
+    have = ", ".join(f"{name} ({kind(value)})" for name, value in fields.items() if value is not None) or "none"
+    raise UserError(
+        f"no format is known by its columns, which are {have}; name one as `kind`, or rename columns by `transforms`"
+    )

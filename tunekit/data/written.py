@@ -1,0 +1,121 @@
+"""From what a row is to text with learnt characters, and from there to documents of tokens."""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from tunekit.data import spans
+from tunekit.data.documents import Document
+from tunekit.data.messages import Talk
+from tunekit.data.said import manner, signs
+from tunekit.data.signs import Sign
+from tunekit.data.tokenizer import Tokenizer
+from tunekit.errors import UserError
+
+Role = Literal["system", "developer", "user", "assistant", "tool"]
+Learn = Literal["assistant", "last", "all", "marked"] | tuple[Role, ...]
+
+
+class Written(NamedTuple):
+    """Text and its learnt character spans.
+
+    `end`: the token behind it, if it is no template's text; then the tokenizer's own beginning stands before it too.
+    """
+
+    text: str
+    learnt: list[spans.Span]
+    signs: Sign = Sign(0)
+    end: int | None = None
+
+    @property
+    def flows(self) -> bool:
+        """Whether it is text that is learnt from its first character on, and may go on in further rows."""
+        return self.end is not None and self.learnt[0][0] == 0
+
+
+def conversation(tokenizer: Tokenizer, talk: Talk, learn: Learn) -> Written:
+    """A conversation as the template writes it."""
+    turns = learnt_turns(talk, learn)
+    messages = manner(tokenizer.template(talk.tools), tokenizer).fit(talk.messages)
+    text, learnt, *noticed = spans.render(tokenizer, messages, talk.tools, "all" if learn == "all" else turns)
+    found = signs(tokenizer, talk, text, turns)
+    for sign in noticed:
+        found |= sign
+    return Written(text, learnt, found)
+
+
+def learnt_turns(talk: Talk, learn: Learn) -> list[int]:
+    """The messages to learn. UserError if there is none, or if a message's own flag says otherwise."""
+    roles = learn if isinstance(learn, tuple) else ("assistant",)
+    turns = [index for index, message in enumerate(talk.messages) if message["role"] in roles and index >= talk.first]
+    if learn == "all":
+        turns = list(range(len(talk.messages)))
+    if learn == "last":
+        turns = turns[-1:]
+    if learn == "marked":
+        turns = marked(talk, turns)
+    elif talk.flags is not None:
+        agree(talk, turns, learn)
+    if not turns:
+        which = "message that is marked" if learn == "marked" else f"{' or '.join(roles)} message"
+        raise UserError(f"nothing to learn: the conversation has no {which}")
+    return turns
+
+
+def marked(talk: Talk, turns: list[int]) -> list[int]:
+    """Messages marked true; where none is, all of the assistant but those marked false, as OpenAI counts weights."""
+    flags = talk.flags or [None] * len(talk.messages)
+    if True in flags:
+        return [index for index, flag in enumerate(flags) if flag]
+    return [index for index in turns if flags[index] is not False]
+
+
+def agree(talk: Talk, turns: list[int], learn: Learn) -> None:
+    """Flags are not passed over: where they say otherwise, somebody has to decide."""
+    for index, flag in enumerate(talk.flags or ()):
+        learnt = index in turns
+        if flag is not None and flag != learnt and (learnt or talk.messages[index]["role"] != "assistant"):
+            says = "is marked to be learnt" if flag else "is marked not to be learnt"
+            told = learn if isinstance(learn, str) else f"[{', '.join(learn)}]"
+            raise UserError(f"{talk.name}[{index}]: {says}, against `learn: {told}`; set `learn: marked`")
+
+
+def raw(text: str, end: int, start: int = 0) -> Written:
+    """Plain text between the tokenizer's own beginning and an end; learnt from the character `start` on."""
+    spans.check_encodable(text)
+    return Written(text, [(start, len(text))], Sign(0), end)
+
+
+def documents(tokenizer: Tokenizer, texts: Sequence[Written]) -> list[Document]:
+    """Texts as tokens, all of them together."""
+    encodings = tokenizer.encode_rendered([written.text for written in texts])
+    return [document(tokenizer, *pair) for pair in zip(texts, encodings, strict=True)]
+
+
+def document(tokenizer: Tokenizer, written: Written, encoding) -> Document:
+    ids = np.array(encoding.ids, np.int32)
+    learnt = np.zeros(len(ids), bool)
+    for span in written.learnt:
+        first, behind = spans.tokens_in(encoding, written.text, span, tokenizer.marks)
+        learnt[first:behind] = True
+    if written.end is not None:
+        ids, learnt = framed(ids, learnt, beginning(tokenizer), written)
+    return Document(ids, learnt, len(ids), written.signs)
+
+
+def framed(ids: np.ndarray, learnt: np.ndarray, head: np.ndarray, written: Written) -> tuple[np.ndarray, np.ndarray]:
+    """A text between its beginning and its end. The end is learnt; the beginning counts as learnt if all else is."""
+    tail = [] if len(ids) and ids[-1] == written.end else [written.end]
+    ids = np.concatenate((head, ids, np.array(tail, np.int32)))
+    learnt = np.concatenate((np.full(len(head), written.flows), learnt, np.ones(len(tail), bool)))
+    learnt[-1] = True
+    return ids, learnt
+
+
+@lru_cache(maxsize=8)
+def beginning(tokenizer: Tokenizer) -> np.ndarray:
+    """What the tokenizer puts before every text: the token that begins one, for many."""
+    bare, whole = (tokenizer.encode_texts(["a"], special)[0] for special in (False, True))
+    return np.array(whole[: whole.index(bare[0])], np.int32)
