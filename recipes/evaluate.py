@@ -17,7 +17,7 @@ from tunekit import assemble, card
 from tunekit.checkpoint.atomic import write_text
 from tunekit.data.documents import Document
 from tunekit.data.loader import Loader, load
-from tunekit.data.rows import Chat, Instruct, Text
+from tunekit.data.rows import OneSource
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import FieldError
 from tunekit.formats import FP4, NF4, Plain
@@ -33,7 +33,7 @@ class Evaluate:
     """Which model is asked what. With a baseline, both are, and stand side by side."""
 
     model: str  # folder of a checkpoint, an adapter or a run; a Hub name; tunekit/nano
-    data: Chat | Instruct | Text  # held-out rows; the last learnt turn of each is the answer to match
+    data: OneSource  # held-out rows; the last learnt turn of each is the answer to match
     baseline: str | None = None  # a second model, such as the one before training
     sampling: Sampling = Sampling()
     weights: Plain | NF4 | FP4 = Plain()  # how the weights of both are stored
@@ -71,6 +71,11 @@ class Result:
     @property
     def perplexity(self) -> float:
         return math.exp(min(self.loss, 700.0))  # beyond that, a float is infinite
+
+
+def words(cfg: Evaluate) -> Tokenizer:
+    """The tokenizer that rows are written with; no weight is read for it."""
+    return assemble.described(cfg.model, fetch.SMALL)[2]
 
 
 def check(cfg: Evaluate) -> None:

@@ -20,7 +20,7 @@ from tunekit.checkpoint.state import State
 from tunekit.config.dump import dump, resolved
 from tunekit.data.batch import Batch
 from tunekit.data.loader import Loader, load
-from tunekit.data.rows import Chat, Instruct, Text
+from tunekit.data.rows import OneSource
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import FieldError
 from tunekit.formats import FP4, NF4, Plain
@@ -43,9 +43,9 @@ class SFT:
     """Everything this recipe can be told. Each field is one choice; each class is one file to read."""
 
     model: str  # folder of a checkpoint, a Hub name, or tunekit/nano
-    data: Chat | Instruct | Text  # what to learn
+    data: OneSource  # what to learn
     out: str  # folder of this run: config, metrics, state and the final checkpoint
-    validation: Chat | Instruct | Text | None = None  # held-out rows
+    validation: OneSource | None = None  # held-out rows
     weights: Plain | NF4 | FP4 = Plain()  # how frozen weights are stored; nf4 with an adapter is QLoRA
     adapter: Full | LoRA | DoRA = Full()  # what is trained
     loss: CrossEntropy = CrossEntropy()
@@ -93,6 +93,12 @@ def source_of(cfg: SFT, files: fetch.Files = fetch.READ) -> Folder:
     """The checkpoint, and whose tokenizer goes with it."""
     source = Folder.open(fetch.resolve(cfg.model, files), cfg.model)
     return source if cfg.tokenizer is None else replace(source, words=fetch.resolve(cfg.tokenizer, fetch.SMALL))
+
+
+def words(cfg: SFT) -> Tokenizer:
+    """The tokenizer that rows are written with; no weight is read for it."""
+    source = source_of(cfg, fetch.SMALL)
+    return Tokenizer.open(source.tokenizer).fitted(source.spec.vocab, source.tokenizer)
 
 
 def check(cfg: SFT) -> None:

@@ -311,6 +311,7 @@ class Auto(Either):
 
 
 KINDS: dict[str, type[Rows]] = {cls.__name__.lower(): cls for cls in (Chat, ShareGPT, Instruct, Completion, Text)}
+OneSource = Auto | Chat | ShareGPT | Instruct | Completion | Text  # what a recipe that learns from rows may read
 
 
 @dataclass(frozen=True)
