@@ -17,6 +17,7 @@ from tunekit.checkpoint.atomic import write_text
 from tunekit.data.messages import conversation
 from tunekit.data.rows import named
 from tunekit.data.source import find, open_source
+from tunekit.data.table import insist
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import FieldError, UserError
 from tunekit.formats import FP4, NF4, Plain
@@ -77,7 +78,7 @@ def main(cfg: Generate) -> None:
 def asked(cfg: Generate) -> Iterator[str | list]:
     """Prompts as text, or as conversations."""
     yield from cfg.prompts
-    for row in open_source(cfg.source, cfg.split, None).rows if cfg.source is not None else ():
+    for row in map(insist, open_source(cfg.source, cfg.split, None).rows) if cfg.source is not None else ():
         found = row.fields.get("messages", row.fields.get("prompt"))
         if not isinstance(found, str | list) or not found:
             raise UserError(f"{row.where}: neither 'messages' nor 'prompt' to answer")

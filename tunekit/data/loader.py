@@ -33,7 +33,8 @@ def load(choice: Rows, tokenizer: Tokenizer, batch: int, micro_batch: int, run, 
 
 
 def prepared(choice: Rows, tokenizer: Tokenizer, table: Table, bar: tqdm) -> Iterator[Document]:
-    while chunk := list(islice(table.rows, CHUNK)):
+    rows = table.rows
+    while chunk := list(islice(rows, CHUNK)):
         for found in choice.encode(tokenizer, chunk):
             if isinstance(found, Fault):
                 raise UserError(f"{found.where}: {found.reason}")

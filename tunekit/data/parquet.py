@@ -1,30 +1,53 @@
 """Rows of Parquet files. A module of its own because pyarrow is slow to import."""
 
 from collections.abc import Iterator
-from pathlib import Path
+from dataclasses import dataclass
 
 import pyarrow
 import pyarrow.parquet
 
-from tunekit.data.table import Row, Table
+from tunekit.data.arrow import TROUBLE, ColumnChunk, pieces, told
+from tunekit.data.storage import Stored
+from tunekit.data.table import BYTES, ROWS, Chunk, Place
 from tunekit.errors import UserError
 
 
-def parquet_file(path: Path) -> Table:
-    """The rows of a Parquet file, read a few at a time."""
-    try:
-        file = pyarrow.parquet.ParquetFile(path)
-    except pyarrow.ArrowException as error:
-        raise UserError(f"{path}: not a Parquet file: {str(error).splitlines()[0]}") from None
-    return Table(file.metadata.num_rows, parquet_rows(path, file))
+@dataclass(frozen=True)
+class Parquet:
+    """A file whose row groups are decoded a few rows at a time. Places count rows."""
 
+    file: Stored
 
-def parquet_rows(path: Path, file: pyarrow.parquet.ParquetFile) -> Iterator[Row]:
-    number = 0
-    try:
-        for batch in file.iter_batches(batch_size=1024):
-            for fields in batch.to_pylist():
-                number += 1
-                yield Row(f"{path} row {number}", fields)
-    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: unreadable after row {number}: {str(error).splitlines()[0]}") from None
+    def count(self, most: int | None) -> int:
+        with self.opened() as file:
+            return file.metadata.num_rows
+
+    def chunks(self, place: Place) -> Iterator[Chunk]:
+        with self.opened() as file:
+            begin = 0
+            for number in range(file.num_row_groups):
+                group = file.metadata.row_group(number)
+                if begin + group.num_rows > place.offset:
+                    for batch in self.batches(file, number, place.offset - begin):
+                        yield ColumnChunk(self.file.name, place, batch)
+                        place = ColumnChunk.behind(place, batch.num_rows)
+                begin += group.num_rows
+
+    def batches(self, file: pyarrow.parquet.ParquetFile, number: int, skipped: int) -> Iterator[pyarrow.RecordBatch]:
+        """Rows of a row group without its first ones."""
+        group = file.metadata.row_group(number)
+        rows = max(1, min(ROWS, group.num_rows * BYTES // max(group.total_byte_size, 1)))
+        try:
+            yield from pieces(file.iter_batches(rows, [number], use_threads=False), skipped)
+        except TROUBLE as error:
+            raise UserError(f"{self.file.name}: row group {number + 1} cannot be read: {told(error)}") from None
+
+    def opened(self) -> pyarrow.parquet.ParquetFile:
+        try:
+            # A buffer keeps a row group from being read whole, which may be as large as the file.
+            return pyarrow.parquet.ParquetFile(self.file.open(), buffer_size=BYTES)
+        except TROUBLE as error:
+            raise UserError(f"{self.file.name}: not a Parquet file: {told(error)}") from None
+
+    def digest(self, whole: bool) -> bytes:
+        return self.file.digest(whole)

@@ -2,18 +2,26 @@
 
 import importlib
 import re
-from itertools import chain, islice
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from tunekit import bundled
-from tunekit.data.files import csv_file, json_file, json_lines
-from tunekit.data.table import Table
+from tunekit.data.files import Csv
+from tunekit.data.jsonfile import Json
+from tunekit.data.storage import Local, Packed, Stored, gunzip
+from tunekit.data.table import Part, Table
 from tunekit.errors import UserError
 
-READERS = {".json": json_file, ".jsonl": json_lines, ".csv": csv_file}
-SLOW = {".parquet": ("tunekit.data.parquet", "parquet_file"), "hub": ("tunekit.data.hub", "hub_set")}
-KINDS = (*READERS, ".parquet")
+READERS = {".json": Json, ".jsonl": partial(Json, lines=True), ".csv": Csv}
+SLOW = {
+    ".parquet": ("tunekit.data.parquet", "Parquet"),
+    ".arrow": ("tunekit.data.arrow", "Arrow"),
+    ".zst": ("tunekit.data.arrow", "unzstd"),
+    "hub": ("tunekit.data.hub", "hub_set"),
+}
+UNPACK = (".gz", ".zst")  # of text; the others pack themselves
+KINDS = (*READERS, ".parquet", ".arrow")
 SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval", "heldout")
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?")
 SPLIT = re.compile(r"([\w.-]+)(?:\[(-?\d+%?)?:(-?\d+%?)?\])?")
@@ -30,6 +38,14 @@ class Split(NamedTuple):
         """First row and the one after the last, of `count` rows."""
         low = 0 if self.low is None else row_number(self.low, count)
         return low, count if self.high is None else max(low, row_number(self.high, count))
+
+    def fixed(self, limit: int | None) -> tuple[int, int | None] | None:
+        """The bounds, where they do not depend on how many rows there are (None: the last); else None."""
+        if any(bound is not None and (bound[0] == "-" or bound[-1] == "%") for bound in (self.low, self.high)):
+            return None
+        low = int(self.low or 0)
+        ends = ([] if self.high is None else [int(self.high)]) + ([] if limit is None else [low + limit])
+        return low, max(low, min(ends)) if ends else None
 
 
 def row_number(bound: str, count: int) -> int:
@@ -48,16 +64,33 @@ def parse_split(text: str) -> Split:
     return Split(*match.groups())
 
 
-def open_source(source: str, split: str, limit: int | None = None) -> Table:
-    """The rows of `split` (see `parse_split`), at most `limit` of them."""
-    part = parse_split(split)
-    files = find(source, part.name)
-    table = slow("hub")(source, part.name) if files is None else join([read(path) for path in files])
-    low, high = part.bounds(table.count)
+def open_source(source: str, split: str, limit: int | None = None, stream: bool = False) -> Table:
+    """The rows of `split` (see `parse_split`), at most `limit` of them. A stream is not counted before it is read."""
+    cut = parse_split(split)
+    files = find(source, cut.name)
+    parts = (slow("hub")(source, cut.name),) if files is None else tuple(read(Local(path)) for path in files)
+    fixed = cut.fixed(limit)
+    if stream:
+        if fixed is None:
+            raise UserError(f"{source}: {split} wants the number of rows, which of a stream nobody knows; use numbers")
+        return Table(parts, *fixed)
+    counts = counted(parts, None if fixed is None else fixed[1])
+    low, high = cut.bounds(sum(counts))
     high = high if limit is None else min(high, low + limit)
     if low == high:
-        raise UserError(f"{source}: {split} holds no row (of {table.count})")
-    return Table(high - low, islice(table.rows, low, high))
+        raise UserError(f"{source}: {split} holds no row (of {sum(counted(parts, None))})")
+    return Table(parts, low, high, counts)
+
+
+def counted(parts: tuple[Part, ...], most: int | None) -> tuple[int, ...]:
+    """Rows of each part; no more than `most` of all are counted."""
+    counts: list[int] = []
+    for part in parts:
+        left = None if most is None else most - sum(counts)
+        if left == 0:
+            break
+        counts.append(part.count(left))
+    return tuple(counts)
 
 
 def find(source: str, split: str) -> list[Path] | None:
@@ -96,18 +129,15 @@ def find_in_folder(folder: Path, split: str) -> list[Path]:
     return found
 
 
-def read(path: Path) -> Table:
-    try:
-        return (READERS[path.suffix] if path.suffix in READERS else slow(path.suffix))(path)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+def read(file: Stored) -> Part:
+    """The rows of a file, by how its name ends."""
+    path = Path(file.name)
+    if path.suffix in UNPACK:
+        file, path = Packed(file, gunzip if path.suffix == ".gz" else slow(path.suffix)), path.with_suffix("")
+    return (READERS[path.suffix] if path.suffix in READERS else slow(path.suffix))(file)
 
 
 def slow(kind: str):
     """A reader whose library takes a second to import: its module is loaded when such a source is opened."""
     module, name = SLOW[kind]
     return vars(importlib.import_module(module))[name]
-
-
-def join(tables: list[Table]) -> Table:
-    return Table(sum(table.count for table in tables), chain.from_iterable(table.rows for table in tables))
