@@ -1,4 +1,4 @@
-"""Where compiled code is kept: a folder for each kind of processor."""
+"""Where is kept what can be made again, and among it compiled code: a folder for each kind of processor."""
 
 import hashlib
 import os
@@ -6,6 +6,7 @@ import platform
 from itertools import takewhile
 from pathlib import Path
 
+HOME = "TUNEKIT_CACHE"
 CPU_INFO = Path("/proc/cpuinfo")
 # Lines that tell what a processor is and what instructions it has, on x86 and on Arm; others change by the minute.
 LASTING = ("vendor_id", "cpu family", "model", "flags", "Features", "CPU ")
@@ -15,8 +16,15 @@ def folder() -> Path:
     """A home may be shared by machines of which one cannot run what is made for the other."""
     machine = platform.machine()
     told = hashlib.sha256(f"{machine}\n{processor()}".encode()).hexdigest()
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return home / "tunekit" / f"{machine}-{told[:8]}"
+    return home() / f"{machine}-{told[:8]}"
+
+
+def home() -> Path:
+    """The folder that TUNEKIT_CACHE names, else one among the user's caches. `off` there is for prepared rows only."""
+    told = os.environ.get(HOME, "off")
+    if told not in ("", "off"):
+        return Path(told).expanduser().absolute()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tunekit"
 
 
 def writable(folder: Path) -> bool:

@@ -22,6 +22,7 @@ COLUMNS = {
     "names": np.dtype(np.int32),  # which of the names of places, to which the number is put
     "numbers": np.dtype(np.int64),
 }
+PER_TOKEN = ("tokens", "learnt")
 BOUNDS = "bounds"  # (documents + 1,) int64
 ABOUT = "about.json"  # written last: a folder without it is not whole
 BAD_ROWS = "bad_rows.jsonl"
@@ -73,6 +74,12 @@ class Prepared:
     dropped: int = 0  # too long
     split: int = 0  # into several documents
     bad_rows: Path | None = field(default=None, compare=False)  # a JSON line each: where, reason
+
+    def __str__(self) -> str:
+        words = {"left_out": "left out by a transform", "skipped": "skipped", "dropped": "dropped as too long"}
+        words |= {"split": "split into several"}
+        counts = [f"{vars(self)[name]:,} {word}" for name, word in words.items() if vars(self)[name]]
+        return ", ".join([f"{self.rows:,} rows", *counts])
 
     def plus(self, part: Tokenised) -> "Prepared":
         """With the counts of another part."""
@@ -152,6 +159,18 @@ class Documents:
 
     def __iter__(self) -> Iterator[Document]:
         return map(self.__getitem__, range(len(self)))
+
+
+def whole(folder: Path) -> bool:
+    """Whether a folder holds all that `Writer` wrote."""
+    try:
+        about = json.loads((folder / ABOUT).read_text("utf-8"))
+    except (OSError, ValueError):
+        return False
+    counts = dict.fromkeys(COLUMNS, about["documents"]) | dict.fromkeys(PER_TOKEN, about["tokens"])
+    sizes = {name: count * COLUMNS[name].itemsize for name, count in counts.items()}
+    sizes[BOUNDS] = 8 * (about["documents"] + 1)
+    return all((folder / name).is_file() and (folder / name).stat().st_size == size for name, size in sizes.items())
 
 
 class Digest:
