@@ -22,7 +22,7 @@ FIRST, LAST = TALK[1]["content"], TALK[3]["content"]
 
 def learnt(tokenizer: Tokenizer, talk: list[dict], learn="assistant") -> list[str]:
     """The learnt runs of tokens, as text."""
-    text, spans = render(tokenizer, talk, None, learn)
+    text, spans, _ = render(tokenizer, talk, None, learn)
     encoding = tokenizer.encode_rendered([text])[0]
     ranges = [tokens_in(encoding, text, span, tokenizer.marks) for span in spans]
     return [tokenizer.decode(encoding.ids[first:behind], special=True) for first, behind in ranges]
@@ -72,18 +72,23 @@ def test_an_end_that_stands_only_at_the_very_end_does_not_swallow_other_turns(tm
     (tmp_path / "form.jinja").write_text(form)
     tokenizer = Tokenizer.open(folders["plain"], str(tmp_path / "form.jinja"))
     with pytest.raises(
-        UserError, match=r"messages\[1\]: no mask is sure: .* no special token ends it; set `learn: last`"
+        UserError, match=r"messages\[1\]: no mask is sure: .* the end of this turn otherwise when more follows; leave"
     ):
         learnt(tokenizer, TALK)
     assert learnt(tokenizer, TALK, "last") == [f" {LAST}\n<|endoftext|>"]
 
 
-def test_a_prompt_that_is_no_prefix_is_refused(tmp_path, folders) -> None:
+@pytest.mark.parametrize(("form", "sure"), [(" <think>", True), ("<think>", False), ("\n<think>", False)])
+def test_a_prompt_may_go_on_where_a_turn_says_something_else(form: str, sure: bool, tmp_path, folders) -> None:
+    """A turn begins where it leaves the prompt; if the template itself leaves it, no mask is sure."""
     (tmp_path / "form.jinja").write_text(
         "{% for m in messages %}<|im_start|>{{ m.role }} {{ m.content }}<|im_end|>{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant <think>{% endif %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant" + form + "{% endif %}"
     )
     tokenizer = Tokenizer.open(folders["chatml"], str(tmp_path / "form.jinja"))
+    if sure:
+        assert learnt(tokenizer, TALK) == [f" {FIRST}<|im_end|>", f" {LAST}<|im_end|>"]
+        return
     with pytest.raises(UserError, match=r"messages\[1\]: no mask is sure: .* prompts for this turn"):
         learnt(tokenizer, TALK)
 
@@ -111,7 +116,7 @@ SHAPES = ["chatml", "headers", "turns", "brackets", "closed", "plain"]
 def test_any_text_is_learnt_to_the_character(folders: dict[str, Path], texts: list[str], name: str) -> None:
     tokenizer = OPEN.setdefault(name, Tokenizer.open(folders[name]))
     talk = [{**message, "content": text} for message, text in zip(TALK, texts, strict=True)]
-    text, spans = render(tokenizer, talk, None, "assistant")
+    text, spans, _ = render(tokenizer, talk, None, "assistant")
     encoding = tokenizer.encode_rendered([text])[0]
     for (start, end), said in zip(spans, texts[1::2], strict=True):
         assert said.strip() in text[start:end]
@@ -126,7 +131,7 @@ def test_generation_masks_equal_transformers_on_text_of_one_byte_characters(fold
     ours, theirs = Tokenizer.open(folders["generation"]), AutoTokenizer.from_pretrained(folders["generation"])
     talk = [{**message, "content": message["content"].encode("ascii", "replace").decode()} for message in TALK]
     want = theirs.apply_chat_template(talk, return_assistant_tokens_mask=True, return_dict=True)
-    text, spans = render(ours, talk, None, "assistant")
+    text, spans, _ = render(ours, talk, None, "assistant")
     encoding = ours.encode_rendered([text])[0]
     mask = [0] * len(encoding)
     for span in spans:

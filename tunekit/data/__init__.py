@@ -6,6 +6,8 @@ files       readers of JSON, JSON lines and CSV; parquet, hub: readers whose lib
 messages    checks a row's conversation before a template sees it
 tokenizer   text to ids and back, the checkpoint's special tokens, streamed decoding
 template    the checkpoint's Jinja chat template in a sandbox, with `{% generation %}`
+turns       where a turn stands in what a template writes, found with texts hidden
+layout      what was found of one conversation, for others of its shape
 spans       which characters of a rendered conversation are learnt, and which tokens those are
 documents   tokenised rows, held flat
 rows        the choices of a recipe's `data:` (Chat, Instruct, Text)

@@ -1,42 +1,64 @@
-"""What is learnt: character spans of a conversation that is rendered once, and the tokens in them.
+"""What is learnt of a conversation that is rendered once: spans of characters, and the tokens in them.
 
-Spans come from the template's own `{% generation %}` blocks, else from verified prefixes: what the template writes
-before an assistant turn, with the generation prompt, must be how the whole conversation begins.
+Spans come from the template's own `{% generation %}` blocks, else from where turns stand in what it writes (turns.py).
+What was found of one conversation is used for others of its shape, where it is sure for them too (layout.py).
 """
 
-import re
-from collections.abc import Container, Mapping, Sequence
-from os.path import commonprefix
-from typing import Any, Literal
+from collections.abc import Container, Sequence
+from typing import Any, Literal, NamedTuple
 
 import tokenizers
 
+from tunekit.data.layout import Layout, layout, padded
+from tunekit.data.signs import Sign
 from tunekit.data.tokenizer import Tokenizer
+from tunekit.data.turns import HIDDEN, HIDES, MOST, WAY_OUT, Hidden, Messages, Span, Tools, Unsure, Writing
 from tunekit.errors import UserError
 
 Learn = Literal["assistant", "last", "all"]
-Span = tuple[int, int]
-Messages = Sequence[Mapping[str, Any]]
-Tools = list[dict[str, Any]] | None
-WAY_OUT = "set `learn: last`, or name a `template` with {% generation %} blocks"
+SHAPES = 2000  # layouts that are kept
 
 
-def render(
-    tokenizer: Tokenizer, messages: Messages, tools: Tools, learn: Learn | Sequence[int]
-) -> tuple[str, list[Span]]:
-    """A conversation's text and its learnt character spans. `learn`: a choice, or the messages to learn, ascending."""
-    template, context = tokenizer.template(tools), tokenizer.context(messages, tools)
-    text = template.render(context)
+class Rendered(NamedTuple):
+    """A conversation's text, its learnt character spans, and what was noticed of these."""
+
+    text: str
+    spans: list[Span]
+    signs: Sign
+
+
+class Found(NamedTuple):
+    """What all conversations of a shape have in common. Without a layout, each is looked at for itself."""
+
+    layout: Layout | None
+    signs: Sign = Sign(0)
+
+
+def render(tokenizer: Tokenizer, messages: Messages, tools: Tools, learn: Learn | Sequence[int]) -> Rendered:
+    """A conversation's text and what is learnt of it. `learn`: a choice, or the messages to learn, ascending.
+
+    A turn's end token is learnt with it. UserError if no mask is sure.
+    """
+    text = tokenizer.render(messages, tools)
     check_encodable(text)
     if learn == "all":
-        return text, [(0, len(text))]
-    turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-    wanted = {"assistant": turns, "last": turns[-1:]}[learn] if isinstance(learn, str) else learn
+        return Rendered(text, [(0, len(text))], Sign(0))
+    wanted = wanted_turns(messages, learn) if isinstance(learn, str) else tuple(learn)
     if not wanted:
         raise UserError("nothing to learn: the conversation has no assistant message")
-    if template.marked and set(wanted) <= set(turns):
-        return text, generated(tokenizer, text, template.generated(text, context), turns, wanted)
-    return text, [turn_span(tokenizer, text, messages, tools, index) for index in wanted]
+    hidden = Hidden(tokenizer, messages, tools)
+    found = known(tokenizer, hidden, tools, wanted)
+    spans = None if found.layout is None else found.layout.fit(text, hidden.texts)
+    if spans is not None:
+        return Rendered(text, spans, found.signs)
+    if HIDES.search(text):
+        raise UserError("no mask is sure: the text holds Tangut characters, and is not written as others are")
+    return Rendered(text, *find(Writing(tokenizer, messages, tools, hidden), wanted))
+
+
+def wanted_turns(messages: Messages, learn: str) -> tuple[int, ...]:
+    turns = tuple(index for index, message in enumerate(messages) if message["role"] == "assistant")
+    return turns[-1:] if learn == "last" else turns
 
 
 def check_encodable(text: str) -> None:
@@ -48,59 +70,80 @@ def check_encodable(text: str) -> None:
         ) from None
 
 
-def generated(
-    tokenizer: Tokenizer, text: str, spans: list[Span], turns: Sequence[int], wanted: Sequence[int]
-) -> list[Span]:
+def known(tokenizer: Tokenizer, hidden: Hidden, tools: Tools, wanted: tuple[int, ...]) -> Found:
+    """What holds for conversations like this one, found once."""
+    key = (repr(hidden.messages), repr(tools), wanted)
+    if key not in tokenizer.shapes:
+        if len(tokenizer.shapes) >= SHAPES:
+            tokenizer.shapes.clear()
+        tokenizer.shapes[key] = study(tokenizer, hidden, tools, wanted)
+    return tokenizer.shapes[key]
+
+
+def study(tokenizer: Tokenizer, hidden: Hidden, tools: Tools, wanted: tuple[int, ...]) -> Found:
+    if len(hidden.texts) > MOST:
+        return Found(None)
+    try:
+        writing = Writing(tokenizer, hidden.messages, tools, hidden)
+        spans, signs = find(writing, wanted)
+        probe = tokenizer.render(pad(hidden.messages), tools)
+    except UserError:
+        return Found(None)
+    return Found(layout(writing.text, probe, spans), signs)
+
+
+def pad(value: Any) -> Any:
+    """Messages with white space around each hidden text."""
+    if isinstance(value, str):
+        return HIDES.sub(lambda match: padded(ord(match[0]) - HIDDEN), value)
+    if isinstance(value, dict):
+        return {key: pad(item) for key, item in value.items()}
+    return [pad(item) for item in value] if isinstance(value, list) else value
+
+
+def find(writing: Writing, wanted: tuple[int, ...]) -> tuple[list[Span], Sign]:
+    """The learnt spans of what a template writes, and what is to be told of them."""
+    spans, signs, rest = [], Sign(0), wanted
+    if writing.tokenizer.template(writing.tools).marked:
+        spans, signs = generated(writing, wanted)
+        rest = [index for index in wanted if writing.messages[index]["role"] != "assistant"]
+    spans = sorted([*spans, *map(writing.turn, rest)])
+    ends = tuple(writing.tokenizer.marks.values())
+    ended = all(writing.text[start:end].endswith(ends) for start, end in spans)
+    return spans, signs if ended else signs | Sign.UNENDED
+
+
+def generated(writing: Writing, wanted: tuple[int, ...]) -> tuple[list[Span], Sign]:
     """Spans of generation blocks. A stop token right behind a block belongs to it: the model must learn to end."""
-    stops = [tokenizer.marks[token] for token in sorted(tokenizer.stops) if token in tokenizer.marks]
-    ends = re.compile("|".join(map(re.escape, stops)))
-    spans = [(start, match.end() if (match := ends.match(text, end)) else end) for start, end in spans]
-    if len(wanted) == len(turns):
-        return spans
-    if len(spans) != len(turns):
-        raise UserError(
-            f"the chat template marks {len(spans)} generation blocks in {len(turns)} assistant turns: which is last?"
+    template = writing.tokenizer.template(writing.tools)
+    blocks = template.generated(writing.text, writing.tokenizer.context(writing.messages, writing.tools))
+    owners = [owner(writing, block) for block in blocks]
+    turns = wanted_turns(writing.messages, "assistant")
+    if None in owners and not set(turns) <= set(wanted):
+        raise Unsure(
+            f"no mask is sure: the chat template marks {len(blocks)} generation blocks in {len(turns)} assistant "
+            f"turns, and one without a message's text: whose is it? {WAY_OUT}"
         )
-    return [span for turn, span in zip(turns, spans, strict=True) if turn in wanted]
+    spans, signs = [], Sign(0)
+    for (start, end), index in zip(blocks, owners, strict=True):
+        if index is None or index in wanted:
+            spans.append((start, writing.stop(end)))
+            signs |= Sign.PROMPT_LEARNT if index is not None and prompted(writing, index, start) else Sign(0)
+    return spans, signs
 
 
-def turn_span(tokenizer: Tokenizer, text: str, messages: Messages, tools: Tools, index: int) -> Span:
-    """Characters of one assistant turn, from behind the generation prompt to the end of its terminator."""
-    prefix = tokenizer.render(messages[:index], tools, prompt=messages[index]["role"] == "assistant")
-    if not text.startswith(prefix):
-        raise UserError(
-            f"messages[{index}]: no mask is sure: the chat template writes the conversation otherwise when it "
-            f"prompts for this turn; {WAY_OUT}"
-        )
-    start = len(prefix)
-    alone = text if index + 1 == len(messages) else tokenizer.render(messages[: index + 1], tools)
-    marks = find_marks(tokenizer, alone, start)
-    if text.startswith(alone):
-        ended = marks and not alone[marks[-1].end() :].strip()
-        return start, marks[-1].end() if ended else len(alone)
-    bound = next_content(tokenizer, text, messages, tools, index)
-    for mark in reversed(marks):
-        end = text.find(mark[0], start, bound)
-        if end >= 0:
-            return start, end + len(mark[0])
-    raise UserError(
-        f"messages[{index}]: no mask is sure: the chat template writes this turn otherwise when more follows, "
-        f"and no special token ends it; {WAY_OUT}"
-    )
+def owner(writing: Writing, block: Span) -> int | None:
+    """The first message whose text begins in a generation block."""
+    places = ((index, writing.begins(index)) for index in range(writing.count))
+    return next((index for index, place in places if place is not None and block[0] <= place < block[1]), None)
 
 
-def find_marks(tokenizer: Tokenizer, text: str, start: int) -> list[re.Match[str]]:
-    """Special tokens in a text from `start` on; where one begins with another, the longer one."""
-    texts = sorted(tokenizer.marks.values(), key=len, reverse=True)
-    return list(re.compile("|".join(map(re.escape, texts))).finditer(text, start)) if texts else []
-
-
-def next_content(tokenizer: Tokenizer, text: str, messages: Messages, tools: Tools, index: int) -> int:
-    """Where the text begins to depend on the message after `index`: the turn of `index` ends before."""
-    following = dict(messages[index + 1])
-    following["content"] = "b" if following["content"].lstrip().startswith("a") else "a"
-    other = tokenizer.render([*messages[: index + 1], following, *messages[index + 2 :]], tools)
-    return len(commonprefix([text, other]))
+def prompted(writing: Writing, index: int, start: int) -> bool:
+    """Whether a block that begins at `start` takes in what the prompt for its turn writes."""
+    try:
+        return start < writing.start(index)
+    except Unsure:
+        return False
 
 
 def tokens_in(encoding: tokenizers.Encoding, text: str, span: Span, special: Container[int]) -> Span:

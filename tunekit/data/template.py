@@ -16,6 +16,8 @@ from jinja2.utils import Namespace
 from tunekit.errors import UserError
 
 OPEN, CLOSE = "generation_opens", "generation_closes"
+GIVEN = {"messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token", OPEN, CLOSE}
+TAG = re.compile(r"[<\[][^<>\[\]\s]{1,60}[>\]]")
 PRIVATE = tuple(map(chr, range(0xE000, 0xF8FF)))
 FAULTS = (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError)
 
@@ -83,13 +85,30 @@ def raise_exception(message: str) -> None:
     raise TemplateError(message)
 
 
+def tags(tree: nodes.Template) -> re.Pattern[str]:
+    """Tags, such as `</think>`, that the template has a word for: it may look for them in what messages say."""
+    words = {node.value.strip() for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}
+    found = sorted(filter(TAG.fullmatch, words), key=len, reverse=True)
+    return re.compile(f"({'|'.join(map(re.escape, found)) or '(?!)'})")
+
+
+def doubted(tree: nodes.Template) -> set[str]:
+    """Variables that the template sets itself where nobody did (`x is defined`)."""
+    asked = (test.node for test in tree.find_all(nodes.Test) if test.name in ("defined", "undefined"))
+    return {node.name for node in asked if isinstance(node, nodes.Name)}
+
+
 class Template:
     """A compiled chat template; `name` is the file it came from, for messages."""
 
     def __init__(self, text: str, name: str) -> None:
         sandbox = Sandbox()
         try:
-            self.marked = OPEN in meta.find_undeclared_variables(sandbox.parse(text))
+            tree = sandbox.parse(text)
+            asked = meta.find_undeclared_variables(tree)
+            self.marked = OPEN in asked
+            self.unset = sorted((asked | doubted(tree)) - GIVEN - set(sandbox.globals))[:8]
+            self.tags = tags(tree)
             self.compiled = sandbox.from_string(text)
         except TemplateSyntaxError as error:
             raise UserError(

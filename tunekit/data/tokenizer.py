@@ -1,8 +1,11 @@
 """Text to ids and back, as a checkpoint's `tokenizer.json` says."""
 
 import copy
+import hashlib
 import json
-from collections.abc import Mapping, Sequence
+import pickle
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import date
 from functools import cached_property
 from pathlib import Path
@@ -29,6 +32,7 @@ class Tokenizer:
     ) -> None:
         self.model, self.names, self.templates = model, dict(names), dict(templates)
         self.compiled: dict[str, Template] = {}
+        self.shapes: dict[Any, Any] = {}  # what was found of conversations, by their shape
         self.today: date | None = None
         self.vocab: int | None = None  # what the model embeds, once it is known
         # What adds bos and eos is kept apart: some of it also trims the spaces of tokens out of their offsets.
@@ -56,15 +60,11 @@ class Tokenizer:
             text = Path(path).expanduser().read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"{path}: the chat template cannot be read: {error}") from None
-        other = copy.copy(self)
-        other.templates, other.compiled = {"default": (text, path)}, {}
-        return other
+        return self.changed(templates={"default": (text, path)}, compiled={})
 
     def dated(self, today: date) -> "Tokenizer":
         """The same tokenizer for templates that print the date: a run that goes on tomorrow renders the same text."""
-        other = copy.copy(self)
-        other.today = today
-        return other
+        return self.changed(today=today)
 
     def fitted(self, vocab: int, where: object) -> "Tokenizer":
         """The same tokenizer for a model of `vocab` embeddings. `where` is what both were read from.
@@ -77,9 +77,18 @@ class Tokenizer:
                 f"{where}: its tokenizer knows {ordinary} tokens and its model {vocab}: "
                 "the tokenizer is another model's, bring back its own tokenizer.json"
             )
+        return self.changed(vocab=vocab)
+
+    def changed(self, **fields: Any) -> "Tokenizer":
+        """A copy with other fields, and without what was found with the old ones."""
         other = copy.copy(self)
-        other.vocab = vocab
+        vars(other).update(fields, shapes={})
+        vars(other).pop("digest", None)
         return other
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For another process: templates are compiled again there."""
+        return {**vars(self), "compiled": {}, "shapes": {}}
 
     def named(self, name: str) -> int | None:
         """The id of a token that the tokenizer's config names, such as `eos_token`."""
@@ -95,6 +104,26 @@ class Tokenizer:
         """Special tokens and stops, the tokens that can end a turn: id to text."""
         added = self.model.get_added_tokens_decoder()
         return {token: item.content for token, item in added.items() if item.special or token in self.stops}
+
+    @cached_property
+    def mark_texts(self) -> re.Pattern[str]:
+        """Special tokens and stops in a text."""
+        return pattern(self.marks.values())
+
+    @cached_property
+    def stop_texts(self) -> re.Pattern[str]:
+        """Stops in a text."""
+        return pattern(text for token, text in self.marks.items() if token in self.stops)
+
+    @cached_property
+    def digest(self) -> str:
+        """Hex of all that decides what a conversation becomes: equal digests, equal tokens."""
+        dated = any("strftime_now" in text for text, _ in self.templates.values())
+        day = str(self.today or date.today()) if dated else None
+        texts = {name: text for name, (text, _) in self.templates.items()}
+        model = self.model.to_str(), None if self.ends is None else pickle.dumps(self.ends).hex()
+        parts = [*model, self.names, texts, sorted(self.stops), self.vocab, day]
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
     def encode(self, text: str, special: bool = False) -> list[int]:
         """Token ids of a text; `special` adds what the tokenizer puts around every text (bos, for many)."""
@@ -183,9 +212,18 @@ class Stream:
         return self.tokenizer.decode(self.ids)[len(self.tokenizer.decode(self.ids[: self.printed])) :]
 
 
+def pattern(texts: Iterable[str]) -> re.Pattern[str]:
+    """Any of some texts; where one begins with another, the longer one. None of them: nothing."""
+    longest = sorted(filter(None, texts), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest)) or "(?!)")
+
+
 def plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy without nulls (templates print them as "None"), reasoning under the names that templates read."""
-    fields = {key: value for key, value in message.items() if value is not None}
+    """A copy with reasoning under the names that templates read, and without nulls: templates print them as "None".
+
+    A content that is null stays: some templates know by it that a message calls tools.
+    """
+    fields = {key: value for key, value in message.items() if value is not None or key == "content"}
     reasoning = next((fields[key] for key in REASONING if key in fields), None)
     return fields if reasoning is None else {"thinking": reasoning, **fields, "reasoning_content": reasoning}
 
