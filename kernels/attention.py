@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from tunekit.kernels import attention_gpu, attention_native
+from tunekit.kernels.compiler import uncompiled
 
 ALIGNED = 8  # channels: kernels on a GPU want a multiple
 BLOCK = 256  # queries at once where scores must be written down: memory grows with S * BLOCK
@@ -44,7 +45,7 @@ def attend(
     return packed(q, k, v, rule, offsets, sinks)
 
 
-@torch.compiler.disable()  # the bounds differ in every batch, and each set of them would compile anew
+@uncompiled  # the bounds differ in every batch, and each set of them would compile anew
 def packed(q: Tensor, k: Tensor, v: Tensor, rule: Rule, offsets: Tensor, sinks: Tensor | None) -> Tensor:
     """One product per document: the work is the sum of the squared lengths, and no mask exists."""
     lengths = offsets.diff().tolist()
@@ -71,7 +72,7 @@ def causal(q: Tensor, k: Tensor, v: Tensor, rule: Rule, sinks: Tensor | None) ->
     return sdpa(*sunk(first, k, v, rule.scale, sinks), rule.scale, causal=True)[:, 1:]
 
 
-@torch.compiler.disable()  # the number of blocks differs with the length
+@uncompiled  # the number of blocks differs with the length
 def banded(q: Tensor, k: Tensor, v: Tensor, rule: Rule, sinks: Tensor | None) -> Tensor:
     """A block of queries at a time, on the keys that it can see: memory grows with S and not its square."""
     length = q.shape[1]

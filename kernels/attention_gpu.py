@@ -14,6 +14,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 from torch.utils.weak import WeakIdKeyDictionary
 
 from tunekit.kernels.attention_native import flat, keep
+from tunekit.kernels.compiler import constant, uncompiled
 
 NARROWEST, ALIGNED = 16, 8  # channels: the least, and a multiple, of kernels on a GPU
 WIDEST = 512  # bytes of a head that still fit beside others: 256 channels in bf16
@@ -25,7 +26,7 @@ Bounds = tuple[Tensor, int]
 MADE = WeakIdKeyDictionary()
 
 
-@torch.compiler.assume_constant_result
+@constant
 def able(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= AMPERE
 
@@ -175,7 +176,7 @@ def compiled() -> Callable[..., Any]:
     return torch.compile(flex_attention)
 
 
-@torch.compiler.disable()  # it is compiled apart: what it is given is made on the CPU
+@uncompiled  # it is compiled apart: what it is given is made on the CPU
 def flex(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, sinks: Tensor | None, rule: list[float]) -> Tensor:
     """Causal attention (B, S, H, D), with a cap on the scores."""
     scale, window, chunk, softcap = rule

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tunekit.kernels.compiler import constant
 from tunekit.kernels.native import library
 
 SOURCE = Path(__file__).with_name("attention.cpp")
@@ -40,7 +41,7 @@ def compiled() -> ctypes.CDLL | None:
     return lib if lib is not None and lib.able() else None
 
 
-@torch.compiler.assume_constant_result
+@constant
 def able() -> bool:
     """Whether there is a compiler, and a processor that it can be used for."""
     return compiled() is not None
@@ -55,11 +56,12 @@ def fused(q: Tensor, k: Tensor, v: Tensor, rule: list[float], offsets: Tensor | 
     rows, length = q.shape[:2]
     if offsets is None:
         offsets = torch.arange(rows + 1) * length
-    return attention(q, k, v, offsets, sinks, rule)[0]
+    # An operator loads the compiler when it is first called, which is long for who only asks for an answer.
+    work = attention if torch.is_grad_enabled() or torch.compiler.is_compiling() else forward
+    return work(q, k, v, offsets, sinks, rule)[0]
 
 
-@torch.library.custom_op("tunekit::attention", mutates_args=())
-def attention(
+def forward(
     q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, sinks: Tensor | None, rule: list[float]
 ) -> tuple[Tensor, Tensor]:
     """Causal attention (B, S, H, D_v), and the log-sum-exp (H, B * S) of the scores in fp32, to the base 2."""
@@ -68,6 +70,9 @@ def attention(
     sinks = None if sinks is None else sinks.float().contiguous()
     run("forward", rule, q=flat(q), k=flat(k), v=flat(v), offsets=offsets.long(), sinks=sinks, y=y, lse=lse)
     return y, lse
+
+
+attention = torch.library.custom_op("tunekit::attention", forward, mutates_args=())
 
 
 @torch.library.custom_op("tunekit::attention_back", mutates_args=())

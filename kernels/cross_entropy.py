@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import get_device_states, set_device_states
 
+from tunekit.kernels.compiler import uncompiled
 from tunekit.kernels.native import library
 
 Measure = Callable[[Tensor, Tensor], Tensor]  # fp32 logits (n, vocab) and targets (n,) to a sum
@@ -253,7 +254,7 @@ def chunk(count: int, vocab: int, like: Tensor) -> int:
 # Sums over tokens, and each token's
 
 
-@torch.compiler.disable()  # the number of learnt tokens differs from batch to batch, and each would compile anew
+@uncompiled  # the number of learnt tokens differs from batch to batch, and each would compile anew
 def chunked_loss(hidden: Tensor, targets: Tensor, head: Head, step: Step, rows: Tensor | None = None) -> Tensor:
     """Sum over tokens: `hidden` (N, dim), `targets` (N,), of which only `rows` count, if they are given.
 
@@ -262,7 +263,7 @@ def chunked_loss(hidden: Tensor, targets: Tensor, head: Head, step: Step, rows: 
     return Summed.apply(*prepared(hidden, targets, head, step, rows))
 
 
-@torch.compiler.disable()  # as above
+@uncompiled  # as above
 def token_logprobs(hidden: Tensor, targets: Tensor, head: Head, rows: Tensor | None = None) -> Tensor:
     """Log-probability of each target, fp32 (N,), or of those in `rows` alone, with the memory of one chunk's logits.
 

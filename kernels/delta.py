@@ -4,10 +4,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tunekit.kernels.compiler import uncompiled
+
 CHUNK = 64  # tokens that are solved for together, at most
 
 
-@torch.compiler.disable()  # the number of chunks differs from batch to batch, and each would compile anew
+@uncompiled  # the number of chunks differs from batch to batch, and each would compile anew
 def gated_delta_rule(
     q: Tensor,
     k: Tensor,

@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tunekit.kernels.compiler import uncompiled
+
 ALIGNED = 16  # bytes: torch's grouped product wants rows of a multiple of these
 
 # Where experts without rows get zeros: on Blackwell their gradients are what was in memory before (pytorch 172439).
@@ -23,7 +25,7 @@ def grouped(x: Tensor, weight: Tensor, sizes: Tensor, bias: Tensor | None = None
     return reference(x, weight, sizes, bias)
 
 
-@torch.compiler.disable()  # how many rows each expert has differs in every batch
+@uncompiled  # how many rows each expert has differs in every batch
 def reference(x: Tensor, weight: Tensor, sizes: Tensor, bias: Tensor | None = None) -> Tensor:
     """One product for each expert that has rows, and casts of the weights of just those."""
     parts, counts = [], sizes.tolist()

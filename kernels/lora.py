@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tunekit.kernels.compiler import uncompiled
+
 CACHED, LARGE = 2**19, 2**25  # numbers of a weight in fp32 at once: as many as a cache holds, or a GPU does not notice
 
 
@@ -151,7 +153,7 @@ def fives(tensors: Sequence[Any]) -> list[Sequence[Any]]:
     return [tensors[i : i + 5] for i in range(0, len(tensors), 5)]
 
 
-@torch.compiler.disable()  # decoding is no operator, and nothing here is learnt
+@uncompiled  # decoding is no operator, and nothing here is learnt
 @torch.no_grad()
 def lengths(update: Update) -> Tensor:
     """Norms (out,) of the rows of a weight with its update in fp32, of which no more than some are there at a time."""
