@@ -1,6 +1,7 @@
 """Small checkpoint folders with the shapes of templates that real families have, and runs of any size."""
 
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -192,6 +193,9 @@ class Place:
     @property
     def is_main(self) -> bool:
         return self.rank == 0
+
+    def tell(self, text: str) -> None:
+        print(text, file=sys.stderr)
 
 
 @pytest.fixture
