@@ -11,7 +11,7 @@ import pyarrow
 import pyarrow.ipc
 
 from tunekit.data.storage import TROUBLE as READING
-from tunekit.data.storage import Local, Stored
+from tunekit.data.storage import Local, RowFile
 from tunekit.data.table import BYTES, ROWS, Chunk, Fault, Place, Row
 from tunekit.errors import UserError
 
@@ -63,10 +63,8 @@ class ColumnChunk:
 
 
 @dataclass(frozen=True)
-class Arrow:
+class Arrow(RowFile):
     """An Arrow file or stream. Places count rows; to pass over those before costs next to nothing."""
-
-    file: Stored
 
     def count(self, most: int | None) -> int:
         return sum(batch.num_rows for batch in self.batches())
@@ -94,9 +92,6 @@ class Arrow:
         if isinstance(self.file, Local):
             return pyarrow.memory_map(str(self.file.path))
         return pyarrow.PythonFile(self.file.open(), "r")
-
-    def digest(self, whole: bool) -> bytes:
-        return self.file.digest(whole)
 
 
 def pieces(batches: Iterable[pyarrow.RecordBatch], skipped: int) -> Iterator[pyarrow.RecordBatch]:

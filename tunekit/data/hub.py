@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import datasets
-import pyarrow
 from datasets.exceptions import DatasetsError
 
 from tunekit.data.arrow import ColumnChunk, pieces
@@ -25,8 +25,7 @@ class HubSet:
     def chunks(self, place: Place) -> Iterator[Chunk]:
         columns = self.data.with_format("arrow")
         for start in range(place.offset, len(columns), ROWS):
-            rows = columns[start : start + ROWS]
-            assert isinstance(rows, pyarrow.Table)
+            rows: Any = columns[start : start + ROWS]
             for batch in pieces(rows.combine_chunks().to_batches(), 0):
                 yield ColumnChunk(self.name, place, batch)
                 place = ColumnChunk.behind(place, batch.num_rows)

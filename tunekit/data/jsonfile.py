@@ -6,22 +6,11 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from tunekit.data.files import (
-    BLANK,
-    LONGEST,
-    JsonChunk,
-    JsonLines,
-    counted,
-    decode,
-    groups,
-    opened,
-    parse,
-    refuse_rubbish,
-)
-from tunekit.data.storage import TROUBLE, Stored, skip, unreadable
-from tunekit.data.table import BYTES, Chunk, Part, Place
+from tunekit.data.storage import TROUBLE, RowFile, Stored, skip, unreadable
+from tunekit.data.table import BYTES, Chunk, Fault, Part, Place, Row
+from tunekit.data.text import BLANK, LONGEST, decode, groups, lines, opened, refuse_rubbish
 from tunekit.errors import UserError
 
 WHITE = re.compile(r"[ \t\r\n\ufeff]*")
@@ -30,14 +19,69 @@ DECODER = json.JSONDecoder(parse_int=str, parse_float=str)
 NEAR = 16  # characters; what is wrong so close to the end of a block may be right with the next one
 
 
+def parse(raw: bytes) -> Any:
+    """The value of a JSON text; ValueError says why there is none."""
+    text = decode(raw)
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"malformed JSON: {error.msg} at column {error.colno}") from None
+    except (RecursionError, ValueError) as error:  # ValueError: an integer of more digits than Python converts
+        raise ValueError(f"unreadable JSON: {error}") from None
+
+
+def json_row(where: str, raw: bytes) -> Row | Fault:
+    """A row of a JSON text, which must be an object."""
+    try:
+        value = parse(raw)
+    except ValueError as error:
+        return Fault(where, str(error))
+    if not isinstance(value, dict):
+        return Fault(where, f"a row must be a JSON object, this is {type(value).__name__}")
+    return Row(where, value)
+
+
 @dataclass(frozen=True)
-class Json:
+class JsonChunk:
+    """Texts of JSON values, numbered from the place's line; blank ones are passed over."""
+
+    name: str  # with what stands before a number: "rows.jsonl:", "rows.json row "
+    place: Place
+    count: int
+    texts: tuple[bytes, ...]
+
+    def rows(self) -> Iterator[Row | Fault]:
+        for number, text in enumerate(self.texts, self.place.line):
+            if text.strip(BLANK):
+                yield json_row(f"{self.name}{number}", text)
+
+
+@dataclass(frozen=True)
+class JsonLines(RowFile):
+    """One object a line."""
+
+    def chunks(self, place: Place) -> Iterator[Chunk]:
+        name = self.file.name
+        with opened(self.file) as file:
+            skip(file, name, place.offset)
+            for group in groups(lines(file, name, place.line), len):
+                texts = tuple(group)
+                count = sum(1 for text in texts if text.strip(BLANK))
+                chunk = JsonChunk(f"{name}:", place, count, texts)
+                if place.offset == 0:
+                    refuse_rubbish(chunk)
+                yield chunk
+                after = place.offset + sum(map(len, texts))
+                place = Place(place.file, after, place.line + len(texts), place.row + count)
+
+
+@dataclass(frozen=True)
+class Json(RowFile):
     """A list of objects, or such a list under `data` (an object is read whole, a list is not), or one object.
 
     Many files named `.json` hold JSON lines, and some named `.jsonl` (`lines`) a list: each is read as what it is.
     """
 
-    file: Stored
     lines: bool = False
 
     def part(self) -> Part:
@@ -61,18 +105,10 @@ class Json:
     def chunks(self, place: Place) -> Iterator[Chunk]:
         return self.part().chunks(place)
 
-    def digest(self, whole: bool) -> bytes:
-        return self.file.digest(whole)
-
 
 @dataclass(frozen=True)
-class JsonList:
+class JsonList(RowFile):
     """A list of objects, cut into its elements where it is read. Places count bytes."""
-
-    file: Stored
-
-    def count(self, most: int | None) -> int:
-        return counted(self, most)
 
     def chunks(self, place: Place) -> Iterator[Chunk]:
         with opened(self.file) as file:
@@ -85,15 +121,10 @@ class JsonList:
                 yield chunk
                 place = Place(place.file, group[-1].behind, place.line + len(texts), place.row + len(texts))
 
-    def digest(self, whole: bool) -> bytes:
-        return self.file.digest(whole)
-
 
 @dataclass(frozen=True)
-class JsonObject:
+class JsonObject(RowFile):
     """One object, which is a row or has a list of them under `data`. It is read whole. Places count rows."""
-
-    file: Stored
 
     def count(self, most: int | None) -> int:
         return len(self.texts())
@@ -126,9 +157,6 @@ class JsonObject:
             raise UserError(f'{self.file.name}: want a list of rows or {{"data": [rows]}}, this is {kind}')
         rows = value["data"] if isinstance(value.get("data"), list) else [value]
         return [json.dumps(row).encode() for row in rows]
-
-    def digest(self, whole: bool) -> bytes:
-        return self.file.digest(whole)
 
 
 class Element(NamedTuple):

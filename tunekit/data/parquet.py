@@ -7,16 +7,14 @@ import pyarrow
 import pyarrow.parquet
 
 from tunekit.data.arrow import TROUBLE, ColumnChunk, pieces, told
-from tunekit.data.storage import Stored
+from tunekit.data.storage import RowFile
 from tunekit.data.table import BYTES, ROWS, Chunk, Place
 from tunekit.errors import UserError
 
 
 @dataclass(frozen=True)
-class Parquet:
+class Parquet(RowFile):
     """A file whose row groups are decoded a few rows at a time. Places count rows."""
-
-    file: Stored
 
     def count(self, most: int | None) -> int:
         with self.opened() as file:
@@ -48,6 +46,3 @@ class Parquet:
             return pyarrow.parquet.ParquetFile(self.file.open(), buffer_size=BYTES)
         except TROUBLE as error:
             raise UserError(f"{self.file.name}: not a Parquet file: {told(error)}") from None
-
-    def digest(self, whole: bool) -> bytes:
-        return self.file.digest(whole)

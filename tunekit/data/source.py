@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tunekit import bundled
-from tunekit.data.files import Csv
+from tunekit.data.csvfile import Csv
 from tunekit.data.jsonfile import Json
 from tunekit.data.storage import Local, Packed, Stored, gunzip
 from tunekit.data.table import Part, Table

@@ -4,12 +4,13 @@ import gzip
 import hashlib
 import io
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from tunekit.data.table import Chunk, Place
 from tunekit.errors import UserError
 
 SEGMENT = 2**26  # bytes of a large file that are hashed in one thread
@@ -104,6 +105,28 @@ class Gzip(gzip.GzipFile):
 
 def gunzip(file: io.BufferedReader) -> io.BufferedReader:
     return io.BufferedReader(Gzip(file), EDGE)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class RowFile:
+    """A file of rows. It is read to know how many there are, where its kind does not tell."""
+
+    file: Stored
+
+    def count(self, most: int | None) -> int:
+        """Rows, counted up to `most`."""
+        count = 0
+        for chunk in self.chunks(Place()):
+            count += chunk.count
+            if most is not None and count >= most:
+                return most
+        return count
+
+    def chunks(self, place: Place) -> Iterator[Chunk]:
+        raise NotImplementedError
+
+    def digest(self, whole: bool) -> bytes:
+        return self.file.digest(whole)
 
 
 def skip(file: io.BufferedReader, name: str, count: int) -> None:
