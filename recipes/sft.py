@@ -30,7 +30,7 @@ from tunekit.memory import Memory, Update
 from tunekit.metrics import Log
 from tunekit.models.decoder import Decoder
 from tunekit.optim import SGD, WSD, AdamW, AdamW8bit, Constant, Cosine, Linear, Muon, Patience
-from tunekit.parallel import Run
+from tunekit.parallel import Run, device_of
 from tunekit.precision import Precision
 from tunekit.publish import Publisher, Push
 
@@ -103,6 +103,8 @@ def words(cfg: SFT) -> Tokenizer:
 
 def check(cfg: SFT) -> None:
     """What can be known without reading weights: the folder, the family, the adapter's targets, the rows' files."""
+    if cfg.device != "cuda":  # a config that wants a GPU may be checked where there is none
+        cfg.memory.check(device_of(cfg.device))
     source = source_of(cfg, fetch.SMALL)
     shapes = assemble.outline(source, cfg.weights, cfg.adapter).shapes
     if cfg.init == "checkpoint" and fetch.commit(source.path) is None:  # the Hub's weights are not here yet

@@ -18,7 +18,7 @@ from tunekit.data.rows import Text
 from tunekit.errors import FieldError, UserError
 from tunekit.kernels.attention_native import able
 from tunekit.losses import CrossEntropy
-from tunekit.memory import Memory
+from tunekit.memory import KEPT, Memory
 from tunekit.models.decoder import Decoder
 from tunekit.offload import Offload
 from tunekit.optim import SGD, AdamW, AdamW8bit, Muon
@@ -168,6 +168,21 @@ def test_nothing_is_compiled_for_a_new_length(name, adapter, recompute, precisio
         assert first == 2 * KINDS[name]
     assert seen(SEEN) == seen(SEEN[::-1]) == first
     torch.compiler.reset()
+
+
+def test_it_is_told_when_compiling_begins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Once, when the first rows come and not before, and where the work is kept, if somebody says where."""
+    folder, told = made(tmp_path, "llama3.2"), []
+    for kept in ("/home/me/.cache", None):
+        monkeypatch.setenv(KEPT, kept) if kept else monkeypatch.delenv(KEPT)
+        model = ours(folder)
+        Memory(compile=True).apply(model, tell=told.append)
+        for layer in model.layers:
+            layer.compile(backend="eager")
+        assert not told
+        for _ in range(2):
+            gradients(model)
+        assert len(told) == 1 and ("kept in /home/me/.cache" in told.pop()) == (kept is not None)
 
 
 def test_a_compiler_selects_by_itself() -> None:

@@ -37,7 +37,7 @@ def model(
     for line in weights.remarks(net):
         run.tell(line)
     precision.apply(net, {} if fresh else source.dtypes, run.device)  # how exact it is
-    memory.apply(net, run.device)  # what is kept
+    memory.apply(net, run.device, run.tell)  # what is kept
     net.to_empty(device=run.device)  # where it is
     net.tie()
     if fresh:

@@ -1,5 +1,6 @@
 """Memory for time, and time for memory: what is kept of a pass and where, when weights move, what is compiled."""
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -15,6 +16,7 @@ from tunekit.models.decoder import Decoder
 from tunekit.offload import Offload
 
 CPU = torch.device("cpu")
+KEPT = "TORCHINDUCTOR_CACHE_DIR"  # where torch keeps what it compiled
 # What `selective` keeps: products and attention. Norms, rotations and gates are run again.
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "_grouped_mm"}
 CHEAP = {"rms_norm", "rotate", "gated"}  # of our own operations
@@ -33,15 +35,20 @@ class Memory:
         if self.compile and self.recompute == "selective":
             raise FieldError("recompute", "a compiler chooses by itself what is cheap to run again: false or layer")
 
-    def apply(self, model: Decoder, device: torch.device = CPU) -> None:
+    def check(self, device: torch.device) -> None:
+        """Whether the device can do all of it."""
         if self.offload and device.type == "cpu":
             raise UserError("memory.offload: takes activations from a GPU to the host; on the CPU leave it out")
+
+    def apply(self, model: Decoder, device: torch.device = CPU, tell: Callable[[str], object] = print) -> None:
+        """Fit a model for it; `tell` gets a line when something takes long."""
+        self.check(device)
         model.through = self.through()
         if self.offload:
             model.through = Offload(model).around(model.through or called)
         model.flat = self.compile
         if self.compile:
-            compiled(model)
+            compiled(model, tell)
 
     def through(self) -> Callable[..., Tensor] | None:
         """How a layer is called where gradients are wanted; None: just so."""
@@ -67,8 +74,8 @@ class Memory:
         return None
 
 
-def compiled(model: Decoder) -> None:
-    """Each kind of layer once, for any number of tokens and documents."""
+def compiled(model: Decoder, tell: Callable[[str], object]) -> None:
+    """Each kind of layer once, for any number of tokens and documents, when the first rows come."""
     # As many tokens as channels would be one size with one name, and fixed as the channels are.
     shapes.use_duck_shape = False
     # Scales and epsilons are constants. As names they are traced, found to be constants, and all begins anew, which
@@ -76,6 +83,13 @@ def compiled(model: Decoder) -> None:
     torch._dynamo.config.specialize_float = True
     for layer in model.layers:
         layer.compile(dynamic=True)
+
+    def begin(*_: Any) -> None:
+        hook.remove()
+        kept = f"; kept in {os.environ[KEPT]} for the next start" if KEPT in os.environ else ""
+        tell(f"compiling the layers: about a minute the first time{kept}")
+
+    hook = model.register_forward_pre_hook(begin)
 
 
 def called(layer: nn.Module, *inputs: Any) -> Tensor:

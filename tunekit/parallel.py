@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from tqdm import tqdm
 
 from tunekit.errors import Stopped, UserError
 from tunekit.pages import hold
@@ -26,10 +27,9 @@ class Run:
 
     def __init__(self, seed: int = 0, device: str = "auto") -> None:
         self.seed = seed
-        cuda = device != "cpu" and torch.cuda.is_available()
-        if device == "cuda" and not cuda:
+        self.device = device_of(device)
+        if device == "cuda" and self.device.type == "cpu":
             raise UserError("device: cuda, but torch finds no GPU here: leave it out, or install torch for CUDA")
-        self.device = torch.device("cuda", 0) if cuda else torch.device("cpu")
         self.stopping: signal.Signals | None = None
         self.handlers: dict[int, Handler] = {}
 
@@ -60,9 +60,9 @@ class Run:
             os.write(2, f"\n{self.stopping.name}: ending this step and saving; once more leaves at once\n".encode())
 
     def tell(self, text: str) -> None:
-        """A line for people, once for all processes."""
+        """A line for people, once for all processes. It stands above a bar, if one is drawn."""
         if self.is_main:
-            print(text, file=sys.stderr)
+            tqdm.write(text, file=sys.stderr)
 
     @property
     def is_main(self) -> bool:
@@ -89,6 +89,12 @@ class Run:
     def seed_step(self, step: int) -> None:
         """Randomness of a step (dropout) depends on (seed, step, rank) alone, so a resumed run draws the same."""
         torch.manual_seed(random.Random(f"{self.seed} {step} {self.rank}").getrandbits(63))
+
+
+def device_of(device: str) -> torch.device:
+    """What a choice of device (auto, cpu or cuda) comes to on this machine."""
+    cuda = device != "cpu" and torch.cuda.is_available()
+    return torch.device("cuda", 0) if cuda else torch.device("cpu")
 
 
 @torch.no_grad()

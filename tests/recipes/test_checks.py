@@ -105,3 +105,12 @@ def test_starting_over_keeps_what_the_run_reads(tmp_path: Path) -> None:
             run.check_fresh(sft, cfg)
         assert final.is_dir()
     run.check_fresh(sft, sft.SFT("m", rows, str(tmp_path)))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="auto is a GPU here")
+def test_what_only_a_gpu_can_do_is_refused_where_there_is_none() -> None:
+    for device in ("cpu", "auto"):
+        with pytest.raises(UserError, match="memory.offload: .*leave it out"):
+            launch.config(sft, "nano/tools_lora", ["memory.offload=true", f"device={device}"], [])
+    cfg = launch.config(sft, "nano/tools_lora", ["memory.offload=true", "device=cuda"], [])
+    assert cfg.memory.offload, "checked here, and run where there is one"
