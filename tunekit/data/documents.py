@@ -4,7 +4,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -73,6 +73,7 @@ class Prepared:
     skipped: int = 0  # nothing could be learnt from them; `bad_rows` lists them
     dropped: int = 0  # too long
     split: int = 0  # into several documents
+    form: str = ""  # what the rows are, in words
     bad_rows: Path | None = field(default=None, compare=False)  # a JSON line each: where, reason
 
     def __str__(self) -> str:
@@ -83,12 +84,13 @@ class Prepared:
 
     def plus(self, part: Tokenised) -> "Prepared":
         """With the counts of another part."""
-        return Prepared(
-            self.rows + part.rows,
-            self.left_out + part.left_out,
-            self.skipped + len(part.faults),
-            self.dropped + part.dropped,
-            self.split + part.split,
+        return replace(
+            self,
+            rows=self.rows + part.rows,
+            left_out=self.left_out + part.left_out,
+            skipped=self.skipped + len(part.faults),
+            dropped=self.dropped + part.dropped,
+            split=self.split + part.split,
         )
 
 
@@ -222,12 +224,12 @@ def count(columns: dict[str, np.ndarray]) -> dict[str, int]:
 class Writer:
     """Documents into the files of a folder as they come, for `Documents.open`."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, form: str = "") -> None:
         self.folder, self.names, self.digest = folder, {}, Digest()
         self.files = {name: (folder / name).open("wb") for name in (*COLUMNS, BOUNDS)}
         self.files[BOUNDS].write(np.zeros(1, np.int64).data)
         self.counts = {"documents": 0, "tokens": 0, "targets": 0, "truncated": 0}
-        self.prepared = Prepared()
+        self.prepared = Prepared(form=form)
 
     def __enter__(self) -> "Writer":
         return self

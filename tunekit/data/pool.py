@@ -1,6 +1,5 @@
 """Processes that make rows documents: they answer in order, are never far ahead, and do not outlive who asked them."""
 
-import copy
 import os
 import pickle
 import signal
@@ -90,8 +89,6 @@ class Pool:
     """What chunks become, by `count` processes, in the order of the chunks. The processes live inside the `with`."""
 
     def __init__(self, rows: Rows, tokenizer: Tokenizer, chunks: Iterable[Chunk], count: int) -> None:
-        tokenizer = copy.copy(tokenizer)
-        tokenizer.compiled = {}  # a compiled template stays where it is
         modules = [module for module in own.modules(rows) if not module.findable]
         self.task: Task = modules, pickle.dumps((rows, tokenizer))
         self.chunks, self.count, self.workers = iter(chunks), count, []

@@ -5,6 +5,8 @@ import re
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 
 from tqdm import tqdm
@@ -14,11 +16,12 @@ from tunekit.data.documents import Documents, Tokenised, Writer
 from tunekit.data.key import key
 from tunekit.data.rows import Rows
 from tunekit.data.source import open_source
-from tunekit.data.table import ROWS, Chunk, Fault, Table
+from tunekit.data.table import ROWS, Chunk, Fault, Row, Table
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import UserError
 
 FEW = 2_000  # rows that are done before processes have started
+FIRST = 100  # rows that are asked what they are
 NUMBER = re.compile(r"\d[\d,.]*")
 REASONS = 1_000  # kinds of faults that are counted apart
 
@@ -59,6 +62,16 @@ def workers(rows: Rows, count: int | None) -> int:
     return 0 if found == 1 else found
 
 
+def form(rows: Rows, table: Table) -> str:
+    """What the rows are, in words, as the first that can be read says."""
+    for row in islice(table.rows, FIRST):
+        with suppress(UserError):  # which is told where rows are prepared
+            fields = rows.transformed(row.fields) if isinstance(row, Row) else None
+            if fields is not None:
+                return rows.says(fields)
+    return ""
+
+
 class Making:
     """Writes the documents of a table into a folder."""
 
@@ -69,7 +82,7 @@ class Making:
         rows, total, began = self.rows, self.table.count, time.time()
         bad = Bad(rows, total)
         bar = tqdm(total=total, desc="preparing", unit=" rows", disable=not self.run.is_main or None, leave=False)
-        with bar, Writer(folder) as writer:
+        with bar, Writer(folder, form(rows, self.table)) as writer:
             for part in tokenised(rows, self.tokenizer, self.table.chunks(), workers(rows, total)):
                 bad.add(part.faults, part.rows)
                 put(writer, part, total)
@@ -77,8 +90,7 @@ class Making:
             bad.check()
             if not writer.counts["documents"]:
                 raise UserError(f"{rows.source}: nothing is left to learn from: {writer.prepared}")
-            about = {"source": rows.source, "split": rows.split, "kind": type(rows).__name__.lower()}
-            writer.finish(**about, made=began, seconds=time.time() - began)
+            writer.finish(source=rows.source, split=rows.split, made=began, seconds=time.time() - began)
 
 
 def put(writer: Writer, part: Tokenised, total: int | None) -> None:
