@@ -16,6 +16,7 @@ from tunekit import assemble
 from tunekit.checkpoint.atomic import write_text
 from tunekit.data.messages import conversation
 from tunekit.data.rows import named
+from tunekit.data.said import manner
 from tunekit.data.source import find, open_source
 from tunekit.data.table import insist
 from tunekit.data.tokenizer import Tokenizer
@@ -93,7 +94,8 @@ def ids(prompt: str | list, tokenizer: Tokenizer, cfg: Generate) -> list[int]:
     if messages[-1].get("role") == "assistant":
         messages = messages[:-1]
     system = [{"role": "system", "content": cfg.system}] if cfg.system else []
-    return tokenizer.prompt([*system, *messages])
+    messages = [*system, *messages]
+    return tokenizer.prompt(manner(tokenizer.template(), tokenizer).fit(messages))
 
 
 def tell(cfg: Generate, lines: list[dict]) -> None:

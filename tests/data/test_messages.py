@@ -134,8 +134,14 @@ BAD = [
     ([ASK, {**SAY, "name": 3}], "messages[1].name: want a string, this is a number"),
     ([ASK, {**SAY, "reasoning": ["a"]}], "messages[1].reasoning: want a string, this is a list"),
     ([ASK, {**SAY, "tool_calls": {"a": 1}}], "messages[1].tool_calls: want a list of calls, this is an object"),
-    ([ASK, {**SAY, "tool_calls": ["a"]}], "messages[1].tool_calls[0]: want an object with a function, this is a string"),
-    ([{**ASK, "tool_calls": CALL["tool_calls"]}], "messages[0].tool_calls: only an assistant calls tools, not a messag"),
+    (
+        [ASK, {**SAY, "tool_calls": ["a"]}],
+        "messages[1].tool_calls[0]: want an object with a function, this is a st",
+    ),
+    (
+        [{**ASK, "tool_calls": CALL["tool_calls"]}],
+        "messages[0].tool_calls: only an assistant calls tools, not a mess",
+    ),
     (call("add"), f"{PATH}: want an object with name and arguments, this is a string"),
     (call({"arguments": {}}), f"{PATH}.name: want the name of a tool, this is None"),
     (call({"name": "add", "arguments": "{"}), f"{PATH}.arguments: a string that holds no JSON: Expecting"),
@@ -150,7 +156,10 @@ BAD = [
     ([ASK, {**SAY, "train": 1}], "messages[1].train: want true or false, this is a number"),
     ([ASK, {**SAY, "weight": 0.5}], "messages[1].weight: want 0 or 1, this is 0.5"),
     ([ASK, {**SAY, "weight": True}], "messages[1].weight: want 0 or 1, this is True"),
-    ([ASK, {**SAY, "weight": 1, "train": False}], "messages[1]: train is false and weight is 1: which of them is meant"),
+    (
+        [ASK, {**SAY, "weight": 1, "train": False}],
+        "messages[1]: train is false and weight is 1: which of them",
+    ),
     ([{"role": "system", "content": "a"}] * 2, "messages[1]: a second system message; a conversation has one"),
     ([ASK, RESULT], "messages[1].tool_call_id: no call before has the id 'c1'"),
     ([ASK, {"role": "tool", "content": "3"}], "messages[1]: a tool's result without a call: it follows no assistant"),

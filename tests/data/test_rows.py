@@ -1,14 +1,15 @@
-"""The choices of `data:` from a file to batches, and a line that names the row for each that cannot be learnt from."""
+"""The choices of `data:` from a row to documents: what is learnt of each format, and why a row is refused."""
 
 import json
-import sys
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tunekit.data.batch import IGNORE
-from tunekit.data.loader import load
-from tunekit.data.rows import Chat, Instruct, Rows, Text
+from tunekit.data.rows import Auto, Chat, Completion, Instruct, Marked, Preference, Rows, ShareGPT, Text
+from tunekit.data.signs import Sign
+from tunekit.data.table import Fault, Row
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import FieldError, UserError
 
@@ -18,6 +19,22 @@ TALK = [
     {"role": "user", "content": "Thanks."},
     {"role": "assistant", "content": "Hello there 😀"},
 ]
+ASK, SAY = TALK[:2]
+BOTH = "It is 4.<|im_end|>Hello there 😀<|im_end|>"
+# Writes calls as JSON and schemas before everything.
+TOOLS = """
+{%- if tools %}
+    {{- '<|im_start|>system\\n' }}{% for t in tools %}{{ t | tojson }}{% endfor %}{{ '<|im_end|>\\n' }}
+{%- endif %}
+{%- for m in messages %}
+    {{- '<|im_start|>' + m.role + '\\n' }}
+    {%- if m.content %}{{ m.content }}{% endif %}
+    {%- for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}
+    {{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+SCHEMA = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+CALL = {"name": "add", "arguments": {"a": 2, "b": 2}}
 
 
 @pytest.fixture
@@ -25,182 +42,465 @@ def tokenizer(folders: dict[str, Path]) -> Tokenizer:
     return Tokenizer.open(folders["chatml"])
 
 
-def save(folder: Path, *rows: object) -> str:
-    path = folder / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
+@pytest.fixture
+def tools(folders: dict[str, Path], tmp_path: Path) -> Tokenizer:
+    (tmp_path / "tools.jinja").write_text(TOOLS)
+    return Tokenizer.open(folders["chatml"], str(tmp_path / "tools.jinja"))
 
 
-def taught(rows: Rows, tokenizer: Tokenizer, place) -> list[str]:
-    """What each row of the first step teaches, as text."""
-    (batch,) = load(rows, tokenizer, 8, 8, place())[0]
-    return [tokenizer.decode(row[row != IGNORE].tolist(), special=True) for row in batch.targets]
+def documents(rows: Rows, tokenizer: Tokenizer, *fields: dict) -> Iterator:
+    """Documents of rows, all in one call."""
+    tokenizer = rows.prepare(tokenizer)
+    for found in rows.encode(tokenizer, [Row(f"rows.jsonl:{n}", row) for n, row in enumerate(fields, 1)]):
+        assert isinstance(found, list), found
+        for document in found:
+            assert document.tokens.dtype == "int32" and document.learnt.dtype == bool
+            yield document
 
 
-def whole(rows: Rows, tokenizer: Tokenizer, place) -> list[str]:
-    documents = load(rows, tokenizer, 8, 8, place()).rows
-    return [tokenizer.decode(document.tokens.tolist(), special=True) for document in documents]
+def taught(rows: Rows, tokenizer: Tokenizer, *fields: dict) -> list[str]:
+    """What each document teaches, as text: a first token is never a target."""
+    return [
+        tokenizer.decode(document.tokens[1:][document.learnt[1:]].tolist(), special=True)
+        for document in documents(rows, tokenizer, *fields)
+    ]
 
 
-@pytest.mark.parametrize("pack", [False, True])
-def test_chat_teaches_what_the_assistant_says(pack: bool, tokenizer, place, tmp_path: Path) -> None:
-    path = save(tmp_path, {"messages": TALK, "tools": None}, {"messages": TALK[:2], "tools": []})
-    rows = Chat(path, pack=pack, length=200)
-    both = ["It is 4.<|im_end|>Hello there 😀<|im_end|>", "It is 4.<|im_end|>"]
-    assert taught(rows, tokenizer, place) == (["".join(both)] if pack else both)
-    assert whole(rows, tokenizer, place) == [tokenizer.render(TALK), tokenizer.render(TALK[:2])]
-    last = Chat(path, learn="last", limit=1)
-    assert taught(last, tokenizer, place) == ["Hello there 😀<|im_end|>"]
-    everything = Chat(path, learn="all", limit=1)
-    assert taught(everything, tokenizer, place) == [tokenizer.render(TALK).removeprefix("<|im_start|>")]
+def whole(rows: Rows, tokenizer: Tokenizer, *fields: dict) -> list[str]:
+    return [
+        tokenizer.decode(document.tokens.tolist(), special=True) for document in documents(rows, tokenizer, *fields)
+    ]
 
 
-def test_chat_takes_another_column_a_template_and_tools(folders, tokenizer, place, tmp_path: Path) -> None:
-    (tmp_path / "own.jinja").write_text(
-        "{{ tools[0].name }}{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>{% endif %}"
+def fault(rows: Rows, tokenizer: Tokenizer, fields: dict) -> str:
+    (found,) = rows.encode(rows.prepare(tokenizer), [Row("rows.jsonl:7", fields)])
+    assert isinstance(found, Fault) and found.where == "rows.jsonl:7", found
+    return found.reason
+
+
+def test_chat_teaches_what_the_assistant_says(tokenizer: Tokenizer) -> None:
+    rows = {"messages": TALK, "tools": None}, {"messages": TALK[:2], "tools": []}
+    assert taught(Chat("x"), tokenizer, *rows) == [BOTH, "It is 4.<|im_end|>"]
+    assert whole(Chat("x"), tokenizer, *rows) == [tokenizer.render(TALK), tokenizer.render(TALK[:2])]
+    assert taught(Chat("x", learn="last"), tokenizer, rows[0]) == ["Hello there 😀<|im_end|>"]
+    everything = tokenizer.render(TALK).removeprefix("<|im_start|>")
+    assert taught(Chat("x", learn="all"), tokenizer, rows[0]) == [everything]
+    assert taught(Chat("x", learn="all"), tokenizer, {"messages": TALK[:1]}) == ["user\nWhat is 2 + 2?<|im_end|>\n"]
+
+
+def test_roles_may_be_named(tokenizer: Tokenizer) -> None:
+    talk = [{"role": "system", "content": "Be kind."}, *TALK]
+    users = "What is 2 + 2?<|im_end|>Thanks.<|im_end|>"
+    assert taught(Chat("x", learn=("user",)), tokenizer, {"messages": talk}) == [users]
+    both = "Be kind.<|im_end|>" + BOTH
+    assert taught(Chat("x", learn=("system", "assistant")), tokenizer, {"messages": talk}) == [both]
+    assert fault(Chat("x", learn=("tool",)), tokenizer, {"messages": talk}) == (
+        "nothing to learn: the conversation has no tool message"
     )
-    path = save(tmp_path, {"talk": TALK[:2], "tools": [{"name": "add"}]})
-    rows = Chat(path, messages="talk", template=str(tmp_path / "own.jinja"))
-    assert whole(rows, tokenizer, place) == ["add<|im_start|>What is 2 + 2?<|im_end|><|im_start|>It is 4.<|im_end|>"]
 
 
-def test_instruct_writes_a_question_and_an_answer(tokenizer, place, tmp_path: Path) -> None:
+def flagged(*flags: object, key: str = "train") -> dict:
+    """The conversation with a flag at each message that has one."""
+    return {"messages": [m if f is None else {**m, key: f} for m, f in zip(TALK, flags, strict=True)]}
+
+
+def test_messages_may_say_for_themselves(tokenizer: Tokenizer) -> None:
+    rows = Chat("x", learn="marked")
+    cases = {
+        (None, True, None, None): "It is 4.<|im_end|>",
+        (None, False, None, None): "Hello there 😀<|im_end|>",
+        (False, False, False, True): "Hello there 😀<|im_end|>",
+        (True, True, None, None): "What is 2 + 2?<|im_end|>It is 4.<|im_end|>",
+        (None, None, None, None): BOTH,
+    }
+    assert [taught(rows, tokenizer, flagged(*flags)) for flags in cases] == [[text] for text in cases.values()]
+    assert taught(rows, tokenizer, flagged(None, 0, None, 1, key="weight")) == ["Hello there 😀<|im_end|>"]
+    assert fault(rows, tokenizer, flagged(None, False, None, False)) == (
+        "nothing to learn: the conversation has no message that is marked"
+    )
+
+
+def test_flags_are_not_passed_over(tokenizer: Tokenizer) -> None:
+    assert fault(Chat("x"), tokenizer, flagged(None, False, None, True)) == (
+        "messages[1]: is marked not to be learnt, against `learn: assistant`; set `learn: marked`"
+    )
+    assert fault(Chat("x"), tokenizer, flagged(True, True, None, None)) == (
+        "messages[0]: is marked to be learnt, against `learn: assistant`; set `learn: marked`"
+    )
+    assert "against `learn: [user]`" in fault(Chat("x", learn=("user",)), tokenizer, flagged(False, None, None, None))
+    assert "against `learn: all`" in fault(Chat("x", learn="all"), tokenizer, flagged(False, None, None, None))
+    assert taught(Chat("x"), tokenizer, flagged(False, True, False, True)) == [BOTH], "they agree"
+    assert taught(Chat("x", learn="last"), tokenizer, flagged(None, True, None, True)) == ["Hello there 😀<|im_end|>"]
+
+
+def test_calls_are_learnt_and_their_results_are_not(tools: Tokenizer) -> None:
+    asked = {"role": "assistant", "content": None, "tool_calls": [{"id": "a", "function": CALL}]}
+    talk = [ASK, asked, {"role": "tool", "tool_call_id": "a", "content": "4"}, SAY]
+    (found,) = documents(Auto("x"), tools, {"messages": talk, "tools": [SCHEMA]})
+    written = tools.decode(found.tokens.tolist(), special=True)
+    assert written == (
+        f"<|im_start|>system\n{json.dumps(SCHEMA)}<|im_end|>\n<|im_start|>user\nWhat is 2 + 2?<|im_end|>\n"
+        f"<|im_start|>assistant\n{json.dumps(CALL)}<|im_end|>\n<|im_start|>tool\n4<|im_end|>\n"
+        "<|im_start|>assistant\nIt is 4.<|im_end|>\n"
+    )
+    learnt = f"{json.dumps(CALL)}<|im_end|>It is 4.<|im_end|>"
+    assert tools.decode(found.tokens[found.learnt].tolist(), special=True) == learnt
+    assert found.signs == Sign(0)
+
+
+def test_sharegpt_is_the_same_conversation(tools: Tokenizer) -> None:
+    rows = {
+        "conversations": [
+            {"from": "human", "value": ASK["content"]},
+            {"from": "function_call", "value": json.dumps(CALL)},
+            {"from": "observation", "value": "4"},
+            {"from": "gpt", "value": SAY["content"]},
+        ],
+        "system": "Be kind.",
+        "tools": json.dumps([SCHEMA["function"]]),
+    }
+    talk = [
+        {"role": "system", "content": "Be kind."},
+        ASK,
+        {"role": "assistant", "tool_calls": [{"function": CALL}]},
+        {"role": "tool", "content": "4"},
+        SAY,
+    ]
+    want = {"messages": talk, "tools": [SCHEMA]}
+    assert whole(ShareGPT("x"), tools, rows) == whole(Auto("x"), tools, rows) == whole(Chat("x"), tools, want)
+    assert taught(ShareGPT("x"), tools, rows) == taught(Chat("x"), tools, want)
+    assert whole(Auto("x"), tools, {"conversations": TALK}) == [tools.render(TALK)], "roles under another column"
+    marked = [*rows["conversations"][:3], {**rows["conversations"][3], "weight": 0}]
+    assert taught(ShareGPT("x", learn="marked"), tools, {"conversations": marked}) == [f"{json.dumps(CALL)}<|im_end|>"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"conversations": [{"from": "bot", "value": "a"}]}, "conversations[0]: unknown speaker 'bot' in `from`; want"),
+        ({"conversations": [{"from": "human", "value": 3}]}, "conversations[0].value: want a string, this is a number"),
+        ({"conversations": [3]}, "conversations[0]: want an object with from and value, this is a number"),
+        (
+            {"conversations": [{"from": "human", "value": "a"}, {"from": "function_call", "value": "{"}]},
+            "conversations[1].value: a string that holds no JSON: ",
+        ),
+        (
+            {"conversations": [{"from": "human", "value": "a"}, {"from": "function_call", "value": "[{}]"}]},
+            "conversations[1].value.name: want the name of a tool, this is None",
+        ),
+        (
+            {"conversations": [{"from": "system", "value": "a"}], "system": "b"},
+            "conversations[0]: a system message",
+        ),
+        ({"conversations": [{"from": "human", "value": "a"}], "system": 3}, "system: want a string, this is a number"),
+        ({"conversations": []}, "conversations: the conversation is empty"),
+    ],
+)
+def test_wrong_sharegpt_is_told(fields: dict, message: str, tokenizer: Tokenizer) -> None:
+    assert fault(ShareGPT("x"), tokenizer, fields).startswith(message)
+
+
+def test_instruct_writes_a_question_and_an_answer(tokenizer: Tokenizer) -> None:
     rows = [
         {"instruction": "Add.", "input": "2, 2", "output": "4"},
         {"instruction": "Add.", "input": "", "output": "4"},
         {"instruction": "Add.", "output": "4"},
+        {"instruction": "Add.", "input": None, "output": "4", "system": "Be long.", "history": [["a", "b"]]},
     ]
-    path = save(tmp_path, *rows)
-    system = {"role": "system", "content": "Be brief."}
-    talks = [
-        [system, {"role": "user", "content": text}, {"role": "assistant", "content": "4"}]
-        for text in ("Add.\n\n2, 2", "Add.", "Add.")
+    said = [
+        ["Be brief.", "Add.\n\n2, 2", "4"],
+        ["Be brief.", "Add.", "4"],
+        ["Be brief.", "Add.", "4"],
+        ["Be long.", "a", "b", "Add.", "4"],
     ]
-    choice = Instruct(path, system="Be brief.")
-    assert whole(choice, tokenizer, place) == [tokenizer.render(talk) for talk in talks]
-    assert taught(choice, tokenizer, place) == ["4<|im_end|>"] * 3
-    other = Instruct(path, prompt="input", input=None, response="instruction", limit=1)
-    assert taught(other, tokenizer, place) == ["Add.<|im_end|>"]
-    with pytest.raises(
-        UserError, match=r"rows.jsonl:1: the row has no column 'contxt'; name the right one as `input` \("
+    roles = ("system", "user", "assistant", "user", "assistant")
+    talks = [[{"role": r, "content": c} for r, c in zip(roles, texts, strict=False)] for texts in said]
+    choice = Instruct("x", system="Be brief.")
+    assert whole(choice, tokenizer, *rows) == [tokenizer.render(talk) for talk in talks]
+    assert taught(choice, tokenizer, *rows) == [*["4<|im_end|>"] * 3, "b<|im_end|>4<|im_end|>"]
+    assert taught(replace(choice, learn="last"), tokenizer, rows[3]) == ["4<|im_end|>"]
+    other = Instruct("x", prompt="input", input=None, response="instruction")
+    assert taught(other, tokenizer, rows[0]) == ["Add.<|im_end|>"]
+    assert fault(Instruct("x", input="contxt"), tokenizer, rows[0]).startswith(
+        "the row has no column 'contxt'; name the right one as `input` ("
+    )
+    for history, message in (
+        ({}, "history: want a list of pairs, this is an object"),
+        ([["a"]], "history[0]: want"),
     ):
-        load(Instruct(path, input="contxt"), tokenizer, 1, 1, place())
+        assert fault(choice, tokenizer, {**rows[0], "history": history}).startswith(message)
 
 
-def test_text_is_learnt_whole_between_bos_and_an_end(folders, tokenizer, place, tmp_path: Path) -> None:
-    path = save(tmp_path, {"text": "Hello there. 😀"})
+def test_a_completion_is_learnt_and_its_prompt_is_not(folders: dict[str, Path], tokenizer: Tokenizer) -> None:
+    row = {"prompt": "Question: 2 + 2?\nAnswer:", "completion": " It is 4."}
     headers = Tokenizer.open(folders["headers"])
-    assert whole(Text(path), headers, place) == ["<|begin|>Hello there. 😀<|end_of_text|>"]
-    assert taught(Text(path), headers, place) == ["Hello there. 😀<|end_of_text|>"]
-    assert whole(Text(path, end="<|endoftext|>"), tokenizer, place) == ["Hello there. 😀<|endoftext|>"]
+    assert whole(Completion("x"), headers, row) == ["<|begin|>Question: 2 + 2?\nAnswer: It is 4.<|end_of_text|>"]
+    (found,) = documents(Completion("x"), headers, row)
+    assert headers.decode(found.tokens[found.learnt].tolist(), special=True) == " It is 4.<|end_of_text|>"
+    assert found.tokens[1:-1].tolist() == headers.encode(row["prompt"] + row["completion"]), "one text, one way"
+    assert taught(Completion("x", learn="all"), headers, row) == [row["prompt"] + " It is 4.<|end_of_text|>"]
+    assert taught(Completion("x", end="<|endoftext|>"), tokenizer, row) == [" It is 4.<|endoftext|>"]
+    lists = {"prompt": TALK[:3], "completion": TALK[3:]}
+    assert taught(Completion("x"), tokenizer, lists) == ["Hello there 😀<|im_end|>"]
+    assert whole(Completion("x"), tokenizer, lists) == [tokenizer.render(TALK)]
+    for mixed in ({"prompt": ASK["content"], "completion": [SAY]}, {"prompt": [ASK], "completion": SAY["content"]}):
+        assert whole(Completion("x"), tokenizer, mixed) == [tokenizer.render([ASK, SAY])]
+    assert fault(Completion("x"), tokenizer, {"prompt": 3, "completion": "a"}) == (
+        "prompt: want a string or a list of messages, this is a number"
+    )
+
+
+def test_text_is_learnt_whole_between_bos_and_an_end(folders: dict[str, Path], tokenizer: Tokenizer) -> None:
+    row = {"text": "Hello there. 😀"}
+    headers = Tokenizer.open(folders["headers"])
+    assert whole(Text("x"), headers, row) == ["<|begin|>Hello there. 😀<|end_of_text|>"]
+    assert taught(Text("x"), headers, row) == ["Hello there. 😀<|end_of_text|>"]
+    assert whole(Text("x", end="<|endoftext|>"), tokenizer, row) == ["Hello there. 😀<|endoftext|>"]
+    assert whole(Text("x"), tokenizer, {"text": "Hello.<|im_end|>"}) == ["Hello.<|im_end|>"], "no second end"
     with pytest.raises(UserError, match="the tokenizer has no token '<end>'; name one of its tokens as `end`"):
-        load(Text(path, end="<end>"), tokenizer, 1, 1, place())
+        Text("x", end="<end>").prepare(tokenizer)
     tokenizer.eos = None
     with pytest.raises(UserError, match="the tokenizer names no end-of-text token"):
-        load(Text(path), tokenizer, 1, 1, place())
-
-
-def test_a_row_that_is_cut_has_no_false_end(tokenizer, place, tmp_path: Path) -> None:
-    ids = tokenizer.encode(tokenizer.render(TALK))
-    path = save(tmp_path, {"messages": TALK}, {"messages": TALK[:2]})
-    loader = load(Chat(path, length=len(ids) - 4), tokenizer, 2, 2, place())
-    assert loader.rows[0].tokens.tolist() == ids[:-4]
-    assert loader.rows[0].learnt[-1]
-    assert loader.rows[0].tokens[-1] != tokenizer.eos
-    assert (loader.report.truncated, loader.report.longest) == (1, len(ids) - 4)
-    assert "1 truncated" in str(loader.report)
+        Text("x").prepare(tokenizer)
 
 
 @pytest.mark.parametrize("length", [2, 3, 4, 7, 100])
-def test_every_token_of_a_long_text_is_learnt_once(length: int, tokenizer, place, tmp_path: Path) -> None:
-    path = save(tmp_path, {"text": "Hello there. Thanks"}, {"text": "Hello"})
-    whole = [*load(Text(path, shuffle=False), tokenizer, 1, 1, place()).rows]
-    parts = [*load(Text(path, length=length, shuffle=False), tokenizer, 1, 1, place()).rows]
-    assert all(len(part.tokens) <= length for part in parts)
-    targets = [token for part in parts for token in part.tokens[1:].tolist()]
-    assert targets == [token for text in whole for token in text.tokens[1:].tolist()]
+def test_every_token_of_a_long_text_is_learnt_once(length: int, tokenizer: Tokenizer) -> None:
+    rows = {"text": "Hello there. Thanks"}, {"text": "Hello"}
+    for choice in (Text, Auto):
+        parts = [*documents(choice("x", length=length), tokenizer, *rows)]
+        assert all(len(part.tokens) <= length and part.whole == len(part.tokens) for part in parts)
+        targets = [token for part in parts for token in part.tokens[1:].tolist()]
+        texts = [tokenizer.encode(row["text"]) + [tokenizer.eos] for row in rows]
+        assert targets == [token for text in texts for token in text[1:]]
+    cut = [*documents(Text("x", length=length, too_long="truncate"), tokenizer, *rows)]
+    assert [part.tokens.tolist() for part in cut] == [text[:length] for text in texts]
+    assert [part.whole for part in cut] == [len(text) for text in texts]
 
 
-def test_rows_are_many_and_the_bar_is_rank_zeros(tokenizer, place, tmp_path: Path, capsys, monkeypatch) -> None:
-    path = save(tmp_path, *({"messages": [TALK[0], {"role": "assistant", "content": f"No. {i}"}]} for i in range(1200)))
-    loader = load(Chat(path), tokenizer, 8, 2, place(1, 2))
-    assert capsys.readouterr().err == ""
-    answers = [tokenizer.decode(document.tokens[document.learnt].tolist()) for document in loader.rows]
-    assert answers == [f"No. {i}" for i in range(1200)]
-    load(Chat(path), tokenizer, 8, 2, place())
-    assert capsys.readouterr().err == "", "a log is no place for a bar"
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    load(Chat(path), tokenizer, 8, 2, place(1, 2))
-    assert capsys.readouterr().err == ""
-    load(Chat(path), tokenizer, 8, 2, place())
-    assert "preparing" in capsys.readouterr().err
+def test_a_row_that_is_cut_has_no_false_end(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode(tokenizer.render(TALK))
+    rows = Chat("x", length=len(ids) - 4)
+    cut, short = documents(rows, tokenizer, {"messages": TALK}, {"messages": TALK[:2]})
+    assert cut.tokens.tolist() == ids[:-4] and cut.whole == len(ids)
+    assert cut.learnt[-1] and cut.tokens[-1] != tokenizer.eos
+    assert short.whole == len(short.tokens)
+
+
+def test_what_is_too_long_may_be_dropped_or_gone_on_with(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode(tokenizer.render(TALK))
+    assert [*documents(Chat("x", length=len(ids) - 1, too_long="drop"), tokenizer, {"messages": TALK})] == []
+    (kept,) = documents(Chat("x", length=len(ids), too_long="drop"), tokenizer, {"messages": TALK})
+    assert kept.tokens.tolist() == ids
+    parts = [*documents(Chat("x", length=len(ids) // 2, too_long="split"), tokenizer, {"messages": TALK})]
+    assert len(parts) > 1
+    learnt = [token for part in parts for token in part.tokens[1:][part.learnt[1:]].tolist()]
+    assert tokenizer.decode(learnt, special=True) == BOTH
+
+
+def test_rows_are_recognised_by_their_columns(tokenizer: Tokenizer) -> None:
+    rows = {
+        "OpenAI messages (column 'messages')": ({"messages": TALK, "text": "a"}, Chat("x")),
+        "OpenAI messages (column 'conversation')": ({"conversation": TALK}, Chat("x", messages="conversation")),
+        "ShareGPT (column 'conversations')": (
+            {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]},
+            ShareGPT("x"),
+        ),
+        "Alpaca (columns 'instruction', 'output')": ({"instruction": "a", "output": "b"}, Instruct("x")),
+        "prompts with completions (columns 'prompt', 'completion')": (
+            {"prompt": "a", "completion": "b", "label": None},
+            Completion("x"),
+        ),
+        "plain text (column 'text')": ({"text": "a", "messages": None, "prompt": None}, Text("x")),
+    }
+    for says, (row, choice) in rows.items():
+        assert Auto("x").says(row) == says
+        assert taught(Auto("x"), tokenizer, row) == taught(choice, tokenizer, row)
+    named = Auto("x", learn="last", length=1000, template="a.jinja")
+    (chat,) = (named.choice({"messages": TALK}),)
+    assert chat == Chat("x", learn="last", length=1000, template="a.jinja")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"foo": 1, "bar": "a", "none": None},
+            "no format is known by its columns, which are foo (a number), bar (a ",
+        ),
+        ({}, "no format is known by its columns, which are none; name one as `kind`"),
+        ({"text": 3}, "no format is known by its columns, which are text (a number)"),
+        (
+            {"chosen": "a", "rejected": "b"},
+            "these are preference pairs (columns 'chosen', 'rejected'): no recipe ",
+        ),
+        (
+            {"prompt": "a", "completion": "b", "label": True},
+            "these are completions with marks (columns 'prompt', 'com",
+        ),
+        ({"messages": []}, "messages: the conversation is empty"),
+    ],
+)
+def test_what_is_not_recognised_is_told(fields: dict, message: str, tokenizer: Tokenizer) -> None:
+    assert fault(Auto("x"), tokenizer, fields).startswith(message)
+
+
+def test_preferences_are_two_documents_with_one_prompt(folders: dict[str, Path]) -> None:
+    tokenizer = Tokenizer.open(folders["headers"])
+    better, worse = {"role": "assistant", "content": "Four."}, {"role": "assistant", "content": "Five."}
+    ends = ["Four.<|eot_id|>", "Five.<|eot_id|>"]
+    for row in (
+        {"chosen": [ASK, better], "rejected": [ASK, worse]},
+        {"chosen": [ASK, better], "rejected": [ASK, worse], "prompt": ASK["content"]},
+        {"chosen": [ASK, better], "rejected": [ASK, worse], "prompt": [ASK]},
+        {"chosen": [better], "rejected": [worse], "prompt": [ASK]},
+        {"chosen": [better], "rejected": [worse], "prompt": ASK["content"]},
+        {"chosen": "Four.", "rejected": "Five.", "prompt": [ASK]},
+    ):
+        assert taught(Preference("x"), tokenizer, row) == ends
+        assert whole(Preference("x"), tokenizer, row) == [tokenizer.render([ASK, side]) for side in (better, worse)]
+    earlier = {"chosen": [*TALK[:3], better], "rejected": [*TALK[:3], worse]}
+    assert taught(Preference("x"), tokenizer, earlier) == ends, "what both have said before is no preference"
+
+
+def test_preferences_may_be_texts(tokenizer: Tokenizer) -> None:
+    said = {"prompt": "2 + 2 =", "chosen": " four", "rejected": " five"}
+    assert taught(Preference("x"), tokenizer, said) == [" four<|im_end|>", " five<|im_end|>"]
+    implicit = {"chosen": "2 + 2 = four", "rejected": "2 + 2 = five"}
+    assert taught(Preference("x"), tokenizer, implicit) == [" four<|im_end|>", " five<|im_end|>"]
+    assert whole(Preference("x"), tokenizer, implicit) == whole(Preference("x"), tokenizer, said)
+    assert [*documents(Preference("x", too_long="drop", length=3), tokenizer, said)] == [], "both or none"
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"chosen": "a", "rejected": "a"}, "chosen and rejected are the same: nothing is preferred"),
+        ({"chosen": [ASK, SAY]}, "the row has no column 'rejected'; name the right one as `rejected`"),
+        ({"chosen": [ASK], "rejected": [ASK, SAY]}, "nothing to learn: the conversation has no assistant message"),
+        ({"chosen": 3, "rejected": "a"}, "chosen: want a string or a list of messages, this is a number"),
+        (
+            {"chosen": [ASK, 3], "rejected": [ASK, SAY]},
+            "chosen[1]: want an object with role and content, this is",
+        ),
+    ],
+)
+def test_wrong_preferences_are_told(fields: dict, message: str, tokenizer: Tokenizer) -> None:
+    assert fault(Preference("x"), tokenizer, fields).startswith(message)
+
+
+def test_marks_are_signs_of_the_document(tokenizer: Tokenizer) -> None:
+    rows = [
+        {"prompt": [ASK], "completion": [SAY], "label": True},
+        {"prompt": "2 + 2 =", "completion": " four", "label": False},
+    ]
+    assert taught(Marked("x"), tokenizer, *rows) == ["It is 4.<|im_end|>", " four<|im_end|>"]
+    assert [document.signs for document in documents(Marked("x"), tokenizer, *rows)] == [Sign.GOOD, Sign.BAD]
+    assert fault(Marked("x"), tokenizer, {**rows[0], "label": 1}) == "label: want true or false, this is a number"
 
 
 BAD = [
-    ({"chat": []}, r"the row has no column 'messages'; name the right one as `messages` \(it has: chat\)"),
-    ({"messages": None}, "messages: want a list of messages, this is null"),
-    ({"messages": []}, "messages: the conversation is empty"),
-    ({"messages": ["hi"]}, r"messages\[0\]: want an object with role and content, this is a string"),
-    ({"messages": [{"role": "bot", "content": "hi"}]}, r"messages\[0\]: unknown role 'bot'; want one of system, "),
-    ({"messages": [{"content": "hi"}]}, r"messages\[0\]: unknown role None"),
-    ({"messages": [{"role": ["user"], "content": "hi"}]}, r"messages\[0\]: unknown role \['user'\]"),
-    (
-        {"messages": [TALK[0], {"role": "assistant", "content": None}]},
-        r"messages\[1\]: content must be a string, .* null",
-    ),
-    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, r"messages\[0\]: content must .* this is a list"),
-    ({"messages": [TALK[0], {**TALK[1], "tool_calls": [1]}]}, r"messages\[1\]: 'tool_calls' is not supported"),
-    ({"messages": [TALK[0], {**TALK[1], "weight": 0}]}, r"messages\[1\]: 'weight' is not supported"),
+    ({"chat": []}, "the row has no column 'messages'; name the right one as `messages` (it has: chat)"),
     ({"messages": TALK[:1]}, "nothing to learn: the conversation has no assistant message"),
-    ({"messages": TALK, "tools": "[]"}, "tools: want a list of tool schemas .objects., this is a string"),
-    ({"messages": [TALK[0], {"role": "assistant", "content": "\ud800"}]}, r"lone surrogate \(U\+D800\)"),
-    ({"messages": [{"role": "user", "content": "what " * 300}, TALK[1]]}, "nothing to learn in its first 64 tokens: "),
+    ({"messages": TALK, "tools": "["}, "tools: a string that holds no JSON: "),
+    (
+        {"messages": [ASK, {"role": "assistant", "content": "\ud800"}]},
+        "the text holds a lone surrogate (U+D800)",
+    ),
+    ({"messages": [{"role": "user", "content": "what " * 300}, SAY]}, "nothing to learn in its first 64 tokens: "),
 ]
 
 
 @pytest.mark.parametrize(("row", "message"), BAD)
-def test_a_row_that_cannot_be_learnt_from_is_named(row, message, tokenizer, place, tmp_path: Path) -> None:
-    path = save(tmp_path, {"messages": TALK}, row)
-    with pytest.raises(UserError, match=f"^{path}:2: .*{message}") as told:
-        load(Chat(path, length=64), tokenizer, 1, 1, place())
-    assert "\n" not in str(told.value)
+def test_a_row_that_cannot_be_learnt_from_is_a_fault_among_others(
+    row: dict, message: str, tokenizer: Tokenizer
+) -> None:
+    fine = Row("a:1", {"messages": TALK})
+    found = Chat("x", length=64).encode(tokenizer, [fine, Row("a:2", row), fine, Fault("a:4", "no JSON")])
+    assert isinstance(found[1], Fault) and found[1].where == "a:2" and found[1].reason.startswith(message)
+    assert "\n" not in found[1].reason
+    assert found[3] == Fault("a:4", "no JSON")
+    first, third = found[0], found[2]
+    assert isinstance(first, list) and isinstance(third, list)
+    assert first[0].tokens.tolist() == third[0].tokens.tolist()
 
 
-def test_text_rows_are_checked_too(tokenizer, place, tmp_path: Path) -> None:
+def test_text_rows_are_checked_too(tokenizer: Tokenizer) -> None:
     for row, message in [
         ({"texts": "a"}, "the row has no column 'text'; name the right one as `column`"),
         ({"text": 3}, "text: want a string, this is a number"),
-        ({"text": "a\udfff"}, "lone surrogate"),
+        ({"text": "a\udfff"}, "the text holds a lone surrogate"),
         ({"text": ""}, "nothing to learn in its 1 tokens"),
     ]:
-        path = save(tmp_path, {"text": "fine"}, row)
-        with pytest.raises(UserError, match=f"^{path}:2: .*{message}"):
-            load(Text(path), tokenizer, 1, 1, place())
+        assert fault(Text("x"), tokenizer, row).startswith(message)
 
 
-def test_a_template_that_refuses_names_the_row(folders, place, tmp_path: Path) -> None:
-    path = save(tmp_path, {"messages": TALK}, {"messages": [{"role": "system", "content": "Hi"}, *TALK]})
-    with pytest.raises(UserError, match=f"^{path}:2: .*the chat template fails: System role not supported"):
-        load(Chat(path), Tokenizer.open(folders["turns"]), 1, 1, place())
+def test_a_template_that_refuses_is_told(folders: dict[str, Path]) -> None:
+    row = {"messages": [{"role": "system", "content": "Hi"}, *TALK]}
+    said = fault(Chat("x"), Tokenizer.open(folders["turns"]), row)
+    assert "the chat template fails: System role not supported" in said
 
 
-def test_a_tokenizer_without_a_template_is_told_before_any_row(folders, tokenizer, place, tmp_path: Path) -> None:
+def test_a_tokenizer_without_a_template_is_told_before_any_row(tokenizer: Tokenizer) -> None:
     tokenizer.templates = {}
     with pytest.raises(UserError, match="^the tokenizer has no chat template; name a Jinja file as `template`"):
-        load(Chat(save(tmp_path, {"bad": 1})), tokenizer, 1, 1, place())
-    text = Text(save(tmp_path, {"text": "Hello there"}))
-    assert len(load(text, tokenizer, 1, 1, place()).rows) == 1
+        Chat("x").prepare(tokenizer)
+    assert len([*documents(Auto("x"), tokenizer, {"text": "Hello there"})]) == 1
+    assert fault(Auto("x"), tokenizer, {"messages": TALK}).startswith("the tokenizer has no chat template; name a Jin")
+
+
+def test_a_template_may_be_named(folders: dict[str, Path], tokenizer: Tokenizer, tmp_path: Path) -> None:
+    (tmp_path / "own.jinja").write_text(
+        "{{ tools[0].name }}{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>{% endif %}"
+    )
+    rows = Chat("x", messages="talk", template=str(tmp_path / "own.jinja"))
+    row = {"talk": TALK[:2], "tools": [{"name": "add"}]}
+    want = "add<|im_start|>What is 2 + 2?<|im_end|><|im_start|>It is 4.<|im_end|>"
+    assert whole(rows, tokenizer, row) == whole(
+        Auto("x", template=rows.template), tokenizer, {**row, "messages": TALK[:2]}
+    )
+    assert whole(rows, tokenizer, row) == [want]
 
 
 @pytest.mark.parametrize(
     ("fields", "field"),
-    [({"source": ""}, "source"), ({"split": "train["}, "split"), ({"length": 1}, "length"), ({"limit": 0}, "limit")],
+    [
+        ({"source": ""}, "source"),
+        ({"split": "train["}, "split"),
+        ({"length": 1}, "length"),
+        ({"limit": 0}, "limit"),
+        ({"most_bad": 1.5}, "most_bad"),
+        ({"workers": -1}, "workers"),
+    ],
 )
 def test_a_choice_refuses_what_makes_no_sense(fields: dict, field: str) -> None:
-    with pytest.raises(FieldError) as told:
-        Chat(**{"source": "rows.jsonl", **fields})
-    assert told.value.field == field
+    for choice in (Auto, Text):
+        with pytest.raises(FieldError) as told:
+            choice(**{"source": "rows.jsonl", **fields})
+        assert told.value.field == field
+
+
+def test_what_is_compared_cannot_be_split_or_learnt_whole() -> None:
+    for fields in ({"too_long": "split"}, {"learn": "all"}):
+        for choice in (Preference, Marked):
+            with pytest.raises(FieldError):
+                choice("x", **fields)
+
+
+def test_the_code_of_rows_is_what_decides_what_they_become() -> None:
+    served = {
+        "limit": 3,
+        "pack": True,
+        "shuffle": False,
+        "workers": 2,
+        "bad_rows": "skip",
+        "stream": True,
+        "split": "a",
+    }
+    assert Auto("x").code() == Auto("y", **served).code()
+    for other in ({"length": 7}, {"learn": "last"}, {"too_long": "drop"}, {"template": "a"}, {"end": "a"}):
+        assert Auto("x").code() != Auto("x", **other).code()
 
 
 def test_a_source_can_be_checked_without_reading_it(tmp_path: Path) -> None:

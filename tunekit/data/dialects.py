@@ -8,7 +8,7 @@ from tunekit.data.messages import Message, Talk, call_of, shown, talk, tool_sche
 from tunekit.data.plain import kind, parsed
 from tunekit.errors import UserError
 
-LAST_WORD = re.compile(r"\S*$")
+LAST_WORD = re.compile(r"\s*\S*$")
 SPEAKERS = {
     "human": "user",
     "user": "user",
@@ -137,5 +137,5 @@ def common(one: list[Any], other: list[Any]) -> int:
 
 
 def common_text(one: str, other: str) -> str:
-    """What two texts begin with in common, up to the end of a word."""
+    """What two texts begin with in common, up to the end of a word: the space behind it goes with what follows."""
     return LAST_WORD.sub("", commonprefix([one, other]), count=1)

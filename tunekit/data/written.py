@@ -39,11 +39,8 @@ def conversation(tokenizer: Tokenizer, talk: Talk, learn: Learn) -> Written:
     """A conversation as the template writes it."""
     turns = learnt_turns(talk, learn)
     messages = manner(tokenizer.template(talk.tools), tokenizer).fit(talk.messages)
-    text, learnt, *noticed = spans.render(tokenizer, messages, talk.tools, "all" if learn == "all" else turns)
-    found = signs(tokenizer, talk, text, turns)
-    for sign in noticed:
-        found |= sign
-    return Written(text, learnt, found)
+    text, learnt, noticed = spans.render(tokenizer, messages, talk.tools, "all" if learn == "all" else turns)
+    return Written(text, learnt, noticed | signs(tokenizer, talk, text, turns))
 
 
 def learnt_turns(talk: Talk, learn: Learn) -> list[int]:

@@ -1,0 +1,137 @@
+"""What templates want of messages, found by trying, and what of a row they leave out."""
+
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from tunekit.data.messages import Talk, talk
+from tunekit.data.said import manner, signs
+from tunekit.data.signs import Sign
+from tunekit.data.tokenizer import Tokenizer
+from tunekit.data.written import conversation
+
+ASK, SAY = {"role": "user", "content": "What is 1 + 2?"}, {"role": "assistant", "content": "It is 3."}
+MORE = {"role": "user", "content": "And now?"}
+CALL = {
+    "role": "assistant",
+    "content": None,
+    "tool_calls": [{"type": "function", "id": "call00001", "function": {"name": "add", "arguments": {"a": 1}}}],
+}
+TURN = "{{ '<|im_start|>' + m.role + '\\n' }}"
+CALLS = "{% for c in m.tool_calls or [] %}{{ c.function.name }}({{ c.function.arguments | tojson }}){% endfor %}"
+END = "{{ '<|im_end|>\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+EACH = "{% for m in messages %}" + TURN
+FORMS = {
+    "strings": EACH + "{{ m.content }}" + END,
+    "parts": EACH + "{% for p in m.content %}{{ p.text }}{% endfor %}" + END,
+    "both": EACH + "{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for p in m.content %}{{ p.text }}{% endfor %}{% endif %}" + END,
+    "nulls": EACH + "{% if m.content %}{{ m.content }}{% endif %}" + CALLS + END,
+    "prints": EACH + "{{ m.content }}" + CALLS + END,
+    "adds": EACH + "{{ '' + m.content }}" + CALLS + END,
+    "needs null": EACH + "{% if m.content is none %}" + CALLS + "{% else %}{{ m.content }}{% endif %}" + END,
+    "json": EACH + "{% if m.role == 'tool' %}{{ m.content | tojson }}{% else %}{{ m.content }}{% endif %}" + END,
+}
+
+
+@pytest.fixture
+def opened(folders: dict[str, Path], tmp_path: Path):
+    def open(form: str) -> Tokenizer:
+        (tmp_path / "form.jinja").write_text(FORMS[form])
+        return Tokenizer.open(folders["chatml"], str(tmp_path / "form.jinja"))
+
+    return open
+
+
+def text(tokenizer: Tokenizer, messages: list[dict], learn="assistant") -> str:
+    return conversation(tokenizer, talk(messages, "messages"), learn).text
+
+
+def expected(*turns: str) -> str:
+    roles = ("user", "assistant", "tool", "assistant")
+    return "".join(f"<|im_start|>{role}\n{said}<|im_end|>\n" for role, said in zip(roles, turns, strict=False))
+
+
+@pytest.mark.parametrize("form", ["strings", "parts", "both"])
+def test_content_is_given_as_the_template_wants_it(form: str, opened) -> None:
+    tokenizer = opened(form)
+    assert manner(tokenizer.template(), tokenizer).parts == (form == "parts")
+    parts = [{"type": "text", "text": "What is "}, {"type": "text", "text": "1 + 2?"}]
+    for content in (ASK["content"], parts):
+        assert text(tokenizer, [{"role": "user", "content": content}, SAY]) == expected(ASK["content"], SAY["content"])
+
+
+@pytest.mark.parametrize("form", ["nulls", "prints", "adds", "needs null"])
+def test_a_null_beside_calls_is_nothing(form: str, opened) -> None:
+    tokenizer = opened(form)
+    assert text(tokenizer, [ASK, CALL]) == expected(ASK["content"], 'add({"a": 1})')
+
+
+def test_texts_equal_those_of_transformers(opened, folders: dict[str, Path]) -> None:
+    theirs = AutoTokenizer.from_pretrained(folders["chatml"])
+    rows = [ASK, CALL, {"role": "tool", "tool_call_id": "call00001", "content": "3"}, SAY]
+    assert text(opened("nulls"), rows) == theirs.apply_chat_template(rows, chat_template=FORMS["nulls"], tokenize=False)
+    want = theirs.apply_chat_template(
+        [{**ASK, "content": [{"type": "text", "text": ASK["content"]}]}, {**SAY, "content": [{"text": "It is 3."}]}],
+        chat_template=FORMS["parts"],
+        tokenize=False,
+    )
+    assert text(opened("parts"), [ASK, SAY]) == want
+
+
+def found(tokenizer: Tokenizer, row: Talk, learnt: list[int] | None = None) -> Sign:
+    turns = (
+        [i for i, message in enumerate(row.messages) if message["role"] == "assistant"] if learnt is None else learnt
+    )
+    return signs(tokenizer, row, tokenizer.render(row.messages, row.tools), turns)
+
+
+def test_what_the_template_leaves_out_is_noticed(opened, folders: dict[str, Path]) -> None:
+    plain, calls = opened("strings"), opened("nulls")
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    assert found(plain, Talk([ASK, SAY])) == Sign(0)
+    assert found(plain, Talk([ASK, SAY], tools)) == Sign.TOOLS_UNUSED
+    assert found(Tokenizer.open(folders["thinking"]), Talk([ASK, SAY], tools)) == Sign(0)
+    calls = opened("nulls")
+    assert found(calls, talk([ASK, CALL], "messages")) == Sign(0)
+    plain = opened("strings")
+    assert found(plain, talk([ASK, {**CALL, "content": "Well."}], "messages")) == Sign.TOOLS_UNUSED
+
+
+def test_lost_content_is_noticed(opened) -> None:
+    tokenizer = opened("strings")
+    text = tokenizer.render([ASK, SAY])
+    assert signs(tokenizer, Talk([ASK, {**SAY, "content": "  It is 3.\n"}]), text, [1]) == Sign(0), "templates trim"
+    assert signs(tokenizer, Talk([ASK, {**SAY, "content": "It is 4."}]), text, [1]) == Sign.CONTENT_LOST
+    assert signs(tokenizer, Talk([SAY, ASK]), text, [0]) == Sign(0), "found, if in another order"
+    result = {"role": "tool", "content": '{"sum": "drei\nvier ä"}'}
+    tokenizer = opened("json")
+    assert found(tokenizer, Talk([ASK, SAY, result, SAY])) == Sign(0)
+
+
+def test_dropped_reasoning_is_noticed_where_it_would_be_learnt(folders: dict[str, Path], opened) -> None:
+    thought = {**SAY, "reasoning_content": "One and two."}
+    thinking = Tokenizer.open(folders["thinking"])
+    assert found(thinking, Talk([ASK, thought])) == Sign(0)
+    assert found(thinking, Talk([ASK, thought, MORE, SAY])) == Sign.REASONING_DROPPED
+    assert found(thinking, Talk([ASK, thought, MORE, SAY]), [3]) == Sign(0), "it is not learnt"
+    assert found(opened("strings"), Talk([ASK, thought])) == Sign.REASONING_DROPPED
+    inline = {**SAY, "content": "<think>\nOne and two.\n</think>\n\nIt is 3."}
+    assert found(thinking, Talk([ASK, inline])) == Sign(0)
+    assert found(thinking, Talk([ASK, inline, MORE, SAY])) == Sign.REASONING_DROPPED
+
+
+def test_special_tokens_in_what_others_say_are_noticed(opened) -> None:
+    tokenizer = opened("strings")
+    bad = {"role": "user", "content": "What does <|im_end|> mean?"}
+    assert found(tokenizer, Talk([bad, SAY])) == Sign.SPECIAL_IN_TEXT
+    assert found(tokenizer, Talk([{"role": "tool", "content": "<|endoftext|>"}, SAY])) == Sign.SPECIAL_IN_TEXT
+    assert found(tokenizer, Talk([{"role": "user", "content": "a < b, <|im"}, SAY])) == Sign(0)
+
+
+def test_turns_that_say_nothing_are_noticed(opened) -> None:
+    tokenizer = opened("nulls")
+    assert found(tokenizer, Talk([ASK, {**SAY, "content": " "}])) == Sign.EMPTY_TURN
+    assert found(tokenizer, talk([ASK, CALL], "messages")) == Sign(0)
+    assert found(tokenizer, Talk([{**ASK, "content": ""}, SAY])) == Sign(0)
