@@ -114,19 +114,19 @@ def test_a_bundled_name_is_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_a_hub_name_goes_through_datasets(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
-    def load(path: str, part: str | None, split: str) -> datasets.Dataset:
-        asked.append((path, part, split))
+    def load(path: str, part: str | None, split: str, revision: str | None) -> datasets.Dataset:
+        asked.append((path, part, split, revision))
         return datasets.Dataset.from_list(ROWS)
 
     monkeypatch.setattr(datasets, "load_dataset", load)
     table = open_source("owner/name:main", "train[-1:]")
     assert [(row.where, row.fields) for row in table.rows] == [("owner/name:main train row 10", ROWS[9])]
-    assert open_source("name", "test").count == 10
-    assert asked == [("owner/name", "main", "train"), ("name", None, "test")]
+    assert open_source("name@v1/b", "test").count == 10
+    assert asked == [("owner/name", "main", "train", None), ("name", None, "test", "v1/b")]
 
 
 def test_a_hub_that_does_not_answer_is_told_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    def load(path: str, part: str | None, split: str) -> datasets.Dataset:
+    def load(path: str, part: str | None, split: str, revision: str | None) -> datasets.Dataset:
         raise ConnectionError(f"Couldn't reach\n'{path}' on the Hub")
 
     monkeypatch.setattr(datasets, "load_dataset", load)

@@ -2,14 +2,16 @@
 
 import importlib
 import re
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from tunekit import bundled
 from tunekit.data.csvfile import Csv
+from tunekit.data.find import Entry, in_folder, is_glob, is_rows, is_train, kind, of_glob
 from tunekit.data.jsonfile import Json
-from tunekit.data.storage import Local, Packed, Stored, gunzip
+from tunekit.data.storage import Local, Packed, Stored, gunzip, unreadable
 from tunekit.data.table import Part, Table
 from tunekit.errors import UserError
 
@@ -19,11 +21,11 @@ SLOW = {
     ".arrow": ("tunekit.data.arrow", "Arrow"),
     ".zst": ("tunekit.data.arrow", "unzstd"),
     "hub": ("tunekit.data.hub", "hub_set"),
+    "hub stream": ("tunekit.data.hub", "hub_files"),
+    "remote": ("tunekit.data.remote", "files"),
 }
-UNPACK = (".gz", ".zst")  # of text; the others pack themselves
-KINDS = (*READERS, ".parquet", ".arrow")
-SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval", "heldout")
-HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?")
+# A data set of the Hub: owner/name, with a configuration and a revision if wanted: owner/name:config@revision
+HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?(@[\w./-]+)?")
 SPLIT = re.compile(r"([\w.-]+)(?:\[(-?\d+%?)?:(-?\d+%?)?\])?")
 
 
@@ -67,12 +69,13 @@ def parse_split(text: str) -> Split:
 def open_source(source: str, split: str, limit: int | None = None, stream: bool = False) -> Table:
     """The rows of `split` (see `parse_split`), at most `limit` of them. A stream is not counted before it is read."""
     cut = parse_split(split)
-    files = find(source, cut.name)
-    parts = (slow("hub")(source, cut.name),) if files is None else tuple(read(Local(path)) for path in files)
     fixed = cut.fixed(limit)
-    if stream:
-        if fixed is None:
-            raise UserError(f"{source}: {split} wants the number of rows, which of a stream nobody knows; use numbers")
+    if stream and fixed is None:
+        raise UserError(
+            f"{source}: {split} wants to know how many rows there are; of a stream, take train[1000:] or [:1000]"
+        )
+    parts = parts_of(source, cut.name, stream)
+    if stream and fixed is not None:
         return Table(parts, *fixed)
     counts = counted(parts, None if fixed is None else fixed[1])
     low, high = cut.bounds(sum(counts))
@@ -80,6 +83,16 @@ def open_source(source: str, split: str, limit: int | None = None, stream: bool 
     if low == high:
         raise UserError(f"{source}: {split} holds no row (of {sum(counted(parts, None))})")
     return Table(parts, low, high, counts)
+
+
+def parts_of(source: str, split: str, stream: bool) -> tuple[Part, ...]:
+    """What a split is made of, unread."""
+    files = find(source, split)
+    if files is None and not stream:
+        return (slow("hub")(source, split),)
+    if files is None or is_url(source):
+        return tuple(map(read, slow("remote" if is_url(source) else "hub stream")(source, split)))
+    return tuple(read(Local(path)) for path in files)
 
 
 def counted(parts: tuple[Part, ...], most: int | None) -> tuple[int, ...]:
@@ -94,50 +107,54 @@ def counted(parts: tuple[Part, ...], most: int | None) -> tuple[int, ...]:
 
 
 def find(source: str, split: str) -> list[Path] | None:
-    """Files that hold the split of a local or bundled source, without reading them; None if `source` is a Hub name."""
+    """Files of this machine that hold the split, none of them read; None if `source` is a Hub name.
+
+    There are none where a URL is the source: what it names is found when it is opened.
+    """
+    if is_url(source):
+        return []
     folder = bundled.data(source)
-    path = Path(source).expanduser() if folder is None else folder
-    if path.is_dir():
-        return find_in_folder(path, split)
-    if path.is_file():
-        return find_file(path, split)
-    if path.suffix in KINDS or HUB_NAME.fullmatch(source) is None:
+    path = Path(source.removeprefix("file://")).expanduser() if folder is None else folder
+    try:
+        if path.is_dir():
+            return [Path(file) for file in in_folder(str(path), split, listed)]
+        if path.is_file():
+            is_rows(str(path))
+            is_train(str(path), split)
+            return [path]
+    except OSError as error:
+        raise unreadable(str(path), error) from None
+    if is_glob(source):
+        is_train(source, split)
+        return [Path(file) for file in of_glob(source, map(str, matching(path)))]
+    if kind(source) or HUB_NAME.fullmatch(source) is None:
         raise UserError(f"{source}: no such file or folder")
     return None
 
 
-def find_file(path: Path, split: str) -> list[Path]:
-    if path.suffix not in KINDS:
-        raise UserError(f"{path}: rows are read from {', '.join(KINDS)} files, not from {path.suffix or 'this'}")
-    if split != "train":
-        raise UserError(
-            f"{path}: a file has only the split 'train', not {split!r}; slice it (train[90%:]) or name another"
-        )
-    return [path]
+def matching(pattern: Path) -> Iterator[Path]:
+    """What a pattern matches, which may begin at the root."""
+    return Path(pattern.anchor).glob(str(pattern.relative_to(pattern.anchor)))
 
 
-def find_in_folder(folder: Path, split: str) -> list[Path]:
-    """Files called like the split (`test.jsonl`, `test-00000-of-00002.parquet`); all, if none is called like one."""
-    files = sorted(path for path in folder.iterdir() if path.suffix in KINDS and not path.name.startswith("."))
-    if not files:
-        raise UserError(f"{folder}: the folder holds no {', '.join(KINDS)} file")
-    names = {path: re.split(r"[-_.]", path.name)[0] for path in files}
-    known = sorted({name for name in names.values() if name in (*SPLITS, split)})
-    found = [path for path in files if names[path] == split] if known else files
-    if not found or (not known and split != "train"):
-        raise UserError(f"{folder}: no split {split!r}; it has {', '.join(known) or 'train'}")
-    return found
+def is_url(source: str) -> bool:
+    """Whether a source lies on another machine."""
+    return "://" in source and not source.startswith("file://")
+
+
+def listed(folder: str) -> list[Entry]:
+    return [Entry(str(path), path.is_dir()) for path in Path(folder).iterdir()]
 
 
 def read(file: Stored) -> Part:
     """The rows of a file, by how its name ends."""
-    path = Path(file.name)
-    if path.suffix in UNPACK:
-        file, path = Packed(file, gunzip if path.suffix == ".gz" else slow(path.suffix)), path.with_suffix("")
-    return (READERS[path.suffix] if path.suffix in READERS else slow(path.suffix))(file)
+    end, within = Path(file.name).suffix, kind(file.name)
+    if end != within:
+        file = Packed(file, gunzip if end == ".gz" else slow(end))
+    return (READERS[within] if within in READERS else slow(within))(file)
 
 
-def slow(kind: str):
-    """A reader whose library takes a second to import: its module is loaded when such a source is opened."""
-    module, name = SLOW[kind]
-    return vars(importlib.import_module(module))[name]
+def slow(name: str):
+    """What stands in a module whose library takes a second to import: loaded when such a source is opened."""
+    module, found = SLOW[name]
+    return vars(importlib.import_module(module))[found]
