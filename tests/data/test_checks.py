@@ -1,0 +1,340 @@
+"""Each fault is found where it was planted, and nowhere else: neither in ordinary rows nor in those that ship."""
+
+import json
+import random
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tunekit import bundled
+from tunekit.data import checks, measure
+from tunekit.data.checks import Finding, Subject, Use, inspect
+from tunekit.data.documents import Document, Documents
+from tunekit.data.rows import Chat
+from tunekit.data.signs import Sign
+from tunekit.data.source import open_source
+from tunekit.data.tokenizer import Tokenizer
+
+LIMIT = 64
+NAMES = ["Ada", "Ben", "Cleo", "Dan", "Eve", "Finn", "Gus", "Hana", "Ivo", "June"]
+
+
+@pytest.fixture(scope="module")
+def nano() -> Tokenizer:
+    folder = bundled.model("tunekit/nano")
+    assert folder is not None
+    return Tokenizer.open(folder).fitted(2048, folder)
+
+
+def turn(tokenizer: Tokenizer, *said: tuple[str, str]) -> Document:
+    """A conversation of the nano: what the assistant says is learnt, with its end."""
+    ids, learnt = [tokenizer.bos], [False]
+    for question, answer in said:
+        prompt = tokenizer.encode(f"<|user|>{question}<|turn|><|assistant|>")
+        target = tokenizer.encode(f"{answer}<|turn|>")
+        ids, learnt = ids + prompt + target, learnt + [False] * len(prompt) + [True] * len(target)
+    return Document(np.array(ids, np.int32), np.array(learnt), len(ids))
+
+
+def ordinary(tokenizer: Tokenizer, count: int = 40, first: int = 0) -> list[Document]:
+    """Questions that differ, with answers of their own; some have a second turn."""
+    found = []
+    for row in range(first, first + count):
+        name = NAMES[row % 10]
+        said = [(f"What has {name} in box {row}?", f"In box {row} {name} has {row * 7 % 50} things.")]
+        said += [(f"And what in box {row + 1}?", "Nothing.")] if row % 5 == 0 else []
+        found.append(turn(tokenizer, *said))
+    return found
+
+
+def subject(tokenizer: Tokenizer, documents: list[Document], part: str = "data", **use) -> Subject:
+    rows = Documents(documents, [f"{part}.jsonl:{row}" for row in range(1, len(documents) + 1)])
+    return Subject(part, [rows], tokenizer, Use(**{"limit": LIMIT, **use}))
+
+
+def found(tokenizer: Tokenizer, documents: list[Document], **use) -> dict[str, Finding]:
+    return {one.kind: one for one in inspect(subject(tokenizer, documents, **use))}
+
+
+def test_ordinary_rows_show_nothing(nano: Tokenizer) -> None:
+    assert not inspect(subject(nano, ordinary(nano)), subject(nano, ordinary(nano, 8, 100), "validation"))
+
+
+def unmasked(document: Document, *, drop: int) -> Document:
+    """Without the last `drop` learnt tokens of each stretch."""
+    learnt = document.learnt.copy()
+    for end in np.flatnonzero(learnt & ~np.append(learnt[1:], False)):
+        learnt[end - drop + 1 : end + 1] = False
+    return document._replace(learnt=learnt)
+
+
+Plant = Callable[[Tokenizer, list[Document]], list[Document]]
+
+
+def every(change: Callable[[Tokenizer, Document], Document]) -> Plant:
+    return lambda tokenizer, rows: [change(tokenizer, row) for row in rows]
+
+
+def some(change: Callable[[Tokenizer, Document], Document], rows: slice = slice(2, 5)) -> Plant:
+    def plant(tokenizer: Tokenizer, all_rows: list[Document]) -> list[Document]:
+        changed = list(all_rows)
+        changed[rows] = [change(tokenizer, row) for row in changed[rows]]
+        return changed
+
+    return plant
+
+
+def nothing(_: Tokenizer, row: Document) -> Document:
+    return row._replace(learnt=np.zeros_like(row.learnt))
+
+
+def begun_twice(tokenizer: Tokenizer, row: Document) -> Document:
+    return Document(np.append(np.int32(tokenizer.bos), row.tokens), np.append(False, row.learnt), row.whole + 1)
+
+
+def headless(_: Tokenizer, row: Document) -> Document:
+    return Document(row.tokens[1:], row.learnt[1:], row.whole - 1)
+
+
+def cut(_: Tokenizer, row: Document) -> Document:
+    return Document(row.tokens[:-3], row.learnt[:-3], row.whole)
+
+
+def cut_behind(_: Tokenizer, row: Document) -> Document:
+    return row._replace(whole=row.whole + 9)
+
+
+def empty(tokenizer: Tokenizer, row: Document) -> Document:
+    return turn(tokenizer, (f"Say nothing to {zlib.crc32(row.tokens.tobytes())}", ""))
+
+
+def same_answer(tokenizer: Tokenizer, row: Document) -> Document:
+    return turn(tokenizer, (f"Is it {zlib.crc32(row.tokens.tobytes())}?", "Yes."))
+
+
+def short(_: Tokenizer, row: Document) -> Document:
+    return Document(np.array([row.tokens[0], 3], np.int32), np.array([False, True]), 2)
+
+
+def beyond(_: Tokenizer, row: Document) -> Document:
+    tokens = row.tokens.copy()
+    tokens[4] = 2048
+    return row._replace(tokens=tokens)
+
+
+def ended_otherwise(tokenizer: Tokenizer, row: Document) -> Document:
+    tokens = row.tokens.copy()
+    tokens[tokens == tokenizer.eos] = tokenizer.model.token_to_id("<|tool|>")
+    return row._replace(tokens=tokens)
+
+
+def signed(sign: Sign) -> Callable[[Tokenizer, Document], Document]:
+    return lambda _, row: row._replace(signs=sign)
+
+
+PLANTED: dict[str, tuple[Plant, str, str, int]] = {  # name: fault, kind, severity, rows
+    "nothing learnt": (every(nothing), "nothing learnt", "wrong", 40),
+    "nothing learnt in some": (some(nothing), "nothing learnt", "doubtful", 3),
+    "no end learnt": (every(lambda _, row: unmasked(row, drop=1)), "terminators", "wrong", 40),
+    "some ends not learnt": (some(lambda _, row: unmasked(row, drop=1)), "terminators", "doubtful", 3),
+    "a sign of that": (some(signed(Sign.UNENDED)), "terminators", "doubtful", 3),
+    "two beginnings": (every(begun_twice), "bos", "wrong", 40),
+    "some with two beginnings": (some(begun_twice), "bos", "doubtful", 3),
+    "no beginning": (every(headless), "bos", "doubtful", 40),
+    "cut answers": (some(cut), "cut answers", "doubtful", 3),
+    "empty answers": (some(empty), "empty answers", "doubtful", 3),
+    "a sign of that too": (some(signed(Sign.EMPTY_TURN)), "empty answers", "doubtful", 3),
+    "one answer": (some(same_answer, slice(0, 36)), "constant answers", "doubtful", 36),
+    "one answer in half": (some(same_answer, slice(0, 24)), "constant answers", "note", 24),
+    "copies": (lambda _, rows: rows + rows[3:13], "duplicates", "doubtful", 10),
+    "a copy": (lambda _, rows: rows + rows[3:4], "duplicates", "note", 1),
+    "short rows": (some(short, slice(7, 8)), "short", "doubtful", 1),
+    "another vocabulary": (some(beyond), "vocabulary", "wrong", 3),
+    "ends that do not stop": (every(ended_otherwise), "stops", "doubtful", 40),
+    "special tokens": (some(signed(Sign.SPECIAL_IN_TEXT)), "special tokens", "doubtful", 3),
+    "prompt learnt": (some(signed(Sign.PROMPT_LEARNT)), "prompt learnt", "doubtful", 3),
+    "tools unused": (some(signed(Sign.TOOLS_UNUSED)), "tools unused", "doubtful", 3),
+    "reasoning dropped": (some(signed(Sign.REASONING_DROPPED)), "reasoning dropped", "note", 3),
+    "content lost": (some(signed(Sign.CONTENT_LOST)), "content lost", "doubtful", 3),
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_fault_is_found(nano: Tokenizer, name: str) -> None:
+    plant, kind, severity, rows = PLANTED[name]
+    told = found(nano, plant(nano, ordinary(nano)), vocab=2048)
+    assert set(told) == {kind} | ({"empty answers"} if kind == "short" else set())
+    one = told[kind]
+    assert (one.severity, one.count) == (severity, rows)
+    assert len(one.where) == min(rows, checks.SHOWN) and all(place.startswith("data.jsonl:") for place in one.where)
+    assert "\n" not in str(one)
+
+
+def test_the_first_rows_of_a_fault_are_named(nano: Tokenizer) -> None:
+    told = found(nano, some(nothing, slice(11, 20))(nano, ordinary(nano)))["nothing learnt"]
+    assert told.where == ("data.jsonl:12", "data.jsonl:13", "data.jsonl:14") and told.rows == (11, 12, 13)
+    assert "9 of 40 rows (22%)" in str(told)
+
+
+def test_a_row_that_is_cut_behind_an_answer_has_all_of_it(nano: Tokenizer) -> None:
+    assert not found(nano, every(cut_behind)(nano, ordinary(nano)))
+
+
+def test_text_is_no_answer(nano: Tokenizer) -> None:
+    """Pieces of a long text end anywhere; only its last one ends with the token."""
+    tokens = np.array(nano.encode("Once there was a cat, and it had a hat. " * 40, special=True), np.int32)
+    parts = [tokens[first : first + LIMIT] for first in range(0, len(tokens) - 2, LIMIT - 1)]
+    pieces = Documents([Document(part, np.ones(len(part), bool), len(part)) for part in parts], ["a:1"] * len(parts))
+    assert not inspect(Subject("data", [pieces], nano, Use(LIMIT)))
+
+
+def test_a_learnt_share_below_a_hundredth(nano: Tokenizer) -> None:
+    read = " ".join(f"The {row}th box is empty." for row in range(100))
+    rows = [turn(nano, (f"{read} Which box is it, {name}?", "Box.")) for name in NAMES]
+    assert found(nano, rows, limit=9999)["learnt share"].severity == "doubtful"
+    assert "learnt share" not in found(nano, ordinary(nano))
+
+
+def test_what_the_tokenizer_cannot_write(folders: dict[str, Path]) -> None:
+    tokenizer = Tokenizer.open(folders["turns"])
+    unknown = 0
+    tokenizer.names["unk_token"] = tokenizer.model.id_to_token(unknown)
+    rows = [np.arange(2, 40, dtype=np.int32) for _ in range(10)]
+    for row in rows[:4]:
+        row[5] = unknown
+    learnt = np.arange(38) > 20
+    told = {one.kind: one for one in inspect(subject(tokenizer, [Document(row, learnt, 38) for row in rows]))}
+    assert (told["unknown tokens"].count, told["unknown tokens"].severity) == (4, "doubtful")
+
+
+def test_packed_rows_that_hold_one_document(nano: Tokenizer) -> None:
+    rows = ordinary(nano)
+    assert found(nano, rows, packed=np.ones(40, int))["packing"].severity == "note"
+    assert not found(nano, rows, packed=np.full(20, 2))
+
+
+@pytest.mark.parametrize(("warmup", "told"), [(5, False), (9, False), (10, True), (100, True)])
+def test_a_warm_up_longer_than_the_run(nano: Tokenizer, warmup: int, told: bool) -> None:
+    assert ("warm-up" in found(nano, ordinary(nano), steps=10, warmup=warmup)) is told
+
+
+def test_a_tokenizer_that_names_no_end(nano: Tokenizer) -> None:
+    bare = Tokenizer(nano.model, {}, nano.templates)
+    assert {"no end token", "no pad token"} <= set(found(bare, ordinary(nano)))
+
+
+def overlap(tokenizer: Tokenizer, held: list[Document]) -> dict[str, Finding]:
+    told = inspect(subject(tokenizer, ordinary(tokenizer)), subject(tokenizer, held, "validation"))
+    return {one.kind: one for one in told}
+
+
+def test_held_out_rows_that_are_learnt(nano: Tokenizer) -> None:
+    rows, new = ordinary(nano), ordinary(nano, 10, 100)
+    told = overlap(nano, rows[:6] + new[:4])["overlap"]
+    assert (told.severity, told.count, told.where[0]) == ("wrong", 6, "validation.jsonl:1")
+    assert overlap(nano, rows[:2] + new)["overlap"].severity == "doubtful"
+    assert not overlap(nano, new)
+
+
+def test_held_out_prompts_that_are_learnt_with_another_answer(nano: Tokenizer) -> None:
+    asked = [turn(nano, (f"What has {NAMES[row]} in box {row}?", "I do not know.")) for row in (1, 2)]
+    told = overlap(nano, asked + ordinary(nano, 8, 100))["same prompts"]
+    assert (told.severity, told.count) == ("doubtful", 2)
+
+
+def test_a_prompt_that_begins_many_rows_is_nobodys(nano: Tokenizer) -> None:
+    rows = [turn(nano, ("Tell me a story.", f"There was a cat called {row}.")) for row in range(60)]
+    told = inspect(subject(nano, rows[:50]), subject(nano, rows[50:], "validation"))
+    assert not told
+
+
+def test_a_mix_is_looked_at_as_one(nano: Tokenizer) -> None:
+    rows = ordinary(nano)
+    parts = [Documents(rows[:25], ["a:1"] * 25), Documents(rows[25:] + rows[:3], [f"b:{row}" for row in range(18)])]
+    (told,) = inspect(Subject("data", parts, nano, Use(LIMIT)))
+    assert (told.kind, told.count, told.where) == ("duplicates", 3, ("b:15", "b:16", "b:17"))
+
+
+def test_blocks_change_nothing(nano: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = some(nothing)(nano, ordinary(nano)) + ordinary(nano, 5)
+    whole = subject(nano, rows).measured
+    monkeypatch.setattr(measure, "BLOCK", 70)
+    parts = subject(nano, rows).measured
+    for name, value in vars(whole).items():
+        np.testing.assert_array_equal(value, vars(parts)[name], name)
+
+
+def test_measures_are_those_of_a_loop(nano: Tokenizer) -> None:
+    """Every array, of rows with any learnt tokens, against plain Python."""
+    draw = random.Random(5)
+    rows = []
+    for _ in range(300):
+        size = draw.randint(1, 12)
+        tokens = np.array([draw.choice([1, 3, 5, 300, 301]) for _ in range(size)], np.int32)
+        learnt = np.array([draw.random() < 0.5 for _ in range(size)])
+        rows.append(Document(tokens, learnt, size + draw.choice([0, 0, 4])))
+    seen = subject(nano, rows).measured
+    for index, row in enumerate(rows):
+        wanted = by_hand(row, set(nano.marks), nano.bos)
+        assert {name: vars(seen)[name][index] for name in wanted} == wanted
+    for name, of in (("print", lambda row: row.tokens), ("answer", lambda row: row.tokens[row.learnt])):
+        texts = [of(row).tobytes() for row in rows]
+        values = vars(seen)[name].tolist()
+        assert len(set(values)) == len(set(texts)) == len(set(zip(values, texts, strict=True)))
+
+
+def by_hand(row: Document, marks: set[int], bos: int | None) -> dict[str, int | bool]:
+    tokens, learnt = row.tokens.tolist(), row.learnt.tolist()
+    ends = [at for at in range(len(tokens)) if learnt[at] and not (at + 1 < len(tokens) and learnt[at + 1])]
+    broken = [at for at in ends if at == len(tokens) - 1 and len(tokens) < row.whole and tokens[at] not in marks]
+    whole = [at for at in ends if at not in broken and not all(learnt)]
+    return {
+        "targets": sum(learnt[1:]),
+        "first": learnt.index(True) if any(learnt) else len(tokens),
+        "all_learnt": all(learnt),
+        "runs": len(whole),
+        "ended": sum(tokens[at] in marks for at in whole),
+        "last": tokens[whole[-1]] if whole else -1,
+        "cut": bool(broken),
+        "highest": max(tokens),
+        "starts": tokens[0],
+        "doubled": tokens[:2] == [bos, bos],
+    }
+
+
+def encoded(choice: Chat, tokenizer: Tokenizer) -> Documents:
+    prepared = choice.prepare(tokenizer)
+    rows = list(open_source(choice.source, choice.split, choice.limit).rows)
+    kept = list(pairs(choice.encode(prepared, rows), [row.where for row in rows]))
+    return Documents([document for document, _ in kept], [where for _, where in kept])
+
+
+def pairs(results, places: list[str]) -> Iterator[tuple[Document, str]]:
+    for result, where in zip(results, places, strict=True):
+        for document in result:
+            yield document, where
+
+
+def test_nothing_is_wrong_with_the_tools_that_ship(nano: Tokenizer) -> None:
+    parts = [encoded(Chat("tunekit/tools", split=split, length=256), nano) for split in ("train", "test")]
+    told = inspect(*(Subject(name, [one], nano, Use(256, 2048)) for name, one in zip("dv", parts, strict=True)))
+    assert not [str(one) for one in told if one.severity != "note"]
+
+
+def test_nothing_is_wrong_with_chats_as_people_write_them(tmp_path: Path, nano: Tokenizer) -> None:
+    draw = random.Random(3)
+    talks = []
+    for row in range(200):
+        system = [{"role": "system", "content": "You are brief."}] if row % 2 else []
+        turns = []
+        for _ in range(draw.randint(1, 3)):
+            name = draw.choice(NAMES)
+            turns.append({"role": "user", "content": f"Where is {name}, please? I looked in room {row}.\n\n- and in 3"})
+            turns.append({"role": "assistant", "content": f"{name} went to room {draw.randint(1, 9)}{row}."})
+        talks.append({"messages": system + turns})
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in talks))
+    rows = encoded(Chat(str(tmp_path / "rows.jsonl"), length=256), nano)
+    assert not [str(one) for one in inspect(Subject("data", [rows], nano, Use(256, 2048))) if one.severity != "note"]

@@ -1,0 +1,322 @@
+"""Faults that tokenised rows show: each check looks at all rows by numpy and tells what it finds in a line.
+
+`wrong`: nothing useful can come of training on it, so it does not begin. `doubtful`: seldom meant. `note`: it may be
+good to know.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from tunekit.data.documents import Documents
+from tunekit.data.measure import Measured, measure
+from tunekit.data.signs import Sign
+from tunekit.data.tokenizer import Tokenizer
+
+Severity = Literal["wrong", "doubtful", "note"]
+SEVERITIES: tuple[Severity, ...] = ("wrong", "doubtful", "note")
+SHOWN = 3  # rows that a finding names
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One fault: how bad it is, a word for programs, what was found where, and how to mend it."""
+
+    severity: Severity
+    kind: str
+    part: str  # the config's key: data, validation
+    says: str
+    mend: str
+    count: int = 0
+    share: float = 0.0
+    rows: tuple[int, ...] = ()  # the first documents
+    where: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        places = f" ({', '.join(self.where)}{', ..' if self.count > len(self.where) else ''})" if self.where else ""
+        return f"{self.part}: {self.says}{places}; {self.mend}"
+
+
+@dataclass(frozen=True)
+class Use:
+    """What is done with rows. `limit`: the most tokens of one; `packed` (rows,): how many documents share each row."""
+
+    limit: int
+    vocab: int | None = None
+    packed: np.ndarray | None = None
+    steps: int | None = None
+    warmup: int | None = None
+
+
+class Subject:
+    """All documents that one key of a config stands for, measured; several `parts` if it is a mix."""
+
+    def __init__(self, part: str, parts: Sequence[Documents], tokenizer: Tokenizer, use: Use) -> None:
+        self.part, self.parts, self.tokenizer, self.use = part, parts, tokenizer, use
+        self.measured: Measured = measure(parts, tokenizer, use.limit)
+        self.lengths, self.whole, self.signs = (
+            np.concatenate([vars(documents)[name] for documents in parts]) for name in ("lengths", "whole", "signs")
+        )
+        self.firsts = np.cumsum([0, *map(len, parts)])
+        # A row may go on in further documents, which do not begin as rows do.
+        self.begins = np.concatenate([begins(documents) for documents in parts])
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def place(self, row: int) -> tuple[Documents, int]:
+        """The documents that hold a row, and its number there."""
+        part = int(np.searchsorted(self.firsts, row, side="right")) - 1
+        return self.parts[part], row - int(self.firsts[part])
+
+    def where(self, row: int) -> str:
+        documents, number = self.place(row)
+        return documents.where(number)
+
+    def finding(self, severity: Severity, kind: str, rows: np.ndarray, says: str, mend: str) -> Iterator[Finding]:
+        """One, if the mask `rows` (documents,) holds any; `{rows}` in what it says is how many they are."""
+        if count := int(rows.sum()):
+            first = tuple(np.flatnonzero(rows)[:SHOWN].tolist())
+            told = says.format(rows=amount(count, len(self)))
+            places = tuple(self.where(row) for row in first)
+            yield Finding(severity, kind, self.part, told, mend, count, count / len(self), first, places)
+
+    def remark(self, severity: Severity, kind: str, says: str, mend: str) -> Finding:
+        """About all rows."""
+        return Finding(severity, kind, self.part, says, mend)
+
+
+def begins(documents: Documents) -> np.ndarray:
+    """Whether a document is the first of its row (documents,)."""
+    places = np.stack([documents.flat.columns[name] for name in ("names", "numbers")])
+    return np.append(True, (places[:, 1:] != places[:, :-1]).any(axis=0))
+
+
+def amount(count: int, total: int) -> str:
+    """How many rows of all."""
+    return f"all {total:,} rows" if count == total else f"{count:,} of {total:,} rows ({percent(count / total)})"
+
+
+def percent(share: float) -> str:
+    """A share with two digits that tell, never rounded to nothing or to all."""
+    return f"{share:.0%}" if 0.1 <= share < 0.995 or share in (0, 1) else f"{share:.1%}" if share > 0.001 else "< 0.1%"
+
+
+def nothing_learnt(of: Subject) -> Iterator[Finding]:
+    rows = of.measured.targets == 0
+    if rows.all():
+        yield from of.finding("wrong", "nothing learnt", rows, "nothing is learnt in {rows}", "see `learn`")
+    yield from of.finding(
+        "doubtful", "nothing learnt", rows & ~rows.all(), "nothing is learnt in {rows}", "take them out, or see `learn`"
+    )
+
+
+def beyond_vocabulary(of: Subject) -> Iterator[Finding]:
+    if of.use.vocab is not None:
+        highest = int(of.measured.highest.max())
+        text = f"{{rows}} hold tokens that the model has no embedding for: {highest}, it knows {of.use.vocab}"
+        rows = of.measured.highest >= of.use.vocab
+        yield from of.finding("wrong", "vocabulary", rows, text, "this tokenizer is another model's")
+
+
+def terminators(of: Subject) -> Iterator[Finding]:
+    """Answers whose end is not learnt. Of text, and of what is cut, nothing can be said."""
+    seen, turns = of.measured, of.measured.runs > 0
+    unended = (seen.ended < seen.runs) | (of.signs & Sign.UNENDED > 0)
+    never = bool(turns.any()) and not seen.ended.any()
+    says = "the end of no answer is learnt" if never else "answers of {rows} are learnt without their end"
+    says += ": the model is not taught to stop"
+    mend = "end turns with a special token in the chat template, or name another `template`"
+    yield from of.finding(
+        "wrong" if never else "doubtful", "terminators", unended & (turns | (seen.targets > 0)), says, mend
+    )
+
+
+def stops(of: Subject) -> Iterator[Finding]:
+    """Last answers that end with a token at which generation does not stop."""
+    last, tokenizer = of.measured.last, of.tokenizer
+    rows = (last >= 0) & np.isin(last, list(tokenizer.marks)) & ~np.isin(last, list(tokenizer.stops))
+    if rows.mean() >= 0.5:
+        ends = " and ".join(tokenizer.marks[token] for token in sorted(set(last[rows].tolist()))[:3])
+        stop = ", ".join(sorted(tokenizer.marks[token] for token in tokenizer.stops if token in tokenizer.marks))
+        says = f"answers of {{rows}} end with {ends}, and generation stops only at {stop or 'no token'}"
+        mend = "add its id to `eos_token_id` in generation_config.json"
+        yield from of.finding("doubtful", "stops", rows, says, mend)
+
+
+def empty_answers(of: Subject) -> Iterator[Finding]:
+    rows = (of.measured.targets == 1) & (of.measured.ended == 1) | (of.signs & Sign.EMPTY_TURN > 0)
+    says = "{rows} have an empty answer: the model is taught to end at once"
+    yield from of.finding("doubtful", "empty answers", rows, says, "take them out")
+
+
+def cut_answers(of: Subject) -> Iterator[Finding]:
+    rows = of.measured.cut & (of.lengths < of.whole)
+    severity: Severity = "doubtful" if rows.mean() >= 0.01 else "note"
+    says = f"answers of {{rows}} are cut at {of.use.limit:,} tokens, and their end is not learnt"
+    yield from of.finding(severity, "cut answers", rows, says, "raise `length`, or `too_long: drop`")
+
+
+def learnt_share(of: Subject) -> Iterator[Finding]:
+    share = float(of.measured.targets.sum()) / max(int(of.lengths.sum()), 1)
+    if 0 < share < 0.01:
+        says = f"only {share:.2%} of all tokens are learnt"
+        yield of.remark("doubtful", "learnt share", says, "most of the time goes into reading: shorten the context")
+
+
+def duplicates(of: Subject) -> Iterator[Finding]:
+    prints, firsts, which = np.unique(of.measured.print, return_index=True, return_inverse=True)
+    rows = firsts[which] != np.arange(len(of))
+    share = rows.mean()
+    severity: Severity = "doubtful" if share >= 0.05 else "note"
+    if rows.any():
+        copy = int(np.flatnonzero(rows)[0])
+        first = of.where(int(firsts[which[copy]]))
+        says = f"{{rows}} are there already, such as {of.where(copy)}, which is {first} again"
+        yield from of.finding(severity, "duplicates", rows, says, "they weigh more than others: take them out")
+
+
+def constant_answers(of: Subject) -> Iterator[Finding]:
+    answered = ~of.measured.all_learnt & (of.measured.targets > 1)
+    if answered.sum() >= 10:
+        prints, counts = np.unique(of.measured.answer[answered], return_counts=True)
+        share = counts.max() / answered.sum()
+        rows = answered & (of.measured.answer == prints[counts.argmax()]) & (share >= 0.5)
+        severity: Severity = "doubtful" if share >= 0.8 else "note"
+        yield from of.finding(severity, "constant answers", rows, "{rows} have the same answer", "is that meant?")
+
+
+def short_rows(of: Subject) -> Iterator[Finding]:
+    rows = of.lengths <= 2
+    yield from of.finding("doubtful", "short", rows, "{rows} have only one or two tokens", "take them out")
+
+
+def beginning(of: Subject) -> Iterator[Finding]:
+    """Whether the token that the tokenizer puts before texts is there, once."""
+    twice, mark = of.measured.doubled, of.tokenizer.names.get("bos_token", "")
+    says = f"{{rows}} begin with {mark} twice: the text holds it, and it is added"
+    mend = "take it out of the text or the chat template"
+    yield from of.finding("wrong" if twice.mean() >= 0.5 else "doubtful", "bos", twice, says, mend)
+    bare, lead = (of.tokenizer.encode_texts(["a"], special)[0][:1] for special in (False, True))
+    missing = of.begins & (of.measured.starts != lead[0])
+    if lead != bare and missing.sum() >= 0.5 * of.begins.sum():
+        text = of.tokenizer.model.id_to_token(lead[0])
+        says = f"{{rows}} do not begin with {text}, which this tokenizer puts before a text"
+        yield from of.finding("doubtful", "bos", missing, says, "let the chat template write it")
+
+
+def unknown(of: Subject) -> Iterator[Finding]:
+    rows, share = of.measured.unknown > 0, float(of.measured.unknown.sum()) / max(int(of.lengths.sum()), 1)
+    severity: Severity = "doubtful" if share >= 0.001 else "note"
+    says = f"{{rows}} hold what the tokenizer cannot write: {percent(share)} of all tokens are unknown"
+    yield from of.finding(severity, "unknown tokens", rows, says, "is it the tokenizer for this language?")
+
+
+SIGNS: dict[Sign, tuple[Severity, str, str, str]] = {
+    Sign.SPECIAL_IN_TEXT: (
+        "doubtful",
+        "special tokens",
+        "what is said in {rows} holds the text of a special token, which becomes that token",
+        "take it out of the text",
+    ),
+    Sign.PROMPT_LEARNT: (
+        "doubtful",
+        "prompt learnt",
+        "the prompt of the answer is learnt in {rows}",
+        "begin the {% generation %} block of the template behind it",
+    ),
+    Sign.TOOLS_UNUSED: (
+        "doubtful",
+        "tools unused",
+        "{rows} have tools or calls that the chat template does not write",
+        "name a `template` that does, or take them out",
+    ),
+    Sign.REASONING_DROPPED: (
+        "note",
+        "reasoning dropped",
+        "the chat template leaves out reasoning of {rows}",
+        "if it is to be learnt, name a `template` that writes it",
+    ),
+    Sign.CONTENT_LOST: (
+        "doubtful",
+        "content lost",
+        "the chat template does not write all that {rows} say",
+        "name a `template` that does",
+    ),
+}
+
+
+def signs(of: Subject) -> Iterator[Finding]:
+    for sign, (severity, kind, says, mend) in SIGNS.items():
+        yield from of.finding(severity, kind, (of.signs & sign) > 0, says, mend)
+
+
+def packing(of: Subject) -> Iterator[Finding]:
+    packed = of.use.packed
+    if packed is not None:
+        alone, filled = float((packed == 1).mean()), float(of.lengths.sum()) / (len(packed) * of.use.limit)
+        if alone >= 0.9 and filled < 0.9:
+            says = f"{percent(alone)} of the packed rows hold one document, and {percent(filled)} of them is filled"
+            yield of.remark("note", "packing", says, "most documents are too long to share: raise `length`")
+
+
+def warm_up(of: Subject) -> Iterator[Finding]:
+    steps, warmup = of.use.steps, of.use.warmup
+    if steps is not None and warmup is not None and warmup >= steps:
+        says = f"the run ends with step {steps:,}, before its warm-up of {warmup:,} steps"
+        yield of.remark("doubtful", "warm-up", says, "lower `schedule.warmup`, or raise `epochs`")
+
+
+def tokens_named(of: Subject) -> Iterator[Finding]:
+    if not of.tokenizer.stops:
+        says = "the tokenizer names no token that ends an answer"
+        yield of.remark("doubtful", "no end token", says, "name `eos_token` in tokenizer_config.json")
+    if of.tokenizer.named("pad_token") is None and of.tokenizer.eos is None:
+        says = f"the tokenizer names no token to pad with: {of.tokenizer.model.id_to_token(0)!r} is taken"
+        yield of.remark("note", "no pad token", says, "nothing of it is learnt or seen")
+
+
+def overlap(data: Subject, held: Subject) -> Iterator[Finding]:
+    """Held-out rows that are learnt, and those whose prompt is."""
+    same = np.isin(held.measured.print, data.measured.print)
+    severity: Severity = "wrong" if same.mean() >= 0.5 else "doubtful"
+    says = "{rows} are rows of `data` too: what is measured on them says little"
+    mend = "take them out of one, or cut a `split` off"
+    yield from held.finding(severity, "overlap", same, says, mend)
+    prompts, counts = np.unique(data.measured.prompt[data.measured.first > 0], return_counts=True)
+    own = prompts[counts <= max(10, len(data) // 200)]  # a prompt that begins many rows is not theirs
+    known = ~same & ~held.measured.all_learnt & (held.measured.first > 0) & np.isin(held.measured.prompt, own)
+    severity = "doubtful" if known.mean() >= 0.05 else "note"
+    says = "{rows} ask what a row of `data` asks, with another answer"
+    yield from held.finding(severity, "same prompts", known, says, "take them out of one, if answers are to be new")
+
+
+Check = Callable[[Subject], Iterator[Finding]]
+CHECKS: tuple[Check, ...] = (
+    nothing_learnt,
+    beyond_vocabulary,
+    terminators,
+    beginning,
+    signs,
+    stops,
+    cut_answers,
+    empty_answers,
+    constant_answers,
+    duplicates,
+    short_rows,
+    learnt_share,
+    unknown,
+    packing,
+    warm_up,
+)
+
+
+def inspect(data: Subject, held: Subject | None = None) -> list[Finding]:
+    """All that is found, the worst first."""
+    found = [finding for check in (*CHECKS, tokens_named) for finding in check(data)]
+    if held is not None:
+        found += [finding for check in CHECKS for finding in check(held)]
+        found += overlap(data, held)
+    return sorted(found, key=lambda finding: SEVERITIES.index(finding.severity))
