@@ -1,11 +1,15 @@
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
+from tunekit.config.dump import dump
 from tunekit.config.load import load, mapping
 from tunekit.config.problems import ConfigError
+from tunekit.config.schema import json_schema
 
 
 def test_defaults_live_in_the_dataclasses(sft, tree):
@@ -42,6 +46,44 @@ def test_without_a_kind_the_default_is_meant_with_its_values(sft, tree):
     assert sft("optimizer: {kind: sgd}").optimizer == tree.SGD()
     assert sft("validation: {source: v}").validation == tree.Rows("v")
     assert sft("validation: {kind: rows, source: v}").validation == tree.Rows("v")
+
+
+@dataclass(frozen=True)
+class Named:
+    source: str
+
+
+@dataclass(frozen=True)
+class Guessed(Named):
+    usual: ClassVar = True
+
+
+@dataclass(frozen=True)
+class Wide(Guessed):
+    """What derives from the usual one is another."""
+
+    length: int = 1
+
+
+@dataclass(frozen=True)
+class Reader:
+    data: Named | Wide | Guessed
+    other: Named | Guessed | None = None
+
+
+def test_without_a_kind_or_a_default_the_usual_one_is_meant():
+    assert load(Reader, "data: {source: a}") == Reader(Guessed("a"))
+    assert load(Reader, "data: {kind: wide, source: a}\nother: {source: b}") == Reader(Wide("a"), Guessed("b"))
+    assert load(Reader, None, ["data.source=a"]) == Reader(Guessed("a"))
+    assert load(Reader, dump(Reader(Guessed("a"), Named("b")))) == Reader(Guessed("a"), Named("b"))
+    with pytest.raises(ConfigError, match="data.length: unknown key: 'length' belongs to wide; the kind here is guess"):
+        load(Reader, "data: {source: a, length: 2}")
+    schema = json_schema(Reader)["properties"]["data"]["anyOf"]
+    assert {part["$ref"]: part["required"] for part in schema if "$ref" in part} == {
+        "#/$defs/Named": ["kind", "source"],
+        "#/$defs/Wide": ["kind", "source"],
+        "#/$defs/Guessed": ["source"],
+    }
 
 
 @pytest.mark.parametrize("text", ["2e-4", "2.0e-4", "0.0002", "+2E-4", ".0002", '"2e-4"', "0.000_2"])
