@@ -8,7 +8,7 @@ import json
 import re
 from collections.abc import Callable
 from datetime import datetime
-from types import BuiltinMethodType, GeneratorType
+from types import BuiltinMethodType, GeneratorType, MethodType
 from typing import Any, cast
 
 from jinja2 import TemplateError, nodes, pass_context
@@ -47,6 +47,10 @@ METHODS: dict[type, set[str]] = {
 HUGE = re.compile(r"%[^%a-zA-Z]*(\*|\d{4})|:[^{}]*(\{|\d{4})")  # a width in a format, or one that is a value
 
 
+class Excess(SecurityError):
+    """A template that does too much."""
+
+
 class Budget:
     """What a render may still do."""
 
@@ -69,7 +73,7 @@ class Budget:
             self.chars = chars + PASSES * ((1 << 62) - self.chars)
             self.steps = steps
         if self.steps < 0 or self.chars < 0:
-            raise SecurityError("it does not come to an end, or writes without end")
+            raise Excess("it does not come to an end, or writes without end")
 
     def weigh(self, value: Any, depth: int = 0) -> int:
         """Count a value with all that is in it; how deep it is. Whoever prints, compares or sorts it does as much."""
@@ -77,7 +81,7 @@ class Budget:
             self.spend(1, len(value))
             return depth
         if isinstance(value, int) and value.bit_length() > BITS:
-            raise SecurityError("a number without end")
+            raise Excess("a number without end")
         self.spend(1)
         if isinstance(value, dict):
             return self.weigh_all([*value, *value.values()], depth)
@@ -87,7 +91,7 @@ class Budget:
 
     def weigh_all(self, values: Any, depth: int) -> int:
         if depth > DEEPEST:
-            raise SecurityError(f"values nested more than {DEEPEST} deep")
+            raise Excess(f"values nested more than {DEEPEST} deep")
         if isinstance(values, range):
             self.spend(len(values))
             return depth + 1
@@ -223,9 +227,9 @@ def beforehand(spent: Budget, name: str, value: Any, given: tuple[Any, ...], dep
     """Refuse or count what would be much longer than what goes in."""
     width = max((width_of(item) for item in given), default=0)
     if name in WIDE and width > WIDEST:
-        raise SecurityError(f"{name} of a width of {width}")
+        raise Excess(f"{name} of a width of {width}")
     if name == "sum" and any(isinstance(item, list | tuple) for item in given):
-        raise SecurityError("a sum of lists")
+        raise Excess("a sum of lists")
     if name == "tojson" and width:
         before = spent.steps
         spent.weigh(value)
@@ -250,7 +254,7 @@ def replaced(spent: Budget, text: str, old: str, new: str) -> None:
 
 def formatted(spent: Budget, form: str, values: Any) -> None:
     if HUGE.search(form):
-        raise SecurityError("a format of such a width")
+        raise Excess("a format of such a width")
     before = spent.chars
     spent.weigh(values)
     spent.spend(0, (form.count("%") + form.count("{")) * (before - spent.chars + WIDEST))
@@ -319,7 +323,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         raise SecurityError(f"access to attribute {attribute!r} of {type(obj).__name__!r} is unsafe")
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        if isinstance(value, BuiltinMethodType):
+        if isinstance(value, BuiltinMethodType) or (isinstance(obj, str) and not isinstance(value, str)):
             kinds = [kind for kind in METHODS if isinstance(obj, kind)]
             return any(attr in METHODS[kind] for kind in kinds)
         return super().is_safe_attribute(obj, attr, value)
@@ -339,8 +343,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: B902
         spent = budget(__context)
-        spent.spend(1)
-        if isinstance(__obj, BuiltinMethodType):
+        spent.spend(1 if isinstance(__obj, Macro) else 5)
+        if isinstance(__obj, BuiltinMethodType | MethodType) and isinstance(__obj.__self__, str | list | tuple | dict):
             args = tuple(list(value) if isinstance(value, GeneratorType) else value for value in args)
             called(spent, __obj, args)
         elif not isinstance(__obj, Macro):
@@ -365,7 +369,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
             formatted(spent, left, right)
         result = self.binop_table[operator](left, right)
         if isinstance(result, int) and result.bit_length() > BITS:
-            raise SecurityError("a number without end")
+            raise Excess("a number without end")
         return result
 
 
@@ -376,10 +380,10 @@ def multiplied(spent: Budget, value: Any, times: Any) -> None:
 
 def powered(left: Any, right: Any) -> None:
     if isinstance(left, int) and isinstance(right, int) and left.bit_length() * abs(right) > BITS:
-        raise SecurityError("a number without end")
+        raise Excess("a number without end")
 
 
-def called(spent: Budget, method: BuiltinMethodType, args: tuple[Any, ...]) -> None:
+def called(spent: Budget, method: BuiltinMethodType | MethodType, args: tuple[Any, ...]) -> None:
     """Count what a method of a text or a list works on."""
     own, name = cast(Any, method.__self__), method.__name__
     if isinstance(own, str):
@@ -389,7 +393,7 @@ def called(spent: Budget, method: BuiltinMethodType, args: tuple[Any, ...]) -> N
     for value in args:
         spent.weigh(value)
     if name in ("center", "ljust", "rjust", "zfill") and max(map(width_of, args), default=0) > WIDEST:
-        raise SecurityError(f"{name} of such a width")
+        raise Excess(f"{name} of such a width")
     if name == "replace" and len(args) > 1:
         replaced(spent, str(own), str(args[0]), str(args[1]))
     elif name == "join" and args and isinstance(args[0], (str, *SIZED)):

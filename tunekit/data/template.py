@@ -7,7 +7,7 @@ from typing import Any
 from jinja2 import TemplateError, TemplateSyntaxError, meta, nodes
 from jinja2.exceptions import SecurityError
 
-from tunekit.data.sandbox import BUDGET, CLOSE, OPEN, Budget, Counting, Sandbox
+from tunekit.data.sandbox import BUDGET, CLOSE, OPEN, Budget, Counting, Excess, Sandbox
 from tunekit.errors import UserError
 
 GIVEN = {"messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token", OPEN, CLOSE}
@@ -65,6 +65,8 @@ class Template:
         """The text of a conversation. UserError if the template refuses it or does what the sandbox forbids."""
         try:
             return self.compiled.render({**context, BUDGET: Budget(context)})
+        except Excess as error:
+            raise UserError(f"{self.name}: the chat template was stopped: {error}") from None
         except SecurityError as error:
             raise UserError(f"{self.name}: the chat template tries to leave its sandbox: {error}") from None
         except FAULTS as error:
