@@ -14,7 +14,7 @@ import tempfile
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,11 @@ def obtain(key: str | None, make: Make, tell: Tell) -> Documents:
         reason = os.strerror(error.errno or errno.EIO).lower()
         tell(f"prepared rows are not kept: cannot write {place} ({reason}); {store.HOME} names another folder")
         return temporary(make)
-    return shared(entry, lock, make, tell)
+    with ExitStack() as stack:
+        stack.callback(lock.free)  # a mistake that somebody catches would hold it
+        found = shared(entry, lock, make, tell)
+        stack.pop_all()
+        return found
 
 
 def shared(entry: Path, lock: "Lock", make: Make, tell: Tell) -> Documents:
@@ -74,13 +78,13 @@ def publish(entry: Path, make: Make) -> None:
         shutil.rmtree(left, ignore_errors=True)
     partial = entry.with_name(f"{entry.name}-{secrets.token_hex(4)}{PARTIAL}")
     try:
-        partial.mkdir()
+        with told(entry):
+            partial.mkdir()
         make(partial)
-        for file in (*partial.iterdir(), partial):
-            sync(file)
-        partial.rename(entry)
-    except OSError as error:
-        raise refusal(entry, error) from error
+        with told(entry):
+            for file in (*partial.iterdir(), partial):
+                sync(file)
+            partial.rename(entry)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
@@ -90,24 +94,26 @@ def temporary(make: Make) -> Documents:
     with ExitStack() as stack:
         place = Path(tempfile.mkdtemp(prefix="tunekit-rows-"))
         stack.callback(shutil.rmtree, place, ignore_errors=True)
-        try:
-            make(place)
-        except OSError as error:
-            raise refusal(place, error) from error
+        make(place)
         documents = Documents.open(place)
         weakref.finalize(documents, stack.pop_all().close)
     return documents
 
 
-def refusal(place: Path, error: OSError, wanted: float | None = None) -> UserError:
-    """What to tell when the disk does not take an entry; `wanted` is what all of it would have needed, in bytes."""
-    reason = os.strerror(error.errno or errno.EIO).lower()
-    there = next(path for path in place.absolute().parents if path.exists())
-    free, told = readable(shutil.disk_usage(there).free), "" if wanted is None else f", about {readable(wanted)} wanted"
-    return UserError(
-        f"cannot write prepared rows to {place.parent}: {reason} ({free} free{told}); "
-        f"make room (`tune cache clear`), or name another folder as {store.HOME}"
-    )
+@contextmanager
+def told(place: Path, wanted: Callable[[], float | None] = lambda: None) -> Iterator[None]:
+    """UserError if the disk does not take an entry; `wanted` tells what all of it would have needed, in bytes."""
+    try:
+        yield
+    except OSError as error:
+        reason, size = os.strerror(error.errno or errno.EIO).lower(), wanted()
+        there = next(path for path in place.absolute().parents if path.exists())
+        room = readable(shutil.disk_usage(there).free) + " free"
+        room += "" if size is None else f", about {readable(size)} wanted"
+        raise UserError(
+            f"cannot write prepared rows to {place.parent}: {reason} ({room}); make room (`tune cache clear`), or "
+            f"name another folder as {store.HOME}"
+        ) from error
 
 
 def sync(path: Path) -> None:

@@ -68,9 +68,11 @@ def used(module: ModuleType) -> Iterator[ModuleType]:
 
 
 def is_own(module: ModuleType) -> bool:
-    """Neither Python's, nor an installed package's, nor tunekit's."""
+    """Neither Python's, nor an installed package's, nor tunekit's. What is typed into a notebook is of `__main__`."""
     top = module.__name__.partition(".")[0]
-    if top == "tunekit" or (top in sys.stdlib_module_names and top != "__main__"):
+    if top == "__main__":
+        return True
+    if top == "tunekit" or top in sys.stdlib_module_names:
         return False
     parts = Path(vars(module).get("__file__") or "").parts
     return not {"site-packages", "dist-packages"} & set(parts)

@@ -22,6 +22,7 @@ from tunekit.errors import UserError
 AHEAD = 3  # chunks for each process that may be begun or done behind the one that is waited for
 PATIENCE = 120.0  # seconds for a chunk, which takes about one; then its rows are tried one by one
 ROW_PATIENCE = 60.0  # seconds for a row
+START = 60.0  # seconds until a process is ready
 ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS")
 CPU_LIMIT = Path("/sys/fs/cgroup/cpu.max")  # of a container, where it has one
 MOST = 32  # processes: who hands out chunks and writes what comes back has no time for more
@@ -163,7 +164,7 @@ class Pool:
         self.workers[self.workers.index(slow)] = other = Worker(self.task)
         other.ask(slow.number, slow.chunk, alone=True)
         where = "a row"
-        while other.pipe.poll(ROW_PATIENCE):
+        while other.pipe.poll(ROW_PATIENCE if other.ready else START):
             said = other.hear()
             if isinstance(said, str):
                 where = said

@@ -85,22 +85,20 @@ class Making:
         with bar, Writer(folder, form(rows, self.table)) as writer:
             for part in tokenised(rows, self.tokenizer, self.table.chunks(), workers(rows, total)):
                 bad.add(part.faults, part.rows)
-                put(writer, part, total)
+                with cache.told(folder, lambda: wanted(writer, total)):
+                    writer.add(part)
                 bar.update(part.rows)
             bad.check()
             if not writer.counts["documents"]:
                 raise UserError(f"{rows.source}: nothing is left to learn from: {writer.prepared}")
-            writer.finish(source=rows.source, split=rows.split, made=began, seconds=time.time() - began)
+            with cache.told(folder):
+                writer.finish(source=rows.source, split=rows.split, made=began, seconds=time.time() - began)
 
 
-def put(writer: Writer, part: Tokenised, total: int | None) -> None:
-    """Write a part; a full disk is told with what all of them would have needed."""
-    try:
-        writer.add(part)
-    except OSError as error:
-        done = writer.prepared.rows
-        wanted = None if total is None or not done else writer.size / done * total
-        raise cache.refusal(writer.folder, error, wanted) from error
+def wanted(writer: Writer, total: int | None) -> float | None:
+    """Bytes that all rows would take, by those that are written."""
+    done = writer.prepared.rows
+    return None if total is None or not done else writer.size / done * total
 
 
 def listed(file: Path) -> Iterator[Fault]:

@@ -1,0 +1,179 @@
+"""Entries are whole or not there, made once however many want them, and removed only where nobody reads them."""
+
+import gc
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tunekit.data import cache
+from tunekit.data.documents import ABOUT, Document, Tokenised, Writer, flatten, whole
+from tunekit.errors import UserError
+
+COUNT = 400
+# Makes an entry of 400 documents in many small parts, and says so in a file; then waits to be let go.
+MAKER = """
+import sys, time
+from pathlib import Path
+sys.path.insert(0, sys.argv[4])
+import test_cache
+
+def make(folder):
+    with Path(sys.argv[1]).open("a") as log:
+        log.write("made\\n")
+    test_cache.write(folder, float(sys.argv[2]))
+
+found = test_cache.cache.obtain("key", make, lambda line: print(line, file=sys.stderr, flush=True))
+print(found.digest, len(found), flush=True)
+time.sleep(float(sys.argv[3]))
+"""
+
+
+def write(folder: Path, seconds: float = 0.0, count: int = COUNT) -> None:
+    with Writer(folder) as writer:
+        for number in range(count):
+            one = Document(np.full(9, number, np.int32), np.ones(9, bool), 9)
+            writer.add(Tokenised(None, 1, 0, 0, 0, [], flatten([one], [f"rows.jsonl:{number + 1}"])))
+            time.sleep(seconds / count)
+        writer.finish(source="rows.jsonl", split="train", made=time.time(), seconds=seconds)
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where entries lie."""
+    monkeypatch.setenv("TUNEKIT_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "data"
+
+
+def start(log: Path, seconds: float = 0.0, stay: float = 0.0) -> subprocess.Popen[str]:
+    line = [sys.executable, "-c", MAKER, str(log), str(seconds), str(stay), str(Path(__file__).parent)]
+    return subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def refuse(folder: Path) -> None:
+    raise AssertionError("made again")
+
+
+def test_an_entry_is_made_once(place: Path) -> None:
+    made = cache.obtain("key", write, pytest.fail)
+    again = cache.obtain("key", refuse, pytest.fail)
+    assert (len(again), again.digest) == (COUNT, made.digest)
+    assert again.where(COUNT - 1) == f"rows.jsonl:{COUNT}"
+    assert sorted(path.name for path in place.iterdir()) == ["key", "key.lock"]
+
+
+def test_of_several_processes_one_makes_it(place: Path, tmp_path: Path) -> None:
+    processes = [start(tmp_path / "log", 1.0) for _ in range(3)]
+    said = [process.communicate(timeout=60) for process in processes]
+    assert [process.returncode for process in processes] == [0] * 3, said
+    assert (tmp_path / "log").read_text() == "made\n"
+    assert len({out for out, _ in said}) == 1
+    waited = [error for _, error in said if error]
+    assert waited, "three that start together and none waits"
+    assert set(waited) == {f"waiting for another process that prepares the same rows ({place / 'key'})\n"}
+    assert sorted(path.name for path in place.iterdir()) == ["key", "key.lock"]
+
+
+def test_who_is_killed_leaves_nothing_that_is_taken_for_whole(place: Path, tmp_path: Path) -> None:
+    for _ in range(6):
+        with start(tmp_path / "log", 0.5) as process:
+            while not (tmp_path / "log").exists():
+                time.sleep(0.01)
+            time.sleep(random.uniform(0, 0.4))
+            process.send_signal(signal.SIGKILL)
+        (tmp_path / "log").unlink()
+        if whole(place / "key"):
+            assert len(cache.obtain("key", refuse, pytest.fail)) == COUNT
+            gc.collect()
+            assert cache.remove(place / "key")
+        else:
+            assert not cache.entries()
+            assert cache.halves()
+    found = cache.obtain("key", write, pytest.fail)
+    assert found.tokens.tolist() == [number for number in range(COUNT) for _ in range(9)]
+    assert not cache.halves(), "what others left goes with the next one"
+
+
+@pytest.mark.parametrize("name", ["tokens", "bounds", ABOUT])
+def test_a_damaged_entry_is_made_again(place: Path, name: str) -> None:
+    cache.obtain("key", write, pytest.fail)
+    file = place / "key" / name
+    file.write_bytes(file.read_bytes()[:-3])
+    assert len(cache.obtain("key", write, pytest.fail)) == COUNT
+    assert whole(place / "key")
+
+
+def test_a_mistake_leaves_nothing(place: Path) -> None:
+    def make(folder: Path) -> None:
+        (folder / "tokens").write_bytes(b"1234")
+        raise UserError("rows.jsonl:3: no")
+
+    with pytest.raises(UserError, match="^rows.jsonl:3: no$"):
+        cache.obtain("key", make, pytest.fail)
+    assert [path.name for path in place.iterdir()] == ["key.lock"]
+
+
+def test_where_nothing_can_be_kept_a_folder_for_now_does(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place.parent.write_text("a file stands here")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "now"))
+    (tmp_path / "now").mkdir()
+    told: list[str] = []
+    found = cache.obtain("key", write, told.append)
+    reason = f"cannot write {place} (not a directory); TUNEKIT_CACHE names another folder"
+    assert told == [f"prepared rows are not kept: {reason}"]
+    assert len(found) == COUNT
+    del found
+    gc.collect()
+    assert not list((tmp_path / "now").iterdir())
+
+
+def test_off_keeps_nothing(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TUNEKIT_CACHE", "off")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    found = cache.obtain("key", write, pytest.fail)
+    assert len(found) == COUNT
+    assert len(list(tmp_path.iterdir())) == 1
+    del found
+    gc.collect()
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(AssertionError, match="made again"):
+        cache.obtain("key", refuse, pytest.fail)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_is_read_or_written_is_not_removed(place: Path, tmp_path: Path) -> None:
+    found = cache.obtain("key", write, pytest.fail)
+    assert not cache.remove(place / "key")
+    del found
+    gc.collect()
+    assert cache.remove(place / "key")
+    assert not list(place.iterdir())
+    with start(tmp_path / "log", 30.0) as process:
+        while not cache.halves():
+            time.sleep(0.01)
+        assert not any(map(cache.remove, cache.halves()))
+        process.kill()
+    assert all(map(cache.remove, cache.halves()))
+    assert not cache.halves()
+
+
+def test_entries_tell_what_they_hold(place: Path) -> None:
+    assert not cache.entries()
+    cache.obtain("old", write, pytest.fail)
+    cache.obtain("new", write, pytest.fail)
+    os.utime(place / "old" / ABOUT, (1000, 1000))
+    new, old = cache.entries()
+    assert (new.key, old.key, old.used) == ("new", "old", 1000)
+    assert (old.about["documents"], old.about["tokens"], old.about["source"]) == (COUNT, 9 * COUNT, "rows.jsonl")
+    assert old.size == sum(file.stat().st_size for file in (place / "old").iterdir())
+    cache.obtain("old", refuse, pytest.fail)
+    assert cache.entries()[0].key == "old", "used last"

@@ -1,0 +1,297 @@
+"""Rows become the same documents by however many processes; what is wrong is told, and nothing hangs or is left."""
+
+import json
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tunekit.config.imports import own_choices
+from tunekit.data import pool, prepare
+from tunekit.data.documents import COLUMNS, Document, Documents
+from tunekit.data.rows import Chat, Text
+from tunekit.data.source import open_source
+from tunekit.data.tokenizer import Tokenizer
+from tunekit.errors import UserError
+from tunekit.recipes.sft import SFT
+
+ROLES = ("user", "assistant")
+OWN = '''"""Steps that a row may ask for."""
+
+import os
+import signal
+import time
+from dataclasses import dataclass
+
+from tunekit.data.transforms import Transform
+
+
+@dataclass(frozen=True)
+class Odd(Transform):
+    suffix: str = ""
+
+    def __call__(self, fields):
+        print("seen")
+        if "sleep" in fields:
+            time.sleep(fields["sleep"])
+        if "signal" in fields:
+            os.kill(os.getpid(), fields["signal"])
+        return None if fields.get("leave") else {"text": fields["text"] + self.suffix}
+'''
+
+
+@pytest.fixture
+def tokenizer(folders: dict[str, Path]) -> Tokenizer:
+    return Tokenizer.open(folders["chatml"])
+
+
+@pytest.fixture
+def odd(tmp_path: Path) -> Callable[..., object]:
+    """A person's own step, as `--import` brings it."""
+    (tmp_path / "odd.py").write_text(OWN)
+    return own_choices(SFT, [tmp_path / "odd.py"]).own[0]
+
+
+def write(path: Path, rows: list[dict | str]) -> Path:
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return path
+
+
+def chats(count: int) -> list[dict | str]:
+    """Questions and answers of very different lengths."""
+    said = ["Hello there. ", "What is 2 + 2? ", "It is 4. "]
+    return [
+        {"messages": [{"role": role, "content": f"{number} {said[number % 3] * (number % 7 + 1)}"} for role in ROLES]}
+        for number in range(count)
+    ]
+
+
+def texts(count: int, **special: dict) -> list[dict | str]:
+    return [{"text": f"row {number} " * 3, **special.get(f"row{number}", {})} for number in range(count)]
+
+
+def flat(rows: Chat | Text, tokenizer: Tokenizer, workers: int) -> dict[str, np.ndarray]:
+    """All columns of what rows become."""
+    tokenizer = rows.prepare(tokenizer)
+    parts = prepare.tokenised(rows, tokenizer, open_source(rows.source, rows.split).chunks(), workers)
+    found = [part.documents for part in parts]
+    columns = {name: np.concatenate([one.flat.columns[name] for one in found]) for name in COLUMNS if name != "names"}
+    return columns | {"where": np.array([one.where(i) for one in found for i in range(len(one))])}
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_any_number_of_processes_gives_the_same(tmp_path: Path, tokenizer: Tokenizer, workers: int) -> None:
+    rows = Chat(source=str(write(tmp_path / "rows.jsonl", chats(1800))), length=40)
+    want, got = flat(rows, tokenizer, 0), flat(rows, tokenizer, workers)
+    assert want["where"][-1] == f"{rows.source}:1800"
+    assert want["learnt"].any()
+    for name, column in want.items():
+        assert np.array_equal(column, got[name]), name
+
+
+def test_documents_are_mapped_and_counted(tmp_path: Path, tokenizer: Tokenizer, place, monkeypatch) -> None:
+    monkeypatch.setenv("TUNEKIT_CACHE", str(tmp_path / "cache"))
+    source = write(tmp_path / "rows.jsonl", [*chats(5), {"messages": []}, "{", *chats(600)[5:]])
+    rows = Chat(source=str(source), bad_rows="skip", length=60, too_long="drop")
+    found = prepare.documents(rows, tokenizer, place())
+    prepared = found.prepared
+    assert (prepared.rows, prepared.skipped) == (602, 2)
+    assert prepared.dropped > 0
+    assert len(found) == 600 - prepared.dropped
+    assert not found.tokens.flags.writeable
+    assert prepared.bad_rows is not None
+    listed = [json.loads(line) for line in prepared.bad_rows.read_text().splitlines()]
+    assert [fault["where"] for fault in listed] == [f"{source}:6", f"{source}:7"]
+    assert "the conversation is empty" in listed[0]["reason"]
+    assert "malformed JSON" in listed[1]["reason"]
+
+
+def test_rows_left_out_and_gone_on_with_are_counted(tmp_path: Path, tokenizer: Tokenizer, place, odd) -> None:
+    source = write(tmp_path / "rows.jsonl", texts(40, row3={"leave": True}, row9={"text": "long " * 40}))
+    rows = Text(source=str(source), length=30, transforms=(odd(),))
+    prepared = prepare.documents(rows, tokenizer, place()).prepared
+    assert (prepared.rows, prepared.left_out, prepared.split) == (40, 1, 1)
+    with pytest.raises(UserError, match=re.escape("nothing is left to learn from: 1 rows, 1 left out by a transform")):
+        prepare.documents(Text(source=str(write(source, texts(1, row0={"leave": True}))), transforms=(odd(),)),
+                          tokenizer, place())  # fmt: skip
+
+
+@pytest.mark.parametrize("many", [False, True])
+def test_a_full_disk_is_told_in_one_line(tmp_path: Path, tokenizer: Tokenizer, place, monkeypatch, many: bool) -> None:
+    monkeypatch.setenv("TUNEKIT_CACHE", str(tmp_path / "cache"))
+    rows = Text(source=str(write(tmp_path / "rows.jsonl", texts(3000 if many else 300))), workers=0)
+    old = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000 if many else 10_000, old[1]))
+        with pytest.raises(UserError) as caught:
+            prepare.documents(rows, tokenizer, place())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, old)
+    told = str(caught.value)
+    assert told.startswith(f"cannot write prepared rows to {tmp_path / 'cache' / 'data'}: file too large (")
+    assert ("wanted" in told) == many, "of the first part nobody knows what it will need"
+    assert "\n" not in told
+    assert [path.suffix for path in (tmp_path / "cache" / "data").iterdir()] == [".lock"]
+
+
+@pytest.mark.parametrize("workers", [0, 3])
+def test_the_first_bad_row_is_told_whoever_finds_one_first(
+    tmp_path: Path, tokenizer: Tokenizer, place, odd, workers: int
+) -> None:
+    bad = {"row600": {"sleep": 0.5, "text": 3}, "row1200": {"text": None}, "row1700": {"text": 5}}
+    source = write(tmp_path / "rows.jsonl", texts(1800, **bad))
+    rows = Text(source=str(source), workers=workers)
+    for _ in range(2):
+        with pytest.raises(UserError, match=f"{source}:601: text: want a string"):
+            prepare.documents(rows, tokenizer, place())
+
+
+def test_too_many_bad_rows_are_too_many(tmp_path: Path, tokenizer: Tokenizer, place, monkeypatch) -> None:
+    monkeypatch.setenv("TUNEKIT_CACHE", str(tmp_path / "cache"))
+    rows = [{"text": f"row {number}"} if number % 10 else {"text": number} for number in range(100)]
+    source = str(write(tmp_path / "rows.jsonl", [*rows[:55], {"no": 1}, *rows[56:]]))
+    with pytest.raises(UserError) as caught:
+        prepare.documents(Text(source=source, bad_rows="skip", most_bad=0.1), tokenizer, place())
+    told = str(caught.value)
+    assert "11 of 100 rows cannot be learnt from, and `most_bad` allows 10.00%; 10 times: text: want a string" in told
+    assert f"the first is {source}:1)" in told
+    assert "\n" not in told
+    kept = prepare.documents(Text(source=source, bad_rows="skip", most_bad=0.11), tokenizer, place())
+    assert (len(kept), kept.prepared.skipped) == (89, 11)
+    with pytest.raises(UserError, match=f"{source}:1: text: want a string"):  # although what was skipped is kept
+        prepare.documents(Text(source=source), tokenizer, place())
+    with pytest.raises(UserError, match="11 of 100 rows cannot be learnt from"):
+        prepare.documents(Text(source=source, bad_rows="skip", most_bad=0.1), tokenizer, place())
+
+
+def test_own_steps_work_in_other_processes(tmp_path: Path, tokenizer: Tokenizer, odd, capfd) -> None:
+    rows = Text(source=str(write(tmp_path / "rows.jsonl", texts(1100))), transforms=(odd(suffix="!"),))
+    want, got = flat(rows, tokenizer, 0), flat(rows, tokenizer, 2)
+    assert all(np.array_equal(column, got[name]) for name, column in want.items())
+    first = Documents([Document(got["tokens"][: got["lengths"][0]], got["learnt"][: got["lengths"][0]], 1)])
+    assert tokenizer.decode(first.tokens.tolist()).endswith("!")
+    capfd.readouterr()
+    flat(rows, tokenizer, 1)
+    assert not capfd.readouterr().out, "what own code prints would stand in the output of a command"
+
+
+def test_a_file_that_changes_on_the_way_is_told(tmp_path: Path, tokenizer: Tokenizer, odd) -> None:
+    rows = Text(source=str(write(tmp_path / "rows.jsonl", texts(3))), transforms=(odd(),))
+    table = open_source(rows.source, rows.split)
+    with pool.Pool(rows, tokenizer, table.chunks(), 0) as answers:
+        (tmp_path / "odd.py").write_text(OWN + "\n")
+        answers.workers.append(pool.Worker(answers.task))
+        with pytest.raises(UserError, match="odd.py: has changed since this command began"):
+            list(answers)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+def test_a_process_that_dies_is_told_with_its_rows(
+    tmp_path: Path, tokenizer: Tokenizer, odd, number: signal.Signals
+) -> None:
+    source = write(tmp_path / "rows.jsonl", texts(1800, row700={"signal": number}))
+    rows = Text(source=str(source), transforms=(odd(),))
+    with pytest.raises(UserError) as caught:
+        flat(rows, tokenizer, 2)
+    told = str(caught.value)
+    assert f"{source}:513 and the 511 rows behind it: the process that prepared them was ended by {number.name}" in told
+    assert ("memory" in told) == (number is signal.SIGKILL)
+
+
+def test_a_row_that_takes_for_ever_is_named(tmp_path: Path, tokenizer: Tokenizer, odd, monkeypatch) -> None:
+    monkeypatch.setattr(pool, "PATIENCE", 1.0)
+    monkeypatch.setattr(pool, "ROW_PATIENCE", 1.0)
+    source = write(tmp_path / "rows.jsonl", texts(1100, row700={"sleep": 600}))
+    with pytest.raises(UserError, match=f"{source}:701: it takes more than 1 seconds to prepare"):
+        flat(Text(source=str(source), transforms=(odd(),)), tokenizer, 2)
+
+
+def test_slow_rows_are_waited_for(tmp_path: Path, tokenizer: Tokenizer, odd, monkeypatch) -> None:
+    source = write(tmp_path / "rows.jsonl", texts(520, **{f"row{i}": {"sleep": 0.25} for i in range(6)}))
+    rows = Text(source=str(source), transforms=(odd(),))
+    want = flat(rows, tokenizer, 0)
+    monkeypatch.setattr(pool, "PATIENCE", 1.0)
+    got = flat(rows, tokenizer, 1)
+    assert all(np.array_equal(column, got[name]) for name, column in want.items())
+
+
+def test_few_rows_and_classes_of_a_notebook_stay_here(tmp_path: Path, odd, monkeypatch) -> None:
+    source = str(write(tmp_path / "rows.jsonl", texts(3)))
+    monkeypatch.setattr(pool, "cores", lambda: 8)
+    count = {number: prepare.workers(Text(source=source), number) for number in (3, 1999, 2000, 10**6, None)}
+    assert count == {3: 0, 1999: 0, 2000: 4, 10**6: 8, None: 8}
+    assert prepare.workers(Text(source=source, workers=0), 10**6) == 0
+    assert prepare.workers(Text(source=source, workers=5), 3) == 5
+    monkeypatch.setattr(pool, "cores", lambda: 1)
+    assert prepare.workers(Text(source=source), 10**6) == 0
+    odd.__module__ = "__main__"
+    assert prepare.workers(Text(source=source, workers=5, transforms=(odd(),)), 10**6) == 0
+
+
+START = "import sys, tunekit.data.worker; print(sorted({'torch', 'pandas', 'pyarrow', 'datasets'} & set(sys.modules)))"
+
+
+def test_a_process_starts_fast() -> None:
+    """In processor time, of the best of three: others may keep the machine busy."""
+    spent = []
+    for _ in range(3):
+        before = os.times()
+        done = subprocess.run([sys.executable, "-c", START], capture_output=True, text=True, check=True)
+        after = os.times()
+        spent.append(after.children_user + after.children_system - before.children_user - before.children_system)
+        assert done.stdout == "[]\n"
+    assert min(spent) < 0.5, spent
+
+
+LEFT = """
+import sys, time
+from pathlib import Path
+from tunekit.data import pool
+from tunekit.data.rows import Text
+from tunekit.data.source import open_source
+from tunekit.data.tokenizer import Tokenizer
+
+rows = Text(source=sys.argv[1])
+with pool.Pool(rows, Tokenizer.open(Path(sys.argv[2])), open_source(rows.source, rows.split).chunks(), 2) as found:
+    for part in found:
+        print(*(worker.process.pid for worker in found.workers), flush=True)
+        time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_processes_do_not_outlive_who_asked_them(
+    tmp_path: Path, folders: dict[str, Path], number: signal.Signals
+) -> None:
+    source = write(tmp_path / "rows.jsonl", texts(5000))
+    line = [sys.executable, "-c", LEFT, str(source), str(folders["chatml"])]
+    with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        assert parent.stderr is not None
+        workers = [int(word) for word in parent.stdout.readline().split()]
+        assert len(workers) == 2
+        assert all(map(alive, workers))
+        parent.send_signal(number)
+        parent.wait(20)
+        end = time.monotonic() + 20
+        while any(map(alive, workers)) and time.monotonic() < end:
+            time.sleep(0.05)
+        assert not any(map(alive, workers))
+        said = parent.stderr.read()
+        assert "worker" not in said, said
+
+
+def alive(process: int) -> bool:
+    """Whether a process runs; one that has ended and that nobody has waited for does not."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
