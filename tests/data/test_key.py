@@ -1,0 +1,177 @@
+"""Whatever changes what a row becomes gives another key; nothing else does."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tunekit.config.imports import own_choices
+from tunekit.data import key as keys
+from tunekit.data import prepare
+from tunekit.data.rows import Auto, Chat, Rows, Text
+from tunekit.data.source import open_source
+from tunekit.data.tokenizer import Tokenizer
+from tunekit.data.transforms import Rename
+from tunekit.recipes.sft import SFT
+
+STEP = """from dataclasses import dataclass
+
+import {helper}
+from tunekit.data.transforms import Transform
+
+
+@dataclass(frozen=True)
+class Step(Transform):
+    word: str = "a"
+
+    def __call__(self, fields):
+        return fields | {helper}.MORE
+"""
+
+
+def key(rows: Rows, tokenizer: Tokenizer) -> str | None:
+    return keys.key(rows, rows.prepare(tokenizer), open_source(rows.source, rows.split, rows.limit))
+
+
+def write(path: Path, words: list[str]) -> str:
+    rows = ([{"role": "user", "content": "Hi"}, {"role": "assistant", "content": word}] for word in words)
+    path.write_text("".join(json.dumps({"messages": row, "text": "Hi"}) + "\n" for row in rows))
+    return str(path)
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Chat:
+    return Chat(source=write(tmp_path / "rows.jsonl", ["one", "two", "three"]))
+
+
+@pytest.fixture
+def tokenizer(folders: dict[str, Path]) -> Tokenizer:
+    return Tokenizer.open(folders["chatml"])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"length": 100}, {"learn": "last"}, {"too_long": "drop"}, {"split": "train[1:]"}, {"limit": 2}]
+    + [{"transforms": (Rename({"text": "more"}),)}, {"messages": "text"}],
+    ids=str,
+)
+def test_what_decides_gives_another_key(rows: Chat, tokenizer: Tokenizer, change: dict[str, Any]) -> None:
+    assert key(replace(rows, **change), tokenizer) != key(rows, tokenizer)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"shuffle": False},
+        {"pack": True},
+        {"workers": 3},
+        {"bad_rows": "skip"},
+        {"most_bad": 0.5},
+        {"split": "train[:]"},
+    ],
+    ids=str,
+)
+def test_what_does_not_decide_gives_the_same(rows: Chat, tokenizer: Tokenizer, change: dict[str, Any]) -> None:
+    assert key(replace(rows, **change), tokenizer) == key(rows, tokenizer)
+
+
+def test_rows_decide(rows: Chat, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    before = key(rows, tokenizer)
+    write(tmp_path / "rows.jsonl", ["one", "two", "threE"])
+    assert key(rows, tokenizer) != before
+    write(tmp_path / "rows.jsonl", ["one", "two", "three"])
+    assert key(rows, tokenizer) == before
+    assert key(replace(rows, source=write(tmp_path / "other.jsonl", ["one", "two", "three"])), tokenizer) != before
+
+
+def test_the_kind_decides(rows: Chat, tokenizer: Tokenizer) -> None:
+    found = {key(kind(source=rows.source), tokenizer) for kind in (Chat, Auto, Text)}
+    assert len(found) == 3
+
+
+def test_the_tokenizer_and_its_template_decide(rows: Chat, folders: dict[str, Path], tmp_path: Path) -> None:
+    tokenizers = {name: Tokenizer.open(folder) for name, folder in folders.items()}
+    assert len({key(rows, tokenizer) for tokenizer in tokenizers.values()}) == len(tokenizers)
+    own, text = tmp_path / "own.jinja", tokenizers["chatml"].templates["default"][0]
+    own.write_text(text)
+    one, other = replace(rows, template=str(own)), key(rows, tokenizers["chatml"])
+    same = key(one, tokenizers["chatml"])
+    own.write_text(text + " ")
+    assert len({same, other, key(one, tokenizers["chatml"])}) == 3
+
+
+def test_the_day_decides_where_the_template_prints_it(rows: Chat, folders: dict[str, Path]) -> None:
+    days = date(2026, 1, 1), date(2026, 1, 2)
+    for name, count in {"chatml": 1, "headers": 2}.items():
+        tokenizer = Tokenizer.open(folders[name])
+        assert len({key(rows, tokenizer.dated(day)) for day in days}) == count, name
+
+
+def test_own_code_decides(rows: Chat, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    helper = tmp_path / "tunekit_test_helper.py"
+    helper.write_text("MORE = {}\n")
+    (tmp_path / "step.py").write_text(STEP.format(helper=helper.stem))
+    step = own_choices(SFT, [tmp_path / "step.py"]).own[0]
+    one, other = replace(rows, transforms=(step(),)), replace(rows, transforms=(step("b"),))
+    before = key(one, tokenizer)
+    assert len({before, key(other, tokenizer), key(rows, tokenizer)}) == 3
+    helper.write_text("MORE = {'x': 1}\n")  # a file that the own file imports
+    changed = key(one, tokenizer)
+    assert changed != before
+    with (tmp_path / "step.py").open("a") as file:
+        file.write("# more\n")
+    assert key(one, tokenizer) not in (before, changed)
+
+
+def test_what_a_notebook_defines_is_never_taken_for_known(rows: Chat, tokenizer: Tokenizer, monkeypatch) -> None:
+    kind = type("Mine", (Chat,), {"__module__": "__main__"})
+    monkeypatch.delattr(sys.modules["__main__"], "__file__", raising=False)
+    assert key(kind(source=rows.source), tokenizer) is None
+
+
+def test_the_code_of_tunekit_decides(rows: Chat, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = key(rows, tokenizer)
+    known = keys.code()
+    assert {"rows", "spans", "template", "tokenizer", "messages", "table"} <= set(known)
+    assert not {"loader", "packing", "cache"} & set(known)
+    for name in ("spans", "tokenizers"):
+        with monkeypatch.context() as patch:
+            patch.setattr(keys, "code", lambda name=name: known | {name: "other"})
+            assert key(rows, tokenizer) != before
+
+
+ELSEWHERE = """
+import sys
+from pathlib import Path
+from tunekit.data.key import key
+from tunekit.data.rows import Chat
+from tunekit.data.source import open_source
+from tunekit.data.tokenizer import Tokenizer
+
+rows = Chat(source=sys.argv[1])
+print(key(rows, rows.prepare(Tokenizer.open(Path(sys.argv[2]))), open_source(rows.source, rows.split)))
+"""
+
+
+@pytest.mark.parametrize("seed", ["1", "2"])
+def test_other_processes_find_the_same(rows: Chat, folders: dict[str, Path], tokenizer: Tokenizer, seed: str) -> None:
+    line = [sys.executable, "-c", ELSEWHERE, rows.source, str(folders["chatml"])]
+    done = subprocess.run(line, env=os.environ | {"PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == key(rows, tokenizer)
+
+
+def test_serving_rows_otherwise_prepares_nothing(
+    rows: Chat, tokenizer: Tokenizer, tmp_path: Path, place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TUNEKIT_CACHE", str(tmp_path / "cache"))
+    first = prepare.documents(rows, tokenizer, place())
+    monkeypatch.setattr(prepare, "tokenised", pytest.fail)
+    again = prepare.documents(replace(rows, shuffle=False, pack=True), tokenizer, place(seed=1))
+    assert again.digest == first.digest
