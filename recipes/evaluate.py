@@ -17,7 +17,7 @@ from tunekit import assemble, card
 from tunekit.checkpoint.atomic import write_text
 from tunekit.data.documents import Document
 from tunekit.data.loader import Loader, load
-from tunekit.data.rows import OneSource
+from tunekit.data.mix import Learnable, title
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import FieldError
 from tunekit.formats import FP4, NF4, Plain
@@ -33,7 +33,7 @@ class Evaluate:
     """Which model is asked what. With a baseline, both are, and stand side by side."""
 
     model: str  # folder of a checkpoint, an adapter or a run; a Hub name; tunekit/nano
-    data: OneSource  # held-out rows; the last learnt turn of each is the answer to match
+    data: Learnable  # held-out rows; the last learnt turn of each is the answer to match
     baseline: str | None = None  # a second model, such as the one before training
     sampling: Sampling = Sampling()
     weights: Plain | NF4 | FP4 = Plain()  # how the weights of both are stored
@@ -97,7 +97,7 @@ def main(cfg: Evaluate) -> list[Result]:
     figures = [asdict(result) | {"perplexity": result.perplexity} for result in results]
     if cfg.out is not None:
         write_text(Path(cfg.out), json.dumps(figures, indent=2, ensure_ascii=False) + "\n")
-    card.evaluated(Path(cfg.model), f"{cfg.data.source} ({cfg.data.split})", figures, len(questions))
+    card.evaluated(Path(cfg.model), title(cfg.data), figures, len(questions))
     return results
 
 

@@ -4,7 +4,6 @@ tune run sft nano/tools_lora
 tune run sft llama3_2/1b_lora data.length=2048 optimizer.lr=1e-4
 """
 
-import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -12,15 +11,16 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from tunekit import assemble, card, losses, metrics, publish, verify
+from tunekit import assemble, card, leaks, losses, metrics, publish, verify
 from tunekit.adapters import DoRA, Full, LoRA
 from tunekit.checkpoint import atomic, read, save, workspace
 from tunekit.checkpoint.folder import Folder
 from tunekit.checkpoint.state import State
 from tunekit.config.dump import dump, resolved
+from tunekit.data.ahead import Ahead
 from tunekit.data.batch import Batch
 from tunekit.data.loader import Loader, load
-from tunekit.data.rows import OneSource
+from tunekit.data.mix import Learnable
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import FieldError
 from tunekit.formats import FP4, NF4, Plain
@@ -43,9 +43,9 @@ class SFT:
     """Everything this recipe can be told. Each field is one choice; each class is one file to read."""
 
     model: str  # folder of a checkpoint, a Hub name, or tunekit/nano
-    data: OneSource  # what to learn
+    data: Learnable  # what to learn
     out: str  # folder of this run: config, metrics, state and the final checkpoint
-    validation: OneSource | None = None  # held-out rows
+    validation: Learnable | None = None  # held-out rows
     weights: Plain | NF4 | FP4 = Plain()  # how frozen weights are stored; nf4 with an adapter is QLoRA
     adapter: Full | LoRA | DoRA = Full()  # what is trained
     loss: CrossEntropy = CrossEntropy()
@@ -128,8 +128,8 @@ def main(cfg: SFT, fresh: bool = False) -> None:
         if cfg.init == "checkpoint":  # before rows are prepared, which may take long
             read.check(source, assemble.outline(source, cfg.weights, cfg.adapter).shapes)
         tokenizer = Tokenizer.open(source.tokenizer).fitted(source.spec.vocab, source.tokenizer).dated(space.day)
-        data = load(cfg.data, tokenizer, cfg.batch, cfg.micro_batch, run)
-        held = cfg.validation and load(cfg.validation, tokenizer, cfg.batch, cfg.micro_batch, run)
+        data = load(cfg.data, tokenizer, cfg.batch, cfg.micro_batch, run, space.folder)
+        held = cfg.validation and load(cfg.validation, tokenizer, cfg.batch, cfg.micro_batch, run, space.folder)
         for loader in filter(None, (data, held)):
             loader.check(source.spec.vocab)
         run.tell(f"data: {data.report}")
@@ -159,9 +159,14 @@ def train(
     update = cfg.memory.update(optimizer, cfg.clip)
     schedule = cfg.schedule.build(optimizer, steps)
     patience = Patience(cfg.patience)
-    state = State(space.state, model, optimizer, schedule, cfg.keep, run, patience, data)
+    ahead = Ahead(data, run.device)
+    state = State(space.state, model, optimizer, schedule, cfg.keep, run, patience, ahead)
     done = start = state.restore()
-    with cfg.log.open(space.folder, run, steps, start, resolved(cfg, "sft")) as log:
+    if start:
+        run.tell(f"goes on from step {start} of {steps}")
+    else:
+        leaks.check(model, data, run)
+    with cfg.log.open(space.folder, run, steps, start, resolved(cfg, "sft")) as log, ahead.over(start, steps):
         if held and start == 0:
             with log.aside():
                 log.note(0, validation=losses.mean(cfg.loss, model, held, run))
@@ -171,15 +176,13 @@ def train(
                 run.tell(f"the validation loss got no better {cfg.patience} times: ended after step {step}")
                 break
             run.seed_step(step)
-            began = time.perf_counter()
-            batches = data[step]
-            wait = time.perf_counter() - began
+            batches = ahead.take()
             rate = schedule.get_last_lr()[0]
             loss, norm = train_step(model, batches, cfg, update, run)
             schedule.step()
 
             done, real, learnt = step + 1, sum(b.real for b in batches), sum(b.learnt for b in batches)
-            log.step(done, loss=loss, norm=norm, rate=rate, tokens=real, learnt=learnt, wait=wait)
+            log.step(done, loss=loss, norm=norm, rate=rate, tokens=real, learnt=learnt, wait=ahead.wait)
             with log.aside():
                 sender.step(done, steps)
                 if held and (done % cfg.validate_every == 0 or done == steps):

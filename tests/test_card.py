@@ -23,6 +23,7 @@ from tunekit.checkpoint.folder import Folder
 from tunekit.config.dump import resolved
 from tunekit.config.load import load
 from tunekit.data import loader
+from tunekit.data.mix import Mix, Part
 from tunekit.data.rows import Chat
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.formats import NF4
@@ -120,7 +121,9 @@ def test_losses_before_and_after_are_those_of_the_metrics(run: Path) -> None:
 
 def test_data_have_counts_and_hashes(run: Path) -> None:
     folder = run.parent.parent
-    data = Chat(str(folder / "rows.jsonl")).open(Tokenizer.open(Path(config(folder).model)), 3, 3, Run(0, "cpu"))
+    data = loader.load(
+        Chat(str(folder / "rows.jsonl")), Tokenizer.open(Path(config(folder).model)), 3, 3, Run(0, "cpu")
+    )
     report = data.report
     assert cells(run / "final", "data") == ["`rows.jsonl`", "train", "6", str(report.tokens), str(report.learnt)]
     for key, name in (("data", "rows.jsonl"), ("validation", "held.jsonl")):
@@ -234,7 +237,7 @@ def test_it_tells_no_secret_and_no_place(tmp_path: Path, monkeypatch: pytest.Mon
     cfg = config(folder)
     sft.main(cfg)
     source, run = Folder.open(Path(cfg.model)), Path(cfg.out)
-    data = cfg.data.open(Tokenizer.open(source.path), 3, 3, Run(0, "cpu"))
+    data = loader.load(cfg.data, Tokenizer.open(source.path), 3, 3, Run(0, "cpu"))
     service = {"kind": "mlflow", "uri": "https://alice:opensesame@mlflow.example.com?token=hf_never_show_me"}
     extra = {"log": {"every": 1, "to": [service]}, "note": f"see {folder}/notes.txt", "name": "hf_never_show_me"}
     told = card.Made("sft", resolved(cfg, "sft") | extra, run, source, ours(source.path, LoRA(4)), {"data": data},
@@ -257,8 +260,18 @@ def test_data_sets_of_the_hub_are_named(tmp_path: Path) -> None:
     plain = resolved(replace(cfg, data=replace(cfg.data, source="acme/chats:part")), "sft")
     told = SimpleNamespace(config=plain, rows={"data": rows, "validation": None})
     assert card.hub_sets(told) == ["acme/chats"]
-    digest = hashlib.sha256(rows.rows.tokens.tobytes()).hexdigest()
-    assert f"| data | all tokens | `{digest}` |" in card.data(told)
+    assert f"| data | all tokens | `{rows.rows.digest}` |" in card.data(told)
+
+
+def test_every_source_of_a_mix_is_told(tmp_path: Path) -> None:
+    cfg = config(tmp_path)
+    mix = Mix((Part(cfg.data, epochs=2), Part(replace(cfg.data, split="train[:1]"))), length=cfg.data.length)
+    rows = loader.load(mix, Tokenizer.open(Path(cfg.model)), 3, 3, Run(0, "cpu"))
+    plain = resolved(replace(cfg, data=mix), "sft")
+    lines = card.data(SimpleNamespace(config=plain, rows={"data": rows})).splitlines()
+    name = Path(cfg.data.source).name
+    assert [line.split(" | ")[1:3] for line in lines[2:4]] == [[f"`{name}`", "train"], [f"`{name}`", "train[:1]"]]
+    assert lines[2].split(" | ")[3] == str(2 * len(rows.parts[0]))
 
 
 def test_what_evaluate_finds_comes_into_it(copy: Path, tmp_path: Path) -> None:

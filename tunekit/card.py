@@ -306,15 +306,21 @@ def data(made: Made) -> str:
     """What an epoch holds, and hashes of the files that it comes from."""
     counts, hashes = [], []
     for key, loader in opened(made).items():
-        source, split, report = made.config[key]["source"], made.config[key]["split"], loader.report
-        numbers = (f"{number:,}" for number in (report.rows, report.tokens, report.learnt))
-        counts.append([key, f"`{discreet.name(source)}`", split, *numbers])
-        files = find(source, parse_split(split).name)
-        hashes += [[key, f"`{file.name}`", f"`{sha256(file)}`"] for file in files or ()]
-        if files is None:  # the Hub may change what it has under a name
-            hashes.append([key, "all tokens", f"`{hashlib.sha256(loader.rows.tokens.tobytes()).hexdigest()}`"])
+        for choice, share in zip(choices(made.config[key]), loader.report.shares, strict=True):
+            source, split = choice["source"], choice["split"]
+            numbers = (f"{number:,}" for number in (share.rows, share.tokens, share.learnt))
+            counts.append([key, f"`{discreet.name(source)}`", split, *numbers])
+            files = find(source, parse_split(split).name)
+            hashes += [[key, f"`{file.name}`", f"`{sha256(file)}`"] for file in files or ()]
+            if not files:  # others may change what they have under a name
+                hashes.append([key, "all tokens", f"`{loader.rows.digest}`"])
     about = table(["", "source", "split", "rows", "tokens", "learnt"], counts)
     return f"{about}\n\n{table(['', 'file', 'SHA-256'], hashes)}"
+
+
+def choices(data: Tree) -> list[Tree]:
+    """The sources of `data:`, one or those of a mix."""
+    return [part["rows"] for part in data["parts"]] if "parts" in data else [data]
 
 
 def opened(made: Made) -> dict[str, Loader]:
@@ -328,9 +334,9 @@ def sha256(file: Path) -> str:
 
 def hub_sets(made: Made) -> list[str]:
     """Data sets that the Hub knows, by name."""
-    choices = [made.config[key] for key in opened(made)]
-    hub = [c["source"] for c in choices if find(c["source"], parse_split(c["split"]).name) is None]
-    return list(dict.fromkeys(name.partition(":")[0] for name in hub))
+    found = [choice for key in opened(made) for choice in choices(made.config[key])]
+    hub = [c["source"] for c in found if find(c["source"], parse_split(c["split"]).name) is None]
+    return list(dict.fromkeys(re.split("[:@]", name)[0] for name in hub))
 
 
 def verification(folder: Path) -> str:

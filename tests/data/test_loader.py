@@ -7,7 +7,8 @@ import torch
 from tunekit.data.batch import IGNORE, MULTIPLE, Batch, Layout
 from tunekit.data.documents import Document, Documents
 from tunekit.data.loader import Loader
-from tunekit.data.order import Order
+from tunekit.data.mix import Mix
+from tunekit.data.rows import Text
 from tunekit.errors import UserError
 
 ROWS, BATCH, PAD = 43, 8, 7
@@ -28,9 +29,9 @@ def documents() -> Documents:
 
 def loader(place, micro: int = BATCH, packed: bool = False, shuffle: bool = True) -> Loader:
     rows = documents()
-    capacity = CAPACITY if packed else None
-    order = Order(rows.lengths, place.seed, shuffle, capacity)
-    return Loader(rows, order, Layout(BATCH, micro, place.rank, place.size, PAD, capacity))
+    mix = Mix.of(Text("rows", length=CAPACITY, pack=packed, shuffle=shuffle))
+    layout = Layout(BATCH, micro, place.rank, place.size, PAD, mix.capacity)
+    return Loader(mix, (rows,), layout, place.seed)
 
 
 def found(batches: list[Batch]) -> list[tuple[tuple[int, ...], ...]]:
@@ -89,10 +90,10 @@ def test_rows_stay_in_order_where_they_are_not_shuffled(place) -> None:
 
 def test_a_run_goes_on_only_with_its_own_rows(place) -> None:
     rows, others = loader(place()), loader(place())
-    others.load_state_dict(rows.state_dict())
+    others.restore(rows.state(0))
     others.rows.learnt[-1] ^= True
     with pytest.raises(UserError, match="not the rows that the run began with"):
-        others.load_state_dict(rows.state_dict())
+        others.restore(rows.state(0))
 
 
 def test_tokens_that_the_model_lacks_are_told(place) -> None:

@@ -5,7 +5,7 @@ table       a row and where it came from; a counted iterator of rows
 files       readers of JSON, JSON lines and CSV; parquet, hub: readers whose libraries are loaded only when used
 messages    checks a row's conversation before a template sees it
 tokenizer   text to ids and back, the checkpoint's special tokens, streamed decoding
-template    the checkpoint's Jinja chat template, with `{% generation %}`; sandbox: what it runs in, with an end to all it does
+template    the checkpoint's Jinja chat template, with `{% generation %}`; sandbox: what it runs in, where all has an end
 turns       where a turn stands in what a template writes, found with texts hidden
 layout      what was found of one conversation, for others of its shape
 spans       which characters of a rendered conversation are learnt, and which tokens those are
@@ -16,5 +16,6 @@ packing     which documents share a packed row
 order       which documents make up the rows of an epoch, from (seed, epoch) alone
 batch       tokens, targets, positions and bounds of one micro-batch; how a step lies on ranks
 report      what an epoch holds, for the log
+ahead       the next step is made while this one trains
 loader      step number to micro-batches: a pure function of (seed, step, rank)
 """

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tunekit.data.documents import Document, Documents
+from tunekit.data.mix import Joined
 
 IGNORE = -100
 # Rows are padded to a multiple of this many tokens: kernels are made and tuned anew for every other shape.
@@ -53,7 +54,7 @@ class Layout:
     pad: int
     capacity: int | None
 
-    def batches(self, documents: Documents, rows: Sequence[np.ndarray]) -> list[Batch]:
+    def batches(self, documents: Documents | Joined, rows: Sequence[np.ndarray]) -> list[Batch]:
         """The micro-batches of this rank. Every rank has equally many, so that all take part in all exchanges."""
         tokens = [int(documents.lengths[row].sum()) for row in rows]
         # Longest first: rows of like length share a micro-batch, and a step that does not fit in memory fails at once.

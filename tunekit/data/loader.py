@@ -1,16 +1,18 @@
 """Step number to micro-batches: no state to save, the same rows whatever the ranks and the micro-batch."""
 
-import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 from tqdm import tqdm
 
 from tunekit.data.batch import Batch, Layout
 from tunekit.data.documents import Document, Documents
+from tunekit.data.mix import Draw, Joined, Mix
 from tunekit.data.order import Order, Steps
+from tunekit.data.report import Report, Share
 from tunekit.data.rows import Rows
 from tunekit.data.source import open_source
 from tunekit.data.table import Fault, Table
@@ -20,59 +22,54 @@ from tunekit.errors import UserError
 CHUNK = 512  # rows that become tokens together
 
 
-def load(choice: Rows, tokenizer: Tokenizer, batch: int, micro_batch: int, run, folder: Path | None = None) -> "Loader":
-    """Read and tokenise all rows; UserError names the first that cannot be learnt from. Rank 0 shows a bar."""
-    tokenizer = choice.prepare(tokenizer)
-    table = open_source(choice.source, choice.split, choice.limit)
+def load(
+    choice: Rows | Mix, tokenizer: Tokenizer, batch: int, micro_batch: int, run, folder: Path | None = None
+) -> "Loader":
+    """What a recipe's `data:` says, ready to be stepped through; UserError names the first row that is wrong.
+
+    `folder` is the run's, for the list of rows that were skipped. Rank 0 shows a bar.
+    """
+    mix = Mix.of(choice)
+    layout = Layout(batch, micro_batch, run.rank, run.size, mix.prepare(tokenizer).pad, mix.capacity)
+    return Loader(mix, tuple(prepared(rows, tokenizer, run) for rows in mix.sources), layout, run.seed)
+
+
+def prepared(rows: Rows, tokenizer: Tokenizer, run) -> Documents:
+    tokenizer = rows.prepare(tokenizer)
+    table = open_source(rows.source, rows.split, rows.limit)
     bar = tqdm(total=table.count, desc="preparing", unit=" rows", disable=not run.is_main or None, leave=False)
     with bar:
-        documents = Documents(prepared(choice, tokenizer, table, bar))
-    capacity = choice.length if choice.pack else None
-    order = Order(documents.lengths, run.seed, choice.shuffle, capacity)
-    return Loader(documents, order, Layout(batch, micro_batch, run.rank, run.size, tokenizer.pad, capacity))
+        return Documents(found(rows, tokenizer, table, bar))
 
 
-def prepared(choice: Rows, tokenizer: Tokenizer, table: Table, bar: tqdm) -> Iterator[Document]:
-    rows = table.rows
-    while chunk := list(islice(rows, CHUNK)):
-        for found in choice.encode(tokenizer, chunk):
+def found(rows: Rows, tokenizer: Tokenizer, table: Table, bar: tqdm) -> Iterator[Document]:
+    left = table.rows
+    while chunk := list(islice(left, CHUNK)):
+        for found in rows.encode(tokenizer, chunk):
             if isinstance(found, Fault):
                 raise UserError(f"{found.where}: {found.reason}")
             yield from found or ()
         bar.update(len(chunk))
 
 
-@dataclass(frozen=True)
-class Report:
-    """What an epoch holds. `tokens`, `learnt`, `longest` count tokens; `filled` is the used share of `packed` rows."""
-
-    rows: int
-    tokens: int
-    learnt: int
-    longest: int
-    truncated: int
-    packed: int | None
-    filled: float | None
-
-    def __str__(self) -> str:
-        parts = [
-            f"{self.rows:,} rows",
-            f"{self.tokens:,} tokens",
-            f"{self.learnt:,} learnt ({self.learnt / self.tokens:.0%})",
-            f"longest {self.longest:,}",
-        ]
-        parts += [f"{self.truncated:,} truncated"] if self.truncated else []
-        parts += [] if self.packed is None else [f"packed into {self.packed:,} rows, {self.filled:.1%} filled"]
-        return ", ".join(parts)
-
-
 class Loader:
-    """`loader[step]`: the micro-batches of this rank. Steps go on over epochs; the last of an epoch may be smaller."""
+    """`loader[step]`: the micro-batches of this rank. Steps go on over epochs; the last of an epoch may be smaller.
 
-    def __init__(self, documents: Documents, order: Order, layout: Layout) -> None:
-        assert layout.batch > 0 and layout.micro_batch > 0 and len(documents) > 0
-        self.rows, self.order, self.layout = documents, order, layout
-        self.place = Steps(order.rows, layout.batch)
+    `parts` are the documents of each part of the mix, `rows` all of them, numbered through.
+    """
+
+    def __init__(self, mix: Mix, parts: tuple[Documents, ...], layout: Layout, seed: int) -> None:
+        assert layout.batch > 0 and layout.micro_batch > 0
+        self.mix, self.parts, self.layout = mix, parts, layout
+        self.rows: Documents | Joined = parts[0] if len(parts) == 1 else Joined(parts)
+        for rows, documents in zip(mix.sources, parts, strict=True):
+            if not len(documents):
+                raise UserError(f"{rows.source}: {rows.split} holds no row to learn from")
+        sizes = [len(documents) for documents in parts]
+        self.counts = [int(count) for count in mix.counts(sizes)]
+        draw = None if self.counts == sizes else Draw(sizes, self.counts, seed, mix.shuffle)
+        self.order = Order(self.rows.lengths, seed, mix.shuffle, mix.capacity, draw)
+        self.place = Steps(self.order.rows, layout.batch)
 
     def steps(self, epochs: int) -> int:
         """How many steps so many epochs have."""
@@ -80,34 +77,42 @@ class Loader:
 
     def check(self, vocab: int) -> None:
         """UserError if the model has no embedding for a token."""
-        highest = max(int(self.rows.tokens.max()), self.layout.pad)
+        highest = max(self.layout.pad, *(int(documents.tokens.max()) for documents in self.parts))
         if highest >= vocab:
             raise UserError(
                 f"the rows hold token {highest}, the model knows {vocab}: this tokenizer is another model's"
             )
 
-    def state_dict(self) -> dict[str, int]:
-        """What the rows are, so that a run does not go on with others."""
-        return {"rows": zlib.crc32(self.rows.learnt.tobytes(), zlib.crc32(self.rows.tokens.tobytes()))}
+    def sample(self, count: int) -> list[tuple[str, Document]]:
+        """Some documents of the first step, and where they are from."""
+        rows = self.order.plan(0).rows(0, self.layout.batch)
+        numbers = [int(number) for row in rows for number in row][:count]
+        return [(self.rows.where(number), self.rows[number]) for number in numbers]
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        if state != self.state_dict():
+    def state(self, step: int) -> dict[str, Any]:
+        """What the rows are, so that a run does not go on with others. Everything else follows from the step."""
+        return {"rows": self.rows.digest}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        if state != self.state(0):
             raise UserError("data: these are not the rows that the run began with: bring them back, or use --fresh")
+
+    def close(self) -> None:
+        """Nothing is under way."""
 
     @property
     def report(self) -> Report:
         """What an epoch holds."""
-        rows, capacity = self.rows, self.order.capacity
-        packed = None if capacity is None else self.order.rows(0)
-        return Report(
-            rows=len(rows),
-            tokens=len(rows.tokens),
-            learnt=rows.targets,
-            longest=int(rows.lengths.max()),
-            truncated=rows.truncated,
-            packed=packed,
-            filled=None if packed is None or capacity is None else len(rows.tokens) / (packed * capacity),
-        )
+        drawn = self.order.drawn(0)
+        part_of = np.repeat(np.arange(len(self.parts)), [len(documents) for documents in self.parts])[drawn]
+        tokens = np.bincount(part_of, self.rows.lengths[drawn], len(self.parts)).astype(int).tolist()
+        shares = [
+            Share(rows.source, count, each, round(documents.targets * count / len(documents)), count / len(documents))
+            for rows, count, each, documents in zip(self.mix.sources, self.counts, tokens, self.parts, strict=True)
+        ]
+        packed = None if self.mix.capacity is None else self.order.rows(0)
+        longest, truncated = int(self.rows.lengths.max()), sum(documents.truncated for documents in self.parts)
+        return Report(tuple(shares), longest, truncated, packed, self.mix.length)
 
     def __getitem__(self, step: int) -> list[Batch]:
         if step < 0:

@@ -23,9 +23,12 @@ class Order:
         self.lengths, self.seed, self.shuffle, self.capacity, self.draw = lengths, seed, shuffle, capacity, draw
         self.plan = lru_cache(maxsize=2)(self.planned)  # the next epoch's is made while this one still goes on
 
+    def drawn(self, epoch: int) -> np.ndarray:
+        """The documents of an epoch."""
+        return np.arange(len(self.lengths)) if self.draw is None else self.draw(epoch)
+
     def planned(self, epoch: int) -> Plan:
-        drawn = np.arange(len(self.lengths)) if self.draw is None else self.draw(epoch)
-        return plan(self.lengths, drawn, self.capacity, (self.seed, epoch) if self.shuffle else None)
+        return plan(self.lengths, self.drawn(epoch), self.capacity, (self.seed, epoch) if self.shuffle else None)
 
     def rows(self, epoch: int) -> int:
         """How many rows an epoch has. Where all hold the same documents, all have as many."""

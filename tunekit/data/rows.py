@@ -25,8 +25,12 @@ Encoded = list[Document] | Fault | None
 Fields = dict[str, Any]
 
 
+class Data:
+    """What a recipe's `data:` may be: the rows of one source, or a mix of several."""
+
+
 @dataclass(frozen=True)
-class Rows:
+class Rows(Data):
     """Rows of a file, a folder, a bundled data set or a Hub name, as documents of tokens.
 
     `length` bounds the tokens of a row: longer ones are cut at the end, and no end is put there. `pack` fills rows of

@@ -1,0 +1,60 @@
+"""What an epoch holds, in a line for the log; of a mix, a line for each part."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Share(NamedTuple):
+    """One source of an epoch: its rows, its tokens, those that are learnt, and how often it is passed."""
+
+    name: str
+    rows: int
+    tokens: int
+    learnt: int
+    passes: float
+
+
+@dataclass(frozen=True)
+class Report:
+    """What an epoch holds. `longest` counts tokens, `truncated` documents; `packed` rows hold `length` tokens."""
+
+    shares: tuple[Share, ...]
+    longest: int
+    truncated: int
+    packed: int | None
+    length: int
+
+    @property
+    def rows(self) -> int:
+        return sum(share.rows for share in self.shares)
+
+    @property
+    def tokens(self) -> int:
+        return sum(share.tokens for share in self.shares)
+
+    @property
+    def learnt(self) -> int:
+        return sum(share.learnt for share in self.shares)
+
+    @property
+    def filled(self) -> float | None:
+        """The used share of packed rows."""
+        return None if self.packed is None else self.tokens / (self.packed * self.length)
+
+    def __str__(self) -> str:
+        parts = [
+            f"{self.rows:,} rows",
+            f"{self.tokens:,} tokens",
+            f"{self.learnt:,} learnt ({self.learnt / self.tokens:.0%})",
+            f"longest {self.longest:,}",
+        ]
+        parts += [f"{self.truncated:,} truncated"] if self.truncated else []
+        parts += [] if self.packed is None else [f"packed into {self.packed:,} rows, {self.filled:.1%} filled"]
+        return "\n".join([", ".join(parts), *(map(self.line, self.shares) if len(self.shares) > 1 else ())])
+
+    def line(self, share: Share) -> str:
+        """What one part of a mix gives."""
+        return (
+            f"  {share.name}: {share.rows:,} rows ({share.rows / self.rows:.1%}), "
+            f"{share.tokens:,} tokens ({share.tokens / self.tokens:.1%}), {share.passes:.3g} passes an epoch"
+        )

@@ -1,0 +1,131 @@
+"""Whether packed documents see each other: asked of the model and the rows at hand, before the first step.
+
+A few documents of the first step are read twice, together as training packs them and each alone. Whatever of
+positions, masks, states or kernels takes one for part of another shows in the logits.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from tunekit.data.batch import Batch
+from tunekit.data.documents import Document
+from tunekit.data.loader import Loader
+from tunekit.errors import UserError
+from tunekit.models.decoder import Decoder, Head
+from tunekit.parallel import Run
+
+ROWS, EACH, TOKENS = 2, 3, 96  # two packed rows of three documents, none longer than this
+FIRST = 8  # tokens of a document that know least of their own, and show most what they see of others
+# Root of the mean squared difference of a token's logits, in their standard deviations. Rounding makes 1e-6 in fp32
+# and 0.01 to 0.04 in bf16, where products of other sizes add up in another order; a leak makes 0.1 to 1.
+LIMITS = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
+
+
+@torch.no_grad()
+def check(model: Decoder, data: Loader, run: Run) -> None:
+    """UserError if documents are not the same together and alone; a line for the log if they are."""
+    sample = data.sample(ROWS * EACH)
+    if data.layout.capacity is None or len(sample) < 2:
+        return
+    cut = [short(document, TOKENS - 7 * i) for i, (_, document) in enumerate(sample)]  # bounds where no block ends
+    rows = [cut[first : first + EACH] for first in range(0, len(cut), EACH)]
+    batch = data.layout.collate(rows).to(run.device)
+    dtype = model.compute or model.embed.weight.dtype
+    with evaluating(model):
+        found = differences(model, batch, rows, run)
+        worst = max(range(len(found)), key=found.__getitem__)
+        if not found[worst] <= LIMITS[dtype]:  # what is no number is no agreement
+            layer = guilty(model, batch, rows, worst, LIMITS[dtype], run)
+            raise UserError(
+                f"packing: {sample[worst][0]} is not the same beside other documents as alone: its logits differ by "
+                f"{found[worst]:.2g} of their spread, and rounding by less than {LIMITS[dtype]:g}{layer}; "
+                "set `data.pack: false` and report it"
+            )
+    kind = str(dtype).removeprefix("torch.")
+    run.tell(
+        f"packing: {len(cut)} documents together are what each is alone, to {found[worst]:.1g} of the spread of their "
+        f"logits ({LIMITS[dtype]:g} is the limit in {kind})"
+    )
+
+
+def short(document: Document, most: int) -> Document:
+    """The beginning of a document, which does not depend on what follows."""
+    return document._replace(tokens=document.tokens[:most], learnt=document.learnt[:most])
+
+
+@contextmanager
+def evaluating(model: Decoder) -> Iterator[None]:
+    """Without dropout."""
+    training = model.training
+    model.eval()
+    yield
+    model.train(training)
+
+
+def spans(batch: Batch, rows: Sequence[Sequence[Document]]) -> list[slice]:
+    """Where each document is in the flattened rows."""
+    width, found = batch.tokens.shape[1], []
+    for number, row in enumerate(rows):
+        start = number * width
+        for document in row:
+            found.append(slice(start, start := start + len(document.tokens)))
+    return found
+
+
+def differences(model: Decoder, batch: Batch, rows: Sequence[Sequence[Document]], run: Run) -> list[float]:
+    """How far each document's logits are from those alone."""
+    alone = [model(tokens, read=hidden_states).flatten(0, 1) for tokens in single(rows, run)]
+    found: list[float] = []
+
+    def read(hidden: Tensor, head: Head) -> Tensor:  # in here the head is whole where weights are sharded
+        for span, other in zip(spans(batch, rows), alone, strict=True):
+            together, apart = head(hidden.flatten(0, 1)[span]).float(), head(other).float()
+            each = (together - apart).square().mean(-1).sqrt() / apart.std(-1)
+            found.append(float(torch.stack([each.mean(), each[:FIRST].mean()]).max()))
+        return hidden
+
+    model(batch.tokens, batch.positions, batch.offsets, read=read)
+    return found
+
+
+def single(rows: Sequence[Sequence[Document]], run: Run) -> Iterator[Tensor]:
+    """The tokens (1, S) of each document."""
+    for row in rows:
+        for document in row:
+            yield torch.from_numpy(document.tokens).long()[None].to(run.device)
+
+
+def hidden_states(hidden: Tensor, head: Head) -> Tensor:
+    return hidden
+
+
+def guilty(
+    model: Decoder, batch: Batch, rows: Sequence[Sequence[Document]], number: int, limit: float, run: Run
+) -> str:
+    """The first layer behind which a document is another one, in words; nothing if that is none."""
+    with kept(model) as outputs:
+        model(list(single(rows, run))[number], read=hidden_states)
+        model(batch.tokens, batch.positions, batch.offsets, read=hidden_states)
+    half, span = len(outputs) // 2, spans(batch, rows)[number]
+    for layer, (alone, together) in enumerate(zip(outputs[:half], outputs[half:], strict=True)):
+        apart = (together.flatten(0, 1)[span] - alone.flatten(0, 1)).float()
+        if not apart.norm() <= limit * alone.float().norm():
+            return f" (from layer {layer} on, {type(model.spec.layers[layer].mixer).__name__})"
+    return ""
+
+
+@contextmanager
+def kept(model: Decoder) -> Iterator[list[Tensor]]:
+    """What the layers give, in the order in which they run."""
+    outputs: list[Tensor] = []
+
+    def keep(layer: nn.Module, inputs: object, output: Tensor) -> None:
+        outputs.append(output)
+
+    hooks = [layer.register_forward_hook(keep) for layer in model.layers]
+    yield outputs
+    for hook in hooks:
+        hook.remove()
