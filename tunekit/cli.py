@@ -103,6 +103,13 @@ def _options(verb: Parser) -> None:
     verb.add_argument("--schema", action="store_true", help="JSON Schema for editors, not Markdown")
 
 
+def _cache(verb: Parser) -> None:
+    verb.add_argument("action", nargs="?", choices=("show", "clear"), default="show", help="default: show")
+    verb.add_argument("keys", nargs="*", metavar="KEY", help="what to clear: keys, or how they begin")
+    verb.add_argument("--older", metavar="AGE", help="what was not used for that long, such as 30d, 12h")
+    verb.add_argument("--all", action="store_true", help="all of it")
+
+
 def _completion(verb: Parser) -> None:
     verb.add_argument("shell", choices=("bash", "zsh", "fish"), help="prints a script for this shell to source")
 
@@ -130,6 +137,7 @@ VERBS: dict[str, tuple[str, Callable[[Parser], None]]] = {
     "export": ("write a model for llama.cpp (GGUF) or bitsandbytes", _export),
     "chat": ("talk with a model", _chat),
     "options": ("list every option of a recipe", _options),
+    "cache": ("show or clear the prepared rows that are kept", _cache),
     "completion": ("print a script that completes words in your shell", _completion),
 }
 
