@@ -3,14 +3,21 @@
 source      where rows come from: a file, a folder, a bundled set or a Hub name, and which part of it (`train[:90%]`)
 table       a row and where it came from; a counted iterator of rows
 files       readers of JSON, JSON lines and CSV; parquet, hub: readers whose libraries are loaded only when used
-messages    checks a row's conversation before a template sees it
+transforms  what is done to a row's columns first: renamed, chosen by, or a person's own
+recognise   what rows are, by their columns: one table
+messages    checks a row's conversation before a template sees it, and writes it as templates expect
+dialects    ShareGPT, Alpaca, prompts with completions and pairs as such conversations; plain: values of JSON
 tokenizer   text to ids and back, the checkpoint's special tokens, streamed decoding
 template    the checkpoint's Jinja chat template, with `{% generation %}`; sandbox: what it runs in, where all has an end
 turns       where a turn stands in what a template writes, found with texts hidden
 layout      what was found of one conversation, for others of its shape
 spans       which characters of a rendered conversation are learnt, and which tokens those are
+said        how a template wants messages, found by trying, and what of them it leaves out
+signs       what a document shows that is seldom meant
+written     from what a row is to text with learnt characters, and to tokens
+fit         documents that are too long: cut, dropped or gone on with
 documents   tokenised rows, held flat
-rows        the choices of a recipe's `data:` (Chat, Instruct, Text)
+rows        the choices of a recipe's `data:`: Auto, Chat, ShareGPT, Instruct, Completion, Text; Preference, Marked
 mix         the choice of several sources in one (Mix), and which rows of each an epoch holds
 packing     which documents share a packed row
 order       which documents make up the rows of an epoch, from (seed, epoch) alone
