@@ -81,6 +81,7 @@ class Hub:
         if asked.token is not None and asked.token not in self.tokens and not path.startswith(("/storage/", "/xet/")):
             raise Refused(401, "Invalid credentials in Authorization header")
         asked.user = self.tokens.get(asked.token or "")
+        path = path.replace("/datasets/", "/models/" if path.startswith("/api/") else "/", 1)  # they are kept alike
         with self.lock:
             for verbs, pattern, act in ROUTES:
                 found = re.fullmatch(pattern, path)

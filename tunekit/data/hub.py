@@ -1,5 +1,6 @@
 """Rows of a data set on the Hugging Face Hub. A module of its own because `datasets` is slow to import."""
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -15,6 +16,7 @@ from tunekit.data.table import ROWS, Chunk, Part, Place
 from tunekit.errors import UserError
 
 Found = TypeVar("Found")
+COMMIT = re.compile(r"@[0-9a-f]{40}/")  # in an address; nobody wants it in every message
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ def hub_files(name: str, split: str) -> list[Remote]:
     for url in files[split]:
         if not kind(url):
             raise UserError(f"{name}: files such as {url.rpartition('/')[2]} cannot be streamed; leave out `stream`")
-    return [remote(url) for url in files[split]]
+    return [remote(url, COMMIT.sub("/", url)) for url in files[split]]
 
 
 def asked(name: str, split: str, ask: Callable[[str, str | None, str | None], Found]) -> Found:

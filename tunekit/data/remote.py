@@ -103,9 +103,9 @@ def files(url: str, split: str) -> list[Remote]:
     return [Remote(shown(one), store, one) for one in urls]
 
 
-def remote(url: str) -> Remote:
-    """The file that a URL names, which is known to be there."""
-    return Remote(shown(url), opened(url), url)
+def remote(url: str, name: str) -> Remote:
+    """The file that a URL names, which is known to be there; `name` is for messages."""
+    return Remote(name, opened(url), url)
 
 
 def paths(store: Any, url: str, split: str) -> list[str]:

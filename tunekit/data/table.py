@@ -114,6 +114,8 @@ class Table:
         place = self.start() if place is None else place
         for number in range(place.file, len(self.parts)):
             row = place.row
+            if self.high is not None and row >= self.high:
+                return
             for chunk in self.parts[number].chunks(place):
                 if self.high is not None and chunk.place.row >= self.high:
                     return

@@ -1,0 +1,66 @@
+"""Files of rows in every kind that is read, and small chunks, so that short files have many."""
+
+import csv
+import gzip
+import io
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.feather
+import pyarrow.parquet
+import pytest
+
+from tunekit.data import arrow, hub, jsonfile, parquet, text
+
+KINDS = ("jsonl", "json", "csv", "parquet", "arrow", "feather.arrow", "jsonl.gz", "json.gz", "csv.gz", "jsonl.zst")
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> Path:
+    """A file of these rows; the end of its name says of which kind."""
+    path.write_bytes(content(path.name, rows))
+    return path
+
+
+def content(name: str, rows: list[dict[str, Any]]) -> bytes:
+    if name.endswith(".gz"):
+        return gzip.compress(content(name[:-3], rows))
+    if name.endswith(".zst"):
+        return pyarrow.compress(content(name[:-4], rows), "zstd", asbytes=True)
+    if name.endswith((".parquet", ".arrow")):
+        return columns(name, rows)
+    if name.endswith(".csv"):
+        out = io.StringIO(newline="")
+        writer = csv.DictWriter(out, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+        return out.getvalue().encode("utf-8-sig")
+    if name.endswith(".jsonl"):
+        return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
+    return json.dumps(rows, ensure_ascii=False, indent=1).encode()
+
+
+def columns(name: str, rows: list[dict[str, Any]]) -> bytes:
+    table, sink = pyarrow.Table.from_pylist(rows), pyarrow.BufferOutputStream()
+    if name.endswith(".parquet"):
+        pyarrow.parquet.write_table(table, sink, row_group_size=7)
+    elif name.endswith("feather.arrow"):
+        pyarrow.feather.write_feather(table, sink, chunksize=7)
+    else:
+        with pyarrow.ipc.new_stream(sink, table.schema) as stream:
+            stream.write_table(table, max_chunksize=7)
+    return sink.getvalue().to_pybytes()
+
+
+@contextmanager
+def small_chunks(rows: int = 3, size: int = 64) -> Iterator[None]:
+    """Chunks of so many rows and bytes, and files that are read in blocks of that size where they can be."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (arrow, parquet, text, jsonfile, hub):
+            for name, value in {"ROWS": rows, "BYTES": size}.items():
+                if name in vars(module):
+                    patch.setattr(module, name, value)
+        yield
