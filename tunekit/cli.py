@@ -43,6 +43,18 @@ def _validate(verb: Parser) -> None:
     _imports(verb)
 
 
+def _data(verb: Parser) -> None:
+    verb.add_argument("config", metavar="CONFIG", help="name or file of a config")
+    verb.add_argument("overrides", nargs="*", metavar="key=value", help="values that replace those of the config")
+    verb.add_argument("--rows", type=_number, metavar="N", help="how many rows to show (default: 3, in a page 30)")
+    verb.add_argument("--row", action="append", default=[], metavar="K", help="show this row: number or file:line")
+    verb.add_argument("--plain", action="store_true", help="brackets, not colours")
+    verb.add_argument("--html", nargs="?", const="data.html", metavar="FILE", help="also a page (default: data.html)")
+    verb.add_argument("--json", action="store_true", help="for programs")
+    verb.add_argument("--recipe", metavar="RECIPE", help="name or file (default: what the config says)")
+    _imports(verb)
+
+
 def _run(verb: Parser) -> None:
     verb.add_argument("recipe", metavar="RECIPE", help="name of a recipe, or a file of your own")
     verb.add_argument("overrides", nargs="*", metavar="CONFIG key=value", help="config (name or file), then overrides")
@@ -125,11 +137,16 @@ def _count(word: str) -> int:
     return int(word)
 
 
+def _number(word: str) -> int:
+    return int(word) if word == "0" else _count(word)
+
+
 VERBS: dict[str, tuple[str, Callable[[Parser], None]]] = {
     "ls": ("list recipes and configs", _ls),
     "cp": ("copy a recipe or config, to make it your own", _cp),
     "cat": ("print a recipe or config", _cat),
     "validate": ("check a config before anything runs", _validate),
+    "data": ("look at what a config trains on, and what is wrong with it", _data),
     "run": ("run a recipe", _run),
     "download": ("fetch a model", _download),
     "push": ("send a model to the Hub", _push),

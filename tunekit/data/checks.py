@@ -174,8 +174,8 @@ def duplicates(of: Subject) -> Iterator[Finding]:
     if rows.any():
         copy = int(np.flatnonzero(rows)[0])
         first = of.where(int(firsts[which[copy]]))
-        says = f"{{rows}} are there already, such as {of.where(copy)}, which is {first} again"
-        yield from of.finding(severity, "duplicates", rows, says, "they weigh more than others: take them out")
+        mend = f"take them out, or they weigh more than others: {of.where(copy)} is {first} again"
+        yield from of.finding(severity, "duplicates", rows, "{rows} are copies of earlier ones", mend)
 
 
 def constant_answers(of: Subject) -> Iterator[Finding]:

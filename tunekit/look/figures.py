@@ -1,0 +1,149 @@
+"""Numbers of a data set: how long its rows are, what of them is learnt and what is lost, how they are packed."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from tunekit.data.checks import Subject, percent
+from tunekit.data.loader import Loader
+from tunekit.data.table import Fault
+
+BINS = 10
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """`counts[i]` values lie from `edges[i]` up to, but without, `edges[i + 1]`."""
+
+    edges: tuple[int, ...]
+    counts: tuple[int, ...]
+
+    def names(self) -> list[str]:
+        """Each range, as it is read."""
+        pairs = zip(self.edges, self.edges[1:], strict=False)
+        return [f"{low:,}" if behind == low + 1 else f"{low:,}-{behind - 1:,}" for low, behind in pairs]
+
+
+def histogram(values: np.ndarray) -> Histogram:
+    """At most some ten ranges with round bounds: of one width, or doubling where few values are far above most."""
+    top, middle = int(values.max()), float(np.median(values))
+    if top > 16 * max(middle, 1):
+        edges = [0, *(1 << power for power in range(max(top.bit_length() - BINS, 2), top.bit_length() + 1))]
+    else:
+        low = int(values.min())
+        width = round_up((top - low) / BINS)
+        edges = list(range(low // width * width, top + width + 1, width))
+        edges = edges if edges[-2] <= top else edges[:-1]
+    counts, _ = np.histogram(values, [*edges[:-1], edges[-1] - 0.5])
+    return Histogram(tuple(edges), tuple(counts.tolist()))
+
+
+def round_up(width: float) -> int:
+    """The next of 1, 2, 5, 10, 20, 50, 100 ..."""
+    size = 1
+    while True:
+        for part in (1, 2, 5):
+            if part * size >= width:
+                return part * size
+        size *= 10
+
+
+@dataclass(frozen=True)
+class Source:
+    """One source: what was recognised, and what became of its rows."""
+
+    name: str
+    format: str | None
+    rows: int
+    left_out: int
+    skipped: int
+    dropped: int
+    split: int
+    share: str | None  # what a mix takes of it, in words
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What one part of a config holds; tokens and documents are counted as they are trained."""
+
+    part: str
+    sources: tuple[Source, ...]
+    bad: tuple[Fault, ...]  # the first rows that nothing can be learnt from
+    limit: int  # the most tokens of a row
+    rows: int
+    tokens: int
+    learnt: int
+    longest: int
+    median: int
+    truncated: int
+    lost: int  # tokens, cut off
+    packed: int | None
+    filled: float | None
+    batch: int
+    steps: int  # of an epoch
+    lengths: Histogram
+    targets: Histogram
+
+    @property
+    def name(self) -> str:
+        """Where the rows come from."""
+        return " + ".join(source.name for source in self.sources)
+
+    def lines(self) -> Iterator[str]:
+        """Sentences for people."""
+        for source in self.sources:
+            yield from self.told(source)
+        share = percent(self.learnt / self.tokens)
+        yield f"{self.rows:,} rows, {self.tokens:,} tokens, {self.learnt:,} learnt ({share})"
+        yield f"longest {self.longest:,} tokens, of {self.limit:,} that it may have; the middle one {self.median:,}"
+        if self.truncated:
+            share = percent(self.lost / (self.lost + self.tokens))
+            yield f"{self.truncated:,} rows are cut at {self.limit:,} tokens: {self.lost:,} tokens are lost ({share})"
+        if self.packed is not None and self.filled is not None:
+            packed = f"packed into {self.packed:,} rows of {self.limit:,} tokens, {self.filled:.1%} filled"
+            yield f"{packed}, {self.rows / self.packed:.1f} in each"
+        yield f"{self.steps:,} steps of {self.batch:,} rows in an epoch"
+        for bad in self.bad:
+            yield f"bad: {bad.where}: {bad.reason}"
+
+    def told(self, source: Source) -> Iterator[str]:
+        """What there is to say of a source."""
+        name = f"{source.name}: " if len(self.sources) > 1 else ""
+        if source.format:
+            yield f"{name}{source.format}"
+        if source.share and name:
+            yield f"{name}{source.share}"
+        told = {
+            "left out by a transform": source.left_out,
+            f"dropped, for they are longer than {self.limit:,} tokens": source.dropped,
+            f"split, for they are longer than {self.limit:,} tokens": source.split,
+            "bad": source.skipped,
+        }
+        for what, count in told.items():
+            if count:
+                yield f"{name}{count:,} of {source.rows:,} rows are {what}"
+
+
+def figures(of: Subject, loader: Loader, sources: tuple[Source, ...], bad: tuple[Fault, ...]) -> Figures:
+    """What documents and their order say."""
+    report, lengths = loader.report, of.lengths
+    return Figures(
+        of.part,
+        sources,
+        bad,
+        of.use.limit,
+        report.rows,
+        report.tokens,
+        report.learnt,
+        report.longest,
+        int(np.median(lengths)),
+        report.truncated,
+        int((of.whole.astype(np.int64) - lengths).clip(0).sum()),
+        report.packed,
+        report.filled,
+        loader.layout.batch,
+        loader.steps(1),
+        histogram(lengths),
+        histogram(of.measured.targets),
+    )

@@ -1,0 +1,140 @@
+"""Single rows as they will be learnt, and what is cut of them: read again from where they come from."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import islice
+
+import numpy as np
+
+from tunekit.data.documents import Document, Documents
+from tunekit.data.rows import Encoded, Rows
+from tunekit.data.source import open_source
+from tunekit.data.table import Fault, Row, Table
+from tunekit.data.tokenizer import Tokenizer
+from tunekit.errors import UserError
+from tunekit.look.pieces import State
+
+EVER = 1 << 40  # a length that cuts nothing
+LOOKED = 100  # rows that are read to find one that is none too bad
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Tokens of a document, each with what becomes of it."""
+
+    tokens: list[int]
+    states: list[int]
+
+    @property
+    def learnt(self) -> int:
+        return self.states.count(State.LEARNT)
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A row: the documents that it becomes, or why it becomes none."""
+
+    part: str  # the config's key
+    where: str
+    stretches: tuple[Stretch, ...]
+    remark: str = ""
+    number: int | None = None  # from 1
+
+    @property
+    def name(self) -> str:
+        return self.part if self.number is None else f"{self.part} row {self.number:,}"
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(stretch.tokens) for stretch in self.stretches)
+
+    @property
+    def learnt(self) -> int:
+        return sum(stretch.learnt for stretch in self.stretches)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Rows of a part of the config; `tokenizer` is the one that the choice has prepared."""
+
+    part: str
+    choice: Rows
+    tokenizer: Tokenizer
+
+    @property
+    def table(self) -> Table:
+        return open_source(self.choice.source, self.choice.split, self.choice.limit)
+
+    @property
+    def format(self) -> str | None:
+        """What the first row that is read is taken for; None if none is."""
+        rows = (row for row in islice(self.table.rows, LOOKED) if isinstance(row, Row))
+        with suppress(UserError):
+            found = (self.choice.transformed(row.fields) for row in rows)
+            return next((self.choice.says(fields) for fields in found if fields is not None), None)
+        return None
+
+    def first(self, count: int) -> Iterator[Shown]:
+        """The first rows."""
+        for number, row in enumerate(islice(self.table.rows, count), 1):
+            yield self.show(row, number)
+
+    def found(self, wanted: Sequence[str]) -> Iterator[tuple[str, Shown]]:
+        """Rows that are asked for by number or place, each with how it was asked for."""
+        left = list(wanted)
+        for number, row in enumerate(self.table.rows if left else (), 1):
+            for name in [name for name in left if name == str(number) or is_at(row.where, name)]:
+                left.remove(name)
+                yield name, self.show(row, number)
+            if not left:
+                return
+
+    def show(self, row: Row | Fault, number: int | None) -> Shown:
+        """What a row becomes."""
+        (kept,), (whole,) = (
+            one.encode(self.tokenizer, [row]) for one in (self.choice, replace(self.choice, length=EVER))
+        )
+        stretches, remark = compared(kept, whole, self.choice.length)
+        return Shown(self.part, row.where, tuple(stretches), remark, number)
+
+
+def is_at(where: str, name: str) -> bool:
+    """Whether a place is meant by `file:line`, or by the end of it."""
+    return where == name or (":" in name and where.endswith(f"/{name}"))
+
+
+def compared(kept: Encoded, whole: Encoded, length: int) -> tuple[Iterable[Stretch], str]:
+    """What is learnt from and what is lost of a row, and why."""
+    if kept is None or whole is None:
+        return (), "a transform leaves it out"
+    if isinstance(whole, Fault):
+        return (), f"bad: {whole.reason}"
+    if isinstance(kept, Fault):
+        return map(dropped, whole), f"bad: {kept.reason}"
+    if not kept:
+        return map(dropped, whole), f"dropped: it is longer than {length:,} tokens"
+    if len(kept) > len(whole):
+        return map(stretch, kept), f"goes on over {len(kept)} rows"
+    lost = sum(len(of.tokens) - len(one.tokens) for one, of in zip(kept, whole, strict=True))
+    return map(stretch, kept, whole), f"cut: {lost:,} tokens are lost" if lost else ""
+
+
+def stretch(kept: Document, whole: Document | None = None) -> Stretch:
+    """A document's tokens, and those of the whole one that are not in it. A first token is never learnt."""
+    whole = kept if whole is None else whole
+    states = np.full(len(whole.tokens), State.DROPPED, np.int8)
+    states[: len(kept.learnt)] = kept.learnt
+    states[0] = State.CONTEXT
+    return Stretch(whole.tokens.tolist(), states.tolist())
+
+
+def dropped(document: Document) -> Stretch:
+    return Stretch(document.tokens.tolist(), [State.DROPPED] * len(document.tokens))
+
+
+def example(part: str, documents: Documents, index: int) -> Shown:
+    """A document as it is learnt from; what was cut of it is not there any more."""
+    document = documents[index]
+    lost = document.whole - len(document.tokens)
+    return Shown(part, documents.where(index), (stretch(document),), f"cut: {lost:,} tokens are lost" if lost else "")

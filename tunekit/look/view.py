@@ -1,0 +1,124 @@
+"""All that `tune data` shows of a config, put together."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from itertools import islice
+from typing import Any
+
+from tunekit.data.checks import Finding, Subject, inspect, percent
+from tunekit.data.documents import Documents
+from tunekit.data.loader import Loader, load
+from tunekit.data.mix import Mix
+from tunekit.data.prepare import listed
+from tunekit.data.table import Fault
+from tunekit.data.tokenizer import Tokenizer
+from tunekit.errors import UserError
+from tunekit.look import sample
+from tunekit.look.figures import Figures, Source, figures
+from tunekit.look.inspection import subjects
+from tunekit.look.sample import Sample, Shown
+from tunekit.parallel import Run
+
+PARTS = ("data", "validation")
+BAD = 5  # bad rows that are told with their reasons
+
+
+@dataclass(frozen=True)
+class View:
+    """What a config trains on. `examples` are rows that findings name."""
+
+    model: str
+    tokenizer: Tokenizer
+    figures: tuple[Figures, ...]
+    findings: tuple[Finding, ...]
+    rows: tuple[Shown, ...]
+    examples: tuple[Shown, ...]
+
+    def plain(self) -> dict[str, Any]:
+        """As data for programs."""
+        return {
+            "model": self.model,
+            "parts": [asdict(one) for one in self.figures],
+            "findings": [asdict(one) for one in self.findings],
+            "rows": [asdict(one) for one in self.rows],
+        }
+
+
+def look(recipe: Any, cfg: Any, rows: int | list[str]) -> View:
+    """Read and measure what a config names, and show the first `rows` of each source, or those that are named."""
+    if "words" not in vars(recipe):
+        raise UserError("the recipe of this config learns from no rows")
+    words, told = recipe.words(cfg), vars(cfg)
+    mixes = {part: Mix.of(told[part]) for part in PARTS if told.get(part) is not None}
+    run = Run(told.get("seed", 0), "cpu")
+    micro = told.get("micro_batch", told["batch"])
+    loaders = {part: load(lenient(mix), words, told["batch"], micro, run) for part, mix in mixes.items()}
+    seen = subjects(cfg, loaders, words)
+    samples = {part: [Sample(part, one, one.prepare(words)) for one in mix.sources] for part, mix in mixes.items()}
+    shown = first(samples, rows) if isinstance(rows, int) else asked(samples, rows)
+    figures = tuple(figured(one, loaders[one.part], samples[one.part]) for one in seen)
+    findings = [*bad_rows(mixes, loaders), *inspect(*seen)]
+    return View(told["model"], words, figures, tuple(findings), shown, tuple(examples(seen, findings, shown)))
+
+
+def lenient(mix: Mix) -> Mix:
+    """The same rows, of which bad ones are counted: here all of them are to be told, not the first."""
+    parts = (replace(part, rows=replace(part.rows, bad_rows="skip", most_bad=1.0)) for part in mix.parts)
+    return replace(mix, parts=tuple(parts))
+
+
+def bad_rows(mixes: Mapping[str, Mix], loaders: Mapping[str, Loader]) -> Iterator[Finding]:
+    """Rows that cannot be learnt from: wrong, if the config does not say that they are skipped."""
+    for part, mix in mixes.items():
+        for choice, documents in zip(mix.sources, loaders[part].parts, strict=True):
+            count, rows = documents.prepared.skipped, documents.prepared.rows
+            if count:
+                fatal = choice.bad_rows == "stop" or count > choice.most_bad * rows
+                mend = "mend them, or take them out" if fatal else "they are left out, as `bad_rows: skip` says"
+                first = bad(documents, 1)[0]
+                says = f"{count:,} of {rows:,} rows are bad ({percent(count / rows)}): {first.reason}"
+                severity = "wrong" if fatal else "note"
+                yield Finding(severity, "bad rows", part, says, mend, count, count / rows, (), (first.where,))
+
+
+def bad(documents: Documents, count: int) -> list[Fault]:
+    """The first rows that nothing can be learnt from."""
+    file = documents.prepared.bad_rows
+    return [] if file is None else list(islice(listed(file), count))
+
+
+def figured(of: Subject, loader: Loader, samples: list[Sample]) -> Figures:
+    """Figures of a part, and what became of the rows of each source."""
+    sources, faults, report = [], [], loader.report
+    for one, documents, share in zip(samples, loader.parts, report.shares, strict=True):
+        made, choice = documents.prepared, one.choice
+        counts = made.rows, made.left_out, made.skipped, made.dropped, made.split
+        name = f"{choice.source} ({choice.split})"
+        sources.append(Source(name, one.format, *counts, share=report.line(share).partition(": ")[2]))
+        faults += bad(documents, BAD)
+    return figures(of, loader, tuple(sources), tuple(faults[:BAD]))
+
+
+def first(samples: Mapping[str, list[Sample]], count: int) -> tuple[Shown, ...]:
+    """The first rows of each source that is learnt from."""
+    return tuple(row for one in samples["data"] for row in one.first(count))
+
+
+def asked(samples: Mapping[str, list[Sample]], names: list[str]) -> tuple[Shown, ...]:
+    """Rows by number or place. A number is that of a row of what is learnt, and there of the first source."""
+    found: dict[str, Shown] = {}
+    for place, one in enumerate(one for group in samples.values() for one in group):
+        found |= one.found([name for name in names if name not in found and (place == 0 or ":" in name)])
+    if missing := [name for name in names if name not in found]:
+        raise UserError(f"--row {missing[0]}: there is no such row; say its number, or its file and line (file:line)")
+    return tuple(found[name] for name in names)
+
+
+def examples(seen: list[Subject], findings: list[Finding], shown: tuple[Shown, ...]) -> Iterator[Shown]:
+    """The rows that findings name, those left out that are shown anyway."""
+    subjects, known = {one.part: one for one in seen}, {(one.part, one.where) for one in shown}
+    for finding in findings:
+        for row, where in zip(finding.rows, finding.where, strict=False):
+            if (finding.part, where) not in known:
+                known.add((finding.part, where))
+                yield sample.example(finding.part, *subjects[finding.part].place(row))
