@@ -109,7 +109,7 @@ def find(writing: Writing, wanted: tuple[int, ...]) -> tuple[list[Span], Sign]:
         rest = [index for index in wanted if writing.messages[index]["role"] != "assistant"]
     spans = sorted([*spans, *map(writing.turn, rest)])
     ends = tuple(writing.tokenizer.marks.values())
-    ended = all(writing.text[start:end].endswith(ends) for start, end in spans)
+    ended = all(writing.text[start:end].rstrip().endswith(ends) for start, end in spans)
     return spans, signs if ended else signs | Sign.UNENDED
 
 

@@ -1,0 +1,188 @@
+"""The templates of families of checkpoints: ids equal those of transformers, and what is learnt is written by hand."""
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from tests.data.families import CALL, FAMILIES, UNSURE, Family, folder
+from tunekit.data.signs import Sign
+from tunekit.data.spans import render, tokens_in
+from tunekit.data.tokenizer import Tokenizer
+from tunekit.errors import UserError
+
+TALK = [
+    {"role": "user", "content": "What is 2 + 2?"},
+    {"role": "assistant", "content": "It is 4. 😀"},
+    {"role": "user", "content": "And now?"},
+    {"role": "assistant", "content": "naïve\n\n  café 你好"},
+]
+SYSTEM = {"role": "system", "content": "Be brief."}
+TOOLS = [{"type": "function", "function": {"name": "weather", "description": "Of a city.", "parameters": {}}}]
+CALLED = {"type": "function", "id": "abcdefghi", "function": json.loads(CALL)}
+ASKED = [
+    {"role": "user", "content": "Weather?"},
+    {"role": "assistant", "content": None, "tool_calls": [CALLED]},
+    {"role": "tool", "content": "Rain.", "name": "weather", "tool_call_id": "abcdefghi"},
+    {"role": "assistant", "content": "It rains."},
+]
+THOUGHTFUL = [
+    {**message, "reasoning_content": "By heart."} if index % 2 else message for index, message in enumerate(TALK)
+]
+OPEN: dict[str, Tokenizer] = {}
+
+
+@pytest.fixture(scope="session")
+def families(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {name: folder(tmp_path_factory.mktemp(name), name) for name in (*FAMILIES, *UNSURE)}
+
+
+def opened(families: dict[str, Path], name: str) -> Tokenizer:
+    return OPEN.setdefault(name, Tokenizer.open(families[name]))
+
+
+def learnt(tokenizer: Tokenizer, talk: list[dict], tools=None, learn="assistant") -> list[str]:
+    """The learnt runs of tokens, as text."""
+    text, spans, _ = render(tokenizer, talk, tools, learn)
+    encoding = tokenizer.encode_rendered([text])[0]
+    ranges = [tokens_in(encoding, text, span, tokenizer.marks) for span in spans]
+    return [tokenizer.decode(encoding.ids[first:behind], special=True) for first, behind in ranges]
+
+
+def talks(family: Family) -> list[tuple[list[dict], list[dict] | None]]:
+    """Conversations that the family's template writes, with their tools."""
+    plain = [TALK, TALK[:1], TALK[:2], TALK[:3], *([[SYSTEM, *TALK]] if family.system else []), THOUGHTFUL]
+    asked = [ASKED, ASKED[:2], ASKED[:3], [*ASKED, *TALK], [*ASKED, *ASKED]] if family.calls else []
+    return [(talk, None) for talk in plain] + [(talk, TOOLS) for talk in asked]
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, *UNSURE])
+def test_ids_equal_transformers(name: str, families: dict[str, Path]) -> None:
+    ours, theirs = opened(families, name), AutoTokenizer.from_pretrained(families[name])
+    for talk, tools in talks(FAMILIES.get(name, UNSURE.get(name))):
+        for prompt in (False, True):
+            if name == "deepseek_r1" and tools:  # knows a call by its null, which `apply_chat_template` takes away
+                text = render_jinja_template(
+                    [talk], tools, None, theirs.chat_template, add_generation_prompt=prompt, **theirs.special_tokens_map
+                )[0][0]
+                want = theirs.encode(text, add_special_tokens=False)
+            else:
+                want = theirs.apply_chat_template(talk, tools, add_generation_prompt=prompt, return_dict=False)
+            assert ours.encode(ours.render(talk, tools, prompt)) == want
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_the_assistant_says_is_learnt_with_its_end(name: str, families: dict[str, Path]) -> None:
+    tokenizer, family = opened(families, name), FAMILIES[name]
+    followed, last = family.turns
+    first, second = TALK[1]["content"], TALK[3]["content"]
+    runs = [followed.format(first), last.format(second)]
+    assert learnt(tokenizer, TALK) == runs
+    assert learnt(tokenizer, TALK[:2]) == [last.format(first)]
+    assert learnt(tokenizer, TALK, learn="last") == runs[1:]
+    assert learnt(tokenizer, TALK, learn=[1]) == runs[:1]
+    if family.system:
+        assert learnt(tokenizer, [SYSTEM, *TALK]) == runs
+
+
+@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.calls])
+def test_calls_are_learnt_and_results_are_not(name: str, families: dict[str, Path]) -> None:
+    tokenizer, family = opened(families, name), FAMILIES[name]
+    assert family.calls is not None
+    runs = [family.calls[0], family.calls[1].format("It rains.")]
+    assert learnt(tokenizer, ASKED, TOOLS) == runs
+    assert learnt(tokenizer, ASKED[:2], TOOLS)[0].endswith(runs[0].removesuffix("<|observation|>"))
+    more = learnt(tokenizer, [*ASKED, *TALK[:2]], TOOLS)
+    assert more == [runs[0], family.turns[0].format("It rains."), family.turns[1].format(TALK[1]["content"])]
+
+
+@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.thoughts])
+def test_reasoning_is_learnt_where_it_is_written(name: str, families: dict[str, Path]) -> None:
+    thoughts = FAMILIES[name].thoughts
+    assert thoughts is not None
+    runs = [form.format(message["content"]) for form, message in zip(thoughts, TALK[1::2], strict=True)]
+    assert learnt(opened(families, name), THOUGHTFUL) == runs
+
+
+def test_reasoning_within_the_content_is_learnt_where_it_is_written(families: dict[str, Path]) -> None:
+    said = [{**message, "content": f"<think>\nBy heart.\n</think>\n\n{message['content']}"} for message in TALK[1::2]]
+    talk = [TALK[0], said[0], TALK[2], said[1]]
+    assert learnt(opened(families, "qwen3"), talk) == [
+        f"{TALK[1]['content']}<|im_end|>",
+        f"<think>\nBy heart.\n</think>\n\n{TALK[3]['content']}<|im_end|>",
+    ]
+    # Here the prompt opens the reasoning, and what is kept of a turn has none: it is learnt from where they part.
+    assert learnt(opened(families, "deepseek_r1"), talk)[1] == f"\n\n{TALK[3]['content']}<｜end▁of▁sentence｜>"
+
+
+@pytest.mark.parametrize("name", UNSURE)
+def test_where_no_mask_is_sure_the_reason_and_the_way_out_are_told(name: str, families: dict[str, Path]) -> None:
+    with pytest.raises(UserError, match=r"messages\[1\]: no mask is sure: .* otherwise when it prompts .* `template`"):
+        learnt(opened(families, name), TALK)
+
+
+def test_signs_of_turns_without_an_end_and_of_blocks_that_hold_the_prompt(families: dict[str, Path]) -> None:
+    found = {name: render(opened(families, name), TALK, None, "assistant").signs for name in FAMILIES}
+    assert {name for name, signs in found.items() if Sign.UNENDED in signs} == {"glm4"}
+    assert {name for name, signs in found.items() if Sign.PROMPT_LEARNT in signs} == {"smollm3"}
+
+
+def test_other_roles_are_learnt_from_their_text_on(families: dict[str, Path]) -> None:
+    tokenizer = opened(families, "qwen2")
+    assert learnt(tokenizer, [SYSTEM, *TALK], learn=[0, 1, 3])[0].startswith("Be brief.<|im_end|>")
+    assert learnt(tokenizer, TALK, learn=[0, 2]) == ["What is 2 + 2?<|im_end|>", "And now?<|im_end|>"]
+
+
+TAGS = "</s> <|im_end|> <|eot_id|> <end_of_turn> <|user|> <|end|> <|return|> [INST] <think> </think> <tool_response>"
+NASTY = [*TAGS.split(), "</tool_response>", "/no_think", " ", "\n", "{{", "{%", "é", "😀", "𗀀", '"', "\\"]
+EDGES = st.lists(st.sampled_from(NASTY) | st.text(st.characters(exclude_categories=["Cs"]), max_size=4), max_size=4)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(st.data(), st.sampled_from([*FAMILIES]))
+def test_nothing_but_the_learnt_turns_is_learnt(families: dict[str, Path], data: st.DataObject, name: str) -> None:
+    """Every message says a word of its own, between anything: learnt text holds those of learnt turns and no other."""
+    tokenizer, family = opened(families, name), FAMILIES[name]
+    roles = ["user", "assistant"] * data.draw(st.integers(1, 3))
+    if family.system and data.draw(st.booleans()):
+        roles = ["system", *roles]
+    words = [f"word{chr(97 + index)}" for index in range(len(roles))]
+    talk = [
+        {"role": role, "content": "".join([*data.draw(EDGES), word, *data.draw(EDGES)])}
+        for role, word in zip(roles, words, strict=True)
+    ]
+    turns = [index for index, role in enumerate(roles) if role == "assistant"]
+    wanted = sorted(data.draw(st.sets(st.sampled_from(turns), min_size=1)))
+    try:
+        text, spans, _ = render(tokenizer, talk, None, wanted)
+    except UserError as error:
+        assert "no mask is sure" in str(error) or "chat template" in str(error)
+        return
+    inside = "".join(text[start:end] for start, end in spans)
+    outside = text
+    for start, end in reversed(spans):
+        outside = outside[:start] + outside[end:]
+    for index, word in enumerate(words):
+        if index in wanted:
+            assert word not in outside
+            assert (word in inside) == (word in text)
+        else:
+            assert word not in inside
+
+
+@pytest.mark.parametrize("content", ["", "\ud800", "a\udfffb", "𗀀", "\U000f0000"])
+def test_strange_contents_are_learnt_or_told(content: str, families: dict[str, Path]) -> None:
+    for name in FAMILIES:
+        talk = [TALK[0], {"role": "assistant", "content": content}, *TALK[2:]]
+        try:
+            runs = learnt(opened(families, name), talk)
+        except UserError as error:
+            assert "lone surrogate" in str(error)
+            assert content in ("\ud800", "a\udfffb")
+        else:
+            assert len(runs) == 2
+            assert content.strip() in runs[0]
