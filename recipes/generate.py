@@ -14,9 +14,9 @@ from tqdm import tqdm
 
 from tunekit import assemble
 from tunekit.checkpoint.atomic import write_text
+from tunekit.data.manner import manner
 from tunekit.data.messages import conversation
 from tunekit.data.rows import named
-from tunekit.data.said import manner
 from tunekit.data.source import find, open_source
 from tunekit.data.table import insist
 from tunekit.data.tokenizer import Tokenizer

@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
+from tunekit.data.manner import manner
 from tunekit.data.messages import Talk, talk
-from tunekit.data.said import manner, signs
+from tunekit.data.said import signs
 from tunekit.data.signs import Sign
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.data.written import conversation

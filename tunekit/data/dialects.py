@@ -65,7 +65,7 @@ def said(item: Any) -> Any:
     functions = [call_of(call, ".value") for call in (calls if isinstance(calls, list) else [calls])]
     return {
         "role": "assistant",
-        "content": "",
+        "content": None,
         "tool_calls": [{"type": "function", "function": function} for function in functions],
         **more,
     }

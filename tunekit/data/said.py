@@ -1,65 +1,13 @@
-"""What a template makes of messages: how it wants them, and what of them it writes."""
+"""What of a row's messages a template does not write, and what they say that may be taken for the template's."""
 
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 
 from tunekit.data.messages import REASONING, Message, Talk
 from tunekit.data.signs import Sign
-from tunekit.data.template import Template
 from tunekit.data.tokenizer import Tokenizer
-from tunekit.errors import UserError
-
-WORDS = "qaz", "wsx", "edc"  # no template writes them by itself
-
-
-@dataclass(frozen=True)
-class Manner:
-    """How a template wants what can be said in two ways, found by trying.
-
-    `parts`: it reads text only in content parts. `nulls`: a content that is null beside calls is written as nothing.
-    """
-
-    parts: bool = False
-    nulls: bool = True
-
-    def fit(self, messages: list[Message]) -> list[Message]:
-        if self.parts:
-            messages = [in_parts(message) for message in messages]
-        if not self.nulls:
-            messages = [{**message, "content": ""} if bare(message) else message for message in messages]
-        return messages
-
-
-def in_parts(message: Message) -> Message:
-    return {**message, "content": [{"type": "text", "text": message["content"]}]} if message.get("content") else message
-
-
-def bare(message: Message) -> bool:
-    """Whether a message calls tools and its content is null."""
-    return "tool_calls" in message and "content" in message and message["content"] is None
-
-
-@lru_cache(maxsize=16)
-def manner(template: Template, tokenizer: Tokenizer) -> Manner:
-    """How this template wants messages."""
-    talk = [{"role": "user", "content": WORDS[0]}, {"role": "assistant", "content": WORDS[1]}]
-    reads = [set(WORDS[:2]) <= set(re.findall("|".join(WORDS), tried(template, tokenizer, form)))
-             for form in (talk, [in_parts(message) for message in talk])]  # fmt: skip
-    call = [{"type": "function", "id": "call00000", "function": {"name": WORDS[2], "arguments": {}}}]
-    asked = [talk[0], {"role": "assistant", "content": None, "tool_calls": call}]
-    null, empty = (tried(template, tokenizer, [talk[0], {**asked[1], "content": content}]) for content in (None, ""))
-    return Manner(parts=reads == [False, True], nulls=not empty or (bool(null) and "None" not in null))
-
-
-def tried(template: Template, tokenizer: Tokenizer, messages: list[Message]) -> str:
-    """The text of a conversation; nothing, if the template refuses it."""
-    try:
-        return template.render(tokenizer.context(messages))
-    except UserError:
-        return ""
 
 
 def signs(tokenizer: Tokenizer, talk: Talk, text: str, turns: Sequence[int]) -> Sign:

@@ -8,8 +8,9 @@ import numpy as np
 
 from tunekit.data import spans
 from tunekit.data.documents import Document
+from tunekit.data.manner import manner
 from tunekit.data.messages import Talk
-from tunekit.data.said import manner, signs
+from tunekit.data.said import signs
 from tunekit.data.signs import Sign
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import UserError
