@@ -96,7 +96,7 @@ FAMILIES = {
         even("{}<｜end▁of▁sentence｜>"),
         (
             "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n"
-            '{"city": "Oslo"}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜><｜end▁of▁sentence｜>',
+            '{"city": "Oslo"}\n```<｜tool▁call▁end｜>',  # the template ends a turn of two calls only
             "{}<｜end▁of▁sentence｜>",
         ),
         plain=THINK[:2],
