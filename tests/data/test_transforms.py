@@ -107,5 +107,6 @@ def test_a_persons_own_transforms_and_formats(tmp_path: Path, capsys: pytest.Cap
     assert cli.main(["validate", str(tmp_path / "c.yaml"), *own]) == 0
     assert cli.main(["run", "sft", str(tmp_path / "c.yaml"), *own]) == 0
     assert "40 rows" in capsys.readouterr().err
-    assert cli.main(["run", "sft", str(tmp_path / "c.yaml"), "data.kind=chat", f"data.source={data['source']}"]) == 2
+    other = ["data.kind=chat", f"data.source={data['source']}", f"out={tmp_path / 'other'}"]
+    assert cli.main(["run", "sft", str(tmp_path / "c.yaml"), *other]) == 2
     assert "the row has no column 'messages'" in capsys.readouterr().err
