@@ -1,25 +1,20 @@
 """Step number to micro-batches: no state to save, the same rows whatever the ranks and the micro-batch."""
 
-from collections.abc import Iterator
-from itertools import islice
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
+from tunekit.data import prepare
 from tunekit.data.batch import Batch, Layout
-from tunekit.data.documents import Document, Documents
+from tunekit.data.documents import BAD_ROWS, Document, Documents
 from tunekit.data.mix import Draw, Joined, Mix
 from tunekit.data.order import Order, Steps
 from tunekit.data.report import Report, Share
 from tunekit.data.rows import Rows
-from tunekit.data.source import open_source
-from tunekit.data.table import Fault, Table
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import UserError
-
-CHUNK = 512  # rows that become tokens together
 
 
 def load(
@@ -31,25 +26,20 @@ def load(
     """
     mix = Mix.of(choice)
     layout = Layout(batch, micro_batch, run.rank, run.size, mix.prepare(tokenizer).pad, mix.capacity)
-    return Loader(mix, tuple(prepared(rows, tokenizer, run) for rows in mix.sources), layout, run.seed)
+    parts = tuple(prepare.documents(rows, tokenizer, run) for rows in mix.sources)
+    if folder is not None and run.is_main:
+        list_bad_rows(parts, folder / BAD_ROWS)
+    return Loader(mix, parts, layout, run.seed)
 
 
-def prepared(rows: Rows, tokenizer: Tokenizer, run) -> Documents:
-    tokenizer = rows.prepare(tokenizer)
-    table = open_source(rows.source, rows.split, rows.limit)
-    bar = tqdm(total=table.count, desc="preparing", unit=" rows", disable=not run.is_main or None, leave=False)
-    with bar:
-        return Documents(found(rows, tokenizer, table, bar))
-
-
-def found(rows: Rows, tokenizer: Tokenizer, table: Table, bar: tqdm) -> Iterator[Document]:
-    left = table.rows
-    while chunk := list(islice(left, CHUNK)):
-        for found in rows.encode(tokenizer, chunk):
-            if isinstance(found, Fault):
-                raise UserError(f"{found.where}: {found.reason}")
-            yield from found or ()
-        bar.update(len(chunk))
+def list_bad_rows(parts: Iterable[Documents], file: Path) -> None:
+    """Bring the lists of the rows that were skipped into one file; none is left where none was skipped."""
+    lists = [part.prepared.bad_rows for part in parts if part.prepared.bad_rows is not None]
+    if lists:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(b"".join(part.read_bytes() for part in lists))
+    else:
+        file.unlink(missing_ok=True)
 
 
 class Loader:
@@ -107,7 +97,7 @@ class Loader:
         part_of = np.repeat(np.arange(len(self.parts)), [len(documents) for documents in self.parts])[drawn]
         tokens = np.bincount(part_of, self.rows.lengths[drawn], len(self.parts)).astype(int).tolist()
         shares = [
-            Share(rows.source, count, each, round(documents.targets * count / len(documents)), count / len(documents))
+            Share(rows.source, about(documents), count, each, learnt(documents, count), count / len(documents))
             for rows, count, each, documents in zip(self.mix.sources, self.counts, tokens, self.parts, strict=True)
         ]
         packed = None if self.mix.capacity is None else self.order.rows(0)
@@ -120,3 +110,13 @@ class Loader:
         epoch, at = self.place.find(step)
         first = at * self.layout.batch
         return self.layout.batches(self.rows, self.order.plan(epoch).rows(first, first + self.layout.batch))
+
+
+def learnt(documents: Documents, count: int) -> int:
+    """Tokens that so many documents teach, by the mean of all."""
+    return round(documents.targets * count / len(documents))
+
+
+def about(documents: Documents) -> str:
+    """What the rows are, how many, and what became of those that are no documents."""
+    return ", ".join(filter(None, (documents.prepared.form, str(documents.prepared))))

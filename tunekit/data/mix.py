@@ -62,16 +62,25 @@ class Mix(Data):
             raise FieldError("length", f"must be 2 or more tokens, not {self.length}")
         if not 1 <= self.temperature < math.inf:
             raise FieldError("temperature", f"must be 1 (as many as there are) or above, not {self.temperature}")
-        without = [i for i, part in enumerate(self.parts) if part.weight is None]
-        if 0 < len(without) < len(self.parts):
-            raise FieldError(f"parts.{without[0]}", "has no weight, but others have: give one to each, or to none")
-        if not without and self.temperature != 1:
-            raise FieldError("temperature", "weights say the shares already: leave one of both out")
+        self.check_shares()
         usual = {field.name: field.default for field in fields(Rows)}
         for i, part in enumerate(self.parts):
             for name in SHARED:
                 if vars(part.rows)[name] not in (usual[name], vars(self)[name]):
                     raise FieldError(f"parts.{i}.rows.{name}", "is the same for all parts: write it beside `parts`")
+
+    def check_shares(self) -> None:
+        """All parts have a weight, or none."""
+        without = [i for i, part in enumerate(self.parts) if part.weight is None]
+        if 0 < len(without) < len(self.parts):
+            raise FieldError(f"parts.{without[0]}", "has no weight, but others have: give one to each, or to none")
+        if not without and self.temperature != 1:
+            raise FieldError("temperature", "weights say the shares already: leave one of both out")
+        for i in without:
+            if self.parts[i].rows.stream and self.parts[i].cap is None and len(self.parts) > 1:
+                raise FieldError(
+                    f"parts.{i}", "is a stream, whose end nobody knows: give all parts a weight, or it a cap"
+                )
 
     @staticmethod
     def of(choice: "Rows | Mix") -> "Mix":
@@ -106,10 +115,9 @@ class Mix(Data):
     def counts(self, rows: Sequence[int | None]) -> tuple[float, ...]:
         """Rows of each part in an epoch, where the parts have so many; only relative ones where that has no end."""
         sizes = [part.size(count) for part, count in zip(self.parts, rows, strict=True)]
+        if len(sizes) == 1 and sizes[0] == math.inf:
+            return (1.0,)
         shares = [part.weight for part in self.parts if part.weight is not None]
-        if not shares and math.inf in sizes:
-            at = sizes.index(math.inf)
-            raise FieldError(f"parts.{at}", "is a stream, nobody knows how many rows it has: give all parts a weight")
         shares = shares or [size ** (1 / self.temperature) for size in sizes]
         epoch = min(size / share for size, share in zip(sizes, shares, strict=True))
         if epoch == math.inf:

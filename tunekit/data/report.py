@@ -5,9 +5,13 @@ from typing import NamedTuple
 
 
 class Share(NamedTuple):
-    """One source of an epoch: its rows, its tokens, those that are learnt, and how often it is passed."""
+    """One source of an epoch: its rows, its tokens, those that are learnt, and how often it is passed.
+
+    `about` says what was found in the source, and what became of that.
+    """
 
     name: str
+    about: str
     rows: int
     tokens: int
     learnt: int
@@ -50,11 +54,13 @@ class Report:
         ]
         parts += [f"{self.truncated:,} truncated"] if self.truncated else []
         parts += [] if self.packed is None else [f"packed into {self.packed:,} rows, {self.filled:.1%} filled"]
-        return "\n".join([", ".join(parts), *(map(self.line, self.shares) if len(self.shares) > 1 else ())])
+        return "\n".join([", ".join(parts), *map(self.line, self.shares)])
 
     def line(self, share: Share) -> str:
-        """What one part of a mix gives."""
+        """What one source is and gives."""
+        if len(self.shares) == 1:
+            return f"  {share.name}: {share.about}"
         return (
-            f"  {share.name}: {share.rows:,} rows ({share.rows / self.rows:.1%}), "
-            f"{share.tokens:,} tokens ({share.tokens / self.tokens:.1%}), {share.passes:.3g} passes an epoch"
+            f"  {share.name}: {share.about}; an epoch takes {share.rows:,} rows ({share.rows / self.rows:.1%}), "
+            f"{share.tokens:,} tokens ({share.tokens / self.tokens:.1%}), {share.passes:.3g} passes"
         )
