@@ -24,8 +24,8 @@ from jinja2.visitor import NodeTransformer
 
 OPEN, CLOSE = "generation_opens", "generation_closes"
 BUDGET = " budget"  # no template can write this name, nor those of the filters below
-STEPS, CHARS = 1_000_000, 50_000_000  # of one render: some seconds; real templates take about 20 steps a message
-PASSES = 100  # how often a render may go through all that it is given
+STEPS, CHARS = 500_000, 50_000_000  # of one render: a second or two; real templates take about 20 steps a message
+PASSES = 100  # how often a render may, beyond that, go through all that it is given
 WIDEST, DEEPEST, BITS = 1000, 100, 4096
 
 GONE = {"urlize", "wordwrap", "xmlattr", "pprint", "striptags", "random", "filesizeformat", "forceescape"}
@@ -67,11 +67,11 @@ class Budget:
         """Once, what belongs to the size of what the render is given."""
         given, self.context = self.context, None
         if given is not None:
-            steps, chars = self.steps, self.chars
-            self.steps, self.chars = STEPS, 1 << 62
+            left, full = (self.steps, self.chars), 1 << 62
+            self.steps = self.chars = full
             self.weigh(given)
-            self.chars = chars + PASSES * ((1 << 62) - self.chars)
-            self.steps = steps
+            self.steps = left[0] + PASSES * (full - self.steps)
+            self.chars = left[1] + PASSES * (full - self.chars)
         if self.steps < 0 or self.chars < 0:
             raise Excess("it does not come to an end, or writes without end")
 

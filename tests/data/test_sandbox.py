@@ -1,0 +1,176 @@
+"""Hostile templates are stopped, in seconds and in little memory, wherever they run; others are not hindered."""
+
+import pickle
+import subprocess
+import sys
+import threading
+import time
+from datetime import date
+from pathlib import Path
+
+import pytest
+
+from tests.data.families import FAMILIES, folder
+from tunekit.data.template import Template
+from tunekit.data.tokenizer import Tokenizer
+from tunekit.errors import UserError
+
+TALK = [{"role": "user", "content": "Hi" * 50}, {"role": "assistant", "content": "Yo"}]
+CONTEXT = {"messages": TALK, "tools": None, "documents": None, "add_generation_prompt": False}
+MANY, END = "{% for a in range(100000) %}", "{% endfor %}"
+DOUBLE = "{% set ns = namespace(s='x') %}" + MANY + "{% set ns.s = BODY %}" + END
+TREE = (
+    "{% set ns = namespace(s=[1], t=[1]) %}{% for i in range(60) %}"
+    "{% set ns.s = [ns.s, ns.s] %}{% set ns.t = [ns.t, ns.t] %}{% endfor %}"
+)
+LONG = "{% set b = 'ab' * 10000000 %}" + MANY + "BODY" + END
+WIDE = "{% set b = range(90000) | list %}" + MANY + "{% set c = BODY %}" + END
+
+ENDLESS = [
+    MANY * 3 + END * 3,
+    "{% for a in range(99999) if range(99999) | sum %}{% endfor %}",
+    "{% for x in [[1] * 10] * 10 recursive %}{{ loop([[1] * 10] * 10) }}{% endfor %}",
+    "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(200) }}",
+    "{% block a %}{{ self.a() }}{{ self.a() }}{% endblock %}",
+    MANY * 2 + "A" * 1000 + END * 2,
+    MANY + "{% set x %}" + "A" * 10000 + "{% endset %}" + END,
+]
+GROWING = [
+    *(
+        DOUBLE.replace("BODY", body)
+        for body in (
+            "ns.s ~ ns.s",
+            "ns.s + ns.s",
+            "ns.s * 2",
+            "[ns.s, ns.s] | join",
+            "ns.s.replace('x', 'xx')",
+            "ns.s | replace('x', 'xx')",
+            "ns.s.join([ns.s, ns.s, ns.s])",
+            "'%s%s' % (ns.s, ns.s)",
+            "'{}{}'.format(ns.s, ns.s)",
+            "'%s%s' | format(ns.s, ns.s)",
+            "(ns.s ~ '<') | e",
+            "(ns.s | safe) * 2",
+            "ns.g | map('upper')",
+        )
+    ),
+    *(
+        TREE + use
+        for use in (
+            "{{ ns.s }}",
+            "{{ ns.s | tojson }}",
+            "{{ ns.s ~ '' }}",
+            "{{ ns.s == ns.t }}",
+            "{{ ns.s in [1, ns.t] }}",
+            "{{ ns.s is eq(ns.t) }}",
+            "{{ '%s' % ns.s }}",
+            "{{ '{}'.format(ns.s) }}",
+            "{{ raise_exception(ns.s) }}",
+            "{{ [ns.s] | join(',') }}",
+            "{{ [ns.s] | map('string') | list }}",
+            "{% for m in [1] %}{{ loop.changed(ns.s) }}{% endfor %}",
+        )
+    ),
+    *(
+        LONG.replace("BODY", body)
+        for body in ("{% if b == b ~ 'c' %}{% endif %}", "{% if 'ba' * 3 in b %}{% endif %}", "{% set c = b[1:] %}",
+                     "{% set c = b.upper() %}", "{% set c = b | trim %}", "{{ b }}", "{% set c = (b | safe).upper() %}")
+    ),
+    *(WIDE.replace("BODY", body) for body in ("b | sort", "b | list", "b[::-1]", "5 in b", "b.count(7)", "b + [1]")),
+]  # fmt: skip
+HUGE = """'x' * 10**9;10**9 * 'x';[0] * 10**9;7**99999999;'x'.center(10**9);'x' | center(10**9);'x'.ljust(10**9)
+'x'.zfill(10**9);'%1000000000d' % 1;'%*d' % (10**9, 1);'{:1000000000}'.format(1);'{:{}}'.format(1, 10**9)
+'%1000000000d' | format(1);messages | tojson(indent=10**9);'a' | indent(10**9);('a ' * 100000) | replace(' ', 'a' * 900)
+range(9) | batch(10**9, 'x') | list;range(9) | slice(10**9) | list;range(99999) | map('string') | join('x' * 100000)
+([[1] * 300] * 300) | sum(start=[]);'x'.join(['x'] * 99999 | map('center', 999));10**999 * 10**999"""
+FORBIDDEN = """'x'.expandtabs(10**9);(1).to_bytes(10**9, 'big');'x'.encode();{}.fromkeys(range(99999));lipsum(10**6)
+cycler.__init__.__globals__;joiner.__init__;namespace.__init__.__globals__;(''|attr('__class__')).x;('<' | e).unescape()
+dict.fromkeys(range(9));messages[0].items().__class__;'x' | urlize;[1] | random;'x'.translate({120: 'y' * 999})"""
+
+
+@pytest.mark.parametrize("text", [*ENDLESS, *GROWING])
+def test_a_template_without_end_is_stopped(text: str) -> None:
+    start = time.process_time()
+    with pytest.raises(UserError, match="^t: the chat template (was stopped|fails): "):
+        Template(text, "t").render(CONTEXT)
+    assert time.process_time() - start < 8
+
+
+@pytest.mark.parametrize("expression", [part.strip() for line in HUGE.splitlines() for part in line.split(";")])
+def test_what_would_be_huge_is_not_made(expression: str) -> None:
+    with pytest.raises(UserError, match="^t: the chat template (was stopped|fails): "):
+        Template("{{ " + expression + " }}", "t").render(CONTEXT)
+
+
+@pytest.mark.parametrize("expression", [part for line in FORBIDDEN.splitlines() for part in line.split(";")])
+def test_what_no_template_needs_is_not_there(expression: str) -> None:
+    with pytest.raises(UserError, match="^t: the chat template "):
+        Template("{{ " + expression + " }}", "t").render(CONTEXT)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "{% if 1 %}" * 3000 + "{% endif %}" * 3000, "x" * 300_000,
+     "{% for a in [1] %}" * 30 + "{% endfor %}" * 30],
+)  # fmt: skip
+def test_a_template_that_is_too_much_to_read_is_refused(text: str) -> None:
+    with pytest.raises(UserError, match="^t: (a chat template of|the chat template is nested too deep)"):
+        Template(text, "t")
+
+
+@pytest.mark.slow
+def test_it_is_stopped_in_a_thread_and_costs_little_memory_in_a_process() -> None:
+    found: list[str] = []
+
+    def run() -> None:
+        try:
+            Template(ENDLESS[0], "t").render(CONTEXT)
+        except UserError as error:
+            found.append(str(error))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(30)
+    assert found == ["t: the chat template was stopped: it does not come to an end, or writes without end"]
+    code = (
+        "import resource\nfrom tests.data.test_sandbox import *\n"
+        "for text in (*ENDLESS, *GROWING[:8]):\n try: Template(text, 't').render(CONTEXT)\n except UserError: pass\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)\n"
+    )
+    here = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", code], cwd=here, capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 1000
+
+
+def test_long_conversations_are_no_endless_ones(tmp_path: Path) -> None:
+    """Ten megabytes in a message, and thousands of messages, through the template that looks at them most often."""
+    tokenizer = Tokenizer.open(folder(tmp_path, "qwen3"))
+    long = [
+        {"role": "user", "content": "ab c" * 2_500_000},
+        {"role": "assistant", "content": "</think>" + "é" * 5_000_000},
+    ]
+    assert len(tokenizer.render(long)) > 15_000_000
+    many = TALK * 2000
+    assert tokenizer.render(many).count("Hi" * 50) == 2000
+
+
+def test_a_tokenizer_goes_to_another_process(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.open(folder(tmp_path, "llama3"))
+    want = tokenizer.encode(tokenizer.render(TALK))
+    copy = pickle.loads(pickle.dumps(tokenizer))
+    assert copy.encode(copy.render(TALK)) == want
+    assert (copy.digest, copy.stops, copy.marks) == (tokenizer.digest, tokenizer.stops, tokenizer.marks)
+    assert copy.encode_texts(["a"], special=True) == tokenizer.encode_texts(["a"], special=True)
+
+
+def test_digests_differ_where_tokens_may(tmp_path: Path) -> None:
+    opened = {}
+    for name in FAMILIES:
+        (tmp_path / name).mkdir()
+        opened[name] = Tokenizer.open(folder(tmp_path / name, name))
+    plain, dated = opened["llama3"], opened["granite"]
+    (tmp_path / "own.jinja").write_text("{{ messages[0].content }}")
+    others = [plain, plain.with_template(str(tmp_path / "own.jinja")), plain.fitted(99_999, "here"), dated,
+              dated.dated(date(2024, 2, 29)), *(opened[name] for name in ("llama3_tools", "chatml"))]  # fmt: skip
+    assert len({tokenizer.digest for tokenizer in others}) == len(others)
+    assert plain.dated(date(2024, 2, 29)).digest == plain.digest  # its template has no date
