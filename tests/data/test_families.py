@@ -4,15 +4,16 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from tests.data.families import CALL, FAMILIES, UNSURE, Family, folder
 from tunekit.data.signs import Sign
-from tunekit.data.spans import render, tokens_in
+from tunekit.data.spans import find, known, render, tokens_in
 from tunekit.data.tokenizer import Tokenizer
+from tunekit.data.turns import HIDES, Hidden, Writing
 from tunekit.errors import UserError
 
 TALK = [
@@ -142,21 +143,48 @@ NASTY = [*TAGS.split(), "</tool_response>", "/no_think", " ", "\n", "{{", "{%", 
 EDGES = st.lists(st.sampled_from(NASTY) | st.text(st.characters(exclude_categories=["Cs"]), max_size=4), max_size=4)
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+def conversation(data: st.DataObject, family: Family) -> list[dict]:
+    """Messages that each say a word of their own, between anything."""
+    roles = ["user", "assistant"] * data.draw(st.integers(1, 3))
+    if family.system and data.draw(st.booleans()):
+        roles = ["system", *roles]
+    return [
+        {"role": role, "content": "".join([*data.draw(EDGES), f"word{chr(97 + index)}", *data.draw(EDGES)])}
+        for index, role in enumerate(roles)
+    ]
+
+
+def chosen(data: st.DataObject, talk: list[dict]) -> list[int]:
+    turns = [index for index, message in enumerate(talk) if message["role"] == "assistant"]
+    return sorted(data.draw(st.sets(st.sampled_from(turns), min_size=1)))
+
+
+@settings(deadline=None)
+@given(st.data(), st.sampled_from([*FAMILIES]))
+def test_what_holds_for_a_shape_is_what_is_found_of_each(families, data: st.DataObject, name: str) -> None:
+    """Spans by what was found of another conversation equal those that are looked for in this one."""
+    tokenizer = opened(families, name)
+    talk = conversation(data, FAMILIES[name])
+    wanted = tuple(chosen(data, talk))
+    hidden = Hidden(tokenizer, talk, None)
+    found = known(tokenizer, hidden, None, wanted)
+    spans = None if found.layout is None else found.layout.fit(tokenizer.render(talk), hidden.texts)
+    try:
+        alone = find(Writing(tokenizer, talk, None, hidden), wanted)
+    except UserError:
+        return
+    if spans is not None and not HIDES.search(tokenizer.render(talk)):
+        assert (spans, found.signs) == alone
+
+
+@settings(deadline=None)
 @given(st.data(), st.sampled_from([*FAMILIES]))
 def test_nothing_but_the_learnt_turns_is_learnt(families: dict[str, Path], data: st.DataObject, name: str) -> None:
     """Every message says a word of its own, between anything: learnt text holds those of learnt turns and no other."""
     tokenizer, family = opened(families, name), FAMILIES[name]
-    roles = ["user", "assistant"] * data.draw(st.integers(1, 3))
-    if family.system and data.draw(st.booleans()):
-        roles = ["system", *roles]
-    words = [f"word{chr(97 + index)}" for index in range(len(roles))]
-    talk = [
-        {"role": role, "content": "".join([*data.draw(EDGES), word, *data.draw(EDGES)])}
-        for role, word in zip(roles, words, strict=True)
-    ]
-    turns = [index for index, role in enumerate(roles) if role == "assistant"]
-    wanted = sorted(data.draw(st.sets(st.sampled_from(turns), min_size=1)))
+    talk = conversation(data, family)
+    wanted = chosen(data, talk)
+    words = [f"word{chr(97 + index)}" for index in range(len(talk))]
     try:
         text, spans, _ = render(tokenizer, talk, None, wanted)
     except UserError as error:
