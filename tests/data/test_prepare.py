@@ -295,3 +295,40 @@ def alive(process: int) -> bool:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+GROWTH = """
+import json, sys
+from pathlib import Path
+from tunekit.data import prepare
+from tunekit.data.rows import Chat
+from tunekit.data.tokenizer import Tokenizer
+
+class Alone:
+    is_main = True
+    def tell(self, text):
+        print(text)
+
+def most():
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) / 1024
+
+tokenizer = Tokenizer.open(Path(sys.argv[1]))
+found = prepare.documents(Chat(source=sys.argv[2], workers=2), tokenizer, Alone())
+print(json.dumps([len(found), most()]))
+"""
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_the_rows(tmp_path: Path, folders: dict[str, Path]) -> None:
+    """Most of all memory of who asks, in MiB: the rows alone are 25 MB, their documents 60 MB and more."""
+    few, many = tmp_path / "few.jsonl", tmp_path / "many.jsonl"
+    write(few, chats(20_000))
+    many.write_bytes(few.read_bytes() * 10)
+    found = {}
+    for file in (few, many):
+        line = [sys.executable, "-c", GROWTH, str(folders["chatml"]), str(file)]
+        done = subprocess.run(line, capture_output=True, text=True, check=True)
+        found[file.stem] = json.loads(done.stdout)
+    assert (found["few"][0], found["many"][0]) == (20_000, 200_000)
+    assert found["many"][1] - found["few"][1] < 16, found

@@ -1,0 +1,58 @@
+"""trl: python trl_preparation.py ROWS TOKENIZER OUT, in an environment that has it.
+
+What SFTTrainer does with a file of conversations before it trains on the assistant's turns, with two processes.
+"""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import datasets
+import transformers
+import trl
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from trl import SFTConfig, SFTTrainer
+
+
+class Timed(SFTTrainer):
+    """Keeps how long the preparation takes."""
+
+    def _prepare_dataset(self, *args, **more):
+        began = time.perf_counter()
+        found = super()._prepare_dataset(*args, **more)
+        self.prepared = time.perf_counter() - began
+        return found
+
+
+def main() -> None:
+    rows, folder, out = map(Path, sys.argv[1:4])
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    small = LlamaConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1)
+    small.vocab_size = len(tokenizer)
+    args = SFTConfig(
+        output_dir=str(out.parent / "trl"),
+        use_cpu=True,
+        bf16=False,
+        max_length=2048,
+        assistant_only_loss=True,
+        dataset_num_proc=2,
+        report_to="none",
+        disable_tqdm=True,
+    )
+    began = time.perf_counter()
+    table = datasets.load_dataset("json", data_files=str(rows), split="train")
+    loaded = time.perf_counter() - began
+    trainer = Timed(LlamaForCausalLM(small), args=args, train_dataset=table, processing_class=tokenizer)
+    found = trainer.train_dataset
+    learnt = tokens = 0
+    for batch in found.with_format("arrow").iter(1000):
+        labels = batch["labels"].combine_chunks().flatten().to_numpy()
+        tokens, learnt = tokens + len(labels), learnt + int((labels != -100).sum())
+    told = {"seconds": loaded + trainer.prepared, "rows": len(found), "tokens": tokens, "learnt": learnt}
+    packages = (trl, transformers, datasets)
+    out.write_text(json.dumps({**told, "versions": {package.__name__: package.__version__ for package in packages}}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,33 @@
+"""tunekit: python tunekit_preparation.py ROWS TOKENIZER OUT. Rows are kept in the folder that TUNEKIT_CACHE names."""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+from tunekit import __version__
+from tunekit.data import prepare
+from tunekit.data.rows import Chat
+from tunekit.data.tokenizer import Tokenizer
+
+
+class Alone:
+    """The only process."""
+
+    is_main = True
+
+    def tell(self, text: str) -> None:
+        print(text, file=sys.stderr)
+
+
+def main() -> None:
+    rows, folder, out = map(Path, sys.argv[1:4])
+    tokenizer = Tokenizer.open(folder)
+    began = time.perf_counter()
+    found = prepare.documents(Chat(source=str(rows), length=2048), tokenizer, Alone())
+    told = {"seconds": time.perf_counter() - began, "rows": len(found), "tokens": len(found.tokens)}
+    out.write_text(json.dumps({**told, "learnt": found.targets, "versions": {"tunekit": __version__}}))
+
+
+if __name__ == "__main__":
+    main()
