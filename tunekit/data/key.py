@@ -14,8 +14,8 @@ from tunekit.data.tokenizer import Tokenizer
 
 # Modules beside this one that have no part in what a row becomes. A new one has, until it is named here.
 ASIDE = frozenset(
-    {"ahead", "batch", "cache", "checks", "key", "loader", "measure"}
-    | {"mix", "order", "packing", "pool", "prepare", "report", "stream"}
+    {"ahead", "batch", "cache", "checks", "key", "loader", "mapped", "measure", "mix", "order", "packing", "pool"}
+    | {"prepare", "report", "served", "stream", "streamed"}
 )
 PACKAGES = ("tokenizers", "jinja2", "numpy")
 
