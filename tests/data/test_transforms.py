@@ -1,6 +1,7 @@
 """Columns renamed and rows chosen, by a config and by a person's own file."""
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from tunekit import cli
 from tunekit.data.rows import Auto
 from tunekit.data.table import Fault, Row
 from tunekit.data.tokenizer import Tokenizer
-from tunekit.data.transforms import Rename, Where
+from tunekit.data.transforms import Rename, Transform, Where
 from tunekit.errors import FieldError, UserError
 
 
@@ -61,6 +62,26 @@ def test_transforms_come_before_anything_else(folders: dict[str, Path]) -> None:
     first, *rest = choice.encode(Tokenizer.open(folders["chatml"]), rows)
     assert isinstance(first, list) and len(first) == 1
     assert rest == [None, Fault("a:3", "the row has no column 'a' to rename (it has: q, ok)"), rows[3]]
+
+
+@dataclass(frozen=True)
+class First(Transform):
+    """The first of some messages."""
+
+    def __call__(self, fields: dict) -> dict:
+        return {"text": fields["messages"][0]}
+
+
+def test_a_mistake_in_a_persons_own_code_is_a_fault_of_the_row(folders: dict[str, Path]) -> None:
+    rows = [Row("a:1", {"messages": []}), Row("a:2", {}), Row("a:3", {"messages": ["Hello there"]})]
+    choice = Auto("a", transforms=(First(),))  # type: ignore[arg-type]
+    empty, absent, found = choice.encode(Tokenizer.open(folders["chatml"]), rows)
+    line = next(n for n, text in enumerate(Path(__file__).read_text().splitlines(), 1) if '["messages"][0]' in text)
+    assert empty == Fault("a:1", f"test_transforms.py:{line}: IndexError: list index out of range")
+    assert absent == Fault("a:2", f"test_transforms.py:{line}: KeyError: 'messages'")
+    assert isinstance(found, list)
+    with pytest.raises(AttributeError):  # no code of a person
+        Auto("a").encode(None, rows[2:])  # type: ignore[arg-type]
 
 
 OWN = '''

@@ -1,6 +1,7 @@
 """The choices of a recipe's `data:`: what a row is and which of its tokens are learnt."""
 
 import dataclasses
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,6 +24,8 @@ from tunekit.errors import FieldError, UserError
 
 Encoded = list[Document] | Fault | None
 Fields = dict[str, Any]
+# What a person's own transforms and formats may raise on a row that they did not expect.
+MISTAKES = (TypeError, ValueError, LookupError, ArithmeticError, AttributeError, AssertionError, RecursionError)
 
 
 class Data:
@@ -114,6 +117,11 @@ class Rows(Data):
             return None if fields is None else self.texts(tokenizer, fields)
         except UserError as error:
             return Fault(row.where, str(error))
+        except MISTAKES as error:
+            said = blame(error, self, *self.transforms)
+            if said is None:
+                raise
+            return Fault(row.where, said)
 
     def transformed(self, fields: Fields) -> Fields | None:
         """The columns behind all transforms; None if one of them leaves the row out."""
@@ -366,6 +374,19 @@ class Marked(Compared, Completion):
             raise UserError(f"{self.label}: want true or false, this is {kind(good)}")
         (text,) = super().texts(tokenizer, fields)
         return [text._replace(signs=text.signs | (Sign.GOOD if good else Sign.BAD))]
+
+
+def blame(error: Exception, *choices: object) -> str | None:
+    """What went wrong in which line of a person's own file; None, if it went wrong elsewhere."""
+    modules = {cls.__module__ for choice in choices for cls in type(choice).__mro__}
+    own = {name for name in modules if name != "builtins" and not name.startswith("tunekit.")}
+    trace = traceback.walk_tb(error.__traceback__)
+    places = [(frame.f_code, line) for frame, line in trace if frame.f_globals["__name__"] in own]
+    if not places:
+        return None
+    code, line = places[-1]
+    said = " ".join(traceback.format_exception_only(error)[-1].split())
+    return f"{Path(code.co_filename).name}:{line}: {said}"
 
 
 def named(row: Row, function, *arguments):
