@@ -17,6 +17,8 @@ signs       what a document shows that is seldom meant
 written     from what a row is to text with learnt characters, and to tokens
 fit         documents that are too long: cut, dropped or gone on with
 documents   tokenised rows, held flat
+prepare     from rows to documents: those that are kept, else anew; pool, worker: the processes that do it
+cache       where prepared rows are kept; key: all that they follow from; own: a person's modules among that
 rows        the choices of a recipe's `data:`: Auto, Chat, ShareGPT, Instruct, Completion, Text; Preference, Marked
 mix         the choice of several sources in one (Mix), and which rows of each an epoch holds
 packing     which documents share a packed row
