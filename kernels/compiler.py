@@ -4,14 +4,15 @@ The decorators of `torch.compiler` load the compiler at once, which takes longer
 """
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from torch._compile import _disable_dynamo
 
 F = TypeVar("F", bound=Callable[..., Any])
+P, T = ParamSpec("P"), TypeVar("T")
 
 
-def uncompiled(function: F) -> F:
+def uncompiled(function: Callable[P, T]) -> Callable[P, T]:
     """Run as it is under a compiler, as torch.compiler.disable says. torch's own functions are marked so too."""
     return _disable_dynamo(function)
 

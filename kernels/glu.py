@@ -2,7 +2,7 @@
 
 import ctypes
 import importlib
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tunekit.kernels.again import cheap
 from tunekit.kernels.native import left_to_torch, library, matrix
 
 SOURCE = Path(__file__).with_name("glu.cpp")
@@ -36,8 +37,10 @@ FAST = frozenset(GATED) - {"gelu"}  # those that are x sigmoid(...); no model th
 def gated(act: str, gate: Tensor, up: Tensor) -> Tensor:
     """act(gate) * up, or what the act makes of both."""
     if plain(act, gate, up):
-        return GATED[act](gate, up)
-    return product(gate, up, act) if torch.is_grad_enabled() else forward(gate, up, act)
+        y = GATED[act](gate, up)
+    else:
+        y = product(gate, up, act) if torch.is_grad_enabled() else forward(gate, up, act)
+    return cheap(y, partial(gated, act), gate, up)
 
 
 def plain(act: str, gate: Tensor, up: Tensor) -> bool:

@@ -2,7 +2,8 @@
 
 Layers that read the same `x` are taken together: their A is one product of `x`, and so is its gradient. An update is
 added in place to what the base product made, and its gradient to what the base gave back. Kept for the backward pass
-is `x`, and with dropout a byte for each number of it; what has the rank for a size is made again.
+is `x`, or what it is cheaply made of, and with dropout a byte for each number of it; what has the rank for a size is
+made again.
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tunekit.kernels.again import Origin, origin
 from tunekit.kernels.compiler import uncompiled
 
 CACHED, LARGE = 2**19, 2**25  # numbers of a weight in fp32 at once: as many as a cache holds, or a GPU does not notice
@@ -63,7 +65,7 @@ def adapted(x: Tensor, updates: Sequence[Update], dropout: float = 0.0) -> tuple
         return reference(x, updates, dropout)
     tensors = (tensor for update in updates for tensor in update.tensors)
     scales = tuple(u.scale / (1 - dropout) for u in updates)  # what dropout leaves grows, and here by the way
-    return Adapted.apply(tuple(u.base for u in updates), scales, dropout, x, *tensors)
+    return Adapted.apply(tuple(u.base for u in updates), scales, dropout, origin(x), x, *tensors)
 
 
 def reference(x: Tensor, updates: Sequence[Update], dropout: float = 0.0) -> tuple[Tensor, ...]:
@@ -94,8 +96,14 @@ class Adapted(torch.autograd.Function):
     """`tensors` are five for each layer, as Update.tensors has them."""
 
     @staticmethod
-    def forward(
-        ctx: Any, bases: Sequence[Base], scales: Sequence[float], dropout: float, x: Tensor, *tensors: Tensor | None
+    def forward(  # noqa: PLR0913 (a function of autograd takes what it is applied to, one by one)
+        ctx: Any,
+        bases: Sequence[Base],
+        scales: Sequence[float],
+        dropout: float,
+        origin: Origin,
+        x: Tensor,
+        *tensors: Tensor | None,
     ) -> tuple[Tensor, ...]:
         updates = fives(tensors)
         a, bs, places = joined(updates, scales, x.dtype)
@@ -109,14 +117,15 @@ class Adapted(torch.autograd.Function):
             y = base.product(rows).addmm_(low[:, place], b.T)
             # What is a view when it leaves a function may not be changed in place any more.
             made.append(torch.ops.aten._unsafe_view(y, [*x.shape[:-1], len(b)]))
-        ctx.bases, ctx.scales = bases, scales
-        ctx.save_for_backward(x, mask, *(t for update in updates for t in (*update[:4], None)))
+        ctx.bases, ctx.scales, ctx.make = bases, scales, origin.make
+        ctx.save_for_backward(mask, *(t for update in updates for t in (*update[:4], None)), *origin.inputs)
         return tuple(made)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, mask, *tensors = ctx.saved_tensors
-        updates = fives(tensors)
+        mask, *tensors = ctx.saved_tensors
+        count = 5 * len(ctx.bases)
+        x, updates = ctx.make(*tensors[count:]), fives(tensors[:count])
         rows = [grad.reshape(-1, grad.shape[-1]) for grad in grads]
         a, bs, places = joined(updates, ctx.scales, x.dtype)
         noise = None if mask is None else mask.to(x.dtype)
@@ -128,13 +137,13 @@ class Adapted(torch.autograd.Function):
             torch.mm(grad, b, out=low_grad[:, place])
             # Long rows stand first: with `grad.T @ low` the same takes half as long again.
             of_b = (low[:, place][:, : trained.shape[1]].T @ grad).T.to(trained.dtype) * ctx.scales[i]
-            bias = grad.sum(0, dtype=exact) if ctx.needs_input_grad[4 + 5 * i + 4] else None
+            bias = grad.sum(0, dtype=exact) if ctx.needs_input_grad[5 + 5 * i + 4] else None
             found += [None, of_b, None, None, bias]
         of_a = low_grad.T @ seen
         for i, (place, (first, *_)) in enumerate(zip(places, updates, strict=True)):
             found[5 * i] = of_a[place][: len(first)].to(first.dtype)
-        back = to_input(ctx.bases, rows, low_grad, a, noise).view_as(x) if ctx.needs_input_grad[3] else None
-        return None, None, None, back, *found
+        back = to_input(ctx.bases, rows, low_grad, a, noise).view_as(x) if ctx.needs_input_grad[4] else None
+        return None, None, None, None, back, *found
 
 
 def to_input(

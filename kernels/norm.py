@@ -2,7 +2,7 @@
 
 import ctypes
 import importlib
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tunekit.kernels.again import cheap
 from tunekit.kernels.native import left_to_torch, library, matrix
 
 SOURCE = Path(__file__).with_name("norm.cpp")
@@ -23,12 +24,13 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float, offset: float = 0.0, 
     The weight multiplies after the cast, as Llama's reference does, or in fp32 before it (`late`), as those of Gemma
     and OLMo do, so that bf16 results equal theirs too.
     """
+    again = partial(rms_norm, eps=eps, offset=offset, late=late)
     if plain(x):
-        return reference(x, weight, eps, offset, late)
+        return cheap(reference(x, weight, eps, offset, late), again, x, weight)
     if weight is not None and weight.dtype not in DTYPES:
         weight = weight.float()
     work = normed if torch.is_grad_enabled() else forward  # a token's norm takes less time than a way to its gradient
-    return work(x, weight, eps, offset, late or offset != 0)[0]
+    return cheap(work(x, weight, eps, offset, late or offset != 0)[0], again, x, weight)
 
 
 def plain(x: Tensor) -> bool:

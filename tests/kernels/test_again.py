@@ -1,0 +1,70 @@
+"""What is made again in the backward pass: the same bits, and less to keep."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from tests.checkpoints import batch, made, ours, shuffle_adapter, tokens
+from tunekit.adapters import DoRA, LoRA
+from tunekit.kernels import glu, norm
+from tunekit.kernels.again import ORIGINS, cheap, origin
+from tunekit.losses import CrossEntropy
+from tunekit.models.decoder import Decoder
+from tunekit.precision import Precision
+
+
+def test_an_origin_lives_as_long_as_its_result() -> None:
+    x = torch.randn(3)
+    y = cheap(x * 2, lambda x: x * 2, x)
+    make, inputs = origin(y)
+    assert torch.equal(make(*inputs), y) and inputs[0] is x
+    assert origin(x).inputs == (x,) and origin(x).make(x) is x, "of which nothing is known"
+    before = len(ORIGINS)
+    del y
+    assert len(ORIGINS) == before - 1
+    with torch.no_grad():
+        cheap(x * 2, lambda x: x * 2, x)
+    assert len(ORIGINS) == before - 1, "nobody keeps anything"
+
+
+def kept(model: Decoder) -> tuple[int, list[torch.Tensor]]:
+    """Bytes that a pass keeps beside the weights, and the gradients."""
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    sizes, alive = {}, []
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        alive.append(x)  # so that nothing else gets its place
+        if x.untyped_storage().data_ptr() not in weights:
+            sizes[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    torch.manual_seed(0)
+    with saved_tensors_hooks(pack, lambda x: x):
+        loss = CrossEntropy()(model, batch(tokens(4, 64)))
+    loss.backward()
+    return sum(sizes.values()), [p.grad for p in model.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("adapter", [LoRA(4), LoRA(4, dropout=0.2), DoRA(4)], ids=["lora", "dropout", "dora"])
+@pytest.mark.parametrize("precision", [Precision("fp32", "fp32", "fp32"), Precision("bf16", "fp32", "bf16")])
+@pytest.mark.parametrize("name", ["llama3.2", "gemma2", "qwen3-moe"])
+def test_norms_and_gates_are_not_kept(
+    adapter: LoRA, precision: Precision, name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folder, found = made(tmp_path, name), []
+    for plain in (False, True):
+        if plain:
+            for module in (glu, norm):
+                monkeypatch.setattr(module, "cheap", lambda y, *_: y)
+        model = ours(folder, adapter, precision)
+        shuffle_adapter(model)
+        found.append(kept(model))
+    (less, again), (more, wanted) = found
+    assert all(map(torch.equal, again, wanted))
+    # Inputs of attention, and of dense gates with their product; the first comes from the embedding, which is kept.
+    spec, dense = model.spec, name != "qwen3-moe"
+    wide = len(spec.layers) * (1 + dense) * spec.dim - spec.dim
+    wide += sum(layer.ffn.hidden for layer in spec.layers) if dense else 0
+    assert more - less >= 4 * 64 * wide * (2 if precision.compute == "bf16" else 4)
