@@ -7,12 +7,13 @@ import pytest
 import torch
 
 from tests.checkpoints import error, made, ours, shuffle_adapter, theirs, tokens, train
-from tunekit import assemble
+from tunekit import adapters, assemble
 from tunekit.adapters import DoRA, Frozen, Full, LoRA, principal
 from tunekit.checkpoint.folder import Folder
 from tunekit.errors import FieldError, UserError
 from tunekit.formats import NF4
 from tunekit.hub import fetch
+from tunekit.models import delta, experts, latent
 from tunekit.models.init import seeded
 from tunekit.models.linear import Linear, Stacked
 from tunekit.precision import Precision
@@ -38,9 +39,12 @@ FRESH = [
 @pytest.mark.parametrize("adapter", FRESH)
 @torch.no_grad()
 def test_a_fresh_adapter_changes_nothing(adapter: LoRA, folder: Path) -> None:
-    """PiSSA's strongest directions are added and taken off again in one sum, which rounds."""
-    allowed = 3e-6 if adapter.init == "pissa" else 1e-6
-    assert error(ours(folder, adapter).eval()(tokens()), ours(folder)(tokens())) < allowed
+    """PiSSA's strongest directions are added and taken off again in one sum, which rounds: by 0.8e-6 to 1e-6.
+
+    The model itself is off from its logits in float64 by 1.3e-6, with or without them.
+    """
+    allowed = 2e-6 if adapter.init == "pissa" else 0
+    assert error(ours(folder, adapter).eval()(tokens()), ours(folder)(tokens())) <= allowed
 
 
 @pytest.mark.parametrize("adapter", FRESH)
@@ -301,6 +305,42 @@ def test_off_is_the_model_that_training_began_with(adapter: LoRA, folder: Path) 
     assert error(changed, base) > 1e-2
 
 
+READERS = {  # layers of a block that read the same
+    "deepseek-v3": ("q_a_proj", "kv_a_proj_with_mqa"),
+    "qwen3-next": ("in_proj_qkvz", "in_proj_ba"),
+    "qwen3.5": ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
+    "mixtral": ("experts.gate_proj", "experts.up_proj"),
+}
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("name", READERS)
+def test_what_reads_the_same_is_adapted_together(
+    name: str, dropout: float, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """One A for all of them, and the gradients of one by one; with dropout each has a mask of its own."""
+    targets = tuple(rf".*\.{leaf}" for leaf in READERS[name])
+    model = ours(made(tmp_path, name), LoRA(4, targets=targets, dropout=dropout, ranks={targets[-1]: 6}))
+    shuffle_adapter(model)
+    calls: list[str] = []
+    for word in ("adapted", "grouped"):
+        work = vars(adapters)[word]
+        monkeypatch.setattr(adapters, word, lambda *args, work=work, word=word: (calls.append(word), work(*args))[1])
+    found, counts = [], []
+    for alone in (False, True):
+        for module in (latent, delta, experts) if alone else ():
+            monkeypatch.setattr(module, "together", lambda layers, *inputs: tuple(layer(*inputs) for layer in layers))
+        torch.manual_seed(1)
+        calls.clear()
+        model.zero_grad()
+        model(tokens()).square().mean().backward()
+        found.append([p.grad for p in model.parameters() if p.grad is not None])
+        counts.append(len(calls))
+    assert counts[0] < counts[1] or (dropout and name == "mixtral")
+    for one, other in zip(*found, strict=True):
+        assert error(one, other) < 3e-5  # sums in another order, through a model with large updates: 1e-5 was seen
+
+
 @torch.no_grad()
 def test_pissa_begins_at_zero_in_bf16(folder: Path) -> None:
     model = ours(folder, LoRA(4, init="pissa"), Precision("fp32", trained="bf16"))
@@ -338,7 +378,8 @@ def test_dropout_draws_as_peft_does(folder: Path) -> None:
                 torch.manual_seed(seed)
                 logits = net(tokens())
                 results.append(logits if net is model else logits.logits)
-        # Updates as large as these make the rounding of attention large.
+        # Updates as large as these make rounding large: from the logits in float64 ours are off by 2.0e-5, theirs by
+        # 1.4e-5, and 0.4e-5 to 3.0e-5 from each other. Another mask would be 1e-2 away.
         assert error(found[0], wanted[0]) < 5e-5
         assert error(found[1], wanted[1]) < 5e-5
         assert error(found[0], found[1]) > 1e-2

@@ -213,9 +213,18 @@ class LoRA:
         dropout = self.dropout if layers[0].training else 0.0
         return adapted(x, [self.parted(layer) for layer in layers], dropout)
 
-    def by_expert(self, layer: Stacked, x: Tensor, sizes: Tensor) -> Tensor:
-        """Rows sorted by expert, each with the update of its own."""
-        low = grouped(F.dropout(x, self.dropout, layer.training), layer.lora_A.to(x.dtype), sizes)
+    def by_expert(self, layers: Sequence[Stacked], x: Tensor, sizes: Tensor) -> tuple[Tensor, ...]:
+        """Rows sorted by expert, each with the updates of its own. All A of layers that read them are one product."""
+        dropout = self.dropout if layers[0].training else 0.0
+        if dropout and len(layers) > 1:  # each draws a mask of its own
+            return tuple(y for layer in layers for y in self.by_expert((layer,), x, sizes))
+        a = torch.cat([layer.lora_A for layer in layers], dim=1)
+        low = grouped(F.dropout(x, dropout), a.to(x.dtype), sizes)
+        lows = low.split([layer.lora_A.shape[1] for layer in layers], dim=-1)
+        return tuple(self.risen(layer, x, low.contiguous(), sizes) for layer, low in zip(layers, lows, strict=True))
+
+    def risen(self, layer: Stacked, x: Tensor, low: Tensor, sizes: Tensor) -> Tensor:
+        """What a layer makes of `x`, with its update of `low` (N, rank)."""
         up = (layer.lora_B * layer.lora_scale).to(x.dtype)  # in the dtype of the rows, as the fast product wants it
         return layer.product(x, sizes).add_(grouped(low, up, sizes))
 

@@ -250,7 +250,9 @@ def test_layouts_of_peft_read_back(case: str, tmp_path: Path) -> None:
     folder, other = foreign(tmp_path, shape, **options)
     wanted = other(tokens()).logits
     assert error(theirs(tmp_path / "base")(tokens()).logits, wanted) > 1e-2
-    assert error(opened(folder)(tokens()), wanted) < 3e-5  # updates this large make rounding large
+    # Updates this large make rounding large: from the logits in float64 ours are off by 0.03e-5 to 1e-5, theirs by
+    # 0.03e-5 to 0.7e-5, and up to 1.2e-5 from each other ("fused patterns").
+    assert error(opened(folder)(tokens()), wanted) < 3e-5
 
 
 @pytest.mark.parametrize("case", FOREIGN)

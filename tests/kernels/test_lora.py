@@ -98,7 +98,7 @@ def test_outputs_and_all_gradients(adapter: LoRA, weights: Plain, dtype, count: 
     torch.manual_seed(7)
     wanted = exactly(adapter, layers, x, grads)
     torch.manual_seed(7)
-    ys = together(x, *layers)
+    ys = together(layers, x)
     found = [*(y.detach() for y in ys), *torch.autograd.grad(ys, [x, *trained(layers)], grads)]
     assert [t.dtype for t in found[count + 1 :]] == [p.dtype for p in trained(layers)]
     for a, b in zip(found, wanted, strict=True):
@@ -131,7 +131,7 @@ def test_weights_that_are_trained_get_their_gradient() -> None:
 def test_odd_shapes(shape: tuple[int, ...]) -> None:
     layers = layers_of(ADAPTERS["dropout"], Plain(), FP32, 2)
     x = torch.randn(shape, requires_grad=True)
-    ys = together(x, *layers)
+    ys = together(layers, x)
     assert [y.shape for y in ys] == [(*shape[:-1], out) for out in OUTER[:2]]
     sum(y.sum() for y in ys).backward()
     assert x.grad.shape == shape
@@ -144,7 +144,7 @@ def test_rows_that_do_not_stand_in_order() -> None:
     found = []
     for same in (x, x.contiguous()):
         leaf = same.detach().requires_grad_()
-        ys = together(leaf, *layers)
+        ys = together(layers, leaf)
         found.append([*ys, *torch.autograd.grad(ys, [leaf, *trained(layers)], grads)])
     for a, b in zip(*found, strict=True):
         assert error(a, b) < 1e-6
@@ -165,7 +165,7 @@ def test_what_is_kept_is_the_input_alone(adapter: str, share: int) -> None:
         return t
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-        together(x, *layers)
+        together(layers, x)
     assert sum(kept.values()) == x.nbytes + share * x.numel()
 
 
@@ -177,7 +177,7 @@ def test_a_pass_that_is_run_again_gives_the_same_bits(adapter: str, weights: Pla
     found = []
     for again in (False, True):
         torch.manual_seed(3)
-        ys = checkpoint(together, x, *layers, use_reentrant=False) if again else together(x, *layers)
+        ys = checkpoint(together, layers, x, use_reentrant=False) if again else together(layers, x)
         loss = sum(y.float().square().sum() for y in ys)
         found.append([*ys, *torch.autograd.grad(loss, [x, *trained(layers)])])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
@@ -191,7 +191,7 @@ def test_the_compiler_gives_the_same(adapter: str, whole: bool) -> None:
     run = torch.compile(together, backend="aot_eager", fullgraph=whole)
     found = []
     for product in (together, run):
-        ys = product(x, *layers)
+        ys = product(layers, x)
         found.append([*ys, *torch.autograd.grad(sum(y.square().sum() for y in ys), [x, *trained(layers)])])
     for a, b in zip(*found, strict=True):
         assert error(a, b) < 1e-5
@@ -202,7 +202,7 @@ def test_layers_of_other_kinds_are_taken_one_by_one() -> None:
     first, second, third = layers_of(ADAPTERS["lora"], Plain(), FP32, 3)
     second.update, third.update = None, LoRA(4, 6.0).product
     x = torch.randn(4, INNER)
-    for y, layer in zip(together(x, first, second, third), (first, second, third), strict=True):
+    for y, layer in zip(together((first, second, third), x), (first, second, third), strict=True):
         assert torch.equal(y, layer(x))
     assert torch.equal(second(x), second.product(x))
 
@@ -221,7 +221,7 @@ def test_lengths_are_those_of_the_whole_weight(weights: Plain, room: int, monkey
 def test_outputs_may_be_changed_in_place(adapter: str) -> None:
     layers = layers_of(ADAPTERS[adapter], Plain(), FP32, 3)
     x = torch.randn(2, 3, INNER, requires_grad=True)
-    ys = together(x, *layers)
+    ys = together(layers, x)
     assert not any(y._is_view() for y in ys)
     sum(y.mul_(2).sum() for y in ys).backward()
     assert x.grad is not None
@@ -235,7 +235,7 @@ class Box(nn.Module):
         self.layers = nn.ModuleList(layers)
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        return together(x, *self.layers)
+        return together(self.layers, x)
 
 
 @pytest.fixture

@@ -41,7 +41,7 @@ class SelfAttention(Fresh):
         self.register_parameter("sinks", nn.Parameter(torch.zeros(spec.heads)) if spec.sinks else None)
 
     def forward(self, x: Tensor, place: Place, cache: KV | None = None) -> Tensor:
-        q, *kv = together(x, *self.inputs)
+        q, *kv = together(self.inputs, x)
         q, gate = self.queries(q)
         k, v = self.keys(kv) if self.spec.kv_from is None else (q[:, :, :0], q)
         q, k = self.stand(q, k, place)

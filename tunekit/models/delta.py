@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tunekit.kernels.delta import gated_delta_rule, short_convolution
 from tunekit.models.init import Fresh, normal
-from tunekit.models.linear import Linear
+from tunekit.models.linear import Linear, together
 from tunekit.models.norm import RMSNorm
 from tunekit.models.place import Place
 from tunekit.models.spec import DeltaNet
@@ -70,14 +70,14 @@ class GatedDeltaNet(Fresh):
         return self.out_proj(y.type_as(x).flatten(-2))
 
     def single(self, x: Tensor) -> Parts:
-        return Parts(self.in_proj_qkv(x), self.in_proj_z(x), self.in_proj_b(x), self.in_proj_a(x))
+        return Parts(*together((self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a), x))
 
     def grouped(self, x: Tensor) -> Parts:
         """From projections whose rows stand together by key heads: all that one of them needs, then the next."""
         s, repeat = self.spec, self.spec.v_heads // self.spec.k_heads
         sizes = [s.k_dim, s.k_dim, repeat * s.v_dim, repeat * s.v_dim]
-        q, k, v, z = self.in_proj_qkvz(x).unflatten(-1, (s.k_heads, -1)).split(sizes, dim=-1)
-        b, a = self.in_proj_ba(x).unflatten(-1, (s.k_heads, -1)).chunk(2, dim=-1)
+        qkvz, ba = (y.unflatten(-1, (s.k_heads, -1)) for y in together((self.in_proj_qkvz, self.in_proj_ba), x))
+        (q, k, v, z), (b, a) = qkvz.split(sizes, dim=-1), ba.chunk(2, dim=-1)
         return Parts(torch.cat([part.flatten(-2) for part in (q, k, v)], dim=-1), *(p.flatten(-2) for p in (z, b, a)))
 
     def mixed(self, qkv: Tensor, decay: Tensor, beta: Tensor, offsets: Tensor | None) -> Tensor:

@@ -8,7 +8,7 @@ from tunekit.kernels.experts import by_expert
 from tunekit.kernels.glu import gated
 from tunekit.models.feedforward import GatedMLP
 from tunekit.models.init import Fresh, normal
-from tunekit.models.linear import Linear, Stacked
+from tunekit.models.linear import Linear, Stacked, together
 from tunekit.models.norm import RMSNorm, norm
 from tunekit.models.spec import MLP, MoE, Twin
 from tunekit.parallel import put
@@ -96,7 +96,7 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor, sizes: Tensor) -> Tensor:
         """Rows (N, dim) sorted by expert, of which each has `sizes` (E,)."""
-        return self.down_proj(gated(self.act, self.gate_proj(x, sizes), self.up_proj(x, sizes)), sizes)
+        return self.down_proj(gated(self.act, *together((self.gate_proj, self.up_proj), x, sizes)), sizes)
 
 
 class MixtureOfExperts(nn.Module):

@@ -18,4 +18,4 @@ class GatedMLP(nn.Module):
         self.down_proj = Linear(spec.hidden, dim, bias=spec.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(gated(self.act, *together(x, self.gate_proj, self.up_proj)))
+        return self.down_proj(gated(self.act, *together((self.gate_proj, self.up_proj), x)))

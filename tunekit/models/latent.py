@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from tunekit.kernels.attention import Rule, attend, attend_cached
 from tunekit.kernels.rope import Rotation, rotate
-from tunekit.models.linear import Linear
+from tunekit.models.linear import Linear, together
 from tunekit.models.norm import RMSNorm
 from tunekit.models.place import KV, Place
 from tunekit.models.spec import LatentAttention
@@ -35,9 +35,10 @@ class MultiLatentAttention(nn.Module):
         self.o_proj = Linear(spec.heads * spec.v_dim, dim, bias=spec.bias)
 
     def forward(self, x: Tensor, place: Place, cache: KV | None = None) -> Tensor:
-        latent, turning = self.kv_a_proj_with_mqa(x).split([self.spec.kv_rank, self.spec.rope_dim], dim=-1)
+        q, kv = together((self.q_proj if self.spec.q_rank is None else self.q_a_proj, self.kv_a_proj_with_mqa), x)
+        latent, turning = kv.split([self.spec.kv_rank, self.spec.rope_dim], dim=-1)
         rotation = Rotation(*place.rotations[self.turn][:4], last=True)
-        q, turned = rotate(self.queries(x), turning[:, :, None], rotation)
+        q, turned = rotate(self.queries(q), turning[:, :, None], rotation)
         k, v = self.keys(latent, turned)
         if cache is not None:
             k, v = cache.add(k, v, place.positions, place.used)
@@ -47,9 +48,9 @@ class MultiLatentAttention(nn.Module):
             y = attend_cached(q, k, v, place.positions, self.rule)
         return self.o_proj(y.flatten(-2))
 
-    def queries(self, x: Tensor) -> Tensor:
-        """Queries (B, S, H, nope + rope), of which the last channels are still to be turned."""
-        q = self.q_proj(x) if self.spec.q_rank is None else self.q_b_proj(self.q_a_norm(self.q_a_proj(x)))
+    def queries(self, q: Tensor) -> Tensor:
+        """Queries (B, S, H, nope + rope), of which the last channels are still to be turned, or what they come from."""
+        q = q if self.spec.q_rank is None else self.q_b_proj(self.q_a_norm(q))
         return q.unflatten(-1, (self.spec.heads, -1))
 
     def keys(self, latent: Tensor, turned: Tensor) -> tuple[Tensor, Tensor]:

@@ -69,18 +69,10 @@ class Linear(nn.Linear, Fresh):
         return self.product(input) if self.update is None else self.update((self,), input)[0]
 
 
-def together(x: Tensor, *layers: Linear) -> tuple[Tensor, ...]:
-    """What each layer makes of `x`. Updates of one adapter read it once, for all of them."""
-    update = layers[0].update
-    if update is None or any(layer.update != update for layer in layers):
-        return tuple(layer(x) for layer in layers)
-    return update(layers, x)
-
-
 class Stacked(Fresh):
     """The linear layers of all experts in one weight, with the same places for a format and an adapter as Linear."""
 
-    update: "Callable[[Stacked, Tensor, Tensor], Tensor] | None" = None
+    update: "Callable[[Sequence[Stacked], Tensor, Tensor], tuple[Tensor, ...]] | None" = None
     lora_A: nn.Parameter  # (E, rank, in)
     lora_B: nn.Parameter  # (E, out, rank)
     lora_scale: float
@@ -112,7 +104,15 @@ class Stacked(Fresh):
             nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor, sizes: Tensor) -> Tensor:
-        return self.product(x, sizes) if self.update is None else self.update(self, x, sizes)
+        return self.product(x, sizes) if self.update is None else self.update((self,), x, sizes)[0]
+
+
+def together(layers: Sequence[Linear] | Sequence[Stacked], *inputs: Tensor) -> tuple[Tensor, ...]:
+    """What each layer makes of the same inputs. Updates of one adapter read them once, for all of them."""
+    update: Callable[..., tuple[Tensor, ...]] | None = layers[0].update
+    if update is None or any(layer.update != update for layer in layers):
+        return tuple(layer(*inputs) for layer in layers)
+    return update(layers, *inputs)
 
 
 class Embedding(nn.Embedding, Fresh):
