@@ -59,6 +59,18 @@ void row(const uint8_t* packed, const float* scales, const float* table, T* out,
 
 #if defined(__x86_64__)
 
+// Codes of 32 weights in lanes of 16 bits, or of 16 in lanes of 32: the upper half of a byte comes first. Bits above
+// the codes are left as they are; look-ups do not read them.
+WIDE inline __m512i codes32(const uint8_t* packed) {
+    const __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)packed));
+    return _mm512_or_si512(_mm512_srli_epi32(bytes, 4), _mm512_slli_epi32(bytes, 16));
+}
+
+WIDE inline __m512i codes16(const uint8_t* packed) {
+    const __m512i bytes = _mm512_cvtepu8_epi64(_mm_loadl_epi64((const __m128i*)packed));
+    return _mm512_or_si512(_mm512_srli_epi64(bytes, 4), _mm512_slli_epi64(bytes, 32));
+}
+
 // All sixteen numbers that a block can hold stand in one register, and every code is looked up there.
 WIDE void wide_row(const uint8_t* packed, const float* scales, const float* table, bf16* out, int64_t blocks) {
     const __m512 codes = _mm512_loadu_ps(table);
@@ -70,8 +82,7 @@ WIDE void wide_row(const uint8_t* packed, const float* scales, const float* tabl
         top = _mm512_mask_set1_epi32(top, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), 0x7fc0);
         const __m512i scaled = _mm512_broadcast_i64x4(_mm512_cvtepi32_epi16(top));  // twice: bit 4 of a code is free
         for (int half = 0; half < 2; half++) {
-            const __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)(packed + b * BYTES) + half));
-            const __m512i at = _mm512_or_si512(_mm512_srli_epi32(bytes, 4), _mm512_slli_epi32(bytes, 16));
+            const __m512i at = codes32(packed + b * BYTES + half * 16);
             _mm512_storeu_si512(out + b * BLOCK + half * 32, _mm512_permutexvar_epi16(at, scaled));
         }
     }
@@ -82,9 +93,7 @@ WIDE void wide_row(const uint8_t* packed, const float* scales, const float* tabl
     for (int64_t b = 0; b < blocks; b++) {
         const __m512 scaled = _mm512_mul_ps(codes, _mm512_set1_ps(scales[b]));
         for (int part = 0; part < 4; part++) {
-            const auto* from = (const __m128i*)(packed + b * BYTES + part * 8);
-            const __m512i bytes = _mm512_cvtepu8_epi64(_mm_loadl_epi64(from));
-            const __m512i at = _mm512_or_si512(_mm512_srli_epi64(bytes, 4), _mm512_slli_epi64(bytes, 32));
+            const __m512i at = codes16(packed + b * BYTES + part * 8);
             _mm512_storeu_ps(out + b * BLOCK + part * 16, _mm512_permutexvar_ps(at, scaled));
         }
     }
@@ -104,8 +113,7 @@ PAIRS void dots(const bf16* x, const uint8_t* packed, const float* scales, const
         const __m512 x16 = _mm512_mul_ps(codes, _mm512_set1_ps(scales[b]));
         const __m512i scaled = _mm512_broadcast_i64x4((__m256i)_mm512_cvtneps_pbh(x16));
         for (int half = 0; half < 2; half++) {
-            const __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)(packed + b * BYTES) + half));
-            const __m512i at = _mm512_or_si512(_mm512_srli_epi32(bytes, 4), _mm512_slli_epi32(bytes, 16));
+            const __m512i at = codes32(packed + b * BYTES + half * 16);
             const auto weights = (__m512bh)_mm512_permutexvar_epi16(at, scaled);
             for (int m = 0; m < M; m++) {
                 const auto* from = x + m * width + b * BLOCK + half * 32;
@@ -125,10 +133,7 @@ WIDE void dots(const float* x, const uint8_t* packed, const float* scales, const
     for (int64_t b = 0; b < blocks; b++) {
         const __m512 scaled = _mm512_mul_ps(codes, _mm512_set1_ps(scales[b]));
         for (int part = 0; part < 4; part++) {
-            const auto* from = (const __m128i*)(packed + b * BYTES + part * 8);
-            const __m512i bytes = _mm512_cvtepu8_epi64(_mm_loadl_epi64(from));
-            const __m512i at = _mm512_or_si512(_mm512_srli_epi64(bytes, 4), _mm512_slli_epi64(bytes, 32));
-            const __m512 weights = _mm512_permutexvar_ps(at, scaled);
+            const __m512 weights = _mm512_permutexvar_ps(codes16(packed + b * BYTES + part * 8), scaled);
             for (int m = 0; m < M; m++) {
                 const __m512 rows = _mm512_loadu_ps(x + m * width + b * BLOCK + part * 16);
                 found[m] = _mm512_fmadd_ps(weights, rows, found[m]);
