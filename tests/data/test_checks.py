@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.data.families import FAMILIES, folder
 from tunekit import bundled
 from tunekit.data import checks, measure
 from tunekit.data.checks import Finding, Subject, Use, inspect
@@ -324,17 +325,44 @@ def test_nothing_is_wrong_with_the_tools_that_ship(nano: Tokenizer) -> None:
     assert not [str(one) for one in told if one.severity != "note"]
 
 
-def test_nothing_is_wrong_with_chats_as_people_write_them(tmp_path: Path, nano: Tokenizer) -> None:
-    draw = random.Random(3)
-    talks = []
-    for row in range(200):
-        system = [{"role": "system", "content": "You are brief."}] if row % 2 else []
+def talks(count: int, system: bool) -> str:
+    """Conversations of one to three turns, in JSON lines."""
+    draw, lines = random.Random(3), []
+    for row in range(count):
+        head = [{"role": "system", "content": "You are brief."}] if system and row % 2 else []
         turns = []
         for _ in range(draw.randint(1, 3)):
             name = draw.choice(NAMES)
             turns.append({"role": "user", "content": f"Where is {name}, please? I looked in room {row}.\n\n- and in 3"})
             turns.append({"role": "assistant", "content": f"{name} went to room {draw.randint(1, 9)}{row}."})
-        talks.append({"messages": system + turns})
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in talks))
+        lines.append(json.dumps({"messages": head + turns}))
+    return "\n".join(lines)
+
+
+def test_nothing_is_wrong_with_chats_as_people_write_them(tmp_path: Path, nano: Tokenizer) -> None:
+    (tmp_path / "rows.jsonl").write_text(talks(200, system=True))
     rows = encoded(Chat(str(tmp_path / "rows.jsonl"), length=256), nano)
     assert not [str(one) for one in inspect(Subject("data", [rows], nano, Use(256, 2048))) if one.severity != "note"]
+
+
+# What these templates do: GLM ends the last turn with nothing, SmolLM3 marks the prompt as generated, Mistral leaves a
+# system message out of some conversations, Zephyr writes no beginning, which its tokenizer puts before texts. Gemma's
+# end is named in a generation_config.json that is not here.
+ODD = {
+    "zephyr": {"bos"},
+    "mistral": {"content lost"},
+    "glm4": {"terminators"},
+    "smollm3": {"prompt learnt"},
+    "gemma2": {"stops"},
+    "gemma3": {"stops"},
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_templates_of_families_are_in_order(tmp_path: Path, name: str) -> None:
+    tokenizer = Tokenizer.open(folder(tmp_path, name))
+    (tmp_path / "rows.jsonl").write_text(talks(40, FAMILIES[name].system))
+    rows = encoded(Chat(str(tmp_path / "rows.jsonl"), length=4096), tokenizer)
+    told = [one for one in inspect(Subject("data", [rows], tokenizer, Use(4096))) if one.severity != "note"]
+    assert {one.kind for one in told} == ODD.get(name, set()), [str(one) for one in told]
+    assert all(one.severity == "doubtful" for one in told)

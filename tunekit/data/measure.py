@@ -35,6 +35,7 @@ class Measured:
 class Known:
     """Tokens that checks look for, and the length at which rows are cut."""
 
+    tokenizer: Tokenizer
     marks: np.ndarray
     bos: int
     unknown: int
@@ -46,7 +47,7 @@ def known(tokenizer: Tokenizer, limit: int) -> Known:
     bos = -1 if tokenizer.bos is None else tokenizer.bos
     unknown = tokenizer.named("unk_token")
     unknown = -1 if unknown is None or unknown == bos or unknown in tokenizer.stops else unknown
-    return Known(np.array(sorted(tokenizer.marks), np.int32), bos, unknown, limit)
+    return Known(tokenizer, np.array(sorted(tokenizer.marks), np.int32), bos, unknown, limit)
 
 
 def measure(parts: Sequence[Documents], tokenizer: Tokenizer, limit: int) -> Measured:
@@ -75,7 +76,8 @@ def block(documents: Documents, wanted: Known, first: int, behind: int) -> Measu
     counts = np.add.reduceat(learnt, starts, dtype=np.int64)
     short = (lengths < documents.whole[first:behind]) | (lengths == wanted.limit)
     stops, of = stretches(learnt, ends)
-    well = np.isin(tokens[stops], wanted.marks)
+    last = final(tokens, stops, (stops > starts[of]) & learnt[stops - 1], wanted)
+    well = np.isin(last, wanted.marks)
     broken = ~well & short[of] & (stops == ends[of] - 1)
     there = ~broken & (counts < lengths)[of]
     places, before = np.flatnonzero(learnt), np.cumsum(counts) - counts
@@ -87,7 +89,7 @@ def block(documents: Documents, wanted: Known, first: int, behind: int) -> Measu
         all_learnt=counts == lengths,
         runs=np.bincount(of[there], minlength=len(starts)),
         ended=np.bincount(of[there & well], minlength=len(starts)),
-        last=latest(tokens[stops[there]], of[there], len(starts)),
+        last=latest(last[there], of[there], len(starts)),
         cut=np.bincount(of[broken], minlength=len(starts)) > 0,
         highest=np.maximum.reduceat(tokens, starts),
         unknown=np.add.reduceat(tokens == wanted.unknown, starts, dtype=np.int64),
@@ -105,6 +107,17 @@ def stretches(learnt: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndar
     goes_on[ends - 1] = False
     stops = np.flatnonzero(learnt & ~goes_on)
     return stops, np.searchsorted(ends, stops, side="right")
+
+
+def final(tokens: np.ndarray, stops: np.ndarray, more: np.ndarray, wanted: Known) -> np.ndarray:
+    """What each learnt stretch ends with; where a template writes white space behind the end, the token before it.
+
+    `more`: whether the token before is learnt too.
+    """
+    last, before = tokens[stops], tokens[stops - 1]
+    unclear = more & ~np.isin(last, wanted.marks) & np.isin(before, wanted.marks)
+    blank = [token for token in np.unique(last[unclear]).tolist() if wanted.tokenizer.decode([token]).isspace()]
+    return np.where(unclear & np.isin(last, blank), before, last)
 
 
 def latest(tokens: np.ndarray, documents: np.ndarray, count: int) -> np.ndarray:
