@@ -1,8 +1,11 @@
 """From rows in a file to micro-batches of tokens.
 
-source      where rows come from: a file, a folder, a bundled set or a Hub name, and which part of it (`train[:90%]`)
-table       a row and where it came from; a counted iterator of rows
-files       readers of JSON, JSON lines and CSV; parquet, hub: readers whose libraries are loaded only when used
+source      where rows come from: files, a bundled set, a URL or a Hub name, and which part of it (`train[:90%]`)
+find        which files of a folder hold a split, on this machine or behind a URL
+table       a row and where it came from; pieces of rows that travel to other processes and can be gone on from
+storage     the bytes of a file, wherever it lies and however it is packed; text: lines of it
+jsonfile    JSON and JSON lines; csvfile, parquet, arrow: other kinds; remote, hub: other places (the last four are
+            loaded only when used: their libraries are slow)
 transforms  what is done to a row's columns first: renamed, chosen by, or a person's own
 recognise   what rows are, by their columns: one table
 messages    checks a row's conversation before a template sees it, and writes it as templates expect
@@ -26,5 +29,9 @@ order       which documents make up the rows of an epoch, from (seed, epoch) alo
 batch       tokens, targets, positions and bounds of one micro-batch; how a step lies on ranks
 report      what an epoch holds, for the log
 ahead       the next step is made while this one trains
-loader      step number to micro-batches: a pure function of (seed, step, rank)
+served      what recipes step through (Loader)
+mapped      steps of rows that are prepared: a pure function of (seed, step, rank)
+stream      blocks of rows that are read while they are trained on
+streamed    steps of such blocks, and the small state from which they go on
+loader      what a recipe calls: from `data:` to a Loader
 """

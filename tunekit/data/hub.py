@@ -54,7 +54,7 @@ def hub_files(name: str, split: str) -> list[Remote]:
     found = asked(name, split, lambda *words: datasets.load_dataset_builder(*words[:2], revision=words[2]))
     files = found.config.data_files or {}
     if split not in files:
-        raise UserError(f"{name}: no split {split!r} on the Hub; it has {', '.join(sorted(files)) or 'none'}")
+        raise UserError(f"{name}: no split {split!r} on the Hub; it has {', '.join(sorted(map(str, files))) or 'none'}")
     for url in files[split]:
         if not kind(url):
             raise UserError(f"{name}: files such as {url.rpartition('/')[2]} cannot be streamed; leave out `stream`")

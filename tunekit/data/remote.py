@@ -143,8 +143,10 @@ def tried(name: str, act: Callable[[], Result]) -> Result:
     """What a store says, or a line on why it does not."""
     try:
         return act()
-    except FileNotFoundError:
-        raise UserError(f"{name}: no such file or folder") from None
+    except FileNotFoundError as error:
+        if error.__cause__ is None or isinstance(error.__cause__, FileNotFoundError):
+            raise UserError(f"{name}: no such file or folder") from None
+        raise UserError(f"{name}: cannot be read: {told(error.__cause__)}") from None  # of a server that fails
     except PermissionError as error:
         raise UserError(f"{name}: you may not read it; check your credentials: {told(error)}") from None
     except (*troubles(), ValueError) as error:
@@ -162,5 +164,5 @@ def shown(url: str) -> str:
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
 
-def told(error: Exception) -> str:
+def told(error: BaseException) -> str:
     return discreet.text(" ".join(str(error).split())) or type(error).__name__

@@ -1,0 +1,197 @@
+"""JSON in every shape and every kind of damage: rows are those that the standard library finds, faults have a place."""
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.data.sources import small_chunks
+from tests.data.test_table import resumes
+from tunekit.data.source import open_source
+from tunekit.data.table import Fault, Row, insist
+from tunekit.errors import UserError
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.floats() | st.text() | st.integers(-(10**30), 10**30),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=6,
+)
+OBJECTS = st.dictionaries(st.text(max_size=5), VALUES, max_size=3)
+SPACE = st.sampled_from(["", " ", "\n", "\r\n", "\t \n"])
+# What files hold that nobody wanted there, and what is rare but right.
+ODD = st.sampled_from(
+    [
+        b'{"a": "\xff"}',
+        b'{"a": "\xed\xa0\x80"}',  # a surrogate in UTF-8, which may not be
+        b'{"a": "\\ud800"}',  # an escape that stands for half a character
+        b'{"a": "\\ud83d\\ude00"}',
+        b'{"a": "\x00"}',
+        b'{"a": ' + b"9" * 5000 + b"}",
+        b'{"a": 1e999}',
+        b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+        b"[" * 100_000,
+        b'{"a": NaN}',
+        b'{"a": 1, "a": 2}',
+        b'{"a": 1} {"a": 2}',
+        b'{"a": "no end}',
+        b"\xef\xbb\xbf{}",
+        b"[1, 2]",
+        b'"text"',
+        b"7",
+        b"null",
+        b"{",
+        b"}",
+        b"",
+        b" \t",
+        b"\r",
+        b"\x00\x00\x00",
+        b'{"a": "\xe2\x80\xa8"}',
+    ]
+)
+LINES = st.lists(OBJECTS.map(lambda value: json.dumps(value, ensure_ascii=False).encode("utf-8", "replace")) | ODD)
+
+
+def oracle(line: bytes) -> dict | None:
+    """The row of a line; None: it has none."""
+    try:
+        value = json.loads(line.decode("utf-8-sig"))
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def is_blank(line: bytes) -> bool:
+    return not line.replace(b"\xef\xbb\xbf", b"").strip()
+
+
+@given(lines=LINES, end=st.sampled_from([b"\n", b"\r\n"]), last=st.booleans(), mark=st.booleans())
+@settings(max_examples=80, deadline=None)
+def test_lines_are_rows_or_faults_with_their_number(lines, end, last, mark, tmp_path_factory) -> None:
+    path = tmp_path_factory.mktemp("fuzz") / "rows.jsonl"
+    lines = [b'{"first": 1}', *lines]
+    path.write_bytes(b"\xef\xbb\xbf" * mark + end.join(lines) + end * last)
+    with small_chunks(3, 200):
+        table = open_source(str(path), "train")
+        rows = list(table.rows)
+        resumes(table)
+    numbered = [(number, line) for number, line in enumerate(lines, 1) if not is_blank(line)]
+    assert [row.where for row in rows] == [f"{path}:{number}" for number, _ in numbered]
+    for row, (_, line) in zip(rows, numbered, strict=True):
+        want = oracle(line)
+        assert isinstance(row, Fault) == (want is None), row
+        if isinstance(row, Row):
+            assert repr(row.fields) == repr(want)  # not a number is not equal to itself
+        else:
+            assert row.reason and "\n" not in row.reason
+
+
+@given(rows=st.lists(OBJECTS, min_size=1), spaces=st.lists(SPACE, min_size=4, max_size=4), mark=st.booleans())
+@settings(max_examples=50, deadline=None)
+@pytest.mark.parametrize("name", ["rows.json", "rows.jsonl"])
+def test_a_list_is_cut_into_the_rows_that_it_holds(name: str, rows, spaces, mark, tmp_path_factory) -> None:
+    path = tmp_path_factory.mktemp("fuzz") / name
+    before, after, comma, end = spaces
+    texts = [json.dumps(row, ensure_ascii=False).encode("utf-8", "replace").decode() for row in rows]
+    text = f"{before}[{after}{f'{comma},{after}'.join(texts)}{comma}]{end}"
+    path.write_bytes(b"\xef\xbb\xbf" * mark + text.encode())
+    want = json.loads(text)
+    with small_chunks(3, 5):
+        table = open_source(str(path), "train")
+        found = [insist(row) for row in table.rows]
+        resumes(table)
+    assert [row.where for row in found] == [f"{path} row {number}" for number in range(1, len(want) + 1)]
+    assert repr([row.fields for row in found]) == repr(want)
+
+
+@given(
+    items=st.lists(OBJECTS.map(json.dumps).map(str.encode) | ODD),
+    begin=st.sampled_from([b"[", b"", b"{", b'{"data": [', b" [\n"]),
+    end=st.sampled_from([b"]", b"", b"}", b"]}", b",]", b"] ["]),
+    comma=st.sampled_from([b",", b"\n", b",\n", b" "]),
+)
+@settings(max_examples=80, deadline=None)
+@pytest.mark.parametrize("name", ["rows.json", "rows.jsonl", "rows.json.gz"])
+def test_whatever_a_file_holds_it_ends_in_rows_or_a_line(name, items, begin, end, comma, tmp_path_factory) -> None:
+    path = tmp_path_factory.mktemp("fuzz") / name
+    raw = begin + comma.join(items) + end
+    path.write_bytes(gzip.compress(raw) if name.endswith(".gz") else raw)
+    with small_chunks(3, 100):
+        try:
+            table = open_source(str(path), "train")
+            rows = list(table.rows)
+        except UserError as error:
+            assert str(error).startswith(str(path)) and "\n" not in str(error)
+            return
+        resumes(table)
+    assert all(row.where.startswith(str(path)) for row in rows)
+    try:
+        value = json.loads(raw.decode("utf-8-sig"))
+    except (ValueError, RecursionError):
+        return
+    if isinstance(value, list):
+        assert len(rows) == len(value)
+
+
+def test_a_mistake_in_a_list_is_told_with_its_line_wherever_it_stands(tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    rows = [json.dumps({"text": "x" * 50, "number": number}) for number in range(200)]
+    path.write_text("[\n" + ",\n".join([*rows[:150], '{"text" "x"}', *rows[150:]]) + "\n]")
+    with pytest.raises(UserError, match=r"rows.json:152: malformed JSON: Expecting ':' delimiter at column 9"):
+        open_source(str(path), "train")
+    path.write_text("[\n" + ",\n".join(rows))
+    with pytest.raises(UserError, match=r"rows.json:201: malformed JSON: the list does not end"):
+        open_source(str(path), "train")
+    path.write_text("[\n" + ",\n".join(rows) + "\n]\n{}")
+    with pytest.raises(UserError, match=r"rows.json:203: malformed JSON: more follows the end of the list"):
+        open_source(str(path), "train")
+
+
+@pytest.mark.parametrize("cut", [1, 3, 30, 200, -9, -1])
+@pytest.mark.parametrize("name", ["rows.jsonl.gz", "rows.json.gz", "rows.csv.gz"])
+def test_packed_files_that_end_early_are_told(name: str, cut: int, tmp_path: Path) -> None:
+    rows = [{"text": f"{number * 7919 % 1000} {number}"} for number in range(300)]
+    text = json.dumps(rows) if ".json." in name else "\n".join(map(json.dumps, rows))
+    path = tmp_path / name
+    path.write_bytes(gzip.compress(text.encode())[:cut])
+    with pytest.raises(UserError, match=rf"{name}(:\d+)?: cannot be read: ") as told:
+        list(open_source(str(path), "train").rows)
+    assert "\n" not in str(told.value)
+
+
+def test_a_file_none_of_which_can_be_read_is_refused_as_such(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("text, which is no JSON\n" * 20)
+    with pytest.raises(
+        UserError, match=r"rows.jsonl:1: malformed JSON: .*; nor can any of the 9 rows after it be read"
+    ):
+        open_source(str(path), "train")
+    path.write_text("text, which is no JSON\n" * 9)
+    assert open_source(str(path), "train").count == 9
+
+
+@pytest.mark.parametrize(
+    ("raw", "says"),
+    [
+        (gzip.compress(b'{"a": 1}\n' * 20), "is packed with gzip; give it a name that ends in .gz"),
+        (b"\x89PNG\r\x00\x00\x1a\n" * 50, "is no UTF-8 text: it is binary, or UTF-16"),
+        ('{"a": 1}\n'.encode("utf-16") * 20, "is no UTF-8 text: it is binary, or UTF-16"),
+    ],
+)
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.csv"])
+def test_what_is_no_text_is_refused(name: str, raw: bytes, says: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(raw)
+    with pytest.raises(UserError, match=f"{name}: {says}"):
+        open_source(str(tmp_path / name), "train")
+
+
+def test_a_line_without_an_end_is_not_read_into_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tunekit.data.text.LONGEST", 1000)
+    monkeypatch.setattr("tunekit.data.jsonfile.LONGEST", 1000)
+    for name in ("rows.jsonl", "rows.json"):
+        path = tmp_path / name
+        path.write_text(('{"a": "' if name == "rows.jsonl" else '[{"a": "') + "x" * 5_000_000)
+        with pytest.raises(UserError, match=rf"{name}:1: .*a (line|row) of more than "):
+            open_source(str(path), "train")
