@@ -6,11 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from tunekit.data.rows import Auto, Chat, Completion, Instruct, Marked, Preference, Rows, ShareGPT, Text
 from tunekit.data.signs import Sign
 from tunekit.data.table import Fault, Row
 from tunekit.data.tokenizer import Tokenizer
+from tunekit.data.turns import NUMBER
 from tunekit.errors import FieldError, UserError
 
 TALK = [
@@ -146,6 +149,22 @@ def test_calls_are_learnt_and_their_results_are_not(tools: Tokenizer) -> None:
     learnt = f"{json.dumps(CALL)}<|im_end|>It is 4.<|im_end|>"
     assert tools.decode(found.tokens[found.learnt].tolist(), special=True) == learnt
     assert found.signs == Sign(0)
+
+
+NUMBERS = st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.integers(0, 9999).map(NUMBER.__add__)
+
+
+@given(st.lists(NUMBERS, min_size=1, max_size=4), st.text("ab", min_size=1))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+def test_numbers_and_ids_of_calls_make_no_other_shape(tools: Tokenizer, numbers: list, name: str) -> None:
+    tools.shapes.clear()
+    for row in (numbers, [0.5 for _ in numbers]):
+        call = {"name": "add", "arguments": {"of": row, "first": row[0], "yes": True}}
+        asked = {"role": "assistant", "content": None, "tool_calls": [{"id": f"{name}{row[0]}", "function": call}]}
+        result = {"role": "tool", "tool_call_id": f"{name}{row[0]}", "content": json.dumps(row)}
+        talk = [ASK, asked, result, {"role": "assistant", "content": str(row[0])}]
+        assert taught(Chat("x"), tools, {"messages": talk}) == [f"{json.dumps(call)}<|im_end|>{row[0]}<|im_end|>"]
+    assert len(tools.shapes) == 1, "what was found for one row holds for all"
 
 
 def test_sharegpt_is_the_same_conversation(tools: Tokenizer) -> None:

@@ -12,7 +12,7 @@ import tokenizers
 from tunekit.data.layout import Layout, layout, padded
 from tunekit.data.signs import Sign
 from tunekit.data.tokenizer import Tokenizer
-from tunekit.data.turns import HIDDEN, HIDES, MOST, WAY_OUT, Hidden, Messages, Span, Tools, Unsure, Writing
+from tunekit.data.turns import HIDDEN, HIDES, MOST, NUMBERS, WAY_OUT, Hidden, Messages, Span, Tools, Unsure, Writing
 from tunekit.errors import UserError
 
 Learn = Literal["assistant", "last", "all"]
@@ -87,6 +87,7 @@ def study(tokenizer: Tokenizer, hidden: Hidden, tools: Tools, wanted: tuple[int,
         writing = Writing(tokenizer, hidden.messages, tools, hidden)
         spans, signs = find(writing, wanted)
         probe = tokenizer.render(pad(hidden.messages), tools)
+        probe = NUMBERS.sub(lambda match: padded(int(match[1])), probe)
     except UserError:
         return Found(None)
     return Found(layout(writing.text, probe, spans), signs)

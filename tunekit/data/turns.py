@@ -4,6 +4,7 @@ Texts of messages are hidden behind characters that occur nowhere else; what sta
 A turn begins where the template's prompt for it ends, and ends with what the template writes behind it.
 """
 
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
@@ -21,6 +22,8 @@ Tools = list[dict[str, Any]] | None
 HIDDEN = 0x17000  # the first of the characters that hide texts: Tangut script, which `repr` prints as it is
 MOST = 6000  # of them
 HIDES = re.compile(f"[{chr(HIDDEN)}-{chr(HIDDEN + MOST - 1)}]")
+NUMBER = 7310584926_000_000  # hides the first number; a text cannot stand for one where JSON is written
+NUMBERS = re.compile(r"7310584926(\d{6})")
 WAY_OUT = "leave this turn out (`learn: last`), or name a `template` with {% generation %} blocks"
 
 
@@ -64,7 +67,10 @@ class Hidden:
         return {**call, "function": {**function, "arguments": self.inside(function.get("arguments"))}}
 
     def inside(self, value: Any) -> Any:
-        """A value of JSON with its strings hidden. Keys and numbers stay."""
+        """A value of JSON with its strings and numbers hidden. Keys stay."""
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            self.texts.append(json.dumps(value))
+            return NUMBER + len(self.texts) - 1
         if isinstance(value, Mapping):
             return {key: self.inside(item) for key, item in value.items()}
         return [self.inside(item) for item in value] if isinstance(value, list) else self.hide(value)
@@ -80,6 +86,11 @@ class Hidden:
     def new(self, text: str) -> str:
         self.texts.append(text)
         return chr(HIDDEN + len(self.texts) - 1)
+
+
+def shown(text: str) -> str:
+    """A text in which the numbers that hide numbers are characters, as those that hide texts."""
+    return NUMBERS.sub(lambda match: chr(HIDDEN + int(match[1])), text)
 
 
 class Writing:
@@ -102,7 +113,9 @@ class Writing:
                 messages[hiding] = self.hidden.messages[hiding]
             more = {} if mode is None else dict([mode])
             context = self.tokenizer.context(messages, self.tools, prompt)
-            self.written[key] = self.tokenizer.template(self.tools).render({**context, **more})
+            text = self.tokenizer.template(self.tools).render({**context, **more})
+            whole = hiding is None and self.messages is not self.hidden.messages
+            self.written[key] = text if whole else shown(text)
         return self.written[key]
 
     def sides(self, index: int, count: int, prompt: bool = False, mode: Mode | None = None) -> tuple[str, str] | None:
@@ -192,7 +205,7 @@ class Writing:
         said = {"role": "assistant", "content": "a"}
         for after in (self.messages[index + 1 :], ()):
             hidden = Hidden(self.tokenizer, [*self.messages[:index], said, *after], self.tools)
-            text = self.tried(lambda hidden=hidden: self.tokenizer.render(hidden.messages, self.tools)) or ""
+            text = shown(self.tried(lambda hidden=hidden: self.tokenizer.render(hidden.messages, self.tools)) or "")
             first, second = (chr(HIDDEN + hidden.bounds[place][1] - 1) for place in (before, index))
             if text.count(second) == 1 and first in text:
                 yield text.partition(second)[0].rpartition(first)[2]
