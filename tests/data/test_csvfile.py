@@ -74,7 +74,7 @@ def test_a_record_that_is_wrong_leaves_the_others_alone(tmp_path: Path) -> None:
         "1",
         "malformed CSV: ',' expected after '\"'",
         "3",
-        "1 values, but the header names 2 columns",
+        "the header names 2 columns, this row has 1",
         "not UTF-8; save the file as UTF-8",
         "7",
         "malformed CSV: unexpected end of data",

@@ -156,8 +156,8 @@ def test_what_is_slow_to_import_is_not_imported_for_plain_files() -> None:
         ("a.json", b"3", r"a.json: want a list of rows or {\"data\": \[rows\]}, this is int"),
         ("a.json", b'{"data": [{"a": "\xe9"}]}', r"a.json: not UTF-8 \(byte 0xe9 at 17\)"),
         ("a.json", b"[" * 200_000, r"a.json:1: malformed JSON: maximum recursion"),
-        ("a.csv", b"a,b\n1,2\n1,2,3\n", r"a.csv:3: 3 values, but the header names 2 columns"),
-        ("a.csv", b"a,b\n1\n", r"a.csv:2: 1 values, but the header names 2 columns"),
+        ("a.csv", b"a,b\n1,2\n1,2,3\n", r"a.csv:3: the header names 2 columns, this row has 3"),
+        ("a.csv", b"a,b\n1\n", r"a.csv:2: the header names 2 columns, this row has 1"),
         ("a.csv", b'a,b\n1,"2\n', r"a.csv:2: malformed CSV: unexpected end of data"),
         ("a.csv", b"a,b\n1,\xff\n", r"a.csv:\d: not UTF-8"),
         ("a.parquet", b"PAR1", r"a.parquet: not a Parquet file: "),
@@ -176,6 +176,7 @@ def test_what_cannot_be_read_is_told_with_its_place(name, content, message, tmp_
     [
         ("gone.jsonl", "train", "gone.jsonl: no such file or folder"),
         ("./gone folder", "train", "gone folder: no such file or folder"),
+        ("./gone", "train", "^./gone: no such file or folder$"),
         ("a/b/c", "train", "a/b/c: no such file or folder"),
         ("{here}", "train", r"the folder holds no .json, .jsonl, .csv, .parquet, .arrow file"),
         (

@@ -43,7 +43,7 @@ class CsvChunk:
         if isinstance(values, str):
             return Fault(where, f"malformed CSV: {values}")
         if len(values) != len(self.header):
-            return Fault(where, f"{len(values)} values, but the header names {len(self.header)} columns")
+            return Fault(where, f"the header names {len(self.header)} columns, this row has {len(values)}")
         try:
             "".join(values).encode()
         except UnicodeEncodeError:  # bytes that are no UTF-8 were decoded to lone surrogates
@@ -69,7 +69,7 @@ class Csv(RowFile):
                 place = place._replace(offset=records[0].offset, line=records[0].line)
                 chunk = CsvChunk(self.file.name, place, header, tuple(records))
                 if first:
-                    refuse_rubbish(chunk)
+                    refuse_rubbish(chunk, "records as the header has them, with commas between values")
                 yield chunk
                 first, place = False, place._replace(row=place.row + chunk.count)
 

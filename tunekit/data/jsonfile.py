@@ -69,7 +69,7 @@ class JsonLines(RowFile):
                 count = sum(1 for text in texts if text.strip(BLANK))
                 chunk = JsonChunk(f"{name}:", place, count, texts)
                 if place.offset == 0:
-                    refuse_rubbish(chunk)
+                    refuse_rubbish(chunk, "one JSON object a line")
                 yield chunk
                 after = place.offset + sum(map(len, texts))
                 place = Place(place.file, after, place.line + len(texts), place.row + count)
@@ -117,7 +117,7 @@ class JsonList(RowFile):
                 texts = tuple(element.text for element in group)
                 chunk = JsonChunk(f"{self.file.name} row ", place, len(texts), texts)
                 if place.offset == 0:
-                    refuse_rubbish(chunk)
+                    refuse_rubbish(chunk, "a list of JSON objects")
                 yield chunk
                 place = Place(place.file, group[-1].behind, place.line + len(texts), place.row + len(texts))
 

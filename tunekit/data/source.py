@@ -25,7 +25,7 @@ SLOW = {
     "remote": ("tunekit.data.remote", "files"),
 }
 # A data set of the Hub: owner/name, with a configuration and a revision if wanted: owner/name:config@revision
-HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?(@[\w./-]+)?")
+HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?(:[\w.-]+)?(@[\w./-]+)?")
 SPLIT = re.compile(r"([\w.-]+)(?:\[(-?\d+%?)?:(-?\d+%?)?\])?")
 
 

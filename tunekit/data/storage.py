@@ -75,7 +75,7 @@ class Local:
 
 @dataclass(frozen=True)
 class Packed:
-    """A compressed file, read as what is packed in it."""
+    """A compressed file, read as what is packed in it. To go on in its middle, all before is unpacked once more."""
 
     file: Stored
     unpack: Callable[[io.BufferedReader], io.BufferedReader]

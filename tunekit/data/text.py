@@ -65,9 +65,10 @@ def groups(items: Iterable[Item], length_of: Callable[[Item], int]) -> Iterator[
         yield group
 
 
-def refuse_rubbish(chunk: Chunk) -> None:
-    """UserError for a file that begins with many rows, none of which can be read: rows are another thing."""
+def refuse_rubbish(chunk: Chunk, wanted: str) -> None:
+    """UserError for a file that begins with many rows, none of which can be read: its rows are another thing."""
     found = list(islice(chunk.rows(), FIRST))
     faults = [row for row in found if isinstance(row, Fault)]
     if len(faults) == FIRST:
-        raise UserError(f"{faults[0].where}: {faults[0].reason}; nor can any of the {FIRST - 1} rows after it be read")
+        told = f"{faults[0].where}: {faults[0].reason}"
+        raise UserError(f"{told}; nor can any of the {FIRST - 1} rows after it be read: want {wanted}")
