@@ -20,6 +20,7 @@ from types import SimpleNamespace
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from turns import turns
 
 from tunekit.kernels import cross_entropy
 from tunekit.kernels.cross_entropy import Terms, chunked_loss, token_logprobs
@@ -68,7 +69,7 @@ def works(tokens: int, vocab: int, dim: int, device: str) -> dict[str, Callable[
 
 def products(x: Tensor, weight: Tensor, trained: bool) -> Callable[[], object]:
     """The products that nobody can leave out, into memory that is there, in chunks of the size that tunekit takes."""
-    size = cross_entropy.chunk(len(x), len(weight), x)
+    size = cross_entropy.chunk(len(x), len(weight), x, trained)
     room, to_x, to_weight = x.new_zeros(size, len(weight)), torch.empty_like(x), torch.empty_like(weight)
 
     def run() -> None:
@@ -91,28 +92,21 @@ def plain_chunks(hidden: Tensor, targets: Tensor, weight: Tensor, size: int = 51
     return torch.cat(grads)
 
 
-def timed(work: Callable[[], object], device: str) -> float:
-    """Milliseconds."""
-    began = time.perf_counter()
-    work()
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return 1e3 * (time.perf_counter() - began)
-
-
-def turns(size: str, rounds: int, device: str) -> None:
+def timed(size: str, rounds: int, device: str) -> None:
     of = works(*map(int, size.split("x")), device)
-    found: dict[str, list[float]] = {name: [] for name in of}
-    for i in range(rounds + 1):
-        for name, work in of.items():
-            taken = timed(work, device)
-            found[name] += [taken] if i else []  # the first round warms up
+    found = turns(of, rounds, waited if device == "cuda" else time.perf_counter)
     first = {name: "products alone" + ", trained head" * ("trained" in name) for name in of}
     print(f"\n| {size} | ms | times its products |\n|---|---|---|")
     for name, taken in found.items():
         middle = statistics.median(taken)
         ratio = middle / statistics.median(found[first[name]])
-        print(f"| {name} | {middle:.0f} ({min(taken):.0f}) | {ratio:.2f} |", flush=True)
+        print(f"| {name} | {1e3 * middle:.0f} ({1e3 * min(taken):.0f}) | {ratio:.2f} |", flush=True)
+
+
+def waited() -> float:
+    """Seconds, when the GPU has done all it was told."""
+    torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 def resident(key: str) -> float:
@@ -158,7 +152,7 @@ def main() -> None:
     print(f"{hardware(torch.device(args.device))}, {torch.get_num_threads()} threads, torch {torch.__version__}, "
           f"Python {platform.python_version()}; load {os.getloadavg()[0]:.1f}")  # fmt: skip
     for size in args.sizes if "time" in args.what else []:
-        turns(size, args.rounds, args.device)
+        timed(size, args.rounds, args.device)
     if "memory" in args.what:
         memory(args.sizes, args.device)
 

@@ -127,30 +127,36 @@ INLINE float largest(const T* logits, int64_t vocab, float scale) {
 
 struct Sums {
     double exps = 0, logits = 0;  // both of logits less the largest
+    double spread = 0;            // of these, each times its exponential
 };
 
-template <typename T, bool CAP>
+template <typename T, bool CAP, bool SPREAD = false>
 INLINE Sums sums(const T* logits, int64_t vocab, float most, const Terms& terms) {
     Sums total;
     Floats slope;
     int64_t i = 0;
     while (i + LANES <= vocab) {
         const int64_t stop = vocab - i < BLOCK ? vocab / LANES * LANES : i + BLOCK;
-        Floats exps = {}, plain = {};
+        Floats exps = {}, plain = {}, spread = {};
         for (; i < stop; i += LANES) {
             const Floats x = capped<CAP>(load(logits + i) * terms.scale, terms, &slope) - most;
-            exps += exp(x);
+            const Floats e = exp(x);
+            exps += e;
             plain += x;
+            if (SPREAD) spread += e * (x <= LEAST ? Floats{} : x);  // 0 times -inf is no number
         }
         for (int k = 0; k < LANES; k++) {
             total.exps += exps[k];
             total.logits += plain[k];
+            total.spread += spread[k];
         }
     }
     for (; i < vocab; i++) {
         const Floats x = capped<CAP>(same(one(logits + i) * terms.scale), terms, &slope) - most;
-        total.exps += exp(x)[0];
+        const float e = exp(x)[0];
+        total.exps += e;
         total.logits += x[0];
+        if (SPREAD) total.spread += x[0] <= LEAST ? 0.0f : e * x[0];
     }
     return total;
 }
@@ -193,6 +199,22 @@ float row(T* logits, int64_t target, int64_t vocab, float weight, const Terms& t
     return normal - kept * right - smoothed + terms.z_loss * whole * whole;
 }
 
+template <typename T, bool CAP>
+float entropy(const T* logits, int64_t vocab, const Terms& terms) {
+    Floats slope;
+    const float most = capped<CAP>(same(largest(logits, vocab, terms.scale)), terms, &slope)[0];
+    const Sums all = sums<T, CAP, true>(logits, vocab, most, terms);
+    return std::log(all.exps) - all.spread / all.exps;
+}
+
+template <typename T>
+void entropies(const T* logits, float* out, int64_t rows, int64_t vocab, int64_t stride, const Terms& terms,
+               int threads) {
+    const auto work = terms.softcap > 0 ? entropy<T, true> : entropy<T, false>;
+#pragma omp parallel for num_threads(threads) schedule(dynamic, 4)
+    for (int64_t r = 0; r < rows; r++) out[r] = work(logits + r * stride, vocab, terms);
+}
+
 template <typename T>
 int64_t losses(T* logits, const int64_t* targets, const float* weights, float* out, int64_t rows, int64_t vocab,
                int64_t stride, const Terms& terms, bool wanted, int threads) {
@@ -225,5 +247,16 @@ int64_t losses_bf16(bf16* logits, const int64_t* targets, const float* weights, 
 int64_t losses_fp32(float* logits, const int64_t* targets, const float* weights, float* out, const Terms* terms,
                     int64_t rows, int64_t vocab, int64_t stride, int wanted, int threads) {
     return losses(logits, targets, weights, out, rows, vocab, stride, *terms, wanted, threads);
+}
+
+// Of what follows on each row, in nats.
+void entropies_bf16(const bf16* logits, float* out, const Terms* terms, int64_t rows, int64_t vocab, int64_t stride,
+                    int threads) {
+    entropies(logits, out, rows, vocab, stride, *terms, threads);
+}
+
+void entropies_fp32(const float* logits, float* out, const Terms* terms, int64_t rows, int64_t vocab, int64_t stride,
+                    int threads) {
+    entropies(logits, out, rows, vocab, stride, *terms, threads);
 }
 }

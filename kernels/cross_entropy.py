@@ -29,7 +29,7 @@ ROOM = {"cpu": 2**26, "cuda": 2**28}
 MULTIPLE = 64  # tokens: every step has another number of them, and kernels are made anew for every other shape
 SLICE = {"cpu": 2**22, "cuda": 2**26}  # numbers of a weight whose gradient is added at once
 SOURCE = Path(__file__).with_name("cross_entropy.cpp")
-NATIVE = {torch.bfloat16: "losses_bf16", torch.float32: "losses_fp32"}
+NATIVE = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 
 class Head(Protocol):
@@ -67,17 +67,15 @@ def token_losses(logits: Tensor, targets: Tensor, weights: Tensor | None, terms:
     logits become the gradient of the losses, each times its weight (n,).
     """
     if logits.device.type == "cuda":
-        return importlib.import_module("tunekit.kernels.cross_entropy_triton").token_losses(
-            logits, targets, weights, terms, gradient
-        )
-    lib = compiled() if logits.device.type == "cpu" else None
-    if lib is None or logits.dtype not in NATIVE or logits.stride(1) != 1:
+        return gpu().token_losses(logits, targets, weights, terms, gradient)
+    lib = native(logits)
+    if lib is None:
         return token_losses_reference(logits, targets, weights, terms, gradient)
     out, targets = torch.empty(len(logits)), targets.long().contiguous()
     weights = None if weights is None else weights.float().contiguous()
     places = (None if t is None else t.data_ptr() for t in (logits, targets, weights, out))
     sizes = *logits.shape, logits.stride(0), gradient, torch.get_num_threads()
-    wrong = getattr(lib, NATIVE[logits.dtype])(*places, (ctypes.c_float * 4)(*terms), *sizes)
+    wrong = getattr(lib, f"losses_{NATIVE[logits.dtype]}")(*places, (ctypes.c_float * 4)(*terms), *sizes)
     if wrong:
         raise IndexError(f"{wrong} targets lie beyond the {logits.shape[1]} tokens of the vocabulary")
     return out
@@ -108,15 +106,52 @@ def token_losses_reference(
     return losses.masked_fill(~real, 0)
 
 
+def token_entropies(logits: Tensor, scale: float, softcap: float | None) -> Tensor:
+    """Entropies (n,) in nats, in fp32, of what logits (n, vocab) expect, as a product gave them."""
+    terms = [scale, softcap or 0.0, 0.0, 0.0]
+    if logits.device.type == "cuda":
+        return gpu().token_entropies(logits, terms)
+    lib = native(logits)
+    if lib is None:
+        return token_entropies_reference(logits, terms)
+    out = torch.empty(len(logits))
+    sizes = *logits.shape, logits.stride(0), torch.get_num_threads()
+    work = getattr(lib, f"entropies_{NATIVE[logits.dtype]}")
+    work(logits.data_ptr(), out.data_ptr(), (ctypes.c_float * 4)(*terms), *sizes)
+    return out
+
+
+def token_entropies_reference(logits: Tensor, terms: list[float]) -> Tensor:
+    """The same in plain torch."""
+    scale, softcap, *_ = terms
+    x = logits.float() * scale
+    logs = (softcap * (x / softcap).tanh() if softcap else x).log_softmax(-1)
+    shares = logs.exp()
+    return -(shares * logs.masked_fill(shares == 0, 0)).sum(-1)
+
+
 @cache
 def compiled() -> ctypes.CDLL | None:
     lib = library(SOURCE)
     if lib is not None:
-        for name in NATIVE.values():
-            function = getattr(lib, name)
-            function.argtypes = [*[ctypes.c_void_p] * 5, *[ctypes.c_int64] * 3, ctypes.c_int, ctypes.c_int]
-            function.restype = ctypes.c_int64
+        place, size = ctypes.c_void_p, ctypes.c_int64
+        for kind in NATIVE.values():
+            losses, entropies = getattr(lib, f"losses_{kind}"), getattr(lib, f"entropies_{kind}")
+            losses.argtypes = [*[place] * 5, *[size] * 3, ctypes.c_int, ctypes.c_int]
+            losses.restype = size
+            entropies.argtypes, entropies.restype = [*[place] * 3, *[size] * 3, ctypes.c_int], None
     return lib
+
+
+def native(logits: Tensor) -> ctypes.CDLL | None:
+    """The compiled functions, if there are some for these logits."""
+    fits = logits.device.type == "cpu" and logits.dtype in NATIVE and logits.stride(1) == 1
+    return compiled() if fits else None
+
+
+@cache
+def gpu() -> Any:
+    return importlib.import_module("tunekit.kernels.cross_entropy_triton")
 
 
 # What a chunk's logits amount to
@@ -163,19 +198,25 @@ class Measured:
 
 
 class Direct:
-    """Of a head that is one product, into the same memory for every chunk. Its gradient adds up in fp32."""
+    """Of a head that is one product, into the same memory for every chunk. Its gradient adds up in fp32.
+
+    The first chunk's is written and not added: zeros would be written, read and touch memory for the first time.
+    """
 
     def __init__(self, head: Head, like: Tensor, size: int, trained: list[Tensor]) -> None:
         self.weight = head.weight.detach().to(like.dtype)
         self.room = like.new_empty(size, len(self.weight))
-        self.grads = zeros(trained)
+        self.trained, self.grads = trained, []
 
     def logits(self, x: Tensor, gradient: bool) -> Tensor:
         return torch.mm(x, self.weight.T, out=self.room[: len(x)])
 
     def back(self, x: Tensor, grad: Tensor) -> Tensor:
+        first = not self.grads
+        if first:
+            self.grads = [torch.empty_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in self.trained]
         for total in self.grads:
-            add_product(total, grad, x)
+            add_product(total, grad, x, first)
         return grad @ self.weight
 
 
@@ -202,15 +243,19 @@ def zeros(like: list[Tensor]) -> list[Tensor]:
     return [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in like]
 
 
-def add_product(total: Tensor, grad: Tensor, x: Tensor) -> None:
-    """total (vocab, dim) += grad^T x, of which no more than a slice is ever rounded to the dtype of `x`."""
+def add_product(total: Tensor, grad: Tensor, x: Tensor, first: bool) -> None:
+    """total (vocab, dim) += grad^T x, of which no more than a slice is ever rounded to the dtype of `x`.
+
+    At `first` it is put there.
+    """
     if total.dtype == x.dtype:
-        total.addmm_(grad.T, x)
+        total.addmm_(grad.T, x, beta=0 if first else 1)
         return
     step = max(1, SLICE.get(x.device.type, SLICE["cpu"]) // x.shape[1])
     room = x.new_empty(step, x.shape[1])
     for part, of in zip(total.split(step), grad.T.split(step), strict=True):
-        part += torch.mm(of, x, out=room[: len(part)])
+        made = torch.mm(of, x, out=room[: len(part)])
+        part.copy_(made) if first else part.add_(made)
 
 
 @dataclass(frozen=True)
@@ -223,11 +268,19 @@ class Chunks:
     targets: Tensor
 
     def run(
-        self, hidden: Tensor, trained: list[Tensor], gradient: bool, weights: Tensor | None = None
+        self,
+        hidden: Tensor,
+        trained: list[Tensor],
+        gradient: bool,
+        weights: Tensor | None = None,
+        look: Callable[[Tensor], object] | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
-        """Losses and, with `gradient`, those of the hidden states (all, dim) and of what the head trains."""
-        size = chunk(len(self.rows), len(self.head.weight), hidden)
+        """Losses and, with `gradient`, those of the hidden states (all, dim) and of what the head trains.
+
+        `look` sees the logits of each chunk before they become a gradient.
+        """
         way = Direct if self.head.plain else Traced
+        size = chunk(len(self.rows), len(self.head.weight), hidden, way is Direct and gradient and bool(trained))
         layer = way(self.head, hidden, size, trained if gradient else [])
         losses, to_hidden = [], torch.zeros_like(hidden) if gradient else hidden
         for at in range(0, len(self.rows), size):
@@ -236,17 +289,22 @@ class Chunks:
             x = F.pad(hidden.index_select(0, rows), (0, 0, 0, -len(rows) % MULTIPLE))
             logits = layer.logits(x, gradient)
             of = None if weights is None else weights[part]
+            if look is not None:
+                look(logits[: len(rows)])
             losses.append(self.step(logits[: len(rows)], self.targets[part], of, gradient))
             if gradient:
                 logits[len(rows) :] = 0
                 to_hidden.index_copy_(0, rows, layer.back(x, logits)[: len(rows)])
         found = torch.cat(losses) if losses else hidden.new_zeros(0, dtype=torch.float32)
-        return found, [to_hidden, *layer.grads] if gradient else []
+        return found, [to_hidden, *(layer.grads or zeros(trained))] if gradient else []
 
 
-def chunk(count: int, vocab: int, like: Tensor) -> int:
-    """Tokens of a chunk, a multiple of MULTIPLE: all chunks have about the same number."""
-    most = ROOM.get(like.device.type, ROOM["cpu"]) // (vocab * like.itemsize) // MULTIPLE or 1
+def chunk(count: int, vocab: int, like: Tensor, wide: bool = False) -> int:
+    """Tokens of a chunk, a multiple of MULTIPLE: all chunks have about the same number.
+
+    `wide`: each chunk adds to the gradient of the whole head, which is larger than its logits: half as many are made.
+    """
+    most = (1 + wide) * ROOM.get(like.device.type, ROOM["cpu"]) // (vocab * like.itemsize) // MULTIPLE or 1
     parts = -(-count // MULTIPLE) or 1
     return MULTIPLE * -(-parts // -(-parts // most))
 
@@ -269,7 +327,24 @@ def token_logprobs(hidden: Tensor, targets: Tensor, head: Head, rows: Tensor | N
 
     A head that is trained has its logits computed again in the backward pass, where the weights of tokens are known.
     """
-    return -EachToken.apply(*prepared(hidden, targets, head, Terms(head.scale, head.softcap), rows))
+    return -EachToken.apply(None, *prepared(hidden, targets, head, Terms(head.scale, head.softcap), rows))
+
+
+@uncompiled  # as above
+def logprobs_and_entropies(
+    hidden: Tensor, targets: Tensor, head: Head, rows: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Log-probabilities as above, and the entropies in nats of what was expected there, fp32 (N,), without gradients.
+
+    The memory is the same, and the logits are read once more.
+    """
+    found: list[Tensor] = []
+
+    def look(logits: Tensor) -> None:
+        found.append(token_entropies(logits, head.scale, head.softcap))
+
+    losses = EachToken.apply(look, *prepared(hidden, targets, head, Terms(head.scale, head.softcap), rows))
+    return -losses, torch.cat(found) if found else torch.zeros_like(losses)
 
 
 def prepared(hidden: Tensor, targets: Tensor, head: Head, step: Step, rows: Tensor | None) -> tuple[Any, ...]:
@@ -300,10 +375,12 @@ class Summed(torch.autograd.Function):
 
 class EachToken(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, chunks: Chunks, hidden: Tensor, *trained: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, look: Callable[[Tensor], object] | None, chunks: Chunks, hidden: Tensor, *trained: Tensor
+    ) -> Tensor:
         ctx.chunks, ctx.again = chunks, bool(trained)
         ctx.random, ctx.devices = torch.get_rng_state(), get_device_states(hidden)
-        losses, grads = chunks.run(hidden, [], not trained and any(ctx.needs_input_grad))
+        losses, grads = chunks.run(hidden, [], not trained and any(ctx.needs_input_grad), look=look)
         ctx.save_for_backward(*grads or [hidden])
         return losses
 
@@ -312,13 +389,13 @@ class EachToken(torch.autograd.Function):
         (kept,) = ctx.saved_tensors
         if not ctx.again:
             each = weights[0].new_zeros(len(kept)).index_copy_(0, ctx.chunks.rows, weights[0])
-            return None, scaled(kept, each[:, None])
+            return None, None, scaled(kept, each[:, None])
         trained = learning(ctx.chunks.head)
         with torch.random.fork_rng(devices=ctx.devices[0]):  # dropout falls on the same numbers again
             torch.set_rng_state(ctx.random)
             set_device_states(*ctx.devices)
             _, grads = ctx.chunks.run(kept, trained, True, weights[0])
-        return None, *(grad.to(t.dtype) for grad, t in zip(grads, (kept, *trained), strict=True))
+        return None, None, *(grad.to(t.dtype) for grad, t in zip(grads, (kept, *trained), strict=True))
 
 
 def scaled(grad: Tensor, scale: Tensor) -> Tensor:

@@ -91,6 +91,43 @@ def losses_kernel(  # noqa: PLR0913 (a launch has no other way to pass them)
             tl.store(at + place, grad.to(logits.dtype.element_ty), real)
 
 
+@triton.jit
+def entropies_kernel(  # noqa: PLR0913
+    logits, entropies, vocab, stride, scale, softcap, CAP: tl.constexpr, SIZE: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0)
+    at = logits + row.to(tl.int64) * stride
+    most, exps, spread = -3e38, 0.0, 0.0  # spread: of logits less the largest, each times its exponential
+    for start in range(0, vocab, SIZE):
+        place = start + tl.arange(0, SIZE)
+        x = tl.where(place < vocab, capped(tl.load(at + place, place < vocab, 0), scale, softcap, CAP), -3e38)
+        top = tl.maximum(most, tl.reduce(x, 0, larger))
+        shares, fade = tl.exp(x - top), tl.exp(most - top)
+        spread = tl.where(fade > 0, fade * (spread + (most - top) * exps), 0.0)
+        spread += tl.reduce(tl.where(shares > 0, shares * (x - top), 0.0), 0, added)
+        exps = exps * fade + tl.reduce(shares, 0, added)
+        most = top
+    tl.store(entropies + row, tl.log(exps) - spread / exps)
+
+
+def token_entropies(logits: Tensor, terms: list[float]) -> Tensor:
+    """Entropies (n,) of logits (n, vocab), of which `terms` are scale and softcap first; a program for each row."""
+    rows, vocab = logits.shape
+    entropies = torch.empty(rows, device=logits.device)
+    if rows:
+        size, warps = sizes(vocab)
+        entropies_kernel[(rows,)](
+            logits, entropies, vocab, logits.stride(0), *terms[:2], CAP=terms[1] > 0, SIZE=size, num_warps=warps
+        )
+    return entropies
+
+
+def sizes(vocab: int) -> tuple[int, int]:
+    """Logits of a turn of a program, and its warps."""
+    size = min(1 << (vocab - 1).bit_length(), MOST)
+    return size, max(1, min(16, size // 512))
+
+
 def token_losses(logits: Tensor, targets: Tensor, weights: Tensor | None, terms: list[float], gradient: bool) -> Tensor:
     """Losses (n,) of logits (n, vocab), which become the gradient; a program for each row."""
     rows, vocab = logits.shape
@@ -98,7 +135,7 @@ def token_losses(logits: Tensor, targets: Tensor, weights: Tensor | None, terms:
     if rows == 0:
         return losses
     assert logits.stride(1) == 1
-    size = min(triton.next_power_of_2(vocab), MOST)
+    size, warps = sizes(vocab)
     losses_kernel[(rows,)](
         logits,
         targets.contiguous(),
@@ -111,6 +148,6 @@ def token_losses(logits: Tensor, targets: Tensor, weights: Tensor | None, terms:
         WEIGHTED=weights is not None,
         GRADIENT=gradient,
         SIZE=size,
-        num_warps=max(1, min(16, size // 512)),
+        num_warps=warps,
     )
     return losses

@@ -1,9 +1,7 @@
 """Codes that lose no more than they say, a step that is AdamW's but for that, and the same codes from every route."""
 
 import ctypes
-import importlib
 import math
-import sys
 from types import ModuleType
 
 import pytest
@@ -13,6 +11,7 @@ from torch import Tensor
 from tunekit.kernels import adamw8bit
 from tunekit.kernels.adamw8bit import BLOCK, Moments, Rule
 
+KERNEL = adamw8bit
 FP32, BF16 = torch.float32, torch.bfloat16
 RULE = Rule(1e-2, 0.1, (0.9, 0.95), 1e-8, 1)
 
@@ -149,14 +148,6 @@ def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adamw8bit, "compiled", lambda: None)
     adamw8bit.step(plain, grad, empty(1000), RULE)
     torch.testing.assert_close(ours, plain)
-
-
-@pytest.fixture
-def interpreted(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    pytest.importorskip("triton")
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.delitem(sys.modules, "tunekit.kernels.adamw8bit_triton", raising=False)
-    return importlib.import_module("tunekit.kernels.adamw8bit_triton")
 
 
 @pytest.mark.parametrize("count", [1, 300, 256 * 8 + 1])

@@ -1,7 +1,5 @@
 """The loss in chunks against the loss on all logits, in float64: values and every gradient."""
 
-import importlib
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +22,7 @@ from tunekit.kernels.cross_entropy import Measured, Terms, chunked_loss, token_l
 from tunekit.losses import CrossEntropy
 from tunekit.models.decoder import Decoder, Head
 
+KERNEL = cross_entropy
 BF16, FP32 = torch.bfloat16, torch.float32
 LIMITS = {FP32: 1e-5, BF16: 1e-2, torch.half: 2e-3}
 PLAIN = Terms()
@@ -42,23 +41,6 @@ def chunks_of_four(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cross_entropy, "MULTIPLE", 4)
     monkeypatch.setattr(cross_entropy, "ROOM", {"cpu": 1})
     monkeypatch.setattr(cross_entropy, "SLICE", {"cpu": 30})  # three rows of a weight whose rows have ten numbers
-
-
-@pytest.fixture(params=["fast", "reference"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is compiled, and plain torch as on machines without a compiler."""
-    if request.param == "reference":
-        monkeypatch.setattr(cross_entropy, "compiled", lambda: None)
-    elif cross_entropy.compiled() is None:
-        pytest.skip("no compiler")
-
-
-@pytest.fixture
-def interpreted(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    pytest.importorskip("triton")
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.delitem(sys.modules, "tunekit.kernels.cross_entropy_triton", raising=False)
-    return importlib.import_module("tunekit.kernels.cross_entropy_triton")
 
 
 def head_of(dim: int, vocab: int, terms: Terms = PLAIN, dtype: torch.dtype = FP32) -> Head:

@@ -1,7 +1,5 @@
 """Gated activations against float64, plain torch and transformers."""
 
-import importlib
-import sys
 from types import ModuleType
 
 import pytest
@@ -14,19 +12,15 @@ from tests.checkpoints import error
 from tunekit.kernels import glu
 from tunekit.kernels.glu import GATED, gated
 
+KERNEL = glu
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 FAST = sorted(glu.FAST)
 
 
-@pytest.fixture(params=["fast", "reference"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """What is compiled, of whatever size, and plain torch as on machines without a compiler."""
-    if request.param == "reference":
-        monkeypatch.setattr(glu, "compiled", lambda: None)
-    elif glu.compiled() is None:
-        pytest.skip("no compiler")
+@pytest.fixture(autouse=True)
+def of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is compiled, for few numbers too."""
     monkeypatch.setattr(glu, "FEW", 0)
-    return request.param
 
 
 def gradients(y: Tensor, *leaves: Tensor) -> list[Tensor]:
@@ -128,14 +122,6 @@ def test_recomputed_compiled_and_traced(way: str) -> None:
 def test_dtypes_of_which_the_loops_know_nothing(way: str) -> None:
     gate, up = torch.randn(4, 64).to(FP16), torch.randn(4, 64).to(FP16)
     assert error(gated("silu", gate, up).double(), exact("silu", gate, up)[0]) < 2e-3
-
-
-@pytest.fixture
-def interpreted(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    pytest.importorskip("triton")
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.delitem(sys.modules, "tunekit.kernels.glu_triton", raising=False)
-    return importlib.import_module("tunekit.kernels.glu_triton")
 
 
 @pytest.mark.parametrize("act", FAST)

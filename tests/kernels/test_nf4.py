@@ -15,6 +15,7 @@ from torch import Tensor
 from tests.checkpoints import error
 from tunekit.kernels import nf4
 
+KERNEL = nf4
 BF16, FP32 = torch.bfloat16, torch.float32
 KINDS = ("nf4", "fp4")
 
@@ -253,14 +254,6 @@ def test_processors_without_wide_registers(dtype, monkeypatch: pytest.MonkeyPatc
 
 
 # Triton
-
-
-@pytest.fixture
-def interpreted(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    pytest.importorskip("triton")
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.delitem(sys.modules, "tunekit.kernels.nf4_triton", raising=False)
-    return importlib.import_module("tunekit.kernels.nf4_triton")
 
 
 @pytest.mark.parametrize("nested", [False, True])

@@ -1,7 +1,5 @@
 """The norm against its definition in float64, its reference in plain torch, and transformers in bf16."""
 
-import importlib
-import sys
 from types import ModuleType
 
 import pytest
@@ -14,19 +12,10 @@ from tests.checkpoints import error
 from tunekit.kernels import norm
 from tunekit.kernels.norm import rms_norm
 
+KERNEL = norm
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 KINDS = [(0.0, False), (1.0, False), (0.0, True)]  # offset and `late`: Llama, Gemma, OLMo
 SHAPES = [(7, 9, 64), (3, 1, 5), (130, 576), (1, 33), (70, 100)]
-
-
-@pytest.fixture(params=["fast", "reference"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """What is compiled, and plain torch as on machines without a compiler."""
-    if request.param == "reference":
-        monkeypatch.setattr(norm, "compiled", lambda: None)
-    elif norm.compiled() is None:
-        pytest.skip("no compiler")
-    return request.param
 
 
 def exact(x: Tensor, weight: Tensor | None, offset: float) -> list[Tensor]:
@@ -159,14 +148,6 @@ def test_dtypes_of_which_the_loops_know_nothing() -> None:
     for mine, wanted in zip(found(x.float(), weight, 0.0, False), found(x.float(), weight.float(), 0.0, False),
                             strict=True):  # fmt: skip
         assert torch.equal(mine.float(), wanted.to(mine.dtype).float())
-
-
-@pytest.fixture
-def interpreted(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    pytest.importorskip("triton")
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.delitem(sys.modules, "tunekit.kernels.norm_triton", raising=False)
-    return importlib.import_module("tunekit.kernels.norm_triton")
 
 
 @pytest.mark.parametrize(("offset", "late"), KINDS)

@@ -1,7 +1,5 @@
 """Rotation of heads: against complex numbers in float64, and against plain torch to the bit."""
 
-import importlib
-import sys
 from types import ModuleType
 
 import pytest
@@ -12,6 +10,7 @@ from tests.checkpoints import error
 from tunekit.kernels import rope
 from tunekit.kernels.rope import Rotation, reference, rotate
 
+KERNEL = rope
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 WAYS = [(False, True), (True, True), (True, False)]  # paired, keep_paired
 PAIRS = 12
@@ -105,14 +104,6 @@ def test_compiled_and_traced() -> None:
 def test_dtypes_of_which_the_loops_know_nothing() -> None:
     x, r = torch.randn(1, 4, 2, 24).to(FP16), rotation(1, 4)
     assert error(rotate(x, x, r)[0].double(), exact(x, r)) < 1e-3
-
-
-@pytest.fixture
-def interpreted(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    pytest.importorskip("triton")
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.delitem(sys.modules, "tunekit.kernels.rope_triton", raising=False)
-    return importlib.import_module("tunekit.kernels.rope_triton")
 
 
 @pytest.mark.parametrize("last", [False, True])
