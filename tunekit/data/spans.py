@@ -52,7 +52,9 @@ def render(tokenizer: Tokenizer, messages: Messages, tools: Tools, learn: Learn 
     if spans is not None:
         return Rendered(text, spans, found.signs)
     if HIDES.search(text):
-        raise UserError("no mask is sure: the text holds Tangut characters, and is not written as others are")
+        raise UserError(
+            "no mask is sure: the row holds Tangut characters, behind which texts are hidden to find the turns"
+        )
     return Rendered(text, *find(Writing(tokenizer, messages, tools, hidden), wanted))
 
 

@@ -50,7 +50,8 @@ class Hidden:
     def message(self, message: Message) -> Message:
         fields = dict(message)
         for key in ("content", *REASONING):
-            if key in fields:
+            # An empty text is hidden only where it is all that is said: a template may pass over it beside calls.
+            if key in fields and (fields[key] != "" or len(fields) == 2):
                 fields[key] = self.content(fields[key])
         if fields.get("tool_calls"):
             fields["tool_calls"] = [self.call(call) for call in fields["tool_calls"]]
