@@ -16,7 +16,7 @@ from tunekit.data.turns import HIDDEN, HIDES, MOST, NUMBERS, WAY_OUT, Hidden, Me
 from tunekit.errors import UserError
 
 Learn = Literal["assistant", "last", "all"]
-SHAPES = 2000  # layouts that are kept
+SHAPES = 500  # layouts that are kept
 
 
 class Rendered(NamedTuple):
