@@ -4,17 +4,16 @@ The decorators of `torch.compiler` load the compiler at once, which takes longer
 """
 
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar, cast
 
 from torch._compile import _disable_dynamo
 
 F = TypeVar("F", bound=Callable[..., Any])
-P, T = ParamSpec("P"), TypeVar("T")
 
 
-def uncompiled(function: Callable[P, T]) -> Callable[P, T]:
+def uncompiled(function: F) -> F:
     """Run as it is under a compiler, as torch.compiler.disable says. torch's own functions are marked so too."""
-    return _disable_dynamo(function)
+    return cast(F, _disable_dynamo(function))
 
 
 def constant(function: F) -> F:
