@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -35,11 +36,11 @@ for source, split, stream in json.loads(sys.argv[1]):
 """
 
 
-def ask(hub: Hub, home: Path, *asked: tuple[str, str, bool]) -> list:
+def ask(hub: Hub, home: Path, *asked: tuple[str, str, bool], program: str = PROGRAM) -> list:
     """What comes of opening each: count, rows, the place of the first and the digest; or the mistake."""
     clean = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
     env = clean | {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(home), "HF_TOKEN": TOKEN, "HF_HUB_DISABLE_XET": "1"}
-    command = [sys.executable, "-c", PROGRAM, json.dumps(asked)]
+    command = [sys.executable, "-c", program, json.dumps(asked)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
@@ -78,6 +79,21 @@ def test_streams_and_fetched_sets_have_the_same_rows(hub: Hub, tmp_path: Path) -
     new, old = ask(hub, tmp_path, ("ann/lines", "train", True), (f"ann/lines@{first}", "train[5:250]", True))
     assert new[1] == [{"text": "new", "id": 1}] and new[3] != told[2][3]
     assert old[1] == ROWS[5:250]
+
+
+@pytest.mark.slow
+def test_columns_that_are_read_in_turns_are_fetched_once(hub: Hub, tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    table = pyarrow.table({name: [random.bytes(1000) for _ in range(8000)] for name in "abc"})
+    sink = io.BytesIO()
+    pyarrow.parquet.write_table(table, sink, row_group_size=8000)
+    hub.put("ann/large", {"train.parquet": sink.getvalue()})
+    program = PROGRAM.replace("[row.fields for row in rows]", "len(rows)")
+    ((_, count, *_),) = ask(hub, tmp_path, ("ann/large", "train", True), program=program)
+    assert count == 8000
+    bounds = [seen.range.removeprefix("bytes=").split("-") for seen in hub.seen("GET", r"train\.parquet") if seen.range]
+    fetched = sum(int(last) - int(first) + 1 for first, last in bounds)
+    assert fetched < 1.1 * 2 * len(sink.getvalue())  # the program reads all, and goes on from the last chunk
 
 
 @pytest.mark.slow

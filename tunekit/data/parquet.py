@@ -1,13 +1,14 @@
 """Rows of Parquet files. A module of its own because pyarrow is slow to import."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import pyarrow
 import pyarrow.parquet
 
 from tunekit.data.arrow import TROUBLE, ColumnChunk, pieces, told
-from tunekit.data.storage import RowFile
+from tunekit.data.storage import RowFile, unreadable
 from tunekit.data.table import BYTES, ROWS, Chunk, Place
 from tunekit.errors import UserError
 
@@ -24,12 +25,12 @@ class Parquet(RowFile):
         with self.opened() as file:
             begin = 0
             for number in range(file.num_row_groups):
-                group = file.metadata.row_group(number)
-                if begin + group.num_rows > place.offset:
+                rows = file.metadata.row_group(number).num_rows
+                if begin + rows > place.offset:
                     for batch in self.batches(file, number, place.offset - begin):
                         yield ColumnChunk(self.file.name, place, batch)
                         place = ColumnChunk.behind(place, batch.num_rows)
-                begin += group.num_rows
+                begin += rows
 
     def batches(self, file: pyarrow.parquet.ParquetFile, number: int, skipped: int) -> Iterator[pyarrow.RecordBatch]:
         """Rows of a row group without its first ones."""
@@ -40,9 +41,16 @@ class Parquet(RowFile):
         except TROUBLE as error:
             raise UserError(f"{self.file.name}: row group {number + 1} cannot be read: {told(error)}") from None
 
-    def opened(self) -> pyarrow.parquet.ParquetFile:
+    @contextmanager
+    def opened(self) -> Iterator[pyarrow.parquet.ParquetFile]:
+        """The file, its row groups not read whole: one may be as large as all of it."""
         try:
-            # A buffer keeps a row group from being read whole, which may be as large as the file.
-            return pyarrow.parquet.ParquetFile(self.file.open(), buffer_size=BYTES)
+            raw = self.file.open()
         except TROUBLE as error:
-            raise UserError(f"{self.file.name}: not a Parquet file: {told(error)}") from None
+            raise unreadable(self.file.name, error) from None
+        with raw:
+            try:
+                file = pyarrow.parquet.ParquetFile(raw, buffer_size=BYTES, pre_buffer=False)
+            except TROUBLE as error:
+                raise UserError(f"{self.file.name}: not a Parquet file: {told(error)}") from None
+            yield file

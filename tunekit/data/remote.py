@@ -19,6 +19,8 @@ from tunekit.errors import UserError
 
 Result = TypeVar("Result")
 PAUSES = (1.0, 4.0, 16.0)  # seconds before a read is tried again: a stream lives longer than a connection
+# Columns are read in turns, each where it lies: what is fetched for one must not drive out what was for another.
+CACHE = {"block_size": 2**22, "cache_type": "blockcache", "cache_options": {"maxblocks": 16}}
 # What drivers raise that is no OSError, by the module that they have loaded.
 DRIVERS = {
     "aiohttp": "ClientError",
@@ -42,7 +44,7 @@ class Remote:
     url: str
 
     def open(self) -> io.BufferedReader:
-        return io.BufferedReader(Watched(tried(self.name, lambda: self.store.open(self.url, "rb"))), EDGE)
+        return io.BufferedReader(Watched(tried(self.name, lambda: self.store.open(self.url, "rb", **CACHE))), EDGE)
 
     def digest(self, whole: bool) -> bytes:
         """Of its ETag, size, time or whatever the store tells; it is not fetched for this."""
