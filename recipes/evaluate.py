@@ -8,6 +8,7 @@ import json
 import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -17,12 +18,13 @@ from tunekit import assemble, card
 from tunekit.checkpoint.atomic import write_text
 from tunekit.data.documents import Document
 from tunekit.data.loader import Loader, load
-from tunekit.data.mix import Learnable, title
+from tunekit.data.mix import Learnable, streams, title
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import FieldError
 from tunekit.formats import FP4, NF4, Plain
 from tunekit.generate import Sampling, complete
 from tunekit.hub import fetch
+from tunekit.look import inspection
 from tunekit.losses import CrossEntropy, mean
 from tunekit.parallel import Run
 from tunekit.precision import Precision
@@ -46,6 +48,8 @@ class Evaluate:
     def __post_init__(self) -> None:
         if self.batch < 1:
             raise FieldError("batch", f"must be 1 or more, not {self.batch}")
+        if streams(self.data):
+            raise FieldError("data", "all rows are asked: it cannot be a stream; `limit` takes the first rows")
 
 
 RECIPE = Evaluate
@@ -106,6 +110,8 @@ def measure(name: str, cfg: Evaluate, run: Run) -> tuple[list[Question], Result]
     model, tokenizer = assemble.opened(name, cfg.precision, run, cfg.weights)
     data = load(cfg.data, tokenizer, cfg.batch, cfg.batch, run)
     data.check(model.spec.vocab)
+    if name == cfg.model:
+        inspection.remark(cfg, data, tokenizer, run)
     questions, answers = list(asked(data, tokenizer)), []
     for first in tqdm(range(0, len(questions), cfg.batch), "answering", unit="batch", disable=None, leave=False):
         prompts = [question.prompt for question in questions[first : first + cfg.batch]]
@@ -117,7 +123,7 @@ def measure(name: str, cfg: Evaluate, run: Run) -> tuple[list[Question], Result]
 
 def asked(data: Loader, tokenizer: Tokenizer) -> Iterator[Question]:
     """The last answer of each row. A row that was cut, or is learnt from its beginning as text is, asks nothing."""
-    for document in data.rows:
+    for document in chain.from_iterable(data.parts):
         first = start_of_answer(document)
         if first > 0 and len(document.tokens) == document.whole:
             prompt, answer = document.tokens[:first].tolist(), document.tokens[first:][document.learnt[first:]].tolist()

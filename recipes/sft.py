@@ -20,11 +20,12 @@ from tunekit.config.dump import dump, resolved
 from tunekit.data.ahead import Ahead
 from tunekit.data.batch import Batch
 from tunekit.data.loader import Loader, load
-from tunekit.data.mix import Learnable
+from tunekit.data.mix import Learnable, check_ends
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import FieldError
 from tunekit.formats import FP4, NF4, Plain
 from tunekit.hub import fetch
+from tunekit.look import inspection
 from tunekit.losses import CrossEntropy
 from tunekit.memory import Memory, Update
 from tunekit.metrics import Log
@@ -35,7 +36,7 @@ from tunekit.precision import Precision
 from tunekit.publish import Publisher, Push
 
 # Choices that may change between two starts of one run: they do not change what is learnt.
-LIVE = frozenset({"out", "log", "keep", "save_every", "push"})
+LIVE = frozenset({"out", "log", "keep", "save_every", "push", "checks"})
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ class SFT:
     data: Learnable  # what to learn
     out: str  # folder of this run: config, metrics, state and the final checkpoint
     validation: Learnable | None = None  # held-out rows
+    checks: Literal["stop", "tell"] = "stop"  # rows that nothing useful can be learnt from: no training, or a warning
     weights: Plain | NF4 | FP4 = Plain()  # how frozen weights are stored; nf4 with an adapter is QLoRA
     adapter: Full | LoRA | DoRA = Full()  # what is trained
     loss: CrossEntropy = CrossEntropy()
@@ -77,6 +79,7 @@ class SFT:
             raise FieldError("clip", f"must not be below 0, not {self.clip}")
         if self.patience is not None and self.validation is None:
             raise FieldError("patience", "needs `validation` to watch")
+        check_ends(self.data, self.steps, self.validation)
         if isinstance(self.weights, NF4) and isinstance(self.adapter, Full):
             told = "four bits are for frozen weights, and `adapter: full` trains all of them: use lora or dora"
             raise FieldError("weights", told)
@@ -129,10 +132,13 @@ def main(cfg: SFT, fresh: bool = False) -> None:
             read.check(source, assemble.outline(source, cfg.weights, cfg.adapter).shapes)
         tokenizer = Tokenizer.open(source.tokenizer).fitted(source.spec.vocab, source.tokenizer).dated(space.day)
         data = load(cfg.data, tokenizer, cfg.batch, cfg.micro_batch, run, space.folder)
-        held = cfg.validation and load(cfg.validation, tokenizer, cfg.batch, cfg.micro_batch, run, space.folder)
+        held = cfg.validation and load(
+            cfg.validation, tokenizer, cfg.batch, cfg.micro_batch, run, space.folder / "validation"
+        )
+        run.tell(f"data: {data.report}")
+        inspection.begin(cfg, {"data": data, "validation": held}, tokenizer, run)
         for loader in filter(None, (data, held)):
             loader.check(source.spec.vocab)
-        run.tell(f"data: {data.report}")
         scratch = cfg.init == "random"
         model = assemble.model(source, cfg.weights, cfg.adapter, cfg.precision, cfg.memory, run, scratch)
         space.begin()

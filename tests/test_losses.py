@@ -19,6 +19,7 @@ from tunekit.kernels import cross_entropy
 from tunekit.losses import CrossEntropy
 from tunekit.memory import Memory
 from tunekit.models.decoder import Decoder
+from tunekit.models.spec import MLP
 from tunekit.parallel import Run
 
 LENGTHS = (2, 31, 3, 17, 9, 24, 5, 12)
@@ -41,7 +42,12 @@ def step(model: Decoder, batches: list[Batch]) -> tuple[float, list[Tensor]]:
         loss = CrossEntropy()(model, part) / learnt
         loss.backward()
         total += loss.item()
-    return total, [p.grad.clone() for p in model.parameters()]
+    return total, [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def apart(found: Tensor, wanted: Tensor) -> float:
+    """Largest difference of a gradient, of its largest number; of one that is only rounding, the difference itself."""
+    return ((found - wanted).abs().max() / wanted.abs().max().clamp(min=1e-2)).item()
 
 
 def batches(folder: Path, source: str, micro_batch: int, **options: object) -> list[Batch]:
@@ -51,7 +57,12 @@ def batches(folder: Path, source: str, micro_batch: int, **options: object) -> l
     return loader[0]
 
 
-@pytest.mark.parametrize("name", ["llama3.2", "mistral", "qwen3-sliding"])
+# Full attention, windows, chunks, latent attention, delta nets and experts.
+KINDS = ["llama3.2", "mistral", "qwen3-sliding", "llama4", "deepseek-v3", "qwen3.5", "qwen3-next", "qwen3.5-moe"]
+KINDS += ["qwen3-moe", "mixtral", "gpt-oss", "olmoe", "gemma4-moe"]
+
+
+@pytest.mark.parametrize("name", KINDS)
 def test_micro_batches_and_packing_change_nothing(name: str, tmp_path: Path) -> None:
     folder, source = made(tmp_path / "model", name), texts(tmp_path)
     model = ours(folder)
@@ -60,20 +71,24 @@ def test_micro_batches_and_packing_change_nothing(name: str, tmp_path: Path) -> 
         parts = batches(folder, source, micro_batch)
         assert len(parts) == 8 // micro_batch
         other, found = step(model, parts)
-        assert other == pytest.approx(loss, rel=1e-6)
-        assert max(map(error, found, wanted)) < 1e-6
+        assert other == pytest.approx(loss, rel=1e-5)
+        assert max(map(apart, found, wanted)) < 1e-5
     for length, micro_batch in ((40, 8), (40, 1), (33, 2), (120, 1)):
         parts = batches(folder, source, micro_batch, pack=True, length=length)
         assert sum(part.learnt for part in parts) == sum(LENGTHS)
         other, found = step(model, parts)
         assert other == pytest.approx(loss, rel=1e-5)
-        assert max(map(error, found, wanted)) < 1e-5
+        assert max(map(apart, found, wanted)) < 1e-5
 
 
-@pytest.mark.parametrize("name", ["llama3.1", "mistral"])
+@pytest.mark.parametrize("name", KINDS)
 @torch.no_grad()
 def test_documents_do_not_leak(name: str, tmp_path: Path) -> None:
-    """Another text in one document changes no logit of the others, which are those of each document alone."""
+    """Another text in one document changes no logit of the others, which are those of each document alone.
+
+    Not to the bit where there are experts: what another document gives them changes how many rows one product has, and
+    with that, in which order BLAS adds up a row.
+    """
     model = ours(made(tmp_path, name))
     bounds = [0, 7, 8, 21, 30, 40]
     positions = torch.cat([torch.arange(b - a) for a, b in zip(bounds, bounds[1:], strict=False)]).view(2, 20)
@@ -85,7 +100,10 @@ def test_documents_do_not_leak(name: str, tmp_path: Path) -> None:
     other = rows.flatten().clone()
     other[8:21] = tokens(1, 13, seed=9)
     changed = model(other.view(2, 20), positions, offsets).flatten(0, 1)
-    assert torch.equal(torch.cat([packed[:8], packed[21:]]), torch.cat([changed[:8], changed[21:]]))
+    before, behind = (torch.cat([logits[:8], logits[21:]]) for logits in (packed, changed))
+    if all(isinstance(layer.ffn, MLP) for layer in model.spec.layers):
+        assert torch.equal(before, behind)
+    assert error(before, behind) < 2e-6
     assert (packed[8:21] != changed[8:21]).any()
 
 

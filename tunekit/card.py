@@ -308,12 +308,15 @@ def data(made: Made) -> str:
     for key, loader in opened(made).items():
         for choice, share in zip(choices(made.config[key]), loader.report.shares, strict=True):
             source, split = choice["source"], choice["split"]
-            numbers = (f"{number:,}" for number in (share.rows, share.tokens, share.learnt))
+            numbers = [f"{number:,}" for number in (share.rows, share.tokens, share.learnt)]
+            numbers = ["a stream", "", ""] if loader.report.streamed else numbers
             counts.append([key, f"`{discreet.name(source)}`", split, *numbers])
+            if loader.report.streamed:  # nobody has read all of it
+                continue
             files = find(source, parse_split(split).name)
             hashes += [[key, f"`{file.name}`", f"`{sha256(file)}`"] for file in files or ()]
             if not files:  # others may change what they have under a name
-                hashes.append([key, "all tokens", f"`{loader.rows.digest}`"])
+                hashes.append([key, "all tokens", f"`{loader.digest}`"])
     about = table(["", "source", "split", "rows", "tokens", "learnt"], counts)
     return f"{about}\n\n{table(['', 'file', 'SHA-256'], hashes)}"
 

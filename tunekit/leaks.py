@@ -38,7 +38,7 @@ def check(model: Decoder, data: Loader, run: Run) -> None:
         found = differences(model, batch, rows, run)
         worst = max(range(len(found)), key=found.__getitem__)
         if not found[worst] <= LIMITS[dtype]:  # what is no number is no agreement
-            layer = guilty(model, batch, rows, worst, LIMITS[dtype], run)
+            layer = guilty(model, batch, rows, worst, LIMITS[dtype] / 4, run)
             raise UserError(
                 f"packing: {sample[worst][0]} is not the same beside other documents as alone: its logits differ by "
                 f"{found[worst]:.2g} of their spread, and rounding by less than {LIMITS[dtype]:g}{layer}; "

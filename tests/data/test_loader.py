@@ -6,7 +6,7 @@ import torch
 
 from tunekit.data.batch import IGNORE, MULTIPLE, Batch, Layout
 from tunekit.data.documents import Document, Documents
-from tunekit.data.loader import Loader
+from tunekit.data.mapped import Mapped
 from tunekit.data.mix import Mix
 from tunekit.data.rows import Text
 from tunekit.errors import UserError
@@ -27,11 +27,11 @@ def documents() -> Documents:
     return Documents(rows)
 
 
-def loader(place, micro: int = BATCH, packed: bool = False, shuffle: bool = True) -> Loader:
+def loader(place, micro: int = BATCH, packed: bool = False, shuffle: bool = True) -> Mapped:
     rows = documents()
     mix = Mix.of(Text("rows", length=CAPACITY, pack=packed, shuffle=shuffle))
     layout = Layout(BATCH, micro, place.rank, place.size, PAD, mix.capacity)
-    return Loader(mix, (rows,), layout, place.seed)
+    return Mapped(mix, (rows,), layout, place.seed)
 
 
 def found(batches: list[Batch]) -> list[tuple[tuple[int, ...], ...]]:

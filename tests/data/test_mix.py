@@ -33,7 +33,6 @@ def test_weights_are_shares_of_the_rows_until_one_part_has_given_all() -> None:
     assert mix({"weight": 0.3}, {"weight": 0.1}).counts([1000, 10]) == (30, 10)
     assert mix({"weight": 1, "epochs": 5}, {"weight": 3}).counts([10, 1000]) == (50, 150)
     assert mix({"weight": 1}, {"weight": 1, "cap": 7}).counts([10, 1000]) == (7, 7)
-    assert mix({"weight": 2}, {"weight": 1}).counts([None, 50]) == (100, 50), "a stream does not end an epoch"
 
 
 def test_a_temperature_evens_shares_out() -> None:

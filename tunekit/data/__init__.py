@@ -11,7 +11,7 @@ recognise   what rows are, by their columns: one table
 messages    checks a row's conversation before a template sees it, and writes it as templates expect
 dialects    ShareGPT, Alpaca, prompts with completions and pairs as such conversations; plain: values of JSON
 tokenizer   text to ids and back, the checkpoint's special tokens, streamed decoding
-template    the checkpoint's Jinja chat template, with `{% generation %}`; sandbox: what it runs in, where all has an end
+template    the checkpoint's Jinja chat template, with `{% generation %}`; sandbox: where it runs, and has an end
 turns       where a turn stands in what a template writes, found with texts hidden
 layout      what was found of one conversation, for others of its shape
 spans       which characters of a rendered conversation are learnt, and which tokens those are

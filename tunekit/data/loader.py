@@ -1,122 +1,55 @@
-"""Step number to micro-batches: no state to save, the same rows whatever the ranks and the micro-batch."""
+"""From what a recipe's `data:` says to what it steps through."""
 
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
-
-import numpy as np
 
 from tunekit.data import prepare
-from tunekit.data.batch import Batch, Layout
-from tunekit.data.documents import BAD_ROWS, Document, Documents
-from tunekit.data.mix import Draw, Joined, Mix
-from tunekit.data.order import Order, Steps
-from tunekit.data.report import Report, Share
+from tunekit.data.batch import Layout
+from tunekit.data.documents import BAD_ROWS, Documents
+from tunekit.data.mapped import Mapped
+from tunekit.data.mix import Mix, streams
 from tunekit.data.rows import Rows
+from tunekit.data.served import Loader
+from tunekit.data.stream import Blocks, Feed, Passing, Streaming
+from tunekit.data.streamed import Streamed
 from tunekit.data.tokenizer import Tokenizer
-from tunekit.errors import UserError
 
 
 def load(
     choice: Rows | Mix, tokenizer: Tokenizer, batch: int, micro_batch: int, run, folder: Path | None = None
-) -> "Loader":
+) -> Loader:
     """What a recipe's `data:` says, ready to be stepped through; UserError names the first row that is wrong.
 
     `folder` is the run's, for the list of rows that were skipped. Rank 0 shows a bar.
     """
     mix = Mix.of(choice)
     layout = Layout(batch, micro_batch, run.rank, run.size, mix.prepare(tokenizer).pad, mix.capacity)
+    listed = None if folder is None or not run.is_main else folder / BAD_ROWS
+    if streams(choice):
+        return Streamed(mix, Blocks(mix, feeds(mix, tokenizer, run, listed), run.seed, batch), layout)
     parts = tuple(prepare.documents(rows, tokenizer, run) for rows in mix.sources)
-    if folder is not None and run.is_main:
-        list_bad_rows(parts, folder / BAD_ROWS)
-    return Loader(mix, parts, layout, run.seed)
+    if listed is not None:
+        listed.unlink(missing_ok=True)
+    for part in parts:
+        listed_bad_rows(part, listed)
+    return Mapped(mix, parts, layout, run.seed)
 
 
-def list_bad_rows(parts: Iterable[Documents], file: Path) -> None:
-    """Bring the lists of the rows that were skipped into one file; none is left where none was skipped."""
-    lists = [part.prepared.bad_rows for part in parts if part.prepared.bad_rows is not None]
-    if lists:
+def feeds(mix: Mix, tokenizer: Tokenizer, run, listed: Path | None) -> list[Feed]:
+    """The sources of a mix of which some at least are streams."""
+    found: list[Feed] = []
+    for part, rows in enumerate(mix.sources):
+        if rows.stream:
+            found.append(Streaming(rows, tokenizer, listed))
+        else:
+            documents = prepare.documents(rows, tokenizer, run)
+            listed_bad_rows(documents, listed)
+            found.append(Passing(documents, part, run.seed, mix.shuffle))
+    return found
+
+
+def listed_bad_rows(documents: Documents, file: Path | None) -> None:
+    """Add the rows that were skipped to a list."""
+    if file is not None and documents.prepared.bad_rows is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_bytes(b"".join(part.read_bytes() for part in lists))
-    else:
-        file.unlink(missing_ok=True)
-
-
-class Loader:
-    """`loader[step]`: the micro-batches of this rank. Steps go on over epochs; the last of an epoch may be smaller.
-
-    `parts` are the documents of each part of the mix, `rows` all of them, numbered through.
-    """
-
-    def __init__(self, mix: Mix, parts: tuple[Documents, ...], layout: Layout, seed: int) -> None:
-        assert layout.batch > 0 and layout.micro_batch > 0
-        self.mix, self.parts, self.layout = mix, parts, layout
-        self.rows: Documents | Joined = parts[0] if len(parts) == 1 else Joined(parts)
-        for rows, documents in zip(mix.sources, parts, strict=True):
-            if not len(documents):
-                raise UserError(f"{rows.source}: {rows.split} holds no row to learn from")
-        sizes = [len(documents) for documents in parts]
-        self.counts = [int(count) for count in mix.counts(sizes)]
-        draw = None if self.counts == sizes else Draw(sizes, self.counts, seed, mix.shuffle)
-        self.order = Order(self.rows.lengths, seed, mix.shuffle, mix.capacity, draw)
-        self.place = Steps(self.order.rows, layout.batch)
-
-    def steps(self, epochs: int) -> int:
-        """How many steps so many epochs have."""
-        return self.place.until(epochs)
-
-    def check(self, vocab: int) -> None:
-        """UserError if the model has no embedding for a token."""
-        highest = max(self.layout.pad, *(int(documents.tokens.max()) for documents in self.parts))
-        if highest >= vocab:
-            raise UserError(
-                f"the rows hold token {highest}, the model knows {vocab}: this tokenizer is another model's"
-            )
-
-    def sample(self, count: int) -> list[tuple[str, Document]]:
-        """Some documents of the first step, and where they are from."""
-        rows = self.order.plan(0).rows(0, self.layout.batch)
-        numbers = [int(number) for row in rows for number in row][:count]
-        return [(self.rows.where(number), self.rows[number]) for number in numbers]
-
-    def state(self, step: int) -> dict[str, Any]:
-        """What the rows are, so that a run does not go on with others. Everything else follows from the step."""
-        return {"rows": self.rows.digest}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        if state != self.state(0):
-            raise UserError("data: these are not the rows that the run began with: bring them back, or use --fresh")
-
-    def close(self) -> None:
-        """Nothing is under way."""
-
-    @property
-    def report(self) -> Report:
-        """What an epoch holds."""
-        drawn = self.order.drawn(0)
-        part_of = np.repeat(np.arange(len(self.parts)), [len(documents) for documents in self.parts])[drawn]
-        tokens = np.bincount(part_of, self.rows.lengths[drawn], len(self.parts)).astype(int).tolist()
-        shares = [
-            Share(rows.source, about(documents), count, each, learnt(documents, count), count / len(documents))
-            for rows, count, each, documents in zip(self.mix.sources, self.counts, tokens, self.parts, strict=True)
-        ]
-        packed = None if self.mix.capacity is None else self.order.rows(0)
-        longest, truncated = int(self.rows.lengths.max()), sum(documents.truncated for documents in self.parts)
-        return Report(tuple(shares), longest, truncated, packed, self.mix.length)
-
-    def __getitem__(self, step: int) -> list[Batch]:
-        if step < 0:
-            raise IndexError(step)
-        epoch, at = self.place.find(step)
-        first = at * self.layout.batch
-        return self.layout.batches(self.rows, self.order.plan(epoch).rows(first, first + self.layout.batch))
-
-
-def learnt(documents: Documents, count: int) -> int:
-    """Tokens that so many documents teach, by the mean of all."""
-    return round(documents.targets * count / len(documents))
-
-
-def about(documents: Documents) -> str:
-    """What the rows are, how many, and what became of those that are no documents."""
-    return ", ".join(filter(None, (documents.prepared.form, str(documents.prepared))))
+        with file.open("ab") as lines:
+            lines.write(documents.prepared.bad_rows.read_bytes())

@@ -19,7 +19,10 @@ SHARED = ("length", "pack", "shuffle")  # keys that the mix says for all of its 
 
 @dataclass(frozen=True)
 class Part:
-    """One source of a mix. An epoch of the mix passes it `epochs` times; where shares are given, at most so often."""
+    """One source of a mix. An epoch of the mix passes it `epochs` times; where shares are given, at most so often.
+
+    A mix with a stream has no epochs: its weights are the shares of each block.
+    """
 
     rows: OneSource
     weight: float | None = None  # share of the mix's rows, relative to the weights of the others
@@ -34,10 +37,9 @@ class Part:
         if self.cap is not None and self.cap < 1:
             raise FieldError("cap", f"must be 1 or more rows, not {self.cap}")
 
-    def size(self, count: int | None) -> float:
-        """Rows that an epoch may take, where the part has `count`; None: nobody knows how many."""
-        whole = math.inf if count is None else max(1.0, self.epochs * count)
-        return min(whole, math.inf if self.cap is None else self.cap)
+    def size(self, count: int) -> float:
+        """Rows that an epoch may take, where the part has `count`."""
+        return min(max(1.0, self.epochs * count), math.inf if self.cap is None else self.cap)
 
 
 @dataclass(frozen=True)
@@ -76,11 +78,12 @@ class Mix(Data):
             raise FieldError(f"parts.{without[0]}", "has no weight, but others have: give one to each, or to none")
         if not without and self.temperature != 1:
             raise FieldError("temperature", "weights say the shares already: leave one of both out")
-        for i in without:
-            if self.parts[i].rows.stream and self.parts[i].cap is None and len(self.parts) > 1:
-                raise FieldError(
-                    f"parts.{i}", "is a stream, whose end nobody knows: give all parts a weight, or it a cap"
-                )
+        if len(self.parts) > 1 and any(part.rows.stream for part in self.parts):
+            if without:
+                raise FieldError("parts", "one is a stream, so the mix has no epochs: give all parts a weight")
+            for i, part in enumerate(self.parts):
+                if (part.epochs, part.cap) != (1, None):
+                    raise FieldError(f"parts.{i}", "a mix with a stream has no epochs: epochs and caps say nothing")
 
     @staticmethod
     def of(choice: "Rows | Mix") -> "Mix":
@@ -112,23 +115,32 @@ class Mix(Data):
             rows.prepare(tokenizer)
         return tokenizer
 
-    def counts(self, rows: Sequence[int | None]) -> tuple[float, ...]:
-        """Rows of each part in an epoch, where the parts have so many; only relative ones where that has no end."""
+    def counts(self, rows: Sequence[int]) -> tuple[int, ...]:
+        """Rows of each part in an epoch, where the parts have so many."""
         sizes = [part.size(count) for part, count in zip(self.parts, rows, strict=True)]
-        if len(sizes) == 1 and sizes[0] == math.inf:
-            return (1.0,)
         shares = [part.weight for part in self.parts if part.weight is not None]
         shares = shares or [size ** (1 / self.temperature) for size in sizes]
         epoch = min(size / share for size, share in zip(sizes, shares, strict=True))
-        if epoch == math.inf:
-            return tuple(shares)
         return tuple(max(1, round(epoch * share)) for share in shares)
 
 
 Learnable = OneSource | Mix  # what a recipe that learns from rows may read
 
 
-def title(choice: Learnable) -> str:
+def streams(choice: Rows | Mix) -> bool:
+    """Whether rows are read while they are trained on, so that nobody knows how many there are."""
+    return any(part.rows.stream for part in Mix.of(choice).parts)
+
+
+def check_ends(data: Rows | Mix, steps: int | None, validation: Rows | Mix | None) -> None:
+    """FieldError if nobody knows when a run on a stream, or a validation, is to end."""
+    if steps is None and streams(data):
+        raise FieldError("steps", "is needed, as nobody knows how many steps a stream has")
+    if validation is not None and streams(validation):
+        raise FieldError("validation", "is measured whole: it cannot be a stream; `limit` takes the first rows")
+
+
+def title(choice: Rows | Mix) -> str:
     """The sources and their splits, for people."""
     return ", ".join(f"{rows.source} ({rows.split})" for rows in Mix.of(choice).sources)
 

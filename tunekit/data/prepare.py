@@ -4,7 +4,7 @@ import json
 import re
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
@@ -38,7 +38,9 @@ def documents(rows: Rows, tokenizer: Tokenizer, run) -> Documents:
     return found
 
 
-def tokenised(rows: Rows, tokenizer: Tokenizer, chunks: Iterable[Chunk], workers: int) -> Iterator[Tokenised]:
+def tokenised(
+    rows: Rows, tokenizer: Tokenizer, chunks: Iterable[Chunk], workers: int
+) -> Generator[Tokenised, None, None]:
     """What chunks become, in their order, by processes of their own or, with 0, in this one.
 
     `tokenizer` is what `rows.prepare` gave.

@@ -27,6 +27,7 @@ class Report:
     truncated: int
     packed: int | None
     length: int
+    streamed: bool = False  # it is about the first block of a stream
 
     @property
     def rows(self) -> int:
@@ -54,13 +55,16 @@ class Report:
         ]
         parts += [f"{self.truncated:,} truncated"] if self.truncated else []
         parts += [] if self.packed is None else [f"packed into {self.packed:,} rows, {self.filled:.1%} filled"]
-        return "\n".join([", ".join(parts), *map(self.line, self.shares)])
+        beginning = "a stream, whose first block has " if self.streamed else ""
+        return "\n".join([beginning + ", ".join(parts), *map(self.line, self.shares)])
 
     def line(self, share: Share) -> str:
         """What one source is and gives."""
         if len(self.shares) == 1:
             return f"  {share.name}: {share.about}"
+        what = "the block" if self.streamed else "an epoch"
         return (
-            f"  {share.name}: {share.about}; an epoch takes {share.rows:,} rows ({share.rows / self.rows:.1%}), "
-            f"{share.tokens:,} tokens ({share.tokens / self.tokens:.1%}), {share.passes:.3g} passes"
+            f"  {share.name}: {share.about}; {what} takes {share.rows:,} rows ({share.rows / self.rows:.1%}), "
+            f"{share.tokens:,} tokens ({share.tokens / self.tokens:.1%})"
+            + ("" if self.streamed else f", {share.passes:.3g} passes")
         )

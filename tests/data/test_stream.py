@@ -1,0 +1,197 @@
+"""A stream gives the same rows on any layout and from any step on, all of a pass once, and says what goes wrong."""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tunekit.data import stream
+from tunekit.data.batch import IGNORE
+from tunekit.data.loader import load
+from tunekit.data.mix import Mix, Part
+from tunekit.data.rows import Text
+from tunekit.data.served import Loader
+from tunekit.data.tokenizer import Tokenizer
+from tunekit.errors import FieldError, UserError
+
+ROWS, LENGTH = 61, 40
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folders: dict[str, Path]) -> Tokenizer:
+    return Tokenizer.open(folders["chatml"])
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two files of rows that say which they are."""
+    folder = tmp_path_factory.mktemp("rows")
+    rows = [json.dumps({"text": f"row {number}" + " so" * (number % 7)}) + "\n" for number in range(ROWS)]
+    (folder / "a.jsonl").write_text("".join(rows[:40]))
+    (folder / "b.jsonl").write_text("".join(rows[40:]))
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several blocks of a few rows."""
+    monkeypatch.setattr(stream, "DOCUMENTS", 20)
+
+
+def opened(source: Path, tokenizer: Tokenizer, place, micro: int = 4, **options) -> Loader:
+    rows = Text(str(source), length=LENGTH, stream=True, workers=0, **options)
+    return load(rows, tokenizer, 4, micro, place)
+
+
+def texts(loaders: list[Loader], tokenizer: Tokenizer, step: int) -> list[str]:
+    """The texts of a step, on all ranks."""
+    end = tokenizer.decode([tokenizer.eos], special=True)
+    found: list[str] = []
+    for loader in loaders:
+        for batch in loader[step]:
+            for row in batch.tokens[(batch.targets != IGNORE).any(1)]:
+                found += [text for text in tokenizer.decode(row.tolist(), special=True).split(end) if text]
+    return sorted(found)
+
+
+@pytest.mark.parametrize("pack", [False, True])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_steps_hold_the_same_rows_on_any_layout(pack: bool, size: int, source, tokenizer, place) -> None:
+    want = opened(source, tokenizer, place(), pack=pack)
+    ranks = [opened(source, tokenizer, place(rank, size), 1 + size // 2, pack=pack) for rank in range(size)]
+    for step in range(25):
+        assert texts(ranks, tokenizer, step) == texts([want], tokenizer, step)
+    for loader in (want, *ranks):
+        loader.close()
+
+
+@pytest.mark.parametrize("pack", [False, True])
+def test_a_row_comes_again_only_when_all_have_come(pack: bool, source, tokenizer, place) -> None:
+    loader, seen = opened(source, tokenizer, place(), pack=pack), Counter()
+    orders = []
+    for step in range(60):
+        found = texts([loader], tokenizer, step)
+        orders.append(found)
+        seen.update(found)
+        # A block of 20 rows may hold the end of a pass and the beginning of the next one.
+        assert max(seen.values()) <= 1 + (seen.total() + 20) // ROWS
+    assert len(seen) == ROWS
+    assert min(seen.values()) >= seen.total() // ROWS - 1
+    assert orders[:15] != orders[15:30]
+    loader.close()
+
+
+def test_rows_stay_in_order_where_they_are_not_shuffled(source, tokenizer, place) -> None:
+    loader = opened(source, tokenizer, place(), shuffle=False)
+    for step in range(40):
+        numbers = sorted(number % ROWS for number in range(4 * step, 4 * step + 4))
+        assert sorted(int(text.split()[1]) for text in texts([loader], tokenizer, step)) == numbers
+    loader.close()
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_it_goes_on_from_any_step_on_any_layout(data: st.DataObject, source, tokenizer, place) -> None:
+    pack, seed = data.draw(st.booleans()), data.draw(st.integers(0, 3))
+    stops = sorted(data.draw(st.lists(st.integers(0, 24), max_size=3)))
+    whole = opened(source, tokenizer, place(seed=seed), pack=pack)
+    want = [texts([whole], tokenizer, step) for step in range(25)]
+    whole.close()
+    found, state = [], None
+    for first, last in zip([0, *stops], [*stops, 25], strict=True):
+        size, micro = data.draw(st.sampled_from([1, 2, 4])), data.draw(st.integers(1, 4))
+        ranks = [opened(source, tokenizer, place(rank, size, seed), micro, pack=pack) for rank in range(size)]
+        if state is not None:
+            for loader in ranks:
+                loader.restore(json.loads(json.dumps(state)))
+        found += [texts(ranks, tokenizer, step) for step in range(first, last)]
+        ahead = data.draw(st.integers(0, 1))  # a thread may have made the next step
+        if ahead:
+            texts(ranks, tokenizer, last)
+        state = ranks[0].state(last)
+        for loader in ranks:
+            loader.close()
+    assert found == want
+
+
+def test_a_mix_keeps_its_shares_from_block_to_block(source, tokenizer, place, tmp_path: Path) -> None:
+    (tmp_path / "few.jsonl").write_text("".join(json.dumps({"text": f"few {n}"}) + "\n" for n in range(5)))
+    parts = (
+        Part(Text(str(source), stream=True, workers=0), weight=7),
+        Part(Text(str(tmp_path / "few.jsonl")), weight=3),
+    )
+    mix = Mix(parts, length=LENGTH)
+    loader = load(mix, tokenizer, 4, 4, place())
+    seen = [texts([loader], tokenizer, step) for step in range(37)]
+    state = loader.state(37)
+    seen += [texts([loader], tokenizer, step) for step in range(37, 50)]
+    kinds = Counter(text.split()[0] for step in seen for text in step)
+    assert kinds == {"row": 140, "few": 60}
+    times = Counter(text for step in seen for text in step if text.startswith("few"))
+    assert set(times.values()) == {12}
+    again = load(mix, tokenizer, 4, 2, place())
+    again.restore(state)
+    assert [texts([again], tokenizer, step) for step in range(37, 50)] == seen[37:]
+    report = str(loader.report)
+    assert report.startswith("a stream, whose first block has 20 rows, ")
+    assert "few.jsonl: " in report
+    assert "the block takes 6 rows (30.0%)" in report
+    for one in (loader, again):
+        one.close()
+
+
+def test_a_mix_with_a_stream_has_no_epochs(source) -> None:
+    streamed = Text(str(source), stream=True)
+    with pytest.raises(FieldError, match="so the mix has no epochs: give all parts a weight"):
+        Mix((Part(streamed), Part(Text("b"))))
+    with pytest.raises(FieldError, match="epochs and caps say nothing"):
+        Mix((Part(streamed, weight=1), Part(Text("b"), weight=1, cap=3)))
+
+
+def test_what_goes_wrong_is_told(source, tokenizer, place, tmp_path: Path) -> None:
+    loader = opened(source, tokenizer, place())
+    with pytest.raises(UserError, match="nobody knows how many steps a stream has: set `steps`"):
+        loader.steps(1)
+    with pytest.raises(UserError, match="this tokenizer is another model's"):
+        loader.check(10)
+    state = loader.state(0)
+    rows = [json.dumps({"text": "row"}) + "\n"] * 30 + [json.dumps({"txt": "row"}) + "\n"] + ["{\n"]
+    (tmp_path / "rows.jsonl").write_text("".join(rows))
+    with pytest.raises(UserError, match=r"rows.jsonl:31: .*'text'"):
+        opened(tmp_path / "rows.jsonl", tokenizer, place())
+    (tmp_path / "rows.jsonl").write_text("".join(rows[:30]))
+    other = opened(tmp_path / "rows.jsonl", tokenizer, place())
+    with pytest.raises(UserError, match="not the rows that the run began with"):
+        other.restore(state)
+    (tmp_path / "none.jsonl").write_text(rows[-1])
+    with pytest.raises(UserError, match="nothing is left to learn from in any of its rows"):
+        opened(tmp_path / "none.jsonl", tokenizer, place(), bad_rows="skip")
+    for one in (loader, other):
+        one.close()
+
+
+def test_rows_that_are_skipped_are_listed(tokenizer, place, tmp_path: Path) -> None:
+    rows = [json.dumps({"text": f"row {number}"}) + "\n" for number in range(25)]
+    (tmp_path / "rows.jsonl").write_text("".join([*rows[:9], "{\n", *rows[9:]]))
+    choice = Text(str(tmp_path / "rows.jsonl"), stream=True, workers=0, bad_rows="skip")
+    loader = load(choice, tokenizer, 4, 4, place(), tmp_path / "run")
+    (fault,) = map(json.loads, (tmp_path / "run" / "bad_rows.jsonl").read_text().splitlines())
+    assert fault["where"] == f"{tmp_path}/rows.jsonl:10"
+    loader.close()
+
+
+@pytest.mark.slow
+def test_processes_prepare_the_same(source, tokenizer, place) -> None:
+    rows = Text(str(source), length=LENGTH, stream=True, workers=2)
+    here, there = opened(source, tokenizer, place()), load(rows, tokenizer, 4, 4, place())
+    assert [texts([here], tokenizer, step) for step in range(25)] == [
+        texts([there], tokenizer, step) for step in range(25)
+    ]
+    again = load(rows, tokenizer, 4, 4, place())
+    again.restore(there.state(24))
+    assert texts([again], tokenizer, 24) == texts([there], tokenizer, 24)
+    for one in (here, there, again):
+        one.close()

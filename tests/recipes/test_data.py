@@ -1,0 +1,62 @@
+"""Mixes and streams through a config: a run that was stopped goes on with the rows that it would have seen."""
+
+import signal
+import threading
+
+import pytest
+
+from tunekit.checkpoint.state import State
+from tunekit.data import stream
+
+RUN = ("run", "sft", "sft.yaml")
+PARTS = "[{rows: {source: rows.jsonl}, weight: 2}, {rows: {kind: chat, source: held.jsonl}, weight: 1}]"
+STREAMS = PARTS.replace("rows.jsonl", "rows.jsonl, stream: true")
+WAYS = {
+    "mix": f"data={{kind: mix, length: 64, parts: {PARTS}}}",
+    "packed mix": f"data={{kind: mix, length: 64, pack: true, parts: {PARTS}}}",
+    "stream": "data={kind: chat, source: rows.jsonl, length: 64, stream: true, workers: 0}",
+    "packed stream": "data={kind: chat, source: rows.jsonl, length: 64, pack: true, stream: true, workers: 0}",
+    "mix of streams": f"data={{kind: mix, length: 64, parts: {STREAMS}}}",
+}
+
+
+def stop_after(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+    """From now on runs are told to stop when they have saved this step."""
+    save = State.save
+
+    def stopping(state: State, at: int) -> None:
+        save(state, at)
+        if at == step:
+            signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(State, "save", stopping)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_it_goes_on_where_it_was(way: str, work, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream, "DOCUMENTS", 8)
+    words = (*RUN, WAYS[way])
+    whole = work.tune(*words)
+    assert whole.code == 0, whole.err
+    assert ("documents together are what each is alone" in whole.err) == ("packed" in way)
+    assert ("a stream, whose first block has" in whole.err) == ("stream" in way)
+    stop_after(monkeypatch, 3)
+    assert work.tune(*words, "out=broken").code == 143
+    again = work.tune(*words, "out=broken")
+    assert again.code == 0, again.err
+    assert "goes on from step 3 of 6" in again.err
+    assert "together are what each is alone" not in again.err, "it was asked before the first step"
+    assert work.same("out", "broken")
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("tunekit")]
+
+
+def test_what_has_no_end_is_told_with_the_config(work) -> None:
+    endless = work.tune(*RUN, WAYS["stream"], "steps=null")
+    assert endless.code == 2
+    assert "nobody knows how many steps a stream has" in endless.err
+    held = work.tune(*RUN, "validation={kind: chat, source: held.jsonl, stream: true}")
+    assert held.code == 2
+    assert "it cannot be a stream; `limit` takes the first rows" in held.err
+    halves = work.tune(*RUN, "data={kind: mix, parts: [{rows: {source: a}, weight: 1}, {rows: {source: b}}]}")
+    assert halves.code == 2
+    assert "data.parts.1: has no weight, but others have" in halves.err

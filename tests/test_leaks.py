@@ -1,0 +1,124 @@
+"""Packed documents are what each is alone; where they are not, no training begins, and a line says where it leaks."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.checkpoints import made, ours
+from tunekit import leaks
+from tunekit.data.batch import Batch, Layout
+from tunekit.data.loader import load
+from tunekit.data.rows import Text
+from tunekit.data.served import Loader
+from tunekit.data.tokenizer import Tokenizer
+from tunekit.errors import UserError
+from tunekit.models.decoder import Decoder
+from tunekit.models.delta import GatedDeltaNet
+from tunekit.parallel import Run
+from tunekit.precision import Precision
+
+
+def opened(folder: Path, **options: Any) -> Loader:
+    """Rows of 8 to 50 tokens."""
+    draw = torch.Generator().manual_seed(0)
+    rows = [[f"w{int(i)}" for i in torch.randint(0, 60, (n,), generator=draw)] for n in range(8, 50, 3)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps({"text": " ".join(row)}) + "\n" for row in rows))
+    choice = Text(str(folder / "rows.jsonl"), length=120, **options)
+    return load(choice, Tokenizer.open(folder), 4, 2, Run(0, "cpu"))
+
+
+def check(model: Decoder, data: Loader) -> None:
+    leaks.check(model, data, Run(0, "cpu"))
+
+
+# Full attention, windows, chunks, latent attention, delta nets, experts, shared keys, and growth with the position.
+KINDS = ["llama3.2", "mistral", "gemma2", "llama4", "deepseek-v3", "qwen3.5", "qwen3-next", "qwen3-moe", "gpt-oss"]
+KINDS += ["gemma4-shared", "ministral3"]
+POSITIONED = {"llama4", "ministral3"}  # attention of the others knows distances only
+
+
+def without_bounds(batch: Batch) -> Batch:
+    return replace(batch, offsets=None)
+
+
+def without_beginnings(batch: Batch) -> Batch:
+    return replace(batch, positions=torch.arange(batch.tokens.shape[1]).expand_as(batch.tokens))
+
+
+def plant(monkeypatch: pytest.MonkeyPatch, fault) -> None:
+    collate = Layout.collate
+    monkeypatch.setattr(Layout, "collate", lambda layout, rows: fault(collate(layout, rows)))
+
+
+@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", KINDS)
+def test_what_is_right_goes_on_and_what_leaks_is_refused(
+    name: str,
+    compute: Literal["fp32", "bf16"],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, data = ours(made(tmp_path, name), precision=Precision(compute)).train(), opened(tmp_path, pack=True)
+    check(model, data)
+    told = re.fullmatch(
+        r"packing: 6 documents together are what each is alone, to (\S+) of .*\n", capsys.readouterr().err
+    )
+    assert told is not None
+    assert float(told[1]) < {"fp32": 1e-5, "bf16": 0.03}[compute]
+    assert model.training
+    plant(monkeypatch, without_bounds)
+    with pytest.raises(UserError, match=r"packing: \S+rows.jsonl:\d+ .* layer 0 on, .*`data.pack: false`") as error:
+        check(model, data)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", sorted(POSITIONED))
+def test_positions_that_go_on_are_refused_where_they_matter(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, data = ours(made(tmp_path, name)), opened(tmp_path, pack=True)
+    plant(monkeypatch, without_beginnings)
+    with pytest.raises(UserError, match="packing: "):
+        check(model, data)
+
+
+def test_the_kind_of_layer_that_leaks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two kinds, the states of delta nets go on from one document to the next."""
+    model, data = ours(made(tmp_path, "qwen3.5")), opened(tmp_path, pack=True)
+    mixed = GatedDeltaNet.mixed
+
+    def leaking(self: GatedDeltaNet, qkv: Tensor, decay: Tensor, beta: Tensor, offsets: Tensor | None) -> Tensor:
+        return mixed(self, qkv, decay, beta, None)
+
+    monkeypatch.setattr(GatedDeltaNet, "mixed", leaking)
+    with pytest.raises(UserError, match="from layer 0 on, DeltaNet"):
+        check(model, data)
+
+
+def test_a_number_that_is_none_is_no_agreement(tmp_path: Path) -> None:
+    model, data = ours(made(tmp_path, "llama3.2")), opened(tmp_path, pack=True)
+    with torch.no_grad():
+        model.embed.weight.fill_(torch.nan)
+    with pytest.raises(UserError, match="packing: .* differ by nan"):
+        check(model, data)
+
+
+def test_there_is_nothing_to_compare_without_packing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = ours(made(tmp_path, "llama3.2"))
+    check(model, opened(tmp_path))
+    check(model, opened(tmp_path, pack=True, limit=1))
+    assert capsys.readouterr().err == ""
+
+
+def test_a_stream_is_asked_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, data = ours(made(tmp_path, "llama3.2")), opened(tmp_path, pack=True, stream=True, workers=0)
+    check(model, data)
+    assert "6 documents together" in capsys.readouterr().err
+    data.close()
