@@ -39,6 +39,8 @@ def test_tab_offers_what_may_stand_there(shell: str) -> None:
     assert offered(shell, ["tune", "run", "sft", "qwen3/8"]) == {"qwen3/8b_full", "qwen3/8b_lora", "qwen3/8b_qlora"}
     assert offered(shell, ["tune", "run", "--config", "qwen3/8b_f"]) == {"qwen3/8b_full"}
     assert offered(shell, ["tune", "run", "sft", "--gp"]) == {"--gpus"}
+    assert offered(shell, ["tune", "data", "qwen3/8b_f"]) == {"qwen3/8b_full"}
+    assert offered(shell, ["tune", "data", "qwen3/8b_full", "--ro"]) == {"--row", "--rows"}
     assert offered(shell, ["tune", "completion", "z"]) == {"zsh"}
 
 

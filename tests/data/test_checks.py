@@ -366,3 +366,12 @@ def test_templates_of_families_are_in_order(tmp_path: Path, name: str) -> None:
     told = [one for one in inspect(Subject("data", [rows], tokenizer, Use(4096))) if one.severity != "note"]
     assert {one.kind for one in told} == ODD.get(name, set()), [str(one) for one in told]
     assert all(one.severity == "doubtful" for one in told)
+
+
+def test_a_template_that_ends_no_single_turn_is_wrong(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.open(folder(tmp_path, "glm4"))
+    said = [[{"role": "user", "content": f"And {n}?"}, {"role": "assistant", "content": f"So {n}."}] for n in range(20)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"messages": turns}) + "\n" for turns in said))
+    rows = encoded(Chat(str(tmp_path / "rows.jsonl"), length=4096), tokenizer)
+    (told,) = inspect(Subject("data", [rows], tokenizer, Use(4096)))
+    assert (told.kind, told.severity, told.count) == ("terminators", "wrong", 20)

@@ -1,12 +1,15 @@
 """Numbers of a data set: how long its rows are, what of them is learnt and what is lost, how they are packed."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 
 from tunekit.data.checks import Subject, percent
 from tunekit.data.loader import Loader
+from tunekit.data.report import Share
+from tunekit.data.streamed import Streamed
 from tunekit.data.table import Fault
 
 BINS = 10
@@ -50,25 +53,13 @@ def round_up(width: float) -> int:
 
 
 @dataclass(frozen=True)
-class Source:
-    """One source: what was recognised, and what became of its rows."""
-
-    name: str
-    format: str | None
-    rows: int
-    left_out: int
-    skipped: int
-    dropped: int
-    split: int
-    share: str | None  # what a mix takes of it, in words
-
-
-@dataclass(frozen=True)
 class Figures:
     """What one part of a config holds; tokens and documents are counted as they are trained."""
 
     part: str
-    sources: tuple[Source, ...]
+    name: str  # where the rows come from
+    sources: tuple[Share, ...]
+    streamed: bool  # only the first block of rows is looked at
     bad: tuple[Fault, ...]  # the first rows that nothing can be learnt from
     limit: int  # the most tokens of a row
     rows: int
@@ -81,56 +72,52 @@ class Figures:
     packed: int | None
     filled: float | None
     batch: int
-    steps: int  # of an epoch
+    steps: int | None  # of an epoch; a stream has none
     lengths: Histogram
     targets: Histogram
 
-    @property
-    def name(self) -> str:
-        """Where the rows come from."""
-        return " + ".join(source.name for source in self.sources)
-
     def lines(self) -> Iterator[str]:
         """Sentences for people."""
-        for source in self.sources:
-            yield from self.told(source)
+        if len(self.sources) == 1:
+            yield self.sources[0].about
+        else:
+            yield from (self.mixed(share) for share in self.sources)
+        if self.streamed:
+            yield "a stream, of which this is the first block"
         share = percent(self.learnt / self.tokens)
-        yield f"{self.rows:,} rows, {self.tokens:,} tokens, {self.learnt:,} learnt ({share})"
+        yield f"{self.rows:,} documents, {self.tokens:,} tokens, {self.learnt:,} learnt ({share})"
         yield f"longest {self.longest:,} tokens, of {self.limit:,} that it may have; the middle one {self.median:,}"
         if self.truncated:
             share = percent(self.lost / (self.lost + self.tokens))
-            yield f"{self.truncated:,} rows are cut at {self.limit:,} tokens: {self.lost:,} tokens are lost ({share})"
+            yield f"cut at {self.limit:,} tokens: {self.truncated:,} documents; {self.lost:,} tokens are lost ({share})"
         if self.packed is not None and self.filled is not None:
             packed = f"packed into {self.packed:,} rows of {self.limit:,} tokens, {self.filled:.1%} filled"
             yield f"{packed}, {self.rows / self.packed:.1f} in each"
-        yield f"{self.steps:,} steps of {self.batch:,} rows in an epoch"
-        for bad in self.bad:
-            yield f"bad: {bad.where}: {bad.reason}"
+        if self.steps is not None:
+            yield f"{self.steps:,} steps of {self.batch:,} rows in an epoch"
+        yield from (f"bad: {bad.where}: {bad.reason}" for bad in self.bad)
 
-    def told(self, source: Source) -> Iterator[str]:
-        """What there is to say of a source."""
-        name = f"{source.name}: " if len(self.sources) > 1 else ""
-        if source.format:
-            yield f"{name}{source.format}"
-        if source.share and name:
-            yield f"{name}{source.share}"
-        told = {
-            "left out by a transform": source.left_out,
-            f"dropped, for they are longer than {self.limit:,} tokens": source.dropped,
-            f"split, for they are longer than {self.limit:,} tokens": source.split,
-            "bad": source.skipped,
-        }
-        for what, count in told.items():
-            if count:
-                yield f"{name}{count:,} of {source.rows:,} rows are {what}"
+    def mixed(self, share: Share) -> str:
+        """What a source gives."""
+        parts = (
+            f"{percent(share.rows / self.rows)} of the documents, {percent(share.tokens / self.tokens)} of the tokens"
+        )
+        return f"{share.name}: {share.about}; {parts}, {share.passes:.3g} passes an epoch"
+
+    def plain(self) -> dict[str, Any]:
+        """As data for programs."""
+        listed = {name: [one._asdict() for one in vars(self)[name]] for name in ("sources", "bad")}
+        return asdict(self) | listed
 
 
-def figures(of: Subject, loader: Loader, sources: tuple[Source, ...], bad: tuple[Fault, ...]) -> Figures:
+def figures(of: Subject, loader: Loader | Streamed, name: str, bad: tuple[Fault, ...]) -> Figures:
     """What documents and their order say."""
     report, lengths = loader.report, of.lengths
     return Figures(
         of.part,
-        sources,
+        name,
+        report.shares,
+        report.streamed,
         bad,
         of.use.limit,
         report.rows,
@@ -143,7 +130,7 @@ def figures(of: Subject, loader: Loader, sources: tuple[Source, ...], bad: tuple
         report.packed,
         report.filled,
         loader.layout.batch,
-        loader.steps(1),
+        None if report.streamed else loader.steps(1),
         histogram(lengths),
         histogram(of.measured.targets),
     )

@@ -94,7 +94,7 @@ def sign(character: str) -> str:
 
 def shown(parts: Sequence[Piece]) -> list[str]:
     """The text of each piece, its white space visible where it matters."""
-    pairs = zip((None, *parts[:-1]), parts, (*parts[1:], None), strict=True)
+    pairs = zip((None, *parts), parts, (*parts[1:], None), strict=False)
     return [
         part.text if part.special else visible(part.text, bound(before, part, -1), bound(behind, part, 0))
         for before, part, behind in pairs

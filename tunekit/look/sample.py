@@ -1,7 +1,6 @@
 """Single rows as they will be learnt, and what is cut of them: read again from where they come from."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
 
@@ -12,11 +11,9 @@ from tunekit.data.rows import Encoded, Rows
 from tunekit.data.source import open_source
 from tunekit.data.table import Fault, Row, Table
 from tunekit.data.tokenizer import Tokenizer
-from tunekit.errors import UserError
 from tunekit.look.pieces import State
 
 EVER = 1 << 40  # a length that cuts nothing
-LOOKED = 100  # rows that are read to find one that is none too bad
 
 
 @dataclass(frozen=True)
@@ -64,16 +61,7 @@ class Sample:
 
     @property
     def table(self) -> Table:
-        return open_source(self.choice.source, self.choice.split, self.choice.limit)
-
-    @property
-    def format(self) -> str | None:
-        """What the first row that is read is taken for; None if none is."""
-        rows = (row for row in islice(self.table.rows, LOOKED) if isinstance(row, Row))
-        with suppress(UserError):
-            found = (self.choice.transformed(row.fields) for row in rows)
-            return next((self.choice.says(fields) for fields in found if fields is not None), None)
-        return None
+        return open_source(self.choice.source, self.choice.split, self.choice.limit, self.choice.stream)
 
     def first(self, count: int) -> Iterator[Shown]:
         """The first rows."""

@@ -31,7 +31,7 @@ class Screen:
     coloured: bool
 
     def paint(self, style: str, text: str) -> str:
-        return f"{style}{text}{RESET}" if self.coloured and text else text
+        return f"{style}{text}{RESET}" if self.coloured and style and text else text
 
 
 def row(one: Shown, tokenizer: Tokenizer, screen: Screen, whole: bool = True) -> Iterator[str]:

@@ -8,13 +8,14 @@ from typing import Any
 from tunekit.data.checks import Finding, Subject, inspect, percent
 from tunekit.data.documents import Documents
 from tunekit.data.loader import Loader, load
-from tunekit.data.mix import Mix
+from tunekit.data.mix import Mix, title
 from tunekit.data.prepare import listed
+from tunekit.data.streamed import Streamed
 from tunekit.data.table import Fault
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import UserError
 from tunekit.look import sample
-from tunekit.look.figures import Figures, Source, figures
+from tunekit.look.figures import Figures, figures
 from tunekit.look.inspection import subjects
 from tunekit.look.sample import Sample, Shown
 from tunekit.parallel import Run
@@ -38,7 +39,7 @@ class View:
         """As data for programs."""
         return {
             "model": self.model,
-            "parts": [asdict(one) for one in self.figures],
+            "parts": [one.plain() for one in self.figures],
             "findings": [asdict(one) for one in self.findings],
             "rows": [asdict(one) for one in self.rows],
         }
@@ -56,9 +57,11 @@ def look(recipe: Any, cfg: Any, rows: int | list[str]) -> View:
     seen = subjects(cfg, loaders, words)
     samples = {part: [Sample(part, one, one.prepare(words)) for one in mix.sources] for part, mix in mixes.items()}
     shown = first(samples, rows) if isinstance(rows, int) else asked(samples, rows)
-    figures = tuple(figured(one, loaders[one.part], samples[one.part]) for one in seen)
+    measured = tuple(figures(one, loaders[one.part], title(told[one.part]), faults(loaders[one.part])) for one in seen)
     findings = [*bad_rows(mixes, loaders), *inspect(*seen)]
-    return View(told["model"], words, figures, tuple(findings), shown, tuple(examples(seen, findings, shown)))
+    for loader in loaders.values():
+        loader.close()
+    return View(told["model"], words, measured, tuple(findings), shown, tuple(examples(seen, findings, shown)))
 
 
 def lenient(mix: Mix) -> Mix:
@@ -67,36 +70,28 @@ def lenient(mix: Mix) -> Mix:
     return replace(mix, parts=tuple(parts))
 
 
-def bad_rows(mixes: Mapping[str, Mix], loaders: Mapping[str, Loader]) -> Iterator[Finding]:
+def bad_rows(mixes: Mapping[str, Mix], loaders: Mapping[str, Loader | Streamed]) -> Iterator[Finding]:
     """Rows that cannot be learnt from: wrong, if the config does not say that they are skipped."""
     for part, mix in mixes.items():
-        for choice, documents in zip(mix.sources, loaders[part].parts, strict=True):
+        for choice, documents in zip(mix.sources, loaders[part].parts, strict=False):  # a stream has one for all
             count, rows = documents.prepared.skipped, documents.prepared.rows
-            if count:
+            for first in islice(bad(documents), 1):
                 fatal = choice.bad_rows == "stop" or count > choice.most_bad * rows
                 mend = "mend them, or take them out" if fatal else "they are left out, as `bad_rows: skip` says"
-                first = bad(documents, 1)[0]
                 says = f"{count:,} of {rows:,} rows are bad ({percent(count / rows)}): {first.reason}"
                 severity = "wrong" if fatal else "note"
                 yield Finding(severity, "bad rows", part, says, mend, count, count / rows, (), (first.where,))
 
 
-def bad(documents: Documents, count: int) -> list[Fault]:
+def faults(loader: Loader | Streamed) -> tuple[Fault, ...]:
     """The first rows that nothing can be learnt from."""
+    return tuple(islice((fault for documents in loader.parts for fault in bad(documents)), BAD))
+
+
+def bad(documents: Documents) -> Iterator[Fault]:
     file = documents.prepared.bad_rows
-    return [] if file is None else list(islice(listed(file), count))
-
-
-def figured(of: Subject, loader: Loader, samples: list[Sample]) -> Figures:
-    """Figures of a part, and what became of the rows of each source."""
-    sources, faults, report = [], [], loader.report
-    for one, documents, share in zip(samples, loader.parts, report.shares, strict=True):
-        made, choice = documents.prepared, one.choice
-        counts = made.rows, made.left_out, made.skipped, made.dropped, made.split
-        name = f"{choice.source} ({choice.split})"
-        sources.append(Source(name, one.format, *counts, share=report.line(share).partition(": ")[2]))
-        faults += bad(documents, BAD)
-    return figures(of, loader, tuple(sources), tuple(faults[:BAD]))
+    if file is not None:
+        yield from listed(file)
 
 
 def first(samples: Mapping[str, list[Sample]], count: int) -> tuple[Shown, ...]:

@@ -1,0 +1,139 @@
+"""`tune data`, as people and programs use it: what it shows, its exit codes, and what it says to mistakes."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from tunekit import cli
+
+CONFIG = """\
+recipe: sft
+model: tunekit/nano
+data: {{source: {source}, length: {length}}}
+out: out
+"""
+
+
+def talk(question: str, answer: str) -> str:
+    said = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    return json.dumps({"messages": said}) + "\n"
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with rows and a config, where the test runs."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "100")
+    Path("rows.jsonl").write_text("".join(talk(f"What is {n} and {n}?", f"It is {2 * n}.") for n in range(30)))
+    Path("sft.yaml").write_text(CONFIG.format(source="rows.jsonl", length=64))
+    return tmp_path
+
+
+def told(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> tuple[str, str]:
+    assert cli.main(["data", *words]) == code
+    return capsys.readouterr()
+
+
+def test_a_config_is_shown_and_no_run_begins(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, err = told(capsys, "sft.yaml", "--rows", "2")
+    assert (
+        "30 documents, " in out and "OpenAI messages (column 'messages'), 30 rows" in out and "tokens in a row" in out
+    )
+    assert "data row 2  rows.jsonl:2  " in out and "data row 3" not in out
+    assert "⟦It is 2.<|turn|>⟧" in out.replace("\n", "") and "\x1b" not in out
+    assert "nothing wrong was found" in out and not err
+    assert not Path("out").exists()
+
+
+@pytest.mark.parametrize("name", ["7", "rows.jsonl:7"])
+def test_a_row_is_found_by_number_and_by_place(place: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    out, _ = told(capsys, "sft.yaml", "--row", name)
+    assert re.findall(r"data row (\d+)", out) == ["7"] and "What is 6 and 6?" in out
+
+
+def test_what_is_cut_is_shown(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, _ = told(capsys, "sft.yaml", "data.length=15", "--row", "30")
+    assert "cut: " in out and "⟪" in out and "cut at 15 tokens: 30 documents" in out
+    assert "answers of all 30 rows are cut at 15 tokens" in out
+
+
+def test_programs_get_json(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = json.loads(told(capsys, "sft.yaml", "--json", "--rows", "1")[0])
+    (part,), (row,) = found["parts"], found["rows"]
+    assert part["rows"] == 30 and sum(part["lengths"]["counts"]) == 30 and found["findings"] == []
+    assert len(row["stretches"][0]["tokens"]) == len(row["stretches"][0]["states"]) and row["where"] == "rows.jsonl:1"
+
+
+def test_a_page_is_written_under_the_usual_name(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, err = told(capsys, "sft.yaml", "--html")
+    assert err == "written: data.html\n" and Path("data.html").read_text().startswith("<!doctype html>")
+
+
+def test_what_is_doubtful_is_no_mistake_and_what_is_wrong_is(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = Path("rows.jsonl").read_text()
+    Path("rows.jsonl").write_text(rows + talk("And?", ""))
+    assert "doubtful\n  data: 1 of 31 rows (3.2%) have an empty answer" in told(capsys, "sft.yaml")[0]
+    Path("rows.jsonl").write_text(rows + '{"messages": 3}\n{"messages": [\n' + talk("And?", "So."))
+    out, err = told(capsys, "sft.yaml", code=2)
+    assert err.startswith("error: this data cannot be trained on: data: 2 of 33 rows are bad") and err.count("\n") == 1
+    assert "bad: rows.jsonl:31: " in out and "bad: rows.jsonl:32: " in out and "rows.jsonl:31" in err
+    assert "2 of 33 rows are bad" in told(capsys, "sft.yaml", "data.bad_rows=skip", "data.most_bad=0.1")[0]
+
+
+def test_held_out_rows_that_are_learnt_are_wrong(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("sft.yaml", "validation.kind=chat", "validation.source=rows.jsonl", "validation.length=64")
+    _, err = told(capsys, *words, code=2)
+    assert "validation: all 30 rows are rows of `data` too" in err
+
+
+def test_a_mix_shows_its_shares_and_the_rows_of_each_source(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("text.jsonl").write_text("".join(json.dumps({"text": f"Once there were {n} cats."}) + "\n" for n in range(9)))
+    parts = "{rows: {source: rows.jsonl}}, {rows: {source: text.jsonl}}"
+    Path("mix.yaml").write_text(f"recipe: sft\nmodel: tunekit/nano\ndata: {{kind: mix, parts: [{parts}]}}\nout: out\n")
+    out, _ = told(capsys, "mix.yaml", "--rows", "1")
+    assert "39 documents, " in out and "text.jsonl: plain text (column 'text'), 9 rows; 23% of the documents" in out
+    assert "rows.jsonl:1" in out and "text.jsonl:1" in out
+
+
+def test_the_rows_of_an_evaluation_are_shown_too(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    told(capsys, "nano/tools", "model=tunekit/nano", "--rows", "0")
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["sft.yaml", "--row", "99"], "--row 99: there is no such row"),
+        (["sft.yaml", "--row", "rows.jsonl:99"], "there is no such row"),
+        (["sft.yaml", "--html", "page.txt"], "name a file that ends in .html"),
+        (["sft.yaml", "--html", "no/such/folder.html"], "cannot be written"),
+        (["sft.yaml", "data.lenght=3"], "did you mean 'length'"),
+        (["sft.yaml", "data.source=no.jsonl"], "no.jsonl"),
+        (["sft.yaml", "--rows", "-1"], "-1"),
+        (["nano/generate"], "learns from no rows"),
+        (["nosuch"], "nosuch"),
+    ],
+    ids=lambda value: "_".join(value) if isinstance(value, list) else "",
+)
+def test_mistakes_are_told_in_a_line(
+    place: Path, capsys: pytest.CaptureFixture[str], words: list[str], says: str
+) -> None:
+    _, err = told(capsys, *words, code=2)
+    assert err.startswith("error: ") and err.count("\n") == 1 and says in err, err
+
+
+def test_training_begins_with_the_checks(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = Path("rows.jsonl").read_text()
+    Path("rows.jsonl").write_text(rows + rows)
+    Path("held.jsonl").write_text(rows)
+    held = ("validation.kind=chat", "validation.source=held.jsonl", "validation.length=64")
+    words = ["run", "sft", "sft.yaml", "device=cpu", "steps=1", *held]
+    assert cli.main(words) == 2
+    err = capsys.readouterr().err
+    assert "doubtful: data: 30 of 60 rows (50%) are copies" in err
+    last = err.splitlines()[-1]
+    assert last.startswith("error: validation: all 30 rows are rows of `data` too") and "`checks: tell`" in last
+    assert not Path("out/final").exists()
+    assert cli.main([*words, "checks=tell"]) == 0
+    assert "wrong: validation: all 30 rows" in capsys.readouterr().err and Path("out/final").is_dir()
