@@ -7,15 +7,28 @@ What was found of one conversation is used for others of its shape, where it is 
 from collections.abc import Container, Sequence
 from typing import Any, Literal, NamedTuple
 
-import tokenizers
-
 from tunekit.data.layout import Layout, layout, padded
+from tunekit.data.pieces import Encoded
 from tunekit.data.signs import Sign
 from tunekit.data.tokenizer import Tokenizer
-from tunekit.data.turns import HIDDEN, HIDES, MOST, NUMBERS, WAY_OUT, Hidden, Messages, Span, Tools, Unsure, Writing
+from tunekit.data.turns import (
+    HIDDEN,
+    HIDES,
+    MOST,
+    NUMBERS,
+    WAY_OUT,
+    Hidden,
+    Messages,
+    Span,
+    Tools,
+    Unsure,
+    Writing,
+    shown,
+)
 from tunekit.errors import UserError
 
 Learn = Literal["assistant", "last", "all"]
+OTHER_TOOLS = [{"type": "function", "function": {"name": "a", "description": "b", "parameters": {"type": "object"}}}]
 SHAPES = 500  # layouts that are kept
 
 
@@ -74,7 +87,7 @@ def check_encodable(text: str) -> None:
 
 def known(tokenizer: Tokenizer, hidden: Hidden, tools: Tools, wanted: tuple[int, ...]) -> Found:
     """What holds for conversations like this one, found once."""
-    key = (repr(hidden.messages), repr(tools), wanted)
+    key = (repr(hidden.shape), bool(tools), wanted)
     if key not in tokenizer.shapes:
         if len(tokenizer.shapes) >= SHAPES:
             tokenizer.shapes.clear()
@@ -86,19 +99,22 @@ def study(tokenizer: Tokenizer, hidden: Hidden, tools: Tools, wanted: tuple[int,
     if len(hidden.texts) > MOST:
         return Found(None)
     try:
-        writing = Writing(tokenizer, hidden.messages, tools, hidden)
+        writing = Writing(tokenizer, hidden.shape, tools, hidden)
         spans, signs = find(writing, wanted)
-        probe = tokenizer.render(pad(hidden.messages), tools)
+        probe = tokenizer.render(pad(hidden.shape), tools)
         probe = NUMBERS.sub(lambda match: padded(int(match[1])), probe)
+        found = layout(writing.text, probe, spans)
+        if tools and found is not None:
+            found = found.freed(shown(tokenizer.render(hidden.shape, OTHER_TOOLS)))
     except UserError:
         return Found(None)
-    return Found(layout(writing.text, probe, spans), signs)
+    return Found(found, signs)
 
 
 def pad(value: Any) -> Any:
-    """Messages with white space around each hidden text."""
+    """Messages with white space around each hidden text, but for names."""
     if isinstance(value, str):
-        return HIDES.sub(lambda match: padded(ord(match[0]) - HIDDEN), value)
+        return HIDES.sub(lambda run: padded(ord(run[1]) - HIDDEN) if len(run[0]) == 1 else run[0], value)
     if isinstance(value, dict):
         return {key: pad(item) for key, item in value.items()}
     return [pad(item) for item in value] if isinstance(value, list) else value
@@ -149,7 +165,7 @@ def prompted(writing: Writing, index: int, start: int) -> bool:
         return False
 
 
-def tokens_in(encoding: tokenizers.Encoding, text: str, span: Span, special: Container[int]) -> Span:
+def tokens_in(encoding: Encoded, text: str, span: Span, special: Container[int]) -> Span:
     """The range of tokens whose characters lie in a span of the text.
 
     A token that reaches over a bound is left out but in two cases: it begins with white space before the span (a prompt
@@ -166,18 +182,18 @@ def tokens_in(encoding: tokenizers.Encoding, text: str, span: Span, special: Con
     return first, max(first, last if over else last + 1)
 
 
-def token_at(encoding: tokenizers.Encoding, places: range, default: int) -> int:
+def token_at(encoding: Encoded, places: range, default: int) -> int:
     """The token of the first of these characters that any token holds."""
     return next((token for at in places if (token := encoding.char_to_token(at)) is not None), default)
 
 
-def joins(encoding: tokenizers.Encoding, text: str, token: int, start: int) -> bool:
+def joins(encoding: Encoded, text: str, token: int, start: int) -> bool:
     """Whether a token is only white space before `start` and more than that behind."""
     low, high = bounds(encoding, token)
     return not text[low:start].strip() and bool(text[start:high].strip())
 
 
-def bounds(encoding: tokenizers.Encoding, token: int) -> Span:
+def bounds(encoding: Encoded, token: int) -> Span:
     span = encoding.token_to_chars(token)
     assert span is not None, "a token without characters: the post-processor must be off"
     return span

@@ -13,6 +13,7 @@ from typing import Any
 
 import tokenizers
 
+from tunekit.data.pieces import Encoded, Pieces
 from tunekit.data.template import Template
 from tunekit.errors import UserError
 
@@ -33,6 +34,7 @@ class Tokenizer:
         self.model, self.names, self.templates = model, dict(names), dict(templates)
         self.compiled: dict[str, Template] = {}
         self.shapes: dict[Any, Any] = {}  # what was found of conversations, by their shape
+        self.pieces: Pieces | None = None  # encodes rendered texts, once there are many of them
         self.today: date | None = None
         self.vocab: int | None = None  # what the model embeds, once it is known
         # What adds bos and eos is kept apart: some of it also trims the spaces of tokens out of their offsets.
@@ -88,7 +90,11 @@ class Tokenizer:
 
     def __getstate__(self) -> dict[str, Any]:
         """For another process: templates are compiled again there."""
-        return {**vars(self), "compiled": {}, "shapes": {}}
+        return {**vars(self), "compiled": {}, "shapes": {}, "pieces": None}
+
+    def hasten(self) -> None:
+        """Many texts are to come: remember words, where that cannot change a token."""
+        self.pieces = Pieces.of(self.model)
 
     def named(self, name: str) -> int | None:
         """The id of a token that the tokenizer's config names, such as `eos_token`."""
@@ -140,8 +146,10 @@ class Tokenizer:
             encodings = [self.ends.process(encoding) for encoding in encodings]
         return [encoding.ids for encoding in encodings]
 
-    def encode_rendered(self, texts: Sequence[str]) -> list[tokenizers.Encoding]:
+    def encode_rendered(self, texts: Sequence[str]) -> Sequence[Encoded]:
         """Rendered conversations as tokens that know their characters. Every conversation becomes tokens here."""
+        if self.pieces is not None:
+            return self.pieces.encode(texts)
         return self.model.encode_batch(list(texts), add_special_tokens=False)
 
     def decode(self, ids: Sequence[int], special: bool = False) -> str:

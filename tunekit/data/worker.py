@@ -43,6 +43,7 @@ def serve(pipe: Connection) -> None:
     for module in own:
         module.load()
     rows, tokenizer = pickle.loads(task)
+    tokenizer.hasten()
     pipe.send(None)  # ready
     while True:
         chunk, alone = pipe.recv()
