@@ -177,6 +177,25 @@ def test_what_holds_for_a_shape_is_what_is_found_of_each(families, data: st.Data
         assert spans == alone[0]
 
 
+@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.calls])
+def test_rows_with_tools_of_their_own_share_what_was_found_of_one(name: str, families: dict[str, Path]) -> None:
+    tokenizer = Tokenizer.open(families[name])
+    for number, city in enumerate(("Rome", "Oslo", 'a "b"', "<|user|>")):
+        function = {"name": f"tool_{number}", "arguments": {"city": city}}
+        tool = {"name": f"tool_{number}", "description": city, "parameters": {"properties": {city: {}}}}
+        tools = [{"type": "function", "function": tool}] * (number + 1)
+        ident = f"abcdefgh{number}"
+        called = {"type": "function", "id": ident, "function": function}
+        talk = [ASKED[0], {**ASKED[1], "tool_calls": [called]}, {**ASKED[2], "tool_call_id": ident}, ASKED[3], *TALK]
+        wanted = (1, 3, 5, 7)
+        hidden = Hidden(tokenizer, talk, tools)
+        found = known(tokenizer, hidden, tools, wanted)
+        assert found.layout is not None
+        spans = found.layout.fit(tokenizer.render(talk, tools), hidden.texts)
+        assert spans == find(Writing(tokenizer, talk, tools, hidden), wanted)[0]
+    assert len(tokenizer.shapes) == (1 if "<|user|>" not in tokenizer.template().tags.pattern else 2)
+
+
 @settings(deadline=None)
 @given(st.data(), st.sampled_from([*FAMILIES]))
 def test_nothing_but_the_learnt_turns_is_learnt(families: dict[str, Path], data: st.DataObject, name: str) -> None:

@@ -21,7 +21,7 @@ Messages = Sequence[Message]
 Tools = list[dict[str, Any]] | None
 HIDDEN = 0x17000  # the first of the characters that hide texts: Tangut script, which `repr` prints as it is
 MOST = 6000  # of them
-HIDES = re.compile(f"[{chr(HIDDEN)}-{chr(HIDDEN + MOST - 1)}]")
+HIDES = re.compile(f"([{chr(HIDDEN)}-{chr(HIDDEN + MOST - 1)}])\\1*")
 NUMBER = 7310584926_000_000  # hides the first number; a text cannot stand for one where JSON is written
 NUMBERS = re.compile(r"7310584926(\d{6})")
 WAY_OUT = "leave this turn out (`learn: last`), or name a `template` with {% generation %} blocks"
@@ -46,6 +46,30 @@ class Hidden:
             first = len(self.texts)
             self.messages.append(self.message(message))
             self.bounds.append((first, len(self.texts)))
+        self.names: dict[str, str] = {}
+        self.shape = [self.nameless(message) for message in self.messages]
+
+    def nameless(self, message: Message) -> Message:
+        """A message with the names and ids of its calls hidden too: they may be written with another message."""
+        fields = dict(message)
+        for key in {"name", "tool_call_id"} & fields.keys():
+            fields[key] = self.name(fields[key])
+        if fields.get("tool_calls"):
+            fields["tool_calls"] = [self.nameless_call(call) for call in fields["tool_calls"]]
+        return fields
+
+    def nameless_call(self, call: Mapping[str, Any]) -> dict[str, Any]:
+        more = {"id": self.name(call["id"])} if "id" in call else {}
+        function = call["function"]
+        return {**call, **more, "function": {**function, "name": self.name(function["name"])}}
+
+    def name(self, text: Any) -> Any:
+        """A name is hidden by as many characters as it has, for templates that want ids of some length."""
+        if not isinstance(text, str) or not text:
+            return text
+        if text not in self.names:
+            self.names[text] = self.new(text) * len(text)
+        return self.names[text]
 
     def message(self, message: Message) -> Message:
         fields = dict(message)
@@ -98,7 +122,7 @@ class Writing:
     """What a template writes of a conversation, of its beginnings, and of both with a message hidden."""
 
     def __init__(self, tokenizer: Tokenizer, messages: Messages, tools: Tools, hidden: Hidden) -> None:
-        """`messages` are the real ones, or `hidden.messages` for a conversation whose texts are all hidden."""
+        """`messages` are the real ones, or `hidden.shape` for a conversation whose texts are all hidden."""
         self.tokenizer, self.messages, self.tools, self.hidden = tokenizer, messages, tools, hidden
         self.written: dict[tuple[Any, ...], str] = {}
         self.count = len(messages)
@@ -106,7 +130,7 @@ class Writing:
 
     def write(self, count: int, prompt: bool = False, mode: Mode | None = None, hiding: int | None = None) -> str:
         """The first `count` messages, with a variable set, and with the texts of message `hiding` hidden."""
-        hiding = None if self.messages is self.hidden.messages else hiding
+        hiding = None if self.messages is self.hidden.shape else hiding
         key = (count, prompt, mode, hiding)
         if key not in self.written:
             messages = list(self.messages[:count])
@@ -115,7 +139,7 @@ class Writing:
             more = {} if mode is None else dict([mode])
             context = self.tokenizer.context(messages, self.tools, prompt)
             text = self.tokenizer.template(self.tools).render({**context, **more})
-            whole = hiding is None and self.messages is not self.hidden.messages
+            whole = hiding is None and self.messages is not self.hidden.shape
             self.written[key] = text if whole else shown(text)
         return self.written[key]
 
