@@ -7,9 +7,8 @@ What was found of one conversation is used for others of its shape, where it is 
 from collections.abc import Container, Sequence
 from typing import Any, Literal, NamedTuple
 
-import tokenizers
-
 from tunekit.data.layout import Layout, layout, padded
+from tunekit.data.pieces import Encoded
 from tunekit.data.signs import Sign
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.data.turns import (
@@ -166,7 +165,7 @@ def prompted(writing: Writing, index: int, start: int) -> bool:
         return False
 
 
-def tokens_in(encoding: tokenizers.Encoding, text: str, span: Span, special: Container[int]) -> Span:
+def tokens_in(encoding: Encoded, text: str, span: Span, special: Container[int]) -> Span:
     """The range of tokens whose characters lie in a span of the text.
 
     A token that reaches over a bound is left out but in two cases: it begins with white space before the span (a prompt
@@ -183,18 +182,18 @@ def tokens_in(encoding: tokenizers.Encoding, text: str, span: Span, special: Con
     return first, max(first, last if over else last + 1)
 
 
-def token_at(encoding: tokenizers.Encoding, places: range, default: int) -> int:
+def token_at(encoding: Encoded, places: range, default: int) -> int:
     """The token of the first of these characters that any token holds."""
     return next((token for at in places if (token := encoding.char_to_token(at)) is not None), default)
 
 
-def joins(encoding: tokenizers.Encoding, text: str, token: int, start: int) -> bool:
+def joins(encoding: Encoded, text: str, token: int, start: int) -> bool:
     """Whether a token is only white space before `start` and more than that behind."""
     low, high = bounds(encoding, token)
     return not text[low:start].strip() and bool(text[start:high].strip())
 
 
-def bounds(encoding: tokenizers.Encoding, token: int) -> Span:
+def bounds(encoding: Encoded, token: int) -> Span:
     span = encoding.token_to_chars(token)
     assert span is not None, "a token without characters: the post-processor must be off"
     return span
