@@ -12,6 +12,7 @@ messages    checks a row's conversation before a template sees it, and writes it
 dialects    ShareGPT, Alpaca, prompts with completions and pairs as such conversations; plain: values of JSON
 tokenizer   text to ids and back, the checkpoint's special tokens, streamed decoding
 template    the checkpoint's Jinja chat template, with `{% generation %}`; sandbox: where it runs, and has an end
+pieces      words that come again are encoded once, where that cannot change a token
 turns       where a turn stands in what a template writes, found with texts hidden
 layout      what was found of one conversation, for others of its shape
 spans       which characters of a rendered conversation are learnt, and which tokens those are
