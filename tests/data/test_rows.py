@@ -498,6 +498,8 @@ def test_a_choice_refuses_what_makes_no_sense(fields: dict, field: str) -> None:
         with pytest.raises(FieldError) as told:
             choice(**{"source": "rows.jsonl", **fields})
         assert told.value.field == field
+    with pytest.raises(FieldError, match="learn: name at least one role"):
+        Chat("rows.jsonl", learn=())
 
 
 def test_what_is_compared_cannot_be_split_or_learnt_whole() -> None:

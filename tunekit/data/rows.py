@@ -155,6 +155,11 @@ class Conversations(Rows):
     template: str | None = None  # path of a Jinja file, in place of the checkpoint's own template
     learn: Learn = "assistant"  # which turns, each with its end; a list names roles
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.learn:
+            raise FieldError("learn", "name at least one role")
+
     def check(self) -> None:
         super().check()
         if self.template is not None and not Path(self.template).expanduser().is_file():
