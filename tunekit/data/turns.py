@@ -125,6 +125,7 @@ class Writing:
         """`messages` are the real ones, or `hidden.shape` for a conversation whose texts are all hidden."""
         self.tokenizer, self.messages, self.tools, self.hidden = tokenizer, messages, tools, hidden
         self.written: dict[tuple[Any, ...], str] = {}
+        self.begun: dict[int, int | None] = {}
         self.count = len(messages)
         self.text = self.write(self.count)
 
@@ -154,8 +155,10 @@ class Writing:
 
     def begins(self, index: int) -> int | None:
         """Where the texts of a message begin; None if that is not sure."""
-        sides = self.sides(index, self.count)
-        return None if sides is None or not self.text.startswith(sides[0]) else len(sides[0])
+        if index not in self.begun:
+            sides = self.sides(index, self.count)
+            self.begun[index] = None if sides is None or not self.text.startswith(sides[0]) else len(sides[0])
+        return self.begun[index]
 
     def behind(self, index: int, count: int, prompt: bool = False, mode: Mode | None = None) -> str | None:
         """What stands behind the texts of a message; None if that is not sure."""
