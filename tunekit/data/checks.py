@@ -60,8 +60,9 @@ class Subject:
             np.concatenate([vars(documents)[name] for documents in parts]) for name in ("lengths", "whole", "signs")
         )
         self.firsts = np.cumsum([0, *map(len, parts)])
-        # A row may go on in further documents, which do not begin as rows do.
-        self.begins = np.concatenate([begins(documents) for documents in parts])
+        # A row may go on in further documents, which do not begin as rows do, and a stream may pass it again.
+        self.places = np.concatenate([places(documents, part) for part, documents in enumerate(parts)], axis=1)
+        self.begins = np.append(True, (self.places[:, 1:] != self.places[:, :-1]).any(axis=0))
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -88,10 +89,10 @@ class Subject:
         return Finding(severity, kind, self.part, says, mend)
 
 
-def begins(documents: Documents) -> np.ndarray:
-    """Whether a document is the first of its row (documents,)."""
-    places = np.stack([documents.flat.columns[name] for name in ("names", "numbers")])
-    return np.append(True, (places[:, 1:] != places[:, :-1]).any(axis=0))
+def places(documents: Documents, part: int) -> np.ndarray:
+    """Numbers that are equal for documents of one row (3, documents)."""
+    names, numbers = (documents.flat.columns[name].astype(np.int64) for name in ("names", "numbers"))
+    return np.stack([np.full(len(names), part), names, numbers])
 
 
 def amount(count: int, total: int) -> str:
@@ -168,7 +169,7 @@ def learnt_share(of: Subject) -> Iterator[Finding]:
 
 def duplicates(of: Subject) -> Iterator[Finding]:
     prints, firsts, which = np.unique(of.measured.print, return_index=True, return_inverse=True)
-    rows = firsts[which] != np.arange(len(of))
+    rows = (of.places != of.places[:, firsts[which]]).any(axis=0)
     share = rows.mean()
     severity: Severity = "doubtful" if share >= 0.05 else "note"
     if rows.any():
