@@ -193,3 +193,17 @@ def test_a_source_that_is_not_there_is_told(source: str, split: str, message: st
     write(tmp_path / "sub", "jsonl")
     with pytest.raises(UserError, match=message):
         open_source(source.format(here=tmp_path), split)
+
+
+@pytest.mark.parametrize("kind", ["json", "jsonl", "csv", "parquet", "arrow"])
+def test_a_file_that_may_not_be_read_is_told(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(path: object, *rest: object) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    path = tmp_path / f"rows.{kind}"
+    path.write_bytes(b"{}")
+    monkeypatch.setattr("tunekit.data.storage.io.FileIO", refused)
+    monkeypatch.setattr("pyarrow.memory_map", refused)
+    with pytest.raises(UserError, match=f"^{path}: .*Permission denied$") as told:
+        open_source(str(path), "train")
+    assert str(told.value).count(str(path)) == 1

@@ -11,7 +11,7 @@ import pyarrow
 import pyarrow.ipc
 
 from tunekit.data.storage import TROUBLE as READING
-from tunekit.data.storage import Local, RowFile
+from tunekit.data.storage import Local, RowFile, unreadable
 from tunekit.data.table import BYTES, ROWS, Chunk, Fault, Place, Row
 from tunekit.errors import UserError
 
@@ -84,7 +84,9 @@ class Arrow(RowFile):
                     yield from map(found.get_batch, range(found.num_record_batches))
                 else:
                     yield from pyarrow.ipc.open_stream(file)
-        except TROUBLE as error:
+        except READING as error:
+            raise unreadable(self.file.name, error) from None
+        except pyarrow.ArrowException as error:
             raise UserError(f"{self.file.name}: not an Arrow file, or a damaged one: {told(error)}") from None
 
     def opened(self) -> pyarrow.NativeFile:
