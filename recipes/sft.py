@@ -131,14 +131,11 @@ def main(cfg: SFT, fresh: bool = False) -> None:
         if cfg.init == "checkpoint":  # before rows are prepared, which may take long
             read.check(source, assemble.outline(source, cfg.weights, cfg.adapter).shapes)
         tokenizer = Tokenizer.open(source.tokenizer).fitted(source.spec.vocab, source.tokenizer).dated(space.day)
-        data = load(cfg.data, tokenizer, cfg.batch, cfg.micro_batch, run, space.folder)
-        held = cfg.validation and load(
-            cfg.validation, tokenizer, cfg.batch, cfg.micro_batch, run, space.folder / "validation"
-        )
+        how = tokenizer, cfg.batch, cfg.micro_batch, run
+        data = load(cfg.data, *how, space.folder)
+        held = cfg.validation and load(cfg.validation, *how, space.folder / "validation")
         run.tell(f"data: {data.report}")
         inspection.begin(cfg, {"data": data, "validation": held}, tokenizer, run)
-        for loader in filter(None, (data, held)):
-            loader.check(source.spec.vocab)
         scratch = cfg.init == "random"
         model = assemble.model(source, cfg.weights, cfg.adapter, cfg.precision, cfg.memory, run, scratch)
         space.begin()

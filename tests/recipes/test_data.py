@@ -9,8 +9,9 @@ from tunekit.checkpoint.state import State
 from tunekit.data import stream
 
 RUN = ("run", "sft", "sft.yaml")
-PARTS = "[{rows: {source: rows.jsonl}, weight: 2}, {rows: {kind: chat, source: held.jsonl}, weight: 1}]"
-STREAMS = PARTS.replace("rows.jsonl", "rows.jsonl, stream: true")
+ONE, OTHER = "source: rows.jsonl, split: 'train[:7]'", "kind: chat, source: rows.jsonl, split: 'train[7:]'"
+PARTS = f"[{{rows: {{{ONE}}}, weight: 2}}, {{rows: {{{OTHER}}}, weight: 1}}]"
+STREAMS = PARTS.replace(ONE, f"{ONE}, stream: true")
 WAYS = {
     "mix": f"data={{kind: mix, length: 64, parts: {PARTS}}}",
     "packed mix": f"data={{kind: mix, length: 64, pack: true, parts: {PARTS}}}",
@@ -18,6 +19,7 @@ WAYS = {
     "packed stream": "data={kind: chat, source: rows.jsonl, length: 64, pack: true, stream: true, workers: 0}",
     "mix of streams": f"data={{kind: mix, length: 64, parts: {STREAMS}}}",
 }
+FAST = ("packed mix", "mix of streams")
 
 
 def stop_after(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
@@ -32,7 +34,7 @@ def stop_after(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
     monkeypatch.setattr(State, "save", stopping)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [pytest.param(way, marks=[pytest.mark.slow] * (way not in FAST)) for way in WAYS])
 def test_it_goes_on_where_it_was(way: str, work, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream, "DOCUMENTS", 8)
     words = (*RUN, WAYS[way])

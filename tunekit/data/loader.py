@@ -21,11 +21,18 @@ def load(
 
     `folder` is the run's, for the list of rows that were skipped. Rank 0 shows a bar.
     """
-    mix = Mix.of(choice)
-    layout = Layout(batch, micro_batch, run.rank, run.size, mix.prepare(tokenizer).pad, mix.capacity)
+    loader = opened(Mix.of(choice), tokenizer, (batch, micro_batch), run, folder)
+    if tokenizer.vocab is not None:
+        loader.check(tokenizer.vocab)
+    return loader
+
+
+def opened(mix: Mix, tokenizer: Tokenizer, sizes: tuple[int, int], run, folder: Path | None) -> Loader:
+    """`sizes`: rows of a step, and of a micro-batch."""
+    layout = Layout(*sizes, run.rank, run.size, mix.prepare(tokenizer).pad, mix.capacity)
     listed = None if folder is None or not run.is_main else folder / BAD_ROWS
-    if streams(choice):
-        return Streamed(mix, Blocks(mix, feeds(mix, tokenizer, run, listed), run.seed, batch), layout)
+    if streams(mix):
+        return Streamed(mix, Blocks(mix, feeds(mix, tokenizer, run, listed), run.seed, layout.batch), layout)
     parts = tuple(prepare.documents(rows, tokenizer, run) for rows in mix.sources)
     if listed is not None:
         listed.unlink(missing_ok=True)

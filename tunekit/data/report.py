@@ -56,12 +56,13 @@ class Report:
         parts += [f"{self.truncated:,} truncated"] if self.truncated else []
         parts += [] if self.packed is None else [f"packed into {self.packed:,} rows, {self.filled:.1%} filled"]
         beginning = "a stream, whose first block has " if self.streamed else ""
-        return "\n".join([beginning + ", ".join(parts), *map(self.line, self.shares)])
+        line = beginning + ", ".join(parts)
+        if len(self.shares) == 1:
+            return f"{line} ({self.shares[0].about})"
+        return "\n".join([line, *map(self.line, self.shares)])
 
     def line(self, share: Share) -> str:
-        """What one source is and gives."""
-        if len(self.shares) == 1:
-            return f"  {share.name}: {share.about}"
+        """What one part of a mix is and gives."""
         what = "the block" if self.streamed else "an epoch"
         return (
             f"  {share.name}: {share.about}; {what} takes {share.rows:,} rows ({share.rows / self.rows:.1%}), "
