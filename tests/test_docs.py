@@ -193,6 +193,14 @@ def test_rows_are_read_as_the_configs_beside_them_say(place: Path) -> None:
         assert len(data.rows) == len(text.splitlines()) and all(json.loads(line) for line in text.splitlines())
 
 
+def test_mixes_and_streams_are_configs() -> None:
+    texts = [text for text in blocks("docs/data.md", "yaml") if "kind: mix" in text or "stream: true" in text]
+    assert len(texts) == 2
+    for text in texts:
+        part = yaml.safe_load(text)
+        assert load(SFT, BASE | part).data.pack
+
+
 def test_the_loss_of_the_example_is_cross_entropy_without_gamma(place: Path) -> None:
     write_files("docs/configs.md")
     imports = [Path("my_losses.py")]
