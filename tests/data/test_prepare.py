@@ -17,7 +17,7 @@ import pytest
 from tunekit.config.imports import own_choices
 from tunekit.data import pool, prepare
 from tunekit.data.documents import COLUMNS, Document, Documents
-from tunekit.data.rows import Chat, Text
+from tunekit.data.rows import Chat, Preference, Text
 from tunekit.data.source import open_source
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import UserError
@@ -119,6 +119,9 @@ def test_rows_left_out_and_gone_on_with_are_counted(tmp_path: Path, tokenizer: T
     rows = Text(source=str(source), length=30, transforms=(odd(),))
     prepared = prepare.documents(rows, tokenizer, place()).prepared
     assert (prepared.rows, prepared.left_out, prepared.split) == (40, 1, 1)
+    pairs = [{"prompt": "Hi. ", "chosen": "Hello.", "rejected": "No."}] * 3
+    found = prepare.documents(Preference(source=str(write(tmp_path / "pairs.jsonl", [*pairs]))), tokenizer, place())
+    assert (len(found), found.prepared.split) == (6, 0)
     with pytest.raises(UserError, match=re.escape("nothing is left to learn from: 1 rows, 1 left out by a transform")):
         prepare.documents(Text(source=str(write(source, texts(1, row0={"leave": True}))), transforms=(odd(),)),
                           tokenizer, place())  # fmt: skip

@@ -44,6 +44,7 @@ class Rows(Data):
     SERVING: ClassVar = frozenset(
         {"source", "split", "limit", "pack", "shuffle", "stream", "workers", "bad_rows", "most_bad"}
     )
+    EACH: ClassVar = 1  # documents of a row that is not split
 
     source: str  # a file, a folder, tunekit/tools, a Hub name or an address
     split: str = "train"  # and the part of it: train[:90%]
@@ -349,6 +350,8 @@ class Preference(Compared):
 
     What both begin with is their prompt, and a column `prompt` stands before both, if they do not begin with it.
     """
+
+    EACH: ClassVar = 2
 
     prompt: str = "prompt"  # the column
     chosen: str = "chosen"  # the column

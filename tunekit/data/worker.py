@@ -33,7 +33,7 @@ def tokens(rows: Rows, tokenizer: Tokenizer, chunk: Chunk, begin: Begin = None) 
     documents: list[Document] = [document for _, result in kept for document in result]
     flat = flatten(documents, [where for where, result in kept for _ in result])
     left_out = sum(result is None for result in found)
-    dropped, split = sum(not result for _, result in kept), sum(len(result) > 1 for _, result in kept)
+    dropped, split = sum(not result for _, result in kept), sum(len(result) > rows.EACH for _, result in kept)
     return Tokenised(chunk.place, len(read), left_out, dropped, split, faults, flat)
 
 
