@@ -137,3 +137,11 @@ def test_training_begins_with_the_checks(place: Path, capsys: pytest.CaptureFixt
     assert not Path("out/final").exists()
     assert cli.main([*words, "checks=tell"]) == 0
     assert "wrong: validation: all 30 rows" in capsys.readouterr().err and Path("out/final").is_dir()
+
+
+def test_of_a_stream_the_first_block_is_shown_and_another_pass_is_no_copy(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, _ = told(capsys, "sft.yaml", "data.stream=true", "steps=2", "--rows", "1")
+    assert "a stream, of which this is the first block" in out and "data row 1  rows.jsonl:1  " in out
+    assert "copies" not in out and "nothing wrong was found" in out

@@ -35,4 +35,5 @@ mapped      steps of rows that are prepared: a pure function of (seed, step, ran
 stream      blocks of rows that are read while they are trained on
 streamed    steps of such blocks, and the small state from which they go on
 loader      what a recipe calls: from `data:` to a Loader
+checks      faults that tokenised rows show; measure: what checks want to know of every document, by numpy
 """

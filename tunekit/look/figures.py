@@ -7,9 +7,8 @@ from typing import Any
 import numpy as np
 
 from tunekit.data.checks import Subject, percent
-from tunekit.data.loader import Loader
 from tunekit.data.report import Share
-from tunekit.data.streamed import Streamed
+from tunekit.data.served import Loader
 from tunekit.data.table import Fault
 
 BINS = 10
@@ -110,7 +109,7 @@ class Figures:
         return asdict(self) | listed
 
 
-def figures(of: Subject, loader: Loader | Streamed, name: str, bad: tuple[Fault, ...]) -> Figures:
+def figures(of: Subject, loader: Loader, name: str, bad: tuple[Fault, ...]) -> Figures:
     """What documents and their order say."""
     report, lengths = loader.report, of.lengths
     return Figures(

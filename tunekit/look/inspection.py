@@ -6,8 +6,7 @@ from typing import Any
 import numpy as np
 
 from tunekit.data.checks import Finding, Subject, Use, inspect
-from tunekit.data.loader import Loader
-from tunekit.data.streamed import Streamed
+from tunekit.data.served import Loader
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import UserError
 from tunekit.optim import Schedule, count
@@ -15,7 +14,7 @@ from tunekit.optim import Schedule, count
 MOST = 8  # lines in the log
 
 
-def subjects(cfg: Any, loaders: Mapping[str, Loader | Streamed | None], tokenizer: Tokenizer) -> list[Subject]:
+def subjects(cfg: Any, loaders: Mapping[str, Loader | None], tokenizer: Tokenizer) -> list[Subject]:
     """The parts of a config, measured: what is learnt first."""
     return [
         Subject(part, loader.parts, tokenizer, use(cfg, part, loader, tokenizer.vocab))
@@ -24,7 +23,7 @@ def subjects(cfg: Any, loaders: Mapping[str, Loader | Streamed | None], tokenize
     ]
 
 
-def use(cfg: Any, part: str, loader: Loader | Streamed, vocab: int | None) -> Use:
+def use(cfg: Any, part: str, loader: Loader, vocab: int | None) -> Use:
     """What the config does with rows. Not every recipe has a schedule."""
     told, limit = vars(cfg), vars(cfg)[part].length
     packed = None if loader.order.capacity is None else np.diff(loader.order.plan(0).bounds)
@@ -34,7 +33,7 @@ def use(cfg: Any, part: str, loader: Loader | Streamed, vocab: int | None) -> Us
     return Use(limit, vocab, packed, steps, count(told["schedule"].warmup, steps))
 
 
-def begin(cfg: Any, loaders: Mapping[str, Loader | Streamed | None], tokenizer: Tokenizer, run) -> None:
+def begin(cfg: Any, loaders: Mapping[str, Loader | None], tokenizer: Tokenizer, run) -> None:
     """Tell what the rows show. UserError, unless `checks: tell`, if nothing useful can come of training on them."""
     found = inspect(*subjects(cfg, loaders, tokenizer))
     wrong = [finding for finding in found if finding.severity == "wrong" and cfg.checks == "stop"]
@@ -44,7 +43,7 @@ def begin(cfg: Any, loaders: Mapping[str, Loader | Streamed | None], tokenizer: 
         raise UserError(f"{wrong[0]}{more}; `tune data` shows it, `checks: tell` goes on all the same")
 
 
-def remark(cfg: Any, data: Loader | Streamed, tokenizer: Tokenizer, run) -> None:
+def remark(cfg: Any, data: Loader, tokenizer: Tokenizer, run) -> None:
     """Tell what rows show that only answers are measured on."""
     tell(inspect(*subjects(cfg, {"data": data}, tokenizer)), run)
 

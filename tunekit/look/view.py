@@ -7,10 +7,10 @@ from typing import Any
 
 from tunekit.data.checks import Finding, Subject, inspect, percent
 from tunekit.data.documents import Documents
-from tunekit.data.loader import Loader, load
+from tunekit.data.loader import load
 from tunekit.data.mix import Mix, title
 from tunekit.data.prepare import listed
-from tunekit.data.streamed import Streamed
+from tunekit.data.served import Loader
 from tunekit.data.table import Fault
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import UserError
@@ -70,7 +70,7 @@ def lenient(mix: Mix) -> Mix:
     return replace(mix, parts=tuple(parts))
 
 
-def bad_rows(mixes: Mapping[str, Mix], loaders: Mapping[str, Loader | Streamed]) -> Iterator[Finding]:
+def bad_rows(mixes: Mapping[str, Mix], loaders: Mapping[str, Loader]) -> Iterator[Finding]:
     """Rows that cannot be learnt from: wrong, if the config does not say that they are skipped."""
     for part, mix in mixes.items():
         for choice, documents in zip(mix.sources, loaders[part].parts, strict=False):  # a stream has one for all
@@ -83,7 +83,7 @@ def bad_rows(mixes: Mapping[str, Mix], loaders: Mapping[str, Loader | Streamed])
                 yield Finding(severity, "bad rows", part, says, mend, count, count / rows, (), (first.where,))
 
 
-def faults(loader: Loader | Streamed) -> tuple[Fault, ...]:
+def faults(loader: Loader) -> tuple[Fault, ...]:
     """The first rows that nothing can be learnt from."""
     return tuple(islice((fault for documents in loader.parts for fault in bad(documents)), BAD))
 
