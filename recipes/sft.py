@@ -165,10 +165,7 @@ def train(
     ahead = Ahead(data, run.device)
     state = State(space.state, model, optimizer, schedule, cfg.keep, run, patience, ahead)
     done = start = state.restore()
-    if start:
-        run.tell(f"goes on from step {start} of {steps}")
-    else:
-        leaks.check(model, data, run)
+    leaks.begin(model, data, run, start, steps)
     with cfg.log.open(space.folder, run, steps, start, resolved(cfg, "sft")) as log, ahead.over(start, steps):
         if held and start == 0:
             with log.aside():

@@ -24,6 +24,14 @@ FIRST = 8  # tokens of a document that know least of their own, and show most wh
 LIMITS = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
 
 
+def begin(model: Decoder, data: Loader, run: Run, start: int, steps: int) -> None:
+    """Check what begins; of what goes on, tell from where: it was checked then."""
+    if start:
+        run.tell(f"goes on from step {start} of {steps}")
+    else:
+        check(model, data, run)
+
+
 @torch.no_grad()
 def check(model: Decoder, data: Loader, run: Run) -> None:
     """UserError if documents are not the same together and alone; a line for the log if they are."""
