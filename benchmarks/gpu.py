@@ -30,7 +30,7 @@ from torch import nn
 from tunekit import bundled
 from tunekit.adapters import Full, LoRA
 from tunekit.checkpoint.folder import Folder, read_json
-from tunekit.data.batch import Batch
+from tunekit.data.steps.batch import Batch
 from tunekit.formats import NF4, Plain
 from tunekit.kernels import nf4
 from tunekit.kernels.cross_entropy import Terms, chunked_loss

@@ -26,7 +26,7 @@ from turns import Work, turns
 from tunekit import adapters, assemble
 from tunekit.adapters import DoRA, Full, LoRA
 from tunekit.checkpoint.folder import Folder
-from tunekit.data.batch import Batch
+from tunekit.data.steps.batch import Batch
 from tunekit.formats import Plain
 from tunekit.kernels import lora
 from tunekit.losses import CrossEntropy

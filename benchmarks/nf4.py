@@ -26,7 +26,7 @@ from turns import Work, turns
 from tunekit import assemble
 from tunekit.adapters import LoRA
 from tunekit.checkpoint.folder import Folder
-from tunekit.data.batch import Batch
+from tunekit.data.steps.batch import Batch
 from tunekit.formats import NF4, Plain
 from tunekit.kernels import nf4
 from tunekit.losses import CrossEntropy

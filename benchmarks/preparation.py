@@ -24,9 +24,9 @@ from pathlib import Path
 import torch
 from chats import TEMPLATES, chats, write_rows, write_tokenizers
 
-from tunekit.data import prepare
+from tunekit.data.prepared import prepare
 from tunekit.data.rows import Chat
-from tunekit.data.source import open_source
+from tunekit.data.sources.source import open_source
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.machine import hardware
 

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tunekit.data.order import plan
+from tunekit.data.steps.order import plan
 
 END, PREFIX = 0, "base_model.model."
 

@@ -16,9 +16,9 @@ from tqdm import tqdm
 
 from tunekit import assemble, card
 from tunekit.checkpoint.atomic import write_text
-from tunekit.data.documents import Document
-from tunekit.data.loader import Loader, load
-from tunekit.data.mix import Learnable, streams, title
+from tunekit.data.prepared.documents import Document
+from tunekit.data.steps.loader import Loader, load
+from tunekit.data.steps.mix import Learnable, streams, title
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import FieldError
 from tunekit.formats import FP4, NF4, Plain

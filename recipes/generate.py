@@ -14,11 +14,11 @@ from tqdm import tqdm
 
 from tunekit import assemble
 from tunekit.checkpoint.atomic import write_text
-from tunekit.data.manner import manner
-from tunekit.data.messages import conversation
+from tunekit.data.chat.manner import manner
+from tunekit.data.chat.messages import conversation
 from tunekit.data.rows import named
-from tunekit.data.source import find, open_source
-from tunekit.data.table import insist
+from tunekit.data.sources.source import find, open_source
+from tunekit.data.sources.table import insist
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import FieldError, UserError
 from tunekit.formats import FP4, NF4, Plain

@@ -17,10 +17,10 @@ from tunekit.checkpoint import atomic, read, save, workspace
 from tunekit.checkpoint.folder import Folder
 from tunekit.checkpoint.state import State
 from tunekit.config.dump import dump, resolved
-from tunekit.data.ahead import Ahead
-from tunekit.data.batch import Batch
-from tunekit.data.loader import Loader, load
-from tunekit.data.mix import Learnable, check_ends
+from tunekit.data.steps.ahead import Ahead
+from tunekit.data.steps.batch import Batch
+from tunekit.data.steps.loader import Loader, load
+from tunekit.data.steps.mix import Learnable, check_ends
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import FieldError
 from tunekit.formats import FP4, NF4, Plain

@@ -21,7 +21,7 @@ from tests.shapes_experts import EXPERTS
 from tunekit import assemble
 from tunekit.adapters import Full, LoRA
 from tunekit.checkpoint.folder import Folder
-from tunekit.data.batch import IGNORE, Batch
+from tunekit.data.steps.batch import IGNORE, Batch
 from tunekit.formats import Plain
 from tunekit.losses import CrossEntropy
 from tunekit.memory import Memory

@@ -22,9 +22,9 @@ from tunekit.adapters import Full, LoRA
 from tunekit.checkpoint.folder import Folder
 from tunekit.config.dump import resolved
 from tunekit.config.load import load
-from tunekit.data import loader
-from tunekit.data.mix import Mix, Part
 from tunekit.data.rows import Chat
+from tunekit.data.steps import loader
+from tunekit.data.steps.mix import Mix, Part
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.formats import NF4
 from tunekit.optim import AdamW

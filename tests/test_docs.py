@@ -22,7 +22,7 @@ from tunekit.config import schema
 from tunekit.config.choices import Choices, every_slot
 from tunekit.config.dump import dump
 from tunekit.config.load import load
-from tunekit.data.loader import load as read
+from tunekit.data.steps.loader import load as read
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.formats import Plain
 from tunekit.memory import Memory

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from tests.checkpoints import made, ours
 from tunekit import leaks
-from tunekit.data.batch import Batch, Layout
-from tunekit.data.loader import load
 from tunekit.data.rows import Text
-from tunekit.data.served import Loader
+from tunekit.data.steps.batch import Batch, Layout
+from tunekit.data.steps.loader import load
+from tunekit.data.steps.served import Loader
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import UserError
 from tunekit.models.decoder import Decoder

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from tests.checkpoints import error, made, ours, tokens
 from tunekit import losses
-from tunekit.data.batch import IGNORE, Batch
-from tunekit.data.loader import load
 from tunekit.data.rows import Text
+from tunekit.data.steps.batch import IGNORE, Batch
+from tunekit.data.steps.loader import load
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import FieldError
 from tunekit.kernels import cross_entropy

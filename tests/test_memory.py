@@ -13,8 +13,8 @@ from torch.profiler import ProfilerActivity, profile
 from tests.checkpoints import FP32, batch, made, ours, tokens
 from tunekit import offload
 from tunekit.adapters import Full, LoRA
-from tunekit.data.batch import Batch
 from tunekit.data.rows import Text
+from tunekit.data.steps.batch import Batch
 from tunekit.errors import FieldError, UserError
 from tunekit.kernels.attention_native import able
 from tunekit.losses import CrossEntropy

@@ -25,8 +25,8 @@ from tunekit.checkpoint.folder import Folder, read_json
 from tunekit.checkpoint.save import CURVES, VERIFICATION
 from tunekit.checkpoint.workspace import EVALUATION, FINAL
 from tunekit.config import dump
-from tunekit.data.loader import Loader
-from tunekit.data.source import find, parse_split
+from tunekit.data.sources.source import find, parse_split
+from tunekit.data.steps.loader import Loader
 from tunekit.models.decoder import TIED, Decoder
 from tunekit.origin import CARD, FRONT, Origin, front, origin, read
 

@@ -10,9 +10,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from tunekit.data.batch import Batch
-from tunekit.data.documents import Document
-from tunekit.data.loader import Loader
+from tunekit.data.prepared.documents import Document
+from tunekit.data.steps.batch import Batch
+from tunekit.data.steps.loader import Loader
 from tunekit.errors import UserError
 from tunekit.models.decoder import Decoder, Head
 from tunekit.parallel import Run

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from tunekit.data.batch import IGNORE, Batch
-from tunekit.data.loader import Loader
+from tunekit.data.steps.batch import IGNORE, Batch
+from tunekit.data.steps.loader import Loader
 from tunekit.errors import FieldError
 from tunekit.kernels.cross_entropy import Measured, Step, Terms, chunked_loss
 from tunekit.models.decoder import Decoder, Head

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 from tunekit import __version__
-from tunekit.data import prepare
+from tunekit.data.prepared import prepare
 from tunekit.data.rows import Chat
 from tunekit.data.tokenizer import Tokenizer
 

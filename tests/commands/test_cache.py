@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from tunekit import cli
-from tunekit.data import cache
-from tunekit.data.documents import ABOUT, Document, Documents, Tokenised, Writer, flatten
+from tunekit.data.prepared import cache
+from tunekit.data.prepared.documents import ABOUT, Document, Documents, Tokenised, Writer, flatten
 
 DAY = 86_400
 

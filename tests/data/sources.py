@@ -14,7 +14,7 @@ import pyarrow.feather
 import pyarrow.parquet
 import pytest
 
-from tunekit.data import arrow, hub, jsonfile, parquet, text
+from tunekit.data.sources import arrow, hub, jsonfile, parquet, text
 
 KINDS = ("jsonl", "json", "csv", "parquet", "arrow", "feather.arrow", "jsonl.gz", "json.gz", "csv.gz", "jsonl.zst")
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tunekit.data.ahead import Ahead
+from tunekit.data.steps.ahead import Ahead
 from tunekit.errors import UserError
 
 CPU = torch.device("cpu")

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from tests.data.sources import columns, small_chunks, write
 from tests.data.test_table import resumes
-from tunekit.data.source import open_source
-from tunekit.data.table import Fault, Row, insist
+from tunekit.data.sources.source import open_source
+from tunekit.data.sources.table import Fault, Row, insist
 from tunekit.errors import UserError
 
 ROWS = [

@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tunekit.data import cache
-from tunekit.data.documents import ABOUT, Document, Tokenised, Writer, flatten, whole
+from tunekit.data.prepared import cache
+from tunekit.data.prepared.documents import ABOUT, Document, Tokenised, Writer, flatten, whole
 from tunekit.errors import UserError
 
 COUNT = 400

@@ -13,10 +13,10 @@ from tests.data.families import FAMILIES, folder
 from tunekit import bundled
 from tunekit.data import checks, measure
 from tunekit.data.checks import Finding, Subject, Use, inspect
-from tunekit.data.documents import Document, Documents
+from tunekit.data.prepared.documents import Document, Documents
 from tunekit.data.rows import Chat
 from tunekit.data.signs import Sign
-from tunekit.data.source import open_source
+from tunekit.data.sources.source import open_source
 from tunekit.data.tokenizer import Tokenizer
 
 LIMIT = 64

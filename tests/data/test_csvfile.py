@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from tests.data.sources import small_chunks
 from tests.data.test_table import resumes
-from tunekit.data.source import open_source
-from tunekit.data.table import Fault, insist
+from tunekit.data.sources.source import open_source
+from tunekit.data.sources.table import Fault, insist
 from tunekit.errors import UserError
 
 # A lone carriage return is left out: csv.writer writes it without quotes, and then it ends a line.

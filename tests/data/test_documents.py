@@ -7,9 +7,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tunekit.data.documents import ABOUT, Document, Documents, Tokenised, Writer, flatten, whole
+from tunekit.data.prepared.documents import ABOUT, Document, Documents, Tokenised, Writer, flatten, whole
 from tunekit.data.signs import Sign
-from tunekit.data.table import Fault
+from tunekit.data.sources.table import Fault
 
 WHERES = ("rows.jsonl:1", "rows.jsonl:17", "data set train row 9", "a/007", "no number", "", "3", "x\ny:10")
 

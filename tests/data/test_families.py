@@ -10,10 +10,10 @@ from transformers import AutoTokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from tests.data.families import CALL, FAMILIES, UNSURE, Family, folder
+from tunekit.data.chat.spans import find, known, render, tokens_in
+from tunekit.data.chat.turns import HIDES, Hidden, Writing
 from tunekit.data.signs import Sign
-from tunekit.data.spans import find, known, render, tokens_in
 from tunekit.data.tokenizer import Tokenizer
-from tunekit.data.turns import HIDES, Hidden, Writing
 from tunekit.errors import UserError
 
 TALK = [

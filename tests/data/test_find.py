@@ -5,8 +5,8 @@ from pathlib import Path
 import datasets
 import pytest
 
-from tunekit.data.source import find, open_source
-from tunekit.data.table import insist
+from tunekit.data.sources.source import find, open_source
+from tunekit.data.sources.table import insist
 from tunekit.errors import UserError
 
 ROWS = [{"text": "a"}, {"text": "b"}, {"text": "c"}]

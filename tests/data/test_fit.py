@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tunekit.data.documents import Document
 from tunekit.data.fit import fitted
+from tunekit.data.prepared.documents import Document
 from tunekit.data.signs import Sign
 from tunekit.errors import UserError
 

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tunekit.data.rows import Auto, Chat, Completion, Instruct, Marked, Preference, Rows, ShareGPT, Text
-from tunekit.data.table import Fault, Row
+from tunekit.data.sources.table import Fault, Row
 from tunekit.data.tokenizer import Tokenizer
 
 OPEN: dict[str, Tokenizer] = {}

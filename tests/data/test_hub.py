@@ -20,8 +20,8 @@ TOKEN = "hf_annsOwnSecretToken"
 # The client reads its environment when it is imported: a process of its own.
 PROGRAM = """
 import json, sys
-from tunekit.data.source import open_source
-from tunekit.data.table import Place
+from tunekit.data.sources.source import open_source
+from tunekit.data.sources.table import Place
 from tunekit.errors import UserError
 for source, split, stream in json.loads(sys.argv[1]):
     try:

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from tests.data.sources import small_chunks
 from tests.data.test_table import resumes
-from tunekit.data.source import open_source
-from tunekit.data.table import Fault, Row, insist
+from tunekit.data.sources.source import open_source
+from tunekit.data.sources.table import Fault, Row, insist
 from tunekit.errors import UserError
 
 VALUES = st.recursive(
@@ -188,8 +188,8 @@ def test_what_is_no_text_is_refused(name: str, raw: bytes, says: str, tmp_path: 
 
 
 def test_a_line_without_an_end_is_not_read_into_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tunekit.data.text.LONGEST", 1000)
-    monkeypatch.setattr("tunekit.data.jsonfile.LONGEST", 1000)
+    monkeypatch.setattr("tunekit.data.sources.text.LONGEST", 1000)
+    monkeypatch.setattr("tunekit.data.sources.jsonfile.LONGEST", 1000)
     for name in ("rows.jsonl", "rows.json"):
         path = tmp_path / name
         path.write_text(('{"a": "' if name == "rows.jsonl" else '[{"a": "') + "x" * 5_000_000)

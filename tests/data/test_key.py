@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from tunekit.config.imports import own_choices
-from tunekit.data import key as keys
-from tunekit.data import prepare
+from tunekit.data.prepared import key as keys
+from tunekit.data.prepared import prepare
 from tunekit.data.rows import Auto, Chat, Rows, Text
-from tunekit.data.source import open_source
+from tunekit.data.sources.source import open_source
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.data.transforms import Rename
 from tunekit.recipes.sft import SFT
@@ -150,9 +150,9 @@ def test_the_code_of_tunekit_decides(rows: Chat, tokenizer: Tokenizer, monkeypat
 ELSEWHERE = """
 import sys
 from pathlib import Path
-from tunekit.data.key import key
+from tunekit.data.prepared.key import key
 from tunekit.data.rows import Chat
-from tunekit.data.source import open_source
+from tunekit.data.sources.source import open_source
 from tunekit.data.tokenizer import Tokenizer
 
 rows = Chat(source=sys.argv[1])

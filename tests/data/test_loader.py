@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import torch
 
-from tunekit.data.batch import IGNORE, MULTIPLE, Batch, Layout
-from tunekit.data.documents import Document, Documents
-from tunekit.data.mapped import Mapped
-from tunekit.data.mix import Mix
+from tunekit.data.prepared.documents import Document, Documents
 from tunekit.data.rows import Text
+from tunekit.data.steps.batch import IGNORE, MULTIPLE, Batch, Layout
+from tunekit.data.steps.mapped import Mapped
+from tunekit.data.steps.mix import Mix
 from tunekit.errors import UserError
 
 ROWS, BATCH, PAD = 43, 8, 7

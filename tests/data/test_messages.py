@@ -4,7 +4,7 @@ from copy import deepcopy
 
 import pytest
 
-from tunekit.data.messages import conversation, talk
+from tunekit.data.chat.messages import conversation, talk
 from tunekit.errors import UserError
 
 ASK = {"role": "user", "content": "What is 1 + 2?"}

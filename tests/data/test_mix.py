@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tunekit.data.batch import IGNORE
-from tunekit.data.loader import Loader, load
-from tunekit.data.mix import Draw, Mix, Part
 from tunekit.data.rows import Chat, Text
+from tunekit.data.steps.batch import IGNORE
+from tunekit.data.steps.loader import Loader, load
+from tunekit.data.steps.mix import Draw, Mix, Part
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import FieldError
 

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tunekit import bundled
-from tunekit.data.packing import Plan, filled, pack
 from tunekit.data.rows import Chat
-from tunekit.data.table import Row
+from tunekit.data.sources.table import Row
+from tunekit.data.steps.packing import Plan, filled, pack
 from tunekit.data.tokenizer import Tokenizer
 
 

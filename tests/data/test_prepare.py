@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 
 from tunekit.config.imports import own_choices
-from tunekit.data import pool, prepare
-from tunekit.data.documents import COLUMNS, Document, Documents
+from tunekit.data.prepared import pool, prepare
+from tunekit.data.prepared.documents import COLUMNS, Document, Documents
 from tunekit.data.rows import Chat, Preference, Text
-from tunekit.data.source import open_source
+from tunekit.data.sources.source import open_source
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import UserError
 from tunekit.recipes.sft import SFT
@@ -239,7 +239,8 @@ def test_few_rows_and_classes_of_a_notebook_stay_here(tmp_path: Path, odd, monke
     assert prepare.workers(Text(source=source, workers=5, transforms=(odd(),)), 10**6) == 0
 
 
-START = "import sys, tunekit.data.worker; print(sorted({'torch', 'pandas', 'pyarrow', 'datasets'} & set(sys.modules)))"
+START = """import sys, tunekit.data.prepared.worker
+print(sorted({'torch', 'pandas', 'pyarrow', 'datasets'} & set(sys.modules)))"""
 
 
 def test_a_process_starts_fast() -> None:
@@ -257,9 +258,9 @@ def test_a_process_starts_fast() -> None:
 LEFT = """
 import sys, time
 from pathlib import Path
-from tunekit.data import pool
+from tunekit.data.prepared import pool
 from tunekit.data.rows import Text
-from tunekit.data.source import open_source
+from tunekit.data.sources.source import open_source
 from tunekit.data.tokenizer import Tokenizer
 
 rows = Text(source=sys.argv[1])
@@ -303,7 +304,7 @@ def alive(process: int) -> bool:
 GROWTH = """
 import json, sys
 from pathlib import Path
-from tunekit.data import prepare
+from tunekit.data.prepared import prepare
 from tunekit.data.rows import Chat
 from tunekit.data.tokenizer import Tokenizer
 

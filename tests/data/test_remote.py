@@ -14,10 +14,10 @@ import pytest
 
 from tests.data.sources import KINDS, content, small_chunks, write
 from tests.data.test_table import resumes
-from tunekit.data import remote
-from tunekit.data.source import find, open_source
-from tunekit.data.storage import skip
-from tunekit.data.table import insist
+from tunekit.data.sources import remote
+from tunekit.data.sources.source import find, open_source
+from tunekit.data.sources.storage import skip
+from tunekit.data.sources.table import insist
 from tunekit.errors import UserError
 
 ROWS = [{"text": f"row {number} né"} for number in range(60)]

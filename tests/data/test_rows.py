@@ -9,11 +9,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tunekit.data.chat.turns import NUMBER
 from tunekit.data.rows import Auto, Chat, Completion, Instruct, Marked, Preference, Rows, ShareGPT, Text
 from tunekit.data.signs import Sign
-from tunekit.data.table import Fault, Row
+from tunekit.data.sources.table import Fault, Row
 from tunekit.data.tokenizer import Tokenizer
-from tunekit.data.turns import NUMBER
 from tunekit.errors import FieldError, UserError
 
 TALK = [

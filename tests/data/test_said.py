@@ -6,12 +6,12 @@ import pytest
 from transformers import AutoTokenizer
 
 from tests.data.families import FAMILIES, folder
-from tunekit.data.manner import manner
-from tunekit.data.messages import Talk, talk
+from tunekit.data.chat.manner import manner
+from tunekit.data.chat.messages import Talk, talk
+from tunekit.data.chat.said import signs
 from tunekit.data.rows import Auto
-from tunekit.data.said import signs
 from tunekit.data.signs import Sign
-from tunekit.data.table import Row
+from tunekit.data.sources.table import Row
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.data.written import conversation
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.data.families import FAMILIES, folder
-from tunekit.data.template import Template
+from tunekit.data.chat.template import Template
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import UserError
 

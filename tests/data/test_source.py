@@ -12,8 +12,8 @@ import pyarrow.parquet
 import pytest
 
 from tunekit import bundled
-from tunekit.data.source import open_source, parse_split
-from tunekit.data.table import insist
+from tunekit.data.sources.source import open_source, parse_split
+from tunekit.data.sources.table import insist
 from tunekit.errors import UserError
 
 ROWS = [{"text": f"row {number}, né\n\u2028“{number}”"} for number in range(10)]
@@ -137,7 +137,7 @@ def test_a_hub_that_does_not_answer_is_told_in_a_line(monkeypatch: pytest.Monkey
 
 
 def test_what_is_slow_to_import_is_not_imported_for_plain_files() -> None:
-    code = "import sys, tunekit.data.source; print({'datasets', 'pyarrow', 'torch'} & set(sys.modules))"
+    code = "import sys, tunekit.data.sources.source; print({'datasets', 'pyarrow', 'torch'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"
 
 
@@ -202,7 +202,7 @@ def test_a_file_that_may_not_be_read_is_told(kind: str, tmp_path: Path, monkeypa
 
     path = tmp_path / f"rows.{kind}"
     path.write_bytes(b"{}")
-    monkeypatch.setattr("tunekit.data.storage.io.FileIO", refused)
+    monkeypatch.setattr("tunekit.data.sources.storage.io.FileIO", refused)
     monkeypatch.setattr("pyarrow.memory_map", refused)
     with pytest.raises(UserError, match=f"^{path}: .*Permission denied$") as told:
         open_source(str(path), "train")

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from tunekit.data.spans import render, tokens_in
+from tunekit.data.chat.spans import render, tokens_in
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import UserError
 

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tunekit.data import stream
-from tunekit.data.batch import IGNORE
-from tunekit.data.loader import load
-from tunekit.data.mix import Mix, Part
 from tunekit.data.rows import Text
-from tunekit.data.served import Loader
+from tunekit.data.steps import stream
+from tunekit.data.steps.batch import IGNORE
+from tunekit.data.steps.loader import load
+from tunekit.data.steps.mix import Mix, Part
+from tunekit.data.steps.served import Loader
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import FieldError, UserError
 

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.data.sources import KINDS, small_chunks, write
-from tunekit.data.source import open_source
-from tunekit.data.table import Fault, Place, Row, Table, insist
+from tunekit.data.sources.source import open_source
+from tunekit.data.sources.table import Fault, Place, Row, Table, insist
 from tunekit.errors import UserError
 
 ROWS = [{"text": f"row {number}, né\n“{number}” " + "long " * (number % 5 * 9)} for number in range(40)]
@@ -116,8 +116,8 @@ def test_the_digest_is_of_the_content_and_the_slice(kind: str, stream: bool, tmp
 
 
 def test_the_digest_sees_every_byte_and_the_order_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tunekit.data.storage.SEGMENT", 64)
-    monkeypatch.setattr("tunekit.data.storage.EDGE", 16)
+    monkeypatch.setattr("tunekit.data.sources.storage.SEGMENT", 64)
+    monkeypatch.setattr("tunekit.data.sources.storage.EDGE", 16)
     raw = write(tmp_path / "a.jsonl", ROWS).read_bytes()
     write(tmp_path / "b.jsonl", ROWS[:5])
     digests = {open_source(str(tmp_path), "train").digest()}
@@ -133,7 +133,7 @@ def test_the_digest_sees_every_byte_and_the_order_of_files(tmp_path: Path, monke
 PEAK = """
 import re, sys
 from pathlib import Path
-from tunekit.data.source import open_source
+from tunekit.data.sources.source import open_source
 table = open_source(sys.argv[1], "train", stream=sys.argv[2] == "stream")
 count = sum(1 for row in table.rows)
 print(count, re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])

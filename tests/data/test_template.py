@@ -3,7 +3,7 @@
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from tunekit.data.template import Template
+from tunekit.data.chat.template import Template
 from tunekit.errors import UserError
 
 TALK = [{"role": "user", "content": "Hi <b>'é'"}, {"role": "assistant", "content": "Yo"}]

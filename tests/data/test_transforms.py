@@ -9,7 +9,7 @@ import yaml
 
 from tunekit import cli
 from tunekit.data.rows import Auto
-from tunekit.data.table import Fault, Row
+from tunekit.data.sources.table import Fault, Row
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.data.transforms import Rename, Transform, Where
 from tunekit.errors import FieldError, UserError
@@ -87,7 +87,7 @@ def test_a_mistake_in_a_persons_own_code_is_a_fault_of_the_row(folders: dict[str
 OWN = '''
 from dataclasses import dataclass
 
-from tunekit.data.messages import Talk, talk
+from tunekit.data.chat.messages import Talk, talk
 from tunekit.data.rows import Conversations
 from tunekit.data.transforms import Transform
 from tunekit.errors import UserError

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.checkpoints import batch, error, made, ours, shuffle_adapter, tokens
 from tunekit.adapters import DoRA, LoRA
-from tunekit.data.batch import IGNORE, Batch
+from tunekit.data.steps.batch import IGNORE, Batch
 from tunekit.kernels import cross_entropy
 from tunekit.kernels.cross_entropy import Measured, Terms, chunked_loss, token_logprobs, token_losses
 from tunekit.losses import CrossEntropy

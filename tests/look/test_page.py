@@ -5,8 +5,8 @@ from html.parser import HTMLParser
 
 from tunekit import bundled
 from tunekit.data.checks import Finding
-from tunekit.data.report import Share
-from tunekit.data.table import Fault
+from tunekit.data.sources.table import Fault
+from tunekit.data.steps.report import Share
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.look import page
 from tunekit.look.figures import Figures, Histogram

@@ -12,7 +12,7 @@ from tests.checkpoints import SHAPES, auto, batch, build, error, made, ours, sav
 from tests.shapes_dense import DENSE
 from tunekit.checkpoint.folder import Folder
 from tunekit.checkpoint.write import dense
-from tunekit.data.batch import IGNORE
+from tunekit.data.steps.batch import IGNORE
 from tunekit.losses import CrossEntropy
 from tunekit.memory import Memory
 from tunekit.models.decoder import Decoder

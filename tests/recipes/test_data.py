@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from tunekit.checkpoint.state import State
-from tunekit.data import stream
+from tunekit.data.steps import stream
 
 RUN = ("run", "sft", "sft.yaml")
 ONE, OTHER = "source: rows.jsonl, split: 'train[:7]'", "kind: chat, source: rows.jsonl, split: 'train[7:]'"

@@ -14,9 +14,9 @@ from tests.checkpoints import FP32, error, made, opened, ours, theirs, tokens
 from tunekit.adapters import DoRA, Full, LoRA
 from tunekit.checkpoint import atomic, save
 from tunekit.checkpoint.folder import Folder
-from tunekit.data.batch import IGNORE
-from tunekit.data.loader import load
 from tunekit.data.rows import Chat, Text
+from tunekit.data.steps.batch import IGNORE
+from tunekit.data.steps.loader import load
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.optim import AdamW, Cosine
 from tunekit.parallel import Run

@@ -5,7 +5,7 @@ import re
 import time
 from pathlib import Path
 
-from tunekit.data import cache
+from tunekit.data.prepared import cache
 from tunekit.errors import UserError
 from tunekit.kernels import store
 

@@ -85,7 +85,7 @@ class Choices:
         return [cls for cls in self.own if issubclass(cls, bases)]
 
     def default_kind(self, slot: Slot) -> str | None:
-        """The kind that is meant when none is named: the slot's default, an only one, or the class that says `usual`."""
+        """The kind that is meant when none is named: the slot's default, an only one, or what says `usual`."""
         kinds = self.kinds(slot)
         for kind, cls in kinds.items():
             if type(slot.default) is cls:

@@ -10,8 +10,8 @@ from typing import Literal
 
 import numpy as np
 
-from tunekit.data.documents import Documents
 from tunekit.data.measure import Measured, measure
+from tunekit.data.prepared.documents import Documents
 from tunekit.data.signs import Sign
 from tunekit.data.tokenizer import Tokenizer
 

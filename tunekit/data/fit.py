@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Literal
 
-from tunekit.data.documents import Document
+from tunekit.data.prepared.documents import Document
 from tunekit.errors import UserError
 
 TooLong = Literal["truncate", "drop", "split"]

@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from tunekit.data.documents import Documents
+from tunekit.data.prepared.documents import Documents
 from tunekit.data.tokenizer import Tokenizer
 
 BLOCK = 1 << 21  # tokens that are looked at together

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from tunekit.data.plain import kind
+from tunekit.data.chat.plain import kind
 from tunekit.errors import UserError
 
 TURNS = ("messages", "conversations", "conversation")

@@ -8,15 +8,16 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from tunekit.data import dialects, written
-from tunekit.data.documents import Document
+from tunekit.data import written
+from tunekit.data.chat import dialects
+from tunekit.data.chat.messages import Talk, column, string, talk
+from tunekit.data.chat.plain import kind
 from tunekit.data.fit import TooLong, fitted
-from tunekit.data.messages import Talk, column, string, talk
-from tunekit.data.plain import kind
+from tunekit.data.prepared.documents import Document
 from tunekit.data.recognise import Form, recognise
 from tunekit.data.signs import Sign
-from tunekit.data.source import find, parse_split
-from tunekit.data.table import Fault, Row
+from tunekit.data.sources.source import find, parse_split
+from tunekit.data.sources.table import Fault, Row
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.data.transforms import Rename, Where
 from tunekit.data.written import Learn, Written

@@ -13,8 +13,8 @@ from typing import Any
 
 import tokenizers
 
+from tunekit.data.chat.template import Template
 from tunekit.data.pieces import Encoded, Pieces
-from tunekit.data.template import Template
 from tunekit.errors import UserError
 
 REASONING = ("reasoning_content", "thinking", "reasoning")

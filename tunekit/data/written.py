@@ -6,11 +6,11 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from tunekit.data import spans
-from tunekit.data.documents import Document
-from tunekit.data.manner import manner
-from tunekit.data.messages import Talk
-from tunekit.data.said import signs
+from tunekit.data.chat import spans
+from tunekit.data.chat.manner import manner
+from tunekit.data.chat.messages import Talk
+from tunekit.data.chat.said import signs
+from tunekit.data.prepared.documents import Document
 from tunekit.data.signs import Sign
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import UserError

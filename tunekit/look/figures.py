@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 
 from tunekit.data.checks import Subject, percent
-from tunekit.data.report import Share
-from tunekit.data.served import Loader
-from tunekit.data.table import Fault
+from tunekit.data.sources.table import Fault
+from tunekit.data.steps.report import Share
+from tunekit.data.steps.served import Loader
 
 BINS = 10
 

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from tunekit.data.checks import Finding, Subject, Use, inspect
-from tunekit.data.served import Loader
+from tunekit.data.steps.served import Loader
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import UserError
 from tunekit.optim import Schedule, count

@@ -6,10 +6,10 @@ from itertools import islice
 
 import numpy as np
 
-from tunekit.data.documents import Document, Documents
+from tunekit.data.prepared.documents import Document, Documents
 from tunekit.data.rows import Encoded, Rows
-from tunekit.data.source import open_source
-from tunekit.data.table import Fault, Row, Table
+from tunekit.data.sources.source import open_source
+from tunekit.data.sources.table import Fault, Row, Table
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.look.pieces import State
 

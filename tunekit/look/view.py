@@ -6,12 +6,12 @@ from itertools import islice
 from typing import Any
 
 from tunekit.data.checks import Finding, Subject, inspect, percent
-from tunekit.data.documents import Documents
-from tunekit.data.loader import load
-from tunekit.data.mix import Mix, title
-from tunekit.data.prepare import listed
-from tunekit.data.served import Loader
-from tunekit.data.table import Fault
+from tunekit.data.prepared.documents import Documents
+from tunekit.data.prepared.prepare import listed
+from tunekit.data.sources.table import Fault
+from tunekit.data.steps.loader import load
+from tunekit.data.steps.mix import Mix, title
+from tunekit.data.steps.served import Loader
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import UserError
 from tunekit.look import sample

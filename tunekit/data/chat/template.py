@@ -1,0 +1,91 @@
+"""A checkpoint's chat template: untrusted Jinja text, rendered in a sandbox exactly as `transformers` renders it."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from jinja2 import TemplateError, TemplateSyntaxError, meta, nodes
+from jinja2.exceptions import SecurityError
+
+from tunekit.data.chat.sandbox import BUDGET, CLOSE, OPEN, Budget, Counting, Excess, Sandbox
+from tunekit.errors import UserError
+
+GIVEN = {"messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token", OPEN, CLOSE}
+TAG = re.compile(r"[<\[][^<>\[\]\s]{1,60}[>\]]")
+PRIVATE = tuple(map(chr, range(0xE000, 0xF8FF)))
+FAULTS = (
+    TemplateError,
+    TypeError,
+    ValueError,
+    LookupError,
+    ArithmeticError,
+    AttributeError,
+    RecursionError,
+    MemoryError,
+)
+LONGEST = 200_000  # characters of a template; real ones have up to 30,000
+
+
+def tags(tree: nodes.Template) -> re.Pattern[str]:
+    """Tags, such as `</think>`, that the template has a word for: it may look for them in what messages say."""
+    words = {node.value.strip() for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}
+    found = sorted(filter(TAG.fullmatch, words), key=len, reverse=True)
+    return re.compile(f"({'|'.join(map(re.escape, found)) or '(?!)'})")
+
+
+def doubted(tree: nodes.Template) -> set[str]:
+    """Variables that the template sets itself where nobody did (`x is defined`)."""
+    asked = (test.node for test in tree.find_all(nodes.Test) if test.name in ("defined", "undefined"))
+    return {node.name for node in asked if isinstance(node, nodes.Name)}
+
+
+class Template:
+    """A compiled chat template; `name` is the file it came from, for messages."""
+
+    def __init__(self, text: str, name: str) -> None:
+        if len(text) > LONGEST:
+            raise UserError(f"{name}: a chat template of {len(text):,} characters; want at most {LONGEST:,}")
+        sandbox = Sandbox()
+        try:
+            tree = sandbox.parse(text)
+            asked = meta.find_undeclared_variables(tree)
+            self.marked = OPEN in asked
+            self.unset = sorted((asked | doubted(tree)) - GIVEN - set(sandbox.globals))[:8]
+            self.tags = tags(tree)
+            self.compiled = sandbox.from_string(Counting().visit(tree))
+        except TemplateSyntaxError as error:
+            raise UserError(
+                f"{name}: the chat template is no valid Jinja: line {error.lineno}: {error.message}"
+            ) from None
+        except (RecursionError, MemoryError, SyntaxError):
+            raise UserError(f"{name}: the chat template is nested too deep") from None
+        self.name = name
+
+    def render(self, context: Mapping[str, Any]) -> str:
+        """The text of a conversation. UserError if the template refuses it or does what the sandbox forbids."""
+        try:
+            return self.compiled.render({**context, BUDGET: Budget(context)})
+        except Excess as error:
+            raise UserError(f"{self.name}: the chat template was stopped: {error}") from None
+        except SecurityError as error:
+            raise UserError(f"{self.name}: the chat template tries to leave its sandbox: {error}") from None
+        except FAULTS as error:
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise UserError(f"{self.name}: the chat template fails: {reason}") from None
+
+    def generated(self, text: str, context: Mapping[str, Any]) -> list[tuple[int, int]]:
+        """Character spans of `{% generation %}` bodies in `text`, which is what `render` gave for the same context.
+
+        The conversation is rendered again with two characters around each body that do not occur in the text. Taking
+        them out must give the text back, so a template that trims or measures a body cannot shift a span unseen.
+        """
+        opened, closed = [char for char in PRIVATE if char not in text][:2]
+        marked = self.render({**context, OPEN: opened, CLOSE: closed})
+        bodies = list(re.finditer(f"{opened}([^{opened}{closed}]*){closed}", marked))
+        whole = 2 * len(bodies) == marked.count(opened) + marked.count(closed)
+        if not whole or marked.replace(opened, "").replace(closed, "") != text:
+            raise UserError(
+                f"{self.name}: the chat template nests or rewrites its generation blocks; what is learnt is unclear"
+            )
+        starts = [body.start() - 2 * index for index, body in enumerate(bodies)]
+        return [(start, start + len(body[1])) for start, body in zip(starts, bodies, strict=True)]

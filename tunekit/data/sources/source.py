@@ -1,0 +1,160 @@
+"""Where rows come from: a file, a folder of files, a bundled data set or a name on the Hub; and which part of them."""
+
+import importlib
+import re
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+from tunekit import bundled
+from tunekit.data.sources.csvfile import Csv
+from tunekit.data.sources.find import Entry, in_folder, is_glob, is_rows, is_train, kind, of_glob
+from tunekit.data.sources.jsonfile import Json
+from tunekit.data.sources.storage import Local, Packed, Stored, gunzip, unreadable
+from tunekit.data.sources.table import Part, Table
+from tunekit.errors import UserError
+
+READERS = {".json": Json, ".jsonl": partial(Json, lines=True), ".csv": Csv}
+SLOW = {
+    ".parquet": ("tunekit.data.sources.parquet", "Parquet"),
+    ".arrow": ("tunekit.data.sources.arrow", "Arrow"),
+    ".zst": ("tunekit.data.sources.arrow", "unzstd"),
+    "hub": ("tunekit.data.sources.hub", "hub_set"),
+    "hub stream": ("tunekit.data.sources.hub", "hub_files"),
+    "remote": ("tunekit.data.sources.remote", "files"),
+}
+# A data set of the Hub: owner/name, with a configuration and a revision if wanted: owner/name:config@revision
+HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?(:[\w.-]+)?(@[\w./-]+)?")
+SPLIT = re.compile(r"([\w.-]+)(?:\[(-?\d+%?)?:(-?\d+%?)?\])?")
+
+
+class Split(NamedTuple):
+    """A split's name and the part of it that is taken; a bound is a row number or, with `%`, a share of the rows."""
+
+    name: str
+    low: str | None
+    high: str | None
+
+    def bounds(self, count: int) -> tuple[int, int]:
+        """First row and the one after the last, of `count` rows."""
+        low = 0 if self.low is None else row_number(self.low, count)
+        return low, count if self.high is None else max(low, row_number(self.high, count))
+
+    def fixed(self, limit: int | None) -> tuple[int, int | None] | None:
+        """The bounds, where they do not depend on how many rows there are (None: the last); else None."""
+        if any(bound is not None and (bound[0] == "-" or bound[-1] == "%") for bound in (self.low, self.high)):
+            return None
+        low = int(self.low or 0)
+        ends = ([] if self.high is None else [int(self.high)]) + ([] if limit is None else [low + limit])
+        return low, max(low, min(ends)) if ends else None
+
+
+def row_number(bound: str, count: int) -> int:
+    number = round(count * int(bound[:-1]) / 100) if bound.endswith("%") else int(bound)
+    return min(max(number + count if bound.startswith("-") else number, 0), count)
+
+
+def parse_split(text: str) -> Split:
+    """`train`, `train[:90%]`, `train[100:]`, `train[-10%:]`; ValueError if it is none of these."""
+    match = SPLIT.fullmatch(text)
+    if match is None:
+        raise ValueError(f"{text!r} is no split; write train, train[:90%] or train[100:200]")
+    for bound in match.groups()[1:]:
+        if bound is not None and bound.endswith("%") and abs(int(bound[:-1])) > 100:
+            raise ValueError(f"{text!r} takes more than 100%")
+    return Split(*match.groups())
+
+
+def open_source(source: str, split: str, limit: int | None = None, stream: bool = False) -> Table:
+    """The rows of `split` (see `parse_split`), at most `limit` of them. A stream is not counted before it is read."""
+    cut = parse_split(split)
+    fixed = cut.fixed(limit)
+    if stream and fixed is None:
+        raise UserError(
+            f"{source}: {split} wants to know how many rows there are; of a stream, take train[1000:] or [:1000]"
+        )
+    parts = parts_of(source, cut.name, stream)
+    if stream and fixed is not None:
+        return Table(parts, *fixed)
+    counts = counted(parts, None if fixed is None else fixed[1])
+    low, high = cut.bounds(sum(counts))
+    high = high if limit is None else min(high, low + limit)
+    if low == high:
+        raise UserError(f"{source}: {split} holds no row (of {sum(counted(parts, None))})")
+    return Table(parts, low, high, counts)
+
+
+def parts_of(source: str, split: str, stream: bool) -> tuple[Part, ...]:
+    """What a split is made of, unread."""
+    files = find(source, split)
+    if files is None and not stream:
+        return (slow("hub")(source, split),)
+    if files is None or is_url(source):
+        return tuple(map(read, slow("remote" if is_url(source) else "hub stream")(source, split)))
+    return tuple(read(Local(path)) for path in files)
+
+
+def counted(parts: tuple[Part, ...], most: int | None) -> tuple[int, ...]:
+    """Rows of each part; no more than `most` of all are counted."""
+    counts: list[int] = []
+    for part in parts:
+        left = None if most is None else most - sum(counts)
+        if left == 0:
+            break
+        counts.append(part.count(left))
+    return tuple(counts)
+
+
+def find(source: str, split: str) -> list[Path] | None:
+    """Files of this machine that hold the split, none of them read; None if `source` is a Hub name.
+
+    There are none where a URL is the source: what it names is found when it is opened.
+    """
+    if is_url(source):
+        return []
+    folder = bundled.data(source)
+    path = Path(source.removeprefix("file://")).expanduser() if folder is None else folder
+    try:
+        if path.is_dir():
+            return [Path(file) for file in in_folder(str(path), split, listed)]
+        if path.is_file():
+            is_rows(str(path))
+            is_train(str(path), split)
+            return [path]
+    except OSError as error:
+        raise unreadable(str(path), error) from None
+    if is_glob(source):
+        is_train(source, split)
+        return [Path(file) for file in of_glob(source, map(str, matching(path)))]
+    if kind(source) or HUB_NAME.fullmatch(source) is None:
+        raise UserError(f"{source}: no such file or folder")
+    return None
+
+
+def matching(pattern: Path) -> Iterator[Path]:
+    """What a pattern matches, which may begin at the root."""
+    return Path(pattern.anchor).glob(str(pattern.relative_to(pattern.anchor)))
+
+
+def is_url(source: str) -> bool:
+    """Whether a source lies on another machine."""
+    return "://" in source and not source.startswith("file://")
+
+
+def listed(folder: str) -> list[Entry]:
+    return [Entry(str(path), path.is_dir()) for path in Path(folder).iterdir()]
+
+
+def read(file: Stored) -> Part:
+    """The rows of a file, by how its name ends."""
+    end, within = Path(file.name).suffix, kind(file.name)
+    if end != within:
+        file = Packed(file, gunzip if end == ".gz" else slow(end))
+    return (READERS[within] if within in READERS else slow(within))(file)
+
+
+def slow(name: str):
+    """What stands in a module whose library takes a second to import: loaded when such a source is opened."""
+    module, found = SLOW[name]
+    return vars(importlib.import_module(module))[found]

@@ -1,0 +1,98 @@
+"""Step number to micro-batches of rows that are prepared: the same rows whatever the ranks and the micro-batch."""
+
+from typing import Any
+
+import numpy as np
+
+from tunekit.data.prepared.documents import Document, Documents
+from tunekit.data.steps.batch import Batch, Layout
+from tunekit.data.steps.mix import Draw, Joined, Mix
+from tunekit.data.steps.order import Order, Steps
+from tunekit.data.steps.report import Report, Share
+from tunekit.data.steps.served import Loader
+from tunekit.errors import UserError
+
+
+class Mapped(Loader):
+    """Steps go on over epochs; the last of an epoch may be smaller. There is no state: `[step]` is a pure function.
+
+    `rows` are the documents of all parts, numbered through.
+    """
+
+    def __init__(self, mix: Mix, parts: tuple[Documents, ...], layout: Layout, seed: int) -> None:
+        assert layout.batch > 0 and layout.micro_batch > 0
+        self.mix, self.parts, self.layout = mix, parts, layout
+        self.rows: Documents | Joined = parts[0] if len(parts) == 1 else Joined(parts)
+        for rows, documents in zip(mix.sources, parts, strict=True):
+            if not len(documents):
+                raise UserError(f"{rows.source}: {rows.split} holds no row to learn from")
+        sizes = [len(documents) for documents in parts]
+        self.counts = list(mix.counts(sizes))
+        draw = None if self.counts == sizes else Draw(sizes, self.counts, seed, mix.shuffle)
+        self.order = Order(self.rows.lengths, seed, mix.shuffle, mix.capacity, draw)
+        self.place = Steps(self.order.rows, layout.batch)
+
+    def steps(self, epochs: int) -> int:
+        """How many steps so many epochs have."""
+        return self.place.until(epochs)
+
+    def check(self, vocab: int) -> None:
+        """UserError if the model has no embedding for a token."""
+        highest = max(self.layout.pad, *(int(documents.tokens.max()) for documents in self.parts))
+        if highest >= vocab:
+            raise UserError(
+                f"the rows hold token {highest}, the model knows {vocab}: this tokenizer is another model's"
+            )
+
+    @property
+    def digest(self) -> str:
+        """Of all that is prepared."""
+        return self.rows.digest
+
+    def sample(self, count: int) -> list[tuple[str, Document]]:
+        """Some documents of the first step, and where they are from."""
+        rows = self.order.plan(0).rows(0, self.layout.batch)
+        numbers = [int(number) for row in rows for number in row][:count]
+        return [(self.rows.where(number), self.rows[number]) for number in numbers]
+
+    def state(self, step: int) -> dict[str, Any]:
+        """What the rows are, so that a run does not go on with others. Everything else follows from the step."""
+        return {"rows": self.rows.digest}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        if state != self.state(0):
+            raise UserError("data: these are not the rows that the run began with: bring them back, or use --fresh")
+
+    def close(self) -> None:
+        """Nothing is under way."""
+
+    @property
+    def report(self) -> Report:
+        """What an epoch holds."""
+        drawn = self.order.drawn(0)
+        part_of = np.repeat(np.arange(len(self.parts)), [len(documents) for documents in self.parts])[drawn]
+        tokens = np.bincount(part_of, self.rows.lengths[drawn], len(self.parts)).astype(int).tolist()
+        shares = [
+            Share(rows.source, about(documents), count, each, learnt(documents, count), count / len(documents))
+            for rows, count, each, documents in zip(self.mix.sources, self.counts, tokens, self.parts, strict=True)
+        ]
+        packed = None if self.mix.capacity is None else self.order.rows(0)
+        longest, truncated = int(self.rows.lengths.max()), sum(documents.truncated for documents in self.parts)
+        return Report(tuple(shares), longest, truncated, packed, self.mix.length)
+
+    def __getitem__(self, step: int) -> list[Batch]:
+        if step < 0:
+            raise IndexError(step)
+        epoch, at = self.place.find(step)
+        first = at * self.layout.batch
+        return self.layout.batches(self.rows, self.order.plan(epoch).rows(first, first + self.layout.batch))
+
+
+def learnt(documents: Documents, count: int) -> int:
+    """Tokens that so many documents teach, by the mean of all."""
+    return round(documents.targets * count / len(documents))
+
+
+def about(documents: Documents) -> str:
+    """What the rows are, how many, and what became of those that are no documents."""
+    return ", ".join(filter(None, (documents.prepared.form, str(documents.prepared))))

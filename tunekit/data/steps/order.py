@@ -1,0 +1,72 @@
+"""Which documents make up the rows of an epoch, and in which order: a pure function of (seed, epoch)."""
+
+from bisect import bisect_right
+from collections.abc import Callable
+from functools import lru_cache
+
+import numpy as np
+
+from tunekit.data.steps.packing import Plan, pack
+
+Draw = Callable[[int], np.ndarray]
+
+
+class Order:
+    """Rows of all epochs. `draw(epoch)` names the documents of an epoch, some perhaps twice; None: each once.
+
+    `capacity` is the tokens of a packed row; None: each document is a row of its own.
+    """
+
+    def __init__(
+        self, lengths: np.ndarray, seed: int, shuffle: bool, capacity: int | None, draw: Draw | None = None
+    ) -> None:
+        self.lengths, self.seed, self.shuffle, self.capacity, self.draw = lengths, seed, shuffle, capacity, draw
+        self.plan = lru_cache(maxsize=2)(self.planned)  # the next epoch's is made while this one still goes on
+
+    def drawn(self, epoch: int) -> np.ndarray:
+        """The documents of an epoch."""
+        return np.arange(len(self.lengths)) if self.draw is None else self.draw(epoch)
+
+    def planned(self, epoch: int) -> Plan:
+        return plan(self.lengths, self.drawn(epoch), self.capacity, (self.seed, epoch) if self.shuffle else None)
+
+    def rows(self, epoch: int) -> int:
+        """How many rows an epoch has. Where all hold the same documents, all have as many."""
+        return len(self.plan(0 if self.draw is None else epoch))
+
+
+class Steps:
+    """Which epoch a step is in, where an epoch of `rows(epoch)` rows has a step for each `batch` of them."""
+
+    def __init__(self, rows: Callable[[int], int], batch: int) -> None:
+        self.rows, self.batch = rows, batch
+        self.ends: list[int] = []
+
+    def until(self, epochs: int) -> int:
+        """Steps of the first so many epochs."""
+        while len(self.ends) < epochs:
+            steps = -(-self.rows(len(self.ends)) // self.batch)
+            self.ends.append(steps + (self.ends[-1] if self.ends else 0))
+        return self.ends[epochs - 1] if epochs else 0
+
+    def find(self, step: int) -> tuple[int, int]:
+        """The epoch of a step, and which of its steps this is."""
+        while not self.ends or self.ends[-1] <= step:
+            self.until(len(self.ends) + 1)
+        epoch = bisect_right(self.ends, step)
+        return epoch, step - self.until(epoch)
+
+
+def plan(lengths: np.ndarray, drawn: np.ndarray, capacity: int | None, seed: tuple[int, ...] | None) -> Plan:
+    """Rows of the documents `drawn`; in an order that the seed draws, else in that of each row's first document."""
+    random = None if seed is None else np.random.default_rng([number % 2**32 for number in seed])
+    drawn = drawn if random is None else random.permutation(drawn)
+    if capacity is None:
+        return Plan(drawn, np.arange(len(drawn) + 1))
+    packed = pack(lengths[drawn], capacity)
+    if random is None:
+        order = np.argsort(np.minimum.reduceat(packed.documents, packed.bounds[:-1]), kind="stable")
+    else:
+        order = random.permutation(len(packed))
+    packed = packed.taken(order)
+    return Plan(drawn[packed.documents], packed.bounds)

@@ -1,0 +1,60 @@
+"""What recipes step through, wherever its rows are."""
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+from tunekit.data.prepared.documents import Document, Documents
+from tunekit.data.steps.batch import Batch, Layout
+from tunekit.data.steps.mix import Mix
+from tunekit.data.steps.order import Order
+from tunekit.data.steps.report import Report
+
+
+class Loader(ABC):
+    """`loader[step]`: the micro-batches of this rank.
+
+    `parts` are the documents of each part of the mix (of a stream, those of its first block), and `order` says which of
+    them share a row.
+    """
+
+    mix: Mix
+    layout: Layout
+    parts: tuple[Documents, ...]
+    order: Order
+
+    @abstractmethod
+    def __getitem__(self, step: int) -> list[Batch]: ...
+
+    @abstractmethod
+    def steps(self, epochs: int) -> int:
+        """How many steps so many epochs have."""
+
+    @abstractmethod
+    def check(self, vocab: int) -> None:
+        """UserError if the model has no embedding for a token."""
+
+    @abstractmethod
+    def state(self, step: int) -> dict[str, Any]:
+        """What to keep when `step` steps are done: plain values."""
+
+    @abstractmethod
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from there. UserError if these are not the rows that the run began with."""
+
+    @abstractmethod
+    def sample(self, count: int) -> list[tuple[str, Document]]:
+        """Some documents of the first step, and where they are from."""
+
+    @property
+    @abstractmethod
+    def digest(self) -> str:
+        """Equal for equal rows."""
+
+    @property
+    @abstractmethod
+    def report(self) -> Report:
+        """What an epoch holds, or the first block of a stream."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Nothing more is wanted: what is under way ends."""

@@ -1,0 +1,215 @@
+"""Rows that are read while they are trained on: blocks of documents, from sources that may have no end.
+
+A block is a pure function of the seed, of its number and of where its sources stood, so that is all that must be kept.
+"""
+
+import json
+from collections import deque
+from collections.abc import Iterator, Sequence
+from itertools import count
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from tunekit.data.prepared.documents import Document, Documents, Tokenised
+from tunekit.data.prepared.prepare import Bad, form, tokenised, workers
+from tunekit.data.rows import Rows
+from tunekit.data.sources.source import open_source
+from tunekit.data.sources.table import Chunk, Fault, Place
+from tunekit.data.steps.mix import Draw, Mix
+from tunekit.data.steps.order import plan
+from tunekit.data.steps.packing import Plan
+from tunekit.data.tokenizer import Tokenizer
+from tunekit.errors import UserError
+
+DOCUMENTS, TOKENS = 8192, 2**25  # in a block; fewer where documents may be so long that these would be more tokens
+SURE = 5000  # rows from which on a share of bad ones says something
+
+Taken = list[tuple[Document, str]]  # with the place of its row
+
+
+class Mark(NamedTuple):
+    """Where a source stands: passes behind it, the chunk that is read, and documents of it that are taken."""
+
+    passed: int = 0
+    place: tuple[int, ...] | None = None
+    taken: int = 0
+
+
+class Feed(Protocol):
+    """Documents without end."""
+
+    mark: Mark
+    about: str
+
+    def seek(self, mark: Mark) -> None: ...
+
+    def take(self, count: int) -> Taken: ...
+
+    def digest(self) -> str: ...
+
+    def stop(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Streaming:
+    """Documents of a source that is read again and again, as they are needed. `bad_rows` lists those that are none."""
+
+    def __init__(self, rows: Rows, tokenizer: Tokenizer, bad_rows: Path | None) -> None:
+        self.rows, self.tokenizer, self.bad_rows = rows, rows.prepare(tokenizer), bad_rows
+        self.table = open_source(rows.source, rows.split, rows.limit, stream=True)
+        self.about = f"{form(rows, self.table)}, a stream".removeprefix(", ")
+        self.bad = Bad(rows, None)
+        self.closed = False
+        self.begin(Mark())
+
+    def seek(self, mark: Mark) -> None:
+        self.close()
+        self.begin(mark)
+
+    def begin(self, mark: Mark) -> None:
+        """Go on from there."""
+        self.mark = mark
+        self.passes: deque[int] = deque()  # of each chunk that was handed out
+        self.parts = tokenised(self.rows, self.tokenizer, self.chunks(mark), workers(self.rows, None))
+        self.documents = self.read()
+
+    def chunks(self, mark: Mark) -> Iterator[Chunk]:
+        """Pass after pass, the first from a mark on."""
+        place = None if mark.place is None else Place(*mark.place)
+        for number in count(mark.passed):
+            found = place is not None
+            for chunk in self.table.chunks(place):
+                found = True
+                self.passes.append(number)
+                yield chunk
+            if not found:
+                raise UserError(f"{self.rows.source}: {self.rows.split} holds no row")
+            place = None
+
+    def read(self) -> Iterator[tuple[Mark, Document, str]]:
+        """Documents, each with the mark behind it."""
+        skip, last, some = self.mark.taken, self.mark.passed, self.mark.place is not None
+        for part in self.parts:
+            number = self.passes.popleft()
+            if number > last and not some:
+                raise UserError(f"{self.rows.source}: nothing is left to learn from in any of its rows")
+            some, last = some and number == last, number
+            self.note(part)
+            documents = part.documents
+            for index in range(skip, len(documents)):
+                some = True
+                yield Mark(number, tuple(part.place), index + 1), documents[index], documents.where(index)
+            skip = 0
+
+    def note(self, part: Tokenised) -> None:
+        """Count the rows of a part that are bad, and list them."""
+        if self.closed:
+            raise UserError("the reading of rows was ended")
+        self.bad.add(part.faults, part.rows)
+        if self.bad.read >= SURE:
+            self.bad.check()
+        if part.faults and self.bad_rows is not None:
+            listed(part.faults, self.bad_rows)
+
+    def take(self, count: int) -> Taken:
+        """The next documents."""
+        found: Taken = []
+        for _ in range(count):
+            self.mark, document, where = next(self.documents)
+            found.append((document, where))
+        return found
+
+    def digest(self) -> str:
+        return self.table.digest()
+
+    def stop(self) -> None:
+        """Whoever is reading in another thread is to end soon."""
+        self.closed = True
+
+    def close(self) -> None:
+        """Nobody reads any more: the processes that prepare rows end."""
+        self.parts.close()
+
+
+class Passing:
+    """Documents that are prepared already, in passes of an order of their own each."""
+
+    def __init__(self, documents: Documents, part: int, seed: int, shuffle: bool) -> None:
+        self.documents, self.mark, self.about = documents, Mark(), documents.prepared.form
+        self.draw = Draw([len(documents)], [1], seed + part, shuffle)
+
+    def seek(self, mark: Mark) -> None:
+        self.mark = mark
+
+    def take(self, count: int) -> Taken:
+        """The next documents."""
+        numbers = self.draw.some(0, self.mark.taken, count).tolist() if count else []
+        self.mark = Mark(taken=self.mark.taken + count)
+        return [(self.documents[number], self.documents.where(number)) for number in numbers]
+
+    def digest(self) -> str:
+        return self.documents.digest
+
+    def stop(self) -> None:
+        """It is soon done."""
+
+    def close(self) -> None:
+        """Nothing is under way."""
+
+
+class Block(NamedTuple):
+    """Documents that are shuffled and packed within themselves, how many of each source, and where these stood."""
+
+    number: int
+    before: list[Mark]
+    behind: list[Mark]
+    counts: list[int]
+    documents: Documents
+    plan: Plan
+
+
+class Blocks:
+    """Blocks of a mix, one after the other; of each source as much as its share says."""
+
+    def __init__(self, mix: Mix, feeds: Sequence[Feed], seed: int, batch: int) -> None:
+        self.mix, self.feeds, self.seed, self.number = mix, feeds, seed, 0
+        weights = np.array([1.0 if part.weight is None else part.weight for part in mix.parts])
+        self.shares = weights / weights.sum()
+        most = max(1, min(DOCUMENTS, TOKENS // mix.length))
+        self.size = -(-most // batch) * batch
+
+    def seek(self, number: int, marks: Sequence[Mark]) -> None:
+        """The next block is this one."""
+        self.number = number
+        for feed, mark in zip(self.feeds, marks, strict=True):
+            feed.seek(mark)
+
+    def next(self) -> Block:
+        number, before = self.number, [feed.mark for feed in self.feeds]
+        # Shares of all blocks together are kept to a document, however small one is in a single block.
+        bounds = [np.floor(self.shares * self.size * (number + more) + 1e-9).astype(int) for more in (0, 1)]
+        counts = (bounds[1] - bounds[0]).tolist()
+        taken = [one for feed, each in zip(self.feeds, counts, strict=True) for one in feed.take(each)]
+        documents = Documents([document for document, _ in taken], [where for _, where in taken])
+        seed = (self.seed, number) if self.mix.shuffle else None
+        rows = plan(documents.lengths, np.arange(len(documents)), self.mix.capacity, seed)
+        self.number += 1
+        return Block(number, before, [feed.mark for feed in self.feeds], counts, documents, rows)
+
+    def stop(self) -> None:
+        for feed in self.feeds:
+            feed.stop()
+
+    def close(self) -> None:
+        for feed in self.feeds:
+            feed.close()
+
+
+def listed(faults: Sequence[Fault], file: Path) -> None:
+    """Put rows that are skipped into a list."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("a", encoding="utf-8") as lines:
+        lines.writelines(json.dumps(fault._asdict()) + "\n" for fault in faults)

@@ -1,0 +1,116 @@
+"""Step number to micro-batches of rows that are read while they are trained on, a block at a time."""
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from tunekit.data.prepared.documents import Document
+from tunekit.data.steps.batch import Batch, Layout
+from tunekit.data.steps.mix import Mix
+from tunekit.data.steps.order import Order
+from tunekit.data.steps.report import Report, Share
+from tunekit.data.steps.served import Loader
+from tunekit.data.steps.stream import Block, Blocks, Mark
+from tunekit.errors import UserError
+
+
+class Streamed(Loader):
+    """`streamed[step]`: the micro-batches of this rank. Steps come in turn; `restore` says from which on.
+
+    The rows of a block are shared out evenly over its steps, so some steps may have a row fewer than `batch`. The next
+    block is made by a thread while this one trains. Every rank reads and prepares all rows: none waits for another.
+    """
+
+    def __init__(self, mix: Mix, blocks: Blocks, layout: Layout) -> None:
+        self.mix, self.blocks, self.layout = mix, blocks, layout
+        self.vocab: int | None = None
+        self.thread = ThreadPoolExecutor(1, "tunekit-stream")
+        self.coming: Future[Block] | None = None
+        self.marks: dict[int, tuple[int, list[Mark]]] = {}  # first step of a block -> its number, where sources stood
+        self.first = self.behind = 0  # steps of the block at hand
+        self.block = self.opening = self.blocks.next()
+        self.parts = (self.block.documents,)
+        self.order = Order(self.block.documents.lengths, blocks.seed, mix.shuffle, mix.capacity)
+        self.begin(self.block)
+
+    def begin(self, block: Block) -> None:
+        """The steps of a block come next; the one behind it is made meanwhile."""
+        highest = max(self.layout.pad, int(block.documents.tokens.max()))
+        if self.vocab is not None and highest >= self.vocab:
+            raise UserError(
+                f"the rows hold token {highest}, the model knows {self.vocab}: this tokenizer is another model's"
+            )
+        self.block, self.first = block, self.behind
+        self.behind += -(-len(block.plan) // self.layout.batch)
+        known = self.marks | {self.first: (block.number, block.before), self.behind: (block.number + 1, block.behind)}
+        # A step that is trained may be one behind the one that is made. Another thread may be reading what was known.
+        self.marks = {first: known[first] for first in sorted(known)[-3:]}
+
+    def __getitem__(self, step: int) -> list[Batch]:
+        assert step >= self.first, "a stream does not go back"
+        if self.coming is None:
+            self.coming = self.thread.submit(self.blocks.next)
+        while step >= self.behind:
+            self.begin(self.coming.result())
+            self.coming = self.thread.submit(self.blocks.next)
+        rows, steps, at = len(self.block.plan), self.behind - self.first, step - self.first
+        part = self.block.plan.rows(rows * at // steps, rows * (at + 1) // steps)
+        return self.layout.batches(self.block.documents, part)
+
+    def check(self, vocab: int) -> None:
+        """UserError, now or when such a block comes, if the model has no embedding for a token."""
+        self.vocab, self.behind = vocab, self.first
+        self.begin(self.block)
+
+    def steps(self, epochs: int) -> int:
+        raise UserError("data: nobody knows how many steps a stream has: set `steps`")
+
+    def state(self, step: int) -> dict[str, Any]:
+        """Where the sources stood when the block of a step began, and which of its steps comes next."""
+        first = max(mark for mark in self.marks if mark <= step)
+        number, marks = self.marks[first]
+        kept = [[mark.passed, None if mark.place is None else list(mark.place), mark.taken] for mark in marks]
+        return {"block": number, "first": first, "marks": kept, "rows": self.digests}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        if state["rows"] != self.digests:
+            raise UserError("data: these are not the rows that the run began with: bring them back, or use --fresh")
+        if self.coming is not None:
+            self.coming.result()
+        marks = [
+            Mark(passed, None if place is None else tuple(place), taken) for passed, place, taken in state["marks"]
+        ]
+        self.blocks.seek(state["block"], marks)
+        self.coming, self.marks, self.behind = None, {}, state["first"]
+        self.begin(self.blocks.next())
+
+    @property
+    def digest(self) -> str:
+        return " ".join(self.digests)
+
+    @property
+    def digests(self) -> list[str]:
+        """What the sources are."""
+        return [feed.digest() for feed in self.blocks.feeds]
+
+    def close(self) -> None:
+        """The thread and the processes that prepare rows end."""
+        self.blocks.stop()
+        self.thread.shutdown(wait=True, cancel_futures=True)
+        self.blocks.close()
+
+    def sample(self, count: int) -> list[tuple[str, Document]]:
+        """Some documents of the first step, and where they are from."""
+        numbers = self.opening.plan.documents[:count].tolist()
+        return [(self.opening.documents.where(number), self.opening.documents[number]) for number in numbers]
+
+    @property
+    def report(self) -> Report:
+        """What the first block holds."""
+        documents, shares, first = self.opening.documents, [], 0
+        for rows, feed, count in zip(self.mix.sources, self.blocks.feeds, self.opening.counts, strict=True):
+            part = slice(documents.bounds[first], documents.bounds[first := first + count])
+            tokens, learnt = part.stop - part.start, int(documents.learnt[part].sum())
+            shares.append(Share(rows.source, feed.about, count, int(tokens), learnt, 0.0))
+        packed = None if self.mix.capacity is None else len(self.opening.plan)
+        longest = int(documents.lengths.max())
+        return Report(tuple(shares), longest, documents.truncated, packed, self.mix.length, streamed=True)
