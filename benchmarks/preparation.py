@@ -22,17 +22,19 @@ from datetime import date
 from pathlib import Path
 
 import torch
-from chats import TEMPLATES, chats, write_rows, write_tokenizers
+from chats import TEMPLATES, write_rows, write_tokenizers
 
-from tunekit.data.prepared import prepare
-from tunekit.data.rows import Chat
-from tunekit.data.sources.source import open_source
+from tunekit.data.rows import Text
+from tunekit.data.steps import loader
+from tunekit.data.steps.batch import IGNORE
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.machine import hardware
+from tunekit.parallel import Run
 
 HERE = Path(__file__).parent
 PART = 100_000  # rows of the file that a stream reads again and again
 PAUSE = 0.2  # seconds between two looks at memory
+STEP = 8  # packed rows of a step
 
 
 @dataclass
@@ -157,24 +159,29 @@ def race(args: argparse.Namespace, given: Path, pythons: dict[str, str]) -> None
 
 
 def stream(args: argparse.Namespace, given: Path) -> None:
-    """Memory over rows, of a folder whose files are one file under many names; a line for each tenth."""
+    """Memory over rows as a run would step through them; a line for each tenth.
+
+    Short texts, packed. The folder's files are one file under many names: a disk need not hold them all.
+    """
     with (given / "part.jsonl").open("w") as file:
-        short = ({"messages": row["messages"][:2]} for row in chats(min(PART, args.stream)))
-        file.writelines(json.dumps(row) + "\n" for row in short)
+        texts = (f"row {n} of many, which says that {7 * n} is more than {n}" for n in range(min(PART, args.stream)))
+        file.writelines(json.dumps({"text": text}) + "\n" for text in texts)
     (given / "many").mkdir()
     for number in range(-(-args.stream // PART)):
         os.link(given / "part.jsonl", given / "many" / f"train-{number:05d}.jsonl")
-    rows = Chat(source=str(given / "many"), stream=True)
-    tokenizer = rows.prepare(Tokenizer.open(given / "words" / args.templates[0]))
-    chunks = open_source(rows.source, rows.split, args.stream, stream=True).chunks()
-    began, done, tokens, told = time.perf_counter(), 0, 0, 0
+    rows = Text(source=str(given / "many"), length=2048, pack=True, stream=True)
+    data = loader.load(rows, Tokenizer.open(given / "words" / args.templates[0]), STEP, STEP, Run())
+    began, done, tokens, told, step = time.perf_counter(), 0, 0, 0, 0
     print("| rows | tokens | s | rows/s | memory of all processes, MiB |\n|---|---|---|---|---|")
-    for part in prepare.tokenised(rows, tokenizer, chunks, prepare.workers(rows, None)):
-        done, tokens = done + part.rows, tokens + len(part.flat.columns["tokens"])
+    while done < args.stream:
+        batches, step = data[step], step + 1
+        done += sum(int(((batch.positions == 0) & (batch.targets != IGNORE)).sum()) for batch in batches)
+        tokens += sum(batch.real for batch in batches)
         if done >= told:
             spent, used = time.perf_counter() - began, resident(os.getpid()) / 2**20
             print(f"| {done:,} | {tokens:,} | {spent:.0f} | {done / spent:,.0f} | {used:,.0f} |", flush=True)
             told += args.stream // 10
+    data.close()
 
 
 def main() -> None:
