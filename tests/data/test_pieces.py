@@ -10,6 +10,7 @@ from tokenizers import Tokenizer as Model
 
 from tunekit.data.pieces import LONGEST, MOST, TRIED, Pieces
 from tunekit.data.tokenizer import Tokenizer
+from tunekit.errors import UserError
 
 # How tokenizers of Llama 3, Qwen 2 and GPT-4o find words; GPT-2's is that of the library itself.
 SPLITS = {
@@ -119,6 +120,25 @@ def test_what_differs_once_is_not_used_again(folders: dict[str, Path]) -> None:
         (got,) = pieces.encode(["hello there, hello there hello"])
         assert got.ids == pieces.model.encode("hello there, hello there hello").ids
     assert not pieces.same
+
+
+def test_what_differs_later_is_an_error(folders: dict[str, Path]) -> None:
+    pieces = tried(model(folders["chatml"]))
+    pieces.encode(["hello there " * 20])
+    pieces.model = model(folders["chatml"], OVER)  # as if it had not been found out
+    pieces.known.clear()
+    with pytest.raises(UserError, match="otherwise alone than in it; set `workers: 0`"):
+        for _ in range(1000):
+            pieces.encode(["hello there, hello there hello"] * 2)
+
+
+def test_long_pieces_whose_characters_are_asked_for_are_not_kept(folders: dict[str, Path]) -> None:
+    pieces = tried(model(folders["chatml"]))
+    for number in range(40):
+        text = chr(0x4E00 + number) * 10_000  # no end of a piece in it
+        (found,) = pieces.encode([text])
+        assert found.char_to_token(0) == 0
+        assert sum(map(len, pieces.asked)) <= MOST + len(text)
 
 
 def test_few_pieces_are_remembered(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,8 @@
 
 A piece ends only where the tokenizer itself ends one, whatever stands around: at a special token, before a space
 between a visible ASCII character and an ASCII letter, and behind a line break between such two. That a tokenizer does
-so is not taken on trust: `Pieces.of` tries it with characters of every kind on both sides, and texts are compared.
+so is not taken on trust: `Pieces.of` tries it with characters of every kind on both sides, and texts are compared, the
+first ones all and later ones now and then.
 """
 
 import json
@@ -14,7 +15,10 @@ from typing import Protocol
 
 import tokenizers
 
+from tunekit.errors import UserError
+
 TRIED = 64  # texts that are also encoded whole, and compared
+SELDOM = 100  # one character in so many is also encoded whole later: about 5 % of the time
 MOST, LONGEST = 2**17, 64  # pieces that are remembered, and the characters of one
 WORD = r"(?<=[!-~])(?= [A-Za-z])|(?<=[!-~]\n)(?=[A-Za-z])"
 KINDS = (
@@ -89,7 +93,9 @@ class Pieces:
         self.model, self.cut = model, re.compile(f"({first})|{WORD}" if first else f"()(?!)|{WORD}")
         self.known: dict[str, tuple[int, ...]] = {}
         self.asked: dict[str, tokenizers.Encoding] = {}
+        self.asked_size = 0  # characters
         self.tried, self.same = 0, True
+        self.calls = self.since = 0  # characters that were not compared
 
     @staticmethod
     def of(model: tokenizers.Tokenizer) -> "Pieces | None":
@@ -114,7 +120,23 @@ class Pieces:
             whole = self.model.encode_batch(list(texts), add_special_tokens=False)
             self.same = all(one.ids == other.ids for one, other in zip(found, whole, strict=True))
             return whole
+        self.watch(texts, found)
         return found
+
+    def watch(self, texts: Sequence[str], found: Sequence[Encoded]) -> None:
+        """Compare a text now and then. What was given before cannot be taken back, so a difference is an error."""
+        self.calls, self.since = self.calls + 1, self.since + sum(map(len, texts))
+        if not texts:
+            return
+        at = self.calls % len(texts)
+        if self.since < SELDOM * len(texts[at]):
+            return
+        self.since = 0
+        if self.model.encode(texts[at], add_special_tokens=False).ids != found[at].ids:
+            raise UserError(
+                f"the tokenizer reads words of a text that begins with {texts[at][:40]!r} otherwise alone than in it; "
+                "set `workers: 0`, which encodes each row whole"
+            )
 
     def pieced(self, texts: Sequence[str]) -> list[Pieced]:
         parts = [list(filter(None, self.cut.split(text))) for text in texts]
@@ -132,8 +154,11 @@ class Pieces:
     def whole(self, piece: str) -> tokenizers.Encoding:
         """A piece with its characters."""
         if piece not in self.asked:
-            if len(self.asked) >= MOST // 8:
+            # Bounded by their characters: in Chinese a whole message is one piece, of some 100 bytes a token.
+            if self.asked_size > MOST:
                 self.asked.clear()
+                self.asked_size = 0
+            self.asked_size += len(piece)
             self.asked[piece] = self.model.encode(piece, add_special_tokens=False)
         return self.asked[piece]
 
