@@ -110,6 +110,20 @@ def test_a_number_that_is_none_is_no_agreement(tmp_path: Path) -> None:
         check(model, data)
 
 
+def test_of_several_documents_one_number_that_is_none_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, data = ours(made(tmp_path, "llama3.2")), opened(tmp_path, pack=True)
+    monkeypatch.setattr(leaks, "differences", lambda *_: [0.0, float("nan"), 0.0])
+    with pytest.raises(UserError, match="packing: .* differ by nan"):
+        check(model, data)
+
+
+@pytest.mark.filterwarnings("error")
+def test_rows_that_are_mapped_are_read_without_a_warning(tmp_path: Path) -> None:
+    model, data = ours(made(tmp_path, "llama3.2")), opened(tmp_path, pack=True)
+    assert not data.parts[0].tokens.flags.writeable
+    check(model, data)
+
+
 def test_there_is_nothing_to_compare_without_packing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = ours(made(tmp_path, "llama3.2"))
     check(model, opened(tmp_path))

@@ -7,6 +7,7 @@ positions, masks, states or kernels takes one for part of another shows in the l
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -44,7 +45,7 @@ def check(model: Decoder, data: Loader, run: Run) -> None:
     dtype = model.compute or model.embed.weight.dtype
     with evaluating(model):
         found = differences(model, batch, rows, run)
-        worst = max(range(len(found)), key=found.__getitem__)
+        worst = int(np.argmax(found))  # of what is no number, the first
         if not found[worst] <= LIMITS[dtype]:  # what is no number is no agreement
             layer = guilty(model, batch, rows, worst, LIMITS[dtype] / 4, run)
             raise UserError(
@@ -103,7 +104,7 @@ def single(rows: Sequence[Sequence[Document]], run: Run) -> Iterator[Tensor]:
     """The tokens (1, S) of each document."""
     for row in rows:
         for document in row:
-            yield torch.from_numpy(document.tokens).long()[None].to(run.device)
+            yield torch.tensor(document.tokens, dtype=torch.long, device=run.device)[None]  # a copy: rows are mapped
 
 
 def hidden_states(hidden: Tensor, head: Head) -> Tensor:
