@@ -180,7 +180,11 @@ def test_rows_that_are_skipped_are_listed(tokenizer, place, tmp_path: Path) -> N
     loader = load(choice, tokenizer, 4, 4, place(), tmp_path / "run")
     (fault,) = map(json.loads, (tmp_path / "run" / "bad_rows.jsonl").read_text().splitlines())
     assert fault["where"] == f"{tmp_path}/rows.jsonl:10"
+    loader.restore(loader.state(0))
+    assert [len(loader[step]) for step in range(20)] == [1] * 20  # three passes
+    load(choice, tokenizer, 4, 4, place(), tmp_path / "run").close()
     loader.close()
+    (fault,) = map(json.loads, (tmp_path / "run" / "bad_rows.jsonl").read_text().splitlines())
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from tunekit.data.prepared.documents import Document, Documents, Tokenised
-from tunekit.data.prepared.prepare import Bad, form, tokenised, workers
+from tunekit.data.prepared.prepare import Bad, form, listed, tokenised, workers
 from tunekit.data.rows import Rows
 from tunekit.data.sources.source import open_source
 from tunekit.data.sources.table import Chunk, Fault, Place
@@ -61,7 +61,7 @@ class Streaming:
         self.rows, self.tokenizer, self.bad_rows = rows, rows.prepare(tokenizer), bad_rows
         self.table = open_source(rows.source, rows.split, rows.limit, stream=True)
         self.about = f"{form(rows, self.table)}, a stream".removeprefix(", ")
-        self.bad = Bad(rows, None)
+        self.bad, self.listed = Bad(rows, None), known(bad_rows)
         self.closed = False
         self.begin(Mark())
 
@@ -111,8 +111,10 @@ class Streaming:
         self.bad.add(part.faults, part.rows)
         if self.bad.read >= SURE:
             self.bad.check()
-        if part.faults and self.bad_rows is not None:
-            listed(part.faults, self.bad_rows)
+        new = [fault for fault in part.faults if fault.where not in self.listed]
+        if new and self.bad_rows is not None:
+            self.listed.update(fault.where for fault in new)
+            add(new, self.bad_rows)
 
     def take(self, count: int) -> Taken:
         """The next documents."""
@@ -208,7 +210,12 @@ class Blocks:
             feed.close()
 
 
-def listed(faults: Sequence[Fault], file: Path) -> None:
+def known(file: Path | None) -> set[str]:
+    """Places of rows that are listed already: a run that goes on, and every other pass, come by them again."""
+    return set() if file is None or not file.is_file() else {fault.where for fault in listed(file)}
+
+
+def add(faults: Sequence[Fault], file: Path) -> None:
     """Put rows that are skipped into a list."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("a", encoding="utf-8") as lines:
