@@ -74,18 +74,20 @@ def test_a_page_is_written_under_the_usual_name(place: Path, capsys: pytest.Capt
 def test_what_is_doubtful_is_no_mistake_and_what_is_wrong_is(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = Path("rows.jsonl").read_text()
     Path("rows.jsonl").write_text(rows + talk("And?", ""))
-    assert "doubtful\n  data: 1 of 31 rows (3.2%) have an empty answer" in told(capsys, "sft.yaml")[0]
+    assert "doubtful\n  data: 1 of 31 rows (3.2%) has an empty answer" in told(capsys, "sft.yaml")[0]
     Path("rows.jsonl").write_text(rows + '{"messages": 3}\n{"messages": [\n' + talk("And?", "So."))
     out, err = told(capsys, "sft.yaml", code=2)
     assert err.startswith("error: this data cannot be trained on: data: 2 of 33 rows are bad") and err.count("\n") == 1
     assert "bad: rows.jsonl:31: " in out and "bad: rows.jsonl:32: " in out and "rows.jsonl:31" in err
-    assert "2 of 33 rows are bad" in told(capsys, "sft.yaml", "data.bad_rows=skip", "data.most_bad=0.1")[0]
+    _, err = told(capsys, "sft.yaml", "data.bad_rows=skip", code=2)
+    assert "2 of 33 rows are bad (6.1%), and `most_bad` allows 1.0%: " in err
+    assert "2 of 33 rows are bad (6.1%): " in told(capsys, "sft.yaml", "data.bad_rows=skip", "data.most_bad=0.1")[0]
 
 
 def test_held_out_rows_that_are_learnt_are_wrong(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ("sft.yaml", "validation.kind=chat", "validation.source=rows.jsonl", "validation.length=64")
     _, err = told(capsys, *words, code=2)
-    assert "validation: all 30 rows are rows of `data` too" in err
+    assert "validation: all 30 rows are in `data` too" in err
 
 
 def test_a_mix_shows_its_shares_and_the_rows_of_each_source(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -133,7 +135,7 @@ def test_training_begins_with_the_checks(place: Path, capsys: pytest.CaptureFixt
     err = capsys.readouterr().err
     assert "doubtful: data: 30 of 60 rows (50%) are copies" in err
     last = err.splitlines()[-1]
-    assert last.startswith("error: validation: all 30 rows are rows of `data` too") and "`checks: tell`" in last
+    assert last.startswith("error: validation: all 30 rows are in `data` too") and "`checks: tell`" in last
     assert not Path("out/final").exists()
     assert cli.main([*words, "checks=tell"]) == 0
     assert "wrong: validation: all 30 rows" in capsys.readouterr().err and Path("out/final").is_dir()

@@ -13,6 +13,7 @@ from tests.data.families import FAMILIES, folder
 from tunekit import bundled
 from tunekit.data import checks, measure
 from tunekit.data.checks import Finding, Subject, Use, inspect
+from tunekit.data.fit import fitted
 from tunekit.data.prepared.documents import Document, Documents
 from tunekit.data.rows import Chat
 from tunekit.data.signs import Sign
@@ -184,6 +185,25 @@ def test_a_row_that_is_cut_behind_an_answer_has_all_of_it(nano: Tokenizer) -> No
     assert not found(nano, every(cut_behind)(nano, ordinary(nano)))
 
 
+def test_rows_that_were_split_are_as_they_were(nano: Tokenizer) -> None:
+    """Windows of long answers end where there is room no more, and may hold little but the end."""
+    long = [turn(nano, (f"Count {row}", " ".join(str(row * number) for number in range(60)))) for row in range(8)]
+    for length in range(24, 40):
+        pieces = [(one, f"a:{i}") for i, row in enumerate(long) for one in fitted(row, length, "split", length // 4)]
+        rows = Documents([one for one, _ in pieces], [where for _, where in pieces])
+        assert len(rows) > 5 * len(long)
+        assert not inspect(Subject("data", [rows], nano, Use(length)))
+
+
+def test_rows_and_not_their_windows_are_counted(nano: Tokenizer) -> None:
+    row = turn(nano, ("Count", " ".join(map(str, range(60)))))
+    pieces = fitted(row, 32, "split", 8)
+    rows = Documents(pieces * 2, ["a:1"] * len(pieces) + ["a:2"] * len(pieces))
+    (copy,) = (one for one in inspect(Subject("data", [rows], nano, Use(32))) if one.kind == "duplicates")
+    assert "1 of 2 rows (50%) is a copy of earlier ones (a:2); " in str(copy)
+    assert copy.rows == (len(pieces),)
+
+
 def test_text_is_no_answer(nano: Tokenizer) -> None:
     """Pieces of a long text end anywhere; only its last one ends with the token."""
     tokens = np.array(nano.encode("Once there was a cat, and it had a hat. " * 40, special=True), np.int32)
@@ -291,7 +311,7 @@ def by_hand(row: Document, marks: set[int], bos: int | None) -> dict[str, int | 
     tokens, learnt = row.tokens.tolist(), row.learnt.tolist()
     ends = [at for at in range(len(tokens)) if learnt[at] and not (at + 1 < len(tokens) and learnt[at + 1])]
     broken = [at for at in ends if at == len(tokens) - 1 and len(tokens) < row.whole and tokens[at] not in marks]
-    whole = [at for at in ends if at not in broken and not all(learnt)]
+    whole = [at for at in ends if at > 0 and at not in broken and not all(learnt)]
     return {
         "targets": sum(learnt[1:]),
         "first": learnt.index(True) if any(learnt) else len(tokens),

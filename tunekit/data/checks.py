@@ -18,6 +18,9 @@ from tunekit.data.tokenizer import Tokenizer
 Severity = Literal["wrong", "doubtful", "note"]
 SEVERITIES: tuple[Severity, ...] = ("wrong", "doubtful", "note")
 SHOWN = 3  # rows that a finding names
+# What is said of several rows, and of one.
+ONE = {"are": "is", "ask": "asks", "begin": "begins", "do": "does", "have": "has", "hold": "holds", "say": "says"}
+ONE |= {"copies": "a copy"}
 
 
 @dataclass(frozen=True)
@@ -63,9 +66,11 @@ class Subject:
         # A row may go on in further documents, which do not begin as rows do, and a stream may pass it again.
         self.places = np.concatenate([places(documents, part) for part, documents in enumerate(parts)], axis=1)
         self.begins = np.append(True, (self.places[:, 1:] != self.places[:, :-1]).any(axis=0))
+        self.row_of = np.cumsum(self.begins) - 1  # of each document
 
     def __len__(self) -> int:
-        return len(self.lengths)
+        """Rows, each of one document or of several that follow each other."""
+        return int(self.row_of[-1]) + 1
 
     def place(self, row: int) -> tuple[Documents, int]:
         """The documents that hold a row, and its number there."""
@@ -77,11 +82,12 @@ class Subject:
         return documents.where(number)
 
     def finding(self, severity: Severity, kind: str, rows: np.ndarray, says: str, mend: str) -> Iterator[Finding]:
-        """One, if the mask `rows` (documents,) holds any; `{rows}` in what it says is how many they are."""
-        if count := int(rows.sum()):
-            first = tuple(np.flatnonzero(rows)[:SHOWN].tolist())
-            told = says.format(rows=amount(count, len(self)))
-            places = tuple(self.where(row) for row in first)
+        """One, if the mask `rows` (documents,) holds any; for `{rows}` in what it says, see `worded`."""
+        documents = np.flatnonzero(rows)
+        if len(documents):
+            _, firsts = np.unique(self.row_of[documents], return_index=True)
+            count, first = len(firsts), tuple(documents[firsts[:SHOWN]].tolist())
+            told, places = worded(says, count, len(self)), tuple(self.where(row) for row in first)
             yield Finding(severity, kind, self.part, told, mend, count, count / len(self), first, places)
 
     def remark(self, severity: Severity, kind: str, says: str, mend: str) -> Finding:
@@ -95,9 +101,18 @@ def places(documents: Documents, part: int) -> np.ndarray:
     return np.stack([np.full(len(names), part), names, numbers])
 
 
+def worded(says: str, count: int, total: int) -> str:
+    """A sentence with how many `{rows}` it is about, and `{have}` or another of `ONE` as it is said of so many."""
+    for several, one in ONE.items():
+        says = says.replace(f"{{{several}}}", one if count == 1 else several)
+    return says.replace("{rows}", amount(count, total))
+
+
 def amount(count: int, total: int) -> str:
     """How many rows of all."""
-    return f"all {total:,} rows" if count == total else f"{count:,} of {total:,} rows ({percent(count / total)})"
+    if count == total:
+        return "the only row" if total == 1 else f"all {total:,} rows"
+    return f"{count:,} of {total:,} rows ({percent(count / total)})"
 
 
 def percent(share: float) -> str:
@@ -117,7 +132,7 @@ def nothing_learnt(of: Subject) -> Iterator[Finding]:
 def beyond_vocabulary(of: Subject) -> Iterator[Finding]:
     if of.use.vocab is not None:
         highest = int(of.measured.highest.max())
-        text = f"{{rows}} hold tokens that the model has no embedding for: {highest}, it knows {of.use.vocab}"
+        text = f"{{rows}} {{hold}} tokens that the model has no embedding for: {highest}, it knows {of.use.vocab}"
         rows = of.measured.highest >= of.use.vocab
         yield from of.finding("wrong", "vocabulary", rows, text, "this tokenizer is another model's")
 
@@ -148,8 +163,8 @@ def stops(of: Subject) -> Iterator[Finding]:
 
 
 def empty_answers(of: Subject) -> Iterator[Finding]:
-    rows = (of.measured.targets == 1) & (of.measured.ended == 1) | (of.signs & Sign.EMPTY_TURN > 0)
-    says = "{rows} have an empty answer: the model is taught to end at once"
+    rows = of.begins & (of.measured.targets == 1) & (of.measured.ended == 1) | (of.signs & Sign.EMPTY_TURN > 0)
+    says = "{rows} {have} an empty answer: the model is taught to end at once"
     yield from of.finding("doubtful", "empty answers", rows, says, "take them out")
 
 
@@ -169,14 +184,15 @@ def learnt_share(of: Subject) -> Iterator[Finding]:
 
 def duplicates(of: Subject) -> Iterator[Finding]:
     prints, firsts, which = np.unique(of.measured.print, return_index=True, return_inverse=True)
-    rows = (of.places != of.places[:, firsts[which]]).any(axis=0)
+    again = (of.places != of.places[:, firsts[which]]).any(axis=0)
+    rows = np.logical_and.reduceat(again, np.flatnonzero(of.begins))[of.row_of]  # all documents of a row, or none
     share = rows.mean()
     severity: Severity = "doubtful" if share >= 0.05 else "note"
     if rows.any():
         copy = int(np.flatnonzero(rows)[0])
         first = of.where(int(firsts[which[copy]]))
         mend = f"take them out, or they weigh more than others: {of.where(copy)} is {first} again"
-        yield from of.finding(severity, "duplicates", rows, "{rows} are copies of earlier ones", mend)
+        yield from of.finding(severity, "duplicates", rows, "{rows} {are} {copies} of earlier ones", mend)
 
 
 def constant_answers(of: Subject) -> Iterator[Finding]:
@@ -186,32 +202,32 @@ def constant_answers(of: Subject) -> Iterator[Finding]:
         share = counts.max() / answered.sum()
         rows = answered & (of.measured.answer == prints[counts.argmax()]) & (share >= 0.5)
         severity: Severity = "doubtful" if share >= 0.8 else "note"
-        yield from of.finding(severity, "constant answers", rows, "{rows} have the same answer", "is that meant?")
+        yield from of.finding(severity, "constant answers", rows, "{rows} {have} the same answer", "is that meant?")
 
 
 def short_rows(of: Subject) -> Iterator[Finding]:
-    rows = of.lengths <= 2
-    yield from of.finding("doubtful", "short", rows, "{rows} have only one or two tokens", "take them out")
+    rows = of.begins & (of.lengths <= 2)
+    yield from of.finding("doubtful", "short", rows, "{rows} {have} only one or two tokens", "take them out")
 
 
 def beginning(of: Subject) -> Iterator[Finding]:
     """Whether the token that the tokenizer puts before texts is there, once."""
     twice, mark = of.measured.doubled, of.tokenizer.names.get("bos_token", "")
-    says = f"{{rows}} begin with {mark} twice: the text holds it, and it is added"
+    says = f"{{rows}} {{begin}} with {mark} twice: the text holds it, and it is added"
     mend = "take it out of the text or the chat template"
     yield from of.finding("wrong" if twice.mean() >= 0.5 else "doubtful", "bos", twice, says, mend)
     bare, lead = (of.tokenizer.encode_texts(["a"], special)[0][:1] for special in (False, True))
     missing = of.begins & (of.measured.starts != lead[0])
     if lead != bare and missing.sum() >= 0.5 * of.begins.sum():
         text = of.tokenizer.model.id_to_token(lead[0])
-        says = f"{{rows}} do not begin with {text}, which this tokenizer puts before a text"
+        says = f"{{rows}} {{do}} not begin with {text}, which this tokenizer puts before a text"
         yield from of.finding("doubtful", "bos", missing, says, "let the chat template write it")
 
 
 def unknown(of: Subject) -> Iterator[Finding]:
     rows, share = of.measured.unknown > 0, float(of.measured.unknown.sum()) / max(int(of.lengths.sum()), 1)
     severity: Severity = "doubtful" if share >= 0.001 else "note"
-    says = f"{{rows}} hold what the tokenizer cannot write: {percent(share)} of all tokens are unknown"
+    says = f"{{rows}} {{hold}} what the tokenizer cannot write: {percent(share)} of all tokens are unknown"
     yield from of.finding(severity, "unknown tokens", rows, says, "is it the tokenizer for this language?")
 
 
@@ -231,7 +247,7 @@ SIGNS: dict[Sign, tuple[Severity, str, str, str]] = {
     Sign.TOOLS_UNUSED: (
         "doubtful",
         "tools unused",
-        "{rows} have tools or calls that the chat template does not write",
+        "{rows} {have} tools or calls that the chat template does not write",
         "name a `template` that does, or take them out",
     ),
     Sign.REASONING_DROPPED: (
@@ -243,7 +259,7 @@ SIGNS: dict[Sign, tuple[Severity, str, str, str]] = {
     Sign.CONTENT_LOST: (
         "doubtful",
         "content lost",
-        "the chat template does not write all that {rows} say",
+        "the chat template does not write all that {rows} {say}",
         "name a `template` that does",
     ),
 }
@@ -283,14 +299,14 @@ def overlap(data: Subject, held: Subject) -> Iterator[Finding]:
     """Held-out rows that are learnt, and those whose prompt is."""
     same = np.isin(held.measured.print, data.measured.print)
     severity: Severity = "wrong" if same.mean() >= 0.5 else "doubtful"
-    says = "{rows} are rows of `data` too: what is measured on them says little"
+    says = "{rows} {are} in `data` too: what is measured on them says little"
     mend = "take them out of one, or cut a `split` off"
     yield from held.finding(severity, "overlap", same, says, mend)
     prompts, counts = np.unique(data.measured.prompt[data.measured.first > 0], return_counts=True)
     own = prompts[counts <= max(10, len(data) // 200)]  # a prompt that begins many rows is not theirs
     known = ~same & ~held.measured.all_learnt & (held.measured.first > 0) & np.isin(held.measured.prompt, own)
     severity = "doubtful" if known.mean() >= 0.05 else "note"
-    says = "{rows} ask what a row of `data` asks, with another answer"
+    says = "{rows} {ask} what a row of `data` asks, with another answer"
     yield from held.finding(severity, "same prompts", known, says, "take them out of one, if answers are to be new")
 
 

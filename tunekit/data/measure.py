@@ -79,7 +79,8 @@ def block(documents: Documents, wanted: Known, first: int, behind: int) -> Measu
     last = final(tokens, stops, (stops > starts[of]) & learnt[stops - 1], wanted)
     well = np.isin(last, wanted.marks)
     broken = ~well & short[of] & (stops == ends[of] - 1)
-    there = ~broken & (counts < lengths)[of]
+    # The first token of a window that goes on with a row may be learnt in the one before: here it is no target.
+    there = ~broken & (counts < lengths)[of] & (stops > starts[of])
     places, before = np.flatnonzero(learnt), np.cumsum(counts) - counts
     begins = np.where(counts > 0, np.append(places, 0)[before], ends)
     twice = (tokens[starts] == wanted.bos) & (tokens[np.minimum(starts + 1, ends - 1)] == wanted.bos)
