@@ -1,5 +1,6 @@
 """Whatever changes what a row becomes gives another key; nothing else does."""
 
+import importlib
 import json
 import os
 import subprocess
@@ -130,6 +131,35 @@ def test_own_code_decides(rows: Chat, tokenizer: Tokenizer, tmp_path: Path, monk
     assert key(one, tokenizer) not in (before, changed)
 
 
+def test_a_text_that_own_code_imports_decides(
+    rows: Chat, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    texts = tmp_path / "tunekit_test_texts.py"
+    texts.write_text("MORE = 'a'\n")
+    (tmp_path / "step.py").write_text(
+        STEP.replace("import {helper}", "from tunekit_test_texts import MORE").replace("{helper}.MORE", "{}")
+    )
+    step = own_choices(SFT, [tmp_path / "step.py"]).own[0]
+    before = key(replace(rows, transforms=(step(),)), tokenizer)
+    texts.write_text("MORE = 'b'\n")
+    assert key(replace(rows, transforms=(step(),)), tokenizer) != before
+
+
+def test_the_code_of_an_installed_step_decides(
+    rows: Chat, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "site-packages"
+    folder.mkdir()
+    monkeypatch.syspath_prepend(str(folder))
+    file = folder / "tunekit_test_installed.py"
+    file.write_text(STEP.replace("import {helper}", "import json").replace("{helper}.MORE", "{}"))
+    step = importlib.import_module(file.stem).Step
+    before = key(replace(rows, transforms=(step(),)), tokenizer)
+    file.write_text(file.read_text() + "# more\n")
+    assert key(replace(rows, transforms=(step(),)), tokenizer) != before
+
+
 def test_what_a_notebook_defines_is_never_taken_for_known(rows: Chat, tokenizer: Tokenizer, monkeypatch) -> None:
     kind = type("Mine", (Chat,), {"__module__": "__main__"})
     monkeypatch.delattr(sys.modules["__main__"], "__file__", raising=False)
@@ -139,9 +169,11 @@ def test_what_a_notebook_defines_is_never_taken_for_known(rows: Chat, tokenizer:
 def test_the_code_of_tunekit_decides(rows: Chat, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     before = key(rows, tokenizer)
     known = keys.code()
-    assert {"rows", "spans", "template", "tokenizer", "messages", "table"} <= set(known)
-    assert not {"loader", "packing", "cache"} & set(known)
-    for name in ("spans", "tokenizers"):
+    stems = {Path(name).stem for name in known}
+    assert {"rows", "spans", "template", "tokenizer", "messages", "table"} <= stems
+    assert not {"loader", "packing", "cache"} & stems
+    assert len(known) == len(list(keys.sources())) + len(keys.PACKAGES) + 1, "two files of one name are two"
+    for name in ("chat/spans.py", "tokenizers"):
         with monkeypatch.context() as patch:
             patch.setattr(keys, "code", lambda name=name: known | {name: "other"})
             assert key(rows, tokenizer) != before

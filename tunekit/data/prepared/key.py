@@ -34,7 +34,8 @@ def key(rows: Rows, tokenizer: Tokenizer, table: Table) -> str | None:
 
 def code() -> dict[str, str]:
     """The text of the modules that make rows documents, and the versions of what they use."""
-    texts = {file.stem: own.text(file) for file in sources()}
+    here = Path(__file__).parent.parent
+    texts = {file.relative_to(here).as_posix(): own.text(file) for file in sources()}
     return {**texts, "python": platform.python_version(), **{name: metadata.version(name) for name in PACKAGES}}
 
 

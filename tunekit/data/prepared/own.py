@@ -1,5 +1,6 @@
 """A person's own modules behind a choice: what they say now, and how another process comes by them."""
 
+import ast
 import hashlib
 import importlib.util
 import sys
@@ -37,12 +38,13 @@ class Own(NamedTuple):
 
 
 def modules(choice: Any) -> list[Own]:
-    """The modules that a choice's classes are from, and those of which these use a module, a class or a function."""
+    """The modules that a choice's classes are from, and those that these import or use something of."""
     waiting = [sys.modules[cls.__module__] for kind in kinds(choice) for cls in kind.__mro__]
+    first = {module.__name__ for module in waiting if not known(module)}  # an installed package's too
     found: dict[str, Own] = {}
     while waiting:
         module = waiting.pop()
-        if module.__name__ not in found and is_own(module):
+        if module.__name__ not in found and (module.__name__ in first or is_own(module)):
             file = vars(module).get("__file__") or ""
             found[module.__name__] = Own(module.__name__, file, text(Path(file)) if file else "")
             waiting += used(module)
@@ -65,17 +67,39 @@ def used(module: ModuleType) -> Iterator[ModuleType]:
             yield value
         elif isinstance(value, type | FunctionType) and value.__module__ in sys.modules:
             yield sys.modules[value.__module__]
+    yield from imported(module)
+
+
+def imported(module: ModuleType) -> Iterator[ModuleType]:
+    """What a module's own text imports, wherever: a string or a number does not tell which module it is from."""
+    if not is_own(module) or not vars(module).get("__file__"):
+        return
+    package = vars(module).get("__package__") or ""
+    for node in ast.walk(ast.parse(Path(vars(module)["__file__"]).read_bytes())):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            above = package.rsplit(".", node.level - 1)[0] if node.level else ""
+            base = ".".join(filter(None, (above, node.module)))
+            names = [base, *(f"{base}.{alias.name}" for alias in node.names)]
+        yield from (sys.modules[name] for name in names if name in sys.modules)
 
 
 def is_own(module: ModuleType) -> bool:
     """Neither Python's, nor an installed package's, nor tunekit's. What is typed into a notebook is of `__main__`."""
-    top = module.__name__.partition(".")[0]
-    if top == "__main__":
+    if module.__name__ == "__main__":
         return True
-    if top == "tunekit" or top in sys.stdlib_module_names:
+    if known(module):
         return False
     parts = Path(vars(module).get("__file__") or "").parts
     return not {"site-packages", "dist-packages"} & set(parts)
+
+
+def known(module: ModuleType) -> bool:
+    """Python's or tunekit's."""
+    top = module.__name__.partition(".")[0]
+    return top == "tunekit" or (top in sys.stdlib_module_names and top != "__main__")
 
 
 def text(file: Path) -> str:
