@@ -80,8 +80,9 @@ def test_what_is_doubtful_is_no_mistake_and_what_is_wrong_is(place: Path, capsys
     assert err.startswith("error: this data cannot be trained on: data: 2 of 33 rows are bad") and err.count("\n") == 1
     assert "bad: rows.jsonl:31: " in out and "bad: rows.jsonl:32: " in out and "rows.jsonl:31" in err
     _, err = told(capsys, "sft.yaml", "data.bad_rows=skip", code=2)
-    assert "2 of 33 rows are bad (6.1%), and `most_bad` allows 1.0%: " in err
-    assert "2 of 33 rows are bad (6.1%): " in told(capsys, "sft.yaml", "data.bad_rows=skip", "data.most_bad=0.1")[0]
+    assert "2 of 33 rows are bad (6.1%, `most_bad` allows 1.0%): " in err
+    out, _ = told(capsys, "sft.yaml", "data.bad_rows=skip", "data.most_bad=0.1")
+    assert "2 of 33 rows are bad (6.1%, `most_bad` allows 10%): " in out
 
 
 def test_held_out_rows_that_are_learnt_are_wrong(place: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -182,7 +182,7 @@ def test_what_is_wrong_is_told_by_its_path(value: object, message: str) -> None:
     [
         ("[", "tools: a string that holds no JSON: "),
         ("3", "tools: want a list of tool schemas (objects), this is a number"),
-        ([3], "tools: want a list of tool schemas (objects), this is a list"),
+        ([{}, "add"], "tools[1]: want a tool's schema (an object), this is a string"),
         ([{"name": float("inf")}], "tools[0].name: inf is no number of JSON"),
     ],
 )

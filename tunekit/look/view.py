@@ -78,7 +78,8 @@ def bad_rows(mixes: Mapping[str, Mix], loaders: Mapping[str, Loader]) -> Iterato
             for first in islice(bad(documents), 1):
                 fatal = choice.bad_rows == "stop" or count > choice.most_bad * rows
                 mend = "mend them, or take them out" if fatal else "they are left out, as `bad_rows: skip` says"
-                says = f"{count:,} of {rows:,} rows are bad ({percent(count / rows)}): {first.reason}"
+                allowed = f", `most_bad` allows {percent(choice.most_bad)}" if choice.bad_rows == "skip" else ""
+                says = f"{count:,} of {rows:,} rows are bad ({percent(count / rows)}{allowed}): {first.reason}"
                 severity = "wrong" if fatal else "note"
                 yield Finding(severity, "bad rows", part, says, mend, count, count / rows, (), (first.where,))
 

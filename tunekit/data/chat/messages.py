@@ -205,8 +205,11 @@ def tool_schemas(value: Any, name: str) -> list[dict[str, Any]] | None:
         return written_schemas(value, name)
     if value is None or value == []:
         return None
-    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+    if not isinstance(value, list):
         raise UserError(f"{name}: want a list of tool schemas (objects), this is {kind(value)}")
+    for index, item in enumerate(value):
+        if not isinstance(item, dict):
+            raise UserError(f"{name}[{index}]: want a tool's schema (an object), this is {kind(item)}")
     return plain(value, name)
 
 
