@@ -105,6 +105,19 @@ def test_blocks_that_are_not_one_a_turn_do_not_say_which_is_last(block, blocks, 
         learnt(tokenizer, TALK, "last")
 
 
+@pytest.mark.parametrize("test", ["'good' in m.content", "m.content | length > 5"])
+def test_blocks_may_depend_on_what_a_message_says(test: str, tmp_path, folders) -> None:
+    """What was found of a conversation does not hold for others of its shape where only the marks differ."""
+    (tmp_path / "form.jinja").write_text(
+        "{% for m in messages %}{{ m.role }}: {% if m.role == 'assistant' and " + test + " %}{% generation %}"
+        "{{ m.content }}<|im_end|>{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}{% endfor %}"
+    )
+    tokenizer = Tokenizer.open(folders["chatml"], str(tmp_path / "form.jinja"))
+    for said, marked in [("bad", False), ("a good one", True), ("no", False), ("good ones", True)]:
+        talk = [{"role": "user", "content": "good?"}, {"role": "assistant", "content": said}]
+        assert learnt(tokenizer, talk) == ([f"{said}<|im_end|>"] if marked else [])
+
+
 OPEN: dict[str, Tokenizer] = {}
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
 

@@ -41,10 +41,14 @@ class Rendered(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What all conversations of a shape have in common. Without a layout, each is looked at for itself."""
+    """What all conversations of a shape have in common. Without a layout, each is looked at for itself.
+
+    The last `blocks` spans of the layout are the generation blocks of the template, behind what is learnt.
+    """
 
     layout: Layout | None
     signs: Sign = Sign(0)
+    blocks: int = 0
 
 
 def render(tokenizer: Tokenizer, messages: Messages, tools: Tools, learn: Learn | Sequence[int]) -> Rendered:
@@ -63,12 +67,21 @@ def render(tokenizer: Tokenizer, messages: Messages, tools: Tools, learn: Learn 
     found = known(tokenizer, hidden, tools, wanted)
     spans = None if found.layout is None else found.layout.fit(text, hidden.texts)
     if spans is not None:
-        return Rendered(text, spans, found.signs)
+        count = len(spans) - found.blocks
+        # Where blocks begin cannot be seen in a text, and a template may mark by what a message says.
+        if spans[count:] == blocks_of(tokenizer, text, messages, tools):
+            return Rendered(text, spans[:count], found.signs)
     if HIDES.search(text):
         raise UserError(
             "no mask is sure: the row holds Tangut characters, behind which texts are hidden to find the turns"
         )
     return Rendered(text, *find(Writing(tokenizer, messages, tools, hidden), wanted))
+
+
+def blocks_of(tokenizer: Tokenizer, text: str, messages: Messages, tools: Tools) -> list[Span]:
+    """The generation blocks of a template that has any."""
+    template = tokenizer.template(tools)
+    return template.generated(text, tokenizer.context(messages, tools)) if template.marked else []
 
 
 def wanted_turns(messages: Messages, learn: str) -> tuple[int, ...]:
@@ -103,12 +116,13 @@ def study(tokenizer: Tokenizer, hidden: Hidden, tools: Tools, wanted: tuple[int,
         spans, signs = find(writing, wanted)
         probe = tokenizer.render(pad(hidden.shape), tools)
         probe = NUMBERS.sub(lambda match: padded(int(match[1])), probe)
-        found = layout(writing.text, probe, spans)
+        blocks = blocks_of(tokenizer, writing.text, hidden.shape, tools)
+        found = layout(writing.text, probe, [*spans, *blocks])
         if tools and found is not None:
             found = found.freed(shown(tokenizer.render(hidden.shape, OTHER_TOOLS)))
     except UserError:
         return Found(None)
-    return Found(found, signs)
+    return Found(found, signs, len(blocks))
 
 
 def pad(value: Any) -> Any:
@@ -134,8 +148,7 @@ def find(writing: Writing, wanted: tuple[int, ...]) -> tuple[list[Span], Sign]:
 
 def generated(writing: Writing, wanted: tuple[int, ...]) -> tuple[list[Span], Sign]:
     """Spans of generation blocks. A stop token right behind a block belongs to it: the model must learn to end."""
-    template = writing.tokenizer.template(writing.tools)
-    blocks = template.generated(writing.text, writing.tokenizer.context(writing.messages, writing.tools))
+    blocks = blocks_of(writing.tokenizer, writing.text, writing.messages, writing.tools)
     owners = [owner(writing, block) for block in blocks]
     turns = wanted_turns(writing.messages, "assistant")
     if None in owners and not set(turns) <= set(wanted):
