@@ -122,7 +122,7 @@ def test_rows_left_out_and_gone_on_with_are_counted(tmp_path: Path, tokenizer: T
     pairs = [{"prompt": "Hi. ", "chosen": "Hello.", "rejected": "No."}] * 3
     found = prepare.documents(Preference(source=str(write(tmp_path / "pairs.jsonl", [*pairs]))), tokenizer, place())
     assert (len(found), found.prepared.split) == (6, 0)
-    with pytest.raises(UserError, match=re.escape("nothing is left to learn from: 1 rows, 1 left out by a transform")):
+    with pytest.raises(UserError, match=re.escape("nothing is left to learn from: 1 row, 1 left out by a transform")):
         prepare.documents(Text(source=str(write(source, texts(1, row0={"leave": True}))), transforms=(odd(),)),
                           tokenizer, place())  # fmt: skip
 
@@ -256,13 +256,14 @@ def test_a_process_starts_fast() -> None:
 
 
 LEFT = """
-import sys, time
+import signal, sys, time
 from pathlib import Path
 from tunekit.data.prepared import pool
 from tunekit.data.rows import Text
 from tunekit.data.sources.source import open_source
 from tunekit.data.tokenizer import Tokenizer
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # who runs tests in the background may have it ignored
 rows = Text(source=sys.argv[1])
 with pool.Pool(rows, Tokenizer.open(Path(sys.argv[2])), open_source(rows.source, rows.split).chunks(), 2) as found:
     for part in found:
@@ -284,7 +285,10 @@ def test_processes_do_not_outlive_who_asked_them(
         assert len(workers) == 2
         assert all(map(alive, workers))
         parent.send_signal(number)
-        parent.wait(20)
+        try:
+            parent.wait(20)
+        finally:
+            parent.kill()
         end = time.monotonic() + 20
         while any(map(alive, workers)) and time.monotonic() < end:
             time.sleep(0.05)

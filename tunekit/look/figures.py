@@ -8,7 +8,7 @@ import numpy as np
 
 from tunekit.data.checks import Subject, percent
 from tunekit.data.sources.table import Fault
-from tunekit.data.steps.report import Share
+from tunekit.data.steps.report import Share, counted
 from tunekit.data.steps.served import Loader
 
 BINS = 10
@@ -84,16 +84,17 @@ class Figures:
         if self.streamed:
             yield "a stream, of which this is the first block"
         share = percent(self.learnt / self.tokens)
-        yield f"{self.rows:,} documents, {self.tokens:,} tokens, {self.learnt:,} learnt ({share})"
+        yield f"{counted(self.rows, 'document')}, {counted(self.tokens, 'token')}, {self.learnt:,} learnt ({share})"
         yield f"longest {self.longest:,} tokens, of {self.limit:,} that it may have; the middle one {self.median:,}"
         if self.truncated:
             share = percent(self.lost / (self.lost + self.tokens))
-            yield f"cut at {self.limit:,} tokens: {self.truncated:,} documents; {self.lost:,} tokens are lost ({share})"
+            documents, tokens = counted(self.truncated, "document"), counted(self.lost, "token")
+            yield f"cut at {self.limit:,} tokens: {documents}; {tokens} lost ({share})"
         if self.packed is not None and self.filled is not None:
-            packed = f"packed into {self.packed:,} rows of {self.limit:,} tokens, {self.filled:.1%} filled"
+            packed = f"packed into {counted(self.packed, 'row')} of {self.limit:,} tokens, {self.filled:.1%} filled"
             yield f"{packed}, {self.rows / self.packed:.1f} in each"
         if self.steps is not None:
-            yield f"{self.steps:,} steps of {self.batch:,} rows in an epoch"
+            yield f"{counted(self.steps, 'step')} of {counted(self.batch, 'row')} in an epoch"
         yield from (f"bad: {bad.where}: {bad.reason}" for bad in self.bad)
 
     def mixed(self, share: Share) -> str:
@@ -101,7 +102,7 @@ class Figures:
         parts = (
             f"{percent(share.rows / self.rows)} of the documents, {percent(share.tokens / self.tokens)} of the tokens"
         )
-        return f"{share.name}: {share.about}; {parts}, {share.passes:.3g} passes an epoch"
+        return f"{share.name}: {share.about}; {parts}, {counted(share.passes, 'pass')} an epoch"
 
     def plain(self) -> dict[str, Any]:
         """As data for programs."""

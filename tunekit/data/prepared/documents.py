@@ -80,7 +80,7 @@ class Prepared:
         words = {"left_out": "left out by a transform", "skipped": "skipped", "dropped": "dropped as too long"}
         words |= {"split": "split into several"}
         counts = [f"{vars(self)[name]:,} {word}" for name, word in words.items() if vars(self)[name]]
-        return ", ".join([f"{self.rows:,} rows", *counts])
+        return ", ".join([f"{self.rows:,} row{'' if self.rows == 1 else 's'}", *counts])
 
     def plus(self, part: Tokenised) -> "Prepared":
         """With the counts of another part."""

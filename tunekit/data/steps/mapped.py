@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from tunekit.data.prepared.documents import Document, Documents
+from tunekit.data.prepared.documents import Document, Documents, Prepared
 from tunekit.data.steps.batch import Batch, Layout
 from tunekit.data.steps.mix import Draw, Joined, Mix
 from tunekit.data.steps.order import Order, Steps
@@ -73,7 +73,7 @@ class Mapped(Loader):
         part_of = np.repeat(np.arange(len(self.parts)), [len(documents) for documents in self.parts])[drawn]
         tokens = np.bincount(part_of, self.rows.lengths[drawn], len(self.parts)).astype(int).tolist()
         shares = [
-            Share(rows.source, about(documents), count, each, learnt(documents, count), count / len(documents))
+            Share(rows.source, about(documents, count), count, each, learnt(documents, count), count / len(documents))
             for rows, count, each, documents in zip(self.mix.sources, self.counts, tokens, self.parts, strict=True)
         ]
         packed = None if self.mix.capacity is None else self.order.rows(0)
@@ -93,6 +93,8 @@ def learnt(documents: Documents, count: int) -> int:
     return round(documents.targets * count / len(documents))
 
 
-def about(documents: Documents) -> str:
-    """What the rows are, how many, and what became of those that are no documents."""
-    return ", ".join(filter(None, (documents.prepared.form, str(documents.prepared))))
+def about(documents: Documents, count: int) -> str:
+    """What the rows are; how many, and what became of those that are no documents, where that is not told beside it."""
+    found = documents.prepared
+    told = count == len(documents) and found == Prepared(rows=count, form=found.form)
+    return found.form if told and found.form else ", ".join(filter(None, (found.form, str(found))))

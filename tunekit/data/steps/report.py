@@ -18,6 +18,12 @@ class Share(NamedTuple):
     passes: float
 
 
+def counted(count: float, noun: str) -> str:
+    """`1 row`, `1,800 rows`."""
+    number = f"{count:.3g}" if isinstance(count, float) else f"{count:,}"
+    return f"{number} {noun}{'' if number == '1' else 'es' if noun.endswith('s') else 's'}"
+
+
 @dataclass(frozen=True)
 class Report:
     """What an epoch holds. `longest` counts tokens, `truncated` documents; `packed` rows hold `length` tokens."""
@@ -48,13 +54,13 @@ class Report:
 
     def __str__(self) -> str:
         parts = [
-            f"{self.rows:,} rows",
-            f"{self.tokens:,} tokens",
+            counted(self.rows, "row"),
+            counted(self.tokens, "token"),
             f"{self.learnt:,} learnt ({self.learnt / self.tokens:.0%})",
             f"longest {self.longest:,}",
         ]
         parts += [f"{self.truncated:,} truncated"] if self.truncated else []
-        parts += [] if self.packed is None else [f"packed into {self.packed:,} rows, {self.filled:.1%} filled"]
+        parts += [] if self.packed is None else [f"packed into {counted(self.packed, 'row')}, {self.filled:.1%} filled"]
         beginning = "a stream, whose first block has " if self.streamed else ""
         line = beginning + ", ".join(parts)
         if len(self.shares) == 1:
@@ -65,7 +71,7 @@ class Report:
         """What one part of a mix is and gives."""
         what = "the block" if self.streamed else "an epoch"
         return (
-            f"  {share.name}: {share.about}; {what} takes {share.rows:,} rows ({share.rows / self.rows:.1%}), "
-            f"{share.tokens:,} tokens ({share.tokens / self.tokens:.1%})"
-            + ("" if self.streamed else f", {share.passes:.3g} passes")
+            f"  {share.name}: {share.about}; {what} takes {counted(share.rows, 'row')} ({share.rows / self.rows:.1%}), "
+            f"{counted(share.tokens, 'token')} ({share.tokens / self.tokens:.1%})"
+            + ("" if self.streamed else f", {counted(share.passes, 'pass')}")
         )
