@@ -174,7 +174,7 @@ def test_what_holds_for_a_shape_is_what_is_found_of_each(families, data: st.Data
     except UserError:
         return
     if spans is not None and not HIDES.search(tokenizer.render(talk)):
-        assert spans == alone[0]
+        assert spans[: len(spans) - found.blocks] == alone[0]
 
 
 @pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.calls])
