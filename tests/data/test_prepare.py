@@ -127,6 +127,13 @@ def test_rows_left_out_and_gone_on_with_are_counted(tmp_path: Path, tokenizer: T
                           tokenizer, place())  # fmt: skip
 
 
+def test_why_nothing_is_left_is_told_by_the_first_row(tmp_path: Path, tokenizer: Tokenizer, place) -> None:
+    source = write(tmp_path / "rows.jsonl", [{"text": 1}, {"text": None}])
+    rows = Text(source=str(source), bad_rows="skip", most_bad=1.0)
+    with pytest.raises(UserError, match=re.escape(f"; the first is {source}:1: text: want a string, this is a number")):
+        prepare.documents(rows, tokenizer, place())
+
+
 @pytest.mark.parametrize("many", [False, True])
 def test_a_full_disk_is_told_in_one_line(tmp_path: Path, tokenizer: Tokenizer, place, monkeypatch, many: bool) -> None:
     monkeypatch.setenv("TUNEKIT_CACHE", str(tmp_path / "cache"))

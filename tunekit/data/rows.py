@@ -26,7 +26,7 @@ from tunekit.errors import FieldError, UserError
 Encoded = list[Document] | Fault | None
 Fields = dict[str, Any]
 # What a person's own transforms and formats may raise on a row that they did not expect.
-MISTAKES = (TypeError, ValueError, LookupError, ArithmeticError, AttributeError, AssertionError, RecursionError)
+MISTAKES = (TypeError, ValueError, LookupError, ArithmeticError, AttributeError, AssertionError, RuntimeError, OSError)
 
 
 class Data:

@@ -92,7 +92,7 @@ class Making:
                 bar.update(part.rows)
             bad.check()
             if not writer.counts["documents"]:
-                raise UserError(f"{rows.source}: nothing is left to learn from: {writer.prepared}")
+                raise UserError(f"{rows.source}: nothing is left to learn from: {writer.prepared}{bad.example}")
             with cache.told(folder):
                 writer.finish(source=rows.source, split=rows.split, made=began, seconds=time.time() - began)
 
@@ -134,6 +134,11 @@ class Bad:
         """UserError if they are more than the share that is allowed."""
         if self.count > self.rows.most_bad * self.read:
             self.refuse()
+
+    @property
+    def example(self) -> str:
+        """The first of them, at the end of a sentence."""
+        return "" if self.first is None else f"; the first is {self.first.where}: {self.first.reason}"
 
     def refuse(self) -> None:
         common = "; ".join(f"{count:,} times: {reason}" for reason, count in self.reasons.most_common(3))

@@ -95,7 +95,8 @@ class Streaming:
         for part in self.parts:
             number = self.passes.popleft()
             if number > last and not some:
-                raise UserError(f"{self.rows.source}: nothing is left to learn from in any of its rows")
+                told = f"nothing is left to learn from in any of its rows{self.bad.example}"
+                raise UserError(f"{self.rows.source}: {told}")
             some, last = some and number == last, number
             self.note(part)
             documents = part.documents
