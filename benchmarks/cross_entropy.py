@@ -15,7 +15,6 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +25,7 @@ from tunekit.kernels import cross_entropy
 from tunekit.kernels.cross_entropy import Terms, chunked_loss, token_logprobs
 from tunekit.machine import hardware
 from tunekit.models.decoder import Head
+from tunekit.models.spec import DecoderSpec
 
 BF16 = torch.bfloat16
 SIZES = ("2048x49152x576", "1024x128256x576", "512x262144x576")
@@ -36,9 +36,8 @@ CLEAR, STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
 def works(tokens: int, vocab: int, dim: int, device: str) -> dict[str, Callable[[], object]]:
     """What is compared, by name: first the products alone."""
     torch.manual_seed(0)
-    shape = SimpleNamespace(dim=dim, vocab=vocab, logit_scale=1.0, logit_softcap=None)
-    head = Head(shape).to(device, BF16).requires_grad_(False)  # pyright: ignore[reportArgumentType]
-    trained = Head(shape).to(device)  # pyright: ignore[reportArgumentType]
+    shape = DecoderSpec(vocab, dim, ())
+    head, trained = Head(shape).to(device, BF16).requires_grad_(False), Head(shape).to(device)
     for part in head.weight.split(4096):
         part.normal_(std=dim**-0.5)
     x = torch.randn(tokens, dim, device=device).to(BF16).requires_grad_()

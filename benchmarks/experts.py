@@ -19,7 +19,7 @@ from tunekit.adapters import Full
 from tunekit.checkpoint.folder import Folder
 from tunekit.formats import Plain
 from tunekit.memory import Memory
-from tunekit.parallel import Run
+from tunekit.parallel.run import Run
 from tunekit.precision import DTYPES, Precision
 
 ROWS = (1, 512)

@@ -34,7 +34,7 @@ from tunekit.data.steps.batch import Batch
 from tunekit.formats import NF4, Plain
 from tunekit.kernels import nf4
 from tunekit.kernels.cross_entropy import Terms, chunked_loss
-from tunekit.losses import CrossEntropy
+from tunekit.losses.likelihood import CrossEntropy
 from tunekit.machine import hardware
 from tunekit.memory import Memory
 from tunekit.models.decoder import Decoder, Head

@@ -29,14 +29,14 @@ from tunekit.checkpoint.folder import Folder
 from tunekit.data.steps.batch import Batch
 from tunekit.formats import Plain
 from tunekit.kernels import lora
-from tunekit.losses import CrossEntropy
+from tunekit.losses.likelihood import CrossEntropy
 from tunekit.machine import hardware
 from tunekit.memory import Memory
 from tunekit.models import linear
 from tunekit.models.linear import Linear, together
 from tunekit.optim import AdamW
 from tunekit.pages import hold
-from tunekit.parallel import Run
+from tunekit.parallel.run import Run
 from tunekit.precision import Precision
 
 BF16 = torch.bfloat16

@@ -29,11 +29,11 @@ from tunekit.checkpoint.folder import Folder
 from tunekit.data.steps.batch import Batch
 from tunekit.formats import NF4, Plain
 from tunekit.kernels import nf4
-from tunekit.losses import CrossEntropy
+from tunekit.losses.likelihood import CrossEntropy
 from tunekit.machine import hardware
 from tunekit.memory import Memory
 from tunekit.optim import AdamW
-from tunekit.parallel import Run
+from tunekit.parallel.run import Run
 from tunekit.precision import Precision
 
 BF16 = torch.bfloat16

@@ -73,13 +73,13 @@ void encode(const float* m, const float* root, uint8_t* first, uint8_t* second, 
 }
 
 template <typename T>
-void run(T* w, const T* g, uint8_t* first, uint8_t* second, float* scales, int64_t count, const Factors& f,
-         int64_t step, int threads) {
-    const int64_t blocks = (count + BLOCK - 1) / BLOCK;
+void run(T* w, const T* g, uint8_t* first, uint8_t* second, float* scales, int64_t count, int64_t row,
+         const Factors& f, int64_t step, int threads) {
+    const int64_t of_row = (row + BLOCK - 1) / BLOCK, blocks = count / row * of_row;
 #pragma omp parallel for schedule(static) num_threads(threads) if (blocks > FEW)
     for (int64_t k = 0; k < blocks; k++) {
-        const int64_t at = k * BLOCK;
-        const int n = count - at < BLOCK ? count - at : BLOCK;
+        const int64_t behind = k % of_row * BLOCK, at = k / of_row * row + behind;
+        const int n = row - behind < BLOCK ? row - behind : BLOCK;
         float m[BLOCK], root[BLOCK], own[2] = {scales[k], scales[blocks + k]};
         move(w + at, g + at, first + at, second + at, own, f, n, m, root);
         encode(m, root, first + at, second + at, own, step, n);
@@ -91,13 +91,13 @@ void run(T* w, const T* g, uint8_t* first, uint8_t* second, float* scales, int64
 
 extern "C" {
 
-void step_fp32(float* w, const float* g, uint8_t* first, uint8_t* second, float* scales, int64_t count,
+void step_fp32(float* w, const float* g, uint8_t* first, uint8_t* second, float* scales, int64_t count, int64_t row,
                const Factors* factors, int64_t step, int threads) {
-    run(w, g, first, second, scales, count, *factors, step, threads);
+    run(w, g, first, second, scales, count, row, *factors, step, threads);
 }
 
-void step_bf16(bf16* w, const bf16* g, uint8_t* first, uint8_t* second, float* scales, int64_t count,
+void step_bf16(bf16* w, const bf16* g, uint8_t* first, uint8_t* second, float* scales, int64_t count, int64_t row,
                const Factors* factors, int64_t step, int threads) {
-    run(w, g, first, second, scales, count, *factors, step, threads);
+    run(w, g, first, second, scales, count, row, *factors, step, threads);
 }
 }

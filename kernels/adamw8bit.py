@@ -1,5 +1,7 @@
 """A step of AdamW with both moments in eight bits each, and one fp32 scale for 256 of them (arXiv:2110.02861).
 
+A block ends where a row of its matrix does, so that the codes are the same however rows are divided over devices.
+
 The codes are short floats with four bits of exponent: the first moment has a sign and three bits of mantissa, the root
 of the second has four and no sign. The top code of a block is its largest number. Decoding and encoding are
 shifts of bits. The dynamic code of the paper has its fine steps where numbers are large: with moments of one block that
@@ -13,6 +15,7 @@ step: what is lost in one step comes back in others, and the same run gives the 
 import ctypes
 import importlib
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -40,6 +43,11 @@ class Moments:
     first: Tensor
     second: Tensor
     scales: Tensor
+    row: int | None = None  # numbers of a row, whose last block may be shorter; none: all are one row
+
+    @property
+    def length(self) -> int:
+        return max(1, len(self.first) if self.row is None else self.row)
 
 
 @dataclass(frozen=True)
@@ -69,23 +77,35 @@ def step(weight: Tensor, grad: Tensor, moments: Moments, rule: Rule) -> None:
         places = (weight, grad, moments.first, moments.second, moments.scales)
         factors = (ctypes.c_float * 8)(*rule.factors)
         run = getattr(compiled(), f"step_{DTYPES[weight.dtype]}")
-        run(*(t.data_ptr() for t in places), weight.numel(), factors, rule.number, torch.get_num_threads())
+        sizes = weight.numel(), moments.length
+        run(*(t.data_ptr() for t in places), *sizes, factors, rule.number, torch.get_num_threads())
     else:
         step_reference(weight, grad, moments, rule)
 
 
 def step_reference(weight: Tensor, grad: Tensor, moments: Moments, rule: Rule) -> None:
     """The same, some blocks at a time: in fp32 all moments of a model would be as large as they were."""
-    up = dither(rule.number, weight.device)
-    for i in range(0, moments.scales.shape[1], PART):
-        part, blocks = slice(i * BLOCK, (i + PART) * BLOCK), slice(i, i + PART)
+    up, row = dither(rule.number, weight.device), moments.length
+    for part, blocks in parts(len(weight), row):
+        columns = min(row, part.stop - part.start)
         codes = moments.first[part], moments.second[part]
-        w, g = (blocked(t[part]).float() for t in (weight, grad))
-        w, m, root = moved(w, g, blocked(codes[0]), blocked(codes[1]), moments.scales[:, blocks], rule.factors)
-        weight[part] = w.flatten()[: len(codes[0])]
+        w, g, one, two = (blocked(t.view(-1, columns)) for t in (weight[part], grad[part], *codes))
+        w, m, root = moved(w.float(), g.float(), one, two, moments.scales[:, blocks], rule.factors)
+        weight[part] = flat(w, columns)
         for code, scales, made in zip(codes, moments.scales, (encoded_first(m), encoded_second(root, up)), strict=True):
-            code.copy_(made[0].flatten()[: len(code)])
+            code.copy_(flat(made[0], columns))
             scales[blocks] = made[1]
+
+
+def parts(count: int, row: int) -> Iterator[tuple[slice, slice]]:
+    """Numbers to work on at once, and their blocks: some rows, or a piece of a long one."""
+    per, at = -(-row // BLOCK), 0
+    step = max(1, PART // per) * row if per <= PART else PART * BLOCK
+    while at < count:
+        stop = min(at + step, count if per <= PART else (at // row + 1) * row)
+        first, last = (i // row * per + -(-(i % row) // BLOCK) for i in (at, stop))
+        yield slice(at, stop), slice(first, last)
+        at = stop
 
 
 def moved(w: Tensor, g: Tensor, first: Tensor, second: Tensor, scales: Tensor, factors: tuple[float, ...]) -> Any:
@@ -98,8 +118,13 @@ def moved(w: Tensor, g: Tensor, first: Tensor, second: Tensor, scales: Tensor, f
 
 
 def blocked(x: Tensor) -> Tensor:
-    """(n,) to (blocks, 256), with zeros behind."""
-    return F.pad(x, (0, -len(x) % BLOCK)).view(-1, BLOCK)
+    """Rows (rows, n) to (blocks, 256), with zeros behind each row."""
+    return F.pad(x, (0, -x.shape[1] % BLOCK)).view(-1, BLOCK)
+
+
+def flat(x: Tensor, columns: int) -> Tensor:
+    """The way back from `blocked`, to one row."""
+    return x.view(-1, -(-columns // BLOCK) * BLOCK)[:, :columns].flatten()
 
 
 def decoded_first(codes: Tensor) -> Tensor:
@@ -145,7 +170,7 @@ def compiled() -> ctypes.CDLL | None:
     if lib is not None:
         place = ctypes.c_void_p
         for name in DTYPES.values():
-            arguments = [*[place] * 5, ctypes.c_int64, place, ctypes.c_int64, ctypes.c_int]
+            arguments = [*[place] * 5, ctypes.c_int64, ctypes.c_int64, place, ctypes.c_int64, ctypes.c_int]
             getattr(lib, f"step_{name}").argtypes = arguments
     return lib
 

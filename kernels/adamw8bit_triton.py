@@ -25,13 +25,14 @@ def larger(a, b):
 
 @triton.jit
 def step_kernel(  # noqa: PLR0913 (a launch has no other way to pass them)
-    weight, grad, first, second, scales, count, blocks, number,
+    weight, grad, first, second, scales, row, of_row, blocks, number,
     keep, new, keep_square, new_square, shrink, size, correct, eps, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
     inside = tl.arange(0, BLOCK)
-    at = block[:, None] * BLOCK + inside[None]
-    there, have = at < count, block < blocks
+    behind = (block % of_row * BLOCK)[:, None] + inside[None]
+    at, have = (block // of_row * row)[:, None] + behind, block < blocks
+    there = (behind < row) & have[:, None]
     w = tl.load(weight + at, there, 0.0).to(tl.float32)
     g = tl.load(grad + at, there, 0.0).to(tl.float32)
     a = tl.load(first + at, there, 0).to(tl.int32)
@@ -73,7 +74,8 @@ def step(weight: Tensor, grad: Tensor, moments: "Moments", rule: "Rule") -> None
         moments.first,
         moments.second,
         moments.scales,
-        weight.numel(),
+        moments.length,
+        triton.cdiv(moments.length, 256),
         blocks,
         rule.number,
         *rule.factors,

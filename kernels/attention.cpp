@@ -1,7 +1,8 @@
 // Causal softmax attention of packed documents on the CPU: forward, and backward from the log-sum-exp alone.
 //
 // A unit of work is one head of keys and a stretch of one document's queries, for all heads of queries that share the
-// keys. How documents are cut into units depends on the lengths alone: any number of threads gives the same bits.
+// keys. A document may have more keys than queries: these are then its last ones. How documents are cut into units
+// depends on the lengths alone: any number of threads gives the same bits.
 //
 // Products take cells of 32 bits, two bf16 numbers or one fp32: the left side is (rows, cells), the right side
 // (cells, columns), with the two numbers of a cell side by side in the dimension that is summed.
@@ -21,9 +22,10 @@ extern "C" struct Call {
     float* lse;                // (H, T): log2 of the sum of 2^score, scores times log2(e)
     const float* sinks;        // (H,) or nothing
     const void* grad;          // (T, H, V), as y
-    void *dq, *dk, *dv;        // as q, k, v, without gaps
+    void *dq, *dk, *dv;        // as q, k, v, without gaps; zero where no query sees a key
     float* delta;              // (H, T): the product of y and its gradient
-    const int64_t* offsets;    // (documents + 1,)
+    const int64_t* offsets;    // (documents + 1,) bounds of the queries
+    const int64_t* key_offsets;  // (documents + 1,) of the keys, of which the last are those of the queries
     int64_t documents, tokens, heads, kv_heads, dim, v_dim, window, chunk;
     int64_t q_token, q_head, k_token, k_head, v_token, v_head;  // strides
     float scale, softcap;      // no softcap: 0
@@ -38,9 +40,11 @@ namespace {
 // ---- Units ----
 
 struct Unit {
-    int64_t start;         // token where the document begins; what follows counts from there
+    int64_t start;         // key where the document begins; what follows counts from there
+    int64_t first;         // where a query of that key would be: those of the first keys may be lacking
     int64_t query, end;    // the stretch of queries
     int64_t key;           // the first key that any of them sees
+    int64_t own;           // the first key whose gradients are added up here
     int64_t head;          // of keys
     int64_t parts;         // units of this document and head that follow this one, and itself
     bool alone;            // no other unit has gradients for these keys
@@ -52,31 +56,43 @@ struct Unit {
 
 int64_t oldest(const Call& c, int64_t query) { return std::max<int64_t>(0, query - c.window + 1); }
 
-// Documents, and chunks of documents: none sees another.
-std::vector<int64_t> bounds(const Call& c) {
-    std::vector<int64_t> found;
-    for (int64_t d = 0; d < c.documents; d++)
-        for (int64_t start = c.offsets[d]; start < c.offsets[d + 1]; start += c.chunk) found.push_back(start);
-    found.push_back(c.tokens);
+// A document, or a chunk of one: none sees another. The first `lacking` keys have no queries.
+struct Piece {
+    int64_t start, first, length, lacking;
+
+    double pairs(int64_t window) const {
+        const int64_t queries = length - lacking;
+        return 0.5 * queries * std::min(queries + 2 * lacking, 2 * window);
+    }
+};
+
+std::vector<Piece> pieces(const Call& c) {
+    std::vector<Piece> found;
+    for (int64_t d = 0; d < c.documents; d++) {
+        const int64_t begin = c.key_offsets[d], length = c.key_offsets[d + 1] - begin;
+        const int64_t lacking = length - (c.offsets[d + 1] - c.offsets[d]);
+        for (int64_t at = lacking - lacking % c.chunk; at < length; at += c.chunk)
+            found.push_back({begin + at, c.offsets[d] - lacking + at, std::min(c.chunk, length - at),
+                             std::max<int64_t>(0, lacking - at)});
+    }
     return found;
 }
 
 std::vector<Unit> units(const Call& c) {
-    const auto at = bounds(c);
+    const auto all = pieces(c);
     double total = 0;
-    for (size_t d = 0; d + 1 < at.size(); d++)
-        total += 0.5 * (at[d + 1] - at[d]) * std::min(at[d + 1] - at[d], 2 * c.window);
+    for (const Piece& p : all) total += p.pairs(c.window);
     const double most = std::max(total * c.kv_heads / UNITS, 1.0 * BACK_QUERIES * BACK_QUERIES);
     std::vector<Unit> found;
-    for (size_t d = 0; d + 1 < at.size(); d++)
+    for (const Piece& p : all)
         for (int64_t head = 0; head < c.kv_heads; head++) {
-            const int64_t start = at[d], length = at[d + 1] - start;
             const size_t before = found.size();
-            for (int64_t query = 0, end = 0; query < length; query = end) {
+            for (int64_t query = p.lacking, end = query; query < p.length; query = end) {
                 double work = 0;
-                for (; end < length && work < most; end = std::min(end + BACK_QUERIES, length))
+                for (; end < p.length && work < most; end = std::min(end + BACK_QUERIES, p.length))
                     work += 1.0 * BACK_QUERIES * (end + BACK_QUERIES / 2 - oldest(c, end));
-                found.push_back({start, query, end, oldest(c, query), head, 0, false, 0, work});
+                const int64_t key = oldest(c, query), own = query == p.lacking ? key : query;
+                found.push_back({p.start, p.first, query, end, key, own, head, 0, false, 0, work});
             }
             for (size_t i = before; i < found.size(); i++) {
                 found[i].parts = found.size() - i;
@@ -155,7 +171,7 @@ void forward(const Call& c, const Unit& u) {
     auto& line = *room[LINES].take<Line>(1);
     for (int64_t head = u.head * group; head < (u.head + 1) * group; head++)
         for (int64_t query = u.query; query < u.end; query += QUERIES) {
-            const int64_t n = std::min(QUERIES, u.end - query), rows = up(n, ROWS), token = u.start + query;
+            const int64_t n = std::min(QUERIES, u.end - query), rows = up(n, ROWS), token = u.first + query;
             const T* q = static_cast<const T*>(c.q) + token * c.q_token + head * c.q_head;
             gather(q, c.q_token, n, c.dim, q_left, cells, rows);
             std::fill_n(out, rows * width, 0.0f);
@@ -287,7 +303,7 @@ void backward(const Call& c, const Unit& u, float* dk, float* dv) {
     std::fill_n(dv, keys * width, 0.0f);
     for (int64_t head = u.head * group; head < (u.head + 1) * group; head++)
         for (int64_t query = u.query; query < u.end; query += BACK_QUERIES) {
-            const int64_t n = std::min(BACK_QUERIES, u.end - query), lanes = up(n, LANES), token = u.start + query;
+            const int64_t n = std::min(BACK_QUERIES, u.end - query), lanes = up(n, LANES), token = u.first + query;
             const int64_t at = (token * c.heads + head) * c.v_dim, step = c.heads * c.v_dim;
             const T *grad = static_cast<const T*>(c.grad) + at, *y = static_cast<const T*>(c.y) + at;
             const T* q = static_cast<const T*>(c.q) + token * c.q_token + head * c.q_head;
@@ -326,10 +342,10 @@ void backward(const Call& c, const Unit& u, float* dk, float* dv) {
         }
 }
 
-// Gradients of the keys that are a unit's own queries too: the sum over the units behind it, which all see them.
+// Gradients of a unit's own keys, mostly those of its queries: the sum over the units behind it, which all see them.
 template <typename T>
 void gathered(const Call& c, const Unit* u, const float* sums, int64_t dim, int64_t width) {
-    for (int64_t key = u->query; key < u->end; key++) {
+    for (int64_t key = u->own; key < u->end; key++) {
         float* total = room[RAW].take<float>(dim + width);
         std::fill_n(total, dim + width, 0.0f);
         for (const Unit* part = u; part < u + u->parts && part->key <= key; part++) {
@@ -351,9 +367,9 @@ void backward_or_part(const Call& c, const Unit& u, float* sums, int64_t dim, in
     float* dv = u.alone ? room[DV].take<float>(u.keys() * width) : dk + u.keys() * dim;
     backward<T>(c, u, dk, dv);
     if (!u.alone) return;
-    const int64_t at = u.start * c.kv_heads + u.head;
-    scatter(dk, dim, u.end, c.dim, c.scale, static_cast<T*>(c.dk) + at * c.dim, c.kv_heads * c.dim);
-    scatter(dv, width, u.end, c.v_dim, 1, static_cast<T*>(c.dv) + at * c.v_dim, c.kv_heads * c.v_dim);
+    const int64_t at = (u.start + u.key) * c.kv_heads + u.head, count = u.end - u.key;
+    scatter(dk, dim, count, c.dim, c.scale, static_cast<T*>(c.dk) + at * c.dim, c.kv_heads * c.dim);
+    scatter(dv, width, count, c.v_dim, 1, static_cast<T*>(c.dv) + at * c.v_dim, c.kv_heads * c.v_dim);
 }
 
 template <typename T>

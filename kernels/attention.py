@@ -1,6 +1,8 @@
 """Softmax attention: causal, over a window, in chunks, over packed documents, and against cached keys. Always exact."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -9,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tunekit.kernels import attention_gpu, attention_native
 from tunekit.kernels.compiler import uncompiled
+from tunekit.kernels.prefix import Before, Prefixes
 
 ALIGNED = 8  # channels: kernels on a GPU want a multiple
 BLOCK = 256  # queries at once where scores must be written down: memory grows with S * BLOCK
@@ -29,41 +32,66 @@ class Rule:
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, rule: Rule, offsets: Tensor | None = None, sinks: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rule: Rule,
+    offsets: Tensor | None = None,
+    sinks: Tensor | None = None,
+    prefixes: Prefixes | None = None,
 ) -> Tensor:
     """Causal attention of (B, S, H, D) queries on (B, S, H_kv, D) keys and (B, S, H_kv, D_v) values: (B, S, H, D_v).
 
     `offsets` (documents + 1,) on the CPU bounds the documents in the flattened (B * S) tokens: none sees another.
-    Without it every row is one document. `sinks` (H,) are scores that take probability and give nothing.
+    Without it every row is one document. `sinks` (H,) are scores that take probability and give nothing. Documents that
+    have `prefixes` see these too.
     """
+    bounds = None
+    if prefixes is not None:
+        k, v, bounds = prefixes.take(k), prefixes.take(v), prefixes.offsets
     if attention_native.fits(q):
-        return attention_native.fused(q, k, v, rule.numbers(), offsets, sinks)
+        return attention_native.fused(q, k, v, rule.numbers(), offsets, sinks, bounds)
     if attention_gpu.fits(q):
-        return attention_gpu.fused(q, k, v, rule.numbers(), offsets, sinks)
+        return attention_gpu.fused(q, k, v, rule.numbers(), offsets, sinks, bounds)
     if offsets is None:
         return chunked(q, k, v, rule, sinks)
-    return packed(q, k, v, rule, offsets, sinks)
+    return packed(q, k, v, rule, offsets, sinks, bounds)
 
 
+# Where there are more keys than queries, these are those of the last keys, here and below.
 @uncompiled  # the bounds differ in every batch, and each set of them would compile anew
-def packed(q: Tensor, k: Tensor, v: Tensor, rule: Rule, offsets: Tensor, sinks: Tensor | None) -> Tensor:
+def packed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rule: Rule,
+    offsets: Tensor,
+    sinks: Tensor | None,
+    key_offsets: Tensor | None = None,
+) -> Tensor:
     """One product per document: the work is the sum of the squared lengths, and no mask exists."""
-    lengths = offsets.diff().tolist()
-    documents = zip(*(x.flatten(0, 1).split(lengths) for x in (q, k, v)), strict=True)
-    parts = [chunked(q[None], k[None], v[None], rule, sinks)[0] for q, k, v in documents]
+    lengths, keys = (at.diff().tolist() for at in (offsets, offsets if key_offsets is None else key_offsets))
+    each = (x.flatten(0, 1).split(sizes) for x, sizes in ((q, lengths), (k, keys), (v, keys)))
+    parts = [chunked(q[None], k[None], v[None], rule, sinks)[0] for q, k, v in zip(*each, strict=True)]
     return torch.cat(parts).unflatten(0, q.shape[:2])
 
 
 def chunked(q: Tensor, k: Tensor, v: Tensor, rule: Rule, sinks: Tensor | None) -> Tensor:
-    """Chunks are finer documents."""
-    if rule.chunk is None or rule.chunk >= q.shape[1]:
+    """Chunks are finer documents. Of those that no query sees there is nothing to do."""
+    if rule.chunk is None or rule.chunk >= k.shape[1]:
         return causal(q, k, v, rule, sinks)
-    parts = zip(*(x.split(rule.chunk, dim=1) for x in (q, k, v)), strict=True)
+    lacking = k.shape[1] - q.shape[1]
+    unseen = lacking - lacking % rule.chunk
+    keys, values = (x[:, unseen:].split(rule.chunk, dim=1) for x in (k, v))
+    sizes = [part.shape[1] for part in keys]
+    sizes[0] -= lacking - unseen
+    parts = zip(q.split(sizes, dim=1), keys, values, strict=True)
     return torch.cat([causal(q, k, v, rule, sinks) for q, k, v in parts], dim=1)
 
 
 def causal(q: Tensor, k: Tensor, v: Tensor, rule: Rule, sinks: Tensor | None) -> Tensor:
-    if rule.softcap is not None or (rule.window is not None and rule.window < q.shape[1]):
+    cut = rule.window is not None and rule.window < k.shape[1]
+    if rule.softcap is not None or cut or k.shape[1] > q.shape[1]:
         return banded(q, k, v, rule, sinks)
     if sinks is None:
         return sdpa(q, k, v, rule.scale, causal=True)
@@ -75,15 +103,16 @@ def causal(q: Tensor, k: Tensor, v: Tensor, rule: Rule, sinks: Tensor | None) ->
 @uncompiled  # the number of blocks differs with the length
 def banded(q: Tensor, k: Tensor, v: Tensor, rule: Rule, sinks: Tensor | None) -> Tensor:
     """A block of queries at a time, on the keys that it can see: memory grows with S and not its square."""
-    length = q.shape[1]
-    window = length if rule.window is None else rule.window
+    length = k.shape[1]
+    window, lacking = length if rule.window is None else rule.window, length - q.shape[1]
     size = BLOCK if rule.softcap is not None else min(max(window, BLOCK // 2), 4 * BLOCK)
     out = []
-    for start in range(0, length, size):
+    for start in range(lacking, length, size):
         first, last = max(0, start - window + 1), min(start + size, length)
         age = torch.arange(start, last, device=q.device)[:, None] - torch.arange(first, last, device=q.device)
         seen = (age >= 0) & (age < window)
-        out.append(masked(q[:, start:last], k[:, first:last], v[:, first:last], rule, seen, sinks))
+        some = q[:, start - lacking : last - lacking]
+        out.append(masked(some, k[:, first:last], v[:, first:last], rule, seen, sinks))
     return torch.cat(out, dim=1)
 
 
@@ -102,6 +131,60 @@ def attend_cached(
         rows = q[:, 0].unflatten(1, (k.shape[2], -1)).transpose(1, 2)
         return masked(rows, k, v, rule, seen, None).transpose(1, 2).flatten(1, 2)[:, None]
     return masked(q, k, v, rule, seen, sinks)
+
+
+@uncompiled  # the number of blocks differs with the length
+def attend_part(  # noqa: PLR0913 (as `attend`, and where the queries are)
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rule: Rule,
+    positions: Tensor,
+    stretches: Sequence[range],
+    sinks: Tensor | None = None,
+    prefixes: Before | None = None,
+) -> Tensor:
+    """The same for queries (B, S, H, D) of some stretches of each row, on keys and values (B, K, ...) of whole rows.
+
+    `positions` (B, S) of the queries count from 0 in each document. Behind the last key there may be queries that
+    nobody asks. A block of queries at a time: memory grows with S and not its square.
+    """
+    # Masks of all blocks together would be as many bytes as there are pairs of tokens: they are made again.
+    again = partial(checkpoint, attend_block, use_reentrant=False, preserve_rng_state=False)
+    work, out, done = again if torch.is_grad_enabled() else attend_block, [], 0
+    for stretch in stretches:
+        for at in range(0, len(stretch), BLOCK):
+            some = stretch[at : at + BLOCK]
+            here = slice(done, done := done + len(some))
+            before = None if prefixes is None else Before(*(x[:, here] for x in prefixes))
+            out.append(work(q[:, here], k, v, rule, positions[:, here], some, sinks, before))
+    return torch.cat(out, dim=1)
+
+
+def attend_block(  # noqa: PLR0913
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rule: Rule,
+    positions: Tensor,
+    some: range,
+    sinks: Tensor | None,
+    prefixes: Before | None,
+) -> Tensor:
+    """One block of queries, the tokens `some` of each row."""
+    behind = positions if rule.chunk is None else positions % rule.chunk  # how far back a query sees
+    behind = behind if rule.window is None else behind.clamp(max=rule.window - 1)
+    last = min(some.stop, k.shape[1])
+    first = 0 if rule.window is None or prefixes is not None else max(0, min(some.start, last - 1) - rule.window + 1)
+    query = torch.arange(some.start, some.stop, device=q.device).clamp(max=k.shape[1] - 1)[:, None]
+    key = torch.arange(first, last, device=q.device)
+    if prefixes is None:
+        seen = (key <= query) & (key >= query - behind[:, None, :, None])
+    else:
+        positions, behind, count, begin = (x[:, None, :, None] for x in (positions, behind, *prefixes))
+        seen = (key <= query) & (key >= query - torch.minimum(behind, positions - count))
+        seen |= (key >= begin + positions - behind) & (key < begin + count)
+    return masked(q, k[:, first:last], v[:, first:last], rule, seen, sinks)
 
 
 def masked(q: Tensor, k: Tensor, v: Tensor, rule: Rule, seen: Tensor, sinks: Tensor | None) -> Tensor:

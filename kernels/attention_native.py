@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tunekit.kernels import shapes
 from tunekit.kernels.compiler import constant
 from tunekit.kernels.native import library
 
 SOURCE = Path(__file__).with_name("attention.cpp")
 KINDS = {torch.bfloat16: "bf16", torch.float32: "fp32"}
-TENSORS = "q", "k", "v", "y", "lse", "sinks", "grad", "dq", "dk", "dv", "delta", "offsets"
+TENSORS = "q", "k", "v", "y", "lse", "sinks", "grad", "dq", "dk", "dv", "delta", "offsets", "key_offsets"
 SIZES = "documents", "tokens", "heads", "kv_heads", "dim", "v_dim", "window", "chunk"
 STRIDES = "q_token", "q_head", "k_token", "k_head", "v_token", "v_head"
 FOREVER = 2**40  # a window or a chunk that nothing leaves
@@ -44,31 +45,50 @@ def compiled() -> ctypes.CDLL | None:
 @constant
 def able() -> bool:
     """Whether there is a compiler, and a processor that it can be used for."""
-    return compiled() is not None
+    return shapes.alone() or compiled() is not None
 
 
 def fits(q: Tensor) -> bool:
     return q.device.type == "cpu" and q.dtype in KINDS and able()
 
 
-def fused(q: Tensor, k: Tensor, v: Tensor, rule: list[float], offsets: Tensor | None, sinks: Tensor | None) -> Tensor:
-    """Causal attention (B, S, H, D_v). `rule`: scale, window, chunk and softcap; 0 says that there is none."""
+def fused(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rule: list[float],
+    offsets: Tensor | None,
+    sinks: Tensor | None,
+    key_offsets: Tensor | None = None,
+) -> Tensor:
+    """Causal attention (B, S, H, D_v). `rule`: scale, window, chunk and softcap; 0 says that there is none.
+
+    `key_offsets` bound the keys of documents that have more of them than queries, which are those of the last keys.
+    """
     rows, length = q.shape[:2]
     if offsets is None:
         offsets = torch.arange(rows + 1) * length
     # An operator loads the compiler when it is first called, which is long for who only asks for an answer.
-    work = attention if torch.is_grad_enabled() or torch.compiler.is_compiling() else forward
-    return work(q, k, v, offsets, sinks, rule)[0]
+    operator = torch.is_grad_enabled() or torch.compiler.is_compiling() or shapes.alone()
+    work = attention if operator else forward
+    return work(q, k, v, offsets, sinks, rule, key_offsets)[0]
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, sinks: Tensor | None, rule: list[float]
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    offsets: Tensor,
+    sinks: Tensor | None,
+    rule: list[float],
+    key_offsets: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Causal attention (B, S, H, D_v), and the log-sum-exp (H, B * S) of the scores in fp32, to the base 2."""
     y = q.new_empty(*q.shape[:3], v.shape[3])
     lse = torch.empty(q.shape[2], q.shape[0] * q.shape[1])
     sinks = None if sinks is None else sinks.float().contiguous()
-    run("forward", rule, q=flat(q), k=flat(k), v=flat(v), offsets=offsets.long(), sinks=sinks, y=y, lse=lse)
+    bounds = bounded(offsets, offsets if key_offsets is None else key_offsets)
+    run("forward", rule, q=flat(q), k=flat(k), v=flat(v), **bounds, sinks=sinks, y=y, lse=lse)
     return y, lse
 
 
@@ -78,16 +98,22 @@ attention = torch.library.custom_op("tunekit::attention", forward, mutates_args=
 @torch.library.custom_op("tunekit::attention_back", mutates_args=())
 def attention_back(grad: Tensor, saved: list[Tensor], rule: list[float]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of queries, keys, values and sinks; `saved` is what `keep` keeps."""
-    q, k, v, offsets, y, lse, *sinks = saved
-    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    q, k, v, offsets, key_offsets, y, lse, *sinks = saved
+    # Keys that no query sees have a gradient too, and there are such only beside others without a query.
+    made = torch.empty_like if k.shape[:2] == q.shape[:2] else torch.zeros_like
+    dq, dk, dv = (made(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     delta = torch.empty_like(lse)
-    given = {"q": flat(q), "k": flat(k), "v": flat(v), "offsets": offsets.long(), "y": y, "lse": lse}
+    given = {"q": flat(q), "k": flat(k), "v": flat(v), "y": y, "lse": lse, **bounded(offsets, key_offsets)}
     run("backward", rule, **given, grad=grad.contiguous(), dq=dq, dk=dk, dv=dv, delta=delta)
     if not sinks:
         return dq, dk, dv, q.new_empty(0)
     # The share of a sink is what the others lack to 1, and its value is nothing.
     to_sinks = -((sinks[0].float()[:, None] * math.log2(math.e) - lse).exp2() * delta).sum(1)
     return dq, dk, dv, to_sinks.type_as(sinks[0])
+
+
+def bounded(offsets: Tensor, key_offsets: Tensor) -> dict[str, Tensor]:
+    return {"offsets": offsets.long(), "key_offsets": key_offsets.long()}
 
 
 def flat(x: Tensor) -> Tensor:
@@ -99,9 +125,12 @@ def flat(x: Tensor) -> Tensor:
 def run(name: str, rule: list[float], **tensors: Tensor | None) -> None:
     """Call a function of attention.cpp on flat tensors."""
     lib, call = compiled(), Call()
-    q, k, v, offsets = (tensors[name] for name in ("q", "k", "v", "offsets"))
-    assert lib is not None and q is not None and k is not None and v is not None and offsets is not None
-    assert offsets[0] == 0 and offsets[-1] == len(q), "documents do not fill the rows"
+    q, k, v, *bounds = (tensors[name] for name in ("q", "k", "v", "offsets", "key_offsets"))
+    offsets, keys = bounds
+    assert lib is not None and q is not None and k is not None and v is not None
+    assert offsets is not None and keys is not None and len(offsets) == len(keys)
+    assert offsets[0] == keys[0] == 0, "documents do not fill the rows"
+    assert offsets[-1] == len(q) and keys[-1] == len(k) == len(v), "documents do not fill the rows"
     assert q.dtype == k.dtype == v.dtype
     scale, window, chunk, softcap = rule
     limits = [int(x) or FOREVER for x in (window, chunk)]
@@ -116,7 +145,13 @@ def run(name: str, rule: list[float], **tensors: Tensor | None) -> None:
 
 @attention.register_fake
 def _(
-    q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, sinks: Tensor | None, rule: list[float]
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    offsets: Tensor,
+    sinks: Tensor | None,
+    rule: list[float],
+    key_offsets: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     rows, length, heads, _ = q.shape
     return q.new_empty(rows, length, heads, v.shape[3]), q.new_empty(heads, rows * length, dtype=torch.float32)
@@ -124,21 +159,22 @@ def _(
 
 @attention_back.register_fake
 def _(grad: Tensor, saved: list[Tensor], rule: list[float]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    q, k, v, _, _, _, *sinks = saved
+    q, k, v, _, _, _, _, *sinks = saved
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     return dq, dk, dv, torch.empty_like(sinks[0]) if sinks else q.new_empty(0)
 
 
 def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, offsets, sinks, ctx.rule = inputs
+    q, k, v, offsets, sinks, ctx.rule, key_offsets = inputs
+    bounds = offsets, offsets if key_offsets is None else key_offsets
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, k, v, offsets, *output, *([] if sinks is None else [sinks]))
+    ctx.save_for_backward(q, k, v, *bounds, *output, *([] if sinks is None else [sinks]))
     ctx.sunk = sinks is not None
 
 
 def back(ctx: Any, grad: Tensor, _: None) -> tuple[Tensor | None, ...]:
     dq, dk, dv, to_sinks = attention_back(grad, list(ctx.saved_tensors), ctx.rule)
-    return dq, dk, dv, None, to_sinks if ctx.sunk else None, None
+    return dq, dk, dv, None, to_sinks if ctx.sunk else None, None, None
 
 
 attention.register_autograd(back, setup_context=keep)

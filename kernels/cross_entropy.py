@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import get_device_states, set_device_states
 
+from tunekit.kernels import shapes
 from tunekit.kernels.compiler import uncompiled
 from tunekit.kernels.native import library
 
@@ -32,6 +33,31 @@ SOURCE = Path(__file__).with_name("cross_entropy.cpp")
 NATIVE = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 
+class Share(Protocol):
+    """Ids of the vocabulary, of which this rank has the logits of some. What it asks of others, all of them ask."""
+
+    @property
+    def start(self) -> int: ...  # the first id that is here
+
+    @property
+    def total(self) -> int: ...
+
+    @property
+    def most(self) -> int: ...  # of the rank that has most
+
+    def add(self, x: Tensor) -> Tensor:
+        """The sum over the ranks, in place."""
+        ...
+
+    def largest(self, x: Tensor) -> Tensor:
+        """The largest on any rank, in place."""
+        ...
+
+    def whole(self, x: Tensor) -> Tensor:
+        """(n, total) from the columns of each rank."""
+        ...
+
+
 class Head(Protocol):
     """The last layer of a model, and what its family does to logits."""
 
@@ -43,6 +69,9 @@ class Head(Protocol):
 
     @property
     def softcap(self) -> float | None: ...
+
+    @property
+    def share(self) -> Share | None: ...  # ids that `raw` makes logits for; None: all
 
     @property
     def plain(self) -> bool:
@@ -106,9 +135,35 @@ def token_losses_reference(
     return losses.masked_fill(~real, 0)
 
 
+def shared_losses(  # noqa: PLR0913 (as above)
+    logits: Tensor, targets: Tensor, weights: Tensor | None, terms: list[float], gradient: bool, share: Share
+) -> Tensor:
+    """The same of logits (n, some) of the ids that are here. Three numbers a token are asked of the other ranks."""
+    scale, softcap, smoothing, z_loss = terms
+    x = logits.float() * scale
+    x = softcap * (x / softcap).tanh() if softcap else x
+    at = targets - share.start
+    here = (at >= 0) & (at < x.shape[1]) & (targets >= 0)
+    at = at.where(here, 0)[:, None]
+    most = share.largest(x.amax(-1))
+    wanted = x.gather(1, at).squeeze(1).where(here, 0)
+    sums, wanted, every = share.add(torch.stack([(x - most[:, None]).exp().sum(-1), wanted, x.sum(-1)]))
+    normal = most + sums.log()
+    losses = normal + z_loss * normal.square() - (1 - smoothing) * wanted - smoothing * every / share.total
+    if gradient:
+        grad = (x - normal[:, None]).exp_().mul_(1 + 2 * z_loss * normal[:, None]).sub_(smoothing / share.total)
+        grad.scatter_add_(1, at, torch.where(here, smoothing - 1, 0.0)[:, None])
+        grad = grad * (1 - (x / softcap).square()) if softcap else grad
+        grad = grad.mul_(scale if weights is None else scale * weights[:, None])
+        logits.copy_(grad.masked_fill_(targets[:, None] < 0, 0))
+    return losses.masked_fill(targets < 0, 0)
+
+
 def token_entropies(logits: Tensor, scale: float, softcap: float | None) -> Tensor:
     """Entropies (n,) in nats, in fp32, of what logits (n, vocab) expect, as a product gave them."""
     terms = [scale, softcap or 0.0, 0.0, 0.0]
+    if shapes.alone():
+        return logits.new_empty(len(logits), dtype=torch.float32)
     if logits.device.type == "cuda":
         return gpu().token_entropies(logits, terms)
     lib = native(logits)
@@ -171,9 +226,12 @@ class Terms:
     softcap: float | None = None
     smoothing: float = 0.0
     z_loss: float = 0.0
+    share: Share | None = None
 
     def __call__(self, logits: Tensor, targets: Tensor, weights: Tensor | None, gradient: bool) -> Tensor:
         terms = [self.scale, self.softcap or 0.0, self.smoothing, self.z_loss]
+        if self.share is not None:
+            return shared_losses(logits, targets, weights, terms, gradient, self.share)
         return token_losses(logits, targets, weights, terms, gradient)
 
 
@@ -183,12 +241,15 @@ class Measured:
 
     measure: Measure
     finish: Callable[[Tensor], Tensor]
+    share: Share | None = None
 
     def __call__(self, logits: Tensor, targets: Tensor, weights: Tensor | None, gradient: bool) -> Tensor:
         assert weights is None
         with torch.set_grad_enabled(gradient):
             raw = logits.detach().requires_grad_(gradient)
-            loss = self.measure(self.finish(raw.float()), targets)
+            loss = self.measure(
+                self.finish(raw.float() if self.share is None else self.share.whole(raw.float())), targets
+            )
         if gradient:
             logits.copy_(torch.autograd.grad(loss, raw)[0])
         return loss.detach().float().view(1)
@@ -253,6 +314,8 @@ def add_product(total: Tensor, grad: Tensor, x: Tensor, first: bool) -> None:
         return
     step = max(1, SLICE.get(x.device.type, SLICE["cpu"]) // x.shape[1])
     room = x.new_empty(step, x.shape[1])
+    if shapes.alone():  # the other slices need no more
+        total, grad = total[:step], grad[:, :step]
     for part, of in zip(total.split(step), grad.T.split(step), strict=True):
         made = torch.mm(of, x, out=room[: len(part)])
         part.copy_(made) if first else part.add_(made)
@@ -280,7 +343,8 @@ class Chunks:
         `look` sees the logits of each chunk before they become a gradient.
         """
         way = Direct if self.head.plain else Traced
-        size = chunk(len(self.rows), len(self.head.weight), hidden, way is Direct and gradient and bool(trained))
+        ids = len(self.head.weight) if self.head.share is None else self.head.share.most  # all ranks take equal chunks
+        size = chunk(len(self.rows), ids, hidden, way is Direct and gradient and bool(trained))
         layer = way(self.head, hidden, size, trained if gradient else [])
         losses, to_hidden = [], torch.zeros_like(hidden) if gradient else hidden
         for at in range(0, len(self.rows), size):
@@ -327,7 +391,7 @@ def token_logprobs(hidden: Tensor, targets: Tensor, head: Head, rows: Tensor | N
 
     A head that is trained has its logits computed again in the backward pass, where the weights of tokens are known.
     """
-    return -EachToken.apply(None, *prepared(hidden, targets, head, Terms(head.scale, head.softcap), rows))
+    return -EachToken.apply(None, *prepared(hidden, targets, head, plain_terms(head), rows))
 
 
 @uncompiled  # as above
@@ -341,10 +405,16 @@ def logprobs_and_entropies(
     found: list[Tensor] = []
 
     def look(logits: Tensor) -> None:
-        found.append(token_entropies(logits, head.scale, head.softcap))
+        whole = logits if head.share is None else head.share.whole(logits)
+        found.append(token_entropies(whole, head.scale, head.softcap))
 
-    losses = EachToken.apply(look, *prepared(hidden, targets, head, Terms(head.scale, head.softcap), rows))
+    losses = EachToken.apply(look, *prepared(hidden, targets, head, plain_terms(head), rows))
     return -losses, torch.cat(found) if found else torch.zeros_like(losses)
+
+
+def plain_terms(head: Head) -> Terms:
+    """Cross-entropy and nothing else."""
+    return Terms(head.scale, head.softcap, share=head.share)
 
 
 def prepared(hidden: Tensor, targets: Tensor, head: Head, step: Step, rows: Tensor | None) -> tuple[Any, ...]:

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tunekit.kernels import shapes
 from tunekit.kernels.compiler import uncompiled
 
 ALIGNED = 16  # bytes: torch's grouped product wants rows of a multiple of these
@@ -28,12 +29,17 @@ def grouped(x: Tensor, weight: Tensor, sizes: Tensor, bias: Tensor | None = None
 @uncompiled  # how many rows each expert has differs in every batch
 def reference(x: Tensor, weight: Tensor, sizes: Tensor, bias: Tensor | None = None) -> Tensor:
     """One product for each expert that has rows, and casts of the weights of just those."""
-    parts, counts = [], sizes.tolist()
+    parts, counts = [], even(len(x), len(sizes)) if shapes.alone() else sizes.tolist()
     biases = [None] * len(counts) if bias is None else bias.unbind()
     for part, w, b in zip(x.split(counts), weight.unbind(), biases, strict=True):
         if len(part):
             parts.append(F.linear(part, w.to(x.dtype), None if b is None else b.to(x.dtype)))
     return torch.cat(parts)
+
+
+def even(rows: int, experts: int) -> list[int]:
+    """Rows of each expert where all have about as many."""
+    return [rows * (i + 1) // experts - rows * i // experts for i in range(experts)]
 
 
 def fits(x: Tensor, weight: Tensor) -> bool:
@@ -43,7 +49,7 @@ def fits(x: Tensor, weight: Tensor) -> bool:
     are written in place, where the loop's are stacked from parts.
     """
     kinds = {torch.bfloat16}
-    if x.device.type == "cpu" and not torch.compiler.is_compiling():  # the compiler knows of no other dtype
+    if shapes.device(x) == "cpu" and not torch.compiler.is_compiling():  # the compiler knows of no other dtype
         kinds = {weight.dtype} - {torch.float64}
     return x.dtype in kinds and not any(size * x.element_size() % ALIGNED for size in weight.shape[1:])
 
@@ -75,7 +81,7 @@ class Grouped(torch.autograd.Function):
 def outer(a: Tensor, b: Tensor, sizes: Tensor) -> Tensor:
     """The sum of the outer products of the rows of each expert: (N, p) and (N, q) to (E, p, q)."""
     y = F.grouped_mm(a.mT, b, offs=ends(sizes))
-    return y if y.device.type in CLEAN else y.masked_fill_((sizes == 0)[:, None, None], 0)
+    return y if shapes.device(y) in CLEAN else y.masked_fill_((sizes == 0)[:, None, None], 0)
 
 
 def ends(sizes: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tunekit.kernels import shapes
 from tunekit.kernels.again import cheap
 from tunekit.kernels.native import left_to_torch, library, matrix
 
@@ -39,7 +40,7 @@ def gated(act: str, gate: Tensor, up: Tensor) -> Tensor:
     if plain(act, gate, up):
         y = GATED[act](gate, up)
     else:
-        y = product(gate, up, act) if torch.is_grad_enabled() else forward(gate, up, act)
+        y = (product if torch.is_grad_enabled() or shapes.alone() else forward)(gate, up, act)
     return cheap(y, partial(gated, act), gate, up)
 
 

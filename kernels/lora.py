@@ -23,7 +23,10 @@ CACHED, LARGE = 2**19, 2**25  # numbers of a weight in fp32 at once: as many as 
 class Base(Protocol):
     """A layer whose weight (out, in) is frozen, however it is kept. `frozen` says whether it really is."""
 
-    bias: Any  # (out,), or None
+    @property
+    def added(self) -> Any:
+        """The bias (out,), or None."""
+        ...
 
     @property
     def frozen(self) -> bool: ...
@@ -54,7 +57,7 @@ class Update:
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
-        return self.a, self.b, self.a0, self.b0, self.base.bias
+        return self.a, self.b, self.a0, self.b0, self.base.added
 
 
 def adapted(x: Tensor, updates: Sequence[Update], dropout: float = 0.0) -> tuple[Tensor, ...]:

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tunekit.kernels import experts
+from tunekit.kernels import experts, shapes
 from tunekit.kernels.native import library
 
 BLOCK, NESTED = 64, 256  # numbers with one scale; scales with one scale of their own
@@ -206,7 +206,7 @@ def dequantize_reference(packed: Tensor, scales: Tensor, kind: str) -> Tensor:
 
 def native(tensor: Tensor) -> ctypes.CDLL | None:
     """The compiled functions, for tensors on the CPU, where they can be had."""
-    return compiled() if tensor.device.type == "cpu" else None
+    return compiled() if tensor.device.type == "cpu" and not shapes.alone() else None
 
 
 @cache

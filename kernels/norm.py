@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tunekit.kernels import shapes
 from tunekit.kernels.again import cheap
 from tunekit.kernels.native import left_to_torch, library, matrix
 
@@ -29,7 +30,8 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float, offset: float = 0.0, 
         return cheap(reference(x, weight, eps, offset, late), again, x, weight)
     if weight is not None and weight.dtype not in DTYPES:
         weight = weight.float()
-    work = normed if torch.is_grad_enabled() else forward  # a token's norm takes less time than a way to its gradient
+    # A token's norm takes less time than a way to its gradient.
+    work = normed if torch.is_grad_enabled() or shapes.alone() else forward
     return cheap(work(x, weight, eps, offset, late or offset != 0)[0], again, x, weight)
 
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tunekit.kernels import shapes
 from tunekit.kernels.native import left_to_torch, library
 
 SOURCE = Path(__file__).with_name("rope.cpp")
@@ -30,7 +31,7 @@ def rotate(q: Tensor, k: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
     if plain(q, k):
         return reference(q, rotation), reference(k, rotation)
     cos, sin, paired, keep_paired, last = rotation
-    work = turned if torch.is_grad_enabled() else turn
+    work = turned if torch.is_grad_enabled() or shapes.alone() else turn
     return work(q, k, cos, sin, paired, paired and keep_paired, last, False)
 
 

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from tests.checkpoints import FULL, SHAPES, batch, build, error, made, ours, save, theirs, tokens, train
 from tunekit.adapters import Frozen, LoRA
 from tunekit.checkpoint.folder import WEIGHTS
-from tunekit.losses import CrossEntropy
+from tunekit.losses.likelihood import CrossEntropy
 from tunekit.memory import Memory
 from tunekit.precision import Precision, multiplies_bf16
 

@@ -1,15 +1,17 @@
-"""How frozen weights are stored: as the checkpoint has them, or in four bits."""
+"""How frozen weights are stored: as the checkpoint has them, or in four or eight bits."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import ModuleType
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from tunekit.kernels import nf4
-from tunekit.models.linear import Linear, Stacked
-from tunekit.parallel import put
+from tunekit.kernels import float8, nf4
+from tunekit.models.linear import Get, Linear, Stacked, as_is
+from tunekit.models.weights import Shape
+from tunekit.parallel.tensors import part, put
 
 WITHIN = "layers."  # embedding and head decide much, and a trained head could not be so stored
 
@@ -19,6 +21,7 @@ class Plain:
     """Numbers as they come; `precision` says in which dtype."""
 
     exact: ClassVar[bool] = False  # whether numbers that were packed are wanted before they are rounded
+    trainable: ClassVar[bool] = True  # whether a step can change them
 
     def apply(self, model: nn.Module) -> None:
         """Every layer stays what it is."""
@@ -29,12 +32,19 @@ class Plain:
 
 
 @dataclass(frozen=True)
-class NF4(Plain):
-    """Linear layers of the blocks in four bits, as QLoRA has it (arXiv:2305.14314), byte for byte as bitsandbytes."""
+class Float8(Plain):
+    """Linear layers of the blocks as floats of eight bits, with a scale for 64 of them: 8.5 bits a number in all."""
 
-    nested: bool = False  # the scales of the blocks in 8 bits: 4.13 bits a number in all, and not 4.5
-    kind: ClassVar[str] = "nf4"
     exact: ClassVar[bool] = True
+    trainable: ClassVar[bool] = False
+    kind: ClassVar[str] = "float8"
+    each: ClassVar[int] = 1  # numbers in a byte
+    codec: ClassVar[ModuleType] = float8
+
+    @property
+    def packs_scales(self) -> bool:
+        """Whether the scales are in few bits too."""
+        return False
 
     def apply(self, model: nn.Module) -> None:
         """Quantized as they are filled: the numbers of no more than one tensor are there at a time."""
@@ -51,6 +61,20 @@ class NF4(Plain):
             f"weights: {len(odd)} layers stay plain, for {nf4.BLOCK} does not divide the size of their input: {leaves}"
         )
         return [told] if odd else []
+
+
+@dataclass(frozen=True)
+class NF4(Float8):
+    """Linear layers of the blocks in four bits, as QLoRA has it (arXiv:2305.14314), byte for byte as bitsandbytes."""
+
+    nested: bool = False  # the scales of the blocks in 8 bits: 4.13 bits a number in all, and not 4.5
+    kind: ClassVar[str] = "nf4"
+    each: ClassVar[int] = 2
+    codec: ClassVar[ModuleType] = nf4
+
+    @property
+    def packs_scales(self) -> bool:
+        return self.nested
 
 
 @dataclass(frozen=True)
@@ -78,81 +102,91 @@ class Packed(nn.Module):
     """What the packed kinds of Linear and Stacked share. Bytes are parameters without a gradient: sharded with the
     others, cast by nobody, and no part of the state of a run."""
 
-    packed: nn.Parameter  # (..., in / 2), two numbers in each
+    packed: nn.Parameter  # (..., in), or (..., in / 2) with two numbers in each
     scales: nn.Parameter  # (..., in / 16), the bytes of fp32; nested: (..., in / 64)
     outer: nn.Parameter | None  # what decodes nested scales, (bytes,)
     kind: str
+    codec: ModuleType  # what packs, unpacks and multiplies
+    each: int  # numbers in a byte
 
-    def hold(self, weight: Tensor, choice: NF4) -> None:
+    def hold(self, weight: Tensor, choice: Float8) -> None:
         """Make room for a weight of this shape, there where it is."""
         *rows, columns = weight.shape
         blocks = columns // nf4.BLOCK
         groups = -(-weight.numel() // (nf4.BLOCK * nf4.NESTED))
-        self.kind = choice.kind
-        self.packed = empty(*rows, columns // 2, device=weight.device)
-        self.scales = empty(*rows, blocks if choice.nested else 4 * blocks, device=weight.device)
-        outer = empty(4 * (groups + 1), device=weight.device) if choice.nested else None
+        self.kind, self.codec, self.each = choice.kind, choice.codec, choice.each
+        self.packed = empty(*rows, columns // choice.each, device=weight.device)
+        self.scales = empty(*rows, blocks if choice.packs_scales else 4 * blocks, device=weight.device)
+        outer = empty(4 * (groups + 1), device=weight.device) if choice.packs_scales else None
         self.register_parameter("outer", outer)
 
     @property
     def weight_parts(self) -> tuple[Tensor, Tensor, Tensor | None]:
         return self.packed, self.scales, self.outer
 
-    def dense(self) -> Tensor:
+    @property
+    def shape(self) -> Shape:
+        """That of the whole weight, whatever part of it is here."""
+        *rows, columns = part(self.packed).shape
+        return *rows, columns * self.each
+
+    def dense(self, get: Get = as_is) -> Tensor:
         """The weight as numbers, in fp32."""
-        return nf4.dequantize(*self.weight_parts, kind=self.kind)
+        outer = None if self.outer is None else get(self.outer)
+        return self.codec.dequantize(get(self.packed), get(self.scales), outer, self.kind)
 
     def fill(self, weight: Tensor) -> None:
         """Take a weight as it stands in a checkpoint. One that was in four bits there comes out as it was."""
-        packed, scales = nf4.quantize(weight.to(self.packed.device), self.kind)
+        packed, scales = self.codec.quantize(weight.to(self.packed.device), self.kind)
         if self.outer is not None:
             scales, outer = nf4.nest(scales)
             put(self.outer, outer.view(torch.uint8))
-        put(self.packed, packed.view(self.packed.shape))
-        put(self.scales, scales.view(torch.uint8).view(self.scales.shape))
+        rows = weight.shape[:-1]
+        put(self.packed, packed.view(*rows, -1))
+        put(self.scales, scales.view(torch.uint8).view(*rows, -1))
 
 
 class PackedLinear(Packed, Linear):
-    """A linear layer whose weight is kept in four bits."""
+    """A linear layer whose weight is kept in few bits."""
 
-    def __init__(self, layer: Linear, choice: NF4) -> None:
+    def __init__(self, layer: Linear, choice: Float8) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features = layer.in_features, layer.out_features
         self.register_parameter("bias", layer.bias)
         self.hold(layer.weight, choice)
 
     def product(self, x: Tensor) -> Tensor:
-        bias = None if self.bias is None else self.bias.to(x.dtype)
-        return nf4.product(x, *self.weight_parts, self.kind, bias)
+        bias = None if self.added is None else self.added.to(x.dtype)
+        return self.codec.product(x, *self.weight_parts, self.kind, bias)
 
     @property
     def frozen(self) -> bool:
         return True
 
     def back(self, grad: Tensor, into: Tensor | None = None) -> Tensor:
-        found = nf4.product_back(grad, *self.weight_parts, self.kind)
+        found = self.codec.product_back(grad, *self.weight_parts, self.kind)
         return found if into is None else into.add_(found)
 
     def fine(self, rows: int) -> Iterator[Tensor]:
-        scales = nf4.unpacked_scales(self.scales, self.outer).view(torch.uint8)
+        scales = self.codec.unpacked_scales(self.scales, self.outer).view(torch.uint8)
         parts = zip(self.packed.split(rows), scales.split(rows), strict=True)
-        return (nf4.dequantize(packed, some, None, self.kind) for packed, some in parts)
+        return (self.codec.dequantize(packed, some, None, self.kind) for packed, some in parts)
 
 
 class PackedStacked(Packed, Stacked):
-    """The linear layers of all experts, their weights kept in four bits."""
+    """The linear layers of all experts, their weights kept in few bits."""
 
-    def __init__(self, layer: Stacked, choice: NF4) -> None:
+    def __init__(self, layer: Stacked, choice: Float8) -> None:
         nn.Module.__init__(self)
         self.experts, self.in_features, self.out_features = layer.experts, layer.in_features, layer.out_features
         self.register_parameter("bias", layer.bias)
         self.hold(layer.weight, choice)
 
     def product(self, x: Tensor, sizes: Tensor) -> Tensor:
-        y = nf4.grouped(x, *self.weight_parts, sizes, self.kind)
-        if self.bias is None:
+        y = self.codec.grouped(x, *self.weight_parts, sizes, self.kind)
+        if self.added is None:
             return y
-        return y + self.bias.to(x.dtype).repeat_interleave(sizes, dim=0, output_size=len(x))
+        return y + self.added.to(x.dtype).repeat_interleave(sizes, dim=0, output_size=len(x))
 
 
 def empty(*shape: int, device: torch.device) -> nn.Parameter:

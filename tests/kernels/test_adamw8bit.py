@@ -174,3 +174,28 @@ def test_a_gpu_makes_the_same_codes(dtype) -> None:
     adamw8bit.step(weight, grad, moments, RULE)
     assert same(Moments(there[2].first.cpu(), there[2].second.cpu(), there[2].scales.cpu()), moments)
     torch.testing.assert_close(there[0].cpu(), weight)
+
+
+ROWS = [(7, 64), (5, 300), (3, 4097), (2, 512), (4, 1)]
+
+
+@pytest.mark.parametrize(("rows", "row"), ROWS)
+def test_a_row_is_packed_as_if_it_were_alone(rows: int, row: int, interpreted: ModuleType, monkeypatch) -> None:
+    """So codes and weights are the same however rows are divided, by every route."""
+    monkeypatch.setattr(adamw8bit, "PART", 4)
+    count, per = rows * row, -(-row // BLOCK)
+    start = torch.randn(count)
+    codes = (torch.zeros(count, dtype=torch.uint8) for _ in range(2))
+    moments = Moments(*codes, torch.zeros(2, rows * per), row)
+    alone = [empty(row) for _ in range(rows)]
+    for route in (adamw8bit.step, adamw8bit.step_reference, interpreted.step):
+        whole, apart = start.clone(), start.clone().view(rows, row)
+        for number in (1, 2):
+            rule, grad = Rule(1e-2, 0.1, (0.9, 0.95), 1e-8, number), spread(count)
+            route(whole, grad, moments, rule)
+            for one, weight, part in zip(alone, apart, grad.view(rows, row), strict=True):
+                route(weight, part, one, rule)
+        assert torch.equal(whole, apart.flatten())
+        assert torch.equal(moments.first, torch.cat([one.first for one in alone]))
+        assert torch.equal(moments.second, torch.cat([one.second for one in alone]))
+        assert torch.equal(moments.scales, torch.cat([one.scales for one in alone], dim=1))

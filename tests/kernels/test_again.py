@@ -10,7 +10,7 @@ from tests.checkpoints import batch, made, ours, shuffle_adapter, tokens
 from tunekit.adapters import DoRA, LoRA
 from tunekit.kernels import glu, norm
 from tunekit.kernels.again import ORIGINS, cheap, origin
-from tunekit.losses import CrossEntropy
+from tunekit.losses.likelihood import CrossEntropy
 from tunekit.models.decoder import Decoder
 from tunekit.precision import Precision
 

@@ -29,8 +29,8 @@ def seen(rule: Rule, bounds: list[int]) -> Tensor:
 def test_blocks_are_those_that_anybody_sees(name: str, bounds: str) -> None:
     """And the whole ones are seen whole."""
     rule, size = RULES[name], attention_gpu.BLOCK
-    at = attention_gpu.cut(torch.tensor(BOUNDS[bounds]), rule.chunk or 0)
-    mask = attention_gpu.blocks(at, rule.window or 0, CPU)
+    offsets = torch.tensor(BOUNDS[bounds])
+    mask = attention_gpu.blocks(*attention_gpu.cut(offsets, offsets, rule.chunk or 0), rule.window or 0, CPU)
     pairs = seen(rule, BOUNDS[bounds])
     count = -(-len(pairs) // size)
     tiles = torch.nn.functional.pad(pairs, (0, count * size - len(pairs)) * 2).view(count, size, count, size)
@@ -53,25 +53,31 @@ def test_flex(name: str, sunk: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     assert error(y.double(), truth(inputs, rule, bounds, sinks)) < 1e-6
 
 
-def scores(q: Tensor, k: Tensor, bounds: Tensor, rule: list[float]) -> Tensor:
-    """(H, T, T) of flat queries and keys."""
-    pairs = seen(Rule(rule[0], int(rule[1]) or None), bounds.tolist())
+def scores(q: Tensor, k: Tensor, bounds: attention_gpu.Bounds, rule: list[float]) -> Tensor:
+    """(H, T, K) of flat queries and keys. Where documents have more keys, the queries are those of the last ones."""
+    at, longest, key_at, most = bounds
+    assert (longest, most) == (int(at.diff().max()), int(key_at.diff().max()))
+    lengths = at.diff()
+    own = torch.arange(len(q)) + (key_at[1:] - at[1:]).repeat_interleave(lengths)
+    pairs = seen(Rule(rule[0], int(rule[1]) or None), key_at.tolist())[own]
     k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
     return (torch.einsum("qhd,khd->hqk", q, k) * rule[0]).masked_fill(~pairs, float("-inf"))
 
 
-def flash_forward(q: Tensor, k: Tensor, v: Tensor, bounds: tuple[Tensor, int], rule: list[float]) -> tuple[Tensor, ...]:
+def flash_forward(
+    q: Tensor, k: Tensor, v: Tensor, bounds: attention_gpu.Bounds, rule: list[float]
+) -> tuple[Tensor, ...]:
     """What the kernel of torch gives, in float64."""
-    found = scores(q.double(), k.double(), bounds[0], rule)
+    found = scores(q.double(), k.double(), bounds, rule)
     v = v.double().repeat_interleave(q.shape[1] // v.shape[1], dim=1)
     return torch.einsum("hqk,khd->qhd", found.softmax(-1), v).type_as(q), found.logsumexp(-1).float()
 
 
-def flash_backward(grad: Tensor, saved: list[Tensor], bounds: tuple[Tensor, int], rule: list[float]) -> list[Tensor]:
+def flash_backward(grad: Tensor, saved: list[Tensor], bounds: attention_gpu.Bounds, rule: list[float]) -> list[Tensor]:
     """What the kernel of torch gives: its shares are those that the log-sum-exp tells."""
     q, k, v, y, lse = (x.double() for x in saved)
     group, shape = q.shape[1] // k.shape[1], k.shape
-    shares = (scores(q, k, bounds[0], rule) - lse[..., None]).exp()
+    shares = (scores(q, k, bounds, rule) - lse[..., None]).exp()
     k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
     grad = grad.double()
     delta = (grad * y).sum(-1).T[..., None]
@@ -119,7 +125,8 @@ def test_rows_are_documents_if_nobody_says() -> None:
 def test_the_kernels_of_torch_take_what_they_are_given(window: int) -> None:
     """On tensors without numbers, for which torch checks arguments and tells shapes."""
     q, k, v = (torch.empty(100, heads, 64, dtype=torch.bfloat16, device="meta") for heads in (6, 2, 2))
-    bounds, rule = (torch.empty(4, dtype=torch.int32, device="meta"), 60), [0.2, float(window), 0.0, 0.0]
+    at, rule = torch.empty(4, dtype=torch.int32, device="meta"), [0.2, float(window), 0.0, 0.0]
+    bounds = at, 60, at, 60
     y, lse = attention_gpu.forward(q, k, v, bounds, rule)
     assert y.shape == q.shape and lse.shape == (6, 100)
     found = attention_gpu.backward(y, [q, k, v, y, lse], bounds, rule)
@@ -128,12 +135,13 @@ def test_the_kernels_of_torch_take_what_they_are_given(window: int) -> None:
 
 def test_bounds_go_to_the_device_once_a_pass() -> None:
     offsets = torch.tensor([0, 3, 10])
-    first = attention_gpu.placed(offsets, 4, CPU)
-    assert first[0].tolist() == [0, 3, 7, 10] and first[1] == 4
-    assert attention_gpu.placed(offsets, 4, CPU) is first
-    assert attention_gpu.placed(offsets.clone(), 4, CPU) is not first
+    first = attention_gpu.placed(offsets, offsets, 4, CPU)
+    assert first[0].tolist() == first[2].tolist() == [0, 3, 7, 10] and first[1] == first[3] == 4
+    assert attention_gpu.placed(offsets, offsets, 4, CPU) is first
+    other = offsets.clone()
+    assert attention_gpu.placed(other, other, 4, CPU) is not first
     held = len(attention_gpu.MADE)
-    del offsets
+    del offsets, other
     assert len(attention_gpu.MADE) < held
 
 

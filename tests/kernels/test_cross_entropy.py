@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import pytest
 import torch
@@ -19,8 +19,9 @@ from tunekit.adapters import DoRA, LoRA
 from tunekit.data.steps.batch import IGNORE, Batch
 from tunekit.kernels import cross_entropy
 from tunekit.kernels.cross_entropy import Measured, Terms, chunked_loss, token_logprobs, token_losses
-from tunekit.losses import CrossEntropy
+from tunekit.losses.likelihood import CrossEntropy
 from tunekit.models.decoder import Decoder, Head
+from tunekit.models.spec import DecoderSpec
 
 KERNEL = cross_entropy
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -45,8 +46,7 @@ def chunks_of_four(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def head_of(dim: int, vocab: int, terms: Terms = PLAIN, dtype: torch.dtype = FP32) -> Head:
     """A head whose logits spread far enough for a cap to bite."""
-    shape = SimpleNamespace(dim=dim, vocab=vocab, logit_scale=terms.scale, logit_softcap=terms.softcap)
-    head = Head(shape)
+    head = Head(DecoderSpec(vocab, dim, (), logit_scale=terms.scale, logit_softcap=terms.softcap))
     head.weight.data.normal_(std=2 * dim**-0.5)
     return head.to(dtype)
 
@@ -472,3 +472,30 @@ def test_chunks_are_alike_and_have_room(count: int, vocab: int, dtype: torch.dty
     assert size <= multiple or size * vocab * like.itemsize <= cross_entropy.ROOM["cpu"]
     assert 0 < size < max(count, 1) + multiple
     assert -(-count // size) * (size - multiple) < max(count, 1), "smaller ones would not do"
+
+
+class Counted:
+    """Of 97 ids, one rank's: what it asks of the others is counted, and left as it is."""
+
+    total, most = 97, 49
+
+    def __init__(self) -> None:
+        self.start, self.asked = 0, 0
+
+    def add(self, x: Tensor) -> Tensor:
+        self.asked += 1
+        return x
+
+    largest = whole = add
+
+
+def test_ranks_with_parts_of_other_sizes_ask_as_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    room = 48 * 4 * 2 * cross_entropy.MULTIPLE  # for twice as many tokens where there are 48 ids as where there are 49
+    monkeypatch.setitem(cross_entropy.ROOM, "cpu", room)
+    hidden, targets, shares = torch.randn(128, 8), torch.randint(97, (128,)), []
+    for ids in (49, 48):
+        head, share = head_of(8, ids).requires_grad_(False), Counted()
+        head.share = share  # type: ignore[assignment]
+        chunked_loss(hidden, targets, head, Terms(share=share))
+        shares.append(share)
+    assert shares[0].asked == shares[1].asked > 2

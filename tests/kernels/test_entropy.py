@@ -1,6 +1,6 @@
 """Entropies beside log-probabilities, against their definition in float64."""
 
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import pytest
 import torch
@@ -9,6 +9,7 @@ from tests.checkpoints import error
 from tunekit.kernels import cross_entropy
 from tunekit.kernels.cross_entropy import logprobs_and_entropies, token_entropies, token_logprobs
 from tunekit.models.decoder import Head
+from tunekit.models.spec import DecoderSpec
 
 KERNEL = cross_entropy
 INF = float("inf")
@@ -81,7 +82,7 @@ def test_they_stand_beside_log_probabilities(
     monkeypatch.setattr(cross_entropy, "MULTIPLE", 4)
     monkeypatch.setattr(cross_entropy, "ROOM", {"cpu": 1})
     torch.manual_seed(0)
-    head = Head(SimpleNamespace(dim=10, vocab=30, logit_scale=0.7, logit_softcap=4.0))
+    head = Head(DecoderSpec(30, 10, (), logit_scale=0.7, logit_softcap=4.0))
     head.weight.data.normal_()
     head.requires_grad_(trained)
     hidden, targets = torch.randn(11, 10, requires_grad=True), torch.randint(0, 30, (11,))

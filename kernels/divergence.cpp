@@ -1,0 +1,224 @@
+// How far two rows of logits are from each other as distributions, and the gradient in place of the first of them.
+//
+// With p of the student's logits and q of the teacher's: forward KL(q || m) + reverse KL(p || n), where
+// m = s q + (1 - s) p and n = t p + (1 - t) q. Where s and t are 0, no logarithm of a single number is needed.
+
+#include "logits.h"
+
+namespace {
+
+constexpr float FLOOR = -1e4f;  // of a logarithm: what cannot be is very unlikely, and no sum becomes a NaN by it
+constexpr float TINY = 1e-37f;
+
+struct Terms {
+    Cap student, teacher;
+    float temperature, forward, forward_skew, reverse, reverse_skew, weight;
+};
+
+// The natural logarithm of what is no less than TINY, off by 1e-7.
+INLINE Floats log(Floats x) {
+    const Words bits = (Words)x;
+    Floats e = __builtin_convertvector((bits >> 23) & 0xff, Floats) - 126.0f;
+    Floats m = (Floats)((bits & 0x7fffff) | 0x3f000000);
+    const auto low = m < 0.707106781f;
+    e = low ? e - 1.0f : e;
+    m = (low ? m + m : m) - 1.0f;
+    const Floats z = m * m;
+    Floats y = m * 7.0376836292e-2f - 1.1514610310e-1f;
+    y = y * m + 1.1676998740e-1f;
+    y = y * m - 1.2420140846e-1f;
+    y = y * m + 1.4249322787e-1f;
+    y = y * m - 1.6668057665e-1f;
+    y = y * m + 2.0000714765e-1f;
+    y = y * m - 2.4999993993e-1f;
+    y = y * m + 3.3333331174e-1f;
+    y = y * m * z + e * LN2_LOW - z * 0.5f;
+    const Floats found = m + y + e * LN2_HIGH;
+    return x == x ? found : x;
+}
+
+// Sixteen logits; behind the last there is nothing that could be.
+template <typename T>
+INLINE Floats some(const T* from, int64_t left) {
+    if (left >= LANES) return load(from);
+    T many[LANES];
+    store(same(-INFINITY), many);
+    std::memcpy(many, from, left * sizeof(T));
+    return load(many);
+}
+
+template <typename T>
+INLINE void put(Floats x, T* to, int64_t left) {
+    if (left >= LANES) return store(x, to);
+    T many[LANES];
+    store(x, many);
+    std::memcpy(to, many, left * sizeof(T));
+}
+
+// One side of the comparison: its logits less the largest, once they are scaled, capped and made flatter.
+struct Side {
+    Cap cap;
+    float slope, top, most;  // the largest as the product gave it, scaled, and as it counts
+
+    template <typename T>
+    Side(const T* logits, int64_t count, const Cap& by, float temperature) : cap(by), slope(1.0f / temperature) {
+        Floats unused;
+        top = largest(logits, count, by.scale);
+        most = finished(same(top), &unused)[0];
+    }
+
+    INLINE Floats finished(Floats x, Floats* by) const {
+        x = cap.softcap > 0 ? capped<true>(x, cap, by) : capped<false>(x, cap, by);
+        *by *= slope;
+        return x * slope;
+    }
+
+    template <typename T>
+    INLINE Floats scaled(const T* from, int64_t left) const {
+        return some(from, left) * cap.scale;
+    }
+
+    template <typename T>
+    INLINE Floats at(const T* from, int64_t left, Floats* by) const {
+        Floats x = finished(scaled(from, left), by) - most;
+        x = x < FLOOR ? same(FLOOR) : x;
+        for (int64_t k = left; k < LANES; k++) x[k] = FLOOR;
+        return x;
+    }
+};
+
+struct Sums {
+    double p = 0, q = 0;            // of exponentials
+    double own = 0, other = 0;      // of logits, each times its exponential
+    double ahead = 0, behind = 0;   // of how much larger the teacher's logit is, times q, and times p
+    double far = 0, pull = 0;       // of the divergence, and of its slopes times p
+    bool agree = false;
+};
+
+INLINE double total(Floats x) {
+    double sum = 0;
+    for (int k = 0; k < LANES; k++) sum += x[k];
+    return sum;
+}
+
+template <typename T, typename U>
+INLINE Sums sums(const T* student, const U* teacher, int64_t count, const Side& a, const Side& b) {
+    Sums all;
+    Floats unused;
+    for (int64_t i = 0; i < count;) {
+        const int64_t stop = count - i < BLOCK ? count : i + BLOCK;
+        Floats p = {}, q = {}, own = {}, other = {}, ahead = {}, behind = {};
+        Words both = {};
+        for (; i < stop; i += LANES) {
+            const Floats x = a.at(student + i, stop - i, &unused), y = b.at(teacher + i, stop - i, &unused);
+            const Floats ex = exp(x), ey = exp(y);
+            p += ex;
+            q += ey;
+            own += ex * x;
+            other += ey * y;
+            ahead += ey * (y - x);
+            behind += ex * (y - x);
+            both |= (Words)(a.scaled(student + i, stop - i) == a.top) & (Words)(b.scaled(teacher + i, stop - i) == b.top);
+        }
+        i = stop;
+        all.p += total(p);
+        all.q += total(q);
+        all.own += total(own);
+        all.other += total(other);
+        all.ahead += total(ahead);
+        all.behind += total(behind);
+        for (int k = 0; k < LANES; k++) all.agree |= both[k] != 0;
+    }
+    return all;
+}
+
+// What a number adds to the divergence, and its slope times p.
+struct Piece {
+    Floats far, pull;
+};
+
+template <bool MIXED>
+INLINE Piece piece(Floats x, Floats y, float own, float other, const Terms& terms) {
+    const Floats p = exp(x - own), q = exp(y - other);
+    Piece found = {};
+    if (!MIXED) {
+        found.pull = p * (x - own - y + other) * terms.reverse - q * terms.forward;
+        return found;
+    }
+    const float s = terms.forward_skew, t = terms.reverse_skew;
+    if (terms.forward > 0) {
+        Floats m = q * s + p * (1 - s);
+        m = m < TINY ? same(TINY) : m;
+        found.far += q * (y - other - (s > 0 ? log(m) : x - own)) * terms.forward;
+        found.pull -= q * (s > 0 ? p / m : same(1.0f)) * ((1 - s) * terms.forward);
+    }
+    if (terms.reverse > 0) {
+        Floats n = p * t + q * (1 - t);
+        n = n < TINY ? same(TINY) : n;
+        const Floats far = p * (x - own - (t > 0 ? log(n) : y - other));
+        found.far += far * terms.reverse;
+        found.pull += (far - p * (p / n) * t) * terms.reverse;
+    }
+    return found;
+}
+
+template <bool MIXED, typename T, typename U>
+void row(T* student, const U* teacher, int64_t count, int64_t vocab, const Terms& terms, float* out, bool wanted) {
+    const Side a(student, count, terms.student, terms.temperature), b(teacher, count, terms.teacher, terms.temperature);
+    Sums all = sums(student, teacher, count, a, b);
+    const double own = std::log(all.p), other = std::log(all.q);
+    const double forward = all.ahead / all.q - other + own, reverse = other - own - all.behind / all.p;
+    all.far = terms.forward * forward + terms.reverse * reverse;
+    all.pull = terms.reverse * reverse - terms.forward;
+    Floats slope, unused;
+    if (MIXED) {
+        all.far = all.pull = 0;
+        for (int64_t i = 0; i < count;) {
+            const int64_t stop = count - i < BLOCK ? count : i + BLOCK;
+            Piece sum = {};
+            for (; i < stop; i += LANES) {
+                const Floats x = a.at(student + i, stop - i, &unused), y = b.at(teacher + i, stop - i, &unused);
+                const Piece one = piece<MIXED>(x, y, own, other, terms);
+                sum.far += one.far;
+                sum.pull += one.pull;
+            }
+            i = stop;
+            all.far += total(sum.far);
+            all.pull += total(sum.pull);
+        }
+    }
+    const double found[] = {all.far, forward, own - all.own / all.p, other - all.other / all.q, double(all.agree)};
+    for (int k = 0; k < 5; k++) out[k] = found[k];
+    if (!wanted) return;
+    const float pull = all.pull;
+    for (int64_t i = 0; i < count; i += LANES) {
+        const Floats x = a.at(student + i, count - i, &slope), y = b.at(teacher + i, count - i, &unused);
+        const Piece one = piece<MIXED>(x, y, own, other, terms);
+        put((one.pull - exp(x - float(own)) * pull) * slope * terms.weight, student + i, count - i);
+    }
+    std::memset(student + count, 0, (vocab - count) * sizeof(T));
+}
+
+template <typename T, typename U>
+void divergences(T* student, const U* teacher, const Terms& terms, float* out, const int64_t* sizes, bool wanted,
+                 int threads) {
+    const int64_t rows = sizes[0], count = sizes[1], vocab = sizes[2];
+    const auto work = terms.forward_skew > 0 || terms.reverse_skew > 0 ? row<true, T, U> : row<false, T, U>;
+#pragma omp parallel for num_threads(threads) schedule(dynamic, 4)
+    for (int64_t r = 0; r < rows; r++)
+        work(student + r * sizes[3], teacher + r * sizes[4], count, vocab, terms, out + 5 * r, wanted);
+}
+
+}  // namespace
+
+// Sizes: rows, ids that both have, ids of the student, and the distances of rows of both.
+#define MADE(NAME, T, U)                                                                                        \
+    extern "C" void NAME(T* student, const U* teacher, const Terms* terms, float* out, const int64_t* sizes,    \
+                         int wanted, int threads) {                                                             \
+        divergences(student, teacher, *terms, out, sizes, wanted, threads);                                     \
+    }
+
+MADE(fp32_fp32, float, float)
+MADE(fp32_bf16, float, bf16)
+MADE(bf16_fp32, bf16, float)
+MADE(bf16_bf16, bf16, bf16)
