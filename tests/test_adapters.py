@@ -8,7 +8,7 @@ import torch
 
 from tests.checkpoints import error, made, ours, shuffle_adapter, theirs, tokens, train
 from tunekit import adapters, assemble
-from tunekit.adapters import DoRA, Frozen, Full, LoRA, principal
+from tunekit.adapters import DoRA, Frozen, Full, LoRA, added, principal
 from tunekit.checkpoint.folder import Folder
 from tunekit.errors import FieldError, UserError
 from tunekit.formats import NF4
@@ -16,6 +16,7 @@ from tunekit.hub import fetch
 from tunekit.models import delta, experts, latent
 from tunekit.models.init import seeded
 from tunekit.models.linear import Linear, Stacked
+from tunekit.parallel.tensors import put
 from tunekit.precision import Precision
 
 
@@ -89,7 +90,9 @@ def test_pissa_begins_with_the_best_approximation(adapter: LoRA, shape: tuple[in
     layer.lora_A0, layer.lora_B0 = torch.empty(8, shape[1]), torch.empty(shape[0], 8)
     if isinstance(adapter, DoRA):
         layer.lora_magnitude_vector = torch.nn.Parameter(torch.empty(shape[0]))
-    adapter.init_layer(layer, seeded(0, "layer"))
+    tensors = added(layer) | {"lora_A0": layer.lora_A0, "lora_B0": layer.lora_B0}
+    for name, first in adapter.first(layer, {}, seeded(0, "layer")).items():
+        put(tensors[name], first)
     u, s, v = torch.linalg.svd(layer.weight.detach().double(), full_matrices=False)
     best = u[:, :8] * s[:8] @ v[:8]
     a, b = layer.lora_A.weight.detach().double(), layer.lora_B.weight.detach().double()
@@ -222,7 +225,7 @@ def test_what_is_packed_is_not_trained() -> None:
     base = Folder.open(fetch.resolve("tunekit/nano"))
     model = assemble.outline(base, NF4(), LoRA(4, targets="attn", whole=("norms", "head")))
     assert model.head.weight.requires_grad
-    with pytest.raises(UserError, match=r"adapter.whole: layers.0.mlp.up_proj is kept in four bits"):
+    with pytest.raises(UserError, match=r"adapter.whole: layers.0.mlp.up_proj is kept in few bits"):
         assemble.outline(base, NF4(), LoRA(4, targets="attn", whole="up_proj"))
 
 

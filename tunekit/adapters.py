@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -12,17 +12,21 @@ from torch import Tensor, nn
 
 from tunekit.errors import FieldError, UserError
 from tunekit.kernels.experts import grouped
-from tunekit.kernels.lora import Update, adapted, lengths
+from tunekit.kernels.lora import CACHED, Update, adapted, lengths
 from tunekit.models.decoder import Decoder
 from tunekit.models.init import seeded
 from tunekit.models.linear import Embedding, Linear, Stacked
-from tunekit.parallel import put
+from tunekit.models.weights import Shape
+from tunekit.parallel.exchange import join
+from tunekit.parallel.tensors import gathered, part, put
 
 Layer = Linear | Stacked | Embedding
 Trained = Iterator[tuple[list[nn.Parameter], float]]
 Number = TypeVar("Number", int, float)
 
 TIED = {"embed", "head"}  # one tensor in many models
+
+START = {"lora_A0": "lora_A.weight", "lora_B0": "lora_B.weight"}  # what was there first, by name
 
 WORDS = {  # what they mean, as patterns over whole names
     "attn": r"layers\.\d+\.attn\..+",
@@ -145,11 +149,12 @@ class LoRA:
         adapted = {*layers}
         own = {n: m for n, m in model.named_modules() if ".lora_" not in n and [*m.parameters(recurse=False)]}
         whole = dict.fromkeys(name for pattern in listed(self.whole) for name in called("whole", pattern, own))
+        whole |= {} if model.spec.score is None else {"head": None}  # one that scores is new, or begins as it was
         shared = TIED if model.spec.tied and not TIED.isdisjoint(adapted) else set()
         if both := [n for n in whole if n in adapted | shared or any(layer.startswith(f"{n}.") for layer in adapted)]:
             raise UserError(f"adapter.whole: {both[0]} is adapted too; leave it out of whole or of targets")
         if packed := [n for n in whole if not all(p.is_floating_point() for p in own[n].parameters(recurse=False))]:
-            raise UserError(f"adapter.whole: {packed[0]} is kept in four bits, which no step can change; leave it out")
+            raise UserError(f"adapter.whole: {packed[0]} is kept in few bits, which no step can change; leave it out")
         names = [f"{name}.{key}" for name in whole for key, _ in own[name].named_parameters(recurse=False)]
         biased = {"none": set(), "lora_only": adapted, "all": set(own)}[self.bias]
         names += [f"{n}.bias" for n, m in own.items() if n in biased and isinstance(m, Linear) and m.bias is not None]
@@ -182,26 +187,34 @@ class LoRA:
             for name, part in (("A", layer.lora_A), ("B", layer.lora_B)):
                 layer.register_buffer(f"lora_{name}0", torch.empty_like(part.weight, requires_grad=False))
 
-    def init_layer(self, layer: Layer, generator: torch.Generator) -> None:
+    @property
+    def reads(self) -> bool:
+        """Whether the first values are made of the weights beside which they stand."""
+        return self.init == "pissa"
+
+    def first(self, layer: Layer, shapes: Mapping[str, Shape], generator: torch.Generator) -> dict[str, Tensor]:
+        """First values of what was added to a layer, by name, but for what is zero. `shapes` are those of the whole."""
         if isinstance(layer, Embedding):
-            nn.init.zeros_(layer.lora_embedding_A)
-            b = torch.randn(layer.lora_embedding_B.shape, generator=generator)
-            put(layer.lora_embedding_B, b)
-        elif isinstance(layer, Linear) and self.init == "pissa":
-            a, b = principal(layer.dense().detach().float() / layer.lora_scale, layer.lora_A.out_features, generator)
-            for trained, start, part in ((layer.lora_A, layer.lora_A0, a), (layer.lora_B, layer.lora_B0, b)):
-                put(trained.weight, part)
-                put(start, part.to(trained.weight.dtype))  # as rounded: the update must be zero in bf16 too
-        else:
-            a, b = factors(layer)
-            bound = layer.in_features**-0.5
-            put(a, torch.empty(a.shape).uniform_(-bound, bound, generator=generator))
-            nn.init.zeros_(b)
+            return {"lora_embedding_B": torch.randn(shapes["lora_embedding_B"], generator=generator)}
+        if isinstance(layer, Linear) and self.init == "pissa":
+            a, b = principal(dense(layer, shapes) / layer.lora_scale, layer.lora_A.out_features, generator)
+            return {"lora_A.weight": a, "lora_A0": a, "lora_B.weight": b, "lora_B0": b}
+        name = "lora_A.weight" if isinstance(layer, Linear) else "lora_A"
+        bound = shapes[name][-1] ** -0.5
+        return {name: torch.empty(shapes[name]).uniform_(-bound, bound, generator=generator)}
 
     def initialize(self, model: Decoder, seed: int) -> None:
-        """The first values of what was added: the update is zero."""
-        for name, layer in self.layers(model).items():
-            self.init_layer(layer, seeded(seed, name))
+        """The first values of what was added: the update is zero. Drawn whole, whatever part of it is here."""
+        for unit, layers in by_unit(model, self.layers(model)).items():
+            shapes = {name: {key: part(t).shape for key, t in added(layer).items()} for name, layer in layers.items()}
+            with gathered(unit) if self.reads else nullcontext():
+                firsts = {n: self.first(layer, shapes[n], seeded(seed, n)) for n, layer in layers.items()}
+            for name, layer in layers.items():
+                for key, tensor in (kept := added(layer)).items():
+                    if (made := firsts[name].get(key)) is None:
+                        nn.init.zeros_(tensor)
+                    else:  # what an update began with is rounded as itself: it must be zero in bf16 too
+                        put(tensor, made.to(kept[START.get(key, key)].dtype))
 
     def parted(self, layer: Linear) -> Update:
         """The update of a layer, as kernels want it."""
@@ -229,7 +242,7 @@ class LoRA:
         return layer.product(x, sizes).add_(grouped(low, up, sizes))
 
     def embed(self, layer: Embedding, tokens: Tensor) -> Tensor:
-        low = F.embedding(tokens, layer.lora_embedding_A.T) @ layer.lora_embedding_B.T
+        low = layer.looked_up(tokens, layer.lora_embedding_A.T) @ layer.lora_embedding_B.T
         rows = layer.product(tokens)
         return rows + (low * layer.lora_scale).type_as(rows)
 
@@ -269,10 +282,14 @@ class DoRA(LoRA):
         super().attach(layer, rank, alpha)
         layer.lora_magnitude_vector = nn.Parameter(torch.empty(layer.out_features, device="meta"))
 
-    def init_layer(self, layer: Layer, generator: torch.Generator) -> None:
-        super().init_layer(layer, generator)
+    @property
+    def reads(self) -> bool:
+        return True
+
+    def first(self, layer: Layer, shapes: Mapping[str, Shape], generator: torch.Generator) -> dict[str, Tensor]:
+        """The magnitudes are those of the weight: the update is zero as yet."""
         assert isinstance(layer, Linear)
-        put(layer.lora_magnitude_vector, self.lengths(layer))  # the update is zero as yet
+        return super().first(layer, shapes, generator) | {"lora_magnitude_vector": norms(layer, shapes)}
 
     def product(self, layers: Sequence[Linear], x: Tensor) -> tuple[Tensor, ...]:
         pairs = zip(layers, super().product(layers, x), strict=True)
@@ -282,14 +299,55 @@ class DoRA(LoRA):
         """Outputs `y`, with the rows of the weight brought to their magnitudes."""
         norm = self.lengths(layer)  # a constant of the gradient, as in the paper's section 4.3
         factor = (layer.lora_magnitude_vector / norm).to(y.dtype)
-        if layer.bias is None:
+        if layer.added is None:
             return y * factor
-        bias = layer.bias.to(y.dtype)
+        bias = layer.added.to(y.dtype)
         return torch.addcmul(bias, y - bias, factor)
 
     def lengths(self, layer: Linear) -> Tensor:
         """Norms (out,) of the rows of the weight with its update."""
-        return lengths(self.parted(layer))
+        return over_columns(layer, lengths(self.parted(layer)))
+
+
+def by_unit(model: Decoder, layers: Mapping[str, Layer]) -> dict[nn.Module, dict[str, Layer]]:
+    """Layers by the part of the model whose weights are gathered together: a block, or all that is outside of them."""
+    found: dict[nn.Module, dict[str, Layer]] = {}
+    for name, layer in layers.items():
+        words = name.split(".")
+        unit = model.get_submodule(".".join(words[:2])) if words[0] == "layers" else model
+        found.setdefault(unit, {})[name] = layer
+    return found
+
+
+def added(layer: Layer) -> dict[str, Tensor]:
+    """What an adapter has hung on a layer, by name."""
+    named = {**dict(layer.named_parameters()), **dict(layer.named_buffers())}
+    return {name: tensor for name, tensor in named.items() if name.startswith("lora_")}
+
+
+@torch.no_grad()
+def norms(layer: Linear, shapes: Mapping[str, Shape]) -> Tensor:
+    """Norms (out,) of the rows of a weight, in fp32, of which no more than some are there at a time."""
+    found = torch.cat([rows.norm(dim=1) for rows in layer.fine(max(1, CACHED // layer.in_features))])
+    return over_rows(layer, over_columns(layer, found), shapes)
+
+
+def over_columns(layer: Linear, found: Tensor) -> Tensor:
+    """Norms of rows, from those of what this rank has of them."""
+    return found if layer.columns is None else layer.columns.add(found.square()).sqrt()
+
+
+def over_rows(layer: Linear, found: Tensor, shapes: Mapping[str, Shape]) -> Tensor:
+    """(..., out), from what each rank has of it."""
+    team = layer.rows
+    return found if team is None else join(found, team.even(shapes["lora_B.weight"][0]), team)
+
+
+@torch.no_grad()
+def dense(layer: Linear, shapes: Mapping[str, Shape]) -> Tensor:
+    """The whole weight (out, in) in fp32, whatever part of it is here."""
+    found, team = over_rows(layer, layer.dense().float().T, shapes).T, layer.columns
+    return found if team is None else join(found, team.even(shapes["lora_A.weight"][1]), team)
 
 
 def empty(*shape: int) -> nn.Parameter:

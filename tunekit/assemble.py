@@ -9,15 +9,20 @@ from tunekit.adapters import Frozen, Full, LoRA
 from tunekit.checkpoint import atomic, peft
 from tunekit.checkpoint.folder import Folder
 from tunekit.checkpoint.read import read
-from tunekit.checkpoint.workspace import FINAL, STATE
+from tunekit.checkpoint.score import insist_on_text
+from tunekit.checkpoint.workspace import CONFIG, FINAL, METRICS, STATE
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import UserError
 from tunekit.formats import Plain
 from tunekit.hub import fetch
+from tunekit.layout.shard import shard
+from tunekit.layout.split import imagine, split
 from tunekit.memory import Memory
 from tunekit.models.decoder import Decoder
 from tunekit.models.init import randomize
-from tunekit.parallel import Run
+from tunekit.parallel.choice import Parallel, Sizes
+from tunekit.parallel.run import Run
+from tunekit.parallel.tensors import register
 from tunekit.precision import Precision
 
 PLAIN = Plain()
@@ -36,14 +41,17 @@ def model(
     net = outline(source, weights, adapter)
     for line in weights.remarks(net):
         run.tell(line)
+    split(net, run)  # layers, rows and experts that ranks share
     precision.apply(net, {} if fresh else source.dtypes, run.device)  # how exact it is
     memory.apply(net, run.device, run.tell)  # what is kept
-    net.to_empty(device=run.device)  # where it is
+    shard(net, run)  # where it is
+    net.to_empty(device=run.device)
     net.tie()
+    register((*net.named_parameters(), *net.named_buffers()), net.splits)
     if fresh:
         randomize(net, run.seed)
     else:
-        read(replace(source, exact=True) if weights.exact else source, net, quiet=not run.is_main)
+        read(replace(source, exact=True) if weights.exact else source, net, run=run)
     adapter.initialize(net, run.seed)
     if adapter.start is not None:
         peft.read(Path(adapter.start), net, adapter, source)
@@ -61,9 +69,19 @@ def outline(source: Folder, weights: Plain, adapter: Full | LoRA) -> Decoder:
     return net
 
 
-def opened(name: str, precision: Precision, run: Run, weights: Plain = PLAIN) -> tuple[Decoder, Tokenizer]:
-    """A model to ask, and its tokenizer."""
+def divisible(source: Folder, weights: Plain, adapter: Full | LoRA, parallel: Parallel) -> None:
+    """UserError where devices cannot share the model so, however many there are."""
+    if parallel.least != Sizes():
+        imagine(outline(source, weights, adapter), parallel.least)
+
+
+def opened(
+    name: str, precision: Precision, run: Run, weights: Plain = PLAIN, scores: bool = False
+) -> tuple[Decoder, Tokenizer]:
+    """A model to ask, and its tokenizer: one that writes, or with `scores` any."""
     source, adapter, tokenizer = described(name)
+    if not scores:
+        insist_on_text(source, name)
     return model(source, weights, adapter, precision, Memory(), run), tokenizer
 
 
@@ -74,7 +92,7 @@ def described(name: str, files: fetch.Files = fetch.READ) -> tuple[Folder, Full 
         source = Folder.open(path, name)
         return source, Frozen(), Tokenizer.open(path).fitted(source.spec.vocab, path)
     base = peft.base(path)
-    source = Folder.open(fetch.resolve(base, files=files), base)
+    source = peft.headed(path, Folder.open(fetch.resolve(base, files=files), base))
     adapter = replace(peft.described(path, source), start=str(path))
     own = path if (path / "tokenizer.json").is_file() else source.path
     return source, adapter, Tokenizer.open(own).fitted(source.spec.vocab, own)
@@ -82,9 +100,14 @@ def described(name: str, files: fetch.Files = fetch.READ) -> tuple[Folder, Full 
 
 def finished(path: Path) -> Path:
     """The checkpoint of a run's folder; any other folder is one itself."""
-    if not (path / STATE).is_dir() and not (path / FINAL).is_dir():
+    if not (path / STATE).is_dir() and not (path / FINAL).is_dir() and not unsaved(path):
         return path
     final = atomic.locate(path / FINAL)
     if final is None:
         raise UserError(f"{path}: this run has not ended, so there is no result yet: start it again to go on")
     return final
+
+
+def unsaved(path: Path) -> bool:
+    """Whether this is the folder of a run that has saved nothing yet."""
+    return all((path / name).is_file() for name in (CONFIG, METRICS)) and not (path / "config.json").is_file()

@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from tunekit.errors import FieldError
 from tunekit.optimizers import EightBit, Orthogonal, Parts
+from tunekit.parallel.tensors import local, part
 
 FEW = 4096  # numbers of a weight whose moments are not worth packing
 
@@ -81,7 +82,12 @@ class AdamW8bit(AdamW):
 
     def build(self, trained: Trained, inner: Iterable[nn.Parameter] = ()) -> torch.optim.Optimizer:
         shared = {"betas": (self.betas[0], self.betas[1]), "eps": self.eps}
-        return split(trained, self, lambda p: p.numel() >= FEW and p.is_contiguous(), lambda gs: EightBit(gs, shared))
+        return split(trained, self, worth_packing, lambda gs: EightBit(gs, shared))
+
+
+def worth_packing(weight: nn.Parameter) -> bool:
+    """Whether it has rows and is large: the whole of it, wherever its parts are."""
+    return weight.ndim > 1 and math.prod(part(weight).shape) >= FEW and local(weight).is_contiguous()
 
 
 @dataclass(frozen=True)
@@ -105,7 +111,7 @@ class Muon:
 
     def build(self, trained: Trained, inner: Iterable[nn.Parameter] = ()) -> torch.optim.Optimizer:
         """Only matrices among the `inner` weights; a stack of them, as of experts, is many. Filters are no matrices."""
-        matrices = {p for p in inner if p.ndim > 1 and min(p.shape[-2:]) > 1}
+        matrices = {p for p in inner if p.ndim > 1 and min(part(p).shape[-2:]) > 1}
         return split(trained, self, matrices.__contains__, lambda gs: Orthogonal(gs, {"momentum": self.momentum}))
 
 

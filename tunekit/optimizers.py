@@ -1,12 +1,18 @@
-"""Optimizers that torch lacks: one with eight-bit moments, one for matrices, and one that is several in one."""
+"""Optimizers that torch lacks: one with eight-bit moments, one for matrices, and one that is several in one.
+
+What they keep for a weight lies where the weight does: each rank keeps that of its part.
+"""
 
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from tunekit.kernels import adamw8bit
+from tunekit.errors import UserError
+from tunekit.kernels import adamw8bit, shapes
 from tunekit.kernels.adamw8bit import BLOCK, Moments, Rule
+from tunekit.parallel.tensors import local, part, whole
 
 # Of Keller Jordan: a polynomial that brings singular values near 1 in few rounds, and holds them between 0.7 and 1.2.
 POLYNOMIAL = 3.4445, -4.7750, 2.0315
@@ -25,9 +31,9 @@ class Parts(torch.optim.Optimizer):
 
     def step(self, closure: Any = None) -> Any:
         """One step of each."""
-        for i, part in enumerate(self.parts):
-            part.state, part.param_groups = self.state, [group for group in self.param_groups if group["part"] == i]
-            part.step()
+        for i, one in enumerate(self.parts):
+            one.state, one.param_groups = self.state, [group for group in self.param_groups if group["part"] == i]
+            one.step()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """All as it was saved: torch casts what is kept for a weight to its dtype, and codes are no such numbers."""
@@ -55,36 +61,83 @@ class Each(torch.optim.Optimizer):
 
 
 class EightBit(Each):
-    """AdamW that keeps two bytes for a weight (arXiv:2110.02861)."""
+    """AdamW that keeps two bytes for a weight (arXiv:2110.02861).
+
+    Blocks with one scale end where a row of the whole weight does, so a weight may be divided by rows as one likes.
+    """
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        for weight in self.param_groups[-1]["params"]:
+            box, columns = part(weight), local(weight).shape[-1]
+            if box.offset[-1] % BLOCK or (columns % BLOCK and box.offset[-1] + columns < box.shape[-1]):
+                told = f"rows of {box.shape[-1]} numbers are cut where no block of {BLOCK} ends"
+                raise UserError(f"optimizer: adamw8bit: {told}: use adamw, or another parallel.tensor")
 
     def move(self, weight: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
-        state = self.state[weight]
+        state, here = self.state[weight], local(weight.detach())
         if not state:
-            shape = 2, -(-weight.numel() // BLOCK)
+            *lead, columns = here.shape
             state["step"] = torch.zeros(())  # on the host, which asks for it
-            state["first"], state["second"] = (torch.zeros_like(weight, dtype=torch.uint8) for _ in range(2))
-            state["scales"] = torch.zeros(shape, device=weight.device)
+            state["first"], state["second"] = (torch.zeros_like(here, dtype=torch.uint8) for _ in range(2))
+            state["scales"] = torch.zeros((2, *lead, -(-columns // BLOCK)), device=here.device)
+        if shapes.alone():  # there is no number that could move
+            return
         state["step"] += 1
         rule = Rule(group["lr"], group["weight_decay"], group["betas"], group["eps"], int(state["step"]))
-        moments = Moments(state["first"].view(-1), state["second"].view(-1), state["scales"])
-        adamw8bit.step(weight.detach().view(-1), grad.contiguous().view(-1), moments, rule)
+        codes = state["first"].view(-1), state["second"].view(-1)
+        moments = Moments(*codes, state["scales"].view(2, -1), here.shape[-1])
+        adamw8bit.step(here.view(-1), local(grad).contiguous().view(-1), moments, rule)
 
 
 class Orthogonal(Each):
     """Muon: momentum whose singular values are all made alike (kellerjordan.github.io/posts/muon, arXiv:2502.16982).
 
     torch.optim.Muon is for one matrix; experts are a stack (E, out, in) of them. A step is as long as one of AdamW.
+    A matrix that is cut over ranks is gathered; each of them works on some of the matrices, and all get the outcome.
     """
 
-    def move(self, weight: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
-        state = self.state[weight]
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            weights = [weight for weight in group["params"] if weight.grad is not None]
+            for weight in weights:
+                if not is_cut(weight):
+                    self.turn(weight, group, orthogonal(local(self.ahead(weight, group))))
+            self.exchange([weight for weight in weights if is_cut(weight)], group)
+
+    def exchange(self, weights: list[Tensor], group: dict[str, Any]) -> None:
+        """A round for as many weights as there are ranks."""
+        ranks = dist.get_world_size() if weights else 1
+        for some in (weights[at : at + ranks] for at in range(0, len(weights), ranks)):
+            made = [local(weight).new_empty(part(weight).shape, dtype=torch.bfloat16) for weight in some]
+            for rank, weight in enumerate(some):
+                matrix = whole(self.ahead(weight, group), weight)
+                if rank == dist.get_rank():
+                    made[rank].copy_(orthogonal(matrix))
+            for rank, weight in enumerate(some):
+                dist.broadcast(made[rank], rank)
+                self.turn(weight, group, part(weight).of(made[rank], local(weight).shape))
+
+    def ahead(self, weight: Tensor, group: dict[str, Any]) -> Tensor:
+        """The gradient with momentum, one step on (Nesterov)."""
+        state, grad = self.state[weight], weight.grad
+        assert grad is not None
         if not state:
             state["momentum"] = torch.zeros_like(weight)
         momentum = state["momentum"].lerp_(grad, 1 - group["momentum"])
-        ahead = grad.lerp(momentum, group["momentum"])  # Nesterov
-        size = group["lr"] * 0.2 * max(weight.shape[-2:]) ** 0.5
-        weight.mul_(1 - group["lr"] * group["weight_decay"])
-        weight.add_(orthogonal(ahead).to(weight.dtype), alpha=-size)
+        return grad.lerp(momentum, group["momentum"])
+
+    def turn(self, weight: Tensor, group: dict[str, Any], direction: Tensor) -> None:
+        """Move the part that is here."""
+        here, size = local(weight.detach()), group["lr"] * 0.2 * max(part(weight).shape[-2:]) ** 0.5
+        here.mul_(1 - group["lr"] * group["weight_decay"])
+        here.add_(direction.to(here.dtype), alpha=-size)
+
+
+def is_cut(weight: Tensor) -> bool:
+    """Whether no rank has whole matrices of it."""
+    return part(weight).shape[-2:] != local(weight).shape[-2:]
 
 
 def orthogonal(x: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from tests.shapes_dense import DENSE
 from tunekit.checkpoint.folder import Folder
 from tunekit.checkpoint.write import dense
 from tunekit.data.steps.batch import IGNORE
-from tunekit.losses import CrossEntropy
+from tunekit.losses.likelihood import CrossEntropy
 from tunekit.memory import Memory
 from tunekit.models.decoder import Decoder
 from tunekit.models.init import randomize

@@ -22,7 +22,7 @@ from tunekit.models.delta import GatedDeltaNet, State
 from tunekit.models.families.registry import family
 from tunekit.models.place import Place
 from tunekit.models.spec import DeltaNet
-from tunekit.parallel import Run
+from tunekit.parallel.run import Run
 
 Layout = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 NET = ("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim")

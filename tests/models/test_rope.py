@@ -48,7 +48,7 @@ def test_rotation_of_a_part_leaves_the_rest() -> None:
 
 def test_rotation_keeps_products_of_equal_distance() -> None:
     """What makes it a position: scores depend on the distance alone, also far from the beginning."""
-    q, k = torch.randn(1, 1, 1, 16), torch.randn(1, 1, 1, 16)
+    q, k = torch.randn(2, 1, 1, 1, 16, generator=torch.Generator().manual_seed(0))
 
     def score(at: int, to: int) -> float:
         turned = [rotate(x, tables(Rope(), 16, torch.tensor([[p]]))) for x, p in ((q, at), (k, to))]

@@ -5,23 +5,27 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from tunekit.kernels.attention import Rule, attend, attend_cached
+from tunekit.kernels.attention import Rule
 from tunekit.kernels.rope import rotate
 from tunekit.models.init import Fresh
 from tunekit.models.linear import Linear, together
 from tunekit.models.norm import RMSNorm, norm
 from tunekit.models.place import KV, Place
 from tunekit.models.spec import Attention, Norm
+from tunekit.parallel.exchange import ALONE, Alone
 
 
 class SelfAttention(Fresh):
     """Grouped-query attention, with or without a cache."""
 
     sinks: nn.Parameter | None
+    way: Alone = ALONE  # of tokens into this layer and out of it, where ranks share its heads
+    prefixes = True  # a document may go on from the first tokens of another
+    taken = slice(None)  # of the heads of keys that are made here: those that the queries here ask
 
     def __init__(self, dim: int, spec: Attention) -> None:
         super().__init__()
-        self.spec = spec
+        self.spec, self.kv_heads = spec, spec.kv_heads
         scale = spec.head_dim**-0.5 if spec.scale is None else spec.scale
         self.rule = Rule(scale, spec.window, spec.chunk, spec.softcap)
         self.rotary = None if spec.rope is None else (spec.rope, spec.head_dim)
@@ -41,18 +45,14 @@ class SelfAttention(Fresh):
         self.register_parameter("sinks", nn.Parameter(torch.zeros(spec.heads)) if spec.sinks else None)
 
     def forward(self, x: Tensor, place: Place, cache: KV | None = None) -> Tensor:
-        q, *kv = together(self.inputs, x)
+        q, *kv = together(self.inputs, self.way.enter(x, place.positions.shape))
         q, gate = self.queries(q)
         k, v = self.keys(kv) if self.spec.kv_from is None else (q[:, :, :0], q)
         q, k = self.stand(q, k, place)
         q = self.grown(q, place)
-        k, v = self.known(k, v, place, cache) if self.spec.kv_from is None else place.kv[self.spec.kv_from]
-        if k.shape[1] == q.shape[1]:  # there is nothing but what came now
-            y = attend(q, k, v, self.rule, place.offsets, self.sinks)
-        else:
-            y = attend_cached(q, k, v, place.positions, self.rule, self.sinks)
-        y = y.flatten(-2)
-        return self.o_proj(y if gate is None else y * gate.sigmoid())
+        k, v = self.known(k, v, place, cache) if self.spec.kv_from is None else place.kv.take(self.spec.kv_from)
+        y = place.attend(q, k, v, self.rule, self.sinks).flatten(-2)
+        return self.way.leave(self.o_proj(y if gate is None else y * gate.sigmoid()))
 
     @property
     def inputs(self) -> list[Linear]:
@@ -63,7 +63,7 @@ class SelfAttention(Fresh):
 
     def queries(self, q: Tensor) -> tuple[Tensor, Tensor | None]:
         """Queries (B, S, H, D), and the gate (B, S, H * D) of those that have one."""
-        q = q.unflatten(-1, (self.spec.heads, -1))
+        q = q.unflatten(-1, (-1, self.spec.head_dim * (2 if self.spec.gated else 1)))
         if not self.spec.gated:
             return q, None
         q, gate = q.chunk(2, dim=-1)
@@ -79,15 +79,14 @@ class SelfAttention(Fresh):
 
     def keys(self, made: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Keys and values (B, S, H_kv, D) of these tokens."""
-        k, *other = (y.unflatten(-1, (-1, self.spec.head_dim)) for y in made)
+        k, *other = (y.unflatten(-1, (-1, self.spec.head_dim))[:, :, self.taken] for y in made)
         return k, self.v_norm(k if self.spec.k_is_v else other[0])
 
     def known(self, k: Tensor, v: Tensor, place: Place, cache: KV | None) -> tuple[Tensor, Tensor]:
-        """Keys and values (B, K, H_kv, D): of these tokens, or of all that the cache has seen."""
-        kv = (k, v) if cache is None else cache.add(k, v, place.positions, place.used)
+        """Keys and values (B, K, H_kv, D): of these rows, or of all that the cache has seen."""
+        kv = (place.gather(k), place.gather(v)) if cache is None else cache.add(k, v, place.positions, place.used)
         if self.lends:
-            # When a layer is run again for its gradients, those who took keep what they took.
-            place.kv.setdefault(self.number, kv)
+            place.kv.lend(self.number, kv)
         return kv
 
     def stand(self, q: Tensor, k: Tensor, place: Place) -> tuple[Tensor, Tensor]:
@@ -102,7 +101,7 @@ class SelfAttention(Fresh):
 
     def cache(self, batch: int, slots: int, dtype: torch.dtype, device: torch.device) -> KV:
         """Empty room for `slots` positions."""
-        shape = (batch, slots if self.spec.kv_from is None else 0, self.spec.kv_heads, self.spec.head_dim)
+        shape = (batch, slots if self.spec.kv_from is None else 0, self.kv_heads, self.spec.head_dim)
         return KV(shape, shape, dtype, device)
 
     def reset(self, generator: torch.Generator, std: float) -> None:

@@ -6,6 +6,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from tunekit.kernels import prefix
 from tunekit.models.attention import SelfAttention
 from tunekit.models.delta import GatedDeltaNet
 from tunekit.models.experts import MixtureOfExperts, TwinFeedForward
@@ -15,7 +16,7 @@ from tunekit.models.latent import MultiLatentAttention
 from tunekit.models.linear import Embedding, Linear
 from tunekit.models.norm import RMSNorm, norm
 from tunekit.models.per_layer import TokenGate, TokenInputs
-from tunekit.models.place import Cache, Kept, Place
+from tunekit.models.place import WHOLE, Cache, Kept, Place, Rows
 from tunekit.models.rope import tables
 from tunekit.models.spec import (
     MLP,
@@ -29,6 +30,8 @@ from tunekit.models.spec import (
     Rope,
     Twin,
 )
+from tunekit.parallel.exchange import ALONE, Alone, Vocabulary
+from tunekit.parallel.tensors import Split
 
 TIED = "head.weight"  # where the head is the embedding, this name stands for embed.weight
 
@@ -80,6 +83,8 @@ class Decoder(nn.Module):
     through: Callable[..., Tensor] | None = None  # how a layer is called where gradients are wanted
     flat = False  # show layers all rows as documents of one, whose input has a gradient: they are compiled but once
     compute: torch.dtype | None = None  # dtype of activations and products; None: that of the embedding
+    way: Alone = ALONE  # of tokens between layers, where ranks share these
+    rows: Rows = WHOLE  # which tokens of long rows are for this rank
 
     def __init__(self, spec: DecoderSpec) -> None:
         super().__init__()
@@ -94,6 +99,7 @@ class Decoder(nn.Module):
         self.ropes = self.number_layers()
         # What a checkpoint holds, whatever formats and adapters do to the modules later.
         self.shapes = {name: tuple(p.shape) for name, p in self.named_parameters(remove_duplicate=False)}
+        self.splits: dict[str, tuple[Split, ...]] = {}  # tensors of which this rank has a part, by name
 
     def tie(self) -> None:
         """Make a tied head the embedding, again after each move that gives every module tensors of its own."""
@@ -116,7 +122,12 @@ class Decoder(nn.Module):
         scalings = (rope.scaling for rope, _ in self.ropes)
         return frozenset(scaling.context for scaling in scalings if isinstance(scaling, LongScaling))
 
-    def forward(
+    def shares_prefixes(self, length: int) -> bool:
+        """Whether documents of up to so many tokens may go on from others' first ones: these do not know what follows,
+        and nothing but their keys and values is asked for."""
+        return min(self.edges, default=length) >= length and all(layer.attn.prefixes for layer in self.layers)
+
+    def forward(  # noqa: PLR0913 (all that may be known of a pass)
         self,
         tokens: Tensor,
         positions: Tensor | None = None,
@@ -124,34 +135,55 @@ class Decoder(nn.Module):
         cache: Cache | None = None,
         read: "Callable[[Tensor, Head], Tensor] | None" = None,
         lengths: Tensor | None = None,
+        part: bool = False,
+        prefixes: Tensor | None = None,
     ) -> Tensor:
-        """Logits (B, S, vocab) of `tokens` (B, S).
+        """Logits (B, S, vocab) of `tokens` (B, S), or scores (B, S, labels).
 
         `positions` (B, S) count from 0 in each document and `offsets` bound packed documents. `read(hidden, head)`
         replaces the last step, so that a loss need not hold all logits, and runs inside this call, where sharded
-        weights are whole. `lengths` (B,) says where padding begins, for the first pass of a cache.
+        weights are whole. `lengths` (B,) says where padding begins, for the first pass of a cache. With `part`, hidden
+        states are those of the tokens that `rows` keeps: ranks that share rows work on the others. `prefixes`
+        (documents, 2): how many tokens of an earlier document each packed one goes on from, at which its positions
+        begin, and where these are in the flattened rows.
         """
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-        shape = tokens.shape
-        if self.flat and cache is None:
+        assert part or self.rows is WHOLE or not torch.is_grad_enabled(), "ranks that share rows would each count them"
+        rows, length = self.rows if part else WHOLE, tokens.shape[1]
+        shape = rows.keep(tokens).shape
+        before = self.before(tokens, offsets, prefixes, rows)
+        if self.flat and cache is None and rows is WHOLE:
             tokens, positions, offsets = flattened(tokens, positions, offsets)
-        rotations = tuple(tables(rope, head_dim, positions, offsets, lengths) for rope, head_dim in self.ropes)
-        place = Place(positions, offsets, lengths, rotations)
+        whole = (tables(rope, head_dim, positions, offsets, lengths) for rope, head_dim in self.ropes)
+        rotations = tuple(turn._replace(cos=rows.keep(turn.cos), sin=rows.keep(turn.sin)) for turn in whole)
+        tokens, positions = rows.keep(tokens), rows.keep(positions)
+        place = Place(positions, offsets, lengths, rotations, rows=rows, length=length, before=before)
         if cache is not None:
             cache.used += tokens.shape[1]
             place.used = cache.used
-        hidden = self.run(tokens, place, cache).view(*shape, self.spec.dim)
+        hidden = self.way.enter(self.run(tokens, place, cache), tokens.shape).view(*shape, self.spec.dim)
         return self.head(hidden) if read is None else read(hidden, self.head)
 
+    def before(
+        self, tokens: Tensor, offsets: Tensor | None, prefixes: Tensor | None, rows: Rows
+    ) -> prefix.Prefixes | prefix.Before | None:
+        """What documents see before their own tokens, in the form in which attention asks for it."""
+        if prefixes is None:
+            return None
+        assert offsets is not None and self.shares_prefixes(0), "a state, or a row alone, does not go on from another"
+        if rows is WHOLE:
+            return prefix.keys(offsets, prefixes, tokens.device)
+        return prefix.Before(*map(rows.keep, prefix.of_tokens(offsets, prefixes, tokens)))
+
     def run(self, tokens: Tensor, place: Place, cache: Cache | None) -> Tensor:
-        """Hidden states (B, S, dim) behind the last norm."""
+        """Hidden states (B, S, dim) behind the last norm, of the tokens that are kept here between layers."""
         x = self.embed(tokens)
-        x = x if self.compute is None else x.to(self.compute)
+        x = self.way.leave(x if self.compute is None else x.to(self.compute))
         x = x if self.spec.embed_scale == 1 else x * torch.tensor(self.spec.embed_scale, dtype=x.dtype)
         if self.flat and torch.is_grad_enabled():
             x.requires_grad_()
-        own = [None] * len(self.spec.layers) if self.per_layer is None else self.per_layer(tokens, x)
+        own = [None] * len(self.spec.layers) if self.per_layer is None else self.per_layer(self.way.keep(tokens), x)
         for i, layer in enumerate(self.layers):
             if self.through is not None and torch.is_grad_enabled():
                 x = self.through(layer, x, place, None, own[i])
@@ -173,10 +205,12 @@ def flattened(tokens: Tensor, positions: Tensor, offsets: Tensor | None) -> tupl
 
 
 class Head(Linear):
-    """Hidden states to logits, scaled and capped where the family does so."""
+    """Hidden states to logits, scaled and capped where the family does so, or to scores."""
+
+    share: Vocabulary | None = None  # ids whose logits are made here; others make the rest
 
     def __init__(self, spec: DecoderSpec) -> None:
-        super().__init__(spec.dim, spec.vocab, bias=False)
+        super().__init__(spec.dim, spec.outputs, bias=spec.score is not None and spec.score.bias)
         self.scale, self.softcap = spec.logit_scale, spec.logit_softcap
 
     @property
@@ -185,10 +219,11 @@ class Head(Linear):
         return self.update is None and self.bias is None
 
     def forward(self, input: Tensor) -> Tensor:
-        return self.finish(self.raw(input))
+        logits = self.raw(input)
+        return self.finish(logits if self.share is None else self.share.whole(logits))
 
     def raw(self, x: Tensor) -> Tensor:
-        """The product alone, which a loss scales and caps itself."""
+        """The product alone, which a loss scales and caps itself, of the ids that are here."""
         return super().forward(x)
 
     def finish(self, logits: Tensor) -> Tensor:

@@ -13,7 +13,8 @@ from tunekit.models.linear import Linear, together
 from tunekit.models.norm import RMSNorm
 from tunekit.models.place import Place
 from tunekit.models.spec import DeltaNet
-from tunekit.parallel import put
+from tunekit.parallel.exchange import ALONE, Alone
+from tunekit.parallel.tensors import put
 
 
 class State:
@@ -38,6 +39,8 @@ class GatedDeltaNet(Fresh):
     rotary = None  # the order of tokens is in the rule
     turn: int | None = None
     number, lends = 0, False  # of the layer; it has no keys to lend
+    prefixes = False  # a document has the state that it began with
+    way: Alone = ALONE  # of tokens into this layer and out of it, where ranks share others
 
     def __init__(self, dim: int, spec: DeltaNet) -> None:
         super().__init__()
@@ -56,6 +59,7 @@ class GatedDeltaNet(Fresh):
         self.out_proj = Linear(v, dim, bias=False)
 
     def forward(self, x: Tensor, place: Place, cache: State | None = None) -> Tensor:
+        x = place.gather(self.way.enter(x, place.positions.shape))  # a state wants all that came before
         parts = self.grouped(x) if self.spec.grouped else self.single(x)
         decay = -self.A_log.float().exp() * F.softplus(parts.a.float() + self.dt_bias.float())
         beta = parts.b.float().sigmoid()
@@ -67,7 +71,7 @@ class GatedDeltaNet(Fresh):
                 self.mixed, parts.qkv, decay, beta, place.offsets, use_reentrant=False, preserve_rng_state=False
             )
         y = self.norm(y).float() * F.silu(parts.z.float()).view_as(y)
-        return self.out_proj(y.type_as(x).flatten(-2))
+        return self.way.leave(place.rows.keep(self.out_proj(y.type_as(x).flatten(-2))))
 
     def single(self, x: Tensor) -> Parts:
         return Parts(*together((self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a), x))

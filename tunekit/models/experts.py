@@ -1,5 +1,7 @@
 """Mixtures of experts: a router, experts as stacked weights, and what some families set beside them."""
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -11,7 +13,10 @@ from tunekit.models.init import Fresh, normal
 from tunekit.models.linear import Linear, Stacked, together
 from tunekit.models.norm import RMSNorm, norm
 from tunekit.models.spec import MLP, MoE, Twin
-from tunekit.parallel import put
+from tunekit.parallel.exchange import ALONE, Alone
+from tunekit.parallel.tensors import put
+
+Made = Callable[[Tensor, Tensor], Tensor]  # what experts make of rows (N, dim), of which each has `sizes` (E,)
 
 
 class Router(Fresh):
@@ -87,6 +92,8 @@ class Router(Fresh):
 class Experts(nn.Module):
     """The gated feed-forward layers of all experts."""
 
+    travel: "Callable[[Made, Tensor, Tensor], Tensor] | None" = None  # of rows to the ranks that have their experts
+
     def __init__(self, dim: int, spec: MoE) -> None:
         super().__init__()
         self.act = spec.act
@@ -96,11 +103,17 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor, sizes: Tensor) -> Tensor:
         """Rows (N, dim) sorted by expert, of which each has `sizes` (E,)."""
+        return self.made(x, sizes) if self.travel is None else self.travel(self.made, x, sizes)
+
+    def made(self, x: Tensor, sizes: Tensor) -> Tensor:
+        """What the experts that are here make of their rows."""
         return self.down_proj(gated(self.act, *together((self.gate_proj, self.up_proj), x, sizes)), sizes)
 
 
 class MixtureOfExperts(nn.Module):
     """Every token through the experts that the router chose for it, and through a shared one if there is."""
+
+    way: Alone = ALONE  # of tokens into this layer and out of it, where ranks share the width of experts
 
     def __init__(self, dim: int, spec: MoE) -> None:
         super().__init__()
@@ -111,12 +124,13 @@ class MixtureOfExperts(nn.Module):
 
     def forward(self, x: Tensor, seen: Tensor | None = None) -> Tensor:
         """The router looks at `seen` where that is not `x`."""
+        x, seen = self.way.enter(x), None if seen is None else self.way.enter(seen)
         weights, chosen = self.router((x if seen is None else seen).flatten(0, -2))
         y = self.mixed(x.flatten(0, -2), weights, chosen).view_as(x)
-        if self.shared is None:
-            return y
-        shared = self.shared(x)
-        return y + (shared if self.shared_gate is None else shared * self.shared_gate(x).sigmoid())
+        if self.shared is not None:
+            shared = self.shared(x)
+            y = y + (shared if self.shared_gate is None else shared * self.shared_gate(x).sigmoid())
+        return self.way.leave(y)
 
     def mixed(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """Outputs of the chosen experts of `x` (T, dim), added up with their weights."""

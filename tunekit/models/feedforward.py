@@ -5,10 +5,13 @@ from torch import Tensor, nn
 from tunekit.kernels.glu import gated
 from tunekit.models.linear import Linear, together
 from tunekit.models.spec import MLP
+from tunekit.parallel.exchange import ALONE, Alone
 
 
 class GatedMLP(nn.Module):
     """down(act(gate(x)) * up(x))."""
+
+    way: Alone = ALONE  # of tokens into this layer and out of it, where ranks share its width
 
     def __init__(self, dim: int, spec: MLP) -> None:
         super().__init__()
@@ -18,4 +21,5 @@ class GatedMLP(nn.Module):
         self.down_proj = Linear(spec.hidden, dim, bias=spec.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(gated(self.act, *together((self.gate_proj, self.up_proj), x)))
+        hidden = gated(self.act, *together((self.gate_proj, self.up_proj), self.way.enter(x)))
+        return self.way.leave(self.down_proj(hidden))

@@ -26,7 +26,7 @@ def seeded(seed: int, name: str) -> torch.Generator:
     return torch.Generator().manual_seed(random.Random(f"{seed} {name}").getrandbits(63))
 
 
-def normal(shape: torch.Size, std: float, generator: torch.Generator) -> Tensor:
+def normal(shape: tuple[int, ...], std: float, generator: torch.Generator) -> Tensor:
     """Drawn on the CPU, so that every device gets the same."""
     return torch.randn(shape, generator=generator) * std
 

@@ -3,20 +3,24 @@
 import torch
 from torch import Tensor, nn
 
-from tunekit.kernels.attention import Rule, attend, attend_cached
+from tunekit.kernels.attention import Rule
 from tunekit.kernels.rope import Rotation, rotate
 from tunekit.models.linear import Linear, together
 from tunekit.models.norm import RMSNorm
 from tunekit.models.place import KV, Place
 from tunekit.models.spec import LatentAttention
+from tunekit.parallel.exchange import ALONE, Alone
 
 
 class MultiLatentAttention(nn.Module):
     """Attention whose keys and values are made from a latent, beside one rotated key that all heads share."""
 
+    way: Alone = ALONE  # of tokens into this layer and out of it, where ranks share its heads
+    prefixes = True  # a document may go on from the first tokens of another
+
     def __init__(self, dim: int, spec: LatentAttention) -> None:
         super().__init__()
-        self.spec = spec
+        self.spec, self.heads = spec, spec.heads
         self.width = spec.nope_dim + spec.rope_dim  # of queries and keys
         self.rule = Rule(self.width**-0.5 if spec.scale is None else spec.scale)
         self.rotary = spec.rope, spec.rope_dim
@@ -35,35 +39,32 @@ class MultiLatentAttention(nn.Module):
         self.o_proj = Linear(spec.heads * spec.v_dim, dim, bias=spec.bias)
 
     def forward(self, x: Tensor, place: Place, cache: KV | None = None) -> Tensor:
+        x = self.way.enter(x, place.positions.shape)
         q, kv = together((self.q_proj if self.spec.q_rank is None else self.q_a_proj, self.kv_a_proj_with_mqa), x)
         latent, turning = kv.split([self.spec.kv_rank, self.spec.rope_dim], dim=-1)
         rotation = Rotation(*place.rotations[self.turn][:4], last=True)
         q, turned = rotate(self.queries(q), turning[:, :, None], rotation)
-        k, v = self.keys(latent, turned)
+        k, v = self.keys(place.gather(latent), place.gather(turned))
         if cache is not None:
             k, v = cache.add(k, v, place.positions, place.used)
-        if k.shape[1] == q.shape[1]:  # there is nothing but what came now
-            y = attend(q, k, v, self.rule, place.offsets)
-        else:
-            y = attend_cached(q, k, v, place.positions, self.rule)
-        return self.o_proj(y.flatten(-2))
+        return self.way.leave(self.o_proj(place.attend(q, k, v, self.rule).flatten(-2)))
 
     def queries(self, q: Tensor) -> Tensor:
         """Queries (B, S, H, nope + rope), of which the last channels are still to be turned, or what they come from."""
         q = q if self.spec.q_rank is None else self.q_b_proj(self.q_a_norm(q))
-        return q.unflatten(-1, (self.spec.heads, -1))
+        return q.unflatten(-1, (-1, self.width))
 
     def keys(self, latent: Tensor, turned: Tensor) -> tuple[Tensor, Tensor]:
         """Keys (B, S, H, nope + rope) and values (B, S, H, v) from the latent and the key that all heads share."""
         spec = self.spec
-        both = self.kv_b_proj(self.kv_a_norm(latent)).unflatten(-1, (spec.heads, -1))
+        both = self.kv_b_proj(self.kv_a_norm(latent)).unflatten(-1, (self.heads, -1))
         fixed, v = both.split([spec.nope_dim, spec.v_dim], dim=-1)
-        return torch.cat([fixed, turned.expand(-1, -1, spec.heads, -1)], dim=-1), v
+        return torch.cat([fixed, turned.expand(-1, -1, self.heads, -1)], dim=-1), v
 
     def cache(self, batch: int, slots: int, dtype: torch.dtype, device: torch.device) -> KV:
         """Empty room for `slots` positions.
 
         Keys and values as they are used, and not the latents: small ones would be made large again for every token.
         """
-        heads = batch, slots, self.spec.heads
+        heads = batch, slots, self.heads
         return KV((*heads, self.width), (*heads, self.spec.v_dim), dtype, device)

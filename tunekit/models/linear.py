@@ -9,9 +9,17 @@ from torch import Tensor, nn
 from tunekit.kernels.experts import grouped
 from tunekit.kernels.linear import linear
 from tunekit.models.init import Fresh, normal
-from tunekit.parallel import hand_over, put
+from tunekit.models.weights import Shape
+from tunekit.parallel.exchange import Team, Vocabulary
+from tunekit.parallel.tensors import hand_over, part, put
 
+Get = Callable[[Tensor], Tensor]  # such as the whole of what a rank has a part of
 CAST = 2**25  # numbers of a weight that are cast at once where nothing is learnt: heads have up to 30 times as many
+
+
+def as_is(tensor: Tensor) -> Tensor:
+    """What of a tensor is on this rank, as it is."""
+    return tensor
 
 
 class Linear(nn.Linear, Fresh):
@@ -28,14 +36,21 @@ class Linear(nn.Linear, Fresh):
     lora_B0: Tensor
     lora_magnitude_vector: nn.Parameter  # (out,)
     lora_scale: float
+    rows: Team | None = None  # ranks that have the other outputs
+    columns: Team | None = None  # ranks that have the other inputs: what each makes is a part of a sum
 
     def product(self, x: Tensor) -> Tensor:
         """x W^T + b: (..., in) to (..., out)."""
         if self.weight.dtype == x.dtype or self.weight.numel() <= CAST or torch.is_grad_enabled():
-            return linear(x, self.weight, self.bias)
+            return linear(x, self.weight, self.added)
         parts = self.weight.split(max(1, CAST // self.in_features))
         y = torch.cat([linear(x, part) for part in parts], dim=-1)
-        return y if self.bias is None else y + self.bias.to(x.dtype)
+        return y if self.added is None else y + self.added.to(x.dtype)
+
+    @property
+    def added(self) -> Tensor | None:
+        """The bias, which is added to a sum once."""
+        return once(self.bias, self.columns)
 
     @property
     def frozen(self) -> bool:
@@ -47,9 +62,14 @@ class Linear(nn.Linear, Fresh):
         weight = self.weight.to(grad.dtype)
         return grad @ weight if into is None else into.addmm_(grad, weight)
 
-    def dense(self) -> Tensor:
-        """The weight (out, in) as numbers."""
-        return self.weight
+    @property
+    def shape(self) -> Shape:
+        """That of the whole weight (out, in), whatever part of it is here."""
+        return part(self.weight).shape
+
+    def dense(self, get: Get = as_is) -> Tensor:
+        """The weight (out, in) as numbers, of what `get` makes of all that it is kept in."""
+        return get(self.weight)
 
     def fine(self, rows: int) -> Iterator[Tensor]:
         """The weight in fp32, so many rows at a time."""
@@ -61,7 +81,7 @@ class Linear(nn.Linear, Fresh):
 
     def reset(self, generator: torch.Generator, std: float) -> None:
         """A normal weight, no bias."""
-        self.fill(normal(torch.Size((self.out_features, self.in_features)), std, generator))
+        self.fill(normal(self.shape, std, generator))
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
@@ -77,6 +97,7 @@ class Stacked(Fresh):
     lora_B: nn.Parameter  # (E, out, rank)
     lora_scale: float
     bias: nn.Parameter | None
+    columns: Team | None = None  # ranks that have the other inputs
 
     def __init__(self, experts: int, in_features: int, out_features: int, bias: bool = False) -> None:
         super().__init__()
@@ -86,11 +107,21 @@ class Stacked(Fresh):
 
     def product(self, x: Tensor, sizes: Tensor) -> Tensor:
         """x W[e]^T + b[e] of rows (N, in) sorted by expert, of which each has `sizes` (E,): (N, out)."""
-        return grouped(x, self.weight, sizes, self.bias)
+        return grouped(x, self.weight, sizes, self.added)
 
-    def dense(self) -> Tensor:
-        """The weight (E, out, in) as numbers."""
-        return self.weight
+    @property
+    def added(self) -> Tensor | None:
+        """The biases, which are added to a sum once."""
+        return once(self.bias, self.columns)
+
+    @property
+    def shape(self) -> Shape:
+        """That of the whole weight (E, out, in), whatever part of it is here."""
+        return part(self.weight).shape
+
+    def dense(self, get: Get = as_is) -> Tensor:
+        """The weight (E, out, in) as numbers, of what `get` makes of all that it is kept in."""
+        return get(self.weight)
 
     def fill(self, weight: Tensor) -> None:
         """Take a weight (E, out, in) as it stands in a checkpoint, and for good."""
@@ -98,13 +129,17 @@ class Stacked(Fresh):
 
     def reset(self, generator: torch.Generator, std: float) -> None:
         """Normal weights, no biases."""
-        shape = self.experts, self.out_features, self.in_features
-        self.fill(normal(torch.Size(shape), std, generator))
+        self.fill(normal(self.shape, std, generator))
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor, sizes: Tensor) -> Tensor:
         return self.product(x, sizes) if self.update is None else self.update((self,), x, sizes)[0]
+
+
+def once(bias: Tensor | None, columns: Team | None) -> Tensor | None:
+    """A bias for the first of the ranks that make a sum, zeros for the others."""
+    return bias if bias is None or columns is None or columns.index == 0 else bias * 0
 
 
 def together(layers: Sequence[Linear] | Sequence[Stacked], *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -122,6 +157,7 @@ class Embedding(nn.Embedding, Fresh):
     lora_embedding_A: nn.Parameter  # (rank, ids)
     lora_embedding_B: nn.Parameter  # (dim, rank)
     lora_scale: float
+    share: Vocabulary | None = None  # ids that are here: rows of others are zeros
 
     def reset_parameters(self) -> None:
         """Nothing: weights are read, or drawn by `reset`. torch would draw them on no device, and for that load its
@@ -129,10 +165,18 @@ class Embedding(nn.Embedding, Fresh):
 
     def product(self, tokens: Tensor) -> Tensor:
         """(...) token ids to (..., dim)."""
-        return F.embedding(tokens, self.weight)
+        return self.looked_up(tokens, self.weight)
+
+    def looked_up(self, tokens: Tensor, table: Tensor) -> Tensor:
+        """Rows of a table (ids, ...) that has one for each id."""
+        if self.share is None:
+            return F.embedding(tokens, table)
+        at = tokens - self.share.start
+        here = (at >= 0) & (at < len(table))
+        return F.embedding(at.where(here, 0), table).masked_fill(~here[..., None], 0)
 
     def reset(self, generator: torch.Generator, std: float) -> None:
-        put(self.weight, normal(self.weight.shape, std, generator))
+        put(self.weight, normal(part(self.weight).shape, std, generator))
 
     def forward(self, input: Tensor) -> Tensor:
         return self.product(input) if self.update is None else self.update(self, input)

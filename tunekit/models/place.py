@@ -6,6 +6,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from tunekit.kernels.attention import Rule, attend, attend_cached, attend_part
+from tunekit.kernels.prefix import Before, Prefixes
 from tunekit.kernels.rope import Rotation
 
 
@@ -40,14 +42,71 @@ class Cache:
         self.used = 0  # slots that any row may have written
 
 
+class Rows:
+    """Which tokens of the rows of a pass are here: all of them."""
+
+    def keep(self, x: Tensor, value: int = 0) -> Tensor:
+        """What is here of (B, S, ...). Where there is nothing to keep, it is `value`."""
+        return x
+
+    def gather(self, x: Tensor, length: int) -> Tensor:
+        """All (B, S, ...) of rows of this length, from what is here of them."""
+        return x
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum over all ranks that have tokens of these rows. A part's gradient is that of the sum: all of these
+        ranks make the same of it, and it counts once."""
+        return x
+
+    def stretches(self, length: int) -> tuple[range, ...] | None:
+        """Which tokens of each row are here; None: all."""
+        return None
+
+
+WHOLE = Rows()
+
+
+class Lent:
+    """Keys and values of some layers, by their number, from which later ones take them.
+
+    Not a plain dict: FSDP makes others of those that it finds among the arguments of a layer.
+    """
+
+    def __init__(self) -> None:
+        self.kv: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def lend(self, number: int, kv: tuple[Tensor, Tensor]) -> None:
+        """When a layer is run again for its gradients, those who took keep what they took."""
+        self.kv.setdefault(number, kv)
+
+    def take(self, number: int) -> tuple[Tensor, Tensor]:
+        return self.kv[number]
+
+
 @dataclass
 class Place:
     """What all layers of one pass share: where the tokens are."""
 
-    positions: Tensor  # (B, S)
-    offsets: Tensor | None  # bounds of packed documents
+    positions: Tensor  # (B, S) of the tokens that are here
+    offsets: Tensor | None  # bounds of packed documents, in whole rows
     lengths: Tensor | None  # (B,) tokens of each row that are not padding behind it; None: all, or nobody asks
     rotations: tuple[Rotation, ...]  # one for each distinct Rope of the model
     used: int = 0  # slots of the cache to look at
-    # Keys and values of those layers, by their number, from which later ones take them.
-    kv: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    rows: Rows = WHOLE  # which tokens of each row are here
+    length: int = 0  # of whole rows
+    before: Prefixes | Before | None = None  # what documents see before their own tokens
+    kv: Lent = field(default_factory=Lent)
+
+    def gather(self, x: Tensor) -> Tensor:
+        """(B, length, ...) of whole rows, from what is here."""
+        return self.rows.gather(x, self.length)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, rule: Rule, sinks: Tensor | None = None) -> Tensor:
+        """Queries of what is here on keys and values of whole rows, or of all that a cache has seen."""
+        if (stretches := self.rows.stretches(self.length)) is not None:
+            assert not isinstance(self.before, Prefixes)
+            return attend_part(q, k, v, rule, self.positions, stretches, sinks, self.before)
+        if k.shape[1] != q.shape[1]:
+            return attend_cached(q, k, v, self.positions, rule, sinks)
+        assert not isinstance(self.before, Before)
+        return attend(q, k, v, rule, self.offsets, sinks, self.before)  # there is nothing but what came now

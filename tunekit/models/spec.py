@@ -1,6 +1,6 @@
 """What a decoder is, as data. Nothing here imports torch; every value is frozen, hashes and prints."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 Act = Literal["silu", "gelu", "gelu_tanh", "clamped_swiglu"]
@@ -198,6 +198,16 @@ class Layer:
 
 
 @dataclass(frozen=True, slots=True)
+class Score:
+    """A head that scores, in place of the vocabulary's: a document by its last token, or each token."""
+
+    labels: int
+    each: bool = False  # every token is scored
+    bias: bool = False
+    pad: int | None = None  # the last token that is another one is what scores a document
+
+
+@dataclass(frozen=True, slots=True)
 class DecoderSpec:
     """A whole decoder. `std` is the spread of a fresh weight, `context` the longest row it was trained for."""
 
@@ -213,3 +223,13 @@ class DecoderSpec:
     logit_scale: float = 1.0
     logit_softcap: float | None = None
     per_layer: PerLayerInput | None = None
+    score: Score | None = None  # None: a language model
+
+    @property
+    def outputs(self) -> int:
+        """What the head makes of a token: a logit for each id of the vocabulary, or its scores."""
+        return self.vocab if self.score is None else self.score.labels
+
+    def scoring(self, score: Score) -> "DecoderSpec":
+        """The same decoder with a head that scores, of which nothing is scaled, capped or shared."""
+        return replace(self, score=score, tied=False, logit_scale=1.0, logit_softcap=None)

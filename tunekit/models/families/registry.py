@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from tunekit.errors import UserError
 from tunekit.models.families import (
+    classifiers,
     deepseek,
     gemma,
     gemma4,
@@ -42,6 +43,7 @@ class Family:
     told: Callable[[Config], tuple[Row, ...]] = lambda _: ()  # rows that config.json decides, before the others
     live: tuple[Row, ...] = ()  # what transformers calls its modules, where the first rows for them are of older files
     untold: bool = False  # experts are transposed there, and their module does not tell PEFT so
+    unread: tuple[Row, ...] = ()  # heads in whose place another stands
 
     @property
     def modules(self) -> tuple[Row, ...]:
@@ -105,8 +107,16 @@ def family(config: Config, where: str) -> tuple[Family, DecoderSpec]:
     found = FAMILIES[kind]
     try:
         spec = found.spec(config)
-        return replace(found, table=found.told(config) + found.table), spec
+        found = replace(found, table=found.told(config) + found.table)
+        score = classifiers.score(config)
+        return (found, spec) if score is None else (scoring(found), spec.scoring(score))
     except KeyError as error:
         raise UserError(f"{where}: {error} is missing") from error
     except (TypeError, ValueError) as error:
         raise UserError(f"{where}: {error}") from error
+
+
+def scoring(found: Family) -> Family:
+    """The family's names with a head that scores."""
+    rows = {"table": classifiers.table(found.table), "live": classifiers.table(found.live)}
+    return replace(found, **rows, unread=classifiers.heads(found.live + found.table))

@@ -1,0 +1,211 @@
+"""Two processes beside one on the same cores, and what they send each other in a step, beside what theory asks for.
+
+python benchmarks/sharding.py [--model tiny|small|135m] [--rounds 3] [--steps 5] [--layouts fsdp copies tensor]
+
+One process has all threads, each of two has half of them, and all train the same rows with gloo on this machine. Bytes
+and the share of exchanges are read from a trace of two steps. `hsdp` starts four processes, and is about bytes alone.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import profile, schedule
+
+from tunekit import assemble
+from tunekit.adapters import Full
+from tunekit.checkpoint.folder import Folder
+from tunekit.data.rows import Text
+from tunekit.data.steps.batch import Batch
+from tunekit.formats import Plain
+from tunekit.machine import hardware
+from tunekit.memory import Memory
+from tunekit.optim import AdamW
+from tunekit.parallel.choice import Parallel
+from tunekit.parallel.run import Run
+from tunekit.precision import Precision
+from tunekit.recipes import sft
+from tunekit.timeline import figures
+
+HERE = Path(__file__).parent
+# dim, hidden, layers, heads, kv heads, vocabulary, tokens of a row
+MODELS = {
+    "tiny": (64, 128, 2, 4, 2, 256, 32),
+    "small": (256, 768, 6, 8, 4, 4096, 256),
+    "135m": (576, 1536, 30, 9, 3, 49152, 512),
+}
+ROWS, EXPERTS, TOP = 4, 8, 2
+# Of how many processes, and how; the last two are of a model with experts.
+LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
+    "one": (1, {}),
+    "fsdp": (2, {}),
+    "copies": (2, {"replicate": 2, "shard": 1}),
+    "tensor": (2, {"tensor": 2}),
+    "context": (2, {"context": 2}),
+    "hsdp": (4, {"replicate": 2, "shard": 2}),
+    "experts, fsdp": (2, {}),
+    "experts": (2, {"expert": 2}),
+}
+PAIR = 2  # processes in each group that exchanges
+
+
+def config(model: str, sparse: bool) -> dict[str, Any]:
+    dim, hidden, layers, heads, kv_heads, vocab, _ = MODELS[model]
+    found = {"model_type": "qwen3_moe" if sparse else "llama", "vocab_size": vocab, "hidden_size": dim}
+    found |= {"intermediate_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads}
+    found |= {"num_key_value_heads": kv_heads, "head_dim": dim // heads, "max_position_embeddings": 4096}
+    found |= {"tie_word_embeddings": True, "rms_norm_eps": 1e-5}
+    if sparse:
+        found |= {"num_experts": EXPERTS, "num_experts_per_tok": TOP, "moe_intermediate_size": hidden // 2}
+        found |= {"norm_topk_prob": True}
+    return found
+
+
+# One process
+
+
+def batch(model: str, step: int, run: Run) -> Batch:
+    """All rows of this rank in one pass."""
+    *_, vocab, length = MODELS[model]
+    draw = torch.Generator().manual_seed(step)
+    rows = torch.randint(0, vocab, (ROWS, length), generator=draw)[run.reader :: run.sizes.readers]
+    return Batch(rows, rows.roll(-1, 1), torch.arange(length).expand_as(rows), None, rows.numel(), rows.numel())
+
+
+def child(args: argparse.Namespace) -> None:
+    """Train on this rank; the main process writes what was measured."""
+    torch.set_num_threads(args.threads)
+    count, ways = LAYOUTS[args.child]
+    with Run(7, "cpu", Parallel(**ways)) as run:
+        source, fp32 = Folder.open(args.folder), Precision("fp32", "fp32", "fp32")
+        model = assemble.model(source, Plain(), Full(), fp32, Memory(), run, True)
+        sizes = {name: p.numel() * 4 for name, p in model.named_parameters()}
+        cfg = sft.SFT(model="m", data=Text("t"), out="o")
+        update = Memory().update(AdamW().build(Full().trained(model)), 1.0, run)
+
+        def step(number: int) -> float:
+            began = time.perf_counter()
+            sft.train_step(model, [batch(args.model, number, run)], cfg, update, run)
+            run.barrier()
+            return time.perf_counter() - began
+
+        seconds = [step(number) for number in range(args.steps + 2)][2:]
+        trace = args.folder / f"trace-{run.rank}.json"
+        how = schedule(wait=0, warmup=1, active=2)
+        with profile(schedule=how, on_trace_ready=lambda p: p.export_chrome_trace(str(trace)), record_shapes=True) as p:
+            for number in range(3):
+                step(number)
+                p.step()
+        if run.is_main:
+            told = {"seconds": seconds, "sizes": sizes, **seen(trace)}
+            (args.folder / "told.json").write_text(json.dumps(told))
+
+
+def seen(trace: Path) -> dict[str, Any]:
+    """Of a step: bytes that the main rank has sent, by kind, and the shares of exchanges."""
+    found = figures(json.loads(trace.read_text())["traceEvents"])
+    part = {"all-reduce": 2 * (PAIR - 1) / PAIR, "barrier": 0.0}
+    sent = {one.kind: one.bytes * part.get(one.kind, (PAIR - 1) / PAIR) / found.steps for one in found.exchanges}
+    return {"sent": sent, "exposed": found.exposed / found.total, "hidden": found.hidden / found.total}
+
+
+# All of them
+
+
+def started(args: argparse.Namespace, layout: str, threads: int) -> dict[str, Any]:
+    """One layout, in processes of its own."""
+    count = LAYOUTS[layout][0]
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(config(args.model, layout.startswith("experts"))))
+        words = ["-m", "torch.distributed.run", f"--nproc-per-node={count}", "--rdzv-backend=c10d"]
+        words += ["--rdzv-endpoint=127.0.0.1:0", __file__, "--child", layout, "--folder", folder]
+        words += ["--model", args.model, "--steps", str(args.steps), "--threads", str(threads)]
+        env = os.environ | {"OMP_NUM_THREADS": str(threads)}
+        done = subprocess.run([sys.executable, *words], env=env, capture_output=True, text=True)
+        if done.returncode:
+            raise SystemExit(f"{layout}: {done.stderr[-3000:]}")
+        return json.loads((Path(folder) / "told.json").read_text())
+
+
+def theory(args: argparse.Namespace, layout: str, sizes: dict[str, int]) -> float:
+    """Bytes that a rank sends in a step of one pass, in fp32, by how the layout works.
+
+    Sharding gathers layers for the forward and the backward pass and all else once, and adds gradients up once; copies
+    add up alone. Layers that are shared exchange inputs and outputs of attention and MLP, in both directions, and those
+    of the embedding and the head. For a long row keys and values are gathered. Experts get their tokens and send them
+    back, in both directions.
+    """
+    dim, _, layers, heads, kv_heads, _, length = MODELS[args.model]
+    inner = sum(size for name, size in sizes.items() if name.startswith("layers."))
+    experts = sum(size for name, size in sizes.items() if ".experts." in name)
+    total, half = sum(sizes.values()), (PAIR - 1) / PAIR
+    sharded = half * (inner + total + total)
+    tokens = ROWS * length * 4
+    if layout == "tensor":
+        return half * tokens * dim * (layers * 8 + 4)
+    if layout == "context":
+        return sharded + half * tokens * (dim // heads * kv_heads * 2) * layers * 2
+    if layout == "experts":
+        return sharded - 3 * half * experts + half * tokens // PAIR * TOP * dim * layers * 4
+    each = {"one": 0.0, "copies": 2 * half * total, "hsdp": sharded + half * total}
+    return each.get(layout, sharded)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=MODELS, default="small")
+    parser.add_argument("--layouts", nargs="*", choices=LAYOUTS, default=list(LAYOUTS))
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=2, help="of one process, divided fairly among several")
+    parser.add_argument("--results", type=Path, default=HERE / "results")
+    parser.add_argument("--child", choices=LAYOUTS, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.child:
+        child(args)
+        return
+    names = list(dict.fromkeys(["one", *args.layouts]))
+    told: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+    for _ in range(args.rounds):  # in turns: the machine may be another one a minute later
+        for name in names:
+            told[name].append(started(args, name, max(1, args.threads // LAYOUTS[name][0])))
+            print(f"{name}: {statistics.median(told[name][-1]['seconds']):.3f} s a step", flush=True)
+    text = report(args, told)
+    (args.results / f"{date.today()}-sharding-{args.model}.md").write_text(text)
+    print(text)
+
+
+def report(args: argparse.Namespace, told: dict[str, list[dict[str, Any]]]) -> str:
+    """A line for each layout."""
+    text = f"# Two processes beside one, {date.today()}\n\n{hardware(torch.device('cpu'))}, torch {torch.__version__}. "
+    text += (
+        f"{args.model}, {ROWS} rows of {MODELS[args.model][-1]} tokens, fp32, AdamW; {args.threads} threads in all, "
+    )
+    text += f"{args.rounds} rounds in turns, medians.\n\n"
+    text += "| layout | processes | s a step | of one process | exposed | hidden | MB sent | in theory | ratio |\n"
+    text += "|---|---|---|---|---|---|---|---|---|\n"
+    one = statistics.median(second for found in told["one"] for second in found["seconds"])
+    for name, found in told.items():
+        count, seconds = LAYOUTS[name][0], statistics.median(s for each in found for s in each["seconds"])
+        share = f"{one / seconds:.0%}" if count <= args.threads and not name.startswith("experts") else ""
+        sent, due = sum(found[0]["sent"].values()) / 1e6, theory(args, name, found[0]["sizes"]) / 1e6
+        exposed, hidden = (statistics.median(each[key] for each in found) for key in ("exposed", "hidden"))
+        text += f"| {name} | {count} | {seconds:.3f} | {share} | {exposed:.0%} | {hidden:.0%} | {sent:.3f} | {due:.3f} "
+        text += f"| {sent / due:.2f} |\n" if due else "| |\n"
+    kinds = {name: found[0]["sent"] for name, found in told.items() if found[0]["sent"]}
+    parts = (f"- {name}: " + ", ".join(f"{k} {v / 1e6:.3f}" for k, v in each.items()) for name, each in kinds.items())
+    return text + "\nMB of a step by kind, sent by the main rank:\n\n" + "\n".join(parts) + "\n"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""Some steps of distillation on any layout, and what came of them. Lean: every rank imports it."""
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import tokenizers
+import torch
+
+from tests.layout.steps import FP32, Case, Outcome, batches
+from tunekit import assemble
+from tunekit.checkpoint.folder import Folder
+from tunekit.data.rows import Text
+from tunekit.data.steps.batch import Layout
+from tunekit.data.tokenizer import Tokenizer
+from tunekit.losses.divergence import Divergence, JensenShannon
+from tunekit.on_policy import OnPolicy, Writer
+from tunekit.parallel.run import Run
+from tunekit.parallel.tensors import whole
+from tunekit.recipes import distill
+from tunekit.teacher import Live
+
+WORDS = Tokenizer(tokenizers.Tokenizer(tokenizers.models.WordLevel({"w": 0}, "w")), {}, {})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lesson(Case):
+    """What a student learns from a teacher."""
+
+    teacher: Path
+    loss: Divergence = field(default_factory=lambda: JensenShannon(beta=0.3, truth=0.2, temperature=1.5))
+    top: int | None = None
+    share: float = 0.0  # of rows that the student answers itself
+
+
+def taught(case: Lesson) -> Outcome:
+    """A few steps as the recipe takes them. Behind the losses of all steps stand the other figures of the last one."""
+    found = Outcome()
+    with Run(7, "cpu", case.parallel) as run:
+        source = Folder.open(case.folder)
+        model = assemble.model(source, case.weights, case.adapter, case.precision, case.memory, run)
+        teacher = Live(model=str(case.teacher), precision=FP32, top=case.top)
+        cfg = distill.Distill(
+            model="m", data=Text("t"), out="o", teacher=teacher, loss=case.loss, adapter=case.adapter, clip=case.clip
+        )
+        layout = Layout(4, case.micro_batch, run.reader, run.sizes.readers, 0, case.length if case.packed else None)
+        beside = {
+            "teacher": teacher.open(case.loss, model, WORDS, [], run),
+            "writer": Writer(OnPolicy(case.share, tokens=6, batch=2), layout, case.length, frozenset({3, 4, 5})),
+        }
+        optimizer = case.optimizer.build(case.adapter.trained(model))
+        update = case.memory.update(optimizer, case.clip, run)
+        figures = {}
+        for step in range(case.steps):
+            run.begin_step(step)
+            taken = distill.train_step(model, batches(case, step, run), replace(cfg), update, run, **beside)
+            found.losses.append(float(taken.loss))
+            found.norms.append(float(taken.norm))
+            figures = {name: float(value) for name, value in taken.figures.items()}
+        found.losses += [figures[name] for name in sorted(figures)]
+        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        found.tensors = {name: whole(p).clone() for name, p in named}
+    return found
+
+
+def lessons(cases: list[Lesson]) -> list[Outcome]:
+    """One after the other, in one start of the ranks."""
+    torch.set_num_threads(1)
+    return [taught(case) for case in cases]

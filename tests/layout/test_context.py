@@ -1,0 +1,38 @@
+"""Rows that several ranks share: all that a query may see, seen from another rank."""
+
+import pytest
+import torch
+
+from tests.checkpoints import error
+from tunekit.kernels import attention
+from tunekit.kernels.attention import Rule, attend, attend_part
+from tunekit.layout.context import Stretches
+from tunekit.parallel.exchange import Team
+
+RULES = [Rule(0.3), Rule(0.3, window=4), Rule(0.3, chunk=5), Rule(0.3, softcap=2.0), Rule(0.3, 6, 8)]
+
+
+@pytest.mark.parametrize("sunk", [False, True])
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_stretches_of_queries(rule: Rule, sunk: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On keys of whole rows they are what they are beside the other queries, with their gradients."""
+    if sunk and rule.softcap is not None:
+        return
+    monkeypatch.setattr(attention, "BLOCK", 3)
+    draw = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 23, heads, 8, generator=draw).requires_grad_() for heads in (4, 2, 2))
+    sinks = torch.randn(4, generator=draw).requires_grad_() if sunk else None
+    learnt = [q, k, v, *([] if sinks is None else [sinks])]
+    offsets = torch.tensor([0, 7, 16, 23, 23 + 11, 46])
+    positions = torch.cat([torch.arange(n) for n in offsets.diff()]).view(2, 23)
+    wanted = attend(q, k, v, rule, offsets, sinks)
+    ranks = [Stretches(Team(None, 2, index)) for index in range(2)]  # type: ignore[arg-type] (nothing is sent)
+    found = [attend_part(r.keep(q), k, v, rule, r.keep(positions), r.stretches(23), sinks) for r in ranks]
+    real = torch.ones(2, 23, 1, 1)
+    for one, rank in zip(found, ranks, strict=True):
+        assert error(one * rank.keep(real), rank.keep(wanted)) < 1e-6
+    weight = torch.randn(wanted.shape, generator=draw)
+    theirs = torch.autograd.grad((wanted * weight).sum(), learnt)
+    ours = torch.autograd.grad(sum((y * r.keep(weight)).sum() for y, r in zip(found, ranks, strict=True)), learnt)
+    for a, b in zip(ours, theirs, strict=True):
+        assert error(a, b) < 1e-5

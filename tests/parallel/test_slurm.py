@@ -1,0 +1,74 @@
+"""Jobs of Slurm, with an `sbatch` and an `srun` that run on this machine what Slurm would."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.parallel.beads import Beads
+from tunekit.errors import UserError
+from tunekit.parallel.slurm import Slurm
+
+SBATCH = """#!/bin/bash
+# Takes a script and runs it at once, as the first of the machines.
+log=$(sed -n 's/^#SBATCH --output=//p' "$1" | sed 's/%j/17/')
+nodes=$(sed -n 's/^#SBATCH --nodes=//p' "$1")
+SLURM_JOB_ID=17 SLURM_JOB_NODELIST='n[1-2]' NODES=$nodes bash "$1" > "$log" 2>&1
+echo "Submitted batch job 17"
+"""
+SRUN = """#!/bin/bash
+# Runs its words once for each machine.
+shift
+for node in $(seq 0 $((NODES - 1))); do SLURM_NODEID=$node "$@" & pids="$pids $!"; done
+for pid in $pids; do wait "$pid" || code=$?; done
+exit ${code:-0}
+"""
+SCONTROL = "#!/bin/bash\necho localhost; echo other\n"
+
+
+@pytest.fixture
+def beads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Beads:
+    """A folder with Slurm's commands on the path."""
+    commands = tmp_path / "bin"
+    commands.mkdir()
+    for name, text in {"sbatch": SBATCH, "srun": SRUN, "scontrol": SCONTROL}.items():
+        (commands / name).write_text(text)
+        (commands / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{commands}{os.pathsep}{os.environ['PATH']}")
+    return Beads.make(tmp_path)
+
+
+@pytest.mark.multi
+def test_a_job_runs_the_ranks_of_all_machines(beads: Beads) -> None:
+    ended = beads.run("--slurm", "nodes=2,gpus=2,time=1:00:00", "--max-restarts", "1", "--fresh", "bad=SIGKILL")
+    assert (ended.code, ended.out) == (0, "Submitted batch job 17: out/logs/job.sh\n"), ended
+    log = (beads.folder / "out/logs/slurm-17.log").read_text()
+    assert "starting 2 processes of 4 on 2 machines" in log and "restart 1 of 1" in log, log
+    assert sorted((one.rank, one.size, one.fresh) for one in beads.started()) == sorted(
+        (rank, 4, fresh) for rank in range(4) for fresh in (True, False)
+    )
+
+
+@pytest.mark.multi
+def test_a_script_may_be_written_alone(beads: Beads) -> None:
+    ended = beads.run("--slurm", "gpus=8,time=4:00:00,partition=x,exclude=a;b", "--dry-run", "beads=5")
+    assert (ended.code, ended.out) == (0, "written, not submitted: out/logs/job.sh\n"), ended
+    script = (beads.folder / "out/logs/job.sh").read_text()
+    asked = {line.removeprefix("#SBATCH --") for line in script.splitlines() if line.startswith("#SBATCH")}
+    assert asked >= {"nodes=1", "gpus-per-node=8", "time=4:00:00", "partition=x", "exclude=a,b", "signal=TERM@120"}
+    assert "--rendezvous" not in script and "--gpus 8" in script and "beads=5" in script
+    assert subprocess.run(["bash", "-n", beads.folder / "out/logs/job.sh"], check=False).returncode == 0
+    (beads.folder / "bin/sbatch").write_text("#!/bin/bash\necho 'invalid partition' >&2; exit 1\n")
+    refused = beads.run("--slurm", "gpus=8,partition=y")
+    assert refused.code == 2 and "sbatch refused out/logs/job.sh: invalid partition" in refused.err
+
+
+def test_what_is_asked_of_slurm_is_checked() -> None:
+    assert Slurm.read("nodes=4, gpus=8, time=4:00:00") == Slurm(4, 8, {"time": "4:00:00"})
+    with pytest.raises(UserError, match="did you mean nodes"):
+        Slurm.read("nods=2")
+    assert Slurm.read("container-image=a.sqsh,site-own=1").options == {"container-image": "a.sqsh", "site-own": "1"}
+    for text in ("nodes=0", "gpus=many", "time", "=3", "a b=3"):
+        with pytest.raises(UserError, match="--slurm"):
+            Slurm.read(text)

@@ -1,0 +1,70 @@
+"""Weights, gradients and optimizer divided over the ranks; each layer's are gathered while it computes (FSDP2).
+
+Embedding, head and last norm are gathered for the whole pass. What is kept in few bits travels so.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+from tunekit.models.decoder import Decoder
+from tunekit.models.experts import Experts
+from tunekit.parallel.run import Run
+
+# Bytes of whole gradients beside those of the sharded weights, up to which they may wait for the last pass of a step.
+FEW = 0.05
+
+
+def shard(model: Decoder, run: Run) -> None:
+    """Divide a model that holds no numbers yet."""
+    trained = any(p.requires_grad for p in model.parameters())
+    # Copies that learn nothing have nothing to tell each other.
+    if run.mesh is None or (run.sizes.averaged if trained else run.sizes.sharded) == 1:
+        return
+    how = choices(model, run, divided(run.mesh, trained))
+    run.accumulates = few_are_trained(model, run.sizes.sharded)
+    if run.experts is not None:  # other ranks may have other experts
+        apart = choices(model, run, divided(run.experts, trained))
+        for module in [module for module in model.modules() if isinstance(module, Experts)]:
+            fully_shard(module, **apart)
+    blocks = [fully_shard(layer, **how) for layer in model.layers]
+    how["reshard_after_forward"] = False
+    fully_shard(model, **how)
+    ahead(blocks, run.parallel.prefetch)
+
+
+def choices(model: Decoder, run: Run, mesh: DeviceMesh) -> dict[str, Any]:
+    """What a config says of it, in torch's words."""
+    travels = model.compute if run.parallel.gather == "compute" else None
+    offload = CPUOffloadPolicy() if run.parallel.offload else OffloadPolicy()
+    return {
+        "mesh": mesh,
+        "reshard_after_forward": run.parallel.reshard,
+        "mp_policy": MixedPrecisionPolicy(travels, torch.float32 if travels else None, cast_forward_inputs=False),
+        "offload_policy": offload,
+    }
+
+
+def divided(mesh: DeviceMesh, trained: bool) -> DeviceMesh:
+    """Over which ranks a weight is divided, and over which it is copied."""
+    return mesh["shard"] if mesh["replicate"].size() == 1 or not trained else mesh["replicate", "shard"]
+
+
+def few_are_trained(model: nn.Module, ranks: int) -> bool:
+    """Whether whole gradients take little beside the rest of what a rank has: then they are exchanged once a step."""
+    sizes = {p: p.numel() * p.element_size() for p in model.parameters()}
+    trained = sum(size for p, size in sizes.items() if p.requires_grad)
+    return trained <= FEW * sum(sizes.values()) / ranks
+
+
+def ahead(blocks: list[Any], count: int) -> None:
+    """Gather the weights of so many layers before they are asked for. torch itself looks one ahead."""
+    if count < 2:
+        return
+    for i, block in enumerate(blocks):
+        assert isinstance(block, FSDPModule)
+        block.set_modules_to_forward_prefetch(blocks[i + 1 : i + 1 + count])
+        block.set_modules_to_backward_prefetch(blocks[max(0, i - count) : i][::-1])

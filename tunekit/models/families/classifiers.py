@@ -1,0 +1,78 @@
+"""Checkpoints whose head scores: what transformers calls their classes, and how config.json and their tensors tell."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from tunekit.models.families.base import Config
+from tunekit.models.spec import Score
+from tunekit.models.weights import Row
+
+DOCUMENTS, TOKENS = "ForSequenceClassification", "ForTokenClassification"
+# What stands before these words, by `model_type`.
+STEMS = {
+    "deepseek_v2": "DeepseekV2",
+    "deepseek_v3": "DeepseekV3",
+    "gemma": "Gemma",
+    "gemma2": "Gemma2",
+    "gemma3": "Gemma3",
+    "gemma3_text": "Gemma3Text",
+    "glm": "Glm",
+    "glm4": "Glm4",
+    "gpt_oss": "GptOss",
+    "llama": "Llama",
+    "ministral": "Ministral",
+    "ministral3": "Ministral3",
+    "mistral": "Mistral",
+    "mixtral": "Mixtral",
+    "olmo2": "Olmo2",
+    "olmo3": "Olmo3",
+    "phi3": "Phi3",
+    "qwen2": "Qwen2",
+    "qwen2_moe": "Qwen2Moe",
+    "qwen3": "Qwen3",
+    "qwen3_5": "Qwen3_5",
+    "qwen3_5_text": "Qwen3_5Text",
+    "qwen3_moe": "Qwen3Moe",
+    "qwen3_next": "Qwen3Next",
+    "smollm3": "SmolLM3",
+}
+# Of these there is no class for tokens.
+DOCUMENTS_ONLY = {"deepseek_v2", "gemma3", "gemma3_text", "olmo2", "olmo3", "qwen3_5_text"}
+HEAD = "score"  # its name there
+
+
+def architecture(kind: str, each: bool) -> str | None:
+    """The class of a `model_type` that scores documents, or each token; None: there is none."""
+    stem = None if each and kind in DOCUMENTS_ONLY else STEMS.get(kind)
+    return None if stem is None else stem + (TOKENS if each else DOCUMENTS)
+
+
+def score(config: Config) -> Score | None:
+    """The head of the class that config.json names; None: one over the vocabulary."""
+    named = config.get("architectures") or [""]
+    if not (isinstance(named, list) and str(named[0]).endswith((DOCUMENTS, TOKENS))):
+        return None
+    each = named[0].endswith(TOKENS)
+    labels = config.get("id2label")
+    count = config.get("num_labels") or 2 if labels is None else len(labels)
+    return Score(count, each, each and config.get("token_classification_bias", True), pad(config))
+
+
+def pad(config: Config) -> int | None:
+    """The id of the token that pads, as the text model has it."""
+    return inside(config).get("pad_token_id")
+
+
+def inside(config: Config) -> Mapping[str, Any]:
+    """What config.json says of the text model: all of it, or a part."""
+    return config.get("text_config") or config
+
+
+def table(rows: tuple[Row, ...]) -> tuple[Row, ...]:
+    """The names of a checkpoint that scores, from those of the language model."""
+    return tuple(Row("head", HEAD) if row.ours == "head" else row for row in rows)
+
+
+def heads(rows: tuple[Row, ...]) -> tuple[Row, ...]:
+    """The heads over the vocabulary, which no such checkpoint has."""
+    return tuple(row for row in rows if row.ours == "head")

@@ -1,0 +1,306 @@
+"""Where it runs. On one process every collective here is the identity, so recipes never ask how many there are."""
+
+import os
+import random
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import count
+from types import FrameType
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from tqdm import tqdm
+
+from tunekit.errors import Stopped, UserError
+from tunekit.pages import hold
+from tunekit.parallel import member
+from tunekit.parallel.choice import Parallel, Sizes
+from tunekit.parallel.store import met
+from tunekit.parallel.watch import Beats
+
+Handler = Callable[[int, FrameType | None], Any] | int | None  # what Python keeps for a signal
+T = TypeVar("T")
+
+NO_GPU = "device: cuda, but torch finds no GPU here: leave it out, or install torch for CUDA"
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+MEETINGS = count()  # of the same processes, which have one store of what they tell each other
+LATER = 60  # seconds
+PATIENT = timedelta(days=30)  # for those who wait while one process reads, writes or sends something large
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where this process is among all, along each way of sharing."""
+
+    replicate: int = 0
+    shard: int = 0  # of those that share the weights, with `context` counted in
+    context: int = 0
+    tensor: int = 0
+
+
+class Run:
+    """Device, rank and random state of this process, for as long as the `with` block lasts.
+
+    Who we are is said by the environment, as torchrun sets it (RANK, WORLD_SIZE, LOCAL_RANK); without it there is one
+    process. Ranks lie as replicate x shard x context x tensor, the last ones side by side.
+    """
+
+    def __init__(self, seed: int = 0, device: str = "auto", parallel: Parallel | None = None) -> None:
+        self.seed, self.parallel = seed, parallel or Parallel()
+        self.rank, self.size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        self.sizes = self.parallel.sizes(self.size)
+        self.place = located(self.rank, self.sizes)
+        self.device = device_of(device)
+        if device == "cuda" and self.device.type == "cpu":
+            raise UserError(NO_GPU)
+        self.parallel.check(self.device.type, self.size)
+        self.beats = Beats.open()  # what whoever has started us sees of us
+        self.asked: signal.Signals | None = None  # of this process, at any moment
+        self.agreed: signal.Signals | None = None  # by all, between two steps
+        self.handlers: dict[int, Handler] = {}
+        self.mesh: DeviceMesh | None = None  # replicate x shard x tensor, context being part of shard
+        self.rows: DeviceMesh | None = None  # readers x context x tensor
+        self.experts: DeviceMesh | None = None  # replicate x shard x expert x tensor, shard without expert
+        self.sums: DeviceMesh | None = None  # averaged x tensor
+        self.patient: dist.ProcessGroup | None = None  # of all, on the host
+        self.accumulates = True  # whether gradients are exchanged once a step, and not in each pass
+        self.step = 0  # that is taken now
+
+    @classmethod
+    def alone(cls) -> "Run":
+        """A process that asks no other, on the CPU, even where the environment says that it is one of several."""
+        run = cls(device="cpu")
+        run.rank, run.size, run.sizes, run.place = 0, 1, Sizes(), Place()
+        return run
+
+    def __enter__(self) -> "Run":
+        torch.manual_seed(self.seed)
+        if self.device.type == "cpu":
+            hold()
+        else:
+            torch.cuda.set_device(self.device)
+        if self.size > 1:
+            self.join()
+        return self
+
+    def join(self) -> None:
+        """Meet the other processes."""
+        backend = "gloo" if self.device.type == "cpu" else "cpu:gloo,cuda:nccl"
+        bound = None if self.device.type == "cpu" else self.device
+        # Whoever has started us is the first to say who hangs, with `parallel.timeout`, and where.
+        timeout = timedelta(seconds=self.parallel.timeout + LATER)
+        dist.init_process_group(
+            backend,
+            store=PrefixStore(f"run{next(MEETINGS)}", met(timeout)),
+            timeout=timeout,
+            rank=self.rank,
+            world_size=self.size,
+            device_id=bound,
+        )
+        self.patient = cast("dist.ProcessGroup", dist.new_group(backend="gloo", timeout=PATIENT))
+        sizes, kind = self.sizes, self.device.type
+        names = ("replicate", "shard", "tensor")
+        self.mesh = init_device_mesh(kind, (sizes.replicate, sizes.sharded, sizes.tensor), mesh_dim_names=names)
+        names = ("sum", "other")
+        self.sums = init_device_mesh(kind, (sizes.averaged, sizes.tensor), mesh_dim_names=names)
+        if sizes.context > 1:
+            names = ("reader", "context", "other")
+            self.rows = init_device_mesh(kind, (sizes.readers, sizes.context, sizes.tensor), mesh_dim_names=names)
+        if sizes.expert > 1:
+            names = ("replicate", "shard", "expert", "other")
+            by = sizes.replicate, sizes.sharded // sizes.expert, sizes.expert, sizes.tensor
+            self.experts = init_device_mesh(kind, by, mesh_dim_names=names)
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        for number, handler in self.handlers.items():
+            signal.signal(number, handler)
+        # After an error others may be in the middle of an exchange, for which taking leave would wait.
+        if kind in (None, Stopped) and self.size > 1:
+            dist.barrier(self.patient)
+            dist.destroy_process_group()
+
+    # Signals
+
+    def listen(self) -> None:
+        """From now on there is something to save: SIGINT and SIGTERM set `stopping`, which is read between two steps.
+
+        A second signal of the same kind does what it always did. Python hands signals to the main thread alone.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for number in SIGNALS:
+            self.handlers[number] = signal.signal(number, self.stop)
+
+    def stop(self, number: int, frame: FrameType | None) -> None:
+        again, self.asked = self.asked is not None, signal.Signals(number)
+        if not member.ours():  # the process that has started us ends us at the second one; schedulers send it to all
+            signal.signal(number, self.handlers[number])
+        if self.is_main and not again:  # straight to the file: a signal may come in the middle of a print
+            os.write(2, f"\n{self.asked.name}: ending this step and saving; once more leaves at once\n".encode())
+
+    @property
+    def stopping(self) -> signal.Signals | None:
+        """The signal that asks to end, once all ranks know of it: they look at the same moment of each step."""
+        return self.asked if self.size == 1 else self.agreed
+
+    def leave(self, done: int, steps: int) -> None:
+        """End the run here if a signal asked for it and steps are left; the state is saved."""
+        if self.stopping is not None and done < steps:
+            text = f"stopped by {self.stopping.name} after step {done} of {steps}; the same command goes on from there"
+            raise Stopped(text, 128 + self.stopping)
+
+    # What all say to each other
+
+    def tell(self, text: str) -> None:
+        """A line for people, once for all processes. It stands above a bar, if one is drawn."""
+        if self.is_main:
+            tqdm.write(text, file=sys.stderr)
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process speaks and writes for all."""
+        return self.rank == 0
+
+    @property
+    def hosts(self) -> int:
+        """Machines. Where nobody has told how many there are, each has as many processes as this one."""
+        told = os.environ.get("GROUP_WORLD_SIZE")
+        return max(1, self.size // int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if told is None else int(told))
+
+    @property
+    def reader(self) -> int:
+        """Which rows are for this rank, of those for `sizes.readers`."""
+        return self.rank // (self.sizes.context * self.sizes.tensor)
+
+    def total(self, count: int) -> int:
+        """The sum over all readers of a number that the host knows."""
+        return self.totals(count)[0]
+
+    def totals(self, *counts: int) -> list[int]:
+        """Sums over all readers. Signals travel with them, so that all hear of one at the same moment."""
+        if self.size == 1:
+            return [*counts]
+        asked = [self.asked == number for number in SIGNALS]
+        sums = torch.tensor([*counts, *asked], dtype=torch.int64)
+        dist.all_reduce(sums, group=self.patient)
+        for number, heard in zip(SIGNALS, sums[len(counts) :].tolist(), strict=True):
+            self.agreed = number if heard else self.agreed
+        return [count // (self.sizes.context * self.sizes.tensor) for count in sums[: len(counts)].tolist()]
+
+    def most(self, *values: float) -> list[float]:
+        """The largest of each number that the host knows on any rank."""
+        if self.size == 1:
+            return [*values]
+        found = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=self.patient)
+        return found.tolist()
+
+    def sum(self, value: Tensor) -> Tensor:
+        """The sum over all ranks that have seen different tokens."""
+        if self.sums is None:
+            return value
+        value = value.clone()
+        dist.all_reduce(value, group=self.sums.get_group("sum"))
+        return value
+
+    def largest(self, value: Tensor) -> Tensor:
+        """The largest of each number over all ranks that have seen different tokens."""
+        if self.sums is not None:
+            value = value.clone()
+            dist.all_reduce(value, dist.ReduceOp.MAX, group=self.sums.get_group("sum"))
+        return value
+
+    @property
+    def averaged(self) -> int:
+        """By how much sharding makes gradients smaller: it averages them over ranks, and they are to be added up."""
+        return self.sizes.averaged
+
+    def sync_gradients(self, model: nn.Module, on: bool) -> None:
+        """Whether the next backward pass is the last of a step, in which gradients are added up over the ranks.
+
+        Until then each rank would keep whole gradients: where that is much, every pass adds up.
+        """
+        if isinstance(model, FSDPModule):
+            model.set_requires_gradient_sync(on or not self.accumulates)
+
+    def over_all(self, value: Tensor) -> Tensor:
+        """The sum over all ranks."""
+        if self.size > 1:
+            dist.all_reduce(value)
+        return value
+
+    def gather(self, value: T) -> list[T]:
+        """What each rank has, in the order of ranks, for all of them."""
+        if self.size == 1:
+            return [value]
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, value, group=self.patient)
+        return found
+
+    def shared(self, make: Callable[[], T]) -> T:
+        """What the main process makes, for all of them; the others wait. Its UserError is one of all."""
+        if self.size == 1:
+            return make()
+        found: list[Any] = [None, None]
+        if self.is_main:
+            try:
+                found[0] = make()
+            except UserError as error:
+                found[1] = error
+        dist.broadcast_object_list(found, src=0, group=self.patient)
+        if found[1] is not None:
+            raise found[1]
+        return found[0]
+
+    def together(self, make: Callable[[], T]) -> T:
+        """What each process makes, once all are through with it. The UserError of one is one of all."""
+        made, wrong = None, None
+        try:
+            made = make()
+        except UserError as error:
+            wrong = error
+        for error in self.gather(wrong):
+            if error is not None:
+                raise error
+        return made  # type: ignore[return-value]
+
+    def barrier(self) -> None:
+        """Wait for all, however long one of them takes."""
+        if self.size > 1:
+            dist.barrier(self.patient)
+
+    def begin_step(self, step: int) -> None:
+        """A step begins: it can be seen from outside, and draws its own random numbers."""
+        self.step = step
+        self.beats.beat(step, "step")
+        self.seed_step(step)
+
+    def seed_step(self, step: int) -> None:
+        """Randomness of a step (dropout) depends on (seed, step, reader) alone, so a resumed run draws the same.
+
+        Ranks that share the same tokens draw the same; those with other parts of a row draw others.
+        """
+        rank = self.rank // self.sizes.tensor
+        torch.manual_seed(random.Random(f"{self.seed} {step} {rank}").getrandbits(63))
+
+
+def located(rank: int, sizes: Sizes) -> Place:
+    """Where a rank is."""
+    rest, tensor = divmod(rank, sizes.tensor)
+    replicate, shard = divmod(rest, sizes.sharded)
+    return Place(replicate, shard, shard % sizes.context, tensor)
+
+
+def device_of(device: str) -> torch.device:
+    """What a choice of device (auto, cpu or cuda) comes to on this machine, for this process."""
+    cuda = device != "cpu" and torch.cuda.is_available()
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
