@@ -37,7 +37,7 @@ from tunekit.formats import Plain
 from tunekit.memory import Memory
 from tunekit.models.decoder import TIED, Decoder
 from tunekit.models.weights import moves_out
-from tunekit.parallel import Run
+from tunekit.parallel.run import Run
 from tunekit.precision import Precision
 
 RESULTS = Path(__file__).parent / "results"

@@ -23,11 +23,11 @@ from tunekit.adapters import Full, LoRA
 from tunekit.checkpoint.folder import Folder
 from tunekit.data.steps.batch import IGNORE, Batch
 from tunekit.formats import Plain
-from tunekit.losses import CrossEntropy
+from tunekit.losses.likelihood import CrossEntropy
 from tunekit.memory import Memory
 from tunekit.models.decoder import Decoder
 from tunekit.optim import AdamW
-from tunekit.parallel import Run
+from tunekit.parallel.run import Run
 from tunekit.precision import Precision
 
 # The table of all families is to be read, and not the bars of what it is compared with.

@@ -20,8 +20,8 @@ from tunekit.checkpoint import save as saving
 from tunekit.checkpoint.folder import Folder
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import UserError
-from tunekit.formats import Plain
 from tunekit.models.decoder import Decoder
+from tunekit.parallel.run import Run
 from tunekit.precision import Precision
 
 CPU = torch.device("cpu")
@@ -47,7 +47,7 @@ def written(folder: Path, model: Decoder, source: Folder, adapter: Full | LoRA =
 
 
 def found(out: Path, model: Decoder, source: Folder, precision: Precision = FP32) -> verify.Verification:
-    return verify.saved(out, model, source, precision, CPU, Plain())
+    return verify.saved(out, model, verify.Made(source, precision=precision), Run(device="cpu"))
 
 
 @pytest.mark.parametrize(("name", "dtype"), [(n, DTYPES[i % 3]) for i, n in enumerate(FAMILIES)])

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import Thread
@@ -25,7 +26,7 @@ from tunekit.hub import fetch, push
 from tunekit.hub.trouble import tell
 from tunekit.models.families.registry import FAMILIES
 from tunekit.origin import CARD
-from tunekit.parallel import Run
+from tunekit.parallel.run import Run
 
 LEFT_OUT = (atomic.PARTIAL, atomic.PREVIOUS, ".incomplete")
 
@@ -66,8 +67,8 @@ class Publisher:
     """
 
     def __init__(self, choice: Push | None, folder: Path, write: Callable[[Path], object], run: Run) -> None:
-        self.choice = choice if run.is_main else None  # one of all processes sends
-        self.run, self.write = folder, write
+        """`write` is called on all ranks; the main process sends."""
+        self.choice, self.folder, self.write, self.run = choice, folder, write, run
         self.thread: Thread | None = None
         if run.is_main:
             atomic.remove(folder / UPLOAD)
@@ -76,22 +77,29 @@ class Publisher:
         """Every so many steps a copy of the model goes on its way, and training goes on."""
         if self.choice is None or self.choice.every is None or step % self.choice.every or step == steps:
             return
-        if self.thread is not None and self.thread.is_alive():
-            tell(f"step {step} is not sent: an earlier one is still on its way to {self.choice.repo}")
+        if self.run.shared(self.is_busy):
+            self.run.tell(f"step {step} is not sent: an earlier one is still on its way to {self.choice.repo}")
             return
-        folder = self.run / UPLOAD / f"{step:08d}"
-        with atomic.whole(folder) as place:
+        folder = self.folder / UPLOAD / f"{step:08d}"
+        with atomic.common(folder, self.run) as place:
             self.write(place)
         about = f"This is step {step:,} of {steps:,} of a run that goes on."
-        self.thread = Thread(target=aside, args=(self.choice, folder, f"Step {step}", about), daemon=True)
-        self.thread.start()
+        if self.run.is_main:
+            self.thread = Thread(target=aside, args=(self.choice, folder, f"Step {step}", about), daemon=True)
+            self.thread.start()
+
+    def is_busy(self) -> bool:
+        return self.thread is not None and self.thread.is_alive()
 
     def finish(self, final: Path) -> None:
         """Send the result, after what is still on its way. If that fails, the error says how to repeat it."""
+        self.run.shared(partial(self.send, final))
+
+    def send(self, final: Path) -> None:
         if self.thread is not None:
             self.thread.join()
-        atomic.remove(self.run / UPLOAD)
-        finish(self.choice, self.run, final)
+        atomic.remove(self.folder / UPLOAD)
+        finish(self.choice, self.folder, final)
 
 
 def check(choice: Push | None) -> None:

@@ -1,12 +1,12 @@
 """Whether written files hold the model that was meant: they are read again, and asked the same as the model itself.
 
-Logits are compared in units of their spread over the vocabulary, one standard deviation at each token. Products are in
-fp32 whatever the run computed in, so that what differs are the weights.
+Logits are compared in units of their spread over the vocabulary, one standard deviation at each token; scores in that
+of all scores. Products are in fp32 whatever the run computed in, so that what differs are the weights.
 """
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from tunekit.adapters import Frozen, Full, LoRA
-from tunekit.checkpoint import peft, stream
+from tunekit.checkpoint import atomic, gathered, peft, stream
 from tunekit.checkpoint.folder import Folder, read_json
+from tunekit.checkpoint.gathered import Ask
 from tunekit.checkpoint.save import VERIFICATION as FILE
 from tunekit.checkpoint.stream import Logits
 from tunekit.data.tokenizer import Tokenizer
@@ -26,10 +27,10 @@ from tunekit.errors import UserError
 from tunekit.formats import Plain
 from tunekit.models.decoder import Decoder
 from tunekit.models.spec import DecoderSpec
+from tunekit.parallel.run import Run
 from tunekit.precision import Precision
 
-Ask = Callable[[Decoder, Sequence[Sequence[int]], torch.device], Logits]
-EXACT = Precision("fp32")
+EXACT, PLAIN, FULL = Precision("fp32"), Plain(), Full()
 FILES = "model and files"
 # What may be left once the model is rounded as its files are: the same sums in another order differ by about 1e-6.
 FINEST = 1e-4
@@ -96,19 +97,45 @@ class Verification:
         (folder / FILE).write_text(json.dumps(plain, indent=2) + "\n", encoding="utf-8")
 
 
-def saved(
-    folder: Path, model: Decoder, source: Folder, precision: Precision, device: torch.device, weights: Plain
-) -> Verification:
-    """The files of a model or adapter against the live model, which was built from `source` with these choices."""
-    rows = probes(folder, source.spec)
+@dataclass(frozen=True)
+class Made:
+    """What a model was built of."""
+
+    source: Folder
+    weights: Plain = PLAIN
+    adapter: Full | LoRA = FULL
+    precision: Precision = EXACT
+
+    def outline(self, device: torch.device) -> Decoder:
+        """The model without a number, not divided over ranks, with products in fp32."""
+        with torch.device("meta"):
+            net = Decoder(self.source.spec)
+        self.weights.apply(net)
+        self.adapter.apply(net)
+        replace(self.precision, compute="fp32").apply(net, self.source.dtypes, device)
+        return net
+
+
+def saved(folder: Path, model: Decoder, made: Made, run: Run) -> Verification:
+    """The files of a model or adapter against the live model. All ranks take part, and get the verdict."""
+    source, how, device = made.source, replace(made.precision, compute="fp32"), run.device
+    rows = run.shared(partial(probes, folder, source.spec))
     if (folder / peft.CONFIG).is_file():  # it was written as it was trained: nothing was rounded
         adapter = replace(peft.described(folder, source), start=str(folder))
-        found = stream.logits(source, adapter, rows, replace(precision, compute="fp32"), device, weights)
-        return kept(folder, compare(FILES, live(model, rows, device), found))
-    written = Folder.open(folder)
-    found = stream.logits(written, Frozen(), rows, EXACT, device)
-    rounded = live(model, rows, device, partial(stream.rounded, dtypes=written.dtypes))
-    return kept(folder, compare(FILES, live(model, rows, device), found, rounded))
+        found = partial(stream.logits, source, adapter, rows, how, device, made.weights)
+        wanted, rounded = live(model, made, rows, run), None
+    else:
+        written = Folder.open(folder)
+        found = partial(stream.logits, written, Frozen(), rows, EXACT, device)
+        wanted = live(model, made, rows, run)
+        rounded = live(model, made, rows, run, partial(stream.rounded, dtypes=written.dtypes))
+
+    def judged() -> Verification:
+        assert wanted is not None, "the main process has the logits"
+        with atomic.refused(folder):
+            return kept(folder, compare(FILES, wanted, found(), rounded))
+
+    return run.shared(judged)
 
 
 def merged(folder: Path, source: Folder, adapter: LoRA, device: torch.device) -> Verification:
@@ -133,12 +160,17 @@ def exported(
     return compare("model and exported files", wanted, found, tolerance=allowed, peak=PEAK * allowed)
 
 
-def live(model: Decoder, rows: Sequence[Sequence[int]], device: torch.device, ask: Ask = stream.ask) -> Logits:
-    """Logits of a model in memory, with products in fp32 and nothing compiled, as they are made from files."""
+def live(model: Decoder, made: Made, rows: Sequence[Sequence[int]], run: Run, ask: Ask = stream.ask) -> Logits | None:
+    """Logits of a model in memory, with products in fp32 and nothing compiled, as they are made from files.
+
+    The main process has them where the model is divided.
+    """
+    if not gathered.is_here(model):
+        return gathered.logits(model, made.outline(run.device), rows, run, ask)
     compute, model.compute = model.compute, torch.float32
     try:
         with torch.compiler.set_stance("force_eager"):
-            return ask(model, rows, device)
+            return ask(model, rows, run.device)
     finally:
         model.compute = compute
 
@@ -173,7 +205,7 @@ def compare(
 
 def distances(wanted: Sequence[Logits], found: Logits) -> list[Distance]:
     """How far some logits are from others, each of them read once."""
-    sums = [Sums() for _ in wanted]
+    sums = [Sums(found.scores) for _ in wanted]
     for part, *others in zip(found.parts(), *(one.parts() for one in wanted), strict=True):
         for one, other in zip(sums, others, strict=True):
             one.add(other.cpu(), part.cpu())
@@ -183,7 +215,8 @@ def distances(wanted: Sequence[Logits], found: Logits) -> list[Distance]:
 class Sums:
     """What is known of two kinds of logits after some of their columns: a number for each token."""
 
-    def __init__(self) -> None:
+    def __init__(self, scores: bool) -> None:
+        self.scores = scores
         self.seen, self.total, self.squares, self.apart = 0, torch.zeros(()), torch.zeros(()), torch.zeros(())
         self.most = torch.zeros(())
         self.likeliest = torch.full((2, 1), -math.inf), torch.zeros((2, 1), dtype=torch.long)
@@ -199,11 +232,17 @@ class Sums:
         self.seen += wanted.shape[1]
 
     def distance(self) -> Distance:
-        variance = (self.squares - self.total.square() / self.seen) / (self.seen - 1)
-        spread = variance.clamp_min(0).sqrt().clamp_min(1e-30)  # a NaN stays one, here and in what is made of it
+        spread = self.spread().clamp_min(1e-30)  # a NaN stays one, here and in what is made of it
         one, other = self.likeliest[1]
         mean, same = (self.apart / spread).mean() / self.seen, (one == other).float().mean()
         return Distance((self.most / spread).max().item(), mean.item(), same.item(), len(one))
+
+    def spread(self) -> Tensor:
+        """One standard deviation of the logits of each token. Scores are few: theirs is that over all tokens."""
+        total, squares, count = self.total, self.squares, self.seen
+        if self.scores:
+            total, squares, count = total.sum(), squares.sum(), count * len(total)
+        return ((squares - total.square() / count) / (count - 1)).clamp_min(0).sqrt()
 
 
 def probes(folder: Path, spec: DecoderSpec) -> list[list[int]]:

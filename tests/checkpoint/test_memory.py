@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.checkpoint.ranks import memory
+from tests.parallel.ranks import on
 from tunekit.checkpoint.folder import Folder
 from tunekit.checkpoint.tensors import Writer
 from tunekit.checkpoint.write import described, plan, write_index
@@ -26,7 +28,7 @@ from tunekit.checkpoint.folder import Folder
 from tunekit.checkpoint.write import write
 from tunekit.formats import Plain
 from tunekit.memory import Memory
-from tunekit.parallel import Run
+from tunekit.parallel.run import Run
 from tunekit.precision import Precision
 
 def status(key):
@@ -80,3 +82,13 @@ def test_a_model_is_in_memory_once(adapter: str, folder: Path, tmp_path: Path) -
     assert save < LARGEST + 3e7
     first = Folder.open(folder).files[0].name
     assert (tmp_path / "out" / first).read_bytes() == (folder / first).read_bytes()
+
+
+@pytest.mark.multi
+def test_a_rank_has_its_share_and_one_tensor(folder: Path, tmp_path: Path) -> None:
+    for share, load, save in on(2, memory, folder, tmp_path / "out"):
+        assert 2e8 < share < 2.4e8
+        assert load < 1.6 * share, "the model is twice its share"
+        assert save < 3 * LARGEST + 3e7, "what is gathered is there more than once on the way"
+    for file in Folder.open(folder).files:
+        assert (tmp_path / "out" / file.name).read_bytes() == file.read_bytes()

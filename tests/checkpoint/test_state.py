@@ -22,7 +22,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from tunekit.checkpoint import atomic
 from tunekit.checkpoint.state import State
 from tunekit.errors import UserError
-from tunekit.parallel import Run
+from tunekit.parallel.run import Run
 
 
 class Tiny(nn.Module):
@@ -332,6 +332,17 @@ def test_state_of_another_optimizer(tmp_path):
         started(tmp_path, "sgd").restore()
     with pytest.raises(UserError, match="other parameter groups|optimizer"):
         started(tmp_path, "adamw_groups").restore()
+
+
+def test_state_of_another_version(tmp_path):
+    """A version that keeps more or less beside the model cannot go on, and says so before it changes a number."""
+    train(started(tmp_path), 0, 1, save_every=1)
+    state = started(tmp_path)
+    before = copy.deepcopy(state.model.state_dict())
+    state.extra = (state.schedule,)
+    with pytest.raises(UserError, match=r"00000001 is the state of another version of tunekit.*--fresh"):
+        state.restore()
+    assert_same(dict(state.model.state_dict()), dict(before))
 
 
 def test_full_disk_keeps_the_last_state(tmp_path, monkeypatch):

@@ -18,7 +18,7 @@ from tunekit.data.tokenizer import Tokenizer
 from tunekit.export.model import export
 from tunekit.export.pretokenizer import PRE
 from tunekit.export.tokenizer import TEXTS, vocabulary
-from tunekit.parallel import Run
+from tunekit.parallel.run import Run
 
 llama_cpp: Any = pytest.importorskip("llama_cpp")
 CPU = torch.device("cpu")

@@ -17,7 +17,7 @@ from tunekit.checkpoint.folder import INDEX, WEIGHTS, Folder
 from tunekit.export.packed import TYPES
 from tunekit.formats import NF4, PackedLinear, Plain
 from tunekit.models.decoder import Decoder
-from tunekit.parallel import Run
+from tunekit.parallel.run import Run
 
 MODELS = FAMILIES | {"phi3": SHAPES["phi3"] | WIDE}
 

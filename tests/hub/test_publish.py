@@ -5,7 +5,6 @@ import shlex
 import subprocess
 import sys
 import time
-from pathlib import Path
 from threading import Event
 
 import pytest
@@ -16,8 +15,7 @@ from tests.hub.conftest import READER, TOKEN, Outcome, Place
 from tests.hub.repos import card_problems
 from tests.hub.wire import Fault
 from tunekit import bundled
-from tunekit.parallel import Run
-from tunekit.publish import Publisher, Push, contents
+from tunekit.publish import contents
 
 NANO = bundled.MODELS["tunekit/nano"]
 WORDS = ["run", "sft", "nano/tools_lora", "steps=6", "batch=2", "micro_batch=2", "save_every=6", "validation=null"]
@@ -46,14 +44,6 @@ def test_checkpoints_on_the_way_and_the_result(place: Place) -> None:
     assert final.keys() == step.keys() and not any(torch.equal(final[name], step[name]) for name in final)
     assert not (place.folder / "run/upload").exists()
     assert not place.search(TOKEN)
-
-
-def test_one_of_all_processes_sends(tmp_path: Path) -> None:
-    other = Run()
-    other.rank = 1
-    sender = Publisher(Push("ann/tools", every=1), tmp_path, lambda _: pytest.fail("written"), other)
-    sender.step(1, 3)
-    sender.finish(tmp_path / "final")
 
 
 @pytest.mark.slow

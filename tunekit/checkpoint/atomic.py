@@ -10,16 +10,19 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryFile
 from types import TracebackType
 
 from tunekit.errors import UserError
+from tunekit.parallel.run import Run
 
 MARK = "complete"
 PARTIAL, PREVIOUS = ".partial", ".previous"
 CHUNK = 2**24
+ALL = slice(None)
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
 
 
@@ -58,6 +61,55 @@ class whole:  # noqa: N801 (it reads like `contextlib.suppress`)
                 raise refusal(self.folder, cause) from error
 
 
+class common:  # noqa: N801
+    """`whole` for all ranks: they write into one folder, which the main process begins and ends.
+
+    What stops one of them, a UserError or the disk, is an error of all and leaves nothing. It must come where the
+    others exchange nothing more before they leave the block.
+    """
+
+    def __init__(self, folder: Path, run: Run) -> None:
+        self.folder, self.run, self.own = folder, run, whole(folder)
+
+    def __enter__(self) -> Path:
+        return self.run.shared(self.own.__enter__)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is not None and disk_error(error) is None and not isinstance(error, UserError):
+            self.clear()
+            return  # the process ends, and the launcher ends the others
+        try:
+            self.run.together(lambda: self.judge(error))
+            sums = self.run.gather(self.run.together(self.sums))
+            self.run.shared(lambda: self.end(dict(sorted(pair for one in sums for pair in one.items()))))
+        finally:
+            self.clear()
+
+    def clear(self) -> None:
+        """Nothing half written stays."""
+        if self.run.is_main:
+            with suppress(OSError):
+                recover(self.folder)
+
+    def judge(self, error: BaseException | None) -> None:
+        """Why this rank could not write, as a UserError."""
+        if isinstance(error, UserError):
+            raise error
+        if error is not None and (cause := disk_error(error)) is not None:
+            raise refusal(self.folder, cause) from error
+
+    def sums(self) -> dict[str, int]:
+        """Checksums of a share of the files."""
+        with refused(self.folder):
+            return checksums(self.own.partial, slice(self.run.rank, None, self.run.size))
+
+    def end(self, sums: Mapping[str, int]) -> None:
+        with refused(self.folder):
+            put_in_place(self.own.partial, self.folder, sums)
+
+
 def is_whole(folder: Path) -> bool:
     """Whether everything that was to be written into the folder is in it."""
     return (folder / MARK).is_file()
@@ -91,13 +143,17 @@ def remove(folder: Path) -> None:
         shutil.rmtree(folder)
 
 
-def damaged(folder: Path) -> Path | None:
-    """A file of a whole folder that is no longer what was written, or is gone. None if all are as they were."""
+def damaged(folder: Path, share: slice = ALL) -> Path | None:
+    """A file of a whole folder that is no longer what was written, or is gone. None if all are as they were.
+
+    With `share` only some of its files are read.
+    """
     try:
         sums = json.loads((folder / MARK).read_text(encoding="utf-8"))
     except ValueError:
         return folder / MARK
-    return next((folder / n for n, s in sums.items() if not (folder / n).is_file() or checksum(folder / n) != s), None)
+    some = [*sums.items()][share]
+    return next((folder / n for n, s in some if not (folder / n).is_file() or checksum(folder / n) != s), None)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -111,13 +167,23 @@ def write_text(path: Path, text: str) -> None:
         raise refusal(path, error) from error
 
 
+def can_write(path: Path) -> None:
+    """Refuse a file that could not be written, before anything is computed for it. Its folder is made."""
+    if path.is_dir():
+        raise UserError(f"cannot write {path}: it is a folder; name a file in it")
+    with refused(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=path.parent):
+            pass
+
+
 def need(folder: Path, size: int) -> None:
     """Refuse before the first byte is written if the disk has no room for `size` bytes more.
 
     `folder` is where they will be, or what `whole` gave to write into.
     """
     if size > free(folder):
-        folder = folder.with_name(folder.name.removesuffix(PARTIAL))
+        folder = meant(folder)
         raise UserError(
             f"cannot write {folder}: it takes {readable(size)} and {readable(free(folder))} are free; "
             f"{standing(folder)}; make room and start again"
@@ -127,10 +193,41 @@ def need(folder: Path, size: int) -> None:
 def refusal(path: Path, error: OSError) -> UserError:
     """What to tell when the disk refuses to take `path`."""
     assert error.errno is not None
-    reason = os.strerror(error.errno).lower()
+    reason, path = os.strerror(error.errno).lower(), meant(path)
     return UserError(
         f"cannot write {path}: {reason} ({readable(free(path))} free); {standing(path)}; mend that and start again"
     )
+
+
+class Later:
+    """What a rank does while others wait for it in the next exchange: its first UserError is kept, and told when all
+    are through. Behind it nothing more is done."""
+
+    def __init__(self) -> None:
+        self.error: UserError | None = None
+
+    def __call__(self, act: Callable[[], object]) -> None:
+        if self.error is None:
+            try:
+                act()
+            except UserError as error:
+                self.error = error
+
+    def tell(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+
+@contextmanager
+def refused(path: Path) -> Iterator[None]:
+    """Whatever the disk refuses in here is told as a refusal of `path`."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        cause = error if isinstance(error, OSError) else disk_error(error)
+        if cause is None:
+            raise
+        raise refusal(path, cause) from error
 
 
 def disk_error(error: BaseException) -> OSError | None:
@@ -168,16 +265,23 @@ def replace_text(path: Path, text: str) -> None:
     sync(path.parent)
 
 
-def put_in_place(partial: Path, folder: Path) -> None:
-    sums = {str(file.relative_to(partial)): checksum(file) for file in sorted(partial.rglob("*")) if file.is_file()}
+def put_in_place(partial: Path, folder: Path, sums: Mapping[str, int] | None = None) -> None:
+    """`sums`: the checksums of all files, if they are known."""
+    sums = sums or checksums(partial)
     share(partial)
     sync_tree(partial)
     if folder.exists():
         folder.rename(beside(folder, PREVIOUS))
     partial.rename(folder)
     sync(folder.parent)
-    replace_text(folder / MARK, json.dumps(sums))
+    replace_text(folder / MARK, json.dumps(dict(sums)))
     remove(beside(folder, PREVIOUS))
+
+
+def checksums(folder: Path, some: slice = ALL) -> dict[str, int]:
+    """Those of all files in a folder, or of some of them."""
+    files = sorted(file for file in folder.rglob("*") if file.is_file())
+    return {str(file.relative_to(folder)): checksum(file) for file in files[some]}
 
 
 def checksum(file: Path) -> int:
@@ -215,6 +319,11 @@ def sync(path: Path) -> None:
 def free(path: Path) -> int:
     """Bytes that this user may still write where `path` is or will be."""
     return shutil.disk_usage(next(place for place in (path, *path.absolute().parents) if place.exists())).free
+
+
+def meant(path: Path) -> Path:
+    """The folder that is there in the end."""
+    return path.with_name(path.name.removesuffix(PARTIAL))
 
 
 def beside(path: Path, ending: str) -> Path:

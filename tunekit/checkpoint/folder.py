@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 from tunekit.checkpoint import quantized
-from tunekit.checkpoint.tensors import NAMES, Reader, Stored, header, pickled_header
+from tunekit.checkpoint.tensors import NAMES, Drawn, Reader, Stored, header, pickled_header
 from tunekit.errors import UserError
 from tunekit.models.decoder import TIED
 from tunekit.models.families.registry import Family, family
 from tunekit.models.spec import DecoderSpec
-from tunekit.models.weights import Move, Row, from_hub, moves_in
+from tunekit.models.weights import Move, Row, from_hub, hub_name, moves_in
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLE, PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
@@ -52,6 +52,7 @@ class Folder:
     spec: DecoderSpec
     words: Path | None = field(default=None, kw_only=True)  # folder of the tokenizer, where it is another one's
     exact: bool = field(default=False, kw_only=True)  # weights in four bits are read unrounded, in fp32
+    fresh: int | None = field(default=None, kw_only=True)  # the seed of a head that it does not hold
 
     @property
     def tokenizer(self) -> Path:
@@ -72,7 +73,17 @@ class Folder:
         """Every tensor of the checkpoint under its Hub name, in the order of the files; packed ones as if plain."""
         dtype = self.usual_dtype if self.stated_dtype else torch.bfloat16
         found = quantized.logical(self.stored, self.config, dtype)
-        return {name: stored for name, stored in found.items() if not name.endswith(DERIVED)}
+        found = {name: stored for name, stored in found.items() if not name.endswith(DERIVED)}
+        held = {name: stored for name, stored in found.items() if from_hub(name, self.family.unread) is None}
+        return held if self.fresh is None else {**held, **self.drawn([*held.values()][-1].file, self.fresh)}
+
+    def drawn(self, file: Path, seed: int) -> Mapping[str, Stored]:
+        """A head that scores, where there is none yet. It would be in this file."""
+        score, name = self.spec.score, hub_name("head", self.family.table)
+        assert score is not None
+        weight = Drawn(file, (score.labels, self.spec.dim), self.usual_dtype, seed, self.spec.std)
+        bias = {f"{name}.bias": replace(weight, shape=(score.labels,), std=0.0)} if score.bias else {}
+        return {f"{name}.weight": weight} | bias
 
     @cached_property
     def stored(self) -> dict[str, Stored]:

@@ -4,28 +4,36 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from tunekit.adapters import TIED, DoRA, LoRA, factors
-from tunekit.checkpoint.atomic import need
+from tunekit.checkpoint.atomic import Later, need, refused
 from tunekit.checkpoint.factors import WEIGHT, Site, Update, place
 from tunekit.checkpoint.folder import Folder, Reader
-from tunekit.checkpoint.updates import CONFIG, INNER, PARTS, PREFIX, TENSORS, Config, Contents, contents, flat
+from tunekit.checkpoint.pieces import at_rest
+from tunekit.checkpoint.score import scoring
+from tunekit.checkpoint.tensors import FORMAT, Entries, Writer, header, metadata
+from tunekit.checkpoint.updates import CONFIG, HEAD, INNER, PARTS, PREFIX, TENSORS, Config, Contents, contents, flat
 from tunekit.checkpoint.write import companions, dense
+from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import UserError
 from tunekit.models.decoder import Decoder
-from tunekit.models.linear import Embedding, Linear, Stacked
+from tunekit.models.families import classifiers
+from tunekit.models.linear import Embedding, Get, Linear, Stacked
+from tunekit.models.spec import Score
 from tunekit.models.weights import Match, numbered
-from tunekit.parallel import put
+from tunekit.parallel.run import Run
+from tunekit.parallel.tensors import part, put, whole
 
 T = TypeVar("T")
+Group = tuple[str, Match]
 BIAS = ".bias"
 ADDED = {"base_layer", "lora_A", "lora_B", "lora_dropout"}  # modules that PEFT adds before it looks for those to save
 # In models with experts PEFT 0.21 takes layers of these names for experts, and looks for them in stacked weights.
@@ -58,65 +66,106 @@ class Piece:
         return found if magnitude is None else found | {f"{prefix}.lora_magnitude_vector": magnitude}
 
 
-def write(folder: Path, model: Decoder, adapter: LoRA, source: Folder) -> None:
-    """Write the adapter of a model into a folder that is there, with the tokenizer beside it."""
-    made, saved = pieces(model, adapter, source), kept_tensors(model, adapter, source)
-    tensors = {PREFIX + name: t.detach().cpu().contiguous() for name, t in (named(made) | saved).items()}
-    need(folder, sum(t.nbytes for t in tensors.values()))
-    companions(source.path, folder, skip=("config.json", "generation_config.json"), tokenizer=source.words)
-    text = json.dumps(config(made, saved, model, adapter, source), indent=2)
-    (folder / CONFIG).write_text(text + "\n", encoding="utf-8")
-    blocks = {piece.tensor: piece.blocks for piece in made if len(piece.blocks) > 1}
-    save_file(tensors, folder / TENSORS, metadata={"format": "pt"} | ({PARTS: json.dumps(blocks)} if blocks else {}))
+def write(folder: Path, model: Decoder, adapter: LoRA, source: Folder, run: Run | None = None) -> None:
+    """Write the adapter of a model into a folder that is there, with the tokenizer beside it.
+
+    All ranks take part: each gathers the tensors of a layer, and those are written by one of them in turn.
+    """
+    run = run or Run(device="cpu")
+    at_rest(model)
+    updates = sites(model, adapter, source)
+    outlines = [piece for site in updates for piece in pieces(site, model, adapter, source, outline)]
+    groups = kept_groups(model, adapter, source)
+    saved = {name: t for group in groups for name, t in kept_tensors(group, model, adapter, outline).items()}
+    prefixes = wrapped(outlines)
+    tensors = {name: t for piece in outlines for name, t in piece.tensors(prefixes[piece.tensor]).items()} | saved
+    entries = {PREFIX + name: (tuple(t.shape), t.dtype) for name, t in tensors.items()}
+    blocks = {piece.tensor: piece.blocks for piece in outlines if len(piece.blocks) > 1}
+    told = FORMAT | ({PARTS: json.dumps(blocks)} if blocks else {}) | said_of_head(source)
+    text = json.dumps(config(outlines, saved, model, adapter, source), indent=2)
+    run.shared(partial(prepare, folder, source, entries, told, text))
+    later = Later()
+    with Writer(folder / TENSORS, entries, told=told, made=True) as out:
+        for turn, made in enumerate(made_of(updates, groups, prefixes, model, adapter, source)):
+            if turn % run.size == run.rank:
+                later(partial(lay, folder, out, made))
+    run.together(later.tell)
 
 
-def pieces(model: Decoder, adapter: LoRA, source: Folder) -> list[Piece]:
-    """All updates, by the Hub's tensors, in the order of the model."""
+def prepare(folder: Path, source: Folder, entries: Entries, told: Mapping[str, str], text: str) -> None:
+    """Everything but the numbers."""
+    need(folder, sum(math.prod(shape) * kind.itemsize for shape, kind in entries.values()))
+    with refused(folder), Writer(folder / TENSORS, entries, told=told):
+        companions(source.path, folder, skip=("config.json", "generation_config.json"), tokenizer=source.words)
+        (folder / CONFIG).write_text(text + "\n", encoding="utf-8")
+
+
+def made_of(
+    updates: list[Site], groups: list[Group], prefixes: Mapping[str, str], model: Decoder, adapter: LoRA, source: Folder
+) -> Iterator[dict[str, Tensor]]:
+    """The tensors of one site after the other, then those of the model itself, gathered."""
+    for site in updates:
+        made = pieces(site, model, adapter, source, whole)
+        yield {name: t for piece in made for name, t in piece.tensors(prefixes[piece.tensor]).items()}
+    for group in groups:
+        yield kept_tensors(group, model, adapter, whole)
+
+
+def lay(folder: Path, out: Writer, made: Mapping[str, Tensor]) -> None:
+    with refused(folder):
+        for name, tensor in made.items():
+            out[PREFIX + name] = tensor.detach()
+
+
+def outline(tensor: Tensor) -> Tensor:
+    """The whole of it without its numbers."""
+    return torch.empty(part(tensor).shape, dtype=tensor.dtype, device="meta")
+
+
+def sites(model: Decoder, adapter: LoRA, source: Folder) -> list[Site]:
+    """Where there are updates, in the order of the model."""
     layers = adapter.layers(model)
     order = [name for name, _ in model.named_modules() if name in layers]
-    sites = dict.fromkeys(Site.of(place(name + WEIGHT, source.family)) for name in order)
-    experts = any(isinstance(m, Stacked) for m in model.modules())
-    found = []
-    for site in sites:
-        updates = [update(model.get_submodule(name), name in layers, adapter) for name in site.ours]
-        first = model.get_submodule(site.ours[0])
-        names = site.names(updates[0].a.shape[0])
-        blocks = tuple((u.rank, u.scale) for u in updates)
-        for tensor, joined in zip(names, site.out(updates), strict=True):
-            taken = experts and tail(tensor.removesuffix(WEIGHT)) in TAKEN and joined.magnitude is None
-            kinds = joined.a.ndim == 3 or taken, isinstance(first, Embedding), source.family.untold
-            found.append(Piece(tensor, joined, *kinds, blocks))
+    return [*dict.fromkeys(Site.of(place(name + WEIGHT, source.family)) for name in order)]
+
+
+def pieces(site: Site, model: Decoder, adapter: LoRA, source: Folder, get: Get) -> list[Piece]:
+    """The updates of a site, by the Hub's tensors."""
+    layers, experts = adapter.layers(model), any(isinstance(m, Stacked) for m in model.modules())
+    updates = [update(model.get_submodule(name), name in layers, adapter, get) for name in site.ours]
+    first, found = model.get_submodule(site.ours[0]), []
+    blocks = tuple((u.rank, u.scale) for u in updates)
+    for tensor, joined in zip(site.names(updates[0].a.shape[0]), site.out(updates), strict=True):
+        taken = experts and tail(tensor.removesuffix(WEIGHT)) in TAKEN and joined.magnitude is None
+        kinds = joined.a.ndim == 3 or taken, isinstance(first, Embedding), source.family.untold
+        found.append(Piece(tensor, joined, *kinds, blocks))
     return found
 
 
-def update(layer: nn.Module, adapted: bool, adapter: LoRA) -> Update:
+def update(layer: nn.Module, adapted: bool, adapter: LoRA, get: Get) -> Update:
     """The update of a layer; one of no rank where a layer that shares its tensor is adapted and it is not."""
     if isinstance(layer, Embedding):
-        return Update(layer.lora_embedding_B.T, layer.lora_embedding_A.T, layer.lora_scale)
+        return Update(get(layer.lora_embedding_B).T, get(layer.lora_embedding_A).T, layer.lora_scale)
     assert isinstance(layer, Linear | Stacked)
     if not adapted:
-        weight = layer.dense().detach().float()
+        weight = layer.dense(get).float()
         a, b = weight[..., :0, :], weight[..., :0]
         return Update(a, b, 1.0, weight.norm(dim=-1) if isinstance(adapter, DoRA) else None)
-    a, b = factors(layer)
+    a, b = map(get, factors(layer))
     if isinstance(layer, Linear) and adapter.init == "pissa":
         # B A - B0 A0 is one update of twice the rank on the weight as it was.
-        a, b = torch.cat([a, layer.lora_A0]), torch.cat([b, -layer.lora_B0], dim=1)
-    magnitude = layer.lora_magnitude_vector if isinstance(adapter, DoRA) and isinstance(layer, Linear) else None
+        a, b = torch.cat([a, get(layer.lora_A0)]), torch.cat([b, -get(layer.lora_B0)], dim=1)
+    magnitude = get(layer.lora_magnitude_vector) if isinstance(adapter, DoRA) and isinstance(layer, Linear) else None
     return Update(a, b, layer.lora_scale, magnitude)
 
 
-def named(made: Iterable[Piece]) -> dict[str, Tensor]:
-    """The tensors of all updates. PEFT wraps a module of experts once for each of its tensors, the first innermost."""
-    modules: dict[str, list[Piece]] = {}
+def wrapped(made: Iterable[Piece]) -> dict[str, str]:
+    """Where the update of each tensor stands. PEFT wraps a module of experts once for each of its tensors, the first
+    innermost."""
+    modules: dict[str, list[str]] = {}
     for piece in made:
-        module = piece.tensor.rpartition(".")[0]
-        modules.setdefault(module, []).insert(0, piece)
-    found = {}
-    for module, wrapped in modules.items():
-        for depth, piece in enumerate(wrapped):
-            found |= piece.tensors(module + depth * INNER)
-    return found
+        modules.setdefault(owner(piece.tensor), []).insert(0, piece.tensor)
+    return {name: module + depth * INNER for module, names in modules.items() for depth, name in enumerate(names)}
 
 
 def kept(model: Decoder, adapter: LoRA, source: Folder) -> dict[str, Match]:
@@ -131,18 +180,21 @@ def kept(model: Decoder, adapter: LoRA, source: Folder) -> dict[str, Match]:
     return {name: match for name, match in found.items() if name in biases | whole}
 
 
-def kept_tensors(model: Decoder, adapter: LoRA, source: Folder) -> dict[str, Tensor]:
-    """Those tensors as the Hub has them."""
-    layers = adapter.layers(model)
-    found = {}
+def kept_groups(model: Decoder, adapter: LoRA, source: Folder) -> list[Group]:
+    """Those tensors, each with the others that the Hub has in one with it."""
+    groups: dict[str, Group] = {}
     for name, match in kept(model, adapter, source).items():
-        if match.hub[0] not in found:
-            ours = [dense(model, part).detach() for part in match.ours]
-            adapted = name.rpartition(".")[0] in layers
-            hub = numbered(match.hub, len(ours[0]))
-            made = zip(hub, match.row.op.save(ours), strict=True)
-            found |= {inner(n) if adapted else n: t.clone() for n, t in made}
-    return found
+        groups.setdefault(match.hub[0], (name, match))
+    return [*groups.values()]
+
+
+def kept_tensors(group: Group, model: Decoder, adapter: LoRA, get: Get) -> dict[str, Tensor]:
+    """Tensors of a group as the Hub has them."""
+    name, match = group
+    adapted = owner(name) in adapter.layers(model)
+    ours = [dense(model, one, get) for one in match.ours]
+    made = zip(numbered(match.hub, len(ours[0])), match.row.op.save(ours), strict=True)
+    return {inner(n) if adapted else n: t for n, t in made}
 
 
 def owner(name: str) -> str:
@@ -171,7 +223,7 @@ def config(made: list[Piece], saved: Iterable[str], model: Decoder, adapter: LoR
     whole = {name for name in saved if not inside(name, saved)}
     return {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": task_type(source.spec.score),
         "base_model_name_or_path": base_name(source)[0],
         "revision": base_name(source)[1],
         "r": rank,
@@ -189,6 +241,11 @@ def config(made: list[Piece], saved: Iterable[str], model: Decoder, adapter: LoR
         "init_lora_weights": True,
         "inference_mode": True,
     }
+
+
+def task_type(score: Score | None) -> str:
+    """What PEFT calls the kind of a model. Of one that scores it trains the head whole, without being told."""
+    return "CAUSAL_LM" if score is None else "TOKEN_CLS" if score.each else "SEQ_CLS"
 
 
 def alpha(update: Update, adapter: LoRA) -> float:
@@ -250,6 +307,37 @@ def base(folder: Path) -> str:
     return Config.open(folder).base
 
 
+def headed(folder: Path, source: Folder) -> Folder:
+    """The base of an adapter with a head that scores, where the adapter holds one."""
+    if not Config.open(folder).scores or source.spec.score is not None:
+        return source
+    score, said = head(folder), head_said(folder)
+    score = score if score.pad is not None else replace(score, pad=Tokenizer.open(source.tokenizer).pad)
+    names = tuple((said.get("id2label") or {}).values())
+    return scoring(source, score, names=names, problem=said.get("problem_type"))
+
+
+def said_of_head(source: Folder) -> dict[str, str]:
+    """Metadata that tell what its classes are called: adapter_config.json has no place for it."""
+    if source.spec.score is None:
+        return {}
+    return {HEAD: json.dumps({key: source.config.get(key) for key in ("id2label", "problem_type")})}
+
+
+def head_said(folder: Path) -> Mapping[str, Any]:
+    """What the metadata of an adapter say of its head; nothing, if another program has written it."""
+    return json.loads(metadata(folder / TENSORS).get(HEAD, "{}"))
+
+
+def head(folder: Path) -> Score:
+    """The head that an adapter holds. Where it has a tokenizer, what that pads with is no part of a document."""
+    config, held, name = Config.open(folder), header(folder / TENSORS), PREFIX + classifiers.HEAD
+    if f"{name}.weight" not in held:
+        raise UserError(f"{folder / TENSORS}: no {classifiers.HEAD}.weight, but {CONFIG} says {config.task}")
+    pad = Tokenizer.open(folder).pad if (folder / "tokenizer.json").is_file() else None
+    return Score(held[f"{name}.weight"].shape[0], config.task == "TOKEN_CLS", f"{name}.bias" in held, pad)
+
+
 def described(folder: Path, source: Folder) -> LoRA:
     """The adapter of a folder, ready to be applied, with just the layers and modules that its file holds."""
     held = contents(folder, source)
@@ -305,8 +393,8 @@ def fill(layer: nn.Module, found: Update) -> None:
         put(layer.lora_embedding_B, found.a.T)
         return
     assert isinstance(layer, Linear | Stacked)
-    for target, part in zip(factors(layer), (found.a, found.b), strict=True):
-        put(target, part)
+    for target, numbers in zip(factors(layer), (found.a, found.b), strict=True):
+        put(target, numbers)
     if isinstance(layer, Linear) and found.magnitude is not None:
         put(layer.lora_magnitude_vector, found.magnitude)
 

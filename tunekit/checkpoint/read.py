@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from tunekit.checkpoint.folder import Folder, Reader
@@ -13,27 +13,37 @@ from tunekit.errors import UserError
 from tunekit.models.decoder import TIED, Decoder
 from tunekit.models.linear import Linear, Stacked
 from tunekit.models.weights import Move, Shape, Stack, hub_name
-from tunekit.parallel import hand_over, put
+from tunekit.parallel.run import Run
+from tunekit.parallel.tensors import Box, hand_over, local, part
+
+Place = tuple[int, ...]
+Get = Callable[[str], Tensor]  # a tensor of the Hub
+Give = Callable[[str, Tensor], None]  # takes one of ours
+Seen = Callable[[str, Place, Tensor], None]
 
 
-def read(source: Folder, model: Decoder, quiet: bool = False) -> None:
-    """Fill every tensor that a checkpoint of this model holds; what an adapter added is left alone."""
+def read(source: Folder, model: Decoder, quiet: bool = False, run: Run | None = None) -> None:
+    """Fill every tensor that a checkpoint of this model holds; what an adapter added is left alone.
+
+    A rank reads what it keeps: files are mapped, and of a part that is not touched no byte is read.
+    """
+    run = run or Run(device="cpu")
     check(source, model.shapes)
-    odd: dict[str, int] = {}
+    odd: dict[tuple[str, Place], int] = {}
     with source.reader() as tensors:
 
-        def get(name: str) -> Tensor:
-            tensor = tensors.lend(name)
-            if count := not_finite(tensor):
-                odd[name] = count
-            return tensor
+        def seen(name: str, place: Place, numbers: Tensor) -> None:
+            if count := not_finite(numbers):
+                odd[name, place] = count
 
-        for move in tqdm(moves(source, model), "loading", unit="tensor", disable=quiet or None, leave=False):
+        off = quiet or not run.is_main
+        for move in tqdm(moves(source, model), "loading", unit="tensor", disable=off or None, leave=False):
             if TIED in move.ours and model.spec.tied:
                 check_tie(source, move, tensors)
             else:
-                pour(model, move, get, partial(fill, model))
-    if odd and not quiet:
+                pour(model, move, tensors.lend, partial(fill, model), seen)
+    odd = {key: count for one in run.gather(odd) for key, count in one.items()}
+    if odd and not off:
         tell_of(odd, source)
 
 
@@ -45,20 +55,36 @@ def moves(source: Folder, model: Decoder) -> list[Move]:
     return [*found, *(Move((TIED,), move.hub, move.op) for move in found if move.ours == ("embed.weight",))]
 
 
-def pour(model: Decoder, move: Move, get: Callable[[str], Tensor], give: Callable[[str, Tensor], None]) -> None:
-    """Hand over what a move makes of the tensors of a checkpoint. No stack of experts is made beside a plain one."""
-    if isinstance(move.op, Stack) and (stack := plain(model, move.ours[0])) is not None:
-        for expert, name in zip(stack, move.hub, strict=True):
-            put(expert, get(name))
+def unseen(name: str, place: Place, numbers: Tensor) -> None:
+    """Nobody looks."""
+
+
+def pour(model: Decoder, move: Move, get: Get, give: Give, seen: Seen = unseen) -> None:
+    """Hand over what a move makes of the tensors of a checkpoint. Of a stack of experts only those are read, one by
+    one, that are kept here.
+
+    `seen` looks at all that is read. What a layer packs is read whole.
+    """
+    if isinstance(move.op, Stack) and (stack := parameter(model, move.ours[0])) is not None:
+        box = part(stack)
+        for number, expert in enumerate(local(stack.detach()), start=box.offset[0]):
+            numbers = Box(box.shape[1:], box.offset[1:]).of(get(move.hub[number]), expert.shape)
+            seen(move.hub[number], box.offset[1:], numbers)
+            expert.copy_(numbers)
         return
     for name, tensor in zip(move.ours, move.load([get(name) for name in move.hub], model.shapes), strict=True):
+        target = parameter(model, name)
+        place, numbers = (), tensor
+        if target is not None:
+            place, numbers = part(target).offset, part(target).of(tensor, local(target).shape)
+        seen(move.hub[0], (*place, move.ours.index(name)), numbers)
         give(name, tensor)
 
 
-def plain(model: Decoder, name: str) -> Tensor | None:
-    """The numbers of a tensor that is whole here and as it comes."""
-    tensor = dict(model.named_parameters()).get(name)
-    return tensor.detach() if tensor is not None and type(tensor.data) is Tensor else None
+def parameter(model: Decoder, name: str) -> nn.Parameter | None:
+    """A tensor that is kept as numbers: a layer may store its weight in another way."""
+    owner, _, leaf = name.rpartition(".")
+    return dict(model.get_submodule(owner).named_parameters(recurse=False)).get(leaf)
 
 
 def fill(model: Decoder, name: str, tensor: Tensor) -> None:
@@ -76,10 +102,10 @@ def not_finite(tensor: Tensor) -> int:
     return 0 if tensor.sum().isfinite() else int((~tensor.isfinite()).sum())
 
 
-def tell_of(odd: Mapping[str, int], source: Folder) -> None:
+def tell_of(odd: Mapping[tuple[str, Place], int], source: Folder) -> None:
     """Warn of a checkpoint that was damaged when it was made; what comes out of it is most likely NaN."""
-    name = next(iter(odd))
-    where = f"{name}{f' and {len(odd) - 1} more tensors' if len(odd) > 1 else ''}"
+    name, *others = sorted({name for name, _ in odd}, key=[*source.tensors].index)
+    where = f"{name}{f' and {len(others)} more tensors' if others else ''}"
     told = f"warning: {source.tensors[name].file}: {sum(odd.values())} weights are NaN or infinite, in {where}"
     tqdm.write(told, file=sys.stderr)
 
@@ -119,7 +145,7 @@ def check_shapes(source: Folder, move: Move, shapes: Mapping[str, Shape]) -> Non
 def check_tie(source: Folder, move: Move, tensors: Reader) -> None:
     """A checkpoint may hold its tied head as well, but then it must be the embedding."""
     embedding = next(m.hub[0] for m in source.moves if m.ours[0] == "embed.weight")
-    if not torch.equal(tensors[move.hub[0]], tensors[embedding]):
+    if not torch.equal(tensors.lend(move.hub[0]), tensors.lend(embedding)):
         raise UserError(
             f"{source.path}: config.json ties the head to the embedding, but {move.hub[0]} differs from {embedding}; "
             "set tie_word_embeddings to false"

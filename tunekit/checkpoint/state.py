@@ -3,126 +3,227 @@
 A folder `state/00000010/` holds the tensors by full name, as torch.distributed.checkpoint writes them so that any
 layout can read them; `progress.pt` with the step, the schedule and the numbers of the optimizer's groups;
 `random-0.pt` with the random number generators of rank 0; and the mark that says that all of it is there.
+
+Every rank writes its pieces. In the background, training goes on as soon as they are copied to the host.
 """
 
+import math
 import pickle
 import random
 import sys
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from copy import copy
+from dataclasses import dataclass, replace
+from functools import partial
 from io import BytesIO
 from pathlib import Path
-from typing import cast
+from threading import Thread
+from types import TracebackType
+from typing import Any, cast
 
 import numpy
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 
-from tunekit.checkpoint import atomic
-from tunekit.errors import UserError
+from tunekit.checkpoint import atomic, pieces
+from tunekit.checkpoint.pieces import Piece, Pieces, Shares, Unreadable, at_rest
+from tunekit.errors import Stopped, UserError
+from tunekit.optimizers import BLOCK
+from tunekit.parallel.run import PATIENT, Run
+from tunekit.parallel.tensors import Box, local, part
 
-METADATA, PROGRESS = ".metadata", "progress.pt"
+PROGRESS = "progress.pt"
 WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module"}
-DTYPES = {str(value).removeprefix("torch.") for value in vars(torch).values() if isinstance(value, torch.dtype)}
-# What torch writes into the metadata. Everything else that a pickle can name is code.
-KNOWN = {
-    "torch.distributed.checkpoint.metadata": {
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
-    },
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch.serialization": {"_get_layout"},
-    "torch": DTYPES | {"Size"},
-    "pathlib": {"PosixPath"},
-    "pathlib._local": {"PosixPath"},  # Python 3.13
-}
+
+
+@dataclass(frozen=True)
+class Job:
+    """A state as it was at one step: what is left to do is to write it."""
+
+    folder: Path
+    pieces: Pieces
+    shares: Shares
+    rest: Mapping[str, bytes]  # small files of this rank
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A state on the disk that was found to be sound."""
+
+    folder: Path
+    metadata: Metadata
+    progress: dict[str, Any]
+    generators: dict[str, Any]
 
 
 class State:
-    """The newest `keep` states of a run under `folder`, one folder a step. Saving and restoring change no number."""
+    """The newest `keep` states of a run under `folder`, one folder a step. Saving and restoring change no number.
 
-    def __init__(self, folder: Path, model: nn.Module, optimizer, schedule, keep: int, run, *extra) -> None:
+    with State(...) as state:   # leaving it waits for what is being written
+        done = state.restore()
+        state.save(step)        # what an earlier one could not write is told here,
+        state.look()            # or between two steps, on all ranks at the same
+    """
+
+    def __init__(
+        self, folder: Path, model: nn.Module, optimizer, schedule, keep: int, run: Run, *extra, background: bool = False
+    ) -> None:
         """`extra`: what else has a state_dict() of plain values."""
         assert keep > 0
-        self.extra = extra
+        self.extra, self.background = extra, background
         self.folder, self.model, self.optimizer, self.schedule = folder, model, optimizer, schedule
-        self.keep, self.run = keep, run
+        self.keep, self.run, self.line = keep, run, beside(run) if background else run
+        self.shares: Shares | None = None
+        self.buffers: dict[str, Tensor] = {}
+        self.writing: Writing | None = None
+
+    def __enter__(self) -> "State":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None or isinstance(error, Stopped):
+            self.wait()
+        elif isinstance(error, UserError):
+            with suppress(UserError):  # one is enough
+                self.wait()
 
     def save(self, step: int) -> None:
-        """Write the state after `step` steps. States that are not kept go only once this one is whole."""
-        tensors = self.weights() | (self.moments() if self.optimizer.state else {})
+        """Write the state after `step` steps, once an earlier one is written. Those that are not kept go only when
+        this one is whole."""
+        self.wait()
+        job = self.taken(step)
+        if self.background:
+            self.writing = Writing(partial(self.write, self.staged(job)))
+            self.writing.start()
+        else:
+            self.write(job)
+
+    def look(self) -> None:
+        """Between two steps: whether all ranks have written what they began to write. If one could not, it is told."""
+        if self.writing is None:
+            return
+        self.writing.sound()
+        if all(self.run.gather(not self.writing.is_alive())):
+            self.wait()
+
+    def wait(self) -> None:
+        """Until all is written that was begun."""
+        writing, self.writing = self.writing, None
+        if writing is not None:
+            writing.end()
+
+    def taken(self, step: int) -> Job:
+        """What there is to write, and who writes what. Tensors are still those that are trained."""
+        at_rest(self.model)
+        held = self.weights() | (self.moments() if self.optimizer.state else {})
+        self.shares = pieces.shares(held, self.run, self.shares)
         progress = {"step": step, "schedule": self.schedule.state_dict(), "groups": self.groups()}
         progress["extra"] = [one.state_dict() for one in self.extra]
-        folder = self.folder / f"{step:08d}"
-        # Every tensor has a zip header of its own, and a line in the metadata.
-        atomic.need(folder, sum(tensor.nbytes + 4096 for tensor in tensors.values()) + 2**20)
-        with atomic.whole(folder) as partial:
-            write_tensors(partial, tensors)
-            write_plain(partial / PROGRESS, progress)
-            write_plain(partial / generators_file(self.run), generators(self.run.device))
-        for old in saved(self.folder)[: -self.keep]:
-            atomic.remove(old)
+        rest = {PROGRESS: progress} if self.run.is_main else {}
+        rest |= {generators_file(self.run): generators(self.run.device)}
+        return Job(self.folder / f"{step:08d}", held, self.shares, {name: packed(v) for name, v in rest.items()})
+
+    def staged(self, job: Job) -> Job:
+        """The same with copies on the host of what this rank writes. Their memory is used again."""
+        copies = {}
+        for name in {item.index.fqn: None for item in job.shares.own.items}:
+            tensor, box = job.pieces[name].tensor, job.pieces[name].box
+            if name not in self.buffers:
+                self.buffers[name] = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+            copies[name] = Piece(self.buffers[name].copy_(tensor, non_blocking=True), box)
+        if self.run.device.type != "cpu":
+            torch.get_device_module(self.run.device).synchronize()
+        return replace(job, pieces=copies)
+
+    def write(self, job: Job) -> None:
+        """All ranks write their share, and the main process marks the whole when all have. Or nothing is there."""
+        place = atomic.beside(job.folder, atomic.PARTIAL)
+        try:
+            self.line.shared(partial(begin, job))
+            written = self.line.together(partial(share, place, job))
+            found = self.line.gather(written)
+            self.line.shared(partial(self.end, place, job, found))
+        except UserError:
+            if self.run.is_main:
+                with suppress(OSError):
+                    atomic.recover(job.folder)
+            raise
+
+    def end(self, place: Path, job: Job, written: list[pieces.Written]) -> None:
+        with atomic.refused(job.folder):
+            atomic.put_in_place(place, job.folder, pieces.conclude(place, job.shares.metadata, written))
+            for old in saved(self.folder)[: -self.keep]:
+                atomic.remove(old)
 
     def restore(self) -> int:
         """Load the newest whole state in place and return how many steps it has behind it; 0 if there is none."""
-        for left in (*self.folder.glob(f"*{atomic.PREVIOUS}"), *self.folder.glob(f"*{atomic.PARTIAL}")):
-            atomic.recover(left.with_suffix(""))
-        states = saved(self.folder)
+        self.wait()  # in the course of a run, one may be on its way
+        states = self.run.shared(self.tidied)
         if not states:
             return 0
-        try:
-            return self.load(states[-1])
-        except Unreadable as error:
-            back = f"step {int(states[-2].name)}" if len(states) > 1 else "the start"
-            raise UserError(f"{error}; delete the folder {states[-1]} to go on from {back}") from error
+        self.run.together(partial(self.sound, states))  # a file is opened only when no rank has found one damaged
+        return self.load(self.run.together(partial(self.opened, states)))
 
-    def load(self, folder: Path) -> int:
+    def tidied(self) -> list[Path]:
+        """The whole states, when it is cleared up behind a writer that was cut off."""
+        for left in (*self.folder.glob(f"*{atomic.PREVIOUS}"), *self.folder.glob(f"*{atomic.PARTIAL}")):
+            atomic.recover(left.with_suffix(""))
+        return saved(self.folder)
+
+    def sound(self, states: list[Path]) -> None:
+        """UserError if the newest state is not as it was written. Each rank looks at some of its files."""
+        with newest(states) as folder:
+            damaged = atomic.damaged(folder, slice(self.run.rank, None, self.run.size))
+            if damaged is not None:
+                raise Unreadable(damaged)
+
+    def opened(self, states: list[Path]) -> Opened:
+        """The newest state, which was found to be sound."""
+        with newest(states) as folder:
+            drawn = folder / generators_file(self.run)
+            random_states = read_plain(drawn) if drawn.is_file() else {}  # a rank that is new in this layout has none
+            return Opened(folder, pieces.read_metadata(folder), read_plain(folder / PROGRESS), random_states)
+
+    def load(self, there: Opened) -> int:
         """Everything is checked before the first number of the model changes."""
-        damaged = atomic.damaged(folder)
-        if damaged is not None:
-            raise Unreadable(damaged)
-        progress = read_plain(folder / PROGRESS)
-        drawn = folder / generators_file(self.run)
-        random_states = read_plain(drawn) if drawn.is_file() else {}  # a rank that is new in this layout has none
-        reader = Reader(folder)
-        tensors = self.fitting(reader.read_metadata().state_dict_metadata, progress["groups"], folder)
-        with alone():
-            load(tensors, storage_reader=reader, no_dist=not dist.is_initialized())
-        for group, values in zip(self.optimizer.param_groups, progress["groups"], strict=True):
+        at_rest(self.model)
+        if len(there.progress["extra"]) != len(self.extra):
+            raise UserError(f"{there.folder} is the state of another version of tunekit: start over with --fresh")
+        held = self.fitting(there.metadata.state_dict_metadata, there.progress["groups"], there.folder)
+        pieces.fill(there.folder, held, there.metadata)
+        for group, values in zip(self.optimizer.param_groups, there.progress["groups"], strict=True):
             restore_group(group, values)
-        self.schedule.load_state_dict(progress["schedule"])
-        for one, values in zip(self.extra, progress["extra"], strict=True):
+        self.schedule.load_state_dict(there.progress["schedule"])
+        for one, values in zip(self.extra, there.progress["extra"], strict=True):
             one.load_state_dict(values)
-        restore_generators(random_states, self.run.device)
-        return progress["step"]
+        restore_generators(there.generators, self.run.device)
+        return there.progress["step"]
 
-    def weights(self) -> dict[str, Tensor]:
+    def weights(self) -> dict[str, Piece]:
         """What is trained, and what was fixed when training began, by name. References: loading fills them in place.
 
         A buffer such as the start of PiSSA is computed, and comes out otherwise with other threads or another device.
         """
         trained = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
-        return {f"model.{bare(name)}": tensor.detach() for name, tensor in (*trained, *self.model.named_buffers())}
+        named = (*trained, *self.model.named_buffers())
+        return {f"model.{bare(name)}": Piece(local(t.detach()), part(t)) for name, t in named}
 
-    def moments(self) -> dict[str, Tensor]:
+    def moments(self) -> dict[str, Piece]:
         """What the optimizer keeps for each weight, by name. References too; allocated if it took no step yet."""
-        kept = cast("dict[str, dict[str, Tensor]]", get_optimizer_state_dict(self.model, self.optimizer)["state"])
-        found = {f"optimizer.{name}.{key}": value for name, one in kept.items() for key, value in one.items()}
-        assert all(isinstance(value, Tensor) for value in found.values()), "optimizers keep tensors"
-        return found
+        if not self.optimizer.state:
+            get_optimizer_state_dict(self.model, self.optimizer)
+        names = {parameter: bare(name) for name, parameter in self.model.named_parameters()}
+        return {
+            f"optimizer.{names[weight]}.{key}": Piece(local(value), kept_for(weight, value))
+            for weight, values in self.optimizer.state.items()
+            for key, value in values.items()
+        }
 
     def groups(self) -> list[dict]:
         """The optimizer's groups: the names of their parameters, and the numbers that a schedule may move."""
@@ -133,49 +234,93 @@ class State:
             for group in self.optimizer.param_groups
         ]
 
-    def fitting(self, disk: dict, groups: list[dict], folder: Path) -> dict[str, Tensor]:
+    def fitting(self, disk: dict, groups: list[dict], folder: Path) -> dict[str, Piece]:
         """The tensors to fill, once it is sure that the state is one of this model and this optimizer."""
         # What had no gradient before the state was saved has nothing kept for it.
         kept = {owner(name) for name in disk}
-        moments = {name: tensor for name, tensor in self.moments().items() if owner(name) in kept}
+        moments = {name: piece for name, piece in self.moments().items() if owner(name) in kept}
         for name, parameter in self.model.named_parameters():
             if f"optimizer.{bare(name)}" not in kept:
                 self.optimizer.state.pop(parameter, None)
-        tensors = self.weights() | moments
-        here = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        held = self.weights() | moments
+        here = {name: piece.box.shape for name, piece in held.items()}
         there = {n: tuple(m.size) if isinstance(m, TensorStorageMetadata) else None for n, m in disk.items()}
         odd = sorted(n for n in here.keys() | there.keys() if here.get(n) != there.get(n))
         if odd or [g["params"] for g in groups] != [g["params"] for g in self.groups()]:
             what = f"{odd[0]}: {there.get(odd[0])} there, {here.get(odd[0])} here" if odd else "other parameter groups"
             raise UserError(f"{folder} is the state of another model or optimizer ({what}): start over with --fresh")
-        return tensors
+        return held
 
 
-class Unreadable(Exception):
-    """A file of a state that was cut off or changed, or that holds what no state holds."""
+class Writing(Thread):
+    """Writes while others train. It may speak with its like on other ranks, but on a line of their own."""
 
-    def __init__(self, file: Path) -> None:
-        super().__init__(f"cannot read {file}: it is damaged or cut off")
+    def __init__(self, write: Callable[[], None]) -> None:
+        super().__init__(daemon=True)  # a process that is to end at once does not wait
+        self.write, self.error, self.through = write, None, False
 
-
-class Reader(FileSystemReader):
-    """Reads the metadata of a state without running what a pickle may hold."""
-
-    def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
+    def run(self) -> None:
         try:
-            metadata = Names(BytesIO((Path(self.path) / METADATA).read_bytes())).load()
-        except pickle.UnpicklingError as error:
-            raise Unreadable(Path(self.path) / METADATA) from error
-        return metadata
+            self.write()
+        except UserError as error:
+            self.error = error
+        self.through = True
+
+    def sound(self) -> None:
+        assert self.is_alive() or self.through, "a state was not written, for the reason above"
+
+    def end(self) -> None:
+        """Wait; what could not be written is an error here."""
+        self.join()
+        self.sound()
+        if self.error is not None:
+            raise self.error
 
 
-class Names(pickle.Unpickler):
-    """Knows the names that torch writes into the metadata, and no other."""
+def beside(run: Run) -> Run:
+    """The same ranks with a line of their own, for a thread that speaks beside the others."""
+    other = copy(run)
+    if run.patient is not None:
+        other.patient = cast("dist.ProcessGroup", dist.new_group(backend="gloo", timeout=PATIENT))
+    return other
 
-    def find_class(self, module: str, name: str) -> object:
-        if name not in KNOWN.get(module, ()):
-            raise pickle.UnpicklingError(f"{module}.{name} does not belong here")
-        return super().find_class(module, name)
+
+def kept_for(weight: Tensor, value: Tensor) -> Box:
+    """Where what an optimizer keeps lies in the whole: numbers like the weight's, one for each block of a row, or one
+    for all."""
+    assert isinstance(value, Tensor), "optimizers keep tensors"
+    if not value.ndim:
+        return Box((), ())
+    box = part(weight)
+    if local(value).shape == local(weight).shape:
+        return box
+    assert value.ndim == weight.ndim + 1, "neither a number for each of the weight nor one for each block"
+    shape = len(value), *box.shape[:-1], math.ceil(box.shape[-1] / BLOCK)
+    return Box(shape, (0, *box.offset[:-1], box.offset[-1] // BLOCK))
+
+
+def begin(job: Job) -> None:
+    """Make room for a state."""
+    atomic.need(job.folder, job.shares.size + 2**20)
+    with atomic.refused(job.folder):
+        atomic.recover(job.folder)
+        atomic.beside(job.folder, atomic.PARTIAL).mkdir(parents=True)
+
+
+def share(place: Path, job: Job) -> pieces.Written:
+    """Write what is for this rank to write."""
+    with atomic.refused(job.folder):
+        return pieces.write(place, job.pieces, job.shares.own, job.rest)
+
+
+@contextmanager
+def newest(states: list[Path]) -> Iterator[Path]:
+    """The newest state. What cannot be read of it is a UserError that says how to go on without it."""
+    try:
+        yield states[-1]
+    except Unreadable as error:
+        back = f"step {int(states[-2].name)}" if len(states) > 1 else "the start"
+        raise UserError(f"{error}; delete the folder {states[-1]} to go on from {back}") from error
 
 
 def saved(folder: Path) -> list[Path]:
@@ -192,29 +337,11 @@ def owner(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-def write_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
-    writer = FileSystemWriter(folder, sync_files=False)  # the folder is synced as a whole
-    failures = {}
-    try:
-        with alone():
-            save(tensors, storage_writer=writer, no_dist=not dist.is_initialized())
-    except CheckpointException as error:
-        failures = error.failures
-    for failure, _ in failures.values():  # raised in the handler, it would forget the refusal of the disk behind it
-        raise failure
-
-
-@contextmanager
-def alone() -> Iterator[None]:
-    """One process needs no process group, and no warning that it has none."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
-
-
-def write_plain(file: Path, values: dict) -> None:
-    with file.open("wb") as stream:  # through Python, so that a full disk keeps its name
-        torch.save(values, stream)
+def packed(values: dict) -> bytes:
+    """Plain values as a file holds them."""
+    stream = BytesIO()
+    torch.save(values, stream)
+    return stream.getvalue()
 
 
 def read_plain(file: Path) -> dict:

@@ -36,10 +36,11 @@ Load = tuple[Move, Callable[[str], Tensor]]
 
 @dataclass(frozen=True)
 class Logits:
-    """Logits (tokens, vocab) that are made when they are read, some columns at a time."""
+    """Logits (tokens, vocab) that are made when they are read, some columns at a time; or scores (tokens, labels)."""
 
     vocab: int
     make: Callable[[slice], Tensor]
+    scores: bool = False
 
     def parts(self) -> Iterator[Tensor]:
         return (self.make(slice(at, at + COLUMNS)) for at in range(0, self.vocab, COLUMNS))
@@ -85,7 +86,8 @@ def logits(
 @torch.no_grad()
 def ask(model: Decoder, rows: Sequence[Sequence[int]], device: torch.device) -> Logits:
     """Logits behind every token of the rows, one row after the other."""
-    return Logits(model.spec.vocab, partial(columns, model.head, hidden(model, rows, device)))
+    spec = model.spec
+    return Logits(spec.outputs, partial(columns, model.head, hidden(model, rows, device)), spec.score is not None)
 
 
 @torch.no_grad()
@@ -110,10 +112,11 @@ def rounded(
 
     @torch.no_grad()
     def make(some: slice) -> Tensor:
-        weight = written(model.head, adapted.get("head"), some).to(kinds[TIED])
-        return functional_call(bare, {"weight": weight}, (states,))
+        held = {"weight": written(model.head, adapted.get("head"), some).to(kinds[TIED])}
+        held |= {} if model.head.bias is None else {"bias": model.head.bias[some].to(kinds["head.bias"])}
+        return functional_call(bare, held, (states,))
 
-    return Logits(model.spec.vocab, make)
+    return Logits(model.spec.outputs, make, model.spec.score is not None)
 
 
 def hidden(model: Decoder, rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:

@@ -22,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from tunekit.errors import UserError
+from tunekit.models.init import normal, seeded
 from tunekit.models.weights import Shape
 
 # What safetensors calls them, in the order in which its own writer puts them into a file, from behind.
@@ -162,6 +163,17 @@ class Pickled(Stored):
         return files.pickled(self.file)[self.name].clone(memory_format=torch.contiguous_format)
 
 
+@dataclass(frozen=True)
+class Drawn(Stored):
+    """A tensor that is in no file yet: a head of fresh weights, as `reset` draws them. It would go into `file`."""
+
+    seed: int
+    std: float
+
+    def read(self, files: Files) -> Tensor:
+        return normal(self.shape, self.std, seeded(self.seed, "head")).to(self.dtype)
+
+
 class Reader:
     """Tensors of a checkpoint, one at a time."""
 
@@ -232,16 +244,25 @@ def unpickled(file: Path) -> Mapping[str, Tensor]:
 class Writer:
     """A safetensors file whose header is known before its tensors, which may come in any order, one at a time."""
 
-    def __init__(self, file: Path, entries: Entries, like: Path | None = None) -> None:
-        """`like` is a file whose order and metadata are kept, to the byte if it holds just these tensors."""
+    def __init__(
+        self,
+        file: Path,
+        entries: Entries,
+        like: Path | None = None,
+        told: Mapping[str, str] = FORMAT,
+        made: bool = False,
+    ) -> None:
+        """`like` is a file whose order and metadata are kept, to the byte if it holds just these tensors; without it
+        the metadata are what is `told`. With `made` another process has made the file: several may write into it."""
         head = copied(like, entries) if like is not None else None
-        head = head or laid_out(entries, FORMAT if like is None else metadata(like) | FORMAT)
+        head = head or laid_out(entries, told if like is None else metadata(like) | FORMAT)
         begin = LENGTH.size + len(head)
-        told = json.loads(head)
-        self.places = {name: [begin + offset for offset in told[name]["data_offsets"]] for name in entries}
-        self.stream: BinaryIO = file.open("wb")
-        self.stream.write(LENGTH.pack(len(head)) + head)
-        self.stream.truncate(max((stop for _, stop in self.places.values()), default=begin))
+        entered = json.loads(head)
+        self.places = {name: [begin + offset for offset in entered[name]["data_offsets"]] for name in entries}
+        self.stream: BinaryIO = file.open("r+b" if made else "wb")
+        if not made:
+            self.stream.write(LENGTH.pack(len(head)) + head)
+            self.stream.truncate(max((stop for _, stop in self.places.values()), default=begin))
 
     def __enter__(self) -> "Writer":
         return self

@@ -24,10 +24,12 @@ CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 INNER = ".base_layer"  # PEFT puts it between a module and what it wraps
 PARTS = "parts"  # metadata of our own files: ranks and scales of the layers whose updates are blocks of one
+HEAD = "head"  # and names of the classes of a head that scores
 NAME = re.compile(
     rf"(?P<module>.+?)(?P<inner>(?:{re.escape(INNER)})*)"
     r"\.(?P<kind>lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)(?:\.weight)?"
 )
+HEADS = ("classifier", "score")  # PEFT names both of any model that scores, whatever its head is called
 KINDS = {frozenset({"lora_A", "lora_B"}), frozenset({"lora_embedding_A", "lora_embedding_B"})}
 # What PEFT can say of a LoRA and we do not do; each must have one of these values.
 PLAIN = {"lora_bias": (None, False), "layer_replication": (None,), "trainable_token_indices": (None, [], {})}
@@ -72,6 +74,16 @@ class Config:
         return f"{name}@{revision}" if isinstance(revision, str) and not Path(name).is_dir() else name
 
     @property
+    def scores(self) -> bool:
+        """Whether it belongs to a model whose head scores."""
+        return self.task in ("SEQ_CLS", "TOKEN_CLS")
+
+    @property
+    def task(self) -> str | None:
+        """What PEFT calls the kind of its model."""
+        return self.values.get("task_type")
+
+    @property
     def where(self) -> str:
         """The same for an error that there is in any case."""
         return f"this adapter was trained for {self.values.get('base_model_name_or_path') or 'another model'}"
@@ -104,8 +116,9 @@ class Config:
 
     def check_saved(self, modules: Iterable[str]) -> None:
         """Of all modules that are to be saved there are tensors."""
+        usual = HEADS if self.scores else ()
         for wanted in self.values.get("modules_to_save") or []:
-            if not any(module.endswith(wanted) for module in modules):
+            if wanted not in usual and not any(module.endswith(wanted) for module in modules):
                 raise UserError(f"{self.file}: modules_to_save names {wanted}, but {TENSORS} holds no tensor of it")
 
     def targets(self, tensor: str) -> bool:

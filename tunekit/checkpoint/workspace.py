@@ -1,9 +1,11 @@
-"""The folder of a run: one process, one config."""
+"""The folder of a run: one process, or its ranks, and one config."""
 
 import fcntl
 import os
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import date
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import IO
@@ -13,6 +15,7 @@ import yaml
 from tunekit.checkpoint import atomic
 from tunekit.config.dump import differences
 from tunekit.errors import UserError
+from tunekit.parallel.run import Run
 
 CONFIG, METRICS, STATE, FINAL, LOCK = "config.yaml", "metrics.jsonl", "state", "final", ".lock"
 EVALUATION = "evaluation.json"  # what `evaluate` found about the run's model
@@ -20,7 +23,9 @@ UPLOAD = "upload"  # checkpoints on their way to the Hub
 # What the loggers write; see `tunekit.metrics`.
 LOGS = ("tensorboard", "wandb", "mlflow", "comet")
 BEGAN = "# began on "
-BEFORE_CONFIG = {LOCK, CONFIG + atomic.PARTIAL}
+# What the processes of a run print, before one of them claims its folder; how a person asks it to stop.
+PRINTED, STOP = "logs", "stop"
+BEFORE_CONFIG = {LOCK, CONFIG + atomic.PARTIAL, PRINTED, STOP}
 
 
 @dataclass(frozen=True)
@@ -28,9 +33,10 @@ class Workspace:
     """Where a run writes. Nobody else does until it is closed."""
 
     folder: Path
-    lock: IO[str]
+    lock: ExitStack  # of the main process; the others have none
     day: date  # when the run began
     resolved: str  # its config in YAML
+    run: Run
     fresh: bool = False  # what an earlier run has left there is to go
 
     @property
@@ -51,9 +57,7 @@ class Workspace:
 
     def begin(self) -> None:
         """All is checked and the run begins: if it starts over, what there was goes now."""
-        if self.fresh:
-            erase(self.folder)
-        atomic.write_text(self.config, f"{BEGAN}{self.day.isoformat()}\n{self.resolved}")
+        self.run.shared(partial(begin, self.folder, self.day, self.resolved, self.fresh))
 
     def close(self) -> None:
         self.lock.close()
@@ -67,28 +71,44 @@ class Workspace:
         self.close()
 
 
-def claim(out: Path, resolved: str, live: frozenset[str], fresh: bool = False) -> Workspace:
+def claim(out: Path, resolved: str, live: frozenset[str], fresh: bool = False, run: Run | None = None) -> Workspace:
     """The folder of a run, made or taken up again. `resolved` is its config in YAML.
 
     A run that has left results goes on only with the same config; top-level keys in `live` may change. With `fresh`
-    any config will do, and the results stay until the run begins.
+    any config will do, and the results stay until the run begins. Of all ranks the main process has the lock.
     """
-    if out.is_dir() and not (out / CONFIG).is_file() and {path.name for path in out.iterdir()} - BEFORE_CONFIG:
-        raise UserError(f"{out} holds files and is not the folder of a run: give another out=")
+    run = run or Run(device="cpu")
+    with ExitStack() as held:
+        day = run.shared(partial(take, held, out, resolved, live, fresh))
+        return Workspace(out, held.pop_all(), day, resolved, run, fresh)
+
+
+def take(held: ExitStack, out: Path, resolved: str, live: frozenset[str], fresh: bool) -> date:
+    """Lock a folder, look whether it is the right one, and put the config there; the day when its run began."""
+    refuse_other(out)
     try:
         out.mkdir(parents=True, exist_ok=True)
-        space = Workspace(out, locked(out), date.today() if fresh else first_day(out), resolved, fresh)
+        held.enter_context(locked(out))
+        day = date.today() if fresh else first_day(out)
     except OSError as error:
         raise UserError(f"out: cannot write in {out}: {error.strerror}: give another out=") from error
-    try:
-        if not fresh and started(out):
-            compare(space, resolved, live)
-        if not fresh or not (out / CONFIG).is_file():
-            space.begin()
-    except UserError:
-        space.close()
-        raise
-    return space
+    if not fresh and started(out):
+        compare(out, resolved, live)
+    if not fresh or not (out / CONFIG).is_file():
+        begin(out, day, resolved, fresh)
+    return day
+
+
+def begin(out: Path, day: date, resolved: str, fresh: bool) -> None:
+    if fresh:
+        erase(out)
+    atomic.write_text(out / CONFIG, f"{BEGAN}{day.isoformat()}\n{resolved}")
+
+
+def refuse_other(out: Path) -> None:
+    """Whether a folder is that of a run, or may become one."""
+    if out.is_dir() and not (out / CONFIG).is_file() and {path.name for path in out.iterdir()} - BEFORE_CONFIG:
+        raise UserError(f"{out} holds files and is not the folder of a run: give another out=")
 
 
 def first_day(out: Path) -> date:
@@ -115,17 +135,16 @@ def started(out: Path) -> bool:
     return any((out / name).exists() for name in (STATE, FINAL, METRICS))
 
 
-def compare(space: Workspace, resolved: str, live: frozenset[str]) -> None:
+def compare(out: Path, resolved: str, live: frozenset[str]) -> None:
     try:
-        old, new = yaml.safe_load(space.config.read_text(encoding="utf-8")), yaml.safe_load(resolved)
+        old, new = yaml.safe_load((out / CONFIG).read_text(encoding="utf-8")), yaml.safe_load(resolved)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read {space.config}: mend it, start over with --fresh or give another out=") from error
+        raise UserError(f"cannot read {out / CONFIG}: mend it, start over with --fresh or give another out=") from error
     changed = [found for found in differences(old, new) if found[0].partition(".")[0] not in live]
     found = [f"{key}: {before!r} there, {now!r} now" for key, before, now in changed]
     if found:
         raise UserError(
-            f"{space.folder} is the run of another config ({'; '.join(found)}): "
-            "--fresh starts over, or give another out="
+            f"{out} is the run of another config ({'; '.join(found)}): --fresh starts over, or give another out="
         )
 
 

@@ -5,21 +5,25 @@ Tensors go to their files one move at a time, so that no more of the model than 
 
 import json
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from tunekit.checkpoint.atomic import need
+from tunekit.checkpoint.atomic import Later, need, refused
 from tunekit.checkpoint.folder import INDEX, PICKLE_INDEX, WEIGHTS, Folder, read_json
+from tunekit.checkpoint.pieces import at_rest
 from tunekit.checkpoint.quantized import PACKED, Packed
 from tunekit.checkpoint.tensors import Entries, Reader, Slice, Writer
 from tunekit.models.decoder import TIED, Decoder
-from tunekit.models.linear import Linear, Stacked
+from tunekit.models.linear import Get, Linear, Stacked
 from tunekit.models.weights import Move, Shape, moves_out
+from tunekit.parallel.run import Run
+from tunekit.parallel.tensors import whole
 
 SHARD = 5 * 10**9  # bytes in one file of a checkpoint that had none before
 # What belongs to a checkpoint beside its weights.
@@ -27,25 +31,58 @@ COMPANIONS = ("*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt", "LICENS
 TOKENIZER = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template*", "vocab.*", "merges.txt")
 
 
-def write(folder: Path, model: Decoder, source: Folder, quiet: bool = False) -> None:
-    """Write a whole model into a folder that is there. What was packed is written plain."""
+def write(folder: Path, model: Decoder, source: Folder, quiet: bool = False, run: Run | None = None) -> None:
+    """Write a whole model into a folder that is there. What was packed is written plain.
+
+    All ranks take part. Each gathers every tensor of ours, and those of a move are written by one of them in turn.
+    """
+    run = run or Run(device="cpu")
+    at_rest(model)
     going = moves(model, source)
     entries = {name: entry for move in going for name, entry in described(model, move, source)}
     shards = plan(entries, source)
-    need(folder, sum(map(size, entries.values())))
-    companions(source.path, folder, tokenizer=source.words)
+    run.shared(partial(prepare, folder, source, shards, entries))
+    later = Later()
     with ExitStack() as opened:
-        writers: dict[str, Writer] = {}
-        for file, names in shards.items():
-            like = as_it_was(source, file)
-            writer = opened.enter_context(Writer(folder / file, {name: entries[name] for name in names}, like))
-            writers |= dict.fromkeys(names, writer)
+        writers = files(opened, folder, source, shards, entries, made=True)
         kept = opened.enter_context(source.reader()) if source.has_weights else None
-        for move in tqdm(going, "saving", unit="tensor", disable=quiet or None, leave=False):
-            for name, tensor in hub_tensors(model, move, kept):
-                writers[name][name] = tensor.to(entries[name][1])
-    write_index(folder, shards, entries, source)
-    write_config(folder, source)
+        off = quiet or not run.is_main
+        for turn, move in enumerate(tqdm(going, "saving", unit="tensor", disable=off or None, leave=False)):
+            ours = [dense(model, name).detach() for name in move.ours]
+            if turn % run.size == run.rank:
+                later(partial(lay, folder, writers, entries, move, ours, kept))
+    run.together(later.tell)
+
+
+def prepare(folder: Path, source: Folder, shards: dict[str, list[str]], entries: Entries) -> None:
+    """Everything but the numbers."""
+    need(folder, sum(map(size, entries.values())))
+    with refused(folder), ExitStack() as opened:
+        companions(source.path, folder, tokenizer=source.words)
+        files(opened, folder, source, shards, entries)
+        write_index(folder, shards, entries, source)
+        write_config(folder, source)
+
+
+def files(
+    opened: ExitStack, folder: Path, source: Folder, shards: dict[str, list[str]], entries: Entries, made: bool = False
+) -> dict[str, Writer]:
+    """The file of each tensor, open to be written."""
+    found: dict[str, Writer] = {}
+    for file, names in shards.items():
+        some = {name: entries[name] for name in names}
+        writer = opened.enter_context(Writer(folder / file, some, as_it_was(source, file), made=made))
+        found |= dict.fromkeys(names, writer)
+    return found
+
+
+def lay(
+    folder: Path, writers: Mapping[str, Writer], entries: Entries, move: Move, ours: list[Tensor], kept: Reader | None
+) -> None:
+    """Write the tensors of a move."""
+    with refused(folder):
+        for name, tensor in hub_tensors(move, ours, kept):
+            writers[name][name] = tensor.to(entries[name][1])
 
 
 def companions(source: Path, target: Path, skip: Iterable[str] = (), tokenizer: Path | None = None) -> None:
@@ -112,19 +149,21 @@ def as_it_was(source: Folder, file: str) -> Path | None:
     return next((stored.file for stored in held if isinstance(stored, Slice) and stored.file.name == file), None)
 
 
-def hub_tensors(model: Decoder, move: Move, kept: Reader | None) -> Iterable[tuple[str, Tensor]]:
+def hub_tensors(move: Move, ours: list[Tensor], kept: Reader | None) -> Iterable[tuple[str, Tensor]]:
     """The tensors of one move under their Hub names, as the model has them."""
     if not move.ours:
         assert kept is not None
         return ((name, kept[name]) for name in move.hub)
-    return zip(move.hub, move.op.save([dense(model, name).detach() for name in move.ours]), strict=True)
+    return zip(move.hub, move.op.save(ours), strict=True)
 
 
-def dense(model: Decoder, name: str) -> Tensor:
-    """A tensor of the model as numbers, whatever the format of its layer."""
+def dense(model: Decoder, name: str, get: Get = whole) -> Tensor:
+    """A tensor of the model as numbers, whole, whatever the format of its layer."""
     owner, _, leaf = name.rpartition(".")
     module = model.get_submodule(owner)
-    return module.dense() if isinstance(module, Linear | Stacked) and leaf == "weight" else module.get_parameter(leaf)
+    if isinstance(module, Linear | Stacked) and leaf == "weight":
+        return module.dense(get)
+    return get(module.get_parameter(leaf))
 
 
 def write_index(folder: Path, shards: dict[str, list[str]], entries: Entries, source: Folder) -> None:
@@ -143,7 +182,7 @@ def write_index(folder: Path, shards: dict[str, list[str]], entries: Entries, so
 
 
 def write_config(folder: Path, source: Folder) -> None:
-    """The weights of a packed checkpoint are written plain, and its config.json must not say otherwise."""
-    if PACKED in source.config:
-        config = {key: value for key, value in source.config.items() if key != PACKED}
+    """What is otherwise than in the source: packed weights are written plain, and a head may be another one."""
+    config = {key: value for key, value in source.config.items() if key != PACKED}
+    if config != read_json(source.path / "config.json"):
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")

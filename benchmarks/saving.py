@@ -1,0 +1,187 @@
+"""Saving a model that is divided over processes: time beside the disk's own, how long training pauses, and memory.
+
+python -m benchmarks.saving [folder] [--model tunekit/llama3_2_1b] [--ranks 4] [--rounds 3] [--trained bf16]
+
+Random weights are trained by AdamW, all of them (FSDP over all processes of this machine, on the CPU). In each round
+the same bytes as those of a state are written by one process and synced, as dd does; then the state is saved
+while training waits, then in the background, then the files for others are written. Rounds go in turns: the disk first
+in every other one.
+Memory is what a process had at most (VmHWM) above what it had just before.
+"""
+
+import argparse
+import importlib
+import os
+import platform
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+
+from tests.parallel.ranks import on
+from tunekit import __version__, assemble, bundled
+from tunekit.adapters import Full
+from tunekit.checkpoint import atomic, save
+from tunekit.checkpoint.folder import Folder
+from tunekit.checkpoint.state import State
+from tunekit.formats import Plain
+from tunekit.memory import Memory
+from tunekit.optim import AdamW
+from tunekit.parallel.run import Run
+from tunekit.precision import Precision
+
+RESULTS = Path(__file__).parent / "results"
+CHUNK = 2**24
+LIMIT = 3600.0  # seconds for all rounds
+KINDS = {
+    "disk": "the disk alone: the same bytes, one process",
+    "waiting": "a state, while training waits",
+    "pause": "a state in the background: training pauses",
+    "background": "a state in the background: until it is marked",
+    "final": "files for others",
+}
+Round = dict[str, tuple[float, int]]  # seconds and bytes of memory
+
+
+def status(key: str) -> int:
+    """Bytes, as the kernel counts them."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))
+
+
+def timed(act: Callable[[], object]) -> tuple[float, int]:
+    """Seconds that it took, and memory."""
+    Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
+    before, start = status("VmRSS"), time.perf_counter()
+    act()
+    return time.perf_counter() - start, status("VmHWM") - before
+
+
+def size(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+
+def constant(step: int) -> float:
+    return 1.0
+
+
+def disk(folder: Path, count: int) -> None:
+    """So many bytes on the disk, by one process."""
+    chunk = os.urandom(CHUNK)
+    with (folder / "bytes").open("wb", buffering=0) as stream:
+        for at in range(0, count, CHUNK):
+            stream.write(chunk[: count - at])
+        os.fsync(stream.fileno())
+
+
+def measured(name: str, out: Path, rounds: int, trained: Literal["bf16", "fp32"]) -> tuple[int, int, list[Round]]:
+    """Bytes of a state, memory of this rank before, and all rounds."""
+    with Run(0, "cpu") as run:
+        source = Folder.open(bundled.PRESETS[name])
+        model = assemble.model(source, Plain(), Full(), Precision("fp32", trained), Memory(), run, fresh=True)
+        optimizer = AdamW().build(Full().trained(model))
+        for weight in model.parameters():
+            weight.grad = torch.zeros_like(weight)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule = LambdaLR(optimizer, constant)
+        states = [State(out / n, model, optimizer, schedule, 1, run, background=n == "back") for n in ("wait", "back")]
+        states[0].save(1)
+        states[1].save(1)  # makes the buffers
+        states[1].wait()
+        total, held = size(out / "wait"), status("VmRSS")
+        found = [one_round(out, number, total, states, run) for number in range(rounds)]
+        found = [one | final(model, source, out, run) for one in found]
+        return total, held, found
+
+
+def one_round(out: Path, number: int, total: int, states: list[State], run: Run) -> Round:
+    """The disk, then both kinds of saving, or the other way round."""
+
+    def alone() -> Round:
+        run.barrier()
+        spent = timed(lambda: disk(out, total)) if run.is_main else (0.0, 0)
+        run.barrier()
+        return {"disk": spent}
+
+    def saved() -> Round:
+        run.barrier()
+        waiting = timed(lambda: states[0].save(number + 2))
+        run.barrier()
+        start = time.perf_counter()
+        pause = timed(lambda: states[1].save(number + 2))
+        states[1].wait()
+        return {"waiting": waiting, "pause": pause, "background": (time.perf_counter() - start, 0)}
+
+    return alone() | saved() if number % 2 else saved() | alone()
+
+
+def final(model: torch.nn.Module, source: Folder, out: Path, run: Run) -> Round:
+    def write() -> None:
+        with atomic.common(out / "final", run) as folder:
+            save.final(Full(), folder, model, source, run)  # type: ignore[arg-type]
+
+    run.barrier()
+    return {"final": timed(write)}
+
+
+def spread(values: list[float]) -> str:
+    values = sorted(values)
+    return f"{statistics.median(values):.2f} ({values[0]:.2f} to {values[-1]:.2f})"
+
+
+def report(args: argparse.Namespace, ranks: list[tuple[int, int, list[Round]]], load: float) -> str:
+    cpu = next(x.partition(": ")[2] for x in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in x)
+    total, held = ranks[0][0], max(one[1] for one in ranks)
+    lines = ["| | seconds | GB/s | memory of a process, MB |", "| --- " * 4 + "|"]
+    for kind, told in KINDS.items():
+        rounds = range(args.rounds)
+        seconds = [max(one[2][number][kind][0] for one in ranks) for number in rounds]
+        memory = max(one[2][number][kind][1] for one in ranks for number in rounds)
+        speed = f"{total / 1e9 / statistics.median(seconds):.2f}" if kind in ("disk", "waiting", "background") else ""
+        lines.append(f"| {told} | {spread(seconds)} | {speed} | {memory / 1e6:.0f} |")
+    return f"""# Saving from {args.ranks} processes, {date.today().isoformat()}
+
+{args.model}, random weights in {args.trained} with AdamW, FSDP over {args.ranks} processes.
+A state has {total / 1e9:.2f} GB.
+tunekit {__version__}, torch {torch.__version__}, Python {platform.python_version()}, Linux {platform.release()}.
+{cpu}, {os.cpu_count()} cores; {args.rounds} rounds, load average {load:.1f} at the end.
+Medians, and least and most; of processes, the slowest and the largest. A process had {held / 1e9:.2f} GB before.
+
+{chr(10).join(lines)}
+
+The copy from which a state is written in the background is made once, as large as a process's share of the state
+({total / args.ranks / 1e9:.2f} GB), and is part of what it had before.
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, nargs="?", default=Path(tempfile.gettempdir()) / "tunekit-saving")
+    parser.add_argument("--model", default="tunekit/llama3_2_1b")
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--trained", choices=("bf16", "fp32"), default="bf16")
+    parser.add_argument("--no-results", action="store_true", help="print, and leave nothing")
+    args = parser.parse_args()
+    args.folder.mkdir(parents=True, exist_ok=True)
+    work = importlib.import_module("benchmarks.saving").measured  # by a name that every rank can import
+    ranks = on(args.ranks, work, args.model, args.folder, args.rounds, args.trained, limit=LIMIT)
+    text = report(args, ranks, os.getloadavg()[0])
+    print(text, file=sys.stdout)
+    if not args.no_results:
+        RESULTS.mkdir(exist_ok=True)
+        (RESULTS / f"{date.today().isoformat()}-saving.md").write_text(text)
+    shutil.rmtree(args.folder)
+
+
+if __name__ == "__main__":
+    main()
