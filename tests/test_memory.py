@@ -17,11 +17,12 @@ from tunekit.data.rows import Text
 from tunekit.data.steps.batch import Batch
 from tunekit.errors import FieldError, UserError
 from tunekit.kernels.attention_native import able
-from tunekit.losses import CrossEntropy
+from tunekit.losses.likelihood import CrossEntropy
 from tunekit.memory import KEPT, Memory
 from tunekit.models.decoder import Decoder
 from tunekit.offload import Offload
 from tunekit.optim import SGD, AdamW, AdamW8bit, Muon
+from tunekit.parallel.run import Run
 from tunekit.precision import Precision
 from tunekit.recipes import sft
 
@@ -195,7 +196,7 @@ def trained(folder: Path, adapter, choice, memory: Memory) -> tuple[Decoder, tor
     model, norms = ours(folder, adapter, memory=memory), []
     inner = (p for layer in model.layers for p in layer.parameters())
     optimizer = choice.build(adapter.trained(model), inner)
-    update = memory.update(optimizer, 0.0)
+    update = memory.update(optimizer, 0.0, Run())
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
     for step in range(4):
         CrossEntropy()(model, batch(tokens(seed=step))).backward()
@@ -227,20 +228,21 @@ def test_gradients_are_freed_at_once(tmp_path: Path) -> None:
     """Never more than two weights have one: that which steps, and that which comes next."""
     model = ours(made(tmp_path, "llama3.2"))
     optimizer, most = AdamW().build(Full().trained(model)), []
-    Memory(step_in_backward=True).update(optimizer, 0.0)
+    Memory(step_in_backward=True).update(optimizer, 0.0, Run())
     for p in model.parameters():
         p.register_hook(lambda grad: most.append(sum(q.grad is not None for q in model.parameters())))
     CrossEntropy()(model, batch(tokens())).backward()
     assert most and max(most) <= 1
 
 
-@pytest.mark.parametrize(("options", "told"), [
-    ({"clip": 1.0, "batch": 4, "micro_batch": 4}, "clip=0"),
-    ({"clip": 0.0, "batch": 4, "micro_batch": 2}, "micro_batch"),
-])  # fmt: skip
-def test_where_it_cannot_hold_it_is_refused(options: dict, told: str) -> None:
-    plain = sft.SFT(model="m", data=Text("t"), out="o", **options)
-    assert plain.memory.refusal(options["clip"], 2) is None
-    with pytest.raises(FieldError, match=told) as caught:
-        sft.SFT(model="m", data=Text("t"), out="o", memory=Memory(step_in_backward=True), **options)
+def test_where_it_cannot_hold_it_is_refused() -> None:
+    options = {"clip": 1.0, "batch": 4, "micro_batch": 4}
+    assert sft.SFT(model="m", data=Text("t"), out="o", **options).memory.refusal(1.0) is None
+    early = Memory(step_in_backward=True)
+    with pytest.raises(FieldError, match="clip=0") as caught:
+        sft.SFT(model="m", data=Text("t"), out="o", memory=early, **options)
     assert caught.value.field == "memory.step_in_backward"
+    early.check_passes(4, 4)
+    Memory().check_passes(4, 2)
+    with pytest.raises(UserError, match="micro_batch to 4"):
+        early.check_passes(4, 2)

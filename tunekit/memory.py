@@ -14,6 +14,9 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from tunekit.errors import FieldError, UserError
 from tunekit.models.decoder import Decoder
 from tunekit.offload import Offload
+from tunekit.parallel.exchange import add_up
+from tunekit.parallel.norm import length, root, shorten, squares
+from tunekit.parallel.run import Run
 
 CPU = torch.device("cpu")
 KEPT = "TORCHINDUCTOR_CACHE_DIR"  # where torch keeps what it compiled
@@ -61,17 +64,26 @@ class Memory:
             return partial(again, context_fn=contexts)
         return again
 
-    def update(self, optimizer: torch.optim.Optimizer, clip: float) -> "Update":
-        """What moves the weights."""
-        return EarlyUpdate(optimizer) if self.step_in_backward else Update(optimizer, clip)
+    def update(
+        self, optimizer: torch.optim.Optimizer, clip: float, run: Run, allowed: "Allowed | None" = None
+    ) -> "Update":
+        """What moves the weights, each step as far as it is `allowed`."""
+        moved = EarlyUpdate(optimizer, run) if self.step_in_backward else Update(optimizer, clip, run)
+        moved.allowed = allowed or moved.allowed
+        return moved
 
-    def refusal(self, clip: float, parts: int) -> str | None:
-        """Why weights cannot move inside a backward pass, and how to mend it; `parts`: forward passes in a step."""
+    def refusal(self, clip: float) -> str | None:
+        """Why weights cannot move inside a backward pass, and how to mend it."""
         if self.step_in_backward and clip > 0:
             return "a gradient is shortened by the length of all, which comes too late: set clip=0"
-        if self.step_in_backward and parts > 1:
-            return f"gradients of {parts} forward passes would have to be added up: set micro_batch to batch"
         return None
+
+    def check_passes(self, rows: int, micro_batch: int) -> None:
+        """UserError where a step of so many rows on each rank takes several passes and weights move in each."""
+        parts = -(-rows // micro_batch)
+        if self.step_in_backward and parts > 1:
+            told = f"gradients of {parts} forward passes would have to be added up: set micro_batch to {rows}"
+            raise UserError(f"memory.step_in_backward: {told}")
 
 
 def compiled(model: Decoder, tell: Callable[[str], object]) -> None:
@@ -104,18 +116,29 @@ def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
+Allowed = Callable[[Tensor | None, Tensor], bool]  # asked with the loss of a step and the length of its gradient
+
+
+def always(loss: Tensor | None, norm: Tensor) -> bool:
+    return True
+
+
 class Update:
     """One step of the optimizer, when all gradients are there."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, clip: float) -> None:
-        self.optimizer, self.clip = optimizer, clip
+    def __init__(self, optimizer: torch.optim.Optimizer, clip: float, run: Run) -> None:
+        self.optimizer, self.clip, self.run = optimizer, clip, run
+        self.allowed: Allowed = always
         self.weights = [p for group in optimizer.param_groups for p in group["params"]]
 
-    def __call__(self) -> Tensor:
-        """Shorten, step, free; the length of the gradient as it was."""
-        norm = nn.utils.get_total_norm([p.grad for p in self.weights if p.grad is not None])
-        if self.clip:
-            nn.utils.clip_grads_with_norm_(self.weights, self.clip, norm)
+    def __call__(self, loss: Tensor | None = None) -> Tensor:
+        """Shorten, step, free; the length of the gradient as it was. With the loss of the step more can be judged."""
+        add_up(self.weights, self.run)
+        norm = length(self.weights, self.run)
+        if not self.allowed(loss, norm):
+            self.optimizer.zero_grad()  # what has no gradient does not move
+        elif self.clip:
+            shorten(self.weights, norm, self.clip)
         self.optimizer.step()
         self.optimizer.zero_grad()
         return norm
@@ -128,24 +151,27 @@ class EarlyUpdate(Update):
     reads it any more. The optimizer sees one weight at a time, by groups that hold just that one.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        super().__init__(optimizer, 0.0)
-        self.norms: dict[nn.Parameter, Tensor] = {}
+    def __init__(self, optimizer: torch.optim.Optimizer, run: Run) -> None:
+        super().__init__(optimizer, 0.0, run)
+        self.squares: dict[nn.Parameter, Tensor] = {}
         for group in optimizer.param_groups:
             for weight in group["params"]:
                 weight.register_post_accumulate_grad_hook(partial(self.step, group))
 
     def step(self, group: dict[str, Any], weight: nn.Parameter) -> None:
-        assert weight.grad is not None and weight not in self.norms, "one backward pass is one step"
-        self.norms[weight] = torch.linalg.vector_norm(weight.grad)
+        assert weight.grad is not None and weight not in self.squares, "one backward pass is one step"
+        add_up([weight], self.run)
+        self.squares[weight] = squares(weight, self.run)
         whole, self.optimizer.param_groups = self.optimizer.param_groups, [group | {"params": [weight]}]
         self.optimizer.step()
         self.optimizer.param_groups = whole
         weight.grad = None
 
-    def __call__(self) -> Tensor:
+    def __call__(self, loss: Tensor | None = None) -> Tensor:
         """Everything has been done; the length that the gradient had."""
-        norms = [self.norms[weight] for weight in self.weights if weight in self.norms]
-        self.norms.clear()
+        found = [self.squares[weight] for weight in self.weights if weight in self.squares]
+        self.squares.clear()
         self.optimizer.step()  # none has a gradient; the schedule wants to see that steps are taken
-        return nn.utils.get_total_norm(norms)
+        norm = root(found, self.run)
+        self.allowed(loss, norm)  # too late for this step, and not for the run
+        return norm

@@ -1,0 +1,216 @@
+"""What `tune plan` tells beside what a step takes, for some ways to train and to share a model, on the CPU.
+
+python benchmarks/plan.py [--layers 6] [--only lora nf4]
+
+Each is a process of its own. Counted is memory of its own (RssAnon) at most, less that of the same process behind a
+step of the first layer of the model, when all code is loaded and products have their kernels. Freed memory goes back to
+the system there: `tune run` keeps it for speed, and then holds up to a third more than it uses. Of several ranks the
+one that took most is told.
+"""
+
+import argparse
+import ctypes
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tunekit import assemble, bundled, pages
+from tunekit.adapters import Full, LoRA
+from tunekit.checkpoint.folder import Folder
+from tunekit.formats import NF4, Plain
+from tunekit.layout.shard import shard
+from tunekit.layout.split import split
+from tunekit.losses.likelihood import CrossEntropy
+from tunekit.machine import hardware
+from tunekit.memory import Memory
+from tunekit.models.spec import DecoderSpec, MoE
+from tunekit.optim import AdamW, AdamW8bit, Muon
+from tunekit.parallel.choice import Parallel
+from tunekit.parallel.run import Run
+from tunekit.parallel.tensors import local, register
+from tunekit.plan.machine import Machine
+from tunekit.plan.outcome import plan
+from tunekit.plan.probe import CPU, Step, rows
+from tunekit.plan.room import PROCESS
+from tunekit.plan.task import Task, dtypes
+from tunekit.precision import Precision
+
+GIVEN_BACK = 2**16  # bytes from which freed memory goes back to the system at once
+HERE = Path(__file__).parent
+MODEL = "tunekit/smollm2_135m"
+WAYS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "full, 2 passes a step": {"batch": 4},
+    "full, recompute": {"memory": Memory(recompute=True)},
+    "full, selective recompute": {"memory": Memory(recompute="selective")},
+    "full, 8-bit AdamW": {"optimizer": AdamW8bit()},
+    "full, bf16 weights": {"precision": Precision("bf16", trained="bf16")},
+    "full, step in backward": {"memory": Memory(step_in_backward=True), "clip": 0.0},
+    "full, Muon": {"optimizer": Muon()},
+    "lora": {"adapter": LoRA()},
+    "lora, nf4": {"adapter": LoRA(), "weights": NF4()},
+    "2 ranks": {"parallel": Parallel()},
+    "2 ranks, bf16 travels": {"parallel": Parallel(gather="compute")},
+    "2 ranks, 2 copies": {"parallel": Parallel(replicate=2)},
+    "2 ranks, lora": {"parallel": Parallel(), "adapter": LoRA()},
+    "tensor 2": {"parallel": Parallel(tensor=2)},
+    "tensor 2, lora": {"parallel": Parallel(tensor=2), "adapter": LoRA()},
+    "context 2": {"parallel": Parallel(context=2)},
+    "experts on 1 rank": {},
+    "experts on 2 ranks": {"parallel": Parallel()},
+    "expert 2": {"parallel": Parallel(expert=2)},
+    "tensor 2, expert 2": {"parallel": Parallel(tensor=2, expert=2)},
+}
+EXPERTS = MoE(8, 6, 384)
+FILLING = 6  # steps after which there are as many kernels for numbers of tokens of an expert as are kept
+
+
+def task(way: str, layers: int) -> Task:
+    """The model, shortened, with two rows of 512 tokens in a pass."""
+    source = Folder.open(bundled.PRESETS[MODEL], MODEL)
+    chosen = source.spec.layers[:layers]
+    if "expert" in way:
+        chosen = tuple(replace(layer, ffn=EXPERTS) for layer in chosen)
+    if "tensor" in way:  # which nine heads are not divided by
+        chosen = tuple(replace(layer, mixer=replace(layer.mixer, heads=8, kv_heads=4)) for layer in chosen)
+    source = replace(source, spec=replace(source.spec, layers=chosen))
+    precision = Precision("bf16", frozen="bf16")
+    how = Full(), Plain(), precision, Memory(), AdamW(), CrossEntropy(), Parallel()
+    plain = Task(source, 512, 2, 2, *how, clip=1.0, random=False)
+    return replace(plain, **WAYS[way])
+
+
+def sparse(task: Task) -> bool:
+    return any(layer.ffn == EXPERTS for layer in task.source.spec.layers)
+
+
+def ranks(way: str) -> int:
+    """Processes that a way takes."""
+    parallel: Parallel | None = WAYS[way].get("parallel")
+    return 1 if parallel is None else parallel.tensor * (1 if parallel.tensor > 1 == parallel.expert else 2)
+
+
+def planned(task: Task, count: int) -> int:
+    """Bytes of a step at most on each rank, without the process itself."""
+    phases = plan(task, Machine(count)).room.phases
+    return max(phases[name].total for name in ("forward", "backward", "step")) - PROCESS
+
+
+def stepped(task: Task, steps: int, run: Run) -> None:
+    """Steps of a model of random weights, in the order of assemble.model."""
+    sizes = run.sizes
+    net = assemble.outline(task.source, task.weights, task.adapter)
+    split(net, run)
+    task.precision.apply(net, dtypes(task.source, net), CPU)
+    task.memory.apply(net, CPU)
+    shard(net, run)
+    net.to_empty(device="cpu")
+    net.tie()
+    register((*net.named_parameters(), *net.named_buffers()), net.splits)
+    for parameter in net.parameters():
+        here = local(parameter.data)
+        here.normal_(std=0.02) if parameter.is_floating_point() else here.zero_()
+    optimizer = task.optimizer.build(task.adapter.trained(net), [p for each in net.layers for p in each.parameters()])
+    update = task.memory.update(optimizer, task.clip, run)
+    shape = Step(task.adapter, task.memory, task.optimizer, task.loss, task.clip, task.micro(sizes), task.length, 1)
+    batch = rows(shape)
+    tokens = torch.randint(0, task.source.spec.vocab, batch.tokens.shape)
+    targets = tokens.clone()
+    targets[:, 0] = -100
+    places = torch.arange(task.length).expand_as(tokens)
+    batch = replace(batch, tokens=tokens, targets=targets, positions=places)
+    passes = task.parts(sizes)
+    for _ in range(steps):
+        for i in range(1, passes + 1):
+            run.sync_gradients(net, on=i == passes)
+            (task.loss(net, batch) / batch.learnt).backward()
+        update()
+
+
+def own() -> int:
+    """Bytes of memory that belong to this process alone."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon:")) * 1024
+
+
+def measured(task: Task) -> int:
+    """Bytes of some steps at most, on any rank."""
+    one: DecoderSpec = replace(task.source.spec, layers=task.source.spec.layers[:1])
+    with Run(device="cpu", parallel=task.parallel) as run:
+        for threshold in (pages.TRIM_THRESHOLD, pages.MMAP_THRESHOLD):  # `Run` has set them for speed
+            ctypes.CDLL(None).mallopt(threshold, GIVEN_BACK)
+        stepped(replace(task, source=replace(task.source, spec=one)), 1, run)
+        return int(run.most(float(watched(task, run)))[0])
+
+
+def watched(task: Task, run: Run) -> int:
+    """Bytes of two steps at most, in this process."""
+    before, most, done = own(), [0], threading.Event()
+
+    def watch() -> None:
+        while not done.wait(0.003):
+            most[0] = max(most[0], own())
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    stepped(task, FILLING if sparse(task) else 2, run)
+    done.set()
+    thread.join()
+    return most[0] - before
+
+
+def child(way: str, layers: int, what: str) -> int:
+    """One number from a process of its own, or from the first of several."""
+    line = [sys.executable, str(HERE / "plan.py"), "--layers", str(layers), "--child", what, way]
+    count = ranks(way) if what == "measured" else 1
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    env = dict(os.environ)
+    if count > 1:
+        env |= {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    told = [env | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if count > 1 else env for rank in range(count)]
+    started = [subprocess.Popen(line, env=one, stdout=subprocess.PIPE, text=True) for one in told]
+    texts = [one.communicate()[0] for one in started]
+    if any(one.returncode for one in started):
+        raise SystemExit(f"{way}: a rank failed")
+    return json.loads(texts[0])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--only", nargs="*", default=list(WAYS), choices=list(WAYS))
+    parser.add_argument("--child", nargs=2, metavar=("WHAT", "WAY"), help=argparse.SUPPRESS)
+    parser.add_argument("--results", type=Path, default=HERE / "results")
+    args = parser.parse_args()
+    if args.child:
+        what, way = args.child
+        chosen = task(way, args.layers)
+        print(planned(chosen, ranks(way)) if what == "planned" else measured(chosen))
+        return
+    text = f"# What was planned, and what was taken, {date.today()}\n\n{hardware(CPU)}, torch {torch.__version__}. "
+    text += f"{MODEL} with {args.layers} layers, rows of 512 tokens, 2 in a pass.\n\n"
+    text += "| | planned MiB | measured MiB | off by | seconds to plan |\n|---|---|---|---|---|\n"
+    print(text, end="", flush=True)
+    for way in args.only:
+        began = time.perf_counter()
+        told = child(way, args.layers, "planned")
+        spent, taken = time.perf_counter() - began, child(way, args.layers, "measured")
+        line = f"| {way} | {told / 2**20:,.0f} | {taken / 2**20:,.0f} | {told / taken - 1:+.1%} | {spent:.0f} |\n"
+        print(line, end="", flush=True)
+        text += line
+        (args.results / f"{date.today()}-plan.md").write_text(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""`tune plan`, as a person types it."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tunekit import cli
+
+CONFIG = "model: tunekit/llama3_2_1b\ndata: {kind: text, source: rows.jsonl, length: 512}\nout: run\nrecipe: sft\n"
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    Path("a.yaml").write_text(CONFIG)
+    return "a.yaml"
+
+
+def test_a_plan_needs_neither_weights_nor_rows_nor_a_gpu(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", config, "steps=10", "--gpus", "2", "--gpu", "a100", "--price", "2"]
+    assert cli.main(words) == 0
+    text = capsys.readouterr().out
+    assert "tunekit/llama3_2_1b on 2 x A100 80 GB (79 GiB)" in text and "to need less" in text
+    assert "costs" in text and "all-gather: weights, forward" in text
+
+
+def test_a_plan_for_programs_and_one_that_fits(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", config, "micro_batch=16", "--gpu-memory", "24G", "--write", "b.yaml", "--json"]
+    assert cli.main(words) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (
+        told["fit"]["peak"] <= 24 * 2**30 and max(phase["total"] for phase in told["phases"].values()) == told["peak"]
+    )
+    assert cli.main(["plan", "b.yaml", "--gpu-memory", "24G", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["peak"] == told["fit"]["peak"]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--gpu", "h10"], "did you mean h100?"),
+        (["--gpu-memory", "much"], "--gpu-memory much: write a number and G, such as 80G"),
+        (["--gpus", "8", "parallel.tensor=3"], "there are 8 processes"),
+        (["--fit"], "--fit: how much is there?"),
+        (["--tflops", "0"], "no number above 0"),
+    ],
+)
+def test_mistakes_are_told_in_a_line(
+    config: str, words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["plan", config, *words]) == 2
+    error = capsys.readouterr().err
+    assert told in error and error.count("\n") == 1
+
+
+def test_a_recipe_that_trains_nothing_has_no_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "nano/generate"]) == 2
+    assert "trains no model" in capsys.readouterr().err

@@ -1,0 +1,291 @@
+"""A plan says what a step then takes: measured with real tensors, layer by layer and in whole."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tunekit import bundled
+from tunekit.adapters import Full, LoRA
+from tunekit.checkpoint.folder import Folder
+from tunekit.data.rows import Text
+from tunekit.data.steps.batch import Batch
+from tunekit.data.steps.mix import Mix, Part
+from tunekit.errors import UserError
+from tunekit.formats import NF4, Plain
+from tunekit.losses.likelihood import CrossEntropy
+from tunekit.memory import Memory
+from tunekit.models.decoder import Decoder
+from tunekit.models.spec import MLP, Attention, DecoderSpec, Layer, MoE, Rope
+from tunekit.optim import SGD, AdamW, AdamW8bit, Muon
+from tunekit.parallel.choice import Parallel, Sizes
+from tunekit.parallel.run import Run
+from tunekit.plan import advice, explain, fit, machine, outcome, report
+from tunekit.plan.extent import Extent, extent
+from tunekit.plan.live import Live
+from tunekit.plan.machine import GIB, KINDS, Machine
+from tunekit.plan.probe import CPU, Step, rows
+from tunekit.plan.room import books_of
+from tunekit.plan.task import Task, measured, shown
+from tunekit.precision import Precision
+
+ATTENTION = Attention(4, 2, 32, rope=Rope())
+DENSE = Layer(ATTENTION, MLP(384))
+SPARSE = Layer(ATTENTION, MoE(4, 2, 96))
+H100 = Machine(8, 1, KINDS["h100"], 80 * GIB)
+
+
+def small(*layers: Layer, tied: bool = False) -> Folder:
+    source = Folder.open(bundled.PRESETS["tunekit/llama3_2_1b"], "small")
+    return replace(source, spec=DecoderSpec(1024, 128, layers, tied=tied))
+
+
+def task(source: Folder, **changes: object) -> Task:
+    base = Task(source, 64, 4, 2, Full(), Plain(), Precision("bf16"), Memory(), AdamW(), CrossEntropy(), Parallel(),
+                1.0, True)  # fmt: skip
+    return replace(base, **changes)
+
+
+def llama(name: str, **changes: object) -> Task:
+    source = Folder.open(bundled.PRESETS[f"tunekit/{name}"], name)
+    return replace(task(source, length=4096, batch=16, micro_batch=1, random=False), **changes)
+
+
+def lived(task: Task) -> int:
+    """Bytes of the tensors of a real step at most, in its second run."""
+    run = Run(device="cpu")
+    net = filled(task)
+    optimizer = task.optimizer.build(task.adapter.trained(net), [p for each in net.layers for p in each.parameters()])
+    update = task.memory.update(optimizer, task.clip, run)
+    sizes = Sizes()
+    step = rows_of(task, sizes)
+    with Live() as live:
+        live.see([*net.parameters(), *net.buffers()])
+        for _ in range(2):
+            live.mark()
+            for _ in range(task.parts(sizes)):
+                task.loss(net, step).backward()
+            update()
+    return live.most
+
+
+def filled(task: Task) -> Decoder:
+    """The model with some numbers."""
+    net = shown(task, Sizes())
+    task.memory.apply(net, CPU)
+    net.to_empty(device="cpu")
+    net.tie()
+    for parameter in net.parameters():
+        parameter.data.normal_(std=0.02) if parameter.is_floating_point() else parameter.data.zero_()
+    return net
+
+
+def rows_of(task: Task, sizes: Sizes) -> Batch:
+    made = rows(step_of(task, sizes))
+    tokens = torch.randint(0, task.source.spec.vocab, made.tokens.shape)
+    targets = tokens.clone()
+    targets[:, 0] = -100
+    return replace(made, tokens=tokens, targets=targets, positions=torch.arange(task.length).expand_as(tokens))
+
+
+def step_of(task: Task, sizes: Sizes) -> Step:
+    return Step(task.adapter, task.memory, task.optimizer, task.loss, task.clip, task.micro(sizes), task.length, 1)
+
+
+CASES = {
+    "full": (small(DENSE, DENSE, DENSE), {}),
+    "one pass": (small(DENSE, DENSE, DENSE), {"batch": 2}),
+    "recompute": (small(DENSE, DENSE, DENSE), {"memory": Memory(recompute=True)}),
+    "selective": (small(DENSE, DENSE, DENSE), {"memory": Memory(recompute="selective")}),
+    "8 bits": (small(DENSE, DENSE, DENSE), {"optimizer": AdamW8bit()}),
+    "muon": (small(DENSE, DENSE, DENSE), {"optimizer": Muon()}),
+    "sgd": (small(DENSE, DENSE, DENSE), {"optimizer": SGD()}),
+    "lora": (small(DENSE, DENSE, DENSE), {"adapter": LoRA(), "random": True}),
+    "qlora": (small(DENSE, DENSE, DENSE), {"adapter": LoRA(), "weights": NF4()}),
+    "early": (small(DENSE, DENSE, DENSE), {"memory": Memory(step_in_backward=True), "clip": 0.0, "batch": 2}),
+    "bf16": (small(DENSE, DENSE, DENSE), {"precision": Precision("bf16", trained="bf16")}),
+    "tied": (small(DENSE, DENSE, DENSE, tied=True), {}),
+    "experts": (small(DENSE, SPARSE, SPARSE), {"precision": Precision("bf16", trained="bf16")}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_step_takes_what_was_planned(name: str) -> None:
+    source, changes = CASES[name]
+    wanted = task(source, **changes)
+    plan = outcome.plan(wanted, Machine())
+    moments = (plan.room.phases[phase] for phase in ("forward", "backward", "step"))
+    planned = max(moment.total - moment.parts["process"] for moment in moments)
+    assert planned == pytest.approx(lived(wanted), rel=0.03)
+
+
+def test_a_layer_that_is_sharded_leaves_its_part_on_each_rank() -> None:
+    wanted = llama("llama3_1_8b")
+    one, eight = (outcome.plan(wanted, replace(H100, devices=n, memory=None)) for n in (1, 8))
+    for name in ("weights", "gradients", "optimizer"):
+        whole, part = (plan.room.phases["step"].parts[name] for plan in (one, eight))
+        assert part == pytest.approx(whole / 8, rel=1e-3)
+    assert eight.room.phases["backward"].parts["gathered"] > 0
+
+
+def test_bytes_that_are_sent_follow_from_the_theory() -> None:
+    wanted = llama("llama3_1_8b", batch=8)
+    plan = outcome.plan(wanted, H100)
+    weights = 8_030_261_248 * 4
+    sent = {flow.what: flow.bytes for flow in plan.pace.flows}
+    assert sent["weights, forward"] == pytest.approx(weights * 7 / 8, rel=1e-3)
+    assert sent["gradients"] == pytest.approx(weights * 7 / 8, rel=1e-3)
+    root = 2 * 128256 * 4096 * 4
+    assert sent["weights, backward"] == pytest.approx((weights - root) * 7 / 8, rel=1e-3)
+    assert plan.pace.flops == pytest.approx(6 * (8.03e9 - 128256 * 4096) * 4096, rel=0.1)
+
+
+def test_a_row_that_ranks_share_takes_as_many_products_as_one_that_they_do_not() -> None:
+    two, flops = replace(H100, devices=2), []
+    for parallel in (Parallel(shard=2), Parallel(context=2)):
+        flops.append(outcome.plan(task(small(DENSE), length=4096, parallel=parallel), two).pace.flops)
+    assert flops[0] == pytest.approx(flops[1])
+
+
+def test_a_token_goes_through_as_many_experts_wherever_they_are() -> None:
+    two, flops = replace(H100, devices=2), []
+    for expert in (1, 2):
+        layer = Layer(ATTENTION, MoE(2, 2, 96))
+        flops.append(outcome.plan(task(small(layer), parallel=Parallel(expert=expert)), two).pace.flops)
+    assert flops[0] == pytest.approx(flops[1])
+
+
+def test_copies_add_up_what_they_keep() -> None:
+    plan = outcome.plan(llama("llama3_1_8b", parallel=Parallel(replicate=2)), replace(H100, devices=16, hosts=2))
+    (flow,) = (flow for flow in plan.pace.flows if flow.kind == "all-reduce")
+    assert flow.ranks == 2 and flow.stride == 8
+    assert plan.machine.bandwidth(flow.ranks, flow.stride) == KINDS["h100"].far * 1e9
+
+
+def test_ranks_that_share_layers_have_a_part_of_them() -> None:
+    whole = numbers(task(small(DENSE)), Sizes())
+    assert numbers(task(small(DENSE)), Sizes(tensor=2)) == pytest.approx(whole / 2, rel=0.01)  # norms are whole
+    for sizes in (Sizes(shard=2), Sizes(shard=2, expert=2)):  # by rows or by experts, each has half of them
+        assert held(task(small(SPARSE)), sizes) == pytest.approx(held(task(small(SPARSE)), Sizes()) / 2, rel=0.01)
+
+
+def numbers(task: Task, sizes: Sizes) -> int:
+    return sum(p.numel() for p in shown(task, sizes).parameters())
+
+
+def held(task: Task, sizes: Sizes) -> int:
+    return books_of(task, sizes).weights
+
+
+@pytest.mark.parametrize(
+    ("changes", "devices", "told"),
+    [
+        ({"parallel": Parallel(tensor=3)}, 3, "parallel.tensor: .* 4 heads, which 3 devices cannot share"),
+        ({"parallel": Parallel(expert=2)}, 2, "no experts"),
+        ({"parallel": Parallel(shard=3)}, 8, "there are 8 processes"),
+    ],
+)
+def test_what_cannot_be_shared_is_told(changes: dict, devices: int, told: str) -> None:
+    with pytest.raises(UserError, match=told):
+        outcome.plan(task(small(DENSE), **changes), replace(H100, devices=devices))
+
+
+def test_what_a_change_saves_is_what_its_plan_says() -> None:
+    plan = outcome.plan(llama("llama3_2_1b"), replace(H100, devices=1))
+    found = {change.words: change for change in advice.changes(plan)}
+    assert {"optimizer=adamw8bit", "precision.trained=bf16", "adapter=lora"} <= set(found)
+    half = found["precision.trained=bf16"]
+    assert half.saves == plan.peak.total - half.plan.peak.total > 6 * GIB
+
+
+def test_what_fits_is_found_and_said_in_overrides() -> None:
+    wanted, one = task(small(DENSE, DENSE), length=4096, micro_batch=16, batch=64), replace(H100, devices=1)
+    plan = outcome.plan(wanted, one)
+    plan = outcome.plan(wanted, replace(one, memory=plan.peak.total - 50 * 2**20))
+    assert plan.fits is False
+    found = fit.fit(plan)
+    assert plan.machine.memory is not None and found.plan.peak.total <= 0.97 * plan.machine.memory
+    assert any(word.startswith("micro_batch=") for word in found.words)
+    with pytest.raises(UserError, match="nothing fits"):
+        fit.fit(outcome.plan(task(small(DENSE)), replace(H100, devices=1, memory=GIB // 2)))
+
+
+def test_weights_wait_on_the_host_only_where_nothing_fits_without() -> None:
+    wanted, two = task(small(*[DENSE] * 8), length=512, batch=2, micro_batch=1), replace(H100, devices=2)
+    roomy = fit.fit(outcome.plan(wanted, two))
+    assert not any(word.startswith(("parallel.offload", "parallel.tensor")) for word in roomy.words)
+    away = outcome.plan(replace(wanted, parallel=Parallel(offload=True)), two)
+    least = min(outcome.plan(replace(wanted, parallel=Parallel(tensor=2)), two).peak.total, roomy.plan.peak.total)
+    assert away.room.host > 0 and away.peak.total < least
+    with pytest.raises(UserError, match="parallel.offload: on a CPU"):
+        outcome.plan(replace(wanted, parallel=Parallel(offload=True)), Machine(2))
+
+
+def test_a_report_tells_all_of_it_in_lines_that_fit_a_screen() -> None:
+    plan = replace(outcome.plan(llama("llama3_2_1b"), replace(H100, price=2.0)), extent=Extent(10_000, 160_000))
+    text = report.text(plan, advice.changes(plan))
+    assert max(map(len, text.splitlines())) <= 120
+    for word in (
+        "forward pass",
+        "does not fit" if not plan.fits else "fits",
+        "all-gather",
+        "s a step",
+        "10,000 steps (1 epoch of 160,000 rows), at most 655,360,000 tokens",
+        "costs",
+    ):
+        assert word in text
+    told = report.data(plan, [], None)
+    assert told["peak"] == plan.peak.total and told["seconds"] == plan.pace.seconds
+
+
+def test_as_many_steps_are_told_as_a_run_then_takes(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(f'{{"text": "{"word " * 20}"}}\n' for _ in range(90)))
+
+    class Config:
+        def __init__(self, **said: object) -> None:
+            vars(self).update({"batch": 4, "epochs": 2, "steps": None, **said})
+
+    mixed = Mix((Part(Text(str(file))), Part(Text(str(file)), cap=10)))
+    for data, count in ((Text(str(file)), 90), (Text(str(file), split="train[:10]"), 10), (mixed, 100)):
+        assert extent(Config(data=data)) == Extent(2 * -(-count // 4), count, 2)
+    packed = extent(Config(data=Text(str(file), pack=True, length=100)))
+    assert packed is not None and not packed.exact and 0 < packed.steps < 46
+    assert extent(Config(data=Text("owner/name"))) is None and extent(
+        Config(data=Text("owner/name"), steps=7)
+    ) == Extent(7)
+
+
+def test_words_for_machines() -> None:
+    assert machine.size("80G") == 80 * GIB and machine.size("24000MiB") == 24000 * 2**20
+    with pytest.raises(UserError, match="such as 80G"):
+        machine.size("eighty")
+    with pytest.raises(UserError, match="did you mean h100"):
+        machine.kind_of("h1000")
+    assert machine.fitting(141 * GIB) == KINDS["h200"]
+
+
+def test_a_full_memory_is_explained(tmp_path: Path) -> None:
+    class Config:
+        pass
+
+    cfg = Config()
+    vars(cfg).update(vars(task(small(DENSE))) | {"model": "tunekit/nano", "data": Text("rows.jsonl", length=64)})
+    text = explain.explain(cfg, CPU)
+    assert "out of memory: a step needs about" in text and "optimizer=adamw8bit" in text
+    assert text.count("\n") < 15
+    assert explain.is_full(RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"))
+    assert explain.is_full(torch.OutOfMemoryError("CUDA out of memory")) and not explain.is_full(RuntimeError("no"))
+
+
+def test_a_rank_plans_without_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that finds no memory explains it while the others are in the middle of a step."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    assert outcome.plan(task(small(DENSE), length=96), replace(H100, devices=2)).peak.total > 0
+
+
+def test_layers_are_measured_once() -> None:
+    wanted = task(small(DENSE, DENSE))
+    assert measured(wanted, Sizes()) is measured(wanted, Sizes())

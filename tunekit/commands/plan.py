@@ -1,0 +1,54 @@
+"""`tune plan`: what a config will need, before it runs."""
+
+import argparse
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from tunekit import catalog, launch
+from tunekit.checkpoint import atomic
+from tunekit.config.dump import dump
+from tunekit.errors import UserError
+from tunekit.plan import advice, fit, machine, outcome, report
+from tunekit.plan.extent import extent
+from tunekit.plan.machine import GIB, Machine
+from tunekit.plan.task import task
+
+
+def main(args: argparse.Namespace) -> None:
+    """Plan, and print it."""
+    path = catalog.config(args.config)
+    name = args.recipe or catalog.written_for(path)
+    if name is None:
+        raise UserError(f"{path} names no recipe: add a line such as 'recipe: sft', or say --recipe sft")
+    recipe = launch.recipe(name)
+    where = described(args)
+    cfg = launch.read(recipe, args.config, args.overrides, args.imports)
+    now = replace(outcome.plan(task(cfg, where), where), extent=extent(cfg))
+    changes = advice.changes(now)
+    if not args.json:
+        print(report.text(now, changes))
+    found = fit.fit(now) if args.fit or args.write else None
+    if args.json:
+        print(json.dumps(report.data(now, changes, found), indent=2))
+    elif found is not None:
+        print(f"\n{report.fitted(found)}")
+    if args.write and found is not None:
+        there = launch.read(recipe, args.config, [*args.overrides, *found.words], args.imports)
+        atomic.write_text(Path(args.write), dump(there, name))
+        print(f"written: {args.write}", file=sys.stderr)
+
+
+def described(args: argparse.Namespace) -> Machine:
+    """The machine that the words tell of; without any, the CPU."""
+    memory = None if args.gpu_memory is None else machine.size(args.gpu_memory)
+    if (args.gpus, args.gpu, memory, args.tflops) == (None, None, None, None) and args.nodes == 1:
+        return Machine(price=args.price)
+    named = args.gpu is not None
+    kind = machine.kind_of(args.gpu) if named else machine.fitting(memory or 80 * GIB)
+    if args.tflops is not None:
+        kind = replace(kind, label="GPU", tflops=args.tflops)
+    devices = (args.gpus or 1) * args.nodes
+    size = memory or int(kind.gib * GIB)
+    return Machine(devices, args.nodes, kind, size, not named and args.tflops is None, args.price, args.reached)
