@@ -9,18 +9,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.checkpoints import error, made, ours, tokens
-from tunekit import losses
 from tunekit.data.rows import Text
 from tunekit.data.steps.batch import IGNORE, Batch
 from tunekit.data.steps.loader import load
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import FieldError
 from tunekit.kernels import cross_entropy
-from tunekit.losses import CrossEntropy
+from tunekit.losses import likelihood
+from tunekit.losses.likelihood import CrossEntropy
 from tunekit.memory import Memory
 from tunekit.models.decoder import Decoder
 from tunekit.models.spec import MLP
-from tunekit.parallel import Run
+from tunekit.parallel.run import Run
 
 LENGTHS = (2, 31, 3, 17, 9, 24, 5, 12)
 
@@ -139,7 +139,7 @@ def test_validation_is_the_mean_over_learnt_tokens_and_takes_no_gradient(
 
     monkeypatch.setattr(cross_entropy, "token_losses", watched)
     rows = load(Text(source), Tokenizer.open(folder), len(LENGTHS), 2, run)
-    found = losses.mean(CrossEntropy(), model, rows, run)
+    found = likelihood.mean(CrossEntropy(), model, rows, run)
     parts = rows[0]
     logits = [model(part.tokens, part.positions).flatten(0, 1) for part in parts]
     targets = torch.cat([part.targets.flatten() for part in parts])

@@ -11,9 +11,10 @@ from tqdm import tqdm
 from tunekit.data.steps.batch import IGNORE, Batch
 from tunekit.data.steps.loader import Loader
 from tunekit.errors import FieldError
+from tunekit.kernels import shapes
 from tunekit.kernels.cross_entropy import Measured, Step, Terms, chunked_loss
 from tunekit.models.decoder import Decoder, Head
-from tunekit.parallel import Run
+from tunekit.parallel.run import Run
 
 
 @dataclass(frozen=True)
@@ -32,23 +33,30 @@ class CrossEntropy:
 
     def __call__(self, model: Decoder, batch: Batch) -> Tensor:
         """Sum over the learnt tokens of a batch."""
-        targets = batch.targets.flatten()
-        learnt = (targets != IGNORE).nonzero_static(size=batch.learnt).squeeze(1)  # no GPU is asked how many
+        targets, rows = learnt(model, batch)
 
         def read(hidden: Tensor, head: Head) -> Tensor:
-            return chunked_loss(hidden.flatten(0, 1), targets, head, self.step(head), learnt)
+            return chunked_loss(hidden.flatten(0, 1), targets, head, self.step(head), rows)
 
-        return model(batch.tokens, batch.positions, batch.offsets, read=read)
+        return model(batch.tokens, batch.positions, batch.offsets, read=read, part=True, prefixes=batch.prefixes)
 
     def step(self, head: Head) -> Step:
         """What is made of the logits of a chunk."""
         if self.measure is not None:
-            return Measured(self.measure, head.finish)
-        return Terms(head.scale, head.softcap, self.smoothing, self.z_loss)
+            return Measured(self.measure, head.finish, head.share)
+        return Terms(head.scale, head.softcap, self.smoothing, self.z_loss, head.share)
+
+
+def learnt(model: Decoder, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Targets (N,) of the tokens that are here, and which of them count."""
+    targets = model.rows.keep(batch.targets, IGNORE).flatten()
+    counts, all_here = targets != IGNORE, targets.numel() == batch.targets.numel()
+    count = batch.learnt if all_here else shapes.count(counts)  # where rows are whole no GPU is asked how many
+    return targets, counts.nonzero_static(size=count).squeeze(1)
 
 
 @torch.no_grad()
-def mean(loss: CrossEntropy, model: Decoder, data: Loader, run: Run) -> float:
+def mean(loss: Callable[[Decoder, Batch], Tensor], model: Decoder, data: Loader, run: Run) -> float:
     """Loss of a learnt token, over all rows and ranks, in nats."""
     training, total, tokens = model.training, torch.zeros((), device=run.device), 0
     model.eval()

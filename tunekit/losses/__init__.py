@@ -1,0 +1,1 @@
+"""What is minimised: sums over learnt tokens, or over answers that are compared."""

@@ -1,0 +1,261 @@
+"""Losses of a chosen and a rejected answer, by how much more likely than to a reference they are."""
+
+from dataclasses import dataclass
+from math import log
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tunekit.errors import FieldError
+from tunekit.losses.answers import Answers
+from tunekit.losses.comparison import Compared, Step, check_share, unsure
+
+# Divergences from the reference (f-DPO, arXiv:2309.16240): a score f'(π / π_ref) of log-ratios.
+
+HIGHEST = 80.0  # exponent that fp32 has room for
+
+
+@dataclass(frozen=True)
+class Reverse_KL:
+    """The divergence of DPO: the score is the log-ratio itself."""
+
+    def __call__(self, ratios: Tensor) -> Tensor:
+        return ratios
+
+
+@dataclass(frozen=True)
+class Forward_KL:
+    """f'(t) = 1 - 1/t."""
+
+    def __call__(self, ratios: Tensor) -> Tensor:
+        return 1 - torch.exp((-ratios).clamp(max=HIGHEST))
+
+
+@dataclass(frozen=True)
+class JS_Divergence:
+    """Jensen-Shannon: f'(t) = log 2t / (1 + t)."""
+
+    def __call__(self, ratios: Tensor) -> Tensor:
+        return log(2) + F.logsigmoid(ratios)
+
+
+@dataclass(frozen=True)
+class Alpha_Divergence:
+    """f'(t) = (t^(α - 1) - 1) / (α - 1); α = 1 is reverse_kl."""
+
+    alpha: float = 0.5
+
+    def __call__(self, ratios: Tensor) -> Tensor:
+        power = self.alpha - 1
+        return ratios if abs(power) < 1e-6 else torch.exp((power * ratios).clamp(max=HIGHEST)).sub(1) / power
+
+
+Divergence = Reverse_KL | Forward_KL | JS_Divergence | Alpha_Divergence
+
+
+@dataclass(frozen=True, kw_only=True)
+class Divergent(Compared):
+    """A loss of the difference of two scores, in which what only depends on the prompt falls away."""
+
+    divergence: Divergence = Reverse_KL()  # how far from the reference is measured
+
+    def scores(self, answers: Answers) -> tuple[Tensor, Tensor]:
+        """Of the chosen answers and the rejected ones."""
+        chosen, rejected = answers.pairs
+        return self.divergence(chosen.ratios), self.divergence(rejected.ratios)
+
+    def margins(self, answers: Answers) -> Tensor:
+        """β times by how much the chosen answers score higher."""
+        chosen, rejected = self.scores(answers)
+        return self.beta * (chosen - rejected)
+
+    def rates(self, answers: Answers) -> Tensor:
+        """By how much the chosen answers score higher for a token."""
+        (chosen, rejected), (longer, other) = self.scores(answers), answers.pairs
+        return chosen / longer.tokens.clamp(min=1) - rejected / other.tokens.clamp(min=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DPO(Divergent):
+    """DPO (arXiv:2305.18290): -log σ(β (log π/π_ref (chosen) - log π/π_ref (rejected))).
+
+    With `smoothing`, the conservative cDPO: some labels may be wrong.
+    """
+
+    smoothing: float = 0.0  # share of pairs that are the wrong way round
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_share(self.smoothing)
+
+    def __call__(self, answers: Answers, step: Step) -> Tensor:
+        return unsure(self.margins(answers), self.smoothing)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sigmoid(DPO):
+    """DPO by the name that TRL has for it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sigmoid_Norm(DPO):
+    """LN-DPO (arXiv:2411.15124): DPO of scores for a token, which long answers do not win by their length."""
+
+    beta: float = 5.0  # how much it costs to leave the reference, for a token
+
+    def __call__(self, answers: Answers, step: Step) -> Tensor:
+        return unsure(self.beta * self.rates(answers), self.smoothing)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Robust(Divergent):
+    """Robust DPO (arXiv:2403.00409): its mean over labels of which a known share is flipped is DPO's over true ones."""
+
+    smoothing: float = 0.1  # share of pairs that are the wrong way round
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_share(self.smoothing)
+
+    def __call__(self, answers: Answers, step: Step) -> Tensor:
+        margins, wrong = self.margins(answers), self.smoothing
+        return (wrong * F.logsigmoid(-margins) - (1 - wrong) * F.logsigmoid(margins)) / (1 - 2 * wrong)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hinge(Divergent):
+    """SLiC's hinge on DPO's margin (arXiv:2305.10425, arXiv:2309.06657)."""
+
+    def __call__(self, answers: Answers, step: Step) -> Tensor:
+        return F.relu(1 - self.margins(answers))
+
+
+@dataclass(frozen=True, kw_only=True)
+class IPO(Divergent):
+    """IPO (arXiv:2310.12036): margins for a token are drawn to 1 / 2β, and not without end. β is the paper's τ."""
+
+    def __call__(self, answers: Answers, step: Step) -> Tensor:
+        return (self.rates(answers) - 1 / (2 * self.beta)) ** 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class EXO_Pair(Divergent):
+    """EXO (arXiv:2402.00856): the reverse KL of what the model prefers from what the labels say."""
+
+    smoothing: float = 1e-3  # probability that is left for the rejected answer
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.smoothing < 1:
+            raise FieldError("smoothing", f"a probability above 0 and below 1, not {self.smoothing}")
+
+    def __call__(self, answers: Answers, step: Step) -> Tensor:
+        margins = self.margins(answers)
+        logs = F.logsigmoid(margins), F.logsigmoid(-margins)
+        labels = log(1 - self.smoothing), log(self.smoothing)
+        return sum((x.exp() * (x - wanted) for x, wanted in zip(logs, labels, strict=True)), torch.zeros_like(margins))
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiscoPOP(Divergent):
+    """DiscoPOP (arXiv:2406.08414): logistic where the margin is small or negative, exponential where it is large."""
+
+    tau: float = 0.05  # how sharply one passes into the other
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.tau <= 0:
+            raise FieldError("tau", f"must be above 0, not {self.tau}")
+
+    def __call__(self, answers: Answers, step: Step) -> Tensor:
+        margins = self.margins(answers)
+        blend = torch.sigmoid(margins / self.tau)
+        return torch.lerp(-F.logsigmoid(margins), torch.exp((-margins).clamp(max=HIGHEST)), blend)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NCA_Pair(Compared):
+    """NCA (arXiv:2402.05369): absolute rewards, so that the chosen answer does not become less likely."""
+
+    def __call__(self, answers: Answers, step: Step) -> Tensor:
+        chosen, rejected = (self.beta * side.ratios for side in answers.pairs)
+        return -F.logsigmoid(chosen) - 0.5 * F.logsigmoid(-chosen) - 0.5 * F.logsigmoid(-rejected)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BCO_Pair(Compared):
+    """BCO of pairs (arXiv:2404.04656): a classifier of good and bad whose logit is the reward."""
+
+    def __call__(self, answers: Answers, step: Step) -> Tensor:
+        chosen, rejected = (self.beta * side.ratios for side in answers.pairs)
+        return -F.logsigmoid(chosen) - F.logsigmoid(-rejected)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SPPO_Hard(Compared):
+    """SPPO (arXiv:2405.00675) with a winner and a loser: log-ratios are drawn to 1 / 2β and to -1 / 2β."""
+
+    def __call__(self, answers: Answers, step: Step) -> Tensor:
+        chosen, rejected = answers.pairs
+        return (chosen.ratios - 0.5 / self.beta) ** 2 + (rejected.ratios + 0.5 / self.beta) ** 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class APO_Zero(Compared):
+    """APO-zero (arXiv:2408.06266, eq. 7), for chosen answers that are better than the model's: they rise."""
+
+    def __call__(self, answers: Answers, step: Step) -> Tensor:
+        chosen, rejected = (self.beta * side.ratios for side in answers.pairs)
+        return torch.sigmoid(-chosen) + torch.sigmoid(rejected)
+
+
+@dataclass(frozen=True, kw_only=True)
+class APO_Down(Compared):
+    """APO-down (arXiv:2408.06266, eq. 8), for chosen answers that are worse than the model's: both fall."""
+
+    def __call__(self, answers: Answers, step: Step) -> Tensor:
+        chosen, rejected = (self.beta * side.ratios for side in answers.pairs)
+        return torch.sigmoid(chosen) + torch.sigmoid(rejected - chosen)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AOT(Compared):
+    """AOT (arXiv:2406.05882): the margins of a whole step, in order, shall lie above those of the reference."""
+
+    whole: ClassVar[bool] = True
+
+    smoothing: float = 0.0  # share of pairs that are the wrong way round
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_share(self.smoothing)
+
+    def __call__(self, answers: Answers, step: Step) -> Tensor:
+        assert step.whole is not None
+        mine, (chosen, rejected) = step.whole.pairs, answers.pairs
+        ours = mine[0].logps - mine[1].logps
+        theirs = mine[0].reference - mine[1].reference
+        lower = partners(ours, theirs, step.first // 2, len(chosen.logps))
+        return unsure(self.beta * (chosen.logps - rejected.logps - lower), self.smoothing)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AOT_Unpaired(AOT):
+    """AOT (arXiv:2406.05882) of answers by themselves: in order, the chosen ones shall lie above the rejected ones."""
+
+    def __call__(self, answers: Answers, step: Step) -> Tensor:
+        assert step.whole is not None
+        above, below = (side.ratios for side in step.whole.pairs)
+        chosen, rejected = (side.ratios for side in answers.pairs)
+        place = step.first // 2, len(chosen)
+        up = unsure(self.beta * (chosen - partners(above, below, *place)), self.smoothing)
+        down = unsure(self.beta * (partners(below, above, *place) - rejected), self.smoothing)
+        return up + down - down.detach()  # these are the same pairs, of which the other side learns
+
+
+def partners(values: Tensor, others: Tensor, first: int, count: int) -> Tensor:
+    """What stands in `others` where some of `values` do, once both are in order."""
+    at = values.argsort(stable=True).argsort()[first : first + count]
+    return others.sort().values[at]

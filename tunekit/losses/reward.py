@@ -1,0 +1,234 @@
+"""Losses of models that score: of pairs, of documents with labels or values, of steps in them. Sums, as all losses."""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Literal, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tunekit.data.labels import Labelled, Stepped
+from tunekit.data.prepared.documents import Documents
+from tunekit.data.rows import Preference, Recognised, Rows
+from tunekit.data.steps.batch import IGNORE, Batch
+from tunekit.data.steps.mix import Mixed
+from tunekit.errors import FieldError, UserError
+from tunekit.losses.likelihood import learnt
+from tunekit.losses.tally import Tally
+from tunekit.models.decoder import Decoder, Head
+from tunekit.models.spec import Score
+from tunekit.parallel.run import Run
+
+
+class Judged(NamedTuple):
+    """What scores of a batch come to: the loss and figures of its units, added up, and the scores themselves."""
+
+    loss: Tensor
+    sums: Mapping[str, Tensor]
+    rewards: Tensor | None = None  # (N,), where they are what people want to know the range of
+
+
+class Seen:
+    """What was judged in a step or in a pass over held-out rows."""
+
+    def __init__(self) -> None:
+        self.tally, self.reach = Tally(), None
+
+    def add(self, judged: Judged) -> None:
+        self.tally.add({"loss": judged.loss, **judged.sums})
+        if judged.rewards is not None:
+            none = judged.rewards.new_full((2, 1), -math.inf)  # of no document
+            both = torch.stack([judged.rewards.detach(), -judged.rewards.detach()])
+            self.reach = torch.cat([none if self.reach is None else self.reach[:, None], both], dim=1).amax(1)
+
+    def figures(self, run: Run, count: int) -> dict[str, Tensor]:
+        """Means over so many units, of which `loss` is one, and the range of rewards, over all ranks."""
+        found = self.tally.means(run, count)
+        if self.reach is not None:
+            most, least = run.largest(self.reach).unbind()
+            found |= {"rewards/max": most, "rewards/min": -least}
+        return found
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """What is made of a head that scores."""
+
+    rows: ClassVar[type[Rows]] = Labelled  # that it learns from
+    told: ClassVar[Literal["pairs", "labels"]] = "labels"  # what is learnt of them
+    problem: ClassVar[str | None] = None  # what transformers calls the task
+    counted: ClassVar[bool] = False  # whether labels are classes, from 0 on
+
+    def score(self, pad: int, names: int = 0) -> Score:
+        """The head that is wanted for rows in which so many classes have names."""
+        return Score(1, pad=pad)
+
+    def check(self, mix: Mixed, key: str) -> None:
+        """UserError for rows of another kind; what is not recognised yet may be any."""
+        for rows in mix.sources:
+            if not isinstance(rows, Recognised | self.rows):
+                loss, found, wanted = (one.__name__.lower() for one in (type(self), type(rows), self.rows))
+                raise UserError(f"{key}: these are {found} rows, and `loss: {loss}` learns from {wanted} rows")
+
+    def check_labels(self, parts: Iterable[Documents], labels: int) -> None:
+        """UserError, with its row, for a label that is none of so many classes."""
+        for part in parts if self.counted else ():
+            wrong = strange(found := torch.tensor(part.values), labels).nonzero().flatten()
+            if len(wrong) and part.ends is not None:
+                row = part.where(int(np.searchsorted(part.ends, int(wrong[0]), side="right")))
+                raise UserError(f"{row}: {beyond(found[wrong], labels)}")
+
+    def units(self, batch: Batch, labels: int) -> int:
+        """How many a batch has of what the loss is a mean of. Labels are those of rows that nobody has seen before."""
+        found = values(batch)
+        if self.counted and len(wrong := found[strange(found, labels)]):
+            raise UserError(f"data: {beyond(wrong, labels)}")
+        return len(found)
+
+    def __call__(self, model: Decoder, batch: Batch) -> Judged:
+        """Over all units of a batch."""
+        raise NotImplementedError
+
+
+def strange(found: Tensor, labels: int) -> Tensor:
+    """Which of them are no classes."""
+    return (found < 0) | (found >= labels) | (found % 1 != 0)
+
+
+def beyond(found: Tensor, labels: int) -> str:
+    return f"the label {float(found[0]):g} is none of {labels} classes, which count from 0: see loss.classes"
+
+
+@dataclass(frozen=True)
+class BradleyTerry(Scoring):
+    """-log σ(r_chosen - r_rejected - margin), as of Llama 2's reward models (arXiv:2307.09288, section 3.2.2)."""
+
+    rows: ClassVar = Preference
+    told: ClassVar = "pairs"
+
+    center: float = 0.0  # weight of (r_chosen + r_rejected)², which keeps rewards around zero (arXiv:2312.09244)
+
+    def __post_init__(self) -> None:
+        if self.center < 0:
+            raise FieldError("center", f"must not be below 0, not {self.center}")
+
+    def units(self, batch: Batch, labels: int) -> int:
+        return super().units(batch, labels) // 2
+
+    def __call__(self, model: Decoder, batch: Batch) -> Judged:
+        rewards = scores(model, batch).squeeze(1)
+        chosen, rejected = rewards[::2], rewards[1::2]
+        apart = chosen - rejected
+        loss = self.center * (chosen + rejected).square() - F.logsigmoid(apart - batch.margins)
+        sums = {"chosen": chosen, "rejected": rejected, "accuracies": (apart > 0).float(), "margins": apart}
+        sums["mean"] = (chosen + rejected) / 2
+        return Judged(loss.sum(), {f"rewards/{name}": value.sum() for name, value in sums.items()}, rewards)
+
+
+@dataclass(frozen=True)
+class Classification(Scoring):
+    """Cross-entropy of the class of each document, in nats."""
+
+    problem: ClassVar = "single_label_classification"
+    counted: ClassVar = True
+
+    classes: int | None = None  # how many; null: as many as the rows name, or two
+
+    def __post_init__(self) -> None:
+        if self.classes is not None and self.classes < 2:
+            raise FieldError("classes", f"must be 2 or more, not {self.classes}")
+
+    def score(self, pad: int, names: int = 0) -> Score:
+        if self.classes and names and self.classes != names:
+            raise FieldError("loss.classes", f"{self.classes}, but the rows name {names}: leave one of both out")
+        return Score(self.classes or names or 2, pad=pad)
+
+    def __call__(self, model: Decoder, batch: Batch) -> Judged:
+        logits, wanted = scores(model, batch), values(batch).long()
+        right = logits.argmax(1) == wanted
+        loss = F.cross_entropy(logits, wanted, reduction="sum")
+        return Judged(loss, {"accuracies": right.float().sum()})
+
+
+@dataclass(frozen=True)
+class Regression(Scoring):
+    """Squared error of the value of each document."""
+
+    problem: ClassVar = "regression"
+
+    def __call__(self, model: Decoder, batch: Batch) -> Judged:
+        found = scores(model, batch).squeeze(1)
+        apart = found - values(batch)
+        return Judged(apart.square().sum(), {"errors": apart.abs().sum(), "rewards/mean": found.sum()}, found)
+
+
+@dataclass(frozen=True)
+class Process(Scoring):
+    """Cross-entropy of whether each step of an answer is right, read at the end of the step (arXiv:2305.20050)."""
+
+    rows: ClassVar = Stepped
+    counted: ClassVar = True
+
+    classes: int = 2  # wrong and right, or more
+
+    def __post_init__(self) -> None:
+        if self.classes < 2:
+            raise FieldError("classes", f"must be 2 or more, not {self.classes}")
+
+    def score(self, pad: int, names: int = 0) -> Score:
+        return Score(self.classes, each=True, bias=True, pad=pad)
+
+    def units(self, batch: Batch, labels: int) -> int:
+        found = batch.targets[batch.targets != IGNORE]
+        if len(wrong := found[strange(found, labels)]):
+            raise UserError(f"data: {beyond(wrong, labels)}")
+        return len(found)
+
+    def __call__(self, model: Decoder, batch: Batch) -> Judged:
+        targets, at = learnt(model, batch)
+        wanted = targets[at]
+
+        def read(hidden: Tensor, head: Head) -> Tensor:
+            return head(hidden.flatten(0, 1)[at].float())
+
+        logits = model(batch.tokens, batch.positions, batch.offsets, read=read, part=True, prefixes=batch.prefixes)
+        right = (logits.argmax(1) == wanted).float().sum()
+        loss = F.cross_entropy(logits, wanted, reduction="sum")
+        # Other ranks may have other steps of these documents: all of them tell the same.
+        return Judged(model.rows.sum(loss), {"accuracies": model.rows.sum(right)})
+
+
+def scores(model: Decoder, batch: Batch) -> Tensor:
+    """What a model gives each document of a batch (D, labels), read at its last token that is no padding, in fp32."""
+    count, score = len(values(batch)), model.spec.score
+    assert score is not None and batch.owner is not None
+    last = ends(batch.owner, batch.tokens, count, score.pad)
+    owner = torch.full_like(batch.owner, -1).flatten().scatter(0, last, torch.arange(count, device=last.device))
+    owner = model.rows.keep(owner.view_as(batch.owner), -1).flatten()
+    here = count if owner.numel() == batch.owner.numel() else int((owner >= 0).sum())
+    at = (owner >= 0).nonzero_static(size=here).squeeze(1)
+
+    def read(hidden: Tensor, head: Head) -> Tensor:
+        found = head(hidden.flatten(0, 1)[at].float())  # few: their last bits are worth more than their time
+        return found.new_zeros(count, score.labels).index_add(0, owner[at], found)
+
+    found = model(batch.tokens, batch.positions, batch.offsets, read=read, part=True, prefixes=batch.prefixes)
+    return model.rows.sum(found)
+
+
+def ends(owner: Tensor, tokens: Tensor, count: int, pad: int | None) -> Tensor:
+    """Where in the flattened rows the last token of each document is that does not pad, or else its first, (D,)."""
+    places, mine = torch.arange(owner.numel(), device=owner.device), owner >= 0
+    real = mine if pad is None else mine & (tokens != pad)
+    whose = (owner.where(some, count).flatten() for some in (mine, real))  # the others go behind the last, and away
+    first = places.new_full((count + 1,), owner.numel()).scatter_reduce(0, next(whose), places, "amin")
+    return first.scatter_reduce(0, next(whose), places, "amax")[:count]
+
+
+def values(batch: Batch) -> Tensor:
+    """What rows say of each document (D,)."""
+    assert batch.values is not None, "rows that are judged"
+    return batch.values

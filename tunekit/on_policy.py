@@ -1,0 +1,130 @@
+"""Rows whose answers the student writes itself while it learns, for a teacher to mark (arXiv:2306.13649)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tunekit.data.prepared.documents import Document
+from tunekit.data.steps.apart import Span, apart
+from tunekit.data.steps.batch import IGNORE, Batch, Layout
+from tunekit.errors import FieldError
+from tunekit.generate import Sampling, steps
+from tunekit.models.decoder import Decoder
+from tunekit.models.init import seeded
+from tunekit.parallel.run import Run
+
+
+@dataclass(frozen=True)
+class OnPolicy:
+    """Which rows are answered anew in each step, and how. A row's last answer is replaced; plain text has none.
+
+    What a row draws depends on the seed, the step and its tokens alone.
+    """
+
+    share: float = 0.0  # of the rows, the λ of GKD; 1: all
+    tokens: int = 256  # longest answer
+    temperature: float = 1.0
+    top_k: int | None = None  # draw from the likeliest k only
+    top_p: float = 1.0  # of these, draw from the likeliest that have this share of the probability
+    batch: int = 16  # answers that a device writes at once
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.share <= 1:
+            raise FieldError("share", f"a share of the rows from 0 to 1, not {self.share}")
+        if self.batch < 1:
+            raise FieldError("batch", f"must be 1 or more, not {self.batch}")
+        Sampling(self.temperature, self.top_k, self.top_p, self.tokens)  # says what is wrong with these
+
+    def sampling(self, run: Run, names: Sequence[str]) -> Sampling:
+        return Named(self.temperature, self.top_k, self.top_p, self.tokens, run.seed, tuple(names))
+
+
+@dataclass(frozen=True)
+class Named(Sampling):
+    """What a row draws depends on its name."""
+
+    names: tuple[str, ...] = ()
+
+    def numbers(self, rows: int, first: int = 0) -> Tensor:
+        names = (*self.names, *[""] * (rows - len(self.names)))
+        return torch.stack([torch.rand(self.tokens, generator=seeded(self.seed, name)) for name in names])
+
+
+@dataclass(frozen=True)
+class Writer:
+    """Puts answers of the student into the micro-batches of a step, in rows of the same layout."""
+
+    how: OnPolicy
+    layout: Layout
+    length: int  # the most tokens of a document
+    stops: frozenset[int]  # ids that end an answer
+
+    def __call__(self, model: Decoder, batches: list[Batch], run: Run) -> list[Batch]:
+        """All ranks take part: each answers some of its own rows, a token at a time together."""
+        if self.how.share == 0:
+            return batches
+        spans = [list(apart(batch)) for batch in batches]
+        asked = [span for some in spans for span in some if self.drawn(span, run)]
+        training = model.training
+        found = self.answered(model, asked, run)
+        model.train(training)
+        answers = {id(span): answer for span, answer in zip(asked, found, strict=True)}
+        return [self.laid(batch, some, answers).to(run.device) for batch, some in zip(batches, spans, strict=True)]
+
+    def drawn(self, span: Span, run: Run) -> bool:
+        """Whether a row is answered anew in this step."""
+        if not 0 < begin(span) < self.length:
+            return False
+        return torch.rand(1, generator=seeded(run.seed, f"{named(span, run)} share")).item() < self.how.share
+
+    def answered(self, model: Decoder, asked: Sequence[Span], run: Run) -> list[np.ndarray]:
+        """The answer of each row, with the token that ended it."""
+        at_once, found = self.how.batch, []
+        (most,) = run.most(len(asked))
+        for first in range(0, int(most), at_once):
+            some = asked[first : first + at_once]
+            prompts = [span.tokens[: begin(span)].tolist() for span in some]
+            found += self.written(model, prompts, [named(span, run) for span in some], run)
+        return found
+
+    def written(self, model: Decoder, prompts: list[list[int]], names: Sequence[str], run: Run) -> list[np.ndarray]:
+        """Where weights are divided, who has no row or has ended goes on until all have."""
+        answers: list[list[int]] = [[] for _ in prompts]
+        unended = set(range(len(prompts)))
+        for tokens in steps(model, prompts or [[self.layout.pad]], self.how.sampling(run, names)):
+            for row in unended:
+                answers[row].append(tokens[row])
+            ended = {row for row in unended if tokens[row] in self.stops}
+            unended -= ended | {row for row in unended if len(prompts[row]) + len(answers[row]) == self.length}
+            if not run.most(len(unended))[0]:
+                break
+        return [np.array(answer, np.int32) for answer in answers]
+
+    def laid(self, batch: Batch, spans: Sequence[Span], answers: dict[int, np.ndarray]) -> Batch:
+        """The same rows, with the answers in them."""
+        if not any(id(span) in answers for span in spans):
+            return batch
+        rows: list[list[Document]] = [[] for _ in range(len(batch.tokens))]
+        for span in spans:
+            answer = answers.get(id(span))
+            rows[span.row].append(span.document if answer is None else joined(span.tokens[: begin(span)], answer))
+        return self.layout.collate(rows)
+
+
+def begin(span: Span) -> int:
+    """Where the last answer of a row begins: how many tokens come before it."""
+    unlearnt = np.flatnonzero(span.targets == IGNORE)
+    return int(unlearnt[-1]) + 2 if len(unlearnt) else 0
+
+
+def named(span: Span, run: Run) -> str:
+    return f"{run.step} {span.key}"
+
+
+def joined(prompt: np.ndarray, answer: np.ndarray) -> Document:
+    """A prompt and its answer, which is learnt."""
+    tokens = np.concatenate([prompt, answer]).astype(np.int32)
+    return Document(tokens, np.arange(len(tokens)) >= len(prompt), len(tokens))
