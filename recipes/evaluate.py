@@ -1,32 +1,35 @@
-"""How good a model is on held-out rows: loss, perplexity, and how many answers are right to the letter.
+"""How good a model is: loss and answers on held-out rows, tasks by name, and whether it differs from another model.
 
 tune run evaluate nano/tools
 tune run evaluate nano/tools model=runs/nano-tools baseline=tunekit/nano data.split=test examples=10
+tune run evaluate nano/known tasks=[nano,arc_easy] limit=100
 """
 
 import json
-import math
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from itertools import chain
+from functools import partial
+from itertools import chain, islice
 from pathlib import Path
-from typing import Literal, NamedTuple
-
-from tqdm import tqdm
+from typing import Literal
 
 from tunekit import assemble, card
-from tunekit.checkpoint.atomic import write_text
-from tunekit.data.prepared.documents import Document
-from tunekit.data.steps.loader import Loader, load
+from tunekit.checkpoint.atomic import can_write, write_text
+from tunekit.checkpoint.score import insist_on_text
+from tunekit.data.steps.loader import load
 from tunekit.data.steps.mix import Learnable, streams, title
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import FieldError
-from tunekit.formats import FP4, NF4, Plain
-from tunekit.generate import Sampling, complete
+from tunekit.evaluation.compare import changes
+from tunekit.evaluation.figures import Result
+from tunekit.evaluation.questions import Asker, Question
+from tunekit.evaluation.table import table
+from tunekit.evaluation.tasks import Tasks
+from tunekit.formats import FP4, NF4, Float8, Plain
+from tunekit.generate import Sampling
 from tunekit.hub import fetch
 from tunekit.look import inspection
-from tunekit.losses import CrossEntropy, mean
-from tunekit.parallel import Run
+from tunekit.parallel.choice import COPIES, Parallel
+from tunekit.parallel.run import Run
 from tunekit.precision import Precision
 
 
@@ -35,46 +38,37 @@ class Evaluate:
     """Which model is asked what. With a baseline, both are, and stand side by side."""
 
     model: str  # folder of a checkpoint, an adapter or a run; a Hub name; tunekit/nano
-    data: Learnable  # held-out rows; the last learnt turn of each is the answer to match
+    data: Learnable | None = None  # held-out rows; the last learnt turn of each is the answer to match
+    tasks: tuple[str, ...] = ()  # nano, nano/facts, ...; or tasks of lm-evaluation-harness: [arc_easy, hellaswag]
+    shots: int | None = None  # examples in front of a question of the harness; none: as many as its task says
+    include: str | None = None  # a folder with tasks of your own, as the harness reads them: its code is run
+    chat: bool = False  # write the questions of the harness with the model's chat template
+    limit: int | None = None  # take the first rows only, of `data` and of each task
     baseline: str | None = None  # a second model, such as the one before training
     sampling: Sampling = Sampling()
-    weights: Plain | NF4 | FP4 = Plain()  # how the weights of both are stored
+    weights: Plain | NF4 | FP4 | Float8 = Plain()  # how the weights of both are stored
     precision: Precision = Precision()
     batch: int = 32  # rows in one forward pass
     examples: int = 3  # answers to print
-    out: str | None = None  # JSON file for the figures and every answer
+    out: str | None = None  # JSON file for the figures, every answer, and which rows were won and lost
+    parallel: Parallel = COPIES  # how several devices share the rows, or the weights
     device: Literal["auto", "cpu", "cuda"] = "auto"
 
     def __post_init__(self) -> None:
         if self.batch < 1:
             raise FieldError("batch", f"must be 1 or more, not {self.batch}")
-        if streams(self.data):
+        if self.data is None and not self.tasks:
+            raise FieldError("data", "nothing to ask: give rows, or tasks by name")
+        if self.data is not None and streams(self.data):
             raise FieldError("data", "all rows are asked: it cannot be a stream; `limit` takes the first rows")
+        assert self.named is not None  # its own checks
+
+    @property
+    def named(self) -> Tasks:
+        return Tasks(self.tasks, self.shots, self.include, self.limit, self.chat)
 
 
 RECIPE = Evaluate
-
-
-class Question(NamedTuple):
-    """Tokens up to an answer, and the answer as text."""
-
-    prompt: list[int]
-    text: str
-    wanted: str
-
-
-@dataclass(frozen=True)
-class Result:
-    """Figures of one model; the answers stand in the order of the questions."""
-
-    model: str
-    loss: float  # nats per learnt token
-    answers: tuple[str, ...]
-    right: int
-
-    @property
-    def perplexity(self) -> float:
-        return math.exp(min(self.loss, 700.0))  # beyond that, a float is infinite
 
 
 def words(cfg: Evaluate) -> Tokenizer:
@@ -83,70 +77,67 @@ def words(cfg: Evaluate) -> Tokenizer:
 
 
 def check(cfg: Evaluate) -> None:
-    """Whether the models and the rows are there."""
+    """Whether the models, the rows and the tasks are there."""
     for name in filter(None, (cfg.model, cfg.baseline)):
-        _, _, tokenizer = assemble.described(name, fetch.SMALL)
-        cfg.data.prepare(tokenizer)
-    cfg.data.check()
+        source, adapter, tokenizer = assemble.described(name, fetch.SMALL)
+        insist_on_text(source, name)
+        assemble.divisible(source, cfg.weights, adapter, cfg.parallel)
+        if cfg.data is not None:
+            cfg.data.prepare(tokenizer)
+    if cfg.data is not None:
+        cfg.data.check()
+    cfg.named.check()
 
 
 def main(cfg: Evaluate) -> list[Result]:
     """Measure each model and print what was found."""
-    with Run(cfg.sampling.seed, cfg.device) as run:
+    with Run(cfg.sampling.seed, cfg.device, cfg.parallel) as run:
+        if cfg.out is not None:
+            run.shared(partial(can_write, Path(cfg.out)))
         results, questions = [], []
         for name in filter(None, (cfg.baseline, cfg.model)):
             questions, result = measure(name, cfg, run)
             results.append(result)
-    show(questions, results, cfg.examples)
-    figures = [asdict(result) | {"perplexity": result.perplexity} for result in results]
-    if cfg.out is not None:
-        write_text(Path(cfg.out), json.dumps(figures, indent=2, ensure_ascii=False) + "\n")
-    card.evaluated(Path(cfg.model), title(cfg.data), figures, len(questions))
+        run.shared(partial(tell, cfg, questions, results))
     return results
 
 
 def measure(name: str, cfg: Evaluate, run: Run) -> tuple[list[Question], Result]:
-    """Questions and figures of one model, which is in memory only in here."""
+    """Questions of the rows, and all figures of one model, which is in memory only in here."""
+    tasks = cfg.named.opened()  # before weights are read: some rows are far away
     model, tokenizer = assemble.opened(name, cfg.precision, run, cfg.weights)
-    data = load(cfg.data, tokenizer, cfg.batch, cfg.batch, run)
-    data.check(model.spec.vocab)
-    if name == cfg.model:
-        inspection.remark(cfg, data, tokenizer, run)
-    questions, answers = list(asked(data, tokenizer)), []
-    for first in tqdm(range(0, len(questions), cfg.batch), "answering", unit="batch", disable=None, leave=False):
-        prompts = [question.prompt for question in questions[first : first + cfg.batch]]
-        found = complete(model, prompts, cfg.sampling, tokenizer.stops, first)
-        answers += [tokenizer.decode(tokens).strip() for tokens in found]
-    right = sum(answer == question.wanted for answer, question in zip(answers, questions, strict=True))
-    return questions, Result(name, mean(CrossEntropy(), model, data, run), tuple(answers), right)
+    asker = Asker(model, tokenizer, cfg.sampling, cfg.batch, run)
+    questions, found = [], []
+    if cfg.data is not None:
+        data = load(cfg.data, tokenizer, cfg.batch, cfg.batch, run)
+        data.check(model.spec.vocab)
+        if name == cfg.model:
+            inspection.remark(cfg, data, tokenizer, run)
+        questions, rows = asker(title(cfg.data), islice(chain.from_iterable(data.parts), cfg.limit))
+        found.append(rows)
+    return questions, Result(name, (*found, *cfg.named.ask(asker, name, tasks)))
 
 
-def asked(data: Loader, tokenizer: Tokenizer) -> Iterator[Question]:
-    """The last answer of each row. A row that was cut, or is learnt from its beginning as text is, asks nothing."""
-    for document in chain.from_iterable(data.parts):
-        first = start_of_answer(document)
-        if first > 0 and len(document.tokens) == document.whole:
-            prompt, answer = document.tokens[:first].tolist(), document.tokens[first:][document.learnt[first:]].tolist()
-            yield Question(prompt, tokenizer.decode(prompt).strip(), tokenizer.decode(answer).strip())
-
-
-def start_of_answer(document: Document) -> int:
-    """Where the last run of learnt tokens begins."""
-    learnt = document.learnt.nonzero()[0]
-    breaks = (learnt[1:] - learnt[:-1] > 1).nonzero()[0]
-    return int(learnt[breaks[-1] + 1] if len(breaks) else learnt[0])
+def tell(cfg: Evaluate, questions: list[Question], results: list[Result]) -> None:
+    """Print what was found, and put it into a file and onto the model's card."""
+    changed = changes(results[0], results[-1], cfg.sampling.seed) if cfg.baseline is not None else []
+    show(questions, results, cfg.examples)
+    print(table(results, changed))
+    if cfg.out is not None:
+        content = {"models": [one.written() for one in results], "changes": [asdict(change) for change in changed]}
+        write_text(Path(cfg.out), json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+    if cfg.data is not None:
+        figures = [
+            {"model": one.model, "loss": one.loss, "perplexity": one.perplexity, "right": one.right} for one in results
+        ]
+        card.evaluated(Path(cfg.model), title(cfg.data), figures, len(questions))
 
 
 def show(questions: list[Question], results: list[Result], examples: int) -> None:
-    """A few answers, then the figures of all."""
-    width = max(len(result.model) for result in results)
-    width = max(width, len("question"))
+    """A few answers."""
+    width = max(len(name) for name in ("question", *(result.model for result in results)))
     for i, question in enumerate(questions[:examples]):
         lines = {"question": question.text, "wanted": question.wanted}
         for name, text in {**lines, **{result.model: result.answers[i] for result in results}}.items():
             print(f"{name:{width}}  {text}")
         print()
-    print(f"{'':{width}}  {'loss':>8}  {'perplexity':>10}  exact match")
-    for result in results:
-        share = f"{result.right / len(questions):.1%} ({result.right} of {len(questions)})" if questions else "-"
-        print(f"{result.model:{width}}  {result.loss:8.4f}  {result.perplexity:10.4g}  {share}")

@@ -7,10 +7,9 @@ tune run generate nano/generate source=questions.jsonl out=answers.jsonl samplin
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
-
-from tqdm import tqdm
 
 from tunekit import assemble
 from tunekit.checkpoint.atomic import write_text
@@ -21,10 +20,11 @@ from tunekit.data.sources.source import find, open_source
 from tunekit.data.sources.table import insist
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import FieldError, UserError
-from tunekit.formats import FP4, NF4, Plain
-from tunekit.generate import Sampling, complete
+from tunekit.formats import FP4, NF4, Float8, Plain
+from tunekit.generate import Sampling, answers
 from tunekit.hub import fetch
-from tunekit.parallel import Run
+from tunekit.parallel.choice import COPIES, Parallel
+from tunekit.parallel.run import Run
 from tunekit.precision import Precision
 
 
@@ -39,10 +39,11 @@ class Generate:
     system: str | None = None  # what the system message says
     raw: bool = False  # go on from the prompt as it stands, without the chat template
     sampling: Sampling = Sampling()
-    weights: Plain | NF4 | FP4 = Plain()  # how its weights are stored
+    weights: Plain | NF4 | FP4 | Float8 = Plain()  # how its weights are stored
     precision: Precision = Precision()
     batch: int = 16  # prompts that are answered at once
     out: str | None = None  # JSONL file with a prompt and an answer a line; None: print them
+    parallel: Parallel = COPIES  # how several devices share the prompts, or the weights
     device: Literal["auto", "cpu", "cuda"] = "auto"
 
     def __post_init__(self) -> None:
@@ -57,23 +58,22 @@ RECIPE = Generate
 
 def check(cfg: Generate) -> None:
     """Whether the model and the rows are there."""
-    assemble.described(cfg.model, fetch.SMALL)
+    source, adapter, _ = assemble.described(cfg.model, fetch.SMALL)
+    assemble.divisible(source, cfg.weights, adapter, cfg.parallel)
     if cfg.source is not None:
         find(cfg.source, cfg.split)
 
 
 def main(cfg: Generate) -> None:
     """Answer all prompts, in their order."""
-    with Run(cfg.sampling.seed, cfg.device) as run:
+    with Run(cfg.sampling.seed, cfg.device, cfg.parallel) as run:
         model, tokenizer = assemble.opened(cfg.model, cfg.precision, run, cfg.weights)
-        prompts = [(text, ids(text, tokenizer, cfg)) for text in asked(cfg)]
-        lines = []
-        for first in tqdm(range(0, len(prompts), cfg.batch), "answering", unit="batch", disable=None, leave=False):
-            part = prompts[first : first + cfg.batch]
-            answers = complete(model, [tokens for _, tokens in part], cfg.sampling, tokenizer.stops, first)
-            for (text, _), answer in zip(part, answers, strict=True):
-                lines.append({"prompt": text, "answer": tokenizer.decode(answer)})
-        tell(cfg, lines)
+        texts = list(asked(cfg))
+        prompts = [ids(text, tokenizer, cfg) for text in texts]
+        found = answers(model, prompts, cfg.sampling, tokenizer.stops, cfg.batch, run)
+        pairs = zip(texts, found, strict=True)
+        lines = [{"prompt": text, "answer": tokenizer.decode(answer)} for text, answer in pairs]
+        run.shared(partial(tell, cfg, lines))
 
 
 def asked(cfg: Generate) -> Iterator[str | list]:

@@ -1,4 +1,4 @@
-"""Property tests draw the same examples each time in CI (`CI` is set there), new ones everywhere else.
+"""Property tests draw the same examples each time; new ones in each run with TUNEKIT_RANDOM=1. None has a deadline.
 
 No test leaves prepared rows behind: they are kept only where one names a folder for them.
 """
@@ -7,7 +7,6 @@ import os
 
 from hypothesis import settings
 
-settings.register_profile("ci", derandomize=True, deadline=None)
-if os.environ.get("CI"):
-    settings.load_profile("ci")
+settings.register_profile("tunekit", derandomize=os.environ.get("TUNEKIT_RANDOM") != "1", deadline=None)
+settings.load_profile("tunekit")
 os.environ["TUNEKIT_CACHE"] = "off"

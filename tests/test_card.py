@@ -28,7 +28,7 @@ from tunekit.data.steps.mix import Mix, Part
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.formats import NF4
 from tunekit.optim import AdamW
-from tunekit.parallel import Run
+from tunekit.parallel.run import Run
 from tunekit.recipes import sft
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

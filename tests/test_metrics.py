@@ -19,11 +19,17 @@ import torch
 
 from tunekit import metrics
 from tunekit.errors import FieldError, UserError
-from tunekit.metrics import FILE, Log, conclude, memory
+from tunekit.metrics import FILE, Log, Sums, conclude, memory
 
 CPU = torch.device("cpu")
-MAIN = SimpleNamespace(is_main=True, device=CPU, rank=0)
-OTHER = SimpleNamespace(is_main=False, device=CPU, rank=1)
+
+
+def alone(*values):
+    return [*values]
+
+
+MAIN = SimpleNamespace(is_main=True, device=CPU, rank=0, most=alone)
+OTHER = SimpleNamespace(is_main=False, device=CPU, rank=1, most=alone)
 
 
 def lines(folder):
@@ -31,7 +37,9 @@ def lines(folder):
 
 
 def step(meter, number, loss=1.0, **values):
-    meter.step(number, **{"loss": loss, "norm": 2.0, "rate": 1e-4, "tokens": 10, "learnt": 4, "wait": 0.5} | values)
+    made = {"loss": loss, "norm": 2.0, "rate": 1e-4}
+    made |= {name: values.pop(name) for name in list(values) if name in made}
+    meter.step(number, made, **{"tokens": 10, "learnt": 4, "wait": 0.5} | values)
 
 
 class Watched(torch.Tensor):
@@ -138,6 +146,56 @@ def test_resumed_run_has_every_step_once(tmp_path):
     assert [line["step"] for line in found if "loss" in line] == list(range(1, 10))
     assert [line["step"] for line in found if "validation_loss" in line] == [2, 4]
     assert [line["loss"] > 0 for line in found if "loss" in line] == [True] * 4 + [False] * 5
+
+
+def test_a_line_that_was_begun_goes_on_with_the_run(tmp_path, monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(metrics.time, "perf_counter", lambda: clock[0])
+    sums = Sums()
+    with Log(every=4).open(tmp_path, MAIN, total=8, sums=sums) as meter:
+        for number in range(1, 7):
+            clock[0] += 1.0
+            step(meter, number)
+        with meter.aside():
+            clock[0] += 50.0
+            kept = sums.state_dict()
+    clock[0], sums = 1000.0, Sums()
+    sums.load_state_dict(kept)
+    with Log(every=4).open(tmp_path, MAIN, total=8, start=6, sums=sums) as meter:
+        for number in (7, 8):
+            clock[0] += 2.0
+            step(meter, number)
+    first, second = lines(tmp_path)
+    assert (first["tokens"], first["learnt"], first["wait"], first["seconds"]) == (40, 16, 2.0, 4.0)
+    assert (second["tokens"], second["learnt"], second["wait"], second["seconds"]) == (40, 16, 2.0, 6.0)
+
+
+def test_lines_of_steps_that_come_again_are_taken_back(tmp_path):
+    sums = Sums()
+    with Log().open(tmp_path, MAIN, total=6, sums=sums) as meter:
+        meter.note(0, validation=3.0)
+        for number in range(1, 5):
+            step(meter, number, float(number))
+            if number == 2:
+                kept = sums.state_dict()
+        sums.load_state_dict(kept)
+        meter.back(2)
+        for number in range(3, 7):
+            step(meter, number, -float(number))
+        assert meter.screen.done == 6
+    found = lines(tmp_path)
+    assert [line["step"] for line in found] == [0, 1, 2, 3, 4, 5, 6]
+    assert [line.get("loss") for line in found] == [None, 1, 2, -3, -4, -5, -6]
+
+
+def test_what_is_told_of_all_ranks_is_the_most_of_any(tmp_path):
+    wide = SimpleNamespace(**vars(MAIN) | {"most": lambda *values: [value + 1 for value in values]})
+    with Log().open(tmp_path, wide, total=1) as meter:
+        step(meter, 1)
+    (line,) = lines(tmp_path)
+    assert line["wait"] == 1.5
+    assert line["tokens"] == 10
+    assert line["memory_peak_bytes"] % 1024 == 1
 
 
 @pytest.mark.parametrize(

@@ -19,16 +19,18 @@ import torch
 import yaml
 
 from tunekit import __version__ as VERSION
-from tunekit import discreet, machine, metrics
-from tunekit.checkpoint import atomic, peft
+from tunekit import discreet, machine, metrics, usage
+from tunekit.checkpoint import atomic
 from tunekit.checkpoint.folder import Folder, read_json
 from tunekit.checkpoint.save import CURVES, VERIFICATION
 from tunekit.checkpoint.workspace import EVALUATION, FINAL
 from tunekit.config import dump
 from tunekit.data.sources.source import find, parse_split
 from tunekit.data.steps.loader import Loader
+from tunekit.data.tokenizer import Tokenizer
 from tunekit.models.decoder import TIED, Decoder
 from tunekit.origin import CARD, FRONT, Origin, front, origin, read
+from tunekit.usage import Rows
 
 Tree = Mapping[str, Any]
 Lines = Sequence[Tree]
@@ -37,39 +39,10 @@ EVALUATED = ("<!-- evaluation -->", "<!-- /evaluation -->")
 # What of a config says how it was trained, where a recipe has it.
 CHOICES = ("weights", "loss", "optimizer", "schedule", "precision", "batch", "micro_batch", "epochs", "steps")
 CHOICES += ("clip", "seed")
+# Of held-out rows, where there are answers that are compared or classes: their loss is not that of a token.
+ACCURACIES = ("validation/rewards/accuracies", "validation/accuracies")
+UNKNOWN = Rows()
 OFF = (None, False, 0, "none", "", (), [], {})
-LOAD = """\
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-model = AutoModelForCausalLM.from_pretrained("{name}")
-"""
-LOAD_ADAPTER = """\
-from peft import PeftModel
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("{base}"), "{name}")
-"""
-LOAD_PACKED = """\
-from peft import PeftModel
-from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
-
-# The adapter has learnt beside a base in four bits, and fits that one best; this needs bitsandbytes.
-bits = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="{kind}", bnb_4bit_use_double_quant={nested})
-base = AutoModelForCausalLM.from_pretrained("{base}", quantization_config=bits)
-model = PeftModel.from_pretrained(base, "{name}")
-"""
-ASK = """\
-tokenizer = AutoTokenizer.from_pretrained("{name}")
-
-{inputs}
-answer = model.generate(**inputs, max_new_tokens=200)[0, inputs["input_ids"].shape[1] :]
-print(tokenizer.decode(answer, skip_special_tokens=True))
-"""
-CHAT = """\
-messages = [{"role": "user", "content": "Hello!"}]
-inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True, return_tensors="pt")\
-"""
-TEXT = 'inputs = tokenizer("Once upon a time", return_tensors="pt")'
 
 
 @dataclass(frozen=True)
@@ -100,8 +73,8 @@ def write(folder: Path, made: Made) -> None:
     lines, base, name = metrics.lines(made.run), origin(made.source), made.run.resolve().name
     importlib.import_module("tunekit.curves").draw(lines, folder / CURVES)
     sections = {
-        "": summary(made, base),
-        "Use": use(folder, name, base, made.config.get("weights")),
+        "": summary(made, base) + usage.about(folder),
+        "Use": use(folder, name, base, made.config.get("weights"), written(made)),
         "Results": results(lines) + evaluation(made.run),
         "Training": training(made, lines, base),
         "Data": data(made),
@@ -116,7 +89,7 @@ def minimal(folder: Path, source: Folder | None = None, relation: str = "merge",
     """A card for a model that no run has described: its base, how to use it, how it was compared."""
     base, name = None if source is None else origin(source), folder.resolve().name.removesuffix(atomic.PARTIAL)
     made = f"Written by tunekit {VERSION}." if base is None else f"Made of {base.link} with tunekit {VERSION}."
-    about = f"{made} {about}"
+    about = f"{made}{usage.about(folder)} {about}"
     sections = {"": about, "Use": use(folder, name, base), "Verification": verification(folder)}
     put(folder, head(folder, base, ["tunekit"], [], relation), name, sections)
 
@@ -129,11 +102,13 @@ def merged(folder: Path, adapter: Path, source: Folder) -> None:
         minimal(folder, source)
         return
     base, name, known = origin(source), folder.resolve().name.removesuffix(atomic.PARTIAL), front(text)
+    rows = Rows("apply_chat_template" in told.get("Use", ""))
     kept = {title: told[title] for title in ("Results", "Training", "Data") if title in told}
     about = f"A fine-tuned {base.link}, made by an adapter that tunekit {VERSION} has merged into its weights."
-    end = {"Verification": verification(folder), "Repeat": told["Repeat"]}
+    about, end = about + usage.about(folder), {"Verification": verification(folder), "Repeat": told["Repeat"]}
     tags, sets = known.get("tags", ["tunekit"]), known.get("datasets", [])
-    put(folder, head(folder, base, tags, sets), name, {"": about, "Use": use(folder, name, base)} | kept | end)
+    begin = {"": about, "Use": use(folder, name, base, rows=rows)}
+    put(folder, head(folder, base, tags, sets), name, begin | kept | end)
     if (adapter / CURVES).is_file():
         shutil.copyfile(adapter / CURVES, folder / CURVES)
 
@@ -191,11 +166,11 @@ def head(
     folder: Path, base: Origin | None, tags: list[str], sets: list[str], relation: str = "finetune"
 ) -> dict[str, Any]:
     """What the Hub reads of a card. A base that it does not know is not named."""
-    adapter = is_adapter(folder)
+    adapter = usage.is_adapter(folder)
     fields: dict[str, Any] = {}
     if base is not None and base.repo is not None:
         fields |= {"base_model": base.repo, "base_model_relation": "adapter" if adapter else relation}
-    fields |= {"library_name": "peft" if adapter else "transformers", "pipeline_tag": "text-generation"}
+    fields |= {"library_name": "peft" if adapter else "transformers", "pipeline_tag": usage.does(folder)}
     fields |= {} if base is None else dict(base.licence)
     return fields | ({"datasets": sets} if sets else {}) | {"tags": tags}
 
@@ -206,26 +181,21 @@ def summary(made: Made, base: Origin) -> str:
     return f"{what} {base.link}, made by the recipe `{made.recipe}` of tunekit {VERSION}."
 
 
-def use(folder: Path, name: str, base: Origin | None, weights: Tree | None = None) -> str:
-    """Code for transformers and peft, and the command to talk with it. `weights`: how an adapter's base was kept."""
-    where, load = f"`{name}` stands for this model's folder, or for its name on the Hub.", LOAD
+def use(folder: Path, name: str, base: Origin | None, weights: Tree | None = None, rows: Rows = UNKNOWN) -> str:
+    """Code for people who use it."""
     there = "" if base is None else base.repo or base.name
-    if is_adapter(folder):
-        there, load = there or discreet.name(peft.base(folder)), LOAD_ADAPTER
-        if weights is not None and weights["kind"] != "plain":
-            load = LOAD_PACKED.replace("{kind}", weights["kind"]).replace("{nested}", str(weights["nested"]))
-        where += "" if base is None or base.repo else f" `{there}` stands for the folder of the base."
-    code = load.format(base=there, name=name) + ASK.format(name=name, inputs=CHAT if has_template(folder) else TEXT)
-    return f"{where}\n\n```python\n{code}```\n\n```sh\ntune chat {name}\n```"
+    return usage.use(folder, name, there, base is None or base.repo is not None, weights, rows)
 
 
-def is_adapter(folder: Path) -> bool:
-    return (folder / peft.CONFIG).is_file()
-
-
-def has_template(folder: Path) -> bool:
-    config = folder / "tokenizer_config.json"
-    return (folder / "chat_template.jinja").is_file() or (config.is_file() and "chat_template" in read_json(config))
+def written(made: Made) -> Rows:
+    """How its rows were written: a text is what its words alone become."""
+    loader = made.rows["data"]
+    if made.source.spec.score is None or loader is None:
+        return UNKNOWN
+    ((_, document),) = loader.sample(1)
+    tokenizer, tokens = Tokenizer.open(made.source.tokenizer), document.tokens[:-1].tolist()
+    again = tokenizer.encode_texts([tokenizer.decode(tokens)], True)[0][: len(tokens)]
+    return Rows(again != tokens, made.config["data"].get("separator", UNKNOWN.separator))
 
 
 def results(lines: Lines) -> str:
@@ -236,8 +206,13 @@ def results(lines: Lines) -> str:
         return picture
     shown = [held[0], held[-1]] if held[0][0] == 0 and len(held) > 1 else held[-1:]
     steps = ["before training" if step == 0 else f"after step {step:,}" for step, _ in shown]
-    rows = [["loss on held-out rows, in nats per learnt token", *(f"{loss:.4f}" for _, loss in shown)]]
-    rows.append(["perplexity", *(f"{math.exp(min(loss, 700)):.4g}" for _, loss in shown)])
+    told = {line["step"]: line[name] for line in lines for name in ACCURACIES if line.get(name) is not None}
+    if told:
+        rows = [["loss on held-out rows", *(f"{loss:.4f}" for _, loss in shown)]]
+        rows.append(["accuracy", *(f"{told[step]:.1%}" if step in told else "" for step, _ in shown)])
+    else:
+        rows = [["loss on held-out rows, in nats per learnt token", *(f"{loss:.4f}" for _, loss in shown)]]
+        rows.append(["perplexity", *(f"{math.exp(min(loss, 700)):.4g}" for _, loss in shown)])
     return f"{table(['', *steps], rows)}\n\n{picture}"
 
 

@@ -3,6 +3,7 @@
 import argparse
 import os
 import platform
+import re
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -43,6 +44,23 @@ def _validate(verb: Parser) -> None:
     _imports(verb)
 
 
+def _plan(verb: Parser) -> None:
+    verb.add_argument("config", metavar="CONFIG", help="name or file of a config")
+    verb.add_argument("overrides", nargs="*", metavar="key=value", help="values that replace those of the config")
+    verb.add_argument("--gpus", type=_count, metavar="N", help="GPUs of each machine (default: none, the CPU)")
+    verb.add_argument("--nodes", type=_count, default=1, metavar="N", help="how many machines (default: 1)")
+    verb.add_argument("--gpu", metavar="KIND", help="such as h100, h200, a100, b200, l40s, rtx4090")
+    verb.add_argument("--gpu-memory", metavar="SIZE", help="memory of a GPU, such as 80G (default: that of its kind)")
+    verb.add_argument("--tflops", type=_positive, metavar="N", help="bf16 products of a GPU, if it has no name here")
+    verb.add_argument("--reached", type=_positive, default=0.45, metavar="P", help="share of them (default: 0.45)")
+    verb.add_argument("--price", type=_positive, metavar="N", help="of a GPU, an hour")
+    verb.add_argument("--fit", action="store_true", help="find the fastest way that fits, and print its overrides")
+    verb.add_argument("--write", metavar="FILE", help="the same, written as a config")
+    verb.add_argument("--json", action="store_true", help="for programs: bytes and seconds")
+    verb.add_argument("--recipe", metavar="RECIPE", help="name or file (default: what the config says)")
+    _imports(verb)
+
+
 def _data(verb: Parser) -> None:
     verb.add_argument("config", metavar="CONFIG", help="name or file of a config")
     verb.add_argument("overrides", nargs="*", metavar="key=value", help="values that replace those of the config")
@@ -59,8 +77,15 @@ def _run(verb: Parser) -> None:
     verb.add_argument("recipe", metavar="RECIPE", help="name of a recipe, or a file of your own")
     verb.add_argument("overrides", nargs="*", metavar="CONFIG key=value", help="config (name or file), then overrides")
     verb.add_argument("--config", metavar="CONFIG", help="the config, if it is not the second word")
-    verb.add_argument("--gpus", type=_count, metavar="N", help="how many GPUs (default: one if there is one)")
     verb.add_argument("--fresh", action="store_true", help="start over: erase what the run folder holds")
+    verb.add_argument("--gpus", type=_count, metavar="N", help="processes, one for each GPU (default: 1)")
+    verb.add_argument("--nodes", type=_count, default=1, metavar="N", help="machines, each with the same command")
+    verb.add_argument("--rendezvous", metavar="HOST:PORT", help="where they meet: one of them, and a free port of it")
+    verb.add_argument("--node-rank", type=_number, metavar="K", help="0 for the first machine (default: by arrival)")
+    restarts = "how often to start again from the last state by itself, should a process die (default: 0)"
+    verb.add_argument("--max-restarts", type=_number, default=0, metavar="N", help=restarts)
+    verb.add_argument("--slurm", metavar="WORDS", help="submit to Slurm: nodes=4,gpus=8,time=4:00:00,partition=x")
+    verb.add_argument("--dry-run", action="store_true", help="with --slurm: write the script, submit nothing")
     _imports(verb)
 
 
@@ -137,8 +162,16 @@ def _count(word: str) -> int:
     return int(word)
 
 
+def _positive(word: str) -> float:
+    if not re.fullmatch(r"\d+(\.\d+)?", word) or not float(word):
+        raise argparse.ArgumentTypeError(f"'{word}' is no number above 0")
+    return float(word)
+
+
 def _number(word: str) -> int:
-    return int(word) if word == "0" else _count(word)
+    if not word.isdecimal():
+        raise argparse.ArgumentTypeError(f"'{word}' is no number from 0 up")
+    return int(word)
 
 
 VERBS: dict[str, tuple[str, Callable[[Parser], None]]] = {
@@ -146,6 +179,7 @@ VERBS: dict[str, tuple[str, Callable[[Parser], None]]] = {
     "cp": ("copy a recipe or config, to make it your own", _cp),
     "cat": ("print a recipe or config", _cat),
     "validate": ("check a config before anything runs", _validate),
+    "plan": ("tell memory, traffic and time of a config before it runs", _plan),
     "data": ("look at what a config trains on, and what is wrong with it", _data),
     "run": ("run a recipe", _run),
     "download": ("fetch a model", _download),
@@ -238,3 +272,7 @@ def main(words: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,16 +1,19 @@
 """Answers of a model: many prompts at once, with a cache of keys and values."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from tqdm import tqdm
 
 from tunekit.data.tokenizer import Stream, Tokenizer
 from tunekit.errors import FieldError, UserError
 from tunekit.models.decoder import Decoder
 from tunekit.models.init import seeded
 from tunekit.models.place import Cache
+from tunekit.parallel.run import Run
 
 
 @dataclass(frozen=True)
@@ -53,12 +56,15 @@ class Sampling:
         return tokens.gather(-1, index.clamp(max=kept.sum(-1, keepdim=True) - 1)).squeeze(-1)
 
 
-@torch.inference_mode()
 def steps(model: Decoder, prompts: Sequence[Sequence[int]], sampling: Sampling, first: int = 0) -> Iterator[list[int]]:
-    """The next token of every row, again and again, until the caller has enough or the rows are as long as asked.
+    """The next token of every row, again and again, until the caller has enough or the rows are as long as asked."""
+    # Divided weights are gathered into memory that a later training step may want to write to.
+    mode = torch.no_grad() if isinstance(model, FSDPModule) else torch.inference_mode()
+    return mode(decoded)(model, prompts, sampling, first)
 
-    Prompts are padded on the right: a row's own tokens overwrite its padding in the cache as they come.
-    """
+
+def decoded(model: Decoder, prompts: Sequence[Sequence[int]], sampling: Sampling, first: int) -> Iterator[list[int]]:
+    """Prompts are padded on the right: a row's own tokens overwrite its padding in the cache as they come."""
     model.eval()
     rows = [list(prompt) for prompt in prompts]
     slots, edges = max(map(len, rows)) + sampling.tokens, model.edges
@@ -95,19 +101,50 @@ def prefill(model: Decoder, rows: Sequence[Sequence[int]], slots: int) -> tuple[
     return model(tokens, cache=cache, read=last, lengths=lengths), cache
 
 
+def never(answer: Sequence[int]) -> bool:
+    """No answer ends by what it says."""
+    return False
+
+
 def complete(
-    model: Decoder, prompts: Sequence[Sequence[int]], sampling: Sampling, stops: frozenset[int], first: int = 0
+    model: Decoder,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
+    stops: frozenset[int],
+    first: int = 0,
+    ended: Callable[[Sequence[int]], bool] = never,
 ) -> list[list[int]]:
-    """The answer of each prompt as token ids, without the token that ended it."""
+    """The answer of each prompt as token ids, without the token that ended it; or up to where it has `ended`."""
     answers: list[list[int]] = [[] for _ in prompts]
     open_rows = set(range(len(prompts)))
     for tokens in steps(model, prompts, sampling, first):
         open_rows -= {row for row in open_rows if tokens[row] in stops}
-        if not open_rows:
-            break
         for row in open_rows:
             answers[row].append(tokens[row])
+        open_rows -= {row for row in open_rows if ended(answers[row])}
+        if not open_rows:
+            break
     return answers
+
+
+def answers(
+    model: Decoder,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
+    stops: frozenset[int],
+    batch: int,
+    run: Run,
+    ended: Callable[[Sequence[int]], bool] = never,
+) -> list[list[int]]:
+    """The answers to all prompts in their order, `batch` at once. Copies of the model share them, with a bar."""
+    mine = range(run.place.replicate * batch, len(prompts), run.sizes.replicate * batch)
+    quiet = None if run.is_main else True
+    found = {}
+    for first in tqdm(mine, "answering", unit="batch", disable=quiet, leave=False):
+        found[first] = complete(model, prompts[first : first + batch], sampling, stops, first, ended)
+        run.beats.beat(first, "answer")
+    parts = {first: made for one in run.gather(found) for first, made in one.items()}
+    return [answer for first in sorted(parts) for answer in parts[first]]
 
 
 def stream(

@@ -28,6 +28,13 @@ def recipe(word: str) -> ModuleType:
 
 def config(module: ModuleType, word: str, overrides: Sequence[str], imports: Sequence[str]) -> Any:
     """The recipe's config, with everything checked that can be checked before weights are read."""
+    choice = read(module, word, overrides, imports)
+    module.check(choice)
+    return choice
+
+
+def read(module: ModuleType, word: str, overrides: Sequence[str], imports: Sequence[str]) -> Any:
+    """The recipe's config: its words make sense, what they name was not looked at."""
     path = catalog.config(word)
     wanted, name = catalog.written_for(path), module.__name__.rpartition(".")[2]
     if wanted and wanted != name and module.__name__.startswith("tunekit."):
@@ -35,9 +42,7 @@ def config(module: ModuleType, word: str, overrides: Sequence[str], imports: Seq
     for override in overrides:
         if "=" not in override:
             raise UserError(f"'{override}' is no override: write key=value, such as seed=1")
-    choice = load.load(module.RECIPE, path, overrides, [_file(item) for item in imports])
-    module.check(choice)
-    return choice
+    return load.load(module.RECIPE, path, overrides, [_file(item) for item in imports])
 
 
 def _own(path: Path) -> ModuleType:

@@ -2,7 +2,8 @@
 
 A line of `metrics.jsonl` is written every `every` steps. `loss`, `norm` and `rate` are those of the line's own step;
 `tokens`, `learnt`, `seconds`, `wait` and `compile_seconds` are sums since the line before, `seconds` without compiling,
-validation and saving. A number that is not finite is `null`: JSON knows no other way, and readers take it for NaN.
+validation and saving. Tokens are those of all ranks; `wait` and what is said of memory are of the rank that has most of
+it, each for itself. A number that is not finite is `null`: JSON knows no other way, and readers take it for NaN.
 Step 0 is the model before training. The last line is about the checkpoint that was written.
 """
 
@@ -93,23 +94,42 @@ class Log:
         if self.every < 1:
             raise FieldError("every", f"{self.every} is not a number of steps: give 1 or more")
 
-    def open(self, folder: Path, run, total: int, start: int = 0, resolved: Mapping | None = None) -> "Meter":
-        """The meter of a run of `total` steps in `folder`, of which `start` are done."""
-        return Meter(self, folder, run, total, start, resolved or {})
+    def open(  # noqa: PLR0913
+        self, folder: Path, run, total: int, start: int = 0, resolved: Mapping | None = None, sums: "Sums | None" = None
+    ) -> "Meter":
+        """Of a run of `total` steps in `folder`, of which `start` are done; `sums` of a line that was begun."""
+        return Meter(self, folder, run, total, start, resolved or {}, sums or Sums(start))
+
+
+class Sums:
+    """What came together since the last line, behind step `last`. A run that goes on from a state has it from there."""
+
+    def __init__(self, last: int = 0) -> None:
+        self.zero(last)
+
+    def zero(self, last: int) -> None:
+        self.last, self.tokens, self.learnt = last, 0, 0
+        self.wait = self.seconds = self.compiling = 0.0
+
+    def state_dict(self) -> dict[str, float]:
+        return dict(vars(self))
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        vars(self).update(state)
 
 
 class Meter:
     """Counts on every step, reads the device and writes on one in `every`. Only the main process speaks."""
 
-    def __init__(self, log: Log, folder: Path, run, total: int, start: int, resolved: Mapping) -> None:
-        self.log, self.run, self.total, self.start = log, run, total, start
+    def __init__(  # noqa: PLR0913
+        self, log: Log, folder: Path, run, total: int, start: int, resolved: Mapping, sums: Sums
+    ) -> None:
+        self.log, self.run, self.total, self.start, self.sums = log, run, total, start, sums
         self.services = [connect(s, folder, start, resolved) for s in log.to] if run.is_main else []
         self.file = append(folder / FILE, start) if run.is_main else None
         self.screen = Screen(total, start, run.is_main)
         self.clock, self.compiled = time.perf_counter(), compile_seconds()
         self.spent = 0.0  # seconds per step, smoothed
-        self.last = start
-        self.zero()
 
     def __enter__(self) -> "Meter":
         return self
@@ -123,18 +143,31 @@ class Meter:
         if self.file is not None:
             self.file.close()
 
-    def step(self, step: int, *, loss, norm, rate, tokens, learnt, wait) -> None:  # noqa: PLR0913
-        """`step` is done: its loss, gradient norm and learning rate, its tokens, and the seconds it waited for data."""
-        self.tokens, self.learnt, self.wait = self.tokens + tokens, self.learnt + learnt, self.wait + wait
-        if step % self.log.every and step != self.total:
+    def step(self, step: int, made: Mapping[str, Tensor | float], *, tokens: int, learnt: int, wait: float) -> None:
+        """`step` is done: its loss, gradient norm, learning rate and other figures, its tokens, and the seconds it
+        waited for data."""
+        self.sums.tokens, self.sums.learnt = self.sums.tokens + int(tokens), self.sums.learnt + int(learnt)
+        self.sums.wait += float(wait)
+        if not self.reads(step):
             self.screen.advance(step)
             return
-        values = dict(zip(("loss", "norm", "rate"), numbers(loss, norm, rate), strict=True)) | self.flow(step)
-        values |= memory(self.run.device)
+        values = dict(zip(made, numbers(*made.values()), strict=True)) | self.flow(step)
+        here = {"wait": self.sums.wait} | memory(self.run.device)
+        values |= dict(zip(here, self.run.most(*here.values()), strict=True))
         self.write(step, values)
         self.screen.show(step, values, self.spent * (self.total - step))
-        self.zero()
-        self.last = step
+        self.sums.zero(step)
+
+    def reads(self, step: int) -> bool:
+        """Whether a line is written behind a step, for which the device is waited for."""
+        return step % self.log.every == 0 or step == self.total
+
+    def back(self, step: int) -> None:
+        """The run goes on from an earlier step: lines behind it come again. Its sums are there already."""
+        if self.file is not None:
+            os.truncate(self.file.name, kept(Path(self.file.name), step))
+        self.screen.advance(step)
+        self.clock, self.compiled = time.perf_counter(), compile_seconds()
 
     def note(self, step: int, **values) -> None:
         """Numbers that not every step has, such as the validation loss: a line of their own, above the bar."""
@@ -145,27 +178,31 @@ class Meter:
     @contextmanager
     def aside(self) -> Iterator[None]:
         """What happens inside (validation, saving) is no part of a step's time, but compiling is told with the step."""
-        start, compiled = time.perf_counter(), compile_seconds()
+        self.count()
         yield
-        self.clock += time.perf_counter() - start - (compile_seconds() - compiled)
+        compiled = compile_seconds()
+        self.sums.compiling += compiled - self.compiled
+        self.clock, self.compiled = time.perf_counter(), compiled
 
-    def zero(self) -> None:
-        self.tokens = self.learnt = self.wait = 0
+    def count(self) -> None:
+        """Add the time since it was last counted."""
+        now, compiled = time.perf_counter(), compile_seconds()
+        compiling = compiled - self.compiled
+        self.sums.seconds += now - self.clock - compiling
+        self.sums.compiling += compiling
+        self.clock, self.compiled = now, compiled
 
     def flow(self, step: int) -> dict[str, float]:
         """Sums since the last line, and what they come to in a second."""
-        now, compiled = time.perf_counter(), compile_seconds()
-        compiling = compiled - self.compiled
-        seconds = max(now - self.clock - compiling, 1e-9)
-        self.clock, self.compiled = now, compiled
-        each = seconds / (step - self.last)
+        self.count()
+        tokens, learnt, seconds = self.sums.tokens, self.sums.learnt, max(self.sums.seconds, 1e-9)
+        each = seconds / (step - self.sums.last)
         self.spent = each if self.spent == 0 else 0.9 * self.spent + 0.1 * each
-        tokens, learnt = int(self.tokens), int(self.learnt)
         values = {"tokens": tokens, "learnt": learnt, "learnt_per_second": learnt / seconds}
-        values |= {"tokens_per_second": tokens / seconds, "seconds": seconds, "wait": float(self.wait)}
-        if compiling > 0:
-            values["compile_seconds"] = compiling
-            self.screen.tell(f"step {step}: compiled for {compiling:.1f} s")
+        values |= {"tokens_per_second": tokens / seconds, "seconds": seconds}
+        if self.sums.compiling > 0:
+            values["compile_seconds"] = self.sums.compiling
+            self.screen.tell(f"step {step}: compiled for {self.sums.compiling:.1f} s")
         return values
 
     def write(self, step: int, values: dict[str, float]) -> None:
@@ -205,7 +242,7 @@ class Screen:
         )
 
     def advance(self, step: int) -> None:
-        self.bar.update(step - self.done)
+        self.bar.update(step - self.done)  # less than nothing where a run goes back
         self.done = step
 
     def show(self, step: int, values: dict[str, float], left: float) -> None:

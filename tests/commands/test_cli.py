@@ -88,6 +88,9 @@ def test_version_names_what_a_report_needs(capsys: pytest.CaptureFixture[str]) -
         (["run", "sft", "--gpus", "0", "qwen3/8b_lora"], "from 1 up"),
         (["run"], "RECIPE"),
         (["validate", "qwen3/8b_lora", "--import", "nope.py"], "nope.py: no such file"),
+        (["validate", "nano/tools_full", "parallel.expert=2"], "parallel.expert: this model has no experts"),
+        (["validate", "nano/tools_full", "parallel.tensor=5"], "parallel.tensor: "),
+        (["validate", "nano/generate", "parallel.tensor=5"], "parallel.tensor: "),
         (["completion", "tcsh"], "bash"),
     ],
 )

@@ -102,6 +102,27 @@ def test_the_rows_of_an_evaluation_are_shown_too(place: Path, capsys: pytest.Cap
     told(capsys, "nano/tools", "model=tunekit/nano", "--rows", "0")
 
 
+@pytest.mark.parametrize(("recipe", "row", "says"), [
+    ("preference", {"prompt": "1 + 1 = ", "chosen": "two", "rejected": "one"}, ("1 pair,", "good:", "bad:")),
+    ("preference", {"prompt": "1 + 1 = ", "completion": "one", "label": False}, ("1 document,", "bad:")),
+    ("reward", {"prompt": "a", "chosen": "two", "rejected": "one", "margin": 0.5}, ("good, margin 0.5:", "bad:")),
+    ("reward", {"prompt": "a", "completions": ["b", "c"], "labels": [True, False]}, ("steps 1 0:",)),
+    ("reward", {"text": "two", "label": 3}, ("label 3:",)),
+])  # fmt: skip
+def test_what_a_row_says_of_its_documents_is_shown(
+    place: Path, capsys: pytest.CaptureFixture[str], recipe: str, row: dict[str, object], says: tuple[str, ...]
+) -> None:
+    Path("rows.jsonl").write_text(json.dumps(row) + "\n")
+    kinds = {"completions": "process", "label": "{kind: regression}"}
+    loss = [f"loss={kinds[name]}" for name in row if name in kinds and recipe == "reward"]
+    assert cli.main(["data", "sft.yaml", "--recipe", recipe, *loss, "--html"]) == 0
+    out, _ = capsys.readouterr()
+    lines, page = out.splitlines(), Path("data.html").read_text()
+    for one in says:
+        assert one in lines or one in out and one.endswith(",")
+        assert one.endswith(",") or f"<h4>{one[:-1]}</h4>" in page
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [

@@ -83,6 +83,7 @@ class Log:
 class Loss:
     weights: tuple[float, ...] = (1.0, 2.0)
     parts: tuple[LoRA, ...] = (LoRA(rank=2), LoRA(rank=3))
+    terms: tuple[LoRA | SGD, ...] = (LoRA(rank=5),)
 
 
 @dataclass(frozen=True)

@@ -68,10 +68,25 @@ def test_elements_of_lists(sft, tree):
     assert sft("", "loss.parts.0.alpha=9").loss.parts == (tree.LoRA(2, 9.0), tree.LoRA(3))
 
 
+def test_a_choice_alone_stands_for_a_list_of_it(sft, tree):
+    assert sft("log: {to: wandb}").log.to == (tree.WandB(),)
+    assert sft("loss: {terms: {alpha: 9}}").loss.terms == (tree.LoRA(5, 9.0),)
+    for text in ("", "loss: {terms: {rank: 5}}", "loss: {terms: [{kind: lora, rank: 5}]}"):
+        assert sft(text, "loss.terms.alpha=9").loss.terms == (tree.LoRA(5, 9.0),)
+        assert sft(text, "loss.terms=sgd", "loss.terms.lr=9").loss.terms == (tree.SGD(9.0),)
+        assert sft(text, "loss.terms.kind=sgd", "loss.terms.lr=9").loss.terms == (tree.SGD(9.0),)
+        assert sft(text, "loss.terms=[sgd, lora]", "loss.terms.0.lr=9").loss.terms == (tree.SGD(9.0), tree.LoRA())
+    assert sft("log: {to: wandb}", "log.to.project=x").log.to == (tree.WandB("x"),)
+
+
 @pytest.mark.parametrize(
     ("override", "line"),
     [
         ("seed", "'seed' has no '='; write key=value"),
+        (
+            "loss.parts.rank=3",
+            "loss.parts.rank: loss.parts is a list of 2; write loss.parts.0=... for its first element",
+        ),
         ("--seed=1", "'--seed=1' is no option here; values are set by key=value"),
         ("=3", "'=3' has an empty key; write key=value or key.key=value"),
         ("a..b=3", "'a..b=3' has an empty key; write key=value or key.key=value"),

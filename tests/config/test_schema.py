@@ -84,7 +84,7 @@ def test_every_option_stands_in_the_reference(tree):
     assert "| `optimizer` | `adamw` or `sgd` | `adamw` with `lr=0.0003` |  |" in text
     assert "| `length` | whole number | `2048` | tokens in a row &#124; at most |" in text
     assert "\n## `data`, `validation`\n" in text
-    assert "\n## `adapter: lora`, `other: lora`, `loss.parts`\n" in text
+    assert "\n## `adapter: lora`, `other: lora`, `loss.parts`, `loss.terms: lora`\n" in text
     assert "\n## `log.to: wandb`\n" in text
     rows = [line for line in text.splitlines() if line.startswith("|")]
     assert {len(re.findall(r"\|", row)) for row in rows} == {5}

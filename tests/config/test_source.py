@@ -101,13 +101,15 @@ def test_a_chain_of_aliases_is_bounded():
     assert lines(text)[0].endswith("nested deeper than 32 levels")
 
 
-KEY = st.text(max_size=100)  # escaped six letters for one; YAML looks for the colon of a key in 1,024
+# JSON writes an astral character as two surrogates, YAML does not.
+PLAIN = st.characters(max_codepoint=0xFFFF, exclude_categories=("Cs",))
+KEY = st.text(PLAIN, max_size=100)  # escaped six letters for one; YAML looks for the colon of a key in 1,024
 JSON = st.recursive(
     st.none()
     | st.booleans()
     | st.integers(-(10**40), 10**40)
     | st.floats(allow_nan=False, allow_infinity=False)
-    | st.text(),
+    | st.text(PLAIN),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(KEY, inner, max_size=4),
     max_leaves=12,
 )
@@ -116,5 +118,5 @@ JSON = st.recursive(
 @given(st.dictionaries(KEY, JSON, max_size=4))
 def test_json_is_yaml(data):
     text = json.dumps(data)
-    assume("${" not in text and "\\ud" not in text)  # JSON writes an astral character as two surrogates, YAML does not
+    assume("${" not in text)
     assert mapping(text) == data

@@ -14,7 +14,7 @@ import torch
 from tunekit.errors import UserError
 from tunekit.metrics import MODULES, Comet, Log, MLflow, TensorBoard, Trackio, WandB
 
-MAIN = SimpleNamespace(is_main=True, device=torch.device("cpu"), rank=0)
+MAIN = SimpleNamespace(is_main=True, device=torch.device("cpu"), rank=0, most=lambda *values: [*values])
 RESOLVED = {"seed": 1, "optimizer": {"kind": "adamw", "lr": 1e-4}}
 PACKAGES = {TensorBoard: "tensorboard", WandB: "wandb", MLflow: "mlflow", Trackio: "trackio", Comet: "comet_ml"}
 
@@ -22,7 +22,7 @@ PACKAGES = {TensorBoard: "tensorboard", WandB: "wandb", MLflow: "mlflow", Tracki
 def train(folder, choice, first, last, resolved=RESOLVED):
     with Log(to=(choice,)).open(folder, MAIN, total=4, start=first, resolved=resolved) as meter:
         for step in range(first + 1, last + 1):
-            meter.step(step, loss=1 / step, norm=2.0, rate=1e-4, tokens=10, learnt=4, wait=0.0)
+            meter.step(step, {"loss": 1 / step, "norm": 2.0, "rate": 1e-4}, tokens=10, learnt=4, wait=0.0)
         meter.note(last, validation_loss=0.5)
 
 

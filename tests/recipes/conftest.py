@@ -169,7 +169,7 @@ def learnt(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def context() -> ForkServerContext:
     found = multiprocessing.get_context("forkserver")
     # torch imports this when it makes the first optimizer.
-    found.set_forkserver_preload(["pytest", "torch._dynamo", "tunekit.recipes.sft", "tunekit.commands.run"])
+    found.set_forkserver_preload(["pytest", "torch._dynamo", "tunekit.recipes.sft", "tunekit.commands.process"])
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
         forkserver.ensure_running()

@@ -13,11 +13,11 @@ from tunekit import assemble, bundled, launch
 from tunekit.adapters import LoRA
 from tunekit.checkpoint import atomic, save
 from tunekit.checkpoint.folder import Folder
-from tunekit.commands import run
+from tunekit.commands import process
 from tunekit.data.rows import Chat
 from tunekit.errors import FieldError, UserError
 from tunekit.formats import Plain
-from tunekit.parallel import Run
+from tunekit.parallel.run import Run
 from tunekit.recipes import evaluate, generate, sft
 
 
@@ -98,13 +98,13 @@ def test_starting_over_keeps_what_the_run_reads(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").touch()
     rows = Chat("rows.jsonl")
     for cfg in (
-        sft.SFT(str(final), rows, str(tmp_path)),
-        sft.SFT("m", rows, str(tmp_path), adapter=LoRA(start=f"{final}")),
+        sft.SFT(model=str(final), data=rows, out=str(tmp_path)),
+        sft.SFT(model="m", data=rows, out=str(tmp_path), adapter=LoRA(start=f"{final}")),
     ):
         with pytest.raises(UserError, match="would erase .*final, which this run reads"):
-            run.check_fresh(sft, cfg)
+            process.check_fresh(sft, cfg)
         assert final.is_dir()
-    run.check_fresh(sft, sft.SFT("m", rows, str(tmp_path)))
+    process.check_fresh(sft, sft.SFT(model="m", data=rows, out=str(tmp_path)))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="auto is a GPU here")

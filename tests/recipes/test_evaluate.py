@@ -34,9 +34,17 @@ def evaluate(work, learnt, rows):
         done = work.tune("run", "evaluate", "evaluate.yaml", *words)
         assert done.code == 0, done.err
         assert done.err == "", "bars are for terminals"
-        return done.out, json.loads((work.folder / "found/figures.json").read_text())
+        found = json.loads((work.folder / "found/figures.json").read_text())
+        return done.out, [flat(one) for one in found["models"]], found["changes"]
 
     return call
+
+
+def flat(model: dict) -> dict:
+    """The figures of the first task."""
+    task = next(iter(model["tasks"].values()))
+    right = task["exact match"]["values"] if task["answers"] else []
+    return {"loss": task["loss"]["value"], "answers": task["answers"], "right": sum(right), "each": task}
 
 
 @torch.no_grad()
@@ -61,17 +69,19 @@ def theirs(folder: Path, rows: list[list[dict]]) -> tuple[float, list[str]]:
 
 
 def test_loss_and_answers_are_those_of_transformers(evaluate, work, learnt, rows):
-    printed, figures = evaluate("examples=1")
-    before, after = figures
+    printed, (before, after), changes = evaluate("examples=1")
     for found, folder in ((before, work.model), (after, learnt / "final")):
         loss, answers = theirs(folder, rows)
         assert found["loss"] == pytest.approx(loss, rel=1e-5)
-        assert found["perplexity"] == pytest.approx(math.exp(loss), rel=1e-4)
+        assert f"(perplexity {math.exp(found['loss']):.4g})" in printed
         assert found["answers"] == answers
         assert found["right"] == sum(a == row[-1]["content"] for a, row in zip(answers, rows, strict=True))
     assert before["right"] == 0
     assert 4 <= after["right"] < 6
-    assert f"{after['right'] / 6:.1%} ({after['right']} of 6)" in printed
+    assert f"{after['right'] / 6:.1%} ({after['right']:.0f} of 6)" in printed
+    won = next(change["won"] for change in changes if change["name"] == "exact match")
+    assert won == [i for i, right in enumerate(after["each"]["exact match"]["values"]) if right]
+    assert f"{len(won)} won, 0 lost" in printed
     assert "0.0% (0 of 6)" in printed
     assert printed.count("question") == 1
     assert rows[0][1]["content"] in printed
@@ -87,10 +97,10 @@ def test_the_size_of_a_batch_changes_nothing(evaluate):
 
 def test_text_asks_nothing(evaluate, work):
     (work.folder / "text.jsonl").write_text('{"text": "It is 2 and it was 1."}\n{"text": "It is"}\n')
-    printed, figures = evaluate("data={kind: text, source: text.jsonl}", "baseline=null")
+    printed, figures, changes = evaluate("data={kind: text, source: text.jsonl}", "baseline=null")
     assert len(figures) == 1
-    assert figures[0]["answers"] == []
-    assert printed.splitlines()[-1].endswith("-")
+    assert figures[0]["answers"] == changes == []
+    assert "exact match" not in printed
 
 
 def test_an_adapter_is_asked_on_its_base(evaluate, work):
@@ -104,9 +114,30 @@ def test_an_adapter_is_asked_on_its_base(evaluate, work):
 
 def test_the_figures_stay_with_the_run(evaluate, learnt):
     """And come into its card; a model that no run has made keeps nothing."""
-    _, (before, after) = evaluate("examples=0")
+    _, (before, after), _ = evaluate("examples=0")
     told = json.loads((learnt / "evaluation.json").read_text())
     assert told["data"] == "asked.jsonl (train)"
     assert [one["loss"] for one in told["results"]] == [before["loss"], after["loss"]]
     card = (learnt / "final/README.md").read_text()
-    assert f"| {after['loss']:.4f} | {after['perplexity']:.4g} |" in card
+    assert f"| {after['loss']:.4f} | {math.exp(after['loss']):.4g} |" in card
+
+
+def test_the_first_rows_only(evaluate):
+    whole, first = (evaluate("baseline=null", *words)[1][0] for words in ((), ("limit=2",)))
+    assert first["answers"] == whole["answers"][:2]
+    assert first["each"]["loss"]["values"] == pytest.approx(whole["each"]["loss"]["values"][:2], rel=1e-5)
+
+
+def test_what_cannot_be_is_told_before_anything_is_measured(evaluate, work, learnt, make, tmp_path, monkeypatch):
+    def tune(*words):
+        done = work.tune("run", "evaluate", "evaluate.yaml", *words)
+        assert done.code == 2
+        return done.err
+
+    scores = make(tmp_path / "scores", architectures=["LlamaForSequenceClassification"], pad_token_id=0)
+    monkeypatch.setattr("tunekit.assemble.model", lambda *_: pytest.fail("weights are read"))
+    assert "writes no text: name a language model" in tune(f"baseline={scores}")
+    (work.folder / "file").write_text("")
+    assert "cannot write file/figures.json" in tune("out=file/figures.json")
+    assert "it is a folder; name a file in it" in tune("out=.")
+    assert "`tasks` names none" in tune("shots=3")

@@ -15,7 +15,7 @@ def damage(monkeypatch: pytest.MonkeyPatch) -> None:
     """From now on checkpoints are written with a mistake."""
     write = save.final
 
-    def final(adapter, folder, model, source):
+    def final(adapter, folder, model, source, run):
         write(adapter, folder, model, source)
         (file,) = folder.glob("*.safetensors")
         tensors = load_file(file)

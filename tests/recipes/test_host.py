@@ -13,7 +13,7 @@ from tunekit.data.rows import Text
 from tunekit.memory import Memory
 from tunekit.metrics import numbers
 from tunekit.optim import AdamW, Muon
-from tunekit.parallel import Run
+from tunekit.parallel.run import Run
 from tunekit.recipes import sft
 
 # Operations whose result, or the shape of it, a host must know.
@@ -55,7 +55,7 @@ def test_a_step_asks_nothing(optimizer, adapter, memory: Memory, tmp_path: Path)
     cfg = sft.SFT(model="m", data=Text("t"), out="o", optimizer=optimizer, memory=memory, **sizes)
     model, run = ours(made(tmp_path, "llama3.2"), adapter, memory=memory), Run(0, "cpu")
     inner = (p for layer in model.layers for p in layer.parameters())
-    update = memory.update(optimizer.build(adapter.trained(model), inner), cfg.clip)
+    update = memory.update(optimizer.build(adapter.trained(model), inner), cfg.clip, run)
     steps = [[batch(tokens(seed=step))] * (1 if early else 2) for step in range(2)]
     with Asked() as asked:
         for batches in steps:

@@ -19,7 +19,7 @@ from tunekit.data.steps.batch import IGNORE
 from tunekit.data.steps.loader import load
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.optim import AdamW, Cosine
-from tunekit.parallel import Run
+from tunekit.parallel.run import Run
 from tunekit.recipes import sft
 
 STEPS, BATCH = 5, 4

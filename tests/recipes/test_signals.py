@@ -79,3 +79,15 @@ def test_asking_a_model_can_be_stopped(work):
     process.join(10)
     assert process.exitcode == 130
     assert not (work.folder / "answers.jsonl").exists()
+
+
+def test_a_file_in_the_folder_stops_the_run(work):
+    (work.folder / "out").mkdir()
+    (work.folder / "out/stop").touch()  # of an earlier run, which had ended before
+    process = work.start(*LONG, "steps=2000")
+    until(lambda: begun(work), process)
+    (work.folder / "out/stop").touch()
+    process.join(60)
+    assert process.exitcode == 143
+    assert "stopped by SIGTERM after step" in work.log
+    assert not (work.folder / "out/stop").exists()

@@ -1,4 +1,4 @@
-"""What the quickstart promises: the nano lacks the skill, and a minute of LoRA teaches it."""
+"""What the quickstart promises: the nano lacks a skill, a minute of LoRA teaches it, and then it can teach another."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -7,15 +7,36 @@ import pytest
 
 from tunekit import catalog
 from tunekit.config.load import load
-from tunekit.recipes import evaluate, sft
+from tunekit.evaluation.figures import Result
+from tunekit.recipes import distill, evaluate, sft
+
+pytestmark = pytest.mark.slow
 
 
-@pytest.mark.slow
-def test_a_minute_of_lora_teaches_the_nano_tool_calls(tmp_path: Path) -> None:
-    run = str(tmp_path / "run")
+@pytest.fixture(scope="module")
+def skilled(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A run that has learnt tool calls."""
+    run = str(tmp_path_factory.mktemp("skilled") / "run")
     sft.main(load(sft.SFT, catalog.config("nano/tools_lora"), [f"out={run}"]))
-    asked = load(evaluate.Evaluate, catalog.config("nano/tools"), [f"model={run}"])
-    before, after = evaluate.main(replace(asked, examples=1))
+    return run
+
+
+def asked(model: str, baseline: str) -> list[Result]:
+    """The held-out calls, answered by both."""
+    cfg = load(evaluate.Evaluate, catalog.config("nano/tools"), [f"model={model}", f"baseline={baseline}"])
+    return evaluate.main(replace(cfg, examples=1))
+
+
+def test_a_minute_of_lora_teaches_the_nano_tool_calls(skilled: str) -> None:
+    before, after = asked(skilled, "tunekit/nano")
     assert len(before.answers) == 200
     assert before.right < 20
     assert after.right > 180
+
+
+def test_a_student_recovers_the_skill_of_its_teacher(skilled: str, tmp_path: Path) -> None:
+    """In two thirds of the time that its config takes."""
+    out, teacher = f"out={tmp_path}", f"teacher.model={skilled}"
+    distill.main(load(distill.Distill, catalog.config("nano/distill"), [out, teacher, "epochs=2"]))
+    wanted, found = asked(str(tmp_path), skilled)
+    assert found.right >= 0.9 * wanted.right > 160

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 from tunekit import assemble, generate
 from tunekit.errors import FieldError, UserError
-from tunekit.parallel import Run
+from tunekit.parallel.run import Run
 from tunekit.precision import Precision
 
 Message = dict[str, str]

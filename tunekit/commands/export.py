@@ -14,11 +14,12 @@ from tunekit.adapters import Frozen
 from tunekit.checkpoint import stream
 from tunekit.checkpoint.atomic import readable, whole
 from tunekit.checkpoint.folder import Folder
+from tunekit.checkpoint.score import insist_on_text
 from tunekit.errors import UserError
 from tunekit.export import packed
 from tunekit.formats import NF4
 from tunekit.hub.trouble import tell
-from tunekit.parallel import Run
+from tunekit.parallel.run import Run
 
 # What layers that are one tensor in files may change: there their scales are packed together. 0.006 was measured.
 NESTED = 0.05, 1.0
@@ -59,6 +60,7 @@ def file(args: argparse.Namespace, out: Path) -> None:
     """A file of llama.cpp, what is in it and how far it is from the model."""
     tools = toolbox()
     source, adapter, tokenizer = assemble.described(args.model)
+    insist_on_text(source, args.model)
     name = Path(args.model.partition("@")[0]).name or out.stem
     result = tools.export(source, adapter, tokenizer, out, args.type, name)
     tell(f"{result.word}, {readable(out.stat().st_size)}")

@@ -10,7 +10,7 @@ from tunekit.checkpoint.folder import Folder
 from tunekit.errors import UserError
 from tunekit.hub import fetch
 from tunekit.hub.trouble import tell
-from tunekit.parallel import Run
+from tunekit.parallel.run import Run
 
 
 def main(args: argparse.Namespace) -> None:
@@ -25,7 +25,7 @@ def main(args: argparse.Namespace) -> None:
         )
     if (base / peft.CONFIG).is_file():
         raise UserError(f"{args.base} is an adapter itself: name the model that it is for, {peft.base(base)}")
-    source = Folder.open(base, args.base)
+    source = peft.headed(adapter, Folder.open(base, args.base))
     choice = replace(peft.described(adapter, source), start=str(adapter))
     if peft.names(adapter) not in (None, args.base, peft.base_name(source)[0]):
         tell(f"{args.adapter} was trained for {peft.names(adapter)}; its updates fit {args.base} too")

@@ -1,31 +1,77 @@
 """`tune run`: a recipe with a config."""
 
 import argparse
-import inspect
-from collections.abc import Iterator
+import os
+from importlib import import_module
 from pathlib import Path
-from types import ModuleType
-from typing import Any
-
-import torch
 
 from tunekit import launch
-from tunekit.checkpoint import workspace
-from tunekit.config.dump import resolved
 from tunekit.errors import UserError
+from tunekit.parallel import member, start
+from tunekit.parallel.asked import Asked, Job
+from tunekit.parallel.signals import Wishes
+from tunekit.parallel.slurm import Slurm
+from tunekit.parallel.watch import Beats
 
 
 def main(args: argparse.Namespace) -> None:
-    """Check everything, then run."""
-    config, overrides = words(args)
-    recipe = launch.recipe(args.recipe)
-    cfg = launch.config(recipe, config, overrides, args.imports)
-    devices(args.gpus)
-    if args.fresh:
-        check_fresh(recipe, cfg)
-        recipe.main(cfg, fresh=True)
+    """Run here, or in processes that this one starts; itself it then never imports torch."""
+    args.config, args.overrides = words(args)
+    args.asked = asked_for(args)
+    apart = args.asked.several or args.slurm is not None
+    if member.ours():
+        rank(args)
+    elif apart and not member.placed() and member.REPORT not in os.environ:
+        with Wishes() as wishes:
+            several(args, wishes)
     else:
-        recipe.main(cfg)
+        import_module("tunekit.commands.process").main(args)
+
+
+def rank(args: argparse.Namespace) -> None:
+    """Run as one of several processes; all is checked."""
+    member.begin()
+    with Beats.open():
+        recipe = launch.recipe(args.recipe)
+        cfg = launch.read(recipe, args.config, args.overrides, args.imports)
+        recipe.main(cfg, **({"fresh": True} if args.fresh else {}))
+
+
+def asked_for(args: argparse.Namespace) -> Asked:
+    """What the options say about processes and machines."""
+    if args.slurm is None:
+        if args.dry_run:
+            raise UserError("--dry-run is for --slurm: it writes the script and submits nothing")
+        return Asked(args.gpus, args.nodes, args.rendezvous, args.node_rank, args.max_restarts)
+    if (args.gpus, args.nodes, args.rendezvous, args.node_rank) != (None, 1, None, None):
+        raise UserError("--slurm says how many: write --slurm nodes=4,gpus=8 in place of --nodes and --gpus")
+    wanted = Slurm.read(args.slurm)
+    meeting = "the first of them:1" if wanted.nodes > 1 else None
+    return Asked(wanted.gpus, wanted.nodes, meeting, restarts=args.max_restarts)
+
+
+def several(args: argparse.Namespace, wishes: Wishes) -> None:
+    """Have all checked in a process of its own, for torch takes long to import, and start the ranks."""
+    fresh = ["--fresh"] if args.fresh else []
+    where = ("--slurm", args.slurm) if args.slurm else args.asked.words
+    found = start.found_out((*plain_words(args), *where, *fresh), wishes)
+    folder = found["folder"] and Path(found["folder"])
+    if found["finished"]:
+        return
+    if args.slurm:
+        again = ["--max-restarts", str(args.max_restarts)] if args.max_restarts else []
+        words = (*plain_words(args), *again)
+        print(Slurm.read(args.slurm).submit(words, folder or Path(), args.fresh, args.dry_run))
+    else:
+        job = Job(plain_words(args), args.asked, folder, found["timeout"], found["digest"], args.fresh)
+        start.run(job, wishes)
+
+
+def plain_words(args: argparse.Namespace) -> tuple[str, ...]:
+    """The words of `tune` without those that say what runs where, nor `--fresh`: for each of the processes."""
+    imports = [word for file in args.imports for word in ("--import", file)]
+    debug = ["--debug"] if args.debug else []
+    return ("run", args.recipe, "--config", args.config, *args.overrides, *imports, *debug)
 
 
 def words(args: argparse.Namespace) -> tuple[str, list[str]]:
@@ -35,33 +81,3 @@ def words(args: argparse.Namespace) -> tuple[str, list[str]]:
     if not args.overrides or ("=" in args.overrides[0] and not Path(args.overrides[0]).is_file()):
         raise UserError(f"which config? tune run {args.recipe} CONFIG key=value; `tune ls {args.recipe}` lists them")
     return args.overrides[0], args.overrides[1:]
-
-
-def devices(wanted: int | None) -> None:
-    """Refuse GPUs that are not there."""
-    found = torch.cuda.device_count()
-    if wanted is not None and wanted > found:
-        raise UserError(f"--gpus {wanted}: this machine has {found or 'none'}; leave --gpus out to use what there is")
-    if wanted is not None and wanted > 1:
-        raise UserError(f"--gpus {wanted}: a run uses one GPU in this version; leave --gpus out")
-
-
-def check_fresh(recipe: ModuleType, cfg: Any) -> None:
-    """Whether a recipe can start over: `main(cfg, fresh=True)` erases what its folder holds once all is checked."""
-    if "fresh" not in inspect.signature(recipe.main).parameters:
-        name = recipe.__name__.rpartition(".")[2]
-        raise UserError(f"--fresh: the recipe '{name}' keeps nothing to continue from; leave it out")
-    out = Path(cfg.out)
-    gone = [(out / name).resolve() for name in (workspace.FINAL, workspace.STATE)]
-    for text in texts(resolved(cfg)):  # whatever the key: a model, an adapter to start from
-        if any(Path(text).resolve().is_relative_to(folder) for folder in gone):
-            raise UserError(f"--fresh would erase {text}, which this run reads: give another out=")
-
-
-def texts(tree: Any) -> Iterator[str]:
-    """Every text in plain data."""
-    if isinstance(tree, str):
-        yield tree
-    elif isinstance(tree, dict | list):
-        for child in tree.values() if isinstance(tree, dict) else tree:
-            yield from texts(child)

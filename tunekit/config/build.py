@@ -26,6 +26,10 @@ class Builder:
         arguments = generic(slot.hint, tuple)
         if isinstance(node.value, list) and arguments:
             return self.items(arguments, node, path)
+        single = self.choices.single(slot)
+        if single and isinstance(node.value, str | dict):
+            only = self.value(single, node, path)
+            return FAILED if only is FAILED else (only,)
         kinds, table = self.choices.kinds(slot), generic(slot.hint, dict)
         if isinstance(node.value, dict) and table and not ("kind" in node.value and kinds):
             return self.table(table[1], node, path)

@@ -94,6 +94,15 @@ class Choices:
         usual = known if len(known) == 1 else [cls for cls in known if vars(cls).get("usual")]
         return kind_name(usual[0]) if usual else None
 
+    def single(self, slot: Slot) -> Slot | None:
+        """The slot of a choice that stands for a list of it, where lists of choices are wanted."""
+        arguments = generic(slot.hint, tuple)
+        if not arguments or arguments[-1] is not Ellipsis or self.kinds(slot):
+            return None
+        only = isinstance(slot.default, tuple) and len(slot.default) == 1
+        element = Slot(arguments[0], slot.default[0] if only else REQUIRED)
+        return element if self.kinds(element) else None
+
     def kind_in(self, slot: Slot, node: Node) -> Any:
         """The kind that `node` names, as a bare word or under `kind`; else the default one."""
         if isinstance(node.value, dict):

@@ -51,6 +51,7 @@ class Overrides:
         if not rest:
             return self.assigned(node, new, slot)
         key, rest = rest[0], rest[1:]
+        node, slot = self.lone(node, slot, key)
         node = self.opened(node, slot)
         if isinstance(node.value, list):
             return self.put_item(node, (key, *rest), done, new, slot)
@@ -58,6 +59,17 @@ class Overrides:
             return self.rekinded(node, new, slot)
         child = self.put(node.value.get(key), rest, (*done, key), new, self.slot_of(slot, node, key))
         return replace(node, value={**node.value, key: child})
+
+    def lone(self, node: Node | None, slot: Slot | None, key: str) -> tuple[Node | None, Slot | None]:
+        """A key that is no place in a list of one choice is one of that choice."""
+        single = self.choices.single(slot) if slot and not key.isdecimal() else None
+        if single is None:
+            return node, slot
+        if node is None:
+            return None, slot if single.default is REQUIRED else single
+        if isinstance(node.value, list):
+            return (node.value[0], single) if len(node.value) == 1 else (node, slot)
+        return node, single
 
     def put_item(self, node: Node, rest: Path, done: Path, new: Node, slot: Slot | None) -> Node:
         key, items = rest[0], node.value
@@ -74,6 +86,7 @@ class Overrides:
 
     def assigned(self, node: Node | None, new: Node, slot: Slot | None) -> Node:
         """A bare word names a kind: what is written for the same kind stays."""
+        slot = (self.choices.single(slot) or slot) if slot else None
         bare = isinstance(new.value, str) and slot and str not in members(slot.hint) and self.choices.kinds(slot)
         if bare and slot and node and isinstance(node.value, dict):
             return self.rekinded(node, new, slot)

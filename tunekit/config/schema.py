@@ -40,7 +40,8 @@ class _Schema:
         return {"title": cls.__name__, **doc, "type": "object", "properties": properties, "additionalProperties": False}
 
     def value(self, slot: Slot) -> dict[str, Any]:
-        options = [*self.kinds(slot)]
+        single = Choices().single(slot)
+        options = [*self.kinds(slot), *(self.kinds(single) if single else [])]
         for member in members(slot.hint):
             if get_origin(member) is Literal:
                 options.append({"enum": [*get_args(member)]})

@@ -1,0 +1,123 @@
+"""Models that score: rewards from pairs, classes or values of documents, and whether each step of an answer is right.
+
+tune run reward nano/reward
+tune run reward llama3_2/1b_reward data.length=1024 loss.center=0.01
+"""
+
+from dataclasses import dataclass
+
+import torch
+from tqdm import tqdm
+
+from tunekit import training
+from tunekit.checkpoint.folder import Folder
+from tunekit.checkpoint.score import scoring
+from tunekit.data.labels import Labelled
+from tunekit.data.rows import Rows
+from tunekit.data.steps.batch import Batch
+from tunekit.data.steps.loader import Loader
+from tunekit.data.steps.mix import Mixed
+from tunekit.data.steps.scored import Scored
+from tunekit.data.tokenizer import Tokenizer
+from tunekit.errors import FieldError
+from tunekit.losses.reward import BradleyTerry, Classification, Process, Regression, Seen
+from tunekit.memory import Update
+from tunekit.models.decoder import Decoder
+from tunekit.parallel.run import Run
+from tunekit.training import Job, Method, Taken, Training
+
+
+def classes(rows: Rows | Mixed) -> tuple[str, ...]:
+    """The names that rows have for classes."""
+    return next((rows.classes for rows in Mixed.of(rows).sources if isinstance(rows, Labelled)), ())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reward(Training):
+    """Everything this recipe can be told: what every training can, and what scores are to say."""
+
+    data: Scored  # pairs, texts with labels, or answers whose steps have labels
+    validation: Scored | None = None  # held-out rows
+    loss: BradleyTerry | Classification | Regression | Process = BradleyTerry()  # what scores are to say
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.parallel.tensor > 1:
+            raise FieldError("parallel.tensor", "a head that scores is too small to be divided: use parallel.shard")
+        self.loss.check(Mixed.of(self.data), "data")
+        self.loss.score(0, len(self.names))
+        if self.validation is not None:
+            self.loss.check(Mixed.of(self.validation), "validation")
+            if (held := classes(self.validation)) and held != self.names:
+                raise FieldError("validation.classes", "are not those of `data`, in their order")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What rows call their classes."""
+        return classes(self.data)
+
+    def headed(self, source: Folder) -> Folder:
+        """The checkpoint with a head for the scores of the loss, a fresh one on a language model."""
+        score = self.loss.score(Tokenizer.open(source.tokenizer).pad, len(self.names))
+        return scoring(source, score, self.seed, self.names, self.loss.problem)
+
+
+RECIPE = Reward
+
+
+def words(cfg: Reward) -> Tokenizer:
+    """The tokenizer of the checkpoint."""
+    return training.words(cfg)
+
+
+def check(cfg: Reward) -> None:
+    """Whether checkpoint, rows and adapter are there and fit each other."""
+    training.check(cfg)
+    for key, rows in (("data", cfg.data), ("validation", cfg.validation)):
+        if rows is not None:
+            cfg.loss.check(Mixed.of(rows).settled(), key)
+
+
+def main(cfg: Reward, fresh: bool = False) -> None:
+    """Train, and leave what transformers opens as a model for sequence or token classification."""
+    training.run(cfg, Method("reward", train_step, validate, beside), fresh)
+
+
+def beside(job: Job) -> dict[str, object]:
+    """Nothing; people are told of a head that knows nothing yet."""
+    for key, data in (("data", job.data), ("validation", job.held)):
+        if data is not None:
+            job.cfg.loss.check(data.mix, key)
+            job.cfg.loss.check_labels(data.parts, job.model.spec.outputs)
+            if job.model.shares_prefixes(data.mix.length):
+                data.share()
+    if job.source.fresh is not None or job.cfg.init == "random":
+        shape = "{} x {}".format(*job.model.shapes["head.weight"])
+        job.run.tell(f"head: {shape} fresh weights, in place of the vocabulary's")
+    return {}
+
+
+def train_step(model: Decoder, batches: list[Batch], cfg: Reward, update: Update, run: Run) -> Taken:
+    """One optimizer step. A pair, a document or a step of one weighs the same, wherever it lies."""
+    count, seen = run.total(sum(cfg.loss.units(batch, model.spec.outputs) for batch in batches)), Seen()
+    for number, batch in enumerate(batches, start=1):
+        run.sync_gradients(model, on=number == len(batches))
+        judged = cfg.loss(model, batch.to(run.device))
+        (judged.loss / count * run.averaged).backward()
+        seen.add(judged)
+    figures = seen.figures(run, count)
+    loss = figures.pop("loss")
+    return Taken(loss, update(loss), figures)
+
+
+@torch.no_grad()
+def validate(model: Decoder, held: Loader, cfg: Reward, run: Run) -> dict[str, float]:
+    """The same figures of held-out rows."""
+    training, seen, count = model.training, Seen(), 0
+    model.eval()
+    for step in tqdm(range(held.steps(1)), "validating", disable=not run.is_main or None, leave=False):
+        for batch in held[step]:
+            count += cfg.loss.units(batch, model.spec.outputs)
+            seen.add(cfg.loss(model, batch.to(run.device)))
+    model.train(training)
+    return {name: float(value) for name, value in seen.figures(run, run.total(count)).items()}

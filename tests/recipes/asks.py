@@ -1,0 +1,18 @@
+"""Recipes that only ask a model, on several ranks. Lean: every rank imports it."""
+
+from dataclasses import replace
+
+import torch
+
+from tunekit.parallel.choice import Parallel
+from tunekit.recipes import evaluate, generate
+
+
+def both(asked: generate.Generate, measured: evaluate.Evaluate, layouts: list[Parallel]) -> list[list]:
+    """What `evaluate` finds on each layout; the answers of `generate` lie in a file for each, `<out>-<number>`."""
+    torch.set_num_threads(1)
+    found = []
+    for number, parallel in enumerate(layouts):
+        generate.main(replace(asked, parallel=parallel, out=f"{asked.out}-{number}"))
+        found.append(evaluate.main(replace(measured, parallel=parallel)))
+    return found

@@ -1,0 +1,48 @@
+"""A training that is stopped and goes on with other devices. Lean: every rank imports it."""
+
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from tunekit import training
+from tunekit.config import load
+from tunekit.data.steps.batch import Batch
+from tunekit.errors import Stopped
+from tunekit.memory import Update
+from tunekit.models.decoder import Decoder
+from tunekit.parallel.choice import Parallel
+from tunekit.parallel.run import Run
+from tunekit.recipes import sft
+from tunekit.training import Method, Taken
+
+Stretch = tuple[str, Parallel, int | None]  # the config, the layout, and after how many steps it is told to stop
+
+
+def stopped_after(
+    steps: int | None, model: Decoder, batches: list[Batch], cfg: sft.SFT, update: Update, run: Run
+) -> Taken:
+    """A step, and from a certain one on the wish to stop, as a scheduler sends it."""
+    taken = sft.train_step(model, batches, cfg, update, run)
+    DONE.append(1)
+    if steps is not None and len(DONE) == steps and run.is_main:
+        signal.raise_signal(signal.SIGTERM)
+    return taken
+
+
+DONE: list[int] = []
+
+
+def stretches(found: list[Stretch]) -> None:
+    """Each in turn: a run from its last state on."""
+    torch.set_num_threads(1)
+    for text, parallel, steps in found:
+        DONE.clear()
+        step: Callable = partial(stopped_after, steps)
+        cfg = replace(load.load(sft.SFT, text), parallel=parallel)
+        try:
+            training.run(cfg, Method("sft", step, sft.validate), fresh=False)
+        except Stopped:
+            assert steps is not None

@@ -1,0 +1,168 @@
+"""Distillation as people run it: stored teachers, rows that the student writes, stops, and what is refused."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.recipes.test_resume import stop_after
+from tunekit import stored
+from tunekit.data.prepared.documents import Document
+from tunekit.data.steps.apart import apart
+from tunekit.data.steps.batch import Layout
+
+CONFIG = """\
+recipe: distill
+model: {model}
+teacher: {{model: {teacher}, precision: {{compute: fp32}}}}
+data: {{kind: chat, source: rows.jsonl, length: 64}}
+validation: {{kind: chat, source: held.jsonl, length: 64}}
+precision: {{compute: fp32}}
+device: cpu
+out: out
+batch: 4
+micro_batch: 2
+steps: 6
+save_every: 1
+validate_every: 3
+"""
+RUN = ("run", "distill", "distill.yaml")
+STORED = ("teacher={kind: stored, model: teacher, folder: kept, precision: {compute: fp32}}",)
+OWN = ("on_policy={share: 0.7, tokens: 8}",)
+
+
+@pytest.fixture(scope="module")
+def teacher(make: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make(tmp_path_factory.mktemp("teacher"), num_hidden_layers=3)
+
+
+@pytest.fixture
+def taught(work, teacher: Path):
+    """`work`, with a teacher of its own in `teacher`."""
+    shutil.copytree(teacher, "teacher")
+    Path("distill.yaml").write_text(CONFIG.format(model=work.model, teacher="teacher"))
+    return work
+
+
+def figures(work, out: str) -> list[dict[str, float]]:
+    """All that the steps and validations of a run say, but for the clock."""
+    lines = map(json.loads, (work.folder / out / "metrics.jsonl").read_text().splitlines())
+    names = ("loss", "norm", "kl", "agreement", "entropy", "teacher_entropy", "cross_entropy", "divergence")
+    names += tuple(f"validation/{name}" for name in names[2:]) + ("validation",)
+    return [{name: line[name] for name in names if name in line} for line in lines]
+
+
+def near(found: list[dict[str, float]], wanted: list[dict[str, float]]) -> None:
+    for a, b in zip(found, wanted, strict=True):
+        assert a == pytest.approx(b, rel=1e-5, abs=1e-6)
+
+
+def test_a_stored_teacher_says_what_a_live_one_does(taught) -> None:
+    """In every step and validation, in four bits too; and then it is needed no more."""
+    vocab = json.loads(Path("teacher/config.json").read_text())["vocab_size"]
+    for top, weights in ((vocab, "plain"), (5, "nf4")):
+        kept = f"teacher.weights={weights}"
+        live = "teacher.top=null" if top == vocab else f"teacher.top={top}"
+        assert taught.tune(*RUN, live, kept, f"out=live{top}").code == 0
+        stored = (*STORED, kept, f"teacher.top={top}")
+        done = taught.tune(*RUN, *stored, f"out=stored{top}")
+        assert done.code == 0, done.err
+        near(figures(taught, f"stored{top}"), figures(taught, f"live{top}"))
+    Path("teacher").rename("away")
+    packed = ("data.pack=true", "validation.pack=true", "batch=1", "micro_batch=1", "seed=4")
+    done = taught.tune(*RUN, *stored, "out=again", *packed)
+    assert done.code == 0, done.err
+    done = taught.tune(*RUN, *stored, "out=more", "teacher.top=6")
+    assert done.code == 2 and "teacher.model: " in done.err and "not there yet: asking teacher" in done.err + done.out
+
+
+def test_what_is_half_stored_is_gone_on_with(taught, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stored, "BLOCK", 64)
+    words = (*RUN, *STORED, "teacher.top=9")
+    assert taught.tune(*words, "out=one").code == 0
+    place = max(
+        (file.parent for file in Path("kept").glob("*/about.json")), key=lambda folder: stored.about(folder)["blocks"]
+    )
+    assert stored.about(place)["blocks"] > 2
+    kept = {file: file.stat().st_mtime_ns for file in place.glob("*/*")}
+    gone = place / "00001"
+    shutil.rmtree(gone)
+    assert taught.tune(*words, "out=two").code == 0
+    assert figures(taught, "one") == figures(taught, "two")
+    same = {file for file, time in kept.items() if file.stat().st_mtime_ns == time}
+    assert same == {file for file in kept if gone not in file.parents}
+    Path("teacher/model.safetensors").touch()
+    refused = taught.tune(*words, "out=three")
+    assert refused.code == 2 and "another teacher wrote these files" in refused.err
+
+
+@pytest.mark.parametrize("words", [(), OWN, ("adapter={kind: dora, rank: 4, dropout: 0.3}", *OWN)], ids=len)
+def test_stopped_runs_go_on_to_the_same_end(taught, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]) -> None:
+    assert taught.tune(*RUN, *words).code == 0
+    stop_after(monkeypatch, 3)
+    assert taught.tune(*RUN, *words, "out=broken").code == 143
+    assert taught.tune(*RUN, *words, "out=broken").code == 0
+    assert taught.same("out", "broken")
+    assert figures(taught, "out") == figures(taught, "broken")
+
+
+def swapped(model: Path, folder: str) -> str:
+    """A copy of a model to which two tokens are each other's."""
+    shutil.copytree(model, folder)
+    tokenizer = json.loads((model / "tokenizer.json").read_text())
+    vocab = tokenizer["model"]["vocab"]
+    a, b = [token for token in vocab if token.isalpha()][:2]
+    vocab[a], vocab[b] = vocab[b], vocab[a]
+    (Path(folder) / "tokenizer.json").write_text(json.dumps(tokenizer))
+    return folder
+
+
+def test_files_for_one_vocabulary_do_not_vouch_for_another(taught) -> None:
+    """Where they are there for the first student, its teacher is not looked at; for another it is."""
+    assert taught.tune(*RUN, *STORED, "steps=1").code == 0
+    model = swapped(taught.model, "student")
+    done = taught.tune(*RUN, *STORED, "out=two", f"model={model}")
+    assert done.code == 2 and "another vocabulary" in done.err
+
+
+def test_what_cannot_be_is_told_in_a_line(taught) -> None:
+    swapped(Path("teacher"), "other")
+    Path("begun").mkdir()
+    for name in ("config.yaml", "metrics.jsonl"):
+        (Path("begun") / name).touch()
+    for words, told in {
+        ("teacher.model=other",): "has another vocabulary than the student",
+        ("teacher.model=nowhere/else/here",): "teacher.model: no such folder",
+        ("teacher.model=begun",): "teacher.model: begun: this run has not ended",
+        (*STORED, *OWN): "on_policy.share",
+        (*STORED, "data.stream=true"): "teacher: rows of a stream",
+        ("teacher.top=0",): "top: must be 1 or more",
+        ("on_policy.share=2",): "share",
+        ("loss={kind: skewedkl, alpha: 1}",): "alpha",
+        ("loss.temperature=0",): "temperature",
+        ("loss.truth=1",): "truth",
+    }.items():
+        done = taught.tune(*RUN, *words)
+        assert done.code == 2 and told in done.err and len(done.err.splitlines()) <= 3, done.err
+        assert not (taught.folder / "out" / "final").exists()
+
+
+@pytest.mark.parametrize("capacity", [None, 40])
+def test_batches_come_apart_into_the_documents_they_were_made_of(capacity: int | None) -> None:
+    draw = np.random.default_rng(0)
+    rows = []
+    for size in (5, 9, 3, 12):
+        learnt = np.arange(size) >= size // 2
+        rows.append(Document(draw.integers(1, 9, size).astype(np.int32), learnt, size))
+    layout = Layout(4, 4, 0, 1, 0, capacity)
+    batch = layout.collate([rows[:2], rows[2:]] if capacity else [[row] for row in rows])
+    spans = list(apart(batch))
+    assert [span.row for span in spans] == ([0, 0, 1, 1] if capacity else [0, 1, 2, 3])
+    for span, row in zip(spans, rows, strict=True):
+        assert np.array_equal(span.document.tokens, row.tokens) and np.array_equal(span.document.learnt, row.learnt)
+        assert span.learnt == row.learnt[1:].sum()
+        assert span.key == next(apart(layout.collate([[row]]))).key
+    assert len({span.key for span in spans}) == 4

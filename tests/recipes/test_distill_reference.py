@@ -1,0 +1,150 @@
+"""Whole steps of distillation against TRL's trainer and a plain loop: the same rows, start and teacher."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import nn
+from trl.experimental.gkd import GKDConfig, GKDTrainer
+
+from tests.checkpoints import FP32, error, made, opened, theirs, tokens
+from tests.recipes.test_preference_reference import STEADY
+from tunekit.data.rows import Completion
+from tunekit.data.steps.batch import IGNORE, Batch
+from tunekit.data.steps.loader import load
+from tunekit.data.tokenizer import Tokenizer
+from tunekit.losses.divergence import Divergence, ForwardKL, JensenShannon, ReverseKL
+from tunekit.optim import Constant
+from tunekit.parallel.run import Run
+from tunekit.recipes import distill
+from tunekit.teacher import Live
+
+STEPS, BATCH = 3, 4
+
+
+def config(folder: Path, loss: Divergence) -> distill.Distill:
+    draw = torch.Generator().manual_seed(7)
+    rows = [[" ".join(f"w{i}" for i in torch.randint(0, 60, (n,), generator=draw).tolist()) for n in (3 + i % 5, 2 + i)]
+            for i in range(STEPS * BATCH)]  # fmt: skip
+    lines = (json.dumps({"prompt": asked + " ", "completion": told}) + "\n" for asked, told in rows)
+    (folder / "rows.jsonl").write_text("".join(lines))
+    return distill.Distill(
+        model=str(made(folder / "model", "llama3.2")),
+        teacher=Live(model=str(made(folder / "teacher", "mistral", seed=1)), precision=FP32),
+        data=Completion(str(folder / "rows.jsonl")),
+        loss=loss,
+        out=str(folder / "run"),
+        optimizer=STEADY,
+        schedule=Constant(),
+        precision=FP32,
+        device="cpu",
+        batch=BATCH,
+        micro_batch=2,
+        steps=STEPS,
+    )
+
+
+def batches(cfg: distill.Distill) -> list[Batch]:
+    data = load(cfg.data, Tokenizer.open(Path(cfg.model)), BATCH, BATCH, Run(cfg.seed, "cpu"))
+    return [data[step][0] for step in range(STEPS)]
+
+
+def compare(cfg: distill.Distill, wanted: dict[str, list[float]], model: nn.Module) -> None:
+    """The figures of every step, and the student behind the last."""
+    distill.main(cfg)
+    lines = [json.loads(line) for line in (Path(cfg.out) / "metrics.jsonl").read_text().splitlines()]
+    for name, values in wanted.items():
+        assert [line[name] for line in lines if "loss" in line] == pytest.approx(values, rel=1e-5)
+    with torch.no_grad():
+        assert error(opened(Path(cfg.out))(tokens()), model.eval()(tokens()).logits) < 1e-4
+
+
+class Fed(GKDTrainer):
+    """TRL's trainer on batches that are made already."""
+
+    parts: list[dict[str, Any]]
+
+    def get_train_dataloader(self) -> Any:
+        return self.parts
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+def test_steps_are_those_of_trl(beta: float, tmp_path: Path) -> None:
+    cfg = config(tmp_path, JensenShannon(beta=beta))
+    args = GKDConfig(
+        output_dir=str(tmp_path / "theirs"),
+        beta=beta,
+        lmbda=0.0,
+        per_device_train_batch_size=BATCH,
+        max_steps=STEPS,
+        learning_rate=cfg.optimizer.lr,
+        lr_scheduler_type="constant",
+        adam_beta2=0.95,
+        adam_epsilon=cfg.optimizer.eps,
+        weight_decay=0.0,
+        max_grad_norm=cfg.clip,
+        bf16=False,
+        gradient_checkpointing=False,
+        use_cpu=True,
+        report_to="none",
+        logging_steps=1,
+        save_strategy="no",
+        disable_tqdm=True,
+    )
+    tokenizer = transformers.AutoTokenizer.from_pretrained(cfg.model)
+    tokenizer.pad_token = "<s>"
+    rows = datasets.Dataset.from_list([{"messages": [{"role": "user", "content": "w1"}]}])
+    models = theirs(Path(cfg.model)).train(), theirs(Path(cfg.teacher.model))
+    trainer = Fed(models[0], models[1], args, train_dataset=rows, processing_class=tokenizer)
+    trainer.parts = [
+        {
+            "input_ids": part.tokens,
+            "attention_mask": torch.ones_like(part.tokens),
+            "labels": F.pad(part.targets[:, :-1], (1, 0), value=IGNORE),
+        }
+        for part in batches(cfg)
+    ]
+    trainer.train()
+    wanted = {name: [line[theirs] for line in trainer.state.log_history if theirs in line]
+              for name, theirs in (("loss", "loss"), ("norm", "grad_norm"))}  # fmt: skip
+    compare(cfg, wanted, trainer.model)
+
+
+def test_figures_are_those_of_a_plain_loop(tmp_path: Path) -> None:
+    cfg = config(tmp_path, ReverseKL(temperature=2.0, truth=0.25))
+    student, teacher = theirs(Path(cfg.model)).train(), theirs(Path(cfg.teacher.model))
+    optimizer = torch.optim.AdamW(student.parameters(), STEADY.lr, (0.9, 0.95), STEADY.eps, 0.0)
+    names = ("loss", "divergence", "kl", "cross_entropy", "entropy", "teacher_entropy", "agreement")
+    wanted: dict[str, list[float]] = {name: [] for name in names}
+    for part in batches(cfg):
+        learnt = part.targets != IGNORE
+        raw = student(part.tokens).logits[learnt]
+        with torch.no_grad():
+            q = (teacher(part.tokens).logits[learnt] / 2.0).log_softmax(-1)
+        p = (raw / 2.0).log_softmax(-1)
+        far, truth = (p.exp() * (p - q)).sum(-1).mean(), F.cross_entropy(raw, part.targets[learnt])
+        loss = 0.75 * far + 0.25 * truth
+        loss.backward()
+        nn.utils.clip_grad_norm_(student.parameters(), cfg.clip)
+        optimizer.step(), optimizer.zero_grad()
+        entropies = [-(x.exp() * x).sum(-1).mean() for x in (p, q)]
+        same = (p.argmax(-1) == q.argmax(-1)).float().mean()
+        found = loss, far, (q.exp() * (q - p)).sum(-1).mean(), truth, *entropies, same
+        for name, value in zip(names, found, strict=True):
+            wanted[name].append(float(value))
+    compare(cfg, wanted, student)
+
+
+def test_a_student_comes_near_its_teacher(tmp_path: Path) -> None:
+    """Of another family, which expects other things at first."""
+    cfg = config(tmp_path, ForwardKL())
+    distill.main(replace(cfg, steps=40))
+    lines = [json.loads(line) for line in (Path(cfg.out) / "metrics.jsonl").read_text().splitlines()]
+    first, *_, last = [line["kl"] for line in lines if "loss" in line]
+    assert last < first / 2

@@ -1,0 +1,139 @@
+"""A run that spoils what the model could do before is told of, and ended with its state saved."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.parallel.ranks import on
+from tests.recipes.conftest import sums
+from tests.recipes.forgets import trained
+from tunekit import bundled
+from tunekit.adapters import LoRA
+from tunekit.config.load import load
+from tunekit.data.rows import Chat
+from tunekit.errors import FieldError, UserError
+from tunekit.evaluation import nano
+from tunekit.forgetting import Forgetting
+from tunekit.models.spec import Score
+from tunekit.optim import AdamW
+from tunekit.precision import Precision
+from tunekit.recipes import evaluate, sft
+
+RULE = "forgetting={data: {kind: chat, source: known.jsonl, length: 64}, every: 2, most: 0.2}"
+
+
+@pytest.fixture
+def other(work, learnt: Path):
+    """Training on rows that have nothing to do with those that the model knows by heart."""
+    (work.folder / "known.jsonl").write_text(sums(1, 4))
+    rows = [{"role": role, "content": text} for role, text in (("user", "Say it."), ("assistant", "Never, never, no"))]
+    (work.folder / "rows.jsonl").write_text(8 * (json.dumps({"messages": rows}) + "\n"))
+
+    def tune(*words: str):
+        return work.tune("run", "sft", "sft.yaml", f"model={learnt}/final", RULE, "validation=null", *words)
+
+    return tune
+
+
+def measured(folder: Path) -> dict[int, float]:
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return {line["step"]: line["forgetting/loss"] for line in lines if "forgetting/loss" in line}
+
+
+def test_a_run_that_forgets_is_ended(other, work):
+    done = other("optimizer.lr=3e-2", "steps=9", "save_every=100")
+    assert done.code == 2
+    found = measured(work.folder / "out")
+    first, *_, last = found.values()
+    assert max(found) < 9, "long before its end"
+    assert last - first > 0.2
+    assert f"step {max(found)}: the loss on known.jsonl (train) rose from {first:.4f} to {last:.4f} nats" in done.err
+    assert (work.folder / f"out/state/{max(found):08d}").is_dir()
+    assert "its state is in out/state: start over (--fresh) with a lower optimizer.lr" in done.err
+    again = other("optimizer.lr=3e-2", "steps=9", "save_every=100")
+    assert again.code == 2, "it does not go on unasked"
+    assert f"step {max(found)}: the loss on known.jsonl" in again.err
+    on_it_goes = other("optimizer.lr=3e-2", "steps=9", "save_every=100", "forgetting.answer=tell")
+    assert on_it_goes.code == 0, on_it_goes.err
+    assert "step 8: the loss on known.jsonl (train) rose" in on_it_goes.err
+    assert list(measured(work.folder / "out")) == [0, 2, 4, 6, 8, 9]
+
+
+def test_the_loss_is_that_of_evaluate(other, work, learnt):
+    assert other("optimizer.lr=1e-5", "steps=3").code == 0, "a gentle run goes to its end"
+    found = measured(work.folder / "out")
+    assert list(found) == [0, 2, 3]
+    data = Chat("known.jsonl", length=64)
+    asked = evaluate.Evaluate(model="out", baseline=str(learnt), data=data, precision=Precision("fp32"), device="cpu")
+    before, after = evaluate.main(asked)
+    assert found[0] == pytest.approx(before.loss, rel=1e-5)
+    assert found[3] == pytest.approx(after.loss, rel=1e-5)
+
+
+def test_a_stopped_run_compares_with_its_beginning(other, work):
+    gentle = ("optimizer.lr=1e-3", "forgetting.most=100", "steps=6", "schedule=constant", "out=parts", "keep=9")
+    assert other(*gentle).code == 0
+    whole = measured(work.folder / "parts")
+    shutil.rmtree(work.folder / "parts/final")
+    for step in (4, 5, 6):
+        shutil.rmtree(work.folder / f"parts/state/{step:08d}")
+    assert other(*gentle).code == 0
+    assert measured(work.folder / "parts") == whole
+    shutil.rmtree(work.folder / "parts/final")
+    (work.folder / "known.jsonl").write_text(sums(1, 3))
+    changed = other(*gentle)
+    assert changed.code == 2
+    assert "forgetting.data: these are not the rows" in changed.err
+
+
+def test_what_makes_no_sense():
+    for name, value in (("every", 0), ("most", 0.0), ("data", Chat("rows.jsonl", stream=True))):
+        with pytest.raises(FieldError) as caught:
+            Forgetting(**{"data": Chat("rows.jsonl"), name: value})
+        assert caught.value.field == name
+
+
+def test_a_model_that_scores_has_no_likelihood(learnt):
+    cfg = sft.SFT(model=str(learnt / "final"), data=Chat("rows.jsonl"), out="out")
+    spec = sft.training.source_of(cfg).spec.scoring(Score(1))
+    with pytest.raises(UserError, match="a model that scores"):
+        Forgetting(Chat("rows.jsonl")).check(spec, sft.words(cfg))
+
+
+@pytest.mark.multi
+def test_two_devices_end_it_at_the_same_step(other, work, learnt):
+    words = [f"model={learnt}/final", RULE, "validation=null", "optimizer.lr=3e-2", "steps=9", "out=one"]
+    cfg = load(sft.SFT, Path("sft.yaml"), words)
+    alone = trained(cfg)
+    assert "the loss on" in alone
+    assert on(2, trained, replace(cfg, out="two")) == [alone, alone]
+    found = measured(work.folder / "two")
+    for step, loss in measured(work.folder / "one").items():
+        assert found[step] == pytest.approx(loss, rel=1e-4)
+
+
+@pytest.mark.slow
+def test_a_nano_that_learns_tools_too_fast_is_caught(tmp_path: Path) -> None:
+    stories = tmp_path / "stories.jsonl"
+    turns = (nano.messages(talk) for talk, _ in zip(nano.TASKS["nano/stories"](), range(16), strict=False))
+    stories.write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in turns))
+    rule = Forgetting(Chat(str(stories), length=512), every=3)
+    cfg = sft.SFT(
+        model="tunekit/nano",
+        data=Chat(str(bundled.DATA["tunekit/tools"]), length=256, limit=96),
+        out=str(tmp_path / "fast"),
+        adapter=LoRA(),
+        optimizer=AdamW(lr=1e-2),
+        forgetting=rule,
+        batch=8,
+        micro_batch=8,
+        steps=12,
+    )
+    with pytest.raises(UserError, match="the loss on .*stories.jsonl .train. rose from"):
+        sft.main(cfg)
+    gentle = replace(cfg, out=str(tmp_path / "slow"), optimizer=AdamW(lr=1e-4))
+    sft.main(gentle)
+    assert (tmp_path / "slow/final").is_dir()

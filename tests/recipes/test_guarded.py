@@ -1,0 +1,134 @@
+"""A step that would spoil the weights: told with its rows, passed over, or left behind by a way back."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.recipes.test_resume import stop_after
+from tunekit.checkpoint import atomic
+from tunekit.data.steps.mapped import Mapped
+from tunekit.guard import Watch
+from tunekit.losses import likelihood
+
+RUN = ("run", "sft", "sft.yaml", "validation=null", "steps=14", "save_every=3", "guard.window=8")
+MARK = 0  # a token with which no row begins
+BACK = ("guard.spike=20", "guard.answer=back")
+
+
+def plant(monkeypatch, factor, *steps):
+    """The loss of what these steps read is so many times what it was."""
+    get, loss = Mapped.__getitem__, likelihood.CrossEntropy.__call__
+
+    def marked(data, step):
+        batches = get(data, step)
+        if step not in steps:
+            return batches
+        first = batches[0].tokens.clone()
+        first[0, 0] = MARK
+        return [replace(batches[0], tokens=first), *batches[1:]]
+
+    def made(choice, model, batch):
+        found = loss(choice, model, batch)
+        return found * factor if batch.tokens[0, 0] == MARK else found
+
+    monkeypatch.setattr(Mapped, "__getitem__", marked)
+    monkeypatch.setattr(likelihood.CrossEntropy, "__call__", made)
+
+
+def without(monkeypatch, start, behind):
+    """Steps from `start` on read what comes `behind` steps later."""
+    numbers = Mapped.numbers
+    monkeypatch.setattr(Mapped, "numbers", lambda data, step: numbers(data, step + behind * (step >= start)))
+
+
+def states(work, out):
+    return sorted(int(mark.parent.name) for mark in (work.folder / out).glob("state/*/complete"))
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_what_is_no_number_ends_the_run(work, monkeypatch, early):
+    """Read late, as on a GPU, nothing of it is kept either."""
+    found = {}
+    numbers = Mapped.numbers
+
+    def kept(data, step):
+        rows = numbers(data, step)
+        found[step] = [data.rows.where(int(n)) for row in rows for n in row]
+        return rows
+
+    monkeypatch.setattr(Mapped, "numbers", kept)
+    assert work.tune(*RUN, "steps=6", "out=good").code == 0
+    plant(monkeypatch, float("nan"), 6)
+    if not early:
+        create = Watch.__init__
+        monkeypatch.setattr(Watch, "__init__", lambda watch, rule, device: create(watch, rule, torch.device("meta")))
+    done = work.tune(*RUN, "log.every=4")
+    assert done.code == 2
+    (told,) = [line for line in done.err.splitlines() if line.startswith("error: ")]
+    assert "step 7: the loss is nan" in told
+    assert "guard.nan=skip" in told
+    assert [f"rows.jsonl:{row.rpartition(':')[2]}" for row in found[6]][0] in told
+    assert all(row.rpartition(":")[2] in told for row in found[6])
+    assert states(work, "out") == [6]
+    assert not (work.folder / "out/final").exists()
+    good, stayed = (work.folder / out / "state/00000006" for out in ("good", "out"))
+    assert {f.name: f.read_bytes() for f in good.glob("*.safetensors")} == {
+        f.name: f.read_bytes() for f in stayed.glob("*.safetensors")
+    }
+    assert atomic.damaged(stayed) is None
+    # A person decides to go on.
+    done = work.tune(*RUN, "log.every=4", "guard.nan=skip")
+    assert done.code == 0, done.err
+    assert "step 7: the loss is nan" in done.err
+    assert "it moves no weight" in done.err
+
+
+def test_a_step_is_passed_over(work, monkeypatch):
+    """Not a bit of what is trained moves for it."""
+    plant(monkeypatch, float("inf"), 5)
+    done = work.tune(*RUN, "steps=6", "guard.nan=skip", "schedule=constant")
+    assert done.code == 0, done.err
+    line = next(line for line in work.numbers("out") if line["step"] == 6)
+    assert (line["loss"], line["norm"]) == (None, None)
+    assert work.tune(*RUN, "steps=5", "schedule=constant", "out=five").code == 0
+    a, b = work.tensors("out"), work.tensors("five")
+    assert a
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_a_run_goes_back_past_the_rows_of_a_spike(work, monkeypatch):
+    """As if the rows since the last state were not there; stopped and started again on the way too."""
+    with pytest.MonkeyPatch.context() as other:
+        without(other, 9, 2)
+        assert work.tune(*RUN, "out=without").code == 0
+    plant(monkeypatch, 1000.0, 10)
+    done = work.tune(*RUN, *BACK)
+    assert done.code == 0, done.err
+    assert "times the median of the last 8 steps" in done.err
+    assert "back to step 9" in done.err
+    assert work.same("out", "without")
+    stop_after(monkeypatch, 12)
+    assert work.tune(*RUN, *BACK, "out=broken").code == 143
+    assert work.tune(*RUN, *BACK, "out=broken").code == 0
+    assert work.same("broken", "without")
+
+
+def test_ways_back_come_to_an_end(work, monkeypatch):
+    """Before the first state a run goes back to its beginning; at last it ends."""
+    plant(monkeypatch, 1000.0, 8, 17, 26)
+    done = work.tune(*RUN, *BACK, "save_every=20", "guard.most=2")
+    assert done.code == 2
+    assert done.err.count("back to step 0") == 2
+    assert "behind 2 ways back" in done.err
+
+
+def test_what_cannot_be_held_is_refused(work):
+    early = ("memory.step_in_backward=true", "clip=0", "micro_batch=4")
+    done = work.tune(*RUN, *early, "guard.nan=skip")
+    assert done.code == 2
+    assert "memory.step_in_backward" in done.err
+    assert work.tune(*RUN, *early, "steps=2").code == 0
+    assert work.tune(*RUN, "guard.nan=off", "steps=1", "out=off").code == 0
+    for word in ("guard.spike=1", "guard.window=2", "guard.most=0"):
+        assert work.tune(*RUN, word).code == 2

@@ -1,0 +1,83 @@
+"""Runs of several processes that are killed, stopped and started again end as the unbroken one, to the last bit."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.recipes.kills import KILLS, SEED, SIZE, asked, killed, ranks
+
+pytestmark = [pytest.mark.multi, pytest.mark.slow]
+RUN = ("run", "sft", "sft.yaml", "adapter={kind: lora, rank: 4, dropout: 0.3}", "steps=8", "validate_every=4")
+LIMIT = 240.0  # seconds
+
+
+def start(work, *words, size=2):
+    """`tune run --gpus`, as a person starts it."""
+    env = {name: word for name, word in os.environ.items() if name != "OMP_NUM_THREADS"}
+    command = [sys.executable, "-P", "-m", "tunekit.cli", *RUN, "--gpus", str(size), *words]
+    return subprocess.Popen(command, cwd=work.folder, env=env, stderr=subprocess.PIPE, text=True)
+
+
+def end(process, limit=LIMIT):
+    try:
+        err = process.communicate(timeout=limit)[1]
+    finally:
+        process.kill()
+    return process.returncode, err
+
+
+def steps(work, out):
+    """How many steps a run has written down."""
+    metrics = work.folder / out / "metrics.jsonl"
+    return metrics.read_text().count('"loss"') if metrics.is_file() else 0
+
+
+def until(found, process):
+    late = time.monotonic() + LIMIT
+    while not found():
+        assert process.poll() is None and time.monotonic() < late, process.communicate()[1]
+        time.sleep(0.005)
+
+
+def test_killed_at_random_moments(work):
+    """Whichever rank dies, and when: all start again by themselves."""
+    left, size, seed = asked(KILLS, 4), asked(SIZE, 2), asked(SEED, 0)
+    dice, count, runs = random.Random(seed), left, 0
+    process = start(work, "out=unbroken", "save_every=1", size=size)
+    until(lambda: ranks(process.pid), process)
+    began = time.monotonic()
+    code, err = end(process)
+    assert code == 0, err
+    whole = time.monotonic() - began
+    while left:
+        out = f"out{runs}"
+        process = start(work, f"out={out}", "save_every=1", "--max-restarts", "1000", size=size)
+        kills = killed(process, work.folder / out, left, whole, dice)
+        code, err = end(process, LIMIT + count)
+        assert code == 0, err
+        assert err.count("was killed by SIGKILL") == err.count("starting again") == kills, err
+        assert work.same("unbroken", out)
+        left, runs = left - kills, runs + 1
+        print(f"{count - left} kills in {runs} runs, seed {seed}")
+
+
+def test_stopped_by_a_signal_and_by_a_file(work):
+    long = "steps=2000", "validate_every=2000", "save_every=2000"
+    process = start(work, *long)
+    until(lambda: steps(work, "out") >= 2, process)
+    process.send_signal(signal.SIGTERM)
+    code, err = end(process)
+    assert code == 143 and err.count("stopped by SIGTERM after step") == 1 and "Traceback" not in err, err
+    assert len(list((work.folder / "out/state").iterdir())) == 1
+    process = start(work, *long)
+    before = steps(work, "out")
+    until(lambda: steps(work, "out") >= before + 2, process)
+    (work.folder / "out/stop").touch()
+    code, err = end(process)
+    assert code == 143 and err.count("stopped by SIGTERM after step") == 1, err
+    assert not (work.folder / "out/stop").exists()

@@ -1,0 +1,64 @@
+"""Stopped on one layout and gone on with on another, a run takes the same course."""
+
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.parallel.ranks import on
+from tests.recipes.conftest import sums
+from tests.recipes.moved import Stretch, stretches
+from tunekit.metrics import lines
+from tunekit.parallel.choice import Parallel
+
+CONFIG = """\
+model: {model}
+data: {{kind: chat, source: {folder}/rows.jsonl, length: 64}}
+validation: {{kind: chat, source: {folder}/held.jsonl, length: 64}}
+precision: {{compute: fp32}}
+device: cpu
+batch: 4
+micro_batch: 1
+steps: 10
+validate_every: 5
+"""
+WAYS = {
+    # Adam's step is as long where a gradient is nearly zero, and then rounding decides its direction.
+    "full": "optimizer: {kind: adamw, lr: 0.05, eps: 0.1}",
+    "lora in 8 bits": "adapter: {kind: lora, rank: 4, plus: 4}\noptimizer: {kind: adamw8bit, lr: 0.05, eps: 0.1}",
+}
+
+
+def furthest(found: list[dict], wanted: list[dict]) -> float:
+    assert [line["step"] for line in found] == [line["step"] for line in wanted]
+    names = ("loss", "norm", "rate", "validation")
+    pairs = [(a[n], b[n]) for a, b in zip(found, wanted, strict=True) for n in names if n in b]
+    return max(abs(a - b) / abs(b) for a, b in pairs)
+
+
+@pytest.mark.multi
+@pytest.mark.slow
+def test_the_course_is_the_same(tmp_path: Path, tiny: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text(sums(1, 10))
+    (tmp_path / "held.jsonl").write_text(sums(100, 3))
+
+    def part(way: str, out: str, parallel: Parallel, steps: int | None) -> Stretch:
+        text = CONFIG.format(model=tiny, folder=tmp_path) + f"{WAYS[way]}\nout: {tmp_path / way / out}\n"
+        return text, parallel, steps
+
+    def on_all(count: int, out: str, parallel: Parallel, steps: int | None) -> None:
+        on(count, stretches, [part(way, out, parallel, steps) for way in WAYS], limit=300)
+
+    stretches([part(way, out, Parallel(), n) for way in WAYS for out, n in (("whole", None), ("moved", 2))])
+    on_all(4, "moved", Parallel(replicate=2), 2)  # the wish is heard of at the beginning of a step
+    on_all(2, "moved", Parallel(tensor=2), 2)
+    on_all(2, "moved", Parallel(), None)
+    for way in WAYS:
+        whole, moved = (tmp_path / way / out for out in ("whole", "moved"))
+        apart = furthest(lines(moved), lines(whole))
+        print(f"{way}: {apart:.1e}")
+        assert apart < 1e-6, way
+        for file in (whole / "final").glob("*.safetensors"):
+            one, other = load_file(file), load_file(moved / "final" / file.name)
+            assert one.keys() == other.keys()
+            assert max(((other[n] - t).abs().max() / t.abs().max()).item() for n, t in one.items()) < 1e-5

@@ -1,0 +1,155 @@
+"""What a person meets who learns from preferences: mistakes, figures, and runs that were stopped."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from tests.recipes.conftest import Work
+from tunekit.errors import Stopped
+from tunekit.recipes import preference
+
+CONFIG = """\
+recipe: preference
+model: {model}
+data: {{kind: preference, source: pairs.jsonl, length: 64}}
+validation: {{kind: preference, source: held.jsonl, length: 64}}
+adapter: {{kind: lora, rank: 4, dropout: 0.3}}
+optimizer: {{kind: adamw, lr: 1e-2}}
+precision: {{compute: fp32}}
+device: cpu
+out: out
+batch: 4
+micro_batch: 2
+steps: 5
+save_every: 1
+validate_every: 3
+"""
+RUN = ("run", "preference", "preference.yaml")
+MARKED = ("data={kind: marked, source: pairs.jsonl}", "validation={kind: marked, source: held.jsonl}")
+FIGURES = ("chosen", "rejected", "accuracies", "margins")
+
+
+def pairs(first: int, count: int) -> str:
+    """Sums, of which the wrong ones are rejected."""
+    rows = []
+    for n in range(first, first + count):
+        talk = [{"role": "user", "content": f"What is {n} plus {n * n}?"}]
+        told = {name: [{"role": "assistant", "content": f"It is {n + n * n + off}"}] for name, off in SIDES.items()}
+        rows.append({"prompt": talk, **told, "completion": told["chosen"], "label": n % 3 > 0})
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+SIDES = {"chosen": 0, "rejected": 7}
+
+
+@pytest.fixture
+def judged(work: Work) -> Work:
+    """A folder with `preference.yaml`, pairs and held-out ones, all of which are marks too."""
+    Path("pairs.jsonl").write_text(pairs(1, 10))
+    Path("held.jsonl").write_text(pairs(100, 3))
+    Path("preference.yaml").write_text(CONFIG.format(model=work.model))
+    return work
+
+
+@pytest.mark.parametrize(("changes", "told"), [
+    (("loss=dpoo",), "unknown kind 'dpoo', did you mean 'dpo'?"),
+    (("loss.beta=0",), "loss.beta: must be above 0, not 0.0"),
+    (("loss=robust", "loss.smoothing=0.5"), "loss.smoothing: a share of labels from 0 to below 0.5, not 0.5"),
+    (("loss=[]",), "loss: name at least one term"),
+    (("tail=2",), "tail: a weight from 0 to 1, not 2.0"),
+    (("loss=[dpo,sft]", "tail=0.5"), "tail: is for pairs that are compared with a reference, and sft does not do so"),
+    (("loss=kto", "tail=0.5"), "tail: is for pairs that are compared with a reference, and kto does not do so"),
+    (MARKED[1:], "validation: these rows are single answers, and those of `data` are pairs"),
+    (("adapter=full", "reference=off"), "reference: off: all weights are trained"),
+    (("adapter.whole=norms", "reference=off"), "reference: off: some weights are trained whole"),
+    (("loss=kto", "reference=cached"), "reference: cached: kto asks for other answers in each step"),
+    (MARKED, "dpo compares pairs, and these rows are single answers"),
+    (("data.kind=chat",), "data.kind: unknown kind 'chat'"),
+])  # fmt: skip
+def test_mistakes(changes: tuple[str, ...], told: str, judged: Work) -> None:
+    outcome = judged.tune(*RUN, *changes)
+    assert outcome.code == 2
+    assert told in outcome.err and "Traceback" not in outcome.err
+
+
+@pytest.mark.parametrize("changes", [
+    ("loss=[{kind: dpo}, {kind: sft, weight: 0.5}]", "reference=cached", "data.pack=true"),
+    ("loss=bco", *MARKED),
+    ("loss=[kto, aot]", "adapter=full"),
+], ids=["rpo, cached", "bco", "kto and aot"])  # fmt: skip
+def test_a_stopped_run_goes_on_as_if_it_had_not_been(
+    changes: tuple[str, ...], judged: Work, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert judged.tune(*RUN, *changes, "out=whole").code == 0
+    taken, step = [], preference.train_step
+
+    def stopping(*args, **more):
+        taken.append(1)
+        if len(taken) == 3:
+            raise Stopped("enough", 143)
+        return step(*args, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(preference, "train_step", stopping)
+        assert judged.tune(*RUN, *changes, "out=stopped").code == 143
+    assert judged.tune(*RUN, *changes, "out=stopped").code == 0
+    assert judged.same("stopped", "whole")
+
+
+def test_figures(judged: Work) -> None:
+    """Of every step, and of held-out rows; a config that is written out makes the same run."""
+    assert judged.tune(*RUN).code == 0
+    lines = [json.loads(line) for line in Path("out/metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "loss" in line]
+    for line in steps:
+        assert {f"rewards/{name}" for name in FIGURES} | {"logps/chosen", "logps/rejected", "entropy"} <= line.keys()
+        assert line["rewards/margins"] == pytest.approx(line["rewards/chosen"] - line["rewards/rejected"], abs=1e-5)
+    held = [line for line in lines if "validation" in line]
+    assert [line["step"] for line in held] == [0, 3, 5]
+    assert held[0]["validation"] == pytest.approx(0.6931472, rel=1e-6)
+    assert all(f"validation/rewards/{name}" in held[0] for name in FIGURES)
+    assert yaml.safe_load(Path("out/config.yaml").read_text())["loss"][0]["kind"] == "dpo"
+    assert judged.tune("run", "preference", "out/config.yaml", "out=again").code == 0
+    assert judged.same("again", "out")
+
+
+def test_a_cached_reference_knows_every_epoch(judged: Work) -> None:
+    """Of a mix, each of which has other rows."""
+    mix = "data={kind: mix, length: 64, parts: [{rows: {kind: preference, source: pairs.jsonl}, cap: 4}]}"
+    for reference in ("off", "cached"):
+        outcome = judged.tune(*RUN, mix, "validation=null", f"reference={reference}", f"out={reference}")
+        assert outcome.code == 0, outcome.err
+    off, cached = (losses(name) for name in ("off", "cached"))
+    assert cached == pytest.approx(off, abs=1e-6) and len(off) == 5
+
+
+def test_a_cached_reference_is_of_the_adapter_as_it_is_now(judged: Work) -> None:
+    """Training begins with it, so that before the first step all log-ratios are 0."""
+    still = ("validation=null", "adapter.dropout=0")
+    for lr in ("1e-2", "2e-2"):
+        assert judged.tune(*RUN, *still, f"optimizer.lr={lr}", "out=start", "--fresh").code == 0
+        on = judged.tune(*RUN, *still, "adapter.start=start/final", "reference=cached", "out=on", "--fresh")
+        assert on.code == 0, on.err
+        assert losses("on")[0] == pytest.approx(0.6931472, rel=1e-6)
+
+
+def losses(out: str) -> list[float]:
+    lines = map(json.loads, Path(out, "metrics.jsonl").read_text().splitlines())
+    return [line["loss"] for line in lines if "loss" in line]
+
+
+def test_a_mean_passes_over_what_is_no_number() -> None:
+    shift = preference.Shift()
+    assert shift.take(torch.tensor([1.0, 3.0])) == 2
+    assert shift.take(torch.tensor([torch.nan, 5.0])) == 2
+    assert shift.take(torch.tensor([5.0])) == 3
+
+
+@pytest.mark.parametrize("label", [1, "true"])
+def test_a_label_that_is_no_mark(label: object, judged: Work) -> None:
+    Path("pairs.jsonl").write_text(json.dumps({"prompt": "a", "completion": "b", "label": label}) + "\n")
+    done = judged.tune(*RUN, "loss=kto", "data={source: pairs.jsonl}", "validation=null")
+    assert done.code == 2 and "pairs.jsonl:1: label: want true or false, this is" in done.err

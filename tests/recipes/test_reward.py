@@ -1,0 +1,257 @@
+"""What a person meets who trains a model that scores: mistakes, figures, stopped runs, and what others make of it."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from peft import PeftModel
+
+from tests.recipes.conftest import Work
+from tunekit.errors import Stopped
+from tunekit.recipes import reward
+
+CONFIG = """\
+recipe: reward
+model: {model}
+data: {{source: pairs.jsonl, length: 64}}
+validation: {{source: pairs_held.jsonl, length: 64}}
+optimizer: {{kind: adamw, lr: 1e-2}}
+precision: {{compute: fp32}}
+device: cpu
+out: out
+batch: 4
+micro_batch: 2
+steps: 5
+save_every: 1
+validate_every: 3
+"""
+RUN = ("run", "reward", "reward.yaml")
+LORA = "adapter={kind: lora, rank: 4, dropout: 0.1}"
+NAMES = ("even", "odd")
+
+
+def rows(name: str) -> tuple[str, str]:
+    return f"data.source={name}.jsonl", f"validation.source={name}_held.jsonl"
+
+
+NAMED = ("data={kind: labelled, source: names.jsonl, classes: [even, odd]}", "loss=classification")
+NAMED += ("validation={kind: labelled, source: names_held.jsonl, classes: [even, odd]}",)
+KINDS = {
+    "pairs": (),
+    "names": NAMED,
+    "classes": (*rows("classes"), "loss={kind: classification, classes: 3}"),
+    "values": (*rows("values"), "loss=regression"),
+    "steps": (*rows("steps"), "loss=process"),
+}
+
+
+def written(n: int) -> dict[str, dict[str, Any]]:
+    """A row of each kind about a number."""
+    asked, text = f"What is {n} plus {n * n}?", f"It is {n + n * n}"
+    told = {"chosen": text, "rejected": f"It is {n + n * n + 7}"}
+    pair = {name: [{"role": "assistant", "content": said}] for name, said in told.items()}
+    steps = {"prompt": asked + "\n", "completions": [f"{n * n} and {n}", text], "labels": [n % 2 > 0, n % 3 > 0]}
+    return {
+        "pairs": {"prompt": [{"role": "user", "content": asked}], **pair, "margin": n % 3 / 4},
+        "names": {"text": text, "label": NAMES[n % 2]},
+        "classes": {"text": text, "label": n % 3},
+        "values": {"text": text, "label": n / 10},
+        "steps": steps,
+    }
+
+
+@pytest.fixture
+def scored(work: Work) -> Work:
+    """A folder with `reward.yaml`, rows of each kind and held-out ones."""
+    for end, numbers in (("", range(1, 17)), ("_held", range(100, 105))):
+        for kind in KINDS:
+            lines = [json.dumps(written(n)[kind]) + "\n" for n in numbers]
+            Path(f"{kind}{end}.jsonl").write_text("".join(lines))
+    Path("reward.yaml").write_text(CONFIG.format(model=work.model))
+    return work
+
+
+@pytest.mark.parametrize(("changes", "told"), [
+    (("loss=dpo",), "unknown kind 'dpo'"),
+    (("loss.center=-1",), "loss.center: must not be below 0, not -1.0"),
+    (("loss=classification", "loss.classes=1"), "loss.classes: must be 2 or more, not 1"),
+    ((*NAMED, "loss.classes=3"), "loss.classes: 3, but the rows name 2: leave one of both out"),
+    ((*NAMED[:2], NAMED[2].replace("even, odd", "odd, even")), "validation.classes: are not those of `data`"),
+    ((rows("values")[1],), "validation: these are labelled rows, and `loss: bradleyterry` learns from preference rows"),
+    (("parallel.tensor=2",), "parallel.tensor: a head that scores is too small to be divided: use parallel.shard"),
+    (("data={kind: chat, source: pairs.jsonl}",), "data.kind: unknown kind 'chat'"),
+    (("data={kind: preference, source: pairs.jsonl}", "loss=process"), "`loss: process` learns from stepped rows"),
+    (rows("values"), "these are labelled rows, and `loss: bradleyterry` learns from preference rows"),
+    ((*rows("classes"), "loss=classification"), "classes.jsonl:2: the label 2 is none of 2 classes"),
+    ((*rows("names"), "loss=classification"), "label: 'odd' needs `classes`"),
+    (("data.too_long=split",), "too_long: what is said of a text is not said of its parts: truncate or drop"),
+    (("forgetting.data.source=pairs.jsonl",), "a model that scores writes nothing whose likelihood could be watched"),
+])  # fmt: skip
+def test_mistakes(changes: tuple[str, ...], told: str, scored: Work) -> None:
+    outcome = scored.tune(*RUN, *changes)
+    assert outcome.code == 2
+    assert told in outcome.err and "Traceback" not in outcome.err
+
+
+def test_labels_that_are_all_the_same(scored: Work) -> None:
+    Path("same.jsonl").write_text("".join(json.dumps({"text": f"w {n}", "label": 1}) + "\n" for n in range(16)))
+    outcome = scored.tune(*RUN, "data.source=same.jsonl", "validation=null", "loss=classification")
+    assert outcome.code == 2
+    assert "data: 100% of the labels are 1: there is little to tell apart; is that meant?" in outcome.err
+
+
+@pytest.mark.parametrize("changes", [(LORA,), ("adapter={kind: dora, rank: 4}", "weights=nf4", *KINDS["steps"]), NAMED],
+                         ids=["lora", "qdora, steps", "full, names"])  # fmt: skip
+def test_a_stopped_run_goes_on_as_if_it_had_not_been(
+    changes: tuple[str, ...], scored: Work, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert scored.tune(*RUN, *changes, "out=whole").code == 0
+    taken, step = [], reward.train_step
+
+    def stopping(*args, **more):
+        taken.append(1)
+        if len(taken) == 3:
+            raise Stopped("enough", 143)
+        return step(*args, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(reward, "train_step", stopping)
+        assert scored.tune(*RUN, *changes, "out=stopped").code == 143
+    assert scored.tune(*RUN, *changes, "out=stopped").code == 0
+    assert scored.same("stopped", "whole")
+
+
+def figures(out: str) -> list[dict[str, float]]:
+    return [json.loads(line) for line in Path(out, "metrics.jsonl").read_text().splitlines()]
+
+
+def test_figures(scored: Work) -> None:
+    """Of every step, and of held-out rows, after which a run may end early."""
+    assert scored.tune(*RUN).code == 0
+    names = {f"rewards/{name}" for name in ("chosen", "rejected", "margins", "accuracies", "mean", "min", "max")}
+    for line in (line for line in figures("out") if "loss" in line):
+        assert names <= line.keys()
+        chosen, rejected = line["rewards/chosen"], line["rewards/rejected"]
+        assert line["rewards/margins"] == pytest.approx(chosen - rejected, abs=1e-5)
+        assert line["rewards/mean"] == pytest.approx((chosen + rejected) / 2, abs=1e-5)
+        assert line["rewards/min"] <= min(chosen, rejected) and max(chosen, rejected) <= line["rewards/max"]
+    held = [line for line in figures("out") if "validation" in line]
+    assert [line["step"] for line in held] == [0, 3, 5]
+    assert all(f"validation/{name}" in held[0] for name in names)
+    early = ("steps=90", "validate_every=1", "patience=2", "optimizer.lr=1", "out=early")
+    assert scored.tune(*RUN, *early).code == 0
+    assert figures("early")[-1]["step"] < 90
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("adapter", [False, True], ids=["full", "lora"])
+def test_others_score_with_the_code_of_the_card(kind: str, adapter: bool, scored: Work) -> None:
+    """What transformers says of a held-out row is what the run has said of it."""
+    alone = f"{kind}_held.jsonl"
+    first = Path(alone).read_text().splitlines()[0]
+    Path(alone).write_text(first + "\n")
+    assert scored.tune(*RUN, *KINDS[kind], *[LORA] * adapter, "out=runs/mine").code == 0
+    code = code_of("runs/mine/final", scored.model)
+    if kind in ("pairs", "steps"):
+        code = re.sub(r"(messages|prompt, steps) = .*", "", code)
+    space, row = {}, json.loads(first)
+    wanted = figures("runs/mine")[-2]
+    if kind == "pairs":
+        rewards = []
+        for side in ("chosen", "rejected"):
+            space = {"messages": row["prompt"] + row[side]}
+            exec(code, space)
+            rewards.append(space["model"](**space["inputs"]).logits.item())
+        assert rewards == pytest.approx([wanted[f"validation/rewards/{s}"] for s in ("chosen", "rejected")], abs=1e-4)
+        return
+    space = {"prompt": row.get("prompt"), "steps": row.get("completions")}
+    exec(code.replace("Once upon a time", row.get("text", "")), space)
+    logits = space["model"](**space["inputs"]).logits
+    assert logits_loss(kind, logits, row, space) == pytest.approx(wanted["validation"], rel=1e-4)
+    if kind == "names":
+        assert space["model"].config.id2label == dict(enumerate(NAMES))
+
+
+def logits_loss(kind: str, logits: torch.Tensor, row: dict[str, Any], space: dict[str, Any]) -> float:
+    if kind == "values":
+        return (logits.item() - row["label"]) ** 2
+    if kind == "steps":
+        logits, labels = logits[0, [space["last"][end] for end in space["ends"]]], [int(x) for x in row["labels"]]
+    else:
+        labels = [NAMES.index(row["label"]) if kind == "names" else row["label"]]
+    return torch.nn.functional.cross_entropy(logits, torch.tensor(labels)).item()
+
+
+def code_of(folder: str, base: Path) -> str:
+    """The code in a card, with folders in place of the names in it."""
+    (code,) = re.findall(r"```python\n(.*?)```", Path(folder, "README.md").read_text(), re.S)
+    name = Path(folder).parent.name if Path(folder).name == "final" else Path(folder).name
+    return code.replace(f'"{name}"', f'"{folder}"').replace(f'"{base.name}"', f'"{base}"')
+
+
+def test_a_merged_adapter_scores_the_same(scored: Work) -> None:
+    """And knows what its classes are called, as does a run that goes on from it."""
+    assert scored.tune(*RUN, *NAMED, LORA, "out=runs/mine").code == 0
+    assert scored.tune("merge", str(scored.model), "runs/mine", "merged").code == 0
+    auto = transformers.AutoModelForSequenceClassification
+    base = auto.from_pretrained(scored.model, num_labels=2, pad_token_id=0)
+    adapted, merged = PeftModel.from_pretrained(base, "runs/mine/final"), auto.from_pretrained("merged")
+    tokens = torch.arange(5, 25)[None]
+    torch.testing.assert_close(merged(tokens).logits, adapted(tokens).logits)
+    assert merged.config.id2label == dict(enumerate(NAMES))
+    assert "`even`, `odd`" in Path("merged/README.md").read_text()
+    exec(code_of("merged", scored.model), {})
+    assert scored.tune(*RUN, *KINDS["classes"], "loss.classes=2", "model=merged").code == 2
+    swapped = scored.tune(
+        *RUN, *(told.replace("even, odd", "odd, even") for told in NAMED), "model=merged", "out=swapped"
+    )
+    assert "its classes are even, odd: name them in `data.classes` in this order" in swapped.err
+    Path("classes.jsonl").write_text(Path("names.jsonl").read_text().replace('"even"', "0").replace('"odd"', "1"))
+    again = scored.tune(*RUN, *rows("classes"), "validation=null", "loss=classification", "model=merged", "out=again")
+    assert again.code == 0 and "fresh" not in again.err
+    assert auto.from_pretrained("again/final").config.id2label == dict(enumerate(NAMES))
+
+
+def test_a_classifier_of_transformers_goes_on(scored: Work, make: Callable[..., Path]) -> None:
+    """With the head that it has."""
+    auto = transformers.AutoModelForSequenceClassification
+    theirs = auto.from_pretrained(scored.model, num_labels=3, pad_token_id=0)
+    theirs.save_pretrained("theirs")
+    for file in scored.model.glob("*token*"):
+        Path("theirs", file.name).write_bytes(file.read_bytes())
+    still = ("optimizer={kind: sgd, lr: 1e-12}", "model=theirs", "out=still")
+    outcome = scored.tune(*RUN, *KINDS["classes"], *still)
+    assert outcome.code == 0, outcome.err
+    ours = auto.from_pretrained("still/final")
+    assert torch.equal(ours.score.weight, theirs.score.weight)
+    wanted = "theirs: gives 3 scores to a document, and 1 score for a document is wanted"
+    assert wanted in scored.tune(*RUN, "model=theirs", "out=other").err
+
+
+@pytest.mark.parametrize("adapter", [(), (LORA,)], ids=["full", "lora"])
+def test_what_scores_writes_no_text(adapter: tuple[str, ...], scored: Work) -> None:
+    assert scored.tune(*RUN, *adapter, "steps=1").code == 0
+    told = "out: gives 1 score to a document and writes no text: name a language model, or go on with it by the recipe"
+    for words in (
+        ("chat", "out"),
+        ("export", "out", "out.gguf"),
+        ("run", "generate", "nano/generate", "model=out", "device=cpu"),
+        ("run", "evaluate", "nano/tools", "model=out", "device=cpu"),
+    ):
+        outcome = scored.tune(*words)
+        assert outcome.code == 2 and told in outcome.err, (words, outcome.err)
+    if not adapter:
+        assert told.replace("out", "out/final", 1) in scored.tune("run", "sft", "sft.yaml", "model=out/final").err
+
+
+@pytest.mark.slow
+def test_a_nano_learns_which_answer_is_better(scored: Work) -> None:
+    """Of 200 held-out pairs, after half of what the config asks for."""
+    assert scored.tune("run", "reward", "nano/reward", "epochs=1", "out=out").code == 0
+    last = [line for line in figures("out") if "validation" in line][-1]
+    assert last["validation/rewards/accuracies"] >= 0.95

@@ -1,0 +1,134 @@
+"""`tune run`, in the process that looks at a run before ranks start, or does it alone or beside others of torchrun."""
+
+import argparse
+import hashlib
+import inspect
+import json
+import os
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+from importlib import metadata
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from tunekit import launch
+from tunekit.checkpoint import atomic, workspace
+from tunekit.config.dump import resolved
+from tunekit.errors import UserError
+from tunekit.parallel import member
+from tunekit.parallel.run import NO_GPU
+from tunekit.parallel.signals import StopFile
+
+TIMEOUT = 1800.0  # seconds without a step, of a recipe that does not say it
+
+
+def main(args: argparse.Namespace) -> None:
+    """Check everything, then run."""
+    if member.REPORT in os.environ:
+        report(args)
+        return
+    recipe, cfg = checked(args)
+    if member.started():  # by torchrun, or one for each machine
+        if args.asked.several:
+            raise UserError("who starts the processes? `tune run --gpus` does so itself, without torchrun")
+    else:
+        device, found = devices(cfg)
+        args.asked.check(device, found)
+        if found > 1 and args.gpus is None and "parallel" in vars(cfg):
+            print(f"1 of {found} GPUs is used: --gpus {found} takes all", file=sys.stderr)
+    folder = run_folder(recipe, cfg)
+    with nullcontext() if folder is None else StopFile(folder):
+        recipe.main(cfg, **({"fresh": True} if args.fresh else {}))
+
+
+def checked(args: argparse.Namespace) -> tuple[ModuleType, Any]:
+    """The recipe and its config, with all checked that can be before weights are read."""
+    recipe = launch.recipe(args.recipe)
+    cfg = launch.config(recipe, args.config, args.overrides, args.imports)
+    if args.fresh:
+        check_fresh(recipe, cfg)
+    return recipe, cfg
+
+
+def report(args: argparse.Namespace) -> None:
+    """Tell the process that starts ranks what it has to know, once all is checked, or what is wrong."""
+    file, parent = map(int, os.environ.pop(member.REPORT).split(":"))
+    member.follow(parent)
+    try:
+        found = looked_at(args)
+    except UserError as error:
+        if args.debug:
+            traceback.print_exc()
+        found = {"mistake": str(error)}
+    os.write(file, json.dumps(found).encode())
+
+
+def looked_at(args: argparse.Namespace) -> dict[str, Any]:
+    """What several processes need to know of a run. One that has finished says so here."""
+    asked, (recipe, cfg) = args.asked, checked(args)
+    folder, shares = run_folder(recipe, cfg), vars(cfg).get("parallel")
+    count = asked.count * asked.nodes
+    if shares is not None:
+        shares.sizes(count)
+    elif count > 1:
+        raise UserError(f"--gpus {asked.count}: '{args.recipe}' runs in one process: its config has no `parallel`")
+    if not args.slurm:
+        device, found = devices(cfg)
+        asked.check(device, found)
+        if shares is not None:
+            shares.check(device, count)
+    finished = folder is not None and not args.fresh and atomic.is_whole(folder / workspace.FINAL)
+    if finished:
+        recipe.main(cfg if shares is None else replace(cfg, parallel=type(shares)()))
+    elif folder is not None:
+        workspace.refuse_other(folder)
+    timeout = TIMEOUT if shares is None else shares.timeout
+    return {"folder": folder and str(folder), "finished": finished, "digest": digest(cfg), "timeout": timeout}
+
+
+def digest(cfg: Any) -> str:
+    """What has to be the same on all machines."""
+    versions = [metadata.version(name) for name in ("tunekit", "torch")]
+    return hashlib.sha256(json.dumps([versions, resolved(cfg)], sort_keys=True).encode()).hexdigest()[:16]
+
+
+def devices(cfg: Any) -> tuple[str, int]:
+    """The kind of device that a config comes to on this machine, and the GPUs that there are."""
+    if vars(cfg).get("device") == "cpu":
+        return "cpu", 0
+    found = torch.cuda.device_count()
+    if vars(cfg).get("device") == "cuda" and not found:
+        raise UserError(NO_GPU)
+    return "cuda" if found else "cpu", found
+
+
+def run_folder(recipe: ModuleType, cfg: Any) -> Path | None:
+    """The folder of a run that can go on, if the recipe's are such."""
+    return Path(cfg.out) if "fresh" in inspect.signature(recipe.main).parameters else None
+
+
+def check_fresh(recipe: ModuleType, cfg: Any) -> None:
+    """Whether a recipe can start over: `main(cfg, fresh=True)` erases what its folder holds once all is checked."""
+    if "fresh" not in inspect.signature(recipe.main).parameters:
+        name = recipe.__name__.rpartition(".")[2]
+        raise UserError(f"--fresh: the recipe '{name}' keeps nothing to continue from; leave it out")
+    out = Path(cfg.out)
+    gone = [(out / name).resolve() for name in (workspace.FINAL, workspace.STATE)]
+    for text in texts(resolved(cfg)):  # whatever the key: a model, an adapter to start from
+        if any(Path(text).resolve().is_relative_to(folder) for folder in gone):
+            raise UserError(f"--fresh would erase {text}, which this run reads: give another out=")
+
+
+def texts(tree: Any) -> Iterator[str]:
+    """Every text in plain data."""
+    if isinstance(tree, str):
+        yield tree
+    elif isinstance(tree, dict | list):
+        for child in tree.values() if isinstance(tree, dict) else tree:
+            yield from texts(child)
