@@ -28,7 +28,7 @@ from tunekit.generate import Sampling, complete
 from tunekit.machine import hardware
 from tunekit.memory import Memory
 from tunekit.models.decoder import Decoder
-from tunekit.parallel import Run
+from tunekit.parallel.run import Run
 from tunekit.precision import Precision
 
 PROMPT = 64

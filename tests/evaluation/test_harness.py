@@ -1,0 +1,159 @@
+"""Tasks in the harness' own format come out on our decoder as they do on its transformers model."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lm_eval import evaluator
+from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+
+from tests.evaluation import own
+from tunekit import assemble, bundled
+from tunekit.errors import UserError
+from tunekit.evaluation import harness
+from tunekit.evaluation.figures import Found
+from tunekit.evaluation.tasks import Tasks
+from tunekit.formats import NF4, Plain
+from tunekit.parallel.run import Run
+from tunekit.precision import Precision
+
+NANO = bundled.MODELS["tunekit/nano"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return own.write(tmp_path_factory.mktemp("tasks"))
+
+
+@pytest.fixture(autouse=True)
+def apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "datasets")
+    monkeypatch.setattr(evaluator, "add_env_info", lambda results: None)  # what it tells of the machine takes long
+
+
+@pytest.fixture(scope="module")
+def theirs() -> HFLM:
+    return HFLM(pretrained=str(NANO), dtype="float32", device="cpu", batch_size=4)
+
+
+@pytest.fixture(scope="module")
+def ours() -> harness.Asked:
+    run = Run.alone()
+    return harness.Asked(*assemble.opened("tunekit/nano", Precision("fp32"), run), 4, run, "tunekit/nano")
+
+
+def asked(
+    model: harness.Asked, folder: Path, *names: str, shots: int | None = None, limit: int | None = None, chat=False
+) -> dict[str, Found]:
+    opened = harness.loaded(names, shots, str(folder))
+    return {one.task: one for one in harness.measured(model, names, opened, limit, chat)}
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_figures_are_those_of_transformers(theirs: HFLM, ours: harness.Asked, folder: Path, chat: bool) -> None:
+    tasks = TaskManager(include_path=str(folder), include_defaults=False)
+    how: dict[str, Any] = {
+        "apply_chat_template": chat,
+        "fewshot_as_multiturn": chat,
+        "num_fewshot": 2 if chat else None,
+    }
+    wanted = evaluator.simple_evaluate(theirs, tasks=[*own.TASKS], task_manager=tasks, bootstrap_iters=0, **how)
+    assert wanted is not None
+    found = asked(ours, folder, *own.TASKS, shots=how["num_fewshot"], chat=chat)
+    results = wanted["results"]
+    for task, names in {"sums": ("acc", "acc_norm"), "said": ("exact_match",)}.items():
+        for name in names:
+            assert found[task][name].value == results[task][f"{name},none"]
+            values = [row[name] for row in sorted(wanted["samples"][task], key=lambda row: row["doc_id"])]
+            assert list(found[task][name].values) == values
+    for name in ("word_perplexity", "byte_perplexity", "bits_per_byte"):
+        assert found["read"][name].value == pytest.approx(results["read"][f"{name},none"], rel=1e-5)
+        assert found["read"][name].higher is False
+    said = sorted(wanted["samples"]["said"], key=lambda row: row["doc_id"])
+    assert list(found["said"].answers) == [row["resps"][0][0] for row in said]
+    assert found["sums"].answers == found["read"].answers == ()
+    assert 0 < results["sums"]["acc,none"] < 1
+    assert chat == (results["said"]["exact_match,none"] > 0), "the nano answers where it is asked as it was taught"
+
+
+def test_likelihoods_and_answers_are_those_of_transformers(
+    theirs: HFLM, ours: harness.Asked, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ours, "max_length", 64)
+    monkeypatch.setattr(theirs, "_max_length", 64)
+    tasks = harness.loaded([*own.TASKS], 3, str(folder))["tasks"]
+    for task in tasks.values():
+        task.build_all_requests(rank=0, world_size=1)
+        kind = task.instances[0].request_type
+        wanted, found = (getattr(model, kind)(task.instances, disable_tqdm=True) for model in (theirs, ours))
+        if kind == "loglikelihood":
+            assert [greedy for _, greedy in found] == [greedy for _, greedy in wanted]
+            wanted, found = ([one for one, _ in pairs] for pairs in (wanted, found))
+        if kind == "generate_until":
+            assert found == wanted
+            assert all("." not in text for text in found)
+        else:
+            assert found == pytest.approx(wanted, abs=1e-4, rel=1e-6)
+
+
+@pytest.mark.parametrize("bits", [False, True])
+def test_an_adapter_is_asked_as_peft_has_it(folder: Path, tmp_path: Path, bits: bool) -> None:
+    """On its base as it is, or in the four bits of bitsandbytes."""
+    torch.manual_seed(0)
+    plain = AutoModelForCausalLM.from_pretrained(NANO, dtype=torch.float32)
+    made = LoraConfig(target_modules=["q_proj", "down_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    get_peft_model(plain, made).save_pretrained(tmp_path / "adapter")
+    packed = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
+    how = {"quantization_config": packed} if bits else {}
+    base = AutoModelForCausalLM.from_pretrained(NANO, dtype=torch.float32, **how)
+    model: Any = PeftModel.from_pretrained(base, str(tmp_path / "adapter"))
+    theirs = HFLM(model, tokenizer=AutoTokenizer.from_pretrained(NANO), batch_size=4)
+    theirs.model.train()  # in which bitsandbytes works on a CPU as on a GPU; nothing here is dropped
+    run, form = Run.alone(), NF4() if bits else Plain()
+    ours = harness.Asked(*assemble.opened(str(tmp_path / "adapter"), Precision("fp32"), run, form), 4, run, "adapter")
+    tasks = TaskManager(include_path=str(folder), include_defaults=False)
+    wanted: Any = evaluator.simple_evaluate(theirs, tasks=["sums", "read"], task_manager=tasks, bootstrap_iters=0)
+    found = asked(ours, folder, "sums", "read")
+    assert found["sums"]["acc"].value == wanted["results"]["sums"]["acc,none"]
+    assert found["read"]["bits_per_byte"].value == pytest.approx(
+        wanted["results"]["read"]["bits_per_byte,none"], rel=1e-4
+    )
+
+
+def test_another_model_is_asked_the_same(ours: harness.Asked, folder: Path) -> None:
+    """Examples in front of its questions are those of the first."""
+    one, other = (asked(ours, folder, "sums", "said", shots=2, chat=True) for _ in range(2))
+    assert one == other
+
+
+def test_what_is_asked_wrongly(ours: harness.Asked, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def few(include: str | None, own: bool = False) -> TaskManager:
+        return TaskManager(include_path=include, include_defaults=False)  # the others take long to read
+
+    monkeypatch.setattr(harness, "manager", few)
+    with pytest.raises(UserError, match="no task 'sumz'; did you mean 'sums'"):
+        Tasks(("sumz",), include=str(folder)).check()
+    with pytest.raises(UserError, match="include: nowhere is no folder"):
+        Tasks(("sums",), include="nowhere").check()
+    (folder / "warm.yaml").write_text((folder / "said.yaml").read_text().replace("task: said", "task: warm"))
+    text = (folder / "warm.yaml").read_text().replace("do_sample: false", "do_sample: true, typical_p: 0.5")
+    (folder / "warm.yaml").write_text(text)
+    with pytest.raises(UserError, match="typical_p of generation_kwargs"):
+        asked(ours, folder, "warm", limit=2)
+    (folder / "warm.yaml").write_text(text + "unsafe_code: true\n")
+    with pytest.raises(UserError, match="warm runs code that a model has written"):
+        Tasks(("warm",), include=str(folder)).opened()
+    (folder / "warm.yaml").write_text(text.replace("rows.jsonl", "gone.jsonl"))
+    with pytest.raises(UserError, match="warm cannot be asked: .*gone.jsonl"):
+        Tasks(("warm",), include=str(folder)).opened()
+
+    def cut_off(*_: object) -> None:
+        raise ConnectionError("Couldn't reach 'warm' on the Hub")
+
+    monkeypatch.setattr(TaskManager, "load", cut_off)
+    with pytest.raises(UserError, match="warm cannot be asked: Couldn't reach .*; what was fetched once stays here"):
+        Tasks(("warm",), include=str(folder)).opened()
