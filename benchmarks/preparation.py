@@ -29,7 +29,7 @@ from tunekit.data.steps import loader
 from tunekit.data.steps.batch import IGNORE
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.machine import hardware
-from tunekit.parallel import Run
+from tunekit.parallel.run import Run
 
 HERE = Path(__file__).parent
 PART = 100_000  # rows of the file that a stream reads again and again

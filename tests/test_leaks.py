@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.checkpoints import made, ours
 from tunekit import leaks
-from tunekit.data.rows import Text
+from tunekit.data.rows import Preference, Text
 from tunekit.data.steps.batch import Batch, Layout
 from tunekit.data.steps.loader import load
 from tunekit.data.steps.served import Loader
@@ -20,7 +20,7 @@ from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import UserError
 from tunekit.models.decoder import Decoder
 from tunekit.models.delta import GatedDeltaNet
-from tunekit.parallel import Run
+from tunekit.parallel.run import Run
 from tunekit.precision import Precision
 
 
@@ -129,6 +129,30 @@ def test_there_is_nothing_to_compare_without_packing(tmp_path: Path, capsys: pyt
     check(model, opened(tmp_path))
     check(model, opened(tmp_path, pack=True, limit=1))
     assert capsys.readouterr().err == ""
+
+
+def without_prompts(batch: Batch) -> Batch:
+    assert batch.prefixes is not None
+    return replace(batch, prefixes=None)
+
+
+@pytest.mark.parametrize("name", ["llama3.2", "gemma2", "llama4", "deepseek-v3"])
+def test_answers_that_go_on_from_one_prompt_are_asked_too(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the prompt is not seen, no training begins."""
+    model, words = ours(made(tmp_path, name)), [f"w{i}" for i in range(60)]
+    rows = [{"prompt": " ".join(words[i : i + 20]), "chosen": " w1 w2", "rejected": " w3"} for i in range(9)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    choice = Preference(str(tmp_path / "rows.jsonl"), length=60, pack=True)
+    data = load(choice, Tokenizer.open(tmp_path), 4, 2, Run(0, "cpu"))
+    data.share()
+    check(model, data)
+    assert "12 documents together are what each is alone" in capsys.readouterr().err
+    written = Layout.written
+    monkeypatch.setattr(Layout, "written", lambda *args: (without_prompts(written(*args)[0]), written(*args)[1]))
+    with pytest.raises(UserError, match="packing: .* layer 0 on"):
+        check(model, data)
 
 
 def test_a_stream_is_asked_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

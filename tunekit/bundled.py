@@ -9,7 +9,7 @@ from pathlib import Path
 HOME = Path(__file__).parent / "nano"
 MODELS = {"tunekit/nano": HOME / "model"}
 PRESETS = {f"tunekit/{folder.name}": folder for folder in sorted((HOME.parent / "models/presets").iterdir())}
-DATA = {"tunekit/tools": HOME / "tools"}
+DATA = {f"tunekit/{name}": HOME / name for name in ("preferences", "tools")}
 
 
 def model(name: str) -> Path | None:

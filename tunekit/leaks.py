@@ -4,8 +4,9 @@ A few documents of the first step are read twice, together as training packs the
 positions, masks, states or kernels takes one for part of another shows in the logits.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,13 +17,21 @@ from tunekit.data.steps.batch import Batch
 from tunekit.data.steps.loader import Loader
 from tunekit.errors import UserError
 from tunekit.models.decoder import Decoder, Head
-from tunekit.parallel import Run
+from tunekit.parallel.run import Run
 
-ROWS, EACH, TOKENS = 2, 3, 96  # two packed rows of three documents, none longer than this
+ROWS, EACH, TOKENS = 2, 3, 96  # two packed rows of three documents or pairs, none longer than this
 FIRST = 8  # tokens of a document that know least of their own, and show most what they see of others
 # Root of the mean squared difference of a token's logits, in their standard deviations. Rounding makes 1e-6 in fp32
 # and 0.01 to 0.04 in bf16, where products of other sizes add up in another order; a leak makes 0.1 to 1.
 LIMITS = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
+
+
+class Trial(NamedTuple):
+    """A batch of rows, the documents in them, and where what is written of each is in the flattened rows."""
+
+    batch: Batch
+    documents: list[Document]
+    spans: list[slice]
 
 
 def begin(model: Decoder, data: Loader, run: Run, start: int, steps: int) -> None:
@@ -36,18 +45,19 @@ def begin(model: Decoder, data: Loader, run: Run, start: int, steps: int) -> Non
 @torch.no_grad()
 def check(model: Decoder, data: Loader, run: Run) -> None:
     """UserError if documents are not the same together and alone; a line for the log if they are."""
-    sample = data.sample(ROWS * EACH)
+    each = EACH * data.mix.each
+    sample = data.sample(ROWS * each)
     if data.layout.capacity is None or len(sample) < 2:
         return
     cut = [short(document, TOKENS - 7 * i) for i, (_, document) in enumerate(sample)]  # bounds where no block ends
-    rows = [cut[first : first + EACH] for first in range(0, len(cut), EACH)]
-    batch = data.layout.collate(rows).to(run.device)
+    batch, written = data.layout.written([cut[first : first + each] for first in range(0, len(cut), each)])
+    trial = Trial(batch.to(run.device), cut, spans(batch, written))
     dtype = model.compute or model.embed.weight.dtype
     with evaluating(model):
-        found = differences(model, batch, rows, run)
+        found = differences(model, trial, run)
         worst = int(np.argmax(found))  # of what is no number, the first
         if not found[worst] <= LIMITS[dtype]:  # what is no number is no agreement
-            layer = guilty(model, batch, rows, worst, LIMITS[dtype] / 4, run)
+            layer = guilty(model, trial, worst, LIMITS[dtype] / 4, run)
             raise UserError(
                 f"packing: {sample[worst][0]} is not the same beside other documents as alone: its logits differ by "
                 f"{found[worst]:.2g} of their spread, and rounding by less than {LIMITS[dtype]:g}{layer}; "
@@ -62,7 +72,7 @@ def check(model: Decoder, data: Loader, run: Run) -> None:
 
 def short(document: Document, most: int) -> Document:
     """The beginning of a document, which does not depend on what follows."""
-    return document._replace(tokens=document.tokens[:most], learnt=document.learnt[:most])
+    return document.begun(most)
 
 
 @contextmanager
@@ -75,7 +85,7 @@ def evaluating(model: Decoder) -> Iterator[None]:
 
 
 def spans(batch: Batch, rows: Sequence[Sequence[Document]]) -> list[slice]:
-    """Where each document is in the flattened rows."""
+    """Where what is written of each document is in the flattened rows."""
     width, found = batch.tokens.shape[1], []
     for number, row in enumerate(rows):
         start = number * width
@@ -84,44 +94,52 @@ def spans(batch: Batch, rows: Sequence[Sequence[Document]]) -> list[slice]:
     return found
 
 
-def differences(model: Decoder, batch: Batch, rows: Sequence[Sequence[Document]], run: Run) -> list[float]:
-    """How far each document's logits are from those alone."""
-    alone = [model(tokens, read=hidden_states).flatten(0, 1) for tokens in single(rows, run)]
+def differences(model: Decoder, trial: Trial, run: Run) -> list[float]:
+    """How far each document's logits are from those alone. Scores are too few to have a spread: there it is what they
+    are made of."""
+    alone = [model(single(document, run), read=hidden_states).flatten(0, 1) for document in trial.documents]
     found: list[float] = []
 
     def read(hidden: Tensor, head: Head) -> Tensor:  # in here the head is whole where weights are sharded
-        for span, other in zip(spans(batch, rows), alone, strict=True):
-            together, apart = head(hidden.flatten(0, 1)[span]).float(), head(other).float()
+        for span, other in zip(trial.spans, alone, strict=True):
+            made = hidden.flatten(0, 1)[span], own(other, span)
+            together, apart = (x.float() if model.spec.score is not None else head(x).float() for x in made)
             each = (together - apart).square().mean(-1).sqrt() / apart.std(-1)
             found.append(float(torch.stack([each.mean(), each[:FIRST].mean()]).max()))
         return hidden
 
-    model(batch.tokens, batch.positions, batch.offsets, read=read)
+    packed(model, trial.batch, read)
     return found
 
 
-def single(rows: Sequence[Sequence[Document]], run: Run) -> Iterator[Tensor]:
-    """The tokens (1, S) of each document."""
-    for row in rows:
-        for document in row:
-            yield torch.tensor(document.tokens, dtype=torch.long, device=run.device)[None]  # a copy: rows are mapped
+def packed(model: Decoder, batch: Batch, read: Callable[[Tensor, Head], Tensor]) -> None:
+    model(batch.tokens, batch.positions, batch.offsets, read=read, prefixes=batch.prefixes)
+
+
+def single(document: Document, run: Run) -> Tensor:
+    """The tokens (1, S) of a document."""
+    return torch.tensor(document.tokens, dtype=torch.long, device=run.device)[None]  # a copy: rows are mapped
+
+
+def own(whole: Tensor, span: slice) -> Tensor:
+    """Of the tokens (S, ...) of a document those that are written: the last ones."""
+    return whole[len(whole) - (span.stop - span.start) :]
 
 
 def hidden_states(hidden: Tensor, head: Head) -> Tensor:
     return hidden
 
 
-def guilty(
-    model: Decoder, batch: Batch, rows: Sequence[Sequence[Document]], number: int, limit: float, run: Run
-) -> str:
+def guilty(model: Decoder, trial: Trial, number: int, limit: float, run: Run) -> str:
     """The first layer behind which a document is another one, in words; nothing if that is none."""
     with kept(model) as outputs:
-        model(list(single(rows, run))[number], read=hidden_states)
-        model(batch.tokens, batch.positions, batch.offsets, read=hidden_states)
-    half, span = len(outputs) // 2, spans(batch, rows)[number]
+        model(single(trial.documents[number], run), read=hidden_states)
+        packed(model, trial.batch, hidden_states)
+    half, span = len(outputs) // 2, trial.spans[number]
     for layer, (alone, together) in enumerate(zip(outputs[:half], outputs[half:], strict=True)):
-        apart = (together.flatten(0, 1)[span] - alone.flatten(0, 1)).float()
-        if not apart.norm() <= limit * alone.float().norm():
+        right = own(alone.flatten(0, 1), span).float()
+        apart = together.flatten(0, 1)[span].float() - right
+        if not apart.norm() <= limit * right.norm():
             return f" (from layer {layer} on, {type(model.spec.layers[layer].mixer).__name__})"
     return ""
 

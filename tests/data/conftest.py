@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
+from tunekit.parallel.choice import Sizes
+
 TEXT = [
     "The quick brown fox, said she, jumps over 12 lazy dogs.\n\n  It is so: naïve café, 你好, 😀!",
     "system user assistant model think Hello there. What is 2 + 2? It is 4. Thanks; and now?",
@@ -193,6 +195,15 @@ class Place:
     @property
     def is_main(self) -> bool:
         return self.rank == 0
+
+    @property
+    def reader(self) -> int:
+        """Each rank reads rows of its own."""
+        return self.rank
+
+    @property
+    def sizes(self) -> Sizes:
+        return Sizes(shard=self.size)
 
     def tell(self, text: str) -> None:
         print(text, file=sys.stderr)

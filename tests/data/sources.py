@@ -27,7 +27,7 @@ def write(path: Path, rows: list[dict[str, Any]]) -> Path:
 
 def content(name: str, rows: list[dict[str, Any]]) -> bytes:
     if name.endswith(".gz"):
-        return gzip.compress(content(name[:-3], rows))
+        return gzip.compress(content(name[:-3], rows), mtime=0)  # bytes that do not depend on the clock
     if name.endswith(".zst"):
         return pyarrow.compress(content(name[:-4], rows), "zstd", asbytes=True)
     if name.endswith((".parquet", ".arrow")):

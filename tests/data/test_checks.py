@@ -247,6 +247,32 @@ def test_a_tokenizer_that_names_no_end(nano: Tokenizer) -> None:
     assert {"no end token", "no pad token"} <= set(found(bare, ordinary(nano)))
 
 
+def labelled(tokenizer: Tokenizer, values: list[float], cut: int = 0) -> list[Document]:
+    """Texts of which each has a label, or a step that has one, without the end that a model is to write."""
+    found = []
+    for number, value in enumerate(values):
+        ids = np.array([tokenizer.bos, *tokenizer.encode(f"In box {number} are {number * 7} things.")], np.int32)
+        learnt = np.arange(len(ids)) == len(ids) - 1
+        found.append(Document(ids, learnt, len(ids) + cut, Sign.STEPS, np.array([value], np.float32)))
+    return found
+
+
+def test_what_is_scored_is_not_taught_to_write(nano: Tokenizer) -> None:
+    fine = labelled(nano, [0, 1] * 10)
+    assert "terminators" in found(nano, fine)
+    assert not found(nano, fine, scored="labels")
+    assert found(nano, labelled(nano, [0, 1] * 10, 5), scored="labels")["cut rows"].count == 20
+    assert "no end token" not in found(Tokenizer(nano.model, {}, nano.templates), fine, scored="pairs")
+
+
+@pytest.mark.parametrize(("same", "severity"), [(20, "wrong"), (19, "doubtful"), (18, None)])
+def test_labels_that_are_the_same(nano: Tokenizer, same: int, severity: str | None) -> None:
+    rows = labelled(nano, [1] * same + [0] * (20 - same))
+    told = found(nano, rows, scored="labels").get("constant labels")
+    assert (told and told.severity) == severity
+    assert "constant labels" not in found(nano, rows, scored="pairs")
+
+
 def overlap(tokenizer: Tokenizer, held: list[Document]) -> dict[str, Finding]:
     told = inspect(subject(tokenizer, ordinary(tokenizer)), subject(tokenizer, held, "validation"))
     return {one.kind: one for one in told}

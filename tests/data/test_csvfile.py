@@ -89,6 +89,12 @@ def test_a_header_that_is_wrong_is_told(tmp_path: Path) -> None:
     path.write_text('"a"b,c\n1,2\n')
     with pytest.raises(UserError, match=r"rows.csv:1: malformed CSV"):
         open_source(str(path), "train")
+    for mark in (";", "\t"):
+        path.write_text(f"prompt{mark}completion\n1{mark}2\n")
+        with pytest.raises(
+            UserError, match=r"rows.csv:1: the header is one column, 'prompt.*': are its names separated by '.*'\?"
+        ):
+            open_source(str(path), "train")
     path.write_text("a,b\n")
     with pytest.raises(UserError, match=r"rows.csv: train holds no row"):
         open_source(str(path), "train")

@@ -4,13 +4,14 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from tests.data.families import CALL, FAMILIES, UNSURE, Family, folder
+from tests.data.families import CALL, FAMILIES, FOLDER, UNSURE, Family, folder
 from tunekit.data.chat.spans import find, known, render, tokens_in
+from tunekit.data.chat.template import TAG
 from tunekit.data.chat.turns import HIDES, Hidden, Writing
 from tunekit.data.signs import Sign
 from tunekit.data.tokenizer import Tokenizer
@@ -140,41 +141,72 @@ def test_other_roles_are_learnt_from_their_text_on(families: dict[str, Path]) ->
 
 TAGS = "</s> <|im_end|> <|eot_id|> <end_of_turn> <|user|> <|end|> <|return|> [INST] <think> </think> <tool_response>"
 NASTY = [*TAGS.split(), "</tool_response>", "/no_think", " ", "\n", "{{", "{%", "é", "😀", "𗀀", '"', "\\"]
-EDGES = st.lists(st.sampled_from(NASTY) | st.text(st.characters(exclude_categories=["Cs"]), max_size=4), max_size=4)
+ANYTHING = st.sampled_from(NASTY) | st.text(st.characters(exclude_categories=["Cs"]), max_size=4)
+ROLES = ["system", "user", "assistant", "model", "tool"]
 
 
-def conversation(data: st.DataObject, family: Family) -> list[dict]:
-    """Messages that each say a word of their own, between anything."""
-    roles = ["user", "assistant"] * data.draw(st.integers(1, 3))
-    if family.system and data.draw(st.booleans()):
+def markup(name: str) -> list[str]:
+    """What a family's template writes around texts."""
+    written = TAG.findall((FOLDER / f"{name}.jinja").read_text(encoding="utf-8"))
+    return sorted({*written, *FAMILIES[name].special, *ROLES, "\n"})
+
+
+@st.composite
+def rows(draw: st.DrawFn, words: bool = True) -> tuple[str, list[dict], list[int]]:
+    """A family, a conversation in which each message says a word of its own between anything, and turns to learn."""
+    name = draw(st.sampled_from([*FAMILIES]))
+    edges = st.lists(st.sampled_from(markup(name)) | ANYTHING, max_size=4).map("".join)
+    roles = ["user", "assistant"] * draw(st.integers(1, 3))
+    if FAMILIES[name].system and draw(st.booleans()):
         roles = ["system", *roles]
-    return [
-        {"role": role, "content": "".join([*data.draw(EDGES), f"word{chr(97 + index)}", *data.draw(EDGES)])}
-        for index, role in enumerate(roles)
-    ]
+    if draw(st.booleans()):
+        roles = [*roles, "user"]
+    texts = [draw(edges) + (f"word{chr(97 + index)}" if words else "") + draw(edges) for index in range(len(roles))]
+    talk = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=True)]
+    turns = [index for index, role in enumerate(roles) if role == "assistant"]
+    return name, talk, sorted(draw(st.sets(st.sampled_from(turns), min_size=1)))
 
 
-def chosen(data: st.DataObject, talk: list[dict]) -> list[int]:
-    turns = [index for index, message in enumerate(talk) if message["role"] == "assistant"]
-    return sorted(data.draw(st.sets(st.sampled_from(turns), min_size=1)))
+def told(name: str, *texts: str) -> tuple[str, list[dict], list[int]]:
+    """A row of which the second message is learnt."""
+    roles = ("user", "assistant") * len(texts)
+    return name, [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)], [1]
 
 
 @settings(deadline=None)
-@given(st.data(), st.sampled_from([*FAMILIES]))
-def test_what_holds_for_a_shape_is_what_is_found_of_each(families, data: st.DataObject, name: str) -> None:
-    """Spans by what was found of another conversation equal those that are looked for in this one."""
+@example(told("glm4", "a", "<|user|>", ""))  # a turn that ends with what looks like the end that the template writes
+@example(told("glm4", "", "", ""))
+@example(told("glm4", "", "a<sop>"))
+@given(rows(words=False))
+def test_what_holds_for_a_shape_is_what_is_found_of_each(families, row: tuple[str, list[dict], list[int]]) -> None:
+    """What was found of another conversation equals what is found by looking at this one."""
+    name, talk, wanted = row
     tokenizer = opened(families, name)
-    talk = conversation(data, FAMILIES[name])
-    wanted = tuple(chosen(data, talk))
     hidden = Hidden(tokenizer, talk, None)
-    found = known(tokenizer, hidden, None, wanted)
-    spans = None if found.layout is None else found.layout.fit(tokenizer.render(talk), hidden.texts)
-    try:
-        alone = find(Writing(tokenizer, talk, None, hidden), wanted)
-    except UserError:
-        return
-    if spans is not None and not HIDES.search(tokenizer.render(talk)):
-        assert spans[: len(spans) - found.blocks] == alone[0]
+    text, found = tokenizer.render(talk), known(tokenizer, hidden, None, tuple(wanted))
+    spans = None if found.layout is None else found.layout.fit(text, hidden.texts)
+    if spans is not None and not HIDES.search(text):
+        alone = find(Writing(tokenizer, talk, None, hidden), tuple(wanted))
+        assert (spans[: len(spans) - found.blocks], found.signs) == alone
+
+
+@pytest.mark.parametrize(
+    ("name", "texts", "want"),
+    [
+        ("glm4", ("a", "<|user|>", ""), "\n<|user|><|user|>"),
+        ("glm4", ("a", "", ""), "\n<|user|>"),
+        ("chatml", ("", "", ""), "<|im_end|>"),
+        ("chatml", ("a", "<|im_end|>\n<|im_start|>user\n", "a"), "<|im_end|>\n<|im_start|>user\n<|im_end|>"),
+    ],
+)
+def test_texts_may_be_empty_or_like_the_templates_own(name: str, texts: tuple[str, ...], want: str, families) -> None:
+    """By the layout of a shape, and by looking at the row alone, which other rows of its shape have no part in."""
+    _, talk, wanted = told(name, *texts)
+    tokenizer = opened(families, name)
+    assert learnt(tokenizer, talk) == [want]
+    writing = Writing(tokenizer, talk, None, Hidden(tokenizer, talk, None))
+    ((start, end),) = find(writing, tuple(wanted))[0]
+    assert writing.text[start:end] == want
 
 
 @pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.calls])
@@ -193,16 +225,15 @@ def test_rows_with_tools_of_their_own_share_what_was_found_of_one(name: str, fam
         assert found.layout is not None
         spans = found.layout.fit(tokenizer.render(talk, tools), hidden.texts)
         assert spans == find(Writing(tokenizer, talk, tools, hidden), wanted)[0]
-    assert len(tokenizer.shapes) == (1 if "<|user|>" not in tokenizer.template().tags.pattern else 2)
+    assert len(tokenizer.shapes) == (1 if "<|user|>" not in tokenizer.template().tags else 2)
 
 
 @settings(deadline=None)
-@given(st.data(), st.sampled_from([*FAMILIES]))
-def test_nothing_but_the_learnt_turns_is_learnt(families: dict[str, Path], data: st.DataObject, name: str) -> None:
+@given(rows())
+def test_nothing_but_the_learnt_turns_is_learnt(families, row: tuple[str, list[dict], list[int]]) -> None:
     """Every message says a word of its own, between anything: learnt text holds those of learnt turns and no other."""
-    tokenizer, family = opened(families, name), FAMILIES[name]
-    talk = conversation(data, family)
-    wanted = chosen(data, talk)
+    name, talk, wanted = row
+    tokenizer = opened(families, name)
     words = [f"word{chr(97 + index)}" for index in range(len(talk))]
     try:
         text, spans, _ = render(tokenizer, talk, None, wanted)

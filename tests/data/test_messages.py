@@ -116,6 +116,13 @@ BAD = [
     (None, "messages: want a list of messages, this is null"),
     ({}, "messages: want a list of messages, this is an object"),
     ([], "messages: the conversation is empty"),
+    ("[{'role': 'user'}]", "messages: a string that holds no JSON: Expecting property name"),
+    ('{"role": "user"}', "messages: want a list of messages, this is an object"),
+    (" ", "messages: want a list of messages, this is a string"),
+    (
+        [{"role": "asistant", "content": "hi"}],
+        "messages[0]: unknown role 'asistant'; did you mean 'assistant'? want one of system, developer, user, ",
+    ),
     (["hi"], "messages[0]: want an object with role and content, this is a string"),
     ([{"role": "bot", "content": "hi"}], "messages[0]: unknown role 'bot'; want one of system, developer, user, "),
     ([{"content": "hi"}], "messages[0]: unknown role None"),

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -78,7 +79,7 @@ def test_pieces_give_the_same_tokens_at_the_same_characters(kinds: list[Pieces],
     for pieces in kinds:
         whole = pieces.model.encode_batch(texts, add_special_tokens=False)
         for got, want in zip(pieces.encode(texts), whole, strict=True):
-            assert got.ids == want.ids
+            assert list(got.ids) == want.ids
             assert len(got) == len(want)
             text = texts[0] if len(texts) == 1 else max(texts, key=len)
             assert [got.char_to_token(at) for at in range(len(text) + 2)] == [
@@ -87,6 +88,15 @@ def test_pieces_give_the_same_tokens_at_the_same_characters(kinds: list[Pieces],
             assert [got.token_to_chars(at) for at in range(len(got))] == [
                 want.token_to_chars(at) for at in range(len(want))
             ]
+
+
+def test_what_began_a_text_is_no_word_behind_a_space(kinds: list[Pieces]) -> None:
+    before = ["<|im_end|> \u0301x", " \u0301x", "a b", "b\n", "a b\n", "a  c", "c"]
+    behind = ["a \u0301x", "a b\n c", "b\n b", "a b  c", "a  b c", "a ", " a b", "a"]
+    for pieces in kinds:
+        pieces.encode(before)
+        whole = pieces.model.encode_batch(behind, add_special_tokens=False)
+        assert [found.ids.tolist() for found in map(pieces.pieced, behind)] == [one.ids for one in whole]
 
 
 @pytest.mark.parametrize("name", ["turns", "brackets"])
@@ -118,7 +128,7 @@ def test_what_differs_once_is_not_used_again(folders: dict[str, Path]) -> None:
     pieces.model = model(folders["chatml"], OVER)  # as if it had not been found out
     for _ in range(2):
         (got,) = pieces.encode(["hello there, hello there hello"])
-        assert got.ids == pieces.model.encode("hello there, hello there hello").ids
+        assert list(got.ids) == pieces.model.encode("hello there, hello there hello").ids
     assert not pieces.same
 
 
@@ -126,7 +136,7 @@ def test_what_differs_later_is_an_error(folders: dict[str, Path]) -> None:
     pieces = tried(model(folders["chatml"]))
     pieces.encode(["hello there " * 20])
     pieces.model = model(folders["chatml"], OVER)  # as if it had not been found out
-    pieces.known.clear()
+    pieces.words.clear()
     with pytest.raises(UserError, match="otherwise alone than in it; set `workers: 0`"):
         for _ in range(1000):
             pieces.encode(["hello there, hello there hello"] * 2)
@@ -141,13 +151,19 @@ def test_long_pieces_whose_characters_are_asked_for_are_not_kept(folders: dict[s
         assert sum(map(len, pieces.asked)) <= MOST + len(text)
 
 
+def encoded(pieces: Pieces, text: str) -> bytes:
+    return np.array(pieces.model.encode(text, add_special_tokens=False).ids, np.int32).tobytes()
+
+
 def test_few_pieces_are_remembered(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     pieces = tried(model(folders["chatml"]))
     pieces.encode(["x" * (LONGEST + 1) + " a b", "c"])
-    assert set(pieces.known) == {" a", " b", "c"}
+    assert pieces.alone == {"c": encoded(pieces, "c")}
+    assert (pieces.heads, pieces.words) == ({}, {"a": encoded(pieces, " a")})
+    assert pieces.tails == {"b": encoded(pieces, " b")}
     monkeypatch.setattr("tunekit.data.pieces.MOST", 100)
     for number in range(30):
         pieces.encode([" ".join("abcdefghij"[int(digit)] * 3 + "xyz"[number % 3] for digit in f"{number * 7919:08d}")])
         pieces.encode([f"a b{chr(97 + number % 26)}{chr(97 + number // 26)} " + " ".join(map(chr, range(97, 117)))])
-        assert len(pieces.known) <= 100
+        assert sum(map(len, pieces.tables)) <= 100
     assert MOST > 100

@@ -91,6 +91,25 @@ def test_chat_teaches_what_the_assistant_says(tokenizer: Tokenizer) -> None:
     assert taught(Chat("x", learn="all"), tokenizer, {"messages": TALK[:1]}) == ["user\nWhat is 2 + 2?<|im_end|>\n"]
 
 
+def test_messages_may_stand_in_a_cell_as_json(tokenizer: Tokenizer) -> None:
+    said = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
+    rows = {
+        Chat("x"): {"messages": TALK},
+        ShareGPT("x"): {"conversations": said},
+        Completion("x"): {"prompt": [ASK], "completion": [SAY]},
+        Preference("x"): {"prompt": [ASK], "chosen": [SAY], "rejected": [{**SAY, "content": "It is 5."}]},
+    }
+    for choice, row in rows.items():
+        cells = {name: f" {json.dumps(value)}" for name, value in row.items()}
+        assert taught(choice, tokenizer, cells) == taught(choice, tokenizer, row)
+    for row in ({"messages": TALK}, {"messages": said}):
+        assert taught(Auto("x"), tokenizer, {"messages": json.dumps(row["messages"])}) == taught(
+            Auto("x"), tokenizer, row
+        )
+    for text in ('[{"a": 1}]', '[{"role": "user"', "[1]", "[]"):  # texts to learn
+        assert taught(Completion("x"), tokenizer, {"prompt": "say: ", "completion": text}) == [f"{text}<|im_end|>"]
+
+
 def test_roles_may_be_named(tokenizer: Tokenizer) -> None:
     talk = [{"role": "system", "content": "Be kind."}, *TALK]
     users = "What is 2 + 2?<|im_end|>Thanks.<|im_end|>"
@@ -196,6 +215,10 @@ def test_sharegpt_is_the_same_conversation(tools: Tokenizer) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
+        (
+            {"conversations": [{"from": "humn", "value": "a"}]},
+            "conversations[0]: unknown speaker 'humn' in `from`; did you mean 'human'? want one of human",
+        ),
         ({"conversations": [{"from": "bot", "value": "a"}]}, "conversations[0]: unknown speaker 'bot' in `from`; want"),
         ({"conversations": [{"from": "human", "value": 3}]}, "conversations[0].value: want a string, this is a number"),
         ({"conversations": [3]}, "conversations[0]: want an object with from and value, this is a number"),
@@ -351,7 +374,7 @@ def test_rows_are_recognised_by_their_columns(tokenizer: Tokenizer) -> None:
         ({"text": 3}, "no format is known by its columns, which are text (a number)"),
         (
             {"chosen": "a", "rejected": "b"},
-            "these are preference pairs (columns 'chosen', 'rejected'): no recipe ",
+            "these are preference pairs (columns 'chosen', 'rejected'), from which this recipe does not learn",
         ),
         (
             {"prompt": "a", "completion": "b", "label": True},

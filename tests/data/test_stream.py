@@ -185,6 +185,11 @@ def test_rows_that_are_skipped_are_listed(tokenizer, place, tmp_path: Path) -> N
     load(choice, tokenizer, 4, 4, place(), tmp_path / "run").close()
     loader.close()
     (fault,) = map(json.loads, (tmp_path / "run" / "bad_rows.jsonl").read_text().splitlines())
+    (tmp_path / "rows.jsonl").write_text("".join(rows))
+    for fresh, count in ((False, 1), (True, 0)):
+        load(choice, tokenizer, 4, 4, place(), tmp_path / "run", fresh).close()
+        listed = tmp_path / "run" / "bad_rows.jsonl"
+        assert (len(listed.read_text().splitlines()) if listed.exists() else 0) == count, "lines of the run before"
 
 
 @pytest.mark.slow

@@ -28,6 +28,32 @@ def test_text_equals_transformers(text: str) -> None:
     assert Template(text, "t").render(CONTEXT) == render_jinja_template([TALK], chat_template=text)[0][0]
 
 
+BLOCK = "{% generation %}{{ m.content }}{% endgeneration %}"
+
+
+@pytest.mark.parametrize(
+    ("text", "straight"),
+    [
+        (f"{{% for m in messages %}}{{{{ m.role }}}}:{BLOCK}\n{{% endfor %}}", True),
+        (f"{{% for m in messages if m.role == 'tool' %}}{BLOCK}{{% endfor %}}", True),
+        (f"{{% for m in messages %}}{{% block b scoped %}}<{BLOCK}>{{% endblock %}}{{% endfor %}}", True),
+        (f"{{% for m in messages %}}{{% set x %}}<{BLOCK}>{{% endset %}}{{{{ x }}}}{{{{ x }}}}{{% endfor %}}", False),
+        (f"{{% macro say(m) %}}<{BLOCK}>{{% endmacro %}}{{{{ say(messages[0]) }}}}", False),
+        (f"{{% for m in messages %}}{{% filter upper %}}<{BLOCK}>{{% endfilter %}}{{% endfor %}}", False),
+        (f"{{% for m in messages %}}{BLOCK}{{% endfor %}}{{# generation_opens #}}", False),
+    ],
+)
+def test_blocks_are_found_as_they_are_written_or_by_a_second_look(text: str, straight: bool) -> None:
+    template = Template(text, "t")
+    whole, spans = template.written(CONTEXT)
+    assert whole == template.render(CONTEXT)
+    assert (spans is not None) == straight
+    found = template.generated(whole, CONTEXT)
+    template.plain = False  # both ways give the same
+    assert template.generated(whole, CONTEXT) == found
+    assert not straight or found == spans
+
+
 def test_generation_spans_equal_transformers_and_hold_in_macros_too() -> None:
     text = "é{% for m in messages %}{{ m.role }}:{% generation %}{{ m.content }}.{% endgeneration %}\n{% endfor %}"
     theirs, spans = render_jinja_template([TALK], chat_template=text, return_assistant_tokens_mask=True)

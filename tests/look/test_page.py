@@ -61,7 +61,7 @@ def view(text: str) -> View:
     )
     bars = Histogram((0, 10, 20), (3, 0))
     share, bad = Share(text, text, 3, 30, 9, 1.0), Fault(text, text)
-    counts = 64, 3, 30, 9, 12, 10, 1, 2, 1, 0.5, 4, 1
+    counts = 64, 1, 3, 30, 9, 12, 10, 1, 2, 1, 0.5, 4, 1
     figures = Figures("data", text, (share, share), False, (bad,), *counts, bars, bars)
     finding = Finding("doubtful", "x", "data", text, text, 3, 1.0, (0,), (rows[0].where,))
     return View("tunekit/nano", tokenizer, (figures,), (finding,), rows, ())

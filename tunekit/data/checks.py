@@ -6,6 +6,7 @@ good to know.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Literal
 
 import numpy as np
@@ -44,13 +45,15 @@ class Finding:
 
 @dataclass(frozen=True)
 class Use:
-    """What is done with rows. `limit`: the most tokens of one; `packed` (rows,): how many documents share each row."""
+    """What is done with rows. `limit`: the most tokens of one; `packed` (rows,): how many documents share each row;
+    `scored`: pairs or labels that a head learns, and no words."""
 
     limit: int
     vocab: int | None = None
     packed: np.ndarray | None = None
     steps: int | None = None
     warmup: int | None = None
+    scored: Literal["pairs", "labels"] | None = None
 
 
 class Subject:
@@ -205,6 +208,24 @@ def constant_answers(of: Subject) -> Iterator[Finding]:
         yield from of.finding(severity, "constant answers", rows, "{rows} {have} the same answer", "is that meant?")
 
 
+def constant_labels(of: Subject) -> Iterator[Finding]:
+    found = np.concatenate([np.asarray(documents.values) for documents in of.parts])
+    if of.use.scored == "labels" and len(found) >= 10:
+        values, counts = np.unique(found, return_counts=True)
+        share = float(counts.max()) / len(found)
+        if share >= 0.95:
+            severity: Severity = "wrong" if share == 1 else "doubtful"
+            says = f"{percent(share)} of the labels are {values[counts.argmax()]:g}: there is little to tell apart"
+            yield of.remark(severity, "constant labels", says, "is that meant?")
+
+
+def cut_rows(of: Subject) -> Iterator[Finding]:
+    rows = of.lengths < of.whole
+    severity: Severity = "doubtful" if rows.mean() >= 0.01 else "note"
+    says = f"{{rows}} {{are}} cut at {of.use.limit:,} tokens, and scored without their end"
+    yield from of.finding(severity, "cut rows", rows, says, "raise `length`, or `too_long: drop`")
+
+
 def short_rows(of: Subject) -> Iterator[Finding]:
     rows = of.begins & (of.lengths <= 2)
     yield from of.finding("doubtful", "short", rows, "{rows} {have} only one or two tokens", "take them out")
@@ -328,12 +349,21 @@ CHECKS: tuple[Check, ...] = (
     packing,
     warm_up,
 )
+# Of a model that writes nothing.
+WRITING = {terminators, stops, cut_answers, empty_answers, constant_answers, learnt_share, tokens_named}
+SCORING: tuple[Check, ...] = (cut_rows, constant_labels)
+
+
+def checks(of: Subject, *more: Check) -> Iterator[Finding]:
+    """What all checks find that ask for what is done with these rows."""
+    scored = of.use.scored is not None
+    wanted = [*(one for one in (*CHECKS, *more) if not scored or one not in WRITING), *(SCORING if scored else ())]
+    return chain.from_iterable(check(of) for check in wanted)
 
 
 def inspect(data: Subject, held: Subject | None = None) -> list[Finding]:
     """All that is found, the worst first."""
-    found = [finding for check in (*CHECKS, tokens_named) for finding in check(data)]
+    found = [*checks(data, tokens_named)]
     if held is not None:
-        found += [finding for check in CHECKS for finding in check(held)]
-        found += overlap(data, held)
+        found += [*checks(held), *overlap(data, held)]
     return sorted(found, key=lambda finding: SEVERITIES.index(finding.severity))

@@ -23,8 +23,7 @@ def fitted(document: Document, length: int, too_long: TooLong, context: int) -> 
         return []
     if too_long == "split":
         return list(windows(document, length, context))
-    short = document._replace(tokens=document.tokens[:length], learnt=document.learnt[:length])
-    return [insisted(short, document, length)]
+    return [insisted(document.begun(length), document, length)]
 
 
 def insisted(short: Document, document: Document, length: int) -> Document:

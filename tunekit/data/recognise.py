@@ -1,11 +1,13 @@
 """What rows are, by their columns: one table, of which the first line that fits is taken."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from tunekit.data.chat.messages import unwritten
 from tunekit.data.chat.plain import kind
 from tunekit.errors import UserError
 
+SPEAKER = {"role", "from"}  # who speaks, in the two ways to write messages
 TURNS = ("messages", "conversations", "conversation")
 
 
@@ -41,19 +43,38 @@ TABLE = (
     line("instruct", "Alpaca", {"instruction": str, "output": str}),
     line("text", "plain text", {"text": str}),
 )
+NUMBERED = (bool, int, float, str)
+# What answers are compared in: a label that is no mark is told as what it is.
+COMPARED = (TABLE[0], line("marked", "completions with marks", {**TABLE[1].types, "label": NUMBERED}))
+# What models that score learn from. Others read some of these rows too, without their labels.
+SCORED = (
+    TABLE[0],
+    line("stepped", "steps with labels", {"prompt": str, "completions": list, "labels": list}),
+    line("labelled", "conversations with labels", {"messages": list, "label": NUMBERED}),
+    line("labelled", "texts with labels", {"text": str, "label": NUMBERED}),
+)
 
 
-def recognise(fields: Mapping[str, Any]) -> Form:
-    """What a row is. UserError if no line of the table fits."""
+def recognise(fields: Mapping[str, Any], before: Sequence[Line] = ()) -> Form:
+    """What a row is, by lines that are asked before those of the table. UserError if none fits."""
+    if asked := fitting(fields, before):
+        return asked
     for name in TURNS:
-        if name in fields and isinstance(fields[name], list):
-            first = fields[name][0] if fields[name] else None
+        if name in fields and isinstance(found := unwritten(fields[name], SPEAKER), list):
+            first = found[0] if found else None
             sharegpt = isinstance(first, dict) and first.get("role") is None and first.get("from") is not None
             return (SHAREGPT if sharegpt else CHAT)[name]
-    for form, types in TABLE:
-        if all(name in fields and isinstance(fields[name], wanted) for name, wanted in types.items()):
-            return form
+    if form := fitting(fields, TABLE):
+        return form
     have = ", ".join(f"{name} ({kind(value)})" for name, value in fields.items() if value is not None) or "none"
     raise UserError(
         f"no format is known by its columns, which are {have}; name one as `kind`, or rename columns by `transforms`"
     )
+
+
+def fitting(fields: Mapping[str, Any], lines: Sequence[Line]) -> Form | None:
+    """The first line whose columns a row has."""
+    for form, types in lines:
+        if all(name in fields and isinstance(fields[name], wanted) for name, wanted in types.items()):
+            return form
+    return None

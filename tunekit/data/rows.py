@@ -1,6 +1,7 @@
 """The choices of a recipe's `data:`: what a row is and which of its tokens are learnt."""
 
 import dataclasses
+import math
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,11 +11,11 @@ from typing import Any, ClassVar, Literal
 
 from tunekit.data import written
 from tunekit.data.chat import dialects
-from tunekit.data.chat.messages import Talk, column, string, talk
+from tunekit.data.chat.messages import Talk, column, string, talk, unwritten
 from tunekit.data.chat.plain import kind
 from tunekit.data.fit import TooLong, fitted
 from tunekit.data.prepared.documents import Document
-from tunekit.data.recognise import Form, recognise
+from tunekit.data.recognise import Form, Line, recognise
 from tunekit.data.signs import Sign
 from tunekit.data.sources.source import find, parse_split
 from tunekit.data.sources.table import Fault, Row
@@ -45,7 +46,8 @@ class Rows(Data):
     SERVING: ClassVar = frozenset(
         {"source", "split", "limit", "pack", "shuffle", "stream", "workers", "bad_rows", "most_bad"}
     )
-    EACH: ClassVar = 1  # documents of a row that is not split
+    EACH: ClassVar[int] = 1  # documents of a row that is not split
+    JUDGED: ClassVar[bool] = False  # whether a step asks which document a token is of
 
     source: str  # a file, a folder, tunekit/tools, a Hub name or an address
     split: str = "train"  # and the part of it: train[:90%]
@@ -84,6 +86,10 @@ class Rows(Data):
         """The keys that decide what a row becomes, with their values."""
         names = (field.name for field in dataclasses.fields(self))
         return {name: vars(self)[name] for name in names if name not in self.SERVING}
+
+    def settled(self) -> "Rows":
+        """What these rows are, where that is for the source to say."""
+        return self
 
     def says(self, fields: Fields) -> str:
         """What a row with these columns is, in words."""
@@ -146,21 +152,10 @@ class Rows(Data):
 
 
 @dataclass(frozen=True)
-class Conversations(Rows):
-    """Rows that a chat template writes.
-
-    `template` is the path of a Jinja file; None: the checkpoint's own. `learn`: what every assistant turn says, what
-    the last one says, all there is, the messages that a row marks (`train: true`, `weight: 1`), or those of the roles
-    in a list. A turn's end token is part of it.
-    """
+class Templated(Rows):
+    """Rows that a chat template writes. `template` is the path of a Jinja file; None: the checkpoint's own."""
 
     template: str | None = None  # path of a Jinja file, in place of the checkpoint's own template
-    learn: Learn = "assistant"  # which turns, each with its end; a list names roles
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.learn:
-            raise FieldError("learn", "name at least one role")
 
     def check(self) -> None:
         super().check()
@@ -175,6 +170,23 @@ class Conversations(Rows):
     def dressed(self, tokenizer: Tokenizer) -> Tokenizer:
         """The tokenizer with the chat template that is named."""
         return tokenizer if self.template is None else tokenizer.with_template(self.template)
+
+
+@dataclass(frozen=True)
+class Conversations(Templated):
+    """Rows that a chat template writes.
+
+    `template` is the path of a Jinja file; None: the checkpoint's own. `learn`: what every assistant turn says, what
+    the last one says, all there is, the messages that a row marks (`train: true`, `weight: 1`), or those of the roles
+    in a list. A turn's end token is part of it.
+    """
+
+    learn: Learn = "assistant"  # which turns, each with its end; a list names roles
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.learn:
+            raise FieldError("learn", "name at least one role")
 
     def texts(self, tokenizer: Tokenizer, fields: Fields) -> list[Written]:
         return [written.conversation(tokenizer, self.talk(fields), self.learn)]
@@ -264,7 +276,8 @@ class Completion(Either):
     completion: str = "completion"  # the column
 
     def texts(self, tokenizer: Tokenizer, fields: Fields) -> list[Written]:
-        prompt, completion = column(fields, self.prompt, "prompt"), column(fields, self.completion, "completion")
+        prompt = unwritten(column(fields, self.prompt, "prompt"))
+        completion = unwritten(column(fields, self.completion, "completion"))
         if isinstance(prompt, str) and isinstance(completion, str):
             start = 0 if self.learn == "all" else len(prompt)
             return [written.raw(prompt + completion, self.end_of_text(tokenizer), start)]
@@ -288,14 +301,12 @@ class Text(Ended):
 
 
 @dataclass(frozen=True)
-class Auto(Either):
-    """Rows that are recognised by their columns. This is meant where no `kind` is written.
+class Recognised(Either):
+    """Rows that are recognised by their columns."""
 
-    The first that fits is taken: `messages` or `conversations` (as OpenAI or ShareGPT writes them), `prompt` and
-    `completion`, `instruction` and `output`, `text`. A text goes on in further rows, unless it is dropped.
-    """
-
-    usual: ClassVar = True
+    KINDS: ClassVar[tuple[type[Rows], ...]]  # that are told apart
+    WANTS: ClassVar[str]  # what is to be done with others
+    FIRST: ClassVar[tuple[Line, ...]] = ()  # what is asked before all else
 
     @cached_property
     def choices(self) -> dict[Form, Rows]:
@@ -304,24 +315,37 @@ class Auto(Either):
 
     def choice(self, fields: Fields) -> Rows:
         """The kind that a row is."""
-        form = recognise(fields)
+        form = recognise(fields, self.FIRST)
         if form not in self.choices:
             self.choices[form] = self.made(form)
         return self.choices[form]
 
     def made(self, form: Form) -> Rows:
-        if form.kind not in KINDS:
-            raise UserError(f"these are {form.says}: no recipe for them reads `{type(self).__name__.lower()}` rows")
-        cls = KINDS[form.kind]
+        cls = next((cls for cls in self.KINDS if cls.__name__.lower() == form.kind), None)
+        if cls is None:
+            raise UserError(f"these are {form.says}, from which this recipe does not learn: {self.WANTS}")
         known = {field.name for field in dataclasses.fields(cls)}
         given: dict[str, Any] = {name: value for name, value in vars(self).items() if name in known}
         return cls(**given, **dict[str, Any](form.columns))
 
     def says(self, fields: Fields) -> str:
-        return recognise(fields).says
+        return recognise(fields, self.FIRST).says
 
     def texts(self, tokenizer: Tokenizer, fields: Fields) -> list[Written]:
         return self.choice(fields).texts(tokenizer, fields)
+
+
+@dataclass(frozen=True)
+class Auto(Recognised):
+    """Rows that are recognised by their columns. This is meant where no `kind` is written.
+
+    The first that fits is taken: `messages` or `conversations` (as OpenAI or ShareGPT writes them), `prompt` and
+    `completion`, `instruction` and `output`, `text`. A text goes on in further rows, unless it is dropped.
+    """
+
+    usual: ClassVar = True
+    KINDS: ClassVar = (Chat, ShareGPT, Instruct, Completion, Text)
+    WANTS: ClassVar = "name a `kind` that it reads, or take a recipe for answers that are compared"
 
     def fitted(self, text: Written, document: Document) -> list[Document]:
         if text.flows and self.too_long == "truncate":
@@ -329,13 +353,14 @@ class Auto(Either):
         return super().fitted(text, document)
 
 
-KINDS: dict[str, type[Rows]] = {cls.__name__.lower(): cls for cls in (Chat, ShareGPT, Instruct, Completion, Text)}
 OneSource = Auto | Chat | ShareGPT | Instruct | Completion | Text  # what a recipe that learns from rows may read
 
 
 @dataclass(frozen=True)
 class Compared(Either):
     """Rows whose completions are compared or judged: nothing of a prompt is learnt, and nothing goes on elsewhere."""
+
+    JUDGED: ClassVar = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -350,6 +375,8 @@ class Preference(Compared):
     """Pairs of answers, of which one is preferred: texts, or conversations. The chosen document comes first.
 
     What both begin with is their prompt, and a column `prompt` stands before both, if they do not begin with it.
+    `length` bounds each of both, and a packed row has room for two. For a recipe that judges single answers, the chosen
+    one is good and the rejected one bad.
     """
 
     EACH: ClassVar = 2
@@ -357,18 +384,27 @@ class Preference(Compared):
     prompt: str = "prompt"  # the column
     chosen: str = "chosen"  # the column
     rejected: str = "rejected"  # the column
+    margin: str = "margin"  # the column, which rows may lack: by how much the chosen answer is to be the better one
+
+    def says(self, fields: Fields) -> str:
+        return f"preference pairs (columns {self.chosen!r}, {self.rejected!r})"
 
     def texts(self, tokenizer: Tokenizer, fields: Fields) -> list[Written]:
-        chosen, rejected = column(fields, self.chosen, "chosen"), column(fields, self.rejected, "rejected")
-        prompt = fields.get(self.prompt)
+        chosen = unwritten(column(fields, self.chosen, "chosen"))
+        rejected = unwritten(column(fields, self.rejected, "rejected"))
+        prompt = unwritten(fields.get(self.prompt))
         if chosen == rejected:
             raise UserError(f"{self.chosen} and {self.rejected} are the same: nothing is preferred")
         if all(isinstance(side, str) for side in (chosen, rejected)) and isinstance(prompt, str | None):
             same = dialects.common_text(chosen, rejected) if prompt is None else ""
             head, end = prompt or "", self.end_of_text(tokenizer)
-            return [written.raw(head + side, end, len(head + same)) for side in (chosen, rejected)]
-        talks = dialects.pair(chosen, rejected, prompt, fields.get("tools"))
-        return [written.conversation(tokenizer, found, self.learn) for found in talks]
+            texts = [written.raw(head + side, end, len(head + same)) for side in (chosen, rejected)]
+        else:
+            talks = dialects.pair(chosen, rejected, prompt, fields.get("tools"))
+            texts = [written.conversation(tokenizer, found, self.learn) for found in talks]
+        good, bad = texts
+        values = () if fields.get(self.margin) is None else (number(fields[self.margin], self.margin),)
+        return [good._replace(signs=good.signs | Sign.GOOD, values=values), bad._replace(signs=bad.signs | Sign.BAD)]
 
 
 @dataclass(frozen=True)
@@ -377,12 +413,22 @@ class Marked(Compared, Completion):
 
     label: str = "label"  # the column: true or false
 
+    def says(self, fields: Fields) -> str:
+        return f"completions with marks (columns {self.prompt!r}, {self.completion!r}, {self.label!r})"
+
     def texts(self, tokenizer: Tokenizer, fields: Fields) -> list[Written]:
         good = column(fields, self.label, "label")
         if not isinstance(good, bool):
             raise UserError(f"{self.label}: want true or false, this is {kind(good)}")
         (text,) = super().texts(tokenizer, fields)
         return [text._replace(signs=text.signs | (Sign.GOOD if good else Sign.BAD))]
+
+
+def number(value: Any, name: str) -> float:
+    """What a column says in numbers; true is 1 and false 0."""
+    if not isinstance(value, int | float) or not math.isfinite(value):
+        raise UserError(f"{name}: want a number, this is {kind(value) if isinstance(value, str) else repr(value)}")
+    return float(value)
 
 
 def blame(error: Exception, *choices: object) -> str | None:

@@ -6,7 +6,8 @@ from enum import IntFlag
 class Sign(IntFlag):
     """Bits that a row's documents carry. Spans find UNENDED and PROMPT_LEARNT, messages the others.
 
-    The last two are no oddity but what a row of single marks says of itself.
+    The last three are no oddity but what a row says of its answer: that it is a good or a bad one, or that its steps
+    are judged, each at its last token.
     """
 
     SPECIAL_IN_TEXT = 1  # what a user, the system or a tool says holds the text of a special token
@@ -18,3 +19,4 @@ class Sign(IntFlag):
     EMPTY_TURN = 64  # a learnt turn says nothing: the model is taught to end at once
     GOOD = 1 << 16
     BAD = 1 << 17
+    STEPS = 1 << 18

@@ -18,6 +18,7 @@ from tunekit.data.pieces import Encoded, Pieces
 from tunekit.errors import UserError
 
 REASONING = ("reasoning_content", "thinking", "reasoning")
+PLAIN = {"role", "content"}  # the keys of most messages
 UNFINISHED = "\ufffd"
 
 
@@ -60,7 +61,12 @@ class Tokenizer:
         """The same tokenizer with the chat template of a file."""
         try:
             text = Path(path).expanduser().read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+        except FileNotFoundError:
+            raise UserError(f"{path}: no such file; name a Jinja file as `template`") from None
+        except OSError as error:
+            reason = (error.strerror or str(error)).lower()
+            raise UserError(f"{path}: the chat template cannot be read: {reason}") from None
+        except UnicodeDecodeError as error:
             raise UserError(f"{path}: the chat template cannot be read: {error}") from None
         return self.changed(templates={"default": (text, path)}, compiled={})
 
@@ -231,6 +237,8 @@ def plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
 
     A content that is null stays: some templates know by it that a message calls tools.
     """
+    if message.keys() == PLAIN and message["role"] is not None:
+        return dict(message)
     fields = {key: value for key, value in message.items() if value is not None or key == "content"}
     reasoning = next((fields[key] for key in REASONING if key in fields), None)
     return fields if reasoning is None else {"thinking": reasoning, **fields, "reasoning_content": reasoning}

@@ -23,12 +23,19 @@ class Written(NamedTuple):
     """Text and its learnt character spans.
 
     `end`: the token behind it, if it is no template's text; then the tokenizer's own beginning stands before it too.
+    `values`: what is said of it in numbers; of steps that are judged, for each span one, and no token stands behind.
     """
 
     text: str
     learnt: list[spans.Span]
     signs: Sign = Sign(0)
     end: int | None = None
+    values: tuple[float, ...] = ()
+
+    @property
+    def judged(self) -> bool:
+        """Whether each span is a step with a value of its own."""
+        return bool(self.signs & Sign.STEPS)
 
     @property
     def flows(self) -> bool:
@@ -97,14 +104,16 @@ def document(tokenizer: Tokenizer, written: Written, encoding) -> Document:
     learnt = np.zeros(len(ids), bool)
     for span in written.learnt:
         first, behind = spans.tokens_in(encoding, written.text, span, tokenizer.marks)
-        learnt[first:behind] = True
+        learnt[behind - 1 if written.judged else first : behind] = True
     if written.end is not None:
         ids, learnt = framed(ids, learnt, beginning(tokenizer), written)
-    return Document(ids, learnt, len(ids), written.signs)
+    return Document(ids, learnt, len(ids), written.signs, np.array(written.values, np.float32))
 
 
 def framed(ids: np.ndarray, learnt: np.ndarray, head: np.ndarray, written: Written) -> tuple[np.ndarray, np.ndarray]:
     """A text between its beginning and its end. The end is learnt; the beginning counts as learnt if all else is."""
+    if written.judged:
+        return np.concatenate((head, ids)), np.concatenate((np.zeros(len(head), bool), learnt))
     tail = [] if len(ids) and ids[-1] == written.end else [written.end]
     ids = np.concatenate((head, ids, np.array(tail, np.int32)))
     learnt = np.concatenate((np.full(len(head), written.flows), learnt, np.ones(len(tail), bool)))

@@ -61,6 +61,7 @@ class Figures:
     streamed: bool  # only the first block of rows is looked at
     bad: tuple[Fault, ...]  # the first rows that nothing can be learnt from
     limit: int  # the most tokens of a row
+    each: int  # documents that go together: two are a pair
     rows: int
     tokens: int
     learnt: int
@@ -84,7 +85,8 @@ class Figures:
         if self.streamed:
             yield "a stream, of which this is the first block"
         share = percent(self.learnt / self.tokens)
-        yield f"{counted(self.rows, 'document')}, {counted(self.tokens, 'token')}, {self.learnt:,} learnt ({share})"
+        kind = "pair" if self.each == 2 else "document"
+        yield f"{counted(self.rows, kind)}, {counted(self.tokens, 'token')}, {self.learnt:,} learnt ({share})"
         yield f"longest {self.longest:,} tokens, of {self.limit:,} that it may have; the middle one {self.median:,}"
         if self.truncated:
             share = percent(self.lost / (self.lost + self.tokens))
@@ -120,6 +122,7 @@ def figures(of: Subject, loader: Loader, name: str, bad: tuple[Fault, ...]) -> F
         report.streamed,
         bad,
         of.use.limit,
+        loader.mix.each,
         report.rows,
         report.tokens,
         report.learnt,

@@ -9,6 +9,7 @@ from tunekit.data.checks import Finding, Subject, Use, inspect
 from tunekit.data.steps.served import Loader
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import UserError
+from tunekit.losses.reward import Scoring
 from tunekit.optim import Schedule, count
 
 MOST = 8  # lines in the log
@@ -27,10 +28,12 @@ def use(cfg: Any, part: str, loader: Loader, vocab: int | None) -> Use:
     """What the config does with rows. Not every recipe has a schedule."""
     told, limit = vars(cfg), vars(cfg)[part].length
     packed = None if loader.order.capacity is None else np.diff(loader.order.plan(0).bounds)
+    loss = told.get("loss")
+    scored = loss.told if isinstance(loss, Scoring) else None
     if part != "data" or not isinstance(told.get("schedule"), Schedule):
-        return Use(limit, vocab, packed)
+        return Use(limit, vocab, packed, scored=scored)
     steps = told["steps"] or loader.steps(told["epochs"])  # a stream has no epochs: a config without steps is refused
-    return Use(limit, vocab, packed, steps, count(told["schedule"].warmup, steps))
+    return Use(limit, vocab, packed, steps, count(told["schedule"].warmup, steps), scored)
 
 
 def begin(cfg: Any, loaders: Mapping[str, Loader | None], tokenizer: Tokenizer, run) -> None:

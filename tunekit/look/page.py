@@ -88,11 +88,18 @@ def row(one: Shown, tokenizer: Tokenizer) -> str:
     """A row and its tokens."""
     head = f"{escape(one.where)} · {one.tokens:,} tokens, {one.learnt:,} learnt" if one.stretches else escape(one.where)
     remark = f'<p class="doubtful"><strong>{escape(one.remark)}</strong></p>' if one.remark else ""
-    texts = "".join(f'<p class="text">{"".join(marks(stretch, tokenizer))}</p>' for stretch in one.stretches)
+    texts = "".join(
+        f'{told(stretch)}<p class="text">{"".join(marks(stretch, tokenizer))}</p>' for stretch in one.stretches
+    )
     return (
         f'<section class="card row" id="{anchor(one.part, one.where)}"><h3>{one.name}</h3>'
         f'<div class="faint">{head}</div>{remark}{texts}</section>\n'
     )
+
+
+def told(stretch: Stretch) -> str:
+    """What the row says of a document."""
+    return f"<h4>{escape(stretch.told)}</h4>" if stretch.told else ""
 
 
 def marks(stretch: Stretch, tokenizer: Tokenizer) -> Iterator[str]:

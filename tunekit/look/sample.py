@@ -8,6 +8,7 @@ import numpy as np
 
 from tunekit.data.prepared.documents import Document, Documents
 from tunekit.data.rows import Encoded, Rows
+from tunekit.data.signs import Sign
 from tunekit.data.sources.source import open_source
 from tunekit.data.sources.table import Fault, Row, Table
 from tunekit.data.tokenizer import Tokenizer
@@ -18,10 +19,11 @@ EVER = 1 << 40  # a length that cuts nothing
 
 @dataclass(frozen=True)
 class Stretch:
-    """Tokens of a document, each with what becomes of it."""
+    """Tokens of a document, each with what becomes of it, and what the row says of the document: chosen, a label."""
 
     tokens: list[int]
     states: list[int]
+    told: str = ""
 
     @property
     def learnt(self) -> int:
@@ -114,11 +116,21 @@ def stretch(kept: Document, whole: Document | None = None) -> Stretch:
     states = np.full(len(whole.tokens), State.DROPPED, np.int8)
     states[: len(kept.learnt)] = kept.learnt
     states[0] = State.CONTEXT
-    return Stretch(whole.tokens.tolist(), states.tolist())
+    return Stretch(whole.tokens.tolist(), states.tolist(), said(kept))
 
 
 def dropped(document: Document) -> Stretch:
-    return Stretch(document.tokens.tolist(), [State.DROPPED] * len(document.tokens))
+    return Stretch(document.tokens.tolist(), [State.DROPPED] * len(document.tokens), said(document))
+
+
+def said(document: Document) -> str:
+    """What the row says of a document, in words."""
+    good, bad, steps = (bool(document.signs & sign) for sign in (Sign.GOOD, Sign.BAD, Sign.STEPS))
+    found = ["good" if good else "bad"] if good or bad else []
+    if len(document.values):
+        kind = "steps" if steps else "margin" if good or bad else "label"
+        found.append(" ".join([kind, *(f"{value:g}" for value in document.values)]))
+    return ", ".join(found)
 
 
 def example(part: str, documents: Documents, index: int) -> Shown:

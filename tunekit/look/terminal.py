@@ -41,6 +41,8 @@ def row(one: Shown, tokenizer: Tokenizer, screen: Screen, whole: bool = True) ->
     if one.remark:
         yield from wrapped(one.remark, screen, SEVERITY["doubtful"])
     for stretch in one.stretches:
+        if stretch.told:
+            yield screen.paint(BOLD, f"{stretch.told}:")
         yield from lines(cells(stretch, tokenizer, screen, whole), screen)
     yield ""
 

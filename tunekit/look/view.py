@@ -10,7 +10,7 @@ from tunekit.data.prepared.documents import Documents
 from tunekit.data.prepared.prepare import listed
 from tunekit.data.sources.table import Fault
 from tunekit.data.steps.loader import load
-from tunekit.data.steps.mix import Mix, title
+from tunekit.data.steps.mix import Mixed, title
 from tunekit.data.steps.served import Loader
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import UserError
@@ -18,7 +18,7 @@ from tunekit.look import sample
 from tunekit.look.figures import Figures, figures
 from tunekit.look.inspection import subjects
 from tunekit.look.sample import Sample, Shown
-from tunekit.parallel import Run
+from tunekit.parallel.run import Run
 
 PARTS = ("data", "validation")
 BAD = 5  # bad rows that are told with their reasons
@@ -50,7 +50,7 @@ def look(recipe: Any, cfg: Any, rows: int | list[str]) -> View:
     if "words" not in vars(recipe):
         raise UserError("the recipe of this config learns from no rows")
     words, told = recipe.words(cfg), vars(cfg)
-    mixes = {part: Mix.of(told[part]) for part in PARTS if told.get(part) is not None}
+    mixes = {part: Mixed.of(told[part]) for part in PARTS if told.get(part) is not None}
     run = Run(told.get("seed", 0), "cpu")
     micro = told.get("micro_batch", told["batch"])
     loaders = {part: load(lenient(mix), words, told["batch"], micro, run) for part, mix in mixes.items()}
@@ -64,13 +64,13 @@ def look(recipe: Any, cfg: Any, rows: int | list[str]) -> View:
     return View(told["model"], words, measured, tuple(findings), shown, tuple(examples(seen, findings, shown)))
 
 
-def lenient(mix: Mix) -> Mix:
+def lenient(mix: Mixed) -> Mixed:
     """The same rows, of which bad ones are counted: here all of them are to be told, not the first."""
     parts = (replace(part, rows=replace(part.rows, bad_rows="skip", most_bad=1.0)) for part in mix.parts)
     return replace(mix, parts=tuple(parts))
 
 
-def bad_rows(mixes: Mapping[str, Mix], loaders: Mapping[str, Loader]) -> Iterator[Finding]:
+def bad_rows(mixes: Mapping[str, Mixed], loaders: Mapping[str, Loader]) -> Iterator[Finding]:
     """Rows that cannot be learnt from: wrong, if the config does not say that they are skipped."""
     for part, mix in mixes.items():
         for choice, documents in zip(mix.sources, loaders[part].parts, strict=False):  # a stream has one for all

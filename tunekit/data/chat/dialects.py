@@ -4,7 +4,7 @@ import re
 from os.path import commonprefix
 from typing import Any
 
-from tunekit.data.chat.messages import Message, Talk, call_of, shown, talk, tool_schemas
+from tunekit.data.chat.messages import Message, Talk, call_of, meant, shown, talk, tool_schemas
 from tunekit.data.chat.plain import kind, parsed
 from tunekit.errors import UserError
 
@@ -55,7 +55,8 @@ def said(item: Any) -> Any:
         return item
     speaker, value = item["from"], item.get("value")
     if not isinstance(speaker, str) or speaker not in SPEAKERS:
-        raise UserError(f": unknown speaker {shown(speaker)} in `from`; want one of {', '.join(SPEAKERS)}")
+        told = f"{meant(speaker, SPEAKERS)}want one of {', '.join(SPEAKERS)}"
+        raise UserError(f": unknown speaker {shown(speaker)} in `from`; {told}")
     if not isinstance(value, str):
         raise UserError(f".value: want a string, this is {kind(value)}")
     more = {key: other for key, other in item.items() if key not in ("from", "value")}

@@ -4,7 +4,8 @@ What comes out is what templates expect: text as strings, arguments of calls as 
 begins with the path of the fault inside the row, such as `messages[3].tool_calls[0].function.arguments`.
 """
 
-from collections.abc import Callable, Mapping
+import difflib
+from collections.abc import Callable, Iterable, Mapping, Set
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -46,6 +47,21 @@ def string(fields: Mapping[str, Any], name: str, option: str) -> str:
     return value
 
 
+def unwritten(value: Any, speaker: Set[str] = frozenset({"role"})) -> Any:
+    """Messages that stand in a cell as JSON, as in tables that know no lists; anything else as it is.
+
+    Each of them has one of the keys `speaker`: another list may be a text to learn.
+    """
+    if not isinstance(value, str) or not value.lstrip().startswith("["):
+        return value
+    try:
+        found = parsed(value, "")
+    except UserError:
+        return value
+    said = isinstance(found, list) and found and all(isinstance(item, dict) and item.keys() & speaker for item in found)
+    return found if said else value
+
+
 def conversation(value: Any, name: str) -> list[Message]:
     """Messages of a row as a template sees them; `name` is their column."""
     return talk(value, name).messages
@@ -53,6 +69,7 @@ def conversation(value: Any, name: str) -> list[Message]:
 
 def talk(value: Any, name: str, tools: Any = None, message: Callable[[Any], Any] | None = None) -> Talk:
     """A checked conversation; `message` turns an item that is written otherwise than OpenAI does into a message."""
+    value = parsed(value, name) if isinstance(value, str) and value.strip() else value
     if not isinstance(value, list):
         raise UserError(f"{name}: want a list of messages, this is {kind(value)}")
     if not value:
@@ -76,7 +93,7 @@ def checked(item: Any) -> Message:
         raise UserError(f": want an object with role and content, this is {kind(item)}")
     role = item.get("role")
     if not isinstance(role, str) or (role not in ROLES and role != "function"):
-        raise UserError(f": unknown role {shown(role)}; want one of {', '.join(ROLES)}")
+        raise UserError(f": unknown role {shown(role)}; {meant(role, ROLES)}want one of {', '.join(ROLES)}")
     if len(item) == 2 and role != "function" and isinstance(item.get("content"), str):
         return item
     message = {key: value for key, value in item.items() if value is not None and key not in ("train", "weight")}
@@ -99,6 +116,12 @@ def content(message: Message, item: Message) -> None:
     elif not isinstance(value, str):
         missing = " and there are no tool_calls" if value is None and message["role"] == "assistant" else ""
         raise UserError(f": content must be a string, this is {kind(value)}{missing}")
+
+
+def meant(word: Any, known: Iterable[str]) -> str:
+    """The known word that is most like another, as the beginning of an advice."""
+    nearest = difflib.get_close_matches(word.lower(), known, 1) if isinstance(word, str) else None
+    return f"did you mean {nearest[0]!r}? " if nearest else ""
 
 
 def shown(value: Any) -> str:

@@ -7,6 +7,7 @@ and what they are given. No clock and no signal: the same template stops at the 
 import json
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import datetime
 from types import BuiltinMethodType, GeneratorType, MethodType
 from typing import Any, cast
@@ -16,7 +17,7 @@ from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.filters import FILTERS
 from jinja2.parser import Parser
-from jinja2.runtime import Context, Macro
+from jinja2.runtime import Context, LoopContext, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.tests import TESTS
 from jinja2.utils import Namespace, _PassArg
@@ -44,6 +45,12 @@ METHODS: dict[type, set[str]] = {
     list: {"index", "count", "copy"},
     tuple: {"index", "count"},
 }
+OWN = frozenset(dir(dict))  # what goes before the keys of a dictionary where Jinja looks for an attribute
+LOOP = {"index", "index0", "revindex", "revindex0", "first", "last", "length", "depth", "depth0"}
+PLAIN = (str, int, bool, type(None), list, dict)  # no callable, and nothing that leads to one
+SEQUENCES, HOLDERS = (str, list, tuple), (str, list, tuple, dict)  # isinstance is slow with a union
+FRAME = {"_loop_vars", "_block_vars"}  # what Jinja gives a call beside its arguments
+BOUND = (BuiltinMethodType, MethodType)
 HUGE = re.compile(r"%[^%a-zA-Z]*(\*|\d{4})|:[^{}]*(\{|\d{4})")  # a width in a format, or one that is a value
 
 
@@ -121,8 +128,9 @@ def tick(context: Context, chars: int) -> bool:
 
 @pass_context
 def weighed(context: Context, value: Any) -> Any:
+    """What is printed, compared or joined. It is done for each expression of a template, mostly with a text."""
     if type(value) is str:
-        budget(context).spend(1, len(value))
+        context.parent[BUDGET].spend(1, len(value))
     else:
         budget(context).weigh(value)
     return value
@@ -203,10 +211,14 @@ def counting(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         "environment": lambda c: (c.environment,),
     }
     more = first[wants.name] if wants is not None else lambda c: ()
+    simple = wants is None and name not in LAZY | {"indent", "format"}  # a text alone makes nothing longer
 
     @pass_context
     def run(context: Context, value: Any = None, *args: Any, **kwargs: Any) -> Any:
         spent = budget(context)
+        if simple and type(value) is str and not args and not kwargs:
+            spent.spend(1, len(value))
+            return spent.glance(function(value))
         if isinstance(value, GeneratorType) and name not in LAZY:
             value = list(value)
         if name in LAZY:
@@ -319,6 +331,19 @@ class Sandbox(ImmutableSandboxedEnvironment):
             dict=lambda *values, **fields: dict(*values, **fields),  # not the class: its methods change what they get
         )
 
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        """What templates ask for most, by the short way: keys, the state of a loop, variables."""
+        kind = type(obj)
+        if kind is dict:
+            if attribute in obj and attribute not in OWN:
+                return obj[attribute]
+        elif (kind is LoopContext and attribute in LOOP) or (kind is Space and not attribute.startswith("_")):
+            with suppress(AttributeError):
+                value = getattr(obj, attribute)
+                if type(value) in PLAIN:
+                    return value
+        return super().getattr(obj, attribute)
+
     def unsafe_undefined(self, obj: Any, attribute: str) -> Any:
         raise SecurityError(f"access to attribute {attribute!r} of {type(obj).__name__!r} is unsafe")
 
@@ -344,9 +369,11 @@ class Sandbox(ImmutableSandboxedEnvironment):
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: B902
         spent = budget(__context)
         spent.spend(1 if isinstance(__obj, Macro) else 5)
-        if isinstance(__obj, BuiltinMethodType | MethodType) and isinstance(__obj.__self__, str | list | tuple | dict):
+        if isinstance(__obj, BOUND) and isinstance(__obj.__self__, HOLDERS):
             args = tuple(list(value) if isinstance(value, GeneratorType) else value for value in args)
             called(spent, __obj, args)
+            if type(__obj.__self__) is str:
+                return __obj(*args, **{name: value for name, value in kwargs.items() if name not in FRAME})
         elif not isinstance(__obj, Macro):
             for value in (*args, *kwargs.values()):
                 spent.weigh(value)
@@ -354,8 +381,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         spent = budget(context)
-        if operator == "+" or not isinstance(left, str | list | tuple):
-            if operator == "*" and isinstance(right, str | list | tuple):
+        if operator == "+" or not isinstance(left, SEQUENCES):
+            if operator == "*" and isinstance(right, SEQUENCES):
                 left, right = right, left
                 multiplied(spent, left, right)
             elif operator == "**":
@@ -388,7 +415,7 @@ def called(spent: Budget, method: BuiltinMethodType | MethodType, args: tuple[An
     own, name = cast(Any, method.__self__), method.__name__
     if isinstance(own, str):
         spent.spend(0, len(own))
-    elif isinstance(own, list | tuple):
+    elif isinstance(own, (list, tuple)):
         spent.weigh(own)
     for value in args:
         spent.weigh(value)

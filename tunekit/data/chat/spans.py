@@ -56,7 +56,7 @@ def render(tokenizer: Tokenizer, messages: Messages, tools: Tools, learn: Learn 
 
     A turn's end token is learnt with it. UserError if no mask is sure.
     """
-    text = tokenizer.render(messages, tools)
+    text, blocks = tokenizer.template(tools).written(tokenizer.context(messages, tools))
     check_encodable(text)
     if learn == "all":
         return Rendered(text, [(0, len(text))], Sign(0))
@@ -69,7 +69,7 @@ def render(tokenizer: Tokenizer, messages: Messages, tools: Tools, learn: Learn 
     if spans is not None:
         count = len(spans) - found.blocks
         # Where blocks begin cannot be seen in a text, and a template may mark by what a message says.
-        if spans[count:] == blocks_of(tokenizer, text, messages, tools):
+        if spans[count:] == (blocks_of(tokenizer, text, messages, tools) if blocks is None else blocks):
             return Rendered(text, spans[:count], found.signs)
     if HIDES.search(text):
         raise UserError(
@@ -136,18 +136,20 @@ def pad(value: Any) -> Any:
 
 def find(writing: Writing, wanted: tuple[int, ...]) -> tuple[list[Span], Sign]:
     """The learnt spans of what a template writes, and what is to be told of them."""
-    spans, signs, rest = [], Sign(0), wanted
+    turns, signs, rest = [], Sign(0), wanted
     if writing.tokenizer.template(writing.tools).marked:
-        spans, signs = generated(writing, wanted)
+        turns, signs = generated(writing, wanted)
         rest = [index for index in wanted if writing.messages[index]["role"] != "assistant"]
-    spans = sorted([*spans, *map(writing.turn, rest)])
-    ends = tuple(writing.tokenizer.marks.values())
-    ended = all(writing.text[start:end].rstrip().endswith(ends) for start, end in spans)
-    return spans, signs if ended else signs | Sign.UNENDED
+    turns += [(writing.turn(index), index) for index in rest]
+    ended = all(writing.ended(span, index) for span, index in turns)
+    return sorted(span for span, _ in turns), signs if ended else signs | Sign.UNENDED
 
 
-def generated(writing: Writing, wanted: tuple[int, ...]) -> tuple[list[Span], Sign]:
-    """Spans of generation blocks. A stop token right behind a block belongs to it: the model must learn to end."""
+def generated(writing: Writing, wanted: tuple[int, ...]) -> tuple[list[tuple[Span, int | None]], Sign]:
+    """Spans of generation blocks, and whose they are.
+
+    A stop token right behind a block belongs to it: the model must learn to end.
+    """
     blocks = blocks_of(writing.tokenizer, writing.text, writing.messages, writing.tools)
     owners = [owner(writing, block) for block in blocks]
     turns = wanted_turns(writing.messages, "assistant")
@@ -156,12 +158,12 @@ def generated(writing: Writing, wanted: tuple[int, ...]) -> tuple[list[Span], Si
             f"no mask is sure: the chat template marks {len(blocks)} generation blocks in {len(turns)} assistant "
             f"turns, and one without a message's text: whose is it? {WAY_OUT}"
         )
-    spans, signs = [], Sign(0)
-    for (start, end), index in zip(blocks, owners, strict=True):
+    found, signs = [], Sign(0)
+    for block, index in zip(blocks, owners, strict=True):
         if index is None or index in wanted:
-            spans.append((start, writing.stop(end)))
-            signs |= Sign.PROMPT_LEARNT if index is not None and prompted(writing, index, start) else Sign(0)
-    return spans, signs
+            found.append(((block[0], writing.stop(block, index)), index))
+            signs |= Sign.PROMPT_LEARNT if index is not None and prompted(writing, index, block[0]) else Sign(0)
+    return found, signs
 
 
 def owner(writing: Writing, block: Span) -> int | None:

@@ -11,7 +11,7 @@ from itertools import chain
 from os.path import commonprefix
 from typing import Any
 
-from tunekit.data.tokenizer import REASONING, Tokenizer
+from tunekit.data.tokenizer import PLAIN, REASONING, Tokenizer
 from tunekit.errors import UserError
 
 Span = tuple[int, int]
@@ -39,7 +39,7 @@ class Hidden:
 
     def __init__(self, tokenizer: Tokenizer, messages: Messages, tools: Tools) -> None:
         self.texts: list[str] = []
-        self.tags = tokenizer.template(tools).tags
+        self.template = tokenizer.template(tools)
         self.messages: list[Message] = []
         self.bounds: list[Span] = []
         for message in messages:
@@ -51,6 +51,8 @@ class Hidden:
 
     def nameless(self, message: Message) -> Message:
         """A message with the names and ids of its calls hidden too: they may be written with another message."""
+        if message.keys() == PLAIN:
+            return message
         fields = dict(message)
         for key in {"name", "tool_call_id"} & fields.keys():
             fields[key] = self.name(fields[key])
@@ -72,6 +74,8 @@ class Hidden:
         return self.names[text]
 
     def message(self, message: Message) -> Message:
+        if message.keys() == PLAIN and isinstance(message["content"], str):
+            return {**message, "content": self.hide(message["content"])}
         fields = dict(message)
         for key in ("content", *REASONING):
             # An empty text is hidden only where it is all that is said: a template may pass over it beside calls.
@@ -103,9 +107,9 @@ class Hidden:
     def hide(self, text: Any) -> Any:
         if not isinstance(text, str):
             return text
-        parts = self.tags.split(text)
-        if len(parts) == 1:
+        if not any(tag in text for tag in self.template.tags):
             return self.new(text)
+        parts = self.template.tagged.split(text)
         return "".join(self.new(part) if at % 2 == 0 and part.strip() else part for at, part in enumerate(parts))
 
     def new(self, text: str) -> str:
@@ -242,11 +246,11 @@ class Writing:
         """Where a turn ends: behind the last special token that is written right behind its text."""
         rest = self.behind(index, self.count)
         at = start if rest is None else len(self.text) - len(rest)
-        window = self.text[at : self.bound(at if rest is not None else start + 1)]
+        window = self.text[at : self.bound(at if rest is not None else start + 1, index)]
         for tail in self.tails(index, None if rest is not None else self.text[:start]):
             end = ending(self.tokenizer.mark_texts, window, tail, whole=rest is None)
             if end is not None:
-                return self.stop(at + end)
+                return self.stop((start, at + end), index)
         raise Unsure(
             f"messages[{index}]: no mask is sure: the chat template writes the end of this turn otherwise when more "
             f"follows; {WAY_OUT}"
@@ -272,17 +276,26 @@ class Writing:
             return None
         return prompt[len(written) :]
 
-    def bound(self, at: int) -> int:
-        """Where the next message's text begins."""
-        begins = (self.begins(index) for index in range(self.count))
+    def bound(self, at: int, but: int | None) -> int:
+        """Where another message's text begins. That of message `but` may be empty and begin here too."""
+        begins = (self.begins(index) for index in range(self.count) if index != but)
         return min((place for place in begins if place is not None and place >= at), default=len(self.text))
 
-    def stop(self, end: int) -> int:
+    def stop(self, span: Span, index: int | None) -> int:
         """Some families end a turn with the token that begins the next: where it stops the model, it is learnt."""
-        if self.text.endswith(tuple(self.tokenizer.marks.values()), 0, end):
+        end = span[1]
+        if self.ended(span, index):
             return end
-        match = self.tokenizer.stop_texts.match(self.text, end, self.bound(end))
+        match = self.tokenizer.stop_texts.match(self.text, end, self.bound(end, index))
         return end if match is None else match.end()
+
+    def ended(self, span: Span, index: int | None) -> bool:
+        """Whether a special token of the template ends a turn: what message `index` says may look like one."""
+        start, end = span
+        rest = None if index is None else self.behind(index, self.count)
+        at = start if rest is None else len(self.text) - len(rest)
+        written = self.text[at if start <= at <= end else start : end]
+        return written.rstrip().endswith(tuple(self.tokenizer.marks.values()))
 
 
 def ending(marks: re.Pattern[str], window: str, tail: str, whole: bool) -> int | None:

@@ -22,6 +22,7 @@ from typing import Any
 from tunekit.data.prepared.documents import ABOUT, Documents, whole
 from tunekit.errors import UserError
 from tunekit.kernels import store
+from tunekit.parallel import member
 
 OFF = "off"
 LOCK, PARTIAL = ".lock", ".partial"
@@ -60,7 +61,8 @@ def shared(entry: Path, lock: "Lock", make: Make, tell: Tell) -> Documents:
     """An entry that is read here, and that nobody removes as long as its documents are held."""
     while True:
         if not lock.share(wait=False):
-            tell(f"waiting for another process that prepares the same rows ({entry})")
+            if not lock.near():
+                tell(f"waiting for another process that prepares the same rows ({entry})")
             lock.share(wait=True)
         if whole(entry):
             os.utime(entry / ABOUT)
@@ -139,7 +141,7 @@ class Lock:
 
     def __init__(self, entry: Path) -> None:
         self.path = entry.with_name(entry.name + LOCK)
-        self.file = self.path.open("a")
+        self.file = self.path.open("a+")
         self.share(wait=False)  # OSError here and now, where a file system has no locks
 
     def share(self, wait: bool) -> bool:
@@ -147,7 +149,20 @@ class Lock:
 
     def own(self) -> bool:
         """Alone, at once; if somebody else has a share, no lock is held any more."""
-        return self.take(fcntl.LOCK_EX | fcntl.LOCK_NB)
+        taken = self.take(fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if taken:
+            self.file.truncate(0)
+            self.file.write(member.family())
+            self.file.flush()
+        return taken
+
+    def near(self) -> bool:
+        """Whether the one who has it is of the same run: the others wait for that one in any case."""
+        return member.started() and self.said() == member.family()
+
+    def said(self) -> str:
+        self.file.seek(0)
+        return self.file.read()
 
     def take(self, kind: int) -> bool:
         while True:
@@ -157,7 +172,7 @@ class Lock:
                 return False
             if self.path.exists() and os.path.samestat(os.fstat(self.file.fileno()), self.path.stat()):
                 return True
-            self.file = self.path.open("a")  # who had it has removed the file
+            self.file = self.path.open("a+")  # who had it has removed the file
 
     def free(self) -> None:
         self.file.close()

@@ -21,8 +21,11 @@ COLUMNS = {
     "signs": np.dtype(np.int32),
     "names": np.dtype(np.int32),  # which of the names of places, to which the number is put
     "numbers": np.dtype(np.int64),
+    "valued": np.dtype(np.int32),  # how many of the values are a document's
+    "values": np.dtype(np.float32),  # (values,)
 }
 PER_TOKEN = ("tokens", "learnt")
+NOTHING = np.empty(0, np.float32)
 BOUNDS = "bounds"  # (documents + 1,) int64
 ABOUT = "about.json"  # written last: a folder without it is not whole
 BAD_ROWS = "bad_rows.jsonl"
@@ -30,12 +33,33 @@ NUMBERED = re.compile(r"(.*?)([1-9]\d{0,17})?", re.DOTALL)  # file.jsonl:17, own
 
 
 class Document(NamedTuple):
-    """Token ids (length,) int32, which of them are learnt (length,) bool, and how many there were before it was cut."""
+    """Token ids (length,) int32, which of them are learnt (length,) bool, and how many there were before it was cut.
+
+    `values` (values,) float32: what a row says of it in numbers, its label or its margin, or a label for each step.
+    """
 
     tokens: np.ndarray
     learnt: np.ndarray
     whole: int
     signs: Sign = Sign(0)
+    values: np.ndarray = NOTHING
+
+    @property
+    def value(self) -> float:
+        """What is said of all of it; NaN: nothing."""
+        return float("nan") if not len(self.values) or self.signs & Sign.STEPS else float(self.values[0])
+
+    def begun(self, length: int) -> "Document":
+        """Its first tokens, and what is said of these."""
+        learnt = self.learnt[:length]
+        values = self.values[: int(learnt.sum())] if self.signs & Sign.STEPS else self.values
+        return self._replace(tokens=self.tokens[:length], learnt=learnt, values=values)
+
+
+def first_learnt(document: Document) -> int:
+    """Where the answer begins, behind the end if there is none; a first token is never learnt."""
+    learnt = document.learnt[1:]
+    return 1 + (int(learnt.argmax()) if learnt.any() else len(learnt))
 
 
 class Flat(NamedTuple):
@@ -117,7 +141,7 @@ class Documents:
         """Documents that `Writer` left in a folder, mapped. `guard` lives as long as they do."""
         about = json.loads((folder / ABOUT).read_text("utf-8"))
         kinds = {**COLUMNS, BOUNDS: np.dtype(np.int64)}
-        arrays = {name: np.asarray(np.memmap(folder / name, kind, "r")) for name, kind in kinds.items()}
+        arrays = {name: mapped(folder / name, kind) for name, kind in kinds.items()}
         listed = folder / BAD_ROWS
         prepared = Prepared(**about["prepared"], bad_rows=listed if listed.is_file() else None)
         found = Documents.__new__(Documents)
@@ -130,6 +154,8 @@ class Documents:
         columns = flat.columns
         self.tokens, self.learnt, self.lengths = columns["tokens"], columns["learnt"], columns["lengths"]
         self.whole, self.signs, self.names, self.flat = columns["whole"], columns["signs"], flat.names, flat
+        self.values = columns["values"]
+        self.ends = np.cumsum(columns["valued"], dtype=np.int64) if len(self.values) else None  # of each one's values
         self.bounds = columns[BOUNDS] if BOUNDS in columns else np.append(0, np.cumsum(self.lengths, dtype=np.int64))
         counts = count(columns) if about is None else about
         self.truncated, self.targets = counts["truncated"], counts["targets"]
@@ -138,7 +164,7 @@ class Documents:
 
     @property
     def digest(self) -> str:
-        """Equal for equal tokens, of which the same are learnt, in the same documents."""
+        """Equal for equal tokens, of which the same are learnt, in the same documents of which the same is said."""
         if self.known is not None:
             return self.known
         digest = Digest()
@@ -157,19 +183,31 @@ class Documents:
         if not 0 <= index < len(self):
             raise IndexError(index)
         part = slice(self.bounds[index], self.bounds[index + 1])
-        return Document(self.tokens[part], self.learnt[part], int(self.whole[index]), Sign(int(self.signs[index])))
+        found = Document(self.tokens[part], self.learnt[part], int(self.whole[index]), Sign(int(self.signs[index])))
+        if self.ends is None:
+            return found
+        end, count = int(self.ends[index]), int(self.flat.columns["valued"][index])
+        return found._replace(values=self.values[end - count : end])
 
     def __iter__(self) -> Iterator[Document]:
         return map(self.__getitem__, range(len(self)))
 
 
+def mapped(file: Path, kind: np.dtype) -> np.ndarray:
+    """What a file holds; nothing cannot be mapped."""
+    return np.asarray(np.memmap(file, kind, "r")) if file.stat().st_size else np.empty(0, kind)
+
+
 def whole(folder: Path) -> bool:
-    """Whether a folder holds all that `Writer` wrote."""
+    """Whether a folder holds all that `Writer` wrote, and not what one of another version did."""
     try:
         about = json.loads((folder / ABOUT).read_text("utf-8"))
     except (OSError, ValueError):
         return False
+    if about.get("columns") != list(COLUMNS):
+        return False
     counts = dict.fromkeys(COLUMNS, about["documents"]) | dict.fromkeys(PER_TOKEN, about["tokens"])
+    counts["values"] = about["values"]
     sizes = {name: count * COLUMNS[name].itemsize for name, count in counts.items()}
     sizes[BOUNDS] = 8 * (about["documents"] + 1)
     return all((folder / name).is_file() and (folder / name).stat().st_size == size for name, size in sizes.items())
@@ -180,14 +218,20 @@ class Digest:
 
     def __init__(self) -> None:
         self.sums = {name: hashlib.sha256() for name in ("tokens", "learnt", "lengths")}
+        self.said, self.judged = hashlib.sha256(), False
 
     def add(self, columns: dict[str, np.ndarray]) -> None:
         for name, digest in self.sums.items():
             digest.update(np.ascontiguousarray(columns[name], COLUMNS[name]).data)
+        marks = columns["signs"] & int(Sign.GOOD | Sign.BAD)
+        for part in (marks, columns["valued"], columns["values"]):
+            self.said.update(np.ascontiguousarray(part).data)
+            self.judged |= bool(part.any())
 
     @property
     def hex(self) -> str:
-        return hashlib.sha256("".join(digest.hexdigest() for digest in self.sums.values()).encode()).hexdigest()
+        sums = [*self.sums.values(), *([self.said] if self.judged else [])]
+        return hashlib.sha256("".join(digest.hexdigest() for digest in sums).encode()).hexdigest()
 
 
 def flatten(documents: Sequence[Document], wheres: Sequence[str]) -> Flat:
@@ -202,6 +246,8 @@ def flatten(documents: Sequence[Document], wheres: Sequence[str]) -> Flat:
         "signs": [int(document.signs) for document in documents],
         "names": [names.setdefault(name, len(names)) for name, _ in places],
         "numbers": [number for _, number in places],
+        "valued": [len(document.values) for document in documents],
+        "values": np.concatenate([NOTHING, *(document.values for document in documents)]),
     }
     return Flat({name: np.asarray(values[name], kind) for name, kind in COLUMNS.items()}, list(names))
 
@@ -228,7 +274,7 @@ class Writer:
         self.folder, self.names, self.digest = folder, {}, Digest()
         self.files = {name: (folder / name).open("wb") for name in (*COLUMNS, BOUNDS)}
         self.files[BOUNDS].write(np.zeros(1, np.int64).data)
-        self.counts = {"documents": 0, "tokens": 0, "targets": 0, "truncated": 0}
+        self.counts = {"documents": 0, "tokens": 0, "values": 0, "targets": 0, "truncated": 0}
         self.prepared = Prepared(form=form)
 
     def __enter__(self) -> "Writer":
@@ -246,7 +292,8 @@ class Writer:
         columns[BOUNDS] = np.cumsum(columns["lengths"], dtype=np.int64) + self.counts["tokens"]
         for name, file in self.files.items():
             file.write(columns[name].data)
-        found = {"documents": len(columns["lengths"]), "tokens": len(columns["tokens"]), **count(columns)}
+        sizes = {"documents": "lengths", "tokens": "tokens", "values": "values"}
+        found = {name: len(columns[column]) for name, column in sizes.items()} | count(columns)
         self.counts = {name: value + found[name] for name, value in self.counts.items()}
         self.digest.add(columns)
         self.prepared = self.prepared.plus(part)
@@ -265,4 +312,5 @@ class Writer:
             file.flush()
         counts = {name: value for name, value in asdict(self.prepared).items() if name != "bad_rows"}
         about = {**told, **self.counts, "digest": self.digest.hex, "prepared": counts, "names": list(self.names)}
+        about["columns"] = list(COLUMNS)
         (self.folder / ABOUT).write_text(json.dumps(about), "utf-8")

@@ -12,6 +12,8 @@ from tunekit.data.sources.table import Chunk, Fault, Place, Row
 from tunekit.data.sources.text import LONGEST, groups, lines, opened, refuse_rubbish
 from tunekit.errors import UserError
 
+OTHERS = ";\t|"  # what some write in place of commas
+
 
 class Record(NamedTuple):
     """Values of a CSV record, or why it has none; where it begins and how many bytes it takes."""
@@ -80,6 +82,10 @@ class Csv(RowFile):
             if isinstance(names, str):
                 raise UserError(f"{where}: malformed CSV: {names}")
             twice = [name for name in names if names.count(name) > 1]
+            other = next((mark for mark in OTHERS if len(names) == 1 and mark in names[0]), None)
+            if other is not None:
+                told = f"the header is one column, {names[0][:60]!r}: are its names separated by {other!r}?"
+                raise UserError(f"{where}: {told} Save the file with commas")
             if twice:
                 raise UserError(f"{where}: the header names the column {twice[0]!r} twice")
             return names

@@ -1,7 +1,7 @@
 """The micro-batches of the next step are made while this one trains."""
 
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, Protocol
 
 import torch
@@ -57,6 +57,12 @@ class Ahead:
         """Have the next step made, if there is one."""
         if self.thread is not None and self.taken < self.end:
             self.next = self.thread.submit(self.made, self.taken)
+
+    def rest(self) -> None:
+        """Let go of what was made in advance, until `begin`: others may use the data meanwhile."""
+        if self.next is not None:
+            wait([self.next])
+        self.next = None
 
     def made(self, step: int) -> list[Batch]:
         batches = self.data[step]

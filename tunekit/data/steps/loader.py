@@ -7,7 +7,7 @@ from tunekit.data.prepared.documents import BAD_ROWS, Documents
 from tunekit.data.rows import Rows
 from tunekit.data.steps.batch import Layout
 from tunekit.data.steps.mapped import Mapped
-from tunekit.data.steps.mix import Mix, streams
+from tunekit.data.steps.mix import Mixed, streams
 from tunekit.data.steps.served import Loader
 from tunekit.data.steps.stream import Blocks, Feed, Passing, Streaming
 from tunekit.data.steps.streamed import Streamed
@@ -15,33 +15,43 @@ from tunekit.data.tokenizer import Tokenizer
 
 
 def load(
-    choice: Rows | Mix, tokenizer: Tokenizer, batch: int, micro_batch: int, run, folder: Path | None = None
+    choice: Rows | Mixed,
+    tokenizer: Tokenizer,
+    batch: int,
+    micro_batch: int,
+    run,
+    folder: Path | None = None,
+    fresh: bool = False,
 ) -> Loader:
     """What a recipe's `data:` says, ready to be stepped through; UserError names the first row that is wrong.
 
-    `folder` is the run's, for the list of rows that were skipped. Rank 0 shows a bar.
+    `folder` is the run's, for the list of rows that were skipped; with `fresh`, the run does not go on, and no line of
+    an earlier one stays there. Rank 0 shows a bar.
     """
-    loader = opened(Mix.of(choice), tokenizer, (batch, micro_batch), run, folder)
+    mix = Mixed.of(choice)
+    listed = None if folder is None or not run.is_main else folder / BAD_ROWS
+    if listed is not None and (fresh or not streams(mix)):
+        listed.unlink(missing_ok=True)
+    loader = opened(mix, tokenizer, (batch, micro_batch), run, listed)
     if tokenizer.vocab is not None:
         loader.check(tokenizer.vocab)
     return loader
 
 
-def opened(mix: Mix, tokenizer: Tokenizer, sizes: tuple[int, int], run, folder: Path | None) -> Loader:
+def opened(mix: Mixed, tokenizer: Tokenizer, sizes: tuple[int, int], run, listed: Path | None) -> Loader:
     """`sizes`: rows of a step, and of a micro-batch."""
-    layout = Layout(*sizes, run.rank, run.size, mix.prepare(tokenizer).pad, mix.capacity)
-    listed = None if folder is None or not run.is_main else folder / BAD_ROWS
+    mix = mix.settled()
+    pad, owned = mix.prepare(tokenizer).pad, any(rows.JUDGED for rows in mix.sources)
+    layout = Layout(*sizes, run.reader, run.sizes.readers, pad, mix.capacity, mix.each, owned)
     if streams(mix):
         return Streamed(mix, Blocks(mix, feeds(mix, tokenizer, run, listed), run.seed, layout.batch), layout)
     parts = tuple(prepare.documents(rows, tokenizer, run) for rows in mix.sources)
-    if listed is not None:
-        listed.unlink(missing_ok=True)
     for part in parts:
         listed_bad_rows(part, listed)
     return Mapped(mix, parts, layout, run.seed)
 
 
-def feeds(mix: Mix, tokenizer: Tokenizer, run, listed: Path | None) -> list[Feed]:
+def feeds(mix: Mixed, tokenizer: Tokenizer, run, listed: Path | None) -> list[Feed]:
     """The sources of a mix of which some at least are streams."""
     found: list[Feed] = []
     for part, rows in enumerate(mix.sources):
@@ -50,7 +60,7 @@ def feeds(mix: Mix, tokenizer: Tokenizer, run, listed: Path | None) -> list[Feed
         else:
             documents = prepare.documents(rows, tokenizer, run)
             listed_bad_rows(documents, listed)
-            found.append(Passing(documents, part, run.seed, mix.shuffle))
+            found.append(Passing(documents, rows.EACH, run.seed + part, mix.shuffle))
     return found
 
 

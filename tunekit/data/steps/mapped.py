@@ -5,9 +5,10 @@ from typing import Any
 import numpy as np
 
 from tunekit.data.prepared.documents import Document, Documents, Prepared
+from tunekit.data.steps import prefix
 from tunekit.data.steps.batch import Batch, Layout
-from tunekit.data.steps.mix import Draw, Joined, Mix
-from tunekit.data.steps.order import Order, Steps
+from tunekit.data.steps.mix import Draw, Joined, Mixed
+from tunekit.data.steps.order import Order, Steps, documents, units
 from tunekit.data.steps.report import Report, Share
 from tunekit.data.steps.served import Loader
 from tunekit.errors import UserError
@@ -16,21 +17,25 @@ from tunekit.errors import UserError
 class Mapped(Loader):
     """Steps go on over epochs; the last of an epoch may be smaller. There is no state: `[step]` is a pure function.
 
-    `rows` are the documents of all parts, numbered through.
+    `rows` are the documents of all parts, numbered through; `mix.each` of them that follow each other are never torn.
     """
 
-    def __init__(self, mix: Mix, parts: tuple[Documents, ...], layout: Layout, seed: int) -> None:
+    def __init__(self, mix: Mixed, parts: tuple[Documents, ...], layout: Layout, seed: int) -> None:
         assert layout.batch > 0 and layout.micro_batch > 0
         self.mix, self.parts, self.layout = mix, parts, layout
         self.rows: Documents | Joined = parts[0] if len(parts) == 1 else Joined(parts)
-        for rows, documents in zip(mix.sources, parts, strict=True):
-            if not len(documents):
+        for rows, part in zip(mix.sources, parts, strict=True):
+            if not len(part):
                 raise UserError(f"{rows.source}: {rows.split} holds no row to learn from")
-        sizes = [len(documents) for documents in parts]
+        self.sizes = sizes = [len(part) // mix.each for part in parts]
         self.counts = list(mix.counts(sizes))
         draw = None if self.counts == sizes else Draw(sizes, self.counts, seed, mix.shuffle)
-        self.order = Order(self.rows.lengths, seed, mix.shuffle, mix.capacity, draw)
+        self.order = Order(units(self.rows.lengths, mix.each), seed, mix.shuffle, mix.capacity, draw)
         self.place = Steps(self.order.rows, layout.batch)
+
+    def replan(self) -> None:
+        self.order = self.order.shortened(prefix.saved(self.rows, self.mix.each))
+        self.place = Steps(self.order.rows, self.layout.batch)
 
     def steps(self, epochs: int) -> int:
         """How many steps so many epochs have."""
@@ -38,7 +43,7 @@ class Mapped(Loader):
 
     def check(self, vocab: int) -> None:
         """UserError if the model has no embedding for a token."""
-        highest = max(self.layout.pad, *(int(documents.tokens.max()) for documents in self.parts))
+        highest = max(self.layout.pad, *(int(part.tokens.max()) for part in self.parts))
         if highest >= vocab:
             raise UserError(
                 f"the rows hold token {highest}, the model knows {vocab}: this tokenizer is another model's"
@@ -51,8 +56,7 @@ class Mapped(Loader):
 
     def sample(self, count: int) -> list[tuple[str, Document]]:
         """Some documents of the first step, and where they are from."""
-        rows = self.order.plan(0).rows(0, self.layout.batch)
-        numbers = [int(number) for row in rows for number in row][:count]
+        numbers = [int(number) for row in self.numbers(0) for number in row][:count]
         return [(self.rows.where(number), self.rows[number]) for number in numbers]
 
     def state(self, step: int) -> dict[str, Any]:
@@ -70,31 +74,39 @@ class Mapped(Loader):
     def report(self) -> Report:
         """What an epoch holds."""
         drawn = self.order.drawn(0)
-        part_of = np.repeat(np.arange(len(self.parts)), [len(documents) for documents in self.parts])[drawn]
-        tokens = np.bincount(part_of, self.rows.lengths[drawn], len(self.parts)).astype(int).tolist()
+        part_of = np.repeat(np.arange(len(self.parts)), self.sizes)[drawn]
+        tokens = np.bincount(part_of, self.order.lengths[drawn], len(self.parts)).astype(int).tolist()
+        columns = zip(self.mix.sources, self.parts, self.sizes, self.counts, tokens, strict=True)
         shares = [
-            Share(rows.source, about(documents, count), count, each, learnt(documents, count), count / len(documents))
-            for rows, count, each, documents in zip(self.mix.sources, self.counts, tokens, self.parts, strict=True)
+            Share(rows.source, about(part, count == size), count, each, learnt(part, count / size), count / size)
+            for rows, part, size, count, each in columns
         ]
         packed = None if self.mix.capacity is None else self.order.rows(0)
-        longest, truncated = int(self.rows.lengths.max()), sum(documents.truncated for documents in self.parts)
-        return Report(tuple(shares), longest, truncated, packed, self.mix.length)
+        longest, truncated = int(self.rows.lengths.max()), sum(part.truncated for part in self.parts)
+        return Report(tuple(shares), longest, truncated, packed, self.mix.capacity)
 
     def __getitem__(self, step: int) -> list[Batch]:
+        return self.layout.batches(self.rows, self.numbers(step))
+
+    def numbers(self, step: int) -> list[np.ndarray]:
+        """The documents of each row of a step."""
         if step < 0:
             raise IndexError(step)
         epoch, at = self.place.find(step)
         first = at * self.layout.batch
-        return self.layout.batches(self.rows, self.order.plan(epoch).rows(first, first + self.layout.batch))
+        return documents(self.order.plan(epoch).rows(first, first + self.layout.batch), self.mix.each)
+
+    def where(self, step: int) -> list[str]:
+        return [self.rows.where(int(number)) for row in self.numbers(step) for number in row]
 
 
-def learnt(documents: Documents, count: int) -> int:
-    """Tokens that so many documents teach, by the mean of all."""
-    return round(documents.targets * count / len(documents))
+def learnt(part: Documents, passes: float) -> int:
+    """Tokens that so many passes teach."""
+    return round(part.targets * passes)
 
 
-def about(documents: Documents, count: int) -> str:
+def about(part: Documents, once: bool) -> str:
     """What the rows are; how many, and what became of those that are no documents, where that is not told beside it."""
-    found = documents.prepared
-    told = count == len(documents) and found == Prepared(rows=count, form=found.form)
+    found = part.prepared
+    told = once and found == Prepared(rows=found.rows, form=found.form)
     return found.form if told and found.form else ", ".join(filter(None, (found.form, str(found))))

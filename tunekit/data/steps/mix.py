@@ -5,26 +5,22 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import cast
 
 import numpy as np
 
 from tunekit.data.prepared.documents import Document, Documents
 from tunekit.data.rows import Data, OneSource, Rows
 from tunekit.data.tokenizer import Tokenizer
-from tunekit.errors import FieldError
+from tunekit.errors import FieldError, UserError
 
 SHARED = ("length", "pack", "shuffle")  # keys that the mix says for all of its parts
 
 
 @dataclass(frozen=True)
-class Part:
-    """One source of a mix. An epoch of the mix passes it `epochs` times; where shares are given, at most so often.
+class Portion:
+    """One source of a mix, and how much of it an epoch takes."""
 
-    A mix with a stream has no epochs: its weights are the shares of each block.
-    """
-
-    rows: OneSource
+    rows: Rows
     weight: float | None = None  # share of the mix's rows, relative to the weights of the others
     epochs: float = 1.0  # passes in an epoch of the mix; 0.5 takes half of the rows, the other half comes next
     cap: int | None = None  # rows in an epoch of the mix at most, others in each epoch
@@ -43,15 +39,10 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Mix(Data):
-    """Rows of several sources. Shares are counted in rows.
+class Mixed(Data):
+    """Rows of several sources, whatever they are."""
 
-    Without weights an epoch holds all that its parts give, each its `epochs` or its `cap`. Weights fix the shares, and
-    a temperature above 1 evens them out (rows to the power of 1 / temperature): the epoch then ends with the part that
-    has first given all it may. What an epoch leaves of a part comes in the next ones, before any of it comes again.
-    """
-
-    parts: tuple[Part, ...]
+    parts: tuple[Portion, ...]
     temperature: float = 1.0  # 1: as many rows as there are; above: shares that are more even
     length: int = 2048  # the most tokens of a row, in all parts
     pack: bool = False  # fill rows of `length` tokens with whole documents, of all parts together
@@ -86,23 +77,35 @@ class Mix(Data):
                     raise FieldError(f"parts.{i}", "a mix with a stream has no epochs: epochs and caps say nothing")
 
     @staticmethod
-    def of(choice: "Rows | Mix") -> "Mix":
+    def of(choice: "Rows | Mixed") -> "Mixed":
         """A mix as it is, and rows as a mix of one part."""
-        if isinstance(choice, Mix):
+        if isinstance(choice, Mixed):
             return choice
-        part = Part(cast("OneSource", choice))  # a person's own class fits where these do
-        return Mix((part,), length=choice.length, pack=choice.pack, shuffle=choice.shuffle)
+        return Mixed((Portion(choice),), length=choice.length, pack=choice.pack, shuffle=choice.shuffle)
+
+    @property
+    def each(self) -> int:
+        """Documents that are never torn: of one, or of a pair."""
+        return self.parts[0].rows.EACH
 
     @property
     def capacity(self) -> int | None:
-        """Tokens of a packed row; None: each document is a row of its own."""
-        return self.length if self.pack else None
+        """Tokens of a packed row, in which a pair fits too; None: each document is a row of its own."""
+        return self.each * self.length if self.pack else None
 
     @property
     def sources(self) -> tuple[Rows, ...]:
         """The choices of the parts, with what the mix says for all of them."""
         shared = {name: vars(self)[name] for name in SHARED}
         return tuple(replace(part.rows, **shared) for part in self.parts)
+
+    def settled(self) -> "Mixed":
+        """With every part as what its rows turn out to be. UserError if some are pairs and others are not."""
+        parts = tuple(replace(part, rows=part.rows.settled()) for part in self.parts)
+        if len({part.rows.EACH for part in parts}) > 1:
+            found = ", ".join(f"{part.rows.source} gives {type(part.rows).__name__} rows" for part in parts)
+            raise UserError(f"parts: all give pairs, or all give single answers; here {found}")
+        return replace(self, parts=parts)
 
     def check(self) -> None:
         """UserError if a source is not there, as far as can be told without reading it."""
@@ -124,15 +127,37 @@ class Mix(Data):
         return tuple(max(1, round(epoch * share)) for share in shares)
 
 
+@dataclass(frozen=True)
+class Part(Portion):
+    """One source of a mix. An epoch of the mix passes it `epochs` times; where shares are given, at most so often.
+
+    A mix with a stream has no epochs: its weights are the shares of each block.
+    """
+
+    rows: OneSource
+
+
+@dataclass(frozen=True)
+class Mix(Mixed):
+    """Rows of several sources. Shares are counted in rows.
+
+    Without weights an epoch holds all that its parts give, each its `epochs` or its `cap`. Weights fix the shares, and
+    a temperature above 1 evens them out (rows to the power of 1 / temperature): the epoch then ends with the part that
+    has first given all it may. What an epoch leaves of a part comes in the next ones, before any of it comes again.
+    """
+
+    parts: tuple[Part, ...]
+
+
 Learnable = OneSource | Mix  # what a recipe that learns from rows may read
 
 
-def streams(choice: Rows | Mix) -> bool:
+def streams(choice: Rows | Mixed) -> bool:
     """Whether rows are read while they are trained on, so that nobody knows how many there are."""
-    return any(part.rows.stream for part in Mix.of(choice).parts)
+    return any(part.rows.stream for part in Mixed.of(choice).parts)
 
 
-def check_ends(data: Rows | Mix, steps: int | None, validation: Rows | Mix | None) -> None:
+def check_ends(data: Rows | Mixed, steps: int | None, validation: Rows | Mixed | None) -> None:
     """FieldError if nobody knows when a run on a stream, or a validation, is to end."""
     if steps is None and streams(data):
         raise FieldError("steps", "is needed, as nobody knows how many steps a stream has")
@@ -140,9 +165,9 @@ def check_ends(data: Rows | Mix, steps: int | None, validation: Rows | Mix | Non
         raise FieldError("validation", "is measured whole: it cannot be a stream; `limit` takes the first rows")
 
 
-def title(choice: Rows | Mix) -> str:
+def title(choice: Rows | Mixed) -> str:
     """The sources and their splits, for people."""
-    return ", ".join(f"{rows.source} ({rows.split})" for rows in Mix.of(choice).sources)
+    return ", ".join(f"{rows.source} ({rows.split})" for rows in Mixed.of(choice).sources)
 
 
 @dataclass(frozen=True)

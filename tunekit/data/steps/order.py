@@ -12,9 +12,10 @@ Draw = Callable[[int], np.ndarray]
 
 
 class Order:
-    """Rows of all epochs. `draw(epoch)` names the documents of an epoch, some perhaps twice; None: each once.
+    """Rows of all epochs, of documents or of units that several documents make up, which nothing tears here.
 
-    `capacity` is the tokens of a packed row; None: each document is a row of its own.
+    `draw(epoch)` names those of an epoch, some perhaps twice; None: each once. `capacity` is the tokens of a packed
+    row; None: each is a row of its own.
     """
 
     def __init__(
@@ -23,8 +24,12 @@ class Order:
         self.lengths, self.seed, self.shuffle, self.capacity, self.draw = lengths, seed, shuffle, capacity, draw
         self.plan = lru_cache(maxsize=2)(self.planned)  # the next epoch's is made while this one still goes on
 
+    def shortened(self, saved: np.ndarray) -> "Order":
+        """The same of which so many tokens need no room."""
+        return Order(self.lengths - saved, self.seed, self.shuffle, self.capacity, self.draw)
+
     def drawn(self, epoch: int) -> np.ndarray:
-        """The documents of an epoch."""
+        """What an epoch holds."""
         return np.arange(len(self.lengths)) if self.draw is None else self.draw(epoch)
 
     def planned(self, epoch: int) -> Plan:
@@ -70,3 +75,13 @@ def plan(lengths: np.ndarray, drawn: np.ndarray, capacity: int | None, seed: tup
         order = random.permutation(len(packed))
     packed = packed.taken(order)
     return Plan(drawn[packed.documents], packed.bounds)
+
+
+def units(lengths: np.ndarray, each: int) -> np.ndarray:
+    """Tokens of all units, where `each` documents that follow each other are one."""
+    return lengths if each == 1 else lengths.reshape(-1, each).sum(axis=1)
+
+
+def documents(rows: list[np.ndarray], each: int) -> list[np.ndarray]:
+    """The documents of rows of units."""
+    return rows if each == 1 else [(row[:, None] * each + np.arange(each)).ravel() for row in rows]

@@ -26,13 +26,13 @@ def counted(count: float, noun: str) -> str:
 
 @dataclass(frozen=True)
 class Report:
-    """What an epoch holds. `longest` counts tokens, `truncated` documents; `packed` rows hold `length` tokens."""
+    """What an epoch holds. `longest` counts tokens, `truncated` documents; `packed` rows hold `capacity` tokens."""
 
     shares: tuple[Share, ...]
     longest: int
     truncated: int
     packed: int | None
-    length: int
+    capacity: int | None
     streamed: bool = False  # it is about the first block of a stream
 
     @property
@@ -50,7 +50,7 @@ class Report:
     @property
     def filled(self) -> float | None:
         """The used share of packed rows."""
-        return None if self.packed is None else self.tokens / (self.packed * self.length)
+        return self.tokens / (self.packed * self.capacity) if self.packed and self.capacity else None
 
     def __str__(self) -> str:
         parts = [

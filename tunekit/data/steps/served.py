@@ -1,11 +1,12 @@
 """What recipes step through, wherever its rows are."""
 
 from abc import ABC, abstractmethod
+from dataclasses import replace
 from typing import Any
 
 from tunekit.data.prepared.documents import Document, Documents
 from tunekit.data.steps.batch import Batch, Layout
-from tunekit.data.steps.mix import Mix
+from tunekit.data.steps.mix import Mixed
 from tunekit.data.steps.order import Order
 from tunekit.data.steps.report import Report
 
@@ -13,17 +14,36 @@ from tunekit.data.steps.report import Report
 class Loader(ABC):
     """`loader[step]`: the micro-batches of this rank.
 
-    `parts` are the documents of each part of the mix (of a stream, those of its first block), and `order` says which of
-    them share a row.
+    `parts` are the documents of each part of the mix (of a stream, those of its first block), and `order` says which
+    share a row: documents, or units of `mix.each` of them.
     """
 
-    mix: Mix
+    mix: Mixed
     layout: Layout
     parts: tuple[Documents, ...]
     order: Order
 
     @abstractmethod
     def __getitem__(self, step: int) -> list[Batch]: ...
+
+    def cross(self) -> None:
+        """From now on, batches have `others`: answers that do not belong to their prompts."""
+        self.layout = replace(self.layout, crossed=self.mix.length)
+
+    def share(self) -> bool:
+        """From now on, what documents of a unit begin with is written once in packed rows, which then hold more.
+
+        False where rows are not packed, or documents stand alone.
+        """
+        if self.mix.each == 1 or self.layout.capacity is None:
+            return False
+        self.layout = replace(self.layout, shared=True)
+        self.replan()
+        return True
+
+    @abstractmethod
+    def replan(self) -> None:
+        """Say anew which documents share a row, before the first step."""
 
     @abstractmethod
     def steps(self, epochs: int) -> int:
@@ -44,6 +64,10 @@ class Loader(ABC):
     @abstractmethod
     def sample(self, count: int) -> list[tuple[str, Document]]:
         """Some documents of the first step, and where they are from."""
+
+    @abstractmethod
+    def where(self, step: int) -> list[str]:
+        """Where the documents of a step are from, all ranks' of them. The step was made not long ago."""
 
     @property
     @abstractmethod

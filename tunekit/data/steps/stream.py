@@ -17,8 +17,9 @@ from tunekit.data.prepared.prepare import Bad, form, listed, tokenised, workers
 from tunekit.data.rows import Rows
 from tunekit.data.sources.source import open_source
 from tunekit.data.sources.table import Chunk, Fault, Place
-from tunekit.data.steps.mix import Draw, Mix
-from tunekit.data.steps.order import plan
+from tunekit.data.steps import prefix
+from tunekit.data.steps.mix import Draw, Mixed
+from tunekit.data.steps.order import documents, plan, units
 from tunekit.data.steps.packing import Plan
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import UserError
@@ -38,7 +39,7 @@ class Mark(NamedTuple):
 
 
 class Feed(Protocol):
-    """Documents without end."""
+    """Documents without end; they are taken in units, which nothing tears."""
 
     mark: Mark
     about: str
@@ -118,9 +119,9 @@ class Streaming:
             add(new, self.bad_rows)
 
     def take(self, count: int) -> Taken:
-        """The next documents."""
+        """The documents of the next units."""
         found: Taken = []
-        for _ in range(count):
+        for _ in range(count * self.rows.EACH):
             self.mark, document, where = next(self.documents)
             found.append((document, where))
         return found
@@ -140,16 +141,16 @@ class Streaming:
 class Passing:
     """Documents that are prepared already, in passes of an order of their own each."""
 
-    def __init__(self, documents: Documents, part: int, seed: int, shuffle: bool) -> None:
-        self.documents, self.mark, self.about = documents, Mark(), documents.prepared.form
-        self.draw = Draw([len(documents)], [1], seed + part, shuffle)
+    def __init__(self, found: Documents, each: int, seed: int, shuffle: bool) -> None:
+        self.documents, self.each, self.mark, self.about = found, each, Mark(), found.prepared.form
+        self.draw = Draw([len(found) // each], [1], seed, shuffle)
 
     def seek(self, mark: Mark) -> None:
         self.mark = mark
 
     def take(self, count: int) -> Taken:
-        """The next documents."""
-        numbers = self.draw.some(0, self.mark.taken, count).tolist() if count else []
+        """The documents of the next units."""
+        numbers = documents([self.draw.some(0, self.mark.taken, count)], self.each)[0].tolist() if count else []
         self.mark = Mark(taken=self.mark.taken + count)
         return [(self.documents[number], self.documents.where(number)) for number in numbers]
 
@@ -164,9 +165,13 @@ class Passing:
 
 
 class Block(NamedTuple):
-    """Documents that are shuffled and packed within themselves, how many of each source, and where these stood."""
+    """Documents that are shuffled and packed within themselves, how many units of each source, and where these stood.
+
+    `first` is the number of its first document; the plan is one of units.
+    """
 
     number: int
+    first: int
     before: list[Mark]
     behind: list[Mark]
     counts: list[int]
@@ -177,12 +182,13 @@ class Block(NamedTuple):
 class Blocks:
     """Blocks of a mix, one after the other; of each source as much as its share says."""
 
-    def __init__(self, mix: Mix, feeds: Sequence[Feed], seed: int, batch: int) -> None:
+    def __init__(self, mix: Mixed, feeds: Sequence[Feed], seed: int, batch: int) -> None:
         self.mix, self.feeds, self.seed, self.number = mix, feeds, seed, 0
         weights = np.array([1.0 if part.weight is None else part.weight for part in mix.parts])
         self.shares = weights / weights.sum()
-        most = max(1, min(DOCUMENTS, TOKENS // mix.length))
+        most = max(1, min(DOCUMENTS, TOKENS // mix.length) // mix.each)
         self.size = -(-most // batch) * batch
+        self.shared = False  # whether documents of a unit that begin alike take less room
 
     def seek(self, number: int, marks: Sequence[Mark]) -> None:
         """The next block is this one."""
@@ -196,11 +202,16 @@ class Blocks:
         bounds = [np.floor(self.shares * self.size * (number + more) + 1e-9).astype(int) for more in (0, 1)]
         counts = (bounds[1] - bounds[0]).tolist()
         taken = [one for feed, each in zip(self.feeds, counts, strict=True) for one in feed.take(each)]
-        documents = Documents([document for document, _ in taken], [where for _, where in taken])
-        seed = (self.seed, number) if self.mix.shuffle else None
-        rows = plan(documents.lengths, np.arange(len(documents)), self.mix.capacity, seed)
+        found = Documents([document for document, _ in taken], [where for _, where in taken])
         self.number += 1
-        return Block(number, before, [feed.mark for feed in self.feeds], counts, documents, rows)
+        first, behind = number * self.size * self.mix.each, [feed.mark for feed in self.feeds]
+        return Block(number, first, before, behind, counts, found, self.plan(found, number))
+
+    def plan(self, found: Documents, number: int) -> Plan:
+        """Which of the documents of a block share a row."""
+        lengths, seed = units(found.lengths, self.mix.each), (self.seed, number) if self.mix.shuffle else None
+        lengths = lengths - prefix.saved(found, self.mix.each) if self.shared else lengths
+        return plan(lengths, np.arange(len(lengths)), self.mix.capacity, seed)
 
     def stop(self) -> None:
         for feed in self.feeds:

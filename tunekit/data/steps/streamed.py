@@ -3,10 +3,13 @@
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
+
 from tunekit.data.prepared.documents import Document
+from tunekit.data.steps import prefix
 from tunekit.data.steps.batch import Batch, Layout
-from tunekit.data.steps.mix import Mix
-from tunekit.data.steps.order import Order
+from tunekit.data.steps.mix import Mixed
+from tunekit.data.steps.order import Order, documents, units
 from tunekit.data.steps.report import Report, Share
 from tunekit.data.steps.served import Loader
 from tunekit.data.steps.stream import Block, Blocks, Mark
@@ -20,7 +23,7 @@ class Streamed(Loader):
     block is made by a thread while this one trains. Every rank reads and prepares all rows: none waits for another.
     """
 
-    def __init__(self, mix: Mix, blocks: Blocks, layout: Layout) -> None:
+    def __init__(self, mix: Mixed, blocks: Blocks, layout: Layout) -> None:
         self.mix, self.blocks, self.layout = mix, blocks, layout
         self.vocab: int | None = None
         self.thread = ThreadPoolExecutor(1, "tunekit-stream")
@@ -28,8 +31,9 @@ class Streamed(Loader):
         self.marks: dict[int, tuple[int, list[Mark]]] = {}  # first step of a block -> its number, where sources stood
         self.first = self.behind = 0  # steps of the block at hand
         self.block = self.opening = self.blocks.next()
+        self.earlier = self.block, 0, 0  # the block before, with its first step and the one behind its last
         self.parts = (self.block.documents,)
-        self.order = Order(self.block.documents.lengths, blocks.seed, mix.shuffle, mix.capacity)
+        self.order = Order(units(self.block.documents.lengths, mix.each), blocks.seed, mix.shuffle, mix.capacity)
         self.begin(self.block)
 
     def begin(self, block: Block) -> None:
@@ -39,6 +43,7 @@ class Streamed(Loader):
             raise UserError(
                 f"the rows hold token {highest}, the model knows {self.vocab}: this tokenizer is another model's"
             )
+        self.earlier = self.block, self.first, self.behind
         self.block, self.first = block, self.behind
         self.behind += -(-len(block.plan) // self.layout.batch)
         known = self.marks | {self.first: (block.number, block.before), self.behind: (block.number + 1, block.behind)}
@@ -52,9 +57,25 @@ class Streamed(Loader):
         while step >= self.behind:
             self.begin(self.coming.result())
             self.coming = self.thread.submit(self.blocks.next)
-        rows, steps, at = len(self.block.plan), self.behind - self.first, step - self.first
-        part = self.block.plan.rows(rows * at // steps, rows * (at + 1) // steps)
-        return self.layout.batches(self.block.documents, part)
+        rows = self.numbers(self.block, step - self.first, self.behind - self.first)
+        return self.layout.batches(self.block.documents, rows, self.block.first)
+
+    def where(self, step: int) -> list[str]:
+        block, first, behind = self.earlier if step < self.first else (self.block, self.first, self.behind)
+        rows = self.numbers(block, step - first, behind - first)
+        return [block.documents.where(int(number)) for row in rows for number in row]
+
+    def numbers(self, block: Block, at: int, steps: int) -> list[np.ndarray]:
+        """The documents of each row of one of the steps that share a block."""
+        rows = len(block.plan)
+        return documents(block.plan.rows(rows * at // steps, rows * (at + 1) // steps), self.mix.each)
+
+    def replan(self) -> None:
+        self.blocks.shared, block = True, self.block
+        self.opening = block._replace(plan=self.blocks.plan(block.documents, block.number))
+        self.order = self.order.shortened(prefix.saved(block.documents, self.mix.each))
+        self.behind = self.first
+        self.begin(self.opening)
 
     def check(self, vocab: int) -> None:
         """UserError, now or when such a block comes, if the model has no embedding for a token."""
@@ -100,17 +121,18 @@ class Streamed(Loader):
 
     def sample(self, count: int) -> list[tuple[str, Document]]:
         """Some documents of the first step, and where they are from."""
-        numbers = self.opening.plan.documents[:count].tolist()
+        numbers = documents([self.opening.plan.documents], self.mix.each)[0][:count].tolist()
         return [(self.opening.documents.where(number), self.opening.documents[number]) for number in numbers]
 
     @property
     def report(self) -> Report:
         """What the first block holds."""
-        documents, shares, first = self.opening.documents, [], 0
+        found, shares, first = self.opening.documents, [], 0
         for rows, feed, count in zip(self.mix.sources, self.blocks.feeds, self.opening.counts, strict=True):
-            part = slice(documents.bounds[first], documents.bounds[first := first + count])
-            tokens, learnt = part.stop - part.start, int(documents.learnt[part].sum())
-            shares.append(Share(rows.source, feed.about, count, int(tokens), learnt, 0.0))
+            part = slice(first, first := first + count)
+            begin, end = (found.bounds[at * self.mix.each] for at in (part.start, part.stop))
+            tokens, learnt = int(self.order.lengths[part].sum()), int(found.learnt[begin:end].sum())
+            shares.append(Share(rows.source, feed.about, count, tokens, learnt, 0.0))
         packed = None if self.mix.capacity is None else len(self.opening.plan)
-        longest = int(documents.lengths.max())
-        return Report(tuple(shares), longest, documents.truncated, packed, self.mix.length, streamed=True)
+        longest = int(found.lengths.max())
+        return Report(tuple(shares), longest, found.truncated, packed, self.mix.capacity, streamed=True)

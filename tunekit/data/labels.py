@@ -1,0 +1,117 @@
+"""Rows with labels, for models that score: of whole texts, or of each step of an answer."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from tunekit.data import written
+from tunekit.data.chat.messages import column, string, talk, unwritten
+from tunekit.data.chat.plain import kind
+from tunekit.data.prepared.documents import Document
+from tunekit.data.rows import Ended, Fields, Rows, Templated, number
+from tunekit.data.signs import Sign
+from tunekit.data.tokenizer import Tokenizer
+from tunekit.data.written import Written
+from tunekit.errors import FieldError, UserError
+
+
+@dataclass(frozen=True)
+class Judged(Rows):
+    """Rows that are read whole for what is said of them."""
+
+    JUDGED: ClassVar = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.too_long == "split":
+            raise FieldError("too_long", "what is said of a text is not said of its parts: truncate or drop")
+
+
+@dataclass(frozen=True)
+class Labelled(Ended, Templated, Judged):
+    """Texts, or conversations that the chat template writes, each with a label.
+
+    It is a number, or one of the names in `classes`, which stands for its place among them.
+    """
+
+    text: str = "text"  # the column
+    messages: str = "messages"  # the column
+    label: str = "label"  # the column: a number, true or false, or a name
+    classes: tuple[str, ...] = ()  # the names; a label that is a number then counts them from 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if len(set(self.classes)) < len(self.classes):
+            raise FieldError("classes", "name each once")
+
+    def prepare(self, tokenizer: Tokenizer) -> Tokenizer:
+        return self.dressed(tokenizer)
+
+    def says(self, fields: Fields) -> str:
+        return f"texts with labels (column {self.label!r})"
+
+    def texts(self, tokenizer: Tokenizer, fields: Fields) -> list[Written]:
+        value = self.value(column(fields, self.label, "label"))
+        found = unwritten(fields.get(self.messages))
+        if found is not None:
+            text = written.conversation(tokenizer, talk(found, self.messages, fields.get("tools")), "all")
+        else:
+            text = written.raw(string(fields, self.text, "text"), self.end_of_text(tokenizer))
+        return [text._replace(values=(value,))]
+
+    def value(self, label: Any) -> float:
+        """What a label is in numbers."""
+        if isinstance(label, str):
+            if label not in self.classes:
+                known = f"is none of the `classes`: {', '.join(self.classes)}" if self.classes else "needs `classes`"
+                raise UserError(f"{self.label}: {label!r} {known}")
+            return float(self.classes.index(label))
+        value = number(label, self.label)
+        if self.classes and value not in range(len(self.classes)):
+            raise UserError(f"{self.label}: {label} counts none of the {len(self.classes)} `classes`, from 0 on")
+        return value
+
+
+@dataclass(frozen=True)
+class Stepped(Ended, Judged):
+    """A prompt and the steps of an answer to it, each with a label that stands at its last token: texts, in a row.
+
+    No token is put behind the last step.
+    """
+
+    prompt: str = "prompt"  # the column
+    completions: str = "completions"  # the column: a list of texts
+    labels: str = "labels"  # the column: a list of true or false, or of classes from 0 on
+    separator: str = "\n"  # what ends each step
+
+    def prepare(self, tokenizer: Tokenizer) -> Tokenizer:
+        return tokenizer
+
+    def says(self, fields: Fields) -> str:
+        return f"steps with labels (columns {self.completions!r}, {self.labels!r})"
+
+    def texts(self, tokenizer: Tokenizer, fields: Fields) -> list[Written]:
+        steps, labels = (column(fields, vars(self)[name], name) for name in ("completions", "labels"))
+        prompt, values = string(fields, self.prompt, "prompt"), self.values(steps, labels)
+        places, text = [], prompt
+        for step in steps:
+            start, text = len(text), text + step + self.separator
+            places.append((start, len(text)))
+        found = written.raw(text, self.end_of_text(tokenizer))
+        return [found._replace(learnt=places, signs=Sign.STEPS, values=values)]
+
+    def values(self, steps: Any, labels: Any) -> tuple[float, ...]:
+        """The labels of steps, in numbers."""
+        if not isinstance(steps, list) or not steps or not all(isinstance(step, str) and step for step in steps):
+            raise UserError(f"{self.completions}: want a list of texts, none of them empty")
+        if not isinstance(labels, list) or len(labels) != len(steps):
+            count = len(labels) if isinstance(labels, list) else kind(labels)
+            raise UserError(f"{self.labels}: want a list of {len(steps)}, one for each step, this is {count}")
+        values = tuple(number(label, self.labels) for label in labels)
+        if wrong := [value for value in values if value < 0 or value != int(value)]:
+            raise UserError(f"{self.labels}: want true or false, or classes from 0 on, not {wrong[0]:g}")
+        return values
+
+    def fitted(self, text: Written, document: Document) -> list[Document]:
+        if document.learnt[1:].sum() < len(text.values):
+            raise UserError("two steps end in one token, or the first token ends one: name another `separator`")
+        return super().fitted(text, document)
