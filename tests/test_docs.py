@@ -27,7 +27,7 @@ from tunekit.data.tokenizer import Tokenizer
 from tunekit.formats import Plain
 from tunekit.memory import Memory
 from tunekit.models.families.registry import FAMILIES, Family
-from tunekit.parallel import Run
+from tunekit.parallel.run import Run
 from tunekit.precision import Precision
 from tunekit.recipes.sft import SFT
 
@@ -146,9 +146,16 @@ def test_configs_load(page: str) -> None:
         load(SFT, BASE | ({"adapter": "lora"} if "weights" in part else {}) | part)
 
 
+@cache
+def known_keys() -> frozenset[str]:
+    """Those of all recipes."""
+    slots = (slot for name in catalog.recipes() for slot in every_slot(launch.recipe(name).RECIPE, Choices()))
+    return frozenset(".".join(path) for path, _ in slots)
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_keys_exist(page: str) -> None:
-    known = {".".join(path) for path, _ in every_slot(SFT, Choices())}
+    known = known_keys()
     first = {key.partition(".")[0] for key in known}
     told = [text for text in inline(page) if re.fullmatch(r"[a-z_]+(\.[a-z_]+)+", text)]
     unknown = [text for text in told if text.partition(".")[0] in first and text not in known]
