@@ -257,3 +257,31 @@ def test_probes_are_cheap_and_within_the_vocabulary(tmp_path: Path) -> None:
 def test_a_folder_that_nobody_looked_at(tmp_path: Path) -> None:
     assert verify.read(tmp_path) is None
     verify.insist(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("mean", "unexplained", "says"),
+    [
+        (0.004, 0.0, "; all of that comes from rounding the weights to the dtypes of the files; "),
+        (
+            0.004,
+            3e-5,
+            "; all but 3e-05 of the average comes from rounding the weights to the dtypes of the files, and up ",
+        ),
+        (0.004, 3e-5, " up to 0.0001 may be left; the likeliest token is the same at 99.0% of 99"),
+        (0.004, 0.004, "; up to 0.0001 on average is allowed; "),
+    ],
+)
+def test_the_verdict_says_what_comes_from_where(mean: float, unexplained: float, says: str) -> None:
+    told = str(verify.Verification(verify.FILES, 0.03, mean, unexplained, 0.99, 99, 1e-4, True))
+    assert told.startswith(
+        "verified: logits of model and files differ by 0.004 on average and by 0.03 at most, where 1 is"
+    )
+    assert says in told
+
+
+def test_scores_name_no_token() -> None:
+    found = verify.Verification(verify.FILES, 0.03, 0.004, 0.0, 1.0, 99, 1e-4, True, scores=True)
+    assert str(found).startswith("verified: scores of model and files differ by 0.004 on average")
+    assert "where 1 is how far all scores spread" in str(found) and "token is the same" not in str(found)
+    assert "give the same scores to the last bit" in str(replace(found, largest=0.0))

@@ -323,15 +323,17 @@ def verification(folder: Path) -> str:
         return "Nobody has compared these files with the model that they were made from."
     found = read_json(folder / VERIFICATION)
     how = "passed" if found["passed"] else "**failed**"
+    named = "scores" if found["scores"] else "logits"
     rows = [
-        ["mean difference of the logits", number(found["mean"])],
+        [f"mean difference of the {named}", number(found["mean"])],
         ["largest difference", number(found["largest"])],
         ["mean difference that rounding does not explain", number(found["unexplained"])],
-        ["same likeliest token", f"{found['top1']:.1%} of {found['tokens']}"],
     ]
+    if not found["scores"]:
+        rows.append(["same likeliest token", f"{found['top1']:.1%} of {found['tokens']}"])
     return (
         "After they were written, the files were read again and compared with the model itself on short prompts. "
-        f"This check {how}. Differences are in standard deviations of the logits.\n\n{table(['', ''], rows)}"
+        f"This check {how}. Differences are in standard deviations of the {named}.\n\n{table(['', ''], rows)}"
     )
 
 

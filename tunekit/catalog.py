@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import tunekit.recipes
+from tunekit.config.foreign import recipe_meant
 from tunekit.config.suggest import near
 from tunekit.errors import UserError
 
@@ -74,5 +75,7 @@ def hint(word: str, names: Iterable[str]) -> str:
 def _named(kind: str, word: str, known: dict[str, Path]) -> Path:
     name = word.removesuffix(".py").removesuffix(".yaml")
     if name not in known:
+        if kind == "recipe" and (meant := recipe_meant(name)):
+            raise UserError(f"no recipe '{word}': {meant}")
         raise UserError(f"no {kind} '{word}'{hint(name, known) or ';'} `tune ls` shows what there is")
     return known[name]

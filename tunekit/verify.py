@@ -75,16 +75,32 @@ class Verification:
     tokens: int
     tolerance: float  # on `unexplained`
     passed: bool
+    scores: bool = False  # what is compared are those of a head that scores: they name no token
 
     def __str__(self) -> str:
         if self.largest == 0 and self.passed:
-            return f"verified: {self.compared} give the same logits to the last bit ({self.tokens} tokens)"
+            return f"verified: {self.compared} give the same {self.named} to the last bit ({self.tokens} tokens)"
         verdict = "verified" if self.passed else "verification failed"
+        spread = "all scores spread" if self.scores else "the logits of a token spread"
+        likeliest = f"; the likeliest token is the same at {self.top1:.1%} of {self.tokens}"
         return (
-            f"{verdict}: logits of {self.compared} differ by {self.mean:.2g} of their spread on average and by "
-            f"{self.largest:.2g} at most; rounding explains it but for {self.unexplained:.2g} (allowed: "
-            f"{self.tolerance:.2g}); the likeliest token is the same at {self.top1:.1%} of {self.tokens}"
+            f"{verdict}: {self.named} of {self.compared} differ by {self.mean:.2g} on average and by "
+            f"{self.largest:.2g} at most, where 1 is how far {spread}; {self.reason}{'' if self.scores else likeliest}"
         )
+
+    @property
+    def named(self) -> str:
+        return "scores" if self.scores else "logits"
+
+    @property
+    def reason(self) -> str:
+        """Where the mean difference comes from, as far as that is known, and how much there may be."""
+        if self.unexplained == self.mean:
+            return f"up to {self.tolerance:.2g} on average is allowed"
+        rounding = "comes from rounding the weights to the dtypes of the files"
+        if self.unexplained == 0:
+            return f"all of that {rounding}"
+        return f"all but {self.unexplained:.2g} of the average {rounding}, and up to {self.tolerance:.2g} may be left"
 
     @property
     def figures(self) -> dict[str, float]:
@@ -200,7 +216,8 @@ def compare(
     whole, rest = distances([wanted, rounded or wanted], found)
     tolerance = max(tolerance, share * whole.mean)
     passed = rest.mean <= tolerance and rest.largest <= peak and whole.mean <= max(ROUNDING, tolerance)
-    return Verification(what, whole.largest, whole.mean, rest.mean, whole.top1, whole.tokens, tolerance, passed)
+    figures = whole.largest, whole.mean, rest.mean, whole.top1, whole.tokens
+    return Verification(what, *figures, tolerance, passed, found.scores)
 
 
 def distances(wanted: Sequence[Logits], found: Logits) -> list[Distance]:

@@ -99,6 +99,19 @@ def test_a_folder_without_config_or_weights(folder: Path) -> None:
     refused("no config.json, so this is no checkpoint folder", folder)
 
 
+def test_what_is_taken_for_a_checkpoint(folder: Path) -> None:
+    (folder / "config.json").rename(folder / "adapter_config.json")
+    refused(
+        f"no checkpoint folder but an adapter: `tune merge BASE {folder} OUT` makes one, and `adapter.start`", folder
+    )
+    run = folder.parent / "run"
+    run.mkdir()
+    folder.rename(run / "final")
+    refused(f"no checkpoint folder but a run whose result is an adapter: `tune merge BASE {run} OUT` makes one", run)
+    (run / "final/adapter_config.json").rename(run / "final/config.json")
+    refused(f"no checkpoint folder but a run: name its result, {run}/final", run)
+
+
 def header(length: int, body: bytes) -> bytes:
     return struct.pack("<Q", length) + body
 

@@ -78,13 +78,12 @@ def test_differences(sft):
     )
     assert differences(old, new) == [
         ("adapter.kind", "lora", "full"),
-        ("adapter.rank", 8, None),
-        ("adapter.alpha", 16.0, None),
-        ("adapter.targets", "all", None),
         ("optimizer.betas.1", 0.999, 0.5),
-        ("log.to", [], [{"kind": "wandb", "project": "tunekit"}]),
+        ("log.to.0.kind", None, "wandb"),
         ("batch", 64, 3),
     ]
+    old, new = (resolved(sft(f"adapter: {{kind: {kind}, rank: {rank}}}")) for kind, rank in (("lora", 8), ("dora", 4)))
+    assert differences(old, new) == [("adapter.kind", "lora", "dora"), ("adapter.rank", 8, 4)]
     assert differences({"a": True, "b": float("nan"), "c": 1}, {"a": 1, "b": float("nan"), "c": 1.0}) == [
         ("a", True, 1)
     ]

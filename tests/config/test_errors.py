@@ -61,10 +61,13 @@ def test_all_mistakes_come_at_once_with_file_and_line(tmp_path, tree):
         ("validation: words", "validation: expected keys of rows or null, got 'words'"),
         ("words: {a: 1}", "words.a: expected text, got 1; put text in quotes: '1'"),
         ("words: x", "words: expected a mapping, got 'x'"),
-        ("adapter: {rank: 3}", "adapter.rank: unknown key: 'rank' belongs to lora, dora; the kind here is full"),
+        (
+            "adapter: {rank: 3}",
+            "adapter.rank: unknown key: 'rank' belongs to lora, dora; the kind here is full: name another",
+        ),
         (
             "other: {kind: lora, magnitude: true}",
-            "other.magnitude: unknown key: 'magnitude' belongs to dora; the kind here is lora",
+            "other.magnitude: unknown key: 'magnitude' belongs to dora; the kind here is lora: name another",
         ),
         ("log: {batch: 3}", "log.batch: unknown key: 'batch' is a key of the top level: write batch"),
         ("length: 3", "length: unknown key: 'length' is a key of data and validation: write data.length"),

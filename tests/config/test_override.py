@@ -49,7 +49,7 @@ def test_the_same_kind_keeps_its_keys(sft, tree):
 
 def test_a_key_of_the_old_kind_from_the_command_line_is_a_mistake(errors):
     assert errors("adapter: lora", "adapter.rank=4", "adapter=full") == [
-        "command line: adapter.rank: unknown key: 'rank' belongs to lora, dora; the kind here is full"
+        "command line: adapter.rank: unknown key: 'rank' belongs to lora, dora; the kind here is full: name another"
     ]
 
 

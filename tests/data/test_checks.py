@@ -175,6 +175,16 @@ def test_a_planted_fault_is_found(nano: Tokenizer, name: str) -> None:
     assert "\n" not in str(one)
 
 
+def test_what_an_empty_answer_teaches(nano: Tokenizer) -> None:
+    """One of a pair is not what the model is taught to say; a text that is labelled may answer nothing."""
+    rows = some(empty)(nano, ordinary(nano))
+    assert "taught to end at once" in str(found(nano, rows)["empty answers"])
+    assert "that one is empty may be all that is learnt" in str(found(nano, rows, scored="pairs")["empty answers"])
+    judged = every(signed(Sign.GOOD))(nano, rows)
+    assert "that one is empty may be all that is learnt" in str(found(nano, judged)["empty answers"])
+    assert "empty answers" not in found(nano, rows, scored="labels")
+
+
 def test_the_first_rows_of_a_fault_are_named(nano: Tokenizer) -> None:
     told = found(nano, some(nothing, slice(11, 20))(nano, ordinary(nano)))["nothing learnt"]
     assert told.where == ("data.jsonl:12", "data.jsonl:13", "data.jsonl:14") and told.rows == (11, 12, 13)

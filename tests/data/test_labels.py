@@ -133,6 +133,7 @@ def test_a_run_does_not_go_on_with_other_labels() -> None:
 BAD = {
     "no label": (Labelled("x"), {"text": "fox"}, "label"),
     "a name without classes": (Labelled("x"), {"text": "fox", "label": "good"}, "label: 'good' needs `classes`"),
+    "a long one": (Labelled("x"), {"text": "fox", "label": "a" * 99}, f"label: '{'a' * 40}..' needs `classes`"),
     "no class": (
         Labelled("x", classes=("a", "b")),
         {"text": "fox", "label": "c"},

@@ -17,9 +17,12 @@ from tunekit import assemble
 from tunekit.checkpoint import write
 from tunekit.checkpoint.folder import Folder
 from tunekit.checkpoint.score import scoring
+from tunekit.data.labels import Labelled
 from tunekit.data.prepared.documents import Document, Documents
+from tunekit.data.rows import Preference
 from tunekit.data.signs import Sign
 from tunekit.data.steps.batch import Batch, Layout, blank
+from tunekit.data.steps.mix import Mixed
 from tunekit.errors import UserError
 from tunekit.formats import Plain
 from tunekit.losses.reward import BradleyTerry, Classification, Process, Regression, Scoring, scores
@@ -170,3 +173,16 @@ def test_labels_that_cannot_be(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=what):
             loss.check_labels([documents(kind == "steps")], 2)
     LOSSES["values"].check_labels([documents(False)], 1)
+
+
+def test_rows_of_another_kind_are_told_with_their_source_and_a_cure() -> None:
+    pairs, labels = Mixed.of(Preference("pairs.jsonl")), Mixed.of(Labelled("texts.jsonl"))
+    Regression().check(labels, "data")
+    with pytest.raises(UserError) as caught:
+        Classification().check(pairs, "data")
+    assert str(caught.value) == (
+        "data: these are preference rows, and `loss: classification` learns from labelled rows (pairs.jsonl): "
+        "take loss=bradleyterry, or other rows by data.source and data.kind=labelled"
+    )
+    with pytest.raises(UserError, match=r"\(texts.jsonl\): take loss=classification or regression, or other rows by"):
+        Process().check(labels, "validation")

@@ -41,6 +41,16 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+def instead(path: Path) -> str:
+    """What a folder is that people take for a checkpoint, and what to do with it."""
+    final = path / "final"
+    if (path / "adapter_config.json").is_file():
+        return f" but an adapter: `tune merge BASE {path} OUT` makes one, and `adapter.start` goes on from it"
+    if (final / "adapter_config.json").is_file():
+        return f" but a run whose result is an adapter: `tune merge BASE {path} OUT` makes one"
+    return f" but a run: name its result, {final}" if (final / "config.json").is_file() else ""
+
+
 @dataclass(frozen=True)
 class Folder:
     """A checkpoint on disk. Headers are read when first asked for, tensors one at a time."""
@@ -63,7 +73,7 @@ class Folder:
     def open(path: Path, name: str | None = None) -> "Folder":
         file = path / "config.json"
         if not file.is_file():
-            raise UserError(f"{path}: no config.json, so this is no checkpoint folder")
+            raise UserError(f"{path}: no config.json, so this is no checkpoint folder{instead(path)}")
         config = read_json(file)
         quantized.check(config, str(file))
         return Folder(path, name or str(path), config, *family(config, str(file)))

@@ -7,7 +7,7 @@ from tunekit.config.node import COMMAND, FAILED, Node
 from tunekit.config.problems import Path, Problems
 from tunekit.config.scalar import WORDS, number
 from tunekit.config.source import shown
-from tunekit.config.suggest import key_message, kind_message, listed
+from tunekit.config.suggest import key_message, key_of_word, kind_message, listed
 from tunekit.errors import FieldError, UserError
 
 
@@ -82,12 +82,21 @@ class Builder:
         if not isinstance(kind, str) or kind not in kinds:
             at = path if named is node else (*path, "kind")
             word = kind if isinstance(kind, str) else shown(kind)
-            self.problems.add(named.at if named else node.at, at, kind_message(word, kinds))
+            hint = self.word_hint(slot, kind, named, path) if named and isinstance(kind, str) else ""
+            self.problems.add(named.at if named else node.at, at, kind_message(word, kinds) + hint)
             return FAILED
         keys = {key: child for key, child in entries.items() if key != "kind"}
         cls = kinds[kind]
         base = slot.default if type(slot.default) is cls else None
         return self.make(cls, base, kinds, (Node(keys, node.at), path))
+
+    def word_hint(self, slot: Slot, word: str, node: Node, path: Path) -> str:
+        """How to write a word that names no kind, but may be what the usual one is to be told."""
+        key = key_of_word(word, self.choices.default_kind(slot), self.choices.kinds(slot))
+        if key is None:
+            return ""
+        meant = f"{'.'.join((*path, key))}={word}" if node.at == COMMAND else f"{path[-1]}: {{{key}: {word}}}"
+        return f"; for the {key} '{word}', write {meant}"
 
     def make(self, cls: type, base: Any, kinds: dict[str, type], written: tuple[Node, Path]) -> Any:
         """An instance of `cls` from what is written; `base` has the values of the keys that are not."""

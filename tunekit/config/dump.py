@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping
 from dataclasses import is_dataclass
+from itertools import zip_longest
 from typing import Any
 
 import yaml
@@ -53,21 +54,32 @@ def _escaped(data: Any) -> Any:
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    """(dotted key, old, new) of every value that differs between two resolved configs; None where there is none."""
+    """(dotted key, old, new) of every value that differs between two resolved configs; None where there is none.
+
+    Of two kinds, what only one of them can be told is no difference beside the kind itself; nor is that of a choice
+    which only one of two lists has.
+    """
     return _differences("", old, new)
 
 
 def _differences(at: str, old: Any, new: Any) -> list[tuple[str, Any, Any]]:
     if isinstance(old, Mapping) and isinstance(new, Mapping):
-        pairs = [(key, old.get(key), new.get(key)) for key in dict.fromkeys([*old, *new])]
-    elif isinstance(old, list | tuple) and isinstance(new, list | tuple) and len(old) == len(new):
-        pairs = [(str(i), was, now) for i, (was, now) in enumerate(zip(old, new, strict=True))]
+        other = old.get("kind") != new.get("kind")
+        keys = [key for key in dict.fromkeys([*old, *new]) if key == "kind" or not other or (key in old and key in new)]
+        pairs = [(key, old.get(key), new.get(key)) for key in keys]
+    elif isinstance(old, list | tuple) and isinstance(new, list | tuple) and (len(old) == len(new) or _kinds(old, new)):
+        pairs = [(str(i), was, now) for i, (was, now) in enumerate(zip_longest(old, new, fillvalue={"kind": None}))]
     else:
         same = (
             old is new or (old == new and isinstance(old, bool) == isinstance(new, bool)) or (old != old and new != new)
         )
         return [] if same else [(at, old, new)]
     return [found for key, was, now in pairs for found in _differences(f"{at}.{key}" if at else key, was, now)]
+
+
+def _kinds(*lists: list[Any] | tuple[Any, ...]) -> bool:
+    """Whether lists hold choices, each of which names its kind."""
+    return all(isinstance(item, Mapping) and "kind" in item for items in lists for item in items)
 
 
 class _Dumper(yaml.SafeDumper):

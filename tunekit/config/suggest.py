@@ -1,9 +1,10 @@
 """What a person may have meant by a key or a kind that does not exist."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
-from tunekit.config.choices import Choices, every_slot, slots
+from tunekit.config.choices import REQUIRED, Choices, every_slot, members, slots
+from tunekit.config.foreign import key_meant
 from tunekit.config.problems import Path
 
 _SHOWN = 12  # names that still help when they are listed
@@ -16,11 +17,24 @@ def near(word: str, words: Iterable[str]) -> str | None:
     return known[found[0]] if found else None
 
 
-def kind_message(kind: str, kinds: Iterable[str]) -> str:
-    kinds = list(kinds)
+def kind_message(kind: str, kinds: Mapping[str, type]) -> str:
+    """All kinds are told, by what they say they are `about` where there are many."""
     nearest = near(kind, kinds)
     meant = f", did you mean '{nearest}'?" if nearest else ";"
-    return f"unknown kind '{kind}'{meant} there is {listed(kinds)}"
+    groups: dict[str, list[str]] = {}
+    for name, cls in kinds.items() if len(kinds) > _SHOWN else ():
+        about = next((vars(base)["about"] for base in cls.__mro__ if "about" in vars(base)), "others")
+        groups.setdefault(about, []).append(name)
+    told = [f"{about}: {', '.join(names)}" for about, names in groups.items()]
+    return f"unknown kind '{kind}'{meant} there is{', ' + '; '.join(told) if len(told) > 1 else f' {listed(kinds)}'}"
+
+
+def key_of_word(word: str, kind: str | None, kinds: Mapping[str, type]) -> str | None:
+    """The only key that the usual kind must be told, if a text may stand there that is no kind."""
+    if kind is None or near(word, kinds):
+        return None
+    needed = [(name, slot) for name, slot in slots(kinds[kind]).items() if slot.default is REQUIRED]
+    return needed[0][0] if len(needed) == 1 and str in members(needed[0][1].hint) else None
 
 
 def key_message(root: type, path: Path, kind: type, kinds: dict[str, type], choices: Choices) -> str:
@@ -32,9 +46,13 @@ def key_message(root: type, path: Path, kind: type, kinds: dict[str, type], choi
     owners = [name for name, cls in kinds.items() if key in slots(cls)]
     if owners:
         own = next(name for name, cls in kinds.items() if cls is kind)
-        return f"unknown key: '{key}' belongs to {', '.join(owners)}; the kind here is {own}"
+        return f"unknown key: '{key}' belongs to {', '.join(owners)}; the kind here is {own}: name another"
     below = [(*path[:-1], *rest) for rest, _ in every_slot(kind, choices, 2) if rest[-1] == key]
-    places = below or [place for place, _ in every_slot(root, choices) if place[-1] == key]
+    whole = [place for place, _ in every_slot(root, choices)]
+    keys = {".".join(part for part in place if part != "0") for place in whole}
+    if (len(path) == 1 or not below) and (meant := key_meant(key, keys)):
+        return f"unknown key; {meant}"
+    places = below or [place for place in whole if place[-1] == key]
     places = list(dict.fromkeys(places))[:3]
     if places:
         owners = [".".join(place[:-1]) or "the top level" for place in places]

@@ -166,8 +166,12 @@ def stops(of: Subject) -> Iterator[Finding]:
 
 
 def empty_answers(of: Subject) -> Iterator[Finding]:
+    if of.use.scored == "labels":
+        return  # a text may be one that answers nothing
     rows = of.begins & (of.measured.targets == 1) & (of.measured.ended == 1) | (of.signs & Sign.EMPTY_TURN > 0)
-    says = "{rows} {have} an empty answer: the model is taught to end at once"
+    judged = of.use.scored == "pairs" or bool((of.signs & (Sign.GOOD | Sign.BAD)).any())
+    taught = "that one is empty may be all that is learnt" if judged else "the model is taught to end at once"
+    says = f"{{rows}} {{have}} an empty answer: {taught}"
     yield from of.finding("doubtful", "empty answers", rows, says, "take them out")
 
 
@@ -350,7 +354,7 @@ CHECKS: tuple[Check, ...] = (
     warm_up,
 )
 # Of a model that writes nothing.
-WRITING = {terminators, stops, cut_answers, empty_answers, constant_answers, learnt_share, tokens_named}
+WRITING = {terminators, stops, cut_answers, constant_answers, learnt_share, tokens_named}
 SCORING: tuple[Check, ...] = (cut_rows, constant_labels)
 
 

@@ -13,6 +13,8 @@ from tunekit.data.tokenizer import Tokenizer
 from tunekit.data.written import Written
 from tunekit.errors import FieldError, UserError
 
+LONGEST = 40  # characters of a label that are shown
+
 
 @dataclass(frozen=True)
 class Judged(Rows):
@@ -60,15 +62,28 @@ class Labelled(Ended, Templated, Judged):
 
     def value(self, label: Any) -> float:
         """What a label is in numbers."""
+        if label is None:
+            raise UserError(f"{self.label}: is null, and a row needs its label: bad_rows=skip passes over such rows")
         if isinstance(label, str):
             if label not in self.classes:
-                known = f"is none of the `classes`: {', '.join(self.classes)}" if self.classes else "needs `classes`"
-                raise UserError(f"{self.label}: {label!r} {known}")
+                raise UserError(f"{self.label}: {shortened(label)} {self.strange}")
             return float(self.classes.index(label))
         value = number(label, self.label)
         if self.classes and value not in range(len(self.classes)):
             raise UserError(f"{self.label}: {label} counts none of the {len(self.classes)} `classes`, from 0 on")
         return value
+
+    @property
+    def strange(self) -> str:
+        """What is wrong with a label that is a text, and what to do."""
+        if self.classes:
+            return f"is none of the `classes`: {', '.join(self.classes)}"
+        return "needs `classes`, the names of all (loss=classification), as it is text; a value is a number, unquoted"
+
+
+def shortened(text: str) -> str:
+    """A text as it is quoted in a message."""
+    return repr(text if len(text) <= LONGEST else f"{text[:LONGEST]}..")
 
 
 @dataclass(frozen=True)

@@ -390,8 +390,7 @@ class Preference(Compared):
         return f"preference pairs (columns {self.chosen!r}, {self.rejected!r})"
 
     def texts(self, tokenizer: Tokenizer, fields: Fields) -> list[Written]:
-        chosen = unwritten(column(fields, self.chosen, "chosen"))
-        rejected = unwritten(column(fields, self.rejected, "rejected"))
+        chosen, rejected = (answer(fields, vars(self)[side], side) for side in ("chosen", "rejected"))
         prompt = unwritten(fields.get(self.prompt))
         if chosen == rejected:
             raise UserError(f"{self.chosen} and {self.rejected} are the same: nothing is preferred")
@@ -424,10 +423,21 @@ class Marked(Compared, Completion):
         return [text._replace(signs=text.signs | (Sign.GOOD if good else Sign.BAD))]
 
 
+def answer(fields: Fields, name: str, option: str) -> Any:
+    """A side of a pair; UserError if nothing stands there at all."""
+    found = unwritten(column(fields, name, option))
+    if found is None or found == []:
+        told = "null" if found is None else "an empty list"
+        raise UserError(
+            f"{name}: is {told}, and a pair is two answers: write it, or pass over such rows: bad_rows=skip"
+        )
+    return found
+
+
 def number(value: Any, name: str) -> float:
     """What a column says in numbers; true is 1 and false 0."""
     if not isinstance(value, int | float) or not math.isfinite(value):
-        raise UserError(f"{name}: want a number, this is {kind(value) if isinstance(value, str) else repr(value)}")
+        raise UserError(f"{name}: want a number, this is {repr(value) if isinstance(value, float) else kind(value)}")
     return float(value)
 
 

@@ -20,6 +20,7 @@ from tunekit.errors import UserError
 from tunekit.hub import large, trouble
 from tunekit.hub.large import Files
 
+RUNS = "runs/"  # where configs put runs: no such name is asked for on the Hub, which may be slow to say no
 READ = Files()
 # All but the weights of a whole model.
 SMALL = Files((*large.SMALL, "adapter_model.safetensors"))
@@ -40,6 +41,8 @@ def resolve(name: str, files: Files = READ) -> Path:
     if name.startswith("tunekit/"):
         raise UserError(bundled.advice(name))
     repo, _, revision = name.partition("@")
+    if name.startswith(RUNS):
+        raise UserError(f"no such folder: {name}: train it first, or name another model")
     if name.startswith((".", "/", "~")) or "\\" in name or repo.count("/") > 1:
         raise UserError(f"no such folder: {name}")
     place = download(repo, revision or None, files)

@@ -132,7 +132,7 @@ def time(plan: Plan) -> str:
         kind = plan.machine.kind
         assert kind is not None
         lines.append(f"about {span(pace.seconds)} a step{spent(pace)}, {plan.tokens / pace.seconds:,.0f} tokens/s")
-        guess = " (taken for one by its memory; --gpu says which)" if plan.machine.taken else ""
+        guess = " (no kind is named; --gpu says which)" if plan.machine.taken else ""
         lines.append(
             f"if {plan.machine.reached:.0%} of the {kind.tflops:,.0f} TFLOP/s of one {kind.label} are reached{guess}"
         )
@@ -180,6 +180,14 @@ def span(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
+# Overrides of a fit that change what is learnt, and not only where and when it is computed.
+LEARNT = {
+    "clip=0": "clip=0: gradients are no longer cut at a length, so watch the loss, or set a lower optimizer.lr",
+    "optimizer=adamw8bit": "optimizer=adamw8bit: its moments are rounded to 8 bits, so the course differs a little",
+    "precision.trained=bf16": "precision.trained=bf16: small steps are lost in rounding, so the course differs",
+}
+
+
 def fitted(found: Found) -> str:
     """The overrides of what fits."""
     if not found.words:
@@ -188,7 +196,8 @@ def fitted(found: Found) -> str:
     told = "" if seconds is None else f", {span(seconds)} a step"
     host = found.plan.room.host * found.plan.machine.per_host
     away = f", {gib(host)} GiB of the memory of each host" if host else ""
-    return f"fit: {' '.join(found.words)}\n     {gib(found.plan.peak.total)} GiB at most{away}{told}"
+    text = f"fit: {' '.join(found.words)}\n     {gib(found.plan.peak.total)} GiB at most{away}{told}"
+    return "\n     ".join([text, *(said for word, said in LEARNT.items() if word in found.words)])
 
 
 def gib(bytes: int) -> str:

@@ -1,0 +1,160 @@
+"""Names of other trainers are answered by ours, and what the tables say is so."""
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+from transformers import TrainingArguments
+from trl import DistillationConfig, DPOConfig, KTOConfig, RewardConfig
+from trl.experimental.gkd import GKDConfig
+
+from tunekit import catalog, cli, launch
+from tunekit.config.choices import Choices, every_slot, slots
+from tunekit.config.foreign import RECIPES, TABLE, key_meant, recipe_meant
+from tunekit.config.load import load
+from tunekit.config.problems import ConfigError
+
+DOCS = Path(__file__).parents[2] / "docs"
+OTHERS = {"num_labels", "id2label", "label2id", "margin", "peft_config", "ref_model"}  # of no config class
+TRAIN = ("sft", "preference", "reward", "distill")
+
+
+def keys(recipe: str) -> set[str]:
+    places = (place for place, _ in every_slot(launch.recipe(recipe).RECIPE, Choices()))
+    return {".".join(part for part in place if part != "0") for place in places}
+
+
+KEYS = {name: keys(name) for name in catalog.recipes()}
+
+
+@pytest.mark.parametrize("row", TABLE, ids=lambda row: f"{row.names.split()[0]}-{row.key}")
+def test_a_line_is_of_use(row) -> None:
+    """It is what some recipe answers by: the keys are there, and no line before it hides it."""
+    for name in row.names.split():
+        told = [key_meant(name, found) for found in KEYS.values()]
+        wanted = f"here it is {row.key}{': ' if row.how else ''}{row.how}" if row.key else row.how
+        assert wanted in told, name
+
+
+def test_a_key_of_ours_is_not_taken_for_a_foreign_one() -> None:
+    for recipe in TRAIN:
+        own = set(slots(launch.recipe(recipe).RECIPE))
+        assert not own & {name for row in TABLE for name in row.names.split()}, recipe
+
+
+@pytest.mark.parametrize(
+    ("config", "word", "says"),
+    [
+        ("nano/dpo", "learning_rate", "here it is optimizer.lr"),
+        ("nano/dpo", "per_device_train_batch_size", "here it is micro_batch: `batch` is the rows of one optimizer"),
+        ("nano/dpo", "gradient_accumulation_steps", "here it is batch: "),
+        ("nano/dpo", "num_train_epochs", "here it is epochs"),
+        ("nano/dpo", "precompute_ref_log_probs", "here it is reference: write reference=cached"),
+        ("nano/dpo", "max_length", "here it is data.length: it bounds each answer with its prompt"),
+        ("nano/dpo", "ref_model", "here it is reference: not another model"),
+        ("nano/dpo", "loss_type", "here it is loss: write loss=ipo"),
+        ("nano/dpo", "reward_weights", "reward functions are of GRPO, which is not here"),
+        ("nano/dpo", "beta", "'beta' is a key of loss.0"),
+        ("nano/dpo", "loss.0.label_smoothing", "here it is loss.smoothing"),
+        ("nano/dpo", "optimizer.learning_rate", "here it is optimizer.lr"),
+        ("nano/distill", "lmbda", "here it is on_policy.share"),
+        ("nano/distill", "temperature", "here it is loss.temperature"),
+        ("nano/distill", "beta", "here it is loss.beta: with loss=jensenshannon"),
+        ("nano/distill", "max_completion_length", "here it is on_policy.tokens"),
+        ("nano/dpo", "max_completion_length", "here it is data.length"),
+        ("nano/reward", "num_labels", "here it is loss.classes"),
+        ("nano/reward", "center_rewards_coefficient", "here it is loss.center"),
+        ("nano/reward", "max_length", "here it is data.length: what is longer is cut"),
+        ("nano/tools", "num_labels", "classes are counted by the recipe reward"),
+    ],
+)
+def test_a_name_of_another_trainer_is_answered(config: str, word: str, says: str) -> None:
+    path = catalog.config("nano/tools_lora" if config == "nano/tools" else config)
+    recipe = catalog.written_for(path)
+    assert recipe is not None
+    with pytest.raises(ConfigError) as caught:
+        load(launch.recipe(recipe).RECIPE, path, [f"{word}=1"])
+    (line,) = caught.value.lines
+    assert f"{word}: unknown key" in line and says in line
+
+
+@pytest.mark.parametrize(
+    ("config", "word", "says"),
+    [
+        (
+            "nano/distill",
+            "teacher=g/teacher",
+            "there is live or stored; for the model 'g/teacher', write teacher.model=g/",
+        ),
+        ("nano/dpo", "data=my.jsonl", "; for the source 'my.jsonl', write data.source=my.jsonl"),
+        ("nano/dpo", "loss=dop", "did you mean 'dpo'? there is, for pairs, compared with a reference: dpo, sigmoid"),
+        (
+            "nano/dpo",
+            "loss=dop",
+            "; for pairs, without a reference: sft, cpo, simpo, alphapo, orpo; for single answers",
+        ),
+        ("nano/dpo", "loss=dop", "that are marked: kto, bco, apo_zero_unpaired"),
+    ],
+)
+def test_a_word_that_is_no_kind_is_answered(config: str, word: str, says: str) -> None:
+    path = catalog.config(config)
+    with pytest.raises(ConfigError) as caught:
+        load(launch.recipe(catalog.written_for(path) or "").RECIPE, path, [word])
+    (line,) = caught.value.lines
+    assert says in line
+
+
+def test_in_a_file_such_a_word_is_answered_in_yaml() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(launch.recipe("distill").RECIPE, "model: m\ndata: {source: s}\nout: o\nteacher: g/teacher\n")
+    assert caught.value.lines[0].endswith("; for the model 'g/teacher', write teacher: {model: g/teacher}")
+    with pytest.raises(ConfigError) as caught:
+        load(launch.recipe("distill").RECIPE, "model: m\ndata: {source: s}\nout: o\nteacher: lived\n")
+    assert caught.value.lines[0].endswith("did you mean 'live'? there is live or stored")
+
+
+def test_losses_that_are_told_are_losses() -> None:
+    slot = next(
+        slot for place, slot in every_slot(launch.recipe("preference").RECIPE, Choices()) if place == ("loss", "0")
+    )
+    assert set(RECIPES[0][0].split()) <= set(Choices().kinds(slot))
+    for names, _ in RECIPES:
+        assert not set(names.split()) & set(catalog.recipes())
+
+
+@pytest.mark.parametrize(
+    ("word", "says"),
+    [
+        ("dpo", "it is a loss of the recipe preference: tune run preference CONFIG loss=dpo"),
+        ("KTO", "tune run preference CONFIG loss=kto"),
+        ("grpo", "which is not here: there is preference"),
+        ("full_finetune_single_device", "tune run sft llama3_2/1b_full"),
+    ],
+)
+def test_a_recipe_of_another_trainer_is_answered(word: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["run", word, "nano/dpo"]) == 2
+    assert f"error: no recipe '{word}': " in (told := capsys.readouterr().err) and says in told
+    assert recipe_meant("sft") is None
+
+
+def test_configs_that_are_told_are_there() -> None:
+    words = {word.strip(",:") for _, how in RECIPES for word in how.split() if "/" in word}
+    assert words <= set(catalog.configs())
+
+
+@pytest.mark.parametrize(
+    ("page", "configs"),
+    [("reward", (RewardConfig,)), ("distill", (GKDConfig, DistillationConfig)), ("preference", (DPOConfig, KTOConfig))],
+)
+def test_tables_name_keys_of_trl(page: str, configs: tuple[type, ...]) -> None:
+    """What stands in the first column is a key of TRL, and a number in brackets behind it a default of it."""
+    fields = [(field.name, field.default) for one in (TrainingArguments, *configs) for field in dataclasses.fields(one)]
+    text = (DOCS / f"{page}.md").read_text().partition("## From TRL")[2]
+    rows = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
+    told = {code.partition("=")[0] for row in rows for code in row.split("`")[1::2] if code[0].islower()}
+    assert len(told) > 4 and told - OTHERS <= {name for name, _ in fields}
+    for name, brackets in (found for row in rows for found in re.findall(r"`([a-z_]+)`,? \(([^)]*\d[^)]*)\)", row)):
+        assert {float(number) for number in re.findall(r"(?<!\w)[\d.]+(?:e-\d+)?", brackets)} <= {
+            float(default) for field, default in fields if field == name and isinstance(default, int | float)
+        }, name

@@ -1,0 +1,175 @@
+"""What other trainers (TRL, torchtune, axolotl) call a key or a recipe, and what stands for it here."""
+
+from collections.abc import Collection
+from typing import NamedTuple
+
+Key = str  # a key from the top of a config, as people write it on the command line
+
+
+class Row(NamedTuple):
+    """A line of the table. Of several lines of a name, the first that fits a recipe tells what is meant there.
+
+    One fits where the recipe has the key, and the key `where`; a line without a key fits everywhere.
+    """
+
+    names: str  # with spaces between
+    key: Key
+    how: str = ""  # in what its meaning or use differs
+    where: Key | None = None
+
+
+# Names of several trainers stand side by side where they mean the same.
+TABLE = (
+    Row("learning_rate", "optimizer.lr"),
+    Row("weight_decay", "optimizer.decay", "norms and biases never decay"),
+    Row("optim", "optimizer", "adamw, adamw8bit, muon or sgd"),
+    Row("lr_scheduler lr_scheduler_type", "schedule", "cosine, linear, constant or wsd"),
+    Row("warmup_ratio warmup_steps num_warmup_steps", "schedule.warmup", "steps, or below 1 a share of all steps"),
+    Row("max_grad_norm clip_grad_norm gradient_clipping", "clip", "0 turns it off"),
+    Row(
+        "per_device_train_batch_size train_batch_size batch_size micro_batch_size",
+        "micro_batch",
+        "`batch` is the rows of one optimizer step over all devices",
+    ),
+    Row(
+        "gradient_accumulation_steps accumulation_steps",
+        "batch",
+        "the rows of one optimizer step over all devices: `micro_batch` times the devices times the accumulated passes",
+    ),
+    Row("num_train_epochs num_epochs", "epochs"),
+    Row("max_steps", "steps", "optimizer steps, in place of `epochs`"),
+    Row("max_steps_per_epoch", "steps", "optimizer steps of the whole run, not of an epoch"),
+    Row("save_steps", "save_every"),
+    Row("save_total_limit", "keep", "states to resume from; the result is kept beside them"),
+    Row("eval_steps run_val_every_n_steps", "validate_every", "in optimizer steps; it needs `validation`"),
+    Row("logging_steps log_every_n_steps", "log.every"),
+    Row("report_to metric_logger", "log.to", "a list, such as [wandb]"),
+    Row("wandb_project", "log.to", "[{kind: wandb, project: NAME}]"),
+    Row("output_dir", "out"),
+    Row("hub_model_id", "push.repo"),
+    Row("model_name_or_path base_model pretrained_model_name_or_path", "model"),
+    Row("model_max_length max_seq_len max_seq_length sequence_len cutoff_len", "data.length", "in tokens"),
+    Row("max_length", "data.length", "it bounds each answer with its prompt; what is longer is cut at the end", "tail"),
+    Row("max_length", "data.length", "what is longer is cut at the end, and left out with data.too_long=drop"),
+    Row("max_prompt_length", "data.length", "it bounds prompt and answer together, and nothing bounds a prompt alone"),
+    Row("max_completion_length max_new_tokens", "on_policy.tokens", "the longest answer that the student writes"),
+    Row("max_new_tokens", "sampling.tokens", "the longest answer"),
+    Row(
+        "max_completion_length max_target_length",
+        "data.length",
+        "it bounds prompt and answer together, and nothing bounds an answer alone",
+    ),
+    Row("dataset datasets dataset_name dataset_path train_file", "data.source"),
+    Row("eval_dataset dataset_val val_set_size", "validation", "rows as in `data`, perhaps another `split`"),
+    Row("packing packed sample_packing", "data.pack"),
+    Row("chat_template chat_template_path", "data.template", "a Jinja file; by default the checkpoint's own"),
+    Row(
+        "train_on_inputs train_on_input completion_only_loss assistant_only_loss masking_strategy",
+        "data.learn",
+        "assistant, last, all, marked, or a list of roles",
+    ),
+    Row("peft_config use_peft use_lora", "adapter", "write adapter=lora"),
+    Row("lora_r lora_rank", "adapter.rank", "with adapter=lora"),
+    Row("lora_alpha", "adapter.alpha", "with adapter=lora"),
+    Row("lora_dropout", "adapter.dropout", "with adapter=lora"),
+    Row(
+        "lora_target_modules target_modules lora_attn_modules", "adapter.targets", "with adapter=lora; a list, or `all`"
+    ),
+    Row("use_dora", "adapter", "write adapter=dora"),
+    Row("use_rslora", "adapter.rslora", "with adapter=lora"),
+    Row("load_in_4bit quantize_base quantization_config", "weights", "write weights=nf4; QLoRA has an adapter too"),
+    Row("gradient_checkpointing enable_activation_checkpointing", "memory.recompute"),
+    Row("activation_offloading enable_activation_offloading", "memory.offload"),
+    Row("optimizer_in_bwd", "memory.step_in_backward"),
+    Row("torch_compile", "memory.compile"),
+    Row("bf16 fp16 dtype torch_dtype", "precision.compute", "bf16 or fp32"),
+    Row("resume_from_checkpoint auto_resume", "", "the same command goes on by itself, and --fresh starts over"),
+    Row("deepspeed fsdp fsdp_config", "parallel", "several devices share the weights by themselves: tune run --gpus N"),
+    # preferences
+    Row(
+        "ref_model ref_model_name_or_path reference_model",
+        "reference",
+        "not another model, but what training began with: off, copy or cached",
+    ),
+    Row("precompute_ref_log_probs", "reference", "write reference=cached"),
+    Row("precompute_ref_batch_size", "reference", "write reference=cached; it asks `micro_batch` rows at once"),
+    Row(
+        "sync_ref_model ref_model_mixup_alpha ref_model_sync_steps",
+        "reference",
+        "the reference stays what training began with, and follows nothing",
+    ),
+    Row("loss_type rl", "loss", "write loss=ipo, or a list of several", "reference"),
+    Row("loss_type", "loss", "forwardkl, reversekl, jensenshannon or another divergence", "teacher"),
+    Row("loss_type", "loss"),
+    Row("loss_weights", "loss.weight", "each term has its own: loss='[{kind: dpo, weight: 0.8}, sft]'"),
+    Row("rl_beta", "loss.beta"),
+    Row("reward_weights reward_funcs", "", "reward functions are of GRPO, which is not here; a sum of losses (recipe "
+        "preference) has a `weight` in each term"),
+    Row("label_smoothing label_smoothing_factor", "loss.smoothing"),
+    Row("f_divergence_type", "loss.divergence"),
+    Row("f_alpha_divergence_coef", "loss.divergence", "{kind: alpha_divergence, alpha: 0.5}"),
+    Row("ld_alpha", "tail"),
+    Row("discopop_tau", "loss.tau", "with loss=discopop"),
+    Row("desirable_weight", "loss.good", "with loss=kto"),
+    Row("undesirable_weight", "loss.bad", "with loss=kto"),
+    Row("simpo_gamma", "loss.gamma", "with loss=simpo"),
+    Row("cpo_alpha", "loss.nll", "with loss=cpo"),
+    # scores
+    Row("num_labels", "loss.classes", "with loss=classification; or name the classes in data.classes"),
+    Row("num_labels", "", "classes are counted by the recipe reward: loss=classification loss.classes=N"),
+    Row("id2label label2id", "data.classes", "the names in their order, with data.kind=labelled"),
+    Row("center_rewards_coefficient", "loss.center", "with loss=bradleyterry; TRL recommends 0.01"),
+    Row("step_separator", "data.separator", "with data.kind=stepped; a line break by default"),
+    # teachers
+    Row("teacher_model_name_or_path teacher_model", "teacher.model"),
+    Row("teacher_model_revision", "teacher.model", "NAME@REVISION"),
+    Row("teacher_model_init_kwargs", "teacher", "its `weights` and `precision` say how it is kept"),
+    Row("lmbda", "on_policy.share", "the share of the rows of each step, where TRL draws for a whole batch"),
+    Row("seq_kd", "", "write the teacher's answers by the recipe generate first, and learn from those rows"),
+    Row("temperature", "loss.temperature", "of what both models expect; answers of the student are drawn at "
+        "on_policy.temperature, which is what GKDTrainer means, while DistillationTrainer means both", "teacher"),
+    Row("top_p", "on_policy.top_p", "", "teacher"),
+    Row("top_k", "on_policy.top_k", "null for all tokens, where TRL says 0"),
+    Row("beta", "loss.beta", "with loss=jensenshannon; 0 is forwardkl and 1 reversekl", "teacher"),
+    Row("kd_ratio", "loss.truth", "1 - kd_ratio"),
+    Row("alpha", "loss.truth", "the share of the rows' own tokens in the loss; loss.alpha is the skew of skewedkl, "
+        "adapter.alpha the scale of a LoRA", "teacher"),
+)  # fmt: skip
+
+PREFERENCE = "it is a loss of the recipe preference: tune run preference CONFIG loss={name}"
+ONLINE = (
+    "it rewards answers that are drawn in training, which is not here: there is preference (dpo, kto, orpo, simpo and \
+others) for pairs and marks, and reward for reward models"
+)
+RECIPES = (
+    ("dpo ipo kto orpo simpo cpo bco alphapo discopop robust hinge exo_pair sppo_hard apo_zero apo_down", PREFERENCE),
+    ("rpo mpo", "it is a sum of losses of the recipe preference, such as tune run preference CONFIG loss=[dpo,sft]"),
+    ("lora_dpo_single_device lora_dpo_distributed full_dpo_distributed",
+     "it is the recipe preference: tune run preference llama3_2/1b_dpo_lora"),
+    ("grpo ppo rloo reinforce gspo dapo gmpo dr_grpo online_dpo nash_md xpo rlhf rlvr", ONLINE),
+    ("ppo_full_finetune_single_device grpo_full_finetune_distributed", ONLINE),
+    ("rm prm reward_model reward_modeling bradleyterry classification regression process",
+     "it is the recipe reward: tune run reward CONFIG"),
+    ("gkd kd distillation minillm knowledge_distillation_single_device knowledge_distillation_distributed",
+     "it is the recipe distill: tune run distill CONFIG"),
+    ("finetune train full full_finetune_single_device full_finetune_distributed",
+     "it is the recipe sft with adapter=full, as in tune run sft llama3_2/1b_full"),
+    ("lora dora lora_finetune_single_device lora_finetune_distributed",
+     "it is the recipe sft with adapter=lora or dora, as in tune run sft llama3_2/1b_lora"),
+    ("qlora qdora", "it is the recipe sft with adapter=lora weights=nf4, as in tune run sft llama3_2/1b_qlora"),
+    ("eval eleuther_eval", "it is the recipe evaluate: tune run evaluate CONFIG"),
+)  # fmt: skip
+
+
+def key_meant(name: str, keys: Collection[Key]) -> str | None:
+    """What a key of another trainer is in a recipe with these keys, and how it differs; None for an unknown one."""
+    for row in TABLE:
+        if name in row.names.split() and row.key in ("", *keys) and row.where in (None, *keys):
+            return f"here it is {row.key}{row.how and ': '}{row.how}" if row.key else row.how
+    return None
+
+
+def recipe_meant(name: str) -> str | None:
+    """What a recipe of another trainer is here; None for an unknown one."""
+    told = (how for names, how in RECIPES if name.lower() in names.split())
+    return next((how.format(name=name.lower()) for how in told), None)
