@@ -83,7 +83,7 @@ def train_step(
         tally.add({"loss": loss, **figures})
     figures = means(tally, run, own)
     loss = figures.pop("loss")
-    return Taken(loss, update(loss), figures)
+    return Taken(loss, update(loss), figures, batches)
 
 
 def validate(model: Decoder, held: Loader, cfg: Distill, run: Run, teacher: View, writer: Writer) -> dict[str, float]:

@@ -8,7 +8,7 @@ tune run evaluate nano/known tasks=[nano,arc_easy] limit=100
 import json
 from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 from typing import Literal
 
@@ -21,7 +21,7 @@ from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import FieldError
 from tunekit.evaluation.compare import changes
 from tunekit.evaluation.figures import Result
-from tunekit.evaluation.questions import Asker, Question
+from tunekit.evaluation.questions import Asker, Question, placed
 from tunekit.evaluation.table import table
 from tunekit.evaluation.tasks import Tasks
 from tunekit.formats import FP4, NF4, Float8, Plain
@@ -113,8 +113,8 @@ def measure(name: str, cfg: Evaluate, run: Run) -> tuple[list[Question], Result]
         data.check(model.spec.vocab)
         if name == cfg.model:
             inspection.remark(cfg, data, tokenizer, run)
-        questions, rows = asker(title(cfg.data), islice(chain.from_iterable(data.parts), cfg.limit))
-        found.append(rows)
+        questions, made = asker(title(cfg.data), islice(placed(data.parts), cfg.limit))
+        found.append(made)
     return questions, Result(name, (*found, *cfg.named.ask(asker, name, tasks)))
 
 

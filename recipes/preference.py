@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 from tqdm import tqdm
 
 from tunekit import training
@@ -45,14 +44,14 @@ from tunekit.losses.tally import Tally
 from tunekit.memory import Update
 from tunekit.models.decoder import Decoder
 from tunekit.parallel.run import Run
-from tunekit.reference import Auto, Cached, Copy, Off
-from tunekit.training import Job, Method, Moving, Taken, Training
+from tunekit.reference import Cached, Copy, Initial, Off, Shift
+from tunekit.training import Job, Method, Taken, Training
 
 Paired = (
     DPO | Sigmoid | Sigmoid_Norm | Hinge | IPO | Robust | EXO_Pair | NCA_Pair | BCO_Pair | SPPO_Hard | AOT
     | AOT_Unpaired | APO_Zero | APO_Down | DiscoPOP | SFT | CPO | SimPO | AlphaPO | ORPO
 )  # fmt: skip
-Marked = KTO | BCO | APO_Zero_Unpaired
+Unpaired = KTO | BCO | APO_Zero_Unpaired
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,8 +60,8 @@ class Preference(Training):
 
     data: Comparable  # pairs of answers, or answers with marks
     validation: Comparable | None = None  # held-out rows
-    loss: tuple[Paired | Marked, ...] = (DPO(),)  # what is minimised: one term, or several that are added up
-    reference: Auto | Off | Copy | Cached = Auto()  # where losses compare with the model that training began with
+    loss: tuple[Paired | Unpaired, ...] = (DPO(),)  # what is minimised: one term, or several that are added up
+    reference: Initial | Off | Copy | Cached = Initial()  # where losses compare with the model that training began with
     tail: float = 1.0  # LD-DPO: weight of the tokens by which an answer is longer than the other one
 
     def __post_init__(self) -> None:
@@ -83,30 +82,6 @@ RECIPE = Preference
 def name(term: Loss) -> str:
     """The `kind` of a loss."""
     return type(term).__name__.lower()
-
-
-class Shift(Moving):
-    """The mean of all log-ratios so far, around which BCO tells good from bad."""
-
-    def __init__(self) -> None:
-        self.total, self.count = torch.zeros(2, dtype=torch.float64)
-
-    def take(self, ratios: Tensor) -> Tensor:
-        """The mean with those of one more step, if all of them are numbers."""
-        total, count = self.total.to(ratios.device), self.count.to(ratios.device)
-        more = ratios.double().sum()
-        self.total = torch.where(more.isfinite(), total + more, total)
-        self.count = torch.where(more.isfinite(), count + len(ratios), count)
-        return self.mean(ratios)
-
-    def mean(self, ratios: Tensor) -> Tensor:
-        return (self.total / self.count.clamp(min=1)).to(ratios)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"total": float(self.total), "count": int(self.count)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.total, self.count = torch.tensor([state["total"], state["count"]], dtype=torch.float64)
 
 
 def words(cfg: Preference) -> Tokenizer:

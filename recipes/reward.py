@@ -102,9 +102,9 @@ def train_step(model: Decoder, batches: list[Batch], cfg: Reward, update: Update
     count, seen = run.total(sum(cfg.loss.units(batch, model.spec.outputs) for batch in batches)), Seen()
     for number, batch in enumerate(batches, start=1):
         run.sync_gradients(model, on=number == len(batches))
-        judged = cfg.loss(model, batch.to(run.device))
-        (judged.loss / count * run.averaged).backward()
-        seen.add(judged)
+        found = cfg.loss(model, batch.to(run.device))
+        (found.loss / count * run.averaged).backward()
+        seen.add(found)
     figures = seen.figures(run, count)
     loss = figures.pop("loss")
     return Taken(loss, update(loss), figures)

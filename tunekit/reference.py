@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from tqdm import tqdm
 
 from tunekit import assemble
 from tunekit.adapters import Frozen, Full, LoRA
+from tunekit.checkpoint import workspace
 from tunekit.data.steps.batch import Batch
 from tunekit.data.steps.loader import Loader
 from tunekit.data.steps.mix import streams
@@ -24,9 +26,9 @@ from tunekit.losses.objective import Judge, Judges, Objective
 from tunekit.memory import Memory
 from tunekit.models.decoder import Decoder
 from tunekit.parallel.run import Run
-from tunekit.training import Job, Training
+from tunekit.training import Job, Moving, Training
 
-FILE = "reference.npz"
+FILE = workspace.REFERENCE
 
 
 @dataclass(frozen=True)
@@ -100,14 +102,16 @@ class Cached:
 
 
 def passes(job: Job) -> int:
-    """Epochs that the run begins."""
-    steps = job.cfg.steps
-    return job.cfg.epochs if steps is None else next(n for n in count(1) if job.data.steps(n) >= steps)
+    """Epochs of which the run may see rows: those that it begins, and those that ways back lead on to."""
+    cfg, data = job.cfg, job.data
+    steps = cfg.steps or data.steps(cfg.epochs)
+    passed = cfg.guard.most * min(cfg.save_every, steps) if cfg.guard.returns else 0
+    return next(n for n in count(1) if data.steps(n) >= steps + passed)
 
 
 @dataclass(frozen=True)
-class Auto:
-    """Updates off where that is what training began with; else a copy."""
+class Initial:
+    """What training began with as it costs least: updates off where the model is that without them; else a copy."""
 
     def copies(self, adapter: Full | LoRA, loss: Sequence[Loss]) -> bool:
         return self.asks(loss) and keeps_nothing(adapter) is not None
@@ -124,7 +128,31 @@ class Auto:
         return (Off() if keeps_nothing(job.cfg.adapter) is None else Copy()).open(job, terms)
 
 
-Reference = Auto | Off | Copy | Cached
+Reference = Initial | Off | Copy | Cached
+
+
+class Shift(Moving):
+    """The mean of all log-ratios so far, around which BCO tells good from bad."""
+
+    def __init__(self) -> None:
+        self.total, self.count = torch.zeros(2, dtype=torch.float64)
+
+    def take(self, ratios: Tensor) -> Tensor:
+        """The mean with those of one more step, if all of them are numbers."""
+        total, count = self.total.to(ratios.device), self.count.to(ratios.device)
+        more = ratios.double().sum()
+        self.total = torch.where(more.isfinite(), total + more, total)
+        self.count = torch.where(more.isfinite(), count + len(ratios), count)
+        return self.mean(ratios)
+
+    def mean(self, ratios: Tensor) -> Tensor:
+        return (self.total / self.count.clamp(min=1)).to(ratios)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"total": float(self.total), "count": int(self.count)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.total, self.count = torch.tensor([state["total"], state["count"]], dtype=torch.float64)
 
 
 def keeps_nothing(adapter: Full | LoRA) -> str | None:

@@ -60,16 +60,19 @@ def write(folder: Path, about: dict[str, Any], kept: Kept, model: Decoder, data:
     blocks = list(divided(documents.lengths))
     run.shared(lambda: atomic.write_text(folder / ABOUT, json.dumps({**about, "blocks": len(blocks)}, indent=2)))
     layout = Layout(data.layout.batch, data.layout.micro_batch, run.reader, run.sizes.readers, data.layout.pad, None)
-    quiet = None if run.is_main else True
-    for number, block in enumerate(tqdm(blocks, "asking the teacher", unit="block", disable=quiet, leave=False)):
-        place = folder / f"{number:05d}"
-        if run.shared(lambda place=place: atomic.is_whole(place)):
-            continue
-        run.beats.beat(number, "ask")
-        found = [(batch, kept.asked(model, batch.to(run.device))) for batch in steps(documents, block, layout)]
-        with atomic.common(place, run) as partial:
-            if run.place.context == run.place.tensor == 0:
-                put(partial, run.reader, found)
+    with tqdm(None, "asking the teacher", len(documents), unit="row", disable=not run.is_main or None) as bar:
+        for number, block in enumerate(blocks):
+            place = folder / f"{number:05d}"
+            if not run.shared(lambda place=place: atomic.is_whole(place)):
+                run.beats.beat(number, "ask")
+                found = []
+                for batch in steps(documents, block, layout):
+                    found.append((batch, kept.asked(model, batch.to(run.device))))
+                    bar.update(min(len(batch.tokens) * run.sizes.readers, block[-1] + 1 - bar.n))
+                with atomic.common(place, run) as partial:
+                    if run.place.context == run.place.tensor == 0:
+                        put(partial, run.reader, found)
+            bar.update(block[-1] + 1 - bar.n)
 
 
 def divided(lengths: np.ndarray) -> Iterator[range]:

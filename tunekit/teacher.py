@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from tunekit import assemble, stored
+from tunekit import assemble, bundled, stored
 from tunekit.checkpoint.score import insist_on_text
 from tunekit.data.steps.batch import Batch
 from tunekit.data.steps.loader import Loader
@@ -143,7 +143,7 @@ class Stored(Teacher):
 
     def check(self, student: Tokenizer) -> None:
         """Whoever has written files for this vocabulary was compared with it then, and need not be here."""
-        known = [found["words"] for found in self.known() if found["model"] == self.model]
+        known = [found["words"] for found in self.known() if unpinned(found["model"]) == unpinned(self.model)]
         if not known or digest(student) not in known:
             super().check(student)
 
@@ -170,7 +170,7 @@ class Stored(Teacher):
     def place(self, loss: Divergence, student: Decoder, loader: Loader) -> Path:
         """Where the files for some rows are: what decides their numbers is their name."""
         how = str(self.weights), str(self.precision), self.top, loss.temperature, student.spec.vocab
-        told = json.dumps([self.model, loader.digest, *how])
+        told = json.dumps([unpinned(self.model), loader.digest, *how])
         return Path(self.folder).expanduser() / hashlib.sha256(told.encode()).hexdigest()[:16]
 
     def there(self, places: list[Path]) -> stored.Kept | None:
@@ -179,12 +179,19 @@ class Stored(Teacher):
             if (place / stored.ABOUT).is_file():
                 was, now = stored.about(place)["seen"], seen(self.model)
                 if now and now != was:
-                    told = f"{place}: another {self.model} wrote these files: delete them, and they are written anew"
-                    raise UserError(told)
+                    raise UserError(f"{place}: {self.other(was, now)}; delete them, and they are written anew")
             if not stored.whole(place):
                 return None
         about = stored.about(places[0])
         return stored.Kept(*(about[name] for name in ("top", "temperature", "ids", "total")))
+
+    def other(self, was: dict[str, Any], now: dict[str, Any]) -> str:
+        """That the model is not the one that has written files, and how that one is named."""
+        if "commit" not in was or "commit" not in now:
+            return f"another {self.model} wrote these files"
+        name = unpinned(self.model)
+        there = f"{name} is at {now['commit']}, and these files are of {was['commit']}"
+        return f"{there}: teacher.model={name}@{was['commit']} goes on with them"
 
 
 class Read(View):
@@ -207,14 +214,25 @@ def common(student: Decoder, teacher: Decoder) -> int:
     return min(student.spec.vocab, teacher.spec.vocab)
 
 
-def seen(name: str) -> dict[str, list[int]]:
-    """Files of a model's folder, their sizes and when they were written; nothing of one that is elsewhere."""
-    folder = Path(name).expanduser()
-    if not folder.is_dir():
+def seen(name: str) -> dict[str, Any]:
+    """What tells a model from a later one of its name: its commit on the Hub; of a folder its files, their sizes and
+    when they were written. Nothing of one that cannot be found, or that ships with the package."""
+    try:
+        folder = fetch.resolve(name, fetch.SMALL)
+    except UserError:
         return {}
+    if folder == bundled.model(name):
+        return {}
+    if (commit := fetch.commit(folder)) is not None:
+        return {"commit": commit}
     done = assemble.finished(folder)
     files = sorted([*done.glob("*config.json"), *done.glob("*.safetensors")])
     return {file.name: [file.stat().st_size, file.stat().st_mtime_ns] for file in files}
+
+
+def unpinned(name: str) -> str:
+    """A name on the Hub without its revision: which commit it is stands in what was `seen`."""
+    return name.partition("@")[0]
 
 
 def digest(tokenizer: Tokenizer) -> str:

@@ -1,7 +1,7 @@
 """What all recipes that train have in common: their choices, and the way from a checked config to a finished run."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ from tunekit.checkpoint.state import State
 from tunekit.config.dump import dump, resolved
 from tunekit.data.rows import Rows
 from tunekit.data.steps.ahead import Ahead
+from tunekit.data.steps.batch import Batch
 from tunekit.data.steps.loader import Loader, load
 from tunekit.data.steps.mix import Mixed, check_ends
 from tunekit.data.tokenizer import Tokenizer
@@ -128,6 +129,12 @@ class Taken(NamedTuple):
     loss: Tensor
     norm: Tensor
     figures: Mapping[str, Tensor | float] = MappingProxyType({})
+    batches: Sequence[Batch] | None = None  # what it has learnt from, if these are not the rows that came
+
+    def counts(self, came: Sequence[Batch]) -> tuple[int, int]:
+        """Tokens of this rank, and how many of them are learnt."""
+        batches = came if self.batches is None else self.batches
+        return sum(batch.real for batch in batches), sum(batch.learnt for batch in batches)
 
 
 def nothing(job: "Job") -> dict[str, Any]:
@@ -238,6 +245,7 @@ def begun(cfg: Any, method: Method, run: Run, space: workspace.Workspace) -> Job
     run.beats.beat(0, "load")
     model = assemble.model(source, cfg.weights, cfg.adapter, cfg.precision, cfg.memory, run, scratch)
     job = Job(cfg, method, run, space, source, data, held, model, skill)
+    space.clear()
     job.beside = method.beside(job)
     space.begin()
     return job
@@ -300,8 +308,7 @@ def train(job: Job, sender: Publisher) -> int:
             if settle(job, moving, log, due=log.reads(step + 1) or cfg.push is not None):
                 continue  # from an earlier step on
             schedule.step()
-            done, real, learnt = step + 1, sum(b.real for b in batches), sum(b.learnt for b in batches)
-            real, learnt = run.totals(real, learnt)
+            done, (real, learnt) = step + 1, run.totals(*taken.counts(batches))
             made = {"loss": taken.loss, "norm": taken.norm, "rate": rate, **taken.figures}
             log.step(done, made, tokens=real, learnt=learnt, wait=ahead.wait)
             with log.aside():

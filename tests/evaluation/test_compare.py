@@ -1,5 +1,8 @@
 """Whether two models differ: the tests of the books, and noise that is not taken for a change."""
 
+import json
+import math
+
 import numpy as np
 import pytest
 from scipy import stats
@@ -57,6 +60,29 @@ def test_what_does_not_come_of_the_same_rows_is_not_compared() -> None:
     assert compared("rows", one, other) is None
     results = [Result(name, (Found("rows", (figure,)),)) for name, figure in (("base", one), ("tuned", other))]
     assert table(results, []).endswith("not compared: other rows or tokens")
+
+
+def test_rows_are_compared_by_what_they_are() -> None:
+    """As many rows of another file, or some of them in another order, are others."""
+    values = [1.0, 0.0, 1.0]
+
+    def figure(*rows: str) -> Figure:
+        return Figure.mean("acc", values, rows=rows)
+
+    one = figure("a.jsonl:1", "a.jsonl:2", "a.jsonl:3")
+    assert compared("rows", one, figure("a.jsonl:1", "a.jsonl:2", "a.jsonl:3")) is not None
+    for other in (figure("b.jsonl:1", "b.jsonl:2", "b.jsonl:3"), figure("a.jsonl:1", "a.jsonl:3", "a.jsonl:2")):
+        assert compared("rows", one, other) is None
+        results = [Result(name, (Found("rows", (some,)),)) for name, some in (("base", one), ("tuned", other))]
+        assert table(results, changes(results[0], results[1])).endswith("not compared: other rows or tokens")
+
+
+def test_a_mean_of_no_row_is_no_number() -> None:
+    figure = Figure.mean("loss", [], higher=False)
+    assert math.isnan(figure.value) and not figure.counted
+    assert json.loads(json.dumps(figure.written(), allow_nan=False)) == {"value": None, "values": []}
+    assert compared("rows", figure, figure) is None
+    assert math.isnan(Result("base", (Found("rows", ()),)).loss)
 
 
 def test_one_table_tells_all() -> None:

@@ -1,11 +1,16 @@
 """Tasks in the harness' own format come out on our decoder as they do on its transformers model."""
 
+import json
+import shutil
+from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from lm_eval import evaluator
+from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -14,10 +19,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 from tests.evaluation import own
 from tunekit import assemble, bundled
 from tunekit.errors import UserError
-from tunekit.evaluation import harness
+from tunekit.evaluation import harness, nano
 from tunekit.evaluation.figures import Found
+from tunekit.evaluation.questions import Asker
 from tunekit.evaluation.tasks import Tasks
 from tunekit.formats import NF4, Plain
+from tunekit.generate import Sampling
 from tunekit.parallel.run import Run
 from tunekit.precision import Precision
 
@@ -36,14 +43,24 @@ def apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def theirs() -> HFLM:
-    return HFLM(pretrained=str(NANO), dtype="float32", device="cpu", batch_size=4)
+def theirs() -> Any:
+    return reference(NANO)
 
 
 @pytest.fixture(scope="module")
 def ours() -> harness.Asked:
+    return asker("tunekit/nano")
+
+
+def reference(folder: Path) -> Any:
+    """The harness' own model of transformers; a checker does not see what its class is told."""
+    make: Any = HFLM
+    return make(pretrained=str(folder), dtype="float32", device="cpu", batch_size=4)
+
+
+def asker(name: str) -> harness.Asked:
     run = Run.alone()
-    return harness.Asked(*assemble.opened("tunekit/nano", Precision("fp32"), run), 4, run, "tunekit/nano")
+    return harness.Asked(*assemble.opened(name, Precision("fp32"), run), 4, run, name)
 
 
 def asked(
@@ -54,15 +71,14 @@ def asked(
 
 
 @pytest.mark.parametrize("chat", [False, True])
-def test_figures_are_those_of_transformers(theirs: HFLM, ours: harness.Asked, folder: Path, chat: bool) -> None:
+def test_figures_are_those_of_transformers(theirs: Any, ours: harness.Asked, folder: Path, chat: bool) -> None:
     tasks = TaskManager(include_path=str(folder), include_defaults=False)
     how: dict[str, Any] = {
         "apply_chat_template": chat,
         "fewshot_as_multiturn": chat,
         "num_fewshot": 2 if chat else None,
     }
-    wanted = evaluator.simple_evaluate(theirs, tasks=[*own.TASKS], task_manager=tasks, bootstrap_iters=0, **how)
-    assert wanted is not None
+    wanted: Any = evaluator.simple_evaluate(theirs, tasks=[*own.TASKS], task_manager=tasks, bootstrap_iters=0, **how)
     found = asked(ours, folder, *own.TASKS, shots=how["num_fewshot"], chat=chat)
     results = wanted["results"]
     for task, names in {"sums": ("acc", "acc_norm"), "said": ("exact_match",)}.items():
@@ -73,6 +89,9 @@ def test_figures_are_those_of_transformers(theirs: HFLM, ours: harness.Asked, fo
     for name in ("word_perplexity", "byte_perplexity", "bits_per_byte"):
         assert found["read"][name].value == pytest.approx(results["read"][f"{name},none"], rel=1e-5)
         assert found["read"][name].higher is False
+    rows = sorted(wanted["samples"]["sums"], key=lambda row: row["doc_id"])
+    assert list(found["sums"]["acc"].rows) == [row["doc_hash"] for row in rows]
+    assert len(set(found["sums"]["acc"].rows)) > 5
     said = sorted(wanted["samples"]["said"], key=lambda row: row["doc_id"])
     assert list(found["said"].answers) == [row["resps"][0][0] for row in said]
     assert found["sums"].answers == found["read"].answers == ()
@@ -81,7 +100,7 @@ def test_figures_are_those_of_transformers(theirs: HFLM, ours: harness.Asked, fo
 
 
 def test_likelihoods_and_answers_are_those_of_transformers(
-    theirs: HFLM, ours: harness.Asked, folder: Path, monkeypatch: pytest.MonkeyPatch
+    theirs: Any, ours: harness.Asked, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ours, "max_length", 64)
     monkeypatch.setattr(theirs, "_max_length", 64)
@@ -100,18 +119,54 @@ def test_likelihoods_and_answers_are_those_of_transformers(
             assert found == pytest.approx(wanted, abs=1e-4, rel=1e-6)
 
 
+def unbegun(folder: Path) -> Path:
+    """The nano with a tokenizer that puts nothing before a text, as that of Qwen."""
+    shutil.copytree(NANO, folder)
+    (folder / "special_tokens_map.json").unlink()
+    for name, key in (("tokenizer.json", "post_processor"), ("tokenizer_config.json", "bos_token")):
+        told = json.loads((folder / name).read_text())
+        (folder / name).write_text(json.dumps(told | {key: None}))
+    return folder
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_texts_that_are_empty_count_as_with_transformers_or_are_refused(begun: bool, tmp_path: Path) -> None:
+    """Where its model breaks off, the request is named."""
+    folder = NANO if begun else unbegun(tmp_path / "model")
+    theirs, ours = reference(folder), asker(str(folder))
+    texts, short = ("", " ", "one", "one ", "<|begin|>", "<|begin|>two"), {"until": ["."], "max_gen_toks": 5}
+    asked: list[tuple[Any, ...]] = [*product(texts, texts), ("one", " two" * ours.max_length)]
+    asked += [(text,) for text in texts] + [(text, short) for text in texts]
+    refused = []
+    for words in asked:
+        kind = "generate_until" if short in words else "loglikelihood" if len(words) > 1 else "loglikelihood_rolling"
+        request = Instance(kind, {}, words, 0, ("sums", 3, 1))
+        try:
+            (wanted,) = getattr(theirs, kind)([request], disable_tqdm=True)
+        except (AssertionError, IndexError, RuntimeError):
+            refused.append(words)
+            with pytest.raises(UserError, match="tasks: row 3 of sums .*mend the row"):
+                getattr(ours, kind)([request])
+            continue
+        (found,) = getattr(ours, kind)([request])
+        assert found == wanted if kind == "generate_until" else found == pytest.approx(wanted, abs=1e-4), words
+    assert ("", "") in refused and ("one", "") in refused and len(refused) < len(asked) / 3
+    assert begun == (("", short) not in refused)
+
+
 @pytest.mark.parametrize("bits", [False, True])
 def test_an_adapter_is_asked_as_peft_has_it(folder: Path, tmp_path: Path, bits: bool) -> None:
     """On its base as it is, or in the four bits of bitsandbytes."""
     torch.manual_seed(0)
     plain = AutoModelForCausalLM.from_pretrained(NANO, dtype=torch.float32)
     made = LoraConfig(target_modules=["q_proj", "down_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
-    get_peft_model(plain, made).save_pretrained(tmp_path / "adapter")
+    get_peft_model(plain, made).save_pretrained(str(tmp_path / "adapter"))
     packed = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
     how = {"quantization_config": packed} if bits else {}
     base = AutoModelForCausalLM.from_pretrained(NANO, dtype=torch.float32, **how)
     model: Any = PeftModel.from_pretrained(base, str(tmp_path / "adapter"))
-    theirs = HFLM(model, tokenizer=AutoTokenizer.from_pretrained(NANO), batch_size=4)
+    make: Any = HFLM
+    theirs = make(model, tokenizer=AutoTokenizer.from_pretrained(NANO), batch_size=4)
     theirs.model.train()  # in which bitsandbytes works on a CPU as on a GPU; nothing here is dropped
     run, form = Run.alone(), NF4() if bits else Plain()
     ours = harness.Asked(*assemble.opened(str(tmp_path / "adapter"), Precision("fp32"), run, form), 4, run, "adapter")
@@ -122,6 +177,18 @@ def test_an_adapter_is_asked_as_peft_has_it(folder: Path, tmp_path: Path, bits: 
     assert found["read"]["bits_per_byte"].value == pytest.approx(
         wanted["results"]["read"]["bits_per_byte,none"], rel=1e-4
     )
+
+
+def test_rows_of_our_own_are_known_by_where_they_are_from(ours: harness.Asked) -> None:
+    """Also where there is nothing to score or to answer, and so no figure."""
+    ask = Asker(ours.model, ours.words, Sampling(tokens=4), 4, ours.run)
+    rows = nano.documents("nano/facts", ours.words, 3)
+    silent = rows[1][1]._replace(learnt=np.zeros_like(rows[1][1].learnt))
+    first, second = ask("facts", rows)[1], ask("facts", [rows[0], ("nothing", silent), rows[2]])[1]
+    for found, wanted in ((first, [1, 2, 3]), (second, [1, 3])):
+        assert list(found["loss"].rows) == [f"nano/facts row {n}" for n in wanted]
+        assert found["exact match"].rows == found["loss"].rows
+    assert ask("facts", [("nothing", silent)])[1] == Found("facts", ())
 
 
 def test_another_model_is_asked_the_same(ours: harness.Asked, folder: Path) -> None:

@@ -3,6 +3,7 @@
 import json
 import sys
 from itertools import islice
+from typing import Any
 
 import pytest
 
@@ -19,11 +20,12 @@ def test_rows_are_the_same_each_time_and_none_comes_twice() -> None:
     tokenizer = Tokenizer.open(NANO)
     for task in nano.TASKS:
         one, other = (nano.documents(task, tokenizer, None) for _ in range(2))
-        texts = [tuple(document.tokens.tolist()) for document in one]
+        texts = [tuple(document.tokens.tolist()) for _, document in one]
         assert len(set(texts)) == nano.ROWS
-        assert texts == [tuple(document.tokens.tolist()) for document in other]
+        assert texts == [tuple(document.tokens.tolist()) for _, document in other]
+        assert [row for row, _ in one] == [row for row, _ in other]
         assert len(nano.documents(task, tokenizer, 7)) == 7
-        assert all(len(document.tokens) == document.whole for document in one)
+        assert all(len(document.tokens) == document.whole for _, document in one)
 
 
 def test_calls_are_none_that_were_trained_on() -> None:
@@ -41,10 +43,12 @@ def test_what_is_meant() -> None:
     Tasks(("nano", "nano/facts")).check()
     with pytest.raises(UserError, match="no task 'nano/fact'; did you mean 'nano/facts'?"):
         Tasks(("nano/fact",)).check()
-    for how in ({"shots": -1}, {"limit": 0}, {"names": ("nano", "nano")}):
+    refused: list[dict[str, Any]] = [{"shots": -1}, {"limit": 0}, {"names": ("nano", "nano")}]
+    for how in refused:
         with pytest.raises(FieldError):
             Tasks(**how)
-    for how in ({"shots": 0}, {"chat": True}, {"include": "tasks"}):
+    idle: list[dict[str, Any]] = [{"shots": 0}, {"chat": True}, {"include": "tasks"}]
+    for how in idle:
         with pytest.raises(FieldError, match="is for tasks of lm-evaluation-harness, and `tasks` names none"):
             Tasks(("nano",), **how)
 

@@ -26,19 +26,22 @@ from tunekit.recipes import sft
 
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 SMALL |= {"num_key_value_heads": 2, "head_dim": 8, "torch_dtype": "float32"}
-CONFIG = """\
-recipe: sft
-model: {model}
-data: {{kind: chat, source: rows.jsonl, length: 64}}
-validation: {{kind: chat, source: held.jsonl, length: 64}}
+# What the configs of all recipes say here.
+SHORT = """\
 precision: {{compute: fp32}}
 device: cpu
 out: out
 batch: 4
 micro_batch: 2
-steps: 6
 save_every: 1
 validate_every: 3
+"""
+CONFIG = """\
+recipe: sft
+model: {model}
+data: {{kind: chat, source: rows.jsonl, length: 64}}
+validation: {{kind: chat, source: held.jsonl, length: 64}}
+steps: 6
 """
 # What runs in a process of its own. Its exit code is that of the command.
 # A shell starts what it puts into the background with Ctrl-C ignored, and so all that is started from there.
@@ -50,6 +53,7 @@ os.chdir({folder!r})
 log = os.open("log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
 os.dup2(log, 1)
 os.dup2(log, 2)
+{first}
 sys.exit(cli.main({words!r}))
 """
 
@@ -75,12 +79,15 @@ class Work:
     def tune(self, *words: str) -> Outcome:
         """`tune`, in this process."""
         self.capture.readouterr()
-        code = cli.main(words)
-        return Outcome(code, *self.capture.readouterr())
+        code, told = cli.main(words), self.capture.readouterr()
+        return Outcome(code, told.out, told.err)
 
-    def start(self, *words: str) -> ForkServerProcess:
-        """`tune`, in a process forked from one that has imported everything: it is at work at once."""
-        program = PROGRAM.format(folder=str(self.folder), words=words)
+    def start(self, *words: str, first: str = "") -> ForkServerProcess:
+        """`tune`, in a process forked from one that has imported everything: it is at work at once.
+
+        `first`: what else that process does, before.
+        """
+        program = PROGRAM.format(folder=str(self.folder), words=words, first=first)
         process = self.context.Process(target=exec, args=(program, {}), daemon=True)
         process.start()
         return process
@@ -120,7 +127,7 @@ def make() -> Callable[..., Path]:
     """A random checkpoint under the nano's tokenizer, with some keys of its config changed."""
 
     def model(folder: Path, **changes: object) -> Path:
-        nano = bundled.model("tunekit/nano")
+        nano = bundled.MODELS["tunekit/nano"]
         described = folder / "described"
         described.mkdir(parents=True)
         for file in [*nano.glob("*.json"), *nano.glob("*.jinja")]:
@@ -190,5 +197,5 @@ def work(
     monkeypatch.chdir(tmp_path)
     Path("rows.jsonl").write_text(sums(1, 10))
     Path("held.jsonl").write_text(sums(100, 3))
-    Path("sft.yaml").write_text(CONFIG.format(model=tiny))
+    Path("sft.yaml").write_text((CONFIG + SHORT).format(model=tiny))
     return Work(tmp_path, tiny, context, capsys)

@@ -8,11 +8,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.recipes.conftest import SHORT
 from tests.recipes.test_resume import stop_after
 from tunekit import stored
 from tunekit.data.prepared.documents import Document
 from tunekit.data.steps.apart import apart
-from tunekit.data.steps.batch import Layout
+from tunekit.data.steps.batch import IGNORE, Batch, Layout
+from tunekit.models.decoder import Decoder
+from tunekit.on_policy import Writer
+from tunekit.parallel.run import Run
 
 CONFIG = """\
 recipe: distill
@@ -20,14 +24,7 @@ model: {model}
 teacher: {{model: {teacher}, precision: {{compute: fp32}}}}
 data: {{kind: chat, source: rows.jsonl, length: 64}}
 validation: {{kind: chat, source: held.jsonl, length: 64}}
-precision: {{compute: fp32}}
-device: cpu
-out: out
-batch: 4
-micro_batch: 2
 steps: 6
-save_every: 1
-validate_every: 3
 """
 RUN = ("run", "distill", "distill.yaml")
 STORED = ("teacher={kind: stored, model: teacher, folder: kept, precision: {compute: fp32}}",)
@@ -43,7 +40,7 @@ def teacher(make: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory)
 def taught(work, teacher: Path):
     """`work`, with a teacher of its own in `teacher`."""
     shutil.copytree(teacher, "teacher")
-    Path("distill.yaml").write_text(CONFIG.format(model=work.model, teacher="teacher"))
+    Path("distill.yaml").write_text((CONFIG + SHORT).format(model=work.model, teacher="teacher"))
     return work
 
 
@@ -107,6 +104,28 @@ def test_stopped_runs_go_on_to_the_same_end(taught, monkeypatch: pytest.MonkeyPa
     assert taught.tune(*RUN, *words, "out=broken").code == 0
     assert taught.same("out", "broken")
     assert figures(taught, "out") == figures(taught, "broken")
+
+
+def test_tokens_that_are_counted_are_those_that_are_learnt(taught, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that the student has written, in place of the rows' own."""
+    counts: dict[str, list[list[int]]] = {"came": [], "written": []}
+    write = Writer.__call__
+
+    def counted(writer: Writer, model: Decoder, batches: list[Batch], run: Run) -> list[Batch]:
+        written = write(writer, model, batches, run)
+        for name, some in (("came", batches), ("written", written)):
+            tokens = [len(span.document.tokens) for batch in some for span in apart(batch)]
+            counts[name].append([sum(tokens), sum(int((batch.targets != IGNORE).sum()) for batch in some)])
+        return written
+
+    monkeypatch.setattr(Writer, "__call__", counted)
+    assert taught.tune(*RUN, "on_policy={share: 1, tokens: 8}", "data.learn=last").code == 0
+    lines = [line for line in map(json.loads, Path("out/metrics.jsonl").read_text().splitlines()) if "loss" in line]
+    assert [line["learnt"] for line in lines] == [learnt for _, learnt in counts["written"]]
+    assert [line["tokens"] for line in lines] == [tokens for tokens, _ in counts["written"]]
+    assert all(learnt != own for (_, learnt), (_, own) in zip(counts["written"], counts["came"], strict=True))
+    for line in lines:
+        assert line["learnt_per_second"] == pytest.approx(line["learnt"] / line["seconds"])
 
 
 def swapped(model: Path, folder: str) -> str:

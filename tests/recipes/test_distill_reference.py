@@ -1,6 +1,5 @@
 """Whole steps of distillation against TRL's trainer and a plain loop: the same rows, start and teacher."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,53 +13,41 @@ from torch import nn
 from trl.experimental.gkd import GKDConfig, GKDTrainer
 
 from tests.checkpoints import FP32, error, made, opened, theirs, tokens
-from tests.recipes.test_preference_reference import STEADY
+from tests.recipes.stepwise import BATCH, PLAIN, STEADY, STEPS, figures, told, whole_steps, written
 from tunekit.data.rows import Completion
 from tunekit.data.steps.batch import IGNORE, Batch
-from tunekit.data.steps.loader import load
-from tunekit.data.tokenizer import Tokenizer
-from tunekit.losses.divergence import Divergence, ForwardKL, JensenShannon, ReverseKL
-from tunekit.optim import Constant
-from tunekit.parallel.run import Run
+from tunekit.losses.divergence import ForwardKL, JensenShannon, ReverseKL
 from tunekit.recipes import distill
 from tunekit.teacher import Live
 
-STEPS, BATCH = 3, 4
 
-
-def config(folder: Path, loss: Divergence) -> distill.Distill:
+def config(folder: Path, loss: ForwardKL | ReverseKL | JensenShannon) -> distill.Distill:
     draw = torch.Generator().manual_seed(7)
     rows = [[" ".join(f"w{i}" for i in torch.randint(0, 60, (n,), generator=draw).tolist()) for n in (3 + i % 5, 2 + i)]
             for i in range(STEPS * BATCH)]  # fmt: skip
-    lines = (json.dumps({"prompt": asked + " ", "completion": told}) + "\n" for asked, told in rows)
-    (folder / "rows.jsonl").write_text("".join(lines))
+    source = written(folder, ({"prompt": asked + " ", "completion": answer} for asked, answer in rows))
     return distill.Distill(
         model=str(made(folder / "model", "llama3.2")),
         teacher=Live(model=str(made(folder / "teacher", "mistral", seed=1)), precision=FP32),
-        data=Completion(str(folder / "rows.jsonl")),
+        data=Completion(source),
         loss=loss,
         out=str(folder / "run"),
         optimizer=STEADY,
-        schedule=Constant(),
-        precision=FP32,
-        device="cpu",
-        batch=BATCH,
-        micro_batch=2,
-        steps=STEPS,
+        **PLAIN,
     )
 
 
 def batches(cfg: distill.Distill) -> list[Batch]:
-    data = load(cfg.data, Tokenizer.open(Path(cfg.model)), BATCH, BATCH, Run(cfg.seed, "cpu"))
+    data = whole_steps(cfg)
     return [data[step][0] for step in range(STEPS)]
 
 
 def compare(cfg: distill.Distill, wanted: dict[str, list[float]], model: nn.Module) -> None:
     """The figures of every step, and the student behind the last."""
     distill.main(cfg)
-    lines = [json.loads(line) for line in (Path(cfg.out) / "metrics.jsonl").read_text().splitlines()]
+    found = figures(cfg.out)
     for name, values in wanted.items():
-        assert [line[name] for line in lines if "loss" in line] == pytest.approx(values, rel=1e-5)
+        assert [line[name] for line in found] == pytest.approx(values, rel=1e-5)
     with torch.no_grad():
         assert error(opened(Path(cfg.out))(tokens()), model.eval()(tokens()).logits) < 1e-4
 
@@ -77,31 +64,12 @@ class Fed(GKDTrainer):
 @pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
 def test_steps_are_those_of_trl(beta: float, tmp_path: Path) -> None:
     cfg = config(tmp_path, JensenShannon(beta=beta))
-    args = GKDConfig(
-        output_dir=str(tmp_path / "theirs"),
-        beta=beta,
-        lmbda=0.0,
-        per_device_train_batch_size=BATCH,
-        max_steps=STEPS,
-        learning_rate=cfg.optimizer.lr,
-        lr_scheduler_type="constant",
-        adam_beta2=0.95,
-        adam_epsilon=cfg.optimizer.eps,
-        weight_decay=0.0,
-        max_grad_norm=cfg.clip,
-        bf16=False,
-        gradient_checkpointing=False,
-        use_cpu=True,
-        report_to="none",
-        logging_steps=1,
-        save_strategy="no",
-        disable_tqdm=True,
-    )
+    args = GKDConfig(**told(cfg), beta=beta, lmbda=0.0)
     tokenizer = transformers.AutoTokenizer.from_pretrained(cfg.model)
     tokenizer.pad_token = "<s>"
     rows = datasets.Dataset.from_list([{"messages": [{"role": "user", "content": "w1"}]}])
     models = theirs(Path(cfg.model)).train(), theirs(Path(cfg.teacher.model))
-    trainer = Fed(models[0], models[1], args, train_dataset=rows, processing_class=tokenizer)
+    trainer: Any = Fed(models[0], models[1], args, train_dataset=rows, processing_class=tokenizer)
     trainer.parts = [
         {
             "input_ids": part.tokens,
@@ -145,6 +113,5 @@ def test_a_student_comes_near_its_teacher(tmp_path: Path) -> None:
     """Of another family, which expects other things at first."""
     cfg = config(tmp_path, ForwardKL())
     distill.main(replace(cfg, steps=40))
-    lines = [json.loads(line) for line in (Path(cfg.out) / "metrics.jsonl").read_text().splitlines()]
-    first, *_, last = [line["kl"] for line in lines if "loss" in line]
+    first, *_, last = [line["kl"] for line in figures(cfg.out)]
     assert last < first / 2

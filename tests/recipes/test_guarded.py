@@ -10,6 +10,7 @@ from tunekit.checkpoint import atomic
 from tunekit.data.steps.mapped import Mapped
 from tunekit.guard import Watch
 from tunekit.losses import likelihood
+from tunekit.recipes import sft
 
 RUN = ("run", "sft", "sft.yaml", "validation=null", "steps=14", "save_every=3", "guard.window=8")
 MARK = 0  # a token with which no row begins
@@ -95,6 +96,39 @@ def test_a_step_is_passed_over(work, monkeypatch):
     a, b = work.tensors("out"), work.tensors("five")
     assert a
     assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("answer", [(), ("guard.nan=skip",)], ids=["good", "passed over"])
+def test_a_run_ends_with_the_rows_of_its_last_epoch(work, monkeypatch, answer):
+    """Of a mix whose epochs have some rows each: rows of a step that is passed over do not come again, nor do others
+    come in their place; stopped and started again too."""
+    seen, take = [], sft.train_step
+
+    def noted(model, batches, *how):
+        seen.append([row.tolist() for batch in batches for row in batch.tokens])
+        return take(model, batches, *how)
+
+    mix = "data={kind: mix, length: 64, parts: [{rows: {kind: chat, source: rows.jsonl}, cap: 4}]}"
+    words = (*RUN, mix, "steps=null", "epochs=7", "batch=3", "save_every=1", *answer)
+    monkeypatch.setattr(sft, "train_step", noted)
+    assert work.tune(*words, "out=good").code == 0
+    wanted, seen[:] = [*seen], []
+    assert len(wanted) == 14 and [len(rows) for rows in wanted] == [3, 1] * 7
+    if answer:
+        plant(monkeypatch, float("inf"), 5, 6)
+    done = work.tune(*words)
+    assert done.code == 0 and done.err.count("it moves no weight") == 2 * len(answer), done.err
+    whole, seen[:] = [*seen], []
+    for step in (6, 7):
+        with monkeypatch.context() as stops:
+            stop_after(stops, step)
+            assert work.tune(*words, f"out=broken{step}").code == 143
+        assert work.tune(*words, f"out=broken{step}").code == 0
+        assert work.same(f"broken{step}", "out")
+    assert seen == [*whole, *whole]
+    marked = [number for number, (a, b) in enumerate(zip(whole, wanted, strict=True)) if a != b]
+    assert marked == [5, 6] * len(answer)  # whose first token is a mark
+    assert [[row[1:] for row in rows] for rows in whole] == [[row[1:] for row in rows] for rows in wanted]
 
 
 def test_a_run_goes_back_past_the_rows_of_a_spike(work, monkeypatch):

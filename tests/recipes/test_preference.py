@@ -1,15 +1,18 @@
 """What a person meets who learns from preferences: mistakes, figures, and runs that were stopped."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
 
-from tests.recipes.conftest import Work
-from tunekit.errors import Stopped
-from tunekit.recipes import preference
+from tests.recipes.conftest import SHORT, Work
+from tests.recipes.test_resume import stop_after
+from tunekit import reference
+from tunekit.guard import Fault, Watch
+from tunekit.reference import Shift
 
 CONFIG = """\
 recipe: preference
@@ -18,14 +21,7 @@ data: {{kind: preference, source: pairs.jsonl, length: 64}}
 validation: {{kind: preference, source: held.jsonl, length: 64}}
 adapter: {{kind: lora, rank: 4, dropout: 0.3}}
 optimizer: {{kind: adamw, lr: 1e-2}}
-precision: {{compute: fp32}}
-device: cpu
-out: out
-batch: 4
-micro_batch: 2
 steps: 5
-save_every: 1
-validate_every: 3
 """
 RUN = ("run", "preference", "preference.yaml")
 MARKED = ("data={kind: marked, source: pairs.jsonl}", "validation={kind: marked, source: held.jsonl}")
@@ -50,7 +46,7 @@ def judged(work: Work) -> Work:
     """A folder with `preference.yaml`, pairs and held-out ones, all of which are marks too."""
     Path("pairs.jsonl").write_text(pairs(1, 10))
     Path("held.jsonl").write_text(pairs(100, 3))
-    Path("preference.yaml").write_text(CONFIG.format(model=work.model))
+    Path("preference.yaml").write_text((CONFIG + SHORT).format(model=work.model))
     return work
 
 
@@ -84,17 +80,8 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(
     changes: tuple[str, ...], judged: Work, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert judged.tune(*RUN, *changes, "out=whole").code == 0
-    taken, step = [], preference.train_step
-
-    def stopping(*args, **more):
-        taken.append(1)
-        if len(taken) == 3:
-            raise Stopped("enough", 143)
-        return step(*args, **more)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(preference, "train_step", stopping)
-        assert judged.tune(*RUN, *changes, "out=stopped").code == 143
+    stop_after(monkeypatch, 2)
+    assert judged.tune(*RUN, *changes, "out=stopped").code == 143
     assert judged.tune(*RUN, *changes, "out=stopped").code == 0
     assert judged.same("stopped", "whole")
 
@@ -119,8 +106,8 @@ def test_figures(judged: Work) -> None:
 def test_a_cached_reference_knows_every_epoch(judged: Work) -> None:
     """Of a mix, each of which has other rows."""
     mix = "data={kind: mix, length: 64, parts: [{rows: {kind: preference, source: pairs.jsonl}, cap: 4}]}"
-    for reference in ("off", "cached"):
-        outcome = judged.tune(*RUN, mix, "validation=null", f"reference={reference}", f"out={reference}")
+    for kept in ("off", "cached"):
+        outcome = judged.tune(*RUN, mix, "validation=null", f"reference={kept}", f"out={kept}")
         assert outcome.code == 0, outcome.err
     off, cached = (losses(name) for name in ("off", "cached"))
     assert cached == pytest.approx(off, abs=1e-6) and len(off) == 5
@@ -136,13 +123,67 @@ def test_a_cached_reference_is_of_the_adapter_as_it_is_now(judged: Work) -> None
         assert losses("on")[0] == pytest.approx(0.6931472, rel=1e-6)
 
 
+def test_kept_log_probabilities_are_those_of_this_model_and_these_rows(
+    judged: Work, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the folder of another run, whatever has changed since; and a run that starts over begins without them."""
+    asked, ask = [], reference.asked
+    monkeypatch.setattr(reference, "asked", lambda *how: asked.append(1) or ask(*how))
+    shutil.copytree(judged.model, "model")
+    files = ("reference.npz", "validation/reference.npz")
+
+    def times(out: str, *changes: str, kept: str | None = None) -> int:
+        """How often the reference is asked about all rows, with what another run has kept."""
+        for file in ("config.yaml", *files) if kept is not None else ():
+            Path(out, file).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(Path(kept or "", file), Path(out, file))
+        asked.clear()
+        done = judged.tune(*RUN, "model=model", "reference=cached", "steps=1", *changes, f"out={out}")
+        assert done.code == 0, done.err
+        return len(asked)
+
+    assert times("one") == 2
+    assert times("same", "optimizer.lr=1e-3", "batch=2", kept="one") == 0
+    for number, change in enumerate(("tail=0.5", "adapter.rank=2", "precision.compute=bf16", "weights=nf4", "seed=2")):
+        assert times(f"other{number}", change, kept="one") == 2, change
+    shutil.copy("pairs.jsonl", "before.jsonl")
+    Path("pairs.jsonl").write_text(pairs(2, 10))
+    assert times("rows", kept="one") == 1
+    shutil.copy("before.jsonl", "pairs.jsonl")
+    Path("model/model.safetensors").touch()
+    assert times("model2", kept="one") == 2
+    assert times("model2", "--fresh") == 2
+    assert judged.tune(*RUN, "model=model", "steps=1", "out=model2", "--fresh").code == 0
+    assert not any(Path("model2", file).exists() for file in files)
+
+
+def test_a_cached_reference_knows_the_rows_that_a_way_back_leads_to(
+    judged: Work, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are of epochs that the run would else not begin, and an epoch of this mix has some rows only."""
+    mix = "data={kind: mix, length: 64, parts: [{rows: {kind: preference, source: pairs.jsonl}, cap: 4}]}"
+    judge = Watch.judged
+
+    def spiked(watch: Watch, step: int, loss: float, norm: float) -> Fault | None:
+        found = judge(watch, step, loss, norm)
+        return watch.bad(step, "a spike", "back") if watch.data(step) == 1 else found
+
+    monkeypatch.setattr(Watch, "judged", spiked)
+    rule = ("guard.spike=20", "guard.answer=back", "save_every=9", "steps=2")
+    for kept in ("off", "cached"):
+        outcome = judged.tune(*RUN, mix, "validation=null", *rule, f"reference={kept}", f"out={kept}")
+        assert outcome.code == 0 and "back to step 0" in outcome.err, outcome.err
+    off, cached = (losses(name) for name in ("off", "cached"))
+    assert cached == pytest.approx(off, abs=1e-6) and len(off) == 2
+
+
 def losses(out: str) -> list[float]:
     lines = map(json.loads, Path(out, "metrics.jsonl").read_text().splitlines())
     return [line["loss"] for line in lines if "loss" in line]
 
 
 def test_a_mean_passes_over_what_is_no_number() -> None:
-    shift = preference.Shift()
+    shift = Shift()
     assert shift.take(torch.tensor([1.0, 3.0])) == 2
     assert shift.take(torch.tensor([torch.nan, 5.0])) == 2
     assert shift.take(torch.tensor([5.0])) == 3

@@ -11,9 +11,8 @@ import torch
 import transformers
 from peft import PeftModel
 
-from tests.recipes.conftest import Work
-from tunekit.errors import Stopped
-from tunekit.recipes import reward
+from tests.recipes.conftest import SHORT, Work
+from tests.recipes.test_resume import stop_after
 
 CONFIG = """\
 recipe: reward
@@ -21,14 +20,7 @@ model: {model}
 data: {{source: pairs.jsonl, length: 64}}
 validation: {{source: pairs_held.jsonl, length: 64}}
 optimizer: {{kind: adamw, lr: 1e-2}}
-precision: {{compute: fp32}}
-device: cpu
-out: out
-batch: 4
-micro_batch: 2
 steps: 5
-save_every: 1
-validate_every: 3
 """
 RUN = ("run", "reward", "reward.yaml")
 LORA = "adapter={kind: lora, rank: 4, dropout: 0.1}"
@@ -72,7 +64,7 @@ def scored(work: Work) -> Work:
         for kind in KINDS:
             lines = [json.dumps(written(n)[kind]) + "\n" for n in numbers]
             Path(f"{kind}{end}.jsonl").write_text("".join(lines))
-    Path("reward.yaml").write_text(CONFIG.format(model=work.model))
+    Path("reward.yaml").write_text((CONFIG + SHORT).format(model=work.model))
     return work
 
 
@@ -81,6 +73,7 @@ def scored(work: Work) -> Work:
     (("loss.center=-1",), "loss.center: must not be below 0, not -1.0"),
     (("loss=classification", "loss.classes=1"), "loss.classes: must be 2 or more, not 1"),
     ((*NAMED, "loss.classes=3"), "loss.classes: 3, but the rows name 2: leave one of both out"),
+    ((*NAMED, "loss=regression"), "data.classes: `loss: regression` learns numbers: leave it out"),
     ((*NAMED[:2], NAMED[2].replace("even, odd", "odd, even")), "validation.classes: are not those of `data`"),
     ((rows("values")[1],), "validation: these are labelled rows, and `loss: bradleyterry` learns from preference rows"),
     (("parallel.tensor=2",), "parallel.tensor: a head that scores is too small to be divided: use parallel.shard"),
@@ -111,17 +104,8 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(
     changes: tuple[str, ...], scored: Work, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert scored.tune(*RUN, *changes, "out=whole").code == 0
-    taken, step = [], reward.train_step
-
-    def stopping(*args, **more):
-        taken.append(1)
-        if len(taken) == 3:
-            raise Stopped("enough", 143)
-        return step(*args, **more)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(reward, "train_step", stopping)
-        assert scored.tune(*RUN, *changes, "out=stopped").code == 143
+    stop_after(monkeypatch, 2)
+    assert scored.tune(*RUN, *changes, "out=stopped").code == 143
     assert scored.tune(*RUN, *changes, "out=stopped").code == 0
     assert scored.same("stopped", "whole")
 

@@ -1,7 +1,6 @@
 """The recipe of rewards against TRL's trainer, and where it has none against transformers and torch: the same start,
 the same rows, the same steps and what they leave."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,41 +9,33 @@ import datasets
 import pytest
 import torch
 import transformers
-import trl
+from trl.trainer.reward_config import RewardConfig
+from trl.trainer.reward_trainer import RewardTrainer
 
-from tests.checkpoints import FP32, error, made
+from tests.checkpoints import error, made
+from tests.recipes.stepwise import BATCH, PLAIN, STEPS, figures, in_order, texts, told, whole_steps, written
 from tunekit import assemble, training
 from tunekit.adapters import Full
 from tunekit.checkpoint import atomic, write
 from tunekit.data.labels import Labelled, Stepped
 from tunekit.data.rows import Preference
-from tunekit.data.steps.loader import load
-from tunekit.data.tokenizer import Tokenizer
 from tunekit.losses.reward import BradleyTerry, Classification, Process, Regression, Scoring
-from tunekit.optim import SGD, Constant
+from tunekit.optim import SGD
 from tunekit.parallel.run import Run
 from tunekit.recipes import reward
 
-BATCH, STEPS = 4, 3
 # What the tokenizer of these checkpoints pads with.
 PAD = 1
 
 
 def rows(folder: Path) -> str:
     """Pairs of many lengths."""
-    draw = torch.Generator().manual_seed(7)
-
-    def words(low: int, high: int) -> str:
-        count = int(torch.randint(low, high, (1,), generator=draw))
-        return " ".join(f"w{int(i)}" for i in torch.randint(0, 60, (count,), generator=draw))
-
-    lines = []
+    words, lines = texts(), []
     for i in range(BATCH * STEPS):
         pair = {"prompt": f"{words(1, 9)} ", "chosen": words(1, 20), "rejected": words(1, 20), "margin": i / 4}
         steps = {"completions": [words(1, 5), words(1, 5)], "labels": [i % 2 > 0, i % 3 > 0]}
         lines.append(pair | steps | {"text": words(1, 20), "label": i % 3})
-    (folder / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return str(folder / "rows.jsonl")
+    return written(folder, lines)
 
 
 def config(folder: Path, shape: str = "llama3.2", **changes: Any) -> reward.Reward:
@@ -53,12 +44,7 @@ def config(folder: Path, shape: str = "llama3.2", **changes: Any) -> reward.Rewa
         data=Preference(rows(folder)),
         out=str(folder / "run"),
         optimizer=SGD(lr=0.05, momentum=0.0),
-        schedule=Constant(),
-        precision=FP32,
-        device="cpu",
-        batch=BATCH,
-        micro_batch=2,
-        steps=STEPS,
+        **PLAIN,
     )
     return replace(cfg, **changes)
 
@@ -82,27 +68,18 @@ def opened(folder: Path) -> transformers.PreTrainedModel:
 
 def trl_steps(cfg: reward.Reward, model: transformers.PreTrainedModel, folder: Path) -> tuple[list[dict], Any]:
     """Figures of every step of TRL's trainer on the documents of each of our steps, and the model behind the last."""
-    data = load(cfg.data, Tokenizer.open(Path(cfg.model)), cfg.batch, cfg.batch, Run(cfg.seed, "cpu"))
-    lines = []
+    data, lines = whole_steps(cfg), []
     for step in range(STEPS):
         (part,) = data[step]
         texts = [part.tokens[part.owner == i].tolist() for i in range(2 * BATCH)]
         pairs = zip(texts[::2], texts[1::2], part.margins.tolist(), strict=True)
         lines += [{"chosen_ids": one, "rejected_ids": other, "margin": margin} for one, other, margin in pairs]
-    args = trl.RewardConfig(
-        str(folder / "trl"), per_device_train_batch_size=BATCH, max_steps=STEPS, learning_rate=cfg.optimizer.lr,
-        lr_scheduler_type="constant", optim="sgd", max_grad_norm=cfg.clip, logging_steps=1, report_to=[],
-        save_strategy="no", use_cpu=True, bf16=False, gradient_checkpointing=False, max_length=None,
-        center_rewards_coefficient=cfg.loss.center or None, disable_tqdm=True, weight_decay=0.0,
-    )  # fmt: skip
+    assert isinstance(cfg.loss, BradleyTerry)
+    args = RewardConfig(**told(cfg), max_length=None, center_rewards_coefficient=cfg.loss.center or None)
     words = transformers.AutoTokenizer.from_pretrained(cfg.model)
     words.pad_token = words.convert_ids_to_tokens(PAD)
-
-    class InOrder(trl.RewardTrainer):
-        def _get_train_sampler(self, *_: Any) -> Any:
-            return torch.utils.data.SequentialSampler(self.train_dataset)
-
-    trainer = InOrder(model, args, train_dataset=datasets.Dataset.from_list(lines), processing_class=words)
+    rows = datasets.Dataset.from_list(lines)
+    trainer = in_order(RewardTrainer)(model, args, train_dataset=rows, processing_class=words)
     trainer.train()
     return [line for line in trainer.state.log_history if "loss" in line], trainer.model
 
@@ -111,8 +88,7 @@ def agrees(cfg: reward.Reward, folder: Path) -> None:
     model = started(cfg, folder)
     wanted, other = trl_steps(cfg, model, folder)
     reward.main(cfg)
-    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
-    found = [line for line in lines if "loss" in line]
+    found = figures(cfg.out)
     names = {"loss": "loss", "norm": "grad_norm", "rewards/accuracies": "accuracy", "rewards/margins": "margin"}
     names |= {"rewards/max": "max_reward", "rewards/mean": "mean_reward", "rewards/min": "min_reward"}
     for ours, theirs in names.items():
@@ -131,11 +107,12 @@ def test_a_step_is_that_of_trl(center: float, tmp_path: Path) -> None:
 
 def torch_steps(cfg: reward.Reward, model: transformers.PreTrainedModel) -> list[dict[str, float]]:
     """Losses that transformers computes from labels, with steps of torch."""
-    data = load(cfg.data, Tokenizer.open(Path(cfg.model)), cfg.batch, cfg.batch, Run(cfg.seed, "cpu"))
+    data = whole_steps(cfg)
     optimizer, lines = torch.optim.SGD(model.parameters(), cfg.optimizer.lr), []
     model.eval()  # where it scores tokens it drops some of what it reads, and we do not
     for step in range(STEPS):
         (part,) = data[step]
+        assert part.values is not None and part.owner is not None
         labels = part.values if isinstance(cfg.loss, Regression) else part.values.long()
         labels = part.targets if isinstance(cfg.loss, Process) else labels
         loss = model(part.tokens, attention_mask=(part.owner >= 0).long(), labels=labels).loss
@@ -156,8 +133,7 @@ def test_a_step_of_labels_is_that_of_transformers(loss: Scoring, tmp_path: Path)
     other = started(cfg, tmp_path)
     wanted = torch_steps(cfg, other)
     reward.main(cfg)
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    found = [line for line in lines if "loss" in line]
+    found = figures(cfg.out)
     for name in ("loss", "norm"):
         exact = [line[name] for line in found]
         assert exact == pytest.approx([line[name] for line in wanted], rel=1e-5), name

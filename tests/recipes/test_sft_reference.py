@@ -1,6 +1,5 @@
 """The recipe against a plain loop around transformers and peft: the same start, the same batches, the same losses."""
 
-import json
 from pathlib import Path
 
 import peft
@@ -11,15 +10,13 @@ import transformers
 from torch import nn
 
 from tests.checkpoints import FP32, error, made, opened, ours, theirs, tokens
+from tests.recipes.stepwise import figures, texts, whole_steps, written
 from tunekit.adapters import DoRA, Full, LoRA
 from tunekit.checkpoint import atomic, save
 from tunekit.checkpoint.folder import Folder
 from tunekit.data.rows import Chat, Text
 from tunekit.data.steps.batch import IGNORE
-from tunekit.data.steps.loader import load
-from tunekit.data.tokenizer import Tokenizer
 from tunekit.optim import AdamW, Cosine
-from tunekit.parallel.run import Run
 from tunekit.recipes import sft
 
 STEPS, BATCH = 5, 4
@@ -27,18 +24,11 @@ STEPS, BATCH = 5, 4
 
 def rows(folder: Path) -> str:
     """Short conversations and long ones."""
-    draw = torch.Generator().manual_seed(7)
-
-    def words(low: int, high: int) -> str:
-        count = int(torch.randint(low, high, (1,), generator=draw))
-        return " ".join(f"w{int(i)}" for i in torch.randint(0, 60, (count,), generator=draw))
-
-    lines = []
+    words, lines = texts(), []
     for _ in range(STEPS * BATCH):
         turns = [{"role": "user", "content": words(1, 9)}, {"role": "assistant", "content": words(1, 20)}]
-        lines.append(json.dumps({"messages": turns, "text": words(2, 30)}) + "\n")
-    (folder / "rows.jsonl").write_text("".join(lines))
-    return str(folder / "rows.jsonl")
+        lines.append({"messages": turns, "text": words(2, 30)})
+    return written(folder, lines)
 
 
 def start(model: str, adapter: Full | LoRA, folder: Path) -> nn.Module:
@@ -53,7 +43,7 @@ def start(model: str, adapter: Full | LoRA, folder: Path) -> nn.Module:
 
 def plain_loop(cfg: sft.SFT, folder: Path) -> tuple[list[float], nn.Module]:
     model = start(cfg.model, cfg.adapter, folder)
-    data = load(cfg.data, Tokenizer.open(Path(cfg.model)), cfg.batch, cfg.batch, Run(cfg.seed, "cpu"))
+    data = whole_steps(cfg)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, cfg.optimizer.lr, (0.9, 0.95), 1e-8, 0.0)
     schedule = transformers.get_cosine_schedule_with_warmup(optimizer, 0, STEPS)
@@ -91,9 +81,8 @@ def test_losses_are_those_of_transformers_and_peft(name: str, kind: type, adapte
         steps=STEPS,
     )
     sft.main(cfg)
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     wanted, model = plain_loop(cfg, tmp_path)
-    assert [line["loss"] for line in lines if "loss" in line] == pytest.approx(wanted, rel=1e-5)
+    assert [line["loss"] for line in figures(cfg.out)] == pytest.approx(wanted, rel=1e-5)
     assert abs(wanted[-1] - wanted[0]) > 1e-2, "something was learnt"
     with torch.no_grad():
         found = opened(tmp_path / "run")(tokens())

@@ -40,8 +40,8 @@ def changes(before: Result, after: Result, seed: int = 0) -> list[Change]:
 
 
 def compared(task: str, before: Figure, after: Figure, seed: int = 0) -> Change | None:
-    """The same figure of two models; None if it does not come of the same rows, one by one."""
-    if not before.values or before.weights != after.weights:
+    """The same figure of two models; None if it does not come of the same rows, one by one, in as many tokens."""
+    if not before.values or (before.rows, before.weights) != (after.rows, after.weights):
         return None
     low, high = bounds(before, after, seed)
     won = lost = chance = None

@@ -12,7 +12,8 @@ import numpy as np
 class Figure:
     """One number. Where it is a mean over rows, `values` are sums of each row and `weights` what they are divided by.
 
-    `higher`: whether more is better; None: nobody has said.
+    `higher`: whether more is better; None: nobody has said. `rows` names each row: figures are compared row by row
+    where they come of the same ones.
     """
 
     name: str
@@ -20,12 +21,21 @@ class Figure:
     higher: bool | None = None
     values: Sequence[float] = ()
     weights: Sequence[float] = ()
+    rows: Sequence[str] = ()
 
     @staticmethod
-    def mean(name: str, values: Sequence[float], weights: Sequence[float] = (), higher: bool = True) -> "Figure":
-        """The mean over rows that weigh `weights`: where none are given, all alike."""
+    def mean(
+        name: str,
+        values: Sequence[float],
+        weights: Sequence[float] = (),
+        higher: bool | None = True,
+        rows: Sequence[str] = (),
+    ) -> "Figure":
+        """The mean over rows that weigh `weights`: where none are given, all alike. Of no row it is NaN."""
         weights = weights or [1.0] * len(values)
-        return Figure(name, math.fsum(values) / max(math.fsum(weights), 1e-9), higher, tuple(values), tuple(weights))
+        total = math.fsum(weights)
+        value = math.fsum(values) / total if total else math.nan
+        return Figure(name, value, higher, tuple(values), tuple(weights), tuple(rows))
 
     @property
     def counted(self) -> bool:
@@ -38,8 +48,9 @@ class Figure:
         return int(sum(self.values))
 
     def written(self) -> dict[str, Any]:
-        """For a file: weights only where rows differ in them."""
-        whole = {"value": self.value, "values": list(self.values), "weights": list(self.weights)}
+        """For a file: weights only where rows differ in them. JSON knows no number that is not finite."""
+        value, *values = (one if math.isfinite(one) else None for one in (self.value, *self.values))
+        whole = {"value": value, "values": values, "weights": list(self.weights)}
         return {name: part for name, part in whole.items() if name != "weights" or set(self.weights) - {1.0}}
 
 
@@ -64,8 +75,8 @@ class Result:
 
     @property
     def loss(self) -> float:
-        """Nats per learnt token."""
-        return self.tasks[0]["loss"].value
+        """Nats per learnt token; NaN if nothing was learnt of any row."""
+        return next((figure.value for figure in self.tasks[0].figures if figure.name == "loss"), math.nan)
 
     @property
     def perplexity(self) -> float:

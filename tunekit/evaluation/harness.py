@@ -6,7 +6,7 @@ import random
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from io import StringIO
 from itertools import groupby
@@ -35,6 +35,7 @@ from tunekit.models.decoder import Decoder
 from tunekit.parallel.run import Run
 
 NEUTRAL = {"num_beams": 1, "repetition_penalty": 1.0, "num_return_sequences": 1}  # what changes nothing may be said
+FEW = 60  # characters of each text of a request that a message shows
 SHOWN = 300  # characters of what went wrong
 LONGEST = 256  # tokens of an answer where a task says nothing, as the harness has it
 MISTAKES = (*trouble.TROUBLE, LookupError, TypeError, ImportError)  # of files of tasks, and of sets that are not here
@@ -81,7 +82,29 @@ class Asked(TemplateLM):
         return text[: text.rindex(last) + len(last)]
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
-        return super().loglikelihood(requests, disable_tqdm=disable_tqdm)
+        """Log-likelihoods of continuations. UserError where there is nothing to score, or nothing to score it by."""
+        told = [(request.args, *self.split(*request.args)) for request in requests]
+        for request, (_, context, continuation) in zip(requests, told, strict=True):
+            self.insist(request, len(context), len(continuation))
+        return self._loglikelihood_tokens(told)
+
+    def split(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        """Their tokens. What nothing stands before is seen from the token with which texts begin."""
+        if context:
+            return self._encode_pair(context, continuation)
+        tokens = self.tok_encode(continuation, add_special_tokens=False)
+        return [self.prefix_token_id], tokens[tokens[:1] == [self.prefix_token_id] :]
+
+    def insist(self, request: Instance, context: int, continuation: int) -> None:
+        """UserError, with the row of its task, for a request of so many tokens that has no likelihood."""
+        if context and 0 < continuation <= self.max_length:
+            return
+        fault = f"{continuation} tokens of a continuation, and the model was made for {self.max_length}"
+        fault = fault if continuation else "nothing to score: its continuation has no token"
+        fault = fault if context else "its context has no token, by which the continuation could be scored"
+        texts = ", ".join(repr(text if len(text) <= FEW else f"{text[:FEW]}...") for text in request.args)
+        told = f"tasks: row {request.doc_id} of {request.task_name or 'a task'} ({texts}): {fault}"
+        raise UserError(f"{told}: mend the row, or doc_to_text and doc_to_choice of the task")
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: object
@@ -112,6 +135,10 @@ class Asked(TemplateLM):
         """Answers up to a stop string. Requests that are answered in the same way share passes, the longest first."""
         asked = [cast("tuple[str, dict[str, Any]]", request.args) for request in requests]
         prompts, ways = [self.tok_encode(text) for text, _ in asked], [Way.of(how) for _, how in asked]
+        for request, prompt in zip(requests, prompts, strict=True):
+            if not prompt:
+                told = f"row {request.doc_id} of {request.task_name or 'a task'} asks nothing: its prompt has no token"
+                raise UserError(f"tasks: {told}: mend the row, or doc_to_text of the task")
         order = sorted(range(len(requests)), key=lambda i: (repr(ways[i]), -len(prompts[i])))
         found: dict[int, str] = {}
         for way, group in groupby(order, key=lambda i: ways[i]):
@@ -250,15 +277,15 @@ def found(task: str, made: Mapping[str, Any]) -> Found:
         metric, comma, way = key.partition(",")
         if not comma or metric.endswith("_stderr") or not isinstance(value, int | float):
             continue
-        values = [row.get(metric) for row in rows if row["filter"] == way]
-        means = all(isinstance(one, int | float) for one in values) and values
+        own = [(row["doc_hash"], row.get(metric)) for row in rows if row["filter"] == way]
         name = metric if way == "none" else f"{metric} ({way})"
-        figures.append(figure(name, float(value), [float(one) for one in values] if means else [], higher.get(metric)))
+        figures.append(figure(name, float(value), own, higher.get(metric)))
     return Found(task, tuple(figures), tuple(text for text in answers if isinstance(text, str)))
 
 
-def figure(name: str, value: float, values: list[float], higher: bool | None) -> Figure:
+def figure(name: str, value: float, own: Sequence[tuple[str, object]], higher: bool | None) -> Figure:
     """With the values of its rows, where it is their mean."""
-    mean = Figure.mean(name, values)
-    whole = math.isclose(mean.value, value, rel_tol=1e-9, abs_tol=1e-12)
-    return Figure(name, value, higher, mean.values if whole else (), mean.weights if whole else ())
+    values = [float(one) for _, one in own if isinstance(one, int | float)]
+    mean = Figure.mean(name, values, higher=higher, rows=[row for row, _ in own])
+    whole = len(values) == len(own) and math.isclose(mean.value, value, rel_tol=1e-9, abs_tol=1e-12)
+    return replace(mean, value=value) if whole else Figure(name, value, higher)

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 from random import Random
 
-from tunekit.data.prepared.documents import Document
 from tunekit.data.rows import Chat
 from tunekit.data.sources.table import Row
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import UserError
+from tunekit.evaluation.questions import Placed
 from tunekit.nano import chats, copying, facts
 from tunekit.nano.scene import Exchange, Scene
 from tunekit.nano.tools import SPLITS, calls
@@ -53,18 +53,18 @@ TASKS: dict[str, Callable[[], Iterator[list[Exchange]]]] = {
 }
 
 
-def documents(task: str, tokenizer: Tokenizer, limit: int | None) -> list[Document]:
+def documents(task: str, tokenizer: Tokenizer, limit: int | None) -> list[Placed]:
     """The rows of a task as a model's template writes them, the same ones each time."""
     rows = [
         Row(f"{task} row {number}", {"messages": messages(turns)})
         for number, turns in enumerate(islice(TASKS[task](), limit or ROWS), start=1)
     ]
     choice = Chat(task, length=LENGTH)
-    found: list[Document] = []
-    for made in choice.encode(choice.prepare(tokenizer), rows):
+    found: list[Placed] = []
+    for row, made in zip(rows, choice.encode(choice.prepare(tokenizer), rows), strict=True):
         if not isinstance(made, list):
             raise UserError(f"tasks: {task} cannot be asked: {made}")
-        found += made
+        found += [(row.where, document) for document in made]
     return found
 
 

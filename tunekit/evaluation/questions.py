@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tunekit.data.prepared.documents import Document
+from tunekit.data.prepared.documents import Document, Documents
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.evaluation.figures import Figure, Found
 from tunekit.evaluation.scores import Given, scored
@@ -12,10 +12,13 @@ from tunekit.generate import Sampling, answers
 from tunekit.models.decoder import Decoder
 from tunekit.parallel.run import Run
 
+Placed = tuple[str, Document]  # where a document is from, and itself
+
 
 class Question(NamedTuple):
-    """Tokens up to an answer, and the answer as text."""
+    """Where a row is from, its tokens up to an answer, and the answer as text."""
 
+    row: str
     prompt: list[int]
     text: str
     wanted: str
@@ -31,19 +34,27 @@ class Asker:
     batch: int  # rows in one pass
     run: Run
 
-    def __call__(self, task: str, documents: Iterable[Document]) -> tuple[list[Question], Found]:
-        """What it makes of the rows of a task."""
-        documents = list(documents)
-        given = [Given(document.tokens.tolist(), at) for document in documents if (at := learnt(document))]
+    def __call__(self, task: str, rows: Iterable[Placed]) -> tuple[list[Question], Found]:
+        """What it makes of the rows of a task. A figure of no row is none."""
+        rows = list(rows)
+        told = [(row, Given(document.tokens.tolist(), at)) for row, document in rows if (at := learnt(document))]
+        names, given = [row for row, _ in told], [one for _, one in told]
         losses = [-score.logprob for score in scored(self.model, given, self.batch, self.run)]
-        questions = list(asked(documents, self.tokenizer))
+        questions = list(asked(rows, self.tokenizer))
         prompts = [question.prompt for question in questions]
         made = answers(self.model, prompts, self.sampling, self.tokenizer.stops, self.batch, self.run)
         texts = tuple(self.tokenizer.decode(tokens).strip() for tokens in made)
         right = [float(answer == question.wanted) for answer, question in zip(texts, questions, strict=True)]
-        figures = [Figure.mean("loss", losses, [float(len(row.at)) for row in given], higher=False)]
-        figures += [Figure.mean("exact match", right)] if right else []
+        weights = [float(len(one.at)) for one in given]
+        figures = [Figure.mean("loss", losses, weights, False, names)] if losses else []
+        figures += [Figure.mean("exact match", right, rows=[question.row for question in questions])] if right else []
         return questions, Found(task, tuple(figures), texts)
+
+
+def placed(parts: Iterable[Documents]) -> Iterator[Placed]:
+    """All documents, each with the file and row that it is from."""
+    for part in parts:
+        yield from ((part.where(number), part[number]) for number in range(len(part)))
 
 
 def learnt(document: Document) -> list[int]:
@@ -51,17 +62,19 @@ def learnt(document: Document) -> list[int]:
     return [place for place in document.learnt.nonzero()[0].tolist() if place]
 
 
-def asked(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[Question]:
+def asked(rows: Iterable[Placed], tokenizer: Tokenizer) -> Iterator[Question]:
     """The last answer of each row. A row that was cut, or is learnt from its beginning as text is, asks nothing."""
-    for document in documents:
+    for row, document in rows:
         first = start_of_answer(document)
         if first > 0 and len(document.tokens) == document.whole:
             prompt, answer = document.tokens[:first].tolist(), document.tokens[first:][document.learnt[first:]].tolist()
-            yield Question(prompt, tokenizer.decode(prompt).strip(), tokenizer.decode(answer).strip())
+            yield Question(row, prompt, tokenizer.decode(prompt).strip(), tokenizer.decode(answer).strip())
 
 
 def start_of_answer(document: Document) -> int:
-    """Where the last run of learnt tokens begins."""
+    """Where the last run of learnt tokens begins; 0 if there is none."""
     learnt = document.learnt.nonzero()[0]
+    if not len(learnt):
+        return 0
     breaks = (learnt[1:] - learnt[:-1] > 1).nonzero()[0]
     return int(learnt[breaks[-1] + 1] if len(breaks) else learnt[0])

@@ -33,6 +33,7 @@ class Step:
 class Loss(ABC):
     """A term of what is minimised: the mean over pairs, or over answers one by one, times its weight."""
 
+    about: ClassVar[str] = "for pairs, compared with a reference"  # what people are told of a group of losses
     each: ClassVar[int] = 2  # answers that are compared: two, or one that is marked
     compares: ClassVar[bool] = True  # with a reference
     whole: ClassVar[bool] = False  # whether it must know all answers of a step to value one
@@ -55,7 +56,7 @@ class Loss(ABC):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Compared(Loss):
+class LogRatioLoss(Loss):
     """A loss of log-ratios to a reference, whose rewards are β log π(y|x) / π_ref(y|x)."""
 
     beta: float = 0.1  # how much it costs to leave the reference

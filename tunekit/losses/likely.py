@@ -17,6 +17,7 @@ SUREST = -1e-9  # log-probability of a token above which all odds are taken for 
 class SFT(Loss):
     """Negative log-likelihood of the chosen answers; beside `dpo` it is what RPO adds (arXiv:2404.19733)."""
 
+    about: ClassVar[str] = "for pairs, without a reference"
     compares: ClassVar[bool] = False
 
     per: Literal["token", "answer"] = "token"  # of what the mean is taken: all tokens, or first those of each answer
@@ -33,6 +34,7 @@ class SFT(Loss):
 class Free(Loss):
     """A loss of pairs without a reference."""
 
+    about: ClassVar[str] = "for pairs, without a reference"
     compares: ClassVar[bool] = False
 
     beta: float = 0.1  # how much is made of a difference

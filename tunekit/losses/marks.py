@@ -8,13 +8,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tunekit.losses.answers import Answers
-from tunekit.losses.comparison import Compared, Step
+from tunekit.losses.comparison import LogRatioLoss, Step
 
 
 @dataclass(frozen=True, kw_only=True)
-class Marked(Compared):
+class Unpaired(LogRatioLoss):
     """A loss of answers that stand alone. Of pairs, the chosen answers are good and the rejected ones bad."""
 
+    about: ClassVar[str] = "for single answers that are marked"
     each: ClassVar[int] = 1
 
     good: float = 1.0  # weight of good answers
@@ -29,7 +30,7 @@ class Marked(Compared):
 
 
 @dataclass(frozen=True, kw_only=True)
-class KTO(Marked):
+class KTO(Unpaired):
     """KTO (arXiv:2402.01306): what an answer is worth above the divergence from the reference, as people value it.
 
     The divergence is estimated by answers of other rows of the step.
@@ -43,7 +44,7 @@ class KTO(Marked):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BCO(Marked):
+class BCO(Unpaired):
     """BCO (arXiv:2404.04656): a classifier of good and bad whose logit is the reward above the mean of all so far."""
 
     whole: ClassVar[bool] = True
@@ -54,7 +55,7 @@ class BCO(Marked):
 
 
 @dataclass(frozen=True, kw_only=True)
-class APO_Zero_Unpaired(Marked):
+class APO_Zero_Unpaired(Unpaired):
     """APO-zero (arXiv:2408.06266) of single answers: good ones rise above the reference, bad ones fall below it."""
 
     def __call__(self, answers: Answers, step: Step) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tunekit.errors import FieldError
 from tunekit.losses.answers import Answers
-from tunekit.losses.comparison import Compared, Step, check_share, unsure
+from tunekit.losses.comparison import LogRatioLoss, Step, check_share, unsure
 
 # Divergences from the reference (f-DPO, arXiv:2309.16240): a score f'(π / π_ref) of log-ratios.
 
@@ -56,7 +56,7 @@ Divergence = Reverse_KL | Forward_KL | JS_Divergence | Alpha_Divergence
 
 
 @dataclass(frozen=True, kw_only=True)
-class Divergent(Compared):
+class Divergent(LogRatioLoss):
     """A loss of the difference of two scores, in which what only depends on the prompt falls away."""
 
     divergence: Divergence = Reverse_KL()  # how far from the reference is measured
@@ -176,7 +176,7 @@ class DiscoPOP(Divergent):
 
 
 @dataclass(frozen=True, kw_only=True)
-class NCA_Pair(Compared):
+class NCA_Pair(LogRatioLoss):
     """NCA (arXiv:2402.05369): absolute rewards, so that the chosen answer does not become less likely."""
 
     def __call__(self, answers: Answers, step: Step) -> Tensor:
@@ -185,7 +185,7 @@ class NCA_Pair(Compared):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BCO_Pair(Compared):
+class BCO_Pair(LogRatioLoss):
     """BCO of pairs (arXiv:2404.04656): a classifier of good and bad whose logit is the reward."""
 
     def __call__(self, answers: Answers, step: Step) -> Tensor:
@@ -194,7 +194,7 @@ class BCO_Pair(Compared):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SPPO_Hard(Compared):
+class SPPO_Hard(LogRatioLoss):
     """SPPO (arXiv:2405.00675) with a winner and a loser: log-ratios are drawn to 1 / 2β and to -1 / 2β."""
 
     def __call__(self, answers: Answers, step: Step) -> Tensor:
@@ -203,7 +203,7 @@ class SPPO_Hard(Compared):
 
 
 @dataclass(frozen=True, kw_only=True)
-class APO_Zero(Compared):
+class APO_Zero(LogRatioLoss):
     """APO-zero (arXiv:2408.06266, eq. 7), for chosen answers that are better than the model's: they rise."""
 
     def __call__(self, answers: Answers, step: Step) -> Tensor:
@@ -212,7 +212,7 @@ class APO_Zero(Compared):
 
 
 @dataclass(frozen=True, kw_only=True)
-class APO_Down(Compared):
+class APO_Down(LogRatioLoss):
     """APO-down (arXiv:2408.06266, eq. 8), for chosen answers that are worse than the model's: both fall."""
 
     def __call__(self, answers: Answers, step: Step) -> Tensor:
@@ -221,7 +221,7 @@ class APO_Down(Compared):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AOT(Compared):
+class AOT(LogRatioLoss):
     """AOT (arXiv:2406.05882): the margins of a whole step, in order, shall lie above those of the reference."""
 
     whole: ClassVar[bool] = True

@@ -23,7 +23,7 @@ from tunekit.models.spec import Score
 from tunekit.parallel.run import Run
 
 
-class Judged(NamedTuple):
+class ScoredBatch(NamedTuple):
     """What scores of a batch come to: the loss and figures of its units, added up, and the scores themselves."""
 
     loss: Tensor
@@ -32,16 +32,16 @@ class Judged(NamedTuple):
 
 
 class Seen:
-    """What was judged in a step or in a pass over held-out rows."""
+    """What was scored in a step or in a pass over held-out rows."""
 
     def __init__(self) -> None:
         self.tally, self.reach = Tally(), None
 
-    def add(self, judged: Judged) -> None:
-        self.tally.add({"loss": judged.loss, **judged.sums})
-        if judged.rewards is not None:
-            none = judged.rewards.new_full((2, 1), -math.inf)  # of no document
-            both = torch.stack([judged.rewards.detach(), -judged.rewards.detach()])
+    def add(self, found: ScoredBatch) -> None:
+        self.tally.add({"loss": found.loss, **found.sums})
+        if found.rewards is not None:
+            none = found.rewards.new_full((2, 1), -math.inf)  # of no document
+            both = torch.stack([found.rewards.detach(), -found.rewards.detach()])
             self.reach = torch.cat([none if self.reach is None else self.reach[:, None], both], dim=1).amax(1)
 
     def figures(self, run: Run, count: int) -> dict[str, Tensor]:
@@ -71,7 +71,10 @@ class Scoring:
         for rows in mix.sources:
             if not isinstance(rows, Recognised | self.rows):
                 loss, found, wanted = (one.__name__.lower() for one in (type(self), type(rows), self.rows))
-                raise UserError(f"{key}: these are {found} rows, and `loss: {loss}` learns from {wanted} rows")
+                told = f"{key}: these are {found} rows, and `loss: {loss}` learns from {wanted} rows"
+                fit = [one.__name__.lower() for one in Scoring.__subclasses__() if isinstance(rows, one.rows)]
+                cure = f"take loss={' or '.join(fit)}, or other rows by {key}.source and {key}.kind={wanted}"
+                raise UserError(f"{told} ({rows.source}): {cure}")
 
     def check_labels(self, parts: Iterable[Documents], labels: int) -> None:
         """UserError, with its row, for a label that is none of so many classes."""
@@ -88,7 +91,7 @@ class Scoring:
             raise UserError(f"data: {beyond(wrong, labels)}")
         return len(found)
 
-    def __call__(self, model: Decoder, batch: Batch) -> Judged:
+    def __call__(self, model: Decoder, batch: Batch) -> ScoredBatch:
         """Over all units of a batch."""
         raise NotImplementedError
 
@@ -118,14 +121,14 @@ class BradleyTerry(Scoring):
     def units(self, batch: Batch, labels: int) -> int:
         return super().units(batch, labels) // 2
 
-    def __call__(self, model: Decoder, batch: Batch) -> Judged:
+    def __call__(self, model: Decoder, batch: Batch) -> ScoredBatch:
         rewards = scores(model, batch).squeeze(1)
         chosen, rejected = rewards[::2], rewards[1::2]
         apart = chosen - rejected
         loss = self.center * (chosen + rejected).square() - F.logsigmoid(apart - batch.margins)
         sums = {"chosen": chosen, "rejected": rejected, "accuracies": (apart > 0).float(), "margins": apart}
         sums["mean"] = (chosen + rejected) / 2
-        return Judged(loss.sum(), {f"rewards/{name}": value.sum() for name, value in sums.items()}, rewards)
+        return ScoredBatch(loss.sum(), {f"rewards/{name}": value.sum() for name, value in sums.items()}, rewards)
 
 
 @dataclass(frozen=True)
@@ -146,11 +149,11 @@ class Classification(Scoring):
             raise FieldError("loss.classes", f"{self.classes}, but the rows name {names}: leave one of both out")
         return Score(self.classes or names or 2, pad=pad)
 
-    def __call__(self, model: Decoder, batch: Batch) -> Judged:
+    def __call__(self, model: Decoder, batch: Batch) -> ScoredBatch:
         logits, wanted = scores(model, batch), values(batch).long()
         right = logits.argmax(1) == wanted
         loss = F.cross_entropy(logits, wanted, reduction="sum")
-        return Judged(loss, {"accuracies": right.float().sum()})
+        return ScoredBatch(loss, {"accuracies": right.float().sum()})
 
 
 @dataclass(frozen=True)
@@ -159,10 +162,15 @@ class Regression(Scoring):
 
     problem: ClassVar = "regression"
 
-    def __call__(self, model: Decoder, batch: Batch) -> Judged:
+    def score(self, pad: int, names: int = 0) -> Score:
+        if names:
+            raise FieldError("data.classes", "`loss: regression` learns numbers: leave it out, or loss=classification")
+        return super().score(pad)
+
+    def __call__(self, model: Decoder, batch: Batch) -> ScoredBatch:
         found = scores(model, batch).squeeze(1)
         apart = found - values(batch)
-        return Judged(apart.square().sum(), {"errors": apart.abs().sum(), "rewards/mean": found.sum()}, found)
+        return ScoredBatch(apart.square().sum(), {"errors": apart.abs().sum(), "rewards/mean": found.sum()}, found)
 
 
 @dataclass(frozen=True)
@@ -187,7 +195,7 @@ class Process(Scoring):
             raise UserError(f"data: {beyond(wrong, labels)}")
         return len(found)
 
-    def __call__(self, model: Decoder, batch: Batch) -> Judged:
+    def __call__(self, model: Decoder, batch: Batch) -> ScoredBatch:
         targets, at = learnt(model, batch)
         wanted = targets[at]
 
@@ -198,7 +206,7 @@ class Process(Scoring):
         right = (logits.argmax(1) == wanted).float().sum()
         loss = F.cross_entropy(logits, wanted, reduction="sum")
         # Other ranks may have other steps of these documents: all of them tell the same.
-        return Judged(model.rows.sum(loss), {"accuracies": model.rows.sum(right)})
+        return ScoredBatch(model.rows.sum(loss), {"accuracies": model.rows.sum(right)})
 
 
 def scores(model: Decoder, batch: Batch) -> Tensor:

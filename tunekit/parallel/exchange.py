@@ -19,6 +19,10 @@ from tunekit.parallel.tensors import local, splits_of
 
 Apart = Sequence[int]  # rows for each rank of a team
 
+# Names since torch 2.13, which warns of those before.
+_gather = vars(dist).get("all_gather_single") or dist.all_gather_into_tensor
+_reduce = vars(dist).get("reduce_scatter_single") or dist.reduce_scatter_tensor
+
 
 @dataclass(frozen=True, eq=False)
 class Team:
@@ -53,11 +57,11 @@ class Team:
 
     def fill(self, whole: Tensor, rows: Tensor) -> None:
         """`whole` with the rows of all ranks, in their order."""
-        dist.all_gather_into_tensor(whole, rows, self.group)
+        _gather(whole, rows, self.group)
 
     def reduce(self, part: Tensor, rows: Tensor) -> None:
         """`part` with this rank's rows of the sum over the ranks."""
-        dist.reduce_scatter_tensor(part, rows, group=self.group)
+        _reduce(part, rows, group=self.group)
 
     def swap(self, rows: Tensor, x: Tensor, there: Apart | None = None, here: Apart | None = None) -> None:
         """`rows` with those of `x` that the ranks have for this one: as many as `here` says, for as many as `there`."""

@@ -1,0 +1,92 @@
+"""Steps beside those of another trainer: rows of many lengths, what TRL is told, and what our steps have shown."""
+
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import SequentialSampler
+
+from tests.checkpoints import FP32
+from tunekit import metrics
+from tunekit.data.steps.loader import load
+from tunekit.data.steps.served import Loader
+from tunekit.data.tokenizer import Tokenizer
+from tunekit.optim import AdamW, Constant
+from tunekit.parallel.run import Run
+from tunekit.training import Training
+
+STEPS, BATCH = 3, 4
+# What the configs say, whatever the method.
+PLAIN: dict[str, Any] = {
+    "schedule": Constant(),
+    "precision": FP32,
+    "device": "cpu",
+    "batch": BATCH,
+    "micro_batch": 2,
+    "steps": STEPS,
+}
+# A larger epsilon leaves steps of Adam in proportion where gradients are nearly zero.
+STEADY = AdamW(lr=0.05, eps=0.1)
+
+
+def texts() -> Callable[[int, int], str]:
+    """Makes texts of `low` words and more, but fewer than `high`; the same ones in each test."""
+    draw = torch.Generator().manual_seed(7)
+
+    def words(low: int, high: int) -> str:
+        count = int(torch.randint(low, high, (1,), generator=draw))
+        return " ".join(f"w{int(i)}" for i in torch.randint(0, 60, (count,), generator=draw))
+
+    return words
+
+
+def written(folder: Path, rows: Iterable[dict[str, Any]]) -> str:
+    """A file of rows."""
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(folder / "rows.jsonl")
+
+
+def whole_steps(cfg: Training) -> Loader:
+    """The rows of a config, of which a step is one micro-batch."""
+    return load(cfg.data, Tokenizer.open(Path(cfg.model)), cfg.batch, cfg.batch, Run(cfg.seed, "cpu"))
+
+
+def figures(run: str | Path) -> list[dict[str, Any]]:
+    """What each step of a run has shown."""
+    return [line for line in metrics.lines(Path(run)) if "loss" in line]
+
+
+def told(cfg: Training) -> dict[str, Any]:
+    """What TRL is told to take the steps of a config, and to show each."""
+    optimizer: dict[str, Any] = {"optim": "sgd"}
+    if isinstance(cfg.optimizer, AdamW):
+        optimizer = {"adam_beta1": 0.9, "adam_beta2": 0.95, "adam_epsilon": cfg.optimizer.eps}
+    return {
+        "output_dir": str(Path(cfg.out).with_name("theirs")),
+        "per_device_train_batch_size": cfg.batch,
+        "max_steps": cfg.steps,
+        "learning_rate": cfg.optimizer.lr,
+        "lr_scheduler_type": "constant",
+        **optimizer,
+        "weight_decay": 0.0,
+        "max_grad_norm": cfg.clip,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "use_cpu": True,
+        "report_to": "none",
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "disable_tqdm": True,
+    }
+
+
+def in_order(kind: Any) -> Any:
+    """A trainer of TRL that does not shuffle."""
+
+    class InOrder(kind):
+        def _get_train_sampler(self, *_: Any) -> SequentialSampler:
+            return SequentialSampler(self.train_dataset)
+
+    return InOrder
