@@ -11,6 +11,7 @@ from nbformat import NotebookNode
 
 NOTEBOOK = Path(__file__).parent.parent / "notebooks" / "first_finetune.ipynb"
 STEPS, QUESTIONS = 16, 16
+LIMIT = 600  # seconds after which something hangs
 PARAMETERS = f"steps = {STEPS}\nheld_out = {QUESTIONS}"
 
 
@@ -28,12 +29,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def executed(folder: Path) -> NotebookNode:
     """The notebook after a short run: a cell behind its parameters asks for few steps and questions."""
     notebook = read()
-    place = next(i for i, cell in enumerate(notebook.cells) if "parameters" in cell.metadata.get("tags", []))
-    notebook.cells.insert(place + 1, nbformat.v4.new_code_cell(PARAMETERS))
+    behind = next(i for i, cell in enumerate(notebook.cells) if "parameters" in cell.metadata.get("tags", []))
+    notebook.cells.insert(behind + 1, nbformat.v4.new_code_cell(PARAMETERS))
     with pytest.MonkeyPatch.context() as patch:
         for name in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "MPLCONFIGDIR"):
             patch.setenv(name, str(folder / name.lower()))
-        NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(folder)}}).execute()
+        place = {"metadata": {"path": str(folder)}}
+        NotebookClient(notebook, timeout=LIMIT, startup_timeout=LIMIT, resources=place).execute()
     return notebook
 
 

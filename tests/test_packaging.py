@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 
 
 def run(*words: str | Path, cwd: Path) -> str:
-    done = subprocess.run(words, cwd=cwd, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(words, cwd=cwd, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -63,6 +63,7 @@ def same_files(one: Path, other: Path) -> None:
 def test_two_ranks(base: Path, tmp_path: Path) -> None:
     wanted = one(base, tmp_path, "dense", 2, 4)
     verdicts = {name: result(name, base, tmp_path / "one", ALONE) for name in RESULTS}
+    day = date.today()
     ranks = on(2, on_two, base, tmp_path)
     for found in ranks:
         for name in OPTIMIZERS:
@@ -81,7 +82,8 @@ def test_two_ranks(base: Path, tmp_path: Path) -> None:
     told = [f"cannot read {state / name}: it is damaged or cut off" for name in (".metadata", "progress.pt")]
     assert ranks[0]["damaged"] == ranks[1]["damaged"] == told
     assert {"config.json", "complete"} < set(ranks[0]["sent"]) and ranks[1]["sent"] == [], "one sends"
-    assert ranks[0]["claimed"][0] == ranks[1]["claimed"][0] == str(date.today())
+    assert ranks[0]["claimed"][0] == ranks[1]["claimed"][0]
+    assert ranks[0]["claimed"][0] in (str(day), str(date.today())), "it may be midnight"
     assert ranks[0]["claimed"][1:] == ranks[1]["claimed"][1:]
     assert [word in told for word, told in zip(CLAIMED, ranks[0]["claimed"][1:], strict=True)] == [True] * 4
     for name in RESULTS:

@@ -85,7 +85,9 @@ def growth(work: Callable[[], Any], what: str = "VmRSS") -> int:
 
     thread = threading.Thread(target=watch)
     thread.start()
-    work()
+    made = work()
+    most.append(resident(what))  # the other thread may not have come to it
+    del made
     over.set()
     thread.join()
     return max(most) - before

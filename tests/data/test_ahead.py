@@ -2,6 +2,8 @@
 
 import threading
 import time
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,17 +13,19 @@ from tunekit.data.steps.ahead import Ahead
 from tunekit.errors import UserError
 
 CPU = torch.device("cpu")
+LIMIT = 600.0  # seconds after which something hangs
 
 
 class Steps:
-    """Each step is its number, made in some time; one of them fails."""
+    """Each step is its number, made once `may` is set; one of them fails."""
 
-    def __init__(self, seconds: float = 0.0, fault: dict[int, BaseException] | None = None) -> None:
-        self.seconds, self.fault, self.closed = seconds, fault or {}, False
+    def __init__(self, fault: dict[int, BaseException] | None = None) -> None:
+        self.may, self.fault, self.closed = threading.Event(), fault or {}, False
+        self.may.set()
         self.made: list[tuple[int, str]] = []
 
     def __getitem__(self, step: int) -> list[Any]:
-        time.sleep(self.seconds)
+        assert self.may.wait(LIMIT)
         if step in self.fault:
             raise self.fault[step]
         self.made.append((step, threading.current_thread().name))
@@ -35,6 +39,14 @@ class Steps:
 
     def close(self) -> None:
         self.closed = True
+
+
+def until(found: Callable[[], bool]) -> None:
+    """Wait for something that the thread does."""
+    late = time.monotonic() + LIMIT
+    while not found():
+        assert time.monotonic() < late, "it did not come"
+        time.sleep(0.001)
 
 
 def threads() -> list[str]:
@@ -51,15 +63,28 @@ def test_steps_come_in_turn_each_made_once_by_a_thread() -> None:
     assert not threads()
 
 
-def test_a_step_is_not_waited_for_where_training_takes_longer() -> None:
-    waits = []
-    with Ahead(Steps(0.05), CPU).over(0, 6) as ahead:
-        for _ in range(6):
-            ahead.take()
-            waits.append(ahead.wait)
-            time.sleep(0.15)
-    assert waits[0] > 0.04, "nothing trains before the first"
-    assert sum(waits[1:]) < 0.15
+def test_a_step_is_made_before_it_is_asked_for() -> None:
+    data = Steps()
+    with Ahead(data, CPU).over(0, 6) as ahead:
+        for step in range(6):
+            until(lambda count=step + 1: len(data.made) == count)
+            assert ahead.take() == [step]
+
+
+def test_what_is_waited_for_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step is made in 3 seconds once somebody wants it; the next one is there."""
+    data, times = Steps(), iter([10.0, 13.0, 20.0, 20.0])
+    data.may.clear()
+
+    def now() -> float:
+        data.may.set()
+        return next(times)
+
+    monkeypatch.setattr("tunekit.data.steps.ahead.time", SimpleNamespace(perf_counter=now))
+    with Ahead(data, CPU).over(0, 2) as ahead:
+        assert not data.made
+        waits = [(ahead.take(), ahead.wait) for _ in range(2)]
+    assert waits == [([0], 3.0), ([1], 0.0)]
 
 
 def test_the_state_is_that_of_the_steps_that_were_taken() -> None:
@@ -67,8 +92,7 @@ def test_the_state_is_that_of_the_steps_that_were_taken() -> None:
     with Ahead(data, CPU).over(0, 5) as ahead:
         ahead.take()
         ahead.take()
-        while len(data.made) < 3:  # one is ahead
-            time.sleep(0.01)
+        until(lambda: len(data.made) == 3)  # one is ahead
         assert ahead.state_dict() == {"step": 2}
     ahead.load_state_dict({"step": 2})
     assert data.restored == {"step": 2}
@@ -76,7 +100,7 @@ def test_the_state_is_that_of_the_steps_that_were_taken() -> None:
 
 @pytest.mark.parametrize("fault", [UserError("rows.jsonl:3: broken"), KeyError("x"), KeyboardInterrupt()])
 def test_an_error_comes_as_itself_where_its_step_is_asked_for(fault: BaseException) -> None:
-    data, taken = Steps(fault={2: fault}), []
+    data, taken = Steps({2: fault}), []
     with pytest.raises(type(fault)) as told, Ahead(data, CPU).over(0, 5) as ahead:
         for _ in range(5):
             taken.append(ahead.take())
@@ -88,7 +112,7 @@ def test_an_error_comes_as_itself_where_its_step_is_asked_for(fault: BaseExcepti
 
 @pytest.mark.parametrize("fault", [UserError("training"), KeyboardInterrupt()])
 def test_no_thread_is_left_when_training_fails(fault: BaseException) -> None:
-    with pytest.raises(type(fault)), Ahead(Steps(0.02), CPU).over(0, 5) as ahead:
+    with pytest.raises(type(fault)), Ahead(Steps(), CPU).over(0, 5) as ahead:
         ahead.take()
         raise fault
     assert not threads()

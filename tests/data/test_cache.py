@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -18,21 +19,26 @@ from tunekit.data.prepared.documents import ABOUT, Document, Tokenised, Writer, 
 from tunekit.errors import UserError
 
 COUNT = 400
-# Makes an entry of 400 documents in many small parts, and says so in a file; then waits to be let go.
+LIMIT = 600.0  # seconds after which something hangs
+# Makes an entry of 400 documents in many small parts, as soon as it may. What it does and waits for stands in a file.
 MAKER = """
 import sys, time
 from pathlib import Path
 sys.path.insert(0, sys.argv[4])
 import test_cache
 
+def log(line):
+    with Path(sys.argv[1]).open("a") as file:
+        file.write(line + "\\n")
+
 def make(folder):
-    with Path(sys.argv[1]).open("a") as log:
-        log.write("made\\n")
+    log("made")
+    while not Path(sys.argv[3]).exists():
+        time.sleep(0.01)
     test_cache.write(folder, float(sys.argv[2]))
 
-found = test_cache.cache.obtain("key", make, lambda line: print(line, file=sys.stderr, flush=True))
+found = test_cache.cache.obtain("key", make, log)
 print(found.digest, len(found), flush=True)
-time.sleep(float(sys.argv[3]))
 """
 
 
@@ -52,9 +58,23 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache" / "data"
 
 
-def start(log: Path, seconds: float = 0.0, stay: float = 0.0) -> subprocess.Popen[str]:
-    line = [sys.executable, "-c", MAKER, str(log), str(seconds), str(stay), str(Path(__file__).parent)]
+def start(log: Path, seconds: float, let: Path) -> subprocess.Popen[str]:
+    """A process that wants the entry; it is made in so many seconds, once the file `let` is there."""
+    line = [sys.executable, "-c", MAKER, str(log), str(seconds), str(let), str(Path(__file__).parent)]
     return subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def until(found: Callable[[], object], *processes: subprocess.Popen[str]) -> None:
+    """Wait for something that these processes do."""
+    late = time.monotonic() + LIMIT
+    while not found():
+        assert not any(process.poll() for process in processes), [process.communicate() for process in processes]
+        assert time.monotonic() < late, "it did not come"
+        time.sleep(0.01)
+
+
+def said(log: Path) -> list[str]:
+    return log.read_text().splitlines() if log.exists() else []
 
 
 def refuse(folder: Path) -> None:
@@ -70,25 +90,27 @@ def test_an_entry_is_made_once(place: Path) -> None:
 
 
 def test_of_several_processes_one_makes_it(place: Path, tmp_path: Path) -> None:
-    processes = [start(tmp_path / "log", 1.0) for _ in range(3)]
-    said = [process.communicate(timeout=60) for process in processes]
-    assert [process.returncode for process in processes] == [0] * 3, said
-    assert (tmp_path / "log").read_text() == "made\n"
-    assert len({out for out, _ in said}) == 1
-    waited = [error for _, error in said if error]
-    assert waited, "three that start together and none waits"
-    assert set(waited) == {f"waiting for another process that prepares the same rows ({place / 'key'})\n"}
+    log, let = tmp_path / "log", tmp_path / "let"
+    processes = [start(log, 0.1, let) for _ in range(3)]
+    until(lambda: len(said(log)) == 3, *processes)
+    let.touch()
+    told = [process.communicate(timeout=LIMIT) for process in processes]
+    assert [process.returncode for process in processes] == [0] * 3, told
+    waiting = f"waiting for another process that prepares the same rows ({place / 'key'})"
+    assert sorted(said(log)) == ["made", waiting, waiting]
+    assert len({out for out, _ in told}) == 1
     assert sorted(path.name for path in place.iterdir()) == ["key", "key.lock"]
 
 
 def test_who_is_killed_leaves_nothing_that_is_taken_for_whole(place: Path, tmp_path: Path) -> None:
+    log, let = tmp_path / "log", tmp_path / "let"
+    let.touch()
     for _ in range(6):
-        with start(tmp_path / "log", 0.5) as process:
-            while not (tmp_path / "log").exists():
-                time.sleep(0.01)
+        with start(log, 0.5, let) as process:
+            until(log.exists, process)
             time.sleep(random.uniform(0, 0.4))
             process.send_signal(signal.SIGKILL)
-        (tmp_path / "log").unlink()
+        log.unlink()
         if whole(place / "key"):
             assert len(cache.obtain("key", refuse, pytest.fail)) == COUNT
             gc.collect()
@@ -157,9 +179,8 @@ def test_what_is_read_or_written_is_not_removed(place: Path, tmp_path: Path) -> 
     gc.collect()
     assert cache.remove(place / "key")
     assert not list(place.iterdir())
-    with start(tmp_path / "log", 30.0) as process:
-        while not cache.halves():
-            time.sleep(0.01)
+    with start(tmp_path / "log", 0.0, tmp_path / "never") as process:
+        until(cache.halves, process)
         assert not any(map(cache.remove, cache.halves()))
         process.kill()
     assert all(map(cache.remove, cache.halves()))

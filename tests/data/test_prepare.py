@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +25,8 @@ from tunekit.errors import UserError
 from tunekit.recipes.sft import SFT
 
 ROLES = ("user", "assistant")
+WORKS_WITH = "numpy, tokenizers, jinja2"
+LIMIT = 600.0  # seconds after which something hangs
 OWN = '''"""Steps that a row may ask for."""
 
 import os
@@ -217,10 +220,13 @@ def test_a_process_that_dies_is_told_with_its_rows(
 
 
 def test_a_row_that_takes_for_ever_is_named(tmp_path: Path, tokenizer: Tokenizer, odd, monkeypatch) -> None:
+    """Where the whole machine stands still, no row is slow: one of ten waits is over before anybody could answer."""
+    poll = Connection.poll
+    monkeypatch.setattr(Connection, "poll", lambda pipe, timeout: any(poll(pipe, timeout / 10) for _ in range(10)))
     monkeypatch.setattr(pool, "PATIENCE", 1.0)
-    monkeypatch.setattr(pool, "ROW_PATIENCE", 1.0)
+    monkeypatch.setattr(pool, "ROW_PATIENCE", 3.0)
     source = write(tmp_path / "rows.jsonl", texts(1100, row700={"sleep": 600}))
-    with pytest.raises(UserError, match=f"{source}:701: it takes more than 1 seconds to prepare"):
+    with pytest.raises(UserError, match=f"{source}:701: it takes more than 3 seconds to prepare"):
         flat(Text(source=str(source), transforms=(odd(),)), tokenizer, 2)
 
 
@@ -246,20 +252,23 @@ def test_few_rows_and_classes_of_a_notebook_stay_here(tmp_path: Path, odd, monke
     assert prepare.workers(Text(source=source, workers=5, transforms=(odd(),)), 10**6) == 0
 
 
-START = """import sys, tunekit.data.prepared.worker
-print(sorted({'torch', 'pandas', 'pyarrow', 'datasets'} & set(sys.modules)))"""
+START = """import sys, {}
+print(sorted({{'torch', 'pandas', 'pyarrow', 'datasets'}} & set(sys.modules)))"""
+
+
+def started(module: str) -> float:
+    """Seconds of a processor in which Python starts with a module, and without those that take long."""
+    before = os.times()
+    done = subprocess.run([sys.executable, "-c", START.format(module)], capture_output=True, text=True, check=True)
+    after = os.times()
+    assert done.stdout == "[]\n"
+    return after.children_user + after.children_system - before.children_user - before.children_system
 
 
 def test_a_process_starts_fast() -> None:
-    """In processor time, of the best of three: others may keep the machine busy."""
-    spent = []
-    for _ in range(3):
-        before = os.times()
-        done = subprocess.run([sys.executable, "-c", START], capture_output=True, text=True, check=True)
-        after = os.times()
-        spent.append(after.children_user + after.children_system - before.children_user - before.children_system)
-        assert done.stdout == "[]\n"
-    assert min(spent) < 0.5, spent
+    """In less than three times what it takes to load what it works with, each the best of three on a busy machine."""
+    found = {name: min(started(name) for _ in range(3)) for name in ("tunekit.data.prepared.worker", WORKS_WITH)}
+    assert found["tunekit.data.prepared.worker"] < 3 * found[WORKS_WITH], found
 
 
 LEFT = """
@@ -293,10 +302,10 @@ def test_processes_do_not_outlive_who_asked_them(
         assert all(map(alive, workers))
         parent.send_signal(number)
         try:
-            parent.wait(20)
+            parent.wait(LIMIT)
         finally:
             parent.kill()
-        end = time.monotonic() + 20
+        end = time.monotonic() + LIMIT
         while any(map(alive, workers)) and time.monotonic() < end:
             time.sleep(0.05)
         assert not any(map(alive, workers))

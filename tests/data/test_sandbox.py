@@ -130,7 +130,7 @@ def test_it_is_stopped_in_a_thread_and_costs_little_memory_in_a_process() -> Non
 
     thread = threading.Thread(target=run)
     thread.start()
-    thread.join(30)
+    thread.join(600)
     assert found == ["t: the chat template was stopped: it does not come to an end, or writes without end"]
     code = (
         "from tests.data.test_sandbox import *\n"

@@ -12,6 +12,7 @@ from typing import IO
 import pytest
 
 from tests.hub.server import Hub, User
+from tests.hub.wire import LIMIT
 
 TOKEN, GUEST, READER = "hf_annsOwnSecretToken", "hf_bobsToken", "hf_annsTokenThatOnlyReads"
 USERS = {TOKEN: User("ann", orgs=("acme",)), GUEST: User("bob"), READER: User("ann", writes=False)}
@@ -73,6 +74,7 @@ class Place:
         clean = {k: v for k, v in os.environ.items() if not k.startswith("HF_") and "proxy" not in k.lower()}
         own = {"HF_ENDPOINT": self.hub.endpoint, "HF_HOME": str(self.folder / "home"), "HF_TOKEN": TOKEN}
         own |= {"HF_HUB_DISABLE_XET": "1", "HF_XET_XORB_COMPRESSION_POLICY": "none", "OMP_NUM_THREADS": "1"}
+        own |= {"TUNEKIT_HUB_TIMEOUT": str(LIMIT)}  # a Hub that is held, or a machine that is busy, is not silent
         return {key: value for key, value in (clean | own | changes).items() if value}
 
     def start(self, *words: str, text: str = "", **env: str) -> int:

@@ -5,13 +5,15 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from threading import Event
 
 import pytest
 
 from tests.hub.conftest import GUEST, TOKEN, Outcome, Place
-from tests.hub.wire import Fault
+from tests.hub.wire import LIMIT, Fault
 from tunekit import bundled
 from tunekit.errors import UserError
 from tunekit.hub import fetch
@@ -34,6 +36,21 @@ def fetched(done: Outcome) -> dict[str, bytes]:
     place = Path(done.out.strip())
     paths = [path for path in place.rglob("*") if path.is_file() and ".cache" not in path.parts]
     return {path.relative_to(place).as_posix(): path.read_bytes() for path in paths}
+
+
+def until(found: Callable[[], bool]) -> None:
+    """Wait for something that another process does."""
+    late = time.monotonic() + LIMIT
+    while not found():
+        assert time.monotonic() < late, "it did not come"
+        time.sleep(0.05)
+
+
+def has_begun(process: int) -> bool:
+    """Whether a process has a file open that is not there as a whole yet."""
+    with suppress(FileNotFoundError):  # one that it closes meanwhile
+        return any(".incomplete" in str(file.readlink()) for file in Path(f"/proc/{process}/fd").iterdir())
+    return False
 
 
 def sent(place: Place) -> int:
@@ -102,10 +119,7 @@ def test_a_killed_download_goes_on_where_it_was(place: Place) -> None:
         Fault("GET", "/storage/", cut="reply", hold=hold),
     ]
     child = place.start("download", "ann/large")
-    until = time.monotonic() + 60
-    while len(place.hub.seen("GET", "/storage/")) < 2:
-        assert time.monotonic() < until
-        time.sleep(0.05)
+    until(lambda: len(place.hub.seen("GET", "/storage/")) == 2)
     os.kill(child, signal.SIGKILL)
     hold.set()
     assert place.end().code == -signal.SIGKILL
@@ -130,11 +144,12 @@ def test_two_at_once_fetch_a_large_file_once(place: Place) -> None:
     place.hub.faults = [Fault("GET", "/storage/", cut="reply", at=15_000_000, hold=hold)]
     tune = [Path(sys.executable).with_name("tune"), "download", "ann/large"]
     both = [subprocess.Popen(tune, env=place.env(), stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    time.sleep(2)
+    until(lambda: all(has_begun(process.pid) for process in both))
     hold.set()
     for process in both:
-        out, _ = process.communicate(timeout=60)
+        out, _ = process.communicate(timeout=LIMIT)
         assert fetched(Outcome(process.returncode, out, "")) == data
+    until(lambda: sent(place) >= LARGE)  # they are counted once they are sent
     assert sent(place) == LARGE
 
 

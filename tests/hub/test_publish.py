@@ -13,7 +13,7 @@ from safetensors.torch import load
 
 from tests.hub.conftest import READER, TOKEN, Outcome, Place
 from tests.hub.repos import card_problems
-from tests.hub.wire import Fault
+from tests.hub.wire import LIMIT, Fault
 from tunekit import bundled
 from tunekit.publish import contents
 
@@ -78,7 +78,7 @@ def test_training_goes_on_while_a_checkpoint_is_sent(place: Place) -> None:
     sent = Event()
     place.hub.faults = [Fault("PUT", "/storage/", cut="lost", hold=sent)]
     place.start(*WORDS, "push.every=2")
-    final, until = place.folder / "run/final/complete", time.monotonic() + 60
+    final, until = place.folder / "run/final/complete", time.monotonic() + LIMIT
     while not final.exists() and time.monotonic() < until:
         time.sleep(0.05)
     assert final.exists() and not sent.is_set()

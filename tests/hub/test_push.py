@@ -16,7 +16,7 @@ import pytest
 from tests.hub.conftest import GUEST, READER, TOKEN, Place
 from tests.hub.repos import card_problems
 from tests.hub.server import STALE, Hub
-from tests.hub.wire import Fault
+from tests.hub.wire import LIMIT, Fault
 from tunekit import bundled
 from tunekit.checkpoint import atomic
 
@@ -201,7 +201,9 @@ def test_a_real_commit_made_meanwhile(place: Place, mine: Path) -> None:
     arrived = Event()
     place.hub.faults = [Fault("PUT", "/storage/", cut="lost", hold=arrived)]
     place.start("push", "mine", "ann/nano")
+    until = time.monotonic() + LIMIT
     while not place.hub.seen("PUT", "/storage/"):
+        assert time.monotonic() < until
         time.sleep(0.05)
     place.hub.put("ann/nano", {"notes.txt": b"theirs"})
     arrived.set()
@@ -275,7 +277,7 @@ def test_a_killed_push_leaves_nothing_half(place: Place) -> None:
     place.hub.part = 10**6  # the second file goes in two parts
     place.hub.faults = [Fault("PUT", "/[0-9a-f]{64}/2", cut="request", at=500_000, hold=hold)]
     child = place.start("push", "two", "ann/two")
-    until = time.monotonic() + 600
+    until = time.monotonic() + LIMIT
     while not (
         place.hub.repos.get("ann/two") and place.hub.repos["ann/two"].objects and place.hub.seen("PUT", "/2\\?")
     ):

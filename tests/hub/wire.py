@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler
+from pathlib import Path
 from threading import Event
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -91,6 +92,19 @@ class Asked:
 
 
 ROUTES: list[tuple[tuple[str, ...], str, Callable[..., Any]]] = []
+LIMIT = 600.0  # seconds after which something hangs
+
+
+def taken(connection: socket.socket) -> bool:
+    """Whether the client, a process of this machine, has read all that was sent to it, or is gone."""
+    ours, theirs = (f":{port:04X}" for port in (connection.getsockname()[1], connection.getpeername()[1]))
+    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+        _, local, remote, _, queues, *_ = line.split()
+        if local.endswith(theirs) and remote.endswith(ours):
+            return queues.endswith(":00000000")
+    return True
+
+
 MODEL = "(?P<name>[^/]+/[^/]+)"
 
 
@@ -122,7 +136,7 @@ class Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             return None
         if fault and fault.hold:
-            fault.hold.wait(60)
+            fault.hold.wait(LIMIT)
         if fault and fault.cut == "request":
             return self.hang_up(fault)
         if fault and fault.code:
@@ -183,7 +197,8 @@ class Handler(BaseHTTPRequestHandler):
     def hang_up(self, fault: Fault) -> None:
         self.close_connection = True
         if fault.reset:
-            time.sleep(0.2)  # what was sent may arrive first
+            while not taken(self.connection):  # what was sent arrives first: a reset would throw it away
+                time.sleep(0.01)
             self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             socket.close(self.connection.detach())
         else:

@@ -101,7 +101,7 @@ def apart(tmp_path, choice, **environment):
         f"train(Path({str(tmp_path / 'run')!r}), {choice!r}, 2, 4)\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], env=os.environ | environment, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", code], env=os.environ | environment, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stderr
     assert sorted(losses(tmp_path / "run")) == [1, 2, 3, 4]

@@ -39,11 +39,14 @@ def ranks(parent: int) -> list[int]:
     return found
 
 
-def killed(process: Popen[str], out: Path, count: int, whole: float, dice: random.Random) -> int:
-    """Kill one rank of each start, until `count` are killed or the run has ended; how many. `whole`: its seconds."""
+def killed(process: Popen[str], out: Path, count: int, size: int, whole: float, dice: random.Random) -> int:
+    """Kill one of the `size` ranks of each start, until `count` are killed or the run has ended; how many.
+
+    `whole`: the seconds of a run.
+    """
     kills, gone = 0, set()
     while kills < count:
-        while process.poll() is None and not (here := set(ranks(process.pid)) - gone):
+        while process.poll() is None and len(set(ranks(process.pid)) - gone) < size:
             time.sleep(0.005)
         if process.poll() is not None:
             break
@@ -51,14 +54,21 @@ def killed(process: Popen[str], out: Path, count: int, whole: float, dice: rando
         here = sorted(set(ranks(process.pid)) - gone)
         if not here:
             continue
-        victim = dice.choice(here)
         gone |= set(here)
-        try:
-            os.kill(victim, signal.SIGKILL)
-        except ProcessLookupError:
-            continue
-        kills += 1
+        kills += ended(dice.choice(here))
     return kills
+
+
+def ended(rank: int) -> bool:
+    """Whether it was we who ended a process: one that has come to its end meanwhile is stopped no more."""
+    try:
+        os.kill(rank, signal.SIGSTOP)
+        while (state := Path(f"/proc/{rank}/stat").read_text().rpartition(")")[2].split()[0]) not in "TZX":
+            time.sleep(0.0001)
+        os.kill(rank, signal.SIGKILL)
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state == "T"
 
 
 def wait(process: Popen[str], out: Path, moment: str | None, whole: float, dice: random.Random) -> None:

@@ -8,6 +8,21 @@ import pytest
 
 RUN = ("run", "sft", "sft.yaml")
 LONG = (*RUN, "steps=60", "save_every=100", "validate_every=100")
+LIMIT = 600.0  # seconds after which something hangs
+# Steps take their time: whoever sends a signal behind the first comes before the last.
+SLOW = """
+import time
+from tunekit.metrics import Meter
+step = Meter.step
+Meter.step = lambda *args, **more: (step(*args, **more), time.sleep(0.5))
+"""
+# Tells when the first prompt is answered.
+TOLD = """
+from pathlib import Path
+from tunekit.recipes import generate
+answers = generate.answers
+generate.answers = lambda *args: (Path("answering").touch(), answers(*args))[1]
+"""
 
 
 def until(found, process):
@@ -25,10 +40,10 @@ def begun(work, out="out"):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
 def test_a_signal_saves_and_the_same_command_goes_on(work, number):
-    process = work.start(*LONG)
+    process = work.start(*LONG, first=SLOW)
     until(lambda: begun(work), process)
     os.kill(process.pid, number)
-    process.join()
+    process.join(LIMIT)
     assert process.exitcode == 128 + number
     last = work.log.splitlines()[-1]
     states = [path.name for path in (work.folder / "out/state").iterdir()]
@@ -50,7 +65,7 @@ def test_the_second_one_leaves_at_once(work):
     os.kill(process.pid, signal.SIGINT)
     until(lambda: "once more leaves at once" in work.log, process)
     os.kill(process.pid, signal.SIGINT)
-    process.join(10)
+    process.join(LIMIT)
     assert process.exitcode == 130
     assert "Traceback" not in work.log
     assert not list((work.folder / "out").glob("state/*"))
@@ -62,7 +77,7 @@ def test_before_the_first_step_a_signal_leaves_at_once(work):
     process = work.start(*RUN)
     until((work.folder / "out/config.yaml").exists, process)
     os.kill(process.pid, signal.SIGINT)
-    process.join(10)
+    process.join(LIMIT)
     assert process.exitcode == 130
     assert not begun(work)
     assert "Traceback" not in work.log
@@ -73,10 +88,10 @@ def test_asking_a_model_can_be_stopped(work):
     questions = ", ".join(["Why"] * 400)
     config = f"model: {work.model}\nprompts: [{questions}]\nbatch: 1\ndevice: cpu\nsampling: {{tokens: 500}}\n"
     (work.folder / "generate.yaml").write_text(config)
-    process = work.start("run", "generate", "generate.yaml", "out=answers.jsonl")
-    time.sleep(0.7)
+    process = work.start("run", "generate", "generate.yaml", "out=answers.jsonl", first=TOLD)
+    until((work.folder / "answering").exists, process)
     os.kill(process.pid, signal.SIGINT)
-    process.join(10)
+    process.join(LIMIT)
     assert process.exitcode == 130
     assert not (work.folder / "answers.jsonl").exists()
 
@@ -84,10 +99,10 @@ def test_asking_a_model_can_be_stopped(work):
 def test_a_file_in_the_folder_stops_the_run(work):
     (work.folder / "out").mkdir()
     (work.folder / "out/stop").touch()  # of an earlier run, which had ended before
-    process = work.start(*LONG, "steps=2000")
+    process = work.start(*LONG, first=SLOW)
     until(lambda: begun(work), process)
     (work.folder / "out/stop").touch()
-    process.join(60)
+    process.join(LIMIT)
     assert process.exitcode == 143
     assert "stopped by SIGTERM after step" in work.log
     assert not (work.folder / "out/stop").exists()
