@@ -5,6 +5,8 @@
 
 #include "logits.h"
 
+#include <vector>
+
 namespace {
 
 constexpr float FLOOR = -1e4f;  // of a logarithm: what cannot be is very unlikely, and no sum becomes a NaN by it
@@ -209,6 +211,137 @@ void divergences(T* student, const U* teacher, const Terms& terms, float* out, c
         work(student + r * sizes[3], teacher + r * sizes[4], count, vocab, terms, out + 5 * r, wanted);
 }
 
+inline double floored(double x) { return x < FLOOR ? FLOOR : x; }
+inline double least(double x) { return x < TINY ? TINY : x; }
+
+// Of some ids each for itself and all others as one. While their logits are away, those of the others are in the row.
+template <typename T>
+struct Few {
+    int64_t count, some;
+    const int32_t* ids;
+    Side all, rest;              // the largest of each
+    std::vector<T> away;
+    std::vector<double> logs;    // of what is expected of each of the ids, and of all others, at the end
+    double entropy, others = 0;  // of all ids; exponentials of the others, less their largest
+
+    Few(T* row, int64_t count, const int32_t* ids, int64_t some, const Cap& cap, float temperature)
+        : count(count), some(some), ids(ids), all(row, count, cap, temperature), rest(all), away(some), logs(some + 1) {
+        Floats unused;
+        double p = 0, own = 0;
+        for (int64_t j = 0; j < some; j++) {
+            away[j] = row[ids[j]];
+            logs[j] = all.finished(same(one(&away[j]) * cap.scale), &unused)[0] - all.most;
+            const double x = floored(logs[j]);
+            p += std::exp(x);
+            own += x * std::exp(x);
+            ::put(-INFINITY, row + ids[j]);
+        }
+        rest = Side(row, count, cap, temperature);
+        logs[some] = -INFINITY;
+        if (rest.most != -INFINITY) {
+            const double left = rest.most - all.most, below = sum(row);
+            logs[some] = left + std::log(others);
+            p += std::exp(left) * others;
+            own += std::exp(left) * (below + left * others);
+        }
+        for (double& x : logs) x -= std::log(p);
+        entropy = std::log(p) - own / p;
+    }
+
+    // Exponentials of the others are added up; of each times its logit, less the largest.
+    double sum(const T* row) {
+        double own = 0;
+        Floats unused;
+        for (int64_t i = 0; i < count;) {
+            const int64_t stop = count - i < BLOCK ? count : i + BLOCK;
+            Floats p = {}, times = {};
+            for (; i < stop; i += LANES) {
+                const Floats x = rest.at(row + i, stop - i, &unused), e = exp(x);
+                p += e;
+                times += e * x;
+            }
+            i = stop;
+            others += total(p);
+            own += total(times);
+        }
+        return own;
+    }
+
+    void back(T* row) const {
+        for (int64_t j = 0; j < some; j++) row[ids[j]] = away[j];
+    }
+};
+
+// The same as `piece`, of logarithms in double, and the forward KL and q log q.
+struct Both {
+    double far, pull, forward, own;
+};
+
+inline Both both(double lp, double lq, const Terms& terms) {
+    const double p = std::exp(lp), q = std::exp(lq), s = terms.forward_skew, t = terms.reverse_skew;
+    Both found = {0, 0, q * (lq - lp), q * lq};
+    if (terms.forward > 0) {
+        const double m = least(s * q + (1 - s) * p);
+        found.far += terms.forward * q * (lq - (s > 0 ? std::log(m) : lp));
+        found.pull -= terms.forward * (1 - s) * q * (s > 0 ? p / m : 1);
+    }
+    if (terms.reverse > 0) {
+        const double n = least(t * p + (1 - t) * q), far = p * (lp - (t > 0 ? std::log(n) : lq));
+        found.far += terms.reverse * far;
+        found.pull += terms.reverse * (far - t * p * (p / n));
+    }
+    return found;
+}
+
+template <typename T>
+void top_row(T* student, const int32_t* ids, const float* logs, const int64_t* sizes, const Terms& terms, float* out,
+             bool wanted) {
+    const int64_t count = sizes[1], vocab = sizes[2], some = sizes[4];
+    Few<T> own(student, count, ids, some, terms.student, terms.temperature);
+    Both sum = {};
+    std::vector<double> pulls(some + 1);
+    for (int64_t j = 0; j <= some; j++) {
+        const Both one = both(floored(own.logs[j]), floored(logs[j]), terms);
+        sum = {sum.far + one.far, sum.pull + one.pull, sum.forward + one.forward, sum.own + one.own};
+        pulls[j] = one.pull;
+    }
+    const bool agree = one(&own.away[0]) * terms.student.scale == own.all.top;
+    const double found[] = {sum.far, sum.forward, own.entropy, -sum.own, double(agree)};
+    for (int k = 0; k < 5; k++) out[k] = found[k];
+    if (!wanted) return own.back(student);
+    const float slope = terms.weight * terms.student.scale / terms.temperature;
+    for (int64_t j = 0; j <= some; j++) pulls[j] = slope * (pulls[j] - std::exp(floored(own.logs[j])) * sum.pull);
+    const float each = own.others != 0 ? pulls[some] / own.others : 0;
+    Floats unused;
+    for (int64_t i = 0; i < count; i += LANES) {
+        const Floats x = own.rest.at(student + i, count - i, &unused);
+        put(each != 0 ? exp(x) * each : Floats{}, student + i, count - i);
+    }
+    for (int64_t j = 0; j < some; j++) ::put(float(pulls[j]), student + ids[j]);
+    std::memset(student + count, 0, (vocab - count) * sizeof(T));
+}
+
+template <typename T>
+void tops(T* student, const int32_t* ids, const float* logs, const Terms& terms, float* out, const int64_t* sizes,
+          bool wanted, int threads) {
+    const int64_t rows = sizes[0], some = sizes[4];
+#pragma omp parallel for num_threads(threads) schedule(dynamic, 4)
+    for (int64_t r = 0; r < rows; r++)
+        top_row(student + r * sizes[3], ids + r * some, logs + r * (some + 1), sizes, terms, out + 5 * r, wanted);
+}
+
+template <typename T>
+void expected(T* logits, const int32_t* ids, float* logs, const Terms& terms, const int64_t* sizes, int threads) {
+    const int64_t rows = sizes[0], some = sizes[4];
+#pragma omp parallel for num_threads(threads) schedule(dynamic, 4)
+    for (int64_t r = 0; r < rows; r++) {
+        T* row = logits + r * sizes[3];
+        const Few<T> few(row, sizes[1], ids + r * some, some, terms.teacher, terms.temperature);
+        few.back(row);
+        for (int64_t j = 0; j <= some; j++) logs[r * (some + 1) + j] = few.logs[j];
+    }
+}
+
 }  // namespace
 
 // Sizes: rows, ids that both have, ids of the student, and the distances of rows of both.
@@ -222,3 +355,18 @@ MADE(fp32_fp32, float, float)
 MADE(fp32_bf16, float, bf16)
 MADE(bf16_fp32, bf16, float)
 MADE(bf16_bf16, bf16, bf16)
+
+// Sizes: rows, ids that both have, ids that are here, the distance of rows, and how many likeliest ids each has. No
+// logit is capped.
+#define MADE_TOP(NAME, T)                                                                                          \
+    extern "C" void top_##NAME(T* student, const int32_t* ids, const float* logs, const Terms* terms, float* out,   \
+                               const int64_t* sizes, int wanted, int threads) {                                    \
+        tops(student, ids, logs, *terms, out, sizes, wanted, threads);                                             \
+    }                                                                                                              \
+    extern "C" void expected_##NAME(T* logits, const int32_t* ids, float* logs, const Terms* terms,                 \
+                                    const int64_t* sizes, int threads) {                                           \
+        expected(logits, ids, logs, *terms, sizes, threads);                                                       \
+    }
+
+MADE_TOP(fp32, float)
+MADE_TOP(bf16, bf16)

@@ -22,6 +22,7 @@ from tunekit.kernels.native import library
 SOURCE = Path(__file__).with_name("divergence.cpp")
 FLOOR = -1e4  # of a logarithm: what cannot be is very unlikely, and no sum becomes a NaN by it
 TINY = 1e-37
+ROWS = 64  # whose logits are made fp32 at a time
 # What is told of a chunk, summed over its tokens; all but the second at the temperature of the comparison.
 FIGURES = ("divergence", "cross_entropy", "kl", "entropy", "teacher_entropy", "agreement")
 
@@ -135,8 +136,8 @@ class Dense:
             assert self.head.share is not None
             made = self.head.share.whole(made)[:, head.share.start :]
         made = made[:, : terms.count]
-        lib = native(logits, made) if head.share is None else None
-        return torch_divergences(logits, made, terms, gradient) if lib is None else lib(logits, made, terms, gradient)
+        work = fast_divergences if head.share is None and fits(logits, made) else torch_divergences
+        return work(logits, made, terms, gradient)
 
 
 def total(head: Head) -> int:
@@ -231,14 +232,15 @@ def compiled() -> ctypes.CDLL | None:
         for one in NATIVE.values():
             for other in NATIVE.values():
                 getattr(lib, f"{one}_{other}").argtypes = [*[ctypes.c_void_p] * 5, ctypes.c_int, ctypes.c_int]
+            getattr(lib, f"top_{one}").argtypes = [*[ctypes.c_void_p] * 6, ctypes.c_int, ctypes.c_int]
+            getattr(lib, f"expected_{one}").argtypes = [*[ctypes.c_void_p] * 5, ctypes.c_int]
     return lib
 
 
-def native(student: Tensor, teacher: Tensor):
-    """The compiled function, if there is one for these logits."""
-    both = student, teacher
-    fits = all(shapes.device(x) == "cpu" and x.dtype in NATIVE and x.stride(1) == 1 for x in both)
-    return fast_divergences if fits and (shapes.alone() or compiled() is not None) else None
+def fits(*logits: Tensor) -> bool:
+    """Whether there is a compiled function for these."""
+    fit = all(shapes.device(x) == "cpu" and x.dtype in NATIVE and x.stride(1) == 1 for x in logits)
+    return fit and (shapes.alone() or compiled() is not None)
 
 
 def fast_divergences(student: Tensor, teacher: Tensor, terms: Terms, gradient: bool) -> Tensor:
@@ -270,10 +272,11 @@ class Top:
 
     def against(self, logits: Tensor, rows: Tensor, by: Mixture, head: Head, gradient: bool) -> Tensor:
         terms, at = terms_of(by, head, self.total), self.at.index_select(0, rows)
-        return top_divergences(logits, self.ids.index_select(0, at), self.logs.index_select(0, at), terms, gradient)
+        work = fast_top if head.share is None and head.softcap is None and fits(logits) else torch_top
+        return work(logits, self.ids.index_select(0, at), self.logs.index_select(0, at), terms, gradient)
 
 
-def top_divergences(logits: Tensor, ids: Tensor, logs: Tensor, terms: Terms, gradient: bool) -> Tensor:
+def torch_top(logits: Tensor, ids: Tensor, logs: Tensor, terms: Terms, gradient: bool) -> Tensor:
     """As `torch_divergences`, of the likeliest ids and all others as one. Only the student's entropy is of all ids."""
     share, whole, logits = terms.share, logits, logits[:, : terms.count]
     x = finished(logits, terms.student, terms.by.temperature)
@@ -287,7 +290,8 @@ def top_divergences(logits: Tensor, ids: Tensor, logs: Tensor, terms: Terms, gra
     entropy = -added((x.exp() * x.clamp(min=FLOOR)).sum(-1, keepdim=True), share)
     row, place = here.nonzero(as_tuple=True)
     x[row, at[row, place]] = -torch.inf
-    rest = added(x.exp().sum(-1, keepdim=True), share).log()
+    left = largest(x, share).clamp(min=FLOOR)  # what is left may be so unlikely that its exponentials are zero
+    rest = left + added((x - left).exp().sum(-1, keepdim=True), share).log()
     lp, lq = torch.cat([own, rest], dim=1).clamp(min=FLOOR), logs.float().clamp(min=FLOOR)
     far, pull = pieces(lp, lq, terms.by)
     if gradient:
@@ -299,6 +303,25 @@ def top_divergences(logits: Tensor, ids: Tensor, logs: Tensor, terms: Terms, gra
     same = own[:, :1] == likeliest
     parts = far.sum(-1), (lq.exp() * (lq - lp)).sum(-1), entropy.squeeze(1), -(lq.exp() * lq).sum(-1), same.squeeze(1)
     return torch.stack([part.float() for part in parts], dim=1)
+
+
+def fast_top(logits: Tensor, ids: Tensor, logs: Tensor, terms: Terms, gradient: bool) -> Tensor:
+    """As `torch_top`, of logits on the CPU that are not capped."""
+    out = torch.empty(len(logits), len(FIGURES) - 1)
+    if shapes.alone():
+        return out
+    numbers, ids, logs = (ctypes.c_float * 10)(*terms.numbers), within(ids, terms.count), logs.float().contiguous()
+    sizes = (ctypes.c_int64 * 5)(len(logits), terms.count, logits.shape[1], logits.stride(0), ids.shape[1])
+    work = getattr(compiled(), f"top_{NATIVE[logits.dtype]}")
+    places = logits.data_ptr(), ids.data_ptr(), logs.data_ptr(), numbers, out.data_ptr()
+    work(*places, sizes, gradient, torch.get_num_threads())
+    return out
+
+
+def within(ids: Tensor, count: int) -> Tensor:
+    """Ids (n, k) as compiled functions read them."""
+    assert not ids.numel() or 0 <= int(ids.min()) <= int(ids.max()) < count
+    return ids.int().contiguous()
 
 
 @torch.no_grad()
@@ -328,9 +351,31 @@ class Likeliest:
 
     def __call__(self, logits: Tensor, targets: Tensor, weights: Tensor | None, gradient: bool) -> Tensor:
         whole = logits if self.head.share is None else self.head.share.whole(logits)
-        x = finished(whole[:, : self.ids], (self.head.scale, self.head.softcap), self.temperature)
-        logs, ids = x.log_softmax(-1).topk(self.count, dim=-1)
-        normal = x.logsumexp(-1, keepdim=True)
-        rest = x.scatter_(1, ids, -torch.inf).logsumexp(-1, keepdim=True) - normal
-        self.found.append((ids.int(), torch.cat([logs, rest], dim=1)))
+        raw, finish = whole[:, : self.ids], (self.head.scale, self.head.softcap)
+        ids = torch.cat([some.float().topk(self.count, dim=-1).indices.int() for some in raw.split(ROWS)])
+        work = fast_expected if self.head.softcap is None and fits(raw) else torch_expected
+        logs = work(raw, ids, finish, self.temperature)
+        self.found.append((ids, logs))
         return logs.new_zeros(len(logs))
+
+
+def torch_expected(raw: Tensor, ids: Tensor, finish: tuple[float, float | None], temperature: float) -> Tensor:
+    """What is expected of `ids` (n, k) and of all others as one, (n, k + 1), by logits as a product gave them."""
+    x, at = finished(raw, finish, temperature), ids.long()
+    x -= x.amax(-1, keepdim=True)  # first: sums of what is far from zero are rough
+    normal = x.logsumexp(-1, keepdim=True)
+    logs = x.gather(1, at) - normal
+    return torch.cat([logs, x.scatter_(1, at, -torch.inf).logsumexp(-1, keepdim=True) - normal], dim=1)
+
+
+def fast_expected(raw: Tensor, ids: Tensor, finish: tuple[float, float | None], temperature: float) -> Tensor:
+    """As `torch_expected`, of logits on the CPU that are not capped."""
+    out = torch.empty(len(ids), ids.shape[1] + 1)
+    if shapes.alone():
+        return out
+    terms = Terms(Mixture(temperature=temperature), (1.0, None), finish, raw.shape[1], None)
+    numbers, ids = (ctypes.c_float * 10)(*terms.numbers), within(ids, terms.count)
+    sizes = (ctypes.c_int64 * 5)(len(raw), terms.count, raw.shape[1], raw.stride(0), ids.shape[1])
+    work = getattr(compiled(), f"expected_{NATIVE[raw.dtype]}")
+    work(raw.data_ptr(), ids.data_ptr(), out.data_ptr(), numbers, sizes, torch.get_num_threads())
+    return out
