@@ -47,11 +47,11 @@ from tunekit.parallel.run import Run
 from tunekit.reference import Cached, Copy, Initial, Off, Shift
 from tunekit.training import Job, Method, Taken, Training
 
-Paired = (
+OfPairs = (
     DPO | Sigmoid | Sigmoid_Norm | Hinge | IPO | Robust | EXO_Pair | NCA_Pair | BCO_Pair | SPPO_Hard | AOT
     | AOT_Unpaired | APO_Zero | APO_Down | DiscoPOP | SFT | CPO | SimPO | AlphaPO | ORPO
 )  # fmt: skip
-Unpaired = KTO | BCO | APO_Zero_Unpaired
+OfMarks = KTO | BCO | APO_Zero_Unpaired
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +60,7 @@ class Preference(Training):
 
     data: Comparable  # pairs of answers, or answers with marks
     validation: Comparable | None = None  # held-out rows
-    loss: tuple[Paired | Unpaired, ...] = (DPO(),)  # what is minimised: one term, or several that are added up
+    loss: tuple[OfPairs | OfMarks, ...] = (DPO(),)  # what is minimised: one term, or several that are added up
     reference: Initial | Off | Copy | Cached = Initial()  # where losses compare with the model that training began with
     tail: float = 1.0  # LD-DPO: weight of the tokens by which an answer is longer than the other one
 

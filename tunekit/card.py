@@ -137,7 +137,8 @@ def evaluated(run: Path, data: str, results: Sequence[Tree], questions: int) -> 
     if not (run / FINAL / CARD).is_file():
         return
     kept = [
-        {key: one[key] for key in ("model", "loss", "perplexity", "right")} | {"questions": questions}
+        {"model": one["model"], "right": one["right"], "questions": questions}
+        | {key: one[key] if math.isfinite(one[key]) else None for key in ("loss", "perplexity")}
         for one in results
     ]
     atomic.write_text(run / EVALUATION, json.dumps({"data": data, "results": kept}, indent=2) + "\n")
@@ -225,8 +226,8 @@ def evaluation(run: Path) -> str:
     rows = [
         [
             discreet.name(one["model"]),
-            f"{one['loss']:.4f}",
-            f"{one['perplexity']:.4g}",
+            "-" if one["loss"] is None else f"{one['loss']:.4f}",
+            "-" if one["perplexity"] is None else f"{one['perplexity']:.4g}",
             share(one["right"], one["questions"]),
         ]
         for one in told["results"]
@@ -323,13 +324,13 @@ def verification(folder: Path) -> str:
         return "Nobody has compared these files with the model that they were made from."
     found = read_json(folder / VERIFICATION)
     how = "passed" if found["passed"] else "**failed**"
-    named = "scores" if found["scores"] else "logits"
+    named = "scores" if found.get("scores") else "logits"
     rows = [
         [f"mean difference of the {named}", number(found["mean"])],
         ["largest difference", number(found["largest"])],
         ["mean difference that rounding does not explain", number(found["unexplained"])],
     ]
-    if not found["scores"]:
+    if not found.get("scores"):
         rows.append(["same likeliest token", f"{found['top1']:.1%} of {found['tokens']}"])
     return (
         "After they were written, the files were read again and compared with the model itself on short prompts. "

@@ -16,7 +16,6 @@ from tqdm import tqdm
 
 from tunekit import assemble
 from tunekit.adapters import Frozen, Full, LoRA
-from tunekit.checkpoint import workspace
 from tunekit.data.steps.batch import Batch
 from tunekit.data.steps.loader import Loader
 from tunekit.data.steps.mix import streams
@@ -28,7 +27,7 @@ from tunekit.models.decoder import Decoder
 from tunekit.parallel.run import Run
 from tunekit.training import Job, Moving, Training
 
-FILE = workspace.REFERENCE
+FILE = "reference.npz"
 
 
 @dataclass(frozen=True)
@@ -178,15 +177,15 @@ class Table:
 
     @staticmethod
     def of(job: Job, terms: Objective, data: Loader, folder: Path, epochs: int) -> "Table":
-        """As a file has it, or computed now and put there."""
+        """As a file has it, or computed now and put there: always so where a run starts over."""
         key, run = digest(job, terms, data), job.run
-        # Epochs of a mix may each hold some documents only: what is not whole is good for the same epochs.
+        # Epochs of a mix may each hold some documents only: what is not whole is good for as many epochs of that mix.
         portions = [(part.weight, part.epochs, part.cap) for part in data.mix.parts]
-        some = f"{key} {epochs} {portions} {data.mix.temperature} {data.mix.shuffle}"
-        found = run.shared(partial(kept, folder / FILE, (key, some)))
+        some = f"{key} {portions} {data.mix.temperature} {data.mix.shuffle}"
+        found = None if job.space.fresh else run.shared(partial(kept, folder / FILE, key, some, epochs))
         if found is None:
             found = asked(job.model, terms.judged(job.model), data, epochs, run)
-            run.shared(partial(keep, folder / FILE, some if np.isnan(found).any() else key, found))
+            run.shared(partial(keep, folder / FILE, some if np.isnan(found).any() else key, epochs, found))
         return Table(torch.from_numpy(found).to(run.device))
 
 
@@ -218,22 +217,23 @@ def asked(model: Decoder, judge: Judge, data: Loader, epochs: int, run: Run) -> 
     return found
 
 
-def kept(file: Path, keys: Sequence[str]) -> np.ndarray | None:
-    """What a file has under one of these keys."""
+def kept(file: Path, whole: str, some: str, epochs: int) -> np.ndarray | None:
+    """What a file has of all documents, or of those of at least so many epochs."""
     try:
         with np.load(file) as stored:
-            return stored["logps"] if str(stored["key"]) in keys else None
+            enough = stored["key"] == whole or (stored["key"] == some and stored["epochs"] >= epochs)
+            return stored["logps"] if enough else None
     except (OSError, ValueError, KeyError):
         return None
 
 
-def keep(file: Path, key: str, logps: np.ndarray) -> None:
+def keep(file: Path, key: str, epochs: int, logps: np.ndarray) -> None:
     """The file appears whole or not at all."""
     file.parent.mkdir(parents=True, exist_ok=True)
     partial_file = file.with_name(f".{file.name}")
     try:
         with partial_file.open("wb") as stream:
-            np.savez(stream, key=np.array(key), logps=logps)
+            np.savez(stream, key=np.array(key), epochs=np.array(epochs), logps=logps)
         partial_file.replace(file)
     except OSError as error:
         raise UserError(f"{file}: {error.strerror}") from error

@@ -245,7 +245,6 @@ def begun(cfg: Any, method: Method, run: Run, space: workspace.Workspace) -> Job
     run.beats.beat(0, "load")
     model = assemble.model(source, cfg.weights, cfg.adapter, cfg.precision, cfg.memory, run, scratch)
     job = Job(cfg, method, run, space, source, data, held, model, skill)
-    space.clear()
     job.beside = method.beside(job)
     space.begin()
     return job

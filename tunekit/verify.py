@@ -95,7 +95,7 @@ class Verification:
     @property
     def reason(self) -> str:
         """Where the mean difference comes from, as far as that is known, and how much there may be."""
-        if self.unexplained == self.mean:
+        if self.unexplained >= self.mean:
             return f"up to {self.tolerance:.2g} on average is allowed"
         rounding = "comes from rounding the weights to the dtypes of the files"
         if self.unexplained == 0:

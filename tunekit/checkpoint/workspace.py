@@ -3,7 +3,6 @@
 import fcntl
 import json
 import os
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import date
@@ -20,7 +19,6 @@ from tunekit.errors import UserError
 from tunekit.parallel.run import Run
 
 CONFIG, METRICS, STATE, FINAL, LOCK = "config.yaml", "metrics.jsonl", "state", "final", ".lock"
-REFERENCE = "reference.npz"  # what the model that training begins with makes of rows; held-out ones' is below
 EVALUATION = "evaluation.json"  # what `evaluate` found about the run's model
 UPLOAD = "upload"  # checkpoints on their way to the Hub
 # What the loggers write; see `tunekit.metrics`.
@@ -57,11 +55,6 @@ class Workspace:
     @property
     def final(self) -> Path:
         return self.folder / FINAL
-
-    def clear(self) -> None:
-        """What is computed of rows before a run begins is computed anew where it starts over."""
-        if self.fresh:
-            self.run.shared(partial(unlink, [self.folder / REFERENCE, self.folder / "validation" / REFERENCE]))
 
     def begin(self) -> None:
         """All is checked and the run begins: if it starts over, what there was goes now."""
@@ -132,18 +125,10 @@ def erase(out: Path) -> None:
         for name in (STATE, FINAL, UPLOAD, *LOGS):
             for ending in (atomic.PARTIAL, atomic.PREVIOUS, ""):
                 atomic.remove(out / (name + ending))
+        for name in (METRICS, EVALUATION):
+            (out / name).unlink(missing_ok=True)
     except OSError as error:
         raise UserError(f"out: cannot erase {out}: {error.strerror}: give another out=") from error
-    unlink([out / METRICS, out / EVALUATION])
-
-
-def unlink(files: Sequence[Path]) -> None:
-    """Remove those of them that are there."""
-    for file in files:
-        try:
-            file.unlink(missing_ok=True)
-        except OSError as error:
-            raise UserError(f"out: cannot erase {file}: {error.strerror}: give another out=") from error
 
 
 def started(out: Path) -> bool:

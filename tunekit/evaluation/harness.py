@@ -93,15 +93,19 @@ class Asked(TemplateLM):
         if context:
             return self._encode_pair(context, continuation)
         tokens = self.tok_encode(continuation, add_special_tokens=False)
-        return [self.prefix_token_id], tokens[tokens[:1] == [self.prefix_token_id] :]
+        begun = tokens[:1] == [self.prefix_token_id]
+        return [self.prefix_token_id], tokens[1:] if begun else tokens
 
     def insist(self, request: Instance, context: int, continuation: int) -> None:
         """UserError, with the row of its task, for a request of so many tokens that has no likelihood."""
         if context and 0 < continuation <= self.max_length:
             return
-        fault = f"{continuation} tokens of a continuation, and the model was made for {self.max_length}"
-        fault = fault if continuation else "nothing to score: its continuation has no token"
-        fault = fault if context else "its context has no token, by which the continuation could be scored"
+        if not context:
+            fault = "its context has no token, by which the continuation could be scored"
+        elif not continuation:
+            fault = "nothing to score: its continuation has no token"
+        else:
+            fault = f"{continuation} tokens of a continuation, and the model was made for {self.max_length}"
         texts = ", ".join(repr(text if len(text) <= FEW else f"{text[:FEW]}...") for text in request.args)
         told = f"tasks: row {request.doc_id} of {request.task_name or 'a task'} ({texts}): {fault}"
         raise UserError(f"{told}: mend the row, or doc_to_text and doc_to_choice of the task")
