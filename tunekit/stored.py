@@ -60,19 +60,28 @@ def write(folder: Path, about: dict[str, Any], kept: Kept, model: Decoder, data:
     blocks = list(divided(documents.lengths))
     run.shared(lambda: atomic.write_text(folder / ABOUT, json.dumps({**about, "blocks": len(blocks)}, indent=2)))
     layout = Layout(data.layout.batch, data.layout.micro_batch, run.reader, run.sizes.readers, data.layout.pad, None)
-    with tqdm(None, "asking the teacher", len(documents), unit="row", disable=not run.is_main or None) as bar:
-        for number, block in enumerate(blocks):
-            place = folder / f"{number:05d}"
-            if not run.shared(lambda place=place: atomic.is_whole(place)):
-                run.beats.beat(number, "ask")
-                found = []
-                for batch in steps(documents, block, layout):
-                    found.append((batch, kept.asked(model, batch.to(run.device))))
-                    bar.update(min(len(batch.tokens) * run.sizes.readers, block[-1] + 1 - bar.n))
-                with atomic.common(place, run) as partial:
-                    if run.place.context == run.place.tensor == 0:
-                        put(partial, run.reader, found)
-            bar.update(block[-1] + 1 - bar.n)
+    left = run.shared(
+        lambda: [number for number in range(len(blocks)) if not atomic.is_whole(numbered(folder, number))]
+    )
+    done = len(documents) - sum(len(blocks[number]) for number in left)
+    how = {"unit": "row", "initial": done, "leave": False, "disable": not run.is_main or None}
+    with tqdm(None, "asking the teacher", len(documents), **how) as bar:
+        for number in left:
+            run.beats.beat(number, "ask")
+            done += len(blocks[number])
+            found = []
+            for batch in steps(documents, blocks[number], layout):
+                found.append((batch, kept.asked(model, batch.to(run.device))))
+                bar.update(min(len(batch.tokens) * run.sizes.readers, done - bar.n))
+            with atomic.common(numbered(folder, number), run) as partial:
+                if run.place.context == run.place.tensor == 0:
+                    put(partial, run.reader, found)
+            bar.update(done - bar.n)
+
+
+def numbered(folder: Path, number: int) -> Path:
+    """Where a block is."""
+    return folder / f"{number:05d}"
 
 
 def divided(lengths: np.ndarray) -> Iterator[range]:
@@ -105,7 +114,7 @@ def whole(folder: Path) -> bool:
     """Whether all blocks are there."""
     if not (folder / ABOUT).is_file():
         return False
-    return all(atomic.is_whole(folder / f"{number:05d}") for number in range(about(folder)["blocks"]))
+    return all(atomic.is_whole(numbered(folder, number)) for number in range(about(folder)["blocks"]))
 
 
 def about(folder: Path) -> dict[str, Any]:

@@ -154,14 +154,15 @@ class Stored(Teacher):
 
     def open(self, loss: Divergence, student: Decoder, words: Tokenizer, loaders: list[Loader], run: Run) -> View:
         places = [self.place(loss, student, loader) for loader in loaders]
-        kept = run.shared(lambda: self.there(places))
+        now = run.shared(lambda: seen(self.model))
+        kept = run.shared(lambda: self.there(places, now, run))
         if kept is None:
             run.tell(f"{self.folder}: what is wanted of some rows is not there yet: asking {self.model}")
             super().check(words)
             model = self.built(run)
             ids = common(student, model)
             kept = stored.Kept(min(self.top, ids), loss.temperature, ids, model.spec.vocab)
-            about = {**asdict(kept), "model": self.model, "words": digest(words), "seen": seen(self.model)}
+            about = {**asdict(kept), "model": self.model, "words": digest(words), "seen": now}
             for place, loader in zip(places, loaders, strict=True):
                 loader.check(model.spec.vocab)
                 stored.write(place, about, kept, model, loader, run)
@@ -173,25 +174,29 @@ class Stored(Teacher):
         told = json.dumps([unpinned(self.model), loader.digest, *how])
         return Path(self.folder).expanduser() / hashlib.sha256(told.encode()).hexdigest()[:16]
 
-    def there(self, places: list[Path]) -> stored.Kept | None:
-        """What is kept in all of these folders; None if one is not whole."""
-        for place in places:
-            if (place / stored.ABOUT).is_file():
-                was, now = stored.about(place)["seen"], seen(self.model)
-                if now and now != was:
-                    raise UserError(f"{place}: {self.other(was, now)}; delete them, and they are written anew")
-            if not stored.whole(place):
-                return None
-        about = stored.about(places[0])
-        return stored.Kept(*(about[name] for name in ("top", "temperature", "ids", "total")))
+    def there(self, places: list[Path], now: dict[str, Any], run: Run) -> stored.Kept | None:
+        """What is kept in all of these folders; None if one is not whole. `now`: what is `seen` of the model."""
+        whole = all(stored.whole(place) for place in places)
+        abouts = {place: stored.about(place) for place in places if (place / stored.ABOUT).is_file()}
+        others = {place: about for place, about in abouts.items() if now and about["seen"] not in ({}, now)}
+        if others:
+            run.tell(self.other(others, now, whole))
+        if not whole:
+            return None
+        return stored.Kept(*(abouts[places[0]][name] for name in ("top", "temperature", "ids", "total")))
 
-    def other(self, was: dict[str, Any], now: dict[str, Any]) -> str:
-        """That the model is not the one that has written files, and how that one is named."""
-        if "commit" not in was or "commit" not in now:
-            return f"another {self.model} wrote these files"
-        name = unpinned(self.model)
-        there = f"{name} is at {now['commit']}, and these files are of {was['commit']}"
-        return f"{there}: teacher.model={name}@{was['commit']} goes on with them"
+    def other(self, abouts: dict[Path, dict[str, Any]], now: dict[str, Any], whole: bool) -> str:
+        """A line on files of another commit, where a run may go on with them: a branch moves, and a run that was
+        stopped must not end there. UserError where they would be mixed with those of the commit that is there now."""
+        commits = {about["seen"].get("commit") for about in abouts.values()}
+        places, mend = ", ".join(map(str, abouts)), "give another teacher.folder, or delete them"
+        if None in commits or "commit" not in now:
+            raise UserError(f"{places}: another {self.model} wrote these files: {mend}")
+        was, name = " and ".join(sorted(commits)), unpinned(self.model)
+        told = f"{places}: {self.model} is at {now['commit']}, and these files are of {was}"
+        if whole and all(self.model in (name, about["model"]) for about in abouts.values()):
+            return f"{told}: going on with them"
+        raise UserError(f"{told}: {mend}; a new run may go on with them as teacher.model={name}@{min(commits)}")
 
 
 class Read(View):
@@ -231,8 +236,9 @@ def seen(name: str) -> dict[str, Any]:
 
 
 def unpinned(name: str) -> str:
-    """A name on the Hub without its revision: which commit it is stands in what was `seen`."""
-    return name.partition("@")[0]
+    """A name on the Hub without its revision: which commit it is stands in what was `seen`. Any other as it is."""
+    parts = fetch.parted(name)
+    return name if parts is None else parts[0]
 
 
 def digest(tokenizer: Tokenizer) -> str:

@@ -21,6 +21,8 @@ from tunekit.hub import large, trouble
 from tunekit.hub.large import Files
 
 RUNS = "runs/"  # where configs put runs: no such name is asked for on the Hub, which may be slow to say no
+HINT = f"names that begin with {RUNS} are taken for folders of runs, and never looked for on the Hub"
+OURS = "tunekit/"
 READ = Files()
 # All but the weights of a whole model.
 SMALL = Files((*large.SMALL, "adapter_model.safetensors"))
@@ -38,17 +40,24 @@ def resolve(name: str, files: Files = READ) -> Path:
     folder = Path(name).expanduser()
     if folder.is_dir():
         return folder
-    if name.startswith("tunekit/"):
+    if name.startswith(OURS):
         raise UserError(bundled.advice(name))
-    repo, _, revision = name.partition("@")
-    if name.startswith(RUNS):
-        raise UserError(f"no such folder: {name}: train it first, or name another model")
-    if name.startswith((".", "/", "~")) or "\\" in name or repo.count("/") > 1:
-        raise UserError(f"no such folder: {name}")
-    place = download(repo, revision or None, files)
+    parts = parted(name)
+    if parts is None:
+        hint = f": train it first, or name another model; {HINT}" if name.startswith(RUNS) else ""
+        raise UserError(f"no such folder: {name}{hint}")
+    repo, revision = parts
+    place = download(repo, revision, files)
     if files == READ and not any(place.glob("*.safetensors")):  # an old repository has its weights in another format
-        return download(repo, revision or None, PICKLED)
+        return download(repo, revision, PICKLED)
     return place
+
+
+def parted(name: str) -> tuple[str, str | None] | None:
+    """Repository and revision of what can be a name on the Hub; None for a folder, and for what reads as one."""
+    repo, _, revision = name.partition("@")
+    local = name.startswith((".", "/", "~", RUNS, OURS)) or "\\" in name or repo.count("/") > 1
+    return None if local or Path(name).is_dir() else (repo, revision or None)
 
 
 def commit(folder: Path) -> str | None:
