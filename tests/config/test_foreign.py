@@ -11,13 +11,22 @@ from trl.experimental.gkd import GKDConfig
 
 from tunekit import catalog, cli, launch
 from tunekit.config.choices import Choices, every_slot, slots
-from tunekit.config.foreign import RECIPES, TABLE, key_meant, recipe_meant
+from tunekit.config.foreign import RECIPES, TABLE, Row, recipe_meant, row_meant
 from tunekit.config.load import load
 from tunekit.config.problems import ConfigError
 
 DOCS = Path(__file__).parents[2] / "docs"
 OTHERS = {"num_labels", "id2label", "label2id", "margin", "peft_config", "ref_model"}  # of no config class
 TRAIN = ("sft", "preference", "reward", "distill")
+
+
+LISTS = ("optim", "lr_scheduler", "ref_model", "bf16", "train_on_inputs", "loss_type")  # whose values are listed
+BASES = {  # what a recipe must be told
+    "sft": "model: m\ndata: {source: s}\nout: o\n",
+    "distill": "model: m\ndata: {source: s}\nout: o\nteacher: {model: t}\n",
+    "evaluate": "model: m\ndata: {source: s}\n",
+    "generate": "model: m\nprompts: [p]\n",
+}
 
 
 def keys(recipe: str) -> set[str]:
@@ -29,12 +38,61 @@ KEYS = {name: keys(name) for name in catalog.recipes()}
 
 
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: f"{row.names.split()[0]}-{row.key}")
-def test_a_line_is_of_use(row) -> None:
+def test_a_line_is_of_use(row: Row) -> None:
     """It is what some recipe answers by: the keys are there, and no line before it hides it."""
     for name in row.names.split():
-        told = [key_meant(name, found) for found in KEYS.values()]
-        wanted = f"here it is {row.key}{': ' if row.how else ''}{row.how}" if row.key else row.how
-        assert wanted in told, name
+        assert any(row_meant(name, found) is row for found in KEYS.values()), name
+
+
+def fits(row: Row) -> list[str]:
+    """The recipes that answer by a line."""
+    return [name for name, found in KEYS.items() if any(row_meant(word, found) is row for word in row.names.split())]
+
+
+def mistakes(recipe: str, *words: str) -> list[str]:
+    """What is wrong with the words, if a recipe is told all that it must be and these."""
+    if any(word.startswith("data.kind=") for word in words):
+        words = (*words, "data.source=s")  # another kind begins anew
+    try:
+        load(launch.recipe(recipe).RECIPE, BASES.get(recipe, BASES["sft"]), words)
+    except ConfigError as error:
+        return [*error.lines]
+    return []
+
+
+def examples(row: Row) -> list[str]:
+    """What is written `key=value` in a line, and what it says is written behind the key itself."""
+    found = re.findall(r"(?<![\w.])[a-z_.]+=(?:'[^']+'|[\w\[\]]+)", row.how)
+    found += [f"{row.key}={whole}" for whole in re.findall(r"^(?:\{.*\}|\[.*\])$|\[\w+\]", row.how)]
+    return [word.replace("'", "").replace("=N", "=2") for word in found]
+
+
+@pytest.mark.parametrize("row", TABLE, ids=lambda row: f"{row.names.split()[0]}-{row.key}-{row.where}")
+def test_what_a_line_says_is_so_in_each_recipe_that_answers_by_it(row: Row) -> None:
+    named = re.findall(rf"recipe ({'|'.join(KEYS)})\b", row.how)
+    for recipe in fits(row):
+        told = named[0] if named else recipe
+        assert not (wrong := mistakes(told, *examples(row))), (told, wrong)
+        if row.key:
+            unknown = [line for line in mistakes(recipe, *examples(row), f"{row.key}=?") if "unknown key" in line]
+            assert not unknown, (recipe, unknown)
+        parts = {part for key in KEYS[told] for part in key.split(".")}
+        assert {word for word in re.findall(r"`(\w+)`", row.how) if word != "all"} <= parts, recipe
+        dotted = re.findall(r"(?<![\w.])([a-z_]+\.(?!kind\b)[a-z_]+)\b", row.how)
+        assert set(dotted) <= KEYS[told], recipe
+        for name in {row.names.split()[0]} & {*LISTS}:
+            values = [word for word in re.split(r",? or |, ", row.how.rpartition(": ")[2]) if word.isalnum()]
+            for value in values:
+                words = (f"{row.key}={value}", *(["adapter=lora"] if value == "off" else []))
+                assert not (wrong := mistakes(recipe, *words)), (recipe, name, wrong)
+
+
+def test_lists_of_values_are_read() -> None:
+    """The test above would pass if it found no values at all."""
+    (optim,) = (row for row in TABLE if row.names == "optim")
+    assert mistakes("sft", "optimizer=adam") and optim.how == "adamw, adamw8bit, muon or sgd"
+    found = {example for row in TABLE for example in examples(row)}
+    assert {"reference=cached", "adapter=lora", "loss=[{kind: dpo, weight: 0.8}, sft]", "log.to=[wandb]"} <= found
 
 
 def test_a_key_of_ours_is_not_taken_for_a_foreign_one() -> None:
@@ -56,7 +114,16 @@ def test_a_key_of_ours_is_not_taken_for_a_foreign_one() -> None:
         ("nano/dpo", "loss_type", "here it is loss: write loss=ipo"),
         ("nano/dpo", "reward_weights", "reward functions are of GRPO, which is not here"),
         ("nano/dpo", "beta", "'beta' is a key of loss.0"),
-        ("nano/dpo", "loss.0.label_smoothing", "here it is loss.smoothing"),
+        ("nano/dpo", "loss.0.label_smoothing", "here it is loss.0.smoothing: the share of pairs"),
+        ("nano/dpo", "label_smoothing", "here it is loss.0.smoothing: the share of pairs"),
+        (
+            "nano/dpo",
+            "label_smoothing_factor",
+            "no loss of this recipe does; that of the recipe sft has loss.smoothing",
+        ),
+        ("nano/tools", "label_smoothing_factor", "here it is loss.smoothing: the share of the target"),
+        ("nano/generate", "load_in_4bit", "here it is weights: write weights=nf4"),
+        ("nano/known", "max_completion_length", "here it is sampling.tokens"),
         ("nano/dpo", "optimizer.learning_rate", "here it is optimizer.lr"),
         ("nano/distill", "lmbda", "here it is on_policy.share"),
         ("nano/distill", "temperature", "here it is loss.temperature"),
@@ -65,7 +132,7 @@ def test_a_key_of_ours_is_not_taken_for_a_foreign_one() -> None:
         ("nano/dpo", "max_completion_length", "here it is data.length"),
         ("nano/reward", "num_labels", "here it is loss.classes"),
         ("nano/reward", "center_rewards_coefficient", "here it is loss.center"),
-        ("nano/reward", "max_length", "here it is data.length: what is longer is cut"),
+        ("nano/reward", "max_length", "here it is data.length: `too_long` says what becomes of longer rows"),
         ("nano/tools", "num_labels", "classes are counted by the recipe reward"),
     ],
 )
@@ -105,6 +172,34 @@ def test_a_word_that_is_no_kind_is_answered(config: str, word: str, says: str) -
     assert says in line
 
 
+@pytest.mark.parametrize(
+    ("recipe", "text", "words", "says"),
+    [
+        ("sft", "data: {kind: alpaca, source: rows.jsonl}\n", (), "data.kind: unknown kind 'alpaca'"),
+        ("sft", "data: {source: rows.jsonl}\n", ("data.kind=alpaca",), "data.kind: unknown kind 'alpaca'"),
+        (
+            "distill",
+            "data: {source: s}\nteacher: {kind: cached, model: x, folder: f}\n",
+            (),
+            "teacher.kind: unknown kind 'cached'",
+        ),
+    ],
+)
+def test_what_is_written_as_a_kind_is_taken_for_nothing_else(recipe: str, text: str, words, says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(launch.recipe(recipe).RECIPE, f"model: m\nout: o\n{text}", words)
+    (line,) = caught.value.lines
+    assert says in line and "write" not in line
+
+
+def test_an_element_that_is_told_has_the_key() -> None:
+    text = BASES["sft"] + "loss: [sft, {kind: dpo, weight: 0.5}]\n"
+    with pytest.raises(ConfigError) as caught:
+        load(launch.recipe("preference").RECIPE, text, ["label_smoothing=0.1"])
+    assert "here it is loss.1.smoothing: " in caught.value.lines[0]
+    load(launch.recipe("preference").RECIPE, text, ["loss.1.smoothing=0.1"])
+
+
 def test_in_a_file_such_a_word_is_answered_in_yaml() -> None:
     with pytest.raises(ConfigError) as caught:
         load(launch.recipe("distill").RECIPE, "model: m\ndata: {source: s}\nout: o\nteacher: g/teacher\n")
@@ -119,6 +214,9 @@ def test_losses_that_are_told_are_losses() -> None:
         slot for place, slot in every_slot(launch.recipe("preference").RECIPE, Choices()) if place == ("loss", "0")
     )
     assert set(RECIPES[0][0].split()) <= set(Choices().kinds(slot))
+    for word in (word for names, _ in RECIPES for word in names.split()):
+        if found := re.search(r"tune run (\w+) CONFIG (loss=\S+)", recipe_meant(word) or ""):
+            assert not mistakes(found[1], found[2]), word
     for names, _ in RECIPES:
         assert not set(names.split()) & set(catalog.recipes())
 
@@ -129,6 +227,10 @@ def test_losses_that_are_told_are_losses() -> None:
         ("dpo", "it is a loss of the recipe preference: tune run preference CONFIG loss=dpo"),
         ("KTO", "tune run preference CONFIG loss=kto"),
         ("grpo", "which is not here: there is preference"),
+        ("prm", "tune run reward CONFIG loss=process"),
+        ("rm", "tune run reward CONFIG loss=bradleyterry"),
+        ("regression", "tune run reward CONFIG loss=regression"),
+        ("full_dpo_distributed", "with adapter=full"),
         ("full_finetune_single_device", "tune run sft llama3_2/1b_full"),
     ],
 )
@@ -141,6 +243,12 @@ def test_a_recipe_of_another_trainer_is_answered(word: str, says: str, capsys: p
 def test_configs_that_are_told_are_there() -> None:
     words = {word.strip(",:") for _, how in RECIPES for word in how.split() if "/" in word}
     assert words <= set(catalog.configs())
+    told = [re.findall(r"tune run (\w+) (\w+/\w+)((?: \S+=\S+)*)", how) for _, how in RECIPES]
+    assert sum(map(len, told)) > 4
+    for recipe, config, said in (found for line in told for found in line):
+        path = catalog.config(config)
+        assert catalog.written_for(path) == recipe
+        load(launch.recipe(recipe).RECIPE, path, said.split())
 
 
 @pytest.mark.parametrize(

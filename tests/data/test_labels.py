@@ -132,6 +132,11 @@ def test_a_run_does_not_go_on_with_other_labels() -> None:
 
 BAD = {
     "no label": (Labelled("x"), {"text": "fox"}, "label"),
+    "a null": (
+        Labelled("x"),
+        {"text": "fox", "label": None},
+        "label: is null, and a row needs its label: write it, or pass over such rows: data.bad_rows=skip",
+    ),
     "a name without classes": (Labelled("x"), {"text": "fox", "label": "good"}, "label: 'good' needs `classes`"),
     "a long one": (Labelled("x"), {"text": "fox", "label": "a" * 99}, f"label: '{'a' * 40}..' needs `classes`"),
     "no class": (

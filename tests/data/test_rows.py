@@ -420,7 +420,10 @@ def test_preferences_may_be_texts(tokenizer: Tokenizer) -> None:
         ({"chosen": "a", "rejected": "a"}, "chosen and rejected are the same: nothing is preferred"),
         ({"chosen": [ASK, SAY]}, "the row has no column 'rejected'; name the right one as `rejected`"),
         ({"chosen": [ASK], "rejected": [ASK, SAY]}, "nothing to learn: the conversation has no assistant message"),
-        ({"prompt": "a", "chosen": "b", "rejected": None}, "rejected: is null, and a pair is two answers"),
+        (
+            {"prompt": "a", "chosen": "b", "rejected": None},
+            "rejected: is null, and a pair is two answers: write it, or pass over such rows: data.bad_rows=skip",
+        ),
         ({"prompt": [ASK], "chosen": [], "rejected": [SAY]}, "chosen: is an empty list, and a pair is two answers"),
         ({"chosen": 3, "rejected": "a"}, "chosen: want a string or a list of messages, this is a number"),
         (

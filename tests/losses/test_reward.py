@@ -19,7 +19,7 @@ from tunekit.checkpoint.folder import Folder
 from tunekit.checkpoint.score import scoring
 from tunekit.data.labels import Labelled
 from tunekit.data.prepared.documents import Document, Documents
-from tunekit.data.rows import Preference
+from tunekit.data.rows import Preference, Text
 from tunekit.data.signs import Sign
 from tunekit.data.steps.batch import Batch, Layout, blank
 from tunekit.data.steps.mix import Mixed
@@ -186,3 +186,9 @@ def test_rows_of_another_kind_are_told_with_their_source_and_a_cure() -> None:
     )
     with pytest.raises(UserError, match=r"\(texts.jsonl\): take loss=classification or regression, or other rows by"):
         Process().check(labels, "validation")
+
+
+def test_rows_that_no_loss_learns_from_have_no_loss_as_a_cure() -> None:
+    with pytest.raises(UserError) as caught:
+        Regression().check(Mixed.of(Text("prose.txt")), "data")
+    assert str(caught.value).endswith("(prose.txt): take other rows by data.source and data.kind=labelled")

@@ -1,5 +1,6 @@
 """The tree of nodes becomes dataclasses, and every mistake in it is told."""
 
+from dataclasses import replace
 from typing import Any, Literal, get_args, get_origin
 
 from tunekit.config.choices import REQUIRED, Choices, Slot, generic, item_hint, kind_name, members, slots
@@ -36,7 +37,7 @@ class Builder:
         if isinstance(node.value, dict) and kinds:
             return self.choice(slot, node.value, node, path)
         if isinstance(node.value, str) and (len(kinds) > 1 or node.value in kinds):
-            return self.choice(slot, {"kind": node}, node, path)
+            return self.choice(slot, {"kind": replace(node, bare=True)}, node, path)
         return self.wrong(slot, node, path)
 
     def wrong(self, slot: Slot, node: Node, path: Path) -> Any:
@@ -80,9 +81,9 @@ class Builder:
             self.problems.add(node.at, path, f"no kind is given; write `kind:` with one of {', '.join(kinds)}")
             return FAILED
         if not isinstance(kind, str) or kind not in kinds:
-            at = path if named is node else (*path, "kind")
+            at = path if named and named.bare else (*path, "kind")
             word = kind if isinstance(kind, str) else shown(kind)
-            hint = self.word_hint(slot, kind, named, path) if named and isinstance(kind, str) else ""
+            hint = self.word_hint(slot, kind, named, path) if named and named.bare and isinstance(kind, str) else ""
             self.problems.add(named.at if named else node.at, at, kind_message(word, kinds) + hint)
             return FAILED
         keys = {key: child for key, child in entries.items() if key != "kind"}
@@ -106,7 +107,7 @@ class Builder:
             if key in places:
                 values[key] = self.value(places[key], child, (*path, key))
             else:
-                message = key_message(self.root, (*path, key), cls, kinds, self.choices)
+                message = key_message(self.root, (*path, key), cls, kinds, self.choices, node)
                 self.problems.add(child.at, (*path, key), message)
                 values[key] = FAILED
         for name, slot in places.items():

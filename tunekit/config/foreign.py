@@ -35,6 +35,7 @@ TABLE = (
         "gradient_accumulation_steps accumulation_steps",
         "batch",
         "the rows of one optimizer step over all devices: `micro_batch` times the devices times the accumulated passes",
+        "micro_batch",
     ),
     Row("num_train_epochs num_epochs", "epochs"),
     Row("max_steps", "steps", "optimizer steps, in place of `epochs`"),
@@ -50,10 +51,10 @@ TABLE = (
     Row("model_name_or_path base_model pretrained_model_name_or_path", "model"),
     Row("model_max_length max_seq_len max_seq_length sequence_len cutoff_len", "data.length", "in tokens"),
     Row("max_length", "data.length", "it bounds each answer with its prompt; what is longer is cut at the end", "tail"),
-    Row("max_length", "data.length", "what is longer is cut at the end, and left out with data.too_long=drop"),
+    Row("max_length", "data.length", "`too_long` says what becomes of longer rows: data.too_long=drop leaves them out"),
     Row("max_prompt_length", "data.length", "it bounds prompt and answer together, and nothing bounds a prompt alone"),
     Row("max_completion_length max_new_tokens", "on_policy.tokens", "the longest answer that the student writes"),
-    Row("max_new_tokens", "sampling.tokens", "the longest answer"),
+    Row("max_completion_length max_new_tokens max_target_length", "sampling.tokens", "the longest answer"),
     Row(
         "max_completion_length max_target_length",
         "data.length",
@@ -63,6 +64,12 @@ TABLE = (
     Row("eval_dataset dataset_val val_set_size", "validation", "rows as in `data`, perhaps another `split`"),
     Row("packing packed sample_packing", "data.pack"),
     Row("chat_template chat_template_path", "data.template", "a Jinja file; by default the checkpoint's own"),
+    Row(
+        "train_on_inputs train_on_input completion_only_loss assistant_only_loss masking_strategy",
+        "data.learn",
+        "nothing of a prompt is learnt; of what is behind it: assistant, last, marked, or a list of roles",
+        "data.chosen",
+    ),
     Row(
         "train_on_inputs train_on_input completion_only_loss assistant_only_loss masking_strategy",
         "data.learn",
@@ -77,14 +84,20 @@ TABLE = (
     ),
     Row("use_dora", "adapter", "write adapter=dora"),
     Row("use_rslora", "adapter.rslora", "with adapter=lora"),
-    Row("load_in_4bit quantize_base quantization_config", "weights", "write weights=nf4; QLoRA has an adapter too"),
+    Row("load_in_4bit quantize_base quantization_config", "weights", "write weights=nf4 adapter=lora, which is QLoRA",
+        "adapter"),
+    Row("load_in_4bit quantize_base quantization_config", "weights", "write weights=nf4"),
     Row("gradient_checkpointing enable_activation_checkpointing", "memory.recompute"),
     Row("activation_offloading enable_activation_offloading", "memory.offload"),
     Row("optimizer_in_bwd", "memory.step_in_backward"),
     Row("torch_compile", "memory.compile"),
     Row("bf16 fp16 dtype torch_dtype", "precision.compute", "bf16 or fp32"),
-    Row("resume_from_checkpoint auto_resume", "", "the same command goes on by itself, and --fresh starts over"),
-    Row("deepspeed fsdp fsdp_config", "parallel", "several devices share the weights by themselves: tune run --gpus N"),
+    Row("resume_from_checkpoint auto_resume", "", "the same command goes on by itself, and --fresh starts over",
+        "save_every"),
+    Row("deepspeed fsdp fsdp_config", "parallel", "several devices share the weights by themselves: tune run --gpus N",
+        "micro_batch"),
+    Row("deepspeed fsdp fsdp_config", "parallel", "several devices share the rows by themselves: tune run --gpus N; "
+        "with parallel.shard=N they share the weights"),
     # preferences
     Row(
         "ref_model ref_model_name_or_path reference_model",
@@ -102,10 +115,14 @@ TABLE = (
     Row("loss_type", "loss", "forwardkl, reversekl, jensenshannon or another divergence", "teacher"),
     Row("loss_type", "loss"),
     Row("loss_weights", "loss.weight", "each term has its own: loss='[{kind: dpo, weight: 0.8}, sft]'"),
-    Row("rl_beta", "loss.beta"),
+    Row("rl_beta", "loss.beta", "", "reference"),
     Row("reward_weights reward_funcs", "", "reward functions are of GRPO, which is not here; a sum of losses (recipe "
         "preference) has a `weight` in each term"),
-    Row("label_smoothing label_smoothing_factor", "loss.smoothing"),
+    Row("label_smoothing label_smoothing_factor", "loss.smoothing", "the share of the target that is spread over the "
+        "whole vocabulary", "loss.z_loss"),
+    Row("label_smoothing", "loss.smoothing", "the share of pairs that are the wrong way round", "reference"),
+    Row("label_smoothing_factor", "", "it spreads the target of a token over the vocabulary, and no loss of this "
+        "recipe does; that of the recipe sft has loss.smoothing"),
     Row("f_divergence_type", "loss.divergence"),
     Row("f_alpha_divergence_coef", "loss.divergence", "{kind: alpha_divergence, alpha: 0.5}"),
     Row("ld_alpha", "tail"),
@@ -117,9 +134,9 @@ TABLE = (
     # scores
     Row("num_labels", "loss.classes", "with loss=classification; or name the classes in data.classes"),
     Row("num_labels", "", "classes are counted by the recipe reward: loss=classification loss.classes=N"),
-    Row("id2label label2id", "data.classes", "the names in their order, with data.kind=labelled"),
+    Row("id2label label2id", "data.classes", "the names in their order, with loss=classification data.kind=labelled"),
     Row("center_rewards_coefficient", "loss.center", "with loss=bradleyterry; TRL recommends 0.01"),
-    Row("step_separator", "data.separator", "with data.kind=stepped; a line break by default"),
+    Row("step_separator", "data.separator", "with loss=process data.kind=stepped; a line break by default"),
     # teachers
     Row("teacher_model_name_or_path teacher_model", "teacher.model"),
     Row("teacher_model_revision", "teacher.model", "NAME@REVISION"),
@@ -137,6 +154,7 @@ TABLE = (
 )  # fmt: skip
 
 PREFERENCE = "it is a loss of the recipe preference: tune run preference CONFIG loss={name}"
+REWARD = "it is a loss of the recipe reward: tune run reward CONFIG loss={name}"
 ONLINE = (
     "it rewards answers that are drawn in training, which is not here: there is preference (dpo, kto, orpo, simpo and \
 others) for pairs and marks, and reward for reward models"
@@ -144,12 +162,16 @@ others) for pairs and marks, and reward for reward models"
 RECIPES = (
     ("dpo ipo kto orpo simpo cpo bco alphapo discopop robust hinge exo_pair sppo_hard apo_zero apo_down", PREFERENCE),
     ("rpo mpo", "it is a sum of losses of the recipe preference, such as tune run preference CONFIG loss=[dpo,sft]"),
-    ("lora_dpo_single_device lora_dpo_distributed full_dpo_distributed",
+    ("lora_dpo_single_device lora_dpo_distributed",
      "it is the recipe preference: tune run preference llama3_2/1b_dpo_lora"),
+    ("full_dpo_distributed",
+     "it is the recipe preference with adapter=full, which wants a lower optimizer.lr than an adapter: "
+     "tune run preference llama3_2/1b_dpo_lora adapter=full optimizer.lr=1e-6"),
     ("grpo ppo rloo reinforce gspo dapo gmpo dr_grpo online_dpo nash_md xpo rlhf rlvr", ONLINE),
     ("ppo_full_finetune_single_device grpo_full_finetune_distributed", ONLINE),
-    ("rm prm reward_model reward_modeling bradleyterry classification regression process",
-     "it is the recipe reward: tune run reward CONFIG"),
+    ("rm reward_model reward_modeling", REWARD.format(name="bradleyterry")),
+    ("bradleyterry classification regression process", REWARD),
+    ("prm", REWARD.format(name="process")),
     ("gkd kd distillation minillm knowledge_distillation_single_device knowledge_distillation_distributed",
      "it is the recipe distill: tune run distill CONFIG"),
     ("finetune train full full_finetune_single_device full_finetune_distributed",
@@ -161,12 +183,10 @@ RECIPES = (
 )  # fmt: skip
 
 
-def key_meant(name: str, keys: Collection[Key]) -> str | None:
-    """What a key of another trainer is in a recipe with these keys, and how it differs; None for an unknown one."""
-    for row in TABLE:
-        if name in row.names.split() and row.key in ("", *keys) and row.where in (None, *keys):
-            return f"here it is {row.key}{row.how and ': '}{row.how}" if row.key else row.how
-    return None
+def row_meant(name: str, keys: Collection[Key]) -> Row | None:
+    """The line that tells what a key of another trainer is in a recipe with these keys; None for an unknown one."""
+    fitting = (row for row in TABLE if row.key in ("", *keys) and row.where in (None, *keys))
+    return next((row for row in fitting if name in row.names.split()), None)
 
 
 def recipe_meant(name: str) -> str | None:

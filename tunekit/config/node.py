@@ -18,6 +18,7 @@ class Node:
     value: Any
     at: str = ""
     text: str | None = None  # an unquoted scalar as it was typed
+    bare: bool = False  # a word that names a kind without `kind:`
 
     def children(self) -> Iterator["Node"]:
         if isinstance(self.value, dict):

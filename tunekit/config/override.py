@@ -89,7 +89,7 @@ class Overrides:
         slot = (self.choices.single(slot) or slot) if slot else None
         bare = isinstance(new.value, str) and slot and str not in members(slot.hint) and self.choices.kinds(slot)
         if bare and slot and node and isinstance(node.value, dict):
-            return self.rekinded(node, new, slot)
+            return self.rekinded(node, replace(new, bare=True), slot)
         return new
 
     def rekinded(self, node: Node, kind: Node, slot: Slot) -> Node:
@@ -105,7 +105,7 @@ class Overrides:
         if slot is None:
             return Node({}, COMMAND)
         if node and isinstance(node.value, str) and self.choices.kinds(slot) and str not in members(slot.hint):
-            return Node({"kind": node}, node.at)
+            return Node({"kind": replace(node, bare=True)}, node.at)
         if arguments := generic(slot.hint, tuple):
             default = () if node or slot.default is REQUIRED or slot.default is None else slot.default
             items = [plain_value(item, item_hint(arguments, i)) for i, item in enumerate(default)]

@@ -3,8 +3,9 @@
 import difflib
 from collections.abc import Iterable, Mapping
 
-from tunekit.config.choices import REQUIRED, Choices, every_slot, members, slots
-from tunekit.config.foreign import key_meant
+from tunekit.config.choices import REQUIRED, Choices, Slot, every_slot, generic, members, slots
+from tunekit.config.foreign import row_meant
+from tunekit.config.node import Node
 from tunekit.config.problems import Path
 
 _SHOWN = 12  # names that still help when they are listed
@@ -37,8 +38,11 @@ def key_of_word(word: str, kind: str | None, kinds: Mapping[str, type]) -> str |
     return needed[0][0] if len(needed) == 1 and str in members(needed[0][1].hint) else None
 
 
-def key_message(root: type, path: Path, kind: type, kinds: dict[str, type], choices: Choices) -> str:
-    """Why the last key of `path` is unknown in the choice `kind`, one of `kinds`, and where it may belong."""
+def key_message(root: type, path: Path, kind: type, kinds: dict[str, type], choices: Choices, node: Node) -> str:
+    """Why the last key of `path` is unknown in the choice `kind`, one of `kinds`, and where it may belong.
+
+    `node` is what is written beside it.
+    """
     key, here = path[-1], slots(kind)
     if "." in key:
         head, _, tail = key.partition(".")
@@ -50,8 +54,10 @@ def key_message(root: type, path: Path, kind: type, kinds: dict[str, type], choi
     below = [(*path[:-1], *rest) for rest, _ in every_slot(kind, choices, 2) if rest[-1] == key]
     whole = [place for place, _ in every_slot(root, choices)]
     keys = {".".join(part for part in place if part != "0") for place in whole}
-    if (len(path) == 1 or not below) and (meant := key_meant(key, keys)):
-        return f"unknown key; {meant}"
+    if (len(path) == 1 or not below) and (meant := row_meant(key, keys)):
+        if not meant.key:
+            return f"unknown key; {meant.how}"
+        return f"unknown key; here it is {placed(meant.key, path, root, choices, node)}{meant.how and ': '}{meant.how}"
     places = below or [place for place in whole if place[-1] == key]
     places = list(dict.fromkeys(places))[:3]
     if places:
@@ -65,6 +71,20 @@ def key_message(root: type, path: Path, kind: type, kinds: dict[str, type], choi
     if nearest := near(key, deeper):
         return f"unknown key, did you mean '{deeper[nearest]}'?"
     return f"unknown key; the keys here are {listed(here, 'and')}" if here else "unknown key; there are no keys here"
+
+
+def placed(key: str, path: Path, root: type, choices: Choices, node: Node) -> str:
+    """A key from the top, with the element of a list that is meant: that of `path`, or the first that has the key."""
+    parts, above = key.split("."), [part for part in path[:-1] if not part.isdecimal()]
+    if above:
+        inside = len(above) < len(parts) and above == parts[: len(above)]
+        return ".".join((*path[:-1], *parts[len(above) :])) if inside else key
+    held, arguments = node.value.get(parts[0]), generic(slots(root)[parts[0]].hint, tuple)
+    if len(parts) == 1 or not arguments or held is None or not isinstance(held.value, list) or len(held.value) < 2:
+        return key
+    element = Slot(arguments[0])
+    has = [parts[1] in choices.inside(element, choices.kind_in(element, item)) for item in held.value]
+    return ".".join((parts[0], str(has.index(True) if any(has) else 0), *parts[1:]))
 
 
 def listed(words: Iterable[str], last: str = "or") -> str:

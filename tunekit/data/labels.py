@@ -63,7 +63,8 @@ class Labelled(Ended, Templated, Judged):
     def value(self, label: Any) -> float:
         """What a label is in numbers."""
         if label is None:
-            raise UserError(f"{self.label}: is null, and a row needs its label: bad_rows=skip passes over such rows")
+            cure = "write it, or pass over such rows: data.bad_rows=skip"
+            raise UserError(f"{self.label}: is null, and a row needs its label: {cure}")
         if isinstance(label, str):
             if label not in self.classes:
                 raise UserError(f"{self.label}: {shortened(label)} {self.strange}")
@@ -105,7 +106,7 @@ class Stepped(Ended, Judged):
         return f"steps with labels (columns {self.completions!r}, {self.labels!r})"
 
     def texts(self, tokenizer: Tokenizer, fields: Fields) -> list[Written]:
-        steps, labels = (column(fields, vars(self)[name], name) for name in ("completions", "labels"))
+        steps, labels = column(fields, self.completions, "completions"), column(fields, self.labels, "labels")
         prompt, values = string(fields, self.prompt, "prompt"), self.values(steps, labels)
         places, text = [], prompt
         for step in steps:

@@ -390,7 +390,7 @@ class Preference(Compared):
         return f"preference pairs (columns {self.chosen!r}, {self.rejected!r})"
 
     def texts(self, tokenizer: Tokenizer, fields: Fields) -> list[Written]:
-        chosen, rejected = (answer(fields, vars(self)[side], side) for side in ("chosen", "rejected"))
+        chosen, rejected = answer(fields, self.chosen, "chosen"), answer(fields, self.rejected, "rejected")
         prompt = unwritten(fields.get(self.prompt))
         if chosen == rejected:
             raise UserError(f"{self.chosen} and {self.rejected} are the same: nothing is preferred")
@@ -429,7 +429,7 @@ def answer(fields: Fields, name: str, option: str) -> Any:
     if found is None or found == []:
         told = "null" if found is None else "an empty list"
         raise UserError(
-            f"{name}: is {told}, and a pair is two answers: write it, or pass over such rows: bad_rows=skip"
+            f"{name}: is {told}, and a pair is two answers: write it, or pass over such rows: data.bad_rows=skip"
         )
     return found
 

@@ -73,8 +73,8 @@ class Scoring:
                 loss, found, wanted = (one.__name__.lower() for one in (type(self), type(rows), self.rows))
                 told = f"{key}: these are {found} rows, and `loss: {loss}` learns from {wanted} rows"
                 fit = [one.__name__.lower() for one in Scoring.__subclasses__() if isinstance(rows, one.rows)]
-                cure = f"take loss={' or '.join(fit)}, or other rows by {key}.source and {key}.kind={wanted}"
-                raise UserError(f"{told} ({rows.source}): {cure}")
+                other = f"take loss={' or '.join(fit)}, or other rows" if fit else "take other rows"
+                raise UserError(f"{told} ({rows.source}): {other} by {key}.source and {key}.kind={wanted}")
 
     def check_labels(self, parts: Iterable[Documents], labels: int) -> None:
         """UserError, with its row, for a label that is none of so many classes."""
