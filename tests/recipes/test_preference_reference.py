@@ -33,7 +33,7 @@ def rows(folder: Path) -> str:
     return written(folder, lines)
 
 
-def config(folder: Path, data: Pairs | Marked, loss: preference.Paired | preference.Unpaired) -> preference.Preference:
+def config(folder: Path, data: Pairs | Marked, loss: preference.OfPairs | preference.OfMarks) -> preference.Preference:
     return preference.Preference(
         model=str(made(folder / "model", "llama3.2")),
         data=data,
