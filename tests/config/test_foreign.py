@@ -121,7 +121,7 @@ def test_a_key_of_ours_is_not_taken_for_a_foreign_one() -> None:
             "label_smoothing_factor",
             "no loss of this recipe does; that of the recipe sft has loss.smoothing",
         ),
-        ("nano/tools", "label_smoothing_factor", "here it is loss.smoothing: the share of the target"),
+        ("nano/tools_lora", "label_smoothing_factor", "here it is loss.smoothing: the share of the target"),
         ("nano/generate", "load_in_4bit", "here it is weights: write weights=nf4"),
         ("nano/known", "max_completion_length", "here it is sampling.tokens"),
         ("nano/dpo", "optimizer.learning_rate", "here it is optimizer.lr"),
@@ -133,17 +133,23 @@ def test_a_key_of_ours_is_not_taken_for_a_foreign_one() -> None:
         ("nano/reward", "num_labels", "here it is loss.classes"),
         ("nano/reward", "center_rewards_coefficient", "here it is loss.center"),
         ("nano/reward", "max_length", "here it is data.length: `too_long` says what becomes of longer rows"),
-        ("nano/tools", "num_labels", "classes are counted by the recipe reward"),
+        ("nano/tools_lora", "num_labels", "classes are counted by the recipe reward"),
     ],
 )
 def test_a_name_of_another_trainer_is_answered(config: str, word: str, says: str) -> None:
-    path = catalog.config("nano/tools_lora" if config == "nano/tools" else config)
+    line = mistake(config, f"{word}=1")
+    assert f"{word}: unknown key" in line and says in line
+
+
+def mistake(config: str, word: str) -> str:
+    """The only one that a config has with a word of the command line."""
+    path = catalog.config(config)
     recipe = catalog.written_for(path)
     assert recipe is not None
     with pytest.raises(ConfigError) as caught:
-        load(launch.recipe(recipe).RECIPE, path, [f"{word}=1"])
+        load(launch.recipe(recipe).RECIPE, path, [word])
     (line,) = caught.value.lines
-    assert f"{word}: unknown key" in line and says in line
+    return line
 
 
 @pytest.mark.parametrize(
@@ -165,11 +171,7 @@ def test_a_name_of_another_trainer_is_answered(config: str, word: str, says: str
     ],
 )
 def test_a_word_that_is_no_kind_is_answered(config: str, word: str, says: str) -> None:
-    path = catalog.config(config)
-    with pytest.raises(ConfigError) as caught:
-        load(launch.recipe(catalog.written_for(path) or "").RECIPE, path, [word])
-    (line,) = caught.value.lines
-    assert says in line
+    assert says in mistake(config, word)
 
 
 @pytest.mark.parametrize(
