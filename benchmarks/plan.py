@@ -5,7 +5,8 @@ python benchmarks/plan.py [--layers 6] [--only lora nf4]
 Each is a process of its own. Counted is memory of its own (RssAnon) at most, less that of the same process behind a
 step of the first layer of the model, when all code is loaded and products have their kernels. Freed memory goes back to
 the system there: `tune run` keeps it for speed, and then holds up to a third more than it uses. Of several ranks the
-one that took most is told.
+one that took most is told. With experts as many kernels of products are there as are kept: in a run each step brings
+some, for the numbers of tokens that experts get in it, and a few hundred steps all of them.
 """
 
 import argparse
@@ -38,6 +39,8 @@ from tunekit.optim import AdamW, AdamW8bit, Muon
 from tunekit.parallel.choice import Parallel
 from tunekit.parallel.run import Run
 from tunekit.parallel.tensors import local, register
+from tunekit.plan import kernels
+from tunekit.plan.kernels import own
 from tunekit.plan.machine import Machine
 from tunekit.plan.outcome import plan
 from tunekit.plan.probe import CPU, Step, rows
@@ -72,7 +75,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "tensor 2, expert 2": {"parallel": Parallel(tensor=2, expert=2)},
 }
 EXPERTS = MoE(8, 6, 384)
-FILLING = 6  # steps after which there are as many kernels for numbers of tokens of an expert as are kept
+FILLING = range(400, 400 + kernels.KEPT // kernels.EACH + 1)  # tokens of an expert in steps before
 
 
 def task(way: str, layers: int) -> Task:
@@ -137,12 +140,6 @@ def stepped(task: Task, steps: int, run: Run) -> None:
         update()
 
 
-def own() -> int:
-    """Bytes of memory that belong to this process alone."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon:")) * 1024
-
-
 def measured(task: Task) -> int:
     """Bytes of some steps at most, on any rank."""
     one: DecoderSpec = replace(task.source.spec, layers=task.source.spec.layers[:1])
@@ -163,7 +160,9 @@ def watched(task: Task, run: Run) -> int:
 
     thread = threading.Thread(target=watch)
     thread.start()
-    stepped(task, FILLING if sparse(task) else 2, run)
+    if sparse(task):
+        kernels.make(FILLING)
+    stepped(task, 2, run)
     done.set()
     thread.join()
     return most[0] - before

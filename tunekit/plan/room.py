@@ -14,6 +14,7 @@ import torch
 from tunekit.kernels.cross_entropy import MULTIPLE, ROOM
 from tunekit.layout.shard import FEW
 from tunekit.parallel.choice import Sizes
+from tunekit.plan import kernels
 from tunekit.plan.machine import Machine
 from tunekit.plan.probe import Measured, Pass, Stretch, Weight
 from tunekit.plan.task import Task, measured, step_of
@@ -23,9 +24,6 @@ PHASES = ("load", "forward", "backward", "step", "save")
 AHEAD = 2  # layers whose activations are on their way to the host or back
 # Beside tensors: Python and torch on the CPU, the driver and its kernels on a GPU, buffers of its exchanges there.
 PROCESS, DRIVER, EXCHANGES = 400 * 2**20, 900 * 2**20, 1024 * 2**20
-# The library of a CPU keeps 1,024 kernels of products in bf16. Experts get another number of tokens, and so another
-# kernel, in each step.
-KERNELS = 340 * 2**20
 GAPS = 0.03  # of the tensors on a GPU: what lies between them and can be given to none
 
 
@@ -241,7 +239,7 @@ def beside(books: Books, machine: Machine) -> int:
     """What a process takes that is no tensor."""
     if machine.kind is None:
         sparse = any(weight.expert for unit in books.step.layers for weight in unit)
-        return PROCESS + (KERNELS if sparse and books.task.compute == torch.bfloat16 else 0)
+        return PROCESS + (kernels.KEPT * kernels.size() if sparse and books.task.compute == torch.bfloat16 else 0)
     return DRIVER + (EXCHANGES if machine.devices > 1 else 0)
 
 
