@@ -65,7 +65,7 @@ class Fault(NamedTuple):
     answer: str
 
     def told(self, rows: Sequence[str], mend: str) -> str:
-        return f"step {self.step + 1}: {self.what}; its rows: {named(rows)}; {mend}"
+        return f"step {self.step + 1}: {self.what}; its rows: {named(rows) or 'no longer known'}; {mend}"
 
 
 class Watch:

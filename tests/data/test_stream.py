@@ -37,8 +37,10 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several blocks of a few rows."""
+    """Several blocks of a few rows: 20, or 40 where they are packed."""
     monkeypatch.setattr(stream, "DOCUMENTS", 20)
+    monkeypatch.setattr(stream, "STEPS", 1)
+    monkeypatch.setattr(stream, "FULL", 0)
 
 
 def opened(source: Path, tokenizer: Tokenizer, place, micro: int = 4, **options) -> Loader:
@@ -76,11 +78,39 @@ def test_a_row_comes_again_only_when_all_have_come(pack: bool, source, tokenizer
         found = texts([loader], tokenizer, step)
         orders.append(found)
         seen.update(found)
-        # A block of 20 rows may hold the end of a pass and the beginning of the next one.
-        assert max(seen.values()) <= 1 + (seen.total() + 20) // ROWS
+        # A block may hold the end of a pass and the beginning of the next one.
+        assert max(seen.values()) <= 1 + (seen.total() + 40) // ROWS
     assert len(seen) == ROWS
     assert min(seen.values()) >= seen.total() // ROWS - 1
     assert orders[:15] != orders[15:30]
+    loader.close()
+
+
+@pytest.mark.parametrize(("batch", "length"), [(4, 40), (16, 40), (3, 400), (64, 400)])
+def test_packed_steps_are_nearly_as_large_as_a_batch(
+    batch: int, length: int, source, tokenizer, place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()
+    monkeypatch.setattr(stream, "DOCUMENTS", 50)  # one row of 400 holds nearly as many
+    rows = Text(str(source), length=length, stream=True, workers=0, pack=True)
+    loader = load(rows, tokenizer, batch, batch, place())
+    first = loader.report.packed
+    assert first is not None and first >= 8 * 0.95 * batch
+    held = [sum(len(one.tokens) for one in loader[step]) for step in range(16)]
+    assert max(held) <= batch
+    assert sum(held) >= 0.9 * 16 * batch, "rounded up from one block after the other"
+    loader.close()
+
+
+def test_where_rows_are_from_is_known_of_steps_that_are_long_done(source, tokenizer, place) -> None:
+    loader, found = opened(source, tokenizer, place()), {}
+    for step in range(100):  # 20 blocks, of which the last 16 are kept
+        batches = loader[step]
+        assert sum(len(one.tokens) for one in batches) == 4
+        found[step] = loader.where(step)
+    assert all(len(places) == 4 for places in found.values())
+    assert {step: loader.where(step) for step in range(20, 100)} == {step: found[step] for step in range(20, 100)}
+    assert [loader.where(step) for step in range(20)] == [[]] * 20
     loader.close()
 
 

@@ -68,6 +68,15 @@ class Flat(NamedTuple):
     columns: dict[str, np.ndarray]
     names: list[str]
 
+    def where(self, index: int) -> str:
+        """File and row that a document is from."""
+        number = int(self.columns["numbers"][index])
+        return self.names[self.columns["names"][index]] + (str(number) if number else "")
+
+    def places(self) -> "Flat":
+        """What `where` needs, and no tokens."""
+        return Flat({name: self.columns[name] for name in ("names", "numbers")}, self.names)
+
 
 class Tokenised(NamedTuple):
     """What a chunk of rows became. `place`: where the chunk begins; `rows` that it holds, whatever became of them.
@@ -173,8 +182,7 @@ class Documents:
 
     def where(self, index: int) -> str:
         """File and row that a document is from."""
-        number = int(self.flat.columns["numbers"][index])
-        return self.names[self.flat.columns["names"][index]] + (str(number) if number else "")
+        return self.flat.where(index)
 
     def __len__(self) -> int:
         return len(self.lengths)

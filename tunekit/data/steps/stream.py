@@ -4,6 +4,7 @@ A block is a pure function of the seed, of its number and of where its sources s
 """
 
 import json
+import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import count
@@ -24,7 +25,11 @@ from tunekit.data.steps.packing import Plan
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import UserError
 
-DOCUMENTS, TOKENS = 8192, 2**25  # in a block; fewer where documents may be so long that these would be more tokens
+DOCUMENTS, TOKENS = 8192, 2**25  # in a round; fewer where documents may be so long that these would be more tokens
+# A block of packed rows is so many rounds that it fills this many steps, none of them below such a share, or until it
+# holds as many tokens as a round may, or so many documents.
+STEPS, FULL, MANY = 8, 0.95, 2**17
+DENSE = 0.98  # of packed rows that is filled, at least and nearly always
 SURE = 5000  # rows from which on a share of bad ones says something
 
 Taken = list[tuple[Document, str]]  # with the place of its row
@@ -167,10 +172,11 @@ class Passing:
 class Block(NamedTuple):
     """Documents that are shuffled and packed within themselves, how many units of each source, and where these stood.
 
-    `first` is the number of its first document; the plan is one of units.
+    `number` is that of its first round, `first` that of its first document; the plan is one of units.
     """
 
     number: int
+    rounds: int
     first: int
     before: list[Mark]
     behind: list[Mark]
@@ -180,32 +186,61 @@ class Block(NamedTuple):
 
 
 class Blocks:
-    """Blocks of a mix, one after the other; of each source as much as its share says."""
+    """Blocks of a mix, one after the other, each of whole rounds; of each source as much as its share says."""
 
     def __init__(self, mix: Mixed, feeds: Sequence[Feed], seed: int, batch: int) -> None:
-        self.mix, self.feeds, self.seed, self.number = mix, feeds, seed, 0
+        self.mix, self.feeds, self.seed, self.batch, self.number = mix, feeds, seed, batch, 0
         weights = np.array([1.0 if part.weight is None else part.weight for part in mix.parts])
         self.shares = weights / weights.sum()
         most = max(1, min(DOCUMENTS, TOKENS // mix.length) // mix.each)
-        self.size = -(-most // batch) * batch
+        self.size = -(-most // batch) * batch  # units in a round
         self.shared = False  # whether documents of a unit that begin alike take less room
 
     def seek(self, number: int, marks: Sequence[Mark]) -> None:
-        """The next block is this one."""
+        """The next block begins with this round."""
         self.number = number
         for feed, mark in zip(self.feeds, marks, strict=True):
             feed.seek(mark)
 
     def next(self) -> Block:
         number, before = self.number, [feed.mark for feed in self.feeds]
-        # Shares of all blocks together are kept to a document, however small one is in a single block.
-        bounds = [np.floor(self.shares * self.size * (number + more) + 1e-9).astype(int) for more in (0, 1)]
-        counts = (bounds[1] - bounds[0]).tolist()
-        taken = [one for feed, each in zip(self.feeds, counts, strict=True) for one in feed.take(each)]
-        found = Documents([document for document, _ in taken], [where for _, where in taken])
+        taken: list[Taken] = [[] for _ in self.feeds]
+        while not self.enough(taken):
+            for part, more in zip(taken, self.round(), strict=True):
+                part += more
+        every = [one for part in taken for one in part]
+        found = Documents([document for document, _ in every], [where for _, where in every])
+        counts = [len(part) // self.mix.each for part in taken]
+        behind = [feed.mark for feed in self.feeds]
+        return Block(
+            number=number,
+            rounds=self.number - number,
+            first=number * self.size * self.mix.each,
+            before=before,
+            behind=behind,
+            counts=counts,
+            documents=found,
+            plan=self.plan(found, number),
+        )
+
+    def round(self) -> list[Taken]:
+        """Documents of each source. Shares of all rounds together are kept to a unit, however small one round is."""
+        bounds = [np.floor(self.shares * self.size * (self.number + more) + 1e-9).astype(int) for more in (0, 1)]
         self.number += 1
-        first, behind = number * self.size * self.mix.each, [feed.mark for feed in self.feeds]
-        return Block(number, first, before, behind, counts, found, self.plan(found, number))
+        return [feed.take(units) for feed, units in zip(self.feeds, (bounds[1] - bounds[0]).tolist(), strict=True)]
+
+    def enough(self, taken: Sequence[Taken]) -> bool:
+        """Whether steps are as full as they can be. Rows are counted by their tokens alone: a block must be the same
+        whether what documents share takes room or not."""
+        count = sum(map(len, taken))
+        if count == 0 or self.mix.capacity is None:
+            return count > 0
+        tokens = sum(len(document.tokens) for part in taken for document, _ in part)
+        steps = tokens / (DENSE * self.mix.capacity * self.batch)
+        if steps < 1:
+            return False
+        most = tokens >= TOKENS or count >= MANY
+        return most or (steps >= STEPS and steps >= FULL * math.ceil(steps))
 
     def plan(self, found: Documents, number: int) -> Plan:
         """Which of the documents of a block share a row."""

@@ -1,26 +1,38 @@
 """Step number to micro-batches of rows that are read while they are trained on, a block at a time."""
 
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from tunekit.data.prepared.documents import Document
+from tunekit.data.prepared.documents import Document, Flat
 from tunekit.data.steps import prefix
 from tunekit.data.steps.batch import Batch, Layout
 from tunekit.data.steps.mix import Mixed
 from tunekit.data.steps.order import Order, documents, units
+from tunekit.data.steps.packing import Plan
 from tunekit.data.steps.report import Report, Share
 from tunekit.data.steps.served import Loader
 from tunekit.data.steps.stream import Block, Blocks, Mark
 from tunekit.errors import UserError
 
+PAST = 16  # blocks of which it is known where their documents are from: what a step does may be read late
+
+
+class Past(NamedTuple):
+    """A block that is or was at hand: its first step, the one behind its last, and where documents are from."""
+
+    first: int
+    behind: int
+    plan: Plan
+    places: Flat
+
 
 class Streamed(Loader):
     """`streamed[step]`: the micro-batches of this rank. Steps come in turn; `restore` says from which on.
 
-    The rows of a block are shared out evenly over its steps, so some steps may have a row fewer than `batch`. The next
-    block is made by a thread while this one trains. Every rank reads and prepares all rows: none waits for another.
+    The rows of a block are shared out evenly over its steps, so packed ones may have a few rows fewer than `batch`. The
+    next block is made by a thread while this one trains. Every rank reads and prepares all rows: none waits for others.
     """
 
     def __init__(self, mix: Mixed, blocks: Blocks, layout: Layout) -> None:
@@ -31,7 +43,7 @@ class Streamed(Loader):
         self.marks: dict[int, tuple[int, list[Mark]]] = {}  # first step of a block -> its number, where sources stood
         self.first = self.behind = 0  # steps of the block at hand
         self.block = self.opening = self.blocks.next()
-        self.earlier = self.block, 0, 0  # the block before, with its first step and the one behind its last
+        self.past: tuple[Past, ...] = ()
         self.parts = (self.block.documents,)
         self.order = Order(units(self.block.documents.lengths, mix.each), blocks.seed, mix.shuffle, mix.capacity)
         self.begin(self.block)
@@ -43,12 +55,16 @@ class Streamed(Loader):
             raise UserError(
                 f"the rows hold token {highest}, the model knows {self.vocab}: this tokenizer is another model's"
             )
-        self.earlier = self.block, self.first, self.behind
         self.block, self.first = block, self.behind
         self.behind += -(-len(block.plan) // self.layout.batch)
-        known = self.marks | {self.first: (block.number, block.before), self.behind: (block.number + 1, block.behind)}
+        known = self.marks | {
+            self.first: (block.number, block.before),
+            self.behind: (block.number + block.rounds, block.behind),
+        }
         # A step that is trained may be one behind the one that is made. Another thread may be reading what was known.
         self.marks = {first: known[first] for first in sorted(known)[-3:]}
+        here = Past(self.first, self.behind, block.plan, block.documents.flat.places())
+        self.past = (*(past for past in self.past[1 - PAST :] if past.behind <= self.first), here)
 
     def __getitem__(self, step: int) -> list[Batch]:
         assert step >= self.first, "a stream does not go back"
@@ -57,18 +73,20 @@ class Streamed(Loader):
         while step >= self.behind:
             self.begin(self.coming.result())
             self.coming = self.thread.submit(self.blocks.next)
-        rows = self.numbers(self.block, step - self.first, self.behind - self.first)
+        rows = self.numbers(self.past[-1], step)
         return self.layout.batches(self.block.documents, rows, self.block.first)
 
     def where(self, step: int) -> list[str]:
-        block, first, behind = self.earlier if step < self.first else (self.block, self.first, self.behind)
-        rows = self.numbers(block, step - first, behind - first)
-        return [block.documents.where(int(number)) for row in rows for number in row]
+        """Where the rows of a step are from; nothing if that is no longer known."""
+        past = next((past for past in self.past if past.first <= step < past.behind), None)
+        if past is None:
+            return []
+        return [past.places.where(int(number)) for row in self.numbers(past, step) for number in row]
 
-    def numbers(self, block: Block, at: int, steps: int) -> list[np.ndarray]:
+    def numbers(self, past: Past, step: int) -> list[np.ndarray]:
         """The documents of each row of one of the steps that share a block."""
-        rows = len(block.plan)
-        return documents(block.plan.rows(rows * at // steps, rows * (at + 1) // steps), self.mix.each)
+        rows, at, steps = len(past.plan), step - past.first, past.behind - past.first
+        return documents(past.plan.rows(rows * at // steps, rows * (at + 1) // steps), self.mix.each)
 
     def replan(self) -> None:
         self.blocks.shared, block = True, self.block
