@@ -1,3 +1,6 @@
+from dataclasses import dataclass
+from typing import ClassVar
+
 import pytest
 
 from tunekit.config.load import load
@@ -45,6 +48,37 @@ def test_another_kind_than_the_default_drops_its_keys(sft, tree):
 def test_the_same_kind_keeps_its_keys(sft, tree):
     assert sft("adapter: {kind: lora, rank: 64}", "adapter=lora").adapter == tree.LoRA(64)
     assert sft("optimizer: {betas: [0.5, 1]}", "optimizer.kind=adamw").optimizer == tree.AdamW(3e-4, (0.5, 1.0))
+
+
+@dataclass(frozen=True)
+class Guessed:
+    """Rows of any kind."""
+
+    open: ClassVar = True
+    source: str
+    length: int = 8
+    only: int = 0
+
+
+@dataclass(frozen=True)
+class Named:
+    source: str
+    length: int = 8
+    columns: int = 1
+
+
+@dataclass(frozen=True)
+class Asks:
+    data: Guessed | Named = Guessed("default")
+
+
+def test_a_kind_in_place_of_an_open_one_keeps_what_both_know() -> None:
+    text = "data: {kind: guessed, source: rows, length: 3, only: 4}"
+    assert load(Asks, text, ["data=named"]).data == Named("rows", 3)
+    assert load(Asks, text, ["data.kind=named", "data.columns=2"]).data == Named("rows", 3, 2)
+    assert load(Asks, "data: {source: rows}", ["data.kind=named"]).data == Named("rows")
+    other = load(Asks, "data: {kind: named, source: rows, length: 3}", ["data=guessed", "data.source=x"])
+    assert other.data == Guessed("x")
 
 
 def test_a_key_of_the_old_kind_from_the_command_line_is_a_mistake(errors):

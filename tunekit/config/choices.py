@@ -109,6 +109,13 @@ class Choices:
             return node.value["kind"].value if "kind" in node.value else self.default_kind(slot)
         return node.value
 
+    def kept(self, slot: Slot, old: Any, new: Any) -> set[str]:
+        """The keys that stay where another kind is named: none, or all that it knows in place of a kind that is `open`,
+        which leaves it to others to tell which it is."""
+        cls = self.kinds(slot).get(old)
+        found = cls is not None and any(vars(base).get("open") for base in cls.__mro__)
+        return set(self.inside(slot, new)) if found else set()
+
     def inside(self, slot: Slot, kind: Any) -> dict[str, Slot]:
         """The keys of a kind in this slot; none if there is no such kind."""
         cls = self.kinds(slot).get(kind) if isinstance(kind, str) else None

@@ -94,8 +94,9 @@ class Overrides:
 
     def rekinded(self, node: Node, kind: Node, slot: Slot) -> Node:
         """Another kind drops the keys of the old one; those from the command line stay, to be used or complained of."""
-        same = self.choices.kind_in(slot, node) == kind.value
-        kept = {key: child for key, child in node.value.items() if same or child.at == COMMAND}
+        old = self.choices.kind_in(slot, node)
+        same, known = old == kind.value, self.choices.kept(slot, old, kind.value)
+        kept = {key: child for key, child in node.value.items() if same or key in known or child.at == COMMAND}
         return replace(node, value={**kept, "kind": kind})
 
     def opened(self, node: Node | None, slot: Slot | None) -> Node:
