@@ -7,15 +7,14 @@ all in fp32, documents of very different lengths in rows of their own that are p
 """
 
 import argparse
-import shlex
 import statistics
 import tempfile
 from dataclasses import dataclass, replace
 from datetime import date
-from pathlib import Path
 
 import torch
-from compare import HERE, Given, tunekit
+from compare import tunekit
+from contest import Given, options
 from picture import steps
 from stage import Shape, Work, prepare, rows
 
@@ -67,13 +66,7 @@ def padded(work: Work) -> tuple[str, ...]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch", type=int, default=4, help="packed rows of 512 tokens a step")
-    parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--drop", type=int, default=2, help="first steps that do not count")
-    parser.add_argument("--layers", type=int, default=30, help="fewer, for a quick look")
-    parser.add_argument(
-        "--under", default="", metavar="COMMAND", help="what each process is started by, such as a lock"
-    )
-    parser.add_argument("--results", type=Path, default=HERE / "results")
+    options(parser, steps=4)
     args = parser.parse_args()
     shape = replace(Shape(), layers=args.layers)
     work = Work("full", batch=args.batch, steps=args.steps, shares=SHARES)
@@ -86,7 +79,7 @@ def main() -> None:
     file = args.results / f"{date.today()}-ladder"
     found: dict[str, tuple[float, float]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        given = Given(Path(folder), tuple(shlex.split(args.under)), {})
+        given = Given.of(args, folder)
         prepare(given.folder, shape, work)
         rows(given.folder / "rows", shape, work)
         text += "\n## Each on top of those before it\n" + head

@@ -19,25 +19,19 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from nf4 import SMALL
+from nf4 import SMALL, step
 from torch import Tensor
 from turns import Work, turns
 
-from tunekit import adapters, assemble
+from tunekit import adapters
 from tunekit.adapters import DoRA, Full, LoRA
 from tunekit.checkpoint.folder import Folder
-from tunekit.data.steps.batch import Batch
 from tunekit.formats import Plain
 from tunekit.kernels import lora
-from tunekit.losses.likelihood import CrossEntropy
 from tunekit.machine import hardware
-from tunekit.memory import Memory
 from tunekit.models import linear
 from tunekit.models.linear import Linear, together
-from tunekit.optim import AdamW
 from tunekit.pages import hold
-from tunekit.parallel.run import Run
-from tunekit.precision import Precision
 
 BF16 = torch.bfloat16
 GROUPS = {
@@ -113,34 +107,21 @@ def group_step(adapter: LoRA | None, inner: int, outer: tuple[int, ...]) -> Work
     x = torch.randn(4, 512, inner, dtype=BF16, requires_grad=True)
     grads = [torch.randn(4, 512, out, dtype=BF16) for out in outer]
     inputs = [x, *(p for layer in made for p in layer.parameters() if p.requires_grad)]
-    return lambda: torch.autograd.grad(together(x, *made), inputs, grads)
+    return lambda: torch.autograd.grad(together(made, x), inputs, grads)
 
 
 def steps(rounds: int) -> None:
     """Whole steps: forward, backward, AdamW; 4 packed rows of 512 tokens."""
     print("\n| step of 2,048 tokens, 135M | ms | times as fast as the first |\n|---|---|---|")
     for name, adapter in {"LoRA": LoRA(16), "DoRA": DoRA(16), "full": Full()}.items():
-        work = step(adapter)
+        work = whole(adapter)
         compare({f"{name}: plain torch": plain(work), f"{name}: ours": work}, rounds)
 
 
-def step(adapter: Full) -> Work:
+def whole(adapter: Full | LoRA) -> Work:
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(SMALL))
-        precision, run = Precision("bf16", frozen="bf16"), Run(0, "cpu")
-        model = assemble.model(Folder.open(Path(folder)), Plain(), adapter, precision, Memory(), run, fresh=True)
-    optimizer, loss = AdamW(lr=1e-4).build(adapter.trained(model)), CrossEntropy()
-    rows, lengths = torch.randint(0, 49152, (4, 512)), torch.tensor([200, 312] * 4)
-    offsets = F.pad(lengths.cumsum(0), (1, 0)).int()
-    positions = torch.cat([torch.arange(n) for n in lengths.tolist()]).view(4, 512)
-    batch = Batch(rows, rows.roll(-1, 1), positions, offsets, rows.numel(), rows.numel())
-
-    def work() -> None:
-        (loss(model, batch) / batch.learnt).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return work
+        return step(Folder.open(Path(folder)), Plain(), adapter)
 
 
 def main() -> None:

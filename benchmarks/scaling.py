@@ -9,15 +9,14 @@ quadratic.
 
 import argparse
 import math
-import shlex
 import statistics
 import tempfile
 from dataclasses import replace
 from datetime import date
-from pathlib import Path
 
 import torch
-from compare import HERE, Given, tunekit
+from compare import tunekit
+from contest import Given, options
 from picture import line
 from stage import Shape, Work, prepare, rows
 
@@ -42,14 +41,8 @@ def measured(given: Given, shape: Shape, work: Work, drop: int) -> tuple[list[fl
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", type=int, nargs="*", default=[512, 1024, 2048, 4096, 8192])
-    parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--drop", type=int, default=2, help="first steps that do not count")
     parser.add_argument("--grow", action="store_true", help="also documents that grow with the row")
-    parser.add_argument("--layers", type=int, default=30, help="fewer, for a quick look")
-    parser.add_argument(
-        "--under", default="", metavar="COMMAND", help="what each process is started by, such as a lock"
-    )
-    parser.add_argument("--results", type=Path, default=HERE / "results")
+    options(parser, steps=5)
     args = parser.parse_args()
     shape, base = replace(Shape(), layers=args.layers), Work(batch=1, steps=args.steps)
     names: dict[str, int | None] = {"documents of 200 and 312": 512}
@@ -59,7 +52,7 @@ def main() -> None:
     text += f"{torch.__version__}. LoRA of rank 16 on all linear layers, one packed row a step, medians.\n\n"
     text += "| documents | tokens | s a step | ms a token | peak GiB | all kept steps |\n|---|---|---|---|---|---|\n"
     with tempfile.TemporaryDirectory() as folder:
-        given = Given(Path(folder), tuple(shlex.split(args.under)), {})
+        given = Given.of(args, folder)
         prepare(given.folder, shape, base)
         for length in args.lengths:
             for name, span in names.items():

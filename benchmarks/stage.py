@@ -87,16 +87,22 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Work:
-    """What everybody trains: `batch` packed rows of `length` tokens a step, each of documents that fill it."""
+class Task:
+    """What everybody is told, whatever the rows are."""
 
     method: str = "lora"  # lora, qlora, full
-    length: int = 512
-    batch: int = 4
+    batch: int = 4  # of a step
     steps: int = 6
     rank: int = 16
     alpha: int = 32
     lr: float = 1e-4
+
+
+@dataclass(frozen=True)
+class Work(Task):
+    """`batch` packed rows of `length` tokens a step, each of documents that fill it."""
+
+    length: int = 512
     shares: tuple[float, ...] = (200 / 512, 312 / 512)  # of a span, the documents in it
     span: int | None = None  # tokens after which documents come again; None: a row
 
@@ -129,7 +135,7 @@ class Work:
         return (6 if full else 4) * weights * self.tokens + (0 if full else 6 * lora * self.tokens) + head + attention
 
 
-def prepare(folder: Path, shape: Shape, work: Work) -> None:
+def prepare(folder: Path, shape: Shape, work: Task) -> None:
     """Write all that is needed, once."""
     model, adapter = folder / "model", folder / "adapter"
     model.mkdir(parents=True)
@@ -159,7 +165,7 @@ def tokenizer(model: Path, vocab: int) -> None:
     write(model / "tokenizer_config.json", kind | {"eos_token": "<end>", "pad_token": "<end>", "unk_token": "<end>"})
 
 
-def initial(adapter: Path, model: Path, shape: Shape, work: Work, random: torch.Generator) -> None:
+def initial(adapter: Path, model: Path, shape: Shape, work: Task, random: torch.Generator) -> None:
     """The adapter all start from, as PEFT writes it: A as for a linear layer, B = 0."""
     tensors = {}
     for i in range(shape.layers):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parents[1] / "benchmarks"
-SCRIPTS = sorted(file.stem for file in HERE.glob("*.py") if "ArgumentParser" in file.read_text("utf-8"))
+SCRIPTS = sorted(file.stem for file in HERE.glob("*.py") if "ArgumentParser(" in file.read_text("utf-8"))
 NEEDED = {"compare": "matplotlib", "ladder": "matplotlib", "scaling": "matplotlib"}
 
 

@@ -17,6 +17,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.waiting import until
 from tunekit import metrics
 from tunekit.errors import FieldError, UserError
 from tunekit.metrics import FILE, Log, Sums, conclude, memory
@@ -223,8 +224,7 @@ def test_killed_in_the_middle(tmp_path):
         meter = Log().open(tmp_path, MAIN, total=10**9)
         for number in range(1, 10**9):
             step(meter, number)
-    while not (tmp_path / FILE).exists() or (tmp_path / FILE).read_bytes().count(b"\n") < 50:
-        time.sleep(0.01)
+    until(lambda: (tmp_path / FILE).exists() and (tmp_path / FILE).read_bytes().count(b"\n") >= 50)
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     with Log().open(tmp_path, MAIN, total=100, start=20) as meter:

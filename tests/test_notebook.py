@@ -9,9 +9,10 @@ import pytest
 from nbclient import NotebookClient
 from nbformat import NotebookNode
 
+from tests.waiting import LIMIT
+
 NOTEBOOK = Path(__file__).parent.parent / "notebooks" / "first_finetune.ipynb"
 STEPS, QUESTIONS = 16, 16
-LIMIT = 600  # seconds after which something hangs
 PARAMETERS = f"steps = {STEPS}\nheld_out = {QUESTIONS}"
 
 

@@ -11,6 +11,7 @@ from zipfile import ZipFile
 
 import pytest
 
+from tests.waiting import LIMIT
 from tunekit import catalog
 
 ROOT = Path(__file__).parent.parent
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.slow
 
 
 def run(*words: str | Path, cwd: Path) -> str:
-    done = subprocess.run(words, cwd=cwd, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(words, cwd=cwd, capture_output=True, text=True, timeout=LIMIT)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -8,6 +8,7 @@ from datetime import date
 
 import pytest
 
+from tests.waiting import until
 from tunekit.checkpoint import atomic
 from tunekit.checkpoint.workspace import claim
 from tunekit.errors import UserError
@@ -107,8 +108,7 @@ def test_second_process_is_told_the_first(tmp_path):
             (tmp_path / "ready").touch()
             time.sleep(60)
         os._exit(0)
-    while not (tmp_path / "ready").exists():
-        time.sleep(0.01)
+    until((tmp_path / "ready").exists)
     for fresh in (False, True):
         with pytest.raises(UserError, match=f"process {child}"):
             claim(tmp_path / "a", CONFIG, LIVE, fresh)

@@ -1,19 +1,17 @@
 """The next step is made while this one trains: in order, with its own errors, and without a thread that is left."""
 
 import threading
-import time
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from tests.waiting import LIMIT, until
 from tunekit.data.steps.ahead import Ahead
 from tunekit.errors import UserError
 
 CPU = torch.device("cpu")
-LIMIT = 600.0  # seconds after which something hangs
 
 
 class Steps:
@@ -39,14 +37,6 @@ class Steps:
 
     def close(self) -> None:
         self.closed = True
-
-
-def until(found: Callable[[], bool]) -> None:
-    """Wait for something that the thread does."""
-    late = time.monotonic() + LIMIT
-    while not found():
-        assert time.monotonic() < late, "it did not come"
-        time.sleep(0.001)
 
 
 def threads() -> list[str]:

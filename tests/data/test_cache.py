@@ -8,24 +8,23 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tests.waiting import LIMIT, until
 from tunekit.data.prepared import cache
 from tunekit.data.prepared.documents import ABOUT, Document, Tokenised, Writer, flatten, whole
 from tunekit.errors import UserError
 
 COUNT = 400
-LIMIT = 600.0  # seconds after which something hangs
 # Makes an entry of 400 documents in many small parts, as soon as it may. What it does and waits for stands in a file.
 MAKER = """
 import sys, time
 from pathlib import Path
 sys.path.insert(0, sys.argv[4])
-import test_cache
+from tests.data import test_cache
 
 def log(line):
     with Path(sys.argv[1]).open("a") as file:
@@ -60,17 +59,8 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def start(log: Path, seconds: float, let: Path) -> subprocess.Popen[str]:
     """A process that wants the entry; it is made in so many seconds, once the file `let` is there."""
-    line = [sys.executable, "-c", MAKER, str(log), str(seconds), str(let), str(Path(__file__).parent)]
+    line = [sys.executable, "-c", MAKER, str(log), str(seconds), str(let), str(Path(__file__).parents[2])]
     return subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-def until(found: Callable[[], object], *processes: subprocess.Popen[str]) -> None:
-    """Wait for something that these processes do."""
-    late = time.monotonic() + LIMIT
-    while not found():
-        assert not any(process.poll() for process in processes), [process.communicate() for process in processes]
-        assert time.monotonic() < late, "it did not come"
-        time.sleep(0.01)
 
 
 def said(log: Path) -> list[str]:

@@ -7,7 +7,6 @@ import resource
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -15,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.waiting import LIMIT, until
 from tunekit.config.imports import own_choices
 from tunekit.data.prepared import pool, prepare
 from tunekit.data.prepared.documents import COLUMNS, Document, Documents
@@ -26,7 +26,6 @@ from tunekit.recipes.sft import SFT
 
 ROLES = ("user", "assistant")
 WORKS_WITH = "numpy, tokenizers, jinja2"
-LIMIT = 600.0  # seconds after which something hangs
 OWN = '''"""Steps that a row may ask for."""
 
 import os
@@ -305,10 +304,7 @@ def test_processes_do_not_outlive_who_asked_them(
             parent.wait(LIMIT)
         finally:
             parent.kill()
-        end = time.monotonic() + LIMIT
-        while any(map(alive, workers)) and time.monotonic() < end:
-            time.sleep(0.05)
-        assert not any(map(alive, workers))
+        until(lambda: not any(map(alive, workers)))
         said = parent.stderr.read()
         assert "worker" not in said, said
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.data.families import FAMILIES, folder
+from tests.waiting import LIMIT
 from tunekit.data.chat.template import Template
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import UserError
@@ -130,7 +131,7 @@ def test_it_is_stopped_in_a_thread_and_costs_little_memory_in_a_process() -> Non
 
     thread = threading.Thread(target=run)
     thread.start()
-    thread.join(600)
+    thread.join(LIMIT)
     assert found == ["t: the chat template was stopped: it does not come to an end, or writes without end"]
     code = (
         "from tests.data.test_sandbox import *\n"

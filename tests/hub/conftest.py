@@ -12,7 +12,8 @@ from typing import IO
 import pytest
 
 from tests.hub.server import Hub, User
-from tests.hub.wire import LIMIT
+from tests.outcome import Outcome
+from tests.waiting import LIMIT
 
 TOKEN, GUEST, READER = "hf_annsOwnSecretToken", "hf_bobsToken", "hf_annsTokenThatOnlyReads"
 USERS = {TOKEN: User("ann", orgs=("acme",)), GUEST: User("bob"), READER: User("ann", writes=False)}
@@ -40,23 +41,6 @@ for line in sys.stdin:
     sys.stdout.flush()
     os._exit(code)  # to take apart all that was imported takes longer than most commands
 """
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What a command left: its exit code and what it printed."""
-
-    code: int
-    out: str
-    err: str
-
-    @property
-    def error(self) -> str:
-        """The one line that a mistake is told in."""
-        assert self.code == 2 and not self.out, self.out + self.err
-        lines = [line for line in self.err.splitlines() if line.startswith("error: ")]
-        assert len(lines) == 1 and self.err.endswith(f"{lines[0]}\n") and "Traceback" not in self.err, self.err
-        return lines[0]
 
 
 @dataclass

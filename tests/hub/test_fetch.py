@@ -4,16 +4,16 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from threading import Event
 
 import pytest
 
-from tests.hub.conftest import GUEST, TOKEN, Outcome, Place
-from tests.hub.wire import LIMIT, Fault
+from tests.hub.conftest import GUEST, TOKEN, Place
+from tests.hub.wire import Fault
+from tests.outcome import Outcome
+from tests.waiting import LIMIT, until
 from tunekit import bundled
 from tunekit.errors import UserError
 from tunekit.hub import fetch
@@ -36,14 +36,6 @@ def fetched(done: Outcome) -> dict[str, bytes]:
     place = Path(done.out.strip())
     paths = [path for path in place.rglob("*") if path.is_file() and ".cache" not in path.parts]
     return {path.relative_to(place).as_posix(): path.read_bytes() for path in paths}
-
-
-def until(found: Callable[[], bool]) -> None:
-    """Wait for something that another process does."""
-    late = time.monotonic() + LIMIT
-    while not found():
-        assert time.monotonic() < late, "it did not come"
-        time.sleep(0.05)
 
 
 def has_begun(process: int) -> bool:

@@ -4,16 +4,17 @@ import json
 import shlex
 import subprocess
 import sys
-import time
 from threading import Event
 
 import pytest
 import torch
 from safetensors.torch import load
 
-from tests.hub.conftest import READER, TOKEN, Outcome, Place
+from tests.hub.conftest import READER, TOKEN, Place
 from tests.hub.repos import card_problems
-from tests.hub.wire import LIMIT, Fault
+from tests.hub.wire import Fault
+from tests.outcome import Outcome
+from tests.waiting import until
 from tunekit import bundled
 from tunekit.publish import contents
 
@@ -78,10 +79,8 @@ def test_training_goes_on_while_a_checkpoint_is_sent(place: Place) -> None:
     sent = Event()
     place.hub.faults = [Fault("PUT", "/storage/", cut="lost", hold=sent)]
     place.start(*WORDS, "push.every=2")
-    final, until = place.folder / "run/final/complete", time.monotonic() + LIMIT
-    while not final.exists() and time.monotonic() < until:
-        time.sleep(0.05)
-    assert final.exists() and not sent.is_set()
+    until((place.folder / "run/final/complete").exists)
+    assert not sent.is_set()
     assert not place.hub.repos["ann/tools"].files, "a part is visible"
     sent.set()
     done = place.end()

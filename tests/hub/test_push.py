@@ -6,7 +6,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from threading import Event
@@ -16,7 +15,8 @@ import pytest
 from tests.hub.conftest import GUEST, READER, TOKEN, Place
 from tests.hub.repos import card_problems
 from tests.hub.server import STALE, Hub
-from tests.hub.wire import LIMIT, Fault
+from tests.hub.wire import Fault
+from tests.waiting import until
 from tunekit import bundled
 from tunekit.checkpoint import atomic
 
@@ -201,10 +201,7 @@ def test_a_real_commit_made_meanwhile(place: Place, mine: Path) -> None:
     arrived = Event()
     place.hub.faults = [Fault("PUT", "/storage/", cut="lost", hold=arrived)]
     place.start("push", "mine", "ann/nano")
-    until = time.monotonic() + LIMIT
-    while not place.hub.seen("PUT", "/storage/"):
-        assert time.monotonic() < until
-        time.sleep(0.05)
+    until(lambda: place.hub.seen("PUT", "/storage/"))
     place.hub.put("ann/nano", {"notes.txt": b"theirs"})
     arrived.set()
     assert "got another commit meanwhile" in place.end().error
@@ -277,12 +274,8 @@ def test_a_killed_push_leaves_nothing_half(place: Place) -> None:
     place.hub.part = 10**6  # the second file goes in two parts
     place.hub.faults = [Fault("PUT", "/[0-9a-f]{64}/2", cut="request", at=500_000, hold=hold)]
     child = place.start("push", "two", "ann/two")
-    until = time.monotonic() + LIMIT
-    while not (
-        place.hub.repos.get("ann/two") and place.hub.repos["ann/two"].objects and place.hub.seen("PUT", "/2\\?")
-    ):
-        assert time.monotonic() < until
-        time.sleep(0.05)
+    until(lambda: "ann/two" in place.hub.repos and place.hub.repos["ann/two"].objects)
+    until(lambda: place.hub.seen("PUT", "/2\\?"))
     os.kill(child, signal.SIGKILL)
     hold.set()
     assert place.end().code == -signal.SIGKILL and not place.hub.repos["ann/two"].files

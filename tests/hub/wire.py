@@ -14,6 +14,8 @@ from threading import Event
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+from tests.waiting import LIMIT
+
 
 @dataclass
 class Fault:
@@ -92,7 +94,6 @@ class Asked:
 
 
 ROUTES: list[tuple[tuple[str, ...], str, Callable[..., Any]]] = []
-LIMIT = 600.0  # seconds after which something hangs
 
 
 def taken(connection: socket.socket) -> bool:

@@ -63,6 +63,28 @@ def check_in_place(
     torch.testing.assert_close(student.double(), wanted, rtol=limit, atol=limit)
 
 
+def far_rows(never: slice) -> Tensor:
+    """Logits (6, 40): usual ones, far from 0, far apart, sure of one, some that can not be, and all alike."""
+    torch.manual_seed(0)
+    near = torch.randn(40)
+    sure = torch.full((40,), -60.0).index_fill(0, torch.tensor(3), 60.0)
+    some = near.clone()
+    some[never] = -torch.inf
+    return torch.stack([near, near + 1e4, 1e3 * near, sure, some, torch.zeros(40)])
+
+
+def check_far(work: Callable[[Tensor], Tensor], rows: Tensor, teacher: Tensor) -> None:
+    """Each of some rows beside one that teaches: numbers, none where both are the same; what is no number stays so."""
+    student = rows.clone()
+    found = work(student)
+    assert found.isfinite().all() and student.isfinite().all() and (found > -1e-5).all()
+    same = (rows == teacher).all(-1)
+    assert found[same, :2].abs().max() < 1e-5 and student[same].abs().max() < 1e-5
+    student = rows.clone()
+    student[2, 7] = torch.nan
+    assert work(student)[2, 0].isnan() and student[2].isnan().any()
+
+
 def head_of(dim: int, vocab: int, finish: tuple[float, float | None] = PLAIN, trained: bool = True) -> Head:
     head = Head(DecoderSpec(vocab, dim, (), logit_scale=finish[0], logit_softcap=finish[1]))
     head.weight.data.normal_(std=2 * dim**-0.5)
@@ -103,22 +125,10 @@ def test_figures_and_gradients_in_place(
 def test_far_and_impossible_logits(name: str, way: str) -> None:
     """What cannot be, and what is sure, are numbers; what is no number stays so."""
     work = kernel.fast_divergences if way == "fast" else kernel.torch_divergences
-    torch.manual_seed(0)
-    near = torch.randn(40)
-    sure = torch.full((40,), -60.0).index_fill(0, torch.tensor(3), 60.0)
-    never = near.clone()
-    never[::2] = -torch.inf
-    rows = torch.stack([near, near + 1e4, 1e3 * near, sure, never, torch.zeros(40)])
-    terms = Terms(KINDS[name], PLAIN, PLAIN, 40, None)
+    rows, terms = far_rows(slice(None, None, 2)), Terms(KINDS[name], PLAIN, PLAIN, 40, None)
     for teacher in rows:
-        student = rows.clone()
-        found = work(student, teacher.expand(6, 40).contiguous(), terms, True)
-        assert found.isfinite().all() and student.isfinite().all() and (found > -1e-5).all()
-        same = (rows == teacher).all(-1)
-        assert found[same, :2].abs().max() < 1e-5 and student[same].abs().max() < 1e-5
-    student = rows.clone()
-    student[2, 7] = torch.nan
-    assert work(student, rows, terms, True)[2, 0].isnan() and student[2].isnan().any()
+        whole = teacher.expand(6, 40).contiguous()
+        check_far(lambda student, whole=whole: work(student, whole, terms, True), rows, teacher)
 
 
 # In chunks
@@ -298,24 +308,11 @@ def test_gradients_in_place_by_the_likeliest(
 def test_far_and_impossible_logits_by_the_likeliest(name: str, way: str) -> None:
     """What is left may be so unlikely that no exponential shows it, and still has a gradient that is a number."""
     work = kernel.fast_top if way == "fast" else kernel.torch_top
-    torch.manual_seed(0)
-    near = torch.randn(40)
-    sure = torch.full((40,), -60.0).index_fill(0, torch.tensor(3), 60.0)
-    never = near.clone()
-    never[4:] = -torch.inf
-    rows = torch.stack([near, near + 1e4, 1e3 * near, sure, never, torch.zeros(40)])
-    terms = Terms(KINDS[name], PLAIN, PLAIN, 40, None)
+    rows, terms = far_rows(slice(4, None)), Terms(KINDS[name], PLAIN, PLAIN, 40, None)
     for teacher in rows:
         ids = teacher.topk(4).indices.int().expand(6, 4).contiguous()
         logs = kernel.torch_expected(teacher[None].clone(), ids[:1], PLAIN, KINDS[name].temperature).expand(6, 5)
-        student = rows.clone()
-        found = work(student, ids, logs, terms, True)
-        assert found.isfinite().all() and student.isfinite().all() and (found > -1e-5).all()
-        same = (rows == teacher).all(-1)
-        assert found[same, :2].abs().max() < 1e-5 and student[same].abs().max() < 1e-5
-        student = rows.clone()
-        student[2, 7] = torch.nan
-        assert work(student, ids, logs, terms, True)[2, 0].isnan() and student[2].isnan().any()
+        check_far(lambda student, top=(ids, logs): work(student, *top, terms, True), rows, teacher)
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -109,7 +109,7 @@ def differences(found: Outcome, wanted: Outcome) -> tuple[float, float, float]:
 def compare(count: int, rows: list[tuple[str, str, Case]], limit: float) -> None:
     """Each row on so many ranks, against one process."""
     torch.set_num_threads(1)
-    results = on(count, several, [case for *_, case in rows], limit=600)
+    results = on(count, several, [case for *_, case in rows])
     table, wrong = [], []
     for number, (layout, kind, case) in enumerate(rows):
         wanted = alone(case)

@@ -180,7 +180,7 @@ def two(base: preference.Preference) -> dict[str, preference.Preference]:
 @pytest.mark.slow
 def test_two_ranks(base: preference.Preference, tmp_path: Path) -> None:
     cases = {name: replace(cfg, out=str(tmp_path / name)) for name, cfg in two(base).items()}
-    on(2, ran, list(cases.values()), limit=600)
+    on(2, ran, list(cases.values()))
     apart = {
         name: Ended.of(Path(cfg.out)).apart(alone(replace(cfg, parallel=Parallel()), tmp_path / f"{name} alone"))
         for name, cfg in cases.items()

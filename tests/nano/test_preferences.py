@@ -23,18 +23,6 @@ def rows(split: str) -> list[preferences.Pair]:
     return [preferences.Pair(*(messages[0]["content"] for messages in row.values())) for row in found]
 
 
-def test_the_files_are_what_the_generator_writes(tmp_path):
-    preferences.write(tmp_path)
-    for split in preferences.SPLITS:
-        assert (tmp_path / f"{split}.jsonl").read_bytes() == (FOLDER / f"{split}.jsonl").read_bytes()
-
-
-def test_no_text_stands_in_the_data_twice():
-    train, test = rows("train"), rows("test")
-    assert (len(train), len(test)) == (1800, 200)
-    assert len({text for pair in train + test for text in pair}) == 3 * 2000
-
-
 @pytest.mark.parametrize("split", ["train", "test"])
 def test_deeds_are_declined_with_what_was_asked_for_and_questions_answered(split):
     count = Counter()

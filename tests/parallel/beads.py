@@ -7,10 +7,11 @@ says. `Beads.start` leaves out the look at the config before, which imports torc
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+
+from tests.outcome import Outcome
+from tests.waiting import LIMIT
 
 RECIPE = '''"""Beads on a string."""
 
@@ -146,16 +147,6 @@ def found_out(words, wishes):
 start.found_out = found_out
 sys.exit(cli.main())
 """
-LIMIT = 600.0  # seconds after which something hangs
-
-
-@dataclass(frozen=True)
-class Ended:
-    """What a command left: its exit code and what it printed."""
-
-    code: int
-    out: str
-    err: str
 
 
 @dataclass(frozen=True)
@@ -191,15 +182,15 @@ class Beads:
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         return subprocess.Popen(command, cwd=self.folder, env=left | environment, start_new_session=True, **pipes)
 
-    def run(self, *words: str, look: bool = False, **environment: str) -> Ended:
+    def run(self, *words: str, look: bool = False, **environment: str) -> Outcome:
         return self.end(self.start(*words, look=look, **environment))
 
-    def end(self, process: subprocess.Popen[str]) -> Ended:
+    def end(self, process: subprocess.Popen[str]) -> Outcome:
         try:
             out, err = process.communicate(timeout=LIMIT)
         finally:
             process.kill()
-        return Ended(process.returncode, out, err)
+        return Outcome(process.returncode, out, err)
 
     def started(self, out: str = "out") -> list[Started]:
         file = self.folder / out / "starts"
@@ -212,14 +203,6 @@ class Beads:
 
     def log(self, rank: int) -> str:
         return (self.folder / f"out/logs/rank-{rank}.log").read_text()
-
-
-def until(found: Callable[[], object], limit: float = LIMIT) -> None:
-    """Wait for something to be so."""
-    late = time.monotonic() + limit
-    while not found():
-        assert time.monotonic() < late, "it did not come"
-        time.sleep(0.01)
 
 
 def gone(pid: int) -> bool:

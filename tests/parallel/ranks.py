@@ -19,8 +19,9 @@ from typing import Any
 
 import torch.distributed as dist
 
+from tests.waiting import LIMIT
+
 ROOT = Path(__file__).parent.parent.parent
-LIMIT = 600.0  # seconds after which something hangs
 GRACE = 3.0  # seconds that the others have to tell of their own troubles, once one has failed
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.parallel.beads import Beads, gone, until
+from tests.parallel.beads import Beads, gone
+from tests.waiting import until
 
 pytestmark = [pytest.mark.multi, pytest.mark.slow]
 MEET = ("--nodes", "2", "--rendezvous", "10.213.7.1:29400")

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.parallel.beads import Beads, Ended, gone, until
+from tests.outcome import Outcome
+from tests.parallel.beads import Beads, gone
+from tests.waiting import until
 from tunekit.parallel.hosts import Seat, Wire, disagreement
 
 pytestmark = pytest.mark.multi
@@ -55,7 +57,7 @@ def both(beads: Beads, *words: str, second: tuple[str, ...] = ()) -> list[subpro
     return [beads.start(*meet, *words), beads.start(*meet, *words, *second)]
 
 
-def ends(beads: Beads, machines: list[subprocess.Popen[str]]) -> list[Ended]:
+def ends(beads: Beads, machines: list[subprocess.Popen[str]]) -> list[Outcome]:
     return [beads.end(machine) for machine in machines]
 
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.parallel.beads import Beads, gone, until
+from tests.parallel.beads import Beads, gone
+from tests.waiting import until
 
 pytestmark = pytest.mark.multi
 LONG = "beads=1000"

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.parallel.beads import Beads, gone, until
+from tests.parallel.beads import Beads, gone
 from tests.parallel.test_cut import RING
+from tests.waiting import until
 from tunekit.parallel import member, watch
 from tunekit.parallel.asked import Asked, Job, Place
 from tunekit.parallel.group import Ranks

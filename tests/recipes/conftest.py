@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.outcome import Outcome
 from tunekit import bundled, cli
 from tunekit.checkpoint import atomic
 from tunekit.checkpoint.folder import Folder
@@ -56,15 +57,6 @@ os.dup2(log, 2)
 {first}
 sys.exit(cli.main({words!r}))
 """
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What a command left: its exit code and what it printed."""
-
-    code: int
-    out: str
-    err: str
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,10 @@
 """Mixes and streams through a config: a run that was stopped goes on with the rows that it would have seen."""
 
-import signal
 import threading
 
 import pytest
 
-from tunekit.checkpoint.state import State
+from tests.recipes.test_resume import stop_after
 from tunekit.data.steps import stream
 
 RUN = ("run", "sft", "sft.yaml")
@@ -20,18 +19,6 @@ WAYS = {
     "mix of streams": f"data={{kind: mix, length: 64, parts: {STREAMS}}}",
 }
 FAST = ("packed mix", "mix of streams")
-
-
-def stop_after(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
-    """From now on runs are told to stop when they have saved this step."""
-    save = State.save
-
-    def stopping(state: State, at: int) -> None:
-        save(state, at)
-        if at == step:
-            signal.raise_signal(signal.SIGTERM)
-
-    monkeypatch.setattr(State, "save", stopping)
 
 
 @pytest.mark.parametrize("way", [pytest.param(way, marks=[pytest.mark.slow] * (way not in FAST)) for way in WAYS])

@@ -10,10 +10,10 @@ import time
 import pytest
 
 from tests.recipes.kills import KILLS, SEED, SIZE, asked, killed, ranks
+from tests.waiting import LIMIT, until
 
 pytestmark = [pytest.mark.multi, pytest.mark.slow]
 RUN = ("run", "sft", "sft.yaml", "adapter={kind: lora, rank: 4, dropout: 0.3}", "steps=8", "validate_every=4")
-LIMIT = 600.0  # seconds after which something hangs
 
 
 def start(work, *words, size=2):
@@ -35,13 +35,6 @@ def steps(work, out):
     """How many steps a run has written down."""
     metrics = work.folder / out / "metrics.jsonl"
     return metrics.read_text().count('"loss"') if metrics.is_file() else 0
-
-
-def until(found, process):
-    late = time.monotonic() + LIMIT
-    while not found():
-        assert process.poll() is None and time.monotonic() < late, process.communicate()[1]
-        time.sleep(0.005)
 
 
 def test_killed_at_random_moments(work):

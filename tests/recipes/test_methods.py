@@ -27,8 +27,8 @@ def test_all_methods_take_the_same_steps_whatever_holds_their_rows(tmp_path: Pat
     write_rows(tmp_path)
     make(tmp_path / "teacher", num_hidden_layers=3, initializer_range=0.3)
     model = make(tmp_path / "made", hidden_size=64, intermediate_size=128, head_dim=16)
-    (one,) = on(1, stepped, tmp_path, model, "one", limit=600)
-    two, _ = on(2, stepped, tmp_path, model, "two", limit=600)
+    (one,) = on(1, stepped, tmp_path, model, "one")
+    two, _ = on(2, stepped, tmp_path, model, "two")
     wrong = []
     print("\n" + LINE.format(*HEADS))
     for number, case in enumerate(CASES):

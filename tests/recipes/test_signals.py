@@ -2,13 +2,13 @@
 
 import os
 import signal
-import time
 
 import pytest
 
+from tests.waiting import LIMIT, until
+
 RUN = ("run", "sft", "sft.yaml")
 LONG = (*RUN, "steps=60", "save_every=100", "validate_every=100")
-LIMIT = 600.0  # seconds after which something hangs
 # Steps take their time: whoever sends a signal behind the first comes before the last.
 SLOW = """
 import time
@@ -23,13 +23,6 @@ from tunekit.recipes import generate
 answers = generate.answers
 generate.answers = lambda *args: (Path("answering").touch(), answers(*args))[1]
 """
-
-
-def until(found, process):
-    """Wait for something to be there."""
-    while not found():
-        assert process.is_alive(), "it ended before"
-        time.sleep(0.001)
 
 
 def begun(work, out="out"):
