@@ -17,7 +17,7 @@ from tunekit.losses.divergence import ForwardKL, JensenShannon, ReverseKL, Skewe
 from tunekit.losses.tally import Tally
 from tunekit.memory import Update
 from tunekit.models.decoder import Decoder
-from tunekit.on_policy import OnPolicy, Writer
+from tunekit.on_policy import OnPolicy, Writer, cramped
 from tunekit.parallel.run import Run
 from tunekit.teacher import Live, Stored, View, means
 from tunekit.training import Job, Method, Taken, Training
@@ -39,6 +39,7 @@ class Distill(Training):
             raise FieldError("on_policy.share", "what the student writes is stored nowhere: `teacher: {kind: live}`")
         if isinstance(self.teacher, Stored) and streams(self.data):
             raise FieldError("teacher", "rows of a stream are not there to be asked about beforehand: kind: live")
+        self.on_policy.check(self.data.length, self.loss.truth)
 
 
 RECIPE = Distill
@@ -64,6 +65,8 @@ def beside(job: Job) -> dict[str, View | Writer]:
     """The teacher, and who puts answers into rows."""
     tokenizer, loaders = training.tokenizer_of(job.source), [job.data, *filter(None, [job.held])]
     job.cfg.teacher.check(tokenizer)
+    if (told := cramped(job.cfg.on_policy, job.data.parts, job.data.mix.length)) is not None:
+        job.run.tell(told)
     writer = Writer(job.cfg.on_policy, job.data.layout, job.data.mix.length, tokenizer.stops)
     teacher = job.cfg.teacher.open(job.cfg.loss, job.model, tokenizer, loaders, job.run)
     return {"teacher": teacher, "writer": writer}

@@ -7,7 +7,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tunekit.data.prepared.documents import Document
+from tunekit.data.checks import percent
+from tunekit.data.measure import blocks
+from tunekit.data.prepared.documents import Document, Documents
 from tunekit.data.steps.apart import Span, apart
 from tunekit.data.steps.batch import IGNORE, Batch, Layout
 from tunekit.errors import FieldError
@@ -38,8 +40,46 @@ class OnPolicy:
             raise FieldError("batch", f"must be 1 or more, not {self.batch}")
         Sampling(self.temperature, self.top_k, self.top_p, self.tokens)  # says what is wrong with these
 
+    def check(self, length: int, truth: float) -> None:
+        """FieldError where no row of so many tokens could hold a prompt and an answer, or where `truth` of the loss is
+        learnt from rows: it would be what the student has drawn."""
+        if self.share and truth:
+            told = "the student would learn what it has drawn itself as if it were true: 0, or on_policy.share=0"
+            raise FieldError("loss.truth", told)
+        if self.share and self.tokens >= length:
+            told = f"answers of {self.tokens:,} tokens leave no room for a prompt in rows of data.length={length:,}"
+            raise FieldError("on_policy.tokens", f"{told}: lower it, or raise data.length")
+
     def sampling(self, run: Run, names: Sequence[str]) -> Sampling:
         return Named(self.temperature, self.top_k, self.top_p, self.tokens, run.seed, tuple(names))
+
+
+def cramped(how: OnPolicy, parts: Sequence[Documents], length: int) -> str | None:
+    """What to tell where prompts leave less room than an answer may want: it then ends where the row is full."""
+    if how.share == 0:
+        return None
+    rooms = np.concatenate([length - begins(part, *place) for part in parts for place in blocks(part.bounds)])
+    asked = rooms < length
+    short = asked & (rooms < how.tokens)
+    if not short.any():
+        return None
+    rows = f"{short.sum():,} of {asked.sum():,} rows ({percent(float(short.sum() / asked.sum()))})"
+    return (
+        f"doubtful: on_policy: {rows} have no room for answers of on_policy.tokens={how.tokens:,} behind their prompt "
+        f"in data.length={length:,}, the fullest for {rooms[short].min():,}: answers are cut there; raise data.length"
+    )
+
+
+def begins(documents: Documents, first: int, behind: int) -> np.ndarray:
+    """Where the last answer of each of some documents begins, as `begin` says of one; 0 where none is asked for."""
+    bounds = np.asarray(documents.bounds[first : behind + 1])
+    starts = bounds[:-1] - bounds[0]
+    learnt, places = np.asarray(documents.learnt[bounds[0] : bounds[-1]]), np.arange(bounds[-1] - bounds[0])
+    last = np.maximum.reduceat(np.where(learnt, places, -1), starts)
+    of = np.repeat(np.arange(len(starts)), np.diff(bounds))
+    prompt = ~learnt & (places > starts[of]) & (places < last[of])  # a first token is no target
+    found = np.maximum.reduceat(np.where(prompt, places + 1, -1), starts)
+    return np.where(found < 0, 0, found - starts)
 
 
 @dataclass(frozen=True)

@@ -63,14 +63,19 @@ class Teacher(ABC):
     weights: Plain | NF4 | FP4 | Float8 = Plain()  # how its weights are stored
     precision: Precision = Precision()
 
+    @abstractmethod
     def check(self, student: Tokenizer) -> None:
-        """UserError if it is not there, writes no text, or knows rows by other tokens than the student."""
+        """UserError if it is not there, writes no text, knows rows by other tokens than the student, or too few."""
+
+    def shared(self, student: Tokenizer) -> int:
+        """How many ids it and the student both embed. UserError if it is none to learn these rows from."""
         try:
             source, _, words = assemble.described(self.model, fetch.SMALL)
             insist_on_text(source, self.model)
         except UserError as error:
             raise UserError(f"teacher.model: {error}") from None
         compare(student, words, self.model)
+        return ids_of_both(student, source.spec.vocab)
 
     def built(self, run: Run) -> Decoder:
         """The model, over devices as the student is."""
@@ -95,12 +100,14 @@ class Live(Teacher):
     def __post_init__(self) -> None:
         check_top(self.top)
 
+    def check(self, student: Tokenizer) -> None:
+        check_top(self.top, self.shared(student), "or null, for each token by itself")
+
     def open(self, loss: Divergence, student: Decoder, words: Tokenizer, loaders: list[Loader], run: Run) -> View:
         model = self.built(run)
         for loader in loaders:
             loader.check(model.spec.vocab)
-        ids = common(student, model)
-        return Asked(model, None if self.top is None else min(self.top, ids), ids)
+        return Asked(model, self.top, common(student, model))
 
 
 class Asked(View):
@@ -143,9 +150,10 @@ class Stored(Teacher):
 
     def check(self, student: Tokenizer) -> None:
         """Whoever has written files for this vocabulary was compared with it then, and need not be here."""
-        known = [found["words"] for found in self.known() if unpinned(found["model"]) == unpinned(self.model)]
-        if not known or digest(student) not in known:
-            super().check(student)
+        words = digest(student)
+        own = (found for found in self.known() if unpinned(found["model"]) == unpinned(self.model))
+        vocab = next((found["total"] for found in own if found["words"] == words), None)
+        check_top(self.top, self.shared(student) if vocab is None else ids_of_both(student, vocab))
 
     def known(self) -> list[dict[str, Any]]:
         """What whole sets of files say of themselves."""
@@ -158,10 +166,9 @@ class Stored(Teacher):
         kept = run.shared(lambda: self.there(places, now, run))
         if kept is None:
             run.tell(f"{self.folder}: what is wanted of some rows is not there yet: asking {self.model}")
-            super().check(words)
+            self.shared(words)
             model = self.built(run)
-            ids = common(student, model)
-            kept = stored.Kept(min(self.top, ids), loss.temperature, ids, model.spec.vocab)
+            kept = stored.Kept(self.top, loss.temperature, common(student, model), model.spec.vocab)
             about = {**asdict(kept), "model": self.model, "words": digest(words), "seen": now}
             for place, loader in zip(places, loaders, strict=True):
                 loader.check(model.spec.vocab)
@@ -209,9 +216,18 @@ class Read(View):
         return loss(model, batch, self.files.of(model, batch))
 
 
-def check_top(top: int | None) -> None:
+def check_top(top: int | None, ids: int | None = None, other: str = "") -> None:
+    """FieldError for less than a token; UserError for more than the `ids` that are common, once these are known."""
     if top is not None and top < 1:
         raise FieldError("top", f"must be 1 or more tokens, not {top}")
+    if top is not None and ids is not None and top > ids:
+        told = f"{top:,} tokens are more than the {ids:,} of the vocabulary that student and teacher share"
+        raise UserError(f"teacher.top: {told}: say {ids} at most{f', {other}' * bool(other)}")
+
+
+def ids_of_both(student: Tokenizer, vocab: int) -> int:
+    """Ids that a student of this tokenizer and a teacher of so many embed."""
+    return vocab if student.vocab is None else min(student.vocab, vocab)
 
 
 def common(student: Decoder, teacher: Decoder) -> int:

@@ -102,11 +102,24 @@ def test_the_rows_of_an_evaluation_are_shown_too(place: Path, capsys: pytest.Cap
     told(capsys, "nano/tools", "model=tunekit/nano", "--rows", "0")
 
 
+def test_other_rows_than_those_held_out_are_told_how_to_go_without_these(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("rows.jsonl").write_text("".join(f'{{"text": "It is {n}.", "label": {n % 2}}}\n' for n in range(9)))
+    words = ("nano/reward", "data.source=rows.jsonl", "data.kind=labelled", "loss=classification")
+    _, err = told(capsys, *words, code=2)
+    assert "validation: these are preference rows, and `loss: classification` learns from labelled rows" in err
+    assert ": leave them out by validation=null, or take other rows by validation.source and validation.kind=" in err
+    assert "texts with labels" in told(capsys, *words, "validation=null")[0]
+
+
 @pytest.mark.parametrize(("recipe", "row", "says"), [
     ("preference", {"prompt": "1 + 1 = ", "chosen": "two", "rejected": "one"}, ("1 pair,", "good:", "bad:")),
     ("preference", {"prompt": "1 + 1 = ", "completion": "one", "label": False}, ("1 document,", "bad:")),
     ("reward", {"prompt": "a", "chosen": "two", "rejected": "one", "margin": 0.5}, ("good, margin 0.5:", "bad:")),
     ("reward", {"prompt": "a", "completions": ["b", "c"], "labels": [True, False]}, ("steps 1 0:",)),
+    ("reward", {"prompt": [{"role": "user", "content": "a"}], "completions": ["b", "c"], "labels": [True, False]},
+     ("steps 1 0:",)),
     ("reward", {"text": "two", "label": 3}, ("label 3:",)),
 ])  # fmt: skip
 def test_what_a_row_says_of_its_documents_is_shown(

@@ -25,6 +25,22 @@ def test_a_plan_needs_neither_weights_nor_rows_nor_a_gpu(config: str, capsys: py
     assert "costs" in text and "all-gather: weights, forward" in text
 
 
+def test_a_plan_says_which_gpu_is_taken_where_none_is_named(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", config, "steps=10"]
+    taken = "no --gpu is named: H100 with 79 GiB is taken; --gpu names another kind, --gpu-memory another size\n"
+    speed = "no --gpu is named: the speed of RTX 4090 is taken; --gpu names another kind\n"
+    for more, told in ((["--gpus", "2"], taken), (["--gpus", "2", "--gpu-memory", "24G"], speed)):
+        assert cli.main([*words, *more]) == 0
+        assert capsys.readouterr().out.startswith(f"{told}\ntunekit/llama3_2_1b on 2 x ")
+    assert cli.main([*words, "--nodes", "2", "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["machine"] == "2 x H100 (79 GiB) on 2 hosts" and err == f"{taken}\n"
+    for more in ([], ["--gpus", "2", "--gpu", "h100"], ["--gpus", "2", "--tflops", "99"]):
+        assert cli.main([*words, *more]) == 0
+        out, err = capsys.readouterr()
+        assert "is taken" not in out + err
+
+
 def test_a_plan_for_programs_and_one_that_fits(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["plan", config, "micro_batch=16", "--gpu-memory", "24G", "--write", "b.yaml", "--json"]
     assert cli.main(words) == 0

@@ -12,7 +12,7 @@ import pytest
 from tests.data.families import FAMILIES, folder
 from tunekit import bundled
 from tunekit.data import checks, measure
-from tunekit.data.checks import Finding, Subject, Use, inspect
+from tunekit.data.checks import Finding, Scored, Subject, Use, inspect
 from tunekit.data.fit import fitted
 from tunekit.data.prepared.documents import Document, Documents
 from tunekit.data.rows import Chat
@@ -179,10 +179,11 @@ def test_what_an_empty_answer_teaches(nano: Tokenizer) -> None:
     """One of a pair is not what the model is taught to say; a text that is labelled may answer nothing."""
     rows = some(empty)(nano, ordinary(nano))
     assert "taught to end at once" in str(found(nano, rows)["empty answers"])
-    assert "that one is empty may be all that is learnt" in str(found(nano, rows, scored="pairs")["empty answers"])
+    pairs = found(nano, rows, scored=Scored("pairs"))
+    assert "that one is empty may be all that is learnt" in str(pairs["empty answers"])
     judged = every(signed(Sign.GOOD))(nano, rows)
     assert "that one is empty may be all that is learnt" in str(found(nano, judged)["empty answers"])
-    assert "empty answers" not in found(nano, rows, scored="labels")
+    assert "empty answers" not in found(nano, rows, scored=Scored("labels"))
 
 
 def test_the_first_rows_of_a_fault_are_named(nano: Tokenizer) -> None:
@@ -270,17 +271,38 @@ def labelled(tokenizer: Tokenizer, values: list[float], cut: int = 0) -> list[Do
 def test_what_is_scored_is_not_taught_to_write(nano: Tokenizer) -> None:
     fine = labelled(nano, [0, 1] * 10)
     assert "terminators" in found(nano, fine)
-    assert not found(nano, fine, scored="labels")
-    assert found(nano, labelled(nano, [0, 1] * 10, 5), scored="labels")["cut rows"].count == 20
-    assert "no end token" not in found(Tokenizer(nano.model, {}, nano.templates), fine, scored="pairs")
+    assert not found(nano, fine, scored=Scored("labels"))
+    assert found(nano, labelled(nano, [0, 1] * 10, 5), scored=Scored("labels"))["cut rows"].count == 20
+    assert "no end token" not in found(Tokenizer(nano.model, {}, nano.templates), fine, scored=Scored("pairs"))
 
 
 @pytest.mark.parametrize(("same", "severity"), [(20, "wrong"), (19, "doubtful"), (18, None)])
 def test_labels_that_are_the_same(nano: Tokenizer, same: int, severity: str | None) -> None:
     rows = labelled(nano, [1] * same + [0] * (20 - same))
-    told = found(nano, rows, scored="labels").get("constant labels")
+    told = found(nano, rows, scored=Scored("labels")).get("constant labels")
     assert (told and told.severity) == severity
-    assert "constant labels" not in found(nano, rows, scored="pairs")
+    assert "constant labels" not in found(nano, rows, scored=Scored("pairs"))
+
+
+@pytest.mark.parametrize(("there", "classes", "told"), [
+    ([0, 1], 5, "2, 3, 4: 3 of 5 classes (`loss.classes`) cannot be learnt; is that meant? loss.classes=2 would do"),
+    ([1, 2], 9, "0, 3, 4, ..: 7 of 9 classes (`loss.classes`) cannot be learnt; is that meant? loss.classes=3 would"),
+    ([0, 2], 3, "1: 1 of 3 classes (`loss.classes`) cannot be learnt; is that meant?"),
+    ([0, 1, 2], 3, None),
+    ([0, 1], None, None),
+    ([1], 2, None),
+])  # fmt: skip
+def test_classes_that_no_row_has(nano: Tokenizer, there: list[float], classes: int | None, told: str | None) -> None:
+    """Where rows are learnt from: of those that are held out, some may lack one."""
+    rows = labelled(nano, there * 12)
+    use = {"scored": Scored("labels", classes)}
+    finding = found(nano, rows, **use).get("absent classes")
+    assert (finding is None) == (told is None)
+    assert finding is None or str(finding).startswith(f"data: no row has the label {told}")
+    assert finding is None or finding.severity == "doubtful"
+    all_there = labelled(nano, [number % (classes or 2) for number in range(100, 160)])
+    held = subject(nano, rows, "validation", **use)
+    assert "absent classes" not in {one.kind for one in inspect(subject(nano, all_there, **use), held)}
 
 
 def overlap(tokenizer: Tokenizer, held: list[Document]) -> dict[str, Finding]:

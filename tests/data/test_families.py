@@ -13,7 +13,9 @@ from tests.data.families import CALL, FAMILIES, FOLDER, UNSURE, Family, folder
 from tunekit.data.chat.spans import find, known, render, tokens_in
 from tunekit.data.chat.template import TAG
 from tunekit.data.chat.turns import HIDES, Hidden, Writing
+from tunekit.data.labels import Stepped
 from tunekit.data.signs import Sign
+from tunekit.data.sources.table import Row
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import UserError
 
@@ -60,6 +62,23 @@ def talks(family: Family) -> list[tuple[list[dict], list[dict] | None]]:
     plain = [TALK, TALK[:1], TALK[:2], TALK[:3], *([[SYSTEM, *TALK]] if family.system else []), THOUGHTFUL]
     asked = [ASKED, ASKED[:2], ASKED[:3], [*ASKED, *TALK], [*ASKED, *ASKED]] if family.calls else []
     return [(talk, None) for talk in plain] + [(talk, TOOLS) for talk in asked]
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, *UNSURE])
+def test_judged_steps_stand_where_transformers_writes_an_answer_that_goes_on(
+    name: str, families: dict[str, Path]
+) -> None:
+    """But for the white space at its end, which some templates trim. Each step is judged at its last token."""
+    ours, theirs, steps = opened(families, name), AutoTokenizer.from_pretrained(families[name]), ["It is 4.", "Or 5?"]
+    for prompt in (TALK[:1], TALK[:3], *([[SYSTEM, *TALK[:3]]] if FAMILIES.get(name, UNSURE.get(name)).system else [])):
+        fields = {"prompt": prompt, "completions": steps, "labels": [True, False]}
+        ((found,),) = Stepped("x").encode(ours, [Row("rows.jsonl:1", fields)])
+        talk = [*prompt, {"role": "assistant", "content": "It is 4.\nOr 5?\n"}]
+        text = theirs.apply_chat_template(talk, tokenize=False, continue_final_message=True).rstrip() + "\n"
+        want = theirs(text, add_special_tokens=False, return_offsets_mapping=True)
+        assert found.tokens.tolist() == want["input_ids"]
+        ends = [text.index("4.\nOr") + 3, len(text)]
+        assert [want["offset_mapping"][place][1] for place in found.learnt.nonzero()[0]] == ends
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, *UNSURE])

@@ -10,6 +10,7 @@ import pytest
 from tunekit.data.labels import Labelled, Stepped
 from tunekit.data.prepared.documents import Document, Documents
 from tunekit.data.rows import Marked, Preference, Rows
+from tunekit.data.signs import Sign
 from tunekit.data.sources.table import Fault, Row
 from tunekit.data.steps.batch import IGNORE, Batch
 from tunekit.data.steps.loader import load
@@ -48,6 +49,7 @@ def by_number(batches: list[Batch]) -> dict[int, float]:
     return {number: value for each in pairs for number, value in each}
 
 
+ASKED = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 2 + 2?"}]
 STEPS = {"prompt": "What is 2 + 2?", "completions": ["It is so: 2 + 2", "Hello there", "It is 4."]}
 
 
@@ -108,6 +110,28 @@ def test_steps_have_their_label_at_their_last_token(pack: bool, tokenizer, place
     assert seen == 3
 
 
+def test_steps_are_what_the_assistant_says_to_messages(tokenizer) -> None:
+    """As if what the template writes before the answer were the prompt, behind its own beginning."""
+    labels = {"labels": [True, False, True]}
+    rows = Stepped("x", separator=" ;")
+    found = document(rows, tokenizer, STEPS | {"prompt": ASKED} | labels)
+    text = tokenizer.render(ASKED, None, prompt=True)
+    bare = document(rows, tokenizer, STEPS | {"prompt": text.removeprefix("<|begin|>")} | labels)
+    assert found.tokens.tolist() == bare.tokens.tolist() and found.tokens[0] == tokenizer.bos != found.tokens[1]
+    assert found.learnt.tolist() == bare.learnt.tolist() and found.values.tolist() == [1, 0, 1]
+    written = document(rows, tokenizer, STEPS | {"prompt": json.dumps(ASKED)} | labels)
+    assert written.tokens.tolist() == found.tokens.tolist()
+    spoken = document(rows, tokenizer, STEPS | {"prompt": [{"role": "user", "content": "<|eot_id|>"}]} | labels)
+    assert found.signs == Sign.STEPS and spoken.signs == Sign.STEPS | Sign.SPECIAL_IN_TEXT
+
+
+def test_steps_that_a_template_rewrites_are_refused(folders: dict[str, Path]) -> None:
+    """They would not stand where a model of transformers finds them."""
+    fields = {"prompt": ASKED[1:], "completions": ["<think>It is", "so.</think>It is 4."], "labels": [1, 0]}
+    found = encoded(Stepped("x"), Tokenizer.open(folders["thinking"]), fields)
+    assert isinstance(found, Fault) and "the chat template does not write the answer as it is" in found.reason
+
+
 def test_margins_of_pairs(tokenizer, place, tmp_path) -> None:
     lines = [{"prompt": "a", "chosen": " fox", "rejected": f" dog {number}"} for number in range(4)]
     lines[1]["margin"], lines[3]["margin"] = 0.5, 2
@@ -135,7 +159,7 @@ BAD = {
     "a null": (
         Labelled("x"),
         {"text": "fox", "label": None},
-        "label: is null, and a row needs its label: write it, or pass over such rows: data.bad_rows=skip",
+        "label: is null, and a row needs its label: write it, or pass over such rows by `bad_rows: skip` beside the",
     ),
     "a name without classes": (Labelled("x"), {"text": "fox", "label": "good"}, "label: 'good' needs `classes`"),
     "a long one": (Labelled("x"), {"text": "fox", "label": "a" * 99}, f"label: '{'a' * 40}..' needs `classes`"),
@@ -149,6 +173,17 @@ BAD = {
     "a list": (Labelled("x"), {"text": "fox", "label": [1]}, "label: want a number"),
     "few labels": (Stepped("x"), STEPS | {"labels": [1]}, "labels: want a list of 3, one for each step, this is 1"),
     "an empty step": (Stepped("x"), STEPS | {"completions": ["a", ""], "labels": [1, 1]}, "none of them empty"),
+    "no prompt": (Stepped("x"), STEPS | {"prompt": None, "labels": [1, 1, 1]}, "prompt: want a string or a list"),
+    "an answered prompt": (
+        Stepped("x"),
+        STEPS | {"prompt": [*ASKED, {"role": "assistant", "content": "It"}], "labels": [1, 1, 1]},
+        "prompt: ends with an assistant message: what it says is the first of the steps",
+    ),
+    "an unknown role": (
+        Stepped("x"),
+        STEPS | {"prompt": [{"role": "man", "content": "Hello"}], "labels": [1, 1, 1]},
+        "prompt + completions[0]: unknown role 'man'",
+    ),
     "half a class": (Stepped("x"), STEPS | {"labels": [1, 0.5, 1]}, "true or false, or classes from 0 on, not 0.5"),
     "a margin": (Preference("x"), {"prompt": "a", "chosen": "b", "rejected": "c", "margin": "d"}, "margin: want a num"),
     "a mark": (Marked("x"), {"prompt": "a", "completion": "b", "label": "yes"}, "label: want true or false"),

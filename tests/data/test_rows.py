@@ -142,6 +142,23 @@ def test_messages_may_say_for_themselves(tokenizer: Tokenizer) -> None:
     )
 
 
+@pytest.mark.parametrize("answers", [{}, {"train": True}], ids=["unmarked", "marked"])
+def test_marks_in_a_prompt_say_nothing(answers: dict, tokenizer: Tokenizer) -> None:
+    """It may hold answers that are marked; of none a token is learnt."""
+    prompt = [ASK, {**SAY, "train": True}, ASK]
+    yes, no = ({"role": "assistant", "content": text, **answers} for text in ("Yes.", "No."))
+    ends = ["Yes.<|im_end|>", "No.<|im_end|>"]
+    for row in (
+        {"prompt": prompt, "chosen": [yes], "rejected": [no]},
+        {"chosen": [*prompt, yes], "rejected": [*prompt, no]},
+    ):
+        assert taught(Preference("x", learn="marked"), tokenizer, row) == ends
+        assert taught(Preference("x"), tokenizer, row) == ends
+    single = {"prompt": prompt, "completion": [yes]}
+    assert taught(Completion("x", learn="marked"), tokenizer, single) == ends[:1]
+    assert taught(Marked("x", learn="marked"), tokenizer, {**single, "label": True}) == ends[:1]
+
+
 def test_flags_are_not_passed_over(tokenizer: Tokenizer) -> None:
     assert fault(Chat("x"), tokenizer, flagged(None, False, None, True)) == (
         "messages[1]: is marked not to be learnt, against `learn: assistant`; set `learn: marked`"
@@ -422,7 +439,7 @@ def test_preferences_may_be_texts(tokenizer: Tokenizer) -> None:
         ({"chosen": [ASK], "rejected": [ASK, SAY]}, "nothing to learn: the conversation has no assistant message"),
         (
             {"prompt": "a", "chosen": "b", "rejected": None},
-            "rejected: is null, and a pair is two answers: write it, or pass over such rows: data.bad_rows=skip",
+            "rejected: is null, and a pair is two answers: write it, or pass over such rows by `bad_rows: skip` beside",
         ),
         ({"prompt": [ASK], "chosen": [], "rejected": [SAY]}, "chosen: is an empty list, and a pair is two answers"),
         ({"chosen": 3, "rejected": "a"}, "chosen: want a string or a list of messages, this is a number"),

@@ -185,7 +185,13 @@ def test_rows_of_another_kind_are_told_with_their_source_and_a_cure() -> None:
         "take loss=bradleyterry, or other rows by data.source and data.kind=labelled"
     )
     with pytest.raises(UserError, match=r"\(texts.jsonl\): take loss=classification or regression, or other rows by"):
+        Process().check(labels, "data")
+    with pytest.raises(UserError) as caught:
         Process().check(labels, "validation")
+    assert str(caught.value) == (
+        "validation: these are labelled rows, and `loss: process` learns from stepped rows (texts.jsonl): leave them "
+        "out by validation=null, or take other rows by validation.source and validation.kind=stepped"
+    )
 
 
 def test_rows_that_no_loss_learns_from_have_no_loss_as_a_cure() -> None:

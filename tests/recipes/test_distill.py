@@ -11,11 +11,12 @@ import pytest
 from tests.recipes.conftest import SHORT
 from tests.recipes.test_resume import stop_after
 from tunekit import stored
-from tunekit.data.prepared.documents import Document
+from tunekit.data.prepared.documents import Document, Documents
 from tunekit.data.steps.apart import apart
 from tunekit.data.steps.batch import IGNORE, Batch, Layout
+from tunekit.data.tokenizer import Tokenizer
 from tunekit.models.decoder import Decoder
-from tunekit.on_policy import Writer
+from tunekit.on_policy import Writer, begin, begins
 from tunekit.parallel.run import Run
 
 CONFIG = """\
@@ -149,6 +150,8 @@ def test_files_for_one_vocabulary_do_not_vouch_for_another(taught) -> None:
 
 def test_what_cannot_be_is_told_in_a_line(taught) -> None:
     swapped(Path("teacher"), "other")
+    vocab = json.loads(Path("teacher/config.json").read_text())["vocab_size"]
+    many, above = f"teacher.top={vocab + 1}", f"teacher.top: {vocab + 1:,} tokens are more than the {vocab:,} of the "
     Path("begun").mkdir()
     for name in ("config.yaml", "metrics.jsonl"):
         (Path("begun") / name).touch()
@@ -159,6 +162,12 @@ def test_what_cannot_be_is_told_in_a_line(taught) -> None:
         (*STORED, *OWN): "on_policy.share",
         (*STORED, "data.stream=true"): "teacher: rows of a stream",
         ("teacher.top=0",): "top: must be 1 or more",
+        (many,): f"{above}vocabulary that student and teacher share: say {vocab} at most, or null, for each token",
+        (*STORED, many): above,
+        ("on_policy={share: 1, tokens: 64}",): "on_policy.tokens: answers of 64 tokens leave no room for a prompt in "
+        "rows of data.length=64: lower it, or raise data.length",
+        ("on_policy.share=0.1",): "on_policy.tokens: answers of 256 tokens leave no room",
+        ("on_policy={share: 0.5, tokens: 8}", "loss.truth=0.1"): "loss.truth: the student would learn what it",
         ("on_policy.share=2",): "share",
         ("loss={kind: skewedkl, alpha: 1}",): "alpha",
         ("loss.temperature=0",): "temperature",
@@ -167,6 +176,50 @@ def test_what_cannot_be_is_told_in_a_line(taught) -> None:
         done = taught.tune(*RUN, *words)
         assert done.code == 2 and told in done.err and len(done.err.splitlines()) <= 3, done.err
         assert not (taught.folder / "out" / "final").exists()
+
+
+def test_files_tell_the_vocabulary_of_a_teacher_that_is_gone(taught) -> None:
+    assert taught.tune(*RUN, *STORED, "teacher.top=3", "steps=1").code == 0
+    vocab = json.loads(Path("teacher/config.json").read_text())["vocab_size"]
+    Path("teacher").rename("away")
+    for top, told in ((vocab + 1, f"teacher.top: {vocab + 1:,} tokens are more than the {vocab:,} of"), (vocab, None)):
+        done = taught.tune("validate", *RUN[2:], *STORED, f"teacher.top={top}")
+        assert done.code == (2 if told else 0) and (told or "") in done.err, done.err
+
+
+def test_answers_without_room_are_told(taught) -> None:
+    """Beside the longest prompt, and not where it leaves as much room as an answer may want."""
+    rows = [[("user", "What is it? " * n), ("assistant", f"It is {n}.")] for n in range(1, 7)]
+    lines = [{"messages": [{"role": role, "content": text} for role, text in row]} for row in rows]
+    Path("rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    tokenizer = Tokenizer.open(taught.model)
+    rooms = sorted(64 - len(tokenizer.prompt(line["messages"][:1])) for line in lines)
+    tokens = rooms[0] + 1
+    assert 0 < rooms[0] < tokens <= rooms[1]
+    words = (*RUN, "steps=1", "data.learn=last")
+    done = taught.tune(*words, f"on_policy={{share: 0.5, tokens: {tokens}}}")
+    told = f"doubtful: on_policy: 1 of 6 rows (17%) have no room for answers of on_policy.tokens={tokens} behind their "
+    assert told + f"prompt in data.length=64, the fullest for {rooms[0]}: answers are cut there" in done.err + done.out
+    done = taught.tune(*words, f"on_policy={{share: 0.5, tokens: {rooms[0]}}}", "out=fits")
+    assert done.code == 0 and "no room" not in done.err + done.out
+    done = taught.tune(*words, f"on_policy={{share: 0, tokens: {tokens}}}", "out=none")
+    assert done.code == 0 and "no room" not in done.err + done.out
+
+
+def test_answers_begin_where_each_document_says() -> None:
+    """Of whole blocks as of one document in a batch."""
+    draw = np.random.default_rng(0)
+    rows = []
+    for size in draw.integers(1, 12, 200):
+        learnt = draw.random(size) < draw.choice([0.1, 0.5, 0.9, 1])
+        rows.append(Document(draw.integers(1, 9, size).astype(np.int32), learnt, int(size)))
+    layout, wanted = Layout(1, 1, 0, 1, 0, None), []
+    for row in rows:
+        spans = list(apart(layout.collate([[row]])))
+        wanted.append(begin(spans[0]) if spans else 0)
+    found = Documents(rows)
+    assert begins(found, 0, 200).tolist() == wanted and len(set(wanted)) > 5
+    assert begins(found, 17, 60).tolist() == wanted[17:60]
 
 
 @pytest.mark.parametrize("capacity", [None, 40])

@@ -91,6 +91,29 @@ def test_mistakes(changes: tuple[str, ...], told: str, scored: Work) -> None:
     assert told in outcome.err and "Traceback" not in outcome.err
 
 
+def test_classes_that_no_row_has(scored: Work) -> None:
+    """Before a run and by `tune data`; a label too many is still an error, of held-out rows too."""
+    words = (*rows("classes"), "validation=null", "loss=classification", "loss.classes=5", "steps=1")
+    told = "data: no row has the label 3, 4: 2 of 5 classes (`loss.classes`) cannot be learnt; is that meant?"
+    outcome = scored.tune(*RUN, *words)
+    assert outcome.code == 0 and f"doubtful: {told}" in outcome.err
+    assert told in " ".join(scored.tune("data", "reward.yaml", *words).out.split())
+    Path("classes_held.jsonl").write_text('{"text": "It is 3", "label": 1}\n{"text": "It is 4", "label": 3}\n')
+    outcome = scored.tune(*RUN, *KINDS["classes"], "out=two")
+    assert outcome.code == 2 and "classes_held.jsonl:2: the label 3 is none of 3 classes" in outcome.err
+
+
+def test_held_out_rows_that_nothing_can_be_learnt_from(scored: Work) -> None:
+    """The cure names no key of other rows, and it helps where they are named."""
+    with Path("pairs_held.jsonl").open("a") as file:
+        file.write('{"prompt": "a", "chosen": "b", "rejected": null}\n')
+    for words in (RUN, ("data", "reward.yaml")):
+        outcome = scored.tune(*words)
+        assert outcome.code == 2 and "pairs_held.jsonl:6" in outcome.err and "data." not in outcome.err
+        assert "by `bad_rows: skip` beside the `source` that names this file" in outcome.err
+        assert scored.tune(*words, "validation.bad_rows=skip", "validation.most_bad=0.5").code == 0
+
+
 def test_labels_that_are_all_the_same(scored: Work) -> None:
     Path("same.jsonl").write_text("".join(json.dumps({"text": f"w {n}", "label": 1}) + "\n" for n in range(16)))
     outcome = scored.tune(*RUN, "data.source=same.jsonl", "validation=null", "loss=classification")
@@ -161,6 +184,28 @@ def test_others_score_with_the_code_of_the_card(kind: str, adapter: bool, scored
         assert space["model"].config.id2label == dict(enumerate(NAMES))
 
 
+def test_steps_behind_messages(scored: Work) -> None:
+    """What transformers says of them behind the prompt that its own template writes."""
+    row = written(100)["steps"] | {"prompt": [{"role": "user", "content": "What is 100 plus 10000?"}]}
+    for name in ("steps", "steps_held"):
+        lines = [json.loads(line) for line in Path(f"{name}.jsonl").read_text().splitlines()]
+        lines = [line | {"prompt": [{"role": "user", "content": line["prompt"]}]} for line in lines]
+        lines = [row] if name == "steps_held" else lines
+        Path(f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert scored.tune(*RUN, *KINDS["steps"]).code == 0
+    tokenizer = transformers.AutoTokenizer.from_pretrained("out/final")
+    model = transformers.AutoModelForTokenClassification.from_pretrained("out/final")
+    tokens = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=False)
+    ends = []
+    for step in row["completions"]:
+        tokens += tokenizer(step + "\n", add_special_tokens=False)["input_ids"]
+        ends.append(len(tokens) - 1)
+    logits = model(torch.tensor([tokens])).logits[0, ends]
+    labels = torch.tensor([int(label) for label in row["labels"]])
+    wanted = torch.nn.functional.cross_entropy(logits, labels).item()
+    assert figures("out")[-2]["validation"] == pytest.approx(wanted, rel=1e-4)
+
+
 def logits_loss(kind: str, logits: torch.Tensor, row: dict[str, Any], space: dict[str, Any]) -> float:
     if kind == "values":
         return (logits.item() - row["label"]) ** 2
@@ -215,6 +260,24 @@ def test_a_classifier_of_transformers_goes_on(scored: Work, make: Callable[..., 
     assert torch.equal(ours.score.weight, theirs.score.weight)
     wanted = "theirs: gives 3 scores to a document, and 1 score for a document is wanted"
     assert wanted in scored.tune(*RUN, "model=theirs", "out=other").err
+
+
+def test_what_scores_is_not_told_how_to_write(scored: Work) -> None:
+    """As by transformers: neither a model, nor one that an adapter was merged into, nor one that goes on from it."""
+    Path("base").mkdir()
+    for file in scored.model.iterdir():
+        Path("base", file.name).write_bytes(file.read_bytes())
+    Path("base", "generation_config.json").write_text('{"eos_token_id": [1, 3]}')
+    auto = transformers.AutoModelForSequenceClassification
+    auto.from_pretrained("base", num_labels=1, pad_token_id=0).save_pretrained("theirs")
+    assert not Path("theirs", "generation_config.json").exists()
+    assert scored.tune(*RUN, "model=base", "steps=1", "out=whole").code == 0
+    assert scored.tune(*RUN, "model=base", "steps=1", LORA, "out=adapted").code == 0
+    assert scored.tune("merge", "base", "adapted", "merged").code == 0
+    words = ("tokenizer=base", "model=whole/final", "steps=1", "out=more")
+    assert scored.tune(*RUN, *words).code == 0
+    for folder in ("whole/final", "adapted/final", "merged", "more/final"):
+        assert Path(folder, "tokenizer.json").is_file() and not Path(folder, "generation_config.json").exists()
 
 
 @pytest.mark.parametrize("adapter", [(), (LORA,)], ids=["full", "lora"])

@@ -20,7 +20,7 @@ from tunekit.checkpoint.folder import Folder, read_json
 from tunekit.checkpoint.peft import owner
 from tunekit.checkpoint.tensors import Files, Pickled, Reader, Slice, Writer
 from tunekit.checkpoint.updates import Contents, Held, contents
-from tunekit.checkpoint.write import as_it_was, companions, plan, size, write_config, write_index
+from tunekit.checkpoint.write import as_it_was, companions, plan, size, unmeant, write_config, write_index
 from tunekit.models.decoder import TIED
 from tunekit.models.weights import Move, Same, Shape, Stack, from_hub
 
@@ -176,7 +176,7 @@ def add(weight: Tensor, update: Update) -> None:
 def beside(base: Folder, adapter: Path, folder: Path) -> None:
     """config.json and all that stands beside weights. An adapter's own tokenizer goes with it: it was trained on it."""
     own = any((adapter / name).is_file() for name in OWN)
-    companions(base.path, folder, tokenizer=adapter if own else base.words)
+    companions(base.path, folder, skip=unmeant(base), tokenizer=adapter if own else base.words)
     write_config(folder, base)
 
 

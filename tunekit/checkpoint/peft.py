@@ -21,7 +21,7 @@ from tunekit.checkpoint.pieces import at_rest
 from tunekit.checkpoint.score import scoring
 from tunekit.checkpoint.tensors import FORMAT, Entries, Writer, header, metadata
 from tunekit.checkpoint.updates import CONFIG, HEAD, INNER, PARTS, PREFIX, TENSORS, Config, Contents, contents, flat
-from tunekit.checkpoint.write import companions, dense
+from tunekit.checkpoint.write import GENERATION, companions, dense
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import UserError
 from tunekit.models.decoder import Decoder
@@ -96,7 +96,7 @@ def prepare(folder: Path, source: Folder, entries: Entries, told: Mapping[str, s
     """Everything but the numbers."""
     need(folder, sum(math.prod(shape) * kind.itemsize for shape, kind in entries.values()))
     with refused(folder), Writer(folder / TENSORS, entries, told=told):
-        companions(source.path, folder, skip=("config.json", "generation_config.json"), tokenizer=source.words)
+        companions(source.path, folder, skip=("config.json", GENERATION), tokenizer=source.words)
         (folder / CONFIG).write_text(text + "\n", encoding="utf-8")
 
 

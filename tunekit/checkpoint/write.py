@@ -26,6 +26,7 @@ from tunekit.parallel.run import Run
 from tunekit.parallel.tensors import whole
 
 SHARD = 5 * 10**9  # bytes in one file of a checkpoint that had none before
+GENERATION = "generation_config.json"  # how a model writes, with the ids that end a text
 # What belongs to a checkpoint beside its weights.
 COMPANIONS = ("*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt", "LICENSE*", "NOTICE*", "USE_POLICY*")
 TOKENIZER = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template*", "vocab.*", "merges.txt")
@@ -58,7 +59,7 @@ def prepare(folder: Path, source: Folder, shards: dict[str, list[str]], entries:
     """Everything but the numbers."""
     need(folder, sum(map(size, entries.values())))
     with refused(folder), ExitStack() as opened:
-        companions(source.path, folder, tokenizer=source.words)
+        companions(source.path, folder, skip=unmeant(source), tokenizer=source.words)
         files(opened, folder, source, shards, entries)
         write_index(folder, shards, entries, source)
         write_config(folder, source)
@@ -89,9 +90,14 @@ def companions(source: Path, target: Path, skip: Iterable[str] = (), tokenizer: 
     """Copy config, tokenizer, chat template and licence files as they are; the tokenizer's from elsewhere if told."""
     leave = {INDEX, PICKLE_INDEX, *skip}
     if tokenizer is not None:
-        copy(tokenizer, target, (*TOKENIZER, "generation_config.json"), leave)  # which names the ids that end a text
+        copy(tokenizer, target, (*TOKENIZER, GENERATION), leave)
         leave |= {file.name for pattern in TOKENIZER for file in source.glob(pattern)}
     copy(source, target, COMPANIONS, leave)
+
+
+def unmeant(source: Folder) -> tuple[str, ...]:
+    """Files beside a checkpoint that say nothing of it: how to write, where it scores."""
+    return () if source.spec.score is None else (GENERATION,)
 
 
 def copy(source: Path, target: Path, patterns: Iterable[str], leave: set[str]) -> None:

@@ -27,6 +27,8 @@ def main(args: argparse.Namespace) -> None:
     cfg = launch.read(recipe, args.config, args.overrides, args.imports)
     now = replace(outcome.plan(task(cfg, where), where), extent=extent(cfg))
     changes = advice.changes(now)
+    if where.taken:
+        print(guessed(args, where), file=sys.stderr if args.json else sys.stdout)
     if not args.json:
         print(report.text(now, changes))
     found = fit.fit(now) if args.fit or args.write else None
@@ -38,6 +40,15 @@ def main(args: argparse.Namespace) -> None:
         there = launch.read(recipe, args.config, [*args.overrides, *found.words], args.imports)
         atomic.write_text(Path(args.write), dump(there, name))
         print(f"written: {args.write}", file=sys.stderr)
+
+
+def guessed(args: argparse.Namespace, where: Machine) -> str:
+    """Which GPU is planned for where nobody has named one."""
+    assert where.kind is not None and where.memory is not None
+    if args.gpu_memory is not None:
+        return f"no --gpu is named: the speed of {where.kind.label} is taken; --gpu names another kind\n"
+    taken = f"{where.kind.label} with {where.memory / GIB:.0f} GiB is taken"
+    return f"no --gpu is named: {taken}; --gpu names another kind, --gpu-memory another size\n"
 
 
 def described(args: argparse.Namespace) -> Machine:

@@ -44,16 +44,24 @@ class Finding:
 
 
 @dataclass(frozen=True)
+class Scored:
+    """What a head learns that scores, and no words: pairs or labels, which may be so many classes."""
+
+    kind: Literal["pairs", "labels"]
+    classes: int | None = None  # that the config names by their number
+
+
+@dataclass(frozen=True)
 class Use:
     """What is done with rows. `limit`: the most tokens of one; `packed` (rows,): how many documents share each row;
-    `scored`: pairs or labels that a head learns, and no words."""
+    `scored`: by a head that does, or else words are learnt."""
 
     limit: int
     vocab: int | None = None
     packed: np.ndarray | None = None
     steps: int | None = None
     warmup: int | None = None
-    scored: Literal["pairs", "labels"] | None = None
+    scored: Scored | None = None
 
 
 class Subject:
@@ -166,10 +174,11 @@ def stops(of: Subject) -> Iterator[Finding]:
 
 
 def empty_answers(of: Subject) -> Iterator[Finding]:
-    if of.use.scored == "labels":
+    scored = None if of.use.scored is None else of.use.scored.kind
+    if scored == "labels":
         return  # a text may be one that answers nothing
     rows = of.begins & (of.measured.targets == 1) & (of.measured.ended == 1) | (of.signs & Sign.EMPTY_TURN > 0)
-    judged = of.use.scored == "pairs" or bool((of.signs & (Sign.GOOD | Sign.BAD)).any())
+    judged = scored == "pairs" or bool((of.signs & (Sign.GOOD | Sign.BAD)).any())
     taught = "that one is empty may be all that is learnt" if judged else "the model is taught to end at once"
     says = f"{{rows}} {{have}} an empty answer: {taught}"
     yield from of.finding("doubtful", "empty answers", rows, says, "take them out")
@@ -212,15 +221,32 @@ def constant_answers(of: Subject) -> Iterator[Finding]:
         yield from of.finding(severity, "constant answers", rows, "{rows} {have} the same answer", "is that meant?")
 
 
+def labels(of: Subject) -> tuple[np.ndarray, np.ndarray]:
+    """The labels of rows or of their steps, ascending, and how often each stands there."""
+    if of.use.scored is None or of.use.scored.kind != "labels":
+        return np.empty(0), np.empty(0, int)
+    return np.unique(np.concatenate([np.asarray(documents.values) for documents in of.parts]), return_counts=True)
+
+
 def constant_labels(of: Subject) -> Iterator[Finding]:
-    found = np.concatenate([np.asarray(documents.values) for documents in of.parts])
-    if of.use.scored == "labels" and len(found) >= 10:
-        values, counts = np.unique(found, return_counts=True)
-        share = float(counts.max()) / len(found)
+    values, counts = labels(of)
+    if counts.sum() >= 10:
+        share = float(counts.max() / counts.sum())
         if share >= 0.95:
             severity: Severity = "wrong" if share == 1 else "doubtful"
             says = f"{percent(share)} of the labels are {values[counts.argmax()]:g}: there is little to tell apart"
             yield of.remark(severity, "constant labels", says, "is that meant?")
+
+
+def absent_classes(of: Subject) -> Iterator[Finding]:
+    classes, (values, _) = of.use.scored and of.use.scored.classes, labels(of)
+    absent = np.setdiff1d(np.arange(classes or 0), values).astype(int).tolist()
+    if absent and len(values) > 1:  # the same label everywhere is told as that
+        enough = max(int(values.max()) + 1, 2)
+        names = ", ".join(map(str, absent[:SHOWN])) + ", .." * (len(absent) > SHOWN)
+        says = f"no row has the label {names}: {len(absent)} of {classes} classes (`loss.classes`) cannot be learnt"
+        mend = "is that meant?" if enough > absent[-1] else f"is that meant? loss.classes={enough} would do"
+        yield of.remark("doubtful", "absent classes", says, mend)
 
 
 def cut_rows(of: Subject) -> Iterator[Finding]:
@@ -367,7 +393,7 @@ def checks(of: Subject, *more: Check) -> Iterator[Finding]:
 
 def inspect(data: Subject, held: Subject | None = None) -> list[Finding]:
     """All that is found, the worst first."""
-    found = [*checks(data, tokens_named)]
+    found = [*checks(data, tokens_named, absent_classes)]
     if held is not None:
         found += [*checks(held), *overlap(data, held)]
     return sorted(found, key=lambda finding: SEVERITIES.index(finding.severity))

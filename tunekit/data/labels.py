@@ -1,13 +1,15 @@
 """Rows with labels, for models that score: of whole texts, or of each step of an answer."""
 
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any, ClassVar
 
 from tunekit.data import written
+from tunekit.data.chat import dialects
 from tunekit.data.chat.messages import column, string, talk, unwritten
 from tunekit.data.chat.plain import kind
 from tunekit.data.prepared.documents import Document
-from tunekit.data.rows import Ended, Fields, Rows, Templated, number
+from tunekit.data.rows import PASS, Ended, Fields, Rows, Templated, number
 from tunekit.data.signs import Sign
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.data.written import Written
@@ -63,8 +65,7 @@ class Labelled(Ended, Templated, Judged):
     def value(self, label: Any) -> float:
         """What a label is in numbers."""
         if label is None:
-            cure = "write it, or pass over such rows: data.bad_rows=skip"
-            raise UserError(f"{self.label}: is null, and a row needs its label: {cure}")
+            raise UserError(f"{self.label}: is null, and a row needs its label: write it, or {PASS}")
         if isinstance(label, str):
             if label not in self.classes:
                 raise UserError(f"{self.label}: {shortened(label)} {self.strange}")
@@ -88,32 +89,42 @@ def shortened(text: str) -> str:
 
 
 @dataclass(frozen=True)
-class Stepped(Ended, Judged):
+class Stepped(Ended, Templated, Judged):
     """A prompt and the steps of an answer to it, each with a label that stands at its last token: texts, in a row.
 
-    No token is put behind the last step.
+    A prompt may also be a list of messages, which the chat template writes: then the steps are what the assistant says
+    next. No token is put behind the last step.
     """
 
-    prompt: str = "prompt"  # the column
+    prompt: str = "prompt"  # the column: a text, or a list of messages
     completions: str = "completions"  # the column: a list of texts
     labels: str = "labels"  # the column: a list of true or false, or of classes from 0 on
     separator: str = "\n"  # what ends each step
 
     def prepare(self, tokenizer: Tokenizer) -> Tokenizer:
-        return tokenizer
+        return self.dressed(tokenizer)
 
     def says(self, fields: Fields) -> str:
         return f"steps with labels (columns {self.completions!r}, {self.labels!r})"
 
     def texts(self, tokenizer: Tokenizer, fields: Fields) -> list[Written]:
         steps, labels = column(fields, self.completions, "completions"), column(fields, self.labels, "labels")
-        prompt, values = string(fields, self.prompt, "prompt"), self.values(steps, labels)
-        places, text = [], prompt
-        for step in steps:
-            start, text = len(text), text + step + self.separator
-            places.append((start, len(text)))
-        found = written.raw(text, self.end_of_text(tokenizer))
-        return [found._replace(learnt=places, signs=Sign.STEPS, values=values)]
+        values, said = self.values(steps, labels), "".join(step + self.separator for step in steps)
+        found = self.answered(tokenizer, fields, said)
+        ends = [*accumulate((len(step + self.separator) for step in steps), initial=len(found.text) - len(said))]
+        return [found._replace(learnt=[*pairwise(ends)], signs=found.signs | Sign.STEPS, values=values)]
+
+    def answered(self, tokenizer: Tokenizer, fields: Fields, said: str) -> Written:
+        """The prompt of a row, and behind it the answer as it is."""
+        prompt = unwritten(column(fields, self.prompt, "prompt"))
+        if isinstance(prompt, str):
+            return written.raw(prompt + said, self.end_of_text(tokenizer))
+        if not isinstance(prompt, list):
+            raise UserError(f"{self.prompt}: want a string or a list of messages, this is {kind(prompt)}")
+        found = dialects.joined(prompt, said, fields.get("tools"), (self.prompt, self.completions))
+        if [message["role"] for message in found.messages[-2:]] == ["assistant"] * 2:
+            raise UserError(f"{self.prompt}: ends with an assistant message: what it says is the first of the steps")
+        return written.unended(tokenizer, found)
 
     def values(self, steps: Any, labels: Any) -> tuple[float, ...]:
         """The labels of steps, in numbers."""

@@ -49,7 +49,7 @@ COMPARED = (TABLE[0], line("marked", "completions with marks", {**TABLE[1].types
 # What models that score learn from. Others read some of these rows too, without their labels.
 SCORED = (
     TABLE[0],
-    line("stepped", "steps with labels", {"prompt": str, "completions": list, "labels": list}),
+    line("stepped", "steps with labels", {"prompt": TEXTS, "completions": list, "labels": list}),
     line("labelled", "conversations with labels", {"messages": list, "label": NUMBERED}),
     line("labelled", "texts with labels", {"text": str, "label": NUMBERED}),
 )

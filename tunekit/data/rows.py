@@ -30,6 +30,10 @@ Fields = dict[str, Any]
 MISTAKES = (TypeError, ValueError, LookupError, ArithmeticError, AttributeError, AssertionError, RuntimeError, OSError)
 
 
+# Rows do not know under which key of the config they stand, or in which part of a mix.
+PASS = "pass over such rows by `bad_rows: skip` beside the `source` that names this file"
+
+
 class Data:
     """What a recipe's `data:` may be: the rows of one source, or a mix of several."""
 
@@ -304,6 +308,7 @@ class Text(Ended):
 class Recognised(Either):
     """Rows that are recognised by their columns."""
 
+    open: ClassVar = True  # a kind that is named in its place keeps what is said here
     KINDS: ClassVar[tuple[type[Rows], ...]]  # that are told apart
     WANTS: ClassVar[str]  # what is to be done with others
     FIRST: ClassVar[tuple[Line, ...]] = ()  # what is asked before all else
@@ -428,9 +433,7 @@ def answer(fields: Fields, name: str, option: str) -> Any:
     found = unwritten(column(fields, name, option))
     if found is None or found == []:
         told = "null" if found is None else "an empty list"
-        raise UserError(
-            f"{name}: is {told}, and a pair is two answers: write it, or pass over such rows: data.bad_rows=skip"
-        )
+        raise UserError(f"{name}: is {told}, and a pair is two answers: write it, or {PASS}")
     return found
 
 

@@ -51,6 +51,15 @@ def conversation(tokenizer: Tokenizer, talk: Talk, learn: Learn) -> Written:
     return Written(text, learnt, noticed | signs(tokenizer, talk, text, turns))
 
 
+def unended(tokenizer: Tokenizer, talk: Talk) -> Written:
+    """A conversation as the template writes it, up to where its last message is said: the turn does not end."""
+    messages = manner(tokenizer.template(talk.tools), tokenizer).fit(talk.messages)
+    said = talk.messages[-1]["content"]
+    text = spans.opening(tokenizer, messages, talk.tools, said) + said
+    spans.check_encodable(text)
+    return Written(text, [], signs(tokenizer, talk, text, [len(messages) - 1]))
+
+
 def learnt_turns(talk: Talk, learn: Learn) -> list[int]:
     """The messages to learn. UserError if there is none, or if a message's own flag says otherwise."""
     roles = learn if isinstance(learn, tuple) else ("assistant",)
@@ -70,18 +79,20 @@ def learnt_turns(talk: Talk, learn: Learn) -> list[int]:
 
 
 def marked(talk: Talk, turns: list[int]) -> list[int]:
-    """Messages marked true; where none is, all of the assistant but those marked false, as OpenAI counts weights."""
+    """Messages marked true; where none is, all of the assistant but those marked false, as OpenAI counts weights.
+
+    Marks in a prompt say nothing: it is not learnt.
+    """
     flags = talk.flags or [None] * len(talk.messages)
-    if True in flags:
-        return [index for index, flag in enumerate(flags) if flag]
-    return [index for index in turns if flags[index] is not False]
+    wanted = [index for index, flag in enumerate(flags) if flag and index >= talk.first]
+    return wanted or [index for index in turns if flags[index] is not False]
 
 
 def agree(talk: Talk, turns: list[int], learn: Learn) -> None:
     """Flags are not passed over: where they say otherwise, somebody has to decide."""
     for index, flag in enumerate(talk.flags or ()):
-        learnt = index in turns
-        if flag is not None and flag != learnt and (learnt or talk.messages[index]["role"] != "assistant"):
+        learnt, answer = index in turns, talk.messages[index]["role"] == "assistant"
+        if flag not in (None, learnt) and (learnt or not answer):  # answers may all be marked where `learn` takes some
             says = "is marked to be learnt" if flag else "is marked not to be learnt"
             told = learn if isinstance(learn, str) else f"[{', '.join(learn)}]"
             raise UserError(f"{talk.name}[{index}]: {says}, against `learn: {told}`; set `learn: marked`")

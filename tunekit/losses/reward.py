@@ -3,13 +3,14 @@
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tunekit.data.checks import Scored
 from tunekit.data.labels import Labelled, Stepped
 from tunekit.data.prepared.documents import Documents
 from tunekit.data.rows import Preference, Recognised, Rows
@@ -58,9 +59,13 @@ class Scoring:
     """What is made of a head that scores."""
 
     rows: ClassVar[type[Rows]] = Labelled  # that it learns from
-    told: ClassVar[Literal["pairs", "labels"]] = "labels"  # what is learnt of them
     problem: ClassVar[str | None] = None  # what transformers calls the task
     counted: ClassVar[bool] = False  # whether labels are classes, from 0 on
+
+    @property
+    def told(self) -> Scored:
+        """What is learnt of rows."""
+        return Scored("labels")
 
     def score(self, pad: int, names: int = 0) -> Score:
         """The head that is wanted for rows in which so many classes have names."""
@@ -74,6 +79,8 @@ class Scoring:
                 told = f"{key}: these are {found} rows, and `loss: {loss}` learns from {wanted} rows"
                 fit = [one.__name__.lower() for one in Scoring.__subclasses__() if isinstance(rows, one.rows)]
                 other = f"take loss={' or '.join(fit)}, or other rows" if fit else "take other rows"
+                if key == "validation":  # which `data` goes before, and a run may lack
+                    other = "leave them out by validation=null, or take other rows"
                 raise UserError(f"{told} ({rows.source}): {other} by {key}.source and {key}.kind={wanted}")
 
     def check_labels(self, parts: Iterable[Documents], labels: int) -> None:
@@ -110,13 +117,16 @@ class BradleyTerry(Scoring):
     """-log σ(r_chosen - r_rejected - margin), as of Llama 2's reward models (arXiv:2307.09288, section 3.2.2)."""
 
     rows: ClassVar = Preference
-    told: ClassVar = "pairs"
 
     center: float = 0.0  # weight of (r_chosen + r_rejected)², which keeps rewards around zero (arXiv:2312.09244)
 
     def __post_init__(self) -> None:
         if self.center < 0:
             raise FieldError("center", f"must not be below 0, not {self.center}")
+
+    @property
+    def told(self) -> Scored:
+        return Scored("pairs")
 
     def units(self, batch: Batch, labels: int) -> int:
         return super().units(batch, labels) // 2
@@ -143,6 +153,10 @@ class Classification(Scoring):
     def __post_init__(self) -> None:
         if self.classes is not None and self.classes < 2:
             raise FieldError("classes", f"must be 2 or more, not {self.classes}")
+
+    @property
+    def told(self) -> Scored:
+        return Scored("labels", self.classes)
 
     def score(self, pad: int, names: int = 0) -> Score:
         if self.classes and names and self.classes != names:
@@ -185,6 +199,10 @@ class Process(Scoring):
     def __post_init__(self) -> None:
         if self.classes < 2:
             raise FieldError("classes", f"must be 2 or more, not {self.classes}")
+
+    @property
+    def told(self) -> Scored:
+        return Scored("labels", self.classes)
 
     def score(self, pad: int, names: int = 0) -> Score:
         return Score(self.classes, each=True, bias=True, pad=pad)

@@ -78,6 +78,15 @@ def render(tokenizer: Tokenizer, messages: Messages, tools: Tools, learn: Learn 
     return Rendered(text, *find(Writing(tokenizer, messages, tools, hidden), wanted))
 
 
+def opening(tokenizer: Tokenizer, messages: Messages, tools: Tools, said: str) -> str:
+    """What a template writes before the text of the last message, which is `said`. UserError if that is not sure."""
+    writing = Writing(tokenizer, messages, tools, Hidden(tokenizer, messages, tools))
+    begin = writing.begins(writing.count - 1)
+    if begin is None or not writing.text[begin:].lstrip().startswith(said.strip()):
+        raise UserError("the chat template does not write the answer as it is, so no place in it is sure")
+    return writing.text[:begin]
+
+
 def blocks_of(tokenizer: Tokenizer, text: str, messages: Messages, tools: Tools) -> list[Span]:
     """The generation blocks of a template that has any."""
     template = tokenizer.template(tools)
