@@ -58,15 +58,26 @@ chances = model(**inputs).logits[0].softmax(-1).tolist()
 print({model.config.id2label[i]: chance for i, chance in enumerate(chances)})\
 """
 STEPS = """\
-prompt, steps = "What is 2 + 2 + 2?\\n", ["2 + 2 = 4.", "4 + 2 = 6."]
-ends, text = [], prompt
+prompt, steps = {prompt}, ["2 + 2 = 4.", "4 + 2 = 6."]
+{text}
 for step in steps:
     text += step + {separator}
     ends.append(len(text))
-inputs = tokenizer(text, return_offsets_mapping=True, return_tensors="pt")
+inputs = tokenizer(text, {special}return_offsets_mapping=True, return_tensors="pt")
 last = {{end: place for place, (_, end) in enumerate(inputs.pop("offset_mapping")[0].tolist())}}
 print(model(**inputs).logits[0, [last[end] for end in ends]].softmax(-1).tolist())\
 """
+ASKED = {"prompt": '"What is 2 + 2 + 2?\\n"', "text": "ends, text = [], prompt", "special": ""}
+# What a template writes in front of an answer.
+ASKED_CHAT = {
+    "prompt": '[{"role": "user", "content": "What is 2 + 2 + 2?"}]',
+    "text": """\
+begun = [*prompt, {"role": "assistant", "content": steps[0]}]
+text = tokenizer.apply_chat_template(begun, continue_final_message=True, tokenize=False)
+ends, text = [], text.removesuffix(steps[0])\
+""",
+    "special": "add_special_tokens=False, ",
+}
 # Of a model that scores, by what PEFT calls its task: its class, and what the Hub calls what it does.
 SCORING = {
     "SEQ_CLS": ("AutoModelForSequenceClassification", "text-classification"),
@@ -126,7 +137,7 @@ class Head:
     def code(self, talk: bool, separator: str) -> str:
         """What prints scores."""
         if self.score.each:
-            return STEPS.format(separator=json.dumps(separator))
+            return STEPS.format(separator=json.dumps(separator), **(ASKED_CHAT if talk else ASKED))
         shown = CLASS if self.score.labels > 1 else REWARD
         return f"{TALK if talk else ENDED}\n{shown}"
 

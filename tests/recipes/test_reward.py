@@ -165,7 +165,7 @@ def test_others_score_with_the_code_of_the_card(kind: str, adapter: bool, scored
     assert scored.tune(*RUN, *KINDS[kind], *[LORA] * adapter, "out=runs/mine").code == 0
     code = code_of("runs/mine/final", scored.model)
     if kind in ("pairs", "steps"):
-        code = re.sub(r"(messages|prompt, steps) = .*", "", code)
+        code = without_example(code)
     space, row = {}, json.loads(first)
     wanted = figures("runs/mine")[-2]
     if kind == "pairs":
@@ -204,6 +204,11 @@ def test_steps_behind_messages(scored: Work) -> None:
     labels = torch.tensor([int(label) for label in row["labels"]])
     wanted = torch.nn.functional.cross_entropy(logits, labels).item()
     assert figures("out")[-2]["validation"] == pytest.approx(wanted, rel=1e-4)
+    space: dict[str, Any] = {"prompt": row["prompt"], "steps": row["completions"]}
+    exec(without_example(code_of("out/final", scored.model)), space)
+    assert space["last"].keys() >= set(space["ends"])
+    found = space["model"](**space["inputs"]).logits
+    assert logits_loss("steps", found, row, space) == pytest.approx(wanted, rel=1e-4)
 
 
 def logits_loss(kind: str, logits: torch.Tensor, row: dict[str, Any], space: dict[str, Any]) -> float:
@@ -214,6 +219,11 @@ def logits_loss(kind: str, logits: torch.Tensor, row: dict[str, Any], space: dic
     else:
         labels = [NAMES.index(row["label"]) if kind == "names" else row["label"]]
     return torch.nn.functional.cross_entropy(logits, torch.tensor(labels)).item()
+
+
+def without_example(code: str) -> str:
+    """The code of a card for texts that are given to it."""
+    return re.sub(r"(messages|prompt, steps) = .*", "", code)
 
 
 def code_of(folder: str, base: Path) -> str:

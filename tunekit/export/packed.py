@@ -16,7 +16,7 @@ from tunekit.checkpoint.folder import Folder, read_json
 from tunekit.checkpoint.merge import CONFIG, beside, untie
 from tunekit.checkpoint.quantized import PACKED
 from tunekit.checkpoint.tensors import Entries, Writer
-from tunekit.checkpoint.write import as_it_was, companions, plan, size, write_index
+from tunekit.checkpoint.write import as_it_was, companions, plan, size, unmeant, write_index
 from tunekit.errors import UserError
 from tunekit.export.merged import Merged
 from tunekit.formats import FP4, NF4, PackedLinear
@@ -41,7 +41,7 @@ def export(source: Folder, adapter: Full | LoRA, weights: NF4, folder: Path, qui
     entries = {name: parts(name, *entry, weights) if name in packed else {name: entry} for name, entry in plain.items()}
     need(folder, sum(size(entry) for made in entries.values() for entry in made.values()))
     if adapter.start is None:
-        companions(whole.path, folder, tokenizer=whole.words)
+        companions(whole.path, folder, skip=unmeant(whole), tokenizer=whole.words)
     else:
         beside(whole, Path(adapter.start), folder)
     shards = plan(plain, whole)
