@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
+from tunekit import bundled
+from tunekit.data import tokenizer
 from tunekit.parallel.choice import Sizes
 
 TEXT = [
@@ -177,6 +179,13 @@ def write(folder: Path, shape: Shape) -> Path:
         config["bos_token"] = {"content": shape.bos, "special": True, "__type": "AddedToken"}
     (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
     return folder
+
+
+@pytest.fixture(scope="session")
+def nano() -> tokenizer.Tokenizer:
+    folder = bundled.model("tunekit/nano")
+    assert folder is not None
+    return tokenizer.Tokenizer.open(folder).fitted(2048, folder)
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from tests.data.families import FAMILIES, folder
-from tunekit import bundled
 from tunekit.data import checks, measure
 from tunekit.data.checks import Finding, Scored, Subject, Use, inspect
 from tunekit.data.fit import fitted
@@ -22,13 +21,6 @@ from tunekit.data.tokenizer import Tokenizer
 
 LIMIT = 64
 NAMES = ["Ada", "Ben", "Cleo", "Dan", "Eve", "Finn", "Gus", "Hana", "Ivo", "June"]
-
-
-@pytest.fixture(scope="module")
-def nano() -> Tokenizer:
-    folder = bundled.model("tunekit/nano")
-    assert folder is not None
-    return Tokenizer.open(folder).fitted(2048, folder)
 
 
 def turn(tokenizer: Tokenizer, *said: tuple[str, str]) -> Document:

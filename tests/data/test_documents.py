@@ -80,7 +80,7 @@ def test_faults_are_listed_and_counted(tmp_path: Path) -> None:
         writer.finish()
     prepared = Documents.open(tmp_path).prepared
     assert (prepared.rows, prepared.skipped) == (3, 2)
-    assert str(prepared) == "3 rows, 2 skipped"
+    assert str(prepared) == "3 rows, 2 skipped" and prepared.told("bad") == "3 rows, 2 bad"
     assert prepared.bad_rows is not None
     assert len(prepared.bad_rows.read_text().splitlines()) == 2
 

@@ -196,3 +196,19 @@ def test_a_line_without_an_end_is_not_read_into_memory(tmp_path: Path, monkeypat
         path.write_text(('{"a": "' if name == "rows.jsonl" else '[{"a": "') + "x" * 5_000_000)
         with pytest.raises(UserError, match=rf"{name}:1: .*a (line|row) of more than "):
             open_source(str(path), "train")
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n", "", " \t\n"])
+@pytest.mark.parametrize(("line", "fault"), [
+    ('{"a": [1, {"b": 2}', "Expecting ',' delimiter at column 19"),
+    ('{"a":', "Expecting value at column 6"),
+    ('{"a": "b', "Unterminated string starting at column 7"),
+])  # fmt: skip
+def test_a_line_that_is_cut_off_has_its_column(tmp_path: Path, line: str, fault: str, end: str) -> None:
+    (tmp_path / "rows.jsonl").write_bytes(f'{{"a": 1}}\n{line}{end}'.encode())
+    found = list(open_source(str(tmp_path / "rows.jsonl"), "train").rows)[1]
+    assert isinstance(found, Fault)
+    assert found.reason == f"malformed JSON: {fault}"
+    (tmp_path / "rows.json").write_bytes(f"{line}{end}".encode())
+    with pytest.raises(UserError, match=f"rows.json:1: malformed JSON: {fault}"):
+        open_source(str(tmp_path / "rows.json"), "train")

@@ -159,6 +159,15 @@ def test_the_report_tells_what_each_part_gives(tokenizer, place, tmp_path: Path)
     assert lines[1].endswith("2 passes")
 
 
+def test_what_is_split_is_counted_in_documents(tokenizer, place, tmp_path: Path) -> None:
+    loader = opened(tokenizer, tmp_path, place(), pack=True, length=8)
+    one, other = loader.report.shares
+    assert (one.rows, other.rows) == (2 * len(loader.parts[0]), 17) and len(loader.parts[0]) > 11
+    head, *lines = str(loader.report).splitlines()
+    assert head.startswith(f"{one.rows + 17} documents, ")
+    assert f"11 rows, {loader.parts[0].prepared.split} split into several; an epoch takes {one.rows} doc" in lines[0]
+
+
 def test_a_run_goes_on_only_with_its_own_rows(tokenizer, place, tmp_path: Path) -> None:
     one, other = opened(tokenizer, tmp_path, place()), opened(tokenizer, tmp_path, place(), length=6)
     other.restore(opened(tokenizer, tmp_path, place(), length=6).state(0))

@@ -149,8 +149,8 @@ def test_what_is_slow_to_import_is_not_imported_for_plain_files() -> None:
         ("a.jsonl", b'{"a": 1}\n{"a": "\xff"}\n', r"a.jsonl:2: not UTF-8 \(byte 0xff at 7\)"),
         ("a.jsonl", b'{"a": ' + b"[" * 200_000 + b"\n", r"a.jsonl:1: unreadable JSON: maximum recursion"),
         ("a.jsonl", b'{"a": ' + b"1" * 10_000 + b"}\n", r"a.jsonl:1: unreadable JSON: Exceeds the limit"),
-        ("a.jsonl", b"\n \n", r"a.jsonl: train holds no row \(of 0\)"),
-        ("a.json", b"[]", r"a.json: train holds no row \(of 0\)"),
+        ("a.jsonl", b"\n \n", r"a.jsonl: train holds no row: the file is empty"),
+        ("a.json", b"[]", r"a.json: train holds no row: the file is empty"),
         ("a.json", b'[{"a": 1},\n {"a" 2}]', r"a.json:2: malformed JSON: Expecting ':' delimiter at column 7"),
         ("a.json", b"[{}, 3]", r"a.json row 2: a row must be a JSON object, this is int"),
         ("a.json", b"3", r"a.json: want a list of rows or {\"data\": \[rows\]}, this is int"),
@@ -193,6 +193,13 @@ def test_a_source_that_is_not_there_is_told(source: str, split: str, message: st
     write(tmp_path / "sub", "jsonl")
     with pytest.raises(UserError, match=message):
         open_source(source.format(here=tmp_path), split)
+
+
+def test_a_folder_of_empty_files_is_told(tmp_path: Path) -> None:
+    for name in ("a.jsonl", "b.jsonl"):
+        (tmp_path / name).touch()
+    with pytest.raises(UserError, match=r"train\[:5\] holds no row: its 2 files are empty"):
+        open_source(str(tmp_path), "train[:5]")
 
 
 @pytest.mark.parametrize("kind", ["json", "jsonl", "csv", "parquet", "arrow"])

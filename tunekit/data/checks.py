@@ -22,6 +22,7 @@ SHOWN = 3  # rows that a finding names
 # What is said of several rows, and of one.
 ONE = {"are": "is", "ask": "asks", "begin": "begins", "do": "does", "have": "has", "hold": "holds", "say": "says"}
 ONE |= {"copies": "a copy"}
+COPY = "take them out, or they weigh more than others: {} is {} again"
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,8 @@ class Subject:
         self.lengths, self.whole, self.signs = (
             np.concatenate([vars(documents)[name] for documents in parts]) for name in ("lengths", "whole", "signs")
         )
+        self.cut = self.lengths < self.whole
+        self.prints = self.measured.print + self.cut  # what is cut is none of those that end there
         self.firsts = np.cumsum([0, *map(len, parts)])
         # A row may go on in further documents, which do not begin as rows do, and a stream may pass it again.
         self.places = np.concatenate([places(documents, part) for part, documents in enumerate(parts)], axis=1)
@@ -191,6 +194,15 @@ def cut_answers(of: Subject) -> Iterator[Finding]:
     yield from of.finding(severity, "cut answers", rows, says, "raise `length`, or `too_long: drop`")
 
 
+def dropped_rows(of: Subject) -> Iterator[Finding]:
+    for made in (documents.prepared for documents in of.parts):
+        rows = made.rows - made.left_out - made.skipped
+        if made.dropped and made.dropped >= 0.1 * rows:
+            says = f"{{rows}} {{are}} longer than {of.use.limit:,} tokens, and dropped as `too_long` says"
+            told, mend = worded(says, made.dropped, rows), "raise `length`, or `too_long: truncate`"
+            yield Finding("doubtful", "dropped rows", of.part, told, mend, made.dropped, made.dropped / rows)
+
+
 def learnt_share(of: Subject) -> Iterator[Finding]:
     share = float(of.measured.targets.sum()) / max(int(of.lengths.sum()), 1)
     if 0 < share < 0.01:
@@ -199,20 +211,25 @@ def learnt_share(of: Subject) -> Iterator[Finding]:
 
 
 def duplicates(of: Subject) -> Iterator[Finding]:
-    prints, firsts, which = np.unique(of.measured.print, return_index=True, return_inverse=True)
-    again = (of.places != of.places[:, firsts[which]]).any(axis=0)
-    rows = np.logical_and.reduceat(again, np.flatnonzero(of.begins))[of.row_of]  # all documents of a row, or none
-    share = rows.mean()
-    severity: Severity = "doubtful" if share >= 0.05 else "note"
-    if rows.any():
-        copy = int(np.flatnonzero(rows)[0])
-        first = of.where(int(firsts[which[copy]]))
-        mend = f"take them out, or they weigh more than others: {of.where(copy)} is {first} again"
-        yield from of.finding(severity, "duplicates", rows, "{rows} {are} {copies} of earlier ones", mend)
+    """Rows that are there again, apart from those that are cut: nobody knows here what these were."""
+    _, firsts, which = np.unique(of.prints, return_index=True, return_inverse=True)
+    again, begins = (of.places != of.places[:, firsts[which]]).any(axis=0), np.flatnonzero(of.begins)
+    rows = np.logical_and.reduceat(again, begins)[of.row_of]  # all documents of a row, or none
+    cut = np.logical_or.reduceat(of.cut, begins)[of.row_of]
+    alike = f"{{rows}} {{are}} like earlier ones once cut at {of.use.limit:,} tokens"
+    for kind, found, says, mend in (
+        ("duplicates", rows & ~cut, "{rows} {are} {copies} of earlier ones", COPY),
+        ("alike once cut", rows & cut, alike, "raise `length`: {} begins as {} does"),
+    ):
+        if found.any():
+            severity: Severity = "doubtful" if found.mean() >= 0.05 else "note"
+            row = int(found.argmax())
+            mend = mend.format(of.where(row), of.where(int(firsts[which[row]])))
+            yield from of.finding(severity, kind, found, says, mend)
 
 
 def constant_answers(of: Subject) -> Iterator[Finding]:
-    answered = ~of.measured.all_learnt & (of.measured.targets > 1)
+    answered = ~of.measured.all_learnt & (of.measured.targets > 1) & ~of.measured.cut
     if answered.sum() >= 10:
         prints, counts = np.unique(of.measured.answer[answered], return_counts=True)
         share = counts.max() / answered.sum()
@@ -348,11 +365,14 @@ def tokens_named(of: Subject) -> Iterator[Finding]:
 
 def overlap(data: Subject, held: Subject) -> Iterator[Finding]:
     """Held-out rows that are learnt, and those whose prompt is."""
-    same = np.isin(held.measured.print, data.measured.print)
-    severity: Severity = "wrong" if same.mean() >= 0.5 else "doubtful"
+    same = np.isin(held.prints, data.prints)
+    severity: Severity = "wrong" if (same & ~held.cut).mean() >= 0.5 else "doubtful"
     says = "{rows} {are} in `data` too: what is measured on them says little"
     mend = "take them out of one, or cut a `split` off"
-    yield from held.finding(severity, "overlap", same, says, mend)
+    yield from held.finding(severity, "overlap", same & ~held.cut, says, mend)
+    says = f"{{rows}} {{are}} like rows of `data` once cut at {held.use.limit:,} tokens: what is measured says little"
+    mend = "raise `length`, or take them out of one"
+    yield from held.finding("doubtful", "overlap once cut", same & held.cut, says, mend)
     prompts, counts = np.unique(data.measured.prompt[data.measured.first > 0], return_counts=True)
     own = prompts[counts <= max(10, len(data) // 200)]  # a prompt that begins many rows is not theirs
     known = ~same & ~held.measured.all_learnt & (held.measured.first > 0) & np.isin(held.measured.prompt, own)
@@ -370,6 +390,7 @@ CHECKS: tuple[Check, ...] = (
     signs,
     stops,
     cut_answers,
+    dropped_rows,
     empty_answers,
     constant_answers,
     duplicates,

@@ -350,7 +350,9 @@ class Auto(Recognised):
 
     usual: ClassVar = True
     KINDS: ClassVar = (Chat, ShareGPT, Instruct, Completion, Text)
-    WANTS: ClassVar = "name a `kind` that it reads, or take a recipe for answers that are compared"
+    WANTS: ClassVar = (
+        "name a `kind` that it reads, or take the recipe `preference`, which learns from answers that are compared"
+    )
 
     def fitted(self, text: Written, document: Document) -> list[Document]:
         if text.flows and self.too_long == "truncate":

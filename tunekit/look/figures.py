@@ -8,6 +8,8 @@ import numpy as np
 
 from tunekit.data.checks import Subject, percent
 from tunekit.data.sources.table import Fault
+from tunekit.data.steps.mapped import about
+from tunekit.data.steps.mix import Mixed, title
 from tunekit.data.steps.report import Share, counted
 from tunekit.data.steps.served import Loader
 
@@ -75,6 +77,7 @@ class Figures:
     steps: int | None  # of an epoch; a stream has none
     lengths: Histogram
     targets: Histogram
+    more_bad: int = 0  # rows, behind those of `bad`
 
     def lines(self) -> Iterator[str]:
         """Sentences for people."""
@@ -98,6 +101,8 @@ class Figures:
         if self.steps is not None:
             yield f"{counted(self.steps, 'step')} of {counted(self.batch, 'row')} in an epoch"
         yield from (f"bad: {bad.where}: {bad.reason}" for bad in self.bad)
+        if self.more_bad:
+            yield f"and {self.more_bad:,} more bad {'row' if self.more_bad == 1 else 'rows'}"
 
     def mixed(self, share: Share) -> str:
         """What a source gives."""
@@ -112,13 +117,23 @@ class Figures:
         return asdict(self) | listed
 
 
-def figures(of: Subject, loader: Loader, name: str, bad: tuple[Fault, ...]) -> Figures:
-    """What documents and their order say."""
+def shares(mix: Mixed, loader: Loader) -> tuple[Share, ...]:
+    """What each source gives. Bad rows are skipped only if the config says so."""
+    found = loader.report.shares
+    if loader.report.streamed:
+        return found
+    words = ("bad" if rows.bad_rows == "stop" else "skipped" for rows in mix.sources)
+    columns = zip(found, loader.parts, words, strict=True)
+    return tuple(share._replace(about=about(part, share.passes == 1, word)) for share, part, word in columns)
+
+
+def figures(of: Subject, loader: Loader, mix: Mixed, bad: tuple[Fault, ...]) -> Figures:
+    """What documents and their order say, under the config's own `mix`, and the first `bad` rows."""
     report, lengths = loader.report, of.lengths
     return Figures(
         of.part,
-        name,
-        report.shares,
+        title(mix),
+        shares(mix, loader),
         report.streamed,
         bad,
         of.use.limit,
@@ -136,4 +151,5 @@ def figures(of: Subject, loader: Loader, name: str, bad: tuple[Fault, ...]) -> F
         None if report.streamed else loader.steps(1),
         histogram(lengths),
         histogram(of.measured.targets),
+        sum(documents.prepared.skipped for documents in loader.parts) - len(bad),
     )

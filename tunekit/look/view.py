@@ -10,7 +10,7 @@ from tunekit.data.prepared.documents import Documents
 from tunekit.data.prepared.prepare import listed
 from tunekit.data.sources.table import Fault
 from tunekit.data.steps.loader import load
-from tunekit.data.steps.mix import Mixed, title
+from tunekit.data.steps.mix import Mixed
 from tunekit.data.steps.served import Loader
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import UserError
@@ -57,7 +57,7 @@ def look(recipe: Any, cfg: Any, rows: int | list[str]) -> View:
     seen = subjects(cfg, loaders, words)
     samples = {part: [Sample(part, one, one.prepare(words)) for one in mix.sources] for part, mix in mixes.items()}
     shown = first(samples, rows) if isinstance(rows, int) else asked(samples, rows)
-    measured = tuple(figures(one, loaders[one.part], title(told[one.part]), faults(loaders[one.part])) for one in seen)
+    measured = tuple(figures(one, loaders[one.part], mixes[one.part], faults(loaders[one.part])) for one in seen)
     findings = [*bad_rows(mixes, loaders), *inspect(*seen)]
     for loader in loaders.values():
         loader.close()
@@ -79,7 +79,8 @@ def bad_rows(mixes: Mapping[str, Mixed], loaders: Mapping[str, Loader]) -> Itera
                 fatal = choice.bad_rows == "stop" or count > choice.most_bad * rows
                 mend = "mend them, or take them out" if fatal else "they are left out, as `bad_rows: skip` says"
                 allowed = f", `most_bad` allows {percent(choice.most_bad)}" if choice.bad_rows == "skip" else ""
-                says = f"{count:,} of {rows:,} rows are bad ({percent(count / rows)}{allowed}): {first.reason}"
+                told = f"{count:,} of {rows:,} rows {'is' if count == 1 else 'are'} bad"
+                says = f"{told} ({percent(count / rows)}{allowed}): {first.reason}"
                 severity = "wrong" if fatal else "note"
                 yield Finding(severity, "bad rows", part, says, mend, count, count / rows, (), (first.where,))
 

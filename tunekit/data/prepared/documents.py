@@ -110,7 +110,11 @@ class Prepared:
     bad_rows: Path | None = field(default=None, compare=False)  # a JSON line each: where, reason
 
     def __str__(self) -> str:
-        words = {"left_out": "left out by a transform", "skipped": "skipped", "dropped": "dropped as too long"}
+        return self.told("skipped")
+
+    def told(self, skipped: str) -> str:
+        """What became of the rows; `skipped`: what those are called from which nothing could be learnt."""
+        words = {"left_out": "left out by a transform", "skipped": skipped, "dropped": "dropped as too long"}
         words |= {"split": "split into several"}
         counts = [f"{vars(self)[name]:,} {word}" for name, word in words.items() if vars(self)[name]]
         return ", ".join([f"{self.rows:,} row{'' if self.rows == 1 else 's'}", *counts])

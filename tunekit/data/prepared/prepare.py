@@ -92,7 +92,8 @@ class Making:
                 bar.update(part.rows)
             bad.check()
             if not writer.counts["documents"]:
-                raise UserError(f"{rows.source}: nothing is left to learn from: {writer.prepared}{bad.example}")
+                told = writer.prepared.told("bad")
+                raise UserError(f"{rows.source}: nothing is left to learn from: {told}{bad.example}")
             with cache.told(folder):
                 writer.finish(source=rows.source, split=rows.split, made=began, seconds=time.time() - began)
 

@@ -21,13 +21,17 @@ NEAR = 16  # characters; what is wrong so close to the end of a block may be rig
 
 def parse(raw: bytes) -> Any:
     """The value of a JSON text; ValueError says why there is none."""
-    text = decode(raw)
+    text = decode(raw).rstrip()  # what is missing is missing in the line, not in the next one
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        raise ValueError(f"malformed JSON: {error.msg} at column {error.colno}") from None
+        raise ValueError(malformed(error.msg, error.colno)) from None
     except (RecursionError, ValueError) as error:  # ValueError: an integer of more digits than Python converts
         raise ValueError(f"unreadable JSON: {error}") from None
+
+
+def malformed(reason: str, column: int) -> str:
+    return f"malformed JSON: {reason.removesuffix(' at')} at column {column}"
 
 
 def json_row(where: str, raw: bytes) -> Row | Fault:
@@ -142,14 +146,13 @@ class JsonObject(RowFile):
             except TROUBLE as error:
                 raise unreadable(self.file.name, error) from None
         try:
-            text = decode(raw)
+            text = decode(raw).rstrip()
         except ValueError as error:
             raise UserError(f"{self.file.name}: {error}") from None
         try:
             value = json.loads(text)
         except json.JSONDecodeError as error:
-            where = f"{self.file.name}:{error.lineno}"
-            raise UserError(f"{where}: malformed JSON: {error.msg} at column {error.colno}") from None
+            raise UserError(f"{self.file.name}:{error.lineno}: {malformed(error.msg, error.colno)}") from None
         except (RecursionError, ValueError) as error:
             raise UserError(f"{self.file.name}: unreadable JSON: {error}") from None
         if not isinstance(value, dict):
@@ -246,7 +249,7 @@ class Elements:
 
     def fault(self, reason: str, at: int) -> UserError:
         line, column = line_of(self.stored, self.offset + len(encoded(self.text[self.at : at])))
-        return UserError(f"{self.stored.name}:{line}: malformed JSON: {reason} at column {column}")
+        return UserError(f"{self.stored.name}:{line}: {malformed(reason, column)}")
 
 
 def encoded(text: str) -> bytes:

@@ -81,7 +81,8 @@ def open_source(source: str, split: str, limit: int | None = None, stream: bool 
     low, high = cut.bounds(sum(counts))
     high = high if limit is None else min(high, low + limit)
     if low == high:
-        raise UserError(f"{source}: {split} holds no row (of {sum(counted(parts, None))})")
+        count, empty = sum(counted(parts, None)), "the file is" if len(parts) == 1 else f"its {len(parts)} files are"
+        raise UserError(f"{source}: {split} holds no row" + (f" (of {count})" if count else f": {empty} empty"))
     return Table(parts, low, high, counts)
 
 

@@ -78,7 +78,15 @@ class Mapped(Loader):
         tokens = np.bincount(part_of, self.order.lengths[drawn], len(self.parts)).astype(int).tolist()
         columns = zip(self.mix.sources, self.parts, self.sizes, self.counts, tokens, strict=True)
         shares = [
-            Share(rows.source, about(part, count == size), count, each, learnt(part, count / size), count / size)
+            Share(
+                name=rows.source,
+                about=about(part, count == size),
+                rows=count,
+                tokens=each,
+                learnt=learnt(part, count / size),
+                passes=count / size,
+                noun="document" if part.prepared.split else "row",
+            )
             for rows, part, size, count, each in columns
         ]
         packed = None if self.mix.capacity is None else self.order.rows(0)
@@ -105,8 +113,8 @@ def learnt(part: Documents, passes: float) -> int:
     return round(part.targets * passes)
 
 
-def about(part: Documents, once: bool) -> str:
+def about(part: Documents, once: bool, skipped: str = "skipped") -> str:
     """What the rows are; how many, and what became of those that are no documents, where that is not told beside it."""
     found = part.prepared
     told = once and found == Prepared(rows=found.rows, form=found.form)
-    return found.form if told and found.form else ", ".join(filter(None, (found.form, str(found))))
+    return found.form if told and found.form else ", ".join(filter(None, (found.form, found.told(skipped))))

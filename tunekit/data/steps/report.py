@@ -7,7 +7,8 @@ from typing import NamedTuple
 class Share(NamedTuple):
     """One source of an epoch: its rows, its tokens, those that are learnt, and how often it is passed.
 
-    `about` says what was found in the source, and what became of that.
+    `about` says what was found in the source, and what became of that; `noun` is what its rows are called here: where
+    some are split, each part of one counts.
     """
 
     name: str
@@ -16,6 +17,7 @@ class Share(NamedTuple):
     tokens: int
     learnt: int
     passes: float
+    noun: str = "row"
 
 
 def counted(count: float, noun: str) -> str:
@@ -54,7 +56,7 @@ class Report:
 
     def __str__(self) -> str:
         parts = [
-            counted(self.rows, "row"),
+            counted(self.rows, "row" if all(share.noun == "row" for share in self.shares) else "document"),
             counted(self.tokens, "token"),
             f"{self.learnt:,} learnt ({self.learnt / self.tokens:.0%})",
             f"longest {self.longest:,}",
@@ -70,8 +72,9 @@ class Report:
     def line(self, share: Share) -> str:
         """What one part of a mix is and gives."""
         what = "the block" if self.streamed else "an epoch"
+        rows = f"{counted(share.rows, share.noun)} ({share.rows / self.rows:.1%})"
         return (
-            f"  {share.name}: {share.about}; {what} takes {counted(share.rows, 'row')} ({share.rows / self.rows:.1%}), "
+            f"  {share.name}: {share.about}; {what} takes {rows}, "
             f"{counted(share.tokens, 'token')} ({share.tokens / self.tokens:.1%})"
             + ("" if self.streamed else f", {counted(share.passes, 'pass')}")
         )
