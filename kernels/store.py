@@ -28,9 +28,20 @@ def home() -> Path:
 
 
 def writable(folder: Path) -> bool:
-    """Whether it can be made: a home may be for reading only, as on nodes of some clusters."""
+    """Whether it can be made: a home may be for reading only, as on nodes of some clusters.
+
+    Some file systems, such as /proc, say that root may write and then make nothing: where it is not there, it is tried.
+    """
     there = next(path for path in (folder, *folder.parents) if path.exists())
-    return there.is_dir() and os.access(there, os.W_OK)
+    if there == folder or not there.is_dir() or not os.access(there, os.W_OK):
+        return there.is_dir() and os.access(there, os.W_OK)
+    tried = there / f".tunekit-{os.getpid()}"
+    try:
+        tried.mkdir()
+        tried.rmdir()
+    except OSError:
+        return False
+    return True
 
 
 def processor() -> str:

@@ -12,6 +12,7 @@ import torch
 
 from tests.parallel.ranks import on
 from tunekit import metrics, profile
+from tunekit.config.problems import FieldErrors
 from tunekit.errors import FieldError, UserError
 from tunekit.parallel.run import Run
 from tunekit.profile import FOLDER, TABLE, Profile, Profiler, Seen, table, verdict, waiting
@@ -182,11 +183,21 @@ def test_the_steps_that_were_chosen(
     assert text in capsys.readouterr().err
 
 
-def test_a_run_too_short_leaves_nothing(tmp_path: Path) -> None:
+def test_a_run_too_short_leaves_nothing_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     for steps in (1, 2, 3):
         looked(tmp_path, True, steps)
+        told = f"no step was looked at: profile.start=3 lets so many steps go by, and this start had {steps}\n"
+        assert capsys.readouterr().err.endswith(told)
     looked(tmp_path, False, 9)
     assert not (tmp_path / FOLDER).exists()
+    looked(tmp_path, True, 4)
+    assert "no step was looked at" not in capsys.readouterr().err
+
+
+def test_a_run_whose_steps_are_known_is_long_enough_or_not() -> None:
+    """The first step that is looked at comes behind `start` others."""
+    assert Profile(start=3).refusal(4) is None and Profile(start=3).refusal(None) is None
+    assert "`steps` is 3" in (Profile(start=3).refusal(3) or "")
 
 
 @pytest.mark.parametrize("left", [2, 3, 4])
@@ -202,6 +213,9 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
     for name in ("start", "steps"):
         with pytest.raises(FieldError, match="1 or more"):
             Profile(**{name: 0})
+    with pytest.raises(FieldErrors) as caught:
+        Profile(start=0, steps=-1)
+    assert [one.field for one in caught.value.errors] == ["start", "steps"]
     with pytest.raises(UserError, match="on the CPU leave it out"):
         Profiler(Profile(memory=True), tmp_path, Run(0, "cpu"))
     (tmp_path / FOLDER).write_text("in the way")

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch.profiler import profile, record_function, schedule
 
+from tunekit.config.problems import FieldErrors
 from tunekit.errors import FieldError, UserError
 from tunekit.parallel.run import Run
 from tunekit.timeline import DATA, Figures, figures
@@ -40,14 +41,25 @@ class Profile:
     memory: bool = False  # also what lies in the memory of a GPU, for pytorch.org/memory_viz
 
     def __post_init__(self) -> None:
-        for name in ("start", "steps"):
-            if vars(self)[name] < 1:
-                raise FieldError(name, f"must be 1 or more, not {vars(self)[name]}")
+        low = [name for name in ("start", "steps") if vars(self)[name] < 1]
+        if low:
+            raise FieldErrors([FieldError(name, f"must be 1 or more, not {vars(self)[name]}") for name in low])
+
+    def refusal(self, steps: int | None) -> str | None:
+        """Why a run of so many steps has none to look at, if that is known."""
+        if steps is None or self.start < steps:
+            return None
+        return f"the first {self.start} go by, and `steps` is {steps}, so none is left to look at: lower profile.start"
 
     def check(self, device: torch.device) -> None:
         """Whether the device has what is asked for."""
         if self.memory and device.type == "cpu":
             raise UserError("profile.memory: tells of the memory of a GPU; on the CPU leave it out")
+
+
+def chosen(choice: Profile | bool) -> Profile | None:
+    """What `profile` comes to."""
+    return Profile() if choice is True else choice or None
 
 
 class Seen(NamedTuple):
@@ -71,7 +83,7 @@ class Profiler:
     """
 
     def __init__(self, choice: Profile | bool, folder: Path, run: Run) -> None:
-        self.choice = Profile() if choice is True else choice or None
+        self.choice = chosen(choice)
         self.folder, self.run = folder / FOLDER, run
         self.begun, self.first = 0, 0
         self.trace: profile | None = None
@@ -87,6 +99,9 @@ class Profiler:
     ) -> None:
         if kind is None:
             self.end()
+            if self.choice is not None and not self.written:
+                went = f"profile.start={self.choice.start} lets so many steps go by, and this start had {self.begun}"
+                self.run.tell(f"profile: no step was looked at: {went}")
         elif self.trace is not None:  # others may be in the middle of an exchange: what was seen is not put together
             trace, self.trace = self.trace, None
             trace.stop()

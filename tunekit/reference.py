@@ -43,6 +43,7 @@ class Off:
         return True
 
     def check(self, cfg: Training, terms: Objective) -> None:
+        insist_on_comparison("off", terms)
         if (reason := keeps_nothing(cfg.adapter)) is not None:
             raise FieldError("reference", f"{reason}: `copy` or `cached` keeps what training began with")
 
@@ -67,7 +68,7 @@ class Copy:
         return True
 
     def check(self, cfg: Training, terms: Objective) -> None:
-        """There is nothing that it cannot do."""
+        insist_on_comparison("copy", terms)
 
     def open(self, job: Job, terms: Objective) -> Judges:
         cfg = job.cfg
@@ -88,6 +89,7 @@ class Cached:
         return False
 
     def check(self, cfg: Training, terms: Objective) -> None:
+        insist_on_comparison("cached", terms)
         if streams(cfg.data):
             raise FieldError("reference", "cached: nobody knows all rows of a stream before: use off or copy")
         if any(term.others for term in terms.terms):
@@ -152,6 +154,13 @@ class Shift(Moving):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.total, self.count = torch.tensor([state["total"], state["count"]], dtype=torch.float64)
+
+
+def insist_on_comparison(kind: str, terms: Objective) -> None:
+    """FieldError if there is nothing that a reference is asked for."""
+    if not any(term.compares for term in terms.terms):
+        losses = " and ".join(type(term).__name__.lower() for term in terms.terms)
+        raise FieldError("reference", f"{kind}: nothing is compared with a reference by {losses}: leave it out")
 
 
 def keeps_nothing(adapter: Full | LoRA) -> str | None:

@@ -16,7 +16,9 @@ from tunekit.checkpoint import atomic, read, save, workspace
 from tunekit.checkpoint.folder import Folder
 from tunekit.checkpoint.score import insist_on_text
 from tunekit.checkpoint.state import State
-from tunekit.config.dump import dump, resolved
+from tunekit.config.dump import differences, dump, resolved
+from tunekit.config.load import mapping
+from tunekit.config.problems import FieldErrors
 from tunekit.data.rows import Rows
 from tunekit.data.steps.ahead import Ahead
 from tunekit.data.steps.batch import Batch
@@ -37,7 +39,7 @@ from tunekit.parallel.choice import Parallel
 from tunekit.parallel.run import Run, device_of
 from tunekit.plan import explain
 from tunekit.precision import Precision
-from tunekit.profile import Profile, Profiler, waiting
+from tunekit.profile import Profile, Profiler, chosen, waiting
 from tunekit.publish import Publisher, Push
 
 # Choices that may change between two starts of one run: they do not change what is learnt.
@@ -88,10 +90,12 @@ class Training:
 
     def __post_init__(self) -> None:
         counts = ("batch", "micro_batch", "epochs", "steps", "save_every", "keep", "validate_every", "patience")
-        if low := [name for name in counts if vars(self)[name] is not None and vars(self)[name] < 1]:
-            raise FieldError(low[0], f"must be 1 or more, not {vars(self)[low[0]]}")
+        low = [name for name in counts if vars(self)[name] is not None and vars(self)[name] < 1]
+        wrong = [FieldError(name, f"must be 1 or more, not {vars(self)[name]}") for name in low]
         if self.clip < 0:
-            raise FieldError("clip", f"must not be below 0, not {self.clip}")
+            wrong.append(FieldError("clip", f"must not be below 0, not {self.clip}"))
+        if wrong:
+            raise FieldErrors(wrong)
         if self.patience is not None and self.validation is None:
             raise FieldError("patience", "needs `validation` to watch")
         check_ends(self.data, self.steps, self.validation)
@@ -102,6 +106,9 @@ class Training:
             raise FieldError("memory.step_in_backward", refused)
         if refused := self.guard.refusal(self.memory.step_in_backward):
             raise FieldError("guard", refused)
+        looked = chosen(self.profile)
+        if looked is not None and (refused := looked.refusal(self.steps)):
+            raise FieldError("profile.start", refused)
         if self.init == "random" and not isinstance(self.adapter, Full):
             raise FieldError("init", "random weights under an adapter are kept nowhere: train all of them")
 
@@ -209,23 +216,46 @@ class Job:
 
 def run(cfg: Any, method: Method, fresh: bool) -> None:
     """Train until the last step, a signal, or the end of patience, and leave a checkpoint for others."""
-    with (
-        Run(cfg.seed, cfg.device, cfg.parallel) as here,
-        explain.told(cfg, here.device, here.size, here.hosts),
-        workspace.claim(Path(cfg.out), dump(cfg, method.name), LIVE, fresh, here) as space,
-    ):
-        here.shared(partial(publish.check, cfg.push))
-        cfg.memory.check_passes(-(-cfg.batch // here.sizes.readers), cfg.micro_batch)
-        if not fresh and here.shared(partial(atomic.is_whole, space.final)):
-            verify.insist(space.final)
-            here.tell(f"{space.final} is there: nothing is left to do; --fresh starts over")
-            here.shared(partial(publish.finish, cfg.push, space.folder, space.final))
-            return
-        job = begun(cfg, method, here, space)
-        sender = Publisher(cfg.push, space.folder, job.write, here)
-        steps = train(job, sender)
-        finish(job, steps)
-        sender.finish(space.final)
+    with Run(cfg.seed, cfg.device, cfg.parallel) as here, explain.told(cfg, here.device, here.size, here.hosts):
+        if not fresh:
+            here.shared(partial(check_longer, cfg, resolved(cfg, method.name)))
+        with workspace.claim(Path(cfg.out), dump(cfg, method.name), LIVE, fresh, here) as space:
+            here.shared(partial(publish.check, cfg.push))
+            cfg.memory.check_passes(-(-cfg.batch // here.sizes.readers), cfg.micro_batch)
+            if not fresh and here.shared(partial(atomic.is_whole, space.final)):
+                verify.insist(space.final)
+                here.tell(f"{space.final} is there: nothing is left to do; --fresh starts over")
+                here.shared(partial(publish.finish, cfg.push, space.folder, space.final))
+                return
+            job = begun(cfg, method, here, space)
+            sender = Publisher(cfg.push, space.folder, job.write, here)
+            steps = train(job, sender)
+            finish(job, steps)
+            sender.finish(space.final)
+
+
+def check_longer(cfg: Training, told: dict[str, Any]) -> None:
+    """UserError where a run that has finished is asked for other steps: its schedule has come to its end."""
+    out = Path(cfg.out)
+    if not atomic.is_whole(out / workspace.FINAL) or not (out / workspace.CONFIG).is_file():
+        return
+    changes = differences(mapping(out / workspace.CONFIG), told)
+    changed = {key: (before, now) for key, before, now in changes if key.partition(".")[0] not in LIVE}
+    if changed and changed.keys() <= {"steps", "epochs"}:
+        asked = "; ".join(f"{key}: {before} there, {now} now" for key, (before, now) in changed.items())
+        raise UserError(
+            f"{out} has finished ({asked}): {further(cfg)} and another out= train on what it made, --fresh starts over"
+        )
+
+
+def further(cfg: Training) -> str:
+    """What to say for a run that begins with what this one has made."""
+    final = Path(cfg.out) / workspace.FINAL
+    if isinstance(cfg.adapter, Full):
+        return f"model={final}" + (" init=checkpoint" if cfg.init == "random" else "")
+    if cfg.adapter.init == "zero":
+        return f"adapter.start={final}"
+    return f"`tune merge {cfg.model} {final} OUT`, then model=OUT"  # what was added is stored as twice the rank
 
 
 def begun(cfg: Any, method: Method, run: Run, space: workspace.Workspace) -> Job:
@@ -292,7 +322,7 @@ def train(job: Job, sender: Publisher) -> int:
         job.skill.begin(job.model, run, log.note, start)
         if start == 0 and cfg.guard.returns:
             state.save(0)
-        run.listen()
+        run.listen(job.space.folder / workspace.STOP)
         for step in watch.over(start, steps):
             if patience.over:
                 run.tell(f"the validation loss got no better {cfg.patience} times: ended after step {step}")

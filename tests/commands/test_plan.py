@@ -52,6 +52,34 @@ def test_a_plan_for_programs_and_one_that_fits(config: str, capsys: pytest.Captu
     assert json.loads(capsys.readouterr().out)["peak"] == told["fit"]["peak"]
 
 
+def test_a_plan_that_does_not_fit_is_told_and_leaves_with_2(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", config, "steps=10", "--gpu", "rtx4090", "--gpu-memory"]
+    assert cli.main([*words, "2G"]) == 2
+    out, err = capsys.readouterr()
+    assert "does not fit: " in out and "to need less" in out
+    assert err == "error: a.yaml does not fit 1 x RTX 4090 (2 GiB): --fit looks for the fastest way that does\n"
+    assert cli.main([*words, "2G", "--json"]) == 2
+    assert json.loads(capsys.readouterr().out)["fits"] is False
+    assert cli.main([*words, "80G"]) == 0
+    assert cli.main(["plan", config, "steps=10"]) == 0, "nobody says how much memory the CPU has"
+    capsys.readouterr()
+    tight = [*words[:-1], "micro_batch=16", "--gpu-memory", "24G"]
+    assert cli.main(tight) == 2
+    assert cli.main([*tight, "--fit"]) == 0, "what fits was found"
+
+
+def test_a_preset_that_is_written_lacks_weights(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", config, "--gpu-memory", "80G", "--write", "b.yaml"]
+    lacks = "tunekit/llama3_2_1b has no weights: before it runs, name a checkpoint with model=, or say init=random"
+    for more, told in (
+        ([], f"written: b.yaml; {lacks}\n"),
+        (["init=random"], "written: b.yaml\n"),
+        (["model=tunekit/nano"], "written: b.yaml\n"),
+    ):
+        assert cli.main([*words, *more]) == 0
+        assert capsys.readouterr().err == told
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [

@@ -67,3 +67,15 @@ def test_where_nothing_can_be_written_torch_keeps_its_own_place(
     (tmp_path / "file").touch()
     cli.settle()
     assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="a file system that says it may be written to")
+def test_where_making_a_folder_fails_torch_keeps_its_own_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(store.HOME, "/proc/x")
+    cli.settle()
+    assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ
+
+
+def test_a_look_at_a_folder_leaves_nothing(tmp_path: Path) -> None:
+    assert store.writable(tmp_path / "a" / "b") and store.writable(tmp_path)
+    assert not list(tmp_path.iterdir())

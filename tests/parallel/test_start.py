@@ -130,6 +130,15 @@ def test_a_second_signal_ends_at_once_and_one_while_loading_does(beads: Beads) -
     assert told(ended.err)[1:] == ["SIGTERM: ended before the first step; nothing was changed"]
 
 
+def test_a_file_that_comes_while_loading_ends_at_once_and_is_named(beads: Beads) -> None:
+    process = beads.start("--gpus", "2", "slow=1000")
+    until(lambda: len(beads.started()) == 2)
+    (beads.folder / "out/stop").touch()
+    ended = beads.end(process)
+    assert ended.code == 143 and not (beads.folder / "out/stop").exists()
+    assert told(ended.err)[1:] == ["the file out/stop: ended before the first step; nothing was changed"]
+
+
 def test_ranks_do_not_outlive_the_one_that_started_them(beads: Beads) -> None:
     process = beads.start("--gpus", "2", LONG)
     until(lambda: list(beads.folder.glob("out/5.*")))

@@ -50,6 +50,8 @@ CONFIGS = {
     "missing rows": (("data.source=nowhere.jsonl",), ("nowhere.jsonl",)),
     "missing template": (("data.template=nowhere.jinja",), ("nowhere.jinja",)),
     "missing split": (("data.split=test",), ("rows.jsonl", "test")),
+    "a profile that never begins": (("steps=6", "profile.start=6"), ("profile.start", "`steps` is 6")),
+    "a usual profile that never begins": (("steps=3", "profile=true"), ("profile.start", "`steps` is 3")),
     "no such layer": (("adapter={kind: lora, targets: q_porj}",), ("adapter.targets", "q_porj", "q_proj")),
     "more GPUs than there are": (("--gpus", "64"), ("--gpus 64",)),
     "unknown word": (("--epochs", "3"), ("--epochs",)),
@@ -76,6 +78,15 @@ def test_several_mistakes_are_told_at_once(work):
     assert done.code == 2
     assert "bacth" in done.err
     assert "optimizer.lr" in done.err
+
+
+def test_numbers_out_of_range_are_told_at_once(work):
+    low = {"batch": -1, "micro_batch": 0, "epochs": 0, "steps": 0, "save_every": -2}
+    done = work.tune("validate", "sft.yaml", *(f"{name}={value}" for name, value in low.items()), "clip=-1")
+    assert done.code == 2
+    told = [f"command line: {name}: must be 1 or more, not {value}" for name, value in low.items()]
+    told.append("command line: clip: must not be below 0, not -1.0")
+    assert done.err.removeprefix("error: ").splitlines() == told
 
 
 def row(*messages):

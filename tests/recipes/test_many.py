@@ -72,5 +72,5 @@ def test_stopped_by_a_signal_and_by_a_file(work):
     until(lambda: steps(work, "out") >= before + 2, process)
     (work.folder / "out/stop").touch()
     code, err = end(process)
-    assert code == 143 and err.count("stopped by SIGTERM after step") == 1, err
+    assert code == 143 and err.count("stopped by the file out/stop after step") == 1, err
     assert not (work.folder / "out/stop").exists()

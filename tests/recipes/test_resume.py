@@ -170,6 +170,31 @@ def test_another_config_is_refused_by_its_key(work, monkeypatch):
     assert done(work, "out") == 2
 
 
+@pytest.mark.parametrize(("words", "way"), [
+    ((), "model=out/final and another out="),
+    (("adapter=lora", "optimizer.lr=1e-2"), "adapter.start=out/final and another out="),
+    (("init=random",), "model=out/final init=checkpoint and another out="),
+])  # fmt: skip
+def test_more_steps_of_a_finished_run_are_another_run_that_begins_with_it(work, words, way):
+    assert work.tune(*RUN, *words).code == 0
+    refused = work.tune(*RUN, *words, "steps=9")
+    assert refused.code == 2 and refused.err.count("\n") == 1
+    assert refused.err.startswith(f"error: out has finished (steps: 6 there, 9 now): {way}")
+    keys = way.removesuffix(" and another out=").split()
+    assert work.tune(*RUN, *words, *keys, "steps=1", "out=more").code == 0
+    before, after = ([x["validation"] for x in work.numbers(out) if "validation" in x] for out in ("out", "more"))
+    assert after[0] == pytest.approx(before[-1], rel=1e-4) and before[0] != pytest.approx(before[-1], rel=1e-3)
+
+
+def test_what_pissa_has_made_is_merged_to_train_on(work):
+    words = "adapter=lora", "adapter.init=pissa"
+    assert work.tune(*RUN, *words).code == 0
+    refused = work.tune(*RUN, *words, "steps=9")
+    assert f"`tune merge {work.model} out/final OUT`, then model=OUT and another out=" in refused.err
+    assert work.tune("merge", str(work.model), "out/final", "merged").code == 0
+    assert work.tune(*RUN, *words, "model=merged", "out=more").code == 0
+
+
 def test_what_does_not_change_the_result_may_change(work, monkeypatch):
     assert work.tune(*RUN, "out=unbroken").code == 0
     stop_after(monkeypatch, 2)

@@ -97,5 +97,6 @@ def test_a_file_in_the_folder_stops_the_run(work):
     (work.folder / "out/stop").touch()
     process.join(LIMIT)
     assert process.exitcode == 143
-    assert "stopped by SIGTERM after step" in work.log
+    assert "the file out/stop: ending this step and saving" in work.log
+    assert "stopped by the file out/stop after step" in work.log and "stopped by SIGTERM" not in work.log
     assert not (work.folder / "out/stop").exists()

@@ -5,11 +5,14 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from tunekit import catalog, launch
 from tunekit.checkpoint import atomic
+from tunekit.checkpoint.folder import Folder
 from tunekit.config.dump import dump
 from tunekit.errors import UserError
+from tunekit.hub import fetch
 from tunekit.plan import advice, fit, machine, outcome, report
 from tunekit.plan.extent import extent
 from tunekit.plan.machine import GIB, Machine
@@ -39,7 +42,16 @@ def main(args: argparse.Namespace) -> None:
     if args.write and found is not None:
         there = launch.read(recipe, args.config, [*args.overrides, *found.words], args.imports)
         atomic.write_text(Path(args.write), dump(there, name))
-        print(f"written: {args.write}", file=sys.stderr)
+        print(f"written: {args.write}{unread(there, now.task.source)}", file=sys.stderr)
+    if now.fits is False and found is None:
+        raise UserError(f"{path} does not fit {where.label}: --fit looks for the fastest way that does")
+
+
+def unread(cfg: Any, source: Folder) -> str:
+    """What a config that is written still lacks before it can run."""
+    if source.has_weights or cfg.init == "random" or fetch.commit(source.path) is not None:
+        return ""
+    return f"; {cfg.model} has no weights: before it runs, name a checkpoint with model=, or say init=random"
 
 
 def guessed(args: argparse.Namespace, where: Machine) -> str:

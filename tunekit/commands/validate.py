@@ -1,4 +1,4 @@
-"""`tune validate`: every mistake of a config, before anything runs."""
+"""`tune validate`: the mistakes of a config, before anything runs."""
 
 import argparse
 

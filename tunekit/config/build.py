@@ -5,7 +5,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from tunekit.config.choices import REQUIRED, Choices, Slot, generic, item_hint, kind_name, members, slots
 from tunekit.config.node import COMMAND, FAILED, Node
-from tunekit.config.problems import Path, Problems
+from tunekit.config.problems import FieldErrors, Path, Problems
 from tunekit.config.scalar import WORDS, number
 from tunekit.config.source import shown
 from tunekit.config.suggest import key_message, key_of_word, kind_message, listed
@@ -123,8 +123,9 @@ class Builder:
         try:
             return cls(**values)
         except FieldError as error:
-            inner = tuple(error.field.split("."))
-            self.problems.add(node.find(inner).at, (*path, *inner), error.message)
+            for one in error.errors if isinstance(error, FieldErrors) else (error,):
+                inner = tuple(one.field.split("."))
+                self.problems.add(node.find(inner).at, (*path, *inner), one.message)
         except (ValueError, UserError) as error:
             self.problems.add(node.at, path, str(error) or f"{kind_name(cls)} refuses these values")
         return FAILED

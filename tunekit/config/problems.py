@@ -2,9 +2,17 @@
 
 from collections.abc import Sequence
 
-from tunekit.errors import UserError
+from tunekit.errors import FieldError, UserError
 
 Path = tuple[str, ...]  # the keys from the top of the config down to a value
+
+
+class FieldErrors(FieldError):
+    """Several values that a choice refuses, raised in its `__post_init__` so that all of them are told."""
+
+    def __init__(self, errors: Sequence[FieldError]) -> None:
+        super().__init__(errors[0].field, errors[0].message)
+        self.errors = tuple(errors)
 
 
 class ConfigError(UserError):

@@ -15,7 +15,7 @@ from types import TracebackType
 from tunekit.errors import UserError
 from tunekit.parallel import member
 from tunekit.parallel.asked import End, Job, Place
-from tunekit.parallel.signals import ASKED, TICK
+from tunekit.parallel.signals import ASKED, STOP, TICK, named
 from tunekit.parallel.watch import Board, verdict, where
 
 LOGS = "logs"  # below the folder of the run
@@ -128,7 +128,7 @@ class Ranks:
         codes, beats = self.codes(), self.board.beats()
         asked = [-code for code in codes if code is not None and -code in ASKED]
         if asked:  # nobody but a person or a scheduler sends these
-            name = signal.Signals(asked[0]).name
+            name = named(signal.Signals(asked[0]), self.job.folder and self.job.folder / STOP)
             return End("asked", 128 + asked[0], f"{name}: ended before the first step; nothing was changed")
         bad = [slot for slot, code in enumerate(codes) if (code is not None and not fine(code)) or beats[slot].failed]
         killed = [slot for slot in bad if (codes[slot] or 0) < 0 and codes[slot] not in WAKE]

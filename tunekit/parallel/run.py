@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import count
+from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar, cast
 
@@ -24,6 +25,7 @@ from tunekit.errors import Stopped, UserError
 from tunekit.pages import hold
 from tunekit.parallel import member
 from tunekit.parallel.choice import Parallel, Sizes
+from tunekit.parallel.signals import named
 from tunekit.parallel.store import met
 from tunekit.parallel.watch import Beats
 
@@ -67,6 +69,7 @@ class Run:
         self.asked: signal.Signals | None = None  # of this process, at any moment
         self.agreed: signal.Signals | None = None  # by all, between two steps
         self.handlers: dict[int, Handler] = {}
+        self.file: Path | None = None  # with which a person may ask, too
         self.mesh: DeviceMesh | None = None  # replicate x shard x tensor, context being part of shard
         self.rows: DeviceMesh | None = None  # readers x context x tensor
         self.experts: DeviceMesh | None = None  # replicate x shard x expert x tensor, shard without expert
@@ -130,11 +133,13 @@ class Run:
 
     # Signals
 
-    def listen(self) -> None:
+    def listen(self, file: Path | None = None) -> None:
         """From now on there is something to save: SIGINT and SIGTERM set `stopping`, which is read between two steps.
 
         A second signal of the same kind does what it always did. Python hands signals to the main thread alone.
+        Where `file` is there, SIGTERM is told as the file, for which it was sent.
         """
+        self.file = file
         if threading.current_thread() is not threading.main_thread():
             return
         for number in SIGNALS:
@@ -145,7 +150,9 @@ class Run:
         if not member.ours():  # the process that has started us ends us at the second one; schedulers send it to all
             signal.signal(number, self.handlers[number])
         if self.is_main and not again:  # straight to the file: a signal may come in the middle of a print
-            os.write(2, f"\n{self.asked.name}: ending this step and saving; once more leaves at once\n".encode())
+            who = named(self.asked, self.file)
+            again = "once more" if who == self.asked.name else self.asked.name
+            os.write(2, f"\n{who}: ending this step and saving; {again} leaves at once\n".encode())
 
     @property
     def stopping(self) -> signal.Signals | None:
@@ -155,7 +162,8 @@ class Run:
     def leave(self, done: int, steps: int) -> None:
         """End the run here if a signal asked for it and steps are left; the state is saved."""
         if self.stopping is not None and done < steps:
-            text = f"stopped by {self.stopping.name} after step {done} of {steps}; the same command goes on from there"
+            who = named(self.stopping, self.file)
+            text = f"stopped by {who} after step {done} of {steps}; the same command goes on from there"
             raise Stopped(text, 128 + self.stopping)
 
     # What all say to each other

@@ -14,6 +14,12 @@ TICK = 0.05  # seconds between two looks at processes
 LOOK = 1.0  # seconds between two looks for the file
 
 
+def named(number: signal.Signals, file: Path | None) -> str:
+    """Who asked, in words: the file, for which a signal is sent and which lies there until the run has ended."""
+    from_file = number == signal.SIGTERM and file is not None and file.exists()
+    return f"the file {file}" if from_file else number.name
+
+
 class Wishes:
     """Signals that came for the run, while the `with` block lasts. The file counts as SIGTERM."""
 
@@ -22,6 +28,7 @@ class Wishes:
         self.before = {}
         self.file: Path | None = None
         self.looked = 0.0
+        self.found = False
 
     def __enter__(self) -> "Wishes":
         self.before = {number: signal.signal(number, self.take) for number in ASKED}
@@ -30,6 +37,8 @@ class Wishes:
     def __exit__(self, *error: object) -> None:
         for number, handler in self.before.items():
             signal.signal(number, handler)
+        if self.file is not None and self.found:
+            self.file.unlink(missing_ok=True)
 
     def take(self, number: int, frame: FrameType | None) -> None:
         self.came.append(signal.Signals(number))
@@ -41,11 +50,11 @@ class Wishes:
             self.file.unlink(missing_ok=True)
 
     def look(self) -> None:
-        """Whether the file has come; it is removed."""
-        if self.file is not None and time.monotonic() - self.looked > LOOK:
+        """Whether the file has come; it is removed when all have left."""
+        if self.file is not None and not self.found and time.monotonic() - self.looked > LOOK:
             self.looked = time.monotonic()
             if self.file.exists():
-                self.file.unlink(missing_ok=True)
+                self.found = True
                 self.came.append(signal.SIGTERM)
 
 
@@ -53,7 +62,7 @@ class StopFile:
     """A run without others around it looks for the file itself, and sends itself the signal."""
 
     def __init__(self, folder: Path) -> None:
-        self.file, self.over = folder / STOP, threading.Event()
+        self.file, self.over, self.found = folder / STOP, threading.Event(), False
         self.thread = threading.Thread(target=self.look, daemon=True)
 
     def __enter__(self) -> "StopFile":
@@ -65,9 +74,11 @@ class StopFile:
     def __exit__(self, *error: object) -> None:
         self.over.set()
         self.thread.join()
+        if self.found:
+            self.file.unlink(missing_ok=True)
 
     def look(self) -> None:
-        while not self.over.wait(LOOK):
+        while not self.found and not self.over.wait(LOOK):
             if self.file.exists():
-                self.file.unlink(missing_ok=True)
+                self.found = True
                 os.kill(os.getpid(), signal.SIGTERM)
