@@ -16,12 +16,13 @@ from tunekit.errors import UserError
 WHITE = re.compile(r"[ \t\r\n\ufeff]*")
 # Finds where a value ends. Numbers stay text: they are read elsewhere, where one that is too long is a row's fault.
 DECODER = json.JSONDecoder(parse_int=str, parse_float=str)
+SPACE = " \t\r\n"  # and no other, as JSON has it
 NEAR = 16  # characters; what is wrong so close to the end of a block may be right with the next one
 
 
 def parse(raw: bytes) -> Any:
     """The value of a JSON text; ValueError says why there is none."""
-    text = decode(raw).rstrip()  # what is missing is missing in the line, not in the next one
+    text = decode(raw).rstrip(SPACE)  # what is missing is missing in the line, not in the next one
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
@@ -146,7 +147,7 @@ class JsonObject(RowFile):
             except TROUBLE as error:
                 raise unreadable(self.file.name, error) from None
         try:
-            text = decode(raw).rstrip()
+            text = decode(raw).rstrip(SPACE)
         except ValueError as error:
             raise UserError(f"{self.file.name}: {error}") from None
         try:
