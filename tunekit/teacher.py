@@ -79,7 +79,10 @@ class Teacher(ABC):
 
     def built(self, run: Run) -> Decoder:
         """The model, over devices as the student is."""
-        return assemble.opened(self.model, self.precision, run, self.weights)[0].eval()
+        try:
+            return assemble.opened(self.model, self.precision, run, self.weights)[0].eval()
+        except UserError as error:
+            raise UserError(f"teacher.model: {error}") from None
 
     @abstractmethod
     def open(self, loss: Divergence, student: Decoder, words: Tokenizer, loaders: list[Loader], run: Run) -> View:

@@ -14,6 +14,7 @@ from tunekit import assemble, card, leaks, metrics, publish, verify
 from tunekit.adapters import DoRA, Full, LoRA
 from tunekit.checkpoint import atomic, read, save, workspace
 from tunekit.checkpoint.folder import Folder
+from tunekit.checkpoint.pieces import at_rest
 from tunekit.checkpoint.score import insist_on_text
 from tunekit.checkpoint.state import State
 from tunekit.config.dump import differences, dump, resolved
@@ -276,6 +277,7 @@ def begun(cfg: Any, method: Method, run: Run, space: workspace.Workspace) -> Job
     model = assemble.model(source, cfg.weights, cfg.adapter, cfg.precision, cfg.memory, run, scratch)
     job = Job(cfg, method, run, space, source, data, held, model, skill)
     job.beside = method.beside(job)
+    at_rest(model)  # what it was asked there has gathered weights: an optimizer wants those that live here
     space.begin()
     return job
 

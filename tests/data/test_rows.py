@@ -429,6 +429,18 @@ def test_preferences_may_be_texts(tokenizer: Tokenizer) -> None:
     assert taught(Preference("x"), tokenizer, implicit) == [" four<|im_end|>", " five<|im_end|>"]
     assert whole(Preference("x"), tokenizer, implicit) == whole(Preference("x"), tokenizer, said)
     assert [*documents(Preference("x", too_long="drop", length=3), tokenizer, said)] == [], "both or none"
+    both = {**said, **implicit}
+    assert taught(Preference("x"), tokenizer, both) == [" four<|im_end|>", " five<|im_end|>"], "it stands there once"
+    assert whole(Preference("x"), tokenizer, both) == whole(Preference("x"), tokenizer, said)
+
+
+def test_a_question_that_sides_repeat_is_asked_once(tokenizer: Tokenizer) -> None:
+    """Some keep it in the prompt, behind a system message, and in front of both answers too."""
+    system, better, worse = {"role": "system", "content": "Be brief."}, SAY, {**SAY, "content": "It is 5."}
+    plain = {"prompt": [system, ASK], "chosen": [better], "rejected": [worse]}
+    again = {"prompt": [system, ASK], "chosen": [ASK, better], "rejected": [ASK, worse]}
+    assert whole(Preference("x"), tokenizer, again) == whole(Preference("x"), tokenizer, plain)
+    assert taught(Preference("x"), tokenizer, again) == taught(Preference("x"), tokenizer, plain)
 
 
 @pytest.mark.parametrize(

@@ -168,9 +168,11 @@ def two(base: preference.Preference) -> dict[str, preference.Preference]:
     found |= {kind: replace(lora, loss=(loss,)) for kind, loss in LOSSES.items()}
     found |= {"marks": marked(replace(lora, loss=(KTO(), BCO(weight=0.5))))}
     found |= {"cached": replace(lora, reference=Cached()), "tail": replace(lora, tail=0.5)}
+    found |= {"full, cached": replace(base, reference=Cached())}
     for way in (Parallel(tensor=2), Parallel(context=2)):
         name = "tensor" if way.tensor > 1 else "context"
-        found |= {name: replace(packed(base), parallel=way), f"{name}, qlora": replace(lora, parallel=way)}
+        found |= {name: replace(packed(base), parallel=way), f"{name}, lora": replace(lora, parallel=way)}
+        found |= {f"{name}, qlora": replace(lora, weights=NF4(), parallel=way)}
         found |= {f"{name}, kto": replace(lora, parallel=way, loss=(KTO(), DPO()))}
         found |= {f"{name}, orpo": replace(lora, parallel=way, loss=(ORPO(), AOT()))}
     return found

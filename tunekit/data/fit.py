@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 from tunekit.data.prepared.documents import Document
+from tunekit.data.signs import Sign
 from tunekit.errors import UserError
 
 TooLong = Literal["truncate", "drop", "split"]
@@ -50,7 +51,8 @@ def windows(document: Document, length: int, context: int) -> Iterator[Document]
         learnt = document.learnt[start:end].copy()  # of its first token too, though that is no target
         learnt[1 : max(int(places[done]) - start, 1)] = False
         if learnt[1:].any():
-            yield document._replace(tokens=document.tokens[start:end], learnt=learnt, whole=end - start)
+            tokens, signs = document.tokens[start:end], document.signs | Sign.PART
+            yield document._replace(tokens=tokens, learnt=learnt, whole=end - start, signs=signs)
         done = int(places.searchsorted(end))
         if done < len(places):
             start = int(places[done]) - context

@@ -402,9 +402,10 @@ class Preference(Compared):
         if chosen == rejected:
             raise UserError(f"{self.chosen} and {self.rejected} are the same: nothing is preferred")
         if all(isinstance(side, str) for side in (chosen, rejected)) and isinstance(prompt, str | None):
-            same = dialects.common_text(chosen, rejected) if prompt is None else ""
-            head, end = prompt or "", self.end_of_text(tokenizer)
-            texts = [written.raw(head + side, end, len(head + same)) for side in (chosen, rejected)]
+            head = dialects.common_text(chosen, rejected) if prompt is None else prompt
+            begun = all(side.startswith(head) for side in (chosen, rejected))
+            sides = (side if begun else head + side for side in (chosen, rejected))
+            texts = [written.raw(side, self.end_of_text(tokenizer), len(head)) for side in sides]
         else:
             talks = dialects.pair(chosen, rejected, prompt, fields.get("tools"))
             texts = [written.conversation(tokenizer, found, self.learn) for found in talks]

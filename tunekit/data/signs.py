@@ -6,8 +6,8 @@ from enum import IntFlag
 class Sign(IntFlag):
     """Bits that a row's documents carry. Spans find UNENDED and PROMPT_LEARNT, messages the others.
 
-    The last three are no oddity but what a row says of its answer: that it is a good or a bad one, or that its steps
-    are judged, each at its last token.
+    The last are no oddity: what a row says of its answer, that it is a good or a bad one, or that its steps are judged,
+    each at its last token; and that a document is a part of a row that was split.
     """
 
     SPECIAL_IN_TEXT = 1  # what a user, the system or a tool says holds the text of a special token
@@ -20,3 +20,4 @@ class Sign(IntFlag):
     GOOD = 1 << 16
     BAD = 1 << 17
     STEPS = 1 << 18
+    PART = 1 << 19

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from tunekit.data.prepared.documents import Document, Documents
+from tunekit.data.signs import Sign
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.evaluation.figures import Figure, Found
 from tunekit.evaluation.scores import Given, scored
@@ -63,10 +64,11 @@ def learnt(document: Document) -> list[int]:
 
 
 def asked(rows: Iterable[Placed], tokenizer: Tokenizer) -> Iterator[Question]:
-    """The last answer of each row. A row that was cut, or is learnt from its beginning as text is, asks nothing."""
+    """The last answer of each row. A row that was cut or split, or is learnt from its beginning as text is, asks
+    nothing."""
     for row, document in rows:
-        first = start_of_answer(document)
-        if first > 0 and len(document.tokens) == document.whole:
+        first, cut = start_of_answer(document), len(document.tokens) < document.whole
+        if first > 0 and not cut and not document.signs & Sign.PART:
             prompt, answer = document.tokens[:first].tolist(), document.tokens[first:][document.learnt[first:]].tolist()
             yield Question(row, prompt, tokenizer.decode(prompt).strip(), tokenizer.decode(answer).strip())
 

@@ -90,15 +90,16 @@ def whole(tensor: Tensor, like: Tensor | None = None) -> Tensor:
 
 
 def joined(here: Tensor, split: Split) -> Tensor:
-    """The parts of all ranks of a group, side by side. They may differ in size: each is sent in the room of the
-    largest."""
+    """The parts of all ranks of a group, side by side and contiguous, as kernels of packed weights read them. They may
+    differ in size: each is sent in the room of the largest."""
     most = max(split.sizes)
     room = here.movedim(split.dim, 0).contiguous()
     if len(room) < most:
         room = torch.cat([room, room.new_zeros(most - len(room), *room.shape[1:])])
     parts = [torch.empty_like(room) for _ in split.sizes]
     dist.all_gather(parts, room, split.group)
-    return torch.cat([one[:size] for one, size in zip(parts, split.sizes, strict=True)]).movedim(0, split.dim)
+    whole = torch.cat([one[:size] for one, size in zip(parts, split.sizes, strict=True)])
+    return whole.movedim(0, split.dim).contiguous()
 
 
 @contextmanager

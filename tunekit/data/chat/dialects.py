@@ -116,7 +116,12 @@ def pair(chosen: Any, rejected: Any, prompt: Any, tools: Any) -> list[Talk]:
     """The two conversations of a preference, each learnt from where it leaves the other."""
     sides = [as_messages(side, "assistant", name) for side, name in ((chosen, "chosen"), (rejected, "rejected"))]
     if prompt is not None and not all(told(side, prompt) for side in sides):
-        sides = [[*as_messages(prompt, "user", "prompt"), *side] for side in sides]
+        before = as_messages(prompt, "user", "prompt")
+        counts = range(
+            len(before), 0, -1
+        )  # sides may begin with the end of the prompt, as its question behind a system
+        again = next((count for count in counts if all(side[:count] == before[-count:] for side in sides)), 0)
+        sides = [[*before, *side[again:]] for side in sides]
     same = common(*sides)
     return [
         talk(side, name, tools)._replace(first=same) for side, name in zip(sides, ("chosen", "rejected"), strict=True)

@@ -1,0 +1,37 @@
+"""What is asked of rows: the last answer of those that are whole."""
+
+import pytest
+
+from tunekit import bundled
+from tunekit.data.fit import TooLong
+from tunekit.data.rows import Chat
+from tunekit.data.sources.table import Row
+from tunekit.data.tokenizer import Tokenizer
+from tunekit.evaluation.questions import asked
+
+TALK = [
+    {"role": role, "content": text}
+    for question, answer in (("One?", "It is one, as I said."), ("Two?", "It is two, and no more."))
+    for role, text in (("user", question), ("assistant", answer))
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.open(bundled.MODELS["tunekit/nano"])
+
+
+@pytest.mark.parametrize(
+    ("length", "too_long", "wanted"),
+    [
+        (64, "split", ["It is two, and no more."]),
+        (64, "truncate", ["It is two, and no more."]),
+        (12, "truncate", []),
+        (12, "split", []),
+    ],
+)
+def test_parts_of_a_row_ask_nothing(length: int, too_long: TooLong, wanted: list[str], tokenizer: Tokenizer) -> None:
+    rows = Chat("rows.jsonl", length=length, too_long=too_long)
+    found = rows.encode(rows.prepare(tokenizer), [Row("rows.jsonl:1", {"messages": TALK})])[0]
+    assert isinstance(found, list) and (len(found) > 1) == (length == 12 and too_long == "split")
+    assert [question.wanted for question in asked([("rows.jsonl:1", one) for one in found], tokenizer)] == wanted
