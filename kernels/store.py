@@ -5,6 +5,7 @@ import os
 import platform
 from itertools import takewhile
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 HOME = "TUNEKIT_CACHE"
 CPU_INFO = Path("/proc/cpuinfo")
@@ -30,18 +31,14 @@ def home() -> Path:
 def writable(folder: Path) -> bool:
     """Whether it can be made: a home may be for reading only, as on nodes of some clusters.
 
-    Some file systems, such as /proc, say that root may write and then make nothing: where it is not there, it is tried.
+    Some file systems, such as /proc, say that root may write and then make nothing, so it is tried.
     """
     there = next(path for path in (folder, *folder.parents) if path.exists())
-    if there == folder or not there.is_dir() or not os.access(there, os.W_OK):
-        return there.is_dir() and os.access(there, os.W_OK)
-    tried = there / f".tunekit-{os.getpid()}"
     try:
-        tried.mkdir()
-        tried.rmdir()
+        with TemporaryDirectory(dir=there, prefix=".tunekit-"):
+            return True
     except OSError:
         return False
-    return True
 
 
 def processor() -> str:

@@ -17,8 +17,7 @@ from tunekit.checkpoint.folder import Folder
 from tunekit.checkpoint.pieces import at_rest
 from tunekit.checkpoint.score import insist_on_text
 from tunekit.checkpoint.state import State
-from tunekit.config.dump import differences, dump, resolved
-from tunekit.config.load import mapping
+from tunekit.config.dump import dump, resolved
 from tunekit.config.problems import FieldErrors
 from tunekit.data.rows import Rows
 from tunekit.data.steps.ahead import Ahead
@@ -217,36 +216,23 @@ class Job:
 
 def run(cfg: Any, method: Method, fresh: bool) -> None:
     """Train until the last step, a signal, or the end of patience, and leave a checkpoint for others."""
-    with Run(cfg.seed, cfg.device, cfg.parallel) as here, explain.told(cfg, here.device, here.size, here.hosts):
-        if not fresh:
-            here.shared(partial(check_longer, cfg, resolved(cfg, method.name)))
-        with workspace.claim(Path(cfg.out), dump(cfg, method.name), LIVE, fresh, here) as space:
-            here.shared(partial(publish.check, cfg.push))
-            cfg.memory.check_passes(-(-cfg.batch // here.sizes.readers), cfg.micro_batch)
-            if not fresh and here.shared(partial(atomic.is_whole, space.final)):
-                verify.insist(space.final)
-                here.tell(f"{space.final} is there: nothing is left to do; --fresh starts over")
-                here.shared(partial(publish.finish, cfg.push, space.folder, space.final))
-                return
-            job = begun(cfg, method, here, space)
-            sender = Publisher(cfg.push, space.folder, job.write, here)
-            steps = train(job, sender)
-            finish(job, steps)
-            sender.finish(space.final)
-
-
-def check_longer(cfg: Training, told: dict[str, Any]) -> None:
-    """UserError where a run that has finished is asked for other steps: its schedule has come to its end."""
-    out = Path(cfg.out)
-    if not atomic.is_whole(out / workspace.FINAL) or not (out / workspace.CONFIG).is_file():
-        return
-    changes = differences(mapping(out / workspace.CONFIG), told)
-    changed = {key: (before, now) for key, before, now in changes if key.partition(".")[0] not in LIVE}
-    if changed and changed.keys() <= {"steps", "epochs"}:
-        asked = "; ".join(f"{key}: {before} there, {now} now" for key, (before, now) in changed.items())
-        raise UserError(
-            f"{out} has finished ({asked}): {further(cfg)} and another out= train on what it made, --fresh starts over"
-        )
+    with (
+        Run(cfg.seed, cfg.device, cfg.parallel) as here,
+        explain.told(cfg, here.device, here.size, here.hosts),
+        workspace.claim(Path(cfg.out), dump(cfg, method.name), LIVE, fresh, here, further(cfg)) as space,
+    ):
+        here.shared(partial(publish.check, cfg.push))
+        cfg.memory.check_passes(-(-cfg.batch // here.sizes.readers), cfg.micro_batch)
+        if not fresh and here.shared(partial(atomic.is_whole, space.final)):
+            verify.insist(space.final)
+            here.tell(f"{space.final} is there: nothing is left to do; --fresh starts over")
+            here.shared(partial(publish.finish, cfg.push, space.folder, space.final))
+            return
+        job = begun(cfg, method, here, space)
+        sender = Publisher(cfg.push, space.folder, job.write, here)
+        steps = train(job, sender)
+        finish(job, steps)
+        sender.finish(space.final)
 
 
 def further(cfg: Training) -> str:

@@ -16,7 +16,7 @@ from tests.parallel.ranks import on
 from tunekit.adapters import DoRA, LoRA
 from tunekit.data.rows import Marked
 from tunekit.data.rows import Preference as Pairs
-from tunekit.formats import NF4
+from tunekit.formats import NF4, Float8
 from tunekit.losses.likely import ORPO
 from tunekit.losses.marks import BCO, KTO
 from tunekit.losses.pairs import AOT, DPO, AOT_Unpaired
@@ -173,6 +173,7 @@ def two(base: preference.Preference) -> dict[str, preference.Preference]:
         name = "tensor" if way.tensor > 1 else "context"
         found |= {name: replace(packed(base), parallel=way), f"{name}, lora": replace(lora, parallel=way)}
         found |= {f"{name}, qlora": replace(lora, weights=NF4(), parallel=way)}
+        found |= {f"{name}, float8": replace(lora, weights=Float8(), parallel=way)}
         found |= {f"{name}, kto": replace(lora, parallel=way, loss=(KTO(), DPO()))}
         found |= {f"{name}, orpo": replace(lora, parallel=way, loss=(ORPO(), AOT()))}
     return found

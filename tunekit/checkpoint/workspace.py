@@ -21,6 +21,7 @@ from tunekit.parallel.run import Run
 CONFIG, METRICS, STATE, FINAL, LOCK = "config.yaml", "metrics.jsonl", "state", "final", ".lock"
 EVALUATION = "evaluation.json"  # what `evaluate` found about the run's model
 UPLOAD = "upload"  # checkpoints on their way to the Hub
+LONGER = {"steps", "epochs"}  # keys by which a person wants more of a run that has finished
 # What the loggers write; see `tunekit.metrics`.
 LOGS = ("tensorboard", "wandb", "mlflow", "comet")
 BEGAN = "# began on "
@@ -72,19 +73,22 @@ class Workspace:
         self.close()
 
 
-def claim(out: Path, resolved: str, live: frozenset[str], fresh: bool = False, run: Run | None = None) -> Workspace:
+def claim(
+    out: Path, resolved: str, live: frozenset[str], fresh: bool = False, run: Run | None = None, further: str = ""
+) -> Workspace:
     """The folder of a run, made or taken up again. `resolved` is its config in YAML.
 
     A run that has left results goes on only with the same config; top-level keys in `live` may change. With `fresh`
-    any config will do, and the results stay until the run begins. Of all ranks the main process has the lock.
+    any config will do, and the results stay until the run begins. Of all ranks the main process has the lock. `further`
+    is what to say for a run that begins with what this one has made.
     """
     run = run or Run(device="cpu")
     with ExitStack() as held:
-        day = run.shared(partial(take, held, out, resolved, live, fresh))
+        day = run.shared(partial(take, held, out, resolved, live, fresh, further))
         return Workspace(out, held.pop_all(), day, resolved, run, fresh)
 
 
-def take(held: ExitStack, out: Path, resolved: str, live: frozenset[str], fresh: bool) -> date:
+def take(held: ExitStack, out: Path, resolved: str, live: frozenset[str], fresh: bool, further: str) -> date:
     """Lock a folder, look whether it is the right one, and put the config there; the day when its run began."""
     refuse_other(out)
     try:
@@ -94,7 +98,7 @@ def take(held: ExitStack, out: Path, resolved: str, live: frozenset[str], fresh:
     except OSError as error:
         raise UserError(f"out: cannot write in {out}: {error.strerror}: give another out=") from error
     if not fresh and started(out):
-        compare(out, resolved, live)
+        compare(out, resolved, live, further)
     if not fresh or not (out / CONFIG).is_file():
         begin(out, day, resolved, fresh)
     return day
@@ -136,18 +140,20 @@ def started(out: Path) -> bool:
     return any((out / name).exists() for name in (STATE, FINAL, METRICS))
 
 
-def compare(out: Path, resolved: str, live: frozenset[str]) -> None:
+def compare(out: Path, resolved: str, live: frozenset[str], further: str) -> None:
+    """UserError for another config than the one that a run began with."""
     try:
         old, new = yaml.safe_load((out / CONFIG).read_text(encoding="utf-8")), yaml.safe_load(resolved)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read {out / CONFIG}: mend it, start over with --fresh or give another out=") from error
     changed = [found for found in differences(old, new) if found[0].partition(".")[0] not in live]
     told = partial(json.dumps, ensure_ascii=False, default=str)  # an edited file may hold a date
-    found = [f"{key}: {told(before)} there, {told(now)} now" for key, before, now in changed]
+    found = "; ".join(f"{key}: {told(before)} there, {told(now)} now" for key, before, now in changed)
+    if found and further and {key for key, *_ in changed} <= LONGER and atomic.is_whole(out / FINAL):
+        mend = f"{further} and another out= train on what it made, --fresh starts over"
+        raise UserError(f"{out} has finished ({found}): {mend}")
     if found:
-        raise UserError(
-            f"{out} is the run of another config ({'; '.join(found)}): --fresh starts over, or give another out="
-        )
+        raise UserError(f"{out} is the run of another config ({found}): --fresh starts over, or give another out=")
 
 
 def locked(out: Path) -> IO[str]:

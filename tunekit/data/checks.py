@@ -256,8 +256,9 @@ def constant_labels(of: Subject) -> Iterator[Finding]:
 
 
 def absent_classes(of: Subject) -> Iterator[Finding]:
-    classes, (values, _) = of.use.scored and of.use.scored.classes, labels(of)
-    absent = np.setdiff1d(np.arange(classes or 0), values).astype(int).tolist()
+    classes = (of.use.scored and of.use.scored.classes) or 0
+    values, _ = labels(of)
+    absent = np.setdiff1d(np.arange(classes), values).astype(int).tolist()
     if absent and len(values) > 1:  # the same label everywhere is told as that
         enough = max(int(values.max()) + 1, 2)
         names = ", ".join(map(str, absent[:SHOWN])) + ", .." * (len(absent) > SHOWN)
