@@ -25,12 +25,20 @@ def sigmoid(x):
 
 @triton.jit
 def rate(x, ACT: tl.constexpr):
-    """s(x) of x sigmoid(s(x)), and its derivative."""
+    """s(x) of x sigmoid(s(x)), and its derivative.
+
+    A compiled function has one `return`, and tensors in it: floats of branches would be constants of different types.
+    """
     if ACT == "gelu_tanh":
-        return 1.5957691216 * (x + 0.044715 * x * x * x), 1.5957691216 * (1 + 3 * 0.044715 * x * x)
-    if ACT == "clamped_swiglu":
-        return 1.702 * x, 1.702
-    return x, 1.0
+        s = 1.5957691216 * (x + 0.044715 * x * x * x)
+        slope = 1.5957691216 * (1 + 3 * 0.044715 * x * x)
+    elif ACT == "clamped_swiglu":
+        s = 1.702 * x
+        slope = tl.full(x.shape, 1.702, tl.float32)
+    else:
+        s = x
+        slope = tl.full(x.shape, 1.0, tl.float32)
+    return s, slope
 
 
 @triton.jit
@@ -38,7 +46,8 @@ def forward_kernel(  # noqa: PLR0913 (a launch has no other way to pass them)
     gate, up, y, gate_stride, up_stride, dim, ACT: tl.constexpr, SIZE: tl.constexpr
 ):
     row, at = place(dim, SIZE)
-    real, kind = at < dim, y.dtype.element_ty
+    real = at < dim
+    kind = y.dtype.element_ty  # not in a tuple: the compiler asks the type of each of its elements
     g = tl.load(gate + row * gate_stride + at, real, 0).to(tl.float32)
     u = tl.load(up + row * up_stride + at, real, 0).to(tl.float32)
     if ACT == "clamped_swiglu":  # rounded where its reference rounds
@@ -56,7 +65,8 @@ def backward_kernel(  # noqa: PLR0913
     grad, gate, up, to_gate, to_up, grad_stride, gate_stride, up_stride, dim, ACT: tl.constexpr, SIZE: tl.constexpr
 ):
     row, at = place(dim, SIZE)
-    real, kind = at < dim, to_gate.dtype.element_ty
+    real = at < dim
+    kind = to_gate.dtype.element_ty
     d = tl.load(grad + row * grad_stride + at, real, 0).to(tl.float32)
     g = tl.load(gate + row * gate_stride + at, real, 0).to(tl.float32)
     u = tl.load(up + row * up_stride + at, real, 0).to(tl.float32)
