@@ -23,15 +23,17 @@ def larger(a, b):
     return tl.where(a > b, a, b)
 
 
-@triton.jit
+# A step and the sizes of a weight are not part of what is compiled, except a row's: it decides how wide loads are.
+@triton.jit(do_not_specialize=["of_row", "blocks", "number"])
 def step_kernel(  # noqa: PLR0913 (a launch has no other way to pass them)
     weight, grad, first, second, scales, row, of_row, blocks, number,
     keep, new, keep_square, new_square, shrink, size, correct, eps, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
+    block = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)  # an int32: of 2^39 numbers; division of int64 is slow
     inside = tl.arange(0, BLOCK)
-    behind = (block % of_row * BLOCK)[:, None] + inside[None]
-    at, have = (block // of_row * row)[:, None] + behind, block < blocks
+    behind = ((block % of_row).to(tl.int64) * BLOCK)[:, None] + inside[None]
+    at = ((block // of_row).to(tl.int64) * row)[:, None] + behind
+    have = block < blocks
     there = (behind < row) & have[:, None]
     w = tl.load(weight + at, there, 0.0).to(tl.float32)
     g = tl.load(grad + at, there, 0.0).to(tl.float32)

@@ -14,7 +14,7 @@ SIZE = 1024  # numbers of one program
 @triton.jit
 def place(dim, SIZE: tl.constexpr):
     """The row of a program, and its columns. One long row may have more parts than a grid has in its second axis."""
-    program, many = tl.program_id(0).to(tl.int64), (dim + SIZE - 1) // SIZE
+    program, many = tl.program_id(0).to(tl.int64), (dim - 1) // SIZE + 1  # `dim + SIZE` may not fit an int32
     return program // many, program % many * SIZE + tl.arange(0, SIZE)
 
 

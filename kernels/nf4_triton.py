@@ -14,9 +14,10 @@ OUT, WIDTH = 8, 128
 BLOCK, NESTED = tl.constexpr(64), tl.constexpr(256)  # numbers with one scale; scales with one of their own
 
 
-@triton.jit
+# The number of groups only places one load: weights of different sizes share one compiled kernel.
+@triton.jit(do_not_specialize=["groups"])
 def dequantize_kernel(  # noqa: PLR0913 (a launch has no other way to pass them)
-    packed, scales, outer, table, fine, out, count, groups, SIZE: tl.constexpr, NEST: tl.constexpr
+    packed, scales, outer, table, fine, out, count, numbers, groups, SIZE: tl.constexpr, NEST: tl.constexpr
 ):
     at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
     real = at < count
@@ -29,7 +30,7 @@ def dequantize_kernel(  # noqa: PLR0913 (a launch has no other way to pass them)
     second = tl.load(table + (byte & 15).to(tl.int32)) * scale
     to = tl.program_id(0).to(tl.int64) * 2 * SIZE + tl.arange(0, 2 * SIZE)
     both = tl.reshape(tl.join(first, second), (2 * SIZE,))
-    tl.store(out + to, both.to(out.dtype.element_ty), to < 2 * count)
+    tl.store(out + to, both.to(out.dtype.element_ty), to < numbers)
 
 
 @triton.jit
@@ -37,7 +38,7 @@ def add(a, b):
     return a + b
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["groups"])
 def few_kernel(  # noqa: PLR0913
     x, packed, scales, outer, table, fine, bias, y, rows, out, width, groups,
     ROWS: tl.constexpr, OUT: tl.constexpr, WIDTH: tl.constexpr, NEST: tl.constexpr, BIAS: tl.constexpr,
@@ -120,6 +121,7 @@ def dequantize(
         fine,
         out,
         count,
+        out.numel(),  # not twice `count` in the kernel: it is an int32 there, and the product may not fit
         groups,
         SIZE=SIZE,
         NEST=kept is scales,

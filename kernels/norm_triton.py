@@ -34,10 +34,11 @@ def forward_kernel(  # noqa: PLR0913 (a launch has no other way to pass them)
     tl.store(y + row * dim + at, found.to(kind), real)
 
 
-@triton.jit
+# Row counts differ from batch to batch: none may be part of what is compiled.
+@triton.jit(do_not_specialize=["rows", "rows_per_program"])
 def backward_kernel(  # noqa: PLR0913
-    grad, x, weight, rstd, to_x, parts, grad_stride, x_stride, rows, dim, offset,
-    ROWS: tl.constexpr, SIZE: tl.constexpr, WEIGHT: tl.constexpr, LATE: tl.constexpr, LEARNT: tl.constexpr,
+    grad, x, weight, rstd, to_x, parts, grad_stride, x_stride, rows, rows_per_program, dim, offset,
+    SIZE: tl.constexpr, WEIGHT: tl.constexpr, LATE: tl.constexpr, LEARNT: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, SIZE)
@@ -49,7 +50,8 @@ def backward_kernel(  # noqa: PLR0913
         else:
             factor = tl.load(weight + at, real, 0).to(to_x.dtype.element_ty).to(tl.float32)
     sums = tl.full((SIZE,), 0.0, tl.float32)
-    for row in range(block * ROWS, tl.minimum(block * ROWS + ROWS, rows)):
+    first_row = block * rows_per_program
+    for row in range(first_row, tl.minimum(first_row + rows_per_program, rows)):
         by = tl.load(rstd + row)
         unit = tl.load(x + row * x_stride + at, real, 0).to(tl.float32) * by
         came = tl.load(grad + row * grad_stride + at, real, 0).to(tl.float32)
@@ -86,6 +88,6 @@ def backward(  # noqa: PLR0913
     size = triton.next_power_of_2(dim)
     if rows:
         backward_kernel[(triton.cdiv(rows, each),)](
-            grad, x, x if weight is None else weight, rstd, to_x, parts, grad.stride(0), x.stride(0), rows, dim, offset,
-            ROWS=each, SIZE=size, WEIGHT=weight is not None, LATE=late, LEARNT=len(parts) > 0, num_warps=warps(size),
+            grad, x, x if weight is None else weight, rstd, to_x, parts, grad.stride(0), x.stride(0), rows, each, dim,
+            offset, SIZE=size, WEIGHT=weight is not None, LATE=late, LEARNT=len(parts) > 0, num_warps=warps(size),
         )  # fmt: skip

@@ -16,7 +16,8 @@ def rotate_kernel(  # noqa: PLR0913 (a launch has no other way to pass them)
     HEADS: tl.constexpr, SIZE: tl.constexpr, PAIRED_IN: tl.constexpr, PAIRED_OUT: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
+    # int64: heads of long rows may be far apart
+    head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]).to(tl.int64)
     to = tl.arange(0, SIZE)[None, :]  # a channel of what goes out
     real = (head < heads) & (to < dim)
     place = to - start  # among those that turn

@@ -1,0 +1,58 @@
+"""Checks of the Triton kernels that need their compiler's frontend only, as JSON: coverage, recompiles, overflows.
+
+python benchmarks/triton_checks.py
+"""
+
+import argparse
+import json
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton_launches import LAUNCHES, count_compiles, describe_versions, find_uncovered, meta, record_launches
+from triton_overflow_examples import right, wrong_address, wrong_mask
+from triton_ranges import find_overflows
+
+TARGET = GPUTarget("cuda", 80, 32)
+# Token counts of thirty steps: odd and even, multiples of 16, 1, below and above what a grid has
+LENGTHS = (4096, 4095, 1, 16, 17, 64, 100, 127, 128, 1000, *(257 * n for n in range(1, 17)), 8192, 12345, 32768, 65536)
+
+
+def list_overflows() -> list[str]:
+    lines = []
+    for kernels in LAUNCHES.values():
+        with record_launches(TARGET) as launches:
+            kernels.large()
+        lines += [line for launch in launches for line in find_overflows(launch)]
+    return sorted(set(lines))
+
+
+def list_control_overflows() -> dict[str, list[str]]:
+    """Of kernels of which the answers are known."""
+    x = meta(1, dtype=torch.float32)
+    with record_launches(TARGET) as launches:
+        wrong_mask[(2**20,)](x, 2**30 + 1, SIZE=1024)
+        wrong_address[(2**20,)](x, 4096, SIZE=1024)
+        right[(2**20,)](x, 2**30 + 1, 4096, SIZE=1024)
+    return {launch.kernel.__name__: find_overflows(launch) for launch in launches}
+
+
+def count_all_compiles() -> dict[str, tuple[int, int]]:
+    """Compiled kernels of each module after two training steps, and after all."""
+    steps = [(tokens, number) for number, tokens in enumerate(LENGTHS, start=1)]
+    return {name: (count_compiles(steps[:2], name), count_compiles(steps, name)) for name in LAUNCHES}
+
+
+def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    checks = {
+        "versions": describe_versions(),
+        "uncovered": {form: find_uncovered(form) for form in ("variants", "large")},
+        "overflows": list_overflows(),
+        "control": list_control_overflows(),
+        "compiles": count_all_compiles(),
+    }
+    print(json.dumps(checks, indent=1))
+
+
+if __name__ == "__main__":
+    main()

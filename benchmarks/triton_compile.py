@@ -1,0 +1,219 @@
+"""Compile every Triton kernel to machine code for NVIDIA and AMD GPUs, without one; report registers and spills.
+
+    python benchmarks/triton_compile.py --table benchmarks/results/DATE-triton-compile.md   # everything, ~15 minutes
+    python benchmarks/triton_compile.py --quick --json -                                    # what CI compiles
+
+Never set TRITON_INTERPRET: interpreted kernels are not compiled.
+"""
+
+import argparse
+import contextlib
+import io
+import json
+import multiprocessing
+import os
+import platform
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from datetime import date
+from pathlib import Path
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, CompiledKernel
+from triton.compiler import compile as compile_triton
+from triton.errors import TritonError
+from triton_launches import Launch, describe_versions, unique_launches
+
+TARGETS = "sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942", "gfx1100"
+WARP_SIZES = {"gfx942": 64}
+BLOCK_SIZES = ("SIZE", "HEADS", "ROWS", "OUT", "WIDTH", "BLOCKS")  # constants that do not select code
+
+
+@dataclass(frozen=True)
+class CompileResult:
+    """Resources of one compiled launch; registers and spilled bytes of one thread."""
+
+    kernel: str
+    variant: str
+    pointers: str
+    target: str
+    num_warps: int
+    registers: int = 0
+    spills: int = 0
+    shared: int = 0
+    widest_load: int = 0  # bits
+    multiply_adds: int = 0  # instructions that multiply and add with one rounding
+    seconds: float = 0.0
+    error: str = ""
+
+
+def get_target(name: str) -> GPUTarget:
+    if name.startswith("gfx"):
+        return GPUTarget("hip", name, WARP_SIZES.get(name, 32))
+    return GPUTarget("cuda", int(name.removeprefix("sm_")), 32)
+
+
+def compile_launch(launch: Launch, target: str) -> CompileResult:
+    """Machine code for one target. Errors of the compiler become part of the result."""
+    start, log, errors = time.perf_counter(), io.StringIO(), io.StringIO()
+    source = ASTSource(launch.kernel, launch.signature, launch.constants, launch.attributes)
+    names = launch.name, launch.variant, launch.pointers, target, launch.options["num_warps"]
+    try:
+        with contextlib.redirect_stdout(log), contextlib.redirect_stderr(errors):
+            compiled = compile_triton(source, target=get_target(target), options=launch.options)
+    except (TritonError, RuntimeError, AssertionError, ValueError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        return CompileResult(*names, seconds=time.perf_counter() - start, error=reason)
+    read = read_amd_resources if target.startswith("gfx") else read_nvidia_resources
+    seconds = time.perf_counter() - start
+    return CompileResult(*names, *read(compiled, log.getvalue()), seconds=seconds)
+
+
+def read_nvidia_resources(compiled: CompiledKernel, log: str) -> tuple[int, int, int, int, int]:
+    """From the log of ptxas, which Triton prints with TRITON_DUMP_PTXAS_LOG, and from the PTX."""
+    registers = re.search(r"Used (\d+) registers", log)
+    assert registers, f"no register count in the log of ptxas: {log!r}"
+    spills = sum(int(n) for n in re.findall(r"(\d+) bytes spill stores", log))
+    loads = re.findall(r"ld\.global\S*?(?:\.v(\d))?\.b(\d+)", compiled.asm["ptx"])
+    widest = max((int(count or 1) * int(bits) for count, bits in loads), default=0)
+    multiply_adds = len(re.findall(r"\bfma\.rn", compiled.asm["ptx"]))
+    return int(registers[1]), spills, compiled.metadata.shared, widest, multiply_adds
+
+
+def read_amd_resources(compiled: CompiledKernel, log: str) -> tuple[int, int, int, int, int]:
+    """From the metadata in the assembly. Registers are vector registers; spills are bytes of scratch memory."""
+    text = compiled.asm["amdgcn"]
+    registers = re.search(r"\.vgpr_count:\s*(\d+)", text)
+    scratch = re.search(r"\.private_segment_fixed_size:\s*(\d+)", text)
+    assert registers and scratch, "no resource metadata in the assembly"
+    loads = re.findall(r"(?:global|buffer)_load_(?:b|dword)(x?\d*)", text)
+    widths = {"": 32, "x2": 64, "x3": 96, "x4": 128}
+    widest = max((widths[n] if n in widths else int(n) for n in loads), default=0)
+    return int(registers[1]), int(scratch[1]), compiled.metadata.shared, widest, len(re.findall(r"\bv_fma", text))
+
+
+def pick_quick(launches: list[Launch], target: str, targets: list[str]) -> list[Launch]:
+    """What CI compiles for a target: a share of all variants of code, so that each is compiled for some target.
+
+    Among launches that differ in block sizes and alignment only, the one with the largest blocks is compiled.
+    """
+    groups: dict[tuple[str, ...], list[Launch]] = {}
+    for launch in launches:
+        flags = [word for word in launch.variant.split() if word.partition("=")[0] not in BLOCK_SIZES]
+        groups.setdefault((launch.name, *flags, launch.pointers), []).append(launch)
+    largest = [max(group, key=get_block_numbers) for group in groups.values()]
+    widest = {launch.name: launch for launch in sorted(largest, key=get_block_numbers)}  # of each kernel
+    share = largest[targets.index(target) :: len(targets)]
+    return list({launch.key: launch for launch in (*widest.values(), *share)}.values())
+
+
+def get_block_numbers(launch: Launch) -> int:
+    """Numbers of one block of a launch."""
+    numbers = 1
+    for word in launch.variant.split():
+        name, _, value = word.partition("=")
+        numbers *= int(value) if name in BLOCK_SIZES else 1
+    return numbers
+
+
+JOBS: list[tuple[Launch, str]] = []  # workers are forked: kernels need not be pickled
+
+
+def run_job(index: int) -> CompileResult:
+    return compile_launch(*JOBS[index])
+
+
+def compile_all(targets: list[str], quick: bool, processes: int) -> list[CompileResult]:
+    """Results of all launches for some targets, in a fixed order."""
+    for target in targets:
+        launches = unique_launches(get_target(target).backend)
+        JOBS.extend((launch, target) for launch in (pick_quick(launches, target, targets) if quick else launches))
+    context = multiprocessing.get_context("fork")
+    with (
+        tempfile.TemporaryDirectory() as cache,
+        ProcessPoolExecutor(processes, context, initializer=prepare_worker, initargs=(cache,)) as pool,
+    ):
+        return list(pool.map(run_job, range(len(JOBS)), chunksize=4))
+
+
+def prepare_worker(cache: str) -> None:
+    """An empty cache: ptxas writes no log for a kernel that is there."""
+    os.environ.update(TRITON_CACHE_DIR=cache, TRITON_DUMP_PTXAS_LOG="1")
+
+
+def format_table(results: list[CompileResult], targets: list[str]) -> str:
+    """A row for each kernel, a column for each target: ranges over all variants."""
+    kernels = list(dict.fromkeys(result.kernel for result in results))
+    lines = [f"| kernel | variants | {' | '.join(targets)} |", f"|---|--:|{'--:|' * len(targets)}"]
+    for kernel in kernels:
+        count = max(sum(r.kernel == kernel and r.target == target for r in results) for target in targets)
+        cells = [format_cell([r for r in results if (r.kernel, r.target) == (kernel, target)]) for target in targets]
+        lines.append(f"| `{kernel.replace('_triton', '')}` | {count} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def format_cell(results: list[CompileResult]) -> str:
+    if failed := sum(bool(r.error) for r in results):
+        return f"{failed} failed"
+    registers, spills = format_range(r.registers for r in results), max(r.spills for r in results)
+    shared = max(r.shared for r in results)
+    return f"{registers} / {spills} / {shared}"
+
+
+def format_range(numbers: Iterable[int]) -> str:
+    low, *_, high = sorted([*numbers] * 2)
+    return str(low) if low == high else f"{low}-{high}"
+
+
+def format_report(results: list[CompileResult], targets: list[str]) -> str:
+    spilled = [r for r in results if r.spills]
+    spills = sorted({(r.kernel, r.variant, r.pointers, r.target, r.spills) for r in spilled}, key=lambda r: -r[4])
+    seconds, failures = sum(result.seconds for result in results), sum(bool(result.error) for result in results)
+    lines = [
+        *(f"- {size} B: `{kernel}` {variant} ({types}), {target}" for kernel, variant, types, target, size in spills)
+    ]
+    return f"""# Triton kernels, compiled for nine GPUs
+
+{date.today()}, {describe_versions()}, Python {platform.python_version()}, no GPU: Triton's compiler with its own ptxas
+and LLVM. Nothing on this page has run on a GPU. `python benchmarks/triton_compile.py --table FILE`.
+
+Variants: dtypes, flags, block sizes and integer arguments (1, multiples of 16, others) that the presets lead to. A cell
+is registers of a thread (lowest and highest) / bytes that a thread spills (most) / bytes of shared memory of a block
+(most). {len(results)} compilations, {seconds:.0f} s, {failures} failures.
+
+{format_table(results, targets)}
+
+{"Spills, the worst:" if lines else "No kernel spills."}
+{chr(10).join(lines[:20])}
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--targets", default=",".join(TARGETS), help="names such as sm_90,gfx942")
+    parser.add_argument("--quick", action="store_true", help="each variant for one target only")
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--json", help="write all results here; -: to standard output")
+    parser.add_argument("--table", help="write a Markdown report here")
+    args = parser.parse_args()
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        sys.exit("triton_compile.py: TRITON_INTERPRET is set. Unset it: interpreted kernels are not compiled.")
+    targets = args.targets.split(",")
+    results = compile_all(targets, args.quick, args.processes)
+    if args.json:
+        text = json.dumps([asdict(result) | {"triton": triton.__version__} for result in results], indent=0)
+        sys.stdout.write(text) if args.json == "-" else Path(args.json).write_text(text, "utf-8")
+    if args.table:
+        Path(args.table).write_text(format_report(results, targets), "utf-8")
+    if errors := [result for result in results if result.error]:
+        sys.exit(f"{len(errors)} of {len(results)} failed, the first: {errors[0]}")
+
+
+if __name__ == "__main__":
+    main()
