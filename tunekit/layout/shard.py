@@ -21,8 +21,8 @@ FEW = 0.05
 def shard(model: Decoder, run: Run) -> None:
     """Divide a model that holds no numbers yet."""
     trained = any(p.requires_grad for p in model.parameters())
-    # Copies that learn nothing have nothing to tell each other.
-    if run.mesh is None or (run.sizes.averaged if trained else run.sizes.sharded) == 1:
+    ranks = run.sizes.averaged if trained else run.sizes.sharded  # copies that are not trained exchange nothing
+    if run.mesh is None or (ranks == 1 and run.size > 1):
         return
     how = choices(model, run, divided(run.mesh, trained))
     run.accumulates = few_are_trained(model, run.sizes.sharded)

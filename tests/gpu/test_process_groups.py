@@ -1,0 +1,57 @@
+"""Process groups: the timeout of the config in all of them, and a group of one rank as tests on one GPU use it."""
+
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from tests.checkpoints import FP32, batch, made, tokens
+from tests.gpu.process_groups import timeouts
+from tests.parallel.ranks import on
+from tunekit import assemble
+from tunekit.adapters import Full
+from tunekit.checkpoint.folder import Folder
+from tunekit.formats import Plain
+from tunekit.losses.likelihood import CrossEntropy
+from tunekit.memory import Memory
+from tunekit.models.decoder import Decoder
+from tunekit.parallel.choice import Parallel
+from tunekit.parallel.norm import length
+from tunekit.parallel.run import LATER, ONE_RANK, PATIENT, Run
+
+
+@pytest.mark.multi
+def test_all_groups_have_the_timeout_of_the_config() -> None:
+    for collectives, waits, warned in on(2, timeouts, Parallel(context=2, timeout=77)):
+        assert collectives == {timedelta(seconds=77 + LATER)} and waits == {PATIENT}
+        assert not warned
+
+
+@pytest.fixture
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
+    """A run with a process group of one rank."""
+    values = {ONE_RANK: "1", "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    for name, value in (values | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}).items():
+        monkeypatch.setenv(name, value)
+    with Run(0, "cpu") as run:
+        yield run
+
+
+def built(folder: Path, run: Run) -> Decoder:
+    return assemble.model(Folder.open(made(folder, "llama3.2")), Plain(), Full(), FP32, Memory(), run)
+
+
+def test_one_rank_shards_its_model(one_rank: Run, tmp_path: Path) -> None:
+    """A single process can run all of FSDP: the same loss and gradient as without it."""
+    assert one_rank.mesh is not None and one_rank.total(5) == 5 and one_rank.gather("a") == ["a"]
+    sharded, plain = built(tmp_path, one_rank), built(tmp_path, Run.alone())
+    assert isinstance(sharded, FSDPModule) and all(isinstance(p, DTensor) for p in sharded.parameters())
+    losses = [CrossEntropy()(model, batch(tokens())) for model in (sharded, plain)]
+    for loss in losses:
+        loss.backward()
+    assert torch.equal(*losses)
+    assert torch.equal(length(sharded.parameters(), one_rank), length(plain.parameters(), Run.alone()))
