@@ -1,6 +1,5 @@
 """Process groups: the timeout of the config in all of them, and a group of one rank as tests on one GPU use it."""
 
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
@@ -23,7 +22,7 @@ from tunekit.models.decoder import Decoder
 from tunekit.optim import AdamW
 from tunekit.parallel.choice import Parallel
 from tunekit.parallel.norm import length
-from tunekit.parallel.run import LATER, ONE_RANK, PATIENT, Run
+from tunekit.parallel.run import LATER, PATIENT, Run
 
 
 @pytest.mark.multi
@@ -31,16 +30,6 @@ def test_all_groups_have_the_timeout_of_the_config() -> None:
     for collectives, waits, warned in on(2, timeouts, Parallel(context=2, timeout=77)):
         assert collectives == {timedelta(seconds=77 + LATER)} and waits == {PATIENT}
         assert not warned
-
-
-@pytest.fixture
-def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
-    """A run with a process group of one rank."""
-    values = {ONE_RANK: "1", "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
-    for name, value in (values | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}).items():
-        monkeypatch.setenv(name, value)
-    with Run(0, "cpu") as run:
-        yield run
 
 
 def built(folder: Path, run: Run) -> Decoder:
