@@ -15,7 +15,7 @@ from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import UserError
 from tunekit.formats import Plain
 from tunekit.hub import fetch
-from tunekit.layout.shard import shard
+from tunekit.layout.shard import allocate, shard
 from tunekit.layout.split import imagine, split
 from tunekit.memory import Memory
 from tunekit.models.decoder import Decoder
@@ -45,7 +45,7 @@ def model(
     precision.apply(net, {} if fresh else source.dtypes, run.device)  # how exact it is
     memory.apply(net, run.device, run.tell)  # what is kept
     shard(net, run)  # where it is
-    net.to_empty(device=run.device)
+    allocate(net, run)
     net.tie()
     register((*net.named_parameters(), *net.named_buffers()), net.splits)
     if fresh:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
 
 LEAST = 2**20  # bytes of a tensor that is worth the way
 AHEAD = 16  # tensors that are on their way back before they are asked for
@@ -17,12 +18,13 @@ class Offload:
     def __init__(self, model: nn.Module) -> None:
         self.model, self.stream, self.last = model, None, None
         self.known: dict[tuple, tuple[Tensor, Away]] = {}  # of this layer: many operations keep the same tensor
-        self.weights: set[int] = set()
+        self.weights = Addresses(model)  # of the layer that runs
 
     def around(self, through: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """The same way to call a layer, with all that it keeps on the host."""
 
         def run(layer: nn.Module, *inputs: Any) -> Tensor:
+            self.weights = Addresses(layer)
             with saved_tensors_hooks(self.pack, self.unpack):
                 out = through(layer, *inputs)
             self.known.clear()
@@ -45,11 +47,32 @@ class Offload:
         return kept if isinstance(kept, Tensor) else kept.back()
 
     def is_weight(self, x: Tensor) -> bool:
-        """Weights stay on the GPU in any case; products keep them, turned or not."""
-        if not self.weights:
-            kept = (*self.model.parameters(), *self.model.buffers())
-            self.weights = {tensor.untyped_storage().data_ptr() for tensor in kept}
-        return x.untyped_storage().data_ptr() in self.weights
+        """Whether a tensor is a weight or a view of one. These stay on the device in any case."""
+        return x in self.weights
+
+
+class Addresses:
+    """Memory addresses of the parameters and buffers of a layer, while it runs.
+
+    FSDP gathers weights when the layer begins, at other addresses each time, and those of experts only when they are
+    called: as long as some are still sharded, the layer is searched again.
+    """
+
+    def __init__(self, layer: nn.Module) -> None:
+        self.layer, self.known, self.is_complete = layer, set[int](), False
+
+    def __contains__(self, x: Tensor) -> bool:
+        address = x.untyped_storage().data_ptr()
+        if address not in self.known and not self.is_complete:
+            self.search()
+        return address in self.known
+
+    def search(self) -> None:
+        """Add the tensors that are not sharded at the moment."""
+        tensors = [*self.layer.parameters(), *self.layer.buffers()]
+        local = [tensor for tensor in tensors if not isinstance(tensor, DTensor)]
+        self.known.update(tensor.untyped_storage().data_ptr() for tensor in local)
+        self.is_complete = len(local) == len(tensors)
 
 
 class Away:

@@ -6,7 +6,7 @@ Embedding, head and last norm are gathered for the whole pass. What is kept in f
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
@@ -21,8 +21,8 @@ FEW = 0.05
 def shard(model: Decoder, run: Run) -> None:
     """Divide a model that holds no numbers yet."""
     trained = any(p.requires_grad for p in model.parameters())
-    # Copies that learn nothing have nothing to tell each other.
-    if run.mesh is None or (run.sizes.averaged if trained else run.sizes.sharded) == 1:
+    ranks = run.sizes.averaged if trained else run.sizes.sharded  # copies that are not trained exchange nothing
+    if run.mesh is None or (ranks == 1 and run.size > 1):
         return
     how = choices(model, run, divided(run.mesh, trained))
     run.accumulates = few_are_trained(model, run.sizes.sharded)
@@ -36,10 +36,24 @@ def shard(model: Decoder, run: Run) -> None:
     ahead(blocks, run.parallel.prefetch)
 
 
+def allocate(model: Decoder, run: Run) -> None:
+    """Memory for all tensors of a model on the device of the run. Offloaded parameters are on the CPU: FSDP moves them
+    to the device a layer at a time, but not buffers."""
+    offloaded = run.parallel.offload and isinstance(model, FSDPModule)
+
+    def empty(tensor: Tensor) -> Tensor:
+        on_host = offloaded and isinstance(tensor, nn.Parameter)
+        return torch.empty_like(tensor, device="cpu" if on_host else run.device)
+
+    with torch.no_grad():
+        model._apply(empty)
+
+
 def choices(model: Decoder, run: Run, mesh: DeviceMesh) -> dict[str, Any]:
     """What a config says of it, in torch's words."""
     travels = model.compute if run.parallel.gather == "compute" else None
-    offload = CPUOffloadPolicy() if run.parallel.offload else OffloadPolicy()
+    pinned = run.device.type == "cuda"
+    offload = CPUOffloadPolicy(pinned) if run.parallel.offload else OffloadPolicy()
     return {
         "mesh": mesh,
         "reshard_after_forward": run.parallel.reshard,

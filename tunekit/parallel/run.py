@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from itertools import count
 from pathlib import Path
 from types import FrameType
@@ -17,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import PrefixStore
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from tqdm import tqdm
 
@@ -25,6 +26,7 @@ from tunekit.errors import Stopped, UserError
 from tunekit.pages import hold
 from tunekit.parallel import member
 from tunekit.parallel.choice import Parallel, Sizes
+from tunekit.parallel.mesh import build_mesh
 from tunekit.parallel.signals import named
 from tunekit.parallel.store import met
 from tunekit.parallel.watch import Beats
@@ -36,6 +38,9 @@ NO_GPU = "device: cuda, but torch finds no GPU here: leave it out, or install to
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 MEETINGS = count()  # of the same processes, which have one store of what they tell each other
 LATER = 60  # seconds
+# For tests on a machine with one GPU: with RANK=0, WORLD_SIZE=1 and the rest that torchrun sets, a single process forms
+# a process group too, and its model is sharded over it.
+ONE_RANK = "TUNEKIT_ONE_RANK_GROUP"
 PATIENT = timedelta(days=30)  # for those who wait while one process reads, writes or sends something large
 
 
@@ -65,6 +70,7 @@ class Run:
         if device == "cuda" and self.device.type == "cpu":
             raise UserError(NO_GPU)
         self.parallel.check(self.device.type, self.size)
+        self.joins = self.size > 1 or ONE_RANK in os.environ  # whether there is a process group
         self.beats = Beats.open()  # what whoever has started us sees of us
         self.asked: signal.Signals | None = None  # of this process, at any moment
         self.agreed: signal.Signals | None = None  # by all, between two steps
@@ -82,7 +88,7 @@ class Run:
     def alone(cls) -> "Run":
         """A process that asks no other, on the CPU, even where the environment says that it is one of several."""
         run = cls(device="cpu")
-        run.rank, run.size, run.sizes, run.place = 0, 1, Sizes(), Place()
+        run.rank, run.size, run.sizes, run.place, run.joins = 0, 1, Sizes(), Place(), False
         return run
 
     def __enter__(self) -> "Run":
@@ -91,7 +97,7 @@ class Run:
             hold()
         else:
             torch.cuda.set_device(self.device)
-        if self.size > 1:
+        if self.joins:
             self.join()
         return self
 
@@ -110,24 +116,21 @@ class Run:
             device_id=bound,
         )
         self.patient = cast("dist.ProcessGroup", dist.new_group(backend="gloo", timeout=PATIENT))
-        sizes, kind = self.sizes, self.device.type
-        names = ("replicate", "shard", "tensor")
-        self.mesh = init_device_mesh(kind, (sizes.replicate, sizes.sharded, sizes.tensor), mesh_dim_names=names)
-        names = ("sum", "other")
-        self.sums = init_device_mesh(kind, (sizes.averaged, sizes.tensor), mesh_dim_names=names)
+        sizes = self.sizes
+        mesh = partial(build_mesh, self.device.type, timeout=timeout)
+        self.mesh = mesh((sizes.replicate, sizes.sharded, sizes.tensor), ("replicate", "shard", "tensor"))
+        self.sums = mesh((sizes.averaged, sizes.tensor), ("sum", "other"))
         if sizes.context > 1:
-            names = ("reader", "context", "other")
-            self.rows = init_device_mesh(kind, (sizes.readers, sizes.context, sizes.tensor), mesh_dim_names=names)
+            self.rows = mesh((sizes.readers, sizes.context, sizes.tensor), ("reader", "context", "other"))
         if sizes.expert > 1:
-            names = ("replicate", "shard", "expert", "other")
             by = sizes.replicate, sizes.sharded // sizes.expert, sizes.expert, sizes.tensor
-            self.experts = init_device_mesh(kind, by, mesh_dim_names=names)
+            self.experts = mesh(by, ("replicate", "shard", "expert", "other"))
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         for number, handler in self.handlers.items():
             signal.signal(number, handler)
         # After an error others may be in the middle of an exchange, for which taking leave would wait.
-        if kind in (None, Stopped) and self.size > 1:
+        if kind in (None, Stopped) and self.joins:
             dist.barrier(self.patient)
             dist.destroy_process_group()
 
@@ -155,9 +158,14 @@ class Run:
             os.write(2, f"\n{who}: ending this step and saving; {again} leaves at once\n".encode())
 
     @property
+    def is_single(self) -> bool:
+        """Whether there is no process group, so that collectives have nothing to do."""
+        return self.size == 1 and self.patient is None
+
+    @property
     def stopping(self) -> signal.Signals | None:
         """The signal that asks to end, once all ranks know of it: they look at the same moment of each step."""
-        return self.asked if self.size == 1 else self.agreed
+        return self.asked if self.is_single else self.agreed
 
     def leave(self, done: int, steps: int) -> None:
         """End the run here if a signal asked for it and steps are left; the state is saved."""
@@ -195,7 +203,7 @@ class Run:
 
     def totals(self, *counts: int) -> list[int]:
         """Sums over all readers. Signals travel with them, so that all hear of one at the same moment."""
-        if self.size == 1:
+        if self.is_single:
             return [*counts]
         asked = [self.asked == number for number in SIGNALS]
         sums = torch.tensor([*counts, *asked], dtype=torch.int64)
@@ -206,7 +214,7 @@ class Run:
 
     def most(self, *values: float) -> list[float]:
         """The largest of each number that the host knows on any rank."""
-        if self.size == 1:
+        if self.is_single:
             return [*values]
         found = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(found, dist.ReduceOp.MAX, group=self.patient)
@@ -242,13 +250,13 @@ class Run:
 
     def over_all(self, value: Tensor) -> Tensor:
         """The sum over all ranks."""
-        if self.size > 1:
+        if not self.is_single:
             dist.all_reduce(value)
         return value
 
     def gather(self, value: T) -> list[T]:
         """What each rank has, in the order of ranks, for all of them."""
-        if self.size == 1:
+        if self.is_single:
             return [value]
         found: list[Any] = [None] * self.size
         dist.all_gather_object(found, value, group=self.patient)
@@ -256,7 +264,7 @@ class Run:
 
     def shared(self, make: Callable[[], T]) -> T:
         """What the main process makes, for all of them; the others wait. Its UserError is one of all."""
-        if self.size == 1:
+        if self.is_single:
             return make()
         found: list[Any] = [None, None]
         if self.is_main:
@@ -283,7 +291,7 @@ class Run:
 
     def barrier(self) -> None:
         """Wait for all, however long one of them takes."""
-        if self.size > 1:
+        if not self.is_single:
             dist.barrier(self.patient)
 
     def begin_step(self, step: int) -> None:

@@ -1,0 +1,27 @@
+"""What ranks of tests run: the timeouts of their process groups. Imports as little as it can."""
+
+import warnings
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from tunekit.parallel.choice import Parallel
+from tunekit.parallel.run import Run
+
+
+def timeouts(parallel: Parallel) -> tuple[set[timedelta], set[timedelta], list[str]]:
+    """Timeouts of the groups for collectives and of the one for long waits, and warnings on the way."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run = Run(0, "cpu", parallel)
+        run.__enter__()
+    meshes = [mesh for mesh in (run.mesh, run.sums, run.rows, run.experts) if mesh is not None]
+    groups = [group for mesh in meshes for group in mesh.get_all_groups()]
+    found = timeouts_of(dist.group.WORLD, *groups), timeouts_of(run.patient)
+    run.__exit__(None)
+    return *found, [str(warning.message) for warning in caught]
+
+
+def timeouts_of(*groups: dist.ProcessGroup | None) -> set[timedelta]:
+    return {group._get_backend(torch.device("cpu")).options._timeout for group in groups if group is not None}

@@ -1,0 +1,81 @@
+"""Process groups: the timeout of the config in all of them, and a group of one rank as tests on one GPU use it."""
+
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from tests.checkpoints import FP32, batch, made, tokens
+from tests.gpu.process_groups import timeouts
+from tests.parallel.ranks import on
+from tunekit import assemble
+from tunekit.adapters import Full, LoRA
+from tunekit.checkpoint.folder import Folder
+from tunekit.formats import Plain
+from tunekit.layout.shard import allocate, shard
+from tunekit.losses.likelihood import CrossEntropy
+from tunekit.memory import Memory
+from tunekit.models.decoder import Decoder
+from tunekit.optim import AdamW
+from tunekit.parallel.choice import Parallel
+from tunekit.parallel.norm import length
+from tunekit.parallel.run import LATER, PATIENT, Run
+
+
+@pytest.mark.multi
+def test_all_groups_have_the_timeout_of_the_config() -> None:
+    for collectives, waits, warned in on(2, timeouts, Parallel(context=2, timeout=77)):
+        assert collectives == {timedelta(seconds=77 + LATER)} and waits == {PATIENT}
+        assert not warned
+
+
+def built(folder: Path, run: Run) -> Decoder:
+    return assemble.model(Folder.open(made(folder, "llama3.2")), Plain(), Full(), FP32, Memory(), run)
+
+
+def test_one_rank_shards_its_model(one_rank: Run, tmp_path: Path) -> None:
+    """A single process can run all of FSDP: the same loss and gradient as without it."""
+    assert one_rank.mesh is not None and one_rank.total(5) == 5 and one_rank.gather("a") == ["a"]
+    sharded, plain = built(tmp_path, one_rank), built(tmp_path, Run.alone())
+    assert isinstance(sharded, FSDPModule) and all(isinstance(p, DTensor) for p in sharded.parameters())
+    losses = [CrossEntropy()(model, batch(tokens())) for model in (sharded, plain)]
+    for loss in losses:
+        loss.backward()
+    assert torch.equal(*losses)
+    assert torch.equal(length(sharded.parameters(), one_rank), length(plain.parameters(), Run.alone()))
+
+
+def test_offloaded_parameters_are_on_the_cpu_and_buffers_on_the_device(one_rank: Run, tmp_path: Path) -> None:
+    """As FSDP checks before the first forward pass of a model with CPUOffloadPolicy."""
+    one_rank.parallel = Parallel(offload=True)
+    source = Folder.open(made(tmp_path, "llama3.2"))
+    model = assemble.outline(source, Plain(), LoRA(4, init="pissa"))
+    assert list(model.buffers()), "PiSSA has some"
+    FP32.apply(model, source.dtypes, one_rank.device)
+    shard(model, one_rank)
+    one_rank.device = torch.device("meta")  # stands for a GPU
+    allocate(model, one_rank)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            group = module._get_fsdp_state()._fsdp_param_group
+            assert group is not None
+            group._validate_cpu_offload_params()
+    assert {buffer.device.type for buffer in model.buffers()} == {"meta"}
+
+
+def test_offload_changes_no_number(one_rank: Run, tmp_path: Path) -> None:
+    """Fused AdamW, the norm and clipping on the weights that FSDP offloads."""
+    found = []
+    for parallel in (Parallel(), Parallel(offload=True)):
+        one_rank.parallel = parallel
+        model = built(tmp_path, one_rank)
+        update = Memory().update(AdamW().build([([*model.parameters()], 1.0)]), 1.0, one_rank)
+        for _ in range(2):
+            loss = CrossEntropy()(model, batch(tokens()))
+            loss.backward()
+            found.append((loss.detach(), update()))
+    for plain, offloaded in zip(found[:2], found[2:], strict=True):
+        assert all(map(torch.equal, plain, offloaded))

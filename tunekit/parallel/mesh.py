@@ -1,0 +1,29 @@
+"""Device meshes whose groups have the timeout of the config."""
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+
+def build_mesh(device: str, sizes: Sequence[int], names: tuple[str, ...], timeout: timedelta) -> DeviceMesh:
+    """Mesh over all ranks, with one process group for each dimension.
+
+    `init_device_mesh` would give its groups the default timeout of torch, and split the gloo backend with options of
+    NCCL, which warns.
+    """
+    ranks = torch.arange(dist.get_world_size()).view(*sizes)
+    groups = [group_along(ranks, dim, f"mesh_{name}", timeout) for dim, name in enumerate(names)]
+    return DeviceMesh.from_group(groups, device, mesh=ranks, mesh_dim_names=names)
+
+
+def group_along(ranks: torch.Tensor, dim: int, name: str, timeout: timedelta) -> dist.ProcessGroup:
+    """Group of this rank along one dimension of a mesh. All ranks create all groups, in the same order."""
+    rows = ranks.movedim(dim, -1).reshape(-1, ranks.shape[dim]).tolist()
+    if len(rows) == 1:  # all ranks: they have a group already
+        return cast("dist.ProcessGroup", dist.group.WORLD)
+    groups = [dist.new_group(row, timeout, group_desc=name) for row in rows]
+    return next(group for row, group in zip(rows, groups, strict=True) if dist.get_rank() in row)
