@@ -8,7 +8,8 @@ made again.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +19,8 @@ from tunekit.kernels.again import Origin, origin
 from tunekit.kernels.compiler import uncompiled
 
 CACHED, LARGE = 2**19, 2**25  # numbers of a weight in fp32 at once: as many as a cache holds, or a GPU does not notice
+
+CASTS_PRODUCTS = torch.version.hip is None  # whether mm takes `out_dtype`: cuBLAS writes sums of bf16 products as fp32
 
 
 class Base(Protocol):
@@ -83,20 +86,48 @@ def joined(
     updates: Sequence[Sequence[Any]], scales: Iterable[float], dtype: torch.dtype
 ) -> tuple[Tensor, list[Tensor], list[slice]]:
     """All A in one (R, in); for each layer s B, rounded once, and which columns of x A^T (N, R) are for it."""
-    stacked, bs, places, start = [], [], [], 0
+    stacked, bs = [], []
     for (a, b, a0, b0, _), scale in zip(updates, scales, strict=True):
         if b0 is not None:
             b = torch.cat([b, -b0], dim=1)
         stacked += [part for part in (a, a0) if part is not None]
         bs.append((b * scale).to(dtype))
-        places.append(slice(start, start + b.shape[1]))
-        start = places[-1].stop
     whole = stacked[0] if len(stacked) == 1 else torch.cat(stacked)
-    return whole.to(dtype), bs, places
+    return whole.to(dtype), bs, consecutive_slices([b.shape[1] for b in bs])
+
+
+def consecutive_slices(sizes: Iterable[int]) -> list[slice]:
+    """Slices of these sizes, one after the other from 0."""
+    ends = list(accumulate(sizes, initial=0))
+    return [slice(start, end) for start, end in pairwise(ends)]
+
+
+class Factors(NamedTuple):
+    """A and B of layers with the same input, in the dtype of the products."""
+
+    a: Tensor  # (R, in): the A of all layers, stacked
+    b: list[Tensor]  # (out, rank) by layer, without the scale
+    columns: list[slice]  # of x A^T (N, R) by layer
+
+
+def cast_factors(updates: Sequence[Sequence[Any]], dtype: torch.dtype) -> Factors:
+    """Stack and cast the factors of all layers with one operator, which is a single kernel on a GPU."""
+    stacked = [a for first, _, start, *_ in updates for a in (first, start) if a is not None]
+    b = [b if start is None else torch.cat([b, -start], dim=1) for _, b, _, start, _ in updates]
+    columns = consecutive_slices(part.shape[1] for part in b)
+    if all(part.dtype == dtype for part in (*stacked, *b)):
+        return Factors(stacked[0] if len(stacked) == 1 else torch.cat(stacked), b, columns)
+    a = stacked[0].new_empty(columns[-1].stop, stacked[0].shape[1], dtype=dtype)
+    cast_b = [torch.empty_like(part, dtype=dtype) for part in b]
+    torch._foreach_copy_([*a.split([len(part) for part in stacked]), *cast_b], [*stacked, *b])
+    return Factors(a, cast_b, columns)
 
 
 class Adapted(torch.autograd.Function):
-    """`tensors` are five for each layer, as Update.tensors has them."""
+    """`tensors` are five for each layer, as Update.tensors has them.
+
+    The scale is a factor of products and never a kernel of its own.
+    """
 
     @staticmethod
     def forward(  # noqa: PLR0913 (a function of autograd takes what it is applied to, one by one)
@@ -109,20 +140,20 @@ class Adapted(torch.autograd.Function):
         *tensors: Tensor | None,
     ) -> tuple[Tensor, ...]:
         updates = fives(tensors)
-        a, bs, places = joined(updates, scales, x.dtype)
+        factors = cast_factors(updates, x.dtype)
         rows, mask = x.flatten(0, -2), None
-        seen = rows
+        dropped = rows
         if dropout:
             noise = torch.empty_like(rows).bernoulli_(1 - dropout)  # as F.dropout draws
-            seen, mask = rows * noise, noise.bool()
-        low, made = seen @ a.T, []
-        for base, b, place in zip(bases, bs, places, strict=True):
-            y = base.product(rows).addmm_(low[:, place], b.T)
+            dropped, mask = rows * noise, noise.bool()
+        low, outputs = dropped @ factors.a.T, []
+        for base, scale, b, columns in zip(bases, scales, *factors[1:], strict=True):
+            y = base.product(rows).addmm_(low[:, columns], b.T, alpha=scale)
             # What is a view when it leaves a function may not be changed in place any more.
-            made.append(torch.ops.aten._unsafe_view(y, [*x.shape[:-1], len(b)]))
+            outputs.append(torch.ops.aten._unsafe_view(y, [*x.shape[:-1], len(b)]))
         ctx.bases, ctx.scales, ctx.make = bases, scales, origin.make
         ctx.save_for_backward(mask, *(t for update in updates for t in (*update[:4], None)), *origin.inputs)
-        return tuple(made)
+        return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -130,23 +161,44 @@ class Adapted(torch.autograd.Function):
         count = 5 * len(ctx.bases)
         x, updates = ctx.make(*tensors[count:]), fives(tensors[:count])
         rows = [grad.reshape(-1, grad.shape[-1]) for grad in grads]
-        a, bs, places = joined(updates, ctx.scales, x.dtype)
+        factors = cast_factors(updates, x.dtype)
         noise = None if mask is None else mask.to(x.dtype)
-        seen = x.flatten(0, -2) if noise is None else x.flatten(0, -2) * noise
-        low, low_grad = seen @ a.T, seen.new_empty(len(seen), len(a))
+        dropped = x.flatten(0, -2) if noise is None else x.flatten(0, -2) * noise
+        low, low_grad = scaled_low(dropped, factors, ctx.scales), dropped.new_empty(len(dropped), len(factors.a))
         found: list[Tensor | None] = []
         exact = torch.promote_types(x.dtype, torch.float32)
-        for i, (grad, b, place, (_, trained, *_)) in enumerate(zip(rows, bs, places, updates, strict=True)):
-            torch.mm(grad, b, out=low_grad[:, place])
-            # Long rows stand first: with `grad.T @ low` the same takes half as long again.
-            of_b = (low[:, place][:, : trained.shape[1]].T @ grad).T.to(trained.dtype) * ctx.scales[i]
+        for i, (grad, b, columns) in enumerate(zip(rows, *factors[1:], strict=True)):
+            low_grad[:, columns].addmm_(grad, b, beta=0, alpha=ctx.scales[i])
+            trained = updates[i][1]
+            of_b = transposed_product(grad, low[:, columns][:, : trained.shape[1]], trained.dtype)
             bias = grad.sum(0, dtype=exact) if ctx.needs_input_grad[5 + 5 * i + 4] else None
             found += [None, of_b, None, None, bias]
-        of_a = low_grad.T @ seen
-        for i, (place, (first, *_)) in enumerate(zip(places, updates, strict=True)):
-            found[5 * i] = of_a[place][: len(first)].to(first.dtype)
-        back = to_input(ctx.bases, rows, low_grad, a, noise).view_as(x) if ctx.needs_input_grad[4] else None
-        return None, None, None, None, back, *found
+        of_a = transposed_product(low_grad, dropped, updates[0][0].dtype)
+        for i, (columns, (first, *_)) in enumerate(zip(factors.columns, updates, strict=True)):
+            found[5 * i] = of_a[columns][: len(first)].to(first.dtype)
+        back = to_input(ctx.bases, rows, low_grad, factors.a, noise) if ctx.needs_input_grad[4] else None
+        return None, None, None, None, None if back is None else back.view_as(x), *found
+
+
+def scaled_low(x: Tensor, factors: Factors, scales: Sequence[float]) -> Tensor:
+    """s x A^T (N, R), with the scale of each layer."""
+    first, *others = scales
+    low = x.new_empty(len(x), len(factors.a)).addmm_(x, factors.a.T, beta=0, alpha=first)
+    for scale, columns in zip(others, factors.columns[1:], strict=True):
+        if scale != first:
+            low[:, columns].mul_(scale / first)
+    return low
+
+
+def transposed_product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    """left^T right of (N, p) and (N, q): (p, q) in `dtype`, contiguous as a gradient must be."""
+    if dtype == torch.float32 != left.dtype and left.device.type == "cuda" and CASTS_PRODUCTS and len(left):
+        return torch.mm(left.T, right, out_dtype=dtype)
+    if left.shape[1] < right.shape[1] or left.device.type == "cuda":
+        return (left.T @ right).to(dtype)
+    # Long rows first: on a CPU the other order takes half as long again.
+    product = (right.T @ left).T
+    return product.to(dtype, memory_format=torch.contiguous_format)
 
 
 def to_input(

@@ -1,0 +1,308 @@
+"""Kernel launches and host waits of a training step of an 8B Llama, counted without a GPU.
+
+python benchmarks/launches.py [tunekit] [peft] [torchtune] [--methods full lora qlora] [--operators] [--layers 32]
+
+A step is one row of 2,048 tokens: forward, backward, gradient norm and clipping at 1.0, fused AdamW. Adapters have
+rank 16 on all linear layers. `per layer` is the difference between models of 4 and of 2 layers, halved. The rules of
+counting are in launch_counter.py: the least that a program needs, by the same rules for all. transformers and PEFT run
+as under Trainer (bf16 weights, autocast, adapters in fp32), without Trainer's own work; `PEFT, all bf16` has adapters
+in bf16 and no autocast, which is the least that PEFT can launch. torchtune takes part if it can be imported.
+"""
+
+import argparse
+import importlib
+import importlib.util
+import platform
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.nn.functional as F
+from launch_counter import CUDA, Counts, LaunchCounter, count_step
+from torch import Tensor, nn
+
+from tunekit import assemble
+from tunekit.adapters import Full, LoRA
+from tunekit.data.steps.batch import Batch
+from tunekit.formats import NF4, Plain
+from tunekit.guard import Guard, Watch
+from tunekit.losses.likelihood import CrossEntropy
+from tunekit.memory import Memory
+from tunekit.models.families.registry import family
+from tunekit.optim import AdamW
+from tunekit.parallel.run import Run
+from tunekit.precision import Precision
+from tunekit.recipes import sft
+
+LENGTH, RANK, BF16 = 2048, 16, torch.bfloat16
+SHAPE = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 5e5,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+PHASES = ("forward", "backward", "optimizer")
+
+Step = Callable[[LaunchCounter], object]
+
+
+# tunekit
+
+
+def tunekit_step(method: str, num_layers: int) -> Step:
+    """The step of recipes/sft.py."""
+    spec = family(SHAPE | {"num_hidden_layers": num_layers}, "config.json")[1]
+    adapter = Full() if method == "full" else LoRA(RANK)
+    model = assemble.outline(SimpleNamespace(spec=spec), NF4(nested=True) if method == "qlora" else Plain(), adapter)
+    run = Run.alone()
+    run.device = CUDA
+    Precision("bf16", frozen="bf16").apply(model, {}, CUDA)
+    Memory().apply(model, CUDA)
+    optimizer = AdamW().build(adapter.trained(model))
+    update = Memory().update(optimizer, 1.0, run, Watch(Guard(), CUDA).allows)
+    config = SimpleNamespace(loss=CrossEntropy())
+    tokens, positions = torch.zeros(1, LENGTH, dtype=torch.long), torch.arange(LENGTH)[None]
+    offsets = torch.tensor([0, 700, 1500, LENGTH], dtype=torch.int32)
+    batch = Batch(tokens, tokens, positions, offsets, LENGTH, LENGTH)
+
+    def step(counter: LaunchCounter) -> None:
+        def update_in_phase(loss: Tensor) -> Tensor:
+            counter.phase = "optimizer"
+            return update(loss)
+
+        counter.phase = "forward"
+        with backward_phase(counter):
+            sft.train_step(model, [batch], config, update_in_phase, run)
+
+    return step
+
+
+@contextmanager
+def backward_phase(counter: LaunchCounter) -> Iterator[None]:
+    """Within this context a call of Tensor.backward begins the backward phase."""
+    backward = Tensor.backward
+
+    def run(tensor: Tensor, *args: Any, **kwargs: Any) -> None:
+        counter.phase = "backward"
+        backward(tensor, *args, **kwargs)
+
+    with patch.object(Tensor, "backward", run):
+        yield
+
+
+# transformers and PEFT
+
+
+def peft_step(method: str, num_layers: int, autocast: bool = True) -> Step:
+    """The part of a step of Trainer that runs on the device: the model with its loss, clipping, and the fused optimizer."""
+    transformers, peft = importlib.import_module("transformers"), importlib.import_module("peft")
+    options = {k: v for k, v in SHAPE.items() if k not in ("architectures", "model_type", "torch_dtype")}
+    config = transformers.LlamaConfig(**options, num_hidden_layers=num_layers, attn_implementation="sdpa")
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config)
+    model.to(torch.float32 if method == "full" and autocast else BF16).train()
+    if method == "qlora":
+        quantize_bitsandbytes(model.model)
+    if method != "full":
+        lora = peft.LoraConfig(r=RANK, lora_alpha=32, lora_dropout=0.0, target_modules="all-linear")
+        model = peft.get_peft_model(model, lora, autocast_adapter_dtype=autocast)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, fused=True)
+    tokens = torch.zeros(1, LENGTH, dtype=torch.long)
+
+    def step(counter: LaunchCounter) -> None:
+        counter.phase = "forward"
+        inputs = {name: tokens.to("cuda", non_blocking=True) for name in ("input_ids", "attention_mask", "labels")}
+        with autocast_linear(autocast):
+            loss = model(**inputs, use_cache=False, num_items_in_batch=LENGTH).loss
+        counter.phase = "backward"
+        loss.backward()
+        counter.phase = "optimizer"
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+@contextmanager
+def autocast_linear(enabled: bool) -> Iterator[None]:
+    """The casts of autocast, which meta tensors do not get: to bf16 in front of products, of weights once a step."""
+    linear, matmul, cache = F.linear, torch.matmul, {}
+
+    def cast(tensor: Tensor | None) -> Tensor | None:
+        if tensor is None or tensor.dtype != torch.float32:
+            return tensor
+        if not tensor.is_leaf:
+            return tensor.to(BF16)
+        if tensor not in cache:
+            cache[tensor] = tensor.to(BF16)
+        return cache[tensor]
+
+    replaced = {
+        "linear": patch.object(F, "linear", lambda x, w, b=None: linear(cast(x), cast(w), cast(b))),
+        "matmul": patch.object(torch, "matmul", lambda x, y: matmul(cast(x), cast(y))),
+    }
+    if not enabled:
+        yield
+        return
+    with replaced["linear"], replaced["matmul"]:
+        yield
+
+
+def quantize_bitsandbytes(model: nn.Module) -> None:
+    """Linear layers as NF4 with nested scales, as bitsandbytes stores them; no numbers are quantized."""
+    bitsandbytes = importlib.import_module("bitsandbytes")
+    functional = importlib.import_module("bitsandbytes.functional")
+    for name, layer in list(model.named_modules()):
+        if not isinstance(layer, nn.Linear):
+            continue
+        quantized = bitsandbytes.nn.Linear4bit(
+            layer.in_features, layer.out_features, bias=False, compute_dtype=BF16, quant_type="nf4", device="meta"
+        )
+        count = layer.weight.numel()
+        code, nested = torch.empty(16, device="meta"), torch.empty(256, device="meta")
+        inner = functional.QuantState(torch.empty(count // 64 // 256, device="meta"), code=nested, blocksize=256)
+        inner.dtype = torch.float32
+        state = functional.QuantState(
+            torch.empty(count // 64, dtype=torch.uint8, device="meta"), layer.weight.shape, code, 64, "nf4", BF16,
+            offset=torch.empty((), device="meta"), state2=inner,
+        )  # fmt: skip
+        packed = torch.empty(count // 2, 1, dtype=torch.uint8, device="meta")
+        quantized.weight = bitsandbytes.nn.Params4bit(
+            packed, requires_grad=False, quant_state=state, blocksize=64, quant_type="nf4", bnb_quantized=True
+        )
+        quantized.quant_state = state
+        owner, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(owner), leaf, quantized)
+
+
+# torchtune
+
+
+def torchtune_step(method: str, num_layers: int) -> Step:
+    """A step of the recipes for one device: bf16 throughout, the loss in eight chunks."""
+    builders = importlib.import_module("torchtune.models.llama3_1")
+    losses = importlib.import_module("torchtune.modules.loss")
+    peft = importlib.import_module("torchtune.modules.peft")
+    parts = importlib.import_module(f"{builders.__name__}._component_builders")
+    sizes = {"vocab_size": 128256, "num_layers": num_layers, "num_heads": 32, "num_kv_heads": 8, "embed_dim": 4096}
+    sizes |= {"max_seq_len": 8192, "intermediate_dim": 14336, "norm_eps": 1e-5, "rope_base": 500000}
+    targets = ["q_proj", "k_proj", "v_proj", "output_proj"]
+    with torch.device("meta"):
+        if method == "full":
+            model = parts.llama3_1(**sizes)
+        else:
+            model = parts.lora_llama3_1(targets, True, False, **sizes, lora_rank=RANK, lora_alpha=32)
+    model.to(BF16)
+    if method != "full":
+        peft.set_trainable_params(model, peft.get_adapter_params(model))
+    loss_fn = losses.CEWithChunkedOutputLoss()
+    model.set_num_output_chunks(loss_fn.num_output_chunks)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, fused=True)
+    tokens, ignored = torch.zeros(1, LENGTH, dtype=torch.long), torch.full((1, 1), loss_fn.ignore_index)
+
+    def step(counter: LaunchCounter) -> None:
+        counter.phase = "forward"
+        inputs, labels, last = (t.to("cuda", non_blocking=True) for t in (tokens, tokens, ignored))
+        num_tokens = (labels != loss_fn.ignore_index).sum()
+        logits = model(inputs)
+        labels = torch.hstack((labels[..., 1:], last))
+        loss = loss_fn(logits, labels) * num_tokens
+        counter.phase = "backward"
+        loss.backward()
+        counter.phase = "optimizer"
+        for parameter in parameters:  # training.scale_grads
+            parameter.grad *= 1 / num_tokens
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+# Report
+
+PEERS: dict[str, tuple[Callable[[str, int], Step], tuple[str, ...]]] = {
+    "tunekit": (tunekit_step, ("full", "lora", "qlora")),
+    "peft": (peft_step, ("full", "lora", "qlora")),
+    "peft_bf16": (lambda method, layers: peft_step(method, layers, autocast=False), ("full", "lora", "qlora")),
+    "torchtune": (torchtune_step, ("full", "lora")),
+}
+NAMES = {
+    "tunekit": "tunekit",
+    "peft": "transformers + PEFT, autocast",
+    "peft_bf16": "transformers + PEFT, all bf16",
+    "torchtune": "torchtune",
+}
+
+
+def count(build: Callable[[str, int], Step], method: str, num_layers: int, capability: tuple[int, int]) -> Counts:
+    return count_step(build(method, num_layers), capability)
+
+
+def format_row(name: str, counts: Counts, per_layer: list[Counts]) -> str:
+    """A line of the table."""
+
+    def layer(kind: str, phase: str) -> str:
+        shallow, deep = (vars(c)[kind][phase] for c in per_layer)
+        return f"{(deep - shallow) / 2:g}"
+
+    launches = " | ".join(f"{counts.launches[phase]:,}" for phase in PHASES)
+    layers = " | ".join(layer("launches", phase) for phase in PHASES[:2])
+    waits = ", ".join(f"{n} {phase}" for phase, n in counts.waits.items()) or "0"
+    return f"| {name} | {counts.num_launches:,} | {launches} | {layers} | {waits} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("peers", nargs="*", default=[*PEERS], help=f"of {', '.join(PEERS)}")
+    parser.add_argument("--methods", nargs="+", default=["full", "lora", "qlora"])
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--capability", type=int, nargs=2, default=(9, 0), help="of the simulated device")
+    parser.add_argument("--operators", action="store_true", help="list what is launched in a layer, and each wait")
+    args = parser.parse_args()
+    peers = [p for p in args.peers if p != "torchtune" or importlib.util.find_spec("torchtune")]
+    packages = [p for p in ("torch", "triton", "transformers", "peft", "bitsandbytes", "torchtune", "torchao")
+                if importlib.util.find_spec(p)]  # fmt: skip
+    print(", ".join(f"{p} {version(p)}" for p in packages) + f", Python {platform.python_version()}")
+    for method in args.methods:
+        print(f"\n| {method}, {args.layers} layers, 1 x {LENGTH} | launches | forward | backward | optimizer "
+              "| per layer forward | per layer backward | waits |\n|---|---|---|---|---|---|---|---|")  # fmt: skip
+        for peer in peers:
+            build, methods = PEERS[peer]
+            if method not in methods:
+                continue
+            capability = (args.capability[0], args.capability[1])
+            per_layer = [count(build, method, n, capability) for n in (2, 4)]
+            print(format_row(NAMES[peer], count(build, method, args.layers, capability), per_layer), flush=True)
+            if args.operators:
+                print_operators(*per_layer)
+
+
+def print_operators(shallow: Counts, deep: Counts) -> None:
+    """Each operator of a layer, and each wait of a step."""
+    for phase in PHASES:
+        names = [name for where, name in deep.operators if where == phase]
+        launches = {n: (deep.operators[phase, n] - shallow.operators[phase, n]) / 2 for n in names}
+        message = ", ".join(f"{n} {v:g}" for n, v in sorted(launches.items(), key=lambda x: -x[1]) if v)
+        print(f"  {phase}: {message}")
+    for (phase, name), number in deep.causes.items():
+        print(f"  wait in {phase}: {name} x {number}")
+
+
+if __name__ == "__main__":
+    main()
