@@ -1,0 +1,76 @@
+"""The checks of `tune selftest`, in the order in which they run. Imports nothing heavy: the parent process reads it."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from tunekit.config.suggest import near
+from tunekit.errors import UserError
+
+TOTAL_SECONDS = 175  # time limit of all checks together
+START_SECONDS = 90  # time limit for starting a worker: on network file systems importing torch is slow
+SYSTEM = "system.versions"
+
+
+@dataclass(frozen=True)
+class Check:
+    """A function in the table `CHECKS` of a module, under the last part of the name."""
+
+    name: str  # group.check
+    module: str  # in tunekit.selftest
+    seconds: int  # time limit
+    worker: str = "correctness"  # checks of the same worker share a process
+    quick: bool = True  # whether --quick includes it
+
+    @property
+    def group(self) -> str:
+        return self.name.partition(".")[0]
+
+    @property
+    def short_name(self) -> str:
+        return self.name.rpartition(".")[2]
+
+
+CHECKS = (
+    Check(SYSTEM, "system", 30),
+    Check("kernels.glu", "elementwise_checks", 40),
+    Check("kernels.norm", "elementwise_checks", 40),
+    Check("kernels.rope", "elementwise_checks", 40),
+    Check("kernels.linear", "elementwise_checks", 20),
+    Check("kernels.lora", "elementwise_checks", 20),
+    Check("kernels.cross_entropy", "loss_checks", 40),
+    Check("kernels.divergence", "loss_checks", 30),
+    Check("kernels.adamw8bit", "loss_checks", 30),
+    Check("kernels.nf4", "quantized_checks", 40),
+    Check("kernels.fp4", "quantized_checks", 40),
+    Check("kernels.float8", "quantized_checks", 20),
+    Check("kernels.few", "quantized_checks", 20),
+    Check("kernels.attention", "sequence_checks", 30),
+    Check("kernels.flex_attention", "sequence_checks", 60, quick=False),
+    Check("kernels.delta", "sequence_checks", 20),
+    Check("kernels.experts", "sequence_checks", 20),
+    Check("model.packing", "model_checks", 30),
+    Check("model.generation", "model_checks", 30),
+    Check("model.resume", "model_checks", 60, quick=False),
+    Check("processes.one_rank", "process_checks", 40, quick=False),
+    Check("processes.several_ranks", "process_checks", 70, quick=False),
+    Check("speed.limits", "speed_checks", 25, worker="speed"),
+    Check("speed.lora", "speed_checks", 60, worker="speed", quick=False),
+    Check("speed.qlora", "speed_checks", 60, worker="speed", quick=False),
+    Check("speed.full", "speed_checks", 60, worker="speed", quick=False),
+)
+
+
+def select_checks(names: Sequence[str], checks: Sequence[Check] = CHECKS) -> list[Check]:
+    """The checks that `names` refer to, by name, last part or group; all of them if there are no names."""
+    groups = {check.group for check in checks}
+    known = {name for check in checks for name in (check.name, check.short_name)} | groups
+    for name in names:
+        if name not in known:
+            match = near(name, sorted(known))
+            hint = f"; did you mean '{match}'?" if match else f". Known checks: {', '.join(c.name for c in checks)}"
+            raise UserError(f"--only: no check '{name}'{hint}")
+    return [check for check in checks if not names or is_named(check, names)]
+
+
+def is_named(check: Check, names: Iterable[str]) -> bool:
+    return not {check.name, check.short_name, check.group}.isdisjoint(names)

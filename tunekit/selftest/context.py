@@ -1,0 +1,27 @@
+"""What every check receives: the device, a directory to write to, and the time that it may take."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from tunekit.selftest.result import Result
+
+
+@dataclass(frozen=True)
+class Context:
+    """The device that is checked, and an empty directory that is removed afterwards."""
+
+    device: torch.device
+    quick: bool
+    directory: Path
+
+
+CheckFunction = Callable[[Context], Result]
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has finished its work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,109 @@
+"""Versions and hardware that a report needs. No name of the user or of the machine, and no path."""
+
+import os
+import platform
+import re
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tunekit import machine
+from tunekit.precision import multiplies_bf16
+from tunekit.selftest.context import CheckFunction, Context
+from tunekit.selftest.result import Result
+
+PACKAGES = ("tunekit", "torch", "triton", "safetensors", "tokenizers", "huggingface_hub", "datasets", "numpy")
+OPTIONAL = ("transformers", "peft", "bitsandbytes", "flash-attn-3", "flash-linear-attention")
+# Environment variables that change results or speed and contain no names.
+VARIABLES = re.compile(
+    r"(CUDA_VISIBLE_DEVICES|CUDA_LAUNCH_BLOCKING|CUBLAS_WORKSPACE_CONFIG|NVIDIA_TF32_OVERRIDE|OMP_NUM_THREADS"
+    r"|PYTORCH_(CUDA_)?ALLOC_CONF|TORCH_CUDNN_\w+|TORCHDYNAMO_DISABLE|TRITON_INTERPRET|NCCL_(P2P|SHM|IB)_DISABLE)"
+)
+DRIVER_FILE = Path("/proc/driver/nvidia/version")
+SECONDS = 10  # time limit of nvidia-smi
+
+
+def collect_versions(context: Context) -> Result:
+    """Everything that a maintainer asks for first."""
+    values: dict[str, Any] = {
+        "python": platform.python_version(),
+        "platform": f"{platform.system()} {platform.machine()} {'-'.join(platform.libc_ver())}",
+        "kernel": platform.release(),
+        **{name: version for name in (*PACKAGES, *OPTIONAL) if (version := package_version(name))},
+        "torch_build": {"cuda": torch.version.cuda, "hip": torch.version.hip, "git": torch.version.git_version},
+        "compiler": compiler_version(),
+        "cpu": machine.processor(),
+        "cores": len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "memory": ", ".join(machine.memory()),
+        "device": context.device.type,
+        "bf16": multiplies_bf16(context.device),
+        "gpus": gpus(),
+        "environment": {key: value for key, value in sorted(os.environ.items()) if VARIABLES.fullmatch(key)},
+    }
+    if values["gpus"]:
+        values |= {"driver": driver_version(), "nccl": nccl_version(), "cudnn": torch.backends.cudnn.version()}
+    names = [gpu["name"] for gpu in values["gpus"]] if context.device.type == "cuda" else [values["cpu"]]
+    versions = f"tunekit {values.get('tunekit')}, torch {values.get('torch')}, Python {values['python']}"
+    return Result(f"{versions}, {' + '.join(sorted(set(names)))}", values)
+
+
+def package_version(name: str) -> str | None:
+    """The version of an installed package. A checkout on PYTHONPATH has none."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def compiler_version() -> str | None:
+    """The first line that the C++ compiler prints about itself; kernels for the CPU and Triton need one."""
+    try:
+        command = [os.environ.get("CXX", "c++").split()[0], "--version"]
+        text = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return text.partition("\n")[0] or None
+
+
+def gpus() -> list[dict[str, Any]]:
+    """Each visible GPU: name, capability, memory in all and free."""
+    if not torch.cuda.is_available():
+        return []
+    return [gpu(index) for index in range(torch.cuda.device_count())]
+
+
+def gpu(index: int) -> dict[str, Any]:
+    properties = torch.cuda.get_device_properties(index)
+    free, total = torch.cuda.mem_get_info(index)
+    return {
+        "name": properties.name,
+        "capability": f"{properties.major}.{properties.minor}",
+        "memory_gib": round(total / 2**30, 1),
+        "free_gib": round(free / 2**30, 1),
+        "multiprocessors": properties.multi_processor_count,
+    }
+
+
+def driver_version() -> str | None:
+    """The version of NVIDIA's kernel driver."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        text = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=True).stdout
+        return text.split()[0]
+    except (OSError, subprocess.SubprocessError, IndexError):
+        match = re.search(r"\b\d{3}\.\d+(\.\d+)?\b", DRIVER_FILE.read_text()) if DRIVER_FILE.is_file() else None
+        return match[0] if match else None
+
+
+def nccl_version() -> str | None:
+    if not torch.distributed.is_available() or not torch.distributed.is_nccl_available():
+        return None
+    return ".".join(map(str, torch.cuda.nccl.version()))
+
+
+CHECKS: dict[str, CheckFunction] = {"versions": collect_versions}
