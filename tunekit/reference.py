@@ -140,7 +140,7 @@ class Shift(Moving):
 
     def take(self, ratios: Tensor) -> Tensor:
         """The mean with those of one more step, if all of them are numbers."""
-        total, count = self.total.to(ratios.device), self.count.to(ratios.device)
+        total, count = (x.to(ratios.device, non_blocking=True) for x in (self.total, self.count))
         more = ratios.double().sum()
         self.total = torch.where(more.isfinite(), total + more, total)
         self.count = torch.where(more.isfinite(), count + len(ratios), count)

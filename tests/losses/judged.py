@@ -56,7 +56,8 @@ def step(answers: Answers, kl: float = 0.0) -> Step:
     """A step of these answers alone."""
     tokens = answers.tokens[answers.good].sum()
     lengths = answers.lengths[answers.good].sum()
-    return Step(torch.tensor(len(answers.logps)), tokens, lengths, answers.detached(), kl=torch.tensor(kl))
+    count, whole = torch.tensor(len(answers.logps)), answers.detached()
+    return Step(count, tokens, lengths, torch.tensor(kl), torch.zeros(()), whole)
 
 
 def ours(losses: list[Loss], tokens: Tensor, reference: Tensor, **more: Any) -> Tensor:

@@ -3,7 +3,6 @@
 from dataclasses import dataclass, replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from tunekit.data.signs import Sign
@@ -66,14 +65,16 @@ def answers(model: Decoder, batch: Batch, texts: bool = False, tail: float = 1.0
     than the other one of its pair (LD-DPO, arXiv:2409.06411). Entropies cost some time, and are 0 without.
     """
     good, counts = marks(batch), learnt(batch)
-    targets = everything(batch) if texts else batch.targets
+    targets = batch.full_targets if texts else batch.targets
     own = (batch.targets != IGNORE).float()
     weights = own if tail == 1 else own * tails(batch, counts, tail)
     targets, owner, own, weights = (
         model.rows.keep(whole, value).flatten()
         for whole, value in ((targets, IGNORE), (owners(batch), -1), (own, 0), (weights, 0))
     )
-    count = batch.learnt if not texts and targets.numel() == batch.targets.numel() else int((targets != IGNORE).sum())
+    count = batch.num_full_targets if texts else batch.learnt
+    if count is None or targets.numel() != batch.targets.numel():
+        count = int((targets != IGNORE).sum())
     rows = (targets != IGNORE).nonzero_static(size=count).squeeze(1)
 
     def read(hidden: Tensor, head: Head) -> Tensor:
@@ -85,7 +86,7 @@ def answers(model: Decoder, batch: Batch, texts: bool = False, tail: float = 1.0
 
     where = batch.tokens, batch.positions, batch.offsets
     found = model.rows.sum(model(*where, read=read, part=True, prefixes=batch.prefixes))
-    lengths = over_documents(batch, (everything(batch) != IGNORE).float()) if texts else counts
+    lengths = over_documents(batch, (batch.full_targets != IGNORE).float()) if texts else counts
     return Answers(found[0], counts, found[1].detach(), found[2], lengths, good, torch.zeros_like(counts))
 
 
@@ -110,14 +111,6 @@ def over_documents(batch: Batch, values: Tensor) -> Tensor:
     count, owner = len(marks(batch)), owners(batch)
     owner = owner.where(owner >= 0, count).flatten()  # what is padding goes behind the last, and away
     return values.new_zeros(count + 1).index_add(0, owner, values.flatten())[:count]
-
-
-def everything(batch: Batch) -> Tensor:
-    """Targets (B, S) of all tokens of chosen rows but the first of each, and of answers as ever."""
-    owner, good = owners(batch), marks(batch)
-    tokens, behind = (F.pad(x[:, 1:], (0, 1), value=IGNORE) for x in (batch.tokens, owner))
-    chosen = torch.cat([good, good.new_zeros(1)])[owner]  # padding, -1, finds the last
-    return torch.where((behind == owner) & chosen, tokens, batch.targets)
 
 
 def tails(batch: Batch, counts: Tensor, weight: float) -> Tensor:

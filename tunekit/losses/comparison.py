@@ -4,7 +4,6 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -19,10 +18,10 @@ class Step:
     answers: Tensor  # how many
     tokens: Tensor  # learnt ones of good answers
     lengths: Tensor  # all tokens of good answers and their prompts
+    kl: Tensor  # of the model from its reference, estimated, and not below 0; on the device of the answers
+    shift: Tensor  # mean of all log-ratios so far, on the same device
     whole: Answers | None = None  # all answers, without gradients, for losses that must see them at once
     first: int = 0  # where those of this micro-batch begin in there
-    kl: Tensor = torch.zeros(())  # of the model from its reference, estimated, and not below 0
-    shift: Tensor = torch.zeros(())  # mean of all log-ratios so far
 
     def behind(self, answers: Answers) -> "Step":
         """As the next micro-batch sees it."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tunekit.data.steps.batch import Batch
-from tunekit.losses.answers import Answers, answers, everything, learnt, logps, marks, over_documents
+from tunekit.losses.answers import Answers, answers, learnt, logps, marks, over_documents
 from tunekit.losses.comparison import Loss, Step
 from tunekit.losses.tally import Tally
 from tunekit.models.decoder import Decoder
@@ -57,7 +57,8 @@ class Objective:
         for batch, _ in parts:
             tally.add(counts(batch))
         totals = tally.means(run, 1)
-        step = Step(totals["answers"], totals["tokens"], totals["lengths"])
+        none = torch.zeros_like(totals["answers"])  # on the device of the answers: figures are stacked with theirs
+        step = Step(totals["answers"], totals["tokens"], totals["lengths"], kl=none, shift=none)
         if any(term.others for term in self.terms):
             step = replace(step, kl=divergence(model, parts, judge, run))
         if any(term.whole for term in self.terms):
@@ -71,6 +72,8 @@ class Objective:
         devices = [run.device] if run.device.type == "cuda" else []
         with torch.random.fork_rng(devices):
             found = joined([self.answers(model, part) for part in parts])
+        if run.size == 1:  # a gather goes through the host, which would wait for the device
+            return found, 0
         shared = run.sizes.context * run.sizes.tensor  # ranks that have the same rows
         ranks = run.gather({name: value.cpu() for name, value in vars(found).items()})[::shared]
         first = sum(len(rank["logps"]) for rank in ranks[: run.reader])
@@ -87,7 +90,7 @@ class Objective:
         more = (rewards[::2] > rewards[1::2]).float().sum() if self.paired else rewards.new_zeros(())
         return {
             "loss": loss.detach() * step.answers,
-            "answers": rewards.new_tensor(len(rewards)),
+            "answers": rewards.new_full((), len(rewards)),
             "good": good.sum(),
             "right": more,
             "chosen": (rewards * good).sum(),
@@ -122,9 +125,9 @@ class Objective:
 
 def counts(batch: Batch) -> dict[str, Tensor]:
     """Answers of a batch, and tokens of those that are good."""
-    good, texts = marks(batch).float(), (everything(batch) >= 0).float()
+    good, texts = marks(batch).float(), (batch.full_targets >= 0).float()
     return {
-        "answers": good.new_tensor(len(good)),
+        "answers": good.new_full((), len(good)),
         "tokens": (learnt(batch) * good).sum(),
         "lengths": (over_documents(batch, texts) * good).sum(),
     }
@@ -136,7 +139,7 @@ def divergence(model: Decoder, parts: list[Part], judge: Judge, run: Run) -> Ten
     for batch, _ in parts:
         assert batch.others is not None, "a loader that crosses answers"
         ratios = logps(model, batch.others) - judge(batch.others)
-        tally.add({"ratios": ratios.sum(), "answers": ratios.new_tensor(len(ratios))})
+        tally.add({"ratios": ratios.sum(), "answers": ratios.new_full((), len(ratios))})
     sums = tally.means(run, 1)
     return (sums["ratios"] / sums["answers"]).clamp(min=0)
 

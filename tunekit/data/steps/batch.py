@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tunekit.data.prepared.documents import Document, Documents, first_learnt
@@ -35,6 +36,9 @@ class Batch:
     `others` has a mismatched answer for each, if the loader makes them: its prompt with the answer of the step's next
     row, under the same owner.
 
+    `num_full_targets` counts the targets of losses that are about prompts too: where an answer is good, all tokens of
+    its document but the first. The host knows it, so that nothing waits for a device to count them.
+
     `prefixes` (documents, 2), on the CPU, is there where packed documents go on from the first tokens of others: how
     many these are, at which positions then begin, and where they are in the flattened rows. They are the others' own.
     """
@@ -51,12 +55,22 @@ class Batch:
     values: Tensor | None = None
     others: "Batch | None" = None
     prefixes: Tensor | None = None
+    num_full_targets: int | None = None
 
     @property
     def margins(self) -> Tensor:
         """By how much each pair's chosen answer is to be the better one (pairs,), fp32; 0 where rows do not say."""
         assert self.values is not None
         return self.values[::2].nan_to_num()
+
+    @property
+    def full_targets(self) -> Tensor:
+        """Targets (B, S) of all tokens of good documents but the first of each, and of the others as ever."""
+        assert self.owner is not None and self.signs is not None, "rows of documents that are compared"
+        good = (self.signs & Sign.GOOD) != 0
+        tokens, behind = (F.pad(x[:, 1:], (0, 1), value=IGNORE) for x in (self.tokens, self.owner))
+        chosen = torch.cat([good, good.new_zeros(1)])[self.owner]  # padding, -1, finds the last
+        return torch.where((behind == self.owner) & chosen, tokens, self.targets)
 
     def to(self, device: torch.device | str) -> "Batch":
         return self.moved(lambda tensor: tensor.to(device, non_blocking=True))
@@ -138,6 +152,7 @@ class Layout:
         counted = np.split(np.arange(len(all_of)), np.cumsum([len(line) for line in lines])[:-1])
         batch = replace(batch, owner=owner(written, counted, batch.tokens.shape[1]), signs=signs)
         batch = replace(batch, numbers=torch.from_numpy(numbers + first), values=values)
+        batch = replace(batch, num_full_targets=int((batch.full_targets != IGNORE).sum()))
         if not self.crossed:
             return batch
         nexts = [documents[int(i)] for row in rows if row.nexts is not None for i in row.nexts]
@@ -212,7 +227,8 @@ def owner(rows: Sequence[Sequence[Document]], places: Sequence[np.ndarray], widt
 
 def blank(batch: Batch) -> Batch:
     """The same of which nothing is learnt, and no token is anybody's."""
-    found = replace(batch, targets=torch.full_like(batch.targets, IGNORE), learnt=0, real=0)
+    full = None if batch.num_full_targets is None else 0
+    found = replace(batch, targets=torch.full_like(batch.targets, IGNORE), learnt=0, real=0, num_full_targets=full)
     if batch.owner is None or batch.signs is None or batch.numbers is None or batch.values is None:
         return found
     others = None if batch.others is None else blank(batch.others)
