@@ -24,6 +24,7 @@ from tqdm import tqdm
 from tunekit.errors import Stopped, UserError
 from tunekit.pages import hold
 from tunekit.parallel import member
+from tunekit.parallel.attention_setup import configure_attention
 from tunekit.parallel.choice import Parallel, Sizes
 from tunekit.parallel.signals import named
 from tunekit.parallel.store import met
@@ -91,6 +92,7 @@ class Run:
             hold()
         else:
             torch.cuda.set_device(self.device)
+        configure_attention(self.device)
         if self.size > 1:
             self.join()
         return self
