@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from tunekit.kernels import attention_gpu, attention_native
+from tunekit.kernels.attention_choice import describe_call, device_type, needs_expanded_kv
 from tunekit.kernels.compiler import uncompiled
 from tunekit.kernels.prefix import Before, Prefixes
 
@@ -120,12 +121,22 @@ def attend_cached(
     q: Tensor, k: Tensor, v: Tensor, positions: Tensor, rule: Rule, sinks: Tensor | None = None
 ) -> Tensor:
     """Queries at `positions` (B, S) on the slots (B, K, H_kv, D) of a cache; the index of a slot is its position."""
-    at, slot = positions[:, None, :, None], torch.arange(k.shape[1], device=q.device)
+    return attend_slots(q, k, v, find_visible_slots(positions, k.shape[1], rule), rule, sinks)
+
+
+def find_visible_slots(positions: Tensor, num_slots: int, rule: Rule) -> Tensor:
+    """Slots that queries at `positions` (B, S) see, (B, 1, S, num_slots)."""
+    at, slot = positions[:, None, :, None], torch.arange(num_slots, device=positions.device)
     seen = slot <= at
     if rule.window is not None:
         seen &= at - slot < rule.window
     if rule.chunk is not None:
         seen &= at // rule.chunk == slot // rule.chunk
+    return seen
+
+
+def attend_slots(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, rule: Rule, sinks: Tensor | None) -> Tensor:
+    """Queries (B, S, H, D) on those slots (B, K, H_kv, D) of a cache that are `seen` (B, 1, S, K)."""
     if q.shape[1] == 1 and sinks is None:
         # Queries on the same keys as rows of one product: 31 microseconds and not 69 for nine heads on three of keys.
         rows = q[:, 0].unflatten(1, (k.shape[2], -1)).transpose(1, 2)
@@ -229,8 +240,24 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool = False, ma
     width = v.shape[-1]
     if width < q.shape[-1]:  # the kernels that need little memory want one width for all
         v = F.pad(v, (0, q.shape[-1] - width))
+    if device_type(q) == "cuda":
+        q, k, v = prepare_cuda_sdpa(q, k, v, has_mask=mask is not None)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     y = F.scaled_dot_product_attention(
         q, k, v, mask, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
     )
     return y.transpose(1, 2)[..., :width]
+
+
+def prepare_cuda_sdpa(q: Tensor, k: Tensor, v: Tensor, has_mask: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Bring a call into a form that a fused kernel takes, so that it never falls back to S x S scores in fp32.
+
+    Heads of keys are repeated where the kernel takes no groups, and channels padded to the alignment that all CUDA
+    kernels accept.
+    """
+    more = -q.shape[-1] % ALIGNED
+    if more:
+        q, k, v = (F.pad(x, (0, more)) for x in (q, k, v))
+    if needs_expanded_kv(describe_call(q, k, v, has_mask=has_mask)):
+        k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], dim=2) for x in (k, v))
+    return q, k, v

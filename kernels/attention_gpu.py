@@ -13,29 +13,33 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 from torch.utils.weak import WeakIdKeyDictionary
 
+from tunekit.kernels.attention_choice import (
+    HALF_DTYPES,
+    AttentionBackend,
+    AttentionCall,
+    choose_attention_backend,
+    get_capability,
+)
 from tunekit.kernels.attention_native import flat, keep
 from tunekit.kernels.compiler import constant, uncompiled
 
 NARROWEST, ALIGNED = 16, 8  # channels: the least, and a multiple, of kernels on a GPU
-WIDEST = 512  # bytes of a head that still fit beside others: 256 channels in bf16
 BLOCK = 128  # queries, and keys, of a block of FlexAttention
-AMPERE = 8, 0  # the first processors for which torch has FlashAttention
-HALVES = torch.bfloat16, torch.float16
+HALVES = HALF_DTYPES
 Bounds = tuple[Tensor, int, Tensor, int]  # of queries and of keys, and the longest stretch between two of them
 # What was made of bounds for the layers of a pass, as long as the bounds live.
 MADE = WeakIdKeyDictionary()
 
 
-@constant
-def able(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) >= AMPERE
-
-
 def fits(q: Tensor) -> bool:
-    """Whether there is anything here for these queries."""
-    if q.device.type != "cuda" or q.dtype not in (*HALVES, torch.float32):
-        return False
-    return q.shape[-1] * q.itemsize <= WIDEST and able(q.device)
+    """Whether FlashAttention or FlexAttention takes packed documents of these queries."""
+    return q.device.type == "cuda" and has_packed_kernel(q.device, q.dtype, q.shape[-1])
+
+
+@constant
+def has_packed_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    call = AttentionCall("cuda", dtype, head_dim, get_capability(device), is_packed=True)
+    return choose_attention_backend(call) is not AttentionBackend.PER_DOCUMENT
 
 
 def fused(

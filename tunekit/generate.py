@@ -1,6 +1,7 @@
 """Answers of a model: many prompts at once, with a cache of keys and values."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,10 +11,14 @@ from tqdm import tqdm
 
 from tunekit.data.tokenizer import Stream, Tokenizer
 from tunekit.errors import FieldError, UserError
+from tunekit.models.decode import DecodeLoop, TokenReader
 from tunekit.models.decoder import Decoder
 from tunekit.models.init import seeded
 from tunekit.models.place import Cache
+from tunekit.parallel.attention_setup import configure_attention
 from tunekit.parallel.run import Run
+
+WORTH_SHRINKING = 8  # tokens that are still to come, at least, where finished rows are taken out of a batch
 
 
 @dataclass(frozen=True)
@@ -46,42 +51,106 @@ class Sampling:
         if self.temperature == 0:
             return logits.argmax(-1)
         shares = (logits.float() / self.temperature).softmax(-1)
-        probabilities, tokens = shares.sort(dim=-1, descending=True, stable=True)
-        if self.top_k is not None:
-            probabilities, tokens = probabilities[:, : self.top_k], tokens[:, : self.top_k]
+        if self.top_k is None and self.top_p == 1:
+            return draw(shares, numbers)
+        probabilities, tokens = self.order(shares)
         before = probabilities.cumsum(-1) - probabilities  # what the likelier tokens have
         kept = before < self.top_p * probabilities.sum(-1, keepdim=True)
-        sums = (probabilities * kept).cumsum(-1)
-        index = torch.searchsorted(sums, numbers.to(sums)[:, None] * sums[:, -1:], right=True)
-        return tokens.gather(-1, index.clamp(max=kept.sum(-1, keepdim=True) - 1)).squeeze(-1)
+        return tokens.gather(-1, draw(probabilities * kept, numbers)[:, None]).squeeze(-1)
+
+    def order(self, shares: Tensor) -> tuple[Tensor, Tensor]:
+        """Probabilities and ids of the `top_k` likeliest tokens, or of all, likeliest first; of equals the first id."""
+        if self.top_k is None:
+            return shares.sort(dim=-1, descending=True, stable=True)
+        # Bits of positive floats grow with them. With the id behind them no two keys are equal, so that devices agree.
+        last = shares.shape[-1] - 1
+        keys = (shares.view(torch.int32).long() << 32) + torch.arange(last, -1, -1, device=shares.device)
+        tokens = last - (keys.topk(min(self.top_k, last + 1), dim=-1).values & 0xFFFFFFFF)
+        return shares.gather(-1, tokens), tokens
 
 
-def steps(model: Decoder, prompts: Sequence[Sequence[int]], sampling: Sampling, first: int = 0) -> Iterator[list[int]]:
-    """The next token of every row, again and again, until the caller has enough or the rows are as long as asked."""
+def draw(shares: Tensor, numbers: Tensor) -> Tensor:
+    """Index (B,) of the share (B, N) in which a uniform number (B,) falls; never one of a share of zero."""
+    sums = shares.cumsum(-1)
+    total = sums[:, -1:]
+    place = torch.minimum(numbers.to(sums)[:, None] * total, total.nextafter(torch.zeros_like(total)))
+    return torch.searchsorted(sums, place, right=True).squeeze(-1)
+
+
+def steps(
+    model: Decoder,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
+    first: int = 0,
+    finished: Collection[int] = (),
+) -> Iterator[list[int]]:
+    """The next token of every row, again and again, until the caller has enough or the rows are as long as asked.
+
+    The caller may add rows to `finished` between two steps: their tokens mean nothing from then on, and cost little.
+    """
     # Divided weights are gathered into memory that a later training step may want to write to.
     mode = torch.no_grad() if isinstance(model, FSDPModule) else torch.inference_mode()
-    return mode(decoded)(model, prompts, sampling, first)
+    return mode(decoded)(model, prompts, sampling, first, finished)
 
 
-def decoded(model: Decoder, prompts: Sequence[Sequence[int]], sampling: Sampling, first: int) -> Iterator[list[int]]:
-    """Prompts are padded on the right: a row's own tokens overwrite its padding in the cache as they come."""
+def decoded(
+    model: Decoder, prompts: Sequence[Sequence[int]], sampling: Sampling, first: int, finished: Collection[int]
+) -> Iterator[list[int]]:
+    """Prompts are padded on the right: a row's own tokens overwrite its padding in the cache as they come.
+
+    A GPU works on a token while the host looks at the one before.
+    """
     model.eval()
-    rows = [list(prompt) for prompt in prompts]
+    device = model.embed.weight.device
+    configure_attention(device)
+    work = launched(model, [list(prompt) for prompt in prompts], sampling, first, finished)
+    ahead = 1 if device.type == "cuda" and not model.edges else 0
+    tokens, waiting = dict.fromkeys(range(len(prompts)), 0), deque[TokenReader]()
+    for reader in work:
+        waiting.append(reader)
+        if len(waiting) > ahead:
+            tokens |= waiting.popleft().read()
+            yield [*tokens.values()]
+    for reader in waiting:
+        tokens |= reader.read()
+        yield [*tokens.values()]
+
+
+def launched(
+    model: Decoder, rows: list[list[int]], sampling: Sampling, first: int, finished: Collection[int]
+) -> Iterator[TokenReader]:
+    """Start the work of each token. Rows are read back where positions turn otherwise beyond a length."""
     slots, edges = max(map(len, rows)) + sampling.tokens, model.edges
+    lengths = [len(row) for row in rows]
+    numbers = sampling.numbers(len(rows), first).to(model.embed.weight.device)
     logits, cache = prefill(model, rows, slots)
-    numbers = sampling.numbers(len(rows), first).to(logits.device)
-    for i in range(sampling.tokens):
-        chosen = sampling.choose(logits, numbers[:, i])
-        yield (tokens := chosen.tolist())
-        for row, token in zip(rows, tokens, strict=True):
-            row.append(token)
-        if i + 1 == sampling.tokens:
-            return
-        if any(len(row) - 1 in edges for row in rows):
+    loop = DecodeLoop(model, cache, lengths, numbers, sampling.choose)
+    reader = loop.take(logits)
+    for i in range(1, sampling.tokens):
+        yield reader
+        if edges:
+            for row, token in reader.read().items():
+                rows[row].append(token)
+        if any(length + i - 1 in edges for length in lengths):
             logits, cache = prefill(model, rows, slots)
-        else:
-            positions = torch.tensor([[len(row) - 1] for row in rows], device=logits.device)
-            logits = model(chosen[:, None], positions, cache=cache)[:, -1]
+            loop = DecodeLoop(model, cache, [len(row) for row in rows], numbers, sampling.choose, drawn=i)
+            reader = loop.take(logits)
+            continue
+        left = sampling.tokens - i
+        if not edges and (kept := remaining(loop.rows, finished, left)):
+            loop.select_rows(kept)
+        reader = loop.advance(left)
+    yield reader
+
+
+def remaining(rows: Sequence[int], finished: Collection[int], left: int) -> list[int] | None:
+    """The rows to go on with; None: all. Batches shrink to powers of two, of which each captures one graph."""
+    unfinished = [row for row in rows if row not in finished]
+    size = 1 << max(len(unfinished) - 1, 0).bit_length()
+    if left < WORTH_SHRINKING or 2 * size > len(rows):
+        return None
+    others = [row for row in rows if row in finished]
+    return sorted([*unfinished, *others[: size - len(unfinished)]])
 
 
 def prefill(model: Decoder, rows: Sequence[Sequence[int]], slots: int) -> tuple[Tensor, Cache]:
@@ -116,13 +185,16 @@ def complete(
 ) -> list[list[int]]:
     """The answer of each prompt as token ids, without the token that ended it; or up to where it has `ended`."""
     answers: list[list[int]] = [[] for _ in prompts]
-    open_rows = set(range(len(prompts)))
-    for tokens in steps(model, prompts, sampling, first):
-        open_rows -= {row for row in open_rows if tokens[row] in stops}
-        for row in open_rows:
+    finished: set[int] = set()
+    for tokens in steps(model, prompts, sampling, first, finished):
+        for row in set(range(len(prompts))) - finished:
+            if tokens[row] in stops:
+                finished.add(row)
+                continue
             answers[row].append(tokens[row])
-        open_rows -= {row for row in open_rows if ended(answers[row])}
-        if not open_rows:
+            if ended(answers[row]):
+                finished.add(row)
+        if len(finished) == len(prompts):
             break
     return answers
 

@@ -133,13 +133,14 @@ class Writer:
     def written(self, model: Decoder, prompts: list[list[int]], names: Sequence[str], run: Run) -> list[np.ndarray]:
         """Where weights are divided, who has no row or has ended goes on until all have."""
         answers: list[list[int]] = [[] for _ in prompts]
-        unended = set(range(len(prompts)))
-        for tokens in steps(model, prompts or [[self.layout.pad]], self.how.sampling(run, names)):
-            for row in unended:
+        finished: set[int] = set()
+        sampling = self.how.sampling(run, names)
+        for tokens in steps(model, prompts or [[self.layout.pad]], sampling, finished=finished):
+            for row in set(range(len(prompts))) - finished:
                 answers[row].append(tokens[row])
-            ended = {row for row in unended if tokens[row] in self.stops}
-            unended -= ended | {row for row in unended if len(prompts[row]) + len(answers[row]) == self.length}
-            if not run.most(len(unended))[0]:
+                if tokens[row] in self.stops or len(prompts[row]) + len(answers[row]) == self.length:
+                    finished.add(row)
+            if not run.most(len(prompts) - len(finished))[0]:
                 break
         return [np.array(answer, np.int32) for answer in answers]
 

@@ -51,7 +51,7 @@ class SelfAttention(Fresh):
         q, k = self.stand(q, k, place)
         q = self.grown(q, place)
         k, v = self.known(k, v, place, cache) if self.spec.kv_from is None else place.kv.take(self.spec.kv_from)
-        y = place.attend(q, k, v, self.rule, self.sinks).flatten(-2)
+        y = place.attend(q, k, v, self.rule, self.sinks)[..., : self.spec.head_dim].flatten(-2)
         return self.way.leave(self.o_proj(y if gate is None else y * gate.sigmoid()))
 
     @property
@@ -84,7 +84,7 @@ class SelfAttention(Fresh):
 
     def known(self, k: Tensor, v: Tensor, place: Place, cache: KV | None) -> tuple[Tensor, Tensor]:
         """Keys and values (B, K, H_kv, D): of these rows, or of all that the cache has seen."""
-        kv = (place.gather(k), place.gather(v)) if cache is None else cache.add(k, v, place.positions, place.used)
+        kv = (place.gather(k), place.gather(v)) if cache is None else cache.add(k, v, place)
         if self.lends:
             place.kv.lend(self.number, kv)
         return kv

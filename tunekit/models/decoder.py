@@ -16,7 +16,7 @@ from tunekit.models.latent import MultiLatentAttention
 from tunekit.models.linear import Embedding, Linear
 from tunekit.models.norm import RMSNorm, norm
 from tunekit.models.per_layer import TokenGate, TokenInputs
-from tunekit.models.place import WHOLE, Cache, Kept, Place, Rows
+from tunekit.models.place import WHOLE, Cache, LayerCache, Place, Rows
 from tunekit.models.rope import tables
 from tunekit.models.spec import (
     MLP,
@@ -33,6 +33,7 @@ from tunekit.models.spec import (
 from tunekit.parallel.exchange import ALONE, Alone, Vocabulary
 from tunekit.parallel.tensors import Split
 
+SLOTS = 128  # slots of a cache on a GPU come in multiples of this, as kernels want masks aligned
 TIED = "head.weight"  # where the head is the embedding, this name stands for embed.weight
 
 MIXERS: dict[type, Callable[..., Any]] = {
@@ -62,7 +63,7 @@ class Block(Fresh):
         scalar = nn.Parameter(torch.ones(1), requires_grad=False)
         self.register_parameter("layer_scalar", scalar if spec.scaled else None)
 
-    def forward(self, x: Tensor, place: Place, cache: Kept | None = None, token: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, place: Place, cache: LayerCache | None = None, token: Tensor | None = None) -> Tensor:
         x = self.add(x, self.attn_post_norm(self.attn(self.attn_norm(x), place, cache)))
         x = self.add(x, self.mlp_post_norm(self.mlp(self.mlp_norm(x))))
         x = x if self.token is None else self.token(x, token)
@@ -147,6 +148,9 @@ class Decoder(nn.Module):
         (documents, 2): how many tokens of an earlier document each packed one goes on from, at which its positions
         begin, and where these are in the flattened rows.
         """
+        if cache is not None and cache.is_decoding:
+            assert positions is not None and tokens.shape[1] == 1
+            return self.finish(tokens, cache.decode_place(positions), cache, read)
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         assert part or self.rows is WHOLE or not torch.is_grad_enabled(), "ranks that share rows would each count them"
@@ -160,10 +164,26 @@ class Decoder(nn.Module):
         tokens, positions = rows.keep(tokens), rows.keep(positions)
         place = Place(positions, offsets, lengths, rotations, rows=rows, length=length, before=before)
         if cache is not None:
-            cache.used += tokens.shape[1]
-            place.used = cache.used
+            cache.used = tokens.shape[1]
+        return self.finish(tokens, place, cache, read, shape)
+
+    def finish(
+        self,
+        tokens: Tensor,
+        place: Place,
+        cache: Cache | None,
+        read: "Callable[[Tensor, Head], Tensor] | None",
+        shape: torch.Size | None = None,
+    ) -> Tensor:
+        """Run the layers, then the head or `read` on hidden states of `shape` (B, S)."""
+        shape = tokens.shape if shape is None else shape
         hidden = self.way.enter(self.run(tokens, place, cache), tokens.shape).view(*shape, self.spec.dim)
         return self.head(hidden) if read is None else read(hidden, self.head)
+
+    def begin_decoding(self, cache: Cache) -> None:
+        """Prepare a cache that a first pass has filled for passes of one token."""
+        slots = torch.arange(cache.num_slots, device=self.embed.weight.device)[:, None]
+        cache.begin_decoding(tuple(tables(rope, head_dim, slots) for rope, head_dim in self.ropes))
 
     def before(
         self, tokens: Tensor, offsets: Tensor | None, prefixes: Tensor | None, rows: Rows
@@ -193,8 +213,10 @@ class Decoder(nn.Module):
 
     def cache(self, batch: int, slots: int) -> Cache:
         """Empty room for `slots` positions of `batch` rows."""
-        dtype = self.compute or self.embed.weight.dtype
-        return Cache([layer.attn.cache(batch, slots, dtype, self.embed.weight.device) for layer in self.layers])
+        dtype, device = self.compute or self.embed.weight.dtype, self.embed.weight.device
+        if device.type != "cpu":
+            slots = -(-slots // SLOTS) * SLOTS
+        return Cache([layer.attn.cache(batch, slots, dtype, device) for layer in self.layers], slots)
 
 
 def flattened(tokens: Tensor, positions: Tensor, offsets: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:

@@ -23,6 +23,10 @@ class State:
     def __init__(self, tail: Tensor, states: Tensor) -> None:
         self.tail, self.states = tail, states
 
+    def select_rows(self, rows: Tensor) -> None:
+        """Keep these rows only, in this order."""
+        self.tail, self.states = self.tail.index_select(0, rows), self.states.index_select(0, rows)
+
 
 class Parts(NamedTuple):
     """Projections of (B, S) tokens: what goes through the convolution, the output's gate, write strength and decay."""
@@ -64,7 +68,8 @@ class GatedDeltaNet(Fresh):
         decay = -self.A_log.float().exp() * F.softplus(parts.a.float() + self.dt_bias.float())
         beta = parts.b.float().sigmoid()
         if cache is not None:
-            y = self.cached(parts.qkv, decay, beta, place, cache)
+            step = self.cached if place.cached is None else self.decode
+            y = step(parts.qkv, decay, beta, place, cache)
         else:
             # What the rule makes between its steps takes eight times the room of what goes in.
             y = checkpoint(
@@ -99,6 +104,15 @@ class GatedDeltaNet(Fresh):
         y, cache.states = gated_delta_rule(*self.heads(mixed), decay * real, beta * real, state=cache.states)
         last = lengths[:, None] + torch.arange(cache.tail.shape[1], device=qkv.device)
         cache.tail = seen.take_along_dim(last[..., None], dim=1)
+        return y
+
+    def decode(self, qkv: Tensor, decay: Tensor, beta: Tensor, place: Place, cache: State) -> Tensor:
+        """The same for one token of each row. States are updated in place: a captured graph knows their addresses."""
+        mixed = short_convolution(qkv, self.conv1d.weight.squeeze(1), before=cache.tail)
+        y, states = gated_delta_rule(*self.heads(mixed), decay, beta, state=cache.states)
+        tail = torch.cat([cache.tail[:, 1:], qkv], dim=1)[:, : cache.tail.shape[1]]
+        cache.states.copy_(states)
+        cache.tail.copy_(tail)
         return y
 
     def heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:

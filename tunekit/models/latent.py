@@ -46,8 +46,8 @@ class MultiLatentAttention(nn.Module):
         q, turned = rotate(self.queries(q), turning[:, :, None], rotation)
         k, v = self.keys(place.gather(latent), place.gather(turned))
         if cache is not None:
-            k, v = cache.add(k, v, place.positions, place.used)
-        return self.way.leave(self.o_proj(place.attend(q, k, v, self.rule).flatten(-2)))
+            k, v = cache.add(k, v, place)
+        return self.way.leave(self.o_proj(place.attend(q, k, v, self.rule)[..., : self.spec.v_dim].flatten(-2)))
 
     def queries(self, q: Tensor) -> Tensor:
         """Queries (B, S, H, nope + rope), of which the last channels are still to be turned, or what they come from."""

@@ -1,45 +1,106 @@
 """What the layers of one pass share, and what generation keeps between passes."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from tunekit.kernels.attention import Rule, attend, attend_cached, attend_part
+from tunekit.kernels.attention import Rule, attend, attend_part
+from tunekit.kernels.attention_decode import CachePositions, attend_decode
+from tunekit.kernels.attention_gpu import ALIGNED, NARROWEST
 from tunekit.kernels.prefix import Before, Prefixes
 from tunekit.kernels.rope import Rotation
 
+MIN_VISIBLE = 256  # slots that a pass on a GPU looks at, at least
+
 
 class KV:
-    """Keys (B, slots, H_kv, D) and values of one layer in generation; the index of a slot is its position."""
+    """Keys (B, slots, H_kv, D) and values of one layer in generation; the index of a slot is its position.
+
+    Both have one width, that of the wider: kernels want it, and padding all slots for every token would copy them.
+    """
 
     def __init__(self, k: tuple[int, ...], v: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-        self.k = torch.zeros(k, dtype=dtype, device=device)
-        self.v = torch.zeros(v, dtype=dtype, device=device)
+        width = max(k[-1], v[-1])
+        if device.type != "cpu":
+            width = max(NARROWEST, -(-width // ALIGNED) * ALIGNED)
+        self.k = torch.zeros(*k[:-1], width, dtype=dtype, device=device)
+        self.v = torch.zeros(*v[:-1], width, dtype=dtype, device=device)
 
-    def add(self, k: Tensor, v: Tensor, positions: Tensor, used: int) -> tuple[Tensor, Tensor]:
-        """Put (B, S, H_kv, D) at `positions` (B, S); all that the first `used` slots then hold."""
-        if k.shape[0] == 1:  # a row alone has no padding: its tokens come one behind the other
-            self.k[:, used - k.shape[1] : used], self.v[:, used - k.shape[1] : used] = k, v
-        else:
-            rows = torch.arange(k.shape[0], device=k.device)[:, None]
-            self.k[rows, positions] = k
-            self.v[rows, positions] = v
-        # On the first pass the cache holds no more than what came, and attention without slots is the faster.
-        return (k, v) if used == k.shape[1] else (self.k[:, :used], self.v[:, :used])
+    def add(self, k: Tensor, v: Tensor, place: "Place") -> tuple[Tensor, Tensor]:
+        """Store (B, S, H_kv, D) of these tokens; keys and values that their queries see."""
+        at = place.cached
+        if at is None:
+            return self.fill(k, v, place)
+        self.k.flatten(0, 1).index_copy_(0, at.write_index, widen(k, self.k)[:, 0])
+        self.v.flatten(0, 1).index_copy_(0, at.write_index, widen(v, self.v)[:, 0])
+        return self.k, self.v
+
+    def fill(self, k: Tensor, v: Tensor, place: "Place") -> tuple[Tensor, Tensor]:
+        """Store the first tokens of all rows. Attention among these needs no slots, and is the faster."""
+        length = k.shape[1]
+        self.k[:, :length, :, : k.shape[-1]] = k
+        self.v[:, :length, :, : v.shape[-1]] = v
+        return k, v
+
+    def select_rows(self, rows: Tensor) -> None:
+        """Keep these rows only, in this order."""
+        self.k, self.v = self.k.index_select(0, rows), self.v.index_select(0, rows)
 
 
-class Kept(Protocol):
-    """What one layer keeps in generation: the kind is known to its mixer alone."""
+def widen(x: Tensor, like: Tensor) -> Tensor:
+    """Zeros behind the channels of a head, up to those of `like`."""
+    more = like.shape[-1] - x.shape[-1]
+    return F.pad(x, (0, more)) if more else x
+
+
+class LayerCache(Protocol):
+    """State of one layer in generation. Only its mixer knows the kind."""
+
+    def select_rows(self, rows: Tensor) -> None:
+        """Keep these rows only, in this order."""
+        ...
 
 
 class Cache:
-    """What generation keeps between passes. Short rows are padded on the right, and overwrite the padding later."""
+    """State of a model in generation. Short rows are padded on the right, and overwrite the padding later.
 
-    def __init__(self, layers: list[Kept]) -> None:
-        self.layers = layers
+    The first pass fills it; every later one adds a token to each row, at shapes that change with `num_visible` alone.
+    """
+
+    def __init__(self, layers: Sequence[LayerCache], num_slots: int) -> None:
+        self.layers, self.num_slots = layers, num_slots
         self.used = 0  # slots that any row may have written
+        self.tables: tuple[Rotation, ...] = ()  # rotations of every slot, for passes of one token
+        self.is_decoding = False  # the first pass is done
+
+    def select_rows(self, rows: Tensor) -> None:
+        """Keep these rows only, in this order."""
+        for layer in self.layers:
+            layer.select_rows(rows)
+
+    def begin_decoding(self, tables: tuple[Rotation, ...]) -> None:
+        """Say that the first pass is done. `tables` turn each slot, (num_slots, 1, 1, pairs)."""
+        self.tables, self.is_decoding = tables, True
+
+    def decode_place(self, positions: Tensor) -> "Place":
+        """What the layers share in a pass of one token a row at `positions` (B, 1)."""
+        cached = CachePositions(positions, self.num_slots, self.num_visible(positions.device))
+        index = positions[:, 0]
+        rotations = tuple(
+            table._replace(cos=table.cos.index_select(0, index), sin=table.sin.index_select(0, index))
+            for table in self.tables
+        )
+        return Place(positions, None, None, rotations, length=1, cached=cached)
+
+    def num_visible(self, device: torch.device) -> int:
+        """Slots to look at. On a GPU these grow in steps, within which one captured graph serves every token."""
+        if device.type == "cpu":
+            return self.used
+        return min(self.num_slots, max(MIN_VISIBLE, 1 << (self.used - 1).bit_length()))
 
 
 class Rows:
@@ -91,11 +152,11 @@ class Place:
     offsets: Tensor | None  # bounds of packed documents, in whole rows
     lengths: Tensor | None  # (B,) tokens of each row that are not padding behind it; None: all, or nobody asks
     rotations: tuple[Rotation, ...]  # one for each distinct Rope of the model
-    used: int = 0  # slots of the cache to look at
     rows: Rows = WHOLE  # which tokens of each row are here
     length: int = 0  # of whole rows
     before: Prefixes | Before | None = None  # what documents see before their own tokens
     kv: Lent = field(default_factory=Lent)
+    cached: CachePositions | None = None  # where the tokens are in the caches, in passes of one token
 
     def gather(self, x: Tensor) -> Tensor:
         """(B, length, ...) of whole rows, from what is here."""
@@ -106,7 +167,7 @@ class Place:
         if (stretches := self.rows.stretches(self.length)) is not None:
             assert not isinstance(self.before, Prefixes)
             return attend_part(q, k, v, rule, self.positions, stretches, sinks, self.before)
-        if k.shape[1] != q.shape[1]:
-            return attend_cached(q, k, v, self.positions, rule, sinks)
+        if self.cached is not None:
+            return attend_decode(q, k, v, self.cached, rule, sinks)
         assert not isinstance(self.before, Before)
         return attend(q, k, v, rule, self.offsets, sinks, self.before)  # there is nothing but what came now

@@ -25,6 +25,7 @@ from tqdm import tqdm
 from tunekit.errors import Stopped, UserError
 from tunekit.pages import hold
 from tunekit.parallel import member
+from tunekit.parallel.attention_setup import configure_attention
 from tunekit.parallel.choice import Parallel, Sizes
 from tunekit.parallel.mesh import build_mesh
 from tunekit.parallel.signals import named
@@ -97,6 +98,7 @@ class Run:
             hold()
         else:
             torch.cuda.set_device(self.device)
+        configure_attention(self.device)
         if self.joins:
             self.join()
         return self

@@ -1,0 +1,122 @@
+"""Choice of an attention kernel from the properties of a call and of the device. Nothing here touches a device."""
+
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from tunekit.kernels import shapes
+from tunekit.kernels.compiler import constant
+
+HOPPER = (9, 0)
+AMPERE = (8, 0)  # FlashAttention 2, and bf16 in the memory-efficient kernel, need this compute capability
+HALF_DTYPES = (torch.bfloat16, torch.float16)
+MAX_FLASH_HEAD_DIM = 256
+MAX_FLEX_HEAD_BYTES = 512  # a wider head does not fit into shared memory next to its tile of scores
+
+
+class AttentionBackend(Enum):
+    """A kernel, or the way to reach it."""
+
+    CPU = "scaled_dot_product_attention on the CPU"
+    FLASH_VARLEN = "FlashAttention over packed documents"
+    FLEX = "FlexAttention over packed documents"
+    PER_DOCUMENT = "one scaled_dot_product_attention call per document"
+    FLASH_DECODE = "FlashAttention on a key/value cache, one query per row"
+    SDPA_FLASH = "FlashAttention inside scaled_dot_product_attention"
+    SDPA_EFFICIENT = "memory-efficient kernel inside scaled_dot_product_attention"
+    MATH = "scores of all pairs in memory"
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """Properties of an attention call that a kernel may accept or refuse."""
+
+    device_type: str
+    dtype: torch.dtype
+    head_dim: int  # the wider of keys and values
+    capability: tuple[int, int] = (0, 0)  # compute capability of a CUDA device
+    is_rocm: bool = False
+    is_packed: bool = False  # documents, or whole rows as documents: no mask, only bounds
+    is_decoding: bool = False  # one query per row on a key/value cache
+    has_mask: bool = False
+    has_softcap: bool = False
+    has_gqa: bool = False  # fewer heads of keys than of queries
+
+    @property
+    def has_flash(self) -> bool:
+        """Whether FlashAttention 2 takes this dtype and head size on this device."""
+        is_supported = self.device_type == "cuda" and self.capability >= AMPERE
+        return is_supported and self.dtype in HALF_DTYPES and self.head_dim <= MAX_FLASH_HEAD_DIM
+
+    @property
+    def has_flex(self) -> bool:
+        """Whether FlexAttention takes this dtype and head size on this device."""
+        is_supported = self.device_type == "cuda" and self.capability >= AMPERE
+        dtypes = (*HALF_DTYPES, torch.float32)
+        return is_supported and self.dtype in dtypes and self.head_dim * self.dtype.itemsize <= MAX_FLEX_HEAD_BYTES
+
+    @property
+    def has_efficient(self) -> bool:
+        """Whether the memory-efficient kernel takes this dtype. It takes masks, and heads of any size."""
+        if self.device_type != "cuda":
+            return False
+        return self.dtype in (torch.float16, torch.float32) or (
+            self.dtype == torch.bfloat16 and self.capability >= AMPERE
+        )
+
+
+def choose_attention_backend(call: AttentionCall) -> AttentionBackend:
+    """Return the fastest kernel that takes the call. MATH is the last resort: fp64, and bf16 before Ampere."""
+    if call.is_packed:
+        if call.has_flash and not call.has_softcap:
+            return AttentionBackend.FLASH_VARLEN
+        return AttentionBackend.FLEX if call.has_flex else AttentionBackend.PER_DOCUMENT
+    if call.is_decoding and call.has_flash and not call.has_softcap and not call.is_rocm:
+        return AttentionBackend.FLASH_DECODE  # ROCm returns the log-sum-exp in another layout
+    if call.device_type != "cuda":
+        return AttentionBackend.CPU
+    if call.has_softcap:
+        return AttentionBackend.MATH  # blockwise, see `attention.capped`
+    if call.has_flash and not call.has_mask:
+        return AttentionBackend.SDPA_FLASH
+    return AttentionBackend.SDPA_EFFICIENT if call.has_efficient else AttentionBackend.MATH
+
+
+def needs_expanded_kv(call: AttentionCall) -> bool:
+    """Whether heads of keys must be repeated for scaled_dot_product_attention.
+
+    The memory-efficient kernel of torch 2.11 refuses grouped heads, and the call would silently use MATH, with S x S
+    scores in fp32.
+    """
+    return call.has_gqa and choose_attention_backend(call) is AttentionBackend.SDPA_EFFICIENT
+
+
+def device_type(x: Tensor) -> str:
+    """Return the kind of device. ROCm reports "cuda"; the shape-only runs of a plan report what they stand for."""
+    return shapes.device(x)
+
+
+@constant
+def get_capability(device: torch.device) -> tuple[int, int]:
+    """Return the compute capability. A device of which only shapes are asked counts as a Hopper."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else HOPPER
+
+
+def describe_call(
+    q: Tensor, k: Tensor, v: Tensor, *, has_mask: bool = False, has_softcap: bool = False, is_decoding: bool = False
+) -> AttentionCall:
+    """Return the properties of a call whose heads are in dimension 2: (B, S, H, D)."""
+    kind = device_type(q)
+    return AttentionCall(
+        device_type=kind,
+        dtype=q.dtype,
+        head_dim=max(q.shape[-1], v.shape[-1]),
+        capability=get_capability(q.device) if kind == "cuda" else (0, 0),
+        is_rocm=torch.version.hip is not None,
+        is_decoding=is_decoding,
+        has_mask=has_mask,
+        has_softcap=has_softcap,
+        has_gqa=q.shape[2] != k.shape[2],
+    )

@@ -1,0 +1,154 @@
+"""Generation token by token: a step of constant shapes on tensors of fixed address, replayed as a CUDA graph."""
+
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from functools import cache as cached_once
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from tunekit.models.decoder import Decoder
+from tunekit.models.place import Cache
+
+Step = Callable[[], None]
+Choose = Callable[[Tensor, Tensor], Tensor]  # next tokens (B,) from logits (B, vocab) and uniform numbers (B,)
+WARMUP_STEPS = 2  # the first one loads kernels, the second one shows whether anything still waits for the host
+MIN_REPLAYS = 8  # a capture costs about as much as three eager steps
+
+
+class TokenReader:
+    """Tokens on their way to the host. The copy runs behind the device's work; only `read` waits for it."""
+
+    def __init__(self, tokens: Tensor, rows: Sequence[int]) -> None:
+        self.rows = rows
+        if tokens.device.type == "cuda":
+            self.tokens = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+            self.tokens.copy_(tokens, non_blocking=True)
+            self.event: torch.cuda.Event | None = torch.cuda.Event()
+            self.event.record()
+        else:
+            self.tokens, self.event = tokens, None
+
+    def read(self) -> dict[int, int]:
+        """The token of each row, by the number of the row."""
+        if self.event is not None:
+            self.event.synchronize()
+        return dict(zip(self.rows, self.tokens.flatten().tolist(), strict=True))
+
+
+class DecodeLoop:
+    """Draws the tokens of some rows, one after the other, from a cache that a first pass has filled.
+
+    A step reads nothing but tensors that stay where they are, and updates them in place: the last tokens, their
+    positions, and how many have been drawn. The host only counts.
+    """
+
+    def __init__(
+        self, model: Decoder, cache: Cache, lengths: Sequence[int], numbers: Tensor, choose: Choose, drawn: int = 0
+    ) -> None:
+        device = numbers.device
+        self.model, self.cache, self.choose, self.numbers = model, cache, choose, numbers
+        self.rows = list(range(len(lengths)))  # numbers of the rows that are in the batch
+        self.positions = torch.tensor(lengths, device=device)[:, None] - 1  # (B, 1) of the last tokens
+        self.tokens = torch.zeros_like(self.positions)  # (B, 1) last tokens
+        self.index = torch.full((1,), drawn, device=device)  # of the next uniform number
+        self.graph = StepGraph(self.run_step, get_capture(model))
+        model.begin_decoding(cache)
+
+    def take(self, logits: Tensor) -> TokenReader:
+        """Draw from logits (B, vocab) of a first pass."""
+        self.draw(logits)
+        return TokenReader(self.tokens, self.rows)
+
+    def advance(self, num_left: int) -> TokenReader:
+        """Add the last tokens to the cache and draw the next ones; `num_left` says how many steps may follow."""
+        self.cache.used += 1
+        self.graph.run(self.cache.num_visible(self.tokens.device), num_left)
+        return TokenReader(self.tokens, self.rows)
+
+    def run_step(self) -> None:
+        """The work of a token, with no value that the host knows but `cache.num_visible`."""
+        self.draw(self.model(self.tokens, self.positions, cache=self.cache)[:, -1])
+
+    def draw(self, logits: Tensor) -> None:
+        number = self.numbers.index_select(1, self.index)[:, 0]
+        self.tokens.copy_(self.choose(logits, number)[:, None])
+        self.positions += 1
+        self.index += 1
+
+    def select_rows(self, rows: Sequence[int]) -> None:
+        """Keep these rows of the batch only, given by number."""
+        index = torch.tensor([self.rows.index(row) for row in rows], device=self.tokens.device)
+        self.cache.select_rows(index)
+        self.tokens, self.positions = self.tokens.index_select(0, index), self.positions.index_select(0, index)
+        self.numbers = self.numbers.index_select(0, index)
+        self.rows = list(rows)
+        self.graph = StepGraph(self.run_step, get_capture(self.model))
+
+
+class StepGraph:
+    """Runs a step: eagerly at first, then as a captured graph for as long as its key stays the same."""
+
+    def __init__(self, step: Step, capture: Callable[[Step], Step] | None) -> None:
+        self.step, self.capture = step, capture
+        self.replay: Step | None = None
+        self.key, self.num_eager = -1, 0
+
+    def run(self, key: int, num_left: int) -> None:
+        """Run the step once. `key` names its shapes, of which a graph knows one set."""
+        if key != self.key:
+            self.key, self.num_eager, self.replay = key, 0, None
+        if self.replay is None and self.capture is not None and self.num_eager >= WARMUP_STEPS:
+            self.replay = self.capture(self.step) if num_left >= MIN_REPLAYS else None
+        if self.replay is not None:
+            self.replay()
+            return
+        self.num_eager += 1
+        if self.capture is not None and self.num_eager == WARMUP_STEPS and run_detecting_waits(self.step):
+            warn_eager("a layer waits for the device in each step")
+            self.capture = None
+        elif self.capture is None or self.num_eager != WARMUP_STEPS:
+            self.step()
+
+
+def get_capture(model: Decoder) -> Callable[[Step], Step] | None:
+    """How steps of a model are captured; None where they run eagerly."""
+    if model.embed.weight.device.type != "cuda":
+        return None
+    if isinstance(model, FSDPModule) or model.splits:
+        warn_eager("weights are divided among processes")
+        return None
+    return capture_cuda_graph
+
+
+def capture_cuda_graph(step: Step) -> Step:
+    """Record the kernels of a step, without running them; the result launches all of them at once."""
+    graph = torch.cuda.CUDAGraph()
+    # Other threads may allocate pinned memory at any time, which a global capture would forbid.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        step()
+    return graph.replay
+
+
+def run_detecting_waits(step: Step) -> bool:
+    """Run a step; whether it made the host wait for the device, which no graph can record."""
+    if not torch.cuda.is_available():
+        step()
+        return False
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            step()
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+    return any("synchronizing" in str(warning.message) for warning in caught)
+
+
+@cached_once
+def warn_eager(reason: str) -> None:
+    """Log once per reason that no graph is captured."""
+    print(f"warning: generation: no CUDA graph is used: {reason}. Answers are the same, only slower.", file=sys.stderr)
