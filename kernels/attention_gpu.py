@@ -13,13 +13,13 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 from torch.utils.weak import WeakIdKeyDictionary
 
+from tunekit.devices import capabilities
 from tunekit.kernels.attention_native import flat, keep
 from tunekit.kernels.compiler import constant, uncompiled
 
 NARROWEST, ALIGNED = 16, 8  # channels: the least, and a multiple, of kernels on a GPU
 WIDEST = 512  # bytes of a head that still fit beside others: 256 channels in bf16
 BLOCK = 128  # queries, and keys, of a block of FlexAttention
-AMPERE = 8, 0  # the first processors for which torch has FlashAttention
 HALVES = torch.bfloat16, torch.float16
 Bounds = tuple[Tensor, int, Tensor, int]  # of queries and of keys, and the longest stretch between two of them
 # What was made of bounds for the layers of a pass, as long as the bounds live.
@@ -28,7 +28,13 @@ MADE = WeakIdKeyDictionary()
 
 @constant
 def able(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) >= AMPERE
+    return capabilities(device).flash
+
+
+@constant
+def has_flash_lse(device: torch.device) -> bool:
+    """Whether the log-sum-exp of FlashAttention has the layout that sinks need."""
+    return capabilities(device).flash_lse
 
 
 def fits(q: Tensor) -> bool:
@@ -55,7 +61,7 @@ def fused(
     width = v.shape[-1]
     most = max(NARROWEST, -(-max(q.shape[-1], width) // ALIGNED) * ALIGNED)
     q, k, v = (x if x.shape[-1] == most else F.pad(x, (0, most - x.shape[-1])) for x in (q, k, v))
-    if q.dtype in HALVES and not rule[3]:
+    if q.dtype in HALVES and not rule[3] and (sinks is None or has_flash_lse(q.device)):
         return flash(q, k, v, bounds, sinks, rule, key_offsets)[0][..., :width]
     return flex(q, k, v, bounds, sinks, rule, key_offsets)[..., :width]
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
+from tunekit.devices import accumulation_dtype
 from tunekit.parallel.run import Run
 from tunekit.parallel.tensors import local, splits_of
 
@@ -19,8 +20,8 @@ def length(weights: Iterable[Tensor], run: Run) -> Tensor:
 
 def root(found: list[Tensor], run: Run) -> Tensor:
     """The length of a vector, from the squares of its parts on each rank."""
-    total = torch.stack(found).sum() if found else torch.zeros((), dtype=torch.float64, device=run.device)
-    return run.over_all(total).sqrt().float()
+    found = found or [torch.zeros((), dtype=accumulation_dtype(run.device), device=run.device)]
+    return run.over_all(torch.stack(found).sum()).sqrt().float()
 
 
 @torch.no_grad()
@@ -34,16 +35,17 @@ def shorten(weights: Iterable[Tensor], norm: Tensor, most: float) -> None:
 
 @torch.no_grad()
 def squares(weight: Tensor, run: Run) -> Tensor:
-    """The sum of the squares of what this rank counts of a weight's gradient, in fp64.
+    """The sum of the squares of what this rank counts of a weight's gradient, in fp64 where it exists.
 
     Some thousand numbers at a time are added up in fp32, which a CPU does fast and exactly enough.
     """
     assert weight.grad is not None
     if not counts(weight, run.place.tensor):
-        return local(weight.grad).new_zeros((), dtype=torch.float64)
+        return local(weight.grad).new_zeros((), dtype=accumulation_dtype(weight.device))
     flat = local(weight.grad).reshape(-1).float()
     body, rest = flat[: len(flat) // PART * PART].view(-1, PART), flat[len(flat) // PART * PART :]
-    return torch.linalg.vector_norm(body, dim=1).double().square().sum() + rest.double().square().sum()
+    norms, wide = torch.linalg.vector_norm(body, dim=1), accumulation_dtype(flat.device)
+    return norms.to(wide).square().sum() + rest.to(wide).square().sum()
 
 
 def counts(weight: Tensor, tensor: int) -> bool:
