@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 from torch.utils.weak import WeakIdKeyDictionary
 
+from tunekit.devices import capabilities
 from tunekit.kernels.attention_choice import (
     HALF_DTYPES,
     AttentionBackend,
@@ -29,6 +30,12 @@ HALVES = HALF_DTYPES
 Bounds = tuple[Tensor, int, Tensor, int]  # of queries and of keys, and the longest stretch between two of them
 # What was made of bounds for the layers of a pass, as long as the bounds live.
 MADE = WeakIdKeyDictionary()
+
+
+@constant
+def has_flash_lse(device: torch.device) -> bool:
+    """Whether the log-sum-exp of FlashAttention has the layout that sinks need."""
+    return capabilities(device).flash_lse
 
 
 def fits(q: Tensor) -> bool:
@@ -59,7 +66,7 @@ def fused(
     width = v.shape[-1]
     most = max(NARROWEST, -(-max(q.shape[-1], width) // ALIGNED) * ALIGNED)
     q, k, v = (x if x.shape[-1] == most else F.pad(x, (0, most - x.shape[-1])) for x in (q, k, v))
-    if q.dtype in HALVES and not rule[3]:
+    if q.dtype in HALVES and not rule[3] and (sinks is None or has_flash_lse(q.device)):
         return flash(q, k, v, bounds, sinks, rule, key_offsets)[0][..., :width]
     return flex(q, k, v, bounds, sinks, rule, key_offsets)[..., :width]
 

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tunekit.devices import ACCELERATORS
 from tunekit.kernels import experts, shapes
 from tunekit.kernels.native import library
 
@@ -294,7 +295,7 @@ def operator(name: str, schema: str) -> Callable[[Callable[..., Tensor]], Callab
 
     def register(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         torch.library.define(f"tunekit::{name}", schema)
-        torch.library.impl(f"tunekit::{name}", ("cpu", "cuda"))(function)
+        torch.library.impl(f"tunekit::{name}", ("cpu", *ACCELERATORS))(function)
         return getattr(torch.ops.tunekit, name).default
 
     return register

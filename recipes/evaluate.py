@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Literal
 
 from tunekit import assemble, card
 from tunekit.checkpoint.atomic import can_write, write_text
@@ -18,6 +17,7 @@ from tunekit.checkpoint.score import insist_on_text
 from tunekit.data.steps.loader import load
 from tunekit.data.steps.mix import Learnable, streams, title
 from tunekit.data.tokenizer import Tokenizer
+from tunekit.devices import DeviceChoice
 from tunekit.errors import FieldError
 from tunekit.evaluation.compare import changes
 from tunekit.evaluation.figures import Result
@@ -52,7 +52,7 @@ class Evaluate:
     examples: int = 3  # answers to print
     out: str | None = None  # JSON file for the figures, every answer, and which rows were won and lost
     parallel: Parallel = COPIES  # how several devices share the rows, or the weights
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: DeviceChoice = "auto"  # auto: the first of cuda, xpu, mps that torch finds, else cpu
 
     def __post_init__(self) -> None:
         if self.batch < 1:

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
 
 from tunekit import assemble
 from tunekit.checkpoint.atomic import write_text
@@ -19,6 +18,7 @@ from tunekit.data.rows import named
 from tunekit.data.sources.source import find, open_source
 from tunekit.data.sources.table import insist
 from tunekit.data.tokenizer import Tokenizer
+from tunekit.devices import DeviceChoice
 from tunekit.errors import FieldError, UserError
 from tunekit.formats import FP4, NF4, Float8, Plain
 from tunekit.generate import Sampling, answers
@@ -44,7 +44,7 @@ class Generate:
     batch: int = 16  # prompts that are answered at once
     out: str | None = None  # JSONL file with a prompt and an answer a line; None: print them
     parallel: Parallel = COPIES  # how several devices share the prompts, or the weights
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: DeviceChoice = "auto"  # auto: the first of cuda, xpu, mps that torch finds, else cpu
 
     def __post_init__(self) -> None:
         if not self.prompts and self.source is None:

@@ -8,7 +8,9 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 LAYERS = (
-    {"errors", "bundled", "curves", "discreet", "machine", "pages", "timeline"},
+    {"errors", "bundled", "curves", "discreet", "pages", "timeline"},
+    {"devices"},
+    {"machine"},
     {"parallel", "kernels", "config"},
     {"models", "optimizers", "offload"},
     {

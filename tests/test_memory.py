@@ -113,7 +113,7 @@ def test_what_several_operations_keep_goes_once(host: list[int], tmp_path: Path)
 
 def test_offload_is_for_gpus(tmp_path: Path) -> None:
     folder = made(tmp_path, "llama3.2")
-    with pytest.raises(UserError, match="leave it out"):
+    with pytest.raises(UserError, match="memory.offload"):
         ours(folder, memory=Memory(offload=True))
 
 

@@ -8,11 +8,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.checkpoints import FULL, SHAPES, batch, build, error, made, ours, save, theirs, tokens, train
+from tunekit import devices
 from tunekit.adapters import Frozen, LoRA
 from tunekit.checkpoint.folder import WEIGHTS
 from tunekit.losses.likelihood import CrossEntropy
 from tunekit.memory import Memory
-from tunekit.precision import Precision, multiplies_bf16
+from tunekit.precision import Precision
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -39,7 +40,7 @@ def test_each_weight_has_the_dtype_that_was_asked(precision, trained, frozen, mi
         assert p.dtype == (trained if p.requires_grad else frozen or stored), name
     assert {p.dtype for p in ours(mixed, FULL, precision).parameters()} == {trained}
     logits = model(tokens())
-    best = BF16 if multiplies_bf16(torch.device("cpu")) else FP32
+    best = BF16 if devices.has_fast_bf16(torch.device("cpu")) else FP32
     assert logits.dtype == {"bf16": BF16, "fp32": FP32, "auto": best}[precision.compute]
     wanted = theirs(mixed)(tokens()).logits
     assert error(logits.float().detach(), wanted.detach()) < (0.1 if BF16 in (logits.dtype, frozen) else 1e-5)
@@ -52,8 +53,8 @@ def test_bf16_is_for_processors_that_multiply_it(flags, fast, tmp_path: Path, mo
     info = tmp_path / "cpuinfo"
     if flags is not None:
         info.write_text(f"processor\t: 0\nflags\t\t: {flags}\n")
-    monkeypatch.setattr("tunekit.precision.CPU_INFO", info)
-    assert multiplies_bf16(torch.device("cpu")) is fast
+    monkeypatch.setattr("tunekit.devices.CPU_INFO", info)
+    assert devices.has_fast_bf16(torch.device("cpu")) is fast
 
 
 def test_products_of_fp32_do_not_care_how_frozen_weights_are_kept(mixed: Path) -> None:

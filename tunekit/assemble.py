@@ -42,6 +42,7 @@ def model(
     for line in weights.remarks(net):
         run.tell(line)
     split(net, run)  # layers, rows and experts that ranks share
+    precision.set_matmul_precision(run.device)
     precision.apply(net, {} if fresh else source.dtypes, run.device)  # how exact it is
     memory.apply(net, run.device, run.tell)  # what is kept
     shard(net, run)  # where it is

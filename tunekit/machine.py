@@ -7,14 +7,16 @@ from pathlib import Path
 
 import torch
 
+from tunekit import devices
+
 PACKAGES = ("tunekit", "torch", "tokenizers", "safetensors", "huggingface_hub", "numpy")
 CPU_INFO, MEMORY_INFO = Path("/proc/cpuinfo"), Path("/proc/meminfo")
 
 
 def hardware(device: torch.device) -> str:
     """The device in words, as `NVIDIA H200 (139 GiB)` or `AMD EPYC 9B45 (2 cores, 23 GiB)`."""
-    if device.type == "cuda":
-        found = torch.cuda.get_device_properties(device)
+    if devices.capabilities(device).memory_stats:
+        found = torch.get_device_module(device).get_device_properties(device)
         return f"{found.name} ({found.total_memory / 2**30:.0f} GiB)"
     cores = f"{len(os.sched_getaffinity(0))} cores"
     return f"{processor()} ({', '.join([cores, *memory()])})"

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.fx.experimental import _config as shapes
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from tunekit import devices
 from tunekit.errors import FieldError, UserError
 from tunekit.models.decoder import Decoder
 from tunekit.offload import Offload
@@ -40,8 +41,13 @@ class Memory:
 
     def check(self, device: torch.device) -> None:
         """Whether the device can do all of it."""
-        if self.offload and device.type == "cpu":
-            raise UserError("memory.offload: takes activations from a GPU to the host; on the CPU leave it out")
+        row = devices.capabilities(device)
+        if self.offload and not row.own_memory:
+            raise UserError(
+                f"memory.offload: device {device.type} has no memory apart from the host's. Set it to false."
+            )
+        if self.compile and not row.compile:
+            raise UserError(f"memory.compile: torch.compile is not supported on {row.name}. Set it to false.")
 
     def apply(self, model: Decoder, device: torch.device = CPU, tell: Callable[[str], object] = print) -> None:
         """Fit a model for it; `tell` gets a line when something takes long."""

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from tunekit import devices
 from tunekit.errors import FieldError, UserError
 
 FILE = "metrics.jsonl"
@@ -358,8 +359,8 @@ def compile_seconds() -> float:
 
 def memory(device: torch.device) -> dict[str, float]:
     """Bytes: tensors on a GPU and what torch holds there; resident on a CPU; now and at most."""
-    if device.type == "cuda":
-        return reserved(torch.cuda.memory_stats(device))
+    if (stats := devices.memory_stats(device)) is not None:
+        return reserved(stats)
     status = Path("/proc/self/status")
     if status.is_file():
         fields = dict(line.split(":", 1) for line in status.read_text().splitlines())
@@ -387,7 +388,7 @@ def reserved(stats: Mapping[str, int]) -> dict[str, float]:
 
 def numbers(*values: Tensor | float) -> list[float]:
     """Numbers on the host. Those of the device come in one transfer, and it is waited for once."""
-    tensors = [value.detach().double() for value in values if isinstance(value, Tensor)]
+    tensors = [v.detach().to(devices.accumulation_dtype(v.device)) for v in values if isinstance(v, Tensor)]
     read = iter(torch.stack(tensors).tolist() if tensors else ())
     return [next(read) if isinstance(value, Tensor) else float(value) for value in values]
 

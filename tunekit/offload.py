@@ -8,6 +8,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
+from tunekit.devices import is_pinned_on
+
 LEAST = 2**20  # bytes of a tensor that is worth the way
 AHEAD = 16  # tensors that are on their way back before they are asked for
 
@@ -82,7 +84,7 @@ class Away:
         self.gpu, self.device, self.stream, self.before = torch.get_device_module(x.device), x.device, stream, before
         self.here: Tensor | None = None
         self.ready: Any = None
-        self.host = torch.empty_like(x, device="cpu", pin_memory=x.is_cuda)
+        self.host = torch.empty_like(x, device="cpu", pin_memory=is_pinned_on(x.device))
         stream.wait_stream(self.gpu.current_stream())
         with self.gpu.stream(stream):
             self.host.copy_(x.detach(), non_blocking=True)
@@ -112,5 +114,5 @@ class Away:
 
 def lend(x: Tensor, stream: Any) -> None:
     """The memory of `x` is not given to others before the stream has done what it was told so far."""
-    if x.is_cuda:
+    if is_pinned_on(x.device):  # of another stream, then
         x.record_stream(stream)

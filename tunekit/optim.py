@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
+from tunekit.devices import capabilities
 from tunekit.errors import FieldError
 from tunekit.optimizers import EightBit, Orthogonal, Parts
 from tunekit.parallel.tensors import local, part
@@ -43,8 +44,13 @@ def split(
     ours = groups(trained, choice.lr, choice.decay, special)
     rest = groups(trained, choice.lr, choice.decay, lambda p: not special(p))
     betas = (choice.betas[0], choice.betas[1])
-    plain = partial(torch.optim.AdamW, betas=betas, eps=choice.eps, fused=True)
+    plain = partial(torch.optim.AdamW, betas=betas, eps=choice.eps, fused=can_fuse(rest))
     return Parts(*(build(found) for build, found in ((make, ours), (plain, rest)) if found))
+
+
+def can_fuse(chosen: list[dict[str, Any]]) -> bool:
+    """Whether torch has a fused AdamW for the devices of all weights in these groups."""
+    return all(capabilities(p.device).fused_adamw for group in chosen for p in group["params"])
 
 
 def positive(name: str, value: float) -> None:
@@ -73,7 +79,8 @@ class AdamW:
     def build(self, trained: Trained, inner: Iterable[nn.Parameter] = ()) -> torch.optim.Optimizer:
         """`inner`: the weights of the blocks, between the embedding and the head, for those who treat them apart."""
         betas = (self.betas[0], self.betas[1])
-        return torch.optim.AdamW(groups(trained, self.lr, self.decay), betas=betas, eps=self.eps, fused=True)
+        chosen = groups(trained, self.lr, self.decay)
+        return torch.optim.AdamW(chosen, betas=betas, eps=self.eps, fused=can_fuse(chosen))
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch.profiler import profile, record_function, schedule
 
+from tunekit import devices
 from tunekit.config.problems import FieldErrors
 from tunekit.errors import FieldError, UserError
 from tunekit.parallel.run import Run
@@ -53,8 +54,8 @@ class Profile:
 
     def check(self, device: torch.device) -> None:
         """Whether the device has what is asked for."""
-        if self.memory and device.type == "cpu":
-            raise UserError("profile.memory: tells of the memory of a GPU; on the CPU leave it out")
+        if self.memory and device.type != "cuda":
+            raise UserError(f"profile.memory: torch records the memory of CUDA devices only, got {device.type}")
 
 
 def chosen(choice: Profile | bool) -> Profile | None:
@@ -170,8 +171,8 @@ class Profiler:
 
 def peak(device: torch.device) -> int:
     """Bytes that this process had at most: in tensors on a GPU, resident on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+    if (bytes := devices.peak_memory(device)) is not None:
+        return bytes
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
-from tunekit import assemble, card, leaks, metrics, publish, verify
+from tunekit import assemble, card, devices, leaks, metrics, publish, verify
 from tunekit.adapters import DoRA, Full, LoRA
 from tunekit.checkpoint import atomic, read, save, workspace
 from tunekit.checkpoint.folder import Folder
@@ -25,6 +25,7 @@ from tunekit.data.steps.batch import Batch
 from tunekit.data.steps.loader import Loader, load
 from tunekit.data.steps.mix import Mixed, check_ends
 from tunekit.data.tokenizer import Tokenizer
+from tunekit.devices import DeviceChoice
 from tunekit.errors import FieldError, UserError
 from tunekit.forgetting import Forgetting, Skill
 from tunekit.formats import FP4, NF4, Float8, Plain
@@ -36,7 +37,7 @@ from tunekit.metrics import Log, Meter, Sums
 from tunekit.models.decoder import Decoder
 from tunekit.optim import SGD, WSD, AdamW, AdamW8bit, Constant, Cosine, Linear, Muon, Patience
 from tunekit.parallel.choice import Parallel
-from tunekit.parallel.run import Run, device_of
+from tunekit.parallel.run import Run
 from tunekit.plan import explain
 from tunekit.precision import Precision
 from tunekit.profile import Profile, Profiler, chosen, waiting
@@ -44,7 +45,20 @@ from tunekit.publish import Publisher, Push
 
 # Choices that may change between two starts of one run: they do not change what is learnt.
 LIVE = frozenset(
-    {"out", "log", "keep", "save_every", "save_async", "push", "checks", "parallel", "guard", "profile", "forgetting"}
+    {
+        "out",
+        "log",
+        "keep",
+        "save_every",
+        "save_async",
+        "push",
+        "checks",
+        "parallel",
+        "guard",
+        "profile",
+        "forgetting",
+        "deterministic",
+    }
 )
 
 # How to go on behind a step that has ended a run.
@@ -74,7 +88,7 @@ class Training:
     push: Push | None = None  # send the result to the Hub
     init: Literal["checkpoint", "random"] = "checkpoint"  # random: train from scratch what config.json describes
     tokenizer: str | None = None  # folder or name of the model whose tokenizer is used, if not its own
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: DeviceChoice = "auto"  # auto: the first of cuda, xpu, mps that torch finds, else cpu
     batch: int = 16  # rows in one optimizer step, over all devices
     micro_batch: int = 1  # rows in one forward pass, on one device
     epochs: int = 1  # passes over the rows
@@ -87,6 +101,8 @@ class Training:
     validate_every: int = 500  # steps between two validations
     patience: int | None = None  # validations without a better loss before the run ends early
     seed: int = 0
+    # repeat a run bit for bit on the same device: slower on GPUs, and an error where torch has no such operation
+    deterministic: bool = False
 
     def __post_init__(self) -> None:
         counts = ("batch", "micro_batch", "epochs", "steps", "save_every", "keep", "validate_every", "patience")
@@ -179,8 +195,9 @@ def tokenizer_of(source: Folder) -> Tokenizer:
 
 def check(cfg: Training) -> None:
     """What can be known without reading weights: the folder, the family, the adapter's targets, the rows' files."""
-    if cfg.device != "cuda":  # a config that wants a GPU may be checked where there is none
-        cfg.memory.check(device_of(cfg.device))
+    if cfg.device in ("auto", "cpu"):  # a config for a GPU may be checked on a machine without one
+        cfg.memory.check(devices.select(cfg.device))
+        cfg.precision.check(devices.select(cfg.device))
     source = source_of(cfg, fetch.SMALL)
     shapes = assemble.outline(source, cfg.weights, cfg.adapter).shapes
     assemble.divisible(source, cfg.weights, cfg.adapter, cfg.parallel)
@@ -217,7 +234,7 @@ class Job:
 def run(cfg: Any, method: Method, fresh: bool) -> None:
     """Train until the last step, a signal, or the end of patience, and leave a checkpoint for others."""
     with (
-        Run(cfg.seed, cfg.device, cfg.parallel) as here,
+        Run(cfg.seed, cfg.device, cfg.parallel, cfg.deterministic) as here,
         explain.told(cfg, here.device, here.size, here.hosts),
         workspace.claim(Path(cfg.out), dump(cfg, method.name), LIVE, fresh, here, further(cfg)) as space,
     ):
@@ -394,7 +411,8 @@ def finish(job: Job, steps: int) -> None:
     made = verify.Made(job.source, cfg.weights, cfg.adapter, cfg.precision)
     with atomic.common(space.final, run) as folder:
         job.write(folder)
-        found = verify.saved(folder, job.model, made, run)
+        with devices.full_fp32_matmuls():
+            found = verify.saved(folder, job.model, made, run)
         run.shared(partial(describe, job, folder, steps, found))
     run.tell(f"finished: {space.final}\n{found}")
     verify.insist(space.final)

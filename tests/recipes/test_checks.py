@@ -88,7 +88,7 @@ def test_a_seed_has_64_bits() -> None:
 def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert Run(device="auto").device.type == "cpu"
-    with pytest.raises(UserError, match="device: cuda, but torch finds no GPU"):
+    with pytest.raises(UserError, match="device: .* finds no device of type cuda"):
         Run(device="cuda")
 
 
@@ -110,7 +110,7 @@ def test_starting_over_keeps_what_the_run_reads(tmp_path: Path) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="auto is a GPU here")
 def test_what_only_a_gpu_can_do_is_refused_where_there_is_none() -> None:
     for device in ("cpu", "auto"):
-        with pytest.raises(UserError, match="memory.offload: .*leave it out"):
+        with pytest.raises(UserError, match="memory.offload: "):
             launch.config(sft, "nano/tools_lora", ["memory.offload=true", f"device={device}"], [])
     cfg = launch.config(sft, "nano/tools_lora", ["memory.offload=true", "device=cuda"], [])
     assert cfg.memory.offload, "checked here, and run where there is one"

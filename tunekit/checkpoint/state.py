@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
+from tunekit import devices
 from tunekit.checkpoint import atomic, pieces
 from tunekit.checkpoint.pieces import Piece, Pieces, Shares, Unreadable, at_rest
 from tunekit.errors import Stopped, UserError
@@ -135,7 +136,8 @@ class State:
         for name in {item.index.fqn: None for item in job.shares.own.items}:
             tensor, box = job.pieces[name].tensor, job.pieces[name].box
             if name not in self.buffers:
-                self.buffers[name] = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+                pinned = devices.is_pinned_on(tensor.device)
+                self.buffers[name] = torch.empty_like(tensor, device="cpu", pin_memory=pinned)
             copies[name] = Piece(self.buffers[name].copy_(tensor, non_blocking=True), box)
         if self.run.device.type != "cpu":
             torch.get_device_module(self.run.device).synchronize()
@@ -369,7 +371,7 @@ def generators(device: torch.device) -> dict:
     """The state of every random number generator that this process has used."""
     found: dict = {"torch": torch.get_rng_state(), "python": random.getstate()}
     if device.type != "cpu":
-        found["device"] = torch.get_device_module(device).get_rng_state(device)
+        found["device"] = devices.get_rng_state(device)
     if "numpy.random" in sys.modules:  # numpy loads it when it is first used
         kind, words, *rest = cast("tuple", numpy.random.get_state())  # a dict only if asked for one
         found["numpy"] = (kind, words.tolist(), *rest)
@@ -380,7 +382,7 @@ def restore_generators(found: dict, device: torch.device) -> None:
     setters = {
         "torch": torch.set_rng_state,
         "python": random.setstate,
-        "device": lambda value: torch.get_device_module(device).set_rng_state(value, device),
+        "device": lambda value: devices.set_rng_state(device, value),
         "numpy": lambda value: numpy.random.set_state(value),
     }
     for name, value in found.items():

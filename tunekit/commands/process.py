@@ -15,14 +15,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import torch
-
+from tunekit import devices as device_table
 from tunekit import launch
 from tunekit.checkpoint import atomic, workspace
 from tunekit.config.dump import resolved
 from tunekit.errors import UserError
 from tunekit.parallel import member
-from tunekit.parallel.run import NO_GPU
 from tunekit.parallel.signals import StopFile
 
 TIMEOUT = 1800.0  # seconds without a step, of a recipe that does not say it
@@ -99,13 +97,11 @@ def digest(cfg: Any) -> str:
 
 
 def devices(cfg: Any) -> tuple[str, int]:
-    """The kind of device that a config comes to on this machine, and the GPUs that there are."""
-    if vars(cfg).get("device") == "cpu":
-        return "cpu", 0
-    found = torch.cuda.device_count()
-    if vars(cfg).get("device") == "cuda" and not found:
-        raise UserError(NO_GPU)
-    return "cuda" if found else "cpu", found
+    """The device type that a config selects on this machine, and the number of such devices, 0 on the CPU."""
+    choice = vars(cfg).get("device", "auto")
+    counts = {} if choice == "cpu" else device_table.count_devices()
+    kind = device_table.choose_type(choice, counts)
+    return kind, counts.get(kind, 0)
 
 
 def run_folder(recipe: ModuleType, cfg: Any) -> Path | None:

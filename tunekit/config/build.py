@@ -11,6 +11,8 @@ from tunekit.config.source import shown
 from tunekit.config.suggest import key_message, key_of_word, kind_message, listed
 from tunekit.errors import FieldError, UserError
 
+VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK"}  # variables that select one of several GPUs
+
 
 class Builder:
     """Builds an instance of `root` or `FAILED`, in which case `problems` says why."""
@@ -157,6 +159,15 @@ def too_large(value: Any) -> bool:
     return type(value) is int and not -(2**63) <= value < 2**63
 
 
+def _device_hint(options: tuple[Any, ...], value: str) -> str:
+    """How to select one of several GPUs, for `device: cuda:1`: by the environment, before the process starts."""
+    kind, _, index = value.partition(":")
+    choices = [item for option in options if get_origin(option) is Literal for item in get_args(option)]
+    if kind not in VISIBLE or kind not in choices or not index.isdecimal():
+        return ""
+    return f"; write {kind}, and select the device with the environment variable {VISIBLE[kind]}={index}"
+
+
 def _hint(slot: Slot, node: Node) -> str:
     value = node.value
     if too_large(value):
@@ -170,6 +181,8 @@ def _hint(slot: Slot, node: Node) -> str:
         return f"; put text in quotes: '{node.text}'"
     if bool in options and isinstance(value, str) and value.lower() in ("yes", "no", "on", "off"):
         return f"; write {'true' if value.lower() in ('yes', 'on') else 'false'}"
+    if isinstance(value, str) and ":" in value:
+        return _device_hint(options, value)
     if int in options and isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
         return f"; write {int(value)}"
     return ""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tunekit.data.steps.batch import Batch
+from tunekit.devices import fork_rng
 from tunekit.losses.answers import Answers, answers, learnt, logps, marks, over_documents
 from tunekit.losses.comparison import Loss, Step
 from tunekit.losses.tally import Tally
@@ -69,8 +70,7 @@ class Objective:
     @torch.no_grad()
     def seen(self, model: Decoder, parts: list[Part], run: Run) -> tuple[Answers, int]:
         """All answers of a step, and where those of this rank begin. Dropout falls as it will once they are learnt."""
-        devices = [run.device] if run.device.type == "cuda" else []
-        with torch.random.fork_rng(devices):
+        with fork_rng(run.device):
             found = joined([self.answers(model, part) for part in parts])
         if run.size == 1:  # a gather goes through the host, which would wait for the device
             return found, 0

@@ -57,10 +57,10 @@ class Asked:
         return host.strip("[]"), int(port)
 
     def check(self, device: str, found: int) -> None:
-        """Refuse more processes than there is room for. `device`: cpu or cuda, as the run will have it."""
+        """Refuse more processes than there is room for. `device`: the type of torch.device that the run will have."""
         if self.gpus is None:
             return
-        if device == "cuda" and self.gpus > found:
+        if device != "cpu" and self.gpus > found:
             raise UserError(f"--gpus {self.gpus}: this machine has {found}; leave --gpus out to use one")
         cores = len(os.sched_getaffinity(0))
         if device == "cpu" and self.gpus > cores * PER_CORE:

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from tunekit.devices import Device, backend_of, find_row
 from tunekit.errors import FieldError, UserError
 
 COUNTS = ("replicate", "shard", "context", "tensor", "expert")
@@ -83,8 +84,12 @@ class Parallel:
         return Sizes(replicate, shard, self.context, self.tensor, self.expert)
 
     def check(self, device: str, count: int) -> None:
-        """UserError if `count` devices of a kind, cpu or cuda, cannot do so."""
-        if self.offload and device == "cpu" and count > 1:
+        """Raise UserError if `count` devices of a type cannot do so."""
+        if count == 1:
+            return
+        row = find_row(Device(device))
+        backend_of(device, row)
+        if self.offload and not row.own_memory:
             raise UserError("parallel.offload: on a CPU weights are in the memory of the host already: leave it out")
 
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
+from tunekit.devices import accumulation_dtype
 from tunekit.parallel.run import Run
 from tunekit.parallel.tensors import local, splits_of
 
@@ -20,8 +21,8 @@ def length(weights: Iterable[Tensor], run: Run) -> Tensor:
 def root(partial_sums: Sequence[Tensor], run: Run) -> Tensor:
     """Square root of the sum of 0-dim fp64 tensors over all ranks. Those of offloaded gradients are on the CPU."""
     totals = [torch.stack(sums).sum().to(run.device) for sums in by_kind(partial_sums)]
-    total = sum(totals[1:], start=totals[0]) if totals else torch.zeros((), dtype=torch.float64, device=run.device)
-    return run.over_all(total).sqrt().float()
+    zero = torch.zeros((), dtype=accumulation_dtype(run.device), device=run.device)
+    return run.over_all(sum(totals, start=zero)).sqrt().float()
 
 
 @torch.no_grad()
@@ -53,12 +54,13 @@ def partial_squares(weights: Sequence[Tensor], run: Run) -> list[Tensor]:
         elif counts(weight, run.place.tensor):
             on_device.append(local(gradient(weight)))
     sums = [*on_host, *(squares_of(grads) for grads in by_kind(on_device))]
-    return sums or [torch.zeros((), dtype=torch.float64, device=run.device)]
+    return sums or [torch.zeros((), dtype=accumulation_dtype(run.device), device=run.device)]
 
 
 def squares_of(grads: list[Tensor]) -> Tensor:
     """Sum of the squares of tensors of one device and dtype, in fp64."""
-    return torch.stack(torch._foreach_norm(grads, 2, torch.float32)).double().square().sum()
+    norms = torch.stack(torch._foreach_norm(grads, 2, torch.float32))
+    return norms.to(accumulation_dtype(norms.device)).square().sum()
 
 
 def squares_in_blocks(weight: Tensor, run: Run) -> Tensor:
@@ -66,10 +68,11 @@ def squares_in_blocks(weight: Tensor, run: Run) -> Tensor:
     up in fp32, which a CPU does fast and exactly enough."""
     grad = local(gradient(weight))
     if not counts(weight, run.place.tensor):
-        return grad.new_zeros((), dtype=torch.float64)
+        return grad.new_zeros((), dtype=accumulation_dtype(weight.device))
     flat = grad.reshape(-1).float()
     body, rest = flat[: len(flat) // PART * PART].view(-1, PART), flat[len(flat) // PART * PART :]
-    return torch.linalg.vector_norm(body, dim=1).double().square().sum() + rest.double().square().sum()
+    norms, wide = torch.linalg.vector_norm(body, dim=1), accumulation_dtype(flat.device)
+    return norms.to(wide).square().sum() + rest.to(wide).square().sum()
 
 
 def gradient(weight: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from tqdm import tqdm
 
+from tunekit import devices
 from tunekit.errors import Stopped, UserError
 from tunekit.pages import hold
 from tunekit.parallel import member
@@ -35,7 +36,6 @@ from tunekit.parallel.watch import Beats
 Handler = Callable[[int, FrameType | None], Any] | int | None  # what Python keeps for a signal
 T = TypeVar("T")
 
-NO_GPU = "device: cuda, but torch finds no GPU here: leave it out, or install torch for CUDA"
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 MEETINGS = count()  # of the same processes, which have one store of what they tell each other
 LATER = 60  # seconds
@@ -62,14 +62,15 @@ class Run:
     process. Ranks lie as replicate x shard x context x tensor, the last ones side by side.
     """
 
-    def __init__(self, seed: int = 0, device: str = "auto", parallel: Parallel | None = None) -> None:
-        self.seed, self.parallel = seed, parallel or Parallel()
+    def __init__(
+        self, seed: int = 0, device: str = "auto", parallel: Parallel | None = None, deterministic: bool = False
+    ) -> None:
+        self.seed, self.parallel, self.deterministic = seed, parallel or Parallel(), deterministic
+        self.numerics = devices.read_numerics()  # restored at the end
         self.rank, self.size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         self.sizes = self.parallel.sizes(self.size)
         self.place = located(self.rank, self.sizes)
-        self.device = device_of(device)
-        if device == "cuda" and self.device.type == "cpu":
-            raise UserError(NO_GPU)
+        self.device = devices.select(device)
         self.parallel.check(self.device.type, self.size)
         self.joins = self.size > 1 or ONE_RANK in os.environ  # whether there is a process group
         self.beats = Beats.open()  # what whoever has started us sees of us
@@ -93,19 +94,24 @@ class Run:
         return run
 
     def __enter__(self) -> "Run":
+        self.numerics = devices.read_numerics()
+        if self.deterministic:  # before anything runs on the device
+            devices.use_deterministic_algorithms()
         torch.manual_seed(self.seed)
         if self.device.type == "cpu":
             hold()
         else:
-            torch.cuda.set_device(self.device)
+            devices.activate(self.device)
         configure_attention(self.device)
         if self.joins:
             self.join()
+        if (warning := devices.untested_warning(devices.capabilities(self.device))) is not None:
+            self.tell(warning)
         return self
 
     def join(self) -> None:
         """Meet the other processes."""
-        backend = "gloo" if self.device.type == "cpu" else "cpu:gloo,cuda:nccl"
+        backend = devices.backend_of(self.device.type, devices.capabilities(self.device))
         bound = None if self.device.type == "cpu" else self.device
         # Whoever has started us is the first to say who hangs, with `parallel.timeout`, and where.
         timeout = timedelta(seconds=self.parallel.timeout + LATER)
@@ -131,6 +137,7 @@ class Run:
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         for number, handler in self.handlers.items():
             signal.signal(number, handler)
+        devices.set_numerics(self.numerics)
         # After an error others may be in the middle of an exchange, for which taking leave would wait.
         if kind in (None, Stopped) and self.joins:
             dist.barrier(self.patient)
@@ -316,9 +323,3 @@ def located(rank: int, sizes: Sizes) -> Place:
     rest, tensor = divmod(rank, sizes.tensor)
     replicate, shard = divmod(rest, sizes.sharded)
     return Place(replicate, shard, shard % sizes.context, tensor)
-
-
-def device_of(device: str) -> torch.device:
-    """What a choice of device (auto, cpu or cuda) comes to on this machine, for this process."""
-    cuda = device != "cpu" and torch.cuda.is_available()
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")

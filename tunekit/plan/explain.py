@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from tunekit.devices import memory_info
 from tunekit.errors import UserError
 from tunekit.plan import advice, machine, outcome, report
 from tunekit.plan.machine import GIB, Machine
@@ -41,9 +42,10 @@ def explain(cfg: Any, device: torch.device, devices: int = 1, hosts: int = 1) ->
 
 def found(device: torch.device, devices: int, hosts: int) -> Machine:
     """The machine at hand."""
-    if device.type == "cpu":
+    info = memory_info(device)
+    if info is None:
         return Machine(devices, hosts)
-    total = torch.cuda.get_device_properties(device).total_memory
+    total = info[1]
     return Machine(devices, hosts, machine.fitting(round(total / GIB) * GIB), total, taken=True)
 
 

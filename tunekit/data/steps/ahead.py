@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 import torch
 
+from tunekit import devices
 from tunekit.data.steps.batch import Batch
 
 
@@ -31,7 +32,7 @@ class Ahead:
     """
 
     def __init__(self, data: Data, device: torch.device) -> None:
-        self.data, self.pin = data, device.type == "cuda"
+        self.data, self.pin = data, devices.is_pinned_on(device)
         self.taken = self.end = 0
         self.wait = 0.0  # seconds that the step handed out last was waited for
         self.thread: ThreadPoolExecutor | None = None

@@ -1,0 +1,200 @@
+"""Dispatch on devices that are not present: the table of capabilities, and everything that reads it."""
+
+import ast
+from pathlib import Path
+
+import pytest
+import torch
+
+from tunekit import devices, launch
+from tunekit.devices import ACCELERATORS, TABLE, Capabilities, Device, choose_type, find_row
+from tunekit.errors import UserError
+from tunekit.memory import Memory
+from tunekit.parallel.choice import Parallel
+from tunekit.parallel.run import Run
+from tunekit.precision import Precision
+from tunekit.recipes import sft
+
+ROOT = Path(__file__).parent.parent.parent
+CPU = torch.device("cpu")
+DEVICES = {
+    "cpu": Device("cpu"),
+    "P100": Device("cuda", (6, 0)),
+    "V100": Device("cuda", (7, 0)),
+    "T4": Device("cuda", (7, 5)),
+    "A100": Device("cuda", (8, 0)),
+    "RTX 3090": Device("cuda", (8, 6)),
+    "L4": Device("cuda", (8, 9)),
+    "H100": Device("cuda", (9, 0)),
+    "B200": Device("cuda", (10, 0)),
+    "RTX 5090": Device("cuda", (12, 0)),
+    "MI300X": Device("cuda", arch="gfx942:sramecc+:xnack-"),
+    "RX 7900": Device("cuda", arch="gfx1100"),
+    "Arc": Device("xpu"),
+    "M3": Device("mps"),
+    "meta": Device("meta"),
+}
+# What is chosen: the dtype of precision auto, the attention kernel for packed bf16 rows, that with sinks, kernels of
+# our own, those for NF4, fused AdamW, torch.compile.
+CHOICES = {
+    "cpu": ("bf16", "native", "native", "cpp", "cpp", True, True),
+    "P100": ("fp32", "sdpa", "sdpa", "torch", "torch", True, False),
+    "V100": ("fp32", "sdpa", "sdpa", "torch", "torch", True, False),
+    "T4": ("fp32", "sdpa", "sdpa", "triton", "triton", True, True),
+    "A100": ("bf16", "flash", "flash", "triton", "triton", True, True),
+    "RTX 3090": ("bf16", "flash", "flash", "triton", "triton", True, True),
+    "L4": ("bf16", "flash", "flash", "triton", "triton", True, True),
+    "H100": ("bf16", "flash", "flash", "triton", "triton", True, True),
+    "B200": ("bf16", "flash", "flash", "triton", "triton", True, True),
+    "RTX 5090": ("bf16", "flash", "flash", "triton", "triton", True, True),
+    "MI300X": ("bf16", "flash", "flex", "triton", "triton", True, True),
+    "RX 7900": ("bf16", "flash", "flex", "triton", "triton", True, True),
+    "Arc": ("bf16", "sdpa", "sdpa", "torch", "torch", True, True),
+    "M3": ("bf16", "sdpa", "sdpa", "torch", "torch", True, False),
+    "meta": ("fp32", "sdpa", "sdpa", "torch", "torch", False, False),
+}
+
+
+def attention(row: Capabilities, sinks: bool) -> str:
+    """The kernel for packed rows."""
+    if row.name == "cpu":
+        return "native"
+    if row.flash:
+        return "flash" if row.flash_lse or not sinks else "flex"
+    return "sdpa"
+
+
+@pytest.mark.parametrize("name", DEVICES)
+def test_every_device_gets_what_it_can_do(name: str) -> None:
+    row = find_row(DEVICES[name])
+    kernels = "cpp" if row.name == "cpu" else "triton" if row.triton else "torch"
+    dtype = "bf16" if row.bf16 else "fp32"
+    kinds = attention(row, sinks=False), attention(row, sinks=True)
+    assert (dtype, *kinds, kernels, row.nf4, row.fused_adamw, row.compile) == CHOICES[name]
+
+
+def test_rows_do_not_contradict_themselves() -> None:
+    assert len({row.name for row in TABLE}) == len(TABLE)
+    for row in TABLE:
+        assert row.nf4 != "triton" or row.triton, row.name
+        assert row.flash or not row.flash_lse, row.name
+        assert row.own_memory or not row.pinned_memory, row.name
+        assert row.tested == (row.name == "cpu"), "a row is tested once docs/gpus.md says on which device"
+
+
+def test_warp_sizes_of_amd_gpus() -> None:
+    assert find_row(Device("cuda", arch="gfx90a")).warp_size == 64 and find_row(DEVICES["RX 7900"]).warp_size == 32
+
+
+@pytest.mark.parametrize(
+    ("present", "chosen"),
+    [((), "cpu"), (("mps",), "mps"), (("xpu", "mps"), "xpu"), (("cuda", "xpu", "mps"), "cuda")],
+)
+def test_auto_picks_the_first_type_that_torch_offers(present: tuple[str, ...], chosen: str) -> None:
+    counts = {kind: int(kind in present) for kind in ACCELERATORS}
+    assert choose_type("auto", counts) == chosen and choose_type("cpu", counts) == "cpu"
+    for kind in ACCELERATORS:
+        if kind in present:
+            assert choose_type(kind, counts) == kind
+        else:
+            with pytest.raises(UserError, match=rf"device: .* no device of type {kind}"):
+                choose_type(kind, counts)
+
+
+def test_this_machine_is_described() -> None:
+    assert set(devices.count_devices()) == set(ACCELERATORS)
+    assert devices.capabilities(CPU).name == "cpu" and devices.capabilities(torch.device("meta")).name == "other"
+
+
+def test_backends_of_processes() -> None:
+    found = {}
+    for device in DEVICES.values():
+        if find_row(device).backend is not None:
+            found[device.type] = devices.backend_of(device.type, find_row(device))
+    assert found == {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "xpu": "cpu:gloo,xpu:xccl"}
+    with pytest.raises(UserError, match="several processes"):
+        Parallel().check("mps", 2)
+    Parallel().check("mps", 1)
+    Parallel(offload=True).check("cuda", 2)
+
+
+def test_only_untested_devices_are_warned_about() -> None:
+    assert devices.untested_warning(find_row(DEVICES["cpu"])) is None
+    for name in ("H100", "MI300X", "Arc", "M3"):
+        line = devices.untested_warning(find_row(DEVICES[name]))
+        assert line is not None and find_row(DEVICES[name]).name in line and "\n" not in line
+
+
+def test_what_a_device_lacks_is_refused_before_weights_are_read() -> None:
+    for choice, key in ((Memory(offload=True), "memory.offload"), (Precision("tf32"), "precision.compute")):
+        with pytest.raises(UserError, match=key):
+            choice.check(CPU)
+    with pytest.raises(UserError, match="memory.compile"):
+        Memory(compile=True).check(torch.device("meta"))
+    for name in ("A100", "RTX 5090"):
+        devices.check_tf32(name, find_row(DEVICES[name]))
+    for name in ("cpu", "T4", "V100", "MI300X", "Arc", "M3"):
+        with pytest.raises(UserError, match="8.0"):
+            devices.check_tf32(name, find_row(DEVICES[name]))
+
+
+@pytest.mark.parametrize("device", ["auto", "cpu"])
+def test_tf32_is_refused_by_the_check_of_a_config(device: str) -> None:
+    with pytest.raises(UserError, match="precision.compute"):
+        launch.config(sft, "nano/tools_lora", ["precision.compute=tf32", f"device={device}"], [])
+    launch.config(sft, "nano/tools_lora", ["precision.compute=tf32", "device=cuda"], [])
+
+
+@pytest.mark.parametrize(("word", "variable"), [("cuda:1", "CUDA_VISIBLE_DEVICES=1"), ("xpu:0", "ZE_AFFINITY_MASK=0")])
+def test_a_device_with_an_index_names_the_variable(word: str, variable: str) -> None:
+    with pytest.raises(UserError, match=variable):
+        launch.config(sft, "nano/tools_lora", [f"device={word}"], [])
+
+
+def test_a_deterministic_run_sets_torch_and_restores_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    before = devices.read_numerics()
+    with Run(0, "cpu", deterministic=True):
+        assert torch.are_deterministic_algorithms_enabled()
+        assert not devices.read_numerics().fill_memory
+        torch.set_float32_matmul_precision("high")
+        with devices.full_fp32_matmuls():
+            assert torch.get_float32_matmul_precision() == "highest"
+        assert torch.get_float32_matmul_precision() == "high"
+    assert devices.read_numerics() == before
+
+
+def test_cublas_is_configured_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    with Run(0, "cpu", deterministic=True):
+        assert devices.os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+
+
+def test_generators_are_restored() -> None:
+    torch.manual_seed(1)
+    with devices.fork_rng(CPU):
+        first = torch.rand(3)
+    assert torch.equal(torch.rand(3), first) and devices.get_rng_state(CPU) is None
+
+
+# Files that may name CUDA: the table, the plan's own kinds, and what torch has for CUDA alone.
+NAMING = {"tunekit/devices.py", "tunekit/config/build.py", "tunekit/profile.py", "tunekit/machine.py"}
+
+
+def cuda_names(path: Path) -> list[int]:
+    """Lines that ask for CUDA themselves: the word as a value, `torch.cuda`, `is_cuda`."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if isinstance(node, ast.Constant) and node.value == "cuda":
+            found.append(node.lineno)
+        if isinstance(node, ast.Attribute) and node.attr in ("cuda", "is_cuda"):
+            found.append(node.lineno)
+    return found
+
+
+def test_nothing_but_the_table_asks_for_cuda() -> None:
+    files = [path for folder in ("tunekit", "recipes") for path in (ROOT / folder).rglob("*.py")]
+    names = {path.relative_to(ROOT).as_posix(): cuda_names(path) for path in files}
+    names = {name: lines for name, lines in names.items() if lines and not name.startswith("tunekit/plan/")}
+    assert set(names) <= NAMING, names
