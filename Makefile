@@ -4,6 +4,8 @@ PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; 
 WORKERS ?= 2
 BIN := .venv/bin
 PINS := pyproject.toml setup.py constraints.txt
+# Kernels are compiled with the oldest Triton that pyproject.toml allows, too. Triton is for Linux only.
+OLDEST_TRITON := $(if $(filter Linux,$(shell uname)),.venv/triton-3.6)
 
 .PHONY: quickstart test lint clean
 
@@ -13,7 +15,7 @@ quickstart: .venv/core  ## fine-tune a small model, then ask it what it has lear
 
 # One thread for each worker, or they fight for the cores. What fails gets one more try, as a machine with other work may
 # starve real processes and clocks; the summary lists it as a RERUN all the same.
-test: .venv/dev
+test: .venv/dev $(OLDEST_TRITON)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests --numprocesses $(WORKERS) --dist worksteal --reruns 1 \
 		--durations 15 $(ARGS)
 
@@ -35,6 +37,9 @@ clean:
 .venv/core: .venv/python $(PINS)
 	$(BIN)/python -m pip install -qq --constraint constraints.txt --editable .
 	@touch $@
+
+.venv/triton-3.6: .venv/python
+	$(BIN)/python -m pip install -qq --no-deps --target $@ triton==3.6.0
 
 .venv/dev: .venv/python $(PINS)
 	$(BIN)/python -m pip install -qq --constraint constraints.txt --editable '.[dev]'

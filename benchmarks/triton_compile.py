@@ -1,7 +1,8 @@
 """Compile every Triton kernel to machine code for NVIDIA and AMD GPUs, without one; report registers and spills.
 
-    python benchmarks/triton_compile.py --table benchmarks/results/DATE-triton-compile.md   # everything, ~15 minutes
-    python benchmarks/triton_compile.py --quick --json -                                    # what CI compiles
+    python benchmarks/triton_compile.py --table benchmarks/results/DATE-triton-compile.md  # 3 minutes on two cores
+    python benchmarks/triton_compile.py --quick --json -                                   # what CI compiles
+    python benchmarks/triton_compile.py --all                                              # 20 minutes
 
 Never set TRITON_INTERPRET: interpreted kernels are not compiled.
 """
@@ -98,18 +99,19 @@ def read_amd_resources(compiled: CompiledKernel, log: str) -> tuple[int, int, in
     return int(registers[1]), int(scratch[1]), compiled.metadata.shared, widest, len(re.findall(r"\bv_fma", text))
 
 
-def pick_quick(launches: list[Launch], target: str, targets: list[str]) -> list[Launch]:
-    """What CI compiles for a target: a share of all variants of code, so that each is compiled for some target.
-
-    Among launches that differ in block sizes and alignment only, the one with the largest blocks is compiled.
-    """
+def pick_largest(launches: list[Launch]) -> list[Launch]:
+    """The launch with the largest blocks among those that differ in block sizes and alignment only."""
     groups: dict[tuple[str, ...], list[Launch]] = {}
     for launch in launches:
         flags = [word for word in launch.variant.split() if word.partition("=")[0] not in BLOCK_SIZES]
         groups.setdefault((launch.name, *flags, launch.pointers), []).append(launch)
-    largest = [max(group, key=get_block_numbers) for group in groups.values()]
-    widest = {launch.name: launch for launch in sorted(largest, key=get_block_numbers)}  # of each kernel
-    share = largest[targets.index(target) :: len(targets)]
+    return [max(group, key=get_block_numbers) for group in groups.values()]
+
+
+def pick_share(launches: list[Launch], target: str, targets: list[str]) -> list[Launch]:
+    """A share of the launches, so that each is compiled for one target, and the largest of each kernel."""
+    widest = {launch.name: launch for launch in sorted(launches, key=get_block_numbers)}
+    share = launches[targets.index(target) :: len(targets)]
     return list({launch.key: launch for launch in (*widest.values(), *share)}.values())
 
 
@@ -129,11 +131,15 @@ def run_job(index: int) -> CompileResult:
     return compile_launch(*JOBS[index])
 
 
-def compile_all(targets: list[str], quick: bool, processes: int) -> list[CompileResult]:
-    """Results of all launches for some targets, in a fixed order."""
+def compile_all(targets: list[str], form: str, processes: int) -> list[CompileResult]:
+    """Results of launches for some targets, in a fixed order."""
     for target in targets:
         launches = unique_launches(get_target(target).backend)
-        JOBS.extend((launch, target) for launch in (pick_quick(launches, target, targets) if quick else launches))
+        if form != "all":
+            launches = pick_largest(launches)
+        if form == "quick":
+            launches = pick_share(launches, target, targets)
+        JOBS.extend((launch, target) for launch in launches)
     context = multiprocessing.get_context("fork")
     with (
         tempfile.TemporaryDirectory() as cache,
@@ -174,7 +180,7 @@ def format_range(numbers: Iterable[int]) -> str:
 def format_report(results: list[CompileResult], targets: list[str]) -> str:
     spilled = [r for r in results if r.spills]
     spills = sorted({(r.kernel, r.variant, r.pointers, r.target, r.spills) for r in spilled}, key=lambda r: -r[4])
-    seconds, failures = sum(result.seconds for result in results), sum(bool(result.error) for result in results)
+    failures = sum(bool(result.error) for result in results)
     lines = [
         *(f"- {size} B: `{kernel}` {variant} ({types}), {target}" for kernel, variant, types, target, size in spills)
     ]
@@ -183,9 +189,9 @@ def format_report(results: list[CompileResult], targets: list[str]) -> str:
 {date.today()}, {describe_versions()}, Python {platform.python_version()}, no GPU: Triton's compiler with its own ptxas
 and LLVM. Nothing on this page has run on a GPU. `python benchmarks/triton_compile.py --table FILE`.
 
-Variants: dtypes, flags, block sizes and integer arguments (1, multiples of 16, others) that the presets lead to. A cell
-is registers of a thread (lowest and highest) / bytes that a thread spills (most) / bytes of shared memory of a block
-(most). {len(results)} compilations, {seconds:.0f} s, {failures} failures.
+Variants: dtypes and flags, each with the largest block that the presets lead to. A cell is registers of a thread
+(lowest and highest) / bytes that a thread spills (most) / bytes of shared memory of a block (most).
+{len(results)} compilations, {failures} failures.
 
 {format_table(results, targets)}
 
@@ -197,7 +203,9 @@ is registers of a thread (lowest and highest) / bytes that a thread spills (most
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--targets", default=",".join(TARGETS), help="names such as sm_90,gfx942")
-    parser.add_argument("--quick", action="store_true", help="each variant for one target only")
+    forms = parser.add_mutually_exclusive_group()
+    forms.add_argument("--quick", dest="form", action="store_const", const="quick", help="each variant for one target")
+    forms.add_argument("--all", dest="form", action="store_const", const="all", help="each block size and alignment")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--json", help="write all results here; -: to standard output")
     parser.add_argument("--table", help="write a Markdown report here")
@@ -205,7 +213,7 @@ def main() -> None:
     if os.environ.get("TRITON_INTERPRET") == "1":
         sys.exit("triton_compile.py: TRITON_INTERPRET is set. Unset it: interpreted kernels are not compiled.")
     targets = args.targets.split(",")
-    results = compile_all(targets, args.quick, args.processes)
+    results = compile_all(targets, args.form or "variants", args.processes)
     if args.json:
         text = json.dumps([asdict(result) | {"triton": triton.__version__} for result in results], indent=0)
         sys.stdout.write(text) if args.json == "-" else Path(args.json).write_text(text, "utf-8")

@@ -24,7 +24,15 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from tunekit.kernels import adamw8bit_triton, cross_entropy_triton, glu_triton, nf4_triton, norm_triton, rope_triton
+from tunekit.kernels import (
+    adamw8bit_triton,
+    cross_entropy_triton,
+    glu_triton,
+    nf4_triton,
+    norm_triton,
+    probe_triton,
+    rope_triton,
+)
 from tunekit.kernels.adamw8bit import Moments, Rule
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -340,6 +348,10 @@ def nf4_step(tokens: int, number: int) -> None:
     nf4_few(1, 4096, 4096, nested=True)
 
 
+def probe(*_: int) -> None:
+    probe_triton.launch(meta(1, dtype=FP32))
+
+
 @dataclass(frozen=True)
 class KernelLaunches:
     """Launches of the kernels of one module."""
@@ -355,6 +367,7 @@ LAUNCHES = {
     "glu_triton": KernelLaunches(glu_variants, glu_large, glu_step),
     "nf4_triton": KernelLaunches(nf4_variants, nf4_large, nf4_step),
     "norm_triton": KernelLaunches(norm_variants, norm_large, norm_step),
+    "probe_triton": KernelLaunches(probe, probe, probe),
     "rope_triton": KernelLaunches(rope_variants, rope_large, rope_step),
 }
 

@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tunekit.kernels.native import library
+from tunekit.kernels.triton_support import uses_triton
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
@@ -71,9 +72,9 @@ class Rule:
 
 def step(weight: Tensor, grad: Tensor, moments: Moments, rule: Rule) -> None:
     """Move `weight` (n,) and its moments in place."""
-    if weight.device.type == "cuda":
+    if uses_triton(weight):
         gpu().step(weight, grad, moments, rule)
-    elif weight.dtype in DTYPES and compiled() is not None:
+    elif weight.device.type == "cpu" and weight.dtype in DTYPES and compiled() is not None:
         places = (weight, grad, moments.first, moments.second, moments.scales)
         factors = (ctypes.c_float * 8)(*rule.factors)
         run = getattr(compiled(), f"step_{DTYPES[weight.dtype]}")

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 from tunekit.kernels import shapes
 from tunekit.kernels.compiler import uncompiled
 from tunekit.kernels.native import library
+from tunekit.kernels.triton_support import uses_triton
 
 Measure = Callable[[Tensor, Tensor], Tensor]  # fp32 logits (n, vocab) and targets (n,) to a sum
 
@@ -88,14 +89,15 @@ class Head(Protocol):
 # The loss of tokens
 
 
-@torch.library.custom_op("tunekit::token_losses", mutates_args=("logits",))
-def token_losses(logits: Tensor, targets: Tensor, weights: Tensor | None, terms: list[float], gradient: bool) -> Tensor:
+def compute_token_losses(
+    logits: Tensor, targets: Tensor, weights: Tensor | None, terms: list[float], gradient: bool
+) -> Tensor:
     """Losses (n,) of logits (n, vocab) as a product gave them, in fp32; a target below 0 counts for nothing.
 
     `terms` are scale, softcap (0: none), smoothing and weight of the squared log-normalizer. With `gradient`, the
     logits become the gradient of the losses, each times its weight (n,).
     """
-    if logits.device.type == "cuda":
+    if uses_triton(logits):
         return gpu().token_losses(logits, targets, weights, terms, gradient)
     lib = native(logits)
     if lib is None:
@@ -108,6 +110,9 @@ def token_losses(logits: Tensor, targets: Tensor, weights: Tensor | None, terms:
     if wrong:
         raise IndexError(f"{wrong} targets lie beyond the {logits.shape[1]} tokens of the vocabulary")
     return out
+
+
+token_losses = torch.library.custom_op("tunekit::token_losses", compute_token_losses, mutates_args=("logits",))
 
 
 @token_losses.register_fake
@@ -164,7 +169,7 @@ def token_entropies(logits: Tensor, scale: float, softcap: float | None) -> Tens
     terms = [scale, softcap or 0.0, 0.0, 0.0]
     if shapes.alone():
         return logits.new_empty(len(logits), dtype=torch.float32)
-    if logits.device.type == "cuda":
+    if uses_triton(logits):
         return gpu().token_entropies(logits, terms)
     lib = native(logits)
     if lib is None:

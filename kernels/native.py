@@ -23,6 +23,7 @@ from torch import Tensor
 
 from tunekit.kernels import shapes
 from tunekit.kernels.store import folder
+from tunekit.kernels.triton_support import can_launch
 
 FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-ffp-contract=off")
 # Plain loops are made for the processor at hand: AVX2, AVX-512 or NEON, whatever it has.
@@ -91,7 +92,9 @@ def left_to_torch(x: Tensor, lib: Callable[[], ctypes.CDLL | None], least: int =
         return True
     if x.device.type == "cpu" and shapes.alone():
         return x.numel() < least
-    return x.device.type != "cuda" and (x.device.type != "cpu" or x.numel() < least or lib() is None)
+    if x.device.type == "cuda":
+        return not can_launch()
+    return x.device.type != "cpu" or x.numel() < least or lib() is None
 
 
 def matrix(x: Tensor) -> Tensor:

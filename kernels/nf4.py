@@ -22,6 +22,7 @@ from torch import Tensor
 from tunekit.devices import ACCELERATORS
 from tunekit.kernels import experts, shapes
 from tunekit.kernels.native import library
+from tunekit.kernels.triton_support import uses_triton
 
 BLOCK, NESTED = 64, 256  # numbers with one scale; scales with one scale of their own
 SMALLEST = 1e-38  # of a block of zeros one can still be divided by this
@@ -178,7 +179,7 @@ def dequantize(
 ) -> Tensor:
     """The numbers (..., in) of bytes (..., in / 2), each rounded once, to `dtype`."""
     shape = (*packed.shape[:-1], 2 * packed.shape[-1])
-    if packed.device.type == "cuda":
+    if uses_triton(packed):
         tables = table(kind, packed.device), fine(packed.device)
         return gpu().dequantize(packed, scales, outer, *tables, dtype).view(shape)
     made = torch.empty(math.prod(shape[:-1]), shape[-1], dtype=dtype, device=packed.device)
@@ -303,7 +304,7 @@ def operator(name: str, schema: str) -> Callable[[Callable[..., Tensor]], Callab
 
 @operator("nf4_product", "(Tensor x, Tensor packed, Tensor scales, Tensor? outer, str kind, Tensor? bias) -> Tensor")
 def forward(x: Tensor, packed: Tensor, scales: Tensor, outer: Tensor | None, kind: str, bias: Tensor | None) -> Tensor:
-    if x.device.type == "cuda" and 0 < x.numel() <= FEW_ON_GPU * x.shape[-1]:
+    if 0 < x.numel() <= FEW_ON_GPU * x.shape[-1] and uses_triton(x):
         tables = table(kind, x.device), fine(x.device)
         return gpu().few(x.flatten(0, -2), (packed, scales, outer), *tables, bias).view(*x.shape[:-1], -1)
     if x.device.type != "cpu":

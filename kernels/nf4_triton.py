@@ -12,6 +12,7 @@ SIZE = 1024  # bytes of one program, two numbers in each
 # Of products of few rows: outputs of one program, and bytes of each of their rows that are looked up at a time.
 OUT, WIDTH = 8, 128
 BLOCK, NESTED = tl.constexpr(64), tl.constexpr(256)  # numbers with one scale; scales with one of their own
+BYTES = tl.constexpr(32)  # of numbers with one scale
 
 
 # The number of groups only places one load: weights of different sizes share one compiled kernel.
@@ -19,13 +20,15 @@ BLOCK, NESTED = tl.constexpr(64), tl.constexpr(256)  # numbers with one scale; s
 def dequantize_kernel(  # noqa: PLR0913 (a launch has no other way to pass them)
     packed, scales, outer, table, fine, out, count, numbers, groups, SIZE: tl.constexpr, NEST: tl.constexpr
 ):
-    at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
-    real = at < count
-    byte = tl.load(packed + at, real, 0)
-    block = at // (BLOCK // 2)
+    # A row for each block: its scale is loaded once, and not for each of its bytes.
+    block = tl.program_id(0).to(tl.int64) * (SIZE // BYTES) + tl.arange(0, SIZE // BYTES)
+    at = block[:, None] * BYTES + tl.arange(0, BYTES)[None, :]
+    byte = tl.load(packed + at, at < count, 0)
+    real = block * BYTES < count
     scale = tl.load(scales + block, real, 0)
     if NEST:
         scale = tl.load(fine + scale.to(tl.int32)) * tl.load(outer + block // NESTED, real, 0) + tl.load(outer + groups)
+    scale = scale[:, None]
     first = tl.load(table + (byte >> 4).to(tl.int32)) * scale
     second = tl.load(table + (byte & 15).to(tl.int32)) * scale
     to = tl.program_id(0).to(tl.int64) * 2 * SIZE + tl.arange(0, 2 * SIZE)

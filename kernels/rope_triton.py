@@ -27,7 +27,9 @@ def rotate_kernel(  # noqa: PLR0913 (a launch has no other way to pass them)
     own = 2 * pair + second.to(tl.int32) if PAIRED_IN else pair + half * second.to(tl.int32)
     other = 2 * pair + 1 - second.to(tl.int32) if PAIRED_IN else pair + half - half * second.to(tl.int32)
     row = x + token * token_stride + head * head_stride
-    kept = tl.load(row + tl.where(turns, own + start, to), real, 0)
+    # Equal if neither order changes: then the compiler sees that it may load several numbers at once.
+    source = to if PAIRED_IN == PAIRED_OUT else tl.where(turns, own + start, to)
+    kept = tl.load(row + source, real, 0)
     a = kept.to(tl.float32)
     b = tl.load(row + other + start, real & turns, 0).to(tl.float32)
     c = tl.load(cos + token * half + pair, turns, 1)

@@ -1,11 +1,14 @@
 """Where is kept what can be made again, and among it compiled code: a folder for each kind of processor."""
 
+import atexit
 import hashlib
 import os
 import platform
+import shutil
+from functools import cache
 from itertools import takewhile
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, mkdtemp
 
 HOME = "TUNEKIT_CACHE"
 CPU_INFO = Path("/proc/cpuinfo")
@@ -47,3 +50,36 @@ def processor() -> str:
         return ""
     with CPU_INFO.open() as lines:  # of all cores of a server it would take long
         return "".join(line for line in takewhile(str.strip, lines) if line.startswith(LASTING))
+
+
+def set_compiler_cache_directories() -> None:
+    """Give Triton and Inductor a cache directory if they have none and the home directory is not writable.
+
+    Triton would write below `~/.triton`, and fails where it cannot. What users have set stays.
+    """
+    if "TRITON_CACHE_DIR" in os.environ or can_write_triton_home():
+        return
+    directory = get_compiler_cache_directory()
+    os.environ["TRITON_CACHE_DIR"] = str(directory / "triton")
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(directory / "inductor"))
+
+
+def can_write_triton_home() -> bool:
+    try:
+        return writable(Path(os.environ.get("TRITON_HOME") or Path.home()) / ".triton" / "cache")
+    except RuntimeError:  # a user without a home directory, as in containers with `--user 1234`
+        return False
+
+
+@cache
+def get_compiler_cache_directory() -> Path:
+    """The cache directory of tunekit, or a temporary one: a fixed name in `/tmp` could be another user's."""
+    try:
+        directory = folder()
+    except RuntimeError:
+        directory = None
+    if directory is not None and writable(directory):
+        return directory
+    temporary = Path(mkdtemp(prefix="tunekit-"))
+    atexit.register(shutil.rmtree, temporary, ignore_errors=True)
+    return temporary

@@ -9,6 +9,7 @@ import pytest
 HERE = Path(__file__).parents[1] / "benchmarks"
 SCRIPTS = sorted(file.stem for file in HERE.glob("*.py") if "ArgumentParser(" in file.read_text("utf-8"))
 NEEDED = {"compare": "matplotlib", "ladder": "matplotlib", "scaling": "matplotlib"}
+NEEDED |= dict.fromkeys(("triton_checks", "triton_compile"), "triton")
 
 
 @pytest.mark.parametrize("name", SCRIPTS)

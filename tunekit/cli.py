@@ -249,6 +249,7 @@ def settle() -> None:
     kept = store.folder() / "inductor"
     if store.writable(kept):
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(kept))
+    store.set_compiler_cache_directories()
 
 
 def main(words: Sequence[str] | None = None) -> int:

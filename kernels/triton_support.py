@@ -1,0 +1,56 @@
+"""Whether Triton kernels can run. All launchers ask here; the answer is found once, by launching a kernel.
+
+Triton builds a small C extension when a kernel is first launched. It needs a C compiler, `Python.h` and a writable
+directory. Slim container images lack the first two, some clusters the last. PyTorch operations work there, so that they
+replace the kernels, with a warning.
+"""
+
+import importlib
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from tunekit.kernels import store
+
+
+def uses_triton(x: Tensor) -> bool:
+    """Whether Triton kernels take a tensor: it is on a GPU, and Triton works."""
+    return x.device.type == "cuda" and can_launch()
+
+
+@cache
+def can_launch() -> bool:
+    """Whether a trivial kernel compiles and launches on the current GPU. If not, print one warning."""
+    room = torch.empty(1, device="cuda")  # not below: a GPU that is full is no fault of Triton
+    failure = find_failure(lambda: launch_probe(room))
+    if failure:
+        print(
+            f"warning: Triton kernels cannot be built ({failure}): PyTorch operations are used, which are slower and "
+            "need more memory. Install a C compiler and the headers of Python, for example with "
+            "`apt-get install gcc python3-dev`.",
+            file=sys.stderr,
+        )
+    return not failure
+
+
+def launch_probe(room: Tensor) -> None:
+    store.set_compiler_cache_directories()
+    importlib.import_module("tunekit.kernels.probe_triton").launch(room)
+
+
+def find_failure(launch: Callable[[], None]) -> str:
+    """Why a launch fails, in one line; nothing if it works.
+
+    Triton reports a missing compiler as RuntimeError, one that fails as CalledProcessError, a missing libcuda.so as
+    AssertionError, and directories that cannot be written as OSError.
+    """
+    try:
+        launch()
+    except (ImportError, OSError, RuntimeError, AssertionError, subprocess.SubprocessError) as error:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        return lines[0]
+    return ""
