@@ -16,7 +16,8 @@ class CachePositions:
         self.positions = positions  # (B, 1) of the current tokens; a slot has the index of its position
         self.num_slots = num_slots  # capacity of a row
         self.num_visible = num_visible  # no row has more tokens than this
-        self.row_starts = torch.arange(len(positions) + 1, device=positions.device, dtype=torch.int32) * num_slots
+        self.row_numbers = torch.arange(len(positions) + 1, device=positions.device, dtype=torch.int32)
+        self.row_starts = self.row_numbers * num_slots
         self.write_index = self.row_starts[:-1] + positions[:, 0]  # (B,) in the flattened slots
         self.masks: dict[tuple[int | None, int | None], Tensor] = {}
         self.ranges: dict[tuple[int | None, int | None], tuple[Tensor, Tensor]] = {}
@@ -74,29 +75,11 @@ def decode_flash(q: Tensor, k: Tensor, v: Tensor, at: CachePositions, rule: Rule
     Grouped heads become queries of one key head, and the keys are split among processors (flash decoding).
     """
     starts, lengths = at.get_ranges(rule)
-    num_rows = len(lengths)
-    query_starts = torch.arange(num_rows + 1, device=q.device, dtype=torch.int32)
-    y, lse = run_flash_decode(
-        q[:, 0], k.flatten(0, 1), v.flatten(0, 1), query_starts, starts, lengths, at.num_visible, rule.scale
+    bounds = at.row_numbers, starts, 1, at.num_visible
+    y, lse, *_ = torch.ops.aten._flash_attention_forward(
+        q[:, 0], k.flatten(0, 1), v.flatten(0, 1), *bounds, 0.0, False, False, scale=rule.scale, seqused_k=lengths
     )
     return apply_sinks(y, lse.T, sinks)[:, None]
-
-
-def run_flash_decode(  # noqa: PLR0913 (arguments of the kernel)
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    query_starts: Tensor,
-    starts: Tensor,
-    lengths: Tensor,
-    max_length: int,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    """Output (B, H, D) and log-sum-exp (H, B) of torch's kernel."""
-    y, lse, *_ = torch.ops.aten._flash_attention_forward(
-        q, k, v, query_starts, starts, 1, max_length, 0.0, False, False, scale=scale, seqused_k=lengths
-    )
-    return y, lse
 
 
 def decode_efficient(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, sinks: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from tunekit.errors import FieldError, UserError
 from tunekit.models.decode import DecodeLoop, TokenReader
 from tunekit.models.decoder import Decoder
 from tunekit.models.init import seeded
-from tunekit.models.place import Cache
+from tunekit.models.place import Cache, has_static_shapes
 from tunekit.parallel.attention_setup import configure_attention
 from tunekit.parallel.run import Run
 
@@ -104,7 +104,7 @@ def decoded(
     device = model.embed.weight.device
     configure_attention(device)
     work = launched(model, [list(prompt) for prompt in prompts], sampling, first, finished)
-    ahead = 1 if device.type == "cuda" and not model.edges else 0
+    ahead = 1 if has_static_shapes(device) and not model.edges else 0
     tokens, waiting = dict.fromkeys(range(len(prompts)), 0), deque[TokenReader]()
     for reader in work:
         waiting.append(reader)

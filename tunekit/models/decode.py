@@ -29,7 +29,7 @@ class TokenReader:
             self.event: torch.cuda.Event | None = torch.cuda.Event()
             self.event.record()
         else:
-            self.tokens, self.event = tokens, None
+            self.tokens, self.event = tokens.clone(), None
 
     def read(self) -> dict[int, int]:
         """The token of each row, by the number of the row."""

@@ -16,7 +16,7 @@ from tunekit.models.latent import MultiLatentAttention
 from tunekit.models.linear import Embedding, Linear
 from tunekit.models.norm import RMSNorm, norm
 from tunekit.models.per_layer import TokenGate, TokenInputs
-from tunekit.models.place import WHOLE, Cache, LayerCache, Place, Rows
+from tunekit.models.place import WHOLE, Cache, LayerCache, Place, Rows, has_static_shapes
 from tunekit.models.rope import tables
 from tunekit.models.spec import (
     MLP,
@@ -214,7 +214,7 @@ class Decoder(nn.Module):
     def cache(self, batch: int, slots: int) -> Cache:
         """Empty room for `slots` positions of `batch` rows."""
         dtype, device = self.compute or self.embed.weight.dtype, self.embed.weight.device
-        if device.type != "cpu":
+        if has_static_shapes(device):
             slots = -(-slots // SLOTS) * SLOTS
         return Cache([layer.attn.cache(batch, slots, dtype, device) for layer in self.layers], slots)
 

@@ -14,7 +14,12 @@ from tunekit.kernels.attention_gpu import ALIGNED, NARROWEST
 from tunekit.kernels.prefix import Before, Prefixes
 from tunekit.kernels.rope import Rotation
 
-MIN_VISIBLE = 256  # slots that a pass on a GPU looks at, at least
+MIN_VISIBLE = 256  # slots that a pass of static shapes looks at, at least
+
+
+def has_static_shapes(device: torch.device) -> bool:
+    """Whether passes of one token have the same shapes each time: launches are dear on a GPU, slots on the CPU."""
+    return device.type != "cpu"
 
 
 class KV:
@@ -25,7 +30,7 @@ class KV:
 
     def __init__(self, k: tuple[int, ...], v: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
         width = max(k[-1], v[-1])
-        if device.type != "cpu":
+        if has_static_shapes(device):
             width = max(NARROWEST, -(-width // ALIGNED) * ALIGNED)
         self.k = torch.zeros(*k[:-1], width, dtype=dtype, device=device)
         self.v = torch.zeros(*v[:-1], width, dtype=dtype, device=device)
@@ -97,8 +102,8 @@ class Cache:
         return Place(positions, None, None, rotations, length=1, cached=cached)
 
     def num_visible(self, device: torch.device) -> int:
-        """Slots to look at. On a GPU these grow in steps, within which one captured graph serves every token."""
-        if device.type == "cpu":
+        """Slots to look at. Static ones grow by doubling, and one captured graph serves every token between."""
+        if not has_static_shapes(device):
             return self.used
         return min(self.num_slots, max(MIN_VISIBLE, 1 << (self.used - 1).bit_length()))
 

@@ -1,0 +1,305 @@
+"""The generation step, proved without a GPU: constant shapes, no host wait, replay as a graph, and its numbers."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.checkpoints import error, made, ours, tokens
+from tests.gpu.decode_ops import DecodeOps, Op, build_config, build_model, gpu_shapes
+from tests.gpu.flash_on_cpu import cpu_flash
+from tests.gpu.recorded_step import record_step
+from tests.kernels.test_attention import plain, sinks_of, visible
+from tunekit import generate
+from tunekit.generate import Sampling, complete
+from tunekit.kernels import attention_choice, attention_decode, attention_native, glu, norm, rope
+from tunekit.kernels.attention import Rule
+from tunekit.kernels.attention_decode import CachePositions, attend_decode
+from tunekit.models import decode, decoder, place
+from tunekit.models.decode import DecodeLoop, StepGraph
+from tunekit.models.decoder import Decoder
+
+# Widths of real models where kernels ask for an alignment.
+WIDE = {
+    "llama3.2": {"head_dim": 64},
+    "gemma3": {"head_dim": 64},
+    "gpt-oss": {"head_dim": 64, "hidden_size": 64, "intermediate_size": 64},
+    "qwen3-moe": {"head_dim": 64, "hidden_size": 64, "moe_intermediate_size": 32},
+    "llama4": {"head_dim": 64, "hidden_size": 64, "intermediate_size": 32},
+    "deepseek-v3": {"hidden_size": 64, "moe_intermediate_size": 32},
+    "qwen3-next": {"hidden_size": 64, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32},
+}
+# Kernels of a layer and of the rest of a step. A captured graph launches all of them at once.
+MOST = {
+    "llama3.2": (18, 13),
+    "gemma3": (22, 16),
+    "gpt-oss": (50, 13),
+    "qwen3-moe": (44, 13),
+    "llama4": (33, 13),
+    "deepseek-v3": (46, 13),
+    "qwen3-next": (77, 13),
+}
+SAMPLINGS = {
+    "greedy": Sampling(tokens=64),
+    "temperature": Sampling(1.0, tokens=64),
+    "top-k and top-p": Sampling(0.7, top_k=50, top_p=0.9, tokens=64),
+    "top-p": Sampling(0.7, top_p=0.9, tokens=64),
+}
+
+
+def step_ops(name: str, sampling: Sampling, *used: int, rows: int = 4) -> tuple[Decoder, list[DecodeOps]]:
+    """The operators of steps with so many slots in use."""
+    model = build_model(build_config(name, **WIDE[name]))
+    cache = model.cache(rows, 4000)
+    numbers = torch.empty(rows, sampling.tokens, device="meta")
+    loop = DecodeLoop(model, cache, [used[0]] * rows, numbers, sampling.choose)
+    found = []
+    for count in used:
+        cache.used = count
+        with DecodeOps() as ops, ops.watch_layers(model):
+            loop.run_step()
+        found.append(ops)
+    return model, found
+
+
+@pytest.mark.parametrize("name", WIDE)
+def test_a_step_has_constant_shapes_and_never_waits_for_the_host(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`DecodeOps` raises at every operator that reads the device, and at every copy from or to the host."""
+    with gpu_shapes(monkeypatch):
+        model, (first, *others) = step_ops(name, SAMPLINGS["greedy"], 300, 301, 511)
+    assert all(ops.ops == first.ops for ops in others)
+    layers = len(list(model.layers))
+    counts = first.count(layer=True) / layers, first.count(layer=False)
+    assert counts[0] <= MOST[name][0] and counts[1] <= MOST[name][1], counts
+
+
+@pytest.mark.parametrize("how", SAMPLINGS)
+def test_no_way_of_sampling_waits_for_the_host(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with gpu_shapes(monkeypatch):
+        _, (ops,) = step_ops("llama3.2", SAMPLINGS[how], 300)
+    sorts = [op for op in ops.ops if op.name == "sort"]
+    assert bool(sorts) == (how == "top-p"), "a sort of the vocabulary"
+
+
+def test_the_window_costs_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows and chunks are starts in the cache: one kernel call a layer, and nothing as long as the cache."""
+    with gpu_shapes(monkeypatch):
+        model, (ops,) = step_ops("gemma3", SAMPLINGS["greedy"], 300)
+    assert sum(op.name == "_flash_attention_forward" for op in ops.ops) == len(list(model.layers))
+    assert not [op for op in ops.ops if is_as_long_as_the_cache(op)]
+
+
+def is_as_long_as_the_cache(op: Op) -> bool:
+    """Whether an operator makes something new for every slot."""
+    return op.launches and op.name != "index_copy_" and any(size >= 512 for shape in op.shapes for size in shape)
+
+
+# ---- The numbers of each route ----
+
+RULES = [Rule(0.3), Rule(0.3, 1), Rule(0.3, 5), Rule(0.3, chunk=4), Rule(0.3, 3, 7), Rule(0.3, 100)]
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """CPU tensors take the way of a GPU, with FlashAttention in float64 inside. fp32 counts as a half."""
+    monkeypatch.setattr(attention_choice, "device_type", lambda x: "cuda")
+    monkeypatch.setattr(attention_choice, "HALF_DTYPES", (torch.float32,))
+    with cpu_flash():
+        yield
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("sunk", [False, True])
+@pytest.mark.parametrize("heads", [(6, 2), (6, 6), (6, 1)], ids=str)
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_flash_decoding(rule: Rule, heads: tuple[int, int], sunk: bool) -> None:
+    """Rows of different lengths; slots behind them hold what must not be seen."""
+    check_decode(rule, heads, sunk)
+
+
+def fake_efficient(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """The memory-efficient kernel as it is specified."""
+    assert q.shape[1] == k.shape[1] and bias.dtype == q.dtype
+    scores = (q.double() @ k.double().mT) * scale + bias.double()
+    return (scores.softmax(-1) @ v.double()).type_as(q), scores.logsumexp(-1).float()
+
+
+@pytest.mark.parametrize("sunk", [False, True])
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_decoding_without_flash(rule: Rule, sunk: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_choice, "device_type", lambda x: "cuda")
+    monkeypatch.setattr(attention_decode, "run_efficient", fake_efficient)
+    check_decode(rule, (6, 2), sunk)
+
+
+def check_decode(rule: Rule, heads: tuple[int, int], sunk: bool) -> None:
+    slots, dim, width = 24, 12, 16
+    q = torch.randn(3, 1, heads[0], dim)
+    k, v = (torch.zeros(3, slots, heads[1], width) for _ in range(2))
+    k[..., :dim], v[..., :dim] = (2 * torch.randn(3, slots, heads[1], dim) for _ in range(2))
+    sinks = sinks_of(heads[0]).detach() if sunk else None
+    positions = torch.tensor([[0], [9], [19]])
+    y = attend_decode(q, k, v, CachePositions(positions, slots, 20), rule, sinks)[..., :dim]
+    wanted = plain(q, k[..., :dim], v[..., :dim], rule, visible(positions, torch.arange(slots), rule), sinks)
+    assert error(y.double(), wanted) < 1e-6
+
+
+# ---- Whole generation as on a GPU ----
+
+FAMILIES = [
+    "llama3.2", "mistral", "gemma2", "gemma3", "gemma4-shared", "gpt-oss", "llama4", "deepseek-v3", "qwen3-next",
+    "phi3-long",
+]  # fmt: skip
+PROMPTS = [tokens(1, length, seed=length)[0].tolist() for length in (7, 1, 12, 3)]
+
+
+@pytest.fixture
+def simulated(monkeypatch: pytest.MonkeyPatch, hopper: None) -> list[Any]:
+    """Static shapes, tokens read one step late, and recorded operators for a graph; the captures are listed."""
+    captures: list[Any] = []
+
+    def record(step: Any) -> Any:
+        captures.append(step)
+        return record_step(step)
+
+    for module in (place, decoder, generate):
+        monkeypatch.setattr(module, "has_static_shapes", lambda device: True)
+    monkeypatch.setattr(decode, "get_capture", lambda model: record)
+    monkeypatch.setattr(attention_native, "able", lambda: False)  # C++ is no operator
+    for module in (rope, norm, glu):
+        monkeypatch.setattr(module, "left_to_torch", lambda *args: True)
+    return captures
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_replayed_step_draws_the_tokens_of_eager_steps(
+    name: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    model = ours(made(tmp_path, name))
+    samplings = Sampling(tokens=16), Sampling(1.3, top_k=20, top_p=0.9, tokens=16, seed=5)
+    wanted = [complete(model, PROMPTS, sampling, frozenset()) for sampling in samplings]
+    captures = request.getfixturevalue("simulated")
+    found = [complete(model, PROMPTS, sampling, frozenset()) for sampling in samplings]
+    assert found == wanted
+    assert captures
+
+
+def test_a_grown_cache_captures_anew(tmp_path: Path, simulated: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(place, "MIN_VISIBLE", 16)
+    monkeypatch.setattr(decode, "MIN_REPLAYS", 1)
+    model = ours(made(tmp_path, "mistral"))
+    found = complete(model, PROMPTS, Sampling(tokens=60), frozenset())
+    assert len(simulated) == 4  # 16, 32, 64 and all 72 slots, behind a prompt of 12 tokens
+    monkeypatch.undo()
+    assert found == complete(model, PROMPTS, Sampling(tokens=60), frozenset())
+
+
+# ---- When a step is captured ----
+
+
+class Work:
+    """A step that counts how often it was run, and how often it was captured."""
+
+    def __init__(self) -> None:
+        self.runs = self.captures = 0
+
+    def step(self) -> None:
+        self.runs += 1
+
+    def capture(self, step: Any) -> Any:
+        self.captures += 1
+        return step
+
+
+def test_every_run_is_one_step_whether_captured_or_not() -> None:
+    work = Work()
+    graph = StepGraph(work.step, work.capture)
+    for count, key in enumerate([256] * 6 + [512] * 5, start=1):
+        graph.run(key, num_left=50)
+        assert work.runs == count
+    assert work.captures == 2
+
+
+def test_the_last_tokens_are_not_worth_a_capture() -> None:
+    work = Work()
+    graph = StepGraph(work.step, work.capture)
+    for left in range(8, 0, -1):
+        graph.run(256, num_left=left)
+    assert (work.runs, work.captures) == (8, 0)
+
+
+def test_a_step_that_waits_for_the_device_is_never_captured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    work = Work()
+
+    def run_detecting_waits(step: Any) -> bool:
+        step()
+        return True
+
+    monkeypatch.setattr(decode, "run_detecting_waits", run_detecting_waits)
+    decode.warn_eager.cache_clear()
+    graph = StepGraph(work.step, work.capture)
+    for _ in range(10):
+        graph.run(256, num_left=50)
+    assert (work.runs, work.captures) == (10, 0)
+    assert "CUDA graph" in capsys.readouterr().err
+
+
+# ---- Rows that have ended ----
+
+
+def test_batches_shrink_when_rows_end(tmp_path: Path) -> None:
+    model = ours(made(tmp_path, "qwen2"))
+    full = complete(model, PROMPTS, Sampling(tokens=40), frozenset())
+    ends = {0: 3, 1: 5, 2: 40, 3: 20}
+    sizes: list[int] = []
+    handle = model.register_forward_pre_hook(lambda module, args: sizes.append(len(args[0])))
+    counts = {tuple(answer[:length]): length for answer, length in zip(full, ends.values(), strict=True)}
+    found = complete(model, PROMPTS, Sampling(tokens=40), frozenset(), ended=lambda answer: tuple(answer) in counts)
+    handle.remove()
+    assert found == [answer[: ends[row]] for row, answer in enumerate(full)]
+    assert sizes == [4] * 5 + [2] * 15 + [1] * 20
+
+
+def test_few_tokens_are_not_worth_a_smaller_batch() -> None:
+    assert generate.remaining(range(8), {0, 1, 2, 3, 4}, left=4) is None
+    assert generate.remaining(range(8), {0, 1, 2}, left=100) is None
+    assert generate.remaining(range(8), {0, 1, 2, 3, 5}, left=100) == [0, 4, 6, 7]
+    assert generate.remaining([2, 5], {2}, left=100) == [5]
+
+
+# ---- Sampling ----
+
+
+def sorted_choice(sampling: Sampling, logits: Tensor, numbers: Tensor) -> Tensor:
+    """Draw from a stable sort of the whole vocabulary, as the choice is defined."""
+    shares = (logits.float() / sampling.temperature).softmax(-1)
+    probabilities, ids = shares.sort(dim=-1, descending=True, stable=True)
+    probabilities, ids = probabilities[:, : sampling.top_k], ids[:, : sampling.top_k]
+    before = probabilities.cumsum(-1) - probabilities
+    kept = probabilities * (before < sampling.top_p * probabilities.sum(-1, keepdim=True))
+    sums = kept.cumsum(-1)
+    index = torch.searchsorted(sums, numbers[:, None] * sums[:, -1:], right=True)
+    return ids.gather(-1, index.clamp(max=(kept > 0).sum(-1, keepdim=True) - 1)).squeeze(-1)
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.8])
+@pytest.mark.parametrize("top_k", [1, 3, 50, 1000])
+def test_top_k_draws_what_a_stable_sort_draws(top_k: int, top_p: float) -> None:
+    """Logits in bf16 have many ties, at the edge of the likeliest too."""
+    sampling = Sampling(0.7, top_k=top_k, top_p=top_p)
+    logits = (2 * torch.randn(64, 500)).round().bfloat16()
+    numbers = torch.rand(64)
+    assert torch.equal(sampling.choose(logits, numbers), sorted_choice(sampling, logits, numbers))
+
+
+def test_temperature_alone_draws_from_the_vocabulary_in_its_order() -> None:
+    logits = torch.randn(64, 500)
+    sums = logits.double().softmax(-1).cumsum(-1)
+    numbers = torch.rand(64)
+    wanted = torch.searchsorted(sums, numbers[:, None].double(), right=True).squeeze(-1)
+    assert torch.equal(Sampling(1.0).choose(logits, numbers), wanted)
