@@ -106,7 +106,7 @@ def backward_phase(counter: LaunchCounter) -> Iterator[None]:
 
 
 def peft_step(method: str, num_layers: int, autocast: bool = True) -> Step:
-    """The part of a step of Trainer that runs on the device: the model with its loss, clipping, and the fused optimizer."""
+    """The part of a step of Trainer that runs on the device: the model with its loss, clipping, the optimizer."""
     transformers, peft = importlib.import_module("transformers"), importlib.import_module("peft")
     options = {k: v for k, v in SHAPE.items() if k not in ("architectures", "model_type", "torch_dtype")}
     config = transformers.LlamaConfig(**options, num_hidden_layers=num_layers, attn_implementation="sdpa")

@@ -1,5 +1,7 @@
 """The gated delta rule against its recurrence in float64, in every form it takes; the convolution against torch's."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,7 +9,8 @@ from torch import Tensor
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule as theirs
 
 from tests.checkpoints import error
-from tunekit.kernels.delta import CHUNK, chunked, gated_delta_rule, recurrent, short_convolution, unit
+from tunekit.kernels import delta
+from tunekit.kernels.delta import CHUNK, batched, chunked, gated_delta_rule, recurrent, short_convolution, unit
 
 LENGTHS = [1, 2, 5, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 3]
 # Documents of three rows of 50 tokens: whole rows, short ones, over the ends of rows and of chunks, single tokens.
@@ -112,13 +115,65 @@ def test_keys_that_repeat() -> None:
     assert error(gated_delta_rule(*inputs)[0].double(), truth(inputs, [0, CHUNK])[0]) < 1e-5
 
 
-def test_chunks_are_the_recurrence() -> None:
-    """Both ways through the code, on one set of inputs."""
-    q, k, v, decay, beta = made(2, CHUNK + 9)
-    state = torch.randn(2, 2, 3, 8, 10)
-    inputs = unit(q), unit(k), *(x.unflatten(2, (2, 3)) for x in (v, decay, beta)), state
-    for found, wanted in zip(chunked(*inputs), recurrent(*inputs), strict=True):
-        assert error(found, wanted) < 1e-5
+@pytest.mark.parametrize("rule", [chunked, batched])
+@pytest.mark.parametrize("length", [1, CHUNK, 2 * CHUNK + 9])
+def test_chunks_are_the_recurrence(rule: Callable, length: int) -> None:
+    """Values, states and gradients of both forms, in float64."""
+    q, k, v, decay, beta = (x.detach().double() for x in made(2, length))
+    decay[:, ::50] = float("-inf")  # the start of a document
+    state = torch.randn(2, 2, 3, 8, 10, dtype=torch.float64)
+    inputs = unit(q).double(), unit(k).double(), *(x.unflatten(2, (2, 3)) for x in (v, decay, beta)), state
+    inputs = [x.detach().clone().requires_grad_() for x in inputs]
+    found, wanted = rule(*inputs), recurrent(*inputs)
+    weights = [torch.randn_like(x) for x in wanted]
+    grads = [torch.autograd.grad(outputs, inputs, weights) for outputs in (found, wanted)]
+    for a, b in zip((*found, *grads[0]), (*wanted, *grads[1]), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("decay", [0.0, -30.0, -1e4, -1e30])
+def test_batched_chunks_survive_extreme_decays(decay: float) -> None:
+    q, k, v, fading, beta = made(1, 200)
+    with torch.no_grad():
+        fading[:, ::7] = decay
+        fading[..., 0] = decay
+        k[:, 70:90] = k[:, 70:71].clone()
+    inputs = unit(q), unit(k), *(x.unflatten(2, (2, 3)) for x in (v, fading, beta)), torch.randn(1, 2, 3, 8, 10)
+    inputs = [x.detach().requires_grad_() for x in inputs]
+    found, wanted = batched(*inputs), recurrent(*(x.double() for x in inputs))
+    grads = [torch.autograd.grad(outputs[0].sum(), inputs) for outputs in (found, wanted)]
+    for a, b in zip((*found, *grads[0]), (*wanted, *grads[1]), strict=True):
+        assert (a - b).norm() <= 1e-5 * b.norm()
+
+
+def fla_contract(q, k, v, g, beta, **options) -> tuple[Tensor, Tensor]:  # noqa: ANN001
+    """The documented contract of flash-linear-attention: heads as many as of values, a state for each document."""
+    assert q.shape[2] == k.shape[2] == v.shape[2] and options["use_qk_l2norm_in_kernel"]
+    bounds = options["cu_seqlens"]
+    if bounds is None:
+        return gated_delta_rule(q, k, v, g, beta, state=options["initial_state"])
+    spans = zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True)
+    pairs = [gated_delta_rule(*(x[:, i:j] for x in (q, k, v, g, beta))) for i, j in spans]
+    return torch.cat([y for y, _ in pairs], dim=1), torch.cat([state for _, state in pairs])
+
+
+@pytest.mark.parametrize("bounds", [None, [0, 30, 64, 65, 129, 150]])
+def test_flash_linear_attention_is_called_with_our_meaning(bounds: list[int] | None) -> None:
+    inputs = made(3, 50)
+    offsets = None if bounds is None else torch.tensor(bounds, dtype=torch.int32)
+    state = torch.randn(3, 6, 8, 10) if bounds is None else None
+    wanted, last = gated_delta_rule(*inputs, offsets=offsets, state=state)
+    found, end = delta.run_fla(fla_contract, tuple(inputs), offsets, state)
+    assert error(end, last) < 1e-5
+    same(found, wanted.double(), inputs)
+
+
+def test_bounds_are_copied_once_and_are_no_inference_tensors() -> None:
+    offsets = torch.tensor([0, 3, 5], dtype=torch.int32)
+    with torch.inference_mode():
+        first = delta.place_bounds(offsets, 3, torch.device("cpu"))
+    assert delta.place_bounds(offsets, 3, torch.device("cpu")) is first
+    assert not any(t.is_inference() for t in first)
 
 
 def test_what_transformers_computes() -> None:
