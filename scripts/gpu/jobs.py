@@ -89,6 +89,8 @@ class Call:
                 job.command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
             )
             status = wait(process, job, start + limit)
+            if status == "over" and limit < job.seconds:
+                status = "cut at the end of the call"
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
@@ -118,7 +120,7 @@ class Call:
 
 
 def wait(process: subprocess.Popen[bytes], job: Job, end: float) -> str:
-    """Wait for the end of a process; send the signal that a job asks for."""
+    """Wait for the end of a process and send the signal that a job asks for. `over`: it did not end in time."""
     interrupted = False
     while time.monotonic() < end:
         with suppress(subprocess.TimeoutExpired):
@@ -131,7 +133,7 @@ def wait(process: subprocess.Popen[bytes], job: Job, end: float) -> str:
     os.killpg(process.pid, signal.SIGABRT)  # faulthandler, where it is on, prints where Python is
     with suppress(subprocess.TimeoutExpired):
         process.wait(timeout=1)
-    return f"over {job.seconds} s" if end - time.monotonic() < 0 else "stopped"
+    return "over"
 
 
 def shorten(text: str) -> str:

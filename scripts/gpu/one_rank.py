@@ -69,8 +69,8 @@ def numbers(source: Folder, case: str, run: Run) -> list[float]:
 
 def cases(names: list[str], device: str) -> Iterator[tuple[str, str]]:
     for name in names:
-        for case, (_, memory, _) in CASES.items():
-            if device == "cuda" or not memory.offload:
+        for case, (_, memory, parallel) in CASES.items():
+            if device == "cuda" or not (memory.offload or parallel.offload):
                 yield name, case
 
 

@@ -1,5 +1,5 @@
 #!/bin/bash
-# One call on a GPU machine: bash scripts/gpu/run.sh CALL [device]
+# One call on a GPU machine: bash scripts/gpu/run.sh CALL [device] [--only JOB]
 #   CALL: smoke, correctness, speed, ranks, shapes. device: cuda (default), or cpu with reduced sizes.
 # Works without an installed tunekit: .whl/ (from fetch_wheels.sh) and a tree of links stand in for an installation.
 # Reports go to $OUT (default: /tmp/gpu-CALL); every call ends within SECONDS_LIMIT (default: 560).
@@ -26,4 +26,4 @@ chmod +x "$home/bin/tune"
 # The package comes before the checkout, whose folder tunekit/ lacks the links; tests/ and benchmarks/ come from it.
 export PATH="$home/bin:$PATH" PYTHONSAFEPATH=1
 export PYTHONPATH="$home/package:$root:$root/benchmarks:$root/scripts/gpu:$home/site${PYTHONPATH:+:$PYTHONPATH}"
-cd "$root" && exec "$python" scripts/gpu/calls.py "$call" --device "$device" --output "$OUT" --seconds "${SECONDS_LIMIT:-560}"
+cd "$root" && exec "$python" scripts/gpu/calls.py "$call" --device "$device" --output "$OUT" --seconds "${SECONDS_LIMIT:-560}" "${@:3}"
