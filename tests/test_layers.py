@@ -36,6 +36,7 @@ LAYERS = (
     {"recipes"},
     {"catalog"},
     {"launch"},
+    {"selftest"},
     {"commands", "cli"},
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

@@ -135,6 +135,15 @@ def _chat(verb: Parser) -> None:
     verb.add_argument("--seed", type=int, default=0, metavar="N", help="the same seed gives the same answers")
 
 
+def _selftest(verb: Parser) -> None:
+    verb.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: a GPU if available")
+    output = "JSON report; Markdown next to it (default: tunekit-selftest.json)"
+    verb.add_argument("--output", default="tunekit-selftest.json", metavar="FILE", help=output)
+    verb.add_argument("--quick", action="store_true", help="without runs, processes, and steps of a 1B model")
+    only = "check or group: kernels, model, processes, speed; repeatable"
+    verb.add_argument("--only", action="append", default=[], metavar="NAME", help=only)
+
+
 def _options(verb: Parser) -> None:
     verb.add_argument("recipe", metavar="RECIPE", help="name or file of a recipe")
     verb.add_argument("--schema", action="store_true", help="JSON Schema for editors, not Markdown")
@@ -187,6 +196,7 @@ VERBS: dict[str, tuple[str, Callable[[Parser], None]]] = {
     "merge": ("put an adapter into the weights of its base", _merge),
     "export": ("write a model for llama.cpp (GGUF) or bitsandbytes", _export),
     "chat": ("talk with a model", _chat),
+    "selftest": ("check kernels, model and speed on this machine, and write a report", _selftest),
     "options": ("list every option of a recipe", _options),
     "cache": ("show or clear the prepared rows that are kept", _cache),
     "completion": ("print a script that completes words in your shell", _completion),

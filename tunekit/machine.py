@@ -35,6 +35,12 @@ def memory() -> list[str]:
     return [f"{int(line.split()[1]) / 2**20:.0f} GiB" for line in lines if line.startswith("MemTotal:")]
 
 
+def available_memory() -> int:
+    """Bytes of host memory that a process can still allocate; 0 if the system does not report it."""
+    lines = MEMORY_INFO.read_text().splitlines() if MEMORY_INFO.is_file() else []
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")), 0)
+
+
 def versions() -> dict[str, str]:
     """What makes the numbers, and in which version."""
     cuda = {} if torch.version.cuda is None else {"CUDA": torch.version.cuda}

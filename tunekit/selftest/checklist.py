@@ -32,6 +32,7 @@ class Check:
 
 CHECKS = (
     Check(SYSTEM, "system", 30),
+    Check("kernels.compile", "system", 90),
     Check("kernels.glu", "elementwise_checks", 40),
     Check("kernels.norm", "elementwise_checks", 40),
     Check("kernels.rope", "elementwise_checks", 40),
@@ -51,12 +52,12 @@ CHECKS = (
     Check("model.packing", "model_checks", 30),
     Check("model.generation", "model_checks", 30),
     Check("model.resume", "model_checks", 60, quick=False),
-    Check("processes.one_rank", "process_checks", 40, quick=False),
-    Check("processes.several_ranks", "process_checks", 70, quick=False),
     Check("speed.limits", "speed_checks", 25, worker="speed"),
-    Check("speed.lora", "speed_checks", 60, worker="speed", quick=False),
-    Check("speed.qlora", "speed_checks", 60, worker="speed", quick=False),
-    Check("speed.full", "speed_checks", 60, worker="speed", quick=False),
+    Check("speed.lora_step", "speed_checks", 60, worker="speed", quick=False),
+    Check("speed.qlora_step", "speed_checks", 60, worker="speed", quick=False),
+    Check("speed.full_step", "speed_checks", 60, worker="speed", quick=False),
+    Check("processes.one_rank", "process_checks", 40, worker="processes", quick=False),
+    Check("processes.several_ranks", "process_checks", 70, worker="processes", quick=False),
 )
 
 

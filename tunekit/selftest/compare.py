@@ -8,7 +8,6 @@ import importlib.util
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import ModuleType
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,7 +60,7 @@ class Comparison:
             self.check(f"{name}, {label}", a, b, coarsest)
 
     def result(self) -> Result:
-        """What was compared, for the report."""
+        """Number of comparisons and largest errors, for the report."""
         errors = ", ".join(f"{dtype} {error:.1g}" for dtype, error in sorted(self.errors.items()))
         detail = f"{self.implementation}: {self.cases} comparisons, relative error up to {errors or 0}"
         return Result(detail, {"implementation": self.implementation, "errors": self.errors, "comparisons": self.cases})

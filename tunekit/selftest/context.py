@@ -1,4 +1,4 @@
-"""What every check receives: the device, a directory to write to, and the time that it may take."""
+"""Arguments of every check: the device and a directory to write to."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -86,7 +86,7 @@ def check_divergence(context: Context) -> Result:
         for dtype, label in DTYPE_NAMES.items():
             teacher = torch.randn(TOKENS, DIM).to(dtype), torch.randn(VOCAB, DIM).to(dtype) * 0.2
             inputs = {"hidden": torch.randn(TOKENS, DIM).to(dtype), "weight": torch.randn(VOCAB, DIM).to(dtype) * 0.2}
-            moved = tuple(x.to(context.device) for x in teacher)
+            moved = teacher[0].to(context.device), teacher[1].to(context.device)
             fast = partial(divergence_from, teacher=moved, mixture=mixture)
             reference = partial(divergence_reference, teacher=teacher, mixture=mixture)
             comparison.check_function(f"{name} {label}", fast, reference, inputs)

@@ -131,7 +131,7 @@ class Worker:
             stdin.write(json.dumps(job).encode())
 
     def receive(self, seconds: float) -> dict[str, Any] | None:
-        """The next message; None if the worker has ended or is silent for so many seconds."""
+        """The next message; None if the worker has ended or is silent for this number of seconds."""
         end = time.monotonic() + seconds
         while b"\n" not in self.buffer:
             if not self.selector.select(max(0.0, end - time.monotonic())):

@@ -5,16 +5,20 @@ import platform
 import re
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.cuda import nccl
 
 from tunekit import machine
+from tunekit.kernels import native
 from tunekit.precision import multiplies_bf16
 from tunekit.selftest.context import CheckFunction, Context
-from tunekit.selftest.result import Result
+from tunekit.selftest.result import CheckFailedError, CheckSkippedError, Result
 
 PACKAGES = ("tunekit", "torch", "triton", "safetensors", "tokenizers", "huggingface_hub", "datasets", "numpy")
 OPTIONAL = ("transformers", "peft", "bitsandbytes", "flash-attn-3", "flash-linear-attention")
@@ -103,7 +107,33 @@ def driver_version() -> str | None:
 def nccl_version() -> str | None:
     if not torch.distributed.is_available() or not torch.distributed.is_nccl_available():
         return None
-    return ".".join(map(str, torch.cuda.nccl.version()))
+    return ".".join(map(str, nccl.version()))
 
 
-CHECKS: dict[str, CheckFunction] = {"versions": collect_versions}
+def compile_kernels(context: Context) -> Result:
+    """Build the C++ kernels, or take them from the cache, so that no later check waits for the compiler."""
+    if context.device.type != "cpu":
+        raise CheckSkippedError("C++ kernels are for the CPU")
+    sources = sorted(Path(native.__file__).parent.glob("*.cpp"))
+    start = time.perf_counter()
+    with ThreadPoolExecutor() as pool:
+        errors = [*filter(None, pool.map(build_error, sources))]
+    if errors and all(isinstance(error, FileNotFoundError) for error in errors):
+        raise CheckSkippedError(f"{errors[0]}: torch operations are used, which are slower")
+    if errors:
+        raise CheckFailedError(str(errors[0]))
+    return Result(f"{len(sources)} C++ files built or found in the cache", {"seconds": time.perf_counter() - start})
+
+
+def build_error(source: Path) -> Exception | None:
+    """The error of the compiler for a file."""
+    try:
+        native.built(source)
+    except FileNotFoundError as error:
+        return error
+    except (OSError, subprocess.SubprocessError) as error:
+        return RuntimeError(f"{source.name}: {error}")
+    return None
+
+
+CHECKS: dict[str, CheckFunction] = {"versions": collect_versions, "compile": compile_kernels}

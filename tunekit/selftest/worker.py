@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from tunekit.errors import UserError
 from tunekit.parallel.run import device_of
 from tunekit.selftest.context import CheckFunction, Context
 from tunekit.selftest.result import CheckFailedError, CheckSkippedError, Outcome, Result
@@ -69,7 +70,10 @@ def describe_error(error: BaseException) -> str:
 def run_checks(job: dict[str, Any], send: Callable[[dict[str, Any]], None]) -> None:
     """Run checks until the last one, or until an error may have left the GPU unusable: the parent starts a new worker
     for the others."""
-    device = device_of(job["device"])
+    try:
+        device = device_of(job["device"])
+    except UserError:
+        raise SystemExit(NO_DEVICE) from None
     if job["device"] not in ("auto", device.type):
         raise SystemExit(NO_DEVICE)
     send({"ready": True})

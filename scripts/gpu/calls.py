@@ -1,0 +1,179 @@
+"""The calls on a GPU machine; scripts/gpu/run.sh prepares the environment and starts this.
+
+python scripts/gpu/calls.py CALL --device cuda|cpu --output DIR --seconds 560
+"""
+
+import argparse
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+from jobs import Call, Job
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = ROOT / "scripts/gpu"
+RUNS = Path("/tmp/tunekit-gpu-runs")
+STEPS = ("steps=4", "validate_every=2")
+PACKED = ("data.pack=true", "data.length=1024", "micro_batch=4", "batch=8")
+FULL_OPTIONS = (
+    ("memory.recompute=true",),
+    ("memory.recompute=selective",),
+    ("memory.offload=true",),
+    ("memory.compile=true",),
+    ("optimizer=adamw8bit",),
+    ("optimizer=muon",),
+    ("precision.compute=fp32",),
+    ("precision.trained=bf16",),
+    ("save_every=2",),
+    ("profile=true",),
+    ("memory.step_in_backward=true", "clip=0", "batch=4"),
+)
+QLORA_OPTIONS = (
+    ("weights=float8",),
+    ("weights=fp4",),
+    ("weights={kind: nf4, nested: true}",),
+    ("adapter.kind=dora",),
+    ("adapter.init=pissa",),
+    ("memory.recompute=true",),
+)
+FOR_GPUS = {"memory.offload=true"}  # options that a CPU refuses
+PREFERENCE_LOSSES = ("simpo", "orpo", "kto")
+
+
+def python(name: str, seconds: int, *words: str, stage: int = 0, summary: int = 0) -> Job:
+    """A job that runs a Python file."""
+    return Job(name, (sys.executable, *words), seconds, stage, summary_lines=summary)
+
+
+def tune(name: str, seconds: int, device: str, *words: str, stage: int = 0) -> Job:
+    """A job that runs a recipe."""
+    return Job(name, ("tune", "run", *words, f"device={device}", "--debug"), seconds, stage)
+
+
+def smoke(device: str) -> tuple[list[Job], int]:
+    """Whether anything runs: each kernel, every recipe, about thirty runs of the nano."""
+    shutil.rmtree(RUNS, ignore_errors=True)
+    report = f"{os.environ['OUT']}/selftest-kernels.json"
+    only = [word for name in ("kernels", "model") for word in ("--only", name)]
+    command = ("tune", "selftest", "--device", device, *only, "--output", report)
+    jobs = [Job("selftest kernels", command, 190, summary_lines=40)]
+    for name, config in (("lora", "tools_lora"), ("full", "tools_full"), ("qlora", "tools_qlora")):
+        jobs.append(tune(f"sft {name}", 120, device, "sft", f"nano/{config}", *STEPS, f"out={RUNS}/{name}"))
+    jobs += recipe_jobs(device)
+    for config, choices in (("tools_full", FULL_OPTIONS), ("tools_qlora", QLORA_OPTIONS)):
+        for options in choices:
+            if device == "cpu" and FOR_GPUS.intersection(options):
+                continue
+            name = f"{config} {' '.join(options)}"
+            out = f"out={RUNS}/{'_'.join(''.join(c for c in word if c.isalnum()) for word in options)}"
+            jobs.append(tune(name, 150, device, "sft", f"nano/{config}", *STEPS, *PACKED, *options, out))
+    return [*jobs, *resume_jobs(device)], 6 if device == "cuda" else 2
+
+
+def recipe_jobs(device: str) -> list[Job]:
+    """Each recipe but sft."""
+    out = [f"out={RUNS}/{name}" for name in ("packed", "dpo", "dpo_packed", "reward", "distill", "on_policy")]
+    teacher = "teacher.model=tunekit/nano"
+    on_policy = ("steps=3", teacher, "on_policy.share=1.0", "on_policy.tokens=32")
+    jobs = [
+        tune("sft packed", 120, device, "sft", "nano/tools_lora", *STEPS, *PACKED, out[0]),
+        tune("generate", 90, device, "generate", "nano/generate"),
+        tune("dpo", 120, device, "preference", "nano/dpo", *STEPS, out[1]),
+        tune("dpo packed", 120, device, "preference", "nano/dpo", *STEPS, *PACKED, out[2]),
+        tune("reward", 120, device, "reward", "nano/reward", *STEPS, out[3]),
+        tune("distill", 150, device, "distill", "nano/distill", *STEPS, teacher, out[4]),
+        tune("distill on policy", 150, device, "distill", "nano/distill", *on_policy, out[5]),
+        tune("evaluate", 150, device, "evaluate", "nano/preferred", "model=tunekit/nano", "sampling.tokens=16"),
+    ]
+    for loss in PREFERENCE_LOSSES:
+        words = ("preference", "nano/dpo", *STEPS, f"loss={loss}", f"out={RUNS}/{loss}")
+        jobs.append(tune(f"preference {loss}", 120, device, *words))
+    return jobs
+
+
+def resume_jobs(device: str) -> list[Job]:
+    """A run that is interrupted after its first saved state, then resumed."""
+    words = ("sft", "nano/tools_lora", "steps=40", "save_every=4", "validation=null", f"out={RUNS}/resume")
+    first = tune("interrupted", 150, device, *words)
+    first = Job(first.name, first.command, first.seconds, 1, interrupt_when=f"{RUNS}/resume/state/00000004/complete")
+    return [first, tune("resumed", 150, device, *words, stage=2)]
+
+
+def correctness(device: str) -> tuple[list[Job], int]:
+    """Tests that need a GPU, and every family on the GPU next to the CPU, in parts that run next to each other."""
+    tests = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", "-n", "8" if device == "cuda" else "2"]
+    jobs = [python("pytest -m gpu", 400, *tests, "tests", summary=15)]
+    parts = 4 if device == "cuda" else 1
+    few = ["--names", "llama3.2", "gemma2"] if device == "cpu" else []
+    for part in range(parts):
+        words = [str(SCRIPTS / "families.py"), device, "--part", str(part), "--parts", str(parts), *few]
+        jobs.append(python(f"families, part {part + 1} of {parts}", 530, *words, summary=200))
+    return jobs, 5 if device == "cuda" else 2
+
+
+def speed(device: str) -> tuple[list[Job], int]:
+    """Sections of benchmarks/gpu.py with their own time limits, the most important ones first."""
+    small = ["--small"] if device == "cpu" else []
+    sections = {"limits": 45, "dequantize": 45, "lora": 90, "qlora": 90, "full": 70, "memory": 80, "vocabulary": 45}
+    sections["theirs"] = 110
+    results = ["--results", os.environ["OUT"]]
+    file = str(ROOT / "benchmarks/gpu.py")
+    jobs = [python(name, seconds, file, name, *small, *results, summary=4) for name, seconds in sections.items()]
+    return jobs, 1
+
+
+def ranks(device: str) -> tuple[list[Job], int]:
+    """FSDP with a process group of one rank, and generation."""
+    small = ["--names", "llama3.2"] if device == "cpu" else []
+    jobs = [python("one rank", 240, str(SCRIPTS / "one_rank.py"), device, *small, summary=60)]
+    words = [str(SCRIPTS / "generation.py"), device, *(["--small"] if device == "cpu" else [])]
+    return [*jobs, python("generation", 300, *words, stage=1, summary=60)], 1
+
+
+def shapes(device: str) -> tuple[list[Job], int]:
+    """Planned and measured memory of 1B models, then `tune selftest`."""
+    small = ["--small"] if device == "cpu" else []
+    words = [str(SCRIPTS / "planned.py"), device, *small]
+    report = f"{os.environ['OUT']}/selftest.json"
+    selftest = ("tune", "selftest", "--device", device, "--output", report)
+    return [
+        python("planned and measured memory", 330, *words, summary=30),
+        Job("selftest", selftest, 200, 1, summary_lines=45),
+    ], 1
+
+
+CALLS = {function.__name__: function for function in (smoke, correctness, speed, ranks, shapes)}
+
+
+def heading(device: str) -> str:
+    """Versions and hardware."""
+    name = torch.cuda.get_device_name() if device == "cuda" else platform.processor() or platform.machine()
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
+    versions = f"torch {torch.__version__}, Python {platform.python_version()}, commit {commit.strip() or 'unknown'}"
+    return f"{name}, {os.cpu_count()} cores, {versions}, {time.strftime('%Y-%m-%d %H:%M')}"
+
+
+def main() -> int:
+    start = time.monotonic()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("call", choices=CALLS)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--seconds", type=float, default=560)
+    parser.add_argument("--only", default="", help="part of the name of a job")
+    args = parser.parse_args()
+    os.environ["OUT"] = str(args.output)
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("torch finds no GPU")
+    jobs, workers = CALLS[args.call](args.device)
+    call = Call(args.call, args.output, start + args.seconds, heading(args.device))
+    return 0 if call.run([job for job in jobs if args.only in job.name], workers) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

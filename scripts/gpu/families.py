@@ -1,0 +1,98 @@
+"""Every family of the tests on a GPU in bf16 next to the CPU in fp32: loss, gradients, and generated tokens.
+
+python scripts/gpu/families.py cuda|cpu [--part K --parts N] [--names NAME ...]
+"""
+
+import argparse
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tests.checkpoints import SHAPES, made
+from tunekit import assemble
+from tunekit.adapters import Full
+from tunekit.checkpoint.folder import Folder
+from tunekit.formats import Plain
+from tunekit.generate import Sampling, complete
+from tunekit.losses.likelihood import CrossEntropy
+from tunekit.memory import Memory
+from tunekit.models.decoder import Decoder
+from tunekit.parallel.run import Run
+from tunekit.precision import Precision
+from tunekit.selftest import nano
+
+LENGTHS = (20, 22, 18, 30)
+ROWS = {"packed": [[0, 1], [2, 3]], "padded": [[0], [1], [2], [3]]}
+MIN_COSINE, MAX_DIFFERENCE = 0.97, 0.05  # of gradients; of losses, relative and absolute
+PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5]]
+
+
+def build(source: Folder, device: str, compute: str) -> Decoder:
+    with Run(0, device) as run:
+        precision = Precision(compute, "fp32", "fp32")  # type: ignore[arg-type]
+        return assemble.model(source, Plain(), Full(), precision, Memory(), run)
+
+
+def loss_and_gradients(model: Decoder, layout: str, device: str) -> tuple[float, Tensor]:
+    """The loss of a batch, and all gradients in one vector."""
+    documents = nano.random_documents(model.spec.vocab, LENGTHS)
+    rows = [[documents[i] for i in row] for row in ROWS[layout]]
+    batch = nano.packing(128 if layout == "packed" else 0, len(rows)).written(rows)[0]
+    model.zero_grad(set_to_none=True)
+    loss = CrossEntropy()(model, batch.to(torch.device(device)))
+    loss.backward()
+    named = sorted(model.named_parameters())
+    return loss.item(), torch.cat([p.grad.flatten().double().cpu() for _, p in named if p.grad is not None])
+
+
+def check_family(name: str, device: str, folder: Path) -> bool:
+    """Print a line for each layout. Whether all numbers are near."""
+    source = Folder.open(made(folder, name), name)
+    reference, model = build(source, "cpu", "fp32"), build(source, device, "bf16")
+    good = True
+    for layout in ROWS:
+        expected, gradients = loss_and_gradients(reference, layout, "cpu")
+        actual, others = loss_and_gradients(model, layout, device)
+        cosine = torch.nn.functional.cosine_similarity(gradients, others, 0).item()
+        near = abs(actual - expected) < MAX_DIFFERENCE * (abs(expected) + 1) and cosine > MIN_COSINE
+        good = good and near
+        print(f"{name} {layout}: loss {expected:.4f} {actual:.4f}, cosine {cosine:.4f}{'' if near else ' FAIL'}")
+    sampling = Sampling(tokens=6, temperature=0)
+    answers = [complete(net, PROMPTS, sampling, frozenset()) for net in (reference, model)]
+    print(f"{name}: generated tokens {'equal' if answers[0] == answers[1] else f'differ: {answers}'}", flush=True)
+    return good
+
+
+def main() -> int:
+    warnings.filterwarnings("ignore")
+    parser = argparse.ArgumentParser()
+    parser.add_argument("device", choices=("cuda", "cpu"))
+    parser.add_argument("--part", type=int, default=0)
+    parser.add_argument("--parts", type=int, default=1)
+    parser.add_argument("--names", nargs="*", default=[])
+    args = parser.parse_args()
+    failed = []
+    for name in (args.names or [*SHAPES])[args.part :: args.parts]:
+        start = time.perf_counter()
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                good = check_family(name, args.device, Path(folder))
+            except Exception as error:  # noqa: BLE001 (the other families are checked anyway)
+                frame = [f for f in traceback.extract_tb(error.__traceback__) if "site-packages" not in f.filename][-1]
+                text = " ".join(str(error).split())[:300]
+                print(f"{name} FAIL {type(error).__name__}: {text} at {Path(frame.filename).name}:{frame.lineno}")
+                good = False
+        print(f"{name} {time.perf_counter() - start:.1f} s", flush=True)
+        failed += [] if good else [name]
+    print(f"failed: {', '.join(failed) or 'none'}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,105 @@
+"""FSDP and NCCL (on the CPU: gloo) with one rank: loss and gradient norm of families, adapters and memory options.
+
+python scripts/gpu/one_rank.py cuda|cpu [--names NAME ...]
+"""
+
+import argparse
+import sys
+import tempfile
+import traceback
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch.distributed.fsdp import fully_shard
+
+from tests.checkpoints import made
+from tunekit import assemble
+from tunekit.adapters import Full, LoRA
+from tunekit.checkpoint.folder import Folder
+from tunekit.formats import Plain
+from tunekit.layout.shard import choices
+from tunekit.losses.likelihood import CrossEntropy
+from tunekit.memory import Memory
+from tunekit.models.decoder import Decoder
+from tunekit.parallel import norm
+from tunekit.parallel.choice import Parallel
+from tunekit.parallel.run import Run
+from tunekit.precision import Precision
+from tunekit.selftest import nano
+from tunekit.selftest.process_checks import join, one_rank_environment
+
+NAMES = ("llama3.2", "gemma2", "gemma3", "phi3-long", "qwen3-moe", "llama4", "qwen3.5")
+LENGTHS = (20, 22, 18, 30)
+CASES: dict[str, tuple[Full | LoRA, Memory, Parallel]] = {
+    "full": (Full(), Memory(), Parallel()),
+    "lora": (LoRA(4), Memory(), Parallel()),
+    "gather=compute": (Full(), Memory(), Parallel(gather="compute")),
+    "recompute": (Full(), Memory(recompute=True), Parallel()),
+    "memory.offload": (LoRA(4), Memory(offload=True), Parallel()),
+    "parallel.offload": (Full(), Memory(), Parallel(offload=True)),
+}
+
+
+def shard(model: Decoder, run: Run) -> None:
+    """As tunekit.layout.shard, which does nothing if there is one rank."""
+    assert run.mesh is not None
+    how = choices(model, run, run.mesh["shard"])
+    for layer in model.layers:
+        fully_shard(layer, **how)
+    fully_shard(model, **how | {"reshard_after_forward": False})
+
+
+def numbers(source: Folder, case: str, run: Run) -> list[float]:
+    """Losses packed and padded, and the gradient norm."""
+    adapter, memory, run.parallel = CASES[case]
+    model = assemble.model(source, Plain(), adapter, Precision("bf16", "fp32", "fp32"), memory, run)
+    documents, losses = nano.random_documents(model.spec.vocab, LENGTHS), []
+    for capacity, rows in ((128, [documents[:2], documents[2:]]), (0, [[document] for document in documents])):
+        batch = nano.packing(capacity, len(rows)).written(rows)[0]
+        loss = CrossEntropy()(model, batch.to(run.device))
+        loss.backward()
+        losses.append(loss.item())
+    trained = [p for p in model.parameters() if p.grad is not None]
+    length = norm.length(trained, run)
+    norm.shorten(trained, length, 1.0)
+    return [round(value, 4) for value in (*losses, float(length))]
+
+
+def cases(names: list[str], device: str) -> Iterator[tuple[str, str]]:
+    for name in names:
+        for case, (_, memory, parallel) in CASES.items():
+            if device == "cuda" or not (memory.offload or parallel.offload):
+                yield name, case
+
+
+def main() -> int:
+    warnings.filterwarnings("ignore")
+    parser = argparse.ArgumentParser()
+    parser.add_argument("device", choices=("cuda", "cpu"))
+    parser.add_argument("--names", nargs="*", default=[*NAMES])
+    args = parser.parse_args()
+    failed = 0
+    assemble.shard = shard  # type: ignore[assignment]
+    with one_rank_environment(), Run(0, args.device) as run:
+        print("process group:", join(run), run.mesh, flush=True)
+        for name, case in cases(args.names, args.device):
+            with tempfile.TemporaryDirectory() as folder:
+                try:
+                    source = Folder.open(made(Path(folder), name), name)
+                    print(f"ok {name} {case} {numbers(source, case, run)}", flush=True)
+                except Exception as error:  # noqa: BLE001 (the other cases are tried anyway)
+                    trace = traceback.extract_tb(error.__traceback__)
+                    frame = [f for f in trace if "site-packages" not in f.filename][-1]
+                    text = " ".join(str(error).split())[:300]
+                    at = f"{Path(frame.filename).name}:{frame.lineno}"
+                    print(f"FAIL {name} {case} {type(error).__name__}: {text} at {at}", flush=True)
+                    failed += 1
+        torch.distributed.destroy_process_group()
+    print(f"failed: {failed}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,78 @@
+"""The list of checks covers every kernel, and a check never passes on a fallback."""
+
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch
+
+from tunekit.errors import UserError
+from tunekit.selftest.checklist import CHECKS, SYSTEM, Check, select_checks
+from tunekit.selftest.compare import Comparison, require_triton_launches
+from tunekit.selftest.context import Context
+from tunekit.selftest.result import CheckFailedError, CheckSkippedError
+
+KERNELS = Path(__file__).parents[2] / "kernels"
+# Files that contain no kernel, and those whose kernel is checked under another name.
+HELPERS = {"__init__", "again", "compiler", "native", "prefix", "shapes", "store"}
+
+
+def context(device: str) -> Context:
+    return Context(torch.device(device), False, Path())
+
+
+def test_every_kernel_has_a_check() -> None:
+    files = {path.stem for path in KERNELS.glob("*.py")} - HELPERS
+    kernels = {stem for stem in files if not stem.endswith(("_triton", "_gpu", "_native"))}
+    assert kernels <= {check.short_name for check in CHECKS if check.group == "kernels"}
+
+
+def test_every_check_has_a_function() -> None:
+    for check in CHECKS:
+        assert callable(import_module(f"tunekit.selftest.{check.module}").CHECKS[check.short_name]), check.name
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [(["glu"], {"kernels.glu"}), (["kernels.rope", "limits"], {"kernels.rope", "speed.limits"}), ([SYSTEM], {SYSTEM})],
+)
+def test_checks_are_selected_by_name(names: list[str], expected: set[str]) -> None:
+    assert {check.name for check in select_checks(names)} == expected
+
+
+def test_checks_are_selected_by_group() -> None:
+    selected = select_checks(["model"])
+    assert len(selected) > 1 and {check.group for check in selected} == {"model"}
+    assert select_checks([]) == list(CHECKS)
+
+
+def test_unknown_names_are_refused_with_the_nearest_name() -> None:
+    with pytest.raises(UserError, match="kernels.glu"):
+        select_checks(["kernels.gluu"])
+
+
+def test_a_fallback_on_a_gpu_is_skipped_and_does_not_pass() -> None:
+    with pytest.raises(CheckSkippedError), require_triton_launches(context("cuda")):
+        torch.ones(1)
+    with require_triton_launches(context("cpu")):
+        torch.ones(1)
+
+
+def test_other_devices_skip_compiled_kernels() -> None:
+    check = next(check for check in CHECKS if check.short_name == "glu")
+    function = import_module(f"tunekit.selftest.{check.module}").CHECKS["glu"]
+    with pytest.raises(CheckSkippedError, match="meta"):
+        function(context("meta"))
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), 1.001], ids=str)
+def test_a_wrong_number_is_named(wrong: float) -> None:
+    comparison = Comparison(context("cpu"), "C++")
+    comparison.check("right", torch.ones(3), torch.ones(3))
+    with pytest.raises(CheckFailedError, match="silu, output 0"):
+        comparison.check("silu, output 0", torch.full((3,), wrong), torch.ones(3))
+
+
+def test_names_are_unique() -> None:
+    names = [name for check in CHECKS for name in (check.name, check.short_name)]
+    assert len(names) == len(set(names)) and isinstance(CHECKS[0], Check) and CHECKS[0].name == SYSTEM

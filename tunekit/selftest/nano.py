@@ -1,0 +1,56 @@
+"""The bundled nano model, and short training runs of it."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tunekit import assemble, launch
+from tunekit.checkpoint import workspace
+from tunekit.data.prepared.documents import Document
+from tunekit.data.steps.batch import Layout
+from tunekit.models.decoder import Decoder
+from tunekit.parallel.run import Run
+from tunekit.precision import Precision
+
+NAME = "tunekit/nano"
+CONFIG = "nano/tools_full"
+ROWS = 2  # of a packed batch
+# A run that reads, trains, validates nothing and saves within seconds.
+SHORT_RUN = ("validation=null", "batch=8", "micro_batch=4", "log.every=1")
+
+
+def open_model(run: Run, compute: str) -> Decoder:
+    """The model with its weights as they are stored, and products in `compute`."""
+    return assemble.opened(NAME, Precision(compute), run)[0].eval()  # type: ignore[arg-type]
+
+
+def random_documents(vocab: int, lengths: Sequence[int], trained: float = 0.5) -> list[Document]:
+    """Documents of random tokens, of which the last ones are trained on: this fraction of them."""
+    generator = np.random.default_rng(0)
+    tokens = [generator.integers(4, vocab, length).astype(np.int32) for length in lengths]
+    return [Document(ids, np.arange(len(ids)) >= (1 - trained) * len(ids), len(ids)) for ids in tokens]
+
+
+def packing(capacity: int, rows: int = ROWS) -> Layout:
+    """A layout of packed rows."""
+    return Layout(rows, rows, 0, 1, 0, capacity)
+
+
+def overrides(directory: Path, device: str, *more: str) -> tuple[str, ...]:
+    """The arguments of a short run."""
+    return (*SHORT_RUN, f"device={device}", f"out={directory}", *more)
+
+
+def train(directory: Path, device: str, *more: str) -> None:
+    """Run `tune run sft` in this process."""
+    recipe = launch.recipe("sft")
+    recipe.main(launch.config(recipe, CONFIG, overrides(directory, device, *more), []))
+
+
+def read_metrics(directory: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl that have a loss."""
+    lines = (directory / workspace.METRICS).read_text("utf-8").splitlines()
+    return [line for line in map(json.loads, lines) if "loss" in line]

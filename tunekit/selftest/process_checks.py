@@ -1,0 +1,147 @@
+"""One process against several, on the backend that training uses: NCCL on GPUs, gloo on the CPU."""
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from tunekit.adapters import Full
+from tunekit.data.steps.batch import Batch
+from tunekit.losses.likelihood import CrossEntropy
+from tunekit.models.decoder import Decoder
+from tunekit.parallel.run import Run
+from tunekit.selftest import nano
+from tunekit.selftest.compare import relative_error
+from tunekit.selftest.context import CheckFunction, Context
+from tunekit.selftest.result import CheckFailedError, CheckSkippedError, Result
+
+LENGTHS = (90, 33, 61, 80, 47, 64)
+STEPS = 2
+MAX_GPUS = 8
+# Limits of relative errors of losses and gradients: sums in another order, and in bf16 other roundings.
+LIMITS = {"fp32": 1e-4, "bf16": 2e-2}
+LOG_LINES = 6
+
+
+def check_one_rank(context: Context) -> Result:
+    """A process group of one rank: collectives, and the loss and gradient norm of sharded weights."""
+    if not dist.is_available():
+        raise CheckSkippedError("this build of torch has no torch.distributed")
+    compute = "bf16" if context.device.type == "cuda" else "fp32"
+    expected = loss_and_gradient(context, compute, shard=False)
+    with one_rank_environment():
+        actual = loss_and_gradient(context, compute, shard=True)
+    for name, a, b in zip(("loss", "gradient norm"), actual[:2], expected[:2], strict=True):
+        error = relative_error(torch.tensor(a), torch.tensor(b))
+        if not error <= LIMITS[compute]:
+            raise CheckFailedError(f"{name} of sharded weights is {a:.6g}, without sharding {b:.6g} ({compute})")
+    values = {"backend": actual[2], "loss": actual[0], "gradient_norm": actual[1]}
+    return Result(f"{actual[2]}: collectives, FSDP loss and gradient norm equal those without sharding", values)
+
+
+def loss_and_gradient(context: Context, compute: str, shard: bool) -> tuple[float, float, str]:
+    """Loss and gradient norm of a packed batch, and the backend."""
+    with Run(0, context.device.type) as run:
+        backend = join(run) if shard else ""
+        model = nano.open_model(run, compute)
+        model.requires_grad_(True).train()
+        if shard:
+            for layer in model.layers:
+                fully_shard(layer)
+            fully_shard(model)
+        documents = nano.random_documents(model.spec.vocab, LENGTHS)
+        batch = nano.packing(256).written([documents[:3], documents[3:]])[0]
+        result = backward(model, batch.to(run.device))
+        if shard:
+            dist.destroy_process_group()
+    return *result, backend
+
+
+def backward(model: Decoder, batch: Batch) -> tuple[float, float]:
+    loss = CrossEntropy()(model, batch) / batch.learnt
+    loss.backward()
+    parameters = [p for group, _ in Full().trained(model) for p in group]
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
+    return float(loss.detach()), float(torch.stack([g.float().norm() for g in local]).norm())
+
+
+def join(run: Run) -> str:
+    """Initialize the process group of a run. Returns the backend; sharding tries the other collectives."""
+    run.join()
+    ones = torch.ones(8, device=run.device)
+    dist.all_reduce(ones)
+    run.barrier()
+    if ones.tolist() != [1.0] * 8:
+        raise CheckFailedError(f"all-reduce of one rank changed its input: {ones.tolist()}")
+    return "NCCL" if run.device.type == "cuda" else "gloo"
+
+
+@contextmanager
+def one_rank_environment() -> Iterator[None]:
+    """Variables that make this process the only rank of a group."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        port = server.getsockname()[1]
+    variables = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name in variables:
+            del os.environ[name]
+
+
+def check_several_ranks(context: Context) -> Result:
+    """Losses of N processes equal those of one process."""
+    count, kind = num_ranks(context)
+    batch = f"batch={max(8, 2 * count)}", "micro_batch=1", f"steps={STEPS}"
+    nano.train(context.directory / "alone", context.device.type, *batch)
+    run_ranks(context.directory / "ranks", context.device.type, count, batch)
+    alone, ranks = (nano.read_metrics(context.directory / name) for name in ("alone", "ranks"))
+    if len(alone) != STEPS or len(ranks) != STEPS:
+        raise CheckFailedError(f"{len(ranks)} steps of {count} processes, {len(alone)} of one, expected {STEPS}")
+    limit = LIMITS["bf16" if context.device.type == "cuda" else "fp32"]
+    errors = [abs(b["loss"] - a["loss"]) / abs(a["loss"]) for a, b in zip(alone, ranks, strict=True)]
+    if not max(errors) <= limit:
+        raise CheckFailedError(
+            f"losses of {count} processes {[line['loss'] for line in ranks]}, of one {[line['loss'] for line in alone]}"
+        )
+    values = {"processes": count, "backend": kind, "error": max(errors)}
+    return Result(
+        f"{kind}: losses of {count} processes and of one differ by up to {max(errors):.1g} (relative)", values
+    )
+
+
+def num_ranks(context: Context) -> tuple[int, str]:
+    """How many processes this machine can carry, and their backend."""
+    if not dist.is_available():
+        raise CheckSkippedError("this build of torch has no torch.distributed")
+    if context.device.type == "cpu":
+        return 2, "gloo"
+    if torch.cuda.device_count() < 2:
+        raise CheckSkippedError("one GPU, and NCCL needs a GPU for each process: see processes.one_rank")
+    return min(torch.cuda.device_count(), MAX_GPUS), "NCCL"
+
+
+def run_ranks(directory: Path, device: str, count: int, more: tuple[str, ...]) -> None:
+    """`tune run --gpus N`, as a user starts it."""
+    words: list[Any] = ["run", "sft", nano.CONFIG, *nano.overrides(directory, device, *more), "--gpus", count]
+    command = [sys.executable, "-P", "-m", "tunekit.cli", *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if line.strip()][-LOG_LINES:]
+        raise CheckFailedError(f"{count} processes ended with code {done.returncode}: {' | '.join(lines)}")
+
+
+CHECKS: dict[str, CheckFunction] = {"one_rank": check_one_rank, "several_ranks": check_several_ranks}
