@@ -105,7 +105,7 @@ class Place:
         """Queries of what is here on keys and values of whole rows, or of all that a cache has seen."""
         if (stretches := self.rows.stretches(self.length)) is not None:
             assert not isinstance(self.before, Prefixes)
-            return attend_part(q, k, v, rule, self.positions, stretches, sinks, self.before)
+            return attend_part(q, k, v, rule, self.positions, stretches, sinks, self.before, self.offsets)
         if k.shape[1] != q.shape[1]:
             return attend_cached(q, k, v, self.positions, rule, sinks)
         assert not isinstance(self.before, Before)
