@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tunekit.kernels import attention_gpu, attention_native
 from tunekit.kernels.attention_choice import describe_call, device_type, needs_expanded_kv
+from tunekit.kernels.attention_ranges import attend_segments, find_segments
 from tunekit.kernels.compiler import uncompiled
 from tunekit.kernels.prefix import Before, Prefixes
 
@@ -154,12 +155,16 @@ def attend_part(  # noqa: PLR0913 (as `attend`, and where the queries are)
     stretches: Sequence[range],
     sinks: Tensor | None = None,
     prefixes: Before | None = None,
+    offsets: Tensor | None = None,
 ) -> Tensor:
     """The same for queries (B, S, H, D) of some stretches of each row, on keys and values (B, K, ...) of whole rows.
 
     `positions` (B, S) of the queries count from 0 in each document. Behind the last key there may be queries that
-    nobody asks. A block of queries at a time: memory grows with S and not its square.
+    nobody asks. A block of queries at a time: memory grows with S and not its square. On a GPU documents are taken from
+    `offsets`, which bound them in the whole rows; without them every row is one document.
     """
+    if prefixes is None and attention_gpu.fits(q):
+        return attend_ranges(q, k, v, rule, stretches, sinks, offsets)
     # Masks of all blocks together would be as many bytes as there are pairs of tokens: they are made again.
     again = partial(checkpoint, attend_block, use_reentrant=False, preserve_rng_state=False)
     work, out, done = again if torch.is_grad_enabled() else attend_block, [], 0
@@ -170,6 +175,31 @@ def attend_part(  # noqa: PLR0913 (as `attend`, and where the queries are)
             before = None if prefixes is None else Before(*(x[:, here] for x in prefixes))
             out.append(work(q[:, here], k, v, rule, positions[:, here], some, sinks, before))
     return torch.cat(out, dim=1)
+
+
+def attend_ranges(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rule: Rule,
+    ranges: Sequence[range],
+    sinks: Tensor | None,
+    offsets: Tensor | None,
+) -> Tensor:
+    """The same by kernels for packed documents, without masks."""
+    rows, length = k.shape[:2]
+    if offsets is None:
+        offsets = attention_gpu.rows_of(rows, length)
+    window = 0 if rule.window is None or rule.chunk is not None else rule.window
+    key = "segments", rows, length, *((some.start, some.stop) for some in ranges), window, q.device
+    segments = attention_gpu.kept(
+        offsets, key, lambda: find_segments(offsets, (rows, length), ranges, window, q.device)
+    )
+
+    def fused(q: Tensor, k: Tensor, v: Tensor, at: Tensor, key_at: Tensor) -> Tensor:
+        return attention_gpu.fused(q, k, v, rule.numbers(), at, sinks, key_at)
+
+    return attend_segments(q, k, v, segments, fused)
 
 
 def attend_block(  # noqa: PLR0913

@@ -89,7 +89,9 @@ def test_offload_changes_no_bit(name: str, recompute, host: list[int], tmp_path:
         assert mover.last is None and not mover.known, "nothing stays behind"
 
 
-def test_offload_leaves_weights_where_they_are(host: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_offload_leaves_weights_where_they_are(
+    host: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     model = ours(made(tmp_path, "llama3.2"))
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     counted = offload.Away

@@ -391,7 +391,8 @@ def spread(key: str, values: Mapping[str, Number], names: Iterable[str]) -> dict
 
 def principal(weight: Tensor, rank: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """A (rank, in) and B (out, rank), whose product is the best approximation of `weight` at this rank."""
-    with torch.random.fork_rng():
+    # Without a list the states of all GPUs of the machine are copied. manual_seed below changes that of this process.
+    with torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_initialized() else []):
         torch.manual_seed(int(torch.randint(2**31, (1,), generator=generator)))
         # With some directions more than asked, and power iterations, the randomized decomposition is exact to rounding
         # where singular values fall, as those of trained weights do; of noise it misses the best by less than 1e-4.

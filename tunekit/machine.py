@@ -11,6 +11,7 @@ from tunekit import devices
 
 PACKAGES = ("tunekit", "torch", "tokenizers", "safetensors", "huggingface_hub", "numpy")
 CPU_INFO, MEMORY_INFO = Path("/proc/cpuinfo"), Path("/proc/meminfo")
+CGROUP = Path("/sys/fs/cgroup")  # of a container, which may have less memory than the machine
 
 
 def hardware(device: torch.device) -> str:
@@ -35,10 +36,25 @@ def memory() -> list[str]:
     return [f"{int(line.split()[1]) / 2**20:.0f} GiB" for line in lines if line.startswith("MemTotal:")]
 
 
-def available_memory() -> int:
-    """Bytes of host memory that a process can still allocate; 0 if the system does not report it."""
+def available_memory() -> int | None:
+    """Bytes of host memory that this process can still allocate; None if the system does not report them."""
+    sizes = [size for size in (available_in_machine(), available_in_container()) if size is not None]
+    return min(sizes, default=None)
+
+
+def available_in_machine() -> int | None:
     lines = MEMORY_INFO.read_text().splitlines() if MEMORY_INFO.is_file() else []
-    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")), 0)
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
+
+
+def available_in_container() -> int | None:
+    """Bytes up to the limit of the control group. The page cache counts as used, and is freed on demand."""
+    try:
+        limit, used = (int((CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
+        fields = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):  # no limit: "max"
+        return None
+    return max(0, limit - used + int(fields.get("inactive_file", 0)) + int(fields.get("active_file", 0)))
 
 
 def versions() -> dict[str, str]:

@@ -36,7 +36,9 @@ from tunekit.memory import Memory, Update
 from tunekit.metrics import Log, Meter, Sums
 from tunekit.models.decoder import Decoder
 from tunekit.optim import SGD, WSD, AdamW, AdamW8bit, Constant, Cosine, Linear, Muon, Patience
+from tunekit.parallel import flight_recorder
 from tunekit.parallel.choice import Parallel
+from tunekit.parallel.group import LOGS
 from tunekit.parallel.run import Run
 from tunekit.plan import explain
 from tunekit.precision import Precision
@@ -233,6 +235,7 @@ class Job:
 
 def run(cfg: Any, method: Method, fresh: bool) -> None:
     """Train until the last step, a signal, or the end of patience, and leave a checkpoint for others."""
+    flight_recorder.record_into(Path(cfg.out) / LOGS)
     with (
         Run(cfg.seed, cfg.device, cfg.parallel, cfg.deterministic) as here,
         explain.told(cfg, here.device, here.size, here.hosts),

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -38,7 +38,7 @@ def sharded(folder: Path, name: str, run: Run) -> Decoder:
     return model
 
 
-def gradients(model: nn.Module) -> list[Tensor]:
+def gradients(model: Decoder) -> list[Tensor]:
     model.zero_grad()
     CrossEntropy()(model, batch(tokens())).backward()
     return [p.grad.full_tensor() for p in model.parameters() if isinstance(p.grad, DTensor)]
@@ -66,4 +66,4 @@ def test_sharded_models_offload_activations_and_no_weight(
     model.through = Offload(model).around(model.through or (lambda layer, *inputs: layer(*inputs)))
     for _ in range(2):  # gathered weights have other addresses in each step
         assert all(map(torch.equal, plain, gradients(model)))
-    assert len(sizes) >= 2 * len(model.layers)
+    assert len(sizes) >= 2 * len(model.spec.layers)

@@ -14,7 +14,7 @@ from tunekit.models.decoder import TIED, Decoder
 from tunekit.models.linear import Linear, Stacked
 from tunekit.models.weights import Move, Shape, Stack, hub_name
 from tunekit.parallel.run import Run
-from tunekit.parallel.tensors import Box, hand_over, local, part
+from tunekit.parallel.tensors import Box, hand_over, local, part, upload
 
 Place = tuple[int, ...]
 Get = Callable[[str], Tensor]  # a tensor of the Hub
@@ -70,7 +70,7 @@ def pour(model: Decoder, move: Move, get: Get, give: Give, seen: Seen = unseen) 
         for number, expert in enumerate(local(stack.detach()), start=box.offset[0]):
             numbers = Box(box.shape[1:], box.offset[1:]).of(get(move.hub[number]), expert.shape)
             seen(move.hub[number], box.offset[1:], numbers)
-            expert.copy_(numbers)
+            upload(expert, numbers)
         return
     for name, tensor in zip(move.ours, move.load([get(name) for name in move.hub], model.shapes), strict=True):
         target = parameter(model, name)

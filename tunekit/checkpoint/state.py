@@ -29,8 +29,9 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-from tunekit import devices
+from tunekit import devices, machine
 from tunekit.checkpoint import atomic, pieces
+from tunekit.checkpoint.host_copy import HostCopies
 from tunekit.checkpoint.pieces import Piece, Pieces, Shares, Unreadable, at_rest
 from tunekit.errors import Stopped, UserError
 from tunekit.optimizers import BLOCK
@@ -38,6 +39,7 @@ from tunekit.parallel.run import PATIENT, Run
 from tunekit.parallel.tensors import Box, local, part
 
 PROGRESS = "progress.pt"
+SPARE = 0.9  # of the available host memory that copies of a state may take
 WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module"}
 
 
@@ -79,7 +81,7 @@ class State:
         self.folder, self.model, self.optimizer, self.schedule = folder, model, optimizer, schedule
         self.keep, self.run, self.line = keep, run, beside(run) if background else run
         self.shares: Shares | None = None
-        self.buffers: dict[str, Tensor] = {}
+        self.copies = HostCopies()
         self.writing: Writing | None = None
 
     def __enter__(self) -> "State":
@@ -99,7 +101,7 @@ class State:
         this one is whole."""
         self.wait()
         job = self.taken(step)
-        if self.background:
+        if self.background and self.has_memory(job):
             self.writing = Writing(partial(self.write, self.staged(job)))
             self.writing.start()
         else:
@@ -130,17 +132,23 @@ class State:
         rest |= {generators_file(self.run): generators(self.run.device)}
         return Job(self.folder / f"{step:08d}", held, self.shares, {name: packed(v) for name, v in rest.items()})
 
+    def has_memory(self, job: Job) -> bool:
+        """Whether the host has memory for copies of what the ranks of this machine write."""
+        free, missing = (
+            machine.available_memory(),
+            self.copies.missing(own(job)) * max(1, self.run.size // self.run.hosts),
+        )
+        (lacks,) = self.run.most(float(free is not None and missing > SPARE * free))
+        if lacks:
+            self.background = False
+            self.run.tell(
+                "save_async: not enough host memory for a copy of the state; training waits while it is saved"
+            )
+        return not lacks
+
     def staged(self, job: Job) -> Job:
         """The same with copies on the host of what this rank writes. Their memory is used again."""
-        copies = {}
-        for name in {item.index.fqn: None for item in job.shares.own.items}:
-            tensor, box = job.pieces[name].tensor, job.pieces[name].box
-            if name not in self.buffers:
-                pinned = devices.is_pinned_on(tensor.device)
-                self.buffers[name] = torch.empty_like(tensor, device="cpu", pin_memory=pinned)
-            copies[name] = Piece(self.buffers[name].copy_(tensor, non_blocking=True), box)
-        if self.run.device.type != "cpu":
-            torch.get_device_module(self.run.device).synchronize()
+        copies = {name: Piece(self.copies.copy(name, t), job.pieces[name].box) for name, t in own(job).items()}
         return replace(job, pieces=copies)
 
     def write(self, job: Job) -> None:
@@ -299,6 +307,11 @@ def kept_for(weight: Tensor, value: Tensor) -> Box:
     assert value.ndim == weight.ndim + 1, "neither a number for each of the weight nor one for each block"
     shape = len(value), *box.shape[:-1], math.ceil(box.shape[-1] / BLOCK)
     return Box(shape, (0, *box.offset[:-1], box.offset[-1] // BLOCK))
+
+
+def own(job: Job) -> dict[str, Tensor]:
+    """Tensors that this rank writes, by name."""
+    return {item.index.fqn: job.pieces[item.index.fqn].tensor for item in job.shares.own.items}
 
 
 def begin(job: Job) -> None:

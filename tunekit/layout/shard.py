@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from tunekit.models.decoder import Decoder
-from tunekit.models.experts import Experts
+from tunekit.models.experts import Experts, Router
 from tunekit.parallel.run import Run
 
 # Bytes of whole gradients beside those of the sharded weights, up to which they may wait for the last pass of a step.
@@ -30,6 +30,11 @@ def shard(model: Decoder, run: Run) -> None:
         apart = choices(model, run, divided(run.experts, trained))
         for module in [module for module in model.modules() if isinstance(module, Experts)]:
             fully_shard(module, **apart)
+    # Routers decide much, are small, and may be stored in fp32 when all else is not: their dtype remains.
+    as_stored = {**how, "mp_policy": MixedPrecisionPolicy(cast_forward_inputs=False)}
+    if how["mp_policy"].param_dtype is not None:
+        for module in [module for module in model.modules() if isinstance(module, Router)]:
+            fully_shard(module, **as_stored)
     blocks = [fully_shard(layer, **how) for layer in model.layers]
     how["reshard_after_forward"] = False
     fully_shard(model, **how)
@@ -51,7 +56,7 @@ def allocate(model: Decoder, run: Run) -> None:
 
 def choices(model: Decoder, run: Run, mesh: DeviceMesh) -> dict[str, Any]:
     """What a config says of it, in torch's words."""
-    travels = model.compute if run.parallel.gather == "compute" else None
+    travels = model.compute if run.parallel.on(run.device.type).gather == "compute" else None
     pinned = run.device.type == "cuda"
     offload = CPUOffloadPolicy(pinned) if run.parallel.offload else OffloadPolicy()
     return {

@@ -171,7 +171,7 @@ class Place:
         """Queries of what is here on keys and values of whole rows, or of all that a cache has seen."""
         if (stretches := self.rows.stretches(self.length)) is not None:
             assert not isinstance(self.before, Prefixes)
-            return attend_part(q, k, v, rule, self.positions, stretches, sinks, self.before)
+            return attend_part(q, k, v, rule, self.positions, stretches, sinks, self.before, self.offsets)
         if self.cached is not None:
             return attend_decode(q, k, v, self.cached, rule, sinks)
         assert not isinstance(self.before, Before)

@@ -1,7 +1,7 @@
 """How the processes of a run share its work, as a config says it."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from tunekit.devices import Device, backend_of, find_row
@@ -48,7 +48,9 @@ class Parallel:
     expert: int = 1  # of the devices that shard, so many have experts of their own
     reshard: bool = True  # free gathered weights behind each layer, and gather them again in the backward pass
     prefetch: int = 1  # layers whose weights are gathered ahead
-    gather: Literal["weights", "compute"] = "weights"  # weights travel as they are kept, or as they are computed with
+    # dtype in which weights are gathered: as they are stored, or as they are computed with; gradients are then reduced
+    # in fp32. auto: compute on GPUs, weights on the CPU
+    gather: Literal["auto", "weights", "compute"] = "auto"
     offload: bool = False  # weights, gradients and optimizer wait in the memory of the host; for GPUs
     timeout: int = 1800  # seconds without a step, a saved file or a prepared row after which a run is taken to hang
 
@@ -82,6 +84,12 @@ class Parallel:
                 f"parallel.expert: {self.expert} does not divide the {shard * self.context} processes that shard"
             )
         return Sizes(replicate, shard, self.context, self.tensor, self.expert)
+
+    def on(self, device: str) -> "Parallel":
+        """The same with `gather` as it is on a kind of device, cpu or cuda."""
+        if self.gather != "auto":
+            return self
+        return replace(self, gather="weights" if device == "cpu" else "compute")
 
     def check(self, device: str, count: int) -> None:
         """Raise UserError if `count` devices of a type cannot do so."""

@@ -13,10 +13,11 @@ from pathlib import Path
 from types import TracebackType
 
 from tunekit.errors import UserError
-from tunekit.parallel import member
+from tunekit.parallel import flight_recorder, member
 from tunekit.parallel.asked import End, Job, Place
+from tunekit.parallel.flight_recorder import PREFIX, Recorders, variables
 from tunekit.parallel.signals import ASKED, STOP, TICK, named
-from tunekit.parallel.watch import Board, verdict, where
+from tunekit.parallel.watch import ANSWER, Board, verdict, where
 
 LOGS = "logs"  # below the folder of the run
 GRACE = 2.0  # seconds in which ranks end by themselves once one has
@@ -46,6 +47,8 @@ class Ranks:
         self.job, self.place = job, place
         self.board = Board(job.asked.count)
         self.logs = [opened(job.folder, place, slot) for slot in range(job.asked.count)]
+        logs = None if job.folder is None else job.folder / LOGS
+        self.recorders = None if logs is None else Recorders(logs, place.base, job.asked.count)
         self.begins = [os.lseek(file, 0, os.SEEK_END) for file in self.logs]
         self.processes: list[subprocess.Popen[bytes]] = []
         self.sent: list[signal.Signals] = []
@@ -63,6 +66,8 @@ class Ranks:
     ) -> None:
         self.kill()
         self.board.close()
+        if self.recorders is not None:
+            self.recorders.close()
         for file in self.logs:
             os.close(file)
 
@@ -70,13 +75,16 @@ class Ranks:
         """Start a rank: its group of processes is its own, or Ctrl-C in a terminal would reach it twice."""
         plain, log = self.place.base + slot == 0, self.logs[slot]
         listener = [] if self.place.listener is None else [self.place.listener]
+        env = environment(self.job, self.place, slot) | self.board.environment(slot) | {member.LOG: str(log)}
+        env |= {} if self.recorders is None else self.recorders.environment(slot)
+        recorders = () if self.recorders is None else self.recorders.files
         return subprocess.Popen(
             program((*self.job.words, *(["--fresh"] if self.job.fresh and self.place.first else []))),
             stdin=subprocess.DEVNULL,
             stdout=None if plain else log,
             stderr=None if plain else log,
-            env=environment(self.job, self.place, slot) | self.board.environment(slot) | {member.LOG: str(log)},
-            pass_fds=(*self.board.files, log, *(listener if plain else [])),
+            env=env,
+            pass_fds=(*self.board.files, *recorders, log, *(listener if plain else [])),
             start_new_session=True,
         )
 
@@ -176,11 +184,14 @@ class Ranks:
         stacks = self.board.ask([p.pid for p, code in zip(self.processes, codes, strict=True) if code is None])
         found = [where(base + slot, beats[slot], stack) for slot, stack in enumerate(stacks) if codes[slot] is None]
         text = verdict(found, self.job.timeout)
-        if self.job.folder is None:
+        if self.job.folder is None or self.recorders is None:
             return text
+        self.recorders.request(ANSWER)
+        ranks = [base + slot for slot, code in enumerate(codes) if code is None]
         file = self.job.folder / LOGS / f"stacks-{base}.txt"
         file.write_text("\n".join(f"rank {base + slot}\n{stack}" for slot, stack in enumerate(stacks)))
-        return f"{text}; the stacks of all are in {file}"
+        text = f"{text}; the stacks of all are in {file}"
+        return "\n".join([text, *flight_recorder.quote(self.job.folder / LOGS, ranks)])
 
 
 def environment(job: Job, place: Place, slot: int) -> dict[str, str]:
@@ -193,7 +204,8 @@ def environment(job: Job, place: Place, slot: int) -> dict[str, str]:
         told[member.LISTENS] = place.listener
     threads = {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // job.asked.count))}
     gloo = {"GLOO_SOCKET_IFNAME": place.interface} if place.interface else {}
-    return threads | gloo | dict(os.environ) | {name: str(word) for name, word in told.items()}
+    recorded = {} if job.folder is None else variables(job.folder / LOGS / PREFIX, os.environ)
+    return threads | gloo | recorded | dict(os.environ) | {name: str(word) for name, word in told.items()}
 
 
 def fine(code: int | None) -> bool:

@@ -30,7 +30,8 @@ def shorten(weights: Iterable[Tensor], norm: Tensor, most: float) -> None:
     """Scale gradients of this norm to a norm of at most `most`, as torch.nn.utils.clip_grad_norm_ does."""
     factor = (most / (norm + 1e-6)).clamp(max=1.0)
     for grads in by_kind([local(gradient(weight)) for weight in weights if weight.grad is not None]):
-        torch._foreach_mul_(grads, factor.to(grads[0].device, grads[0].dtype))
+        factors = factor.to(grads[0].device, grads[0].dtype)
+        torch._foreach_mul_(grads, factors)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def squares(weight: Tensor, run: Run) -> Tensor:
@@ -59,7 +60,7 @@ def partial_squares(weights: Sequence[Tensor], run: Run) -> list[Tensor]:
 
 def squares_of(grads: list[Tensor]) -> Tensor:
     """Sum of the squares of tensors of one device and dtype, in fp64."""
-    norms = torch.stack(torch._foreach_norm(grads, 2, torch.float32))
+    norms = torch.stack(torch._foreach_norm(grads, 2, torch.float32))  # pyright: ignore[reportPrivateImportUsage]
     return norms.to(accumulation_dtype(norms.device)).square().sum()
 
 

@@ -17,6 +17,7 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C import _distributed_c10d as c10d
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
@@ -25,7 +26,7 @@ from tqdm import tqdm
 from tunekit import devices
 from tunekit.errors import Stopped, UserError
 from tunekit.pages import hold
-from tunekit.parallel import member
+from tunekit.parallel import flight_recorder, member
 from tunekit.parallel.attention_setup import configure_attention
 from tunekit.parallel.choice import Parallel, Sizes
 from tunekit.parallel.mesh import build_mesh
@@ -123,7 +124,8 @@ class Run:
             world_size=self.size,
             device_id=bound,
         )
-        self.patient = cast("dist.ProcessGroup", dist.new_group(backend="gloo", timeout=PATIENT))
+        self.patient = cast("dist.ProcessGroup", dist.new_group(None, PATIENT, "gloo", group_desc="host"))
+        flight_recorder.serve(partial(recorded, self.device), self.rank)
         sizes = self.sizes
         mesh = partial(build_mesh, self.device.type, timeout=timeout)
         self.mesh = mesh((sizes.replicate, sizes.sharded, sizes.tensor), ("replicate", "shard", "tensor"))
@@ -323,3 +325,9 @@ def located(rank: int, sizes: Sizes) -> Place:
     rest, tensor = divmod(rank, sizes.tensor)
     replicate, shard = divmod(rest, sizes.sharded)
     return Place(replicate, shard, shard % sizes.context, tensor)
+
+
+def recorded(device: torch.device) -> dict[str, bytes]:
+    """What the flight recorders of this process hold, by backend. Builds of torch without one have no such function."""
+    names = {"gloo": "_dump_fr_trace"} | ({"nccl": "_dump_nccl_trace"} if device.type == "cuda" else {})
+    return {backend: vars(c10d)[name]() for backend, name in names.items() if name in vars(c10d)}

@@ -13,6 +13,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils.weak import WeakIdKeyDictionary
 
+PIECE = 64 * 2**20  # bytes that are sent to a device at a time
+
 
 @dataclass(frozen=True, eq=False)
 class Split:
@@ -119,7 +121,19 @@ def gathered(unit: nn.Module) -> Iterator[None]:
 def put(target: Tensor, whole: Tensor) -> None:
     """Copy a whole tensor into a parameter, which keeps the part of it that lives on this rank."""
     here = local(target)
-    here.copy_(part(target).of(whole, here.shape))
+    upload(here, part(target).of(whole, here.shape))
+
+
+def upload(target: Tensor, source: Tensor) -> None:
+    """Copy a tensor to a device, where it is cast: `copy_` would cast it on the CPU first, and send twice the bytes if
+    bf16 becomes fp32. Rows go in pieces through pinned memory, so that neither side has a second copy of the whole."""
+    if target.device.type == "cpu" or source.device.type != "cpu" or not target.ndim or not target.numel():
+        target.copy_(source)
+        return
+    rows = max(1, PIECE * len(source) // source.nbytes)
+    for target_rows, source_rows in zip(target.split(rows), source.split(rows), strict=True):
+        sent = source_rows.pin_memory() if target.is_cuda else source_rows
+        target_rows.copy_(sent.to(target.device, non_blocking=True))
 
 
 def hand_over(target: Tensor, whole: Tensor) -> None:

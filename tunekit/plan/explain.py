@@ -8,17 +8,26 @@ import torch
 
 from tunekit.devices import memory_info
 from tunekit.errors import UserError
+from tunekit.machine import available_memory
 from tunekit.plan import advice, machine, outcome, report
 from tunekit.plan.machine import GIB, Machine
 from tunekit.plan.task import task
 
 MOST = 3  # changes that are told
 CPU_FULL = "can't allocate memory"  # of torch's DefaultCPUAllocator, which has no class of its own
+PINNED_FULL = "CUDA error: out of memory"  # of the driver, for memory that torch.OutOfMemoryError is not about
 
 
 def is_full(error: BaseException) -> bool:
     """Whether an error says that there is no memory left."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or CPU_FULL in str(error)
+    return isinstance(error, torch.OutOfMemoryError) or host_is_full(error)
+
+
+def host_is_full(error: BaseException) -> bool:
+    """Whether it is the host whose memory ran out: that of the CPU, or pinned memory for a GPU."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return False
+    return isinstance(error, MemoryError) or any(text in str(error) for text in (CPU_FULL, PINNED_FULL))
 
 
 def explain(cfg: Any, device: torch.device, devices: int = 1, hosts: int = 1) -> str:
@@ -40,6 +49,13 @@ def explain(cfg: Any, device: torch.device, devices: int = 1, hosts: int = 1) ->
     return "\n".join(lines)
 
 
+def explain_host() -> str:
+    """What to do when the memory of the host of GPUs ran out."""
+    free = available_memory()
+    left = "" if free is None else f" ({report.gib(free)} GiB available)"
+    return f"host memory: out of memory{left}. Set save_async=false, memory.offload=false or parallel.offload=false."
+
+
 def found(device: torch.device, devices: int, hosts: int) -> Machine:
     """The machine at hand."""
     info = memory_info(device)
@@ -55,6 +71,8 @@ def told(cfg: Any, device: torch.device, devices: int = 1, hosts: int = 1) -> It
     try:
         yield
     except (RuntimeError, MemoryError) as error:
+        if host_is_full(error) and device.type != "cpu":
+            raise UserError(explain_host()) from error
         if is_full(error):
             raise UserError(explain(cfg, device, devices, hosts)) from error
         raise

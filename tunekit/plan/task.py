@@ -85,6 +85,7 @@ def task(cfg: Any, machine: Machine) -> Task:
     precision = said["precision"]
     if machine.kind is not None and precision.compute == "auto":
         precision = replace(precision, compute="bf16")
+    device = "cpu" if machine.kind is None else "cuda"
     taken = ("batch", "micro_batch", "adapter", "weights", "memory", "optimizer")
     mix = settled(Mixed.of(said["data"]))
     models = tuple(beside(said, source, precision))
@@ -97,10 +98,10 @@ def task(cfg: Any, machine: Machine) -> Task:
         asks=asks(said, models),
         untold=tuple(untold(said)),
         precision=precision,
-        parallel=said.get("parallel", Parallel()),
+        parallel=said.get("parallel", Parallel()).on(device),
         clip=said.get("clip", 0.0),
         random=said.get("init") == "random",
-        device="cpu" if machine.kind is None else "cuda",
+        device=device,
         **{name: said[name] for name in taken},
     )
 

@@ -126,7 +126,8 @@ def check_step(method: Method, context: Context) -> Result:
 def check_on_cpu(method: Method, context: Context, limits: Limits, spec: DecoderSpec) -> Result:
     """A step of a model with fewer layers."""
     needed = HEADROOM * memory_needed(method, spec, CPU_LAYERS, limits.dtype)
-    if 0 < (available := machine.available_memory()) < needed:
+    available = machine.available_memory()
+    if available is not None and available < needed:
         raise CheckSkippedError(f"needs {needed / 2**30:.1f} GiB of memory, {available / 2**30:.1f} GiB are available")
     step = measure_step(method, replace(spec, layers=spec.layers[:CPU_LAYERS]), CPU_ROWS, context)
     tokens, total = CPU_ROWS[0] * CPU_ROWS[1], len(spec.layers)

@@ -1,0 +1,71 @@
+"""Attention of queries that are some ranges of each row, on keys of whole rows, as packed documents.
+
+The ranks of context parallelism each have two ranges of queries. What lies in one range of one document becomes a
+document of its own, whose keys are gathered: those of its document up to its last query. Kernels for packed documents
+with more keys than queries then need no masks, which would have as many entries as there are pairs of tokens.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Segments(NamedTuple):
+    """Documents made of ranges of queries; the last keys of each belong to its queries."""
+
+    offsets: Tensor  # (segments + 1,) int32 on the CPU: bounds in the flattened queries
+    key_offsets: Tensor  # (segments + 1,) int32 on the CPU: bounds in the gathered keys
+    keys: Tensor  # indices of the gathered keys in the flattened rows, on the device
+
+
+def find_segments(
+    offsets: Tensor, shape: tuple[int, int], ranges: Sequence[range], window: int, device: torch.device
+) -> Segments:
+    """Segments of the queries `ranges` of each row. `offsets` bound documents in rows of this shape (B, length).
+
+    Queries after the end of a row are padding that nothing reads: they attend to as many keys of the row. With a
+    `window` (0: none), keys that no query of a segment sees are left out.
+    """
+    rows, length = shape
+    bounds = offsets.tolist()
+    sizes, spans = [], []  # queries of each segment, and its keys (first, last + 1)
+    for row in range(rows):
+        for some in ranges:
+            first, last = row * length + min(some.start, length), row * length + min(some.stop, length)
+            for begin, end in within(bounds, first, last):
+                start = max(begin, first)
+                stop = min(end, last)
+                seen = max(begin, start - window + 1) if window else begin
+                sizes.append(stop - start)
+                spans.append((seen, stop))
+            if padding := len(some) - (last - first):
+                sizes.append(padding)
+                spans.append((row * length, row * length + padding))
+    keys = torch.cat([torch.arange(*span) for span in spans])
+    counts = [stop - start for start, stop in spans]
+    return Segments(bounded(sizes), bounded(counts), keys.to(device, non_blocking=True))
+
+
+def within(bounds: Sequence[int], first: int, last: int) -> list[tuple[int, int]]:
+    """Bounds of the documents that have tokens from `first` to before `last`."""
+    documents = zip(bounds[:-1], bounds[1:], strict=True)
+    return [(begin, end) for begin, end in documents if begin < end and begin < last and end > first]
+
+
+def bounded(sizes: Sequence[int]) -> Tensor:
+    """Bounds (n + 1,) of stretches of these sizes."""
+    return torch.tensor([0, *sizes]).cumsum(0).int()
+
+
+def attend_segments(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    segments: Segments,
+    fused: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor],
+) -> Tensor:
+    """Causal attention (B, S, H, D_v) by a kernel for packed documents: fused(q, k, v, offsets, key_offsets)."""
+    k, v = (x.flatten(0, 1).index_select(0, segments.keys)[None] for x in (k, v))
+    return fused(q, k, v, segments.offsets, segments.key_offsets)

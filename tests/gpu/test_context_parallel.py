@@ -1,0 +1,75 @@
+"""Context parallel attention by kernels for packed documents: as all queries on all keys, with their gradients."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from tunekit.kernels import attention_gpu
+from tunekit.kernels.attention import Rule, attend_part, chunked, packed
+from tunekit.layout.context import Stretches
+from tunekit.parallel.exchange import Team
+
+RULES = [Rule(0.3), Rule(0.3, window=4), Rule(0.3, chunk=5), Rule(0.3, softcap=2.0), Rule(0.3, 6, 8)]
+BOUNDS = {"packed": [0, 7, 16, 23, 23 + 11, 46], "rows": None, "short": [0, 1, 2, 3, 22, 23, 24, 46]}
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """As on a GPU, with the reference in place of FlashAttention: queries and keys of each call."""
+    made = []
+
+    def fused(
+        q: Tensor, k: Tensor, v: Tensor, rule: list[float], at: Tensor, sinks: Tensor | None, key_at: Tensor
+    ) -> Tensor:
+        made.append((q.shape[0] * q.shape[1], k.shape[1]))
+        assert at[-1] == q.shape[0] * q.shape[1] and key_at[-1] == k.shape[1]
+        assert (key_at.diff() >= at.diff()).all() and (at.diff() > 0).all()
+        scale, window, chunk, softcap = rule
+        meant = Rule(scale, int(window) or None, int(chunk) or None, softcap or None)
+        return packed(q, k, v, meant, at, sinks, key_at)
+
+    monkeypatch.setattr(attention_gpu, "fits", lambda q: True)
+    monkeypatch.setattr(attention_gpu, "fused", fused)
+    return made
+
+
+def reference(q: Tensor, k: Tensor, v: Tensor, rule: Rule, offsets: Tensor | None, sinks: Tensor | None) -> Tensor:
+    return chunked(q, k, v, rule, sinks) if offsets is None else packed(q, k, v, rule, offsets, sinks)
+
+
+@pytest.mark.parametrize("sunk", [False, True])
+@pytest.mark.parametrize("bounds", BOUNDS)
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_ranges_of_queries_equal_all_queries(rule: Rule, bounds: str, sunk: bool, calls: list[tuple[int, int]]) -> None:
+    if sunk and rule.softcap is not None:
+        return
+    draw = torch.Generator().manual_seed(0)
+    q, k, v = (
+        torch.randn(2, 23, heads, 8, generator=draw, dtype=torch.float64).requires_grad_() for heads in (4, 2, 2)
+    )
+    sinks = torch.randn(4, generator=draw, dtype=torch.float64).requires_grad_() if sunk else None
+    inputs = [q, k, v, *([] if sinks is None else [sinks])]
+    offsets = None if BOUNDS[bounds] is None else torch.tensor(BOUNDS[bounds], dtype=torch.int32)
+    lengths = torch.tensor([23, 23]) if offsets is None else offsets.diff()
+    positions = torch.cat([torch.arange(n) for n in lengths]).view(2, 23)
+    wanted = reference(q, k, v, rule, offsets, sinks)
+    ranks = [Stretches(Team(None, 3, index)) for index in range(3)]  # type: ignore[arg-type]
+    found = [
+        attend_part(r.keep(q), k, v, rule, r.keep(positions), r.stretches(23), sinks, None, offsets) for r in ranks
+    ]
+    assert len(calls) == len(ranks), "one call for each rank"
+    real = torch.ones(2, 23, 1, 1)
+    for y, rank in zip(found, ranks, strict=True):
+        torch.testing.assert_close(y * rank.keep(real), rank.keep(wanted), atol=1e-6, rtol=1e-6)
+    weight = torch.randn(wanted.shape, generator=draw, dtype=torch.float64)
+    theirs = torch.autograd.grad((wanted * weight).sum(), inputs)
+    total = torch.stack([(y * r.keep(weight)).sum() for y, r in zip(found, ranks, strict=True)]).sum()
+    for a, b in zip(torch.autograd.grad(total, inputs), theirs, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+
+
+def test_keys_outside_of_the_window_are_not_gathered(calls: list[tuple[int, int]]) -> None:
+    q, k = torch.randn(1, 64, 2, 8), torch.randn(1, 256, 2, 8)
+    attend_part(q, k, k, Rule(0.3, window=8), torch.arange(64)[None], (range(0, 32), range(224, 256)))
+    attend_part(q, k, k, Rule(0.3), torch.arange(64)[None], (range(0, 32), range(224, 256)))
+    assert calls == [(64, 32 + 32 + 7), (64, 32 + 256)]

@@ -1,0 +1,82 @@
+"""Weights that FSDP gathers in the dtype of the products, as it does on GPUs by default."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from tests.checkpoints import batch, made, tokens
+from tunekit import assemble
+from tunekit.adapters import DoRA, Full, LoRA
+from tunekit.checkpoint.folder import Folder
+from tunekit.checkpoint.read import read
+from tunekit.formats import NF4, Plain
+from tunekit.layout.shard import allocate, shard
+from tunekit.losses.likelihood import CrossEntropy
+from tunekit.models.decoder import Decoder
+from tunekit.models.experts import Router
+from tunekit.models.linear import Linear
+from tunekit.parallel.choice import Parallel
+from tunekit.parallel.run import Run
+from tunekit.precision import Precision
+
+BF16 = Precision("bf16", "fp32", "checkpoint")
+
+
+def sharded(folder: Path, name: str, adapter: Full | LoRA, weights: Plain, run: Run, device: str) -> Decoder:
+    """A model on the CPU that is sharded as on another kind of device."""
+    source = Folder.open(made(folder, name))
+    model = assemble.outline(source, weights, adapter)
+    BF16.apply(model, source.dtypes, run.device)
+    run.device = torch.device(device)
+    shard(model, run)
+    run.device = torch.device("cpu")
+    allocate(model, run)
+    model.tie()
+    read(source, model, quiet=True, run=run)
+    adapter.initialize(model, 0)
+    return model
+
+
+def step(model: Decoder) -> tuple[float, dict[str, Tensor], dict[type, set[torch.dtype]]]:
+    """Loss, gradients by name, and the dtypes of gathered weights by the class of their module."""
+    dtypes: dict[type, set[torch.dtype]] = {}
+
+    def see(module: nn.Module, *_: object) -> None:
+        own = [p for p in module.parameters(recurse=False) if p.is_floating_point()]
+        dtypes.setdefault(type(module), set()).update(p.dtype for p in own)
+
+    hooks = [module.register_forward_hook(see) for module in model.modules()]
+    loss = CrossEntropy()(model, batch(tokens()))
+    loss.backward()
+    for hook in hooks:
+        hook.remove()
+    grads = {n: p.grad.full_tensor() for n, p in model.named_parameters() if isinstance(p.grad, DTensor)}
+    return loss.item(), grads, dtypes
+
+
+CASES = [("llama3.2", Full(), Plain()), ("qwen3-moe", Full(), Plain()), ("gpt-oss", LoRA(4), Plain())]
+CASES += [("gemma2", DoRA(4), NF4()), ("deepseek-v3", Full(), Plain())]
+
+
+@pytest.mark.parametrize(("name", "adapter", "weights"), CASES, ids=[case[0] for case in CASES])
+def test_gathering_in_the_compute_dtype_trains_the_same(
+    name: str, adapter: Full | LoRA, weights: Plain, one_rank: Run, tmp_path: Path
+) -> None:
+    """What is stored, reduced and updated remains fp32; routers are gathered as they are stored."""
+    (exact, wanted, _), (loss, found, dtypes) = (
+        step(sharded(tmp_path / device, name, adapter, weights, one_rank, device)) for device in ("cpu", "cuda")
+    )
+    assert loss == pytest.approx(exact, rel=0.02)
+    assert found.keys() == wanted.keys() and {grad.dtype for grad in found.values()} == {torch.float32}
+    flat = [torch.cat([grads[n].flatten() for n in wanted]) for grads in (found, wanted)]
+    assert torch.cosine_similarity(*flat, dim=0) > 0.99
+    assert dtypes.get(Linear, {torch.bfloat16}) == {torch.bfloat16}
+    assert dtypes.get(Router, {torch.float32}) == {torch.float32}
+
+
+def test_default_depends_on_the_device() -> None:
+    assert [Parallel().on(device).gather for device in ("cpu", "cuda")] == ["weights", "compute"]
+    assert [Parallel(gather="weights").on(device).gather for device in ("cpu", "cuda")] == ["weights", "weights"]

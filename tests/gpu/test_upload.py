@@ -1,0 +1,63 @@
+"""Weights that are read for a GPU: sent as they are stored, in pieces, and cast there."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.checkpoints import made
+from tunekit import assemble
+from tunekit.adapters import Full
+from tunekit.checkpoint.folder import Folder
+from tunekit.checkpoint.read import read
+from tunekit.formats import Plain
+from tunekit.parallel import tensors
+from tunekit.parallel.tensors import upload
+from tunekit.precision import Precision
+
+
+class Transfers(TorchDispatchMode):
+    """Copies from the CPU to another device: (dtype there, dtype here, bytes)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[torch.dtype, torch.dtype, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        sources = {"aten::copy_": args[1:2], "aten::_to_copy": args[:1]}.get(func._schema.name, ())
+        for source in sources:
+            if isinstance(source, Tensor) and source.device.type == "cpu" and out.device.type == "meta":
+                self.found.append((source.dtype, out.dtype, source.nbytes))
+        return out
+
+
+@pytest.mark.parametrize("name", ["llama3.2", "qwen3-moe"])
+def test_weights_are_sent_as_they_are_stored(name: str, tmp_path: Path) -> None:
+    source = Folder.open(made(tmp_path, name))
+    model = assemble.outline(source, Plain(), Full())
+    Precision("bf16", "bf16", "bf16").apply(model, source.dtypes, torch.device("cpu"))  # the checkpoint has fp32
+    with Transfers() as transfers:
+        read(source, model, quiet=True)  # the model is on the meta device, which stands for a GPU
+    assert transfers.found
+    assert {(there, here) for there, here, _ in transfers.found} == {(torch.float32, torch.float32)}
+
+
+def test_large_tensors_are_sent_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensors, "PIECE", 1000)
+    source, target = torch.randn(100, 40).bfloat16(), torch.empty(100, 40, device="meta")
+    with Transfers() as transfers:
+        upload(target, source)
+        upload(target[3:50].T, source[3:50].T)
+        upload(torch.empty((), device="meta"), torch.ones(()))
+    assert max(size for _, _, size in transfers.found) <= 1000
+    assert sum(size for _, _, size in transfers.found) == source.nbytes + source[3:50].nbytes + 4
+
+
+def test_on_the_cpu_nothing_changes() -> None:
+    source, target = torch.randn(100, 40).bfloat16(), torch.empty(100, 40)
+    upload(target, source)
+    assert torch.equal(target, source.float())
