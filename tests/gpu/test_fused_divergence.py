@@ -112,7 +112,8 @@ def test_extreme_logits_give_the_numbers_of_torch(name: str, compute) -> None:
     gradient = student.clone()
     expected = divergence.torch_divergences(gradient, teacher, terms, True)
     torch.testing.assert_close(compute(student, teacher, terms, True), expected, rtol=1e-5, atol=1e-5, equal_nan=True)
-    torch.testing.assert_close(student, gradient, rtol=1e-5, atol=1e-5, equal_nan=True)
+    # Logarithms are as large as 1e4, where numbers of fp32 are 1e-3 apart
+    torch.testing.assert_close(student, gradient, rtol=1e-5, atol=1e-3, equal_nan=True)
     assert student[6].isnan().all() and not student[:6].isnan().any()
 
 
