@@ -5,9 +5,12 @@ are at hand, and written over those of the student.
 """
 
 import ctypes
+import importlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import Protocol
 
 import torch
@@ -136,8 +139,7 @@ class Dense:
             assert self.head.share is not None
             made = self.head.share.whole(made)[:, head.share.start :]
         made = made[:, : terms.count]
-        work = fast_divergences if head.share is None and fits(logits, made) else torch_divergences
-        return work(logits, made, terms, gradient)
+        return kernel_for(logits, made, head.share)(logits, made, terms, gradient)
 
 
 def total(head: Head) -> int:
@@ -158,6 +160,13 @@ def finished(raw: Tensor, finish: tuple[float, float | None], temperature: float
     scale, softcap = finish
     x = raw.float() * scale
     return (softcap * (x / softcap).tanh() if softcap else x) / temperature
+
+
+def kernel_for(student: Tensor, teacher: Tensor, share: Share | None) -> Callable[..., Tensor]:
+    """The fastest function that computes divergences of these logits. Ranks that share a vocabulary use plain torch."""
+    if share is None and shapes.device(student) == "cuda" and student.stride(1) == teacher.stride(1) == 1:
+        return gpu_divergences
+    return fast_divergences if share is None and fits(student, teacher) else torch_divergences
 
 
 def torch_divergences(student: Tensor, teacher: Tensor, terms: Terms, gradient: bool) -> Tensor:
@@ -253,6 +262,22 @@ def fast_divergences(student: Tensor, teacher: Tensor, terms: Terms, gradient: b
     work = getattr(compiled(), f"{NATIVE[student.dtype]}_{NATIVE[teacher.dtype]}")
     work(student.data_ptr(), teacher.data_ptr(), numbers, out.data_ptr(), sizes, gradient, torch.get_num_threads())
     return out
+
+
+# The same on a GPU, in one launch and without temporary memory
+
+
+def gpu_divergences(student: Tensor, teacher: Tensor, terms: Terms, gradient: bool) -> Tensor:
+    """As `torch_divergences`, of logits on a GPU."""
+    if shapes.alone():
+        return student.new_empty(len(student), len(FIGURES) - 1, dtype=torch.float32)
+    return gpu().divergences(student, teacher, terms.numbers, terms.count, gradient)
+
+
+@cache
+def gpu() -> ModuleType:
+    """The Triton kernels, loaded only where there is a GPU."""
+    return importlib.import_module("tunekit.kernels.divergence_triton")
 
 
 # A teacher of whose tokens the likeliest are known

@@ -4,6 +4,9 @@ A weight (..., in) becomes bytes (..., in) and fp32 scales (..., in / 64), kept 
 numbers leaves them alone. The functions are those of nf4, so that a layer may have the one or the other.
 """
 
+import importlib
+from functools import cache
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -11,18 +14,24 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tunekit.kernels import experts
-from tunekit.kernels.nf4 import BLOCK, SMALLEST
+from tunekit.kernels.nf4 import BLOCK, PIECE, SMALLEST
 
 CODES, LARGEST = torch.float8_e4m3fn, 448.0
-TILE = 2**22  # numbers that are in fp32 at once
+TILE = {"cpu": 2**22, "cuda": 2**24}  # numbers that are in fp32 at once; launches cost more than memory on a GPU
 
 
 def quantize(weight: Tensor, kind: str = "float8") -> tuple[Tensor, Tensor]:
     """Bytes (N,) and fp32 scales (N / 64,) of a weight; the largest number of each block comes out as it was."""
-    blocks = weight.detach().float().reshape(-1, BLOCK)
-    scales = blocks.abs().amax(1) / LARGEST
-    codes = (blocks / scales.clamp_min(SMALLEST)[:, None]).clamp_(-LARGEST, LARGEST).to(CODES)
-    return codes.view(torch.uint8).flatten(), scales
+    flat = weight.detach().reshape(-1)
+    codes = torch.empty(flat.shape, dtype=torch.uint8, device=flat.device)
+    scales = torch.empty(len(flat) // BLOCK, device=flat.device)
+    for start in range(0, len(flat), PIECE):  # a copy of all numbers in fp32 could exceed the memory
+        blocks = flat[start : start + PIECE].float().view(-1, BLOCK)
+        absmax = blocks.abs().amax(1) / LARGEST
+        rounded = (blocks / absmax.clamp_min(SMALLEST)[:, None]).clamp_(-LARGEST, LARGEST).to(CODES)
+        codes[start : start + PIECE] = rounded.view(torch.uint8).flatten()
+        scales[start // BLOCK : start // BLOCK + len(absmax)] = absmax
+    return codes, scales
 
 
 def unpacked_scales(scales: Tensor, outer: Tensor | None) -> Tensor:
@@ -34,15 +43,31 @@ def unpacked_scales(scales: Tensor, outer: Tensor | None) -> Tensor:
 def dequantize(
     packed: Tensor, scales: Tensor, outer: Tensor | None = None, kind: str = "", dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """The weight (..., in) as numbers: products of code and scale in fp32, rounded once."""
+    """The weight (..., in) as numbers: products of code and scale in fp32, rounded once.
+
+    One launch on CUDA. Compiled functions take the operations of torch, which the compiler fuses.
+    """
+    if packed.device.type == "cuda" and not torch.compiler.is_compiling():
+        return gpu().dequantize(packed, unpacked_scales(scales, outer), dtype)
+    return dequantize_reference(packed, unpacked_scales(scales, outer), dtype)
+
+
+def dequantize_reference(packed: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """`dequantize` of fp32 scales in plain torch, a tile at a time."""
     out = torch.empty(packed.shape, dtype=dtype, device=packed.device)
     rows, columns = packed.numel() // packed.shape[-1], packed.shape[-1]
-    parts = (packed.reshape(rows, columns), unpacked_scales(scales, outer).reshape(rows, -1), out.view(rows, columns))
-    some = max(1, TILE // columns)
+    parts = (packed.reshape(rows, columns), scales.reshape(rows, -1), out.view(rows, columns))
+    some = max(1, TILE.get(packed.device.type, TILE["cpu"]) // columns)
     for codes, factors, place in zip(*(part.split(some) for part in parts), strict=True):
         numbers = codes.view(CODES).float().view(-1, columns // BLOCK, BLOCK)
         place.copy_((numbers * factors[..., None]).view(-1, columns))
     return out
+
+
+@cache
+def gpu() -> ModuleType:
+    """The Triton kernels, loaded only where there is a GPU."""
+    return importlib.import_module("tunekit.kernels.float8_triton")
 
 
 class Product(torch.autograd.Function):

@@ -13,6 +13,8 @@ SIZE = 1024  # bytes of one program, two numbers in each
 OUT, WIDTH = 8, 128
 BLOCK, NESTED = tl.constexpr(64), tl.constexpr(256)  # numbers with one scale; scales with one of their own
 BYTES = tl.constexpr(32)  # of numbers with one scale
+BLOCKS = 16  # blocks that one program quantizes: 40 registers on sm_90 with bf16 weights; 32 blocks take 224
+SMALLEST = 1e-38  # divisor of a block of zeros, as in nf4.py. Subnormal: as a literal, Triton would make it fp64
 
 
 # The number of groups only places one load: weights of different sizes share one compiled kernel.
@@ -34,6 +36,42 @@ def dequantize_kernel(  # noqa: PLR0913 (a launch has no other way to pass them)
     to = tl.program_id(0).to(tl.int64) * 2 * SIZE + tl.arange(0, 2 * SIZE)
     both = tl.reshape(tl.join(first, second), (2 * SIZE,))
     tl.store(out + to, both.to(out.dtype.element_ty), to < numbers)
+
+
+@triton.jit
+def larger_or_nan(a, b):
+    """The larger number, or NaN if one of them is NaN, as torch.amax defines it."""
+    return tl.where((a > b) | (a != a), a, b)
+
+
+@triton.jit
+def quantize_kernel(  # noqa: PLR0913 (a launch has no other way to pass them)
+    weight, bounds, codes, packed, scales, count, smallest, BLOCKS: tl.constexpr, TAIL: tl.constexpr
+):
+    """Bytes and scales of BLOCKS blocks. TAIL: the last block of the weight is shorter than the others.
+
+    Offsets are int64, and nothing is computed from `count` in int32: weights may have more than 2^31 numbers.
+    """
+    block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
+    index = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    full = block * BLOCK < count  # the same for a whole block, so that loads and stores can be vectors
+    real = index < count if TAIL else full[:, None]
+    x = tl.load(weight + index, real, 0).to(tl.float32)
+    absmax = tl.reduce(tl.abs(x), 1, larger_or_nan)
+    divisor = tl.where(absmax < smallest, smallest, absmax)
+    ratio = x * tl.math.div_rn(tl.full((BLOCKS,), 1.0, tl.float32), divisor)[:, None]
+    if TAIL:
+        short = (block + 1) * BLOCK > count
+        ratio = tl.where(short[:, None], tl.math.div_rn(x, tl.broadcast_to(divisor[:, None], (BLOCKS, BLOCK))), ratio)
+        ratio = tl.where(real, ratio, 0.0)
+        absmax = tl.where(short, divisor, absmax)
+    rank = tl.full((BLOCKS, BLOCK), 0, tl.int32)  # bounds below the number; all 15 for NaN, as torch.bucketize counts
+    for i in tl.static_range(15):
+        rank += tl.where(ratio <= tl.load(bounds + i), 0, 1)
+    first, second = tl.split(tl.reshape(tl.load(codes + rank), (BLOCKS, BLOCK // 2, 2)))
+    to = block[:, None] * (BLOCK // 2) + tl.arange(0, BLOCK // 2)[None, :]
+    tl.store(packed + to, (first << 4) | second, 2 * to < count if TAIL else full[:, None])
+    tl.store(scales + block, absmax, full)
 
 
 @triton.jit
@@ -131,3 +169,24 @@ def dequantize(
         enable_fp_fusion=False,
     )
     return out
+
+
+def quantize(weight: Tensor, bounds: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
+    """Bytes (n / 2,) and fp32 scales (n / 64,) of numbers (n,), in one launch and without temporary memory."""
+    count, size = weight.numel(), BLOCK.value
+    packed = torch.empty(triton.cdiv(count, 2), dtype=torch.uint8, device=weight.device)
+    scales = torch.empty(triton.cdiv(count, size), dtype=torch.float32, device=weight.device)
+    if count:
+        quantize_kernel[(triton.cdiv(count, BLOCKS * size),)](
+            weight,
+            bounds,
+            codes,
+            packed,
+            scales,
+            count,
+            SMALLEST,
+            BLOCKS=BLOCKS,
+            TAIL=count % size > 0,
+            enable_fp_fusion=False,
+        )
+    return packed, scales

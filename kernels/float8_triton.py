@@ -1,0 +1,42 @@
+"""Dequantize float8 weights on a GPU in one launch. float8.py loads this where there is one."""
+
+# pyright: reportMissingImports=false, reportIndexIssue=false, reportCallIssue=false, reportArgumentType=false
+# There is no Triton on macOS and Windows, nor a GPU that would load this file.
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = tl.constexpr(64)  # numbers with one scale
+BLOCKS = 32  # blocks of one program: 16 bytes per thread, one load instruction
+
+
+@triton.jit
+def dequantize_kernel(codes, scales, out, count, BLOCKS: tl.constexpr):
+    """Numbers of `count` blocks.
+
+    Codes are decoded with integer operations: Triton converts float8_e4m3fn only on sm_89 and later. A code is
+    s eeee mmm; shifted by 20 bits, its exponent and mantissa are those of an fp32 number that is 2^120 times smaller.
+    Offsets are int64: a stack of experts may have more than 2^31 numbers.
+    """
+    block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
+    index = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    real = block < count
+    byte = tl.load(codes + index, real[:, None], 0).to(tl.int32)
+    magnitude = byte & 127
+    normal = ((magnitude << 20) + (120 << 23)).to(tl.float32, bitcast=True)
+    x = tl.where(magnitude < 8, magnitude.to(tl.float32) * 0.001953125, normal)  # subnormal: multiples of 2^-9
+    x = tl.where(magnitude == 127, float("nan"), x)
+    x = tl.where(byte > 127, -x, x) * tl.load(scales + block, real, 0)[:, None]
+    tl.store(out + index, x.to(out.dtype.element_ty), real[:, None])
+
+
+def dequantize(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Products of codes (..., in), as bytes, and fp32 scales (..., in / 64), rounded once to `dtype`."""
+    out = torch.empty(codes.shape, dtype=dtype, device=codes.device)
+    count = scales.numel()
+    if count:
+        grid = (triton.cdiv(count, BLOCKS),)
+        dequantize_kernel[grid](codes.contiguous(), scales.contiguous(), out, count, BLOCKS=BLOCKS)
+    return out
