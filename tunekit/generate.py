@@ -137,13 +137,13 @@ def launched(
             reader = loop.take(logits)
             continue
         left = sampling.tokens - i
-        if not edges and (kept := remaining(loop.rows, finished, left)):
-            loop.select_rows(kept)
+        if not edges and (selected := select_remaining(loop.rows, finished, left)):
+            loop.select_rows(selected)
         reader = loop.advance(left)
     yield reader
 
 
-def remaining(rows: Sequence[int], finished: Collection[int], left: int) -> list[int] | None:
+def select_remaining(rows: Sequence[int], finished: Collection[int], left: int) -> list[int] | None:
     """The rows to go on with; None: all. Batches shrink to powers of two, of which each captures one graph."""
     unfinished = [row for row in rows if row not in finished]
     size = 1 << max(len(unfinished) - 1, 0).bit_length()

@@ -15,7 +15,7 @@ def tensors_of(tree: Any) -> list[Tensor]:
 class StepRecorder(TorchDispatchMode):
     """Records operators with the very tensors that they read and wrote, as a capture records addresses.
 
-    A replay sees no Python: a value that the host computed anew in each step would stay what it was. Unlike a capture,
+    A replay sees no Python: a value that the host computes in each step would stay constant. Unlike a capture,
     recording runs the step, so everything that it changed in place is put back.
     """
 
@@ -43,7 +43,7 @@ class StepRecorder(TorchDispatchMode):
             inputs = {x.untyped_storage().data_ptr() for x in tensors_of((args, kwargs))}
             for old, new in zip(recorded, tensors_of(func(*args, **kwargs)), strict=True):
                 assert old.shape == new.shape
-                if new.untyped_storage().data_ptr() not in inputs:  # views and changes in place are there already
+                if new.untyped_storage().data_ptr() not in inputs:  # views and in-place results are up to date
                     old.copy_(new)
 
 

@@ -153,8 +153,8 @@ def test_gradients_reach_grouped_heads_that_were_repeated() -> None:
     weight = torch.randn(3, 17, 6, 12)
     with SdpaCalls():
         mine = torch.autograd.grad((attend(*inputs, Rule(0.3)) * weight).sum(), inputs)
-    wanted = torch.autograd.grad((plain(*inputs, Rule(0.3), seen) * weight).sum(), inputs)
-    assert max(error(a, b) for a, b in zip(mine, wanted, strict=True)) < 1e-5
+    expected = torch.autograd.grad((plain(*inputs, Rule(0.3), seen) * weight).sum(), inputs)
+    assert max(error(a, b) for a, b in zip(mine, expected, strict=True)) < 1e-5
 
 
 @pytest.mark.usefixtures("old_gpu")

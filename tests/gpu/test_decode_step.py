@@ -33,7 +33,7 @@ WIDE = {
     "qwen3-next": {"hidden_size": 64, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32},
 }
 # Kernels of a layer and of the rest of a step. A captured graph launches all of them at once.
-MOST = {
+MAX_KERNELS = {
     "llama3.2": (18, 13),
     "gemma3": (22, 16),
     "gpt-oss": (50, 13),
@@ -51,18 +51,18 @@ SAMPLINGS = {
 
 
 def step_ops(name: str, sampling: Sampling, *used: int, rows: int = 4) -> tuple[Decoder, list[DecodeOps]]:
-    """The operators of steps with so many slots in use."""
+    """The operators of steps with these numbers of slots in use."""
     model = build_model(build_config(name, **WIDE[name]))
     cache = model.cache(rows, 4000)
     numbers = torch.empty(rows, sampling.tokens, device="meta")
     loop = DecodeLoop(model, cache, [used[0]] * rows, numbers, sampling.choose)
-    found = []
+    recorded = []
     for count in used:
         cache.used = count
         with DecodeOps() as ops, ops.watch_layers(model):
             loop.run_step()
-        found.append(ops)
-    return model, found
+        recorded.append(ops)
+    return model, recorded
 
 
 @pytest.mark.parametrize("name", WIDE)
@@ -73,15 +73,15 @@ def test_a_step_has_constant_shapes_and_never_waits_for_the_host(name: str, monk
     assert all(ops.ops == first.ops for ops in others)
     layers = len(list(model.layers))
     counts = first.count(layer=True) / layers, first.count(layer=False)
-    assert counts[0] <= MOST[name][0] and counts[1] <= MOST[name][1], counts
+    assert counts[0] <= MAX_KERNELS[name][0] and counts[1] <= MAX_KERNELS[name][1], counts
 
 
-@pytest.mark.parametrize("how", SAMPLINGS)
-def test_no_way_of_sampling_waits_for_the_host(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", SAMPLINGS)
+def test_no_way_of_sampling_waits_for_the_host(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with gpu_shapes(monkeypatch):
-        _, (ops,) = step_ops("llama3.2", SAMPLINGS[how], 300)
+        _, (ops,) = step_ops("llama3.2", SAMPLINGS[name], 300)
     sorts = [op for op in ops.ops if op.name == "sort"]
-    assert bool(sorts) == (how == "top-p"), "a sort of the vocabulary"
+    assert bool(sorts) == (name == "top-p"), "a sort of the vocabulary"
 
 
 def test_the_window_costs_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,7 +116,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize("heads", [(6, 2), (6, 6), (6, 1)], ids=str)
 @pytest.mark.parametrize("rule", RULES, ids=str)
 def test_flash_decoding(rule: Rule, heads: tuple[int, int], sunk: bool) -> None:
-    """Rows of different lengths; slots behind them hold what must not be seen."""
+    """Rows of different lengths; slots after the last token hold values that must not be seen."""
     check_decode(rule, heads, sunk)
 
 
@@ -143,8 +143,8 @@ def check_decode(rule: Rule, heads: tuple[int, int], sunk: bool) -> None:
     sinks = sinks_of(heads[0]).detach() if sunk else None
     positions = torch.tensor([[0], [9], [19]])
     y = attend_decode(q, k, v, CachePositions(positions, slots, 20), rule, sinks)[..., :dim]
-    wanted = plain(q, k[..., :dim], v[..., :dim], rule, visible(positions, torch.arange(slots), rule), sinks)
-    assert error(y.double(), wanted) < 1e-6
+    expected = plain(q, k[..., :dim], v[..., :dim], rule, visible(positions, torch.arange(slots), rule), sinks)
+    assert error(y.double(), expected) < 1e-6
 
 
 # ---- Whole generation as on a GPU ----
@@ -180,21 +180,23 @@ def test_a_replayed_step_draws_the_tokens_of_eager_steps(
 ) -> None:
     model = ours(made(tmp_path, name))
     samplings = Sampling(tokens=16), Sampling(1.3, top_k=20, top_p=0.9, tokens=16, seed=5)
-    wanted = [complete(model, PROMPTS, sampling, frozenset()) for sampling in samplings]
+    expected = [complete(model, PROMPTS, sampling, frozenset()) for sampling in samplings]
     captures = request.getfixturevalue("simulated")
-    found = [complete(model, PROMPTS, sampling, frozenset()) for sampling in samplings]
-    assert found == wanted
+    answers = [complete(model, PROMPTS, sampling, frozenset()) for sampling in samplings]
+    assert answers == expected
     assert captures
 
 
-def test_a_grown_cache_captures_anew(tmp_path: Path, simulated: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_larger_cache_is_captured_again(
+    tmp_path: Path, simulated: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(place, "MIN_VISIBLE", 16)
     monkeypatch.setattr(decode, "MIN_REPLAYS", 1)
     model = ours(made(tmp_path, "mistral"))
-    found = complete(model, PROMPTS, Sampling(tokens=60), frozenset())
-    assert len(simulated) == 4  # 16, 32, 64 and all 72 slots, behind a prompt of 12 tokens
+    answers = complete(model, PROMPTS, Sampling(tokens=60), frozenset())
+    assert len(simulated) == 4  # 16, 32, 64 and all 72 slots after a prompt of 12 tokens
     monkeypatch.undo()
-    assert found == complete(model, PROMPTS, Sampling(tokens=60), frozenset())
+    assert answers == complete(model, PROMPTS, Sampling(tokens=60), frozenset())
 
 
 # ---- When a step is captured ----
@@ -259,17 +261,17 @@ def test_batches_shrink_when_rows_end(tmp_path: Path) -> None:
     sizes: list[int] = []
     handle = model.register_forward_pre_hook(lambda module, args: sizes.append(len(args[0])))
     counts = {tuple(answer[:length]): length for answer, length in zip(full, ends.values(), strict=True)}
-    found = complete(model, PROMPTS, Sampling(tokens=40), frozenset(), ended=lambda answer: tuple(answer) in counts)
+    answers = complete(model, PROMPTS, Sampling(tokens=40), frozenset(), ended=lambda answer: tuple(answer) in counts)
     handle.remove()
-    assert found == [answer[: ends[row]] for row, answer in enumerate(full)]
+    assert answers == [answer[: ends[row]] for row, answer in enumerate(full)]
     assert sizes == [4] * 5 + [2] * 15 + [1] * 20
 
 
 def test_few_tokens_are_not_worth_a_smaller_batch() -> None:
-    assert generate.remaining(range(8), {0, 1, 2, 3, 4}, left=4) is None
-    assert generate.remaining(range(8), {0, 1, 2}, left=100) is None
-    assert generate.remaining(range(8), {0, 1, 2, 3, 5}, left=100) == [0, 4, 6, 7]
-    assert generate.remaining([2, 5], {2}, left=100) == [5]
+    assert generate.select_remaining(range(8), {0, 1, 2, 3, 4}, left=4) is None
+    assert generate.select_remaining(range(8), {0, 1, 2}, left=100) is None
+    assert generate.select_remaining(range(8), {0, 1, 2, 3, 5}, left=100) == [0, 4, 6, 7]
+    assert generate.select_remaining([2, 5], {2}, left=100) == [5]
 
 
 # ---- Sampling ----
@@ -281,16 +283,16 @@ def sorted_choice(sampling: Sampling, logits: Tensor, numbers: Tensor) -> Tensor
     probabilities, ids = shares.sort(dim=-1, descending=True, stable=True)
     probabilities, ids = probabilities[:, : sampling.top_k], ids[:, : sampling.top_k]
     before = probabilities.cumsum(-1) - probabilities
-    kept = probabilities * (before < sampling.top_p * probabilities.sum(-1, keepdim=True))
-    sums = kept.cumsum(-1)
+    shares = probabilities * (before < sampling.top_p * probabilities.sum(-1, keepdim=True))
+    sums = shares.cumsum(-1)
     index = torch.searchsorted(sums, numbers[:, None] * sums[:, -1:], right=True)
-    return ids.gather(-1, index.clamp(max=(kept > 0).sum(-1, keepdim=True) - 1)).squeeze(-1)
+    return ids.gather(-1, index.clamp(max=(shares > 0).sum(-1, keepdim=True) - 1)).squeeze(-1)
 
 
 @pytest.mark.parametrize("top_p", [1.0, 0.8])
 @pytest.mark.parametrize("top_k", [1, 3, 50, 1000])
 def test_top_k_draws_what_a_stable_sort_draws(top_k: int, top_p: float) -> None:
-    """Logits in bf16 have many ties, at the edge of the likeliest too."""
+    """Logits in bf16 have many ties, also at the boundary of the top k."""
     sampling = Sampling(0.7, top_k=top_k, top_p=top_p)
     logits = (2 * torch.randn(64, 500)).round().bfloat16()
     numbers = torch.rand(64)
@@ -301,5 +303,5 @@ def test_temperature_alone_draws_from_the_vocabulary_in_its_order() -> None:
     logits = torch.randn(64, 500)
     sums = logits.double().softmax(-1).cumsum(-1)
     numbers = torch.rand(64)
-    wanted = torch.searchsorted(sums, numbers[:, None].double(), right=True).squeeze(-1)
-    assert torch.equal(Sampling(1.0).choose(logits, numbers), wanted)
+    expected = torch.searchsorted(sums, numbers[:, None].double(), right=True).squeeze(-1)
+    assert torch.equal(Sampling(1.0).choose(logits, numbers), expected)

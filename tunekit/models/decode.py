@@ -19,7 +19,7 @@ MIN_REPLAYS = 8  # a capture costs about as much as three eager steps
 
 
 class TokenReader:
-    """Tokens on their way to the host. The copy runs behind the device's work; only `read` waits for it."""
+    """Asynchronous copy of tokens to the host. Only `read` waits for it."""
 
     def __init__(self, tokens: Tensor, rows: Sequence[int]) -> None:
         self.rows = rows
