@@ -6,11 +6,11 @@ from enum import Enum
 import torch
 from torch import Tensor
 
+from tunekit import devices
+from tunekit.devices import Capabilities
 from tunekit.kernels import shapes
 from tunekit.kernels.compiler import constant
 
-HOPPER = (9, 0)
-AMPERE = (8, 0)  # FlashAttention 2, and bf16 in the memory-efficient kernel, need this compute capability
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 MAX_FLASH_HEAD_DIM = 256
 MAX_FLEX_HEAD_BYTES = 512  # a wider head does not fit into shared memory next to its tile of scores
@@ -36,8 +36,7 @@ class AttentionCall:
     device_type: str
     dtype: torch.dtype
     head_dim: int  # the wider of keys and values
-    capability: tuple[int, int] = (0, 0)  # compute capability of a CUDA device
-    is_rocm: bool = False
+    capabilities: Capabilities = devices.CPU
     is_packed: bool = False  # documents, or whole rows as documents: no mask, only bounds
     is_decoding: bool = False  # one query per row on a key/value cache
     has_mask: bool = False
@@ -47,24 +46,21 @@ class AttentionCall:
     @property
     def has_flash(self) -> bool:
         """Whether FlashAttention 2 takes this dtype and head size on this device."""
-        is_supported = self.device_type == "cuda" and self.capability >= AMPERE
-        return is_supported and self.dtype in HALF_DTYPES and self.head_dim <= MAX_FLASH_HEAD_DIM
+        return self.capabilities.flash and self.dtype in HALF_DTYPES and self.head_dim <= MAX_FLASH_HEAD_DIM
 
     @property
     def has_flex(self) -> bool:
         """Whether FlexAttention takes this dtype and head size on this device."""
-        is_supported = self.device_type == "cuda" and self.capability >= AMPERE
-        dtypes = (*HALF_DTYPES, torch.float32)
-        return is_supported and self.dtype in dtypes and self.head_dim * self.dtype.itemsize <= MAX_FLEX_HEAD_BYTES
+        is_supported = self.capabilities.flex and self.dtype in (*HALF_DTYPES, torch.float32)
+        return is_supported and self.head_dim * self.dtype.itemsize <= MAX_FLEX_HEAD_BYTES
 
     @property
     def has_efficient(self) -> bool:
         """Whether the memory-efficient kernel takes this dtype. It takes masks, and heads of any size."""
         if self.device_type != "cuda":
             return False
-        return self.dtype in (torch.float16, torch.float32) or (
-            self.dtype == torch.bfloat16 and self.capability >= AMPERE
-        )
+        has_bf16 = self.dtype == torch.bfloat16 and self.capabilities.bf16
+        return has_bf16 or self.dtype in (torch.float16, torch.float32)
 
 
 def choose_attention_backend(call: AttentionCall) -> AttentionBackend:
@@ -73,8 +69,8 @@ def choose_attention_backend(call: AttentionCall) -> AttentionBackend:
         if call.has_flash and not call.has_softcap:
             return AttentionBackend.FLASH_VARLEN
         return AttentionBackend.FLEX if call.has_flex else AttentionBackend.PER_DOCUMENT
-    if call.is_decoding and call.has_flash and not call.has_softcap and not call.is_rocm:
-        return AttentionBackend.FLASH_DECODE  # ROCm returns the log-sum-exp in another layout
+    if call.is_decoding and call.has_flash and call.capabilities.flash_lse and not call.has_softcap:
+        return AttentionBackend.FLASH_DECODE
     if call.device_type != "cuda":
         return AttentionBackend.CPU
     if call.has_softcap:
@@ -99,9 +95,9 @@ def device_type(x: Tensor) -> str:
 
 
 @constant
-def get_capability(device: torch.device) -> tuple[int, int]:
-    """Return the compute capability. A device of which only shapes are asked counts as a Hopper."""
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else HOPPER
+def get_capabilities(device: torch.device) -> Capabilities:
+    """Return what a CUDA device can do. A device that a plan stands for counts as an Ampere GPU."""
+    return devices.capabilities(device) if device.type == "cuda" else devices.AMPERE
 
 
 def describe_call(
@@ -113,8 +109,7 @@ def describe_call(
         device_type=kind,
         dtype=q.dtype,
         head_dim=max(q.shape[-1], v.shape[-1]),
-        capability=get_capability(q.device) if kind == "cuda" else (0, 0),
-        is_rocm=torch.version.hip is not None,
+        capabilities=get_capabilities(q.device) if kind == "cuda" else devices.CPU,
         is_decoding=is_decoding,
         has_mask=has_mask,
         has_softcap=has_softcap,

@@ -19,7 +19,7 @@ from tunekit.kernels.attention_choice import (
     AttentionBackend,
     AttentionCall,
     choose_attention_backend,
-    get_capability,
+    get_capabilities,
 )
 from tunekit.kernels.attention_native import flat, keep
 from tunekit.kernels.compiler import constant, uncompiled
@@ -45,7 +45,7 @@ def fits(q: Tensor) -> bool:
 
 @constant
 def has_packed_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    call = AttentionCall("cuda", dtype, head_dim, get_capability(device), is_packed=True)
+    call = AttentionCall("cuda", dtype, head_dim, get_capabilities(device), is_packed=True)
     return choose_attention_backend(call) is not AttentionBackend.PER_DOCUMENT
 
 

@@ -49,7 +49,7 @@ def _plan(verb: Parser) -> None:
     verb.add_argument("overrides", nargs="*", metavar="key=value", help="values that replace those of the config")
     verb.add_argument("--gpus", type=_count, metavar="N", help="GPUs of each machine (default: none, the CPU)")
     verb.add_argument("--nodes", type=_count, default=1, metavar="N", help="how many machines (default: 1)")
-    verb.add_argument("--gpu", metavar="KIND", help="such as h100, h200, a100, b200, l40s, rtx4090")
+    verb.add_argument("--gpu", metavar="KIND", help="such as h100, a100, b200, l40s, t4, rtx4090, mi300x")
     verb.add_argument("--gpu-memory", metavar="SIZE", help="memory of a GPU, such as 80G (default: that of its kind)")
     verb.add_argument("--tflops", type=_positive, metavar="N", help="bf16 products of a GPU, if it has no name here")
     verb.add_argument("--reached", type=_positive, default=0.45, metavar="P", help="share of them (default: 0.45)")

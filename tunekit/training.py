@@ -40,7 +40,7 @@ from tunekit.parallel import flight_recorder
 from tunekit.parallel.choice import Parallel
 from tunekit.parallel.group import LOGS
 from tunekit.parallel.run import Run
-from tunekit.plan import explain
+from tunekit.plan import explain, free_memory
 from tunekit.precision import Precision
 from tunekit.profile import Profile, Profiler, chosen, waiting
 from tunekit.publish import Publisher, Push
@@ -280,6 +280,7 @@ def begun(cfg: Any, method: Method, run: Run, space: workspace.Workspace) -> Job
     inspection.begin(cfg, {"data": data, "validation": held}, tokenizer, run)
     scratch = cfg.init == "random"
     run.beats.beat(0, "load")
+    free_memory.check(cfg, run)
     model = assemble.model(source, cfg.weights, cfg.adapter, cfg.precision, cfg.memory, run, scratch)
     job = Job(cfg, method, run, space, source, data, held, model, skill)
     job.beside = method.beside(job)

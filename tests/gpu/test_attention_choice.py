@@ -10,6 +10,7 @@ from torch.overrides import TorchFunctionMode
 
 from tests.checkpoints import error
 from tests.kernels.test_attention import made, plain, sinks_of, visible
+from tunekit.devices import CPU, Capabilities, Device, find_row
 from tunekit.kernels import attention, attention_choice, attention_native
 from tunekit.kernels.attention import Rule, attend, attend_cached
 from tunekit.kernels.attention_choice import (
@@ -20,13 +21,14 @@ from tunekit.kernels.attention_choice import (
 )
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
-V100, T4, A100, ADA, H100, B200, RTX5090 = (7, 0), (7, 5), (8, 0), (8, 9), (9, 0), (10, 0), (12, 0)
+GENERATIONS = ((7, 0), (7, 5), (8, 0), (8, 9), (9, 0), (10, 0), (12, 0))
+V100, T4, A100, ADA, H100, B200, RTX5090 = (find_row(Device("cuda", capability)) for capability in GENERATIONS)
+MI300X = find_row(Device("cuda", arch="gfx942"))
 MODERN = [A100, ADA, H100, B200, RTX5090]
 
 
-def call(capability: tuple[int, int] | None, dtype: torch.dtype, head_dim: int, **properties: bool) -> AttentionCall:
-    kind = "cpu" if capability is None else "cuda"
-    return AttentionCall(kind, dtype, head_dim, capability or (0, 0), **properties)
+def call(row: Capabilities, dtype: torch.dtype, head_dim: int, **properties: bool) -> AttentionCall:
+    return AttentionCall("cpu" if row is CPU else "cuda", dtype, head_dim, row, **properties)
 
 
 TABLE = [
@@ -56,9 +58,9 @@ TABLE = [
     (call(H100, BF16, 256, is_decoding=True, has_mask=True, has_softcap=True), "MATH"),
     (call(H100, FP32, 64, is_decoding=True, has_mask=True), "SDPA_EFFICIENT"),
     (call(T4, FP16, 64, is_decoding=True, has_mask=True), "SDPA_EFFICIENT"),
-    (call(H100, BF16, 64, is_decoding=True, has_mask=True, is_rocm=True), "SDPA_EFFICIENT"),
-    (call(None, BF16, 64, is_decoding=True, has_mask=True), "CPU"),
-    (call(None, FP32, 512, has_gqa=True), "CPU"),
+    (call(MI300X, BF16, 64, is_decoding=True, has_mask=True), "SDPA_EFFICIENT"),
+    (call(CPU, BF16, 64, is_decoding=True, has_mask=True), "CPU"),
+    (call(CPU, FP32, 512, has_gqa=True), "CPU"),
 ]
 
 
@@ -68,11 +70,11 @@ def test_backend_table(case: AttentionCall, backend: str) -> None:
 
 
 def test_math_is_chosen_only_where_no_fused_kernel_exists() -> None:
-    for capability in (V100, T4, *MODERN):
-        for dtype in (FP16, FP32, *([BF16] if capability >= A100 else [])):
+    for row in (V100, T4, MI300X, *MODERN):
+        for dtype in (FP16, FP32, *([BF16] if row.bf16 else [])):
             for head_dim in (64, 80, 128, 192, 256, 512):
                 for has_mask in (False, True):
-                    case = call(capability, dtype, head_dim, has_mask=has_mask, has_gqa=True)
+                    case = call(row, dtype, head_dim, has_mask=has_mask, has_gqa=True)
                     backend = choose_attention_backend(case)
                     assert backend in (AttentionBackend.SDPA_FLASH, AttentionBackend.SDPA_EFFICIENT)
                     assert needs_expanded_kv(case) == (backend is AttentionBackend.SDPA_EFFICIENT)
@@ -98,7 +100,7 @@ def old_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_native, "able", lambda: False)
     for module in (attention, attention_choice):
         monkeypatch.setattr(module, "device_type", lambda x: "cuda")
-    monkeypatch.setattr(attention_choice, "get_capability", lambda device: T4)
+    monkeypatch.setattr(attention_choice, "get_capabilities", lambda device: T4)
 
 
 RULES = [

@@ -71,7 +71,7 @@ def described(args: argparse.Namespace) -> Machine:
     named = args.gpu is not None
     kind = machine.kind_of(args.gpu) if named else machine.fitting(memory or 80 * GIB)
     if args.tflops is not None:
-        kind = replace(kind, label="GPU", tflops=args.tflops)
+        kind = kind.scaled(args.tflops)
     devices = (args.gpus or 1) * args.nodes
     size = memory or int(kind.gib * GIB)
     return Machine(devices, args.nodes, kind, size, not named and args.tflops is None, args.price, args.reached)

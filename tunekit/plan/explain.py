@@ -2,11 +2,12 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from tunekit.devices import memory_info
+from tunekit.devices import describe, memory_info
 from tunekit.errors import UserError
 from tunekit.machine import available_memory
 from tunekit.plan import advice, machine, outcome, report
@@ -62,7 +63,8 @@ def found(device: torch.device, devices: int, hosts: int) -> Machine:
     if info is None:
         return Machine(devices, hosts)
     total = info[1]
-    return Machine(devices, hosts, machine.fitting(round(total / GIB) * GIB), total, taken=True)
+    kind = replace(machine.fitting(round(total / GIB) * GIB), device=describe(device))
+    return Machine(devices, hosts, kind, total, taken=True)
 
 
 @contextmanager

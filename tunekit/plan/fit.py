@@ -162,7 +162,8 @@ def between(some: list[Books], rows: int, name: str) -> Measured:
     one, two = (vars(each)[name] for each in some)
 
     def grown(a: Stretch, b: Stretch) -> Stretch:
-        return Stretch(a.most + (rows - 1) * (b.most - a.most), a.left + (rows - 1) * (b.left - a.left))
+        most, left = (x + (rows - 1) * (y - x) for x, y in zip(a[:2], b[:2], strict=True))
+        return Stretch(most, left, a.operations)
 
     def passed(a: Pass, b: Pass) -> Pass:
         values = {}

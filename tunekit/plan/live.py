@@ -8,18 +8,27 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from tunekit.plan.operations import Operations, count, flash_workspace
+
 
 class Live(TorchDispatchMode):
-    """Bytes that live now, and at most since `mark`. Tensors may be real or shapes alone: both have a storage."""
+    """Bytes that live now, and at most since `mark`. Tensors may be real or shapes alone: both have a storage.
 
-    def __init__(self) -> None:
+    With `flash`, buffers inside the attention kernels of a GPU are counted too.
+    """
+
+    def __init__(self, flash: bool = False) -> None:
         super().__init__()
+        self.flash, self.operations = flash, Operations()
         self.bytes = self.most = 0
         self.known: dict[int, weakref.ref] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
         self.see(leaf for leaf in tree_leaves(made) if isinstance(leaf, Tensor))
+        self.operations = self.operations.plus(count(func))
+        if self.flash:
+            self.most = max(self.most, self.bytes + flash_workspace(func, args))
         return made
 
     def see(self, tensors: Iterable[Tensor]) -> None:

@@ -15,7 +15,9 @@ from tunekit.formats import Plain
 from tunekit.models.decoder import Block, Decoder
 from tunekit.models.linear import Linear, Stacked
 from tunekit.models.spec import Attention, DecoderSpec, DeltaNet, LatentAttention, Layer, MoE, Twin
-from tunekit.plan.machine import HOST, Machine
+from tunekit.plan.machine import CALL, HOST, LAUNCH, Machine
+from tunekit.plan.operations import Operations
+from tunekit.plan.probe import Pass
 from tunekit.plan.room import Books, carried
 from tunekit.plan.second import Second
 
@@ -46,12 +48,16 @@ class Pace:
     waiting: float = 0.0  # and of what all wait for
     hosted: float = 0.0  # of what goes to the host and back beside products
     moving: float = 0.0  # of the optimizer
+    launches: int = 0  # kernels that the host starts
+    launching: float = 0.0  # seconds that it takes for them, while the device computes
 
     @property
     def seconds(self) -> float | None:
+        """The larger of the time of the device and that of the host, which runs ahead of it."""
         if self.computing is None:
             return None
-        return max(self.computing, self.hidden, self.hosted) + self.waiting + self.moving
+        device = max(self.computing, self.hidden, self.hosted) + self.waiting + self.moving
+        return max(device, self.launching)
 
 
 def pace(books: Books, net: Decoder, machine: Machine) -> Pace:
@@ -63,11 +69,42 @@ def pace(books: Books, net: Decoder, machine: Machine) -> Pace:
     times = {flow: flow.bytes / machine.bandwidth(flow.ranks, flow.stride) for flow in flows}
     hidden = sum(time for flow, time in times.items() if flow.hidden)
     waiting = sum(time for flow, time in times.items() if not flow.hidden)
-    computing = flops / (
-        machine.kind.tflops * 1e12 * machine.reached * (1 if books.task.compute.itemsize == 2 else 0.5)
-    )
+    computing = flops / (machine.kind.rate(books.task.precision.compute) * 1e12 * machine.reached)
     hosted = to_host(books) / (1e9 * HOST)
-    return Pace(flops, flows, computing, hidden, waiting, hosted, moved(books, machine.kind.memory))
+    done = operations(books)
+    launching = LAUNCH * done.launches + CALL * done.calls
+    moving = moved(books, machine.kind.memory)
+    return Pace(flops, flows, computing, hidden, waiting, hosted, moving, done.launches, launching)
+
+
+def operations(books: Books) -> Operations:
+    """The operations that the host launches in a step, without those of collectives and of models that are asked."""
+    task, step, passes = books.task, books.step, books.task.parts(books.sizes)
+    total = passed(books, step.first).plus(passed(books, step.later), passes - 1)
+    forward = Operations()
+    for kind in step.kinds:
+        forward = forward.plus(fused(books, step.first.layers[kind].operations))
+    total = total.plus(forward, passes * task.asks)
+    # The optimizer's are in proportion to the weights: of the layers that were measured, and of all.
+    units = [step.root, *step.layers]
+    measured, every = (sum(weight.trained for unit in some for weight in unit) for some in (units, books.units))
+    return total.plus(step.update.operations, every / max(1, measured))
+
+
+def passed(books: Books, step: Pass) -> Operations:
+    """The operations of one micro-batch."""
+    total = Operations()
+    for stretch in (step.before, step.head, step.head_back, step.before_back):
+        total = total.plus(stretch.operations)
+    for kind in books.step.kinds:
+        for stretch in (step.layers[kind], step.layers_back[kind]):
+            total = total.plus(fused(books, stretch.operations))
+    return total
+
+
+def fused(books: Books, layer: Operations) -> Operations:
+    """The operations of a layer; compiled, one fused kernel follows each matmul, and nothing runs in Python."""
+    return Operations(2 * layer.matmuls, 0, layer.matmuls) if books.task.memory.compile else layer
 
 
 def to_host(books: Books) -> int:

@@ -20,6 +20,7 @@ from tunekit.models.decoder import Block, Decoder
 from tunekit.models.experts import Experts
 from tunekit.parallel.run import Run
 from tunekit.plan.live import Live
+from tunekit.plan.operations import Operations
 
 CPU = torch.device("cpu")
 SHORT = 64  # tokens of the row for which an optimizer makes its state
@@ -45,6 +46,7 @@ class Step(NamedTuple):
     length: int  # tokens of a row
     parts: int  # micro-batches of a step
     device: str = "cpu"  # or cuda
+    flash: bool = False  # whether the device has FlashAttention
 
 
 class Stretch(NamedTuple):
@@ -52,6 +54,7 @@ class Stretch(NamedTuple):
 
     most: int
     left: int
+    operations: Operations = Operations()
 
 
 class Weight(NamedTuple):
@@ -99,7 +102,7 @@ def measure(net: Decoder, step: Step) -> Measured:
         step.memory.apply(net, CPU, lambda _: None)
         optimizer = step.optimizer.build(step.adapter.trained(net), (p for m in net.layers for p in m.parameters()))
         update = step.memory.update(optimizer, step.clip, Run.alone())
-        with Live() as live:
+        with Live(step.flash) as live:
             live.see([*net.parameters(), *net.buffers()])
             first, later, moved = taken(Walk(net, live), step, update)
         owned = [tuple(weights(layer, optimizer.state)) for layer in net.layers]
@@ -178,6 +181,7 @@ class Walk:
         self.count = sum(1 for _ in net.layers)
         self.events: dict[tuple[str, int], Stretch] = {}
         self.start, self.forward = live.bytes, False
+        self.before = live.operations
         for i, layer in enumerate(net.layers):
             layer.register_forward_pre_hook(self.entering(i))
             layer.register_forward_hook(self.leaving(i))
@@ -198,7 +202,7 @@ class Walk:
         layers, back = (tuple(e.get((name, i), none) for i in range(self.count)) for name in ("layer", "back"))
         outer = e["before", 0], layers, e["head", 0], e["head_back", 0], back
         last = e.get(("before_back", 0), none)
-        return Pass(*outer, Stretch(max(last.left, last.most - self.summed()), last.left))
+        return Pass(*outer, last._replace(most=max(last.left, last.most - self.summed())))
 
     def summed(self) -> int:
         """Bytes of a sum that torch makes in place of a gradient of real numbers, but not of shapes alone: of the two
@@ -209,12 +213,14 @@ class Walk:
     def begin(self) -> None:
         """A stretch begins here."""
         self.live.mark()
-        self.start = self.live.bytes
+        self.start, self.before = self.live.bytes, self.live.operations
 
     def note(self, name: str, index: int) -> Stretch:
         """A stretch ends here, and the next one begins."""
-        self.events[name, index] = found = Stretch(self.live.mark() - self.start, self.live.bytes - self.start)
-        self.start = self.live.bytes
+        done = self.live.operations.plus(self.before, -1)
+        found = Stretch(self.live.mark() - self.start, self.live.bytes - self.start, done)
+        self.events[name, index] = found
+        self.start, self.before = self.live.bytes, self.live.operations
         return found
 
     def entering(self, i: int) -> Callable[..., None]:

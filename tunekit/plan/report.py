@@ -133,9 +133,10 @@ def time(plan: Plan) -> str:
         assert kind is not None
         lines.append(f"about {span(pace.seconds)} a step{spent(pace)}, {plan.tokens / pace.seconds:,.0f} tokens/s")
         guess = " (no kind is named; --gpu says which)" if plan.machine.taken else ""
-        lines.append(
-            f"if {plan.machine.reached:.0%} of the {kind.tflops:,.0f} TFLOP/s of one {kind.label} are reached{guess}"
-        )
+        rate = kind.rate(plan.task.precision.compute)
+        lines.append(f"if {plan.machine.reached:.0%} of the {rate:,.0f} TFLOP/s of one {kind.label} are reached{guess}")
+        if pace.seconds == pace.launching:
+            lines.append(f"limited by the host, which launches {pace.launches:,} kernels: longer passes cost little")
     lines.append(whole(plan))
     if plan.cost is not None:
         unit = "" if plan.extent is not None else " a step"
@@ -167,6 +168,7 @@ def spent(pace: Pace) -> str:
         "to the host and back beside them": pace.hosted,
         "waited for": pace.waiting,
         "optimizer": pace.moving,
+        "launched by the host meanwhile": pace.launching,
     }
     told = [f"{name} {span(seconds)}" for name, seconds in parts.items() if seconds >= 0.01 * pace.seconds]
     return f" ({', '.join(told)})" if told else ""
@@ -233,6 +235,7 @@ def data(plan: Plan, changes: Sequence[Change], found: Found | None) -> dict[str
         "steps": None if plan.extent is None else plan.extent.steps,
         "flops": pace.flops,
         "seconds": pace.seconds,
+        "launches": pace.launches,
         "hours": plan.hours,
         "cost": plan.cost,
     }

@@ -9,6 +9,7 @@ from tunekit import assemble, bundled
 from tunekit.adapters import Full
 from tunekit.checkpoint.folder import Folder
 from tunekit.data.steps.mix import Mixed
+from tunekit.devices import check_tf32, has_fast_bf16
 from tunekit.errors import UserError
 from tunekit.formats import Plain
 from tunekit.hub import fetch
@@ -48,6 +49,7 @@ class Task:
     clip: float
     random: bool  # whether weights are drawn and not read
     device: str = "cpu"  # or cuda
+    flash: bool = False  # whether the device has FlashAttention
     each: int = 1  # documents of a row, which are rows of their own in a pass
     beside: tuple[Second, ...] = ()  # models that are asked
     asks: int = 0  # forward passes beside those that learn, of the same model
@@ -55,8 +57,8 @@ class Task:
 
     @property
     def compute(self) -> torch.dtype:
-        """Of products; None of the choices knows the device, so `auto` was settled before."""
-        return torch.float32 if self.precision.compute == "fp32" else torch.bfloat16
+        """The dtype of matmuls; `settled_precision` has replaced `auto`, since this knows no device."""
+        return torch.bfloat16 if self.precision.compute == "bf16" else torch.float32
 
     def rows(self, sizes: Sizes) -> int:
         """Rows of a rank in a step."""
@@ -82,9 +84,7 @@ def task(cfg: Any, machine: Machine) -> Task:
     if lacking := [name for name in NEEDED if name not in said]:
         raise UserError(f"there is nothing to plan: this recipe trains no model (it has no `{lacking[0]}`)")
     source = headed(cfg, Folder.open(fetch.resolve(said["model"], CONFIG), said["model"]))
-    precision = said["precision"]
-    if machine.kind is not None and precision.compute == "auto":
-        precision = replace(precision, compute="bf16")
+    precision = settled_precision(said["precision"], machine)
     device = "cpu" if machine.kind is None else "cuda"
     taken = ("batch", "micro_batch", "adapter", "weights", "memory", "optimizer")
     mix = settled(Mixed.of(said["data"]))
@@ -96,14 +96,34 @@ def task(cfg: Any, machine: Machine) -> Task:
         loss=loss_of(said, source.spec),
         beside=models,
         asks=asks(said, models),
-        untold=tuple(untold(said)),
+        untold=(*untold(said), *without_flash(machine)),
         precision=precision,
         parallel=said.get("parallel", Parallel()).on(device),
         clip=said.get("clip", 0.0),
         random=said.get("init") == "random",
         device=device,
+        flash=machine.kind is not None and machine.kind.capabilities.flash,
         **{name: said[name] for name in taken},
     )
+
+
+def settled_precision(precision: Precision, machine: Machine) -> Precision:
+    """The precision on a machine, without `auto`. Raise UserError if it cannot compute so."""
+    if machine.kind is None:
+        precision.check(CPU)
+    elif precision.compute == "tf32":
+        check_tf32(machine.kind.label, machine.kind.capabilities)
+    if precision.compute != "auto":
+        return precision
+    fast = has_fast_bf16(CPU) if machine.kind is None else machine.kind.capabilities.bf16
+    return replace(precision, compute="bf16" if fast else "fp32")
+
+
+def without_flash(machine: Machine) -> list[str]:
+    """A remark on kinds of GPU whose attention the plan does not know."""
+    if machine.kind is None or machine.kind.capabilities.flash:
+        return []
+    return [f"not planned: {machine.kind.label} has no FlashAttention: long rows need more memory and time than this"]
 
 
 @runtime_checkable
@@ -160,7 +180,9 @@ def step_of(task: Task, sizes: Sizes) -> Step:
     """What is measured of a step."""
     memory = replace(task.memory, offload=False, compile=False)
     rows, parts = task.micro(sizes) * task.each, min(task.parts(sizes), 2)
-    return Step(task.adapter, memory, task.optimizer, task.loss, task.clip, rows, task.length, parts, task.device)
+    return Step(
+        task.adapter, memory, task.optimizer, task.loss, task.clip, rows, task.length, parts, task.device, task.flash
+    )
 
 
 def narrow(net: Decoder, dtype: torch.dtype) -> None:

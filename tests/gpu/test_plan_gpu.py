@@ -1,0 +1,189 @@
+"""Plans for GPUs: rates of each precision, time of launches, and buffers inside kernels."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tunekit import bundled, devices
+from tunekit.adapters import Full, LoRA
+from tunekit.checkpoint.folder import Folder
+from tunekit.data.rows import Text
+from tunekit.errors import UserError
+from tunekit.formats import NF4, Plain
+from tunekit.losses.likelihood import CrossEntropy
+from tunekit.memory import Memory
+from tunekit.models.spec import MLP, Attention, DecoderSpec, Layer, Rope
+from tunekit.optim import AdamW
+from tunekit.parallel.choice import Parallel
+from tunekit.plan import machine, outcome, report
+from tunekit.plan.live import Live
+from tunekit.plan.machine import GIB, KINDS, Kind, Machine
+from tunekit.plan.operations import Operations, count, flash_workspace
+from tunekit.plan.task import Task, settled_precision, task, without_flash
+from tunekit.precision import Precision
+
+NEW = ("t4", "v100", "a40", "a6000", "l40", "rtx3060", "rtx4080", "rtx5080", "rtx6000-ada", "rtxpro6000", "h20",
+       "gh200", "b300", "mi300x")  # fmt: skip
+
+
+def on(kind: Kind, devices: int = 1) -> Machine:
+    return Machine(devices, 1, kind, int(kind.gib * GIB))
+
+
+def small(kv_heads: int = 2, layers: int = 4) -> Folder:
+    source = Folder.open(bundled.PRESETS["tunekit/llama3_2_1b"], "small")
+    layer = Layer(Attention(4, kv_heads, 32, rope=Rope()), MLP(384))
+    return replace(source, spec=DecoderSpec(1024, 128, (layer,) * layers))
+
+
+def described(source: Folder, **changes: object) -> Task:
+    base = Task(source, 256, 4, 2, Full(), Plain(), Precision("bf16"), Memory(), AdamW(), CrossEntropy(), Parallel(),
+                1.0, True, "cuda", True)  # fmt: skip
+    return replace(base, **changes)
+
+
+def test_kinds_are_plausible() -> None:
+    assert set(NEW) <= set(KINDS)
+    for name, kind in KINDS.items():
+        assert machine.kind_of(name) is kind
+        assert kind.fp32 <= (kind.tf32 or kind.fp32) <= kind.tflops, name
+        assert (kind.tf32 is not None) == kind.capabilities.tf32, name
+        assert kind.far <= kind.near or kind.near <= 32, name
+        assert 5e-3 < kind.gib * GIB / (kind.memory * 1e9) < 0.08, f"{name}: seconds to read all of the memory"
+
+
+@pytest.mark.parametrize(("name", "compute", "rate"), [
+    ("h100", "bf16", 989), ("h100", "fp32", 67), ("h100", "tf32", 494), ("a100", "fp32", 19.5), ("a100", "tf32", 156),
+    ("t4", "bf16", 8.1), ("t4", "fp32", 8.1), ("v100", "bf16", 15.7), ("mi300x", "fp32", 163.4), ("h20", "bf16", 148),
+])  # fmt: skip
+def test_rates_of_each_precision(name: str, compute: str, rate: float) -> None:
+    assert KINDS[name].rate(compute) == rate
+    plan = outcome.plan(described(small(), precision=Precision(compute)), on(KINDS[name]))  # pyright: ignore
+    assert plan.pace.computing == pytest.approx(plan.pace.flops / (rate * 1e12 * 0.45))
+
+
+def test_a_gpu_without_a_name_keeps_the_proportions() -> None:
+    kind = KINDS["h100"].scaled(2 * 989)
+    assert kind.rate("fp32") == 2 * 67 and kind.rate("tf32") == 2 * 494 and KINDS["t4"].scaled(130).tf32 is None
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("t4", "fp32"), ("v100", "fp32"), ("a100", "bf16"), ("mi300x", "bf16")])
+def test_auto_is_what_the_card_can_do(name: str, dtype: str) -> None:
+    assert settled_precision(Precision(), on(KINDS[name])).compute == dtype
+    assert bool(without_flash(on(KINDS[name]))) == (name in ("t4", "v100"))
+    own = "bf16" if devices.has_fast_bf16(torch.device("cpu")) else "fp32"
+    assert settled_precision(Precision(), Machine()).compute == own
+
+
+def test_tf32_is_refused_where_there_is_none() -> None:
+    for where in (Machine(), on(KINDS["t4"]), on(KINDS["mi300x"])):
+        with pytest.raises(UserError, match="precision.compute: tf32"):
+            settled_precision(Precision("tf32"), where)
+    assert settled_precision(Precision("tf32"), on(KINDS["a100"])).compute == "tf32"
+
+
+def config(**changes: object) -> SimpleNamespace:
+    said = {"model": "tunekit/nano", "data": Text("rows.jsonl", length=64), "adapter": LoRA(), "weights": Plain(),
+            "precision": Precision(), "memory": Memory(), "optimizer": AdamW(), "loss": CrossEntropy(), "batch": 4,
+            "micro_batch": 2}  # fmt: skip
+    return SimpleNamespace(**{**said, **changes})
+
+
+def test_a_config_is_planned_for_the_card() -> None:
+    for name, dtype in (("t4", torch.float32), ("h100", torch.bfloat16)):
+        wanted = task(config(), on(KINDS[name]))
+        assert wanted.compute == dtype and wanted.flash == (name == "h100")
+
+
+# Launches
+
+
+class Counter(TorchDispatchMode):
+    """The kernels of a CPU run: what each dispatched operation counts as."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = Operations()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.found = self.found.plus(count(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_views_and_allocations_are_no_launches() -> None:
+    x = torch.ones(4, 6)
+    with Counter() as seen:
+        y = torch.empty(4, 6)
+        y.copy_(x)  # 1
+        (y.T @ x.view(4, 6)[:, :3]).add_(1)  # 2
+        x.detach().reshape(2, 12)
+    assert seen.found == Operations(launches=3, matmuls=1)
+
+
+def test_launches_grow_with_layers_passes_and_adapters() -> None:
+    h100 = on(KINDS["h100"])
+    plain, twice = (outcome.plan(described(small(layers=n)), h100).pace for n in (4, 8))
+    assert 1.4 * plain.launches < twice.launches < 2 * plain.launches
+    passes = outcome.plan(described(small(), micro_batch=1), h100).pace
+    assert 1.3 * plain.launches < passes.launches < 2 * plain.launches
+    for changes in ({"adapter": LoRA()}, {"memory": Memory(recompute=True)}):
+        assert outcome.plan(described(small(), **changes), h100).pace.launches > plain.launches, changes
+    lora, qlora = (outcome.plan(described(small(), adapter=LoRA(), weights=w), h100).pace for w in (Plain(), NF4()))
+    assert qlora.launching > lora.launching
+    compiled = outcome.plan(described(small(), adapter=LoRA(), memory=Memory(compile=True)), h100).pace
+    assert compiled.launching < lora.launching
+
+
+def test_a_small_model_is_limited_by_the_host() -> None:
+    plan = outcome.plan(described(small()), on(KINDS["h200"]))
+    pace = plan.pace
+    assert pace.computing is not None and pace.seconds == pace.launching > 10 * pace.computing
+    assert "limited by the host" in report.text(plan, []) and report.data(plan, [], None)["launches"] == pace.launches
+    large = outcome.plan(described(small(), length=2**17), on(KINDS["h200"])).pace
+    assert large.seconds is not None and large.seconds > large.launching
+    assert outcome.plan(described(small(), device="cpu", flash=False), Machine()).pace.seconds is None
+
+
+# Buffers inside FlashAttention
+
+
+def backward(kv_heads: int, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
+    q = torch.zeros(2, 100, 4, 48, dtype=dtype)
+    k = torch.zeros(2, 100, kv_heads, 48, dtype=dtype)
+    offsets = torch.tensor([0, 60, 100, 200])
+    return q, [q, k, k, offsets, offsets, q, torch.zeros(4, 200)]
+
+
+@pytest.mark.parametrize(("kv_heads", "dtype", "bytes"), [
+    (4, torch.bfloat16, 4 * (200 + 3 * 128) * 4 * 65),  # fp32 sums of (tokens, heads, 64), and one of each row
+    (2, torch.bfloat16, 4 * (200 + 3 * 128) * 4 * 65 + 2 * 2 * 200 * 4 * 48),  # and dK, dV of all heads in bf16
+    (2, torch.float32, 0),  # FlexAttention
+])  # fmt: skip
+def test_the_buffers_of_flash_attention(kv_heads: int, dtype: torch.dtype, bytes: int) -> None:
+    grad, saved = backward(kv_heads, dtype)
+    op = torch.ops.tunekit.attention_back.default
+    assert flash_workspace(op, (grad, saved, [1.0, 0.0, 0.0, 0.0])) == bytes
+    assert flash_workspace(torch.ops.aten.mm.default, (grad, saved)) == 0
+
+
+def test_buffers_of_attention_are_in_the_backward_pass_of_a_gpu() -> None:
+    # So little beside attention that its backward pass is the highest moment of the layer.
+    layer = Layer(Attention(8, 2, 64, rope=Rope()), MLP(8))
+    source = replace(small(), spec=DecoderSpec(64, 32, (layer,) * 2))
+    with_flash, without = (
+        outcome.plan(described(source, length=1024, adapter=LoRA(), flash=flash), on(KINDS["a100"])).room.phases
+        for flash in (True, False)
+    )
+    tokens = 2 * 1024
+    buffers = 4 * (tokens + 2 * 128) * 8 * 65 + 2 * 2 * tokens * 8 * 64
+    more = with_flash["backward"].total - without["backward"].total
+    assert more == pytest.approx(buffers * 1.03, rel=0.01)  # with the gaps between tensors
+    assert with_flash["forward"].total == without["forward"].total
+
+
+def test_a_live_count_without_flash_is_that_of_the_cpu() -> None:
+    assert not Live().flash
