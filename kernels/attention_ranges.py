@@ -1,7 +1,7 @@
 """Attention of queries that are some ranges of each row, on keys of whole rows, as packed documents.
 
-The ranks of context parallelism each have two ranges of queries. What lies in one range of one document becomes a
-document of its own, whose keys are gathered: those of its document up to its last query. Kernels for packed documents
+The ranks of context parallelism each have two ranges of queries. Queries in one range of one document become a
+document of their own, whose keys are gathered: those of the document up to the last query. Kernels for packed documents
 with more keys than queries then need no masks, which would have as many entries as there are pairs of tokens.
 """
 
@@ -32,15 +32,15 @@ def find_segments(
     bounds = offsets.tolist()
     sizes, spans = [], []  # queries of each segment, and its keys (first, last + 1)
     for row in range(rows):
-        for some in ranges:
-            first, last = row * length + min(some.start, length), row * length + min(some.stop, length)
+        for queries in ranges:
+            first, last = row * length + min(queries.start, length), row * length + min(queries.stop, length)
             for begin, end in within(bounds, first, last):
                 start = max(begin, first)
                 stop = min(end, last)
                 seen = max(begin, start - window + 1) if window else begin
                 sizes.append(stop - start)
                 spans.append((seen, stop))
-            if padding := len(some) - (last - first):
+            if padding := len(queries) - (last - first):
                 sizes.append(padding)
                 spans.append((row * length, row * length + padding))
     keys = torch.cat([torch.arange(*span) for span in spans])

@@ -1,4 +1,4 @@
-"""What ranks of tests run: the timeouts of their process groups. Imports as little as it can."""
+"""Functions for ranks of tests: the timeouts of their process groups. Imports as little as it can."""
 
 import warnings
 from datetime import timedelta
@@ -18,9 +18,9 @@ def timeouts(parallel: Parallel) -> tuple[set[timedelta], set[timedelta], list[s
         run.__enter__()
     meshes = [mesh for mesh in (run.mesh, run.sums, run.rows, run.experts) if mesh is not None]
     groups = [group for mesh in meshes for group in mesh.get_all_groups()]
-    found = timeouts_of(dist.group.WORLD, *groups), timeouts_of(run.patient)
+    result = timeouts_of(dist.group.WORLD, *groups), timeouts_of(run.patient)
     run.__exit__(None)
-    return *found, [str(warning.message) for warning in caught]
+    return *result, [str(warning.message) for warning in caught]
 
 
 def timeouts_of(*groups: dist.ProcessGroup | None) -> set[timedelta]:

@@ -15,22 +15,22 @@ BOUNDS = {"packed": [0, 7, 16, 23, 23 + 11, 46], "rows": None, "short": [0, 1, 2
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """As on a GPU, with the reference in place of FlashAttention: queries and keys of each call."""
-    made = []
+    """Dispatch of a GPU, with the reference instead of FlashAttention: queries and keys of each call."""
+    sizes = []
 
     def fused(
         q: Tensor, k: Tensor, v: Tensor, rule: list[float], at: Tensor, sinks: Tensor | None, key_at: Tensor
     ) -> Tensor:
-        made.append((q.shape[0] * q.shape[1], k.shape[1]))
+        sizes.append((q.shape[0] * q.shape[1], k.shape[1]))
         assert at[-1] == q.shape[0] * q.shape[1] and key_at[-1] == k.shape[1]
         assert (key_at.diff() >= at.diff()).all() and (at.diff() > 0).all()
         scale, window, chunk, softcap = rule
-        meant = Rule(scale, int(window) or None, int(chunk) or None, softcap or None)
-        return packed(q, k, v, meant, at, sinks, key_at)
+        parsed = Rule(scale, int(window) or None, int(chunk) or None, softcap or None)
+        return packed(q, k, v, parsed, at, sinks, key_at)
 
     monkeypatch.setattr(attention_gpu, "fits", lambda q: True)
     monkeypatch.setattr(attention_gpu, "fused", fused)
-    return made
+    return sizes
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, rule: Rule, offsets: Tensor | None, sinks: Tensor | None) -> Tensor:
@@ -51,19 +51,19 @@ def test_ranges_of_queries_equal_all_queries(rule: Rule, bounds: str, sunk: bool
     inputs = [q, k, v, *([] if sinks is None else [sinks])]
     offsets = None if BOUNDS[bounds] is None else torch.tensor(BOUNDS[bounds], dtype=torch.int32)
     lengths = torch.tensor([23, 23]) if offsets is None else offsets.diff()
-    positions = torch.cat([torch.arange(n) for n in lengths]).view(2, 23)
-    wanted = reference(q, k, v, rule, offsets, sinks)
+    positions = torch.cat([torch.arange(n) for n in lengths.tolist()]).view(2, 23)
+    expected = reference(q, k, v, rule, offsets, sinks)
     ranks = [Stretches(Team(None, 3, index)) for index in range(3)]  # type: ignore[arg-type]
-    found = [
+    outputs = [
         attend_part(r.keep(q), k, v, rule, r.keep(positions), r.stretches(23), sinks, None, offsets) for r in ranks
     ]
     assert len(calls) == len(ranks), "one call for each rank"
     real = torch.ones(2, 23, 1, 1)
-    for y, rank in zip(found, ranks, strict=True):
-        torch.testing.assert_close(y * rank.keep(real), rank.keep(wanted), atol=1e-6, rtol=1e-6)
-    weight = torch.randn(wanted.shape, generator=draw, dtype=torch.float64)
-    theirs = torch.autograd.grad((wanted * weight).sum(), inputs)
-    total = torch.stack([(y * r.keep(weight)).sum() for y, r in zip(found, ranks, strict=True)]).sum()
+    for y, rank in zip(outputs, ranks, strict=True):
+        torch.testing.assert_close(y * rank.keep(real), rank.keep(expected), atol=1e-6, rtol=1e-6)
+    weight = torch.randn(expected.shape, generator=draw, dtype=torch.float64)
+    theirs = torch.autograd.grad((expected * weight).sum(), inputs)
+    total = torch.stack([(y * r.keep(weight)).sum() for y, r in zip(outputs, ranks, strict=True)]).sum()
     for a, b in zip(torch.autograd.grad(total, inputs), theirs, strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
 

@@ -22,19 +22,19 @@ def entry(number: int, state: str, **changes: Any) -> dict[str, Any]:
         {"filename": "/venv/lib/torch/distributed/distributed_c10d.py", "line": 99, "name": "all_gather_into_tensor"},
         {"filename": "/src/tunekit/parallel/exchange.py", "line": 62, "name": "fill"},
     ]
-    made = {"collective_seq_id": number, "process_group": ("4", "mesh_shard"), "profiling_name": "nccl:all_gather"}
-    made |= {"input_sizes": [[128, 64]], "state": state, "time_created_ns": 1000 + number, "frames": frames}
-    return made | changes
+    fields = {"collective_seq_id": number, "process_group": ("4", "mesh_shard"), "profiling_name": "nccl:all_gather"}
+    fields |= {"input_sizes": [[128, 64]], "state": state, "time_created_ns": 1000 + number, "frames": frames}
+    return fields | changes
 
 
 def write(folder: Path, rank: int, *entries: dict[str, Any]) -> None:
     file_of(folder, "nccl", rank).write_bytes(pickle.dumps({"version": "2.10", "entries": list(entries)}, protocol=2))
 
 
-def test_a_rank_writes_its_collectives_when_asked(
+def test_a_rank_writes_its_collectives_on_request(
     one_rank: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Those of gloo here; torch's own reader finds the same."""
+    """The backend is gloo; torch's own reader finds the same."""
     one_rank.gather("to be recorded")
     (tmp_path / "gloo-trace-0").write_text("of an earlier start")
     recorders = Recorders(tmp_path, 0, 1)
@@ -47,17 +47,17 @@ def test_a_rank_writes_its_collectives_when_asked(
     flight_recorder.serve(lambda: recorded(one_rank.device), 0)
     recorders.pairs[0][0].recv(1, 2)  # MSG_PEEK: until the thread is ready
     recorders.request(5.0)
-    found = read(file_of(tmp_path, "gloo", 0))
+    collectives = read(file_of(tmp_path, "gloo", 0))
     oracle: list[Any] = read_dump("gloo-trace-", str(file_of(tmp_path, "gloo", 0)))["entries"]  # type: ignore[assignment]
-    assert [(c.name, c.number, c.group) for c in found] == [
+    assert [(c.name, c.number, c.group) for c in collectives] == [
         (e["profiling_name"], e["collective_seq_id"], e["process_group"][0]) for e in oracle
     ]
-    assert "gather (parallel/run.py" in found[-1].caller
+    assert "gather (parallel/run.py" in collectives[-1].caller
     assert "gloo:all_gather" in quote(tmp_path, [0])[1]
     recorders.close()
 
 
-def test_a_report_names_the_ranks_that_are_behind(tmp_path: Path) -> None:
+def test_a_report_names_the_ranks_that_lag(tmp_path: Path) -> None:
     write(tmp_path, 0, entry(7, "completed"), entry(8, "started"))
     write(tmp_path, 1, entry(6, "completed"), entry(7, "completed"))
     assert quote(tmp_path, [0, 1, 2]) == [
@@ -71,7 +71,7 @@ def test_a_report_names_the_ranks_that_are_behind(tmp_path: Path) -> None:
 def test_groups_of_one_name_on_other_ranks_are_not_compared(tmp_path: Path) -> None:
     write(tmp_path, 0, entry(8, "started"))
     write(tmp_path, 1, entry(7, "started", process_group=("5", "mesh_shard")))
-    assert not [line for line in quote(tmp_path, [0, 1]) if "behind" in line or "others" in line]
+    assert not [line for line in quote(tmp_path, [0, 1]) if "others" in line]
 
 
 class Attack:
@@ -94,10 +94,10 @@ def test_ranks_record_into_the_folder_of_the_run(monkeypatch: pytest.MonkeyPatch
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
     job = Job((), Asked(gpus=2), tmp_path, 1.0)
-    told = environment(job, Place(0, 2, "127.0.0.1", 0), 1)
-    assert told["TORCH_FR_DUMP_TEMP_FILE"] + "1" == str(file_of(tmp_path / "logs", "nccl", 1))
-    assert told["TORCH_FR_BUFFER_SIZE"] == "2000"
-    assert told["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "0", "the user's own"
+    variables_of_rank = environment(job, Place(0, 2, "127.0.0.1", 0), 1)
+    assert variables_of_rank["TORCH_FR_DUMP_TEMP_FILE"] + "1" == str(file_of(tmp_path / "logs", "nccl", 1))
+    assert variables_of_rank["TORCH_FR_BUFFER_SIZE"] == "2000"
+    assert variables_of_rank["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "0", "the user's own"
 
 
 def test_old_names_of_variables_count_as_set() -> None:

@@ -45,8 +45,8 @@ def step(model: Decoder) -> tuple[float, dict[str, Tensor], dict[type, set[torch
     dtypes: dict[type, set[torch.dtype]] = {}
 
     def see(module: nn.Module, *_: object) -> None:
-        own = [p for p in module.parameters(recurse=False) if p.is_floating_point()]
-        dtypes.setdefault(type(module), set()).update(p.dtype for p in own)
+        parameters = [p for p in module.parameters(recurse=False) if p.is_floating_point()]
+        dtypes.setdefault(type(module), set()).update(p.dtype for p in parameters)
 
     hooks = [module.register_forward_hook(see) for module in model.modules()]
     loss = CrossEntropy()(model, batch(tokens()))
@@ -65,13 +65,13 @@ CASES += [("gemma2", DoRA(4), NF4()), ("deepseek-v3", Full(), Plain())]
 def test_gathering_in_the_compute_dtype_trains_the_same(
     name: str, adapter: Full | LoRA, weights: Plain, one_rank: Run, tmp_path: Path
 ) -> None:
-    """What is stored, reduced and updated remains fp32; routers are gathered as they are stored."""
-    (exact, wanted, _), (loss, found, dtypes) = (
+    """Stored weights, reduced gradients and updates remain fp32; routers are gathered as they are stored."""
+    (exact, expected, _), (loss, result, dtypes) = (
         step(sharded(tmp_path / device, name, adapter, weights, one_rank, device)) for device in ("cpu", "cuda")
     )
     assert loss == pytest.approx(exact, rel=0.02)
-    assert found.keys() == wanted.keys() and {grad.dtype for grad in found.values()} == {torch.float32}
-    flat = [torch.cat([grads[n].flatten() for n in wanted]) for grads in (found, wanted)]
+    assert result.keys() == expected.keys() and {grad.dtype for grad in result.values()} == {torch.float32}
+    flat = [torch.cat([grads[n].flatten() for n in expected]) for grads in (result, expected)]
     assert torch.cosine_similarity(*flat, dim=0) > 0.99
     assert dtypes.get(Linear, {torch.bfloat16}) == {torch.bfloat16}
     assert dtypes.get(Router, {torch.float32}) == {torch.float32}

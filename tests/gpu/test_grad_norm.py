@@ -27,11 +27,11 @@ class Launches(TorchDispatchMode):
 
 def weights(device: str, count: int = 448, dtype: torch.dtype = torch.float32) -> list[Tensor]:
     """Weights with gradients: factors of a LoRA by default."""
-    found = [torch.zeros(16, 64 + i % 3, device=device, dtype=dtype) for i in range(count)]
+    tensors = [torch.zeros(16, 64 + i % 3, device=device, dtype=dtype) for i in range(count)]
     generator = torch.Generator().manual_seed(0)
-    for weight in found:
+    for weight in tensors:
         weight.grad = torch.randn(weight.shape, generator=generator).to(device, dtype)
-    return found
+    return tensors
 
 
 def on(device: str) -> Run:

@@ -49,7 +49,7 @@ def test_one_rank_shards_its_model(one_rank: Run, tmp_path: Path) -> None:
 
 
 def test_offloaded_parameters_are_on_the_cpu_and_buffers_on_the_device(one_rank: Run, tmp_path: Path) -> None:
-    """As FSDP checks before the first forward pass of a model with CPUOffloadPolicy."""
+    """Placement that FSDP requires before the first forward pass of a model with CPUOffloadPolicy."""
     one_rank.parallel = Parallel(offload=True)
     source = Folder.open(made(tmp_path, "llama3.2"))
     model = assemble.outline(source, Plain(), LoRA(4, init="pissa"))
@@ -68,7 +68,7 @@ def test_offloaded_parameters_are_on_the_cpu_and_buffers_on_the_device(one_rank:
 
 def test_offload_changes_no_number(one_rank: Run, tmp_path: Path) -> None:
     """Fused AdamW, the norm and clipping on the weights that FSDP offloads."""
-    found = []
+    results = []
     for parallel in (Parallel(), Parallel(offload=True)):
         one_rank.parallel = parallel
         model = built(tmp_path, one_rank)
@@ -76,6 +76,6 @@ def test_offload_changes_no_number(one_rank: Run, tmp_path: Path) -> None:
         for _ in range(2):
             loss = CrossEntropy()(model, batch(tokens()))
             loss.backward()
-            found.append((loss.detach(), update()))
-    for plain, offloaded in zip(found[:2], found[2:], strict=True):
+            results.append((loss.detach(), update()))
+    for plain, offloaded in zip(results[:2], results[2:], strict=True):
         assert all(map(torch.equal, plain, offloaded))

@@ -20,18 +20,18 @@ from tunekit.precision import Precision
 
 
 class Transfers(TorchDispatchMode):
-    """Copies from the CPU to another device: (dtype there, dtype here, bytes)."""
+    """Copies from the CPU to another device: (dtype of the source, dtype of the copy, bytes)."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: list[tuple[torch.dtype, torch.dtype, int]] = []
+        self.copies: list[tuple[torch.dtype, torch.dtype, int]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         sources = {"aten::copy_": args[1:2], "aten::_to_copy": args[:1]}.get(func._schema.name, ())
         for source in sources:
             if isinstance(source, Tensor) and source.device.type == "cpu" and out.device.type == "meta":
-                self.found.append((source.dtype, out.dtype, source.nbytes))
+                self.copies.append((source.dtype, out.dtype, source.nbytes))
         return out
 
 
@@ -42,8 +42,8 @@ def test_weights_are_sent_as_they_are_stored(name: str, tmp_path: Path) -> None:
     Precision("bf16", "bf16", "bf16").apply(model, source.dtypes, torch.device("cpu"))  # the checkpoint has fp32
     with Transfers() as transfers:
         read(source, model, quiet=True)  # the model is on the meta device, which stands for a GPU
-    assert transfers.found
-    assert {(there, here) for there, here, _ in transfers.found} == {(torch.float32, torch.float32)}
+    assert transfers.copies
+    assert {(source, target) for source, target, _ in transfers.copies} == {(torch.float32, torch.float32)}
 
 
 def test_large_tensors_are_sent_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,8 +53,8 @@ def test_large_tensors_are_sent_in_pieces(monkeypatch: pytest.MonkeyPatch) -> No
         upload(target, source)
         upload(target[3:50].T, source[3:50].T)
         upload(torch.empty((), device="meta"), torch.ones(()))
-    assert max(size for _, _, size in transfers.found) <= 1000
-    assert sum(size for _, _, size in transfers.found) == source.nbytes + source[3:50].nbytes + 4
+    assert max(size for _, _, size in transfers.copies) <= 1000
+    assert sum(size for _, _, size in transfers.copies) == source.nbytes + source[3:50].nbytes + 4
 
 
 def test_on_the_cpu_nothing_changes() -> None:

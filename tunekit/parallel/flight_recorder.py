@@ -85,7 +85,7 @@ def file_of(folder: Path, backend: str, rank: int) -> Path:
 
 def serve(dump: Callable[[], Mapping[str, bytes]], rank: int) -> None:
     """Write what `dump` returns for each backend whenever the process that has started this rank asks for it."""
-    word = os.environ.get(CHANNEL)
+    word = os.environ.pop(CHANNEL, None)  # one thread for a process, and none for those that it starts
     if word is None:
         return
     number, _, folder = word.partition(":")
@@ -196,11 +196,11 @@ def quote(folder: Path, ranks: Sequence[int]) -> list[str]:
 def lag(group: str, last: Mapping[int, Mapping[str, Collective]]) -> str:
     """Which ranks have issued fewer collectives of a group than others; empty if none."""
     items = {rank: collectives[group] for rank, collectives in last.items() if group in collectives}
-    most = max(item.number for item in items.values())
-    behind = [f"rank {rank} is at #{item.number}" for rank, item in items.items() if item.number < most]
-    if not behind:
+    newest = max(item.number for item in items.values())
+    lagging = [f"rank {rank} is at #{item.number}" for rank, item in items.items() if item.number < newest]
+    if not lagging:
         return ""
-    return f"  {next(iter(items.values())).description}: {', '.join(behind)}, the others at #{most}"
+    return f"  {next(iter(items.values())).description}: {', '.join(lagging)}, the others at #{newest}"
 
 
 def last_of_groups(folder: Path, rank: int) -> dict[str, Collective]:

@@ -26,5 +26,5 @@ def group_along(ranks: torch.Tensor, dim: int, name: str, timeout: timedelta) ->
     if len(rows) == 1:  # all ranks: they have a group already
         return cast("dist.ProcessGroup", dist.group.WORLD)
     groups = [dist.new_group(row, timeout, group_desc=name) for row in rows]
-    own = next(group for row, group in zip(rows, groups, strict=True) if dist.get_rank() in row)
-    return cast("dist.ProcessGroup", own)
+    group = next(group for row, group in zip(rows, groups, strict=True) if dist.get_rank() in row)
+    return cast("dist.ProcessGroup", group)
