@@ -206,7 +206,11 @@ def torchtune_step(method: str, num_layers: int) -> Step:
             model = parts.llama3_1(**sizes)
         else:
             model = parts.lora_llama3_1(targets, True, False, **sizes, lora_rank=RANK, lora_alpha=32)
-    model.to(BF16)
+    for module in model.modules():
+        if module.__class__.__name__.endswith("RoPE"):  # its tables are not made on the meta device
+            with torch.device("cpu"):
+                module.rope_init()
+    model.to(device="meta", dtype=BF16)
     if method != "full":
         peft.set_trainable_params(model, peft.get_adapter_params(model))
     loss_fn = losses.CEWithChunkedOutputLoss()

@@ -1,5 +1,7 @@
 """Products of rows with the weight of the expert that each row belongs to."""
 
+import importlib
+from functools import cache
 from typing import Any
 
 import torch
@@ -7,12 +9,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tunekit.kernels import shapes
-from tunekit.kernels.compiler import uncompiled
+from tunekit.kernels.compiler import constant, uncompiled
 
 ALIGNED = 16  # bytes: torch's grouped product wants rows of a multiple of these
 
 # Where experts without rows get zeros: on Blackwell their gradients are what was in memory before (pytorch 172439).
 CLEAN = {"cpu"}
+
+# Generations of GPUs for which torch has a kernel. On others it is a loop over experts that waits for their sizes.
+FUSED = {9, 10}
 
 
 def grouped(x: Tensor, weight: Tensor, sizes: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -60,7 +65,7 @@ class Grouped(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, sizes: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight, sizes)
-        y = F.grouped_mm(x, weight.to(x.dtype).mT, offs=ends(sizes))
+        y = multiply_groups(x, weight.to(x.dtype).mT, ends(sizes))
         return y if bias is None else y.add_(bias.repeat_interleave(sizes, dim=0, output_size=len(x)))
 
     @staticmethod
@@ -69,7 +74,7 @@ class Grouped(torch.autograd.Function):
         grad = grads[0].contiguous()
         back = of_weight = of_bias = None
         if ctx.needs_input_grad[0]:
-            back = F.grouped_mm(grad, weight.to(x.dtype), offs=ends(sizes))
+            back = multiply_groups(grad, weight.to(x.dtype), ends(sizes))
         if ctx.needs_input_grad[1]:
             of_weight = outer(grad, x, sizes).to(weight.dtype)
         if ctx.needs_input_grad[3]:
@@ -80,8 +85,30 @@ class Grouped(torch.autograd.Function):
 
 def outer(a: Tensor, b: Tensor, sizes: Tensor) -> Tensor:
     """The sum of the outer products of the rows of each expert: (N, p) and (N, q) to (E, p, q)."""
+    if is_loop(a):
+        return gpu().grouped_outer(a, b, ends(sizes))
     y = F.grouped_mm(a.mT, b, offs=ends(sizes))
     return y if shapes.device(y) in CLEAN else y.masked_fill_((sizes == 0)[:, None, None], 0)
+
+
+def multiply_groups(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """x W[e] of rows (N, in) up to each of `ends` (E,) and `weight` (E, in, out)."""
+    return gpu().grouped_product(x, weight, ends) if is_loop(x) else F.grouped_mm(x, weight, offs=ends)
+
+
+def is_loop(x: Tensor) -> bool:
+    """Whether torch's grouped product is a loop that waits for the device."""
+    return x.device.type == "cuda" and not torch.compiler.is_compiling() and generation(x.device) not in FUSED
+
+
+@constant
+def generation(device: torch.device) -> int:
+    return torch.cuda.get_device_capability(device)[0]
+
+
+@cache
+def gpu() -> Any:
+    return importlib.import_module("tunekit.kernels.experts_triton")
 
 
 def ends(sizes: Tensor) -> Tensor:
@@ -104,3 +131,28 @@ class Sorted(torch.autograd.Function):
 def by_expert(x: Tensor, order: Tensor, back: Tensor) -> Tensor:
     """Rows of `x` (N, ...) in `order` (N,), a permutation, which `back` undoes."""
     return Sorted.apply(x, order, back)
+
+
+class Gathered(torch.autograd.Function):
+    """Copies of rows in an order, with one gather; the gradient is a gather and a sum over the copies."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, back: Tensor, copies: int) -> Tensor:
+        ctx.save_for_backward(back)
+        ctx.shape = len(x), copies
+        return x.index_select(0, order // copies)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        rows = grads[0].index_select(0, ctx.saved_tensors[0])
+        return rows.unflatten(0, ctx.shape).sum(1), None, None, None
+
+
+def copy_by_expert(x: Tensor, order: Tensor, back: Tensor, copies: int) -> Tensor:
+    """Rows of `x` (T, ...), each repeated `copies` times, in `order` (T * copies,), which `back` undoes."""
+    return Gathered.apply(x, order, back, copies)
+
+
+def invert(order: Tensor) -> Tensor:
+    """The permutation that undoes another one, without a second sort."""
+    return torch.empty_like(order).index_copy_(0, order, torch.arange(len(order), device=order.device))

@@ -7,11 +7,12 @@ from torch import Tensor
 
 from tests.checkpoints import error
 from tunekit.kernels import experts
-from tunekit.kernels.experts import by_expert, fits, grouped, reference
+from tunekit.kernels.experts import by_expert, copy_by_expert, fits, grouped, invert, reference
 
 ROWS = {"some": [3, 1, 5, 2], "gaps": [0, 4, 0, 7], "one": [0, 0, 11, 0], "first": [11, 0, 0, 0], "last": [0, 0, 0, 11]}
 FITTING, ODD = (16, 24), (7, 5)  # widths of rows that torch's grouped product takes, and others
 FP32, BF16 = torch.float32, torch.bfloat16
+KERNEL = experts
 
 
 def made(rows: list[int], widths: tuple[int, int], x: torch.dtype, weight: torch.dtype) -> list[Tensor]:
@@ -82,6 +83,31 @@ def test_sorted_rows_and_their_gradient() -> None:
     assert torch.equal(y, x[order])
     y.backward(grad)
     assert torch.equal(x.grad[order], grad)
+
+
+@pytest.mark.parametrize("copies", [1, 3])
+def test_copied_rows_are_repeated_and_sorted_rows(copies: int) -> None:
+    """Bit for bit, and so is the gradient."""
+    x, grad, order = torch.randn(7, 4).bfloat16().requires_grad_(), torch.randn(7 * copies, 4).bfloat16(), None
+    order = torch.randperm(7 * copies)
+    assert torch.equal(invert(order), order.argsort())
+    wanted = by_expert(x.repeat_interleave(copies, dim=0), order, order.argsort())
+    found = copy_by_expert(x, order, invert(order), copies)
+    assert torch.equal(found, wanted)
+    assert torch.equal(*(torch.autograd.grad(y, x, grad)[0] for y in (found, wanted)))
+
+
+@pytest.mark.parametrize("rows", [[70, 0, 1, 64, 0], [0, 0, 130], [0, 3], [1] * 9], ids=str)
+@pytest.mark.parametrize("widths", [(16, 24), (136, 72)], ids=str)
+def test_kernels_for_older_gpus_are_the_products(rows: list[int], widths: tuple[int, int], interpreted) -> None:
+    x, weight, _, sizes = (t.detach() for t in made(rows, widths, FP32, FP32))
+    ends = experts.ends(sizes)
+    wanted = row_by_row(x, weight, sizes, torch.zeros(weight.shape[:2]))
+    assert error(interpreted.grouped_product(x, weight.mT, ends), wanted) < 1e-6
+    back = torch.cat([part @ w for part, w in zip(wanted.split(rows), weight, strict=True)])
+    assert error(interpreted.grouped_product(wanted, weight, ends), back) < 1e-6
+    outer = torch.stack([a.T @ b for a, b in zip(wanted.split(rows), x.split(rows), strict=True)])
+    assert error(interpreted.grouped_outer(wanted, x, ends), outer) < 1e-6
 
 
 @pytest.mark.gpu

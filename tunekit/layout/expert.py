@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from tunekit.errors import UserError
 from tunekit.kernels import shapes
-from tunekit.kernels.experts import by_expert, even
+from tunekit.kernels.experts import by_expert, even, invert
 from tunekit.layout.cut import keep
 from tunekit.models.decoder import Decoder
 from tunekit.models.experts import Experts
@@ -65,7 +65,7 @@ class Travel:
         team, here = self.team, self.experts // self.team.size
         counts = torch.empty_like(sizes)
         team.swap(counts, sizes)
-        there, back = (rows_of(each.view(team.size, here), len(x)) for each in (sizes, counts))
+        there, back = rows_of(torch.stack([sizes, counts]).view(2, team.size, here), len(x))  # the host waits once
         rows = send(x, there, back, team, team.size)
         # They came by rank, and by expert from each: now by expert alone. An expert that gets nothing learns nothing,
         # but one row there must be for all gradients to be.
@@ -76,10 +76,11 @@ class Travel:
         if not len(rows):
             y = made(F.pad(rows, (0, 0, 0, 1)), F.pad(own[:-1], (0, 1), value=1))[:0]
         else:
-            y = by_expert(made(by_expert(rows, order, order.argsort()), own), order.argsort(), order)
+            inverse = invert(order)
+            y = by_expert(made(by_expert(rows, order, inverse), own), inverse, order)
         return send(y, back, there, team, 1 / team.size)
 
 
-def rows_of(counts: Tensor, total: int) -> list[int]:
-    """Rows for each rank or from each, of the counts (ranks, experts)."""
-    return even(total, len(counts)) if shapes.alone() else counts.sum(1).tolist()
+def rows_of(counts: Tensor, total: int) -> list[list[int]]:
+    """Rows for each rank, and from each, of the counts (2, ranks, experts)."""
+    return [even(total, counts.shape[1])] * 2 if shapes.alone() else counts.sum(-1).tolist()

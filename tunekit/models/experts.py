@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tunekit.kernels.experts import by_expert
+from tunekit.kernels.experts import by_expert, copy_by_expert, invert
 from tunekit.kernels.glu import gated
 from tunekit.models.feedforward import GatedMLP
 from tunekit.models.init import Fresh, normal
@@ -136,13 +136,13 @@ class MixtureOfExperts(nn.Module):
         """Outputs of the chosen experts of `x` (T, dim), added up with their weights."""
         weights = weights if self.spec.precise else weights.type_as(x)
         expert, order = chosen.flatten().sort(stable=True)
-        back = order.argsort()
+        back = invert(order)
         ends = torch.searchsorted(expert, torch.arange(self.spec.experts, device=x.device), right=True)
         sizes = ends.diff(prepend=ends.new_zeros(1))
-        rows = x.repeat_interleave(self.spec.top_k, dim=0)
+        rows = copy_by_expert(x, order, back, self.spec.top_k)
         if self.spec.weigh_input:
-            rows = (rows * weights.view(-1, 1)).type_as(x)
-        y = by_expert(self.experts(by_expert(rows, order, back), sizes), back, order).unflatten(0, chosen.shape)
+            rows = (rows * by_expert(weights.view(-1, 1), order, back)).type_as(x)
+        y = by_expert(self.experts(rows, sizes), back, order).unflatten(0, chosen.shape)
         if not self.spec.weigh_input:
             y = y * weights[..., None]
         return y.sum(1).type_as(x)
