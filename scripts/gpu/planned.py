@@ -23,7 +23,8 @@ HOME = Path("/tmp/tunekit-gpu-planned")
 PRESET, TOKENIZER = "tunekit/llama3_2_1b", "tunekit/nano"
 SMALL = {"num_hidden_layers": 2, "hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
 SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2}
-DATA = ("data={kind: chat, source: tunekit/tools, length: 2048, pack: true}", "batch=8", "validation=null")
+DATA = ("data={kind: chat, source: tunekit/tools, length: LENGTH, pack: true}", "batch=8", "validation=null")
+LENGTHS = {"cuda": "2048", "cpu": "256"}
 RUNS = {
     "lora": ("1b_lora", "micro_batch=2"),
     "lora, recompute": ("1b_lora", "micro_batch=4", "memory.recompute=true"),
@@ -83,6 +84,7 @@ def compare(name: str, checkpoint: Path, device: str, steps: int) -> bool:
     config, *more = RUNS[name]
     out = HOME / name.replace(" ", "_").replace(",", "")
     words = [f"llama3_2/{config}", f"model={checkpoint}", f"out={out}", f"steps={steps}", *DATA, *more]
+    words = [word.replace("LENGTH", LENGTHS[device]) for word in words]
     words += [f"device={device}", "log.every=1"]
     where = ["--gpus", "1", "--gpu", "h200"] if device == "cuda" else []
     plan = run(["tune", "plan", *words, "--json", *where])
