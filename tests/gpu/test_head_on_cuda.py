@@ -1,4 +1,4 @@
-"""What the head does on CUDA alone: aligned rows of logits, and gradients that accumulate in fp32 in one product."""
+"""The head on CUDA: aligned rows of logits, and gradients that accumulate in fp32 in one product."""
 
 from collections import Counter
 from dataclasses import dataclass

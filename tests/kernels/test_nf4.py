@@ -272,7 +272,7 @@ def test_one_launch(shape: tuple[int, ...], dtype, nested: bool, interpreted: Mo
 
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
-@pytest.mark.parametrize("sizes", [(1, 1, 64), (3, 9, 576), (5, 33, 320), (8, 300, 64)], ids=str)
+@pytest.mark.parametrize("sizes", [(1, 1, 64), (2, 5, 1088), (3, 9, 576), (5, 33, 320), (8, 300, 64)], ids=str)
 def test_a_few_rows(sizes: tuple[int, int, int], dtype, nested: bool, interpreted: ModuleType) -> None:
     rows, out, inner = sizes
     parts, x, bias = kept(random(out, inner), nested), random(rows, inner, seed=1).to(dtype), random(out, seed=2)
