@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from tunekit.kernels import attention_gpu, attention_native
 from tunekit.kernels.compiler import uncompiled
 from tunekit.kernels.prefix import Before, Prefixes
+from tunekit.kernels.sequence_layout import SequenceLayout
 
 ALIGNED = 8  # channels: kernels on a GPU want a multiple
 BLOCK = 256  # queries at once where scores must be written down: memory grows with S * BLOCK
@@ -36,23 +37,24 @@ def attend(
     k: Tensor,
     v: Tensor,
     rule: Rule,
-    offsets: Tensor | None = None,
+    layout: SequenceLayout | None = None,
     sinks: Tensor | None = None,
     prefixes: Prefixes | None = None,
 ) -> Tensor:
     """Causal attention of (B, S, H, D) queries on (B, S, H_kv, D) keys and (B, S, H_kv, D_v) values: (B, S, H, D_v).
 
-    `offsets` (documents + 1,) on the CPU bounds the documents in the flattened (B * S) tokens: none sees another.
-    Without it every row is one document. `sinks` (H,) are scores that take probability and give nothing. Documents that
-    have `prefixes` see these too.
+    `layout` bounds the documents in the flattened (B * S) tokens: none sees another. Without it every row is one
+    document. `sinks` (H,) are scores that take probability and give nothing. Where documents of the layout have
+    prefixes, `prefixes` are their keys, which they see too.
     """
-    bounds = None
     if prefixes is not None:
-        k, v, bounds = prefixes.take(k), prefixes.take(v), prefixes.offsets
+        k, v = prefixes.take(k), prefixes.take(v)
+    if attention_gpu.fits(q, rule.softcap is not None):
+        return attention_gpu.fused(q, k, v, rule.numbers(), layout, sinks)
+    offsets = None if layout is None else layout.cu_seqlens
+    bounds = None if prefixes is None else prefixes.offsets
     if attention_native.fits(q):
         return attention_native.fused(q, k, v, rule.numbers(), offsets, sinks, bounds)
-    if attention_gpu.fits(q):
-        return attention_gpu.fused(q, k, v, rule.numbers(), offsets, sinks, bounds)
     if offsets is None:
         return chunked(q, k, v, rule, sinks)
     return packed(q, k, v, rule, offsets, sinks, bounds)

@@ -9,6 +9,7 @@ from torch import Tensor
 from tunekit.kernels.attention import Rule, attend, attend_cached, attend_part
 from tunekit.kernels.prefix import Before, Prefixes
 from tunekit.kernels.rope import Rotation
+from tunekit.kernels.sequence_layout import SequenceLayout
 
 
 class KV:
@@ -88,7 +89,7 @@ class Place:
     """What all layers of one pass share: where the tokens are."""
 
     positions: Tensor  # (B, S) of the tokens that are here
-    offsets: Tensor | None  # bounds of packed documents, in whole rows
+    layout: SequenceLayout | None  # bounds of packed documents, in whole rows
     lengths: Tensor | None  # (B,) tokens of each row that are not padding behind it; None: all, or nobody asks
     rotations: tuple[Rotation, ...]  # one for each distinct Rope of the model
     used: int = 0  # slots of the cache to look at
@@ -109,4 +110,4 @@ class Place:
         if k.shape[1] != q.shape[1]:
             return attend_cached(q, k, v, self.positions, rule, sinks)
         assert not isinstance(self.before, Before)
-        return attend(q, k, v, rule, self.offsets, sinks, self.before)  # there is nothing but what came now
+        return attend(q, k, v, rule, self.layout, sinks, self.before)  # there is nothing but what came now
