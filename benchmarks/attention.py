@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tunekit.kernels.attention import Rule, attend, chunked, packed
+from tunekit.kernels.sequence_layout import SequenceLayout
 from tunekit.machine import hardware
 
 DOCUMENTS = 200, 312  # tokens, in turns
@@ -24,7 +25,7 @@ Form = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def ours(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor) -> Tensor:
-    return attend(q, k, v, RULE, offsets)
+    return attend(q, k, v, RULE, SequenceLayout(offsets))
 
 
 def each(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor) -> Tensor:

@@ -113,10 +113,10 @@ def model(config: dict, weights: Plain, adapter: Full | LoRA, memory: Memory, pr
 
 
 def batch(vocab: int, rows: int, length: int, packed: bool = True) -> Batch:
-    """Packed rows of documents of an eighth, three eighths and half of a row."""
+    """Rows of one document each; packed: of documents of an eighth, three eighths and half of a row."""
     tokens = torch.randint(0, vocab, (rows, length), device=DEVICE)
     sizes = [length // 8, 3 * length // 8, length // 2] * rows if packed else [length] * rows
-    offsets = F.pad(torch.tensor(sizes).cumsum(0), (1, 0)).int().to(DEVICE)
+    offsets = F.pad(torch.tensor(sizes).cumsum(0), (1, 0)).int()  # on the host, as a loader has them
     positions = torch.cat([torch.arange(n) for n in sizes]).view(rows, length).to(DEVICE)
     return Batch(tokens, tokens.roll(-1, 1), positions, offsets, rows * length, rows * length)
 
@@ -145,11 +145,11 @@ def flops(net: Decoder, rows: Batch, factor: int) -> float:
 
 
 def steps(size: Size, preset: str, weights: Plain, adapter: Full | LoRA, **how) -> dict[str, float]:
-    """Steps of tunekit on a preset; `how`: rows, length, recompute, factor."""
+    """Steps of tunekit on a preset; `how`: rows, length, recompute, factor, packed."""
     config, memory = size.config(preset), Memory(recompute=how.get("recompute", False))
     trained = "bf16" if type(adapter) is Full else "fp32"
     net = model(config, weights, adapter, memory, Precision("bf16", trained=trained, frozen="bf16"))
-    rows = batch(net.spec.vocab, *size.tokens(how["rows"], how["length"]))
+    rows = batch(net.spec.vocab, *size.tokens(how["rows"], how["length"]), how.get("packed", True))
     found = outcome(train(net, adapter, rows), size)
     rate = max(multiplying(DEVICE, sides(size)).values())
     return found | {"matmul share": flops(net, rows, how["factor"]) / found["step"] / rate}
@@ -199,13 +199,13 @@ def repeated(work: Callable[[], object], size: Size) -> float:
 
 
 def lora(size: Size) -> dict[str, float]:
-    """A step of an 8B Llama, bf16 weights, rank 16 on all linear layers, 8,192 packed tokens."""
-    return steps(size, "tunekit/llama3_1_8b", Plain(), LoRA(16), rows=4, length=2048, factor=4)
+    """A step of an 8B Llama, bf16 weights, rank 16 on all linear layers, 4 rows of 2,048 tokens, as in `theirs`."""
+    return steps(size, "tunekit/llama3_1_8b", Plain(), LoRA(16), rows=4, length=2048, factor=4, packed=False)
 
 
 def qlora(size: Size) -> dict[str, float]:
     """The same with four-bit weights."""
-    return steps(size, "tunekit/llama3_1_8b", NF4(), LoRA(16), rows=4, length=2048, factor=4)
+    return steps(size, "tunekit/llama3_1_8b", NF4(), LoRA(16), rows=4, length=2048, factor=4, packed=False)
 
 
 def full(size: Size) -> dict[str, float]:
@@ -364,6 +364,7 @@ def main() -> None:
     if args.inside:
         print(json.dumps(names[args.sections[0]](Size(args.small))))
         return
+    args.results.mkdir(parents=True, exist_ok=True)
     found: dict[str, dict[str, float | str]] = {}
     spent: dict[str, float] = {}
     for name in args.sections:

@@ -14,6 +14,7 @@ from tunekit.kernels.attention_choice import describe_call, device_type, needs_e
 from tunekit.kernels.attention_ranges import attend_segments, find_segments
 from tunekit.kernels.compiler import uncompiled
 from tunekit.kernels.prefix import Before, Prefixes
+from tunekit.kernels.sequence_layout import SequenceLayout, rows_layout
 
 ALIGNED = 8  # channels: kernels on a GPU want a multiple
 BLOCK = 256  # queries at once where scores must be written down: memory grows with S * BLOCK
@@ -38,23 +39,24 @@ def attend(
     k: Tensor,
     v: Tensor,
     rule: Rule,
-    offsets: Tensor | None = None,
+    layout: SequenceLayout | None = None,
     sinks: Tensor | None = None,
     prefixes: Prefixes | None = None,
 ) -> Tensor:
     """Causal attention of (B, S, H, D) queries on (B, S, H_kv, D) keys and (B, S, H_kv, D_v) values: (B, S, H, D_v).
 
-    `offsets` (documents + 1,) on the CPU bounds the documents in the flattened (B * S) tokens: none sees another.
-    Without it every row is one document. `sinks` (H,) are scores that take probability and give nothing. Documents that
-    have `prefixes` see these too.
+    `layout` bounds the documents in the flattened (B * S) tokens: none sees another. Without it every row is one
+    document. `sinks` (H,) are scores that take probability and give nothing. Where documents of the layout have
+    prefixes, `prefixes` are their keys, which they see too.
     """
-    bounds = None
     if prefixes is not None:
-        k, v, bounds = prefixes.take(k), prefixes.take(v), prefixes.offsets
+        k, v = prefixes.take(k), prefixes.take(v)
+    if attention_gpu.fits(q, rule.softcap is not None):
+        return attention_gpu.fused(q, k, v, rule.numbers(), layout, sinks)
+    offsets = None if layout is None else layout.cu_seqlens
+    bounds = None if prefixes is None else prefixes.offsets
     if attention_native.fits(q):
         return attention_native.fused(q, k, v, rule.numbers(), offsets, sinks, bounds)
-    if attention_gpu.fits(q):
-        return attention_gpu.fused(q, k, v, rule.numbers(), offsets, sinks, bounds)
     if offsets is None:
         return chunked(q, k, v, rule, sinks)
     return packed(q, k, v, rule, offsets, sinks, bounds)
@@ -155,16 +157,16 @@ def attend_part(  # noqa: PLR0913 (as `attend`, and where the queries are)
     stretches: Sequence[range],
     sinks: Tensor | None = None,
     prefixes: Before | None = None,
-    offsets: Tensor | None = None,
+    layout: SequenceLayout | None = None,
 ) -> Tensor:
     """The same for queries (B, S, H, D) of some stretches of each row, on keys and values (B, K, ...) of whole rows.
 
     `positions` (B, S) of the queries count from 0 in each document. Behind the last key there may be queries that
     nobody asks. A block of queries at a time: memory grows with S and not its square. On a GPU documents are taken from
-    `offsets`, which bound them in the whole rows; without them every row is one document.
+    `layout`, which bounds them in the full rows; without it every row is one document.
     """
-    if prefixes is None and attention_gpu.fits(q):
-        return attend_ranges(q, k, v, rule, stretches, sinks, offsets)
+    if prefixes is None and attention_gpu.fits(q, rule.softcap is not None):
+        return attend_ranges(q, k, v, rule, stretches, sinks, layout)
     # Masks of all blocks together would be as many bytes as there are pairs of tokens: they are made again.
     again = partial(checkpoint, attend_block, use_reentrant=False, preserve_rng_state=False)
     work, out, done = again if torch.is_grad_enabled() else attend_block, [], 0
@@ -184,20 +186,17 @@ def attend_ranges(
     rule: Rule,
     ranges: Sequence[range],
     sinks: Tensor | None,
-    offsets: Tensor | None,
+    layout: SequenceLayout | None,
 ) -> Tensor:
     """The same by kernels for packed documents, without masks."""
-    rows, length = k.shape[:2]
-    if offsets is None:
-        offsets = attention_gpu.rows_of(rows, length)
+    shape, device = (k.shape[0], k.shape[1]), q.device
+    layout = rows_layout(*shape) if layout is None else layout
     window = 0 if rule.window is None or rule.chunk is not None else rule.window
-    key = "segments", rows, length, *((some.start, some.stop) for some in ranges), window, q.device
-    segments = attention_gpu.kept(
-        offsets, key, lambda: find_segments(offsets, (rows, length), ranges, window, q.device)
-    )
+    key = "segments", shape, *((some.start, some.stop) for some in ranges), window, device
+    segments = layout.derive(key, lambda: find_segments(layout.cu_seqlens, shape, ranges, window, device))
 
-    def fused(q: Tensor, k: Tensor, v: Tensor, at: Tensor, key_at: Tensor) -> Tensor:
-        return attention_gpu.fused(q, k, v, rule.numbers(), at, sinks, key_at)
+    def fused(q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout) -> Tensor:
+        return attention_gpu.fused(q, k, v, rule.numbers(), layout, sinks)
 
     return attend_segments(q, k, v, segments, fused)
 

@@ -3,15 +3,14 @@
 Bounds of documents stay on the CPU and are copied to the device once a pass: nothing waits for the device.
 """
 
-from collections.abc import Callable
-from functools import cache, lru_cache
+from collections.abc import Callable, Iterable
+from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
-from torch.utils.weak import WeakIdKeyDictionary
 
 from tunekit.devices import capabilities
 from tunekit.kernels.attention_choice import (
@@ -21,15 +20,18 @@ from tunekit.kernels.attention_choice import (
     choose_attention_backend,
     get_capabilities,
 )
-from tunekit.kernels.attention_native import flat, keep
+from tunekit.kernels.attention_native import flat
 from tunekit.kernels.compiler import constant, uncompiled
+from tunekit.kernels.device_tensors import copy_to_device
+from tunekit.kernels.sequence_layout import SequenceLayout, rows_layout
 
 NARROWEST, ALIGNED = 16, 8  # channels: the least, and a multiple, of kernels on a GPU
 BLOCK = 128  # queries, and keys, of a block of FlexAttention
 HALVES = HALF_DTYPES
 Bounds = tuple[Tensor, int, Tensor, int]  # of queries and of keys, and the longest stretch between two of them
-# What was made of bounds for the layers of a pass, as long as the bounds live.
-MADE = WeakIdKeyDictionary()
+# Queries and keys for which FlexAttention is not compiled where no gradient is needed: it takes 20 to 60 s.
+SMALL = 2**12
+FLEX_VARIANTS = 64  # dtypes, head dims, windows, caps, with and without gradients: each is compiled once
 
 
 @constant
@@ -38,9 +40,14 @@ def has_flash_lse(device: torch.device) -> bool:
     return capabilities(device).flash_lse
 
 
-def fits(q: Tensor) -> bool:
-    """Whether FlashAttention or FlexAttention takes packed documents of these queries."""
-    return q.device.type == "cuda" and has_packed_kernel(q.device, q.dtype, q.shape[-1])
+def fits(q: Tensor, capped: bool) -> bool:
+    """Whether FlashAttention or FlexAttention takes packed documents of these queries, whose scores may be capped."""
+    if q.device.type != "cuda":
+        return False
+    needs_flex = capped or q.dtype == torch.float32
+    if needs_flex and not torch.is_grad_enabled() and q.shape[0] * q.shape[1] <= SMALL:
+        return False  # as in the verification of a checkpoint
+    return has_packed_kernel(q.device, q.dtype, q.shape[-1])
 
 
 @constant
@@ -50,41 +57,35 @@ def has_packed_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -
 
 
 def fused(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    rule: list[float],
-    offsets: Tensor | None,
-    sinks: Tensor | None,
-    key_offsets: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, rule: list[float], layout: SequenceLayout | None, sinks: Tensor | None
 ) -> Tensor:
     """Causal attention (B, S, H, D_v). `rule`: scale, window, chunk and softcap; 0 says that there is none.
 
-    `key_offsets` bound the keys of documents that have more of them than queries, which are those of the last keys.
+    Where documents of the layout have prefixes, there are more keys than queries, which are those of the last keys.
     """
-    bounds = rows_of(*q.shape[:2]) if offsets is None else offsets
+    layout = rows_layout(*q.shape[:2]) if layout is None else layout
     width = v.shape[-1]
     most = max(NARROWEST, -(-max(q.shape[-1], width) // ALIGNED) * ALIGNED)
     q, k, v = (x if x.shape[-1] == most else F.pad(x, (0, most - x.shape[-1])) for x in (q, k, v))
     if q.dtype in HALVES and not rule[3] and (sinks is None or has_flash_lse(q.device)):
-        return flash(q, k, v, bounds, sinks, rule, key_offsets)[0][..., :width]
-    return flex(q, k, v, bounds, sinks, rule, key_offsets)[..., :width]
+        at, longest, key_at, most_keys = varlen_bounds(layout, int(rule[2]), q.device)
+        return flash(q, k, v, at, key_at, longest, most_keys, sinks, rule)[0][..., :width]
+    return flex(q, k, v, layout, sinks, rule)[..., :width]
 
 
-@lru_cache(maxsize=16)
-def rows_of(rows: int, length: int) -> Tensor:
-    """Every row is a document. The same tensor each time: what is made of it is kept."""
-    return torch.arange(rows + 1, dtype=torch.int32) * length
+def prepare(layout: SequenceLayout, chunks: Iterable[int], device: torch.device) -> None:
+    """Copy to a GPU what its attention needs to know of documents, before the layers run, which may be compiled."""
+    if device.type == "cuda":
+        for chunk in chunks:
+            varlen_bounds(layout, chunk, device)
 
 
-def kept(offsets: Tensor, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
-    """What `make` gives, made once for these bounds."""
-    if offsets not in MADE:
-        MADE[offsets] = {}
-    made = MADE[offsets]
-    if key not in made:
-        made[key] = make()
-    return made[key]
+def varlen_bounds(layout: SequenceLayout, chunk: int, device: torch.device) -> Bounds:
+    """Bounds of queries and of keys on the device, and the longest stretch of each, which the host knows."""
+    if chunk not in layout.varlen_bounds:
+        with torch.inference_mode(False):
+            layout.varlen_bounds[chunk] = place_bounds(layout.cu_seqlens, layout.key_cu_seqlens, chunk, device)
+    return layout.varlen_bounds[chunk]
 
 
 def cut(offsets: Tensor, key_offsets: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
@@ -102,14 +103,9 @@ def cut(offsets: Tensor, key_offsets: Tensor, chunk: int) -> tuple[Tensor, Tenso
     return next(found), next(found)
 
 
-def placed(offsets: Tensor, key_offsets: Tensor, chunk: int, device: torch.device) -> Bounds:
-    """Bounds of queries and of keys on the device."""
-
-    def make() -> Bounds:
-        (q, longest), (k, most) = ((at.int(), int(at.diff().max())) for at in cut(offsets, key_offsets, chunk))
-        return q.to(device, non_blocking=True), longest, k.to(device, non_blocking=True), most
-
-    return kept(key_offsets, ("bounds", chunk, device), make)
+def place_bounds(offsets: Tensor, key_offsets: Tensor, chunk: int, device: torch.device) -> Bounds:
+    (q, longest), (k, most) = ((at.int(), int(at.diff().max())) for at in cut(offsets, key_offsets, chunk))
+    return copy_to_device(q, device), longest, copy_to_device(k, device), most
 
 
 # ---- FlashAttention ----
@@ -145,18 +141,22 @@ def backward(grad: Tensor, saved: list[Tensor], bounds: Bounds, rule: list[float
 
 
 @torch.library.custom_op("tunekit::flash", mutates_args=())
-def flash(
+def flash(  # noqa: PLR0913 (an operator takes no named tuples)
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    offsets: Tensor,
+    cu_seqlens: Tensor,
+    key_cu_seqlens: Tensor,
+    longest: int,
+    most: int,
     sinks: Tensor | None,
     rule: list[float],
-    key_offsets: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Causal attention (B, S, H, D), and the log-sum-exp (H, B * S) with the sinks in it."""
-    bounds = placed(offsets, offsets if key_offsets is None else key_offsets, int(rule[2]), q.device)
-    y, lse = forward(flat(q), flat(k), flat(v), bounds, rule)
+    """Causal attention (B, S, H, D), and the log-sum-exp (H, B * S) with the sinks in it.
+
+    Bounds are on the device, so that neither a recomputed layer nor the backward pass copies them again.
+    """
+    y, lse = forward(flat(q), flat(k), flat(v), (cu_seqlens, longest, key_cu_seqlens, most), rule)
     if sinks is not None:
         sink = sinks.float()[:, None]
         y = (y * (lse - sink).sigmoid().T[..., None]).type_as(y)
@@ -165,10 +165,12 @@ def flash(
 
 
 @torch.library.custom_op("tunekit::flash_back", mutates_args=())
-def flash_back(grad: Tensor, saved: list[Tensor], rule: list[float]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def flash_back(
+    grad: Tensor, saved: list[Tensor], longest: int, most: int, rule: list[float]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of queries, keys, values and sinks; `saved` is what `keep` keeps."""
-    q, k, v, offsets, key_offsets, y, lse, *sinks = saved
-    bounds = placed(offsets, key_offsets, int(rule[2]), q.device)
+    q, k, v, cu_seqlens, key_cu_seqlens, y, lse, *sinks = saved
+    bounds = cu_seqlens, longest, key_cu_seqlens, most
     # With the sink in the log-sum-exp the kernel makes shares that add up to less than 1: all that it must know.
     given = [*(flat(x) for x in (q, k, v, y)), lse]
     made = backward(flat(grad.contiguous()), given, bounds, rule)
@@ -181,29 +183,40 @@ def flash_back(grad: Tensor, saved: list[Tensor], rule: list[float]) -> tuple[Te
 
 
 @flash.register_fake
-def _(
+def _(  # noqa: PLR0913
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    offsets: Tensor,
+    cu_seqlens: Tensor,
+    key_cu_seqlens: Tensor,
+    longest: int,
+    most: int,
     sinks: Tensor | None,
     rule: list[float],
-    key_offsets: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     rows, length, heads, _ = q.shape
     return q.new_empty(q.shape), q.new_empty(heads, rows * length, dtype=torch.float32)
 
 
 @flash_back.register_fake
-def _(grad: Tensor, saved: list[Tensor], rule: list[float]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _(
+    grad: Tensor, saved: list[Tensor], longest: int, most: int, rule: list[float]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     q, k, v, _, _, _, _, *sinks = saved
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
     return dq, dk, dv, sinks[0].new_empty(sinks[0].shape) if sinks else q.new_empty(0)
 
 
+def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, cu_seqlens, key_cu_seqlens, ctx.longest, ctx.most, sinks, ctx.rule = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(q, k, v, cu_seqlens, key_cu_seqlens, *output, *([] if sinks is None else [sinks]))
+    ctx.sunk = sinks is not None
+
+
 def back(ctx: Any, grad: Tensor, _: None) -> tuple[Tensor | None, ...]:
-    dq, dk, dv, to_sinks = flash_back(grad, list(ctx.saved_tensors), ctx.rule)
-    return dq, dk, dv, None, to_sinks if ctx.sunk else None, None, None
+    dq, dk, dv, to_sinks = flash_back(grad, list(ctx.saved_tensors), ctx.longest, ctx.most, ctx.rule)
+    return dq, dk, dv, None, None, None, None, to_sinks if ctx.sunk else None, None
 
 
 flash.register_autograd(back, setup_context=keep)
@@ -214,24 +227,24 @@ flash.register_autograd(back, setup_context=keep)
 
 @cache
 def compiled() -> Callable[..., Any]:
-    return torch.compile(flex_attention)
+    """Behind the limit of torch, which is 8 variants, FlexAttention would run uncompiled and write all scores down.
+
+    As one graph it fails there, and says so.
+    """
+    config = torch._dynamo.config
+    config.recompile_limit = max(config.recompile_limit, FLEX_VARIANTS)
+    return torch.compile(flex_attention, fullgraph=True)
 
 
 @uncompiled  # it is compiled apart: what it is given is made on the CPU
-def flex(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    offsets: Tensor,
-    sinks: Tensor | None,
-    rule: list[float],
-    key_offsets: Tensor | None = None,
-) -> Tensor:
+def flex(q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout, sinks: Tensor | None, rule: list[float]) -> Tensor:
     """Causal attention (B, S, H, D), with a cap on the scores."""
     scale, window, chunk, softcap = rule
-    keys = offsets if key_offsets is None else key_offsets
-    key = window, chunk, q.device
-    mask = kept(keys, key, lambda: blocks(*cut(offsets, keys, int(chunk)), int(window), q.device))
+
+    def build_mask() -> BlockMask:
+        return blocks(*cut(layout.cu_seqlens, layout.key_cu_seqlens, int(chunk)), int(window), q.device)
+
+    mask = layout.derive(("block mask", window, chunk, q.device), build_mask)
     flat = [x.flatten(0, 1).transpose(0, 1)[None] for x in (q, k, v)]
     options = {"score_mod": capped(softcap) if softcap else None, "block_mask": mask, "scale": scale}
     y, aux = compiled()(*flat, **options, enable_gqa=q.shape[2] != k.shape[2], return_aux=AuxRequest(lse=True))
@@ -263,8 +276,8 @@ def blocks(bounds: Tensor, key_bounds: Tensor, window: int, device: torch.device
     begins = columns * BLOCK
     whole = seen & (begins >= oldest[last, None]) & (begins + BLOCK - 1 <= newest[first, None])
     listed = [x for part in (seen & ~whole, whole) for x in indices(part)]
-    partly, partly_at, wholly, wholly_at = (x[None, None].to(device, non_blocking=True) for x in listed)
-    visible = seen_by(*(x.int().to(device, non_blocking=True) for x in (oldest, newest)))
+    partly, partly_at, wholly, wholly_at = (copy_to_device(x[None, None], device) for x in listed)
+    visible = seen_by(*(copy_to_device(x.int(), device) for x in (oldest, newest)))
     return BlockMask.from_kv_blocks(
         partly, partly_at, wholly, wholly_at, BLOCK_SIZE=BLOCK, mask_mod=visible, seq_lengths=(tokens, keys)
     )

@@ -11,25 +11,27 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tunekit.kernels.device_tensors import copy_to_device
+from tunekit.kernels.sequence_layout import SequenceLayout
+
 
 class Segments(NamedTuple):
     """Documents made of ranges of queries; the last keys of each belong to its queries."""
 
-    offsets: Tensor  # (segments + 1,) int32 on the CPU: bounds in the flattened queries
-    key_offsets: Tensor  # (segments + 1,) int32 on the CPU: bounds in the gathered keys
+    layout: SequenceLayout  # bounds in the flattened queries, and in the gathered keys
     keys: Tensor  # indices of the gathered keys in the flattened rows, on the device
 
 
 def find_segments(
-    offsets: Tensor, shape: tuple[int, int], ranges: Sequence[range], window: int, device: torch.device
+    cu_seqlens: Tensor, shape: tuple[int, int], ranges: Sequence[range], window: int, device: torch.device
 ) -> Segments:
-    """Segments of the queries `ranges` of each row. `offsets` bound documents in rows of this shape (B, length).
+    """Segments of the queries `ranges` of each row. `cu_seqlens` bounds documents in rows of this shape (B, length).
 
     Queries after the end of a row are padding that nothing reads: they attend to as many keys of the row. With a
     `window` (0: none), keys that no query of a segment sees are left out.
     """
     rows, length = shape
-    bounds = offsets.tolist()
+    bounds = cu_seqlens.tolist()
     sizes, spans = [], []  # queries of each segment, and its keys (first, last + 1)
     for row in range(rows):
         for queries in ranges:
@@ -45,7 +47,8 @@ def find_segments(
                 spans.append((row * length, row * length + padding))
     keys = torch.cat([torch.arange(*span) for span in spans])
     counts = [stop - start for start, stop in spans]
-    return Segments(bounded(sizes), bounded(counts), keys.to(device, non_blocking=True))
+    layout = SequenceLayout(to_cu_seqlens(sizes), key_cu_seqlens=to_cu_seqlens(counts))
+    return Segments(layout, copy_to_device(keys, device))
 
 
 def within(bounds: Sequence[int], first: int, last: int) -> list[tuple[int, int]]:
@@ -54,8 +57,8 @@ def within(bounds: Sequence[int], first: int, last: int) -> list[tuple[int, int]
     return [(begin, end) for begin, end in documents if begin < end and begin < last and end > first]
 
 
-def bounded(sizes: Sequence[int]) -> Tensor:
-    """Bounds (n + 1,) of stretches of these sizes."""
+def to_cu_seqlens(sizes: Sequence[int]) -> Tensor:
+    """Bounds (n + 1,) int32 of documents of these sizes."""
     return torch.tensor([0, *sizes]).cumsum(0).int()
 
 
@@ -64,8 +67,8 @@ def attend_segments(
     k: Tensor,
     v: Tensor,
     segments: Segments,
-    fused: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor],
+    fused: Callable[[Tensor, Tensor, Tensor, SequenceLayout], Tensor],
 ) -> Tensor:
-    """Causal attention (B, S, H, D_v) by a kernel for packed documents: fused(q, k, v, offsets, key_offsets)."""
+    """Causal attention (B, S, H, D_v) by a kernel for packed documents: fused(q, k, v, layout)."""
     k, v = (x.flatten(0, 1).index_select(0, segments.keys)[None] for x in (k, v))
-    return fused(q, k, v, segments.offsets, segments.key_offsets)
+    return fused(q, k, v, segments.layout)

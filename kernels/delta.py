@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from tunekit.kernels.compiler import uncompiled
+from tunekit.kernels.device_tensors import copy_to_device
 
 CHUNK = 64  # tokens that are solved for together, at most
 HALVES = torch.bfloat16, torch.float16
@@ -39,7 +40,7 @@ def place_bounds(offsets: Tensor, width: int, device: torch.device) -> Bounds:
             document = torch.arange(1, len(offsets), device=offsets.device).repeat_interleave(lengths)
             index = width * document + torch.arange(len(document), device=offsets.device)
             tensors = offsets.int(), offsets[1:-1].long(), index, index - width
-            cached[width, device] = Bounds(*(t.to(device, non_blocking=True) for t in tensors))
+            cached[width, device] = Bounds(*(copy_to_device(t, device) for t in tensors))
     return cached[width, device]
 
 

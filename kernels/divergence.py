@@ -313,8 +313,9 @@ def torch_top(logits: Tensor, ids: Tensor, logs: Tensor, terms: Terms, gradient:
     own = x.gather(1, at).where(here, 0) if terms.count else torch.zeros_like(logs[:, :-1])
     own = added(own, share)
     entropy = -added((x.exp() * x.clamp(min=FLOOR)).sum(-1, keepdim=True), share)
-    row, place = here.nonzero(as_tuple=True)
-    x[row, at[row, place]] = -torch.inf
+    columns, first, some = columns_of(at, here)
+    if terms.count:
+        x.scatter_(1, columns, x.gather(1, columns).masked_fill(some, -torch.inf))
     left = largest(x, share).clamp(min=FLOOR)  # what is left may be so unlikely that its exponentials are zero
     rest = left + added((x - left).exp().sum(-1, keepdim=True), share).log()
     lp, lq = torch.cat([own, rest], dim=1).clamp(min=FLOOR), logs.float().clamp(min=FLOOR)
@@ -322,12 +323,23 @@ def torch_top(logits: Tensor, ids: Tensor, logs: Tensor, terms: Terms, gradient:
     if gradient:
         pull = pull - lp.exp() * pull.sum(-1, keepdim=True)
         x = (x - rest.clamp(min=FLOOR)).exp_().mul_(pull[:, -1:])
-        x[row, at[row, place]] = pull[row, place]
+        if terms.count:
+            own_pull = pull[:, :-1].where(here, pull.gather(1, first))
+            x.scatter_(1, columns, own_pull.where(some, x.gather(1, columns)))
         whole[:, terms.count :] = 0
         logits.copy_(x * caps)
     same = own[:, :1] == likeliest
     parts = far.sum(-1), (lq.exp() * (lq - lp)).sum(-1), entropy.squeeze(1), -(lq.exp() * lq).sum(-1), same.squeeze(1)
     return torch.stack([part.float() for part in parts], dim=1)
+
+
+def columns_of(at: Tensor, here: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Columns (N, k) to write to, where `at` counts only if `here`; the others are the row's first one that counts.
+
+    Also which that is (N, 1), and whether there is any (N, 1). A list of those that count would make the host wait.
+    """
+    first, some = here.int().argmax(1, keepdim=True), here.any(1, keepdim=True)
+    return at.where(here, at.gather(1, first)), first, some
 
 
 def fast_top(logits: Tensor, ids: Tensor, logs: Tensor, terms: Terms, gradient: bool) -> Tensor:

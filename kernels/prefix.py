@@ -3,8 +3,9 @@
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+
+from tunekit.kernels.sequence_layout import SequenceLayout
 
 
 class Prefixes(NamedTuple):
@@ -18,15 +19,17 @@ class Prefixes(NamedTuple):
         return x.flatten(0, 1).index_select(0, self.places)[None]
 
 
-def keys(offsets: Tensor, prefixes: Tensor, device: torch.device) -> Prefixes:
-    """`offsets` (documents + 1,) bound the documents' own tokens; `prefixes` (documents, 2): how many tokens stand
-    before these, and where in the flattened rows."""
-    counts, begins = prefixes.long().unbind(1)
-    lengths = offsets.diff().long()
-    first, sizes = (torch.stack(pair, 1).flatten() for pair in ((begins, offsets[:-1].long()), (counts, lengths)))
-    index = (first - (sizes.cumsum(0) - sizes)).repeat_interleave(sizes) + torch.arange(int(sizes.sum()))
-    bounds = F.pad((counts + lengths).cumsum(0), (1, 0)).to(offsets.dtype)
-    return Prefixes(index.to(device, non_blocking=True), bounds)
+def keys(layout: SequenceLayout, device: torch.device) -> Prefixes:
+    """Of documents that have a prefix before their own tokens."""
+
+    def places() -> Tensor:
+        assert layout.prefixes is not None
+        counts, begins = layout.prefixes.long().unbind(1)
+        lengths, starts = layout.cu_seqlens.diff().long(), layout.cu_seqlens[:-1].long()
+        first, sizes = (torch.stack(pair, 1).flatten() for pair in ((begins, starts), (counts, lengths)))
+        return (first - (sizes.cumsum(0) - sizes)).repeat_interleave(sizes) + torch.arange(int(sizes.sum()))
+
+    return Prefixes(layout.on_device("prefix keys", device, places), layout.key_cu_seqlens)
 
 
 class Before(NamedTuple):
@@ -36,8 +39,12 @@ class Before(NamedTuple):
     begins: Tensor  # the first of them, in the row
 
 
-def of_tokens(offsets: Tensor, prefixes: Tensor, like: Tensor) -> Before:
+def of_tokens(layout: SequenceLayout, like: Tensor) -> Before:
     """Of each token of rows `like` (B, S)."""
-    each = prefixes.long().repeat_interleave(offsets.diff().long(), 0).to(like.device, non_blocking=True)
-    counts, begins = each.unbind(1)
+
+    def each() -> Tensor:
+        assert layout.prefixes is not None
+        return layout.prefixes.long().repeat_interleave(layout.cu_seqlens.diff().long(), 0)
+
+    counts, begins = layout.on_device("prefix of each token", like.device, each).unbind(1)
     return Before(counts.view(like.shape), (begins % like.shape[1]).view(like.shape))

@@ -51,7 +51,7 @@ def batches(shared: bool, rank: int = 0, size: int = 1, micro_batch: int = 1) ->
 def logps(model: Decoder, batch: Batch) -> Tensor:
     """Log-probability of each answer (D,)."""
     assert batch.owner is not None and batch.numbers is not None
-    logits = model(batch.tokens, batch.positions, batch.offsets, prefixes=batch.prefixes)
+    logits = model(batch.tokens, batch.positions, batch.layout)
     each = logits.log_softmax(-1).gather(-1, batch.targets.clamp(min=0)[..., None])[..., 0]
     learnt = batch.targets != IGNORE
     return torch.zeros(len(batch.numbers)).index_add(0, batch.owner[learnt], each[learnt])

@@ -113,7 +113,7 @@ def differences(model: Decoder, trial: Trial, run: Run) -> list[float]:
 
 
 def packed(model: Decoder, batch: Batch, read: Callable[[Tensor, Head], Tensor]) -> None:
-    model(batch.tokens, batch.positions, batch.offsets, read=read, prefixes=batch.prefixes)
+    model(batch.tokens, batch.positions, batch.layout, read=read)
 
 
 def single(document: Document, run: Run) -> Tensor:

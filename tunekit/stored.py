@@ -49,7 +49,7 @@ class Kept:
             found.append(likeliest(hidden.flatten(0, 1), head, rows, self.top, self.temperature, self.ids))
             return hidden[:0]
 
-        model(batch.tokens, batch.positions, batch.offsets, read=read)
+        model(batch.tokens, batch.positions, batch.layout, read=read)
         return found[0]
 
 

@@ -134,7 +134,7 @@ class Asked(View):
             return hidden[:0]
 
         with torch.no_grad():
-            self.model(batch.tokens, batch.positions, batch.offsets, read=read, part=True)
+            self.model(batch.tokens, batch.positions, batch.layout, read=read, part=True)
         return found[0]
 
 

@@ -63,7 +63,8 @@ class DeviceRules(TorchDispatchMode):
     def check(self, func: Any, args: tuple[Any, ...], tensors: list[Tensor], kwargs: dict[str, Any]) -> None:
         name = func.overloadpacket.__name__
         to_host = name == "_to_copy" and torch.device(kwargs.get("device") or META) != META
-        if name in DATA_DEPENDENT or to_host or (name == "copy_" and not args[0].is_meta):
+        by_mask = name == "index" and any(x.dtype == torch.bool for x in tensors[1:])
+        if name in DATA_DEPENDENT or by_mask or to_host or (name == "copy_" and not args[0].is_meta):
             raise HostWaitError(f"{call_site()}: {name} waits for the device")
         on_host = [x for x in tensors if not x.is_meta]
         if name == "copy_" and on_host:

@@ -26,7 +26,7 @@ from tunekit.losses.reward import Scoring
 from tunekit.memory import Memory, Update
 from tunekit.models.decoder import Decoder
 from tunekit.models.families.registry import family
-from tunekit.models.spec import DecoderSpec, Score
+from tunekit.models.spec import Attention, DecoderSpec, MoE, Score, Twin
 from tunekit.on_policy import OnPolicy, Writer
 from tunekit.optim import SGD
 from tunekit.parallel.run import Run
@@ -40,6 +40,7 @@ BF16 = Precision("bf16", "fp32", "bf16")
 # Two documents that fill a packed row, and a pair that begins with the same tokens.
 LENGTHS = (20, 22, 18, 30)
 SHARED_TOKENS = 9
+ALIGNED = 8  # channels of bf16: 16 bytes
 
 
 class Documents(list[Document]):
@@ -61,6 +62,21 @@ def read_spec(name: str, score: Score | None = None, layers: int | None = None) 
     spec = family(SHAPES[name], name)[1]
     spec = replace(spec, layers=spec.layers[:layers])
     return spec if score is None else spec.scoring(score)
+
+
+def representative_spec(name: str) -> DecoderSpec:
+    """The spec of a family, with one layer of each kind, and experts of the sizes that fused products take."""
+    spec = read_spec(name)
+    shares_kv = any(isinstance(layer.mixer, Attention) and layer.mixer.kv_from is not None for layer in spec.layers)
+    layers = spec.layers if shares_kv else tuple(dict.fromkeys(spec.layers))
+    return replace(spec, layers=tuple(replace(layer, ffn=aligned(layer.ffn)) for layer in layers))
+
+
+def aligned(ffn: Any) -> Any:
+    """Experts of other sizes are multiplied one by one, for which the host waits for the number of their rows."""
+    if isinstance(ffn, Twin):
+        return replace(ffn, sparse=aligned(ffn.sparse))
+    return replace(ffn, hidden=-(-ffn.hidden // ALIGNED) * ALIGNED) if isinstance(ffn, MoE) else ffn
 
 
 def build_model(
@@ -125,8 +141,10 @@ def reward_step(model: Decoder, loss: Scoring, batches: list[Batch], update: Any
     return reward.train_step(model, batches, SimpleNamespace(loss=loss), update, run)
 
 
-def distill_step(model: Decoder, loss: Divergence, batches: list[Batch], update: Any, run: Run) -> Taken:
-    teacher = Asked(build_model(model.spec, adapter=Frozen()), None, model.spec.vocab)
+def distill_step(
+    model: Decoder, loss: Divergence, batches: list[Batch], update: Any, run: Run, top: int | None = None
+) -> Taken:
+    teacher = Asked(build_model(model.spec, adapter=Frozen()), top, model.spec.vocab)
     layout = Layout(2, 1, 0, 1, 0, 128)
     writer = Writer(OnPolicy(), layout, 128, frozenset())
     return distill.train_step(model, batches, SimpleNamespace(loss=loss), update, run, teacher, writer)

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from tunekit.kernels import attention_gpu
 from tunekit.kernels.attention import Rule, attend_part, chunked, packed
+from tunekit.kernels.sequence_layout import SequenceLayout
 from tunekit.layout.context import Stretches
 from tunekit.parallel.exchange import Team
 
@@ -19,8 +20,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     sizes = []
 
     def fused(
-        q: Tensor, k: Tensor, v: Tensor, rule: list[float], at: Tensor, sinks: Tensor | None, key_at: Tensor
+        q: Tensor, k: Tensor, v: Tensor, rule: list[float], layout: SequenceLayout, sinks: Tensor | None
     ) -> Tensor:
+        at, key_at = layout.cu_seqlens, layout.key_cu_seqlens
         sizes.append((q.shape[0] * q.shape[1], k.shape[1]))
         assert at[-1] == q.shape[0] * q.shape[1] and key_at[-1] == k.shape[1]
         assert (key_at.diff() >= at.diff()).all() and (at.diff() > 0).all()
@@ -28,7 +30,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
         parsed = Rule(scale, int(window) or None, int(chunk) or None, softcap or None)
         return packed(q, k, v, parsed, at, sinks, key_at)
 
-    monkeypatch.setattr(attention_gpu, "fits", lambda q: True)
+    monkeypatch.setattr(attention_gpu, "fits", lambda q, capped: True)
     monkeypatch.setattr(attention_gpu, "fused", fused)
     return sizes
 
@@ -54,8 +56,9 @@ def test_ranges_of_queries_equal_all_queries(rule: Rule, bounds: str, sunk: bool
     positions = torch.cat([torch.arange(n) for n in lengths.tolist()]).view(2, 23)
     expected = reference(q, k, v, rule, offsets, sinks)
     ranks = [Stretches(Team(None, 3, index)) for index in range(3)]  # type: ignore[arg-type]
+    layout = None if offsets is None else SequenceLayout(offsets)
     outputs = [
-        attend_part(r.keep(q), k, v, rule, r.keep(positions), r.stretches(23), sinks, None, offsets) for r in ranks
+        attend_part(r.keep(q), k, v, rule, r.keep(positions), r.stretches(23), sinks, None, layout) for r in ranks
     ]
     assert len(calls) == len(ranks), "one call for each rank"
     real = torch.ones(2, 23, 1, 1)

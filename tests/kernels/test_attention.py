@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.checkpoints import error
 from tunekit.kernels import attention, attention_native
 from tunekit.kernels.attention import Rule, attend, attend_cached
+from tunekit.kernels.sequence_layout import SequenceLayout
 
 WINDOWS = [None, 1, 2, 5, 16, 17, 40]
 RULES = {
@@ -111,10 +112,10 @@ def test_documents_do_not_see_each_other(name: str, bounds: list[int]) -> None:
     place = torch.cat([torch.arange(int(length)) for length in lengths])
     seen = visible(place[None], place, rule) & (document[:, None] == document)
     flat = [x.flatten(0, 1)[None] for x in inputs]
-    found = attend(*inputs, rule, torch.tensor(bounds, dtype=torch.int32))
+    found = attend(*inputs, rule, SequenceLayout(torch.tensor(bounds, dtype=torch.int32)))
     same(found, plain(*flat, rule, seen).view(3, 17, 6, 12), inputs)
     if name in SUNK:
-        found = attend(*inputs, rule, torch.tensor(bounds, dtype=torch.int32), sinks_of(6))
+        found = attend(*inputs, rule, SequenceLayout(torch.tensor(bounds, dtype=torch.int32)), sinks_of(6))
         same(found, plain(*flat, rule, seen, sinks_of(6)).view(3, 17, 6, 12), inputs)
 
 

@@ -12,6 +12,7 @@ from tests.kernels.test_attention import sinks_of, visible
 from tests.kernels.test_attention_native import BOUNDS, RULES, gradients, made, truth
 from tunekit.kernels import attention_gpu
 from tunekit.kernels.attention import Rule, attend
+from tunekit.kernels.sequence_layout import SequenceLayout
 
 CPU = torch.device("cpu")
 
@@ -49,7 +50,7 @@ def test_flex(name: str, sunk: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_gpu, "compiled", lambda: flex_attention)
     rule, bounds, sinks = RULES[name], BOUNDS["many"], sinks_of(6).detach() if sunk else None
     inputs = [x.detach() for x in made(torch.float32, 6, 2, 24, 24)]
-    y = attention_gpu.fused(*inputs, rule.numbers(), torch.tensor(bounds), sinks)
+    y = attention_gpu.fused(*inputs, rule.numbers(), SequenceLayout(torch.tensor(bounds)), sinks)
     assert error(y.double(), truth(inputs, rule, bounds, sinks)) < 1e-6
 
 
@@ -107,7 +108,7 @@ def test_what_is_done_around_flash_attention(name: str, sunk: bool, dims: tuple[
     rule, bounds, sinks = RULES[name], BOUNDS["many"], sinks_of(6) if sunk else None
     inputs = made(torch.float32, 6, 2, *dims)
     wanted = truth(inputs, rule, bounds, sinks)
-    y = attention_gpu.fused(*inputs, rule.numbers(), torch.tensor(bounds), sinks)
+    y = attention_gpu.fused(*inputs, rule.numbers(), SequenceLayout(torch.tensor(bounds)), sinks)
     assert error(y.double(), wanted) < 1e-6
     everything = [*inputs, *([] if sinks is None else [sinks])]
     for mine, right in zip(gradients(y, everything), gradients(wanted, everything), strict=True):
@@ -134,15 +135,11 @@ def test_the_kernels_of_torch_take_what_they_are_given(window: int) -> None:
 
 
 def test_bounds_go_to_the_device_once_a_pass() -> None:
-    offsets = torch.tensor([0, 3, 10])
-    first = attention_gpu.placed(offsets, offsets, 4, CPU)
+    layout = SequenceLayout(torch.tensor([0, 3, 10]))
+    first = attention_gpu.varlen_bounds(layout, 4, CPU)
     assert first[0].tolist() == first[2].tolist() == [0, 3, 7, 10] and first[1] == first[3] == 4
-    assert attention_gpu.placed(offsets, offsets, 4, CPU) is first
-    other = offsets.clone()
-    assert attention_gpu.placed(other, other, 4, CPU) is not first
-    held = len(attention_gpu.MADE)
-    del offsets, other
-    assert len(attention_gpu.MADE) < held
+    assert attention_gpu.varlen_bounds(layout, 4, CPU) is first
+    assert attention_gpu.varlen_bounds(layout, 0, CPU)[0].tolist() == [0, 3, 10]
 
 
 @pytest.mark.gpu
@@ -159,7 +156,7 @@ def test_on_a_gpu(name: str, bounds: str, sunk: bool, dims: tuple[int, int], dty
     everything = [*inputs, *([] if sinks is None else [sinks])]
     wanted = truth(inputs, rule, at, sinks)
     there = [x.detach().cuda().requires_grad_() for x in everything]
-    y = attend(*there[:3], rule, torch.tensor(at, dtype=torch.int32), there[3] if sunk else None)
+    y = attend(*there[:3], rule, SequenceLayout(torch.tensor(at, dtype=torch.int32)), there[3] if sunk else None)
     limit = 1e-4 if dtype == torch.float32 else 2e-2
     assert error(y.double().cpu(), wanted) < limit
     for mine, right in zip(gradients(y.cpu(), there), gradients(wanted, everything), strict=True):
@@ -175,5 +172,5 @@ def test_long_rows_on_a_gpu_need_no_memory_for_all_pairs() -> None:
         )
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        attend(q, k, v, rule, torch.tensor([0, 20000, 2**15])).sum().backward()
+        attend(q, k, v, rule, SequenceLayout(torch.tensor([0, 20000, 2**15]))).sum().backward()
         assert torch.cuda.max_memory_allocated() - before < 2**28  # all pairs in bf16: 2 GiB

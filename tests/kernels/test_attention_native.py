@@ -14,6 +14,7 @@ from tests.checkpoints import error
 from tests.kernels.test_attention import plain, sinks_of, visible
 from tunekit.kernels import attention_native
 from tunekit.kernels.attention import Rule, attend, packed
+from tunekit.kernels.sequence_layout import SequenceLayout
 
 pytestmark = pytest.mark.skipif(not attention_native.able(), reason="no compiler, or a processor without bf16 products")
 
@@ -65,7 +66,7 @@ def test_fp32_is_exact(name: str, bounds: str, heads: tuple[int, int]) -> None:
     """Documents of several blocks and of one token, and empty ones."""
     inputs, rule = made(torch.float32, *heads, 24, 24), RULES[name]
     wanted = truth(inputs, rule, BOUNDS[bounds])
-    y = attend(*inputs, rule, torch.tensor(BOUNDS[bounds], dtype=torch.int32))
+    y = attend(*inputs, rule, SequenceLayout(torch.tensor(BOUNDS[bounds], dtype=torch.int32)))
     assert error(y.double(), wanted) < 1e-6
     for mine, right in zip(gradients(y, inputs), gradients(wanted, inputs), strict=True):
         assert error(mine, right) < 2e-6
@@ -76,7 +77,7 @@ def test_fp32_is_exact(name: str, bounds: str, heads: tuple[int, int]) -> None:
 def test_bf16_is_as_near_to_the_truth_as_torch(name: str, dims: tuple[int, int]) -> None:
     inputs, rule, bounds = made(torch.bfloat16, 4, 2, *dims), RULES[name], BOUNDS["many"]
     wanted, offsets = truth(inputs, rule, bounds), torch.tensor(bounds, dtype=torch.int32)
-    mine, other = attend(*inputs, rule, offsets), packed(*inputs, rule, offsets, None)
+    mine, other = attend(*inputs, rule, SequenceLayout(offsets)), packed(*inputs, rule, offsets, None)
     # Where values are wider than keys torch has no kernel, and works in fp32 throughout.
     limits = (3e-3, 6e-3) if dims[1] > dims[0] else (0.0, 0.0)
     assert mine.dtype == torch.bfloat16 and spread(mine, wanted) < max(1.05 * spread(other, wanted), limits[0])
@@ -91,7 +92,7 @@ def test_sinks(name: str, dtype: torch.dtype) -> None:
     """They are not capped themselves."""
     inputs, sinks, bounds = made(dtype, 6, 2, 16, 16), sinks_of(6), BOUNDS["many"]
     wanted = truth(inputs, RULES[name], bounds, sinks)
-    y = attend(*inputs, RULES[name], torch.tensor(bounds), sinks)
+    y = attend(*inputs, RULES[name], SequenceLayout(torch.tensor(bounds)), sinks)
     limit = 5e-6 if dtype == torch.float32 else 2e-2
     assert error(y.double(), wanted) < limit
     everything = [*inputs, sinks]
@@ -107,7 +108,7 @@ def test_numbers_may_lie_apart(dtype: torch.dtype) -> None:
     k = torch.randn(2, 50, 2, 32).to(dtype)[..., ::2]
     v = torch.randn(2, 100, 2, 24).to(dtype)[:, ::2, :, 3:20]
     apart, whole = ([x.requires_grad_() for x in form] for form in ([q, k, v], [x.contiguous() for x in (q, k, v)]))
-    y, other = (attend(*inputs, Rule(0.3), torch.tensor([0, 30, 77, 100])) for inputs in (apart, whole))
+    y, other = (attend(*inputs, Rule(0.3), SequenceLayout(torch.tensor([0, 30, 77, 100]))) for inputs in (apart, whole))
     assert torch.equal(y, other)
     assert all(map(torch.equal, gradients(y, apart), gradients(other, whole)))
 
@@ -131,7 +132,7 @@ def test_scores_may_be_huge() -> None:
     """As when every key but one has a share of zero."""
     inputs = [100 * x.detach() for x in made(torch.float32, 2, 1, 16, 16, 200)]
     inputs = [x.requires_grad_() for x in inputs]
-    wanted, y = truth(inputs, Rule(1.0), [0, 200]), attend(*inputs, Rule(1.0), torch.tensor([0, 200]))
+    wanted, y = truth(inputs, Rule(1.0), [0, 200]), attend(*inputs, Rule(1.0), SequenceLayout(torch.tensor([0, 200])))
     assert error(y.double(), wanted) < 1e-5
     assert all(grad.isfinite().all() for grad in gradients(y, inputs))
 
@@ -144,7 +145,7 @@ def test_bits_do_not_depend_on_the_threads(dtype: torch.dtype, bounds: list[int]
     try:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            y = attend(*inputs, Rule(0.2), torch.tensor(bounds))
+            y = attend(*inputs, Rule(0.2), SequenceLayout(torch.tensor(bounds)))
             results.append([y, *gradients(y, inputs)])
     finally:
         torch.set_num_threads(before)
@@ -153,9 +154,9 @@ def test_bits_do_not_depend_on_the_threads(dtype: torch.dtype, bounds: list[int]
 
 
 def test_run_again_for_the_gradients() -> None:
-    inputs, offsets = made(torch.bfloat16, 6, 2, 16, 16), torch.tensor(BOUNDS["many"])
-    wanted = gradients(attend(*inputs, RULES["window"], offsets), inputs)
-    again = checkpoint(attend, *inputs, RULES["window"], offsets, use_reentrant=False)
+    inputs, layout = made(torch.bfloat16, 6, 2, 16, 16), SequenceLayout(torch.tensor(BOUNDS["many"]))
+    wanted = gradients(attend(*inputs, RULES["window"], layout), inputs)
+    again = checkpoint(attend, *inputs, RULES["window"], layout, use_reentrant=False)
     assert all(map(torch.equal, gradients(again, inputs), wanted))
 
 
@@ -166,8 +167,8 @@ def test_compiled_once_for_all_documents() -> None:
     compiled = torch.compile(attend, backend=counter, fullgraph=True)
     inputs, rule, counts = made(torch.float32, 6, 2, 16, 16, 60), Rule(0.3, window=9), []
     for bounds in ([0, 20, 60], [0, 33, 60], [0, 10, 20, 60], [0, 1, 2, 3, 60], [0, 5, 30, 40, 50, 60]):
-        offsets = torch.tensor(bounds, dtype=torch.int32)
-        assert torch.equal(compiled(*inputs, rule, offsets), attend(*inputs, rule, offsets))
+        layout = SequenceLayout(torch.tensor(bounds, dtype=torch.int32))
+        assert torch.equal(compiled(*inputs, rule, layout), attend(*inputs, rule, layout))
         counts.append(counter.frame_count)
     assert counts == [1, 1, 2, 2, 2]
 

@@ -447,7 +447,7 @@ def test_through_a_model(name: str, loss: tuple[float, ...], kind, chunks_of_fou
 def whole_of(model: Decoder, part: Batch, loss: CrossEntropy) -> Tensor:
     targets = part.targets.flatten()
     learnt = targets != IGNORE
-    logits = model(part.tokens, part.positions, part.offsets).flatten(0, 1)
+    logits = model(part.tokens, part.positions, part.layout).flatten(0, 1)
     plain = F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum")
     terms = Terms(smoothing=loss.smoothing, z_loss=loss.z_loss)
     exact = each(terms, logits[learnt], targets[learnt]).sum()

@@ -14,6 +14,7 @@ from tests.kernels.test_attention_gpu import CPU, flash_backward, flash_forward,
 from tests.kernels.test_attention_native import RULES, gradients, made, spread, truth
 from tunekit.kernels import attention, attention_gpu, attention_native, prefix
 from tunekit.kernels.attention import Rule, attend, attend_part
+from tunekit.kernels.sequence_layout import SequenceLayout
 from tunekit.layout.context import Stretches
 from tunekit.parallel.exchange import Team
 
@@ -62,7 +63,7 @@ def same(y: Tensor, right: Tensor, inputs: list[Tensor], limit: float = 2e-6) ->
 
 @pytest.mark.parametrize("case", CASES)
 def test_what_documents_see(case: str) -> None:
-    found = prefix.keys(*documents(case), CPU)
+    found = prefix.keys(SequenceLayout(*documents(case)), CPU)
     bounds, whole, _ = apart(case)
     assert found.offsets.dtype == torch.int32 and found.offsets.tolist() == bounds
     assert found.places.tolist() == [place for places in whole for place in places]
@@ -73,9 +74,9 @@ def test_what_documents_see(case: str) -> None:
 def test_as_if_written_whole(name: str, case: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if form == "torch":
         monkeypatch.setattr(attention_native, "able", lambda: False)
-    offsets, before = documents(case)
+    layout = SequenceLayout(*documents(case))
     inputs = made(torch.float32, 6, 2, 24, 20)
-    y = attend(*inputs, RULES[name], offsets, None, prefix.keys(offsets, before, CPU))
+    y = attend(*inputs, RULES[name], layout, None, prefix.keys(layout, CPU))
     same(y, wanted(inputs, RULES[name], case), inputs)
 
 
@@ -84,19 +85,19 @@ def test_as_if_written_whole(name: str, case: str, form: str, monkeypatch: pytes
 def test_sinks(name: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if form == "torch":
         monkeypatch.setattr(attention_native, "able", lambda: False)
-    offsets, before = documents("pairs")
+    layout = SequenceLayout(*documents("pairs"))
     inputs, sinks = made(torch.float32, 6, 2, 16, 16), sinks_of(6)
-    y = attend(*inputs, RULES[name], offsets, sinks, prefix.keys(offsets, before, CPU))
+    y = attend(*inputs, RULES[name], layout, sinks, prefix.keys(layout, CPU))
     same(y, wanted(inputs, RULES[name], "pairs", sinks), [*inputs, sinks], 5e-6)
 
 
 @needed
 @pytest.mark.parametrize("name", RULES)
 def test_bf16_is_as_near_as_documents_that_are_written_whole(name: str) -> None:
-    (offsets, before), (bounds, whole, own) = documents("pairs"), apart("pairs")
+    layout, (bounds, whole, own) = SequenceLayout(*documents("pairs")), apart("pairs")
     inputs = made(torch.bfloat16, 6, 2, 64, 64)
     right = wanted(inputs, RULES[name], "pairs")
-    mine = attend(*inputs, RULES[name], offsets, None, prefix.keys(offsets, before, CPU))
+    mine = attend(*inputs, RULES[name], layout, None, prefix.keys(layout, CPU))
     places = torch.tensor([place for places in whole for place in places])
     copies = [x.flatten(0, 1)[places][None] for x in inputs]
     other = attend(*copies, RULES[name], torch.tensor(bounds))[0][own].view_as(mine)
@@ -107,12 +108,12 @@ def test_bf16_is_as_near_as_documents_that_are_written_whole(name: str) -> None:
 
 @needed
 def test_bits_do_not_depend_on_the_threads() -> None:
-    offsets, before = torch.tensor([0, 900, 1300, 1500]), torch.tensor([[0, 0], [700, 0], [899, 0]])
+    layout = SequenceLayout(torch.tensor([0, 900, 1300, 1500]), torch.tensor([[0, 0], [700, 0], [899, 0]]))
     inputs, threads, results = made(torch.float32, 6, 2, 32, 32, 1500), torch.get_num_threads(), []
     try:
         for count in (1, 2, 3):
             torch.set_num_threads(count)
-            y = attend(*inputs, RULES["window"], offsets, None, prefix.keys(offsets, before, CPU))
+            y = attend(*inputs, RULES["window"], layout, None, prefix.keys(layout, CPU))
             results.append([y, *gradients(y, inputs)])
     finally:
         torch.set_num_threads(threads)
@@ -127,8 +128,8 @@ def test_compiled_once_for_all_documents() -> None:
     compiled = torch.compile(attend, backend=counter, fullgraph=True, dynamic=True)
     inputs, counts = made(torch.float32, 6, 2, 16, 16), []
     for case in ("pairs", "all of a beginning, and one token more", "many of one"):
-        offsets, before = documents(case)
-        args = *inputs, Rule(0.3, window=9), offsets, None, prefix.keys(offsets, before, CPU)
+        layout = SequenceLayout(*documents(case))
+        args = *inputs, Rule(0.3, window=9), layout, None, prefix.keys(layout, CPU)
         assert torch.equal(compiled(*args), attend(*args))
         counts.append(counter.frame_count)
     assert counts == [1, 1, 1]
@@ -138,11 +139,11 @@ def test_compiled_once_for_all_documents() -> None:
 def test_rows_that_ranks_share(name: str, case: str, sunk: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each has the queries of some stretches, and the keys of whole rows."""
     monkeypatch.setattr(attention, "BLOCK", 64)
-    offsets, before = documents(case)
+    layout = SequenceLayout(*documents(case))
     inputs, sinks = made(torch.float32, 6, 2, 16, 16), sinks_of(6) if sunk else None
     right = wanted(inputs, RULES[name], case, sinks)
-    own = torch.cat([torch.arange(n) for n in offsets.diff()]).view(2, 300)
-    counts, begins = prefix.of_tokens(offsets, before, own)
+    own = torch.cat([torch.arange(n) for n in layout.cu_seqlens.diff()]).view(2, 300)
+    counts, begins = prefix.of_tokens(layout, own)
     positions, (q, k, v) = own + counts, inputs
     ranks = [Stretches(Team(None, 3, index)) for index in range(3)]  # type: ignore[arg-type] (nothing is sent)
     mine = []
@@ -167,8 +168,8 @@ def pairs(rule: Rule, case: str) -> Tensor:
 @pytest.mark.parametrize(("name", "case"), EVERY)
 def test_blocks_on_a_gpu_are_all_that_anybody_sees(name: str, case: str) -> None:
     """And perhaps some between them, as of a prefix in front of a window."""
-    rule, size, (offsets, before) = RULES[name], attention_gpu.BLOCK, documents(case)
-    at = attention_gpu.cut(offsets, prefix.keys(offsets, before, CPU).offsets, rule.chunk or 0)
+    rule, size, layout = RULES[name], attention_gpu.BLOCK, SequenceLayout(*documents(case))
+    at = attention_gpu.cut(layout.cu_seqlens, layout.key_cu_seqlens, rule.chunk or 0)
     mask, right = attention_gpu.blocks(*at, rule.window or 0, CPU), pairs(rule, case)
     rows, columns = (-(-n // size) for n in right.shape)
     room = (0, columns * size - right.shape[1], 0, rows * size - right.shape[0])
@@ -185,11 +186,11 @@ def test_blocks_on_a_gpu_are_all_that_anybody_sees(name: str, case: str) -> None
 def test_flex_on_a_gpu(name: str, sunk: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its forward pass, which there is on the CPU too."""
     monkeypatch.setattr(attention_gpu, "compiled", lambda: flex_attention)
-    (offsets, before), sinks = documents("pairs"), sinks_of(6).detach() if sunk else None
+    layout, sinks = SequenceLayout(*documents("pairs")), sinks_of(6).detach() if sunk else None
     q, k, v = inputs = [x.detach() for x in made(torch.float32, 6, 2, 24, 24)]
-    found = prefix.keys(offsets, before, CPU)
+    found = prefix.keys(layout, CPU)
     rule = RULES[name].numbers()
-    y = attention_gpu.fused(q, found.take(k), found.take(v), rule, offsets, sinks, found.offsets)
+    y = attention_gpu.fused(q, found.take(k), found.take(v), rule, layout, sinks)
     assert error(y.double(), wanted(inputs, RULES[name], "pairs", sinks)) < 1e-6
 
 
@@ -200,11 +201,11 @@ def test_what_is_done_around_flash_attention(name: str, case: str, sunk: bool, m
     monkeypatch.setattr(attention_gpu, "forward", flash_forward)
     monkeypatch.setattr(attention_gpu, "backward", flash_backward)
     monkeypatch.setattr(attention_gpu, "HALVES", (torch.float32,))
-    (offsets, before), sinks = documents(case), sinks_of(6) if sunk else None
+    layout, sinks = SequenceLayout(*documents(case)), sinks_of(6) if sunk else None
     q, k, v = inputs = made(torch.float32, 6, 2, 16, 16)
-    found = prefix.keys(offsets, before, CPU)
+    found = prefix.keys(layout, CPU)
     rule = RULES[name].numbers()
-    y = attention_gpu.fused(q, found.take(k), found.take(v), rule, offsets, sinks, found.offsets)
+    y = attention_gpu.fused(q, found.take(k), found.take(v), rule, layout, sinks)
     same(y, wanted(inputs, RULES[name], case, sinks), [*inputs, *([] if sinks is None else [sinks])], 5e-6)
 
 
@@ -213,9 +214,9 @@ def test_what_is_done_around_flash_attention(name: str, case: str, sunk: bool, m
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("name", "case"), EVERY)
 def test_on_a_gpu(name: str, case: str, dtype: torch.dtype) -> None:
-    (offsets, before), inputs = documents(case), made(dtype, 6, 2, 64, 64)
+    layout, inputs = SequenceLayout(*documents(case)), made(dtype, 6, 2, 64, 64)
     right, there = wanted(inputs, RULES[name], case), [x.detach().cuda().requires_grad_() for x in inputs]
-    y = attend(*there, RULES[name], offsets, None, prefix.keys(offsets, before, there[0].device))
+    y = attend(*there, RULES[name], layout, None, prefix.keys(layout, there[0].device))
     limit = 1e-4 if dtype == torch.float32 else 2e-2
     assert error(y.double().cpu(), right) < limit
     for mine, other in zip(gradients(y.cpu(), there), gradients(right, inputs), strict=True):

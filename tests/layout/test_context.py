@@ -6,6 +6,7 @@ import torch
 from tests.checkpoints import error
 from tunekit.kernels import attention
 from tunekit.kernels.attention import Rule, attend, attend_part
+from tunekit.kernels.sequence_layout import SequenceLayout
 from tunekit.layout.context import Stretches
 from tunekit.parallel.exchange import Team
 
@@ -25,7 +26,7 @@ def test_stretches_of_queries(rule: Rule, sunk: bool, monkeypatch: pytest.Monkey
     learnt = [q, k, v, *([] if sinks is None else [sinks])]
     offsets = torch.tensor([0, 7, 16, 23, 23 + 11, 46])
     positions = torch.cat([torch.arange(n) for n in offsets.diff()]).view(2, 23)
-    wanted = attend(q, k, v, rule, offsets, sinks)
+    wanted = attend(q, k, v, rule, SequenceLayout(offsets), sinks)
     ranks = [Stretches(Team(None, 2, index)) for index in range(2)]  # type: ignore[arg-type] (nothing is sent)
     found = [attend_part(r.keep(q), k, v, rule, r.keep(positions), r.stretches(23), sinks) for r in ranks]
     real = torch.ones(2, 23, 1, 1)

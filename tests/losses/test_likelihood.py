@@ -15,6 +15,7 @@ from tunekit.data.steps.loader import load
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import FieldError
 from tunekit.kernels import cross_entropy
+from tunekit.kernels.sequence_layout import SequenceLayout
 from tunekit.losses import likelihood
 from tunekit.losses.likelihood import CrossEntropy
 from tunekit.memory import Memory
@@ -92,14 +93,14 @@ def test_documents_do_not_leak(name: str, tmp_path: Path) -> None:
     model = ours(made(tmp_path, name))
     bounds = [0, 7, 8, 21, 30, 40]
     positions = torch.cat([torch.arange(b - a) for a, b in zip(bounds, bounds[1:], strict=False)]).view(2, 20)
-    offsets = torch.tensor(bounds, dtype=torch.int32)
+    layout = SequenceLayout(torch.tensor(bounds, dtype=torch.int32))
     rows = tokens(2, 20)
-    packed = model(rows, positions, offsets).flatten(0, 1)
+    packed = model(rows, positions, layout).flatten(0, 1)
     for a, b in zip(bounds, bounds[1:], strict=False):
         assert error(packed[a:b], model(rows.view(1, -1)[:, a:b])[0]) < 1e-5
     other = rows.flatten().clone()
     other[8:21] = tokens(1, 13, seed=9)
-    changed = model(other.view(2, 20), positions, offsets).flatten(0, 1)
+    changed = model(other.view(2, 20), positions, layout).flatten(0, 1)
     before, behind = (torch.cat([logits[:8], logits[21:]]) for logits in (packed, changed))
     if all(isinstance(layer.ffn, MLP) for layer in model.spec.layers):
         assert torch.equal(before, behind)

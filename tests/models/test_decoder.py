@@ -13,6 +13,7 @@ from tests.shapes_dense import DENSE
 from tunekit.checkpoint.folder import Folder
 from tunekit.checkpoint.write import dense
 from tunekit.data.steps.batch import IGNORE
+from tunekit.kernels.sequence_layout import SequenceLayout
 from tunekit.losses.likelihood import CrossEntropy
 from tunekit.memory import Memory
 from tunekit.models.decoder import Decoder
@@ -36,7 +37,7 @@ def test_packed_documents_are_what_each_is_alone(name: str, tmp_path: Path) -> N
     model = ours(folder)
     rows = tokens(3, 18)
     positions = torch.cat([torch.arange(b - a) for a, b in zip(BOUNDS, BOUNDS[1:], strict=False)]).view(3, 18)
-    packing = positions, torch.tensor(BOUNDS, dtype=torch.int32)
+    packing = positions, SequenceLayout(torch.tensor(BOUNDS, dtype=torch.int32))
     with torch.no_grad():
         packed = model(rows, *packing).flatten(0, 1)
         for a, b in zip(BOUNDS, BOUNDS[1:], strict=False):

@@ -12,6 +12,7 @@ from tests.checkpoints import FULL, build, error, ours, save, theirs, tokens, tr
 from tests.shapes_dense import GEMMA2, LLAMA, MISTRAL, PHI, QWEN2, QWEN3, YARN
 from tunekit.checkpoint import write
 from tunekit.checkpoint.folder import Folder
+from tunekit.kernels.sequence_layout import SequenceLayout
 
 Shape = dict[str, Any]
 ROPE = {"rope_type": "default", "rope_theta": 250_000.0}
@@ -61,7 +62,7 @@ def test_gemma_2_in_packed_rows(tmp_path: Path) -> None:
     model = ours(loud(GEMMA2 | CAPS, tmp_path))
     rows, bounds = tokens(1, 20), [0, 7, 20]
     positions = torch.cat([torch.arange(7), torch.arange(13)])[None]
-    packed = model(rows, positions, torch.tensor(bounds, dtype=torch.int32))[0]
+    packed = model(rows, positions, SequenceLayout(torch.tensor(bounds, dtype=torch.int32)))[0]
     for a, b in zip(bounds, bounds[1:], strict=False):
         assert error(packed[a:b], model(rows[:, a:b])[0]) < 1e-5
 

@@ -16,6 +16,7 @@ from tunekit.checkpoint import write
 from tunekit.checkpoint.folder import Folder
 from tunekit.errors import UserError
 from tunekit.formats import Plain
+from tunekit.kernels.sequence_layout import SequenceLayout
 from tunekit.memory import Memory
 from tunekit.models.decoder import Decoder
 from tunekit.models.delta import GatedDeltaNet, State
@@ -51,7 +52,7 @@ def test_packed_documents_are_documents(name: str, tmp_path: Path) -> None:
     rows, bounds = tokens(2, 40), [0, 1, 3, 33, 40, 59, 80]
     parts = rows.flatten().split(torch.tensor(bounds).diff().tolist())
     positions = torch.cat([torch.arange(len(part)) for part in parts]).view_as(rows)
-    packed = model(rows, positions, torch.tensor(bounds, dtype=torch.int32))
+    packed = model(rows, positions, SequenceLayout(torch.tensor(bounds, dtype=torch.int32)))
     alone = torch.cat([model(part[None])[0] for part in parts]).view_as(packed)
     assert error(packed, alone) < 1e-5
     weight = torch.randn_like(packed)
@@ -83,10 +84,10 @@ def test_padding_leaves_no_trace(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_layers_run_again_have_the_same_gradients(name: str, tmp_path: Path) -> None:
     folder, rows = made(tmp_path, name), tokens(2, 70)
-    offsets = torch.tensor([0, 33, 70, 140], dtype=torch.int32)
+    layout = SequenceLayout(torch.tensor([0, 33, 70, 140], dtype=torch.int32))
     plain, again = ours(folder), ours(folder, memory=Memory(recompute=True))
     weight = torch.randn(2, 70, 67)
-    found, wanted = (gradients(m, (m(rows, offsets=offsets) * weight).sum()) for m in (again, plain))
+    found, wanted = (gradients(m, (m(rows, layout=layout) * weight).sum()) for m in (again, plain))
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[key], grad) for key, grad in wanted.items())
 

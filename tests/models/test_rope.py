@@ -11,6 +11,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from tests.checkpoints import error
 from tunekit.kernels.rope import Rotation
 from tunekit.kernels.rope import rotate as rotate_both
+from tunekit.kernels.sequence_layout import SequenceLayout
 from tunekit.models.rope import tables
 from tunekit.models.spec import LongScaling, Rope
 
@@ -102,6 +103,6 @@ def test_long_rows_turn_otherwise_from_their_beginning() -> None:
     same(tables(rope, 6, row, lengths=torch.tensor([9])), tables(long, 6, row))
     same(tables(rope, 6, torch.tensor([[7], [8]])[1:]), tables(long, 6, torch.tensor([[8]])))
     positions = torch.cat([torch.arange(9), torch.arange(3)]).view(2, 6)
-    found = tables(rope, 6, positions, torch.tensor([0, 9, 12]))
+    found = tables(rope, 6, positions, SequenceLayout(torch.tensor([0, 9, 12])))
     for part, wanted in ((slice(9), long), (slice(9, 12), short)):
         assert torch.equal(found.cos.flatten(0, 1)[part], tables(wanted, 6, positions).cos.flatten(0, 1)[part])

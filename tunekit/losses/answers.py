@@ -84,8 +84,8 @@ def answers(model: Decoder, batch: Batch, texts: bool = False, tail: float = 1.0
         each = torch.stack([logps * weights[rows], surprise * own[rows], logps])
         return each.new_zeros(3, len(good)).index_add(1, owner[rows], each)
 
-    where = batch.tokens, batch.positions, batch.offsets
-    found = model.rows.sum(model(*where, read=read, part=True, prefixes=batch.prefixes))
+    where = batch.tokens, batch.positions, batch.layout
+    found = model.rows.sum(model(*where, read=read, part=True))
     lengths = over_documents(batch, (batch.full_targets != IGNORE).float()) if texts else counts
     return Answers(found[0], counts, found[1].detach(), found[2], lengths, good, torch.zeros_like(counts))
 

@@ -41,7 +41,7 @@ class Divergence:
             found.append(figures)
             return loss
 
-        loss = model(batch.tokens, batch.positions, batch.offsets, read=read, part=True)
+        loss = model(batch.tokens, batch.positions, batch.layout, read=read, part=True)
         return loss, dict(zip(FIGURES, found[0].unbind(), strict=True))
 
     def made(self) -> Mixture:

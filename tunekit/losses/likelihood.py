@@ -38,7 +38,7 @@ class CrossEntropy:
         def read(hidden: Tensor, head: Head) -> Tensor:
             return chunked_loss(hidden.flatten(0, 1), targets, head, self.step(head), rows)
 
-        return model(batch.tokens, batch.positions, batch.offsets, read=read, part=True, prefixes=batch.prefixes)
+        return model(batch.tokens, batch.positions, batch.layout, read=read, part=True)
 
     def step(self, head: Head) -> Step:
         """What is made of the logits of a chunk."""

@@ -220,7 +220,7 @@ class Process(Scoring):
         def read(hidden: Tensor, head: Head) -> Tensor:
             return head(hidden.flatten(0, 1)[at].float())
 
-        logits = model(batch.tokens, batch.positions, batch.offsets, read=read, part=True, prefixes=batch.prefixes)
+        logits = model(batch.tokens, batch.positions, batch.layout, read=read, part=True)
         right = (logits.argmax(1) == wanted).float().sum()
         loss = F.cross_entropy(logits, wanted, reduction="sum")
         # Other ranks may have other steps of these documents: all of them tell the same.
@@ -241,7 +241,7 @@ def scores(model: Decoder, batch: Batch) -> Tensor:
         found = head(hidden.flatten(0, 1)[at].float())  # few: their last bits are worth more than their time
         return found.new_zeros(count, score.labels).index_add(0, owner[at], found)
 
-    found = model(batch.tokens, batch.positions, batch.offsets, read=read, part=True, prefixes=batch.prefixes)
+    found = model(batch.tokens, batch.positions, batch.layout, read=read, part=True)
     return model.rows.sum(found)
 
 

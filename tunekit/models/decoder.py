@@ -6,7 +6,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from tunekit.kernels import prefix
+from tunekit.kernels import attention_gpu, prefix
+from tunekit.kernels.sequence_layout import SequenceLayout, rows_layout
 from tunekit.models.attention import SelfAttention
 from tunekit.models.delta import GatedDeltaNet
 from tunekit.models.experts import MixtureOfExperts, TwinFeedForward
@@ -118,6 +119,12 @@ class Decoder(nn.Module):
         return tuple(ropes)
 
     @property
+    def chunks(self) -> frozenset[int]:
+        """Into how many positions the layers cut what a token sees; 0: not at all."""
+        mixers = (layer.mixer for layer in self.spec.layers)
+        return frozenset(mixer.chunk or 0 if isinstance(mixer, Attention) else 0 for mixer in mixers)
+
+    @property
     def edges(self) -> frozenset[int]:
         """Lengths beyond which a row turns otherwise from its beginning (LongRoPE): its cache must be made anew."""
         scalings = (rope.scaling for rope, _ in self.ropes)
@@ -132,21 +139,19 @@ class Decoder(nn.Module):
         self,
         tokens: Tensor,
         positions: Tensor | None = None,
-        offsets: Tensor | None = None,
+        layout: SequenceLayout | None = None,
         cache: Cache | None = None,
         read: "Callable[[Tensor, Head], Tensor] | None" = None,
         lengths: Tensor | None = None,
         part: bool = False,
-        prefixes: Tensor | None = None,
     ) -> Tensor:
         """Logits (B, S, vocab) of `tokens` (B, S), or scores (B, S, labels).
 
-        `positions` (B, S) count from 0 in each document and `offsets` bound packed documents. `read(hidden, head)`
+        `positions` (B, S) count from 0 in each document and `layout` bounds packed documents. `read(hidden, head)`
         replaces the last step, so that a loss need not hold all logits, and runs inside this call, where sharded
         weights are whole. `lengths` (B,) says where padding begins, for the first pass of a cache. With `part`, hidden
-        states are those of the tokens that `rows` keeps: ranks that share rows work on the others. `prefixes`
-        (documents, 2): how many tokens of an earlier document each packed one goes on from, at which its positions
-        begin, and where these are in the flattened rows.
+        states are those of the tokens that `rows` keeps: ranks that share rows work on the others. Of documents that
+        go on from the first tokens of another, as the layout says, positions begin behind these.
         """
         if cache is not None and cache.is_decoding:
             assert positions is not None and tokens.shape[1] == 1
@@ -156,13 +161,15 @@ class Decoder(nn.Module):
         assert part or self.rows is WHOLE or not torch.is_grad_enabled(), "ranks that share rows would each count them"
         rows, length = self.rows if part else WHOLE, tokens.shape[1]
         shape = rows.keep(tokens).shape
-        before = self.before(tokens, offsets, prefixes, rows)
+        before = self.before(tokens, layout, rows)
         if self.flat and cache is None and rows is WHOLE:
-            tokens, positions, offsets = flattened(tokens, positions, offsets)
-        whole = (tables(rope, head_dim, positions, offsets, lengths) for rope, head_dim in self.ropes)
+            tokens, positions, layout = flattened(tokens, positions, layout)
+        if layout is not None:
+            attention_gpu.prepare(layout, self.chunks, tokens.device)
+        whole = (tables(rope, head_dim, positions, layout, lengths) for rope, head_dim in self.ropes)
         rotations = tuple(turn._replace(cos=rows.keep(turn.cos), sin=rows.keep(turn.sin)) for turn in whole)
         tokens, positions = rows.keep(tokens), rows.keep(positions)
-        place = Place(positions, offsets, lengths, rotations, rows=rows, length=length, before=before)
+        place = Place(positions, layout, lengths, rotations, rows=rows, length=length, before=before)
         if cache is not None:
             cache.used = tokens.shape[1]
         return self.finish(tokens, place, cache, read, shape)
@@ -186,15 +193,15 @@ class Decoder(nn.Module):
         cache.begin_decoding(tuple(tables(rope, head_dim, slots) for rope, head_dim in self.ropes))
 
     def before(
-        self, tokens: Tensor, offsets: Tensor | None, prefixes: Tensor | None, rows: Rows
+        self, tokens: Tensor, layout: SequenceLayout | None, rows: Rows
     ) -> prefix.Prefixes | prefix.Before | None:
         """What documents see before their own tokens, in the form in which attention asks for it."""
-        if prefixes is None:
+        if layout is None or layout.prefixes is None:
             return None
-        assert offsets is not None and self.shares_prefixes(0), "a state, or a row alone, does not go on from another"
+        assert self.shares_prefixes(0), "a state does not go on from another"
         if rows is WHOLE:
-            return prefix.keys(offsets, prefixes, tokens.device)
-        return prefix.Before(*map(rows.keep, prefix.of_tokens(offsets, prefixes, tokens)))
+            return prefix.keys(layout, tokens.device)
+        return prefix.Before(*map(rows.keep, prefix.of_tokens(layout, tokens)))
 
     def run(self, tokens: Tensor, place: Place, cache: Cache | None) -> Tensor:
         """Hidden states (B, S, dim) behind the last norm, of the tokens that are kept here between layers."""
@@ -219,11 +226,12 @@ class Decoder(nn.Module):
         return Cache([layer.attn.cache(batch, slots, dtype, device) for layer in self.layers], slots)
 
 
-def flattened(tokens: Tensor, positions: Tensor, offsets: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def flattened(
+    tokens: Tensor, positions: Tensor, layout: SequenceLayout | None
+) -> tuple[Tensor, Tensor, SequenceLayout]:
     """Rows (B, S) as one (1, B * S), and the bounds of the documents in it."""
-    if offsets is None:
-        offsets = torch.arange(0, tokens.numel() + 1, tokens.shape[1], dtype=torch.int32)
-    return tokens.reshape(1, -1), positions.reshape(1, -1), offsets
+    layout = rows_layout(*tokens.shape) if layout is None else layout
+    return tokens.reshape(1, -1), positions.reshape(1, -1), layout
 
 
 class Head(Linear):

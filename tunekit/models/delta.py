@@ -71,10 +71,9 @@ class GatedDeltaNet(Fresh):
             step = self.cached if place.cached is None else self.decode
             y = step(parts.qkv, decay, beta, place, cache)
         else:
+            offsets = None if place.layout is None else place.layout.cu_seqlens
             # What the rule makes between its steps takes eight times the room of what goes in.
-            y = checkpoint(
-                self.mixed, parts.qkv, decay, beta, place.offsets, use_reentrant=False, preserve_rng_state=False
-            )
+            y = checkpoint(self.mixed, parts.qkv, decay, beta, offsets, use_reentrant=False, preserve_rng_state=False)
         y = self.norm(y).float() * F.silu(parts.z.float()).view_as(y)
         return self.way.leave(place.rows.keep(self.out_proj(y.type_as(x).flatten(-2))))
 

@@ -13,6 +13,7 @@ from tunekit.kernels.attention_decode import CachePositions, attend_decode
 from tunekit.kernels.attention_gpu import ALIGNED, NARROWEST
 from tunekit.kernels.prefix import Before, Prefixes
 from tunekit.kernels.rope import Rotation
+from tunekit.kernels.sequence_layout import SequenceLayout
 
 MIN_VISIBLE = 256  # slots that a pass of static shapes looks at, at least
 
@@ -154,7 +155,7 @@ class Place:
     """What all layers of one pass share: where the tokens are."""
 
     positions: Tensor  # (B, S) of the tokens that are here
-    offsets: Tensor | None  # bounds of packed documents, in whole rows
+    layout: SequenceLayout | None  # bounds of packed documents, in whole rows
     lengths: Tensor | None  # (B,) tokens of each row that are not padding behind it; None: all, or nobody asks
     rotations: tuple[Rotation, ...]  # one for each distinct Rope of the model
     rows: Rows = WHOLE  # which tokens of each row are here
@@ -171,8 +172,8 @@ class Place:
         """Queries of what is here on keys and values of whole rows, or of all that a cache has seen."""
         if (stretches := self.rows.stretches(self.length)) is not None:
             assert not isinstance(self.before, Prefixes)
-            return attend_part(q, k, v, rule, self.positions, stretches, sinks, self.before, self.offsets)
+            return attend_part(q, k, v, rule, self.positions, stretches, sinks, self.before, self.layout)
         if self.cached is not None:
             return attend_decode(q, k, v, self.cached, rule, sinks)
         assert not isinstance(self.before, Before)
-        return attend(q, k, v, rule, self.offsets, sinks, self.before)  # there is nothing but what came now
+        return attend(q, k, v, rule, self.layout, sinks, self.before)  # there is nothing but what came now

@@ -6,7 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tunekit.kernels.device_tensors import DeviceConstants
 from tunekit.kernels.rope import Rotation
+from tunekit.kernels.sequence_layout import SequenceLayout
 from tunekit.models.spec import LinearScaling, Llama3Scaling, LongScaling, Rope, YarnScaling
 
 
@@ -43,23 +45,33 @@ def yarn(s: YarnScaling, theta: float, dims: int, freq: Tensor) -> Tensor:
     return torch.lerp(freq, freq / s.factor, ramp)
 
 
+def inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:
+    """Stretched frequencies (pairs,), of LongRoPE (2, pairs): for short documents and for long ones."""
+    return scaled(rope, head_dim)[0]
+
+
+FREQUENCIES = DeviceConstants(inverse_frequencies)
+
+
 def tables(
-    rope: Rope, head_dim: int, positions: Tensor, offsets: Tensor | None = None, lengths: Tensor | None = None
+    rope: Rope,
+    head_dim: int,
+    positions: Tensor,
+    layout: SequenceLayout | None = None,
+    lengths: Tensor | None = None,
 ) -> Rotation:
-    """Rotation of every position (B, S). `offsets` bound packed documents, `lengths` (B,) padded ones."""
-    with torch.device("cpu"):
-        freq, amplitude = scaled(rope, head_dim)
-    freq = freq.to(positions.device)
+    """Rotation of every position (B, S). `layout` bounds packed documents, `lengths` (B,) padded ones."""
+    freq = FREQUENCIES(rope, head_dim, device=positions.device)
+    amplitude = rope.scaling.amplitude if isinstance(rope.scaling, LongScaling | YarnScaling) else 1.0
     if isinstance(rope.scaling, LongScaling):
-        freq = freq[(reach(positions, offsets, lengths) > rope.scaling.context).long()]
+        freq = freq[(reach(positions, layout, lengths) > rope.scaling.context).long()]
     angle = positions[..., None].float() * freq
     cos, sin = (turn(angle)[:, :, None] * amplitude for turn in (torch.cos, torch.sin))
     return Rotation(cos, sin, rope.paired, rope.keep_paired)
 
 
-def reach(positions: Tensor, offsets: Tensor | None, lengths: Tensor | None) -> Tensor:
+def reach(positions: Tensor, layout: SequenceLayout | None, lengths: Tensor | None) -> Tensor:
     """How many tokens the document of each token has, (B, S) or (B, 1)."""
-    if offsets is not None:
-        sizes = offsets.diff()
-        return sizes.repeat_interleave(sizes).view(positions.shape).to(positions.device)
+    if layout is not None:
+        return layout.token_lengths(positions.device).view(positions.shape)
     return positions.amax(-1, keepdim=True) + 1 if lengths is None else lengths[:, None]

@@ -121,7 +121,7 @@ def asked(net: Decoder, step: Step) -> int:
         with Live() as live:
             live.see([*net.parameters(), *net.buffers()])
             before = live.bytes
-            net(batch.tokens, batch.positions, batch.offsets, read=lambda hidden, _: hidden[:0], part=True)
+            net(batch.tokens, batch.positions, batch.layout, read=lambda hidden, _: hidden[:0], part=True)
             return live.most - before
 
 

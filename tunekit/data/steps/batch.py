@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -14,6 +15,7 @@ from tunekit.data.signs import Sign
 from tunekit.data.steps.mix import Joined
 from tunekit.data.steps.packing import pack
 from tunekit.data.steps.prefix import Written
+from tunekit.kernels.sequence_layout import SequenceLayout
 
 IGNORE = -100
 # Rows are padded to a multiple of this many tokens: kernels are made and tuned anew for every other shape.
@@ -56,6 +58,11 @@ class Batch:
     others: "Batch | None" = None
     prefixes: Tensor | None = None
     num_full_targets: int | None = None
+
+    @cached_property
+    def layout(self) -> SequenceLayout | None:
+        """Bounds and prefixes as a model takes them; what is derived of them is shared by all passes of this batch."""
+        return None if self.offsets is None else SequenceLayout(self.offsets, self.prefixes)
 
     @property
     def margins(self) -> Tensor:

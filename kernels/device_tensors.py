@@ -1,0 +1,34 @@
+"""Copies from the host that nothing waits for, and constants that are copied once per device."""
+
+from collections.abc import Callable, Hashable
+
+import torch
+from torch import Tensor
+
+from tunekit.kernels import shapes
+
+
+def copy_to_device(x: Tensor, device: torch.device) -> Tensor:
+    """Copy of a CPU tensor. For a GPU it goes through pinned memory: a pageable copy waits for all queued work."""
+    if device.type == "cuda" and not shapes.alone():
+        x = x.pin_memory()
+    return x.to(device, non_blocking=True)
+
+
+class DeviceConstants:
+    """Small tensors that follow from hashable values, one copy per device, created when first requested."""
+
+    def __init__(self, build: Callable[..., Tensor]) -> None:
+        self.build = build
+        self.tensors: dict[Hashable, Tensor] = {}
+
+    def __call__(self, *key: Hashable, device: torch.device) -> Tensor:
+        if shapes.alone():  # tensors without numbers must not outlive the plan that needed them
+            return self.built(key, device)
+        if (key, device) not in self.tensors:
+            self.tensors[key, device] = self.built(key, device)
+        return self.tensors[key, device]
+
+    def built(self, key: tuple[Hashable, ...], device: torch.device) -> Tensor:
+        with torch.inference_mode(False), torch.device("cpu"):
+            return copy_to_device(self.build(*key), device)

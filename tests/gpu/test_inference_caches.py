@@ -1,0 +1,58 @@
+"""Tensors that a generation or an evaluation leaves in caches are fit for a training step of the same shape."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.checkpoints import batch, made, ours, tokens
+from tests.kernels.test_attention_gpu import flash_backward, flash_forward
+from tunekit.generate import Sampling, complete
+from tunekit.kernels import attention_gpu, sequence_layout
+from tunekit.kernels.device_tensors import DeviceConstants
+from tunekit.kernels.sequence_layout import SequenceLayout, rows_layout
+from tunekit.losses.likelihood import CrossEntropy
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def flash_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Attention as on a GPU, with the kernel of torch written down."""
+    monkeypatch.setattr(attention_gpu, "fits", lambda q, capped: True)
+    monkeypatch.setattr(attention_gpu, "forward", flash_forward)
+    monkeypatch.setattr(attention_gpu, "backward", flash_backward)
+    monkeypatch.setattr(attention_gpu, "HALVES", (torch.float32,))
+    sequence_layout.cached_rows_layout.cache_clear()
+    yield
+    sequence_layout.cached_rows_layout.cache_clear()
+
+
+@pytest.mark.usefixtures("flash_on_cpu")
+@pytest.mark.parametrize("name", ["llama3.2", "phi3-long", "llama4"])
+def test_training_after_generation(name: str, tmp_path: Path) -> None:
+    model, rows = ours(made(tmp_path, name)), tokens(2, 12)
+    answers = complete(model, rows.tolist(), Sampling(tokens=2), frozenset())
+    assert all(len(answer) == 2 for answer in answers)
+    CrossEntropy()(model.train(), batch(rows)).backward()
+    assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
+
+
+def test_derived_tensors_are_normal_tensors() -> None:
+    with torch.inference_mode():
+        layout = SequenceLayout(torch.tensor([0, 3, 8]), torch.tensor([[0, 0], [2, 0]]))
+        rows = rows_layout(3, 71)
+        constants = DeviceConstants(lambda n: torch.arange(n))
+        cached: list[Tensor] = [layout.token_lengths(CPU), layout.key_cu_seqlens, rows.cu_seqlens]
+        cached += [constants(5, device=CPU), attention_gpu.varlen_bounds(layout, 0, CPU)[0]]
+    assert not any(x.is_inference() for x in cached)
+
+
+def test_constants_are_made_once_per_device() -> None:
+    built: list[int] = []
+    constants = DeviceConstants(lambda n: built.append(n) or torch.arange(n))
+    assert constants(3, device=CPU) is constants(3, device=CPU)
+    assert constants(3, device=torch.device("meta")).is_meta
+    assert built == [3, 3]
