@@ -21,6 +21,7 @@ from tunekit.kernels import cross_entropy, shapes
 from tunekit.kernels.compiler import uncompiled
 from tunekit.kernels.cross_entropy import NATIVE, Chunks, Direct, Head, Share, Summed, Traced, plain_terms, prepared
 from tunekit.kernels.native import library
+from tunekit.kernels.triton_support import uses_triton
 
 SOURCE = Path(__file__).with_name("divergence.cpp")
 FLOOR = -1e4  # of a logarithm: what cannot be is very unlikely, and no sum becomes a NaN by it
@@ -164,7 +165,7 @@ def finished(raw: Tensor, finish: tuple[float, float | None], temperature: float
 
 def kernel_for(student: Tensor, teacher: Tensor, share: Share | None) -> Callable[..., Tensor]:
     """The fastest function that computes divergences of these logits. Ranks that share a vocabulary use plain torch."""
-    if share is None and shapes.device(student) == "cuda" and student.stride(1) == teacher.stride(1) == 1:
+    if share is None and student.stride(1) == teacher.stride(1) == 1 and on_gpu(student):
         return gpu_divergences
     return fast_divergences if share is None and fits(student, teacher) else torch_divergences
 
@@ -265,6 +266,11 @@ def fast_divergences(student: Tensor, teacher: Tensor, terms: Terms, gradient: b
 
 
 # The same on a GPU, in one launch and without temporary memory
+
+
+def on_gpu(x: Tensor) -> bool:
+    """Whether the Triton kernel takes a tensor, or would take it on the GPU that a plan is for."""
+    return shapes.device(x) == "cuda" if shapes.alone() else uses_triton(x)
 
 
 def gpu_divergences(student: Tensor, teacher: Tensor, terms: Terms, gradient: bool) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tunekit.kernels import shapes
 from tunekit.kernels.compiler import constant, uncompiled
+from tunekit.kernels.triton_support import uses_triton
 
 ALIGNED = 16  # bytes: torch's grouped product wants rows of a multiple of these
 
@@ -98,7 +99,7 @@ def multiply_groups(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 def is_loop(x: Tensor) -> bool:
     """Whether torch's grouped product is a loop that waits for the device."""
-    return x.device.type == "cuda" and not torch.compiler.is_compiling() and generation(x.device) not in FUSED
+    return not torch.compiler.is_compiling() and uses_triton(x) and generation(x.device) not in FUSED
 
 
 @constant

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tunekit.kernels import experts
 from tunekit.kernels.nf4 import BLOCK, PIECE, SMALLEST
+from tunekit.kernels.triton_support import uses_triton
 
 CODES, LARGEST = torch.float8_e4m3fn, 448.0
 TILE = {"cpu": 2**22, "cuda": 2**24}  # numbers that are in fp32 at once; launches cost more than memory on a GPU
@@ -47,7 +48,7 @@ def dequantize(
 
     One launch on CUDA. Compiled functions take the operations of torch, which the compiler fuses.
     """
-    if packed.device.type == "cuda" and not torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling() and uses_triton(packed):
         return gpu().dequantize(packed, unpacked_scales(scales, outer), dtype)
     return dequantize_reference(packed, unpacked_scales(scales, outer), dtype)
 

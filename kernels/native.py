@@ -23,7 +23,7 @@ from torch import Tensor
 
 from tunekit.kernels import shapes
 from tunekit.kernels.store import folder
-from tunekit.kernels.triton_support import can_launch
+from tunekit.kernels.triton_support import uses_triton
 
 FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-ffp-contract=off")
 # Plain loops are made for the processor at hand: AVX2, AVX-512 or NEON, whatever it has.
@@ -93,7 +93,7 @@ def left_to_torch(x: Tensor, lib: Callable[[], ctypes.CDLL | None], least: int =
     if x.device.type == "cpu" and shapes.alone():
         return x.numel() < least
     if x.device.type == "cuda":
-        return not can_launch()
+        return not uses_triton(x)
     return x.device.type != "cpu" or x.numel() < least or lib() is None
 
 

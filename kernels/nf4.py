@@ -101,7 +101,7 @@ def quantize(weight: Tensor, kind: str = "nf4") -> tuple[Tensor, Tensor]:
     Temporary memory is bounded: none on CUDA, and a piece of the weight elsewhere.
     """
     flat = weight.detach().reshape(-1)
-    if flat.device.type == "cuda":
+    if uses_triton(flat):
         return gpu().quantize(flat, *bounds_and_codes(kind, flat.device))
     packed = torch.empty(-(-len(flat) // 2), dtype=torch.uint8, device=flat.device)
     scales = torch.empty(-(-len(flat) // BLOCK), device=flat.device)

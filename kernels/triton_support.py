@@ -14,12 +14,13 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from tunekit.devices import capabilities
 from tunekit.kernels import store
 
 
 def uses_triton(x: Tensor) -> bool:
-    """Whether Triton kernels take a tensor: it is on a GPU, and Triton works."""
-    return x.device.type == "cuda" and can_launch()
+    """Whether Triton kernels take a tensor: they exist for its kind of device, and Triton works."""
+    return capabilities(x.device).triton and can_launch()
 
 
 @cache
