@@ -36,7 +36,7 @@ class Device(NamedTuple):
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What one kind of device can do in torch 2.11 or newer, and whether tunekit has been tested on it."""
+    """Capabilities of one kind of device in torch 2.11 or newer, and whether tunekit has been tested on it."""
 
     name: str
     tested: bool = False

@@ -107,11 +107,11 @@ def test_this_machine_is_described() -> None:
 
 
 def test_backends_of_processes() -> None:
-    found = {}
+    backends = {}
     for device in DEVICES.values():
         if find_row(device).backend is not None:
-            found[device.type] = devices.backend_of(device.type, find_row(device))
-    assert found == {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "xpu": "cpu:gloo,xpu:xccl"}
+            backends[device.type] = devices.backend_of(device.type, find_row(device))
+    assert backends == {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "xpu": "cpu:gloo,xpu:xccl"}
     with pytest.raises(UserError, match="several processes"):
         Parallel().check("mps", 2)
     Parallel().check("mps", 1)
@@ -184,13 +184,13 @@ NAMING = {"tunekit/devices.py", "tunekit/config/build.py", "tunekit/profile.py",
 
 def cuda_names(path: Path) -> list[int]:
     """Lines that ask for CUDA themselves: the word as a value, `torch.cuda`, `is_cuda`."""
-    found = []
+    lines = []
     for node in ast.walk(ast.parse(path.read_text("utf-8"))):
         if isinstance(node, ast.Constant) and node.value == "cuda":
-            found.append(node.lineno)
+            lines.append(node.lineno)
         if isinstance(node, ast.Attribute) and node.attr in ("cuda", "is_cuda"):
-            found.append(node.lineno)
-    return found
+            lines.append(node.lineno)
+    return lines
 
 
 def test_nothing_but_the_table_asks_for_cuda() -> None:

@@ -75,8 +75,8 @@ def test_a_gpu_without_a_name_keeps_the_proportions() -> None:
 def test_auto_is_what_the_card_can_do(name: str, dtype: str) -> None:
     assert settled_precision(Precision(), on(KINDS[name])).compute == dtype
     assert bool(without_flash(on(KINDS[name]))) == (name in ("t4", "v100"))
-    own = "bf16" if devices.has_fast_bf16(torch.device("cpu")) else "fp32"
-    assert settled_precision(Precision(), Machine()).compute == own
+    best = "bf16" if devices.has_fast_bf16(torch.device("cpu")) else "fp32"
+    assert settled_precision(Precision(), Machine()).compute == best
 
 
 def test_tf32_is_refused_where_there_is_none() -> None:
@@ -87,16 +87,16 @@ def test_tf32_is_refused_where_there_is_none() -> None:
 
 
 def config(**changes: object) -> SimpleNamespace:
-    said = {"model": "tunekit/nano", "data": Text("rows.jsonl", length=64), "adapter": LoRA(), "weights": Plain(),
+    values = {"model": "tunekit/nano", "data": Text("rows.jsonl", length=64), "adapter": LoRA(), "weights": Plain(),
             "precision": Precision(), "memory": Memory(), "optimizer": AdamW(), "loss": CrossEntropy(), "batch": 4,
             "micro_batch": 2}  # fmt: skip
-    return SimpleNamespace(**{**said, **changes})
+    return SimpleNamespace(**{**values, **changes})
 
 
 def test_a_config_is_planned_for_the_card() -> None:
     for name, dtype in (("t4", torch.float32), ("h100", torch.bfloat16)):
-        wanted = task(config(), on(KINDS[name]))
-        assert wanted.compute == dtype and wanted.flash == (name == "h100")
+        workload = task(config(), on(KINDS[name]))
+        assert workload.compute == dtype and workload.flash == (name == "h100")
 
 
 # Launches
@@ -107,10 +107,10 @@ class Counter(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.found = Operations()
+        self.total = Operations()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.found = self.found.plus(count(func))
+        self.total = self.total.plus(count(func))
         return func(*args, **(kwargs or {}))
 
 
@@ -121,7 +121,7 @@ def test_views_and_allocations_are_no_launches() -> None:
         y.copy_(x)  # 1
         (y.T @ x.view(4, 6)[:, :3]).add_(1)  # 2
         x.detach().reshape(2, 12)
-    assert seen.found == Operations(launches=3, matmuls=1)
+    assert seen.total == Operations(launches=3, matmuls=1)
 
 
 def test_launches_grow_with_layers_passes_and_adapters() -> None:
@@ -140,9 +140,9 @@ def test_launches_grow_with_layers_passes_and_adapters() -> None:
 
 def test_a_small_model_is_limited_by_the_host() -> None:
     plan = outcome.plan(described(small()), on(KINDS["h200"]))
-    pace = plan.pace
-    assert pace.computing is not None and pace.seconds == pace.launching > 10 * pace.computing
-    assert "limited by the host" in report.text(plan, []) and report.data(plan, [], None)["launches"] == pace.launches
+    step = plan.pace
+    assert step.computing is not None and step.seconds == step.launching > 10 * step.computing
+    assert "limited by the host" in report.text(plan, []) and report.data(plan, [], None)["launches"] == step.launches
     large = outcome.plan(described(small(), length=2**17), on(KINDS["h200"])).pace
     assert large.seconds is not None and large.seconds > large.launching
     assert outcome.plan(described(small(), device="cpu", flash=False), Machine()).pace.seconds is None
@@ -171,7 +171,7 @@ def test_the_buffers_of_flash_attention(kv_heads: int, dtype: torch.dtype, bytes
 
 
 def test_buffers_of_attention_are_in_the_backward_pass_of_a_gpu() -> None:
-    # So little beside attention that its backward pass is the highest moment of the layer.
+    # So little in addition to attention that its backward pass is the highest moment of the layer.
     layer = Layer(Attention(8, 2, 64, rope=Rope()), MLP(8))
     source = replace(small(), spec=DecoderSpec(64, 32, (layer,) * 2))
     with_flash, without = (

@@ -56,7 +56,7 @@ def compare(gpu: Free, need: Need | None) -> str:
 
 
 def remedy(gpu: Free, need: Need) -> str:
-    """What to change, which depends on whether the memory would be enough without the other processes."""
+    """The advice, which depends on whether the memory would be enough without the other processes."""
     if need.peak <= gpu.free + gpu.used_by_others:
         others = f"Other processes use {gpu.used_by_others / GIB:.1f} GiB"
         return f"{others}: stop them (nvidia-smi lists them), or {SELECT}."

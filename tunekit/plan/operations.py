@@ -18,7 +18,7 @@ MATMULS = {
 }  # fmt: skip
 # Kernels of one operation: dequantize and multiply; FlashAttention's backward pass has a first and a last kernel.
 KERNELS = {"nf4_product": 2, "nf4_product_back": 2, "nf4_grouped": 2, "nf4_grouped_back": 2, "attention_back": 3}
-OWN = "tunekit"  # namespace of operations that are called through Python
+TUNEKIT = "tunekit"  # namespace of operations that are called through Python
 EXTRA_TOKENS = 128  # by which FlashAttention pads each document in its buffers
 ROUNDED_DIM = 32  # multiple to which it pads heads
 
@@ -40,10 +40,10 @@ def count(func: Any) -> Operations:
     """The kernels of one operation that torch dispatches."""
     name = func.name().partition("::")[2].partition(".")[0]
     base = name.rstrip("_")  # in place or not
-    if func.namespace not in ("aten", OWN) or func.is_view or base in FREE:
+    if func.namespace not in ("aten", TUNEKIT) or func.is_view or base in FREE:
         return Operations()
-    own = func.namespace == OWN
-    return Operations(KERNELS.get(base, 1), int(own), int(base in MATMULS))
+    is_python = func.namespace == TUNEKIT
+    return Operations(KERNELS.get(base, 1), int(is_python), int(base in MATMULS))
 
 
 def flash_workspace(func: Any, args: tuple[Any, ...]) -> int:
@@ -52,7 +52,7 @@ def flash_workspace(func: Any, args: tuple[Any, ...]) -> int:
     dQ and the row sums of dO * O are accumulated in fp32, over tokens and padding of each document; where several
     query heads read one head of keys, dK and dV have as many heads as the queries before they are added up.
     """
-    if func.name() != f"{OWN}::attention_back":
+    if func.name() != f"{TUNEKIT}::attention_back":
         return 0
     q, k, _, offsets, *_ = args[1]
     if q.dtype.itemsize != 2:  # FlexAttention computes fp32

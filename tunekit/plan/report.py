@@ -168,7 +168,7 @@ def spent(pace: Pace) -> str:
         "to the host and back beside them": pace.hosted,
         "waited for": pace.waiting,
         "optimizer": pace.moving,
-        "launched by the host meanwhile": pace.launching,
+        "kernel launches": pace.launching,
     }
     told = [f"{name} {span(seconds)}" for name, seconds in parts.items() if seconds >= 0.01 * pace.seconds]
     return f" ({', '.join(told)})" if told else ""
