@@ -51,6 +51,7 @@ class DecodeLoop:
         device = numbers.device
         self.model, self.cache, self.choose, self.numbers = model, cache, choose, numbers
         self.rows = list(range(len(lengths)))  # numbers of the rows that are in the batch
+        self.lengths = list(lengths)  # of all rows when the loop began, by number
         self.positions = torch.tensor(lengths, device=device)[:, None] - 1  # (B, 1) of the last tokens
         self.tokens = torch.zeros_like(self.positions)  # (B, 1) last tokens
         self.index = torch.full((1,), drawn, device=device)  # of the next uniform number
@@ -81,6 +82,7 @@ class DecodeLoop:
     def select_rows(self, rows: Sequence[int]) -> None:
         """Keep these rows of the batch only, given by number."""
         index = torch.tensor([self.rows.index(row) for row in rows], device=self.tokens.device)
+        self.cache.used -= max(self.lengths[row] for row in self.rows) - max(self.lengths[row] for row in rows)
         self.cache.select_rows(index)
         self.tokens, self.positions = self.tokens.index_select(0, index), self.positions.index_select(0, index)
         self.numbers = self.numbers.index_select(0, index)

@@ -41,8 +41,8 @@ class KV:
         at = place.cached
         if at is None:
             return self.fill(k, v, place)
-        self.k.flatten(0, 1).index_copy_(0, at.write_index, widen(k, self.k)[:, 0])
-        self.v.flatten(0, 1).index_copy_(0, at.write_index, widen(v, self.v)[:, 0])
+        write_token(self.k, widen(k, self.k), at)
+        write_token(self.v, widen(v, self.v), at)
         return self.k, self.v
 
     def fill(self, k: Tensor, v: Tensor, place: "Place") -> tuple[Tensor, Tensor]:
@@ -55,6 +55,14 @@ class KV:
     def select_rows(self, rows: Tensor) -> None:
         """Keep these rows only, in this order."""
         self.k, self.v = self.k.index_select(0, rows), self.v.index_select(0, rows)
+
+
+def write_token(slots: Tensor, x: Tensor, at: CachePositions) -> None:
+    """Write (B, 1, H, D) of the current tokens into `slots` (B, slots, H, D)."""
+    if len(x) == 1 and not has_static_shapes(x.device):
+        slots[:, at.num_visible - 1 : at.num_visible] = x  # 4.6 microseconds, and 9.3 by an index
+    else:
+        slots.flatten(0, 1).index_copy_(0, at.write_index, x[:, 0])
 
 
 def widen(x: Tensor, like: Tensor) -> Tensor:
