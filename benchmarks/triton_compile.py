@@ -36,8 +36,8 @@ WARP_SIZES = {"gfx942": 64}
 BLOCK_SIZES = ("SIZE", "HEADS", "ROWS", "OUT", "WIDTH", "BLOCKS")  # constants that do not select code
 
 COVERAGE = {
-    "quick": "Variants: dtypes and flags, with the largest block that the presets lead to. Each is compiled for one target,\n"
-    "in turn, and the largest of each kernel for all (`--quick`, as in the tests).",
+    "quick": "Variants: dtypes and flags, with the largest block that the presets lead to. Each is compiled for one\n"
+    "target, in turn, and the largest of each kernel for all (`--quick`, as in the tests).",
     "variants": "Variants: dtypes and flags, with the largest block that the presets lead to, each for all targets.",
     "all": "Variants: dtypes, flags, block sizes and integers that are 1 or multiples of 16, each for all targets.",
 }
