@@ -35,6 +35,13 @@ TARGETS = "sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx9
 WARP_SIZES = {"gfx942": 64}
 BLOCK_SIZES = ("SIZE", "HEADS", "ROWS", "OUT", "WIDTH", "BLOCKS")  # constants that do not select code
 
+COVERAGE = {
+    "quick": "Variants: dtypes and flags, with the largest block that the presets lead to. Each is compiled for one\n"
+    "target, in turn, and the largest of each kernel for all (`--quick`, as in the tests).",
+    "variants": "Variants: dtypes and flags, with the largest block that the presets lead to, each for all targets.",
+    "all": "Variants: dtypes, flags, block sizes and integers that are 1 or multiples of 16, each for all targets.",
+}
+
 
 @dataclass(frozen=True)
 class CompileResult:
@@ -177,7 +184,7 @@ def format_range(numbers: Iterable[int]) -> str:
     return str(low) if low == high else f"{low}-{high}"
 
 
-def format_report(results: list[CompileResult], targets: list[str]) -> str:
+def format_report(results: list[CompileResult], targets: list[str], form: str) -> str:
     spilled = [r for r in results if r.spills]
     spills = sorted({(r.kernel, r.variant, r.pointers, r.target, r.spills) for r in spilled}, key=lambda r: -r[4])
     failures = sum(bool(result.error) for result in results)
@@ -189,8 +196,9 @@ def format_report(results: list[CompileResult], targets: list[str]) -> str:
 {date.today()}, {describe_versions()}, Python {platform.python_version()}, no GPU: Triton's compiler with its own ptxas
 and LLVM. Nothing on this page has run on a GPU. `python benchmarks/triton_compile.py --table FILE`.
 
-Variants: dtypes and flags, each with the largest block that the presets lead to. A cell is registers of a thread
-(lowest and highest) / bytes that a thread spills (most) / bytes of shared memory of a block (most).
+{COVERAGE[form]}
+A cell is registers of a thread (lowest and highest) / bytes that a thread spills (most) / bytes of shared memory of a
+block (most); "variants" is the most of one target.
 {len(results)} compilations, {failures} failures.
 
 {format_table(results, targets)}
@@ -213,12 +221,13 @@ def main() -> None:
     if os.environ.get("TRITON_INTERPRET") == "1":
         sys.exit("triton_compile.py: TRITON_INTERPRET is set. Unset it: interpreted kernels are not compiled.")
     targets = args.targets.split(",")
-    results = compile_all(targets, args.form or "variants", args.processes)
+    form = args.form or "variants"
+    results = compile_all(targets, form, args.processes)
     if args.json:
         text = json.dumps([asdict(result) | {"triton": triton.__version__} for result in results], indent=0)
         sys.stdout.write(text) if args.json == "-" else Path(args.json).write_text(text, "utf-8")
     if args.table:
-        Path(args.table).write_text(format_report(results, targets), "utf-8")
+        Path(args.table).write_text(format_report(results, targets, form), "utf-8")
     if errors := [result for result in results if result.error]:
         sys.exit(f"{len(errors)} of {len(results)} failed, the first: {errors[0]}")
 

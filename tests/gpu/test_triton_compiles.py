@@ -45,7 +45,6 @@ def run_script(name: str, *args: str, python_path: Path | None = None) -> Any:
     return json.loads(done.stdout)
 
 
-@cache
 def compile_quick(version: str) -> list[dict[str, Any]]:
     """Each variant of each kernel, once; with the newest version, the largest of each kernel for every target."""
     if version == "newest":
@@ -65,34 +64,19 @@ def test_every_kernel_has_launches() -> None:
     assert check_launches()["uncovered"] == {"variants": [], "large": []}
 
 
+# One test: with pytest-xdist, others would compile everything again in another process
 @pytest.mark.parametrize("version", ["newest", "3.6.0"])
-def test_kernels_compile_to_machine_code(version: str) -> None:
+def test_kernels_compile_to_machine_code_that_fits_every_gpu(version: str) -> None:
     results = compile_quick(version)
     assert len(results) > 100
     assert {result["triton"] == "3.6.0" for result in results} == {version == "3.6.0"}
+    assert {result["target"] for result in results} == (set(SHARED_LIMITS) if version == "newest" else {"sm_90"})
     assert not [result for result in results if result["error"]]
-
-
-def test_every_target_is_compiled() -> None:
-    assert {result["target"] for result in compile_quick("newest")} == set(SHARED_LIMITS)
-
-
-@pytest.mark.parametrize("version", ["newest", "3.6.0"])
-def test_kernels_do_not_spill_registers(version: str) -> None:
-    spilled = [result for result in compile_quick(version) if result["spills"] > SPILL_LIMITS.get(result["kernel"], 0)]
-    assert not spilled
-
-
-@pytest.mark.parametrize("version", ["newest", "3.6.0"])
-def test_shared_memory_fits_every_gpu(version: str) -> None:
-    results = compile_quick(version)
+    assert not [result for result in results if result["spills"] > SPILL_LIMITS.get(result["kernel"], 0)]
     assert not [result for result in results if result["shared"] > SHARED_LIMITS[result["target"]]]
-
-
-@pytest.mark.parametrize("version", ["newest", "3.6.0"])
-def test_losses_are_rounded_alike_with_and_without_gradient(version: str) -> None:
-    """Products and sums that are fused round once in place of twice: which are depends on the code around them."""
-    losses = [r for r in compile_quick(version) if r["kernel"].endswith(".losses_kernel") and r["target"][:2] == "sm"]
+    # Products and sums that are fused round once in place of twice. Which are fused depends on the code around them:
+    # without fusion, losses have the same bits with and without the gradient.
+    losses = [r for r in results if r["kernel"].endswith(".losses_kernel") and r["target"].startswith("sm")]
     assert {"GRADIENT=True" in result["variant"] for result in losses} == {True, False}
     assert len({result["multiply_adds"] for result in losses}) == 1
 
