@@ -4,6 +4,7 @@ divergence.py loads this where there is a GPU. It replaces about 14 fp32 tensors
 """
 
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportCallIssue=false, reportArgumentType=false
+# pyright: reportGeneralTypeIssues=false
 # There is no Triton on macOS and Windows, nor a GPU that would load this file.
 # ruff: noqa: PLR0913 (a kernel gets each number as an argument of its own)
 

@@ -1,6 +1,7 @@
 """Four-bit weights on a GPU: to numbers in one launch; products of few rows. nf4.py loads this where there is one."""
 
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportCallIssue=false, reportArgumentType=false
+# pyright: reportGeneralTypeIssues=false
 # There is no Triton on macOS and Windows, nor a GPU that would load this file.
 
 import torch
