@@ -173,6 +173,8 @@ def main() -> int:
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("torch finds no GPU")
     jobs, workers = CALLS[args.call](args.device)
+    if workers > 1:  # or threads of all jobs wait for the same cores
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // (2 * workers))))
     call = Call(args.call, args.output, start + args.seconds, heading(args.device))
     return 0 if call.run([job for job in jobs if args.only in job.name], workers) else 1
 
