@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 LAYERS = (
-    {"errors", "bundled", "curves", "discreet", "machine", "pages", "timeline"},
+    {"errors", "bundled", "curves", "discreet", "host_copy", "machine", "pages", "timeline"},
     {"parallel", "kernels", "config"},
     {"models", "optimizers", "offload"},
     {
