@@ -2,7 +2,7 @@
 
 import importlib
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -23,11 +23,12 @@ class Bounds(NamedTuple):
 
     offsets: Tensor  # (documents + 1,), int32
     starts: Tensor  # (documents - 1,) first tokens of all documents but the first
-    index: Tensor  # (T,) of each token among tokens with `width` zeros in front of each document
+    gather_index: Tensor  # (T,) of each token among tokens with `width` zeros in front of each document
     before: Tensor  # (T,) the same less `width`
 
 
-BOUNDS = WeakIdKeyDictionary()  # of offsets, as long as these live: all layers of a pass read the same ones
+# Bounds of offsets, as long as these live: all layers of a pass read the same ones.
+BOUNDS: MutableMapping[Tensor, dict[tuple[int, torch.device], Bounds]] = WeakIdKeyDictionary()
 
 
 def place_bounds(offsets: Tensor, width: int, device: torch.device) -> Bounds:
@@ -256,7 +257,7 @@ def short_convolution(x: Tensor, weight: Tensor, offsets: Tensor | None = None, 
         return F.silu(slide(padded, weight)).type_as(x)
     bounds = place_bounds(offsets, width, x.device)  # zeros stand before every document
     padded = x.new_zeros(1, x.shape[0] * x.shape[1] + width * (len(offsets) - 1), x.shape[-1])
-    padded = padded.index_copy(1, bounds.index, x.flatten(0, 1)[None])
+    padded = padded.index_copy(1, bounds.gather_index, x.flatten(0, 1)[None])
     return F.silu(slide(padded, weight).index_select(1, bounds.before)).view_as(x).type_as(x)
 
 

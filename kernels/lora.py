@@ -119,7 +119,8 @@ def cast_factors(updates: Sequence[Sequence[Any]], dtype: torch.dtype) -> Factor
         return Factors(stacked[0] if len(stacked) == 1 else torch.cat(stacked), b, columns)
     a = stacked[0].new_empty(columns[-1].stop, stacked[0].shape[1], dtype=dtype)
     cast_b = [torch.empty_like(part, dtype=dtype) for part in b]
-    torch._foreach_copy_([*a.split([len(part) for part in stacked]), *cast_b], [*stacked, *b])
+    targets = [*a.split([len(part) for part in stacked]), *cast_b]
+    torch._foreach_copy_(targets, [*stacked, *b])  # pyright: ignore[reportPrivateImportUsage]
     return Factors(a, cast_b, columns)
 
 

@@ -10,7 +10,7 @@ ROOT = Path(__file__).parent.parent
 LAYERS = (
     {"errors", "bundled", "curves", "discreet", "pages", "timeline"},
     {"devices"},
-    {"machine"},
+    {"machine", "device_to_host"},
     {"parallel", "kernels", "config"},
     {"models", "optimizers", "offload"},
     {

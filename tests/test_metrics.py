@@ -388,3 +388,59 @@ def test_lines_are_read_up_to_half_a_one(tmp_path):
     assert metrics.lines(tmp_path) == []
     (tmp_path / FILE).write_bytes(b'{"step": 1, "loss": 1.0}\n{"step": 2, "lo')
     assert metrics.lines(tmp_path) == [{"step": 1, "loss": 1.0}]
+
+
+FAR = SimpleNamespace(**vars(MAIN) | {"device": torch.device("meta")})  # on which the host does not wait
+
+
+def test_a_device_is_read_one_step_later(tmp_path):
+    """Lines have the numbers and the order that they have on the CPU."""
+    Watched.reads = 0
+    with Log().open(tmp_path / "far", FAR, total=4) as meter:
+        for number in (1, 2):
+            step(meter, number, watched(float(number)), tokens=number)
+            assert Watched.reads == number - 1
+            assert [line["step"] for line in lines(tmp_path / "far")] == [*range(1, number)]
+        meter.note(2, validation=3.0)
+        assert Watched.reads == 2, "what else is written comes behind"
+        step(meter, 3, watched(3.0), tokens=3)
+        step(meter, 4, watched(4.0), tokens=4)
+    with Log().open(tmp_path / "near", MAIN, total=4) as meter:
+        for number in range(1, 5):
+            step(meter, number, float(number), tokens=number)
+            if number == 2:
+                meter.note(2, validation=3.0)
+    names = "step", "loss", "norm", "rate", "tokens", "learnt", "wait", "validation"
+    far, near = ([[line.get(name) for name in names] for line in lines(tmp_path / where)] for where in ("far", "near"))
+    assert far == near
+    assert [line[0] for line in far] == [1, 2, 2, 3, 4]
+
+
+def test_lines_of_steps_that_a_guard_refuses_are_dropped(tmp_path):
+    with pytest.raises(UserError), Log().open(tmp_path, FAR, total=9) as meter:
+        for number in (1, 2):
+            step(meter, number)
+        meter.drop(after=1)
+        raise UserError("step 2: the loss is nan")
+    assert [line["step"] for line in lines(tmp_path)] == [1]
+
+
+def test_a_device_that_has_failed_is_not_read(tmp_path):
+    Watched.reads = 0
+    with pytest.raises(RuntimeError), Log().open(tmp_path, FAR, total=9) as meter:
+        step(meter, 1, watched(1.0))
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+    assert Watched.reads == 0
+    assert lines(tmp_path) == []
+
+
+def test_a_way_back_writes_what_is_behind_first(tmp_path):
+    sums = Sums()
+    with Log().open(tmp_path, FAR, total=4, sums=sums) as meter:
+        step(meter, 1, 1.0)
+        kept = sums.state_dict()
+        step(meter, 2, 2.0)
+        sums.load_state_dict(kept)
+        meter.back(1)
+        step(meter, 2, -2.0)
+    assert [(line["step"], line["loss"]) for line in lines(tmp_path)] == [(1, 1.0), (2, -2.0)]

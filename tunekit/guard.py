@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from tunekit.device_to_host import HostCopy
 from tunekit.errors import FieldError
 
 FEW = 8  # steps of which a median says little
@@ -77,7 +78,7 @@ class Watch:
         self.rule, self.early = rule, rule.holds or device.type == "cpu"
         self.fault: Fault | None = None
         self.step = self.next = 0
-        self.unread: list[tuple[int, Tensor]] = []
+        self.unread: list[tuple[int, HostCopy]] = []
         self.passed = 0  # steps whose rows ways back have left behind
         self.times = 0  # ways back
         self.row = 0  # steps passed over in a row
@@ -98,16 +99,20 @@ class Watch:
         """Whether the weights may move, asked when all gradients are there."""
         if self.rule.nan == "off" and self.rule.spike is None:
             return True
-        self.unread.append((self.step, torch.stack([norm if loss is None else loss.to(norm), norm]).detach()))
+        self.unread.append((self.step, HostCopy(torch.stack([norm if loss is None else loss.to(norm), norm]))))
         if self.early:
             self.look()
         return self.fault is None
 
-    def look(self) -> None:
-        """Read what was not read yet. It must come before anything that is made of the weights is kept."""
-        unread, self.unread = self.unread, []
-        found = torch.stack([pair for _, pair in unread]).tolist() if unread else []
-        for (step, _), (loss, norm) in zip(unread, found, strict=True):
+    def look(self, behind: int = 0) -> None:
+        """Read what was not read yet, but for that many of the last steps, on which the device may still be at work.
+
+        All of it must be read before anything that is made of the weights is kept.
+        """
+        count = max(0, len(self.unread) - behind)
+        unread, self.unread = self.unread[:count], self.unread[count:]
+        for step, copy in unread:
+            loss, norm = copy.read()
             self.fault = self.fault or self.judged(step, loss, norm)
 
     def judged(self, step: int, loss: float, norm: float) -> Fault | None:

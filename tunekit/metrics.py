@@ -14,18 +14,20 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
 from tunekit import devices
+from tunekit.device_to_host import HostCopy, steps_behind
 from tunekit.errors import FieldError, UserError
 
 FILE = "metrics.jsonl"
@@ -119,8 +121,29 @@ class Sums:
         vars(self).update(state)
 
 
+class Line(NamedTuple):
+    """What one step is to write, of which the host may not know all numbers yet."""
+
+    step: int
+    made: Mapping[str, Tensor | float]
+    copy: HostCopy | None  # of the tensors among these
+    known: dict[str, float]
+    left: float  # seconds of the run
+
+    @property
+    def values(self) -> dict[str, float]:
+        """All numbers, for which the device is waited for."""
+        read = iter([] if self.copy is None else self.copy.read())
+        made = {name: next(read) if isinstance(value, Tensor) else float(value) for name, value in self.made.items()}
+        return made | self.known
+
+
 class Meter:
-    """Counts on every step, reads the device and writes on one in `every`. Only the main process speaks."""
+    """Counts on every step, and has the numbers of one in `every` copied to the host. Only the main process speaks.
+
+    On a GPU a line is written one step later, when the host need not wait for its numbers, or before anything else is
+    written or saved.
+    """
 
     def __init__(  # noqa: PLR0913
         self, log: Log, folder: Path, run, total: int, start: int, resolved: Mapping, sums: Sums
@@ -131,6 +154,8 @@ class Meter:
         self.screen = Screen(total, start, run.is_main)
         self.clock, self.compiled = time.perf_counter(), compile_seconds()
         self.spent = 0.0  # seconds per step, smoothed
+        self.behind = steps_behind(run.device)
+        self.pending: deque[Line] = deque()
 
     def __enter__(self) -> "Meter":
         return self
@@ -138,6 +163,13 @@ class Meter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        try:
+            if not isinstance(error, RuntimeError):  # a device that has failed cannot be read
+                self.flush()
+        finally:
+            self.close()
+
+    def close(self) -> None:
         self.screen.close()
         for service in self.services:
             service.close()
@@ -149,22 +181,39 @@ class Meter:
         waited for data."""
         self.sums.tokens, self.sums.learnt = self.sums.tokens + int(tokens), self.sums.learnt + int(learnt)
         self.sums.wait += float(wait)
-        if not self.reads(step):
-            self.screen.advance(step)
-            return
-        values = dict(zip(made, numbers(*made.values()), strict=True)) | self.flow(step)
+        if self.reads(step):
+            self.pending.append(self.begin_line(step, made))
+            self.sums.zero(step)
+        self.flush(step - self.behind)
+        self.screen.advance(step)
+
+    def begin_line(self, step: int, made: Mapping[str, Tensor | float]) -> Line:
+        """What is known of a step, with its numbers on their way from the device, all in one transfer."""
+        copy = copied(made.values())
+        known = self.flow(step)
         here = {"wait": self.sums.wait} | memory(self.run.device)
-        values |= dict(zip(here, self.run.most(*here.values()), strict=True))
-        self.write(step, values)
-        self.screen.show(step, values, self.spent * (self.total - step))
-        self.sums.zero(step)
+        known |= dict(zip(here, self.run.most(*here.values()), strict=True))
+        return Line(step, dict(made), copy, known, self.spent * (self.total - step))
+
+    def flush(self, last: float = math.inf) -> None:
+        """Write what is not written yet of steps up to `last`."""
+        while self.pending and self.pending[0].step <= last:
+            line = self.pending.popleft()
+            values = line.values
+            self.write(line.step, values)
+            self.screen.show(line.step, values, line.left)
+
+    def drop(self, after: int) -> None:
+        """Forget what is not written yet of later steps."""
+        self.pending = deque(line for line in self.pending if line.step <= after)
 
     def reads(self, step: int) -> bool:
-        """Whether a line is written behind a step, for which the device is waited for."""
+        """Whether a line is written about a step, for which its numbers are read from the device."""
         return step % self.log.every == 0 or step == self.total
 
     def back(self, step: int) -> None:
         """The run goes on from an earlier step: lines behind it come again. Its sums are there already."""
+        self.flush()
         if self.file is not None:
             os.truncate(self.file.name, kept(Path(self.file.name), step))
         self.screen.advance(step)
@@ -172,7 +221,8 @@ class Meter:
 
     def note(self, step: int, **values) -> None:
         """Numbers that not every step has, such as the validation loss: a line of their own, above the bar."""
-        found = dict(zip(values, numbers(*values.values()), strict=True))
+        self.flush()
+        found = Line(step, values, copied(values.values()), {}, 0.0).values
         self.write(step, found)
         self.screen.tell(f"step {step}: " + ", ".join(f"{name} {value:.6g}" for name, value in found.items()))
 
@@ -243,8 +293,9 @@ class Screen:
         )
 
     def advance(self, step: int) -> None:
-        self.bar.update(step - self.done)  # less than nothing where a run goes back
-        self.done = step
+        if step != self.done:
+            self.bar.update(step - self.done)  # less than nothing where a run goes back
+            self.done = step
 
     def show(self, step: int, values: dict[str, float], left: float) -> None:
         size = f"{short(values.get('memory_bytes', 0.0))}B"
@@ -255,7 +306,7 @@ class Screen:
             f"{tqdm.format_interval(left)} left"
         )
         self.bar.set_description_str(text, refresh=False)
-        self.advance(step)
+        self.advance(max(step, self.done))
         now = time.monotonic()
         self.text = f"step {step}/{self.total}: {text}"
         if self.plain and now - self.told >= PLAIN_SECONDS:
@@ -386,11 +437,10 @@ def reserved(stats: Mapping[str, int]) -> dict[str, float]:
     }
 
 
-def numbers(*values: Tensor | float) -> list[float]:
-    """Numbers on the host. Those of the device come in one transfer, and it is waited for once."""
+def copied(values: Iterable[Tensor | float]) -> HostCopy | None:
+    """The tensors among these for the host, in one transfer."""
     tensors = [v.detach().to(devices.accumulation_dtype(v.device)) for v in values if isinstance(v, Tensor)]
-    read = iter(torch.stack(tensors).tolist() if tensors else ())
-    return [next(read) if isinstance(value, Tensor) else float(value) for value in values]
+    return HostCopy(torch.stack(tensors)) if tensors else None
 
 
 def short(value: float) -> str:

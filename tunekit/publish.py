@@ -73,9 +73,14 @@ class Publisher:
         if run.is_main:
             atomic.remove(folder / UPLOAD)
 
+    def due(self, step: int, steps: int) -> bool:
+        """Whether a copy is to be sent behind a step."""
+        every = None if self.choice is None else self.choice.every
+        return every is not None and step % every == 0 and step != steps
+
     def step(self, step: int, steps: int) -> None:
         """Every so many steps a copy of the model goes on its way, and training goes on."""
-        if self.choice is None or self.choice.every is None or step % self.choice.every or step == steps:
+        if not self.due(step, steps):
             return
         if self.run.shared(self.is_busy):
             self.run.tell(f"step {step} is not sent: an earlier one is still on its way to {self.choice.repo}")

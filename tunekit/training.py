@@ -343,28 +343,38 @@ def train(job: Job, sender: Publisher) -> int:
                 batches = ahead.take()
             rate = schedule.get_last_lr()[0]
             taken = job.method.step(job.model, batches, cfg, update, run, **job.beside)
-            if settle(job, moving, log, due=log.reads(step + 1) or cfg.push is not None):
+            if settle(job, moving, log, last=False):
                 continue  # from an earlier step on
             schedule.step()
             done, (real, learnt) = step + 1, run.totals(*taken.counts(batches))
             made = {"loss": taken.loss, "norm": taken.norm, "rate": rate, **taken.figures}
             log.step(done, made, tokens=real, learnt=learnt, wait=ahead.wait)
             with log.aside():
-                sender.step(done, steps)
+                if sender.due(done, steps):
+                    settle(job, moving, log)
+                    sender.step(done, steps)
                 between(job, moving, done, steps, log)
     return done
 
 
-def settle(job: Job, parts: Parts, log: Meter, due: bool = True) -> bool:
-    """Answer what the guard has found, if it is `due` to know; whether the run has gone back to a state for it."""
+def settle(job: Job, parts: Parts, log: Meter, last: bool = True) -> bool:
+    """Answer what the guard has found; whether the run has gone back to a state for it.
+
+    Where the `last` step need not be known, only those are read whose lines of metrics are to be written now.
+    """
     watch, run = parts.watch, job.run
-    if due:
+    if last:
         watch.look()
+    elif log.pending or (log.reads(watch.step + 1) and not log.behind):
+        watch.look(log.behind)
     if watch.fault is None:
+        if last:
+            log.flush()
         return False
     parts.ahead.rest()
     told = partial(watch.fault.told, job.data.where(watch.data(watch.fault.step)))
     if watch.fault.answer == "stop":
+        log.drop(after=watch.fault.step)
         raise UserError(told("earlier states stay as they are; " + MEND))
     if back := watch.fault.answer == "back":
         parts.state.wait()

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tunekit.kernels import attention_gpu, attention_native, delta, experts
 from tunekit.kernels.attention import Rule, attend
+from tunekit.kernels.sequence_layout import SequenceLayout
 from tunekit.selftest.compare import BF16, DTYPE_NAMES, FP32, Comparison
 from tunekit.selftest.context import CheckFunction, Context
 from tunekit.selftest.result import CheckSkippedError, Result
@@ -76,8 +77,8 @@ def check_case(comparison: Comparison, name: str, case: Case, dtype: torch.dtype
 
 
 def attend_case(case: Case, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
-    offsets = torch.tensor(BOUNDS, dtype=torch.int32) if case.packed else None
-    return attend(q, k, v, case.rule, offsets, sinks)
+    layout = SequenceLayout(torch.tensor(BOUNDS, dtype=torch.int32)) if case.packed else None
+    return attend(q, k, v, case.rule, layout, sinks)
 
 
 def attend_reference(case: Case, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:

@@ -19,6 +19,7 @@ from tunekit import bundled, machine
 from tunekit.adapters import Full, LoRA
 from tunekit.checkpoint.folder import read_json
 from tunekit.data.steps.batch import Batch
+from tunekit.devices import has_fast_bf16
 from tunekit.formats import NF4, Plain
 from tunekit.losses.likelihood import CrossEntropy
 from tunekit.memory import Memory
@@ -27,7 +28,7 @@ from tunekit.models.families.registry import family
 from tunekit.models.linear import Embedding, Linear
 from tunekit.models.spec import Attention, DecoderSpec
 from tunekit.optim import AdamW
-from tunekit.precision import Precision, multiplies_bf16
+from tunekit.precision import Precision
 from tunekit.selftest.context import CheckFunction, Context, synchronize
 from tunekit.selftest.nano import packing, random_documents
 from tunekit.selftest.result import CheckSkippedError, Result
@@ -88,7 +89,7 @@ def measure_time(function: Callable[[], object], device: torch.device, rounds: i
 @cache
 def measure_limits(device: torch.device) -> Limits:
     """The rate of matrix products in the dtype of training, and the bandwidth of the memory."""
-    dtype = torch.bfloat16 if multiplies_bf16(device) else torch.float32
+    dtype = torch.bfloat16 if has_fast_bf16(device) else torch.float32
     rates = []
     for side in SIDES.get(device.type, SIDES["cpu"]):
         a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
@@ -197,7 +198,7 @@ def build_model(method: Method, spec: DecoderSpec, device: torch.device) -> Deco
         model = Decoder(spec)
     method.weights.apply(model)
     method.adapter.apply(model)
-    dtype = "bf16" if multiplies_bf16(device) else "fp32"
+    dtype = "bf16" if has_fast_bf16(device) else "fp32"
     Precision("auto", dtype if isinstance(method.adapter, Full) else "fp32", dtype).apply(model, {}, device)
     Memory().apply(model, device)
     model.to_empty(device=device)

@@ -15,8 +15,8 @@ import torch
 from torch.cuda import nccl
 
 from tunekit import machine
+from tunekit.devices import has_fast_bf16
 from tunekit.kernels import native
-from tunekit.precision import multiplies_bf16
 from tunekit.selftest.context import CheckFunction, Context
 from tunekit.selftest.result import CheckFailedError, CheckSkippedError, Result
 
@@ -45,7 +45,7 @@ def collect_versions(context: Context) -> Result:
         "threads": torch.get_num_threads(),
         "memory": ", ".join(machine.memory()),
         "device": context.device.type,
-        "bf16": multiplies_bf16(context.device),
+        "bf16": has_fast_bf16(context.device),
         "gpus": gpus(),
         "environment": {key: value for key, value in sorted(os.environ.items()) if VARIABLES.fullmatch(key)},
     }

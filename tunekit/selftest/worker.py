@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
+from tunekit import devices
 from tunekit.errors import UserError
-from tunekit.parallel.run import device_of
 from tunekit.selftest.context import CheckFunction, Context
 from tunekit.selftest.result import CheckFailedError, CheckSkippedError, Outcome, Result
 
@@ -71,7 +71,7 @@ def run_checks(job: dict[str, Any], send: Callable[[dict[str, Any]], None]) -> N
     """Run checks until the last one, or until an error may have left the GPU unusable: the parent starts a new worker
     for the others."""
     try:
-        device = device_of(job["device"])
+        device = devices.select(job["device"])
     except UserError:
         raise SystemExit(NO_DEVICE) from None
     if job["device"] not in ("auto", device.type):

@@ -1,0 +1,76 @@
+"""Metrics and the guard read one step late, as on a GPU: the same lines, states and errors as on the CPU."""
+
+import pytest
+import torch
+
+from tests.recipes.test_guarded import plant
+from tests.recipes.test_resume import stop_after
+from tunekit import metrics
+from tunekit.guard import Watch
+
+RUN = ("run", "sft", "sft.yaml", "steps=7", "save_every=3")
+
+
+def read_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device is one on which the host runs ahead."""
+    create = Watch.__init__
+    monkeypatch.setattr(metrics, "steps_behind", lambda device: 1)
+    monkeypatch.setattr(Watch, "__init__", lambda watch, rule, device: create(watch, rule, torch.device("meta")))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("validate_every=2", "log.every=1"),
+        ("validation=null", "log.every=2"),
+        ("optimizer.lr=0.5", "steps=20", "validate_every=1", "patience=2"),
+        ("forgetting={data: {source: held.jsonl, length: 64}, every: 2}", "log.every=3"),
+    ],
+    ids=["validation", "every second step", "patience", "forgetting"],
+)
+def test_lines_are_the_same(work, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]) -> None:
+    assert work.tune(*RUN, *words, "out=near").code == 0
+    read_late(monkeypatch)
+    done = work.tune(*RUN, *words, "out=far")
+    assert done.code == 0, done.err
+    assert work.same("far", "near")
+
+
+@pytest.mark.parametrize("log_every", [1, 2, 5])
+@pytest.mark.parametrize("bad", [3, 6])
+def test_a_loss_that_is_not_finite_ends_both_at_the_same_step(
+    work, monkeypatch: pytest.MonkeyPatch, bad: int, log_every: int
+) -> None:
+    """Counted from 0; the last step of the run too."""
+    words = (*RUN, "validation=null", f"log.every={log_every}", "save_every=2")
+    plant(monkeypatch, float("nan"), bad)
+    near = work.tune(*words, "out=near")
+    read_late(monkeypatch)
+    far = work.tune(*words, "out=far")
+    assert near.code == far.code == 2
+    for done in (near, far):
+        assert f"step {bad + 1}: the loss is nan" in done.err
+    assert work.numbers("far") == work.numbers("near")
+    assert [line["step"] for line in work.numbers("far")] == list(range(log_every, bad + 1, log_every))
+    states = [{path.name for path in (work.folder / out / "state").iterdir()} for out in ("far", "near")]
+    assert states[0] == states[1]
+
+
+def test_a_run_that_is_stopped_goes_on(work, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert work.tune(*RUN, "out=near").code == 0
+    read_late(monkeypatch)
+    with monkeypatch.context() as stops:
+        stop_after(stops, 3)
+        assert work.tune(*RUN, "out=far").code == 143
+    assert [line["step"] for line in work.numbers("far") if "loss" in line] == [1, 2, 3]
+    assert work.tune(*RUN, "out=far").code == 0
+    assert work.same("far", "near")
+
+
+def test_a_way_back_leaves_the_same_lines(work, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = (*RUN, "steps=14", "validation=null", "guard.window=8", "guard.spike=20", "guard.answer=back")
+    plant(monkeypatch, 1000.0, 10)
+    assert work.tune(*words, "out=near").code == 0
+    read_late(monkeypatch)
+    assert work.tune(*words, "out=far").code == 0
+    assert work.same("far", "near")
