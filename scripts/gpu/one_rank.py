@@ -43,12 +43,12 @@ CASES: dict[str, tuple[Full | LoRA, Memory, Parallel]] = {
 
 
 def shard(model: Decoder, run: Run) -> None:
-    """As tunekit.layout.shard, which does nothing if there is one rank."""
+    """Shard like tunekit.layout.shard, which does nothing if there is one rank."""
     assert run.mesh is not None
-    how = choices(model, run, run.mesh["shard"])
+    options = choices(model, run, run.mesh["shard"])
     for layer in model.layers:
-        fully_shard(layer, **how)
-    fully_shard(model, **how | {"reshard_after_forward": False})
+        fully_shard(layer, **options)
+    fully_shard(model, **options | {"reshard_after_forward": False})
 
 
 def numbers(source: Folder, case: str, run: Run) -> list[float]:

@@ -96,7 +96,7 @@ def compare(name: str, checkpoint: Path, device: str, steps: int) -> bool:
     if not plan or len(lines) < steps:
         print(f"FAIL {name}: {len(lines)} of {steps} steps", flush=True)
         return False
-    phases = {phase: room["total"] for phase, room in json.loads(plan)["phases"].items()}
+    phases = {phase: memory["total"] for phase, memory in json.loads(plan)["phases"].items()}
     planned, last = max(value for phase, value in phases.items() if phase != "save"), lines[-1]
     print(f"{name}: planned {planned / GIB:.2f} GiB ({ {k: round(v / GIB, 2) for k, v in phases.items()} })")
     print(f"{name}: measured {json.dumps(last)}", flush=True)

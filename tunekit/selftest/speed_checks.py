@@ -37,7 +37,8 @@ PRESET = "tunekit/llama3_2_1b"
 SIDES = {"cuda": (4096, 8192), "cpu": (1024, 2048)}  # of square matrices
 COPIED = {"cuda": 2**30, "cpu": 2**28}  # bytes, beyond every cache
 GPU_ROWS = ((4, 2048), (2, 2048), (1, 2048), (1, 512))  # rows and their length; the first that fits in memory counts
-CPU_ROWS = (1, 128)
+CPU_TOKENS = (128, 64, 32, 16)  # the first whose operations take at most CPU_SECONDS at the measured rate
+CPU_SECONDS = 2.0
 CPU_LAYERS = 2  # of 16: the time of all layers is scaled by their operations
 ROUNDS, SLOW = 3, 2.0  # timed steps; a step of more seconds is timed once
 HEADROOM = 1.3  # of the memory that a model and its optimizer need
@@ -130,20 +131,22 @@ def check_on_cpu(method: Method, context: Context, limits: Limits, spec: Decoder
     available = machine.available_memory()
     if available is not None and available < needed:
         raise CheckSkippedError(f"needs {needed / 2**30:.1f} GiB of memory, {available / 2**30:.1f} GiB are available")
-    step = measure_step(method, replace(spec, layers=spec.layers[:CPU_LAYERS]), CPU_ROWS, context)
-    tokens, total = CPU_ROWS[0] * CPU_ROWS[1], len(spec.layers)
-    scaled = step.seconds * operations_of(method, spec) / step.operations
+    smaller, total = replace(spec, layers=spec.layers[:CPU_LAYERS]), len(spec.layers)
+    fast = (n for n in CPU_TOKENS if operations_of(method, smaller, n) <= CPU_SECONDS * limits.rate)
+    tokens = next(fast, CPU_TOKENS[-1])
+    step = measure_step(method, smaller, (1, tokens), context)
+    scaled = step.seconds * operations_of(method, spec, tokens) / step.operations
     values = {"layers": CPU_LAYERS, "tokens": tokens, "scaled_layers": total, "scaled_seconds": scaled}
     note = f"; {CPU_LAYERS} of {total} layers: all of them take about {scaled:.3g} s (scaled by operations)"
     return report_step(step, limits, values, note)
 
 
-def operations_of(method: Method, spec: DecoderSpec) -> float:
-    """Operations of a step on the CPU with all layers."""
+def operations_of(method: Method, spec: DecoderSpec, tokens: int) -> float:
+    """Operations of a step of one row."""
     with torch.device("meta"):
         model = Decoder(spec)
     method.adapter.apply(model)
-    return count_operations(model, build_batch(spec.vocab, *CPU_ROWS), method.operations)
+    return count_operations(model, build_batch(spec.vocab, 1, tokens), method.operations)
 
 
 def report_step(step: Step, limits: Limits, values: dict[str, Any], note: str = "") -> Result:
