@@ -1,8 +1,8 @@
 """Compile every Triton kernel to machine code for NVIDIA and AMD GPUs, without one; report registers and spills.
 
-    python benchmarks/triton_compile.py --table benchmarks/results/DATE-triton-compile.md  # 3 minutes on two cores
-    python benchmarks/triton_compile.py --quick --json -                                   # what CI compiles
-    python benchmarks/triton_compile.py --all                                              # 20 minutes
+    python benchmarks/triton_compile.py --table benchmarks/results/DATE-triton-compile.md
+    python benchmarks/triton_compile.py --quick --json -  # what CI compiles
+    python benchmarks/triton_compile.py --all             # 7,000 compilations
 
 Never set TRITON_INTERPRET: interpreted kernels are not compiled.
 """
