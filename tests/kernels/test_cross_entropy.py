@@ -213,11 +213,13 @@ def test_the_host_never_waits_for_a_gpu(trained: bool, tmp_path: Path) -> None:
     head = head_of(64, 5000, dtype=FP32 if trained else BF16).requires_grad_(trained).cuda()
     model, part = ours(made(tmp_path, "gemma2")).cuda(), batch(tokens(3, 40)).to("cuda")
     hidden, targets = torch.randn(300, 64, device="cuda").to(BF16).requires_grad_(), torch.arange(300, device="cuda")
-    for mode in ("default", "error"):  # the first time, kernels are compiled
-        torch.cuda.set_sync_debug_mode(mode)
-        made_losses = [chunked_loss(hidden, targets, head, PLAIN), -token_logprobs(hidden, targets, head).sum()]
-        torch.autograd.backward([*made_losses, CrossEntropy()(model, part)])
-    torch.cuda.set_sync_debug_mode("default")
+    try:
+        for mode in ("default", "error"):  # the first time, kernels are compiled
+            torch.cuda.set_sync_debug_mode(mode)
+            made_losses = [chunked_loss(hidden, targets, head, PLAIN), -token_logprobs(hidden, targets, head).sum()]
+            torch.autograd.backward([*made_losses, CrossEntropy()(model, part)])
+    finally:  # in this mode later tests of the process would fail too
+        torch.cuda.set_sync_debug_mode("default")
     wanted = each(PLAIN, head(hidden.double()), targets).sum()
     assert all(error(loss.double(), wanted) < 1e-2 for loss in made_losses)
 

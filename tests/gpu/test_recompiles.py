@@ -1,0 +1,90 @@
+"""Compiled layers: batches of other lengths and numbers of documents compile nothing new after the first two."""
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.fx.experimental import _config as shapes
+
+from tests.gpu.meta_steps import Documents, build_model, read_spec
+from tests.kernels.test_attention_gpu import flash_backward, flash_forward
+from tunekit.data.prepared.documents import Document
+from tunekit.data.steps.batch import Batch, Layout
+from tunekit.kernels import attention_gpu
+from tunekit.kernels.sequence_layout import SequenceLayout
+from tunekit.losses.likelihood import CrossEntropy
+from tunekit.memory import Memory
+from tunekit.models.decoder import Decoder
+from tunekit.models.init import randomize
+
+CPU = torch.device("cpu")
+LENGTHS = 30
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    """With the settings of `memory.compile`, and a limit for FlexAttention that is soon reached."""
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(specialize_float=True, recompile_limit=8), shapes.patch(use_duck_shape=False):
+        yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def flash_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention as on a GPU, with the kernel of torch written down."""
+    monkeypatch.setattr(attention_gpu, "fits", lambda q, capped: True)
+    monkeypatch.setattr(attention_gpu, "forward", flash_forward)
+    monkeypatch.setattr(attention_gpu, "backward", flash_backward)
+    monkeypatch.setattr(attention_gpu, "HALVES", (torch.float32,))
+
+
+def packed_batch(draw: random.Random, vocab: int) -> Batch:
+    """One packed row of two to six documents of any length."""
+    sizes = [draw.randint(2, 40) for _ in range(draw.randint(2, 6))]
+    documents = Documents(Document(np.arange(n, dtype=np.int32) % vocab, np.arange(n) > 0, n) for n in sizes)
+    (batch,) = Layout(1, 1, 0, 1, 0, sum(sizes)).batches(documents, [np.arange(len(sizes))])
+    return batch
+
+
+def compiled_model(name: str, memory: Memory, backend: CompileCounterWithBackend, fullgraph: bool) -> Decoder:
+    """Layers as `memory.compile` compiles them, run as torch traced them."""
+    model = build_model(replace(read_spec(name, layers=2)), memory=memory, device=CPU)
+    randomize(model, 0)
+    model.compute, model.flat = torch.float32, True
+    for layer in model.layers:
+        layer.compile(backend=backend, dynamic=True, fullgraph=fullgraph)
+    return model
+
+
+@pytest.mark.usefixtures("flash_on_cpu")
+@pytest.mark.parametrize(("name", "recompute"), [("llama3.2", False), ("gemma3", True)])
+def test_lengths_compile_nothing_new(name: str, recompute: bool) -> None:
+    """Each layer is one graph, FlashAttention in it, with bounds that differ in every batch."""
+    backend = CompileCounterWithBackend("aot_eager")
+    model, draw = compiled_model(name, Memory(recompute=recompute), backend, fullgraph=True), random.Random(0)
+    for number in range(LENGTHS):
+        batch = packed_batch(draw, model.spec.vocab)
+        (CrossEntropy()(model, batch) / batch.learnt).backward()
+        if number == 1:
+            first = backend.frame_count
+    assert backend.frame_count == first
+
+
+def test_flex_attention_fails_behind_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It used to run uncompiled there, with the scores of all pairs."""
+    create, limit = torch.compile, 9
+    monkeypatch.setattr(attention_gpu, "FLEX_VARIANTS", limit)
+    monkeypatch.setattr(torch, "compile", lambda f, **options: create(f, backend="eager", **options))
+    flex = attention_gpu.compiled.__wrapped__()
+    monkeypatch.setattr(attention_gpu, "compiled", lambda: flex)
+    q, k, v = (torch.randn(1, 256, heads, 16) for heads in (2, 1, 1))
+    layout, done = SequenceLayout(torch.tensor([0, 100, 256])), 0
+    with torch.no_grad(), pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
+        for done in range(2 * limit):
+            attention_gpu.flex(q, k, v, layout, None, [0.2, 0.0, 0.0, 1.0 + done])
+    assert done == limit, "8, where torch stops usually, and one more"
