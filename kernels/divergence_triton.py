@@ -116,7 +116,7 @@ def normalizers(
     student, teacher, count, student_scale, student_cap, teacher_scale, teacher_cap, rate,
     STUDENT_CAP: tl.constexpr, TEACHER_CAP: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Of each model, the largest logit and the logarithm of the sum of exponentials of logits less the largest."""
+    """The largest logit of each model, and the logarithm of the sum of exponentials of logits less the largest."""
     x_max = tl.full((SIZE,), -3e38, tl.float32)
     y_max = tl.full((SIZE,), -3e38, tl.float32)
     x_sum = tl.full((SIZE,), 0.0, tl.float32)

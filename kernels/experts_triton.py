@@ -31,9 +31,9 @@ def find_tile(ends, tile, experts, EXPERTS: tl.constexpr, ROWS: tl.constexpr):
     tiles = tl.where(at < experts, (end - start + ROWS - 1) // ROWS, 0)
     after = tl.associative_scan(tiles, 0, add)
     expert = tl.reduce(((after <= tile) & (at < experts)).to(tl.int32), 0, add)
-    here = at == expert
-    first = tl.reduce(tl.where(here, start + (tile - after + tiles) * ROWS, 0), 0, add)
-    return expert, first, tl.reduce(tl.where(here, end, 0), 0, add)
+    is_expert = at == expert
+    first = tl.reduce(tl.where(is_expert, start + (tile - after + tiles) * ROWS, 0), 0, add)
+    return expert, first, tl.reduce(tl.where(is_expert, end, 0), 0, add)
 
 
 @triton.jit

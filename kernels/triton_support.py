@@ -26,8 +26,8 @@ def uses_triton(x: Tensor) -> bool:
 @cache
 def can_launch() -> bool:
     """Whether a trivial kernel compiles and launches on the current GPU. If not, print one warning."""
-    room = torch.empty(1, device="cuda")  # not below: a GPU that is full is no fault of Triton
-    failure = find_failure(lambda: launch_probe(room))
+    buffer = torch.empty(1, device="cuda")  # not in the probe: a GPU without free memory is no fault of Triton
+    failure = find_failure(lambda: launch_probe(buffer))
     if failure:
         print(
             f"warning: Triton kernels cannot be built ({failure}): PyTorch operations are used, which are slower and "
@@ -38,9 +38,9 @@ def can_launch() -> bool:
     return not failure
 
 
-def launch_probe(room: Tensor) -> None:
+def launch_probe(buffer: Tensor) -> None:
     store.set_compiler_cache_directories()
-    importlib.import_module("tunekit.kernels.probe_triton").launch(room)
+    importlib.import_module("tunekit.kernels.probe_triton").launch(buffer)
 
 
 def find_failure(launch: Callable[[], None]) -> str:

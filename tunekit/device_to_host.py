@@ -1,4 +1,4 @@
-"""Numbers of the device for the host, without a wait in the step that made them."""
+"""Copies of device tensors for the host, without a wait in the step that computes them."""
 
 import torch
 from torch import Tensor
@@ -7,10 +7,9 @@ from tunekit.devices import is_pinned_on
 
 
 class HostCopy:
-    """A copy that is queued behind the work that makes the numbers, and read later.
+    """A copy of a tensor that is queued after the work that computes it, and read later.
 
-    On a GPU it goes to pinned memory: reading it waits for the work up to here, and not for what was queued since. On
-    the CPU the numbers are there already.
+    On a GPU it goes to pinned memory: reading it waits for the work up to the copy, not for work that was queued since.
     """
 
     def __init__(self, numbers: Tensor) -> None:
@@ -23,11 +22,12 @@ class HostCopy:
             self.done.record(torch.accelerator.current_stream(numbers.device))
 
     def read(self) -> list[float]:
+        """Return the numbers. Waits for the copy."""
         if self.done is not None:
             self.done.synchronize()
         return self.numbers.tolist()
 
 
-def steps_behind(device: torch.device) -> int:
-    """How many steps later numbers are read: one on a device that works on while the host goes ahead."""
+def read_delay(device: torch.device) -> int:
+    """Number of steps after which numbers are read: one on devices that work while the host continues."""
     return 0 if device.type == "cpu" else 1

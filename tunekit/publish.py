@@ -80,7 +80,7 @@ class Publisher:
 
     def step(self, step: int, steps: int) -> None:
         """Every so many steps a copy of the model goes on its way, and training goes on."""
-        if not self.due(step, steps):
+        if self.choice is None or not self.due(step, steps):
             return
         if self.run.shared(self.is_busy):
             self.run.tell(f"step {step} is not sent: an earlier one is still on its way to {self.choice.repo}")

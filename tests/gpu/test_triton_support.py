@@ -28,7 +28,7 @@ PyMODINIT_FUNC PyInit_example(void) { return PyModule_Create(&module); }
 
 
 def build_extension() -> None:
-    """What Triton does before it launches its first kernel."""
+    """Build an extension as Triton does before it launches its first kernel."""
     compile_module_from_src(SOURCE, "example")
 
 
@@ -115,7 +115,7 @@ def test_directories_of_users_stay(home: Path, monkeypatch: pytest.MonkeyPatch) 
     assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ
 
 
-# What runs in place of kernels
+# Operations that replace kernels
 
 
 def rotate(x: Tensor) -> Tensor:
