@@ -9,7 +9,7 @@ import json
 import torch
 from triton.backends.compiler import GPUTarget
 from triton_launches import LAUNCHES, count_compiles, describe_versions, find_uncovered, meta, record_launches
-from triton_overflow_examples import right, wrong_address, wrong_mask
+from triton_overflow_examples import right, wrong_address, wrong_mask, wrong_row
 from triton_ranges import find_overflows
 
 TARGET = GPUTarget("cuda", 80, 32)
@@ -32,6 +32,7 @@ def list_control_overflows() -> dict[str, list[str]]:
     with record_launches(TARGET) as launches:
         wrong_mask[(2**20,)](x, 2**30 + 1, SIZE=1024)
         wrong_address[(2**20,)](x, 4096, SIZE=1024)
+        wrong_row[(1,)](x, meta(1024, dtype=torch.int32), 4096, SIZE=1024)
         right[(2**20,)](x, 2**30 + 1, 4096, SIZE=1024)
     return {launch.kernel.__name__: find_overflows(launch) for launch in launches}
 

@@ -33,11 +33,21 @@ from triton_launches import Launch, describe_versions, unique_launches
 
 TARGETS = "sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942", "gfx1100"
 WARP_SIZES = {"gfx942": 64}
-BLOCK_SIZES = ("SIZE", "HEADS", "ROWS", "OUT", "WIDTH", "BLOCKS")  # constants that do not select code
+# Constants that do not select code
+BLOCK_SIZES = ("SIZE", "HEADS", "ROWS", "WIDTH", "BLOCKS", "EXPERTS", "COLUMNS", "INNER")
+# GPUs on which a module is never called: `prefers_triton` in experts.py. Nor is it on sm_90, which the oldest Triton
+# compiles for.
+UNUSED = {"experts_triton": {"sm_75", "sm_100", "gfx942"}}
+SIMILAR = {
+    "sm_86",
+    "sm_89",
+    "sm_100",
+}  # their code is much like that of sm_80 and sm_90: quick runs compile a share only
 
 COVERAGE = {
     "quick": "Variants: dtypes and flags, with the largest block that the presets lead to. Each is compiled for one\n"
-    "target, in turn, and the largest of each kernel for all (`--quick`, as in the tests).",
+    "target, in turn, and the largest of each kernel for most (`--quick`, as in the tests).",
+    "largest": "Of each kernel, the variant with the largest block, for all targets.",
     "variants": "Variants: dtypes and flags, with the largest block that the presets lead to, each for all targets.",
     "all": "Variants: dtypes, flags, block sizes and integers that are 1 or multiples of 16, each for all targets.",
 }
@@ -57,6 +67,8 @@ class CompileResult:
     shared: int = 0
     widest_load: int = 0  # bits
     multiply_adds: int = 0  # instructions that multiply and add with one rounding
+    matrix_products: int = 0  # instructions for tensor cores
+    flushes: bool = False  # some instructions take subnormal numbers for zeros
     seconds: float = 0.0
     error: str = ""
 
@@ -83,7 +95,7 @@ def compile_launch(launch: Launch, target: str) -> CompileResult:
     return CompileResult(*names, *read(compiled, log.getvalue()), seconds=seconds)
 
 
-def read_nvidia_resources(compiled: CompiledKernel, log: str) -> tuple[int, int, int, int, int]:
+def read_nvidia_resources(compiled: CompiledKernel, log: str) -> tuple[int, int, int, int, int, int, bool]:
     """From the log of ptxas, which Triton prints with TRITON_DUMP_PTXAS_LOG, and from the PTX."""
     registers = re.search(r"Used (\d+) registers", log)
     assert registers, f"no register count in the log of ptxas: {log!r}"
@@ -91,10 +103,12 @@ def read_nvidia_resources(compiled: CompiledKernel, log: str) -> tuple[int, int,
     loads = re.findall(r"ld\.global\S*?(?:\.v(\d))?\.b(\d+)", compiled.asm["ptx"])
     widest = max((int(count or 1) * int(bits) for count, bits in loads), default=0)
     multiply_adds = len(re.findall(r"\bfma\.rn", compiled.asm["ptx"]))
-    return int(registers[1]), spills, compiled.metadata.shared, widest, multiply_adds
+    products = len(re.findall(r"\b(?:mma\.sync|wgmma\.mma_async|tcgen05\.mma)", compiled.asm["ptx"]))
+    flushes = ".ftz" in compiled.asm["ptx"]
+    return int(registers[1]), spills, compiled.metadata.shared, widest, multiply_adds, products, flushes
 
 
-def read_amd_resources(compiled: CompiledKernel, log: str) -> tuple[int, int, int, int, int]:
+def read_amd_resources(compiled: CompiledKernel, log: str) -> tuple[int, int, int, int, int, int]:
     """From the metadata in the assembly. Registers are vector registers; spills are bytes of scratch memory."""
     text = compiled.asm["amdgcn"]
     registers = re.search(r"\.vgpr_count:\s*(\d+)", text)
@@ -103,7 +117,8 @@ def read_amd_resources(compiled: CompiledKernel, log: str) -> tuple[int, int, in
     loads = re.findall(r"(?:global|buffer)_load_(?:b|dword)(x?\d*)", text)
     widths = {"": 32, "x2": 64, "x3": 96, "x4": 128}
     widest = max((widths[n] if n in widths else int(n) for n in loads), default=0)
-    return int(registers[1]), int(scratch[1]), compiled.metadata.shared, widest, len(re.findall(r"\bv_fma", text))
+    multiply_adds, products = (len(re.findall(rf"\b{name}", text)) for name in ("v_fma", "v_(?:mfma|wmma)"))
+    return int(registers[1]), int(scratch[1]), compiled.metadata.shared, widest, multiply_adds, products
 
 
 def pick_largest(launches: list[Launch]) -> list[Launch]:
@@ -115,11 +130,23 @@ def pick_largest(launches: list[Launch]) -> list[Launch]:
     return [max(group, key=get_block_numbers) for group in groups.values()]
 
 
+def is_used(launch: Launch, target: str) -> bool:
+    return target not in UNUSED.get(launch.name.partition(".")[0], ())
+
+
+def find_widest(launches: list[Launch]) -> list[Launch]:
+    """The largest launch of each kernel."""
+    return list({launch.name: launch for launch in sorted(launches, key=get_block_numbers)}.values())
+
+
 def pick_share(launches: list[Launch], target: str, targets: list[str]) -> list[Launch]:
-    """A share of the launches, so that each is compiled for one target, and the largest of each kernel."""
-    widest = {launch.name: launch for launch in sorted(launches, key=get_block_numbers)}
-    share = launches[targets.index(target) :: len(targets)]
-    return list({launch.key: launch for launch in (*widest.values(), *share)}.values())
+    """A share of the launches, so that each is compiled for one target, and the largest of each kernel for most."""
+    share = [] if target in SIMILAR and len(targets) > 1 else find_widest(launches)
+    for index, launch in enumerate(launches):
+        turns = [name for name in targets if is_used(launch, name)]
+        if turns and turns[index % len(turns)] == target:
+            share.append(launch)
+    return list({launch.key: launch for launch in share}.values())
 
 
 def get_block_numbers(launch: Launch) -> int:
@@ -146,7 +173,9 @@ def compile_all(targets: list[str], form: str, processes: int) -> list[CompileRe
             launches = pick_largest(launches)
         if form == "quick":
             launches = pick_share(launches, target, targets)
-        JOBS.extend((launch, target) for launch in launches)
+        if form == "largest":
+            launches = find_widest(launches)
+        JOBS.extend((launch, target) for launch in launches if is_used(launch, target))
     context = multiprocessing.get_context("fork")
     with (
         tempfile.TemporaryDirectory() as cache,
@@ -213,6 +242,9 @@ def main() -> None:
     parser.add_argument("--targets", default=",".join(TARGETS), help="names such as sm_90,gfx942")
     forms = parser.add_mutually_exclusive_group()
     forms.add_argument("--quick", dest="form", action="store_const", const="quick", help="each variant for one target")
+    forms.add_argument(
+        "--largest", dest="form", action="store_const", const="largest", help="the largest of each kernel"
+    )
     forms.add_argument("--all", dest="form", action="store_const", const="all", help="each block size and alignment")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--json", help="write all results here; -: to standard output")

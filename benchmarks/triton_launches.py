@@ -27,6 +27,9 @@ from triton.runtime.jit import JITFunction
 from tunekit.kernels import (
     adamw8bit_triton,
     cross_entropy_triton,
+    divergence_triton,
+    experts_triton,
+    float8_triton,
     glu_triton,
     nf4_triton,
     norm_triton,
@@ -37,7 +40,8 @@ from tunekit.kernels.adamw8bit import Moments, Rule
 
 ROOT = Path(__file__).resolve().parents[1]
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-FLOATS = (BF16, FP16, FP32)
+FLOATS = (BF16, FP32)  # of activations and trained weights: `precision` has no fp16
+STORED = (BF16, FP16, FP32)  # of checkpoints: weights are quantized from these, and merged into these
 TOKENS = 2048
 ACTIVATIONS = ("silu", "gelu_tanh", "clamped_swiglu")
 
@@ -269,13 +273,81 @@ def nf4_few(rows: int, out: int, width: int, nested: bool, dtype: torch.dtype = 
     nf4_triton.few(x, nf4_weight(out, width, nested), *tables, b)
 
 
+def nf4_quantize(count: int, dtype: torch.dtype = BF16) -> None:
+    nf4_triton.quantize(meta(count, dtype=dtype), meta(15, dtype=FP32), meta(16, dtype=torch.uint8))
+
+
 def nf4_variants() -> None:
-    for dtype in FLOATS:
-        for nested in (False, True):
+    for nested in (False, True):
+        for dtype in STORED:
             nf4(4096, 4096, nested, dtype)
+        for dtype in FLOATS:
             for rows in (1, 2, 4, 8):
                 nf4_few(rows, 4096, 4096, nested, dtype)
                 nf4_few(rows, 4096, 4096, nested, dtype, bias=True)
+    for dtype in STORED:
+        for count in (4096 * 4096, 64 * 77, 64 * 77 + 16, 1001):
+            nf4_quantize(count, dtype)
+
+
+def float8(blocks: int, dtype: torch.dtype = BF16) -> None:
+    float8_triton.dequantize(meta(blocks, 64, dtype=torch.uint8), meta(blocks, dtype=FP32), dtype)
+
+
+def float8_variants() -> None:
+    for dtype in STORED:
+        for blocks in (4096 * 64, 77, 1):
+            float8(blocks, dtype)
+
+
+Mixture = tuple[float, float, float, float]  # weight and skew of the forward KL divergence, and of the reverse one
+FORWARD, REVERSE, BOTH, SKEWED = (1.0, 0.0, 0.0, 0.0), (0.0, 0.0, 1.0, 0.0), (0.5, 0.0, 0.5, 0.0), (0.5, 0.1, 0.5, 0.1)
+MIXTURES = (FORWARD, REVERSE, BOTH, SKEWED, (1.0, 0.1, 0.0, 0.0), (0.0, 0.0, 1.0, 0.1))
+
+
+def divergence(  # noqa: PLR0913 (what a divergence depends on)
+    rows: int,
+    vocab: int,
+    mixture: Mixture,
+    caps: tuple[float, float] = (0.0, 0.0),
+    dtypes: tuple[torch.dtype, torch.dtype] = (BF16, BF16),
+    gradient: bool = True,
+) -> None:
+    """Of a teacher that has fewer ids than the student."""
+    numbers = [1.0, caps[0], 1.0, caps[1], 2.0, *mixture, 1.0]
+    student, teacher = meta(rows, vocab, dtype=dtypes[0]), meta(rows, vocab - 8, dtype=dtypes[1])
+    divergence_triton.divergences(student, teacher, numbers, vocab - 8, gradient)
+
+
+def divergence_variants() -> None:
+    for vocab in sorted(PRESETS.vocabularies | {100, 1000}):
+        for mixture in MIXTURES:
+            divergence(64, vocab, mixture)
+        divergence(64, vocab, FORWARD, gradient=False)
+        divergence(64, vocab, SKEWED, gradient=False)
+        divergence(64, vocab, BOTH, (30.0, 0.0), (BF16, FP32))
+        divergence(64, vocab, REVERSE, (0.0, 30.0), (FP32, BF16))
+        divergence(64, vocab, SKEWED, (30.0, 30.0), (FP32, FP32), gradient=False)
+        divergence(64, vocab, SKEWED, (30.0, 30.0))
+
+
+def experts(rows: int, number: int, width: int, inner: int, expert_rows: int = 0) -> None:
+    """Products of `x` (rows, inner) with weights (number, width, inner) forth and back, and of both sides.
+
+    `expert_rows`: distance of two experts in rows, where weights are parts of larger tensors.
+    """
+    x, y, ends = meta(rows, inner), meta(rows, width), meta(number, dtype=torch.int32)
+    weight = meta(number, expert_rows or width, inner)[:, :width]
+    experts_triton.grouped_product(x, weight.mT, ends)
+    experts_triton.grouped_product(y, weight, ends)
+    experts_triton.grouped_outer(y, x, ends)
+    experts_triton.grouped_outer(y, meta(rows, 8), ends)  # gradients of biases: products with ones
+
+
+def experts_variants() -> None:
+    for number in (8, 128, 512):
+        experts(TOKENS, number, 1536, 4096)
+        experts(TOKENS, number, 520, 1000)  # multiples of 8 and not of 16
 
 
 # The largest tensors: rows times row length, or their distance in memory, is above 2^31
@@ -317,6 +389,26 @@ def nf4_large() -> None:
         nf4(2**15 + 2**14, 2**16, nested)  # 1.6e9 bytes: they fit an int32 and twice as many do not
         nf4(2**17, 2**16, nested)
         nf4_few(8, 2**17, 2**16, nested)
+        nf4_few(2, 2**17, 2**16, nested)
+    for count in (2**31 - 64, 2**31 - 1, 2**33, 2**33 + 7):
+        nf4_quantize(count)
+
+
+def float8_large() -> None:
+    float8(2**25 - 1)
+    float8(2**31 + 32)
+
+
+def divergence_large() -> None:
+    for mixture in MIXTURES:
+        divergence(8192 + 64, 262144, mixture, (30.0, 0.0))
+    divergence(8192 + 64, 262144 + 1, SKEWED)
+
+
+def experts_large() -> None:
+    experts(2**19, 64, 8192, 4096)  # activations, and weights of all experts
+    experts(2**18, 8, 2**16, 2**16)  # weights of one expert
+    experts(2**18, 8, 2**15, 2**15, expert_rows=2**17)
 
 
 # What changes from one training step to the next: token counts, step numbers
@@ -345,7 +437,20 @@ def adamw8bit_step(tokens: int, number: int) -> None:
 
 def nf4_step(tokens: int, number: int) -> None:
     nf4(64 + tokens % 7, 4096, nested=True)  # experts, projections: weights of many sizes
+    nf4_quantize((64 + tokens % 7) * 4096)
     nf4_few(1, 4096, 4096, nested=True)
+
+
+def float8_step(tokens: int, number: int) -> None:
+    float8((64 + tokens % 7) * 64)
+
+
+def divergence_step(tokens: int, number: int) -> None:
+    divergence(tokens, 49160, FORWARD)
+
+
+def experts_step(tokens: int, number: int) -> None:
+    experts(tokens, 128, 768, 2048)
 
 
 def probe(*_: int) -> None:
@@ -364,6 +469,9 @@ class KernelLaunches:
 LAUNCHES = {
     "adamw8bit_triton": KernelLaunches(adamw8bit_variants, adamw8bit_large, adamw8bit_step),
     "cross_entropy_triton": KernelLaunches(cross_entropy_variants, cross_entropy_large, cross_entropy_step),
+    "divergence_triton": KernelLaunches(divergence_variants, divergence_large, divergence_step),
+    "experts_triton": KernelLaunches(experts_variants, experts_large, experts_step),
+    "float8_triton": KernelLaunches(float8_variants, float8_large, float8_step),
     "glu_triton": KernelLaunches(glu_variants, glu_large, glu_step),
     "nf4_triton": KernelLaunches(nf4_variants, nf4_large, nf4_step),
     "norm_triton": KernelLaunches(norm_variants, norm_large, norm_step),

@@ -18,6 +18,12 @@ def wrong_address(x, stride, SIZE: tl.constexpr):
 
 
 @triton.jit
+def wrong_row(x, ends, stride, SIZE: tl.constexpr):
+    at = tl.arange(0, SIZE)
+    tl.store(x + tl.sum(tl.load(ends + at), 0) * stride + at, 0.0)
+
+
+@triton.jit
 def right(x, count, stride, SIZE: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, SIZE)

@@ -2,8 +2,11 @@
 
 A launch fixes the integer arguments and the grid. From those, the smallest and largest value of every integer in the
 Triton IR follow. An addition, product or shift whose exact result does not fit its type is an overflow. Those that no
-address and no mask depends on are left out: kernels do arithmetic on bits of floats too. Loaded 64-bit integers are
-indices (tokens of a vocabulary) and taken to fit 32 bits.
+address and no mask depends on are left out: kernels do arithmetic on bits of floats too.
+
+What a launch does not fix is assumed. Loaded 64-bit integers are indices (tokens of a vocabulary) that fit 32 bits.
+Loaded 32-bit integers are numbers of rows (where those of an expert end), and so are sums and scans over a block: 0 to
+2^30. What such a sum adds up is not checked.
 """
 
 import re
@@ -17,6 +20,8 @@ from triton_launches import Launch
 
 TARGET = GPUTarget("cuda", 80, 32)
 RESULT = re.compile(r"^\s*(%[\w.]+)(?::\d+)? = \"?([\w.]+)\"?(.*)$")
+REGION = re.compile(r"^\s*(%[\w.]+) = \"tt\.(?:reduce|scan)\"")  # the type of the result follows some lines below
+ROW_LIMIT = 2**30
 LOOP = re.compile(r"scf\.for (%[\w.]+) = (%[\w.]+) to (%[\w.]+) step")
 OPERAND = re.compile(r"%[\w.]+")
 COPIES = {"tt.splat", "tt.broadcast", "tt.expand_dims", "tt.reshape", "tt.trans", "arith.extsi", "arith.trunci"}
@@ -91,6 +96,7 @@ class RangeAnalysis:
         self.launch = launch
         self.values = {f"%{name}": Value(number, number) for name, number in launch.integers.items()}
         self.roots: list[Value] = []  # offsets and masks
+        self.region = ""  # the sum or scan of which the body is being read
         for line in text.splitlines():
             self.read_line(re.sub(r"\bloc\(.*", "", line))
 
@@ -101,7 +107,11 @@ class RangeAnalysis:
             self.values[index] = Value(low.low, max(low.high, high.high - 1), [low, high])
         if "tt.addptr" in line or "tt.load" in line or "tt.store" in line:
             self.add_roots(line)
-        if match := RESULT.match(line):
+        if match := REGION.match(line):
+            self.region = match[1]
+        elif line.lstrip().startswith("}) :") and self.result_bits("tt.reduce", line) == 32:
+            self.values[self.region] = Value(0, ROW_LIMIT)
+        elif match := RESULT.match(line):
             name, operation, rest = match.groups()
             if bits := self.result_bits(operation, rest):
                 self.values[name] = self.evaluate(operation, rest, bits)
@@ -162,6 +172,8 @@ class RangeAnalysis:
         if operation == "arith.extui":  # of bytes, mostly
             source = re.findall(r"i(\d+)", rest)
             return 0, 2 ** int(source[0]) - 1
+        if operation == "tt.load" and bits == 32:
+            return 0, ROW_LIMIT
         limit = full_range(32 if operation == "tt.load" and bits == 64 else bits)
         return limit.low, limit.high
 

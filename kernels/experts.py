@@ -19,6 +19,7 @@ CLEAN = {"cpu"}
 
 # Generations of GPUs for which torch has a kernel. On others it is a loop over experts that waits for their sizes.
 FUSED = {9, 10}
+BF16_TENSOR_CORES = 8  # the first generation that has them: before, Triton would multiply number by number
 
 
 def grouped(x: Tensor, weight: Tensor, sizes: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -98,8 +99,13 @@ def multiply_groups(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 
 def is_loop(x: Tensor) -> bool:
-    """Whether torch's grouped product is a loop that waits for the device."""
-    return not torch.compiler.is_compiling() and uses_triton(x) and generation(x.device) not in FUSED
+    """Whether torch's grouped product is a loop that waits for the device, and Triton's can replace it."""
+    return not torch.compiler.is_compiling() and uses_triton(x) and prefers_triton(generation(x.device))
+
+
+def prefers_triton(generation: int) -> bool:
+    """Whether Triton's grouped product is better than torch's on GPUs of a generation."""
+    return generation >= BF16_TENSOR_CORES and generation not in FUSED
 
 
 @constant
