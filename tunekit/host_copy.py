@@ -7,10 +7,10 @@ from torch import Tensor
 
 
 class HostCopy:
-    """A copy that is queued behind the work that makes the numbers, and read later.
+    """A copy that is queued after the work that computes the numbers, and read later.
 
-    On a GPU it goes to pinned memory: reading it waits for the work up to here, and not for what was queued since. On
-    the CPU the numbers are there already.
+    On a GPU it goes to pinned memory: reading it waits for the work queued so far, not for work queued later. On the
+    CPU nothing is copied.
     """
 
     def __init__(self, numbers: Tensor) -> None:
@@ -27,6 +27,6 @@ class HostCopy:
         return self.numbers.tolist()
 
 
-def steps_behind(device: torch.device) -> int:
-    """How many steps later numbers are read: one on a device that works on while the host goes ahead."""
+def read_lag(device: torch.device) -> int:
+    """Steps between computing a number and reading it: one on a device that works asynchronously."""
     return 0 if device.type == "cpu" else 1

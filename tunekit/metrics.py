@@ -27,7 +27,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from tunekit.errors import FieldError, UserError
-from tunekit.host_copy import HostCopy, steps_behind
+from tunekit.host_copy import HostCopy, read_lag
 
 FILE = "metrics.jsonl"
 PLAIN_SECONDS = 10.0
@@ -153,7 +153,7 @@ class Meter:
         self.screen = Screen(total, start, run.is_main)
         self.clock, self.compiled = time.perf_counter(), compile_seconds()
         self.spent = 0.0  # seconds per step, smoothed
-        self.behind = steps_behind(run.device)
+        self.lag = read_lag(run.device)
         self.pending: deque[Line] = deque()
 
     def __enter__(self) -> "Meter":
@@ -183,7 +183,7 @@ class Meter:
         if self.reads(step):
             self.pending.append(self.begin_line(step, made))
             self.sums.zero(step)
-        self.flush(step - self.behind)
+        self.flush(step - self.lag)
         self.screen.advance(step)
 
     def begin_line(self, step: int, made: Mapping[str, Tensor | float]) -> Line:

@@ -71,7 +71,7 @@ CHOICES: dict[str, tuple[Full | LoRA, Plain, Memory, Any]] = {
 
 
 def test_rules_catch_what_a_gpu_refuses_or_waits_for() -> None:
-    """The stand-in itself, on one example of each."""
+    """One example of each rule."""
     x = torch.ones(3, device="meta")
     with device_rules() as rules:
         for wait in (x.sum().item, x.tolist, x.cpu, x.nonzero, lambda: x[x > 0], lambda: bool(x.any())):
@@ -95,8 +95,8 @@ def test_preference_losses(loss: type[Loss]) -> None:
     batches = make_batches(packed, model.spec.vocab, Sign.GOOD, crossed=40 if loss in UNPAIRED else 0)
     update = build_update(model, adapter, run)
     with device_rules() as rules:
-        taken = preference_step(model, (loss(),), batches, update, run)
-    assert taken.loss.is_meta and not rules.blocking_copies
+        result = preference_step(model, (loss(),), batches, update, run)
+    assert result.loss.is_meta and not rules.blocking_copies
 
 
 @pytest.mark.parametrize("loss", [BradleyTerry(center=0.1), Classification(), Regression(), Process()], ids=str)
@@ -106,8 +106,8 @@ def test_reward_losses(loss: Scoring) -> None:
     batches = make_batches(True, model.spec.vocab, Sign.STEPS if isinstance(loss, Process) else Sign.GOOD)
     update = build_update(model, Full(), run)
     with device_rules() as rules:
-        taken = reward_step(model, loss, batches, update, run)
-    assert taken.loss.is_meta and not rules.blocking_copies
+        result = reward_step(model, loss, batches, update, run)
+    assert result.loss.is_meta and not rules.blocking_copies
 
 
 @pytest.mark.parametrize("top", [None, 5])
@@ -119,8 +119,8 @@ def test_distillation_losses(loss: Any, top: int | None) -> None:
     model = build_model(read_spec("llama3.2", layers=1))
     batches, update = make_batches(top is None, model.spec.vocab), build_update(model, Full(), run)
     with device_rules() as rules:
-        taken = distill_step(model, loss, batches, update, run, top)
-    assert taken.loss.is_meta and not rules.blocking_copies
+        result = distill_step(model, loss, batches, update, run, top)
+    assert result.loss.is_meta and not rules.blocking_copies
 
 
 @pytest.mark.parametrize("name", FAMILIES)
