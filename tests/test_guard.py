@@ -54,7 +54,7 @@ def test_a_device_is_read_when_it_is_due_and_no_sooner() -> None:
         loss = torch.tensor(math.nan if step >= 2 else 1.0).as_subclass(Watched)
         assert watch.allows(loss, torch.tensor(1.0))
     assert Watched.reads == 0
-    watch.look(behind=3)
+    watch.look(lag=3)
     assert Watched.reads == 2 and watch.fault is None, "of the last steps the device may still know more"
     watch.look()
     assert Watched.reads == 5

@@ -28,6 +28,6 @@ class HostCopy:
         return self.numbers.tolist()
 
 
-def read_delay(device: torch.device) -> int:
+def read_lag(device: torch.device) -> int:
     """Number of steps after which numbers are read: one on devices that work while the host continues."""
     return 0 if device.type == "cpu" else 1

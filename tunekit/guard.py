@@ -104,12 +104,12 @@ class Watch:
             self.look()
         return self.fault is None
 
-    def look(self, behind: int = 0) -> None:
+    def look(self, lag: int = 0) -> None:
         """Read what was not read yet, but for that many of the last steps, on which the device may still be at work.
 
         All of it must be read before anything that is made of the weights is kept.
         """
-        count = max(0, len(self.unread) - behind)
+        count = max(0, len(self.unread) - lag)
         unread, self.unread = self.unread[:count], self.unread[count:]
         for step, copy in unread:
             loss, norm = copy.read()

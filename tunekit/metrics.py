@@ -27,7 +27,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from tunekit import devices
-from tunekit.device_to_host import HostCopy, read_delay
+from tunekit.device_to_host import HostCopy, read_lag
 from tunekit.errors import FieldError, UserError
 
 FILE = "metrics.jsonl"
@@ -154,7 +154,7 @@ class Meter:
         self.screen = Screen(total, start, run.is_main)
         self.clock, self.compiled = time.perf_counter(), compile_seconds()
         self.spent = 0.0  # seconds per step, smoothed
-        self.behind = read_delay(run.device)
+        self.lag = read_lag(run.device)
         self.pending: deque[Line] = deque()
 
     def __enter__(self) -> "Meter":
@@ -184,7 +184,7 @@ class Meter:
         if self.reads(step):
             self.pending.append(self.begin_line(step, made))
             self.sums.zero(step)
-        self.flush(step - self.behind)
+        self.flush(step - self.lag)
         self.screen.advance(step)
 
     def begin_line(self, step: int, made: Mapping[str, Tensor | float]) -> Line:

@@ -365,8 +365,8 @@ def settle(job: Job, parts: Parts, log: Meter, last: bool = True) -> bool:
     watch, run = parts.watch, job.run
     if last:
         watch.look()
-    elif log.pending or (log.reads(watch.step + 1) and not log.behind):
-        watch.look(log.behind)
+    elif log.pending or (log.reads(watch.step + 1) and not log.lag):
+        watch.look(log.lag)
     if watch.fault is None:
         if last:
             log.flush()

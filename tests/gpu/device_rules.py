@@ -1,4 +1,4 @@
-"""The meta device in the role of a GPU: what a GPU refuses, or waits for, is an error on a machine without one.
+"""The meta device in place of a GPU: what a GPU refuses, or waits for, is an error on a machine without one.
 
 torch checks devices of meta tensors as it does those of CUDA. Reading a meta tensor fails too, but its message names no
 line of ours, and a copy of pageable memory that a GPU makes the host wait for passes: both are checked below.

@@ -1,4 +1,4 @@
-"""Inputs of a model in training, as FSDP moves them to a GPU: bounds of documents stay on the host.
+"""Inputs of a model as FSDP moves them to a GPU: bounds of documents stay on the host.
 
 On gloo and a CPU FSDP moves nothing, so runs of several processes do not show it.
 """
@@ -76,5 +76,5 @@ def test_packed_rows_of_families_that_read_bounds(name: str) -> None:
     run, model = run_on_meta(), build_model(representative_spec(name))
     model.register_forward_pre_hook(as_fsdp_moves, with_kwargs=True)
     batches = make_batches(True, model.spec.vocab)[:1]
-    output = sft_step(model, CrossEntropy(), batches, build_update(model, Full(), run), run)
-    assert output.loss.is_meta
+    result = sft_step(model, CrossEntropy(), batches, build_update(model, Full(), run), run)
+    assert result.loss.is_meta

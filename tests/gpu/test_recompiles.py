@@ -75,7 +75,7 @@ def test_lengths_compile_nothing_new(name: str, recompute: bool) -> None:
     assert backend.frame_count == first
 
 
-def test_flex_attention_fails_beyond_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flex_attention_fails_above_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """It used to run uncompiled there, with the scores of all pairs."""
     create, limit = torch.compile, 9
     monkeypatch.setattr(attention_gpu, "FLEX_VARIANTS", limit)

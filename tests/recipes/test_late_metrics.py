@@ -14,7 +14,7 @@ RUN = ("run", "sft", "sft.yaml", "steps=7", "save_every=3")
 def read_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """The device is one on which the host runs ahead."""
     create = Watch.__init__
-    monkeypatch.setattr(metrics, "read_delay", lambda device: 1)
+    monkeypatch.setattr(metrics, "read_lag", lambda device: 1)
     monkeypatch.setattr(Watch, "__init__", lambda watch, rule, device: create(watch, rule, torch.device("meta")))
 
 
