@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tunekit.devices import fork_rng
 from tunekit.errors import FieldError, UserError
 from tunekit.kernels.experts import grouped
 from tunekit.kernels.lora import CACHED, Update, adapted, lengths
@@ -391,8 +392,7 @@ def spread(key: str, values: Mapping[str, Number], names: Iterable[str]) -> dict
 
 def principal(weight: Tensor, rank: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """A (rank, in) and B (out, rank), whose product is the best approximation of `weight` at this rank."""
-    # Without a list the states of all GPUs of the machine are copied. manual_seed below changes that of this process.
-    with torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_initialized() else []):
+    with fork_rng(weight.device):
         torch.manual_seed(int(torch.randint(2**31, (1,), generator=generator)))
         # With some directions more than asked, and power iterations, the randomized decomposition is exact to rounding
         # where singular values fall, as those of trained weights do; of noise it misses the best by less than 1e-4.

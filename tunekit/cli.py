@@ -136,7 +136,9 @@ def _chat(verb: Parser) -> None:
 
 
 def _selftest(verb: Parser) -> None:
-    verb.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: a GPU if available")
+    verb.add_argument(
+        "--device", choices=("auto", "cpu", "cuda", "xpu", "mps"), default="auto", help="default: a GPU if available"
+    )
     output = "JSON report; Markdown next to it (default: tunekit-selftest.json)"
     verb.add_argument("--output", default="tunekit-selftest.json", metavar="FILE", help=output)
     verb.add_argument("--quick", action="store_true", help="without runs, processes, and steps of a 1B model")

@@ -164,7 +164,7 @@ class PackedLinear(Packed, Linear):
         return True
 
     def back(self, grad: Tensor, into: Tensor | None = None) -> Tensor:
-        if into is not None and grad.device.type == "cuda":  # one kernel less, and no (N, in) between
+        if into is not None and grad.device.type != "cpu":  # one kernel less, and no (N, in) between
             return into.addmm_(grad, self.codec.dequantize(*self.weight_parts, self.kind, grad.dtype))
         found = self.codec.product_back(grad, *self.weight_parts, self.kind)
         return found if into is None else into.add_(found)

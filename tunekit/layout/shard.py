@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
+from tunekit.devices import is_pinned_on
 from tunekit.models.decoder import Decoder
 from tunekit.models.experts import Experts, Router
 from tunekit.parallel.run import Run
@@ -57,7 +58,7 @@ def allocate(model: Decoder, run: Run) -> None:
 def choices(model: Decoder, run: Run, mesh: DeviceMesh) -> dict[str, Any]:
     """What a config says of it, in torch's words."""
     travels = model.compute if run.parallel.on(run.device.type).gather == "compute" else None
-    pinned = run.device.type == "cuda"
+    pinned = is_pinned_on(run.device)
     offload = CPUOffloadPolicy(pinned) if run.parallel.offload else OffloadPolicy()
     return {
         "mesh": mesh,

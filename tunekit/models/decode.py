@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
+from tunekit.devices import capabilities, is_pinned_on
 from tunekit.models.decoder import Decoder
 from tunekit.models.place import Cache
 
@@ -23,11 +24,11 @@ class TokenReader:
 
     def __init__(self, tokens: Tensor, rows: Sequence[int]) -> None:
         self.rows = rows
-        if tokens.device.type == "cuda":
+        if is_pinned_on(tokens.device):
             self.tokens = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
             self.tokens.copy_(tokens, non_blocking=True)
-            self.event: torch.cuda.Event | None = torch.cuda.Event()
-            self.event.record()
+            self.event: torch.Event | None = torch.Event(tokens.device)
+            self.event.record(torch.accelerator.current_stream(tokens.device))
         else:
             self.tokens, self.event = tokens.clone(), None
 
@@ -117,7 +118,7 @@ class StepGraph:
 
 def get_capture(model: Decoder) -> Callable[[Step], Step] | None:
     """How steps of a model are captured; None where they run eagerly."""
-    if model.embed.weight.device.type != "cuda":
+    if not capabilities(model.embed.weight.device).graphs:
         return None
     if isinstance(model, FSDPModule) or model.splits:
         warn_eager("weights are divided among processes")

@@ -13,6 +13,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils.weak import WeakIdKeyDictionary
 
+from tunekit.devices import is_pinned_on
+
 PIECE = 64 * 2**20  # bytes that are sent to a device at a time
 
 
@@ -132,7 +134,7 @@ def upload(target: Tensor, source: Tensor) -> None:
         return
     rows = max(1, PIECE * len(source) // source.nbytes)
     for target_rows, source_rows in zip(target.split(rows), source.split(rows), strict=True):
-        sent = source_rows.pin_memory() if target.is_cuda else source_rows
+        sent = source_rows.pin_memory() if is_pinned_on(target.device) else source_rows
         target_rows.copy_(sent.to(target.device, non_blocking=True))
 
 
