@@ -22,6 +22,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.jit import JITFunction
 
+from tunekit import devices
+from tunekit.kernels import triton_support
+
 CUDA, META = torch.device("cuda", 0), torch.device("meta")
 ALLOCATIONS = {
     *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "lift_fresh", "resize_", "set_"),
@@ -221,6 +224,20 @@ def multi_tensor_launches(sizes: list[int], depth: int) -> int:
 
 
 @contextmanager
+def simulated_capabilities(capability: tuple[int, int]) -> Iterator[None]:
+    """Within this context the device table describes CUDA and meta devices as a GPU of this capability."""
+    describe = devices.describe
+
+    def describe_simulated(device: torch.device) -> devices.Device:
+        return devices.Device("cuda", capability) if device.type in ("cuda", "meta") else describe(device)
+
+    devices.capabilities.cache_clear()
+    with patch.object(devices, "describe", describe_simulated):
+        yield
+    devices.capabilities.cache_clear()
+
+
+@contextmanager
 def simulated_cuda(capability: tuple[int, int] = (9, 0)) -> Iterator[LaunchCounter]:
     """Within this context meta tensors are CUDA tensors of a device of this capability."""
     counter = LaunchCounter()
@@ -246,14 +263,17 @@ def simulated_cuda(capability: tuple[int, int] = (9, 0)) -> Iterator[LaunchCount
         (torch.autograd, "_engine_run_backward", run_engine),
         (torch.autograd.graph, "_engine_run_backward", run_engine),
         (JITFunction, "run", launch),
+        (triton_support, "can_launch", lambda: True),
         (torch.nn.utils.clip_grad, "_has_foreach_support", lambda *_: True),
         (torch.cuda, "is_available", lambda: True),
         (torch.cuda, "device_count", lambda: 1),
         (torch.cuda, "current_device", lambda: 0),
         (torch.cuda, "get_device_capability", lambda *_: capability),
         (torch.cuda, "is_bf16_supported", lambda *_, **__: True),
+        (Tensor, "pin_memory", lambda tensor, *_: tensor),
     ]
     with ExitStack() as stack:
+        stack.enter_context(simulated_capabilities(capability))
         for owner, name, value in replacements:
             stack.enter_context(patch.object(owner, name, value))
         stack.enter_context(counter)

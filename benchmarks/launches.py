@@ -22,7 +22,7 @@ from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
-from launch_counter import CUDA, Counts, LaunchCounter, count_step
+from launch_counter import CUDA, Counts, LaunchCounter, count_step, simulated_capabilities
 from torch import Tensor, nn
 
 from tunekit import assemble
@@ -71,7 +71,7 @@ def tunekit_step(method: str, num_layers: int) -> Step:
     Precision("bf16", frozen="bf16").apply(model, {}, CUDA)
     Memory().apply(model, CUDA)
     optimizer = AdamW().build(adapter.trained(model))
-    update = Memory().update(optimizer, 1.0, run, Watch(Guard(), CUDA).allows)
+    update = Memory().update(optimizer, 1.0, run, Watch(Guard(nan="off"), CUDA).allows)
     config = SimpleNamespace(loss=CrossEntropy())
     tokens, positions = torch.zeros(1, LENGTH, dtype=torch.long), torch.arange(LENGTH)[None]
     offsets = torch.tensor([0, 700, 1500, LENGTH], dtype=torch.int32)
@@ -255,7 +255,9 @@ NAMES = {
 
 
 def count(build: Callable[[str, int], Step], method: str, num_layers: int, capability: tuple[int, int]) -> Counts:
-    return count_step(build(method, num_layers), capability)
+    with simulated_capabilities(capability):
+        step = build(method, num_layers)
+    return count_step(step, capability)
 
 
 def format_row(name: str, counts: Counts, per_layer: list[Counts]) -> str:

@@ -44,7 +44,7 @@ def split(
     ours = groups(trained, choice.lr, choice.decay, special)
     rest = groups(trained, choice.lr, choice.decay, lambda p: not special(p))
     betas = (choice.betas[0], choice.betas[1])
-    plain = partial(torch.optim.AdamW, betas=betas, eps=choice.eps, fused=can_fuse(rest))
+    plain = partial(torch.optim.AdamW, betas=betas, eps=choice.eps, fused=can_fuse(rest) or None)
     return Parts(*(build(found) for build, found in ((make, ours), (plain, rest)) if found))
 
 
@@ -80,7 +80,7 @@ class AdamW:
         """`inner`: the weights of the blocks, between the embedding and the head, for those who treat them apart."""
         betas = (self.betas[0], self.betas[1])
         chosen = groups(trained, self.lr, self.decay)
-        return torch.optim.AdamW(chosen, betas=betas, eps=self.eps, fused=can_fuse(chosen))
+        return torch.optim.AdamW(chosen, betas=betas, eps=self.eps, fused=can_fuse(chosen) or None)
 
 
 @dataclass(frozen=True)
