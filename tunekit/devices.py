@@ -203,8 +203,8 @@ def peak_memory(device: torch.device) -> int | None:
 
 
 def get_rng_state(device: torch.device) -> Tensor | None:
-    """The state of the generator of a device; None on the CPU, whose generator is torch's own."""
-    if device.type == "cpu":
+    """The state of the generator of an accelerator; None for other devices: the CPU's generator is torch's own."""
+    if device.type not in ACCELERATORS:
         return None
     return torch.mps.get_rng_state() if device.type == "mps" else torch.get_device_module(device).get_rng_state(device)
 
