@@ -39,7 +39,10 @@ clean:
 	@touch $@
 
 .venv/triton-3.6: .venv/python
-	$(BIN)/python -m pip install -qq --no-deps --target $@ triton==3.6.0
+	rm -rf $@ $@.part
+	$(BIN)/python -m pip install -qq --no-deps --target $@.part triton==3.6.0
+	mv $@.part $@
+	@touch $@
 
 .venv/dev: .venv/python $(PINS)
 	$(BIN)/python -m pip install -qq --constraint constraints.txt --editable '.[dev]'

@@ -24,7 +24,7 @@ EVENTS = 200_000  # allocations of a GPU that a snapshot tells of
 MUCH = 0.15  # of a step: from there on it is worth a change
 ADVICE = {
     "all-gather": "weights come late: as far as memory goes, take more rows at once (`micro_batch`) or keep what was "
-    "gathered (`parallel.reshard=false`); else try `parallel.gather=compute` and `parallel.prefetch=2`",
+    "gathered (`parallel.reshard=false`); else try `parallel.prefetch=2`",
     "reduce-scatter": "gradients are slow to add up: take more rows at once (`micro_batch`), so that a step has fewer "
     "passes",
     "all-to-all": "tokens travel to their experts: lower `parallel.expert`, or keep its ranks on one machine",

@@ -12,17 +12,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from torch.distributed.fsdp import fully_shard
 
 from tests.checkpoints import made
 from tunekit import assemble
 from tunekit.adapters import Full, LoRA
 from tunekit.checkpoint.folder import Folder
 from tunekit.formats import Plain
-from tunekit.layout.shard import choices
 from tunekit.losses.likelihood import CrossEntropy
 from tunekit.memory import Memory
-from tunekit.models.decoder import Decoder
 from tunekit.parallel import norm
 from tunekit.parallel.choice import Parallel
 from tunekit.parallel.run import Run
@@ -40,15 +37,6 @@ CASES: dict[str, tuple[Full | LoRA, Memory, Parallel]] = {
     "memory.offload": (LoRA(4), Memory(offload=True), Parallel()),
     "parallel.offload": (Full(), Memory(), Parallel(offload=True)),
 }
-
-
-def shard(model: Decoder, run: Run) -> None:
-    """Shard like tunekit.layout.shard, which does nothing if there is one rank."""
-    assert run.mesh is not None
-    options = choices(model, run, run.mesh["shard"])
-    for layer in model.layers:
-        fully_shard(layer, **options)
-    fully_shard(model, **options | {"reshard_after_forward": False})
 
 
 def numbers(source: Folder, case: str, run: Run) -> list[float]:
@@ -81,7 +69,6 @@ def main() -> int:
     parser.add_argument("--names", nargs="*", default=[*NAMES])
     args = parser.parse_args()
     failed = 0
-    assemble.shard = shard  # type: ignore[assignment]
     with one_rank_environment(), Run(0, args.device) as run:
         print("process group:", join(run), run.mesh, flush=True)
         for name, case in cases(args.names, args.device):

@@ -9,6 +9,7 @@ from torch.nn.attention import current_flash_attention_impl, register_flash_atte
 from torch.nn.attention._registry import _FLASH_ATTENTION_IMPLS
 
 from tests.gpu.flash_on_cpu import CpuFlash, cpu_flash
+from tunekit import devices
 from tunekit.parallel import attention_setup
 from tunekit.parallel.attention_setup import activate_fa3, can_use_fa3, check_flash_attention, configure_attention
 from tunekit.parallel.run import Run
@@ -22,7 +23,8 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     before = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(True)
     configure_attention.cache_clear()
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: None)
+    monkeypatch.setattr(devices, "capabilities", lambda device: devices.CPU if device.type == "cpu" else devices.AMPERE)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     yield
     configure_attention.cache_clear()

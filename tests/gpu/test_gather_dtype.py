@@ -8,12 +8,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tests.checkpoints import batch, made, tokens
-from tunekit import assemble
+from tunekit import assemble, bundled
 from tunekit.adapters import DoRA, Full, LoRA
 from tunekit.checkpoint.folder import Folder
 from tunekit.checkpoint.read import read
 from tunekit.formats import NF4, Plain
-from tunekit.layout.shard import allocate, shard
+from tunekit.layout.shard import allocate, choices, shard
 from tunekit.losses.likelihood import CrossEntropy
 from tunekit.models.decoder import Decoder
 from tunekit.models.experts import Router
@@ -73,8 +73,20 @@ def test_gathering_in_the_compute_dtype_trains_the_same(
     assert result.keys() == expected.keys() and {grad.dtype for grad in result.values()} == {torch.float32}
     flat = [torch.cat([grads[n].flatten() for n in expected]) for grads in (result, expected)]
     assert torch.cosine_similarity(*flat, dim=0) > 0.99
-    assert dtypes.get(Linear, {torch.bfloat16}) == {torch.bfloat16}
+    if type(weights) is Plain:
+        assert dtypes.get(Linear, {torch.bfloat16}) == {torch.bfloat16}
     assert dtypes.get(Router, {torch.float32}) == {torch.float32}
+
+
+@pytest.mark.parametrize(("weights", "dtype"), [(Plain(), torch.bfloat16), (NF4(), None)], ids=["plain", "nf4"])
+def test_quantized_weights_are_gathered_as_stored(weights: Plain, dtype: torch.dtype | None, one_rank: Run) -> None:
+    """torch 2.11 would cast bytes of codes to bf16, too."""
+    source = Folder.open(bundled.model("tunekit/nano"))
+    model = assemble.outline(source, weights, LoRA(4))
+    BF16.apply(model, source.dtypes, one_rank.device)
+    one_rank.device = torch.device("cuda")
+    assert one_rank.mesh is not None
+    assert choices(model, one_rank, one_rank.mesh["shard"])["mp_policy"].param_dtype == dtype
 
 
 def test_default_depends_on_the_device() -> None:

@@ -10,11 +10,13 @@ from tunekit.errors import UserError
 from tunekit.selftest.checklist import CHECKS, SYSTEM, Check, select_checks
 from tunekit.selftest.compare import Comparison, require_triton_launches
 from tunekit.selftest.context import Context
+from tunekit.selftest.process_checks import check_one_rank
 from tunekit.selftest.result import CheckFailedError, CheckSkippedError
 
 KERNELS = Path(__file__).parents[2] / "kernels"
 # Files that contain no kernel, and those whose kernel is checked under another name.
-HELPERS = {"__init__", "again", "compiler", "native", "prefix", "shapes", "store"}
+HELPERS = {"__init__", "again", "compiler", "native", "prefix", "shapes", "store", "device_tensors", "sequence_layout"}
+HELPERS |= {"attention_choice", "attention_decode", "attention_ranges", "triton_support"}
 
 
 def context(device: str) -> Context:
@@ -25,6 +27,10 @@ def test_every_kernel_has_a_check() -> None:
     files = {path.stem for path in KERNELS.glob("*.py")} - HELPERS
     kernels = {stem for stem in files if not stem.endswith(("_triton", "_gpu", "_native"))}
     assert kernels <= {check.short_name for check in CHECKS if check.group == "kernels"}
+
+
+def test_sharding_over_one_rank_changes_no_number() -> None:
+    assert check_one_rank(context("cpu")).values["backend"] == "gloo"
 
 
 def test_every_check_has_a_function() -> None:

@@ -32,7 +32,7 @@ def shard(model: Decoder, run: Run) -> None:
         for module in [module for module in model.modules() if isinstance(module, Experts)]:
             fully_shard(module, **apart)
     # Routers decide much, are small, and may be stored in fp32 when all else is not: their dtype remains.
-    as_stored = {**how, "mp_policy": MixedPrecisionPolicy(cast_forward_inputs=False)}
+    as_stored = {**how, "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)}
     if how["mp_policy"].param_dtype is not None:
         for module in [module for module in model.modules() if isinstance(module, Router)]:
             fully_shard(module, **as_stored)
@@ -57,9 +57,10 @@ def allocate(model: Decoder, run: Run) -> None:
 
 def choices(model: Decoder, run: Run, mesh: DeviceMesh) -> dict[str, Any]:
     """What a config says of it, in torch's words."""
-    travels = model.compute if run.parallel.on(run.device.type).gather == "compute" else None
-    pinned = is_pinned_on(run.device)
-    offload = CPUOffloadPolicy(pinned) if run.parallel.offload else OffloadPolicy()
+    # torch 2.11 would cast quantized weights, too, whose bytes are codes.
+    can_cast = all(parameter.is_floating_point() for parameter in model.parameters())
+    travels = model.compute if can_cast and run.parallel.on(run.device.type).gather == "compute" else None
+    offload = CPUOffloadPolicy(is_pinned_on(run.device)) if run.parallel.offload else OffloadPolicy()
     return {
         "mesh": mesh,
         "reshard_after_forward": run.parallel.reshard,

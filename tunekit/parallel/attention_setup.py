@@ -53,7 +53,9 @@ def check_flash_attention(device: torch.device) -> None:
     row_starts = torch.arange(3, dtype=torch.int32, device=device)
     y, lse, *_ = forward(q[:2], k, k, row_starts, bounds, 1, 9, 0.0, False, False, scale=0.1, seqused_k=lengths)
     require_finite(y, lse)
-    if lse.shape != (4, 2) or not torch.equal(y.float(), torch.ones_like(y, dtype=torch.float32)):
+    # All scores are 64 * 0.1: their log-sum-exp shows how many keys were read.
+    expected = (6.4 + lengths.float().log()).expand(4, 2)
+    if lse.shape != expected.shape or not torch.allclose(lse, expected, atol=0.05):
         raise RuntimeError("flash attention: a key/value cache is not read as expected")
 
 

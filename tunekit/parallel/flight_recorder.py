@@ -71,7 +71,8 @@ def variables(prefix: Path, environment: Mapping[str, str]) -> dict[str, str]:
 def record_into(folder: Path) -> None:
     """Set these variables in a rank that another launcher has started; `tune run` has set them for its own."""
     if "RANK" in os.environ and member.PARENT not in os.environ:
-        folder.mkdir(parents=True, exist_ok=True)
+        with suppress(OSError):  # a directory that cannot be written is reported when the run claims it
+            folder.mkdir(parents=True, exist_ok=True)
         os.environ.update(variables(folder / PREFIX, os.environ))
 
 

@@ -9,14 +9,23 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 
-def build_mesh(device: str, sizes: Sequence[int], names: tuple[str, ...], timeout: timedelta) -> DeviceMesh:
-    """Mesh over all ranks, with one process group for each dimension.
+def build_mesh(
+    device: str, sizes: Sequence[int], names: tuple[str, ...], timeout: timedelta, own: list[dist.ProcessGroup]
+) -> DeviceMesh:
+    """Mesh over all ranks, with one process group for each dimension. All dimensions of size 1 share the group `own` of
+    this rank alone, which the first of them creates: NCCL splits a communicator for each group.
 
     `init_device_mesh` would give its groups the default timeout of torch, and split the gloo backend with options of
     NCCL, which warns.
     """
     ranks = torch.arange(dist.get_world_size()).view(*sizes)
-    groups = [group_along(ranks, dim, f"mesh_{name}", timeout) for dim, name in enumerate(names)]
+    groups = []
+    for dim, name in enumerate(names):
+        if sizes[dim] == 1 and dist.get_world_size() > 1:
+            own[:] = own or [group_along(ranks, dim, "own", timeout)]
+            groups += own
+        else:
+            groups.append(group_along(ranks, dim, f"mesh_{name}", timeout))
     return DeviceMesh.from_group(groups, device, mesh=ranks, mesh_dim_names=names)
 
 

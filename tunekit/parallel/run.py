@@ -127,7 +127,7 @@ class Run:
         self.patient = cast("dist.ProcessGroup", dist.new_group(None, PATIENT, "gloo", group_desc="host"))
         flight_recorder.serve(partial(recorded, self.device), self.rank)
         sizes = self.sizes
-        mesh = partial(build_mesh, self.device.type, timeout=timeout)
+        mesh = partial(build_mesh, self.device.type, timeout=timeout, own=[])
         self.mesh = mesh((sizes.replicate, sizes.sharded, sizes.tensor), ("replicate", "shard", "tensor"))
         self.sums = mesh((sizes.averaged, sizes.tensor), ("sum", "other"))
         if sizes.context > 1:

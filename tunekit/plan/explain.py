@@ -54,7 +54,10 @@ def explain_host() -> str:
     """What to do when the memory of the host of GPUs ran out."""
     free = available_memory()
     left = "" if free is None else f" ({report.gib(free)} GiB available)"
-    return f"host memory: out of memory{left}. Set save_async=false, memory.offload=false or parallel.offload=false."
+    return (
+        f"host memory, or GPU memory outside of torch: out of memory{left}. "
+        "Set save_async=false, memory.offload=false or parallel.offload=false."
+    )
 
 
 def found(device: torch.device, devices: int, hosts: int) -> Machine:

@@ -78,6 +78,6 @@ def planned(cfg: Any, run: Run, gpu: Free) -> str:
     try:
         machine = explain.found(run.device, run.size, run.hosts)
         need = needed(outcome.plan(task(cfg, machine), machine))
-    except UserError:  # reported where it belongs; the line is for information
+    except (UserError, RuntimeError, LookupError, TypeError, ValueError):  # the line is for information only
         need = None
     return compare(gpu, need)

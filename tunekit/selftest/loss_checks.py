@@ -80,8 +80,13 @@ class PlainHead:
 
 
 def check_divergence(context: Context) -> Result:
-    implementation = "torch" if context.device.type != "cpu" else require_fast_version(context, divergence)
-    comparison = Comparison(context, implementation)
+    comparison = Comparison(context, require_fast_version(context, divergence))
+    with require_triton_launches(context):
+        compare_divergences(context, comparison)
+    return comparison.result()
+
+
+def compare_divergences(context: Context, comparison: Comparison) -> None:
     for name, mixture in MIXTURES.items():
         for dtype, label in DTYPE_NAMES.items():
             teacher = torch.randn(TOKENS, DIM).to(dtype), torch.randn(VOCAB, DIM).to(dtype) * 0.2
@@ -90,7 +95,6 @@ def check_divergence(context: Context) -> Result:
             fast = partial(divergence_from, teacher=moved, mixture=mixture)
             reference = partial(divergence_reference, teacher=teacher, mixture=mixture)
             comparison.check_function(f"{name} {label}", fast, reference, inputs)
-    return comparison.result()
 
 
 def divergence_from(hidden: Tensor, weight: Tensor, teacher: tuple[Tensor, Tensor], mixture: Mixture) -> Tensor:

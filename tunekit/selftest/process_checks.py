@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from tunekit.adapters import Full
@@ -54,10 +53,6 @@ def loss_and_gradient(context: Context, compute: str, shard: bool) -> tuple[floa
         backend = join(run) if shard else ""
         model = nano.open_model(run, compute)
         model.requires_grad_(True).train()
-        if shard:
-            for layer in model.layers:
-                fully_shard(layer)
-            fully_shard(model)
         documents = nano.random_documents(model.spec.vocab, LENGTHS)
         batch = nano.packing(256).written([documents[:3], documents[3:]])[0]
         result = backward(model, batch.to(run.device))

@@ -17,7 +17,7 @@ from tunekit.selftest.checklist import SYSTEM
 from tunekit.selftest.result import Outcome
 
 VERSION = 1  # of the format
-PATH = re.compile(r"(?<![\w./:])(?:/[\w.@+~=-]+){2,}")
+PATH = re.compile(r"(?<![\w./])(?:/[\w.@+~=-]+){2,}")
 SHORTEST = 3  # characters of a name that is removed: shorter ones appear inside words
 COMMON = {"root", "user", "localhost"}  # names that identify no one
 STATUSES = ("passed", "failed", "skipped")
