@@ -24,6 +24,7 @@ from tunekit.kernels.attention_native import flat
 from tunekit.kernels.compiler import constant, uncompiled
 from tunekit.kernels.device_tensors import copy_to_device
 from tunekit.kernels.sequence_layout import SequenceLayout, rows_layout
+from tunekit.kernels.triton_support import can_launch
 
 NARROWEST, ALIGNED = 16, 8  # channels: the least, and a multiple, of kernels on a GPU
 BLOCK = 128  # queries, and keys, of a block of FlexAttention
@@ -45,6 +46,8 @@ def fits(q: Tensor, capped: bool) -> bool:
     if q.device.type != "cuda":
         return False
     needs_flex = capped or q.dtype == torch.float32
+    if needs_flex and not can_launch():
+        return False  # FlexAttention is compiled to Triton
     if needs_flex and not torch.is_grad_enabled() and q.shape[0] * q.shape[1] <= SMALL:
         return False  # as in the verification of a checkpoint
     return has_packed_kernel(q.device, q.dtype, q.shape[-1])

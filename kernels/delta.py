@@ -40,7 +40,9 @@ def place_bounds(offsets: Tensor, width: int, device: torch.device) -> Bounds:
             lengths = offsets.diff().long()
             document = torch.arange(1, len(offsets), device=offsets.device).repeat_interleave(lengths)
             index = width * document + torch.arange(len(document), device=offsets.device)
-            tensors = offsets.int(), offsets[1:-1].long(), index, index - width
+            # Copies: an entry that held its own key would never be collected.
+            own = offsets.to(torch.int32, copy=True), offsets[1:-1].to(torch.int64, copy=True)
+            tensors = *own, index, index - width
             cached[width, device] = Bounds(*(copy_to_device(t, device) for t in tensors))
     return cached[width, device]
 
@@ -85,7 +87,10 @@ def find_fla() -> Callable[..., Any] | None:
     """The rule of flash-linear-attention, if it is installed."""
     if importlib.util.find_spec("fla") is None:
         return None
-    return importlib.import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
+    try:
+        return importlib.import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
+    except (ImportError, AttributeError, RuntimeError):  # for another version of one of its own dependencies
+        return None
 
 
 def is_supported_by_fla(v: Tensor) -> bool:
@@ -189,7 +194,7 @@ def batched(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state:
     states = States.apply(remaining[..., -1:, :] * identity - keys @ w, keys @ u, state)
     before = states[:, :-1]
     answers = torch.addcmul(inside @ (u - w @ before), remaining, q @ before)
-    return join_chunks(answers, length), states[:, -1]
+    return join_chunks(answers, length), states[:, -1].clone()  # a view would keep the states of all chunks
 
 
 class States(torch.autograd.Function):

@@ -198,8 +198,7 @@ def transposed_product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tenso
     if left.shape[1] < right.shape[1] or left.device.type == "cuda":
         return (left.T @ right).to(dtype)
     # Long rows first: on a CPU the other order takes half as long again.
-    product = (right.T @ left).T
-    return product.to(dtype, memory_format=torch.contiguous_format)
+    return (right.T @ left).T.to(dtype).contiguous()
 
 
 def to_input(

@@ -164,7 +164,8 @@ class Meter:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         try:
-            if not isinstance(error, RuntimeError):  # a device that has failed cannot be read
+            # Neither a device that has failed nor one of an interrupted run, which may hang, can be read.
+            if error is None or (isinstance(error, Exception) and not isinstance(error, RuntimeError)):
                 self.flush()
         finally:
             self.close()

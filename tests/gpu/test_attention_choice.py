@@ -19,6 +19,7 @@ from tunekit.kernels.attention_choice import (
     choose_attention_backend,
     needs_expanded_kv,
 )
+from tunekit.kernels.sequence_layout import SequenceLayout
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 GENERATIONS = ((7, 0), (7, 5), (8, 0), (8, 9), (9, 0), (10, 0), (12, 0))
@@ -124,7 +125,7 @@ def test_packed_documents_without_flash_use_the_memory_efficient_kernel(
     q, k, v = (x.detach() for x in made(17, heads, kv_heads, dim, rows=1, v=dim))
     bounds = torch.tensor([0, 1, 9, 17], dtype=torch.int32)
     with SdpaCalls() as sdpa, torch.no_grad():
-        y = attend(q, k, v, rule, bounds)
+        y = attend(q, k, v, rule, SequenceLayout(bounds))
     lengths = bounds.diff()
     document = torch.repeat_interleave(torch.arange(3), lengths)
     place = torch.cat([torch.arange(int(n)) for n in lengths])

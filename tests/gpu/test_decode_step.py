@@ -36,11 +36,11 @@ WIDE = {
 MAX_KERNELS = {
     "llama3.2": (18, 13),
     "gemma3": (22, 16),
-    "gpt-oss": (50, 13),
-    "qwen3-moe": (44, 13),
-    "llama4": (33, 13),
-    "deepseek-v3": (46, 13),
-    "qwen3-next": (77, 13),
+    "gpt-oss": (51, 13),
+    "qwen3-moe": (45, 13),
+    "llama4": (34, 13),
+    "deepseek-v3": (47, 13),
+    "qwen3-next": (78, 13),
 }
 SAMPLINGS = {
     "greedy": Sampling(tokens=64),
