@@ -89,9 +89,6 @@ class Head(Protocol):
     def parameters(self) -> Iterator[nn.Parameter]: ...
 
 
-# The loss of tokens
-
-
 def compute_token_losses(
     logits: Tensor, targets: Tensor, weights: Tensor | None, terms: list[float], gradient: bool
 ) -> Tensor:
@@ -179,8 +176,9 @@ def token_entropies(logits: Tensor, scale: float, softcap: float | None) -> Tens
         return token_entropies_reference(logits, terms)
     out = torch.empty(len(logits))
     sizes = *logits.shape, logits.stride(0), torch.get_num_threads()
-    work = getattr(lib, f"entropies_{NATIVE[logits.dtype]}")
-    work(logits.data_ptr(), out.data_ptr(), (ctypes.c_float * 4)(*terms), *sizes)
+    getattr(lib, f"entropies_{NATIVE[logits.dtype]}")(
+        logits.data_ptr(), out.data_ptr(), (ctypes.c_float * 4)(*terms), *sizes
+    )
     return out
 
 
@@ -200,8 +198,7 @@ def compiled() -> ctypes.CDLL | None:
         place, size = ctypes.c_void_p, ctypes.c_int64
         for kind in NATIVE.values():
             losses, entropies = getattr(lib, f"losses_{kind}"), getattr(lib, f"entropies_{kind}")
-            losses.argtypes = [*[place] * 5, *[size] * 3, ctypes.c_int, ctypes.c_int]
-            losses.restype = size
+            losses.argtypes, losses.restype = [*[place] * 5, *[size] * 3, ctypes.c_int, ctypes.c_int], size
             entropies.argtypes, entropies.restype = [*[place] * 3, *[size] * 3, ctypes.c_int], None
     return lib
 
@@ -215,9 +212,6 @@ def native(logits: Tensor) -> ctypes.CDLL | None:
 @cache
 def gpu() -> Any:
     return importlib.import_module("tunekit.kernels.cross_entropy_triton")
-
-
-# What a chunk's logits amount to
 
 
 class Step(Protocol):

@@ -61,6 +61,9 @@ def batches(folder: Path, source: str, micro_batch: int, **options: object) -> l
 # Full attention, windows, chunks, latent attention, delta nets and experts.
 KINDS = ["llama3.2", "mistral", "qwen3-sliding", "llama4", "deepseek-v3", "qwen3.5", "qwen3-next", "qwen3.5-moe"]
 KINDS += ["qwen3-moe", "mixtral", "gpt-oss", "olmoe", "gemma4-moe"]
+# How many rows an expert gets decides in which order BLAS adds them up: 1.2e-5 for gpt-oss with MKL on an Intel Xeon
+# without AVX512-BF16, below 1e-5 on an AMD EPYC.
+MAX_GRADIENT_ERROR = 2e-5
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -73,13 +76,13 @@ def test_micro_batches_and_packing_change_nothing(name: str, tmp_path: Path) -> 
         assert len(parts) == 8 // micro_batch
         other, found = step(model, parts)
         assert other == pytest.approx(loss, rel=1e-5)
-        assert max(map(apart, found, wanted)) < 1e-5
+        assert max(map(apart, found, wanted)) < MAX_GRADIENT_ERROR
     for length, micro_batch in ((40, 8), (40, 1), (33, 2), (120, 1)):
         parts = batches(folder, source, micro_batch, pack=True, length=length)
         assert sum(part.learnt for part in parts) == sum(LENGTHS)
         other, found = step(model, parts)
         assert other == pytest.approx(loss, rel=1e-5)
-        assert max(map(apart, found, wanted)) < 1e-5
+        assert max(map(apart, found, wanted)) < MAX_GRADIENT_ERROR
 
 
 @pytest.mark.parametrize("name", KINDS)
