@@ -70,8 +70,9 @@ def test_compiled_layers(tmp_path: Path) -> None:
     folder = made(tmp_path, "gemma2")
     model = ours(folder)
     model.flat = True
+    fullgraph = attention_native.able()  # torch's operations take documents one by one, outside of the graph
     for layer in model.layers:
-        layer.compile(backend="aot_eager", dynamic=True, fullgraph=True)
+        layer.compile(backend="aot_eager", dynamic=True, fullgraph=fullgraph)
     same(model, ours(folder), micro_batch=2)
 
 
