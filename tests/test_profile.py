@@ -216,7 +216,7 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FieldErrors) as caught:
         Profile(start=0, steps=-1)
     assert [one.field for one in caught.value.errors] == ["start", "steps"]
-    with pytest.raises(UserError, match="on the CPU leave it out"):
+    with pytest.raises(UserError, match="profile.memory"):
         Profiler(Profile(memory=True), tmp_path, Run(0, "cpu"))
     (tmp_path / FOLDER).write_text("in the way")
     with pytest.raises(UserError, match="cannot write"):
