@@ -237,6 +237,19 @@ def simulated_capabilities(capability: tuple[int, int]) -> Iterator[None]:
     devices.capabilities.cache_clear()
 
 
+def cuda_queries(capability: tuple[int, int]) -> list[tuple[Any, str, Any]]:
+    """Functions of torch that describe the device, with the answers of a GPU: owner, name, replacement."""
+    return [
+        (torch.nn.utils.clip_grad, "_has_foreach_support", lambda *_: True),
+        (torch.cuda, "is_available", lambda: True),
+        (torch.cuda, "device_count", lambda: 1),
+        (torch.cuda, "current_device", lambda: 0),
+        (torch.cuda, "get_device_capability", lambda *_: capability),
+        (torch.cuda, "is_bf16_supported", lambda *_, **__: True),
+        (Tensor, "pin_memory", lambda tensor, *_: tensor),
+    ]
+
+
 @contextmanager
 def simulated_cuda(capability: tuple[int, int] = (9, 0)) -> Iterator[LaunchCounter]:
     """Within this context meta tensors are CUDA tensors of a device of this capability."""
@@ -264,13 +277,7 @@ def simulated_cuda(capability: tuple[int, int] = (9, 0)) -> Iterator[LaunchCount
         (torch.autograd.graph, "_engine_run_backward", run_engine),
         (JITFunction, "run", launch),
         (triton_support, "can_launch", lambda: True),
-        (torch.nn.utils.clip_grad, "_has_foreach_support", lambda *_: True),
-        (torch.cuda, "is_available", lambda: True),
-        (torch.cuda, "device_count", lambda: 1),
-        (torch.cuda, "current_device", lambda: 0),
-        (torch.cuda, "get_device_capability", lambda *_: capability),
-        (torch.cuda, "is_bf16_supported", lambda *_, **__: True),
-        (Tensor, "pin_memory", lambda tensor, *_: tensor),
+        *cuda_queries(capability),
     ]
     with ExitStack() as stack:
         stack.enter_context(simulated_capabilities(capability))

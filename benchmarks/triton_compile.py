@@ -185,7 +185,7 @@ def compile_all(targets: list[str], form: str, processes: int) -> list[CompileRe
 
 
 def prepare_worker(cache: str) -> None:
-    """An empty cache: ptxas writes no log for a kernel that is there."""
+    """An empty cache: ptxas writes no log for a kernel that it finds in the cache."""
     os.environ.update(TRITON_CACHE_DIR=cache, TRITON_DUMP_PTXAS_LOG="1")
 
 

@@ -1,7 +1,7 @@
 """Launches of every Triton kernel without a GPU: which specializations the launchers of tunekit ask for.
 
 The launchers run with tensors on the meta device and a driver that only reports a target. Triton then derives the
-signature, constants and argument attributes of each launch as it does on a GPU, and a hook records them in place of
+signature, constants and argument attributes of each launch as it does on a GPU, and a hook records them instead of
 compiling. `LAUNCHES` lists the launches of each kernel module: for a new `kernels/<name>_triton.py`, add an entry.
 `triton_compile.py` compiles the records; `tests/gpu/test_triton_compiles.py` checks the results.
 """
@@ -48,7 +48,7 @@ ACTIVATIONS = ("silu", "gelu_tanh", "clamped_swiglu")
 
 @dataclass(frozen=True)
 class Launch:
-    """What Triton needs to compile one launch, and the numbers that it passes."""
+    """Inputs of Triton to compile one launch, and the numbers that it passes."""
 
     kernel: JITFunction
     key: str  # equal for launches that share one compiled kernel
@@ -313,7 +313,7 @@ def divergence(  # noqa: PLR0913 (what a divergence depends on)
     dtypes: tuple[torch.dtype, torch.dtype] = (BF16, BF16),
     gradient: bool = True,
 ) -> None:
-    """Of a teacher that has fewer ids than the student."""
+    """Terms of a teacher that has fewer ids than the student."""
     numbers = [1.0, caps[0], 1.0, caps[1], 2.0, *mixture, 1.0]
     student, teacher = meta(rows, vocab, dtype=dtypes[0]), meta(rows, vocab - 8, dtype=dtypes[1])
     divergence_triton.divergences(student, teacher, numbers, vocab - 8, gradient)
@@ -501,7 +501,7 @@ def find_kernels() -> dict[str, JITFunction]:
 
 
 def find_uncovered(form: str = "variants") -> list[str]:
-    """Kernels that no launch reaches, by itself or through a kernel that calls it."""
+    """Kernels that no launch reaches, directly or through a kernel that calls it."""
     kernels = find_kernels()
     reached = {launch.name for launch in unique_launches("cuda", form)}
     pending = list(reached)

@@ -127,7 +127,7 @@ class RangeAnalysis:
 
     @staticmethod
     def result_bits(operation: str, rest: str) -> int:
-        """Bits of an integer result; 0 of any other. The type of a result stands last, of a load at its pointer."""
+        """Bits of an integer result; 0 of any other. A result has its type last, a load at its pointer."""
         if operation == "arith.cmpi":
             return 1
         kind = re.split(r" to | -> | : ", rest.rstrip(" {"))[-1]
@@ -160,7 +160,7 @@ class RangeAnalysis:
         return self.leaf_bounds(operation, rest, bits)
 
     def leaf_bounds(self, operation: str, rest: str, bits: int) -> tuple[int, int]:
-        """Of values that depend on no others, or on what cannot be known."""
+        """Range of values that depend on no others, or on numbers that cannot be known."""
         if operation == "tt.get_program_id":
             axis = "xyz".index(rest.split()[0])
             return 0, (*self.launch.grid, 1, 1)[axis] - 1

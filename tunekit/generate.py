@@ -103,7 +103,7 @@ def decoded(
     model.eval()
     device = model.embed.weight.device
     configure_attention(device)
-    work = launched(model, [list(prompt) for prompt in prompts], sampling, first, finished)
+    work = launch_steps(model, [list(prompt) for prompt in prompts], sampling, first, finished)
     ahead = 1 if has_static_shapes(device) and not model.edges else 0
     tokens, waiting = dict.fromkeys(range(len(prompts)), 0), deque[TokenReader]()
     for reader in work:
@@ -116,7 +116,7 @@ def decoded(
         yield [*tokens.values()]
 
 
-def launched(
+def launch_steps(
     model: Decoder, rows: list[list[int]], sampling: Sampling, first: int, finished: Collection[int]
 ) -> Iterator[TokenReader]:
     """Start the work of each token. Rows are read back where positions turn otherwise beyond a length."""

@@ -190,7 +190,7 @@ class Meter:
 
     def begin_line(self, step: int, made: Mapping[str, Tensor | float]) -> Line:
         """What is known of a step, with its numbers on their way from the device, all in one transfer."""
-        copy = copied(made.values())
+        copy = copy_to_host(made.values())
         known = self.flow(step)
         here = {"wait": self.sums.wait} | memory(self.run.device)
         known |= dict(zip(here, self.run.most(*here.values()), strict=True))
@@ -223,7 +223,7 @@ class Meter:
     def note(self, step: int, **values) -> None:
         """Numbers that not every step has, such as the validation loss: a line of their own, above the bar."""
         self.flush()
-        found = Line(step, values, copied(values.values()), {}, 0.0).values
+        found = Line(step, values, copy_to_host(values.values()), {}, 0.0).values
         self.write(step, found)
         self.screen.tell(f"step {step}: " + ", ".join(f"{name} {value:.6g}" for name, value in found.items()))
 
@@ -438,7 +438,7 @@ def reserved(stats: Mapping[str, int]) -> dict[str, float]:
     }
 
 
-def copied(values: Iterable[Tensor | float]) -> HostCopy | None:
+def copy_to_host(values: Iterable[Tensor | float]) -> HostCopy | None:
     """The tensors among these for the host, in one transfer."""
     tensors = [v.detach().to(devices.accumulation_dtype(v.device)) for v in values if isinstance(v, Tensor)]
     return HostCopy(torch.stack(tensors)) if tensors else None
