@@ -184,7 +184,10 @@ def test_training(kind: str, family: Path) -> None:
         train(one, adapter)
     assert error(model(tokens()).detach(), before) > 1e-3
     assert torch.equal(model(tokens()), again(tokens()))
-    assert error(model(tokens()).detach(), plain(tokens()).detach()) < 1e-3
+    actual, expected = model(tokens()).detach(), plain(tokens()).detach()
+    errors = (actual - expected).abs().amax(-1) / expected.abs().max()
+    near_ties = 0 if "llama" in family.name else 1  # rounding may route one token to another expert
+    assert (errors >= 1e-3).sum() <= near_ties
 
 
 @pytest.mark.slow

@@ -103,7 +103,7 @@ def test_an_adapter_is_merged_and_shards_stay(tmp_path: Path) -> None:
     assert len(set(listed.values())) > 1
     assert {name: file for file in set(listed.values()) for name in load_file(out / file)}.keys() == listed.keys()
     with torch.no_grad():
-        assert error(theirs(out)(tokens()).logits, ours(out, NF4())(tokens())) < 1e-5
+        assert error(theirs(out)(tokens()).logits, ours(out, NF4())(tokens())) < 3e-5
 
 
 def test_a_packed_checkpoint_is_written_again_to_the_same_bytes(tmp_path: Path) -> None:
