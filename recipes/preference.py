@@ -13,6 +13,7 @@ import torch
 from tqdm import tqdm
 
 from tunekit import training
+from tunekit.config.choices import kind_name
 from tunekit.data.steps.batch import Batch
 from tunekit.data.steps.compared import Comparable
 from tunekit.data.steps.loader import Loader
@@ -81,7 +82,7 @@ RECIPE = Preference
 
 def name(term: Loss) -> str:
     """The `kind` of a loss."""
-    return type(term).__name__.lower()
+    return kind_name(type(term))
 
 
 def words(cfg: Preference) -> Tokenizer:

@@ -45,6 +45,7 @@ WORDS = {  # what they mean, as patterns over whole names
 class Full:
     """Train every weight."""
 
+    kind: ClassVar[str] = "full"
     start: ClassVar[None] = None  # the checkpoint is all there is to start from
 
     def apply(self, model: Decoder) -> None:
@@ -70,6 +71,7 @@ class Frozen(Full):
 class LoRA:
     """Low-rank updates W + s B A of frozen layers (arXiv:2106.09685), under the names that PEFT gives them."""
 
+    kind: ClassVar[str] = "lora"
     rank: int = 16
     alpha: float = 32.0  # s = alpha / rank
     dropout: float = 0.0  # on the input of the update
@@ -275,6 +277,8 @@ class LoRA:
 @dataclass(frozen=True)
 class DoRA(LoRA):
     """Low-rank direction, and the magnitude of each output trained apart (arXiv:2402.09353)."""
+
+    kind: ClassVar[str] = "dora"
 
     def attach(self, layer: Layer, rank: int, alpha: float) -> None:
         if not isinstance(layer, Linear):

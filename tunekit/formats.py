@@ -20,6 +20,7 @@ WITHIN = "layers."  # embedding and head decide much, and a trained head could n
 class Plain:
     """Numbers as they come; `precision` says in which dtype."""
 
+    kind: ClassVar[str] = "plain"
     exact: ClassVar[bool] = False  # whether numbers that were packed are wanted before they are rounded
     trainable: ClassVar[bool] = True  # whether a step can change them
 

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,6 +38,7 @@ PLAIN_SECONDS = 10.0
 class TensorBoard:
     """Event files for `tensorboard --logdir`, inside the run's folder unless `folder` says where."""
 
+    kind: ClassVar[str] = "tensorboard"
     folder: str | None = None
 
 
@@ -45,6 +46,7 @@ class TensorBoard:
 class WandB:
     """Weights & Biases. The token comes from `wandb login` or WANDB_API_KEY; `offline` writes into the run's folder."""
 
+    kind: ClassVar[str] = "wandb"
     project: str = "tunekit"
     name: str | None = None
     group: str | None = None
@@ -56,6 +58,7 @@ class WandB:
 class MLflow:
     """MLflow, at `uri`, else at MLFLOW_TRACKING_URI, else in the run's folder."""
 
+    kind: ClassVar[str] = "mlflow"
     experiment: str = "tunekit"
     name: str | None = None
     uri: str | None = None
@@ -65,6 +68,7 @@ class MLflow:
 class Trackio:
     """trackio, where it keeps its data (TRACKIO_DIR), or in the Hugging Face Space `space`."""
 
+    kind: ClassVar[str] = "trackio"
     project: str = "tunekit"
     name: str | None = None
     group: str | None = None
@@ -75,6 +79,7 @@ class Trackio:
 class Comet:
     """Comet. The token comes from `comet login` or COMET_API_KEY; `offline` writes into the run's folder."""
 
+    kind: ClassVar[str] = "comet"
     project: str = "tunekit"
     name: str | None = None
     workspace: str | None = None

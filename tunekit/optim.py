@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -67,6 +67,7 @@ def two(name: str, values: tuple[float, ...]) -> None:
 class AdamW:
     """Adam with decoupled weight decay (arXiv:1711.05101), in one fused step."""
 
+    kind: ClassVar[str] = "adamw"
     lr: float = 2e-4
     betas: tuple[float, ...] = (0.9, 0.95)
     eps: float = 1e-8
@@ -87,6 +88,8 @@ class AdamW:
 class AdamW8bit(AdamW):
     """AdamW with two bytes of state a weight in place of eight (arXiv:2110.02861); small weights keep the eight."""
 
+    kind: ClassVar[str] = "adamw8bit"
+
     def build(self, trained: Trained, inner: Iterable[nn.Parameter] = ()) -> torch.optim.Optimizer:
         shared = {"betas": (self.betas[0], self.betas[1]), "eps": self.eps}
         return split(trained, self, worth_packing, lambda gs: EightBit(gs, shared))
@@ -104,6 +107,7 @@ class Muon:
     Embeddings, the head and vectors are left to AdamW. Learning rates are those of AdamW.
     """
 
+    kind: ClassVar[str] = "muon"
     lr: float = 2e-4
     momentum: float = 0.95
     decay: float = 0.0
@@ -126,6 +130,7 @@ class Muon:
 class SGD:
     """Stochastic gradient descent; without momentum it keeps no state."""
 
+    kind: ClassVar[str] = "sgd"
     lr: float = 1e-2
     momentum: float = 0.0
     decay: float = 0.0
@@ -175,6 +180,8 @@ def count(steps: float, total: int) -> int:
 class Constant(Schedule):
     """The full learning rate to the end."""
 
+    kind: ClassVar[str] = "constant"
+
     def shape(self, done: float) -> float:
         return 1.0
 
@@ -183,6 +190,7 @@ class Constant(Schedule):
 class Linear(Schedule):
     """Down to `floor` in a straight line."""
 
+    kind: ClassVar[str] = "linear"
     floor: float = 0.0  # last learning rate, as a share of the highest
 
     def shape(self, done: float) -> float:
@@ -193,6 +201,7 @@ class Linear(Schedule):
 class Cosine(Schedule):
     """Down to `floor` along half a cosine."""
 
+    kind: ClassVar[str] = "cosine"
     floor: float = 0.0  # last learning rate, as a share of the highest
 
     def shape(self, done: float) -> float:
@@ -203,6 +212,7 @@ class Cosine(Schedule):
 class WSD(Schedule):
     """Warm-up, stable, decay: full until the last `decay`, then down to `floor` in a straight line."""
 
+    kind: ClassVar[str] = "wsd"
     decay: float = 0.2  # share of the steps behind the warm-up
     floor: float = 0.0  # last learning rate, as a share of the highest
 

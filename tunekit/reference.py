@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from tunekit import assemble
 from tunekit.adapters import Frozen, Full, LoRA
+from tunekit.config.choices import kind_name
 from tunekit.data.steps.batch import Batch
 from tunekit.data.steps.loader import Loader
 from tunekit.data.steps.mix import streams
@@ -33,6 +34,8 @@ FILE = "reference.npz"
 @dataclass(frozen=True)
 class Off:
     """The same model with its updates off: no memory, and one more pass forward."""
+
+    kind: ClassVar[str] = "off"
 
     def copies(self, adapter: Full | LoRA, loss: Sequence[Loss]) -> bool:
         """Whether a second model is in memory."""
@@ -61,6 +64,8 @@ class Off:
 class Copy:
     """A second model, frozen, stored and shared as the first one: what there is where all weights are trained."""
 
+    kind: ClassVar[str] = "copy"
+
     def copies(self, adapter: Full | LoRA, loss: Sequence[Loss]) -> bool:
         return True
 
@@ -81,6 +86,8 @@ class Copy:
 @dataclass(frozen=True)
 class Cached:
     """Log-probabilities that are computed once, before the first step, and kept in the run's folder."""
+
+    kind: ClassVar[str] = "cached"
 
     def copies(self, adapter: Full | LoRA, loss: Sequence[Loss]) -> bool:
         return False
@@ -113,6 +120,8 @@ def passes(job: Job) -> int:
 @dataclass(frozen=True)
 class Initial:
     """What training began with as it costs least: updates off where the model is that without them; else a copy."""
+
+    kind: ClassVar[str] = "initial"
 
     def copies(self, adapter: Full | LoRA, loss: Sequence[Loss]) -> bool:
         return self.asks(loss) and keeps_nothing(adapter) is not None
@@ -159,7 +168,7 @@ class Shift(Moving):
 def insist_on_comparison(kind: str, terms: Objective) -> None:
     """FieldError if there is nothing that a reference is asked for."""
     if not any(term.compares for term in terms.terms):
-        losses = " and ".join(type(term).__name__.lower() for term in terms.terms)
+        losses = " and ".join(kind_name(type(term)) for term in terms.terms)
         raise FieldError("reference", f"{kind}: nothing is compared with a reference by {losses}: leave it out")
 
 

@@ -96,6 +96,7 @@ class Live(Teacher):
     This is meant where no `kind` is written.
     """
 
+    kind: ClassVar[str] = "live"
     usual: ClassVar = True
 
     top: int | None = None  # compare its likeliest tokens and all others as one; null: each token by itself
@@ -145,6 +146,7 @@ class Stored(Teacher):
     For each learnt token they hold 8 bytes for each of the likeliest tokens; all others count as one.
     """
 
+    kind: ClassVar[str] = "stored"
     folder: str  # of the files
     top: int = 64  # tokens that are kept
 

@@ -24,6 +24,7 @@ from tests.losses.judged import (
     step,
     trainer,
 )
+from tunekit.config.choices import kind_name
 from tunekit.losses.comparison import Loss
 from tunekit.losses.likely import CPO, ORPO, SFT, AlphaPO, SimPO, log_odds
 from tunekit.losses.marks import BCO, KTO, APO_Zero_Unpaired
@@ -88,7 +89,7 @@ def told(loss: Loss) -> dict[str, Any]:
 @pytest.mark.parametrize("kind", PAIRED)
 def test_pairs(kind: str, seed: int) -> None:
     loss, changes = PAIRED[kind]
-    assert type(loss).__name__.lower() == kind
+    assert kind_name(type(loss)) == kind
     tokens, reference = logps(seed), logps(seed + 10)
     wanted = dpo(tokens, reference, loss_types=[kind], **told(loss), **changes)
     same(ours([loss], tokens, reference), wanted, tokens)
@@ -98,7 +99,7 @@ def test_pairs(kind: str, seed: int) -> None:
 @pytest.mark.parametrize("kind", ["sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop"])
 def test_divergences(kind: str, divergence: str) -> None:
     chosen, more = DIVERGENCES[divergence]
-    assert type(chosen).__name__.lower() == divergence
+    assert kind_name(type(chosen)) == divergence
     loss, changes = PAIRED[kind]
     tokens, reference = logps(2), logps(3)
     changes = {**changes, **more, "f_divergence_type": divergence}
@@ -110,7 +111,7 @@ def test_terms_are_weighted() -> None:
     """The mix of MPO."""
     losses = [Sigmoid(weight=0.8), BCO_Pair(weight=0.2), SFT(weight=0.5)]
     tokens, reference = logps(5), logps(6)
-    kinds = [type(loss).__name__.lower() for loss in losses]
+    kinds = [kind_name(type(loss)) for loss in losses]
     wanted = dpo(tokens, reference, loss_types=kinds, loss_weights=[0.8, 0.2, 0.5])
     same(ours(losses, tokens, reference), wanted, tokens)
 
@@ -127,7 +128,7 @@ def test_marks(loss: KTO, off: float) -> None:
     good = torch.rand(2 * PAIRS, generator=draw) < 0.4
     others = torch.randn(2 * PAIRS, generator=draw) + off
     tokens, reference = logps(7), logps(8)
-    kind = type(loss).__name__.lower()
+    kind = kind_name(type(loss))
     weights = {"desirable_weight": loss.good, "undesirable_weight": loss.bad}
     wanted = kto(tokens, reference, good, others, loss_type=kind, calculate_KL=loss.others, **told(loss), **weights)
     answers = answered(tokens, reference, interleaved(good))

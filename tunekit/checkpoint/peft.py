@@ -22,6 +22,7 @@ from tunekit.checkpoint.score import scoring
 from tunekit.checkpoint.tensors import FORMAT, Entries, Writer, header, metadata
 from tunekit.checkpoint.updates import CONFIG, HEAD, INNER, PARTS, PREFIX, TENSORS, Config, Contents, contents, flat
 from tunekit.checkpoint.write import GENERATION, companions, dense
+from tunekit.config.choices import kind_name
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import UserError
 from tunekit.models.decoder import Decoder
@@ -423,7 +424,7 @@ def fitting(folder: Path, model: Decoder, adapter: LoRA, source: Folder) -> set[
 
 def agree(folder: Path, adapter: LoRA, there: LoRA) -> None:
     """Kind and scale of a choice are those of the files."""
-    mine, theirs = ({"kind": type(one).__name__.lower(), **vars(one)} for one in (adapter, there))
+    mine, theirs = ({"kind": kind_name(type(one)), **vars(one)} for one in (adapter, there))
     for key in ("kind", "rslora", "bias", "untie"):
         if mine[key] != theirs[key]:
             raise UserError(f"adapter.{key}: {mine[key]}, but the adapter in {folder} has {theirs[key]}")

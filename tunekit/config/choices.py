@@ -22,8 +22,9 @@ class Slot:
 
 
 def kind_name(cls: type) -> str:
-    """What a choice is called in a config."""
-    return cls.__name__.lower()
+    """Name of a choice in a config: its own `kind`, else its class name in lower case, without a final `Config`."""
+    kind = vars(cls).get("kind")
+    return kind if isinstance(kind, str) else cls.__name__.lower().removesuffix("config")
 
 
 def members(hint: Any) -> tuple[Any, ...]:

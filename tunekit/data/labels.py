@@ -37,6 +37,7 @@ class Labelled(Ended, Templated, Judged):
     It is a number, or one of the names in `classes`, which stands for its place among them.
     """
 
+    kind: ClassVar[str] = "labelled"
     text: str = "text"  # the column
     messages: str = "messages"  # the column
     label: str = "label"  # the column: a number, true or false, or a name
@@ -96,6 +97,7 @@ class Stepped(Ended, Templated, Judged):
     next. No token is put behind the last step.
     """
 
+    kind: ClassVar[str] = "stepped"
     prompt: str = "prompt"  # the column: a text, or a list of messages
     completions: str = "completions"  # the column: a list of texts
     labels: str = "labels"  # the column: a list of true or false, or of classes from 0 on

@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from tunekit.config.choices import kind_name
 from tunekit.data import written
 from tunekit.data.chat import dialects
 from tunekit.data.chat.messages import Talk, column, string, talk, unwritten
@@ -97,7 +98,7 @@ class Rows(Data):
 
     def says(self, fields: Fields) -> str:
         """What a row with these columns is, in words."""
-        return f"{type(self).__name__}, as `kind` says"
+        return f"{kind_name(type(self))}, as `kind` says"
 
     def prepare(self, tokenizer: Tokenizer) -> Tokenizer:
         """The tokenizer that these rows want; UserError if they cannot be written with this one."""
@@ -207,6 +208,7 @@ class Chat(Conversations):
     Schemas of tools stand in the column `tools`, if there: a list, or JSON in a string.
     """
 
+    kind: ClassVar[str] = "chat"
     messages: str = "messages"  # the column
 
     def talk(self, fields: Fields) -> Talk:
@@ -221,6 +223,7 @@ class ShareGPT(Conversations):
     and `tools` are read, if there.
     """
 
+    kind: ClassVar[str] = "sharegpt"
     conversations: str = "conversations"  # the column
 
     def talk(self, fields: Fields) -> Talk:
@@ -236,6 +239,7 @@ class Instruct(Conversations):
     `history` holds pairs of earlier turns.
     """
 
+    kind: ClassVar[str] = "instruct"
     prompt: str = "instruction"  # the column
     input: str | None = "input"  # the column
     response: str = "output"  # the column
@@ -276,6 +280,7 @@ class Either(Ended, Conversations):
 class Completion(Either):
     """A prompt and the completion to learn, in a column each: texts, or lists of messages that the template writes."""
 
+    kind: ClassVar[str] = "completion"
     prompt: str = "prompt"  # the column
     completion: str = "completion"  # the column
 
@@ -293,6 +298,7 @@ class Completion(Either):
 class Text(Ended):
     """Plain text, all of it learnt: one longer than `length` goes on in further rows."""
 
+    kind: ClassVar[str] = "text"
     too_long: TooLong = "split"  # go on in further rows; drop; or cut at the end
     column: str = "text"  # the column
 
@@ -326,7 +332,7 @@ class Recognised(Either):
         return self.choices[form]
 
     def made(self, form: Form) -> Rows:
-        cls = next((cls for cls in self.KINDS if cls.__name__.lower() == form.kind), None)
+        cls = next((cls for cls in self.KINDS if kind_name(cls) == form.kind), None)
         if cls is None:
             raise UserError(f"these are {form.says}, from which this recipe does not learn: {self.WANTS}")
         known = {field.name for field in dataclasses.fields(cls)}
@@ -348,6 +354,7 @@ class Auto(Recognised):
     `completion`, `instruction` and `output`, `text`. A text goes on in further rows, unless it is dropped.
     """
 
+    kind: ClassVar[str] = "auto"
     usual: ClassVar = True
     KINDS: ClassVar = (Chat, ShareGPT, Instruct, Completion, Text)
     WANTS: ClassVar = (
@@ -386,6 +393,7 @@ class Preference(Compared):
     one is good and the rejected one bad.
     """
 
+    kind: ClassVar[str] = "preference"
     EACH: ClassVar = 2
 
     prompt: str = "prompt"  # the column
@@ -418,6 +426,7 @@ class Preference(Compared):
 class Marked(Compared, Completion):
     """A prompt, a completion and whether it is a good one, for KTO. The document's signs say which."""
 
+    kind: ClassVar[str] = "marked"
     label: str = "label"  # the column: true or false
 
     def says(self, fields: Fields) -> str:

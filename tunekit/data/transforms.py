@@ -1,7 +1,7 @@
 """What is done to a row's columns before it is understood: a list of choices, each of which takes and gives columns."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from tunekit.errors import FieldError, UserError
 
@@ -21,6 +21,7 @@ class Transform:
 class Rename(Transform):
     """Columns under other names: `columns: {question: prompt, answer: completion}`. One that has the name gives way."""
 
+    kind: ClassVar[str] = "rename"
     columns: dict[str, str]
 
     def __post_init__(self) -> None:
@@ -39,6 +40,7 @@ class Rename(Transform):
 class Where(Transform):
     """Rows whose columns have these values: `columns: {language: [en, fr], checked: true}`. A list: one of them."""
 
+    kind: ClassVar[str] = "where"
     columns: dict[str, str | int | float | bool | tuple[str | int | float | bool, ...]]
 
     def __call__(self, fields: Fields) -> Fields | None:

@@ -5,6 +5,7 @@ p is what the student expects, q what the teacher does, both of logits over a te
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -56,10 +57,14 @@ class Divergence:
 class ForwardKL(Divergence):
     """KL(q || p): the student is to expect all that the teacher does (arXiv:1503.02531)."""
 
+    kind: ClassVar[str] = "forwardkl"
+
 
 @dataclass(frozen=True)
 class ReverseKL(Divergence):
     """KL(p || q): the student is to expect nothing that the teacher does not (arXiv:2306.08543)."""
+
+    kind: ClassVar[str] = "reversekl"
 
     def made(self) -> Mixture:
         return self.mixture(0.0, 0.0, 1.0)
@@ -68,6 +73,8 @@ class ReverseKL(Divergence):
 @dataclass(frozen=True)
 class SymmetricKL(Divergence):
     """KL(q || p) + KL(p || q), which is Jeffreys' divergence."""
+
+    kind: ClassVar[str] = "symmetrickl"
 
     def made(self) -> Mixture:
         return self.mixture(1.0, 0.0, 1.0)
@@ -89,6 +96,8 @@ class Skewed(Divergence):
 class SkewedKL(Skewed):
     """KL(q || α q + (1 - α) p) of DistiLLM (arXiv:2402.03898)."""
 
+    kind: ClassVar[str] = "skewedkl"
+
     def made(self) -> Mixture:
         return self.mixture(1.0, self.alpha)
 
@@ -96,6 +105,8 @@ class SkewedKL(Skewed):
 @dataclass(frozen=True)
 class SkewedReverseKL(Skewed):
     """KL(p || α p + (1 - α) q) of DistiLLM (arXiv:2402.03898)."""
+
+    kind: ClassVar[str] = "skewedreversekl"
 
     def made(self) -> Mixture:
         return self.mixture(0.0, 0.0, 1.0, self.alpha)
@@ -108,6 +119,7 @@ class JensenShannon(Divergence):
     At the ends, where it is zero, it stands for what it comes near: 0 for KL(q || p), 1 for KL(p || q).
     """
 
+    kind: ClassVar[str] = "jensenshannon"
     beta: float = 0.5
 
     def __post_init__(self) -> None:

@@ -17,6 +17,7 @@ SUREST = -1e-9  # log-probability of a token above which all odds are taken for 
 class SFT(Loss):
     """Negative log-likelihood of the chosen answers; beside `dpo` it is what RPO adds (arXiv:2404.19733)."""
 
+    kind: ClassVar[str] = "sft"
     about: ClassVar[str] = "for pairs, without a reference"
     compares: ClassVar[bool] = False
 
@@ -55,6 +56,7 @@ class Free(Loss):
 class CPO(Free):
     """CPO (arXiv:2401.08417): DPO with a reference that finds all answers alike, and the likelihood of the chosen."""
 
+    kind: ClassVar[str] = "cpo"
     nll: float = 1.0  # weight of the negative log-likelihood of chosen answers, for a token
 
     def __call__(self, answers: Answers, step: Step) -> Tensor:
@@ -68,6 +70,7 @@ class CPO(Free):
 class SimPO(Free):
     """SimPO (arXiv:2405.14734): the log-probability of a token is the reward, and is to differ by a margin γ."""
 
+    kind: ClassVar[str] = "simpo"
     beta: float = 2.0  # how much is made of a difference
     gamma: float = 1.0  # by how much the chosen answer is to be better
 
@@ -82,6 +85,7 @@ class SimPO(Free):
 class AlphaPO(SimPO):
     """AlphaPO (arXiv:2501.03884): SimPO of the reward (1 - p^-α) / α, which is log p where α is 0."""
 
+    kind: ClassVar[str] = "alphapo"
     alpha: float = 0.25  # which way the reward bends
 
     def rewards(self, answers: Answers) -> Tensor:
@@ -97,6 +101,7 @@ class ORPO(Free):
     β is the paper's λ.
     """
 
+    kind: ClassVar[str] = "orpo"
     texts: ClassVar[bool] = True
 
     def __call__(self, answers: Answers, step: Step) -> Tensor:

@@ -36,6 +36,7 @@ class KTO(Unpaired):
     The divergence is estimated by answers of other rows of the step.
     """
 
+    kind: ClassVar[str] = "kto"
     others: ClassVar[bool] = True
 
     def __call__(self, answers: Answers, step: Step) -> Tensor:
@@ -47,6 +48,7 @@ class KTO(Unpaired):
 class BCO(Unpaired):
     """BCO (arXiv:2404.04656): a classifier of good and bad whose logit is the reward above the mean of all so far."""
 
+    kind: ClassVar[str] = "bco"
     whole: ClassVar[bool] = True
 
     def __call__(self, answers: Answers, step: Step) -> Tensor:
@@ -57,6 +59,8 @@ class BCO(Unpaired):
 @dataclass(frozen=True, kw_only=True)
 class APO_Zero_Unpaired(Unpaired):
     """APO-zero (arXiv:2408.06266) of single answers: good ones rise above the reference, bad ones fall below it."""
+
+    kind: ClassVar[str] = "apo_zero_unpaired"
 
     def __call__(self, answers: Answers, step: Step) -> Tensor:
         return self.weighted(torch.sigmoid(-self.value(self.beta * answers.ratios, answers)), answers)

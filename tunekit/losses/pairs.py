@@ -21,6 +21,8 @@ HIGHEST = 80.0  # exponent that fp32 has room for
 class Reverse_KL:
     """The divergence of DPO: the score is the log-ratio itself."""
 
+    kind: ClassVar[str] = "reverse_kl"
+
     def __call__(self, ratios: Tensor) -> Tensor:
         return ratios
 
@@ -28,6 +30,8 @@ class Reverse_KL:
 @dataclass(frozen=True)
 class Forward_KL:
     """f'(t) = 1 - 1/t."""
+
+    kind: ClassVar[str] = "forward_kl"
 
     def __call__(self, ratios: Tensor) -> Tensor:
         return 1 - torch.exp((-ratios).clamp(max=HIGHEST))
@@ -37,6 +41,8 @@ class Forward_KL:
 class JS_Divergence:
     """Jensen-Shannon: f'(t) = log 2t / (1 + t)."""
 
+    kind: ClassVar[str] = "js_divergence"
+
     def __call__(self, ratios: Tensor) -> Tensor:
         return log(2) + F.logsigmoid(ratios)
 
@@ -45,6 +51,7 @@ class JS_Divergence:
 class Alpha_Divergence:
     """f'(t) = (t^(α - 1) - 1) / (α - 1); α = 1 is reverse_kl."""
 
+    kind: ClassVar[str] = "alpha_divergence"
     alpha: float = 0.5
 
     def __call__(self, ratios: Tensor) -> Tensor:
@@ -84,6 +91,7 @@ class DPO(Divergent):
     With `smoothing`, the conservative cDPO: some labels may be wrong.
     """
 
+    kind: ClassVar[str] = "dpo"
     smoothing: float = 0.0  # share of pairs that are the wrong way round
 
     def __post_init__(self) -> None:
@@ -98,11 +106,14 @@ class DPO(Divergent):
 class Sigmoid(DPO):
     """DPO by the name that TRL has for it."""
 
+    kind: ClassVar[str] = "sigmoid"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Sigmoid_Norm(DPO):
     """LN-DPO (arXiv:2411.15124): DPO of scores for a token, which long answers do not win by their length."""
 
+    kind: ClassVar[str] = "sigmoid_norm"
     beta: float = 5.0  # how much it costs to leave the reference, for a token
 
     def __call__(self, answers: Answers, step: Step) -> Tensor:
@@ -113,6 +124,7 @@ class Sigmoid_Norm(DPO):
 class Robust(Divergent):
     """Robust DPO (arXiv:2403.00409): its mean over labels of which a known share is flipped is DPO's over true ones."""
 
+    kind: ClassVar[str] = "robust"
     smoothing: float = 0.1  # share of pairs that are the wrong way round
 
     def __post_init__(self) -> None:
@@ -128,6 +140,8 @@ class Robust(Divergent):
 class Hinge(Divergent):
     """SLiC's hinge on DPO's margin (arXiv:2305.10425, arXiv:2309.06657)."""
 
+    kind: ClassVar[str] = "hinge"
+
     def __call__(self, answers: Answers, step: Step) -> Tensor:
         return F.relu(1 - self.margins(answers))
 
@@ -135,6 +149,8 @@ class Hinge(Divergent):
 @dataclass(frozen=True, kw_only=True)
 class IPO(Divergent):
     """IPO (arXiv:2310.12036): margins for a token are drawn to 1 / 2β, and not without end. β is the paper's τ."""
+
+    kind: ClassVar[str] = "ipo"
 
     def __call__(self, answers: Answers, step: Step) -> Tensor:
         return (self.rates(answers) - 1 / (2 * self.beta)) ** 2
@@ -144,6 +160,7 @@ class IPO(Divergent):
 class EXO_Pair(Divergent):
     """EXO (arXiv:2402.00856): the reverse KL of what the model prefers from what the labels say."""
 
+    kind: ClassVar[str] = "exo_pair"
     smoothing: float = 1e-3  # probability that is left for the rejected answer
 
     def __post_init__(self) -> None:
@@ -162,6 +179,7 @@ class EXO_Pair(Divergent):
 class DiscoPOP(Divergent):
     """DiscoPOP (arXiv:2406.08414): logistic where the margin is small or negative, exponential where it is large."""
 
+    kind: ClassVar[str] = "discopop"
     tau: float = 0.05  # how sharply one passes into the other
 
     def __post_init__(self) -> None:
@@ -179,6 +197,8 @@ class DiscoPOP(Divergent):
 class NCA_Pair(LogRatioLoss):
     """NCA (arXiv:2402.05369): absolute rewards, so that the chosen answer does not become less likely."""
 
+    kind: ClassVar[str] = "nca_pair"
+
     def __call__(self, answers: Answers, step: Step) -> Tensor:
         chosen, rejected = (self.beta * side.ratios for side in answers.pairs)
         return -F.logsigmoid(chosen) - 0.5 * F.logsigmoid(-chosen) - 0.5 * F.logsigmoid(-rejected)
@@ -187,6 +207,8 @@ class NCA_Pair(LogRatioLoss):
 @dataclass(frozen=True, kw_only=True)
 class BCO_Pair(LogRatioLoss):
     """BCO of pairs (arXiv:2404.04656): a classifier of good and bad whose logit is the reward."""
+
+    kind: ClassVar[str] = "bco_pair"
 
     def __call__(self, answers: Answers, step: Step) -> Tensor:
         chosen, rejected = (self.beta * side.ratios for side in answers.pairs)
@@ -197,6 +219,8 @@ class BCO_Pair(LogRatioLoss):
 class SPPO_Hard(LogRatioLoss):
     """SPPO (arXiv:2405.00675) with a winner and a loser: log-ratios are drawn to 1 / 2β and to -1 / 2β."""
 
+    kind: ClassVar[str] = "sppo_hard"
+
     def __call__(self, answers: Answers, step: Step) -> Tensor:
         chosen, rejected = answers.pairs
         return (chosen.ratios - 0.5 / self.beta) ** 2 + (rejected.ratios + 0.5 / self.beta) ** 2
@@ -205,6 +229,8 @@ class SPPO_Hard(LogRatioLoss):
 @dataclass(frozen=True, kw_only=True)
 class APO_Zero(LogRatioLoss):
     """APO-zero (arXiv:2408.06266, eq. 7), for chosen answers that are better than the model's: they rise."""
+
+    kind: ClassVar[str] = "apo_zero"
 
     def __call__(self, answers: Answers, step: Step) -> Tensor:
         chosen, rejected = (self.beta * side.ratios for side in answers.pairs)
@@ -215,6 +241,8 @@ class APO_Zero(LogRatioLoss):
 class APO_Down(LogRatioLoss):
     """APO-down (arXiv:2408.06266, eq. 8), for chosen answers that are worse than the model's: both fall."""
 
+    kind: ClassVar[str] = "apo_down"
+
     def __call__(self, answers: Answers, step: Step) -> Tensor:
         chosen, rejected = (self.beta * side.ratios for side in answers.pairs)
         return torch.sigmoid(chosen) + torch.sigmoid(rejected - chosen)
@@ -224,6 +252,7 @@ class APO_Down(LogRatioLoss):
 class AOT(LogRatioLoss):
     """AOT (arXiv:2406.05882): the margins of a whole step, in order, shall lie above those of the reference."""
 
+    kind: ClassVar[str] = "aot"
     whole: ClassVar[bool] = True
 
     smoothing: float = 0.0  # share of pairs that are the wrong way round
@@ -244,6 +273,8 @@ class AOT(LogRatioLoss):
 @dataclass(frozen=True, kw_only=True)
 class AOT_Unpaired(AOT):
     """AOT (arXiv:2406.05882) of answers by themselves: in order, the chosen ones shall lie above the rejected ones."""
+
+    kind: ClassVar[str] = "aot_unpaired"
 
     def __call__(self, answers: Answers, step: Step) -> Tensor:
         assert step.whole is not None

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tunekit.config.choices import kind_name
 from tunekit.data.checks import Scored
 from tunekit.data.labels import Labelled, Stepped
 from tunekit.data.prepared.documents import Documents
@@ -75,9 +76,9 @@ class Scoring:
         """UserError for rows of another kind; what is not recognised yet may be any."""
         for rows in mix.sources:
             if not isinstance(rows, Recognised | self.rows):
-                loss, found, wanted = (one.__name__.lower() for one in (type(self), type(rows), self.rows))
+                loss, found, wanted = (kind_name(one) for one in (type(self), type(rows), self.rows))
                 told = f"{key}: these are {found} rows, and `loss: {loss}` learns from {wanted} rows"
-                fit = [one.__name__.lower() for one in Scoring.__subclasses__() if isinstance(rows, one.rows)]
+                fit = [kind_name(one) for one in Scoring.__subclasses__() if isinstance(rows, one.rows)]
                 other = f"take loss={' or '.join(fit)}, or other rows" if fit else "take other rows"
                 if key == "validation":  # which `data` goes before, and a run may lack
                     other = "leave them out by validation=null, or take other rows"
@@ -116,6 +117,7 @@ def beyond(found: Tensor, labels: int) -> str:
 class BradleyTerry(Scoring):
     """-log σ(r_chosen - r_rejected - margin), as of Llama 2's reward models (arXiv:2307.09288, section 3.2.2)."""
 
+    kind: ClassVar[str] = "bradleyterry"
     rows: ClassVar = Preference
 
     center: float = 0.0  # weight of (r_chosen + r_rejected)², which keeps rewards around zero (arXiv:2312.09244)
@@ -145,6 +147,7 @@ class BradleyTerry(Scoring):
 class Classification(Scoring):
     """Cross-entropy of the class of each document, in nats."""
 
+    kind: ClassVar[str] = "classification"
     problem: ClassVar = "single_label_classification"
     counted: ClassVar = True
 
@@ -174,6 +177,7 @@ class Classification(Scoring):
 class Regression(Scoring):
     """Squared error of the value of each document."""
 
+    kind: ClassVar[str] = "regression"
     problem: ClassVar = "regression"
 
     def score(self, pad: int, names: int = 0) -> Score:
@@ -191,6 +195,7 @@ class Regression(Scoring):
 class Process(Scoring):
     """Cross-entropy of whether each step of an answer is right, read at the end of the step (arXiv:2305.20050)."""
 
+    kind: ClassVar[str] = "process"
     rows: ClassVar = Stepped
     counted: ClassVar = True
 

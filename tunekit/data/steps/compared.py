@@ -40,6 +40,7 @@ class Auto(Compared, Alike):
     `chosen` and `rejected` make pairs; `prompt`, `completion` and `label` marks.
     """
 
+    kind: ClassVar[str] = "auto"
     usual: ClassVar = True
     KINDS: ClassVar = (Preference, Marked)
     WANTS: ClassVar = "it wants columns chosen and rejected, or prompt, completion and label; `transforms` rename them"
@@ -64,6 +65,7 @@ class Mix(Mixed):
     a temperature above 1 evens them out (rows to the power of 1 / temperature).
     """
 
+    kind: ClassVar[str] = "mix"
     parts: tuple[Part, ...]
 
 

@@ -5,9 +5,11 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import ClassVar
 
 import numpy as np
 
+from tunekit.config.choices import kind_name
 from tunekit.data.prepared.documents import Document, Documents
 from tunekit.data.rows import Data, OneSource, Rows
 from tunekit.data.tokenizer import Tokenizer
@@ -103,7 +105,7 @@ class Mixed(Data):
         """With every part as what its rows turn out to be. UserError if some are pairs and others are not."""
         parts = tuple(replace(part, rows=part.rows.settled()) for part in self.parts)
         if len({part.rows.EACH for part in parts}) > 1:
-            found = ", ".join(f"{part.rows.source} gives {type(part.rows).__name__} rows" for part in parts)
+            found = ", ".join(f"{part.rows.source} gives {kind_name(type(part.rows))} rows" for part in parts)
             raise UserError(f"parts: all give pairs, or all give single answers; here {found}")
         return replace(self, parts=parts)
 
@@ -146,6 +148,7 @@ class Mix(Mixed):
     has first given all it may. What an epoch leaves of a part comes in the next ones, before any of it comes again.
     """
 
+    kind: ClassVar[str] = "mix"
     parts: tuple[Part, ...]
 
 

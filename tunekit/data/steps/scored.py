@@ -17,6 +17,7 @@ class Auto(Judged, Alike):
     and `label` texts with labels.
     """
 
+    kind: ClassVar[str] = "auto"
     usual: ClassVar = True
     KINDS: ClassVar = (Preference, Labelled, Stepped)
     FIRST: ClassVar = SCORED
