@@ -13,6 +13,7 @@ from tunekit import catalog, launch
 from tunekit.config.load import load
 from tunekit.errors import UserError
 from tunekit.look import page, terminal
+from tunekit.look.inspection import subjects
 from tunekit.look.view import View, look
 
 FEW, MORE = 3, 30  # rows in a terminal and on a page
@@ -21,7 +22,8 @@ FEW, MORE = 3, 30  # rows in a terminal and on a page
 def main(args: argparse.Namespace) -> None:
     """Show the data; UserError if nothing useful can come of training on it."""
     usual = FEW if args.html is None else MORE
-    view = look(*config(args), rows=args.row or (usual if args.rows is None else args.rows))
+    rows = args.row or (usual if args.rows is None else args.rows)
+    view = look(*config(args), rows, subjects)
     if args.json:
         print(json.dumps(view.plain(), indent=2, ensure_ascii=False))
     else:

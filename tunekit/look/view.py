@@ -1,6 +1,6 @@
 """All that `tune data` shows of a config, put together."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from typing import Any
@@ -16,12 +16,12 @@ from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import UserError
 from tunekit.look import sample
 from tunekit.look.figures import Figures, figures
-from tunekit.look.inspection import subjects
 from tunekit.look.sample import Sample, Shown
 from tunekit.parallel.run import Run
 
 PARTS = ("data", "validation")
 BAD = 5  # bad rows that are told with their reasons
+MakeTargets = Callable[[Any, Mapping[str, Loader], Tokenizer], list[Subject]]
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,11 @@ class View:
         }
 
 
-def look(recipe: Any, cfg: Any, rows: int | list[str]) -> View:
-    """Read and measure what a config names, and show the first `rows` of each source, or those that are named."""
+def look(recipe: Any, cfg: Any, rows: int | list[str], make_targets: MakeTargets) -> View:
+    """Read and measure the data of a config, and show the first `rows` of each source, or the rows with these numbers.
+
+    `make_targets` gives the data checks their input, as in training.
+    """
     if "words" not in vars(recipe):
         raise UserError("the recipe of this config learns from no rows")
     words, told = recipe.words(cfg), vars(cfg)
@@ -54,7 +57,7 @@ def look(recipe: Any, cfg: Any, rows: int | list[str]) -> View:
     run = Run(told.get("seed", 0), "cpu")
     micro = told.get("micro_batch", told["batch"])
     loaders = {part: load(lenient(mix), words, told["batch"], micro, run) for part, mix in mixes.items()}
-    seen = subjects(cfg, loaders, words)
+    seen = make_targets(cfg, loaders, words)
     samples = {part: [Sample(part, one, one.prepare(words)) for one in mix.sources] for part, mix in mixes.items()}
     shown = first(samples, rows) if isinstance(rows, int) else asked(samples, rows)
     measured = tuple(figures(one, loaders[one.part], mixes[one.part], faults(loaders[one.part])) for one in seen)
