@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from tunekit.kernels import shapes
 from tunekit.kernels.compiler import uncompiled
 from tunekit.kernels.device_tensors import copy_to_device
 
@@ -77,7 +78,7 @@ def gated_delta_rule(
     values, decay, beta = (x.float().unflatten(2, groups) for x in (v, decay, beta))
     if state is None:
         state = values.new_zeros(len(values), v.shape[2], k.shape[-1], v.shape[-1])
-    rule = recurrent if v.shape[1] == 1 else chunked if v.device.type == "cpu" else batched
+    rule = recurrent if v.shape[1] == 1 else chunked if shapes.device(v) == "cpu" else batched
     y, state = rule(q, k, values, decay, beta, state.unflatten(1, groups))
     return y.reshape(*rows, *v.shape[2:]).type_as(v), state.flatten(1, 2)
 
