@@ -168,6 +168,15 @@ def test_flash_linear_attention_is_called_with_our_meaning(bounds: list[int] | N
     same(found, wanted.double(), inputs)
 
 
+@pytest.mark.parametrize("works", [True, False])
+def test_flash_linear_attention_needs_triton(works: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is used where our own Triton kernels are, and there for half precision and more than one token."""
+    monkeypatch.setattr(delta, "uses_triton", lambda x: works)
+    values = torch.ones(1, 2, 1, 4)
+    assert delta.is_supported_by_fla(values.bfloat16()) == works
+    assert not delta.is_supported_by_fla(values) and not delta.is_supported_by_fla(values[:, :1].bfloat16())
+
+
 def test_bounds_are_copied_once_and_are_no_inference_tensors() -> None:
     offsets = torch.tensor([0, 3, 5], dtype=torch.int32)
     with torch.inference_mode():
