@@ -12,9 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from tunekit.devices import capabilities
+from tunekit.devices import HALF_DTYPES, capabilities
 from tunekit.kernels.attention_choice import (
-    HALF_DTYPES,
     AttentionBackend,
     AttentionCall,
     choose_attention_backend,
@@ -28,7 +27,6 @@ from tunekit.kernels.triton_support import can_launch
 
 NARROWEST, ALIGNED = 16, 8  # channels: the least, and a multiple, of kernels on a GPU
 BLOCK = 128  # queries, and keys, of a block of FlexAttention
-HALVES = HALF_DTYPES
 Bounds = tuple[Tensor, int, Tensor, int]  # of queries and of keys, and the longest stretch between two of them
 # Queries and keys for which FlexAttention is not compiled where no gradient is needed: it takes 20 to 60 s.
 SMALL = 2**12
@@ -70,7 +68,7 @@ def fused(
     width = v.shape[-1]
     most = max(NARROWEST, -(-max(q.shape[-1], width) // ALIGNED) * ALIGNED)
     q, k, v = (x if x.shape[-1] == most else F.pad(x, (0, most - x.shape[-1])) for x in (q, k, v))
-    if q.dtype in HALVES and not rule[3] and (sinks is None or has_flash_lse(q.device)):
+    if q.dtype in HALF_DTYPES and not rule[3] and (sinks is None or has_flash_lse(q.device)):
         at, longest, key_at, most_keys = varlen_bounds(layout, int(rule[2]), q.device)
         return flash(q, k, v, at, key_at, longest, most_keys, sinks, rule)[0][..., :width]
     return flex(q, k, v, layout, sinks, rule)[..., :width]

@@ -11,13 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from tunekit.devices import HALF_DTYPES
 from tunekit.kernels import shapes
 from tunekit.kernels.compiler import uncompiled
 from tunekit.kernels.device_tensors import copy_to_device
 from tunekit.kernels.triton_support import uses_triton
 
 CHUNK = 64  # tokens that are solved for together, at most
-HALVES = torch.bfloat16, torch.float16
 
 
 class Bounds(NamedTuple):
@@ -97,7 +97,7 @@ def find_fla() -> Callable[..., Any] | None:
 
 def is_supported_by_fla(v: Tensor) -> bool:
     """Whether its kernels take these values. They are Triton's, refuse fp32, and single tokens are a recurrence."""
-    return v.dtype in HALVES and v.shape[1] > 1 and uses_triton(v)
+    return v.dtype in HALF_DTYPES and v.shape[1] > 1 and uses_triton(v)
 
 
 def run_fla(

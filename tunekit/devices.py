@@ -19,6 +19,7 @@ from tunekit.errors import UserError
 
 DeviceChoice = Literal["auto", "cpu", "cuda", "xpu", "mps"]
 ACCELERATORS = ("cuda", "xpu", "mps")  # in the order in which `auto` tries them
+HALF_DTYPES = (torch.bfloat16, torch.float16)  # what FlashAttention and other kernels for 16 bits take
 LABELS = {"cuda": "an NVIDIA or AMD GPU", "xpu": "an Intel GPU", "mps": "an Apple GPU"}
 # Names of instructions in /proc/cpuinfo, x86 and Arm. Without them bf16 matmuls are slower than fp32: 1024 x 1024 took
 # 21 ms instead of 14 on a processor limited to AVX-512, and 2.4 s instead of 22 ms with AVX2.

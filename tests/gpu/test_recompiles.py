@@ -40,7 +40,7 @@ def flash_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_gpu, "fits", lambda q, capped: True)
     monkeypatch.setattr(attention_gpu, "forward", flash_forward)
     monkeypatch.setattr(attention_gpu, "backward", flash_backward)
-    monkeypatch.setattr(attention_gpu, "HALVES", (torch.float32,))
+    monkeypatch.setattr(attention_gpu, "HALF_DTYPES", (torch.float32,))
 
 
 def packed_batch(draw: random.Random, vocab: int) -> Batch:

@@ -95,7 +95,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """FlashAttention as it is written down, on the CPU."""
     monkeypatch.setattr(attention_gpu, "forward", flash_forward)
     monkeypatch.setattr(attention_gpu, "backward", flash_backward)
-    monkeypatch.setattr(attention_gpu, "HALVES", (torch.float32,))
+    monkeypatch.setattr(attention_gpu, "HALF_DTYPES", (torch.float32,))
     monkeypatch.setattr(attention_gpu, "has_flash_lse", lambda device: True)
     yield
 
