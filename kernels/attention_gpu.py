@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from tunekit.devices import HALF_DTYPES, capabilities
+from tunekit.devices import HALF_DTYPES
 from tunekit.kernels.attention_choice import (
     AttentionBackend,
     AttentionCall,
@@ -31,12 +31,6 @@ Bounds = tuple[Tensor, int, Tensor, int]  # of queries and of keys, and the long
 # Queries and keys for which FlexAttention is not compiled where no gradient is needed: it takes 20 to 60 s.
 SMALL = 2**12
 FLEX_VARIANTS = 64  # dtypes, head dims, windows, caps, with and without gradients: each is compiled once
-
-
-@constant
-def has_flash_lse(device: torch.device) -> bool:
-    """Whether the log-sum-exp of FlashAttention has the layout that sinks need."""
-    return capabilities(device).flash_lse
 
 
 def fits(q: Tensor, capped: bool) -> bool:
@@ -68,7 +62,7 @@ def fused(
     width = v.shape[-1]
     most = max(NARROWEST, -(-max(q.shape[-1], width) // ALIGNED) * ALIGNED)
     q, k, v = (x if x.shape[-1] == most else F.pad(x, (0, most - x.shape[-1])) for x in (q, k, v))
-    if q.dtype in HALF_DTYPES and not rule[3] and (sinks is None or has_flash_lse(q.device)):
+    if q.dtype in HALF_DTYPES and not rule[3] and (sinks is None or get_capabilities(q.device).flash_lse):
         at, longest, key_at, most_keys = varlen_bounds(layout, int(rule[2]), q.device)
         return flash(q, k, v, at, key_at, longest, most_keys, sinks, rule)[0][..., :width]
     return flex(q, k, v, layout, sinks, rule)[..., :width]

@@ -201,7 +201,6 @@ def test_what_is_done_around_flash_attention(name: str, case: str, sunk: bool, m
     monkeypatch.setattr(attention_gpu, "forward", flash_forward)
     monkeypatch.setattr(attention_gpu, "backward", flash_backward)
     monkeypatch.setattr(attention_gpu, "HALF_DTYPES", (torch.float32,))
-    monkeypatch.setattr(attention_gpu, "has_flash_lse", lambda device: True)
     layout, sinks = SequenceLayout(*documents(case)), sinks_of(6) if sunk else None
     q, k, v = inputs = made(torch.float32, 6, 2, 16, 16)
     found = prefix.keys(layout, CPU)
