@@ -18,6 +18,8 @@ from tunekit.models.place import Cache
 Step = Callable[[], None]
 Choose = Callable[[Tensor, Tensor], Tensor]  # next tokens (B,) from logits (B, vocab) and uniform numbers (B,)
 WARMUP_STEPS = 2  # the first one loads kernels, the second one shows whether anything still waits for the host
+# Warnings of torch's debug mode: of each wait, and once per process that the mode does not detect all of them.
+WAIT, NOTICE = "called a synchronizing CUDA operation", "Synchronization debug mode is a prototype feature"
 MIN_REPLAYS = 8  # a capture costs about as much as three eager steps
 
 
@@ -141,7 +143,16 @@ def run_detecting_waits(step: Step) -> bool:
             step()
         finally:
             torch.cuda.set_sync_debug_mode(before)
-    return any("synchronizing" in str(warning.message) for warning in caught)
+    kinds = [find_kind(str(warning.message)) for warning in caught]
+    for warning, kind in zip(caught, kinds, strict=True):
+        if kind is None:
+            warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+    return WAIT in kinds
+
+
+def find_kind(message: str) -> str | None:
+    """Which of the warnings of the debug mode this is; None for all others."""
+    return next((text for text in (WAIT, NOTICE) if text in message), None)
 
 
 @cached_once
