@@ -259,14 +259,14 @@ def set_numerics(numerics: Numerics) -> None:
     torch.set_float32_matmul_precision(numerics.matmul)
 
 
-def use_deterministic_algorithms() -> None:
-    """Make operations repeat the same bits on the same device, and raise where torch has no such version.
+def use_deterministic_algorithms(warn_only: bool = False) -> None:
+    """Make operations repeat the same bits on the same device, and raise or warn where torch has no such version.
 
     cuBLAS reads the variable when its first handle is created, so this comes before the first matmul. torch would also
     fill all new memory with NaN, which costs time and changes nothing here: no tensor is read before it is written.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
+    torch.use_deterministic_algorithms(True, warn_only=warn_only)
     torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
 
 
