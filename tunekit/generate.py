@@ -101,7 +101,7 @@ def decoded(
     A GPU works on a token while the host looks at the one before.
     """
     model.eval()
-    device = model.embed.weight.device
+    device = model.device
     configure_attention(device)
     work = launch_steps(model, [list(prompt) for prompt in prompts], sampling, first, finished)
     ahead = 1 if has_static_shapes(device) and not model.edges else 0
@@ -122,7 +122,7 @@ def launch_steps(
     """Start the work of each token. Rows are read back where positions turn otherwise beyond a length."""
     slots, edges = max(map(len, rows)) + sampling.tokens, model.edges
     lengths = [len(row) for row in rows]
-    numbers = sampling.numbers(len(rows), first).to(model.embed.weight.device)
+    numbers = sampling.numbers(len(rows), first).to(model.device)
     logits, cache = prefill(model, rows, slots)
     loop = DecodeLoop(model, cache, lengths, numbers, sampling.choose)
     drawn = loop.take(logits)
@@ -158,7 +158,7 @@ def prefill(model: Decoder, rows: Sequence[Sequence[int]], slots: int) -> tuple[
 
     The logits of the other tokens are never made.
     """
-    device = model.embed.weight.device
+    device = model.device
     lengths = torch.tensor([len(row) for row in rows], device=device)
     longest = max(map(len, rows))
     tokens = torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows], device=device)

@@ -113,7 +113,7 @@ class StepGraph:
 
 def get_capture(model: Decoder) -> Callable[[Step], Step] | None:
     """How steps of a model are captured; None where they run eagerly."""
-    if not capabilities(model.embed.weight.device).graphs:
+    if not capabilities(model.device).graphs:
         return None
     if isinstance(model, FSDPModule) or model.splits:
         warn_eager("weights are divided among processes")

@@ -78,7 +78,7 @@ def prediction_gaps(model: Decoder, prompt: list[int], answer: list[int]) -> tor
     """By how many standard deviations the logit of each generated token is below the largest one, without a cache."""
     if len(answer) != NEW_TOKENS:
         raise CheckFailedError(f"{len(answer)} tokens were generated, expected {NEW_TOKENS}")
-    device = model.embed.weight.device
+    device = model.device
     logits = model(torch.tensor([prompt + answer], device=device))[0, len(prompt) - 1 : -1].float()
     chosen = logits.gather(1, torch.tensor(answer, device=device)[:, None])[:, 0]
     return (logits.amax(1) - chosen) / logits.std(1)
