@@ -33,9 +33,14 @@ SMALL = 2**12
 FLEX_VARIANTS = 64  # dtypes, head dims, windows, caps, with and without gradients: each is compiled once
 
 
+def is_gpu(device: torch.device) -> bool:
+    """Whether attention on this device may be that of this module."""
+    return device.type == "cuda"
+
+
 def fits(q: Tensor, capped: bool) -> bool:
     """Whether FlashAttention or FlexAttention takes packed documents of these queries, whose scores may be capped."""
-    if q.device.type != "cuda":
+    if not is_gpu(q.device):
         return False
     needs_flex = capped or q.dtype == torch.float32
     if needs_flex and not can_launch():
@@ -68,11 +73,19 @@ def fused(
     return flex(q, k, v, layout, sinks, rule)[..., :width]
 
 
-def prepare(layout: SequenceLayout, chunks: Iterable[int], device: torch.device) -> None:
-    """Copy to a GPU what its attention needs to know of documents, before the layers run, which may be compiled."""
-    if device.type == "cuda":
-        for chunk in chunks:
-            varlen_bounds(layout, chunk, device)
+def prepare(
+    layout: SequenceLayout | None, shape: torch.Size, chunks: Iterable[int], device: torch.device
+) -> SequenceLayout | None:
+    """Copy to a GPU what its attention needs to know of documents, before the layers run, which may be compiled.
+
+    Returns the layout with these copies. Without one, each row of tokens of `shape` (B, S) is a document.
+    """
+    if not is_gpu(device):
+        return layout
+    layout = rows_layout(*shape) if layout is None else layout
+    for chunk in chunks:
+        varlen_bounds(layout, chunk, device)
+    return layout
 
 
 def varlen_bounds(layout: SequenceLayout, chunk: int, device: torch.device) -> Bounds:

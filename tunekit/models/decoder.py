@@ -170,12 +170,11 @@ class Decoder(nn.Module):
         before = self.before(tokens, layout, rows)
         if self.flat and cache is None and rows is WHOLE:
             tokens, positions, layout = flattened(tokens, positions, layout)
-        if layout is not None:
-            attention_gpu.prepare(layout, self.chunks, tokens.device)
+        prepared = attention_gpu.prepare(layout, tokens.shape, self.chunks, tokens.device)
         whole = (tables(rope, head_dim, positions, layout, lengths) for rope, head_dim in self.ropes)
         rotations = tuple(turn._replace(cos=rows.keep(turn.cos), sin=rows.keep(turn.sin)) for turn in whole)
         tokens, positions = rows.keep(tokens), rows.keep(positions)
-        place = Place(positions, layout, lengths, rotations, rows=rows, length=length, before=before)
+        place = Place(positions, layout, lengths, rotations, rows=rows, length=length, before=before, prepared=prepared)
         if cache is not None:
             cache.used = tokens.shape[1]
         return self.finish(tokens, place, cache, read, shape)
