@@ -7,11 +7,10 @@ import torch
 from torch import Tensor
 
 from tunekit import devices
-from tunekit.devices import Capabilities
+from tunekit.devices import HALF_DTYPES, Capabilities
 from tunekit.kernels import shapes
 from tunekit.kernels.compiler import constant
 
-HALF_DTYPES = (torch.bfloat16, torch.float16)
 MAX_FLASH_HEAD_DIM = 256
 MAX_FLEX_HEAD_BYTES = 512  # a wider head does not fit into shared memory next to its tile of scores
 

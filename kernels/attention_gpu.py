@@ -12,9 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from tunekit.devices import capabilities
+from tunekit.devices import HALF_DTYPES
 from tunekit.kernels.attention_choice import (
-    HALF_DTYPES,
     AttentionBackend,
     AttentionCall,
     choose_attention_backend,
@@ -28,22 +27,20 @@ from tunekit.kernels.triton_support import can_launch
 
 NARROWEST, ALIGNED = 16, 8  # channels: the least, and a multiple, of kernels on a GPU
 BLOCK = 128  # queries, and keys, of a block of FlexAttention
-HALVES = HALF_DTYPES
 Bounds = tuple[Tensor, int, Tensor, int]  # of queries and of keys, and the longest stretch between two of them
 # Queries and keys for which FlexAttention is not compiled where no gradient is needed: it takes 20 to 60 s.
 SMALL = 2**12
 FLEX_VARIANTS = 64  # dtypes, head dims, windows, caps, with and without gradients: each is compiled once
 
 
-@constant
-def has_flash_lse(device: torch.device) -> bool:
-    """Whether the log-sum-exp of FlashAttention has the layout that sinks need."""
-    return capabilities(device).flash_lse
+def is_gpu(device: torch.device) -> bool:
+    """Whether attention on this device may be that of this module."""
+    return device.type == "cuda"
 
 
 def fits(q: Tensor, capped: bool) -> bool:
     """Whether FlashAttention or FlexAttention takes packed documents of these queries, whose scores may be capped."""
-    if q.device.type != "cuda":
+    if not is_gpu(q.device):
         return False
     needs_flex = capped or q.dtype == torch.float32
     if needs_flex and not can_launch():
@@ -70,17 +67,25 @@ def fused(
     width = v.shape[-1]
     most = max(NARROWEST, -(-max(q.shape[-1], width) // ALIGNED) * ALIGNED)
     q, k, v = (x if x.shape[-1] == most else F.pad(x, (0, most - x.shape[-1])) for x in (q, k, v))
-    if q.dtype in HALVES and not rule[3] and (sinks is None or has_flash_lse(q.device)):
+    if q.dtype in HALF_DTYPES and not rule[3] and (sinks is None or get_capabilities(q.device).flash_lse):
         at, longest, key_at, most_keys = varlen_bounds(layout, int(rule[2]), q.device)
         return flash(q, k, v, at, key_at, longest, most_keys, sinks, rule)[0][..., :width]
     return flex(q, k, v, layout, sinks, rule)[..., :width]
 
 
-def prepare(layout: SequenceLayout, chunks: Iterable[int], device: torch.device) -> None:
-    """Copy to a GPU what its attention needs to know of documents, before the layers run, which may be compiled."""
-    if device.type == "cuda":
-        for chunk in chunks:
-            varlen_bounds(layout, chunk, device)
+def prepare(
+    layout: SequenceLayout | None, shape: torch.Size, chunks: Iterable[int], device: torch.device
+) -> SequenceLayout | None:
+    """Copy to a GPU what its attention needs to know of documents, before the layers run, which may be compiled.
+
+    Returns the layout with these copies. Without one, each row of tokens of `shape` (B, S) is a document.
+    """
+    if not is_gpu(device):
+        return layout
+    layout = rows_layout(*shape) if layout is None else layout
+    for chunk in chunks:
+        varlen_bounds(layout, chunk, device)
+    return layout
 
 
 def varlen_bounds(layout: SequenceLayout, chunk: int, device: torch.device) -> Bounds:

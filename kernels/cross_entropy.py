@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import get_device_states, set_device_states
 
+from tunekit.devices import HALF_DTYPES
 from tunekit.kernels import shapes
 from tunekit.kernels.compiler import uncompiled
 from tunekit.kernels.native import library
@@ -339,7 +340,7 @@ def add_product(total: Tensor, grad: Tensor, x: Tensor, first: bool) -> None:
 
 def can_accumulate(total: Tensor, x: Tensor) -> bool:
     """Whether products of `x` can be added to `total` without rounding in between: with cuBLAS, but not with ROCm."""
-    dtypes = total.dtype == torch.float32 and x.dtype in (torch.bfloat16, torch.float16)
+    dtypes = total.dtype == torch.float32 and x.dtype in HALF_DTYPES
     return dtypes and shapes.device(x) == "cuda" and torch.version.hip is None
 
 

@@ -2,20 +2,22 @@
 
 import importlib
 import importlib.util
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
+from tunekit.devices import HALF_DTYPES
+from tunekit.kernels import shapes
 from tunekit.kernels.compiler import uncompiled
 from tunekit.kernels.device_tensors import copy_to_device
+from tunekit.kernels.sequence_layout import SequenceLayout
+from tunekit.kernels.triton_support import uses_triton
 
 CHUNK = 64  # tokens that are solved for together, at most
-HALVES = torch.bfloat16, torch.float16
 
 
 class Bounds(NamedTuple):
@@ -27,24 +29,17 @@ class Bounds(NamedTuple):
     before: Tensor  # (T,) the same less `width`
 
 
-# Bounds of offsets, as long as these live: all layers of a pass read the same ones.
-BOUNDS: MutableMapping[Tensor, dict[tuple[int, torch.device], Bounds]] = WeakIdKeyDictionary()
+def get_bounds(layout: SequenceLayout, width: int, device: torch.device) -> Bounds:
+    """Bounds of the documents of a layout on a device. The host does not wait for it, and copies once per pass."""
 
+    def build() -> Bounds:
+        offsets = layout.cu_seqlens
+        document = torch.arange(1, len(offsets), device=offsets.device).repeat_interleave(offsets.diff().long())
+        index = width * document + torch.arange(len(document), device=offsets.device)
+        tensors = offsets.to(torch.int32), offsets[1:-1].to(torch.int64), index, index - width
+        return Bounds(*(copy_to_device(x, device) for x in tensors))
 
-def place_bounds(offsets: Tensor, width: int, device: torch.device) -> Bounds:
-    """Bounds of `offsets` on a device. The host does not wait for the device, and copies once per pass."""
-    cached = BOUNDS.setdefault(offsets, {})
-    if (width, device) not in cached:
-        # A copy made by generation would be an inference tensor, which training cannot save for its backward pass.
-        with torch.inference_mode(False):
-            lengths = offsets.diff().long()
-            document = torch.arange(1, len(offsets), device=offsets.device).repeat_interleave(lengths)
-            index = width * document + torch.arange(len(document), device=offsets.device)
-            # Copies: an entry that held its own key would never be collected.
-            own = offsets.to(torch.int32, copy=True), offsets[1:-1].to(torch.int64, copy=True)
-            tensors = *own, index, index - width
-            cached[width, device] = Bounds(*(copy_to_device(t, device) for t in tensors))
-    return cached[width, device]
+    return layout.derive(("bounds of the delta rule", width, device), build)
 
 
 @uncompiled  # the number of chunks differs from batch to batch, and each would compile anew
@@ -54,7 +49,7 @@ def gated_delta_rule(
     v: Tensor,
     decay: Tensor,
     beta: Tensor,
-    offsets: Tensor | None = None,
+    layout: SequenceLayout | None = None,
     state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """States that learn what values belong to keys (arXiv:2412.06464): answers (B, S, H, V) and the last states.
@@ -62,22 +57,22 @@ def gated_delta_rule(
     At every token the state (K, V) of a head fades by exp(decay), then what it says to the key moves towards the value
     by the share `beta`, and what it says to the query is the answer. Queries and keys (B, S, H_k, K) are brought to
     length 1 and serve H / H_k neighbouring heads each; decay and beta are (B, S, H). States (B, H, K, V) are fp32, and
-    zero at first or `state`. `offsets` (documents + 1,) bounds documents in the flattened (B * S) tokens, each of which
-    begins with a state of zeros; the last state is then that of the last document.
+    zero at first or `state`. `layout` bounds documents in the flattened (B * S) tokens, each of which begins with a
+    state of zeros; the last state is then that of the last document.
     """
     if (fla := find_fla()) is not None and is_supported_by_fla(v):
-        return run_fla(fla, (q, k, v, decay, beta), offsets, state)
+        return run_fla(fla, (q, k, v, decay, beta), layout, state)
     rows, groups = v.shape[:2], (k.shape[2], -1)
-    if offsets is not None:
+    if layout is not None:
         assert state is None
         q, k, v, decay, beta = (x.flatten(0, 1)[None] for x in (q, k, v, decay, beta))
-        starts = place_bounds(offsets, 0, decay.device).starts
+        starts = get_bounds(layout, 0, decay.device).starts
         decay = decay.float().index_fill(1, starts, float("-inf"))  # what was before is forgotten
     q, k = unit(q) * q.shape[-1] ** -0.5, unit(k)
     values, decay, beta = (x.float().unflatten(2, groups) for x in (v, decay, beta))
     if state is None:
         state = values.new_zeros(len(values), v.shape[2], k.shape[-1], v.shape[-1])
-    rule = recurrent if v.shape[1] == 1 else chunked if v.device.type == "cpu" else batched
+    rule = recurrent if v.shape[1] == 1 else chunked if shapes.device(v) == "cpu" else batched
     y, state = rule(q, k, values, decay, beta, state.unflatten(1, groups))
     return y.reshape(*rows, *v.shape[2:]).type_as(v), state.flatten(1, 2)
 
@@ -94,16 +89,16 @@ def find_fla() -> Callable[..., Any] | None:
 
 
 def is_supported_by_fla(v: Tensor) -> bool:
-    """Whether its kernels take these values. It refuses fp32, and single tokens are a recurrence."""
-    return v.device.type == "cuda" and v.dtype in HALVES and v.shape[1] > 1
+    """Whether its kernels take these values. They are Triton's, refuse fp32, and single tokens are a recurrence."""
+    return v.dtype in HALF_DTYPES and v.shape[1] > 1 and uses_triton(v)
 
 
 def run_fla(
-    rule: Callable[..., Any], inputs: tuple[Tensor, ...], offsets: Tensor | None, state: Tensor | None
+    rule: Callable[..., Any], inputs: tuple[Tensor, ...], layout: SequenceLayout | None, state: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """gated_delta_rule by flash-linear-attention. Each of its documents has a state; the last one is returned."""
     v = inputs[2]
-    if offsets is not None:
+    if layout is not None:
         assert state is None
         inputs = tuple(x.flatten(0, 1)[None] for x in inputs)
     q, k, values, decay, beta = inputs
@@ -118,9 +113,9 @@ def run_fla(
         initial_state=state,
         output_final_state=True,
         use_qk_l2norm_in_kernel=True,
-        cu_seqlens=None if offsets is None else place_bounds(offsets, 0, v.device).offsets.long(),
+        cu_seqlens=None if layout is None else get_bounds(layout, 0, v.device).offsets.long(),
     )
-    return y.view_as(v), last if offsets is None else last[-1:]
+    return y.view_as(v), last if layout is None else last[-1:]
 
 
 def unit(x: Tensor) -> Tensor:
@@ -251,17 +246,19 @@ def inverse(x: Tensor) -> Tensor:
     return torch.linalg.solve_triangular(x, one, upper=False, unitriangular=True)
 
 
-def short_convolution(x: Tensor, weight: Tensor, offsets: Tensor | None = None, before: Tensor | None = None) -> Tensor:
+def short_convolution(
+    x: Tensor, weight: Tensor, layout: SequenceLayout | None = None, before: Tensor | None = None
+) -> Tensor:
     """silu of each channel's sum over this and the last tokens: x (B, S, C), weight (C, K), nearest last.
 
-    `before` (B, K - 1, C) came before the rows; no document that `offsets` bounds sees another.
+    `before` (B, K - 1, C) came before the rows; no document that `layout` bounds sees another.
     """
     width = weight.shape[-1] - 1
-    if offsets is None:
+    if layout is None:
         padded = F.pad(x, (0, 0, width, 0)) if before is None else torch.cat([before, x], dim=1)
         return F.silu(slide(padded, weight)).type_as(x)
-    bounds = place_bounds(offsets, width, x.device)  # zeros stand before every document
-    padded = x.new_zeros(1, x.shape[0] * x.shape[1] + width * (len(offsets) - 1), x.shape[-1])
+    bounds = get_bounds(layout, width, x.device)  # zeros stand before every document
+    padded = x.new_zeros(1, x.shape[0] * x.shape[1] + width * (len(layout.cu_seqlens) - 1), x.shape[-1])
     padded = padded.index_copy(1, bounds.gather_index, x.flatten(0, 1)[None])
     return F.silu(slide(padded, weight).index_select(1, bounds.before)).view_as(x).type_as(x)
 

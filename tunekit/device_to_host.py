@@ -1,5 +1,7 @@
 """Copies of device tensors for the host, without a wait in the step that computes them."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -10,19 +12,21 @@ class HostCopy:
     """A copy of a tensor that is queued after the work that computes it, and read later.
 
     On a GPU it goes to pinned memory: reading it waits for the work up to the copy, not for work that was queued since.
+    The tensor may change as soon as it is copied.
     """
 
     def __init__(self, numbers: Tensor) -> None:
-        self.numbers = numbers.detach()
         self.done: torch.Event | None = None
         if is_pinned_on(numbers.device):
-            self.numbers = torch.empty_like(self.numbers, device="cpu", pin_memory=True)
+            self.numbers = torch.empty_like(numbers, device="cpu", pin_memory=True)
             self.numbers.copy_(numbers.detach(), non_blocking=True)
             self.done = torch.Event(numbers.device)
             self.done.record(torch.accelerator.current_stream(numbers.device))
+        else:
+            self.numbers = numbers.detach().clone()
 
-    def read(self) -> list[float]:
-        """Return the numbers. Waits for the copy."""
+    def read(self) -> list[Any]:
+        """Return the numbers, as Tensor.tolist does. Waits for the copy."""
         if self.done is not None:
             self.done.synchronize()
         return self.numbers.tolist()

@@ -19,6 +19,7 @@ from tunekit.errors import UserError
 
 DeviceChoice = Literal["auto", "cpu", "cuda", "xpu", "mps"]
 ACCELERATORS = ("cuda", "xpu", "mps")  # in the order in which `auto` tries them
+HALF_DTYPES = (torch.bfloat16, torch.float16)  # what FlashAttention and other kernels for 16 bits take
 LABELS = {"cuda": "an NVIDIA or AMD GPU", "xpu": "an Intel GPU", "mps": "an Apple GPU"}
 # Names of instructions in /proc/cpuinfo, x86 and Arm. Without them bf16 matmuls are slower than fp32: 1024 x 1024 took
 # 21 ms instead of 14 on a processor limited to AVX-512, and 2.4 s instead of 22 ms with AVX2.
@@ -258,14 +259,14 @@ def set_numerics(numerics: Numerics) -> None:
     torch.set_float32_matmul_precision(numerics.matmul)
 
 
-def use_deterministic_algorithms() -> None:
-    """Make operations repeat the same bits on the same device, and raise where torch has no such version.
+def use_deterministic_algorithms(warn_only: bool = False) -> None:
+    """Make operations repeat the same bits on the same device, and raise or warn where torch has no such version.
 
     cuBLAS reads the variable when its first handle is created, so this comes before the first matmul. torch would also
     fill all new memory with NaN, which costs time and changes nothing here: no tensor is read before it is written.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
+    torch.use_deterministic_algorithms(True, warn_only=warn_only)
     torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
 
 

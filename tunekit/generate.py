@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from tunekit.data.tokenizer import Stream, Tokenizer
 from tunekit.errors import FieldError, UserError
-from tunekit.models.decode import DecodeLoop, TokenReader
+from tunekit.models.decode import DecodeLoop, DrawnTokens
 from tunekit.models.decoder import Decoder
 from tunekit.models.init import seeded
 from tunekit.models.place import Cache, has_static_shapes
@@ -101,46 +101,46 @@ def decoded(
     A GPU works on a token while the host looks at the one before.
     """
     model.eval()
-    device = model.embed.weight.device
+    device = model.device
     configure_attention(device)
     work = launch_steps(model, [list(prompt) for prompt in prompts], sampling, first, finished)
     ahead = 1 if has_static_shapes(device) and not model.edges else 0
-    tokens, waiting = dict.fromkeys(range(len(prompts)), 0), deque[TokenReader]()
-    for reader in work:
-        waiting.append(reader)
+    tokens, waiting = dict.fromkeys(range(len(prompts)), 0), deque[DrawnTokens]()
+    for drawn in work:
+        waiting.append(drawn)
         if len(waiting) > ahead:
             tokens |= waiting.popleft().read()
             yield [*tokens.values()]
-    for reader in waiting:
-        tokens |= reader.read()
+    for drawn in waiting:
+        tokens |= drawn.read()
         yield [*tokens.values()]
 
 
 def launch_steps(
     model: Decoder, rows: list[list[int]], sampling: Sampling, first: int, finished: Collection[int]
-) -> Iterator[TokenReader]:
+) -> Iterator[DrawnTokens]:
     """Start the work of each token. Rows are read back where positions turn otherwise beyond a length."""
     slots, edges = max(map(len, rows)) + sampling.tokens, model.edges
     lengths = [len(row) for row in rows]
-    numbers = sampling.numbers(len(rows), first).to(model.embed.weight.device)
+    numbers = sampling.numbers(len(rows), first).to(model.device)
     logits, cache = prefill(model, rows, slots)
     loop = DecodeLoop(model, cache, lengths, numbers, sampling.choose)
-    reader = loop.take(logits)
+    drawn = loop.take(logits)
     for i in range(1, sampling.tokens):
-        yield reader
+        yield drawn
         if edges:
-            for row, token in reader.read().items():
+            for row, token in drawn.read().items():
                 rows[row].append(token)
         if any(length + i - 1 in edges for length in lengths):
             logits, cache = prefill(model, rows, slots)
             loop = DecodeLoop(model, cache, [len(row) for row in rows], numbers, sampling.choose, drawn=i)
-            reader = loop.take(logits)
+            drawn = loop.take(logits)
             continue
         left = sampling.tokens - i
         if not edges and (selected := select_remaining(loop.rows, finished, left)):
             loop.select_rows(selected)
-        reader = loop.advance(left)
-    yield reader
+        drawn = loop.advance(left)
+    yield drawn
 
 
 def select_remaining(rows: Sequence[int], finished: Collection[int], left: int) -> list[int] | None:
@@ -158,7 +158,7 @@ def prefill(model: Decoder, rows: Sequence[Sequence[int]], slots: int) -> tuple[
 
     The logits of the other tokens are never made.
     """
-    device = model.embed.weight.device
+    device = model.device
     lengths = torch.tensor([len(row) for row in rows], device=device)
     longest = max(map(len, rows))
     tokens = torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows], device=device)

@@ -112,7 +112,7 @@ def make_batches(packed: bool, vocab: int, sign: Sign | None = None, crossed: in
     rows = [np.array([0, 1]), np.array([2, 3])]
     if not packed and not owned:
         rows = [np.array([i]) for i in range(len(LENGTHS))]
-    shared = owned and packed and not crossed and not (sign & Sign.STEPS)
+    shared = owned and packed and not (sign & Sign.STEPS)
     layout = Layout(2, 1, 0, 1, 0, 128 if packed else None, 2, owned=owned, crossed=crossed, shared=shared)
     return layout.batches(documents, rows)
 

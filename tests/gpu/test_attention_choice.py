@@ -9,16 +9,17 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from tests.checkpoints import error
-from tests.kernels.test_attention import made, plain, sinks_of, visible
+from tests.kernels.test_attention import made, plain, visible
 from tunekit.devices import CPU, Capabilities, Device, find_row
 from tunekit.kernels import attention, attention_choice, attention_native
-from tunekit.kernels.attention import Rule, attend, attend_cached
+from tunekit.kernels.attention import Rule, attend
 from tunekit.kernels.attention_choice import (
     AttentionBackend,
     AttentionCall,
     choose_attention_backend,
     needs_expanded_kv,
 )
+from tunekit.kernels.attention_decode import CachePositions, attend_decode
 from tunekit.kernels.sequence_layout import SequenceLayout
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -136,17 +137,15 @@ def test_packed_documents_without_flash_use_the_memory_efficient_kernel(
 
 
 @pytest.mark.usefixtures("old_gpu")
-@pytest.mark.parametrize("sunk", [False, True])
 @pytest.mark.parametrize("rule", [rule for rule in RULES if not rule.softcap], ids=str)
-def test_cached_keys_without_flash_use_the_memory_efficient_kernel(rule: Rule, sunk: bool) -> None:
+def test_cached_keys_without_flash_use_the_memory_efficient_kernel(rule: Rule) -> None:
+    """Sinks have a kernel call of their own, see test_decode_step.py."""
     _, k, v = (x.detach() for x in made(17))
-    sinks = sinks_of(6).detach() if sunk else None
-    for length in (1, 3):
-        positions = torch.tensor([0, 9, 14])[:, None] + torch.arange(length)
-        q = torch.randn(3, length, 6, 12)
-        with SdpaCalls(), torch.no_grad():
-            y = attend_cached(q, k, v, positions, rule, sinks)
-        assert error(y.double(), plain(q, k, v, rule, visible(positions, torch.arange(17), rule), sinks)) < 1e-6
+    positions, q = torch.tensor([[0], [9], [14]]), torch.randn(3, 1, 6, 12)
+    with SdpaCalls() as sdpa, torch.no_grad():
+        y = attend_decode(q, k, v, CachePositions(positions, 17, 15), rule)
+    assert error(y.double(), plain(q, k, v, rule, visible(positions, torch.arange(17), rule))) < 1e-6
+    assert len(sdpa.calls) == 1
 
 
 @pytest.mark.usefixtures("old_gpu")

@@ -1,5 +1,6 @@
 """The generation step, proved without a GPU: constant shapes, no host wait, replay as a graph, and its numbers."""
 
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -249,6 +250,42 @@ def test_a_step_that_waits_for_the_device_is_never_captured(
         graph.run(256, num_left=50)
     assert (work.runs, work.captures) == (10, 0)
     assert "CUDA graph" in capsys.readouterr().err
+
+
+NOTICE = "Synchronization debug mode is a prototype feature and does not yet detect all synchronizing operations"
+
+
+@pytest.fixture
+def debug_mode(monkeypatch: pytest.MonkeyPatch) -> list[int | str]:
+    """The debug mode of torch.cuda without a GPU, with the notice that it gives when it is first set."""
+    modes: list[int | str] = [0]
+
+    def set_mode(mode: int | str) -> None:
+        if len(modes) == 1:
+            warnings.warn(NOTICE, UserWarning, stacklevel=2)
+        modes.append(mode)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: modes[-1])
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", set_mode)
+    return modes
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_only_waits_are_detected_and_other_warnings_are_shown(waits: bool, debug_mode: list[int | str]) -> None:
+    """Texts as torch 2.11 has them. The notice speaks of synchronizing operations, too, and is no wait."""
+
+    def step() -> None:
+        assert debug_mode[-1] == "warn"
+        warnings.warn("a kernel is slow", RuntimeWarning, stacklevel=1)
+        if waits:
+            warnings.warn("called a synchronizing CUDA operation", UserWarning, stacklevel=1)
+
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        assert decode.run_detecting_waits(step) == waits
+    assert [(str(w.message), w.category, w.filename) for w in shown] == [("a kernel is slow", RuntimeWarning, __file__)]
+    assert debug_mode == [0, "warn", 0]
 
 
 # ---- Rows that have ended ----

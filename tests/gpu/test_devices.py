@@ -118,6 +118,16 @@ def test_backends_of_processes() -> None:
     Parallel(offload=True).check("cuda", 2)
 
 
+@pytest.mark.parametrize(("parallel", "count"), [(Parallel(offload=True), 1), (Parallel(offload=True, tensor=2), 2)])
+def test_weights_that_no_devices_share_cannot_wait_on_the_host(parallel: Parallel, count: int) -> None:
+    """It used to change nothing, without a word."""
+    with pytest.raises(UserError, match="parallel.offload: only weights that several devices share"):
+        parallel.check("cuda", count)
+    parallel.check("cuda", 2 * count)
+    with pytest.raises(UserError, match="parallel.offload: on a CPU"):
+        Run(0, "cpu", Parallel(offload=True))
+
+
 def test_only_untested_devices_are_warned_about() -> None:
     assert devices.untested_warning(find_row(DEVICES["cpu"])) is None
     for name in ("H100", "MI300X", "Arc", "M3"):

@@ -11,7 +11,9 @@ from tunekit import machine
 from tunekit.adapters import principal
 from tunekit.checkpoint.host_copy import HostCopies, Staging
 from tunekit.checkpoint.state import State
+from tunekit.device_to_host import HostCopy
 from tunekit.errors import UserError
+from tunekit.models.decode import DrawnTokens
 from tunekit.parallel.run import Run
 from tunekit.plan import explain
 
@@ -39,6 +41,14 @@ def test_memory_of_copies_is_exact_and_used_again() -> None:
     first = copies.copy("a", tensor)
     assert first.untyped_storage().nbytes() == tensor.nbytes and copies.missing({"a": tensor}) == 0
     assert copies.copy("a", tensor + 1) is first and torch.equal(first, tensor + 1)
+
+
+def test_a_copy_for_the_host_is_of_the_moment_it_was_made() -> None:
+    """Tokens of a generation are drawn into one tensor, step after step, and read later."""
+    tokens = torch.tensor([[3], [5]])
+    copied, drawn = HostCopy(tokens), DrawnTokens([1, 4], HostCopy(tokens[:, 0]))
+    tokens += 1
+    assert copied.read() == [[3], [5]] and drawn.read() == {1: 3, 4: 5}
 
 
 @pytest.mark.parametrize("available", ["machine", "container", "enough"])

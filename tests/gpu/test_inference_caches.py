@@ -24,7 +24,7 @@ def flash_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(attention_gpu, "fits", lambda q, capped: True)
     monkeypatch.setattr(attention_gpu, "forward", flash_forward)
     monkeypatch.setattr(attention_gpu, "backward", flash_backward)
-    monkeypatch.setattr(attention_gpu, "HALVES", (torch.float32,))
+    monkeypatch.setattr(attention_gpu, "HALF_DTYPES", (torch.float32,))
     sequence_layout.cached_rows_layout.cache_clear()
     yield
     sequence_layout.cached_rows_layout.cache_clear()

@@ -21,6 +21,7 @@ from tests.gpu.meta_steps import (
 )
 from tunekit.adapters import DoRA, Full, LoRA
 from tunekit.data.signs import Sign
+from tunekit.data.steps.batch import IGNORE, blank
 from tunekit.formats import FP4, NF4, Float8, Plain
 from tunekit.losses.comparison import Loss
 from tunekit.losses.divergence import ForwardKL, JensenShannon, ReverseKL, SkewedKL, SkewedReverseKL, SymmetricKL
@@ -95,6 +96,24 @@ def test_preference_losses(loss: type[Loss]) -> None:
     with device_rules() as rules:
         result = preference_step(model, (loss(),), batches, update, run)
     assert result.loss.is_meta and not rules.blocking_copies
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("terms", [(KTO(),), (ORPO(),), (KTO(), ORPO())], ids=["kto", "orpo", "both"])
+def test_mismatched_answers_and_prompts(terms: tuple[Loss, ...], packed: bool) -> None:
+    """The host knows how many tokens are learnt of mismatched answers, and of prompts; also on a rank without rows."""
+    run, adapter, crossed = run_on_meta(), LoRA(4), 40 if terms[0].others else 0
+    model = build_model(read_spec("llama3.2", layers=1), adapter=adapter)
+    batches = make_batches(packed, model.spec.vocab, Sign.GOOD, crossed)
+    for batch in batches:
+        assert batch.num_full_targets == int((batch.full_targets != IGNORE).sum()) > batch.learnt
+        if batch.others is not None:
+            assert batch.others.learnt == int((batch.others.targets != IGNORE).sum()) > 0
+    update = build_update(model, adapter, run)
+    with device_rules() as rules:
+        preference_step(model, terms, batches, update, run)
+        preference_step(model, terms, [batches[0], blank(batches[1])], update, run)
+    assert not rules.blocking_copies
 
 
 @pytest.mark.parametrize("loss", [BradleyTerry(center=0.1), Classification(), Regression(), Process()], ids=str)

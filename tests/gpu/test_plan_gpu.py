@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tunekit import bundled, devices
@@ -14,6 +15,8 @@ from tunekit.checkpoint.folder import Folder
 from tunekit.data.rows import Text
 from tunekit.errors import UserError
 from tunekit.formats import NF4, Plain
+from tunekit.kernels import shapes
+from tunekit.kernels.delta import CHUNK, gated_delta_rule
 from tunekit.losses.likelihood import CrossEntropy
 from tunekit.memory import Memory
 from tunekit.models.spec import MLP, Attention, DecoderSpec, Layer, Rope
@@ -136,6 +139,21 @@ def test_launches_grow_with_layers_passes_and_adapters() -> None:
     assert qlora.launching > lora.launching
     compiled = outcome.plan(described(small(), adapter=LoRA(), memory=Memory(compile=True)), h100).pace
     assert compiled.launching < lora.launching
+
+
+def delta_rule_launches(device: str, chunks: int) -> int:
+    """Kernels of the gated delta rule in the plan for a kind of device."""
+    with shapes.asked(device), FakeTensorMode(), Counter() as seen:
+        q, k, v = (torch.empty(1, chunks * CHUNK, heads, 16) for heads in (2, 2, 4))
+        decay, beta = (torch.empty(1, chunks * CHUNK, 4) for _ in range(2))
+        gated_delta_rule(q, k, v, decay, beta)
+    return seen.total.launches
+
+
+def test_the_delta_rule_is_planned_as_the_device_computes_it() -> None:
+    """A GPU solves all chunks at once, and only the product that carries the state is launched for each."""
+    more = {device: delta_rule_launches(device, 20) - delta_rule_launches(device, 10) for device in ("cuda", "cpu")}
+    assert more["cuda"] == 10 and more["cpu"] >= 50
 
 
 def test_a_small_model_is_limited_by_the_host() -> None:

@@ -2,19 +2,23 @@
 
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from tests.checkpoints import FP32, batch, made, tokens
+from tests.gpu.device_rules import META
 from tests.gpu.process_groups import timeouts
 from tests.parallel.ranks import on
 from tunekit import assemble
 from tunekit.adapters import Full, LoRA
 from tunekit.checkpoint.folder import Folder
 from tunekit.formats import Plain
+from tunekit.generate import Sampling, launch_steps
 from tunekit.layout.shard import allocate, shard
 from tunekit.losses.likelihood import CrossEntropy
 from tunekit.memory import Memory
@@ -64,6 +68,34 @@ def test_offloaded_parameters_are_on_the_cpu_and_buffers_on_the_device(one_rank:
             assert group is not None
             group._validate_cpu_offload_params()
     assert {buffer.device.type for buffer in model.buffers()} == {"meta"}
+
+
+class Seen(Exception):
+    """Ends a pass that has been seen to begin."""
+
+
+def test_generation_from_offloaded_weights_is_on_the_device_of_the_run(one_rank: Run, tmp_path: Path) -> None:
+    """Tokens, caches and rotations; the embedding, from which the device used to be taken, is on the CPU."""
+    one_rank.parallel = Parallel(offload=True)
+    source = Folder.open(made(tmp_path, "llama3.2"))
+    model = assemble.outline(source, Plain(), Full())
+    FP32.apply(model, source.dtypes, one_rank.device)
+    shard(model, one_rank)
+    one_rank.device = META  # stands for a GPU
+    allocate(model, one_rank)
+    assert model.embed.weight.device.type == "cpu"
+    cache = model.cache(2, 8)
+    model.begin_decoding(cache)
+    given = [x for layer in cache.layers for x in vars(layer).values()] + [table.cos for table in cache.tables]
+
+    def see(module: Decoder, args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> None:
+        given.extend([*args, kwargs["lengths"]])
+        raise Seen
+
+    model.register_forward_pre_hook(see, prepend=True, with_kwargs=True)
+    with pytest.raises(Seen):
+        next(launch_steps(model, [[1, 2], [3]], Sampling(tokens=2), 0, ()))
+    assert len(given) >= 7 and all(x.is_meta for x in given)
 
 
 def test_offload_changes_no_number(one_rank: Run, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.fx.experimental import _config as shapes
 
+from tests.checkpoints import error
 from tests.gpu.meta_steps import Documents, build_model, read_spec
 from tests.kernels.test_attention_gpu import flash_backward, flash_forward
 from tunekit.data.prepared.documents import Document
@@ -40,7 +41,7 @@ def flash_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_gpu, "fits", lambda q, capped: True)
     monkeypatch.setattr(attention_gpu, "forward", flash_forward)
     monkeypatch.setattr(attention_gpu, "backward", flash_backward)
-    monkeypatch.setattr(attention_gpu, "HALVES", (torch.float32,))
+    monkeypatch.setattr(attention_gpu, "HALF_DTYPES", (torch.float32,))
 
 
 def packed_batch(draw: random.Random, vocab: int) -> Batch:
@@ -70,6 +71,27 @@ def test_lengths_compile_nothing_new(name: str, recompute: bool) -> None:
     for number in range(LENGTHS):
         batch = packed_batch(draw, model.spec.vocab)
         (CrossEntropy()(model, batch) / batch.learnt).backward()
+        if number == 1:
+            first = backend.frame_count
+    assert backend.frame_count == first
+
+
+@pytest.mark.usefixtures("flash_on_cpu")
+@pytest.mark.parametrize("name", ["llama3.2", "gemma3"])
+def test_prompts_compile_nothing_new(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first pass of a generation, whose rows are documents, is one graph for each layer too."""
+    monkeypatch.setattr(attention_gpu, "is_gpu", lambda device: True)
+    backend = CompileCounterWithBackend("aot_eager")
+    model, draw = compiled_model(name, Memory(), backend, fullgraph=True).eval(), random.Random(0)
+    plain = compiled_model(name, Memory(), backend, fullgraph=True).eval()
+    for layer in plain.layers:
+        layer._compiled_call_impl = None
+    for number in range(LENGTHS):
+        shape = draw.randint(2, 6), draw.randint(2, 40)
+        tokens, lengths = torch.randint(0, model.spec.vocab, shape), torch.full(shape[:1], shape[1])
+        with torch.inference_mode():
+            found, wanted = (m(tokens, cache=m.cache(shape[0], 48), lengths=lengths) for m in (model, plain))
+        assert error(found, wanted) < 1e-5
         if number == 1:
             first = backend.frame_count
     assert backend.frame_count == first

@@ -7,7 +7,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.checkpoints import error
 from tunekit.kernels import attention, attention_native
-from tunekit.kernels.attention import Rule, attend, attend_cached
+from tunekit.kernels.attention import Rule, attend
+from tunekit.kernels.attention_decode import CachePositions, attend_decode
 from tunekit.kernels.sequence_layout import SequenceLayout
 
 WINDOWS = [None, 1, 2, 5, 16, 17, 40]
@@ -124,13 +125,14 @@ def test_cached_keys(name: str) -> None:
     """Each row is at a place of its own; slots behind it hold what must not be seen."""
     _, k, v = made(17)
     rule = RULES[name]
-    for start in ([0, 9, 14], [16, 16, 16], [3, 0, 12]):
-        positions = torch.tensor(start)[:, None] + torch.arange(3).clamp(max=16 - max(start))
-        q = torch.randn(3, 3, 6, 12)
+    for start in ([0, 9, 14], [16, 16, 16], [3, 0, 12], [1, 10, 15]):
+        positions = torch.tensor(start)[:, None]
+        at = CachePositions(positions, 17, max(start) + 1)
+        q = torch.randn(3, 1, 6, 12)
         seen = visible(positions, torch.arange(17), rule)
-        assert error(attend_cached(q, k, v, positions, rule).double(), plain(q, k, v, rule, seen)) < 1e-6
+        assert error(attend_decode(q, k, v, at, rule).double(), plain(q, k, v, rule, seen)) < 1e-6
         if name in SUNK:
-            found = attend_cached(q, k, v, positions, rule, sinks_of(6))
+            found = attend_decode(q, k, v, at, rule, sinks_of(6))
             assert error(found.double(), plain(q, k, v, rule, seen, sinks_of(6))) < 1e-6
 
 

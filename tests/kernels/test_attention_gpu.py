@@ -10,6 +10,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from tests.checkpoints import error
 from tests.kernels.test_attention import sinks_of, visible
 from tests.kernels.test_attention_native import BOUNDS, RULES, gradients, made, truth
+from tunekit.devices import CDNA
 from tunekit.kernels import attention_gpu
 from tunekit.kernels.attention import Rule, attend
 from tunekit.kernels.sequence_layout import SequenceLayout
@@ -95,8 +96,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """FlashAttention as it is written down, on the CPU."""
     monkeypatch.setattr(attention_gpu, "forward", flash_forward)
     monkeypatch.setattr(attention_gpu, "backward", flash_backward)
-    monkeypatch.setattr(attention_gpu, "HALVES", (torch.float32,))
-    monkeypatch.setattr(attention_gpu, "has_flash_lse", lambda device: True)
+    monkeypatch.setattr(attention_gpu, "HALF_DTYPES", (torch.float32,))
     yield
 
 
@@ -114,6 +114,18 @@ def test_what_is_done_around_flash_attention(name: str, sunk: bool, dims: tuple[
     everything = [*inputs, *([] if sinks is None else [sinks])]
     for mine, right in zip(gradients(y, everything), gradients(wanted, everything), strict=True):
         assert error(mine, right) < 2e-6
+
+
+@pytest.mark.usefixtures("kernel")
+def test_sinks_need_the_log_sum_exp_of_flash_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where its layout is another one, as on ROCm, FlexAttention computes them."""
+    monkeypatch.setattr(attention_gpu, "get_capabilities", lambda device: CDNA)
+    monkeypatch.setattr(attention_gpu, "compiled", lambda: flex_attention)
+    monkeypatch.setattr(attention_gpu, "forward", None)
+    rule, bounds, sinks = Rule(0.2), BOUNDS["many"], sinks_of(6).detach()
+    inputs = [x.detach() for x in made(torch.float32, 6, 2, 24, 24)]
+    y = attention_gpu.fused(*inputs, rule.numbers(), SequenceLayout(torch.tensor(bounds)), sinks)
+    assert error(y.double(), truth(inputs, rule, bounds, sinks)) < 1e-6
 
 
 @pytest.mark.usefixtures("kernel")

@@ -11,10 +11,15 @@ from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated
 from tests.checkpoints import error
 from tunekit.kernels import delta
 from tunekit.kernels.delta import CHUNK, batched, chunked, gated_delta_rule, recurrent, short_convolution, unit
+from tunekit.kernels.sequence_layout import SequenceLayout
 
 LENGTHS = [1, 2, 5, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 3]
 # Documents of three rows of 50 tokens: whole rows, short ones, over the ends of rows and of chunks, single tokens.
 BOUNDS = [[0, 50, 100, 150], [0, 150], [0, 1, 2, 50, 57, 100, 149, 150], [0, 30, 64, 65, 129, 150], [*range(151)]]
+
+
+def layout_of(bounds: list[int] | None) -> SequenceLayout | None:
+    return None if bounds is None else SequenceLayout(torch.tensor(bounds, dtype=torch.int32))
 
 
 def made(rows: int, length: int, heads: tuple[int, int] = (2, 6), k_dim: int = 8, v_dim: int = 10) -> list[Tensor]:
@@ -71,7 +76,7 @@ def test_rows(length: int, heads: tuple[int, int]) -> None:
 @pytest.mark.parametrize("bounds", BOUNDS)
 def test_documents_begin_anew(bounds: list[int]) -> None:
     inputs = made(3, 50)
-    found, state = gated_delta_rule(*inputs, offsets=torch.tensor(bounds, dtype=torch.int32))
+    found, state = gated_delta_rule(*inputs, layout=layout_of(bounds))
     wanted, states = truth(inputs, bounds)
     same(found, wanted, inputs)
     assert error(state[0].double(), states[-1]) < 1e-5
@@ -160,19 +165,28 @@ def fla_contract(q, k, v, g, beta, **options) -> tuple[Tensor, Tensor]:  # noqa:
 @pytest.mark.parametrize("bounds", [None, [0, 30, 64, 65, 129, 150]])
 def test_flash_linear_attention_is_called_with_our_meaning(bounds: list[int] | None) -> None:
     inputs = made(3, 50)
-    offsets = None if bounds is None else torch.tensor(bounds, dtype=torch.int32)
+    layout = layout_of(bounds)
     state = torch.randn(3, 6, 8, 10) if bounds is None else None
-    wanted, last = gated_delta_rule(*inputs, offsets=offsets, state=state)
-    found, end = delta.run_fla(fla_contract, tuple(inputs), offsets, state)
+    wanted, last = gated_delta_rule(*inputs, layout=layout, state=state)
+    found, end = delta.run_fla(fla_contract, tuple(inputs), layout, state)
     assert error(end, last) < 1e-5
     same(found, wanted.double(), inputs)
 
 
+@pytest.mark.parametrize("works", [True, False])
+def test_flash_linear_attention_needs_triton(works: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is used where our own Triton kernels are, and there for half precision and more than one token."""
+    monkeypatch.setattr(delta, "uses_triton", lambda x: works)
+    values = torch.ones(1, 2, 1, 4)
+    assert delta.is_supported_by_fla(values.bfloat16()) == works
+    assert not delta.is_supported_by_fla(values) and not delta.is_supported_by_fla(values[:, :1].bfloat16())
+
+
 def test_bounds_are_copied_once_and_are_no_inference_tensors() -> None:
-    offsets = torch.tensor([0, 3, 5], dtype=torch.int32)
+    layout = SequenceLayout(torch.tensor([0, 3, 5], dtype=torch.int32))
     with torch.inference_mode():
-        first = delta.place_bounds(offsets, 3, torch.device("cpu"))
-    assert delta.place_bounds(offsets, 3, torch.device("cpu")) is first
+        first = delta.get_bounds(layout, 3, torch.device("cpu"))
+    assert delta.get_bounds(layout, 3, torch.device("cpu")) is first
     assert not any(t.is_inference() for t in first)
 
 
@@ -206,8 +220,7 @@ def test_convolution(bounds: list[int] | None, width: int) -> None:
 
     lengths = torch.tensor(bounds or BOUNDS[0]).diff().tolist()
     wanted = torch.cat([alone(part) for part in x.flatten(0, 1).split(lengths)]).view(3, 50, 7)
-    offsets = None if bounds is None else torch.tensor(bounds, dtype=torch.int32)
-    same(short_convolution(x, weight, offsets), wanted, [x, weight])
+    same(short_convolution(x, weight, layout_of(bounds)), wanted, [x, weight])
 
 
 def test_convolution_goes_on() -> None:

@@ -200,8 +200,7 @@ def test_what_is_done_around_flash_attention(name: str, case: str, sunk: bool, m
     """With the kernel as it is written down, on the CPU."""
     monkeypatch.setattr(attention_gpu, "forward", flash_forward)
     monkeypatch.setattr(attention_gpu, "backward", flash_backward)
-    monkeypatch.setattr(attention_gpu, "HALVES", (torch.float32,))
-    monkeypatch.setattr(attention_gpu, "has_flash_lse", lambda device: True)
+    monkeypatch.setattr(attention_gpu, "HALF_DTYPES", (torch.float32,))
     layout, sinks = SequenceLayout(*documents(case)), sinks_of(6) if sunk else None
     q, k, v = inputs = made(torch.float32, 6, 2, 16, 16)
     found = prefix.keys(layout, CPU)

@@ -1,12 +1,15 @@
 """The list of checks covers every kernel, and a check never passes on a fallback."""
 
+import os
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 import torch
 
+from tunekit import devices
 from tunekit.errors import UserError
+from tunekit.selftest import model_checks
 from tunekit.selftest.checklist import CHECKS, SYSTEM, Check, select_checks
 from tunekit.selftest.compare import Comparison, require_triton_launches
 from tunekit.selftest.context import Context
@@ -82,3 +85,14 @@ def test_a_wrong_number_is_named(wrong: float) -> None:
 def test_names_are_unique() -> None:
     names = [name for check in CHECKS for name in (check.name, check.short_name)]
     assert len(names) == len(set(names)) and isinstance(CHECKS[0], Check) and CHECKS[0].name == SYSTEM
+
+
+def test_resuming_on_a_gpu_uses_the_deterministic_option_and_restores_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    before = devices.read_numerics()
+    with model_checks.deterministic(context("meta")):
+        inside = devices.read_numerics()
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    assert inside == before._replace(deterministic=True, warn_only=True, fill_memory=False)
+    assert devices.read_numerics() == before

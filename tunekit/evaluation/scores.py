@@ -59,7 +59,7 @@ def scored(model: Decoder, rows: Sequence[Given], batch: int, run: Run) -> list[
 
 def read(model: Decoder, seen: Sequence[Sequence[int]], rows: Sequence[Given], places: Sequence[int]) -> list[Score]:
     """One pass: `places` says which of the `seen` rows each of the `rows` goes on from."""
-    device = model.embed.weight.device
+    device = model.device
     tokens = pad_sequence([torch.tensor(row) for row in seen], batch_first=True).to(device)
     lengths = torch.tensor([len(row) for row in seen], device=device)
     width = tokens.shape[1]

@@ -53,6 +53,7 @@ def allocate(model: Decoder, run: Run) -> None:
 
     with torch.no_grad():
         model._apply(empty)
+    model.compute_device = run.device if offloaded else None
 
 
 def choices(model: Decoder, run: Run, mesh: DeviceMesh) -> dict[str, Any]:

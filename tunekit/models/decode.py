@@ -4,39 +4,34 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from functools import cache as cached_once
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from tunekit.devices import capabilities, is_pinned_on
+from tunekit.device_to_host import HostCopy
+from tunekit.devices import capabilities
 from tunekit.models.decoder import Decoder
 from tunekit.models.place import Cache
 
 Step = Callable[[], None]
 Choose = Callable[[Tensor, Tensor], Tensor]  # next tokens (B,) from logits (B, vocab) and uniform numbers (B,)
 WARMUP_STEPS = 2  # the first one loads kernels, the second one shows whether anything still waits for the host
+# Warnings of torch's debug mode: of each wait, and once per process that the mode does not detect all of them.
+WAIT, NOTICE = "called a synchronizing CUDA operation", "Synchronization debug mode is a prototype feature"
 MIN_REPLAYS = 8  # a capture costs about as much as three eager steps
 
 
-class TokenReader:
-    """Asynchronous copy of tokens to the host. Only `read` waits for it."""
+class DrawnTokens(NamedTuple):
+    """Tokens of a step, one of each row."""
 
-    def __init__(self, tokens: Tensor, rows: Sequence[int]) -> None:
-        self.rows = rows
-        if is_pinned_on(tokens.device):
-            self.tokens = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
-            self.tokens.copy_(tokens, non_blocking=True)
-            self.event: torch.Event | None = torch.Event(tokens.device)
-            self.event.record(torch.accelerator.current_stream(tokens.device))
-        else:
-            self.tokens, self.event = tokens.clone(), None
+    rows: Sequence[int]  # numbers of the rows
+    tokens: HostCopy
 
     def read(self) -> dict[int, int]:
-        """The token of each row, by the number of the row."""
-        if self.event is not None:
-            self.event.synchronize()
-        return dict(zip(self.rows, self.tokens.flatten().tolist(), strict=True))
+        """The token of each row, by the number of the row. Waits for the copy."""
+        return dict(zip(self.rows, self.tokens.read(), strict=True))
 
 
 class DecodeLoop:
@@ -59,16 +54,16 @@ class DecodeLoop:
         self.graph = StepGraph(self.run_step, get_capture(model))
         model.begin_decoding(cache)
 
-    def take(self, logits: Tensor) -> TokenReader:
+    def take(self, logits: Tensor) -> DrawnTokens:
         """Draw from logits (B, vocab) of a first pass."""
         self.draw(logits)
-        return TokenReader(self.tokens, self.rows)
+        return DrawnTokens(self.rows, HostCopy(self.tokens[:, 0]))
 
-    def advance(self, num_left: int) -> TokenReader:
+    def advance(self, num_left: int) -> DrawnTokens:
         """Add the last tokens to the cache and draw the next ones; `num_left` says how many steps may follow."""
         self.cache.used += 1
         self.graph.run(self.cache.num_visible(self.tokens.device), num_left)
-        return TokenReader(self.tokens, self.rows)
+        return DrawnTokens(self.rows, HostCopy(self.tokens[:, 0]))
 
     def run_step(self) -> None:
         """The work of a token, with no value that the host knows but `cache.num_visible`."""
@@ -118,7 +113,7 @@ class StepGraph:
 
 def get_capture(model: Decoder) -> Callable[[Step], Step] | None:
     """How steps of a model are captured; None where they run eagerly."""
-    if not capabilities(model.embed.weight.device).graphs:
+    if not capabilities(model.device).graphs:
         return None
     if isinstance(model, FSDPModule) or model.splits:
         warn_eager("weights are divided among processes")
@@ -148,7 +143,16 @@ def run_detecting_waits(step: Step) -> bool:
             step()
         finally:
             torch.cuda.set_sync_debug_mode(before)
-    return any("synchronizing" in str(warning.message) for warning in caught)
+    kinds = [find_kind(str(warning.message)) for warning in caught]
+    for warning, kind in zip(caught, kinds, strict=True):
+        if kind is None:
+            warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+    return WAIT in kinds
+
+
+def find_kind(message: str) -> str | None:
+    """Which of the warnings of the debug mode this is; None for all others."""
+    return next((text for text in (WAIT, NOTICE) if text in message), None)
 
 
 @cached_once

@@ -87,6 +87,7 @@ class Decoder(nn.Module):
     compute: torch.dtype | None = None  # dtype of activations and products; None: that of the embedding
     way: Alone = ALONE  # of tokens between layers, where ranks share these
     rows: Rows = WHOLE  # which tokens of long rows are for this rank
+    compute_device: torch.device | None = None  # where layers run, if weights wait on another device between passes
 
     def __init__(self, spec: DecoderSpec) -> None:
         super().__init__()
@@ -117,6 +118,11 @@ class Decoder(nn.Module):
             if layer.attn.rotary is not None:
                 layer.attn.turn = ropes.setdefault(layer.attn.rotary, len(ropes))
         return tuple(ropes)
+
+    @property
+    def device(self) -> torch.device:
+        """Where tokens go, and caches are."""
+        return self.embed.weight.device if self.compute_device is None else self.compute_device
 
     @property
     def chunks(self) -> frozenset[int]:
@@ -164,12 +170,11 @@ class Decoder(nn.Module):
         before = self.before(tokens, layout, rows)
         if self.flat and cache is None and rows is WHOLE:
             tokens, positions, layout = flattened(tokens, positions, layout)
-        if layout is not None:
-            attention_gpu.prepare(layout, self.chunks, tokens.device)
+        prepared = attention_gpu.prepare(layout, tokens.shape, self.chunks, tokens.device)
         whole = (tables(rope, head_dim, positions, layout, lengths) for rope, head_dim in self.ropes)
         rotations = tuple(turn._replace(cos=rows.keep(turn.cos), sin=rows.keep(turn.sin)) for turn in whole)
         tokens, positions = rows.keep(tokens), rows.keep(positions)
-        place = Place(positions, layout, lengths, rotations, rows=rows, length=length, before=before)
+        place = Place(positions, layout, lengths, rotations, rows=rows, length=length, before=before, prepared=prepared)
         if cache is not None:
             cache.used = tokens.shape[1]
         return self.finish(tokens, place, cache, read, shape)
@@ -189,7 +194,7 @@ class Decoder(nn.Module):
 
     def begin_decoding(self, cache: Cache) -> None:
         """Prepare a cache that a first pass has filled for passes of one token."""
-        slots = torch.arange(cache.num_slots, device=self.embed.weight.device)[:, None]
+        slots = torch.arange(cache.num_slots, device=self.device)[:, None]
         cache.begin_decoding(tuple(tables(rope, head_dim, slots) for rope, head_dim in self.ropes))
 
     def before(
@@ -220,7 +225,7 @@ class Decoder(nn.Module):
 
     def cache(self, batch: int, slots: int) -> Cache:
         """Empty room for `slots` positions of `batch` rows."""
-        dtype, device = self.compute or self.embed.weight.dtype, self.embed.weight.device
+        dtype, device = self.compute or self.embed.weight.dtype, self.device
         if has_static_shapes(device):
             slots = -(-slots // SLOTS) * SLOTS
         return Cache([layer.attn.cache(batch, slots, dtype, device) for layer in self.layers], slots)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tunekit.kernels.delta import gated_delta_rule, short_convolution
+from tunekit.kernels.sequence_layout import SequenceLayout
 from tunekit.models.init import Fresh, normal
 from tunekit.models.linear import Linear, together
 from tunekit.models.norm import RMSNorm
@@ -71,9 +72,9 @@ class GatedDeltaNet(Fresh):
             step = self.cached if place.cached is None else self.decode
             y = step(parts.qkv, decay, beta, place, cache)
         else:
-            offsets = None if place.layout is None else place.layout.cu_seqlens
             # What the rule makes between its steps takes eight times the room of what goes in.
-            y = checkpoint(self.mixed, parts.qkv, decay, beta, offsets, use_reentrant=False, preserve_rng_state=False)
+            args = parts.qkv, decay, beta, place.layout
+            y = checkpoint(self.mixed, *args, use_reentrant=False, preserve_rng_state=False)
         y = self.norm(y).float() * F.silu(parts.z.float()).view_as(y)
         return self.way.leave(place.rows.keep(self.out_proj(y.type_as(x).flatten(-2))))
 
@@ -88,10 +89,10 @@ class GatedDeltaNet(Fresh):
         (q, k, v, z), (b, a) = qkvz.split(sizes, dim=-1), ba.chunk(2, dim=-1)
         return Parts(torch.cat([part.flatten(-2) for part in (q, k, v)], dim=-1), *(p.flatten(-2) for p in (z, b, a)))
 
-    def mixed(self, qkv: Tensor, decay: Tensor, beta: Tensor, offsets: Tensor | None) -> Tensor:
+    def mixed(self, qkv: Tensor, decay: Tensor, beta: Tensor, layout: SequenceLayout | None) -> Tensor:
         """Answers (B, S, H, V) to whole rows, or to the documents in them."""
-        qkv = short_convolution(qkv, self.conv1d.weight.squeeze(1), offsets)
-        return gated_delta_rule(*self.heads(qkv), decay, beta, offsets)[0]
+        qkv = short_convolution(qkv, self.conv1d.weight.squeeze(1), layout)
+        return gated_delta_rule(*self.heads(qkv), decay, beta, layout)[0]
 
     def cached(self, qkv: Tensor, decay: Tensor, beta: Tensor, place: Place, cache: State) -> Tensor:
         """The same for rows that go on. Padding neither fades a state nor writes to it, and is no tail."""

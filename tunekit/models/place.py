@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tunekit.kernels import attention_gpu
 from tunekit.kernels.attention import Rule, attend, attend_part
 from tunekit.kernels.attention_decode import CachePositions, attend_decode
 from tunekit.kernels.attention_gpu import ALIGNED, NARROWEST
@@ -170,6 +171,7 @@ class Place:
     length: int = 0  # of whole rows
     before: Prefixes | Before | None = None  # what documents see before their own tokens
     kv: Lent = field(default_factory=Lent)
+    prepared: SequenceLayout | None = None  # the layout, or one of whole rows, with all that is on a GPU for attention
     cached: CachePositions | None = None  # where the tokens are in the caches, in passes of one token
 
     def gather(self, x: Tensor) -> Tensor:
@@ -184,4 +186,7 @@ class Place:
         if self.cached is not None:
             return attend_decode(q, k, v, self.cached, rule, sinks)
         assert not isinstance(self.before, Before)
-        return attend(q, k, v, rule, self.layout, sinks, self.before)  # there is nothing but what came now
+        layout = self.layout
+        if layout is None and self.prepared is not None and attention_gpu.fits(q, rule.softcap is not None):
+            layout = self.prepared  # a compiled layer must not make it
+        return attend(q, k, v, rule, layout, sinks, self.before)  # there is nothing but what came now

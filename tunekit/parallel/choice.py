@@ -51,7 +51,7 @@ class Parallel:
     # dtype in which weights are gathered: as they are stored, or as they are computed with; gradients are then reduced
     # in fp32. auto: compute on GPUs, weights on the CPU
     gather: Literal["auto", "weights", "compute"] = "auto"
-    offload: bool = False  # weights, gradients and optimizer wait in the memory of the host; for GPUs
+    offload: bool = False  # weights, gradients and optimizer wait in the memory of the host; for several GPUs
     timeout: int = 1800  # seconds without a step, a saved file or a prepared row after which a run is taken to hang
 
     def __post_init__(self) -> None:
@@ -93,12 +93,16 @@ class Parallel:
 
     def check(self, device: str, count: int) -> None:
         """Raise UserError if `count` devices of a type cannot do so."""
-        if count == 1:
-            return
         row = find_row(Device(device))
-        backend_of(device, row)
+        if count > 1:
+            backend_of(device, row)
         if self.offload and not row.own_memory:
             raise UserError("parallel.offload: on a CPU weights are in the memory of the host already: leave it out")
+        if self.offload and self.sizes(count).averaged == 1:
+            raise UserError(
+                "parallel.offload: only weights that several devices share can wait on the host, and here none are. "
+                "Set it to false, or use more devices."
+            )
 
 
 COPIES = Parallel(

@@ -72,8 +72,9 @@ class Run:
         self.sizes = self.parallel.sizes(self.size)
         self.place = located(self.rank, self.sizes)
         self.device = devices.select(device)
-        self.parallel.check(self.device.type, self.size)
         self.joins = self.size > 1 or ONE_RANK in os.environ  # whether there is a process group
+        if self.size > 1 or not self.joins:
+            self.parallel.check(self.device.type, self.size)
         self.beats = Beats.open()  # what whoever has started us sees of us
         self.asked: signal.Signals | None = None  # of this process, at any moment
         self.agreed: signal.Signals | None = None  # by all, between two steps

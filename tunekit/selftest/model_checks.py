@@ -1,7 +1,6 @@
 """The bundled nano model: packed documents, cached generation, and a run that is resumed."""
 
 import json
-import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,6 +9,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
+from tunekit import devices
 from tunekit.checkpoint import workspace
 from tunekit.checkpoint.save import VERIFICATION
 from tunekit.generate import Sampling, complete
@@ -78,7 +78,7 @@ def prediction_gaps(model: Decoder, prompt: list[int], answer: list[int]) -> tor
     """By how many standard deviations the logit of each generated token is below the largest one, without a cache."""
     if len(answer) != NEW_TOKENS:
         raise CheckFailedError(f"{len(answer)} tokens were generated, expected {NEW_TOKENS}")
-    device = model.embed.weight.device
+    device = model.device
     logits = model(torch.tensor([prompt + answer], device=device))[0, len(prompt) - 1 : -1].float()
     chosen = logits.gather(1, torch.tensor(answer, device=device)[:, None])[:, 0]
     return (logits.amax(1) - chosen) / logits.std(1)
@@ -109,12 +109,13 @@ def deterministic(context: Context) -> Iterator[None]:
     if context.device.type == "cpu":
         yield
         return
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    before = devices.read_numerics()
+    # No errors: torch asks for the settings of cuBLAS once per process, and earlier checks have used it.
+    devices.use_deterministic_algorithms(warn_only=True)
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(False)
+        devices.set_numerics(before)
 
 
 def interrupt(full: Path, resumed: Path) -> None:

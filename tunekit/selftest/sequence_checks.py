@@ -1,5 +1,6 @@
 """Kernels that mix tokens: attention, the gated delta rule, and the products of experts."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -76,8 +77,12 @@ def check_case(comparison: Comparison, name: str, case: Case, dtype: torch.dtype
     comparison.check_function(name, fast, reference, inputs)
 
 
+def layout_of(bounds: Sequence[int]) -> SequenceLayout:
+    return SequenceLayout(torch.tensor(bounds, dtype=torch.int32))
+
+
 def attend_case(case: Case, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
-    layout = SequenceLayout(torch.tensor(BOUNDS, dtype=torch.int32)) if case.packed else None
+    layout = layout_of(BOUNDS) if case.packed else None
     return attend(q, k, v, case.rule, layout, sinks)
 
 
@@ -132,7 +137,7 @@ DOCUMENTS = (0, 67, 68, LENGTH)
 
 
 def delta_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
-    return delta.gated_delta_rule(q, k, v, decay, beta, torch.tensor(DOCUMENTS, dtype=torch.int32))[0]
+    return delta.gated_delta_rule(q, k, v, decay, beta, layout_of(DOCUMENTS))[0]
 
 
 def delta_rule_reference(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
@@ -150,7 +155,7 @@ def delta_rule_reference(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: T
 
 
 def convolve(x: Tensor, weight: Tensor) -> Tensor:
-    return delta.short_convolution(x, weight, torch.tensor(DOCUMENTS, dtype=torch.int32))
+    return delta.short_convolution(x, weight, layout_of(DOCUMENTS))
 
 
 def convolve_reference(x: Tensor, weight: Tensor) -> Tensor:
