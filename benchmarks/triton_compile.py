@@ -3,6 +3,7 @@
     python benchmarks/triton_compile.py --table benchmarks/results/DATE-triton-compile.md
     python benchmarks/triton_compile.py --quick --json -  # what CI compiles
     python benchmarks/triton_compile.py --all             # 7,000 compilations
+    PYTHONPATH=.venv/triton-3.6 python benchmarks/triton_compile.py --all  # with another version of Triton
 
 Never set TRITON_INTERPRET: interpreted kernels are not compiled.
 """
@@ -15,6 +16,7 @@ import multiprocessing
 import os
 import platform
 import re
+import shlex
 import sys
 import tempfile
 import time
@@ -24,12 +26,16 @@ from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 from triton.compiler import compile as compile_triton
 from triton.errors import TritonError
-from triton_launches import Launch, describe_versions, unique_launches
+from triton_launch_recorder import Launch, describe_versions
+from triton_launches import unique_launches
+
+from tunekit.machine import hardware
 
 TARGETS = "sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942", "gfx1100"
 WARP_SIZES = {"gfx942": 64}
@@ -38,11 +44,8 @@ BLOCK_SIZES = ("SIZE", "HEADS", "ROWS", "WIDTH", "BLOCKS", "EXPERTS", "COLUMNS",
 # GPUs on which a module is never called: `prefers_triton` in experts.py. Nor is it on sm_90, which the oldest Triton
 # compiles for.
 UNUSED = {"experts_triton": {"sm_75", "sm_100", "gfx942"}}
-SIMILAR = {
-    "sm_86",
-    "sm_89",
-    "sm_100",
-}  # their code is much like that of sm_80 and sm_90: quick runs compile a share only
+# Their code is much like that of sm_80 and sm_90: quick runs compile a share only
+SIMILAR = {"sm_86", "sm_89", "sm_100"}
 
 COVERAGE = {
     "quick": "Variants: dtypes and flags, with the largest block that the presets lead to. Each is compiled for one\n"
@@ -201,6 +204,8 @@ def format_table(results: list[CompileResult], targets: list[str]) -> str:
 
 
 def format_cell(results: list[CompileResult]) -> str:
+    if not results:
+        return "not used"
     if failed := sum(bool(r.error) for r in results):
         return f"{failed} failed"
     registers, spills = format_range(r.registers for r in results), max(r.spills for r in results)
@@ -217,13 +222,12 @@ def format_report(results: list[CompileResult], targets: list[str], form: str) -
     spilled = [r for r in results if r.spills]
     spills = sorted({(r.kernel, r.variant, r.pointers, r.target, r.spills) for r in spilled}, key=lambda r: -r[4])
     failures = sum(bool(result.error) for result in results)
-    lines = [
-        *(f"- {size} B: `{kernel}` {variant} ({types}), {target}" for kernel, variant, types, target, size in spills)
-    ]
+    lines = [f"- {size} B: `{kernel}` {variant} ({types}), {target}" for kernel, variant, types, target, size in spills]
     return f"""# Triton kernels, compiled for nine GPUs
 
-{date.today()}, {describe_versions()}, Python {platform.python_version()}, no GPU: Triton's compiler with its own ptxas
-and LLVM. Nothing on this page has run on a GPU. `python benchmarks/triton_compile.py --table FILE`.
+{date.today()}, {describe_versions()}, Python {platform.python_version()}, {hardware(torch.device("cpu"))}, no GPU:
+Triton's compiler with its own ptxas and LLVM. Nothing on this page has run on a GPU.
+`{shlex.join(["python", "benchmarks/triton_compile.py", *sys.argv[1:]])}`
 
 {COVERAGE[form]}
 A cell is registers of a thread (lowest and highest) / bytes that a thread spills (most) / bytes of shared memory of a
