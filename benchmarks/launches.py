@@ -192,20 +192,18 @@ def quantize_bitsandbytes(model: nn.Module) -> None:
 # torchtune
 
 
-def torchtune_step(method: str, num_layers: int) -> Step:
-    """A step of the recipes for one device: bf16 throughout, the loss in eight chunks."""
-    builders = importlib.import_module("torchtune.models.llama3_1")
-    losses = importlib.import_module("torchtune.modules.loss")
+def build_torchtune_model(method: str, num_layers: int) -> nn.Module:
+    """A Llama of torchtune on the meta device, in bf16: with LoRA unless the method is "full"."""
+    builders = importlib.import_module("torchtune.models.llama3_1._component_builders")
     peft = importlib.import_module("torchtune.modules.peft")
-    parts = importlib.import_module(f"{builders.__name__}._component_builders")
     sizes = {"vocab_size": 128256, "num_layers": num_layers, "num_heads": 32, "num_kv_heads": 8, "embed_dim": 4096}
     sizes |= {"max_seq_len": 8192, "intermediate_dim": 14336, "norm_eps": 1e-5, "rope_base": 500000}
     targets = ["q_proj", "k_proj", "v_proj", "output_proj"]
     with torch.device("meta"):
         if method == "full":
-            model = parts.llama3_1(**sizes)
+            model = builders.llama3_1(**sizes)
         else:
-            model = parts.lora_llama3_1(targets, True, False, **sizes, lora_rank=RANK, lora_alpha=32)
+            model = builders.lora_llama3_1(targets, True, False, **sizes, lora_rank=RANK, lora_alpha=32)
     for module in model.modules():
         if module.__class__.__name__.endswith("RoPE"):  # its tables are not made on the meta device
             with torch.device("cpu"):
@@ -213,7 +211,13 @@ def torchtune_step(method: str, num_layers: int) -> Step:
     model.to(device="meta", dtype=BF16)
     if method != "full":
         peft.set_trainable_params(model, peft.get_adapter_params(model))
-    loss_fn = losses.CEWithChunkedOutputLoss()
+    return model
+
+
+def torchtune_step(method: str, num_layers: int) -> Step:
+    """A step of the recipes for one device: bf16 throughout, the loss in eight chunks."""
+    model = build_torchtune_model(method, num_layers)
+    loss_fn = importlib.import_module("torchtune.modules.loss").CEWithChunkedOutputLoss()
     model.set_num_output_chunks(loss_fn.num_output_chunks)
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(parameters, fused=True)

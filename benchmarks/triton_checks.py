@@ -8,7 +8,9 @@ import json
 
 import torch
 from triton.backends.compiler import GPUTarget
-from triton_launches import LAUNCHES, count_compiles, describe_versions, find_uncovered, meta, record_launches
+from triton_coverage import find_uncovered
+from triton_launch_recorder import describe_versions, empty_meta, record_launches
+from triton_launches import LAUNCHES, count_compiles, unique_launches
 from triton_overflow_examples import right, wrong_address, wrong_mask, wrong_row
 from triton_ranges import find_overflows
 
@@ -17,7 +19,13 @@ TARGET = GPUTarget("cuda", 80, 32)
 LENGTHS = (4096, 4095, 1, 16, 17, 64, 100, 127, 128, 1000, *(257 * n for n in range(1, 17)), 8192, 12345, 32768, 65536)
 
 
+def list_uncovered(form: str) -> list[str]:
+    """Kernels without launches of a form: "variants", "large", or "step"."""
+    return find_uncovered(launch.name for launch in unique_launches("cuda", form))
+
+
 def list_overflows() -> list[str]:
+    """Overflows of the launches with the largest tensors."""
     lines = []
     for kernels in LAUNCHES.values():
         with record_launches(TARGET) as launches:
@@ -27,12 +35,12 @@ def list_overflows() -> list[str]:
 
 
 def list_control_overflows() -> dict[str, list[str]]:
-    """Of kernels of which the answers are known."""
-    x = meta(1, dtype=torch.float32)
+    """Overflows of kernels with known overflows, to check the check."""
+    x = empty_meta(1, dtype=torch.float32)
     with record_launches(TARGET) as launches:
         wrong_mask[(2**20,)](x, 2**30 + 1, SIZE=1024)
         wrong_address[(2**20,)](x, 4096, SIZE=1024)
-        wrong_row[(1,)](x, meta(1024, dtype=torch.int32), 4096, SIZE=1024)
+        wrong_row[(1,)](x, empty_meta(1024, dtype=torch.int32), 4096, SIZE=1024)
         right[(2**20,)](x, 2**30 + 1, 4096, SIZE=1024)
     return {launch.kernel.__name__: find_overflows(launch) for launch in launches}
 
@@ -47,7 +55,7 @@ def main() -> None:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     checks = {
         "versions": describe_versions(),
-        "uncovered": {form: find_uncovered(form) for form in ("variants", "large")},
+        "uncovered": {form: list_uncovered(form) for form in ("variants", "large", "step")},
         "overflows": list_overflows(),
         "control": list_control_overflows(),
         "compiles": count_all_compiles(),

@@ -2,7 +2,8 @@
 
     python benchmarks/triton_compile.py --table benchmarks/results/DATE-triton-compile.md
     python benchmarks/triton_compile.py --quick --json -  # what CI compiles
-    python benchmarks/triton_compile.py --all             # 7,000 compilations
+    python benchmarks/triton_compile.py --all             # 5,000 compilations
+    PYTHONPATH=.venv/triton-3.6 python benchmarks/triton_compile.py --all  # with another version of Triton
 
 Never set TRITON_INTERPRET: interpreted kernels are not compiled.
 """
@@ -15,6 +16,7 @@ import multiprocessing
 import os
 import platform
 import re
+import shlex
 import sys
 import tempfile
 import time
@@ -24,12 +26,16 @@ from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 from triton.compiler import compile as compile_triton
 from triton.errors import TritonError
-from triton_launches import Launch, describe_versions, unique_launches
+from triton_launch_recorder import Launch, describe_versions
+from triton_launches import unique_launches
+
+from tunekit.machine import hardware
 
 TARGETS = "sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942", "gfx1100"
 WARP_SIZES = {"gfx942": 64}
@@ -38,17 +44,16 @@ BLOCK_SIZES = ("SIZE", "HEADS", "ROWS", "WIDTH", "BLOCKS", "EXPERTS", "COLUMNS",
 # GPUs on which a module is never called: `prefers_triton` in experts.py. Nor is it on sm_90, which the oldest Triton
 # compiles for.
 UNUSED = {"experts_triton": {"sm_75", "sm_100", "gfx942"}}
-SIMILAR = {
-    "sm_86",
-    "sm_89",
-    "sm_100",
-}  # their code is much like that of sm_80 and sm_90: quick runs compile a share only
+# Their code is much like that of sm_80 and sm_90: quick runs compile a share only
+SIMILAR = {"sm_86", "sm_89", "sm_100"}
 
 COVERAGE = {
     "quick": "Variants: dtypes and flags, with the largest block that the presets lead to. Each is compiled for one\n"
     "target, in turn, and the largest of each kernel for most (`--quick`, as in the tests).",
     "largest": "Of each kernel, the variant with the largest block, for all targets.",
     "variants": "Variants: dtypes and flags, with the largest block that the presets lead to, each for all targets.",
+    "merge": "Of each kernel, the variant with the largest block for all targets, and each other variant (dtypes and\n"
+    "flags) for one target, in turn: `--largest` and `--quick`, one target after the other.",
     "all": "Variants: dtypes, flags, block sizes and integers that are 1 or multiples of 16, each for all targets.",
 }
 
@@ -189,6 +194,14 @@ def prepare_worker(cache: str) -> None:
     os.environ.update(TRITON_CACHE_DIR=cache, TRITON_DUMP_PTXAS_LOG="1")
 
 
+def read_results(files: list[str]) -> list[CompileResult]:
+    """Results of several runs with this version of Triton, by kernel; those that are in more than one count once."""
+    entries = [entry for file in files for entry in json.loads(Path(file).read_text("utf-8"))]
+    assert {entry.pop("triton") for entry in entries} == {triton.__version__}, "results of another version of Triton"
+    results = [CompileResult(**entry | {"seconds": 0.0}) for entry in entries]
+    return sorted(dict.fromkeys(results), key=lambda result: result.kernel)
+
+
 def format_table(results: list[CompileResult], targets: list[str]) -> str:
     """A row for each kernel, a column for each target: ranges over all variants."""
     kernels = list(dict.fromkeys(result.kernel for result in results))
@@ -201,6 +214,8 @@ def format_table(results: list[CompileResult], targets: list[str]) -> str:
 
 
 def format_cell(results: list[CompileResult]) -> str:
+    if not results:
+        return "not used"
     if failed := sum(bool(r.error) for r in results):
         return f"{failed} failed"
     registers, spills = format_range(r.registers for r in results), max(r.spills for r in results)
@@ -213,17 +228,21 @@ def format_range(numbers: Iterable[int]) -> str:
     return str(low) if low == high else f"{low}-{high}"
 
 
+def describe_command(form: str) -> str:
+    arguments = ["--merge", "FILES", "--table", "FILE"] if form == "merge" else sys.argv[1:]
+    return shlex.join(["python", "benchmarks/triton_compile.py", *arguments])
+
+
 def format_report(results: list[CompileResult], targets: list[str], form: str) -> str:
     spilled = [r for r in results if r.spills]
     spills = sorted({(r.kernel, r.variant, r.pointers, r.target, r.spills) for r in spilled}, key=lambda r: -r[4])
     failures = sum(bool(result.error) for result in results)
-    lines = [
-        *(f"- {size} B: `{kernel}` {variant} ({types}), {target}" for kernel, variant, types, target, size in spills)
-    ]
+    lines = [f"- {size} B: `{kernel}` {variant} ({types}), {target}" for kernel, variant, types, target, size in spills]
     return f"""# Triton kernels, compiled for nine GPUs
 
-{date.today()}, {describe_versions()}, Python {platform.python_version()}, no GPU: Triton's compiler with its own ptxas
-and LLVM. Nothing on this page has run on a GPU. `python benchmarks/triton_compile.py --table FILE`.
+{date.today()}, {describe_versions()}, Python {platform.python_version()}, {hardware(torch.device("cpu"))}, no GPU:
+Triton's compiler with its own ptxas and LLVM. Nothing on this page has run on a GPU.
+`{describe_command(form)}`
 
 {COVERAGE[form]}
 A cell is registers of a thread (lowest and highest) / bytes that a thread spills (most) / bytes of shared memory of a
@@ -237,7 +256,7 @@ block (most); "variants" is the most of one target.
 """
 
 
-def main() -> None:
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--targets", default=",".join(TARGETS), help="names such as sm_90,gfx942")
     forms = parser.add_mutually_exclusive_group()
@@ -246,15 +265,20 @@ def main() -> None:
         "--largest", dest="form", action="store_const", const="largest", help="the largest of each kernel"
     )
     forms.add_argument("--all", dest="form", action="store_const", const="all", help="each block size and alignment")
+    forms.add_argument("--merge", nargs="+", metavar="JSON", help="results of earlier runs; compile nothing")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--json", help="write all results here; -: to standard output")
     parser.add_argument("--table", help="write a Markdown report here")
-    args = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_arguments()
     if os.environ.get("TRITON_INTERPRET") == "1":
         sys.exit("triton_compile.py: TRITON_INTERPRET is set. Unset it: interpreted kernels are not compiled.")
     targets = args.targets.split(",")
-    form = args.form or "variants"
-    results = compile_all(targets, form, args.processes)
+    form = "merge" if args.merge else args.form or "variants"
+    results = read_results(args.merge) if args.merge else compile_all(targets, form, args.processes)
     if args.json:
         text = json.dumps([asdict(result) | {"triton": triton.__version__} for result in results], indent=0)
         sys.stdout.write(text) if args.json == "-" else Path(args.json).write_text(text, "utf-8")

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
-from triton_launches import Launch
+from triton_launch_recorder import Launch
 
 TARGET = GPUTarget("cuda", 80, 32)
 RESULT = re.compile(r"^\s*(%[\w.]+)(?::\d+)? = \"?([\w.]+)\"?(.*)$")
@@ -67,8 +67,8 @@ def divide(a: int, b: int) -> int:
 
 
 def remainder(a: Value, b: Value) -> tuple[int, int]:
-    most = max(abs(b.low), abs(b.high)) - 1
-    return (0 if a.low >= 0 else -most), min(most, max(a.high, 0))
+    limit = max(abs(b.low), abs(b.high)) - 1
+    return (0 if a.low >= 0 else -limit), min(limit, max(a.high, 0))
 
 
 def bitwise_and(a: Value, b: Value) -> tuple[int, int]:

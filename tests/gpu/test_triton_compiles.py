@@ -9,7 +9,9 @@ import os
 import subprocess
 import sys
 from functools import cache
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -39,6 +41,12 @@ SPILL_LIMITS = {"norm_triton.backward_kernel": 256, "divergence_triton.divergenc
 SPILL_LIMITS_OF_TARGETS = {("experts_triton.product_kernel", "gfx1100"): 256}
 
 
+@pytest.fixture
+def triton_coverage(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    return import_module("triton_coverage")
+
+
 def run_script(name: str, *args: str, python_path: Path | None = None) -> Any:
     """The JSON that a script of benchmarks/ prints."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
@@ -54,7 +62,7 @@ def compile_quick(version: str) -> list[dict[str, Any]]:
     if version == "newest":
         return run_script("triton_compile.py", "--quick", "--json", "-")
     if not OLDEST.is_dir() and os.environ.get("CI") != "true":
-        pytest.skip(f"{OLDEST.relative_to(ROOT)} is not there: `make test` installs it")
+        pytest.skip(f"{OLDEST.relative_to(ROOT)} does not exist: `make test` installs it")
     targets = "sm_90"
     return run_script("triton_compile.py", "--largest", "--targets", targets, "--json", "-", python_path=OLDEST)
 
@@ -70,13 +78,58 @@ def check_launches() -> dict[str, Any]:
 
 
 def test_every_kernel_has_launches() -> None:
-    assert check_launches()["uncovered"] == {"variants": [], "large": []}
+    assert check_launches()["uncovered"] == {"variants": [], "large": [], "step": []}
+
+
+NEW_KERNELS = """
+from functools import partial
+import triton as t
+from triton import jit
+from tunekit.kernels import old_triton as old
+from tunekit.kernels.old_triton import called_by_name
+
+@t.jit
+def compiled(x): called(x), called_by_name(x), old.called_by_module(x), shadowed(x)
+@jit
+def called(x): pass
+@t.jit
+def shadowed(x): pass
+@t.autotune([], key=[])
+@t.jit(do_not_specialize=["x"])
+def tuned(x, compiled): compiled(x)
+def build():
+    @jit
+    def nested(x): pass
+    return partial(t.jit, repr=build)(nested)
+def not_a_kernel(x): pass
+"""
+OLD_KERNELS = """
+import triton
+@triton.jit
+def called_by_name(x): shadowed = called_by_nothing = x; called_by_nothing(shadowed)
+@triton.jit
+def called_by_module(x): pass
+@triton.jit
+def called_by_nothing(x): pass
+"""
+
+
+def test_coverage_check_finds_kernels_that_are_not_compiled(triton_coverage: ModuleType, tmp_path: Path) -> None:
+    """However they are decorated and imported. Calls count, and local variables of the same name do not."""
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / "new_triton.py").write_text(NEW_KERNELS, "utf-8")
+    (tmp_path / "old_triton.py").write_text(OLD_KERNELS, "utf-8")
+    uncovered = triton_coverage.find_uncovered(["new_triton.compiled", "renamed"], tmp_path)
+    line = 1 + NEW_KERNELS.splitlines().index("    return partial(t.jit, repr=build)(nested)")
+    expected = {"old_triton.called_by_nothing", "new_triton.tuned", "new_triton.nested", f"new_triton:{line}"}
+    assert set(uncovered) == expected
 
 
 # One test: with pytest-xdist, others would compile everything again in another process
 @pytest.mark.parametrize("version", ["newest", "3.6.0"])
-def test_kernels_compile_to_machine_code_that_fits_every_gpu(version: str) -> None:
+def test_kernels_compile_to_machine_code_that_fits_every_gpu(version: str, triton_coverage: ModuleType) -> None:
     results = compile_quick(version)
+    assert triton_coverage.find_uncovered(result["kernel"] for result in results) == []
     assert len(results) > (100 if version == "newest" else 15)
     assert {result["triton"] == "3.6.0" for result in results} == {version == "3.6.0"}
     assert {result["target"] for result in results} == (set(SHARED_LIMITS) if version == "newest" else {"sm_90"})
@@ -88,7 +141,7 @@ def test_kernels_compile_to_machine_code_that_fits_every_gpu(version: str) -> No
 
 def check_instructions(results: list[dict[str, Any]], gradients: set[bool]) -> None:
     """Instructions that decide which numbers come out, and how fast."""
-    # Products and sums that are fused round once in place of twice. Which are fused depends on the code around them:
+    # Products and sums that are fused round once instead of twice. Which are fused depends on the code around them:
     # without fusion, losses have the same bits with and without the gradient.
     losses = [r for r in results if r["kernel"].endswith(".losses_kernel") and r["target"].startswith("sm")]
     assert {"GRADIENT=True" in result["variant"] for result in losses} == gradients
@@ -100,17 +153,17 @@ def check_instructions(results: list[dict[str, Any]], gradients: set[bool]) -> N
 
 
 def test_addresses_of_large_tensors_do_not_overflow() -> None:
-    """Of launches with more than 2^31 numbers, by bounds of every integer in the IR of Triton."""
+    """Launches have more than 2^31 numbers; bounds of every integer follow from the IR of Triton."""
     assert check_launches()["overflows"] == []
 
 
 def test_overflow_check_finds_known_overflows() -> None:
     """One in a mask and two in addresses, in kernels that are wrong on purpose; and none in their repaired copies."""
-    found = check_launches()["control"]
-    assert ["muli" in line for line in found["wrong_mask"]] == [True]
-    assert ["muli" in line for line in found["wrong_address"]] == [True]
-    assert ["muli" in line for line in found["wrong_row"]] == [True]
-    assert found["right"] == []
+    overflows = check_launches()["control"]
+    assert ["muli" in line for line in overflows["wrong_mask"]] == [True]
+    assert ["muli" in line for line in overflows["wrong_address"]] == [True]
+    assert ["muli" in line for line in overflows["wrong_row"]] == [True]
+    assert overflows["right"] == []
 
 
 def test_steps_of_other_lengths_compile_nothing() -> None:
