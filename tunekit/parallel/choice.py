@@ -93,12 +93,22 @@ class Parallel:
 
     def check(self, device: str, count: int) -> None:
         """Raise UserError if `count` devices of a type cannot do so."""
-        if count == 1:
-            return
         row = find_row(Device(device))
-        backend_of(device, row)
         if self.offload and not row.own_memory:
-            raise UserError("parallel.offload: on a CPU weights are in the memory of the host already: leave it out")
+            raise UserError(
+                f"parallel.offload: device {device} has no memory apart from the host's. Set parallel.offload=false."
+            )
+        if count > 1:
+            backend_of(device, row)
+
+    def unused_warning(self, count: int) -> str | None:
+        """The line to log if `count` processes ignore an option."""
+        if self.offload and count == 1:
+            return (
+                "warning: parallel.offload has no effect in one process, which shards nothing; "
+                "memory.offload=true keeps activations on the host"
+            )
+        return None
 
 
 COPIES = Parallel(

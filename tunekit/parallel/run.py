@@ -108,6 +108,8 @@ class Run:
             self.join()
         if (warning := devices.untested_warning(devices.capabilities(self.device))) is not None:
             self.tell(warning)
+        if not self.joins and (warning := self.parallel.unused_warning(self.size)) is not None:
+            self.tell(warning)
         return self
 
     def join(self) -> None:
