@@ -28,7 +28,15 @@ def home() -> Path:
     told = os.environ.get(HOME, "off")
     if told not in ("", "off"):
         return Path(told).expanduser().absolute()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tunekit"
+    return Path(os.environ.get("XDG_CACHE_HOME") or user_home() / ".cache") / "tunekit"
+
+
+def user_home() -> Path:
+    """The home directory. Without one, as in containers with `--user 1234`, a path that cannot be written."""
+    try:
+        return Path.home()
+    except RuntimeError:
+        return Path(os.devnull)
 
 
 def writable(folder: Path) -> bool:
@@ -65,20 +73,13 @@ def set_compiler_cache_directories() -> None:
 
 
 def can_write_triton_home() -> bool:
-    try:
-        return writable(Path(os.environ.get("TRITON_HOME") or Path.home()) / ".triton" / "cache")
-    except RuntimeError:  # a user without a home directory, as in containers with `--user 1234`
-        return False
+    return writable(Path(os.environ.get("TRITON_HOME") or user_home()) / ".triton" / "cache")
 
 
 @cache
 def get_compiler_cache_directory() -> Path:
     """The cache directory of tunekit, or a temporary one: a fixed name in `/tmp` could be another user's."""
-    try:
-        directory = folder()
-    except RuntimeError:
-        directory = None
-    if directory is not None and writable(directory):
+    if writable(directory := folder()):
         return directory
     temporary = Path(mkdtemp(prefix="tunekit-"))
     atexit.register(shutil.rmtree, temporary, ignore_errors=True)

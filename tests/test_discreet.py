@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from huggingface_hub import constants
 
 from tunekit import discreet
 
@@ -61,3 +62,12 @@ def test_trees() -> None:
         "uri": "http://host",
     }
     assert discreet.name("meta-llama/Llama-3.2-1B") == "meta-llama/Llama-3.2-1B"
+
+
+def test_a_home_that_cannot_be_read_has_no_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The Hub's library raises NotADirectoryError or PermissionError for the file of its token."""
+    (tmp_path / "file").touch()
+    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "file" / "token"))
+    assert discreet.text("0123456789abcdef and more") == "*** and more"

@@ -183,7 +183,25 @@ def memory_info(device: torch.device) -> tuple[int, int] | None:
     """Free and total bytes of a device, over all processes; None where the system does not report them."""
     if not capabilities(device).memory_stats:
         return None
-    return torch.get_device_module(device).mem_get_info(device)
+    try:
+        return torch.get_device_module(device).mem_get_info(device)
+    except RuntimeError:
+        if device.type != "xpu":
+            raise
+        return None  # integrated Intel GPUs do not report free memory (pytorch#159728)
+
+
+def shares_host_memory(device: torch.device) -> bool:
+    """Whether an NVIDIA GPU has no memory apart from the host's, such as GB10 (DGX Spark) and Jetson."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return bool(torch.cuda.get_device_properties(device).is_integrated)
+
+
+def empty_cache(device: torch.device) -> None:
+    """Give cached memory of torch's allocator back to the device. Does nothing on a CPU."""
+    if device.type in ACCELERATORS:
+        torch.accelerator.empty_cache()
 
 
 def memory_stats(device: torch.device) -> dict[str, int] | None:

@@ -36,12 +36,20 @@ def text(value: str) -> str:
     for secret in secrets():
         value = value.replace(secret, HIDDEN)
     value = TOKEN.sub(HIDDEN, QUERY.sub(rf"\1{HIDDEN}", USER.sub("", value)))
-    for folder in {str(Path.home()), str(Path.cwd())} - {"/"}:
+    for folder in {os.path.expanduser("~"), str(Path.cwd())} - {"/", "~"}:  # noqa: PTH111 - Path.home() may raise
         value = re.sub(re.escape(folder) + r"(?:/[^\s\"'`)\],;]*)?", lambda found: Path(found[0]).name, value)
     return value
 
 
 def secrets() -> list[str]:
     """Tokens and passwords that this process knows, the longest first: one may be a part of another."""
-    known = {value for key, value in os.environ.items() if SECRET.search(key)} | {get_token() or ""}
+    known = {value for key, value in os.environ.items() if SECRET.search(key)} | {hub_token()}
     return sorted((value for value in known if len(value) >= SHORTEST), key=len, reverse=True)
+
+
+def hub_token() -> str:
+    """The token of the Hub. A home that cannot be read, as in containers with `--user 1234`, has none."""
+    try:
+        return get_token() or ""
+    except OSError:
+        return ""

@@ -44,10 +44,10 @@ class Memory:
         row = devices.capabilities(device)
         if self.offload and not row.own_memory:
             raise UserError(
-                f"memory.offload: device {device.type} has no memory apart from the host's. Set it to false."
+                f"memory.offload: device {device.type} has no memory apart from the host's. Set memory.offload=false."
             )
         if self.compile and not row.compile:
-            raise UserError(f"memory.compile: torch.compile is not supported on {row.name}. Set it to false.")
+            raise UserError(f"memory.compile: torch.compile is not supported on {row.name}. Set memory.compile=false.")
 
     def apply(self, model: Decoder, device: torch.device = CPU, tell: Callable[[str], object] = print) -> None:
         """Fit a model for it; `tell` gets a line when something takes long."""

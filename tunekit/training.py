@@ -198,8 +198,10 @@ def tokenizer_of(source: Folder) -> Tokenizer:
 def check(cfg: Training) -> None:
     """What can be known without reading weights: the folder, the family, the adapter's targets, the rows' files."""
     if cfg.device in ("auto", "cpu"):  # a config for a GPU may be checked on a machine without one
-        cfg.memory.check(devices.select(cfg.device))
-        cfg.precision.check(devices.select(cfg.device))
+        device = devices.select(cfg.device)
+        cfg.memory.check(device)
+        cfg.precision.check(device)
+        cfg.parallel.check(device.type, 1)
     source = source_of(cfg, fetch.SMALL)
     shapes = assemble.outline(source, cfg.weights, cfg.adapter).shapes
     assemble.divisible(source, cfg.weights, cfg.adapter, cfg.parallel)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tunekit import devices, launch
+from tunekit import cli, devices, launch
 from tunekit.devices import ACCELERATORS, TABLE, Capabilities, Device, choose_type, find_row
 from tunekit.errors import UserError
 from tunekit.memory import Memory
@@ -116,6 +116,9 @@ def test_backends_of_processes() -> None:
         Parallel().check("mps", 2)
     Parallel().check("mps", 1)
     Parallel(offload=True).check("cuda", 2)
+    for count in (1, 2):
+        with pytest.raises(UserError, match="parallel.offload"):
+            Parallel(offload=True).check("cpu", count)
 
 
 @pytest.mark.parametrize(("parallel", "count"), [(Parallel(offload=True), 1), (Parallel(offload=True, tensor=2), 2)])
@@ -124,7 +127,7 @@ def test_weights_that_no_devices_share_cannot_wait_on_the_host(parallel: Paralle
     with pytest.raises(UserError, match="parallel.offload: only weights that several devices share"):
         parallel.check("cuda", count)
     parallel.check("cuda", 2 * count)
-    with pytest.raises(UserError, match="parallel.offload: on a CPU"):
+    with pytest.raises(UserError, match="parallel.offload: device cpu"):
         Run(0, "cpu", Parallel(offload=True))
 
 
@@ -153,6 +156,29 @@ def test_tf32_is_refused_by_the_check_of_a_config(device: str) -> None:
     with pytest.raises(UserError, match="precision.compute"):
         launch.config(sft, "nano/tools_lora", ["precision.compute=tf32", f"device={device}"], [])
     launch.config(sft, "nano/tools_lora", ["precision.compute=tf32", "device=cuda"], [])
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["device=gpu", "device=cuda:1", "deterministic=maybe", "parallel.offload=true", "memory.offload=true",
+     "precision.compute=fp16", "precision.compute=tf32"],
+)  # fmt: skip
+def test_mistakes_of_device_options_name_the_key(override: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["validate", "nano/tools_lora", override]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1 and f"{override.partition('=')[0]}: " in error
+
+
+def test_a_device_that_is_not_present_is_an_error_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    words = ["sft", "nano/tools_lora", "device=cuda", f"out={tmp_path / 'run'}"]
+    assert cli.main(["validate", "nano/tools_lora", "device=cuda"]) == 0, "it may be for another machine"
+    assert cli.main(["run", *words]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: device: ") and error.count("\n") == 1
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(("word", "variable"), [("cuda:1", "CUDA_VISIBLE_DEVICES=1"), ("xpu:0", "ZE_AFFINITY_MASK=0")])

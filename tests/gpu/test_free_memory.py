@@ -1,14 +1,17 @@
 """Memory of a GPU that other processes use is reported before weights are loaded."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from tests.gpu.test_plan_gpu import described, on, small
+from tunekit import devices
 from tunekit.errors import UserError
 from tunekit.parallel.run import Run
 from tunekit.plan import free_memory, outcome
-from tunekit.plan.free_memory import Free, Need, compare, needed
+from tunekit.plan.free_memory import Free, Need, compare, count_reclaimable, name_gpu, needed
 from tunekit.plan.machine import GIB, KINDS
 from tunekit.plan.room import DRIVER
 
@@ -53,6 +56,53 @@ def test_the_driver_of_this_process_is_not_counted_twice() -> None:
     assert Free("GPU 0", gib(24) - DRIVER, gib(24)).used_by_others == 0
     sharded = outcome.plan(described(small(), batch=8), replace(on(KINDS["l4"], 2)))
     assert needed(sharded).weights < need.weights
+
+
+def test_memory_of_this_process_is_not_blamed_on_others() -> None:
+    """As in a notebook that has trained before."""
+    gpu = Free("GPU 0", gib(5), gib(24), allocated=gib(16))
+    assert gpu.used_by_others == gib(24) - gib(5) - gib(16) - DRIVER
+    line = compare(gpu, Need(gib(18), gib(4)))
+    assert "This process already uses 16.0 GiB" in line and "Other processes" not in line
+
+
+def test_an_intel_gpu_is_selected_by_its_own_variable() -> None:
+    assert "ZE_AFFINITY_MASK" in compare(SHARED._replace(variable="ZE_AFFINITY_MASK"), Need(gib(22), gib(10)))
+
+
+def test_the_page_cache_is_free_memory_of_a_gpu_that_uses_the_hosts() -> None:
+    """A GB10 after a download: CUDA reports 41.5 GiB free, and the system can still give 115.7."""
+    assert count_reclaimable(gib(41.5), gib(119.7), gib(115.7)) == gib(115.7)
+    assert count_reclaimable(gib(41.5), gib(100), gib(115.7)) == gib(100)
+    assert count_reclaimable(gib(41.5), gib(119.7), None) == gib(41.5)
+
+
+@pytest.mark.parametrize("integrated", [0, 1])
+def test_integrated_gpus_are_recognized(integrated: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(is_integrated=integrated))
+    assert devices.shares_host_memory(torch.device("cuda", 0)) == bool(integrated)
+    assert not devices.shares_host_memory(torch.device("cpu"))
+
+
+def test_intel_gpus_that_do_not_report_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(device: torch.device) -> tuple[int, int]:
+        raise RuntimeError("The device (Intel(R) Graphics) doesn't support querying the available free memory.")
+
+    for kind in ("xpu", "cuda"):
+        monkeypatch.setattr(torch.get_device_module(kind), "mem_get_info", fail)
+    assert devices.memory_info(torch.device("xpu", 0)) is None
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    with pytest.raises(RuntimeError):
+        devices.memory_info(torch.device("cuda", 7))
+
+
+def test_a_gpu_is_named_with_the_variable_that_selected_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`GPU 0` is the first visible one: nvidia-smi may list it as GPU 3."""
+    run, gpu = Run(device="cpu"), torch.device("cuda", 0)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert name_gpu(gpu, run, "CUDA_VISIBLE_DEVICES") == "GPU 0"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    assert name_gpu(gpu, run, "CUDA_VISIBLE_DEVICES") == "GPU 0 (CUDA_VISIBLE_DEVICES=3)"
 
 
 def test_a_cpu_reports_nothing(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,11 +1,13 @@
 """What is compiled for one processor is never taken by another."""
 
 import os
+import pwd
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
-from tunekit import cli
+from tunekit import cli, discreet
 from tunekit.kernels import native, store
 
 ZEN = "processor\t: 0\nvendor_id\t: AuthenticAMD\nmodel name\t: AMD EPYC\ncpu MHz\t\t: 2596.1\nflags\t\t: fpu avx2\n\n"
@@ -79,3 +81,16 @@ def test_where_making_a_folder_fails_torch_keeps_its_own_place(monkeypatch: pyte
 def test_a_look_at_a_folder_leaves_nothing(tmp_path: Path) -> None:
     assert store.writable(tmp_path / "a" / "b") and store.writable(tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_user_without_a_home_directory_has_no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in containers with `--user 1234`."""
+
+    def unknown(uid: int) -> NoReturn:
+        raise KeyError(uid)
+
+    for name in ("HOME", "XDG_CACHE_HOME", store.HOME):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    assert not store.writable(store.folder()) and not store.can_write_triton_home()
+    assert discreet.text("nothing private") == "nothing private"

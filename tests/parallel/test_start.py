@@ -39,7 +39,7 @@ def test_mistakes_are_told_once_before_ranks_start(beads: Beads) -> None:
     for words, (text, look) in {
         ("beads=1001",): ("error: beads: 1001 are too many\n", True),
         ("parallel.tensor=3",): ("there are 2 processes", True),
-        ("parallel.offload=true",): ("parallel.offload: on a CPU", True),
+        ("parallel.offload=true",): ("parallel.offload: device cpu", True),
         ("--gpus", "400"): ("--gpus 400", True),
         ("--max-restarts", "-1"): ("'-1' is no number from 0 up", False),
         ("--nodes", "2"): ("--rendezvous HOST:PORT", False),

@@ -12,8 +12,8 @@ from tunekit.errors import UserError
 from tunekit.selftest import model_checks
 from tunekit.selftest.checklist import CHECKS, SYSTEM, Check, select_checks
 from tunekit.selftest.compare import Comparison, require_triton_launches
-from tunekit.selftest.context import Context
-from tunekit.selftest.process_checks import check_one_rank
+from tunekit.selftest.context import Context, synchronize
+from tunekit.selftest.process_checks import check_one_rank, check_several_ranks, num_ranks
 from tunekit.selftest.result import CheckFailedError, CheckSkippedError
 
 KERNELS = Path(__file__).parents[2] / "kernels"
@@ -72,6 +72,22 @@ def test_other_devices_skip_compiled_kernels() -> None:
     function = import_module(f"tunekit.selftest.{check.module}").CHECKS["glu"]
     with pytest.raises(CheckSkippedError, match="meta"):
         function(context("meta"))
+
+
+def test_devices_without_a_backend_skip_checks_of_processes() -> None:
+    for check in (check_one_rank, check_several_ranks):
+        with pytest.raises(CheckSkippedError, match="mps"):
+            check(context("mps"))
+    with pytest.raises(CheckSkippedError, match="XCCL needs a GPU for each process"):
+        num_ranks(context("xpu"))
+
+
+@pytest.mark.parametrize("kind", ["xpu", "mps"])
+def test_times_wait_for_every_kind_of_accelerator(kind: str) -> None:
+    """None of them is present here: torch refuses to wait for it. Without waiting, only launches would be timed."""
+    with pytest.raises(RuntimeError):
+        synchronize(torch.device(kind))
+    synchronize(torch.device("cpu"))
 
 
 @pytest.mark.parametrize("wrong", [float("nan"), 1.001], ids=str)

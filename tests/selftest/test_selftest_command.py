@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -10,13 +11,15 @@ from pathlib import Path
 import pytest
 
 from tunekit import cli
+from tunekit.commands.selftest import INDENT, format_row
 from tunekit.kernels import rope
 from tunekit.selftest import report
-from tunekit.selftest.checklist import SYSTEM
+from tunekit.selftest.checklist import ALWAYS, SYSTEM
 from tunekit.selftest.result import Outcome
 from tunekit.selftest.system import VARIABLES
 
 ROOT = Path(__file__).parents[2]
+COMPILE = ALWAYS[1]
 SECRET = "hf_" + "a1B2c3D4" * 4
 
 
@@ -35,6 +38,7 @@ def test_the_report_has_no_secrets_names_or_paths(tmp_path: Path) -> None:
     home.mkdir()
     private = {
         "HOME": str(home),
+        "XDG_CACHE_HOME": os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache"),  # has the C++ kernels
         "USER": "jane.doe",
         "LOGNAME": "jane.doe",
         "HF_TOKEN": SECRET,
@@ -42,7 +46,8 @@ def test_the_report_has_no_secrets_names_or_paths(tmp_path: Path) -> None:
     }
     done = selftest(home, "--only", "float8", "--only", "packing", "--output", "report.json", **private)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert statuses(home / "report.json") == {SYSTEM: "passed", "kernels.float8": "passed", "model.packing": "passed"}
+    expected = {SYSTEM: "passed", "kernels.float8": "passed", "model.packing": "passed"}
+    assert statuses(home / "report.json") == expected | {COMPILE: statuses(home / "report.json")[COMPILE]}
     system = json.loads((home / "report.json").read_text())["system"]
     assert {"python", "torch", "cpu", "memory", "device"} <= system.keys()
     for text in ((home / "report.json").read_text(), (home / "report.md").read_text()):
@@ -66,7 +71,7 @@ def test_a_broken_kernel_is_named(tmp_path: Path) -> None:
     done = selftest(tmp_path, "--only", "rope", "--only", "float8", PYTHONPATH=str(tmp_path))
     assert done.returncode == 1, done.stdout + done.stderr
     assert done.stderr.startswith("failed: kernels.rope: ") and "gradient of q" in done.stderr
-    expected = {SYSTEM: "passed", "kernels.rope": "failed", "kernels.float8": "passed"}
+    expected = {SYSTEM: "passed", COMPILE: "passed", "kernels.rope": "failed", "kernels.float8": "passed"}
     assert statuses(tmp_path / "tunekit-selftest.json") == expected
     assert "## Failed" in (tmp_path / "tunekit-selftest.md").read_text()
 
@@ -77,6 +82,7 @@ def test_a_broken_kernel_is_named(tmp_path: Path) -> None:
         (["--only", "kernels.gluu"], "kernels.glu"),
         (["--output", "missing/report.json"], "--output missing/report.json"),
         (["--output", "."], "directory"),
+        (["--output", "/proc/report.json"], "cannot write /proc/report.json"),
         (["--device", "tpu"], "--device"),
         (["--device", "cuda", "--only", "float8"], "--device cuda"),
     ],
@@ -89,6 +95,37 @@ def test_usage_errors_exit_with_2(
     assert cli.main(["selftest", *words]) == 2
     assert near in capsys.readouterr().err
     assert not [*tmp_path.iterdir()]
+
+
+def test_rows_are_wrapped_and_never_cut_off() -> None:
+    detail = "limit 0.5 s (operations 0.5 s, memory 0.1 s); measured 0.7 s = 1.40 x the limit; 45 tokens/s"
+    outcome = Outcome("speed.lora_step", "passed", 3.2, detail)
+    lines = format_row(outcome, 80).splitlines()
+    assert max(map(len, lines)) <= 80 and lines[-1].startswith(INDENT) and lines[-1].endswith("45 tokens/s")
+    assert " ".join(" ".join(lines).split()) == " ".join(format_row(outcome, None).split())
+
+
+def test_ctrl_c_says_that_there_is_no_report(tmp_path: Path) -> None:
+    command = [sys.executable, "-P", "-m", "tunekit.cli", "selftest", "--device", "cpu", "--only", "lora_step"]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "TMPDIR": str(tmp_path)}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, cwd=tmp_path, env=env, **pipes) as process:
+        assert process.stdout is not None and process.stderr is not None
+        while not process.stdout.readline().startswith(("passed   kernels.compile", "skipped  kernels.compile")):
+            pass
+        process.send_signal(signal.SIGINT)
+        assert process.stderr.read() == "\ninterrupted after 2 of 3 checks: no report was written\n"
+    assert process.returncode == 130 and not [*tmp_path.iterdir()]
+
+
+def test_kernels_are_skipped_if_they_cannot_be_stored(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    private = {"TUNEKIT_CACHE": str(tmp_path / "file"), "XDG_CACHE_HOME": str(tmp_path / "file")}
+    done = selftest(tmp_path, "--only", "rope", **private)
+    assert done.returncode == 0, done.stdout + done.stderr
+    expected = {SYSTEM: "passed", COMPILE: "skipped", "kernels.rope": "skipped"}
+    assert statuses(tmp_path / "tunekit-selftest.json") == expected
+    assert "TUNEKIT_CACHE" in done.stdout
 
 
 def test_paths_and_numbers_that_are_not_finite_are_redacted() -> None:

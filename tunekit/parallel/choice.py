@@ -94,10 +94,12 @@ class Parallel:
     def check(self, device: str, count: int) -> None:
         """Raise UserError if `count` devices of a type cannot do so."""
         row = find_row(Device(device))
+        if self.offload and not row.own_memory:
+            raise UserError(
+                f"parallel.offload: device {device} has no memory apart from the host's. Set parallel.offload=false."
+            )
         if count > 1:
             backend_of(device, row)
-        if self.offload and not row.own_memory:
-            raise UserError("parallel.offload: on a CPU weights are in the memory of the host already: leave it out")
         if self.offload and self.sizes(count).averaged == 1:
             raise UserError(
                 "parallel.offload: only weights that several devices share can wait on the host, and here none are. "

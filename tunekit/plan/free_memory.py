@@ -4,19 +4,22 @@ Other processes on the same GPU are the most frequent reason for running out of 
 later.
 """
 
+import os
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch
+
 from tunekit import devices
+from tunekit.config.build import VISIBLE
 from tunekit.errors import UserError
+from tunekit.machine import available_memory
 from tunekit.parallel.run import Run
 from tunekit.plan import explain, outcome
 from tunekit.plan.machine import GIB
 from tunekit.plan.outcome import Plan
 from tunekit.plan.room import DRIVER
 from tunekit.plan.task import task
-
-SELECT = "select another GPU with CUDA_VISIBLE_DEVICES"
 
 
 class Free(NamedTuple):
@@ -25,11 +28,13 @@ class Free(NamedTuple):
     label: str
     free: int
     total: int
+    allocated: int = 0  # by this process already, which may have trained before, as in a notebook
+    variable: str = VISIBLE["cuda"]  # that selects the GPU
 
     @property
     def used_by_others(self) -> int:
-        """Bytes of other processes; this one has loaded the driver and nothing else."""
-        return max(0, self.total - self.free - DRIVER)
+        """Bytes of other processes. This one has loaded the driver, too."""
+        return max(0, self.total - self.free - self.allocated - DRIVER)
 
 
 class Need(NamedTuple):
@@ -56,21 +61,50 @@ def compare(gpu: Free, need: Need | None) -> str:
 
 
 def remedy(gpu: Free, need: Need) -> str:
-    """The advice, which depends on whether the memory would be enough without the other processes."""
-    if need.peak <= gpu.free + gpu.used_by_others:
-        others = f"Other processes use {gpu.used_by_others / GIB:.1f} GiB"
-        return f"{others}: stop them (nvidia-smi lists them), or {SELECT}."
-    return "`tune plan --fit` finds settings that need less."
+    """The advice, which depends on whose memory would be enough if it were free."""
+    if need.peak > gpu.free + gpu.used_by_others + gpu.allocated:
+        return "`tune plan --fit` finds settings that need less."
+    if gpu.allocated > gpu.used_by_others:
+        return f"This process already uses {gpu.allocated / GIB:.1f} GiB: restart it, or delete its models."
+    others = f"Other processes use {gpu.used_by_others / GIB:.1f} GiB"
+    return f"{others}: stop them, or select another GPU with {gpu.variable}."
 
 
 def check(cfg: Any, run: Run) -> None:
     """Log the free memory of the fullest GPU of a run, and what the config needs. Does nothing on a CPU."""
+    gpu = read_free_memory(run)
+    if gpu is not None:
+        fullest = min(run.gather(gpu), key=lambda gpu: gpu.free)
+        run.tell(run.shared(partial(planned, cfg, run, fullest)))
+
+
+def read_free_memory(run: Run) -> Free | None:
+    """The memory of this rank's GPU; None where the system does not report it."""
+    devices.empty_cache(run.device)  # memory that torch has cached is free for the run
     info = devices.memory_info(run.device)
     if info is None:
-        return
-    name = f"GPU {run.device.index}" if run.size == 1 else f"GPU {run.device.index} of rank {run.rank}"
-    fullest = min(run.gather(Free(name, *info)), key=lambda gpu: gpu.free)
-    run.tell(run.shared(partial(planned, cfg, run, fullest)))
+        return None
+    free, total = info
+    if devices.shares_host_memory(run.device):
+        free = count_reclaimable(free, total, available_memory())
+    allocated = (devices.memory_stats(run.device) or {}).get("reserved_bytes.all.current", 0)
+    variable = VISIBLE[run.device.type]
+    return Free(name_gpu(run.device, run, variable), free, total, allocated, variable)
+
+
+def count_reclaimable(free: int, total: int, available: int | None) -> int:
+    """Free bytes of a GPU that uses the host's memory, of which `available` can be allocated.
+
+    CUDA counts the page cache as used there, so a checkpoint that was just downloaded would seem not to fit
+    (unslothai/unsloth#10704 has measurements of a GB10).
+    """
+    return free if available is None else max(free, min(available, total))
+
+
+def name_gpu(device: torch.device, run: Run, variable: str) -> str:
+    """The index of a GPU among those that this process sees, and how they were selected."""
+    name = f"GPU {device.index}" if run.size == 1 else f"GPU {device.index} of rank {run.rank}"
+    return f"{name} ({variable}={os.environ[variable]})" if os.environ.get(variable) else name
 
 
 def planned(cfg: Any, run: Run, gpu: Free) -> str:

@@ -9,6 +9,8 @@ from tunekit.errors import UserError
 TOTAL_SECONDS = 175  # time limit of all checks together
 START_SECONDS = 90  # time limit for starting a worker: on network file systems importing torch is slow
 SYSTEM = "system.versions"
+# Checks that always run. On a new machine the compiler would exceed the time limits of other checks.
+ALWAYS = (SYSTEM, "kernels.compile")
 
 
 @dataclass(frozen=True)
@@ -53,9 +55,9 @@ CHECKS = (
     Check("model.generation", "model_checks", 30),
     Check("model.resume", "model_checks", 60, quick=False),
     Check("speed.limits", "speed_checks", 25, worker="speed"),
-    Check("speed.lora_step", "speed_checks", 60, worker="speed", quick=False),
-    Check("speed.qlora_step", "speed_checks", 60, worker="speed", quick=False),
-    Check("speed.full_step", "speed_checks", 60, worker="speed", quick=False),
+    Check("speed.lora_step", "speed_checks", 90, worker="speed", quick=False),
+    Check("speed.qlora_step", "speed_checks", 90, worker="speed", quick=False),
+    Check("speed.full_step", "speed_checks", 90, worker="speed", quick=False),
     Check("processes.one_rank", "process_checks", 40, worker="processes", quick=False),
     Check("processes.several_ranks", "process_checks", 70, worker="processes", quick=False),
 )

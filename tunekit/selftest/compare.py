@@ -61,8 +61,8 @@ class Comparison:
 
     def result(self) -> Result:
         """Number of comparisons and largest errors, for the report."""
-        errors = ", ".join(f"{dtype} {error:.1g}" for dtype, error in sorted(self.errors.items()))
-        detail = f"{self.implementation}: {self.cases} comparisons, relative error up to {errors or 0}"
+        errors = ", ".join(f"{error:.1g} in {dtype}" for dtype, error in sorted(self.errors.items()))
+        detail = f"{self.implementation}: {self.cases} comparisons, relative errors up to {errors or 0}"
         return Result(detail, {"implementation": self.implementation, "errors": self.errors, "comparisons": self.cases})
 
 
@@ -95,7 +95,7 @@ def require_fast_version(context: Context, module: ModuleType) -> str:
     if context.device.type != "cpu":
         raise CheckSkippedError(f"no compiled version for {context.device.type}: torch operations are used")
     if native.library(module.SOURCE) is None:
-        raise CheckSkippedError("no C++ compiler: torch operations are used")
+        raise CheckSkippedError("the C++ version cannot be built (see kernels.compile): torch operations are used")
     if module.compiled() is None:
         raise CheckSkippedError("the C++ version does not support this processor: torch operations are used")
     return "C++"

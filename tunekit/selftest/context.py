@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from tunekit.devices import ACCELERATORS
 from tunekit.selftest.result import Result
 
 
@@ -23,5 +24,5 @@ CheckFunction = Callable[[Context], Result]
 
 def synchronize(device: torch.device) -> None:
     """Wait until the device has finished its work."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if device.type in ACCELERATORS:
+        torch.accelerator.synchronize(device)

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from tunekit.adapters import Full
 from tunekit.data.steps.batch import Batch
+from tunekit.devices import capabilities, has_fast_bf16
 from tunekit.losses.likelihood import CrossEntropy
 from tunekit.models.decoder import Decoder
 from tunekit.parallel.run import Run
@@ -33,24 +34,24 @@ LOG_LINES = 6
 
 def check_one_rank(context: Context) -> Result:
     """A process group of one rank: collectives, and the loss and gradient norm of sharded weights."""
-    if not dist.is_available():
-        raise CheckSkippedError("this build of torch has no torch.distributed")
+    backend = require_backend(context)
     compute = "bf16" if context.device.type == "cuda" else "fp32"
     expected = loss_and_gradient(context, compute, shard=False)
     with one_rank_environment():
         actual = loss_and_gradient(context, compute, shard=True)
-    for name, a, b in zip(("loss", "gradient norm"), actual[:2], expected[:2], strict=True):
+    for name, a, b in zip(("loss", "gradient norm"), actual, expected, strict=True):
         error = relative_error(torch.tensor(a), torch.tensor(b))
         if not error <= LIMITS[compute]:
             raise CheckFailedError(f"{name} of sharded weights is {a:.6g}, without sharding {b:.6g} ({compute})")
-    values = {"backend": actual[2], "loss": actual[0], "gradient_norm": actual[1]}
-    return Result(f"{actual[2]}: collectives, FSDP loss and gradient norm equal those without sharding", values)
+    values = {"backend": backend, "loss": actual[0], "gradient_norm": actual[1]}
+    return Result(f"{backend}: collectives, FSDP loss and gradient norm equal those without sharding", values)
 
 
-def loss_and_gradient(context: Context, compute: str, shard: bool) -> tuple[float, float, str]:
-    """Loss and gradient norm of a packed batch, and the backend."""
+def loss_and_gradient(context: Context, compute: str, shard: bool) -> tuple[float, float]:
+    """Loss and gradient norm of a packed batch."""
     with Run(0, context.device.type) as run:
-        backend = join(run) if shard else ""
+        if shard:
+            join(run)
         model = nano.open_model(run, compute)
         model.requires_grad_(True).train()
         documents = nano.random_documents(model.spec.vocab, LENGTHS)
@@ -58,7 +59,7 @@ def loss_and_gradient(context: Context, compute: str, shard: bool) -> tuple[floa
         result = backward(model, batch.to(run.device))
         if shard:
             dist.destroy_process_group()
-    return *result, backend
+    return result
 
 
 def backward(model: Decoder, batch: Batch) -> tuple[float, float]:
@@ -70,15 +71,14 @@ def backward(model: Decoder, batch: Batch) -> tuple[float, float]:
     return float(loss.detach()), float(torch.stack([g.float().norm() for g in local]).norm())
 
 
-def join(run: Run) -> str:
-    """Initialize the process group of a run. Returns the backend; sharding tries the other collectives."""
+def join(run: Run) -> None:
+    """Initialize the process group of a run. Sharding tries the other collectives."""
     run.join()
     ones = torch.ones(8, device=run.device)
     dist.all_reduce(ones)
     run.barrier()
     if ones.tolist() != [1.0] * 8:
         raise CheckFailedError(f"all-reduce of one rank changed its input: {ones.tolist()}")
-    return "NCCL" if run.device.type == "cuda" else "gloo"
 
 
 @contextmanager
@@ -106,7 +106,8 @@ def check_several_ranks(context: Context) -> Result:
     alone, ranks = (nano.read_metrics(context.directory / name) for name in ("alone", "ranks"))
     if len(alone) != STEPS or len(ranks) != STEPS:
         raise CheckFailedError(f"{len(ranks)} steps of {count} processes, {len(alone)} of one, expected {STEPS}")
-    limit = LIMITS["bf16" if context.device.type == "cuda" else "fp32"]
+    # On a CPU weights travel in fp32, and each process computes what one process computes.
+    limit = LIMITS["bf16" if context.device.type != "cpu" and has_fast_bf16(context.device) else "fp32"]
     errors = [abs(b["loss"] - a["loss"]) / abs(a["loss"]) for a, b in zip(alone, ranks, strict=True)]
     if not max(errors) <= limit:
         raise CheckFailedError(
@@ -119,14 +120,26 @@ def check_several_ranks(context: Context) -> Result:
 
 
 def num_ranks(context: Context) -> tuple[int, str]:
-    """How many processes this machine can carry, and their backend."""
+    """How many processes this machine can run, and their backend."""
+    backend = require_backend(context)
+    if context.device.type == "cpu":
+        return 2, backend
+    count = torch.get_device_module(context.device).device_count()
+    if count < 2:
+        raise CheckSkippedError(f"{backend} needs a GPU for each process, and there is one: see processes.one_rank")
+    return min(count, MAX_GPUS), backend
+
+
+def require_backend(context: Context) -> str:
+    """The name of the device's backend; CheckSkippedError if there is none."""
     if not dist.is_available():
         raise CheckSkippedError("this build of torch has no torch.distributed")
-    if context.device.type == "cpu":
-        return 2, "gloo"
-    if torch.cuda.device_count() < 2:
-        raise CheckSkippedError("one GPU, and NCCL needs a GPU for each process: see processes.one_rank")
-    return min(torch.cuda.device_count(), MAX_GPUS), "NCCL"
+    backend = capabilities(context.device).backend
+    if backend is None:
+        raise CheckSkippedError(f"torch has no backend for several processes on {context.device.type}")
+    if backend == "nccl" and torch.version.hip is not None:
+        return "RCCL"
+    return backend if backend == "gloo" else backend.upper()
 
 
 def run_ranks(directory: Path, device: str, count: int, more: tuple[str, ...]) -> None:

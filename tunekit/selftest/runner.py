@@ -23,6 +23,7 @@ NO_DEVICE = 3
 # Everything that is read comes with the package.
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TQDM_DISABLE": "1", "PYTHONUNBUFFERED": "1"}
 FOREIGN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # of a launcher around this process
+BUSY = 2  # runnable threads on each core
 LOG_LINES = 12  # last lines of a worker that crashed
 
 
@@ -101,9 +102,16 @@ class Runner:
             reason = f"stopped after {seconds:.0f} s: time limit of all checks ({self.total_seconds:g} s) reached"
             return Outcome(check.name, "skipped", seconds, reason)
         if worker.hangs:
-            return Outcome(check.name, "failed", seconds, f"no result after {seconds:.0f} s", {"log": worker.log()})
+            text = f"no result after {seconds:.0f} s{load_hint()}"
+            return Outcome(check.name, "failed", seconds, text, {"log": worker.log()})
         text = f"worker was killed by {signal.Signals(-code).name}" if code < 0 else f"worker ended with code {code}"
         return Outcome(check.name, "failed", seconds, text, {"log": worker.log()})
+
+
+def load_hint() -> str:
+    """The load of a busy machine, on which checks exceed their time limits."""
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    return f"; the machine is busy (load {load:.0f} on {cores} cores): repeat it later" if load > BUSY * cores else ""
 
 
 class Worker:

@@ -15,11 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tunekit import bundled, machine
+from tunekit import bundled, devices, machine
 from tunekit.adapters import Full, LoRA
 from tunekit.checkpoint.folder import read_json
 from tunekit.data.steps.batch import Batch
-from tunekit.devices import has_fast_bf16
 from tunekit.formats import NF4, Plain
 from tunekit.losses.likelihood import CrossEntropy
 from tunekit.memory import Memory
@@ -90,7 +89,7 @@ def measure_time(function: Callable[[], object], device: torch.device, rounds: i
 @cache
 def measure_limits(device: torch.device) -> Limits:
     """The rate of matrix products in the dtype of training, and the bandwidth of the memory."""
-    dtype = torch.bfloat16 if has_fast_bf16(device) else torch.float32
+    dtype = torch.bfloat16 if devices.has_fast_bf16(device) else torch.float32
     rates = []
     for side in SIDES.get(device.type, SIDES["cpu"]):
         a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
@@ -106,8 +105,8 @@ def check_limits(context: Context) -> Result:
     limits = measure_limits(context.device)
     dtype = str(limits.dtype).removeprefix("torch.")
     values = {"operations_per_second": limits.rate, "bytes_per_second": limits.bandwidth, "dtype": dtype}
-    copy = f"memory {limits.bandwidth / 1e9:,.0f} GB/s (copy, read and written)"
-    return Result(f"{copy}; {dtype} matrix products {limits.rate / 1e12:,.3g} TFLOP/s", values)
+    copy = f"memory {limits.bandwidth / 1e9:,.3g} GB/s (copy: bytes read and written)"
+    return Result(f"{copy}; {dtype} matrix products {format_rate(limits.rate)}", values)
 
 
 def check_step(method: Method, context: Context) -> Result:
@@ -137,7 +136,7 @@ def check_on_cpu(method: Method, context: Context, limits: Limits, spec: Decoder
     step = measure_step(method, smaller, (1, tokens), context)
     scaled = step.seconds * operations_of(method, spec, tokens) / step.operations
     values = {"layers": CPU_LAYERS, "tokens": tokens, "scaled_layers": total, "scaled_seconds": scaled}
-    note = f"; {CPU_LAYERS} of {total} layers: all of them take about {scaled:.3g} s (scaled by operations)"
+    note = f"{CPU_LAYERS} of {total} layers; with all of them about {scaled:.3g} s (scaled by operations), "
     return report_step(step, limits, values, note)
 
 
@@ -150,18 +149,24 @@ def operations_of(method: Method, spec: DecoderSpec, tokens: int) -> float:
 
 
 def report_step(step: Step, limits: Limits, values: dict[str, Any], note: str = "") -> Result:
-    """Format a step: the limit first, then the measurement."""
+    """Format a step: the limit first, then the measurement, and the tokens per second of the model with all layers."""
     compute, memory = step.operations / limits.rate, step.bytes / limits.bandwidth
     limit, tokens = max(compute, memory), values["tokens"]
+    rate = tokens / values.get("scaled_seconds", step.seconds)
     peak = f", peak {step.peak / 2**30:.1f} GiB" if step.peak else ""
     detail = (
         f"limit {limit:.3g} s (operations {compute:.3g} s, memory {memory:.3g} s); measured {step.seconds:.3g} s "
-        f"= {step.seconds / limit:.2f} x the limit; {tokens / step.seconds:,.0f} tokens/s at {tokens:,} tokens"
-        f"{peak}{note}"
+        f"= {step.seconds / limit:.2f} x the limit; {note}{rate:,.{0 if rate >= 10 else 1}f} tokens/s "
+        f"at {tokens:,} tokens{peak}"
     )
     values |= {"limit_seconds": limit, "operations": step.operations, "bytes": step.bytes}
-    values |= {"seconds": step.seconds, "tokens_per_second": tokens / step.seconds, "peak_bytes": step.peak}
+    values |= {"seconds": step.seconds, "tokens_per_second": rate, "peak_bytes": step.peak}
     return Result(detail, values)
+
+
+def format_rate(rate: float) -> str:
+    """Operations a second in units that suit a CPU, too."""
+    return f"{rate / 1e12:,.3g} TFLOP/s" if rate >= 1e12 else f"{rate / 1e9:,.3g} GFLOP/s"
 
 
 def model_spec() -> DecoderSpec:
@@ -173,8 +178,7 @@ def model_spec() -> DecoderSpec:
 def measure_step(method: Method, spec: DecoderSpec, shape: tuple[int, int], context: Context) -> Step:
     """Time, operations and bytes of a step of a model with random weights."""
     device = context.device
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
+    reset_peak_memory(device)
     model = build_model(method, spec, device)
     batch = build_batch(spec.vocab, *shape).to(device)
     optimizer, loss = AdamW(lr=1e-5).build(method.adapter.trained(model)), CrossEntropy()
@@ -185,14 +189,18 @@ def measure_step(method: Method, spec: DecoderSpec, shape: tuple[int, int], cont
         optimizer.zero_grad()
 
     seconds = measure_time(train, device, ROUNDS)
-    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+    peak = devices.peak_memory(device) or 0
     return Step(seconds, count_operations(model, batch, method.operations), count_bytes(model), peak)
 
 
 def free_memory(device: torch.device) -> None:
     gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+    devices.empty_cache(device)
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    if devices.capabilities(device).memory_stats:
+        torch.get_device_module(device).reset_peak_memory_stats(device)
 
 
 def build_model(method: Method, spec: DecoderSpec, device: torch.device) -> Decoder:
@@ -201,7 +209,7 @@ def build_model(method: Method, spec: DecoderSpec, device: torch.device) -> Deco
         model = Decoder(spec)
     method.weights.apply(model)
     method.adapter.apply(model)
-    dtype = "bf16" if has_fast_bf16(device) else "fp32"
+    dtype = "bf16" if devices.has_fast_bf16(device) else "fp32"
     Precision("auto", dtype if isinstance(method.adapter, Full) else "fp32", dtype).apply(model, {}, device)
     Memory().apply(model, device)
     model.to_empty(device=device)

@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch.cuda import nccl
 
-from tunekit import machine
-from tunekit.devices import has_fast_bf16
-from tunekit.kernels import native
+from tunekit import devices, machine
+from tunekit.kernels import native, store
 from tunekit.selftest.context import CheckFunction, Context
 from tunekit.selftest.result import CheckFailedError, CheckSkippedError, Result
 
@@ -38,20 +37,26 @@ def collect_versions(context: Context) -> Result:
         "platform": f"{platform.system()} {platform.machine()} {'-'.join(platform.libc_ver())}",
         "kernel": platform.release(),
         **{name: version for name in (*PACKAGES, *OPTIONAL) if (version := package_version(name))},
-        "torch_build": {"cuda": torch.version.cuda, "hip": torch.version.hip, "git": torch.version.git_version},
+        "torch_build": {
+            "cuda": torch.version.cuda,
+            "hip": torch.version.hip,
+            "xpu": torch.version.xpu,
+            "git": torch.version.git_version,
+        },
         "compiler": compiler_version(),
         "cpu": machine.processor(),
         "cores": len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count(),
         "threads": torch.get_num_threads(),
         "memory": ", ".join(machine.memory()),
+        "load": round(os.getloadavg()[0], 1),  # other programs slow down the speed checks
         "device": context.device.type,
-        "bf16": has_fast_bf16(context.device),
+        "bf16": devices.has_fast_bf16(context.device),
         "gpus": gpus(),
         "environment": {key: value for key, value in sorted(os.environ.items()) if VARIABLES.fullmatch(key)},
     }
-    if values["gpus"]:
+    if torch.cuda.is_available():
         values |= {"driver": driver_version(), "nccl": nccl_version(), "cudnn": torch.backends.cudnn.version()}
-    names = [gpu["name"] for gpu in values["gpus"]] if context.device.type == "cuda" else [values["cpu"]]
+    names = [gpu["name"] for gpu in values["gpus"]] if context.device.type in ("cuda", "xpu") else [values["cpu"]]
     versions = f"tunekit {values.get('tunekit')}, torch {values.get('torch')}, Python {values['python']}"
     return Result(f"{versions}, {' + '.join(sorted(set(names)))}", values)
 
@@ -75,22 +80,22 @@ def compiler_version() -> str | None:
 
 
 def gpus() -> list[dict[str, Any]]:
-    """Each visible GPU: name, capability, memory in all and free."""
-    if not torch.cuda.is_available():
-        return []
-    return [gpu(index) for index in range(torch.cuda.device_count())]
+    """Each visible GPU: name, total and free memory, and on CUDA devices the capability."""
+    counts = devices.count_devices()
+    visible = [torch.device(kind, index) for kind in ("cuda", "xpu") for index in range(counts[kind])]
+    return [gpu(device) for device in visible]
 
 
-def gpu(index: int) -> dict[str, Any]:
-    properties = torch.cuda.get_device_properties(index)
-    free, total = torch.cuda.mem_get_info(index)
-    return {
-        "name": properties.name,
-        "capability": f"{properties.major}.{properties.minor}",
-        "memory_gib": round(total / 2**30, 1),
-        "free_gib": round(free / 2**30, 1),
-        "multiprocessors": properties.multi_processor_count,
-    }
+def gpu(device: torch.device) -> dict[str, Any]:
+    properties = torch.get_device_module(device).get_device_properties(device)
+    values = {"name": properties.name, "memory_gib": round(properties.total_memory / 2**30, 1)}
+    memory = devices.memory_info(device)
+    if memory is not None:
+        values["free_gib"] = round(memory[0] / 2**30, 1)
+    if device.type == "cuda":
+        values["capability"] = f"{properties.major}.{properties.minor}"
+        values["multiprocessors"] = properties.multi_processor_count
+    return values
 
 
 def driver_version() -> str | None:
@@ -118,6 +123,9 @@ def compile_kernels(context: Context) -> Result:
     start = time.perf_counter()
     with ThreadPoolExecutor() as pool:
         errors = [*filter(None, pool.map(build_error, sources))]
+    if errors and not store.writable(store.folder()):
+        problem = f"cannot write to the cache directory {store.folder()}: torch operations are used, which are slower"
+        raise CheckSkippedError(f"{problem}. Set {store.HOME} to another directory.")
     if errors and all(isinstance(error, FileNotFoundError) for error in errors):
         raise CheckSkippedError(f"{errors[0]}: torch operations are used, which are slower")
     if errors:
