@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from tunekit.kernels import attention_gpu, attention_native
-from tunekit.kernels.attention_choice import describe_call, device_type, needs_expanded_kv
+from tunekit.kernels.attention_choice import device_type, needs_expanded_kv_on
 from tunekit.kernels.attention_ranges import attend_segments, find_segments
 from tunekit.kernels.compiler import uncompiled
 from tunekit.kernels.prefix import Before, Prefixes
@@ -280,6 +280,7 @@ def prepare_cuda_sdpa(q: Tensor, k: Tensor, v: Tensor, has_mask: bool) -> tuple[
     more = -q.shape[-1] % ALIGNED
     if more:
         q, k, v = (F.pad(x, (0, more)) for x in (q, k, v))
-    if needs_expanded_kv(describe_call(q, k, v, has_mask=has_mask)):
+    width = max(q.shape[-1], v.shape[-1])
+    if q.shape[2] != k.shape[2] and needs_expanded_kv_on(q.device, q.dtype, width, has_mask):
         k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], dim=2) for x in (k, v))
     return q, k, v

@@ -99,6 +99,16 @@ def get_capabilities(device: torch.device) -> Capabilities:
     return devices.capabilities(device) if device.type == "cuda" else devices.AMPERE
 
 
+@constant
+def needs_expanded_kv_on(device: torch.device, dtype: torch.dtype, head_dim: int, has_mask: bool) -> bool:
+    """`needs_expanded_kv` for grouped heads on a CUDA device, as a constant of a compiled graph.
+
+    torch 2.11 cannot trace through objects that a constant function returns, such as capabilities.
+    """
+    call = AttentionCall("cuda", dtype, head_dim, get_capabilities(device), has_mask=has_mask, has_gqa=True)
+    return needs_expanded_kv(call)
+
+
 def describe_call(
     q: Tensor, k: Tensor, v: Tensor, *, has_mask: bool = False, has_softcap: bool = False, is_decoding: bool = False
 ) -> AttentionCall:

@@ -42,7 +42,9 @@ def plain(q: Tensor, k: Tensor) -> bool:
 def reference(x: Tensor, rotation: Rotation) -> Tensor:
     cos, sin, paired, keep_paired, last = rotation
     still = x.shape[-1] - 2 * cos.shape[-1]
-    before, turning, behind = x.split([still * last, 2 * cos.shape[-1], still * (not last)], dim=-1)
+    # torch 2.11 cannot multiply a symbolic size by a bool.
+    ahead, after = (still, 0) if last else (0, still)
+    before, turning, behind = x.split([ahead, 2 * cos.shape[-1], after], dim=-1)
     wide = turning.float()
     a, b = (wide[..., ::2], wide[..., 1::2]) if paired else wide.chunk(2, dim=-1)
     halves = a * cos - b * sin, b * cos + a * sin

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.interpreter import needs_loops
 from tunekit.kernels import divergence, shapes
 from tunekit.kernels.divergence import Mixture, Terms
 
@@ -65,6 +66,7 @@ def draw_logits(name: str, dtype: torch.dtype = FP32) -> tuple[Tensor, Tensor, T
     return student, teacher, Terms(MIXTURES[name], finish, finish, count, None)
 
 
+@needs_loops
 @pytest.mark.parametrize("name", MIXTURES)
 def test_figures_and_gradient_equal_the_definition(name: str, compute) -> None:
     student, teacher, terms = draw_logits(name)
@@ -87,6 +89,7 @@ def test_figures_and_gradient_equal_the_definition(name: str, compute) -> None:
     assert computed[:, 4].tolist() == figures[4].tolist() and computed[1, 4] == 1
 
 
+@needs_loops
 @pytest.mark.parametrize("name", ["forward", "jensen-shannon"])
 def test_bf16_logits(name: str, compute) -> None:
     student, teacher, terms = draw_logits(name, BF16)
@@ -97,6 +100,7 @@ def test_bf16_logits(name: str, compute) -> None:
     torch.testing.assert_close(student.float(), expected, rtol=2**-7, atol=1e-6)
 
 
+@needs_loops
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("name", ["forward", "symmetric", "jensen-shannon"])
 def test_extreme_logits_give_the_numbers_of_torch(name: str, compute) -> None:

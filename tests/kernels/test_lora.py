@@ -10,13 +10,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from tests.checkpoints import error
 from tunekit.adapters import DoRA, LoRA
 from tunekit.formats import NF4, Plain
 from tunekit.kernels import lora
+from tunekit.layout.shard import apply_fsdp
 from tunekit.models.linear import Linear, together
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -254,7 +254,7 @@ def test_sharded_blocks_give_the_same(adapter: str, weights: Plain) -> None:
     for shard in (False, True):
         box = Box(layers_of(ADAPTERS[adapter], weights, FP32, 3))
         if shard:
-            fully_shard(box, mesh=init_device_mesh("cpu", (1,)))
+            apply_fsdp(box, mesh=init_device_mesh("cpu", (1,)))
         leaf = x.detach().requires_grad_()
         torch.manual_seed(4)
         sum(y.square().sum() for y in box(leaf)).backward()

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tests.checkpoints import error
+from tests.interpreter import needs_loops
 from tunekit.kernels import nf4
 
 KERNEL = nf4
@@ -270,6 +271,7 @@ def test_one_launch(shape: tuple[int, ...], dtype, nested: bool, interpreted: Mo
         assert torch.equal(found, wanted)
 
 
+@needs_loops
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
 @pytest.mark.parametrize("sizes", [(1, 1, 64), (2, 5, 1088), (3, 9, 576), (5, 33, 320), (8, 300, 64)], ids=str)

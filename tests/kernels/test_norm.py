@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from tests.checkpoints import error
+from tests.interpreter import needs_loops
 from tunekit.kernels import norm
 from tunekit.kernels.norm import rms_norm
 
@@ -150,6 +151,7 @@ def test_dtypes_of_which_the_loops_know_nothing() -> None:
         assert torch.equal(mine.float(), wanted.to(mine.dtype).float())
 
 
+@needs_loops
 @pytest.mark.parametrize(("offset", "late"), KINDS)
 @pytest.mark.parametrize("kept", [FP32, BF16, None], ids=str)
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)

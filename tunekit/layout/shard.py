@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.overrides import TorchFunctionMode
 
 from tunekit.devices import is_pinned_on
 from tunekit.models.decoder import Decoder
@@ -30,16 +31,32 @@ def shard(model: Decoder, run: Run) -> None:
     if run.experts is not None:  # other ranks may have other experts
         apart = choices(model, run, divided(run.experts, trained))
         for module in [module for module in model.modules() if isinstance(module, Experts)]:
-            fully_shard(module, **apart)
+            apply_fsdp(module, **apart)
     # Routers decide much, are small, and may be stored in fp32 when all else is not: their dtype remains.
     as_stored = {**how, "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)}
     if how["mp_policy"].param_dtype is not None:
         for module in [module for module in model.modules() if isinstance(module, Router)]:
-            fully_shard(module, **as_stored)
-    blocks = [fully_shard(layer, **how) for layer in model.layers]
+            apply_fsdp(module, **as_stored)
+    blocks = [apply_fsdp(layer, **how) for layer in model.layers]
     how["reshard_after_forward"] = False
-    fully_shard(model, **how)
+    apply_fsdp(model, **how)
     ahead(blocks, run.parallel.prefetch)
+
+
+def apply_fsdp(module: nn.Module, **options: Any) -> FSDPModule:
+    """`fully_shard` for modules with integer parameters, too, such as the codes of quantized weights."""
+    with IntegersWithoutGradients():
+        return fully_shard(module, **options)
+
+
+class IntegersWithoutGradients(TorchFunctionMode):
+    """Requests for gradients of integer tensors do nothing. FSDP of torch 2.11 requests one for each parameter, and
+    copies `requires_grad` of the original parameter only then."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if func is Tensor.requires_grad_ and not args[0].is_floating_point():
+            return args[0]
+        return func(*args, **(kwargs or {}))
 
 
 def allocate(model: Decoder, run: Run) -> None:

@@ -1,6 +1,7 @@
 """The linear layers and the embedding of every model: a weight, and a place for an update to it."""
 
 from collections.abc import Callable, Iterator, Sequence
+from types import MethodType
 
 import torch
 import torch.nn.functional as F
@@ -145,9 +146,16 @@ def once(bias: Tensor | None, columns: Team | None) -> Tensor | None:
 def together(layers: Sequence[Linear] | Sequence[Stacked], *inputs: Tensor) -> tuple[Tensor, ...]:
     """What each layer makes of the same inputs. Updates of one adapter read them once, for all of them."""
     update: Callable[..., tuple[Tensor, ...]] | None = layers[0].update
-    if update is None or any(layer.update != update for layer in layers):
+    if update is None or not all(is_same_method(layer.update, update) for layer in layers):
         return tuple(layer(*inputs) for layer in layers)
     return update(layers, *inputs)
+
+
+def is_same_method(a: object, b: object) -> bool:
+    """`a == b` for bound methods. The compiler of torch 2.11 cannot compare them by `==`."""
+    if not isinstance(a, MethodType) or not isinstance(b, MethodType):
+        return a is b
+    return a.__self__ is b.__self__ and a.__func__ is b.__func__
 
 
 class Embedding(nn.Embedding, Fresh):

@@ -1,0 +1,21 @@
+"""Limits of Triton's interpreter."""
+
+from importlib.metadata import PackageNotFoundError, version
+
+import pytest
+
+
+def version_of(package: str) -> tuple[int, int]:
+    """Major and minor version; (0, 0) without the package."""
+    try:
+        major, minor, *_ = version(package).split(".")
+    except PackageNotFoundError:
+        return 0, 0
+    return int(major), int(minor)
+
+
+# Its loop bounds are arrays of one element, which NumPy 2.5 no longer converts to an int. Triton 3.7 squeezes them.
+needs_loops = pytest.mark.skipif(
+    version_of("triton") < (3, 7) and version_of("numpy") >= (2, 5),
+    reason="the interpreter of Triton 3.6 cannot run loops with NumPy 2.5",
+)
