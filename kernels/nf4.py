@@ -368,13 +368,19 @@ def _(grad: Tensor, packed: Tensor, scales: Tensor, outer: Tensor | None, kind: 
 
 
 class Product(torch.autograd.Function):
-    """No dense weight is kept for the backward pass, nor is `x`."""
+    """No dense weight is kept for the backward pass, nor is `x`.
+
+    Arguments have names: where no input needs a gradient, the compiler of torch compares the number of arguments with
+    that of parameters, counts `*more` as one, and leaves out `ctx`.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, packed: Tensor, scales: Tensor, outer: Tensor | None, *more: Any) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, packed: Tensor, scales: Tensor, outer: Tensor | None, kind: str, bias: Tensor | None
+    ) -> Tensor:
         ctx.save_for_backward(packed, scales, outer)
-        ctx.kind = more[0]
-        return forward(x, packed, scales, outer, *more)
+        ctx.kind = kind
+        return forward(x, packed, scales, outer, kind, bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -438,13 +444,15 @@ def _(grad: Tensor, packed: Tensor, scales: Tensor, outer: Tensor | None, sizes:
 
 
 class Grouped(torch.autograd.Function):
-    """The same for rows that are sorted by expert."""
+    """The same for rows that are sorted by expert. Arguments have names as in `Product`."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, packed: Tensor, scales: Tensor, outer: Tensor | None, *more: Any) -> Tensor:
-        ctx.save_for_backward(packed, scales, outer, more[0])
-        ctx.kind = more[1]
-        return forward_grouped(x, packed, scales, outer, *more)
+    def forward(
+        ctx: Any, x: Tensor, packed: Tensor, scales: Tensor, outer: Tensor | None, sizes: Tensor, kind: str
+    ) -> Tensor:
+        ctx.save_for_backward(packed, scales, outer, sizes)
+        ctx.kind = kind
+        return forward_grouped(x, packed, scales, outer, sizes, kind)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

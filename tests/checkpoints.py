@@ -152,8 +152,11 @@ def made(folder: Path, name: str, spelling: int = 5, seed: int = 0) -> Path:
 
 def theirs(folder: Path) -> transformers.PreTrainedModel:
     """The checkpoint as transformers reads it."""
-    kind = auto(json.loads((folder / "config.json").read_text()))
-    return kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    plain = json.loads((folder / "config.json").read_text())
+    # Files of Gemma 1 say gelu and mean its tanh approximation. transformers 5.17 takes the word as it is.
+    is_legacy = (plain["model_type"], plain.get("hidden_act")) == ("gemma", "gelu")
+    meant = {"hidden_act": "gelu_pytorch_tanh"} if is_legacy else {}
+    return auto(plain).from_pretrained(folder, dtype=torch.float32, attn_implementation="eager", **meant).eval()
 
 
 def ours(

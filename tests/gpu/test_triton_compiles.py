@@ -4,6 +4,7 @@ The interpreter, with which tests/kernels run kernels, is plain Python: it accep
 needs processes in which TRITON_INTERPRET was never set, so that all of it happens in subprocesses.
 """
 
+import importlib.metadata
 import json
 import os
 import subprocess
@@ -38,7 +39,10 @@ SHARED_LIMITS = {  # bytes of a block: CUDA C++ Programming Guide, instruction s
 # Bytes of a thread: rows of 16384 fill the registers of the backward pass of the norm, and skewed divergences of capped
 # logits take all of 128 registers
 SPILL_LIMITS = {"norm_triton.backward_kernel": 256, "divergence_triton.divergence_kernel": 32}
-SPILL_LIMITS_OF_TARGETS = {("experts_triton.product_kernel", "gfx1100"): 256}
+SPILL_LIMITS_OF_TARGETS = {
+    ("experts_triton.product_kernel", "gfx1100"): 256,
+    ("cross_entropy_triton.losses_kernel", "sm_89"): 4,  # with Triton 3.6: one number of capped logits in 8192 columns
+}
 
 
 @pytest.fixture
@@ -131,7 +135,8 @@ def test_kernels_compile_to_machine_code_that_fits_every_gpu(version: str, trito
     results = compile_quick(version)
     assert triton_coverage.find_uncovered(result["kernel"] for result in results) == []
     assert len(results) > (100 if version == "newest" else 15)
-    assert {result["triton"] == "3.6.0" for result in results} == {version == "3.6.0"}
+    installed = importlib.metadata.version("triton")  # which may be the oldest
+    assert {result["triton"] for result in results} == {installed if version == "newest" else version}
     assert {result["target"] for result in results} == (set(SHARED_LIMITS) if version == "newest" else {"sm_90"})
     assert not [result for result in results if result["error"]]
     assert not [result for result in results if result["spills"] > get_spill_limit(result)]

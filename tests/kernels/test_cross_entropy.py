@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from tests.checkpoints import batch, error, made, ours, shuffle_adapter, tokens
+from tests.interpreter import needs_loops
 from tunekit.adapters import DoRA, LoRA
 from tunekit.data.steps.batch import IGNORE, Batch
 from tunekit.kernels import cross_entropy
@@ -168,6 +169,7 @@ def test_the_same_bits_whatever_the_threads() -> None:
     assert all(map(torch.equal, *found))
 
 
+@needs_loops
 @pytest.mark.parametrize("dtype", LIMITS, ids=str)
 @pytest.mark.parametrize("terms", TERMS, ids=str)
 @pytest.mark.parametrize("most", [16, 8192])
@@ -179,6 +181,7 @@ def test_a_program_for_each_row(most: int, terms: Terms, dtype, interpreted: Mod
     check_losses(interpreted.token_losses, terms, logits, targets, torch.rand(5))
 
 
+@needs_loops
 def test_a_program_meets_extreme_logits(interpreted: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interpreted, "MOST", 16)
     near, of = torch.randn(2, 50), torch.tensor([4, 40, 7, 8, 9, 10])

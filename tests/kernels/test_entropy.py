@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.checkpoints import error
+from tests.interpreter import needs_loops
 from tunekit.kernels import cross_entropy
 from tunekit.kernels.cross_entropy import logprobs_and_entropies, token_entropies, token_logprobs
 from tunekit.models.decoder import Head
@@ -48,6 +49,7 @@ def test_entropies_are_as_defined(vocab: int, dtype: torch.dtype, scale: float, 
     assert torch.equal(token_entropies(apart, scale, softcap), found)
 
 
+@needs_loops
 @pytest.mark.parametrize("vocab", [3, 130])
 @pytest.mark.parametrize(("scale", "softcap"), RULES)
 def test_the_kernel_of_a_gpu(

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.checkpoints import error
+from tests.interpreter import needs_loops
 from tunekit.kernels import experts
 from tunekit.kernels.experts import by_expert, copy_by_expert, fits, grouped, invert, reference
 
@@ -97,6 +98,7 @@ def test_copied_rows_are_repeated_and_sorted_rows(copies: int) -> None:
     assert torch.equal(*(torch.autograd.grad(y, x, grad)[0] for y in (found, wanted)))
 
 
+@needs_loops
 @pytest.mark.parametrize("rows", [[70, 0, 1, 64, 0], [0, 0, 130], [0, 3], [1] * 9], ids=str)
 @pytest.mark.parametrize("widths", [(16, 24), (136, 72)], ids=str)
 def test_kernels_for_older_gpus_are_the_products(rows: list[int], widths: tuple[int, int], interpreted) -> None:

@@ -239,6 +239,17 @@ def test_compiled_without_a_break() -> None:
     assert error(x.grad.double(), wanted) < 1e-5
 
 
+def test_compiled_for_inputs_without_gradients() -> None:
+    """As the first layer of an adapted model has them."""
+    x, parts, stacked, sizes = random(3, 64), kept(random(32, 64)), kept(random(2, 32, 64)), torch.tensor([1, 2])
+
+    def run(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return nf4.product(x, *parts, "nf4", None), nf4.grouped(x, *stacked, sizes, "nf4")
+
+    for found, wanted in zip(torch.compile(run, fullgraph=True, backend="aot_eager")(x), run(x), strict=True):
+        assert torch.equal(found, wanted)
+
+
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
 def test_processors_without_wide_registers(dtype, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The plain loop of nf4.cpp, as others run it, gives the same bits."""
