@@ -13,19 +13,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tunekit.kernels.attention import Rule, attend, chunked, packed
+from tunekit.env_info import describe_hardware
+from tunekit.kernels.attention import AttentionParams, attention, chunked, packed
 from tunekit.kernels.sequence_layout import SequenceLayout
-from tunekit.machine import hardware
 
 DOCUMENTS = 200, 312  # tokens, in turns
 HEADS, KV_HEADS, DIM = 9, 3, 64
-RULE = Rule(DIM**-0.5)
+RULE = AttentionParams(DIM**-0.5)
 DENSE = 4096  # tokens of the longest row for which a mask of all pairs is made
 Form = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def ours(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor) -> Tensor:
-    return attend(q, k, v, RULE, SequenceLayout(offsets))
+    return attention(q, k, v, RULE, SequenceLayout(offsets))
 
 
 def each(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor) -> Tensor:
@@ -97,7 +97,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--lengths", type=int, nargs="+", default=[512, 1024, 2048, 4096, 8192])
     args = parser.parse_args()
-    machine = hardware(torch.device("cpu"))
+    machine = describe_hardware(torch.device("cpu"))
     print(f"# Attention on the CPU\n\n{machine}; {torch.get_num_threads()} threads, torch {torch.__version__}.")
     print(f"{HEADS}/{KV_HEADS} heads of {DIM}. Median milliseconds of forward + backward, in turns.")
     table("bf16, documents of 200 and 312 tokens", False, torch.bfloat16, args.lengths, args.rounds)

@@ -24,7 +24,7 @@ from contest import HERE, Found, Given, config, kept_steps, options, other, pack
 from picture import bars
 from stage import Shape, Work, prepare, rows, write
 
-from tunekit.machine import hardware
+from tunekit.env_info import describe_hardware
 
 METHODS = ("lora", "qlora", "full")
 
@@ -80,7 +80,7 @@ def report(works: dict[Work, list[Found]], shape: Shape, limits: dict, line: str
     everybody = [*chain.from_iterable(works.values())]
     threads = {one.threads for one in everybody if one.threads}
     text = f"# Side by side on the CPU, {date.today()}\n\n`{line}`\n\n"
-    text += f"{hardware(torch.device('cpu'))}; Python {platform.python_version()}, {packages(everybody)}; "
+    text += f"{describe_hardware(torch.device('cpu'))}; Python {platform.python_version()}, {packages(everybody)}; "
     text += f"threads: {', '.join(map(str, sorted(threads)))}.\n"
     text += f"A Llama of {shape.layers} layers, dim {shape.dim}, {shape.heads}/{shape.kv_heads} heads, hidden "
     text += f"{shape.hidden}, vocabulary {shape.vocab:,}, tied. Medians of all kept steps.\n\n"

@@ -17,7 +17,7 @@ from typing import Any, Self
 import torch
 from stage import Task, write
 
-from tunekit.machine import versions
+from tunekit.env_info import package_versions
 
 HERE = Path(__file__).parent
 PACKAGES = ("torch", "tunekit", "transformers", "peft", "trl", "bitsandbytes", "torchtune", "torchao")
@@ -106,7 +106,7 @@ def tune(given: Given, told: dict, folder: Path, more: tuple[str, ...] = ()) -> 
     shown = {name: [step[key] for step in steps] for name, key in names.items()}
     shutil.rmtree(out)  # gigabytes a run
     peak, threads = steps[-1]["memory_peak_bytes"], torch.get_num_threads()
-    return shown | {"peak": peak, "versions": versions(), "threads": threads}, whole
+    return shown | {"peak": peak, "versions": package_versions(), "threads": threads}, whole
 
 
 def other(given: Given, name: str, what: str, folder: Path) -> tuple[dict, int]:

@@ -21,9 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from turns import turns
 
+from tunekit.env_info import describe_hardware
 from tunekit.kernels import cross_entropy
-from tunekit.kernels.cross_entropy import Terms, chunked_loss, token_logprobs
-from tunekit.machine import hardware
+from tunekit.kernels.cross_entropy import CrossEntropyTerms, linear_cross_entropy, token_logps
 from tunekit.models.decoder import Head
 from tunekit.models.spec import DecoderSpec
 
@@ -49,17 +49,17 @@ def works(tokens: int, vocab: int, dim: int, device: str) -> dict[str, Callable[
 
     def quiet() -> None:
         with torch.no_grad():
-            chunked_loss(x, targets, head, Terms())
+            linear_cross_entropy(x, targets, head, CrossEntropyTerms())
 
     return {
         "products alone": products(x.detach(), head.weight, False),
-        "tunekit": lambda: back(chunked_loss(x, targets, head, Terms())),
-        "tunekit, log-probabilities": lambda: back(token_logprobs(x, targets, head).mean()),
+        "tunekit": lambda: back(linear_cross_entropy(x, targets, head, CrossEntropyTerms())),
+        "tunekit, log-probabilities": lambda: back(token_logps(x, targets, head).mean()),
         "tunekit, no gradients": quiet,
         "chunks in plain torch": lambda: plain_chunks(x.detach(), targets, head.weight),
         "all logits, F.cross_entropy": lambda: back(F.cross_entropy(F.linear(x, head.weight).float(), targets)),
         "products alone, trained head": products(x.detach(), head.weight, True),
-        "tunekit, trained head": lambda: back(chunked_loss(x, targets, trained, Terms())),
+        "tunekit, trained head": lambda: back(linear_cross_entropy(x, targets, trained, CrossEntropyTerms())),
         "all logits, F.cross_entropy, trained head": lambda: back(
             F.cross_entropy(F.linear(x, trained.weight.to(BF16)).float(), targets)
         ),
@@ -148,8 +148,11 @@ def main() -> None:
     if args.grown:
         print(f"{grown(args.sizes[0], args.grown, args.device):.0f}")
         return
-    print(f"{hardware(torch.device(args.device))}, {torch.get_num_threads()} threads, torch {torch.__version__}, "
-          f"Python {platform.python_version()}; load {os.getloadavg()[0]:.1f}")  # fmt: skip
+    print(
+        f"{describe_hardware(torch.device(args.device))}, {torch.get_num_threads()} threads, "
+        f"torch {torch.__version__}, "
+        f"Python {platform.python_version()}; load {os.getloadavg()[0]:.1f}"
+    )
     for size in args.sizes if "time" in args.what else []:
         timed(size, args.rounds, args.device)
     if "memory" in args.what:

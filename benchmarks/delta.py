@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
-from tunekit.kernels.delta import gated_delta_rule, recurrent, unit
+from tunekit.kernels.gated_delta_rule import gated_delta_rule, recurrent, unit
 
 K_HEADS, V_HEADS, DIM = 16, 32, 128  # of Qwen3.5-9B
 

@@ -24,12 +24,12 @@ from trl.experimental.gkd import GKDTrainer
 from trl.trainer.distillation_trainer import _chunked_divergence_loss
 from turns import turns
 
-from tunekit.kernels.divergence import Dense, Mixture, divergence, likeliest
-from tunekit.machine import hardware
+from tunekit.env_info import describe_hardware
+from tunekit.kernels.kl_divergence import FullTargets, KLMixture, linear_kl_divergence, top_k_targets
 from tunekit.models.decoder import Head
 from tunekit.models.spec import DecoderSpec
 
-KINDS = {"forward KL": (Mixture(), 0.0), "Jensen-Shannon": (Mixture(0.5, 0.5, 0.5, 0.5), 0.5)}
+KINDS = {"forward KL": (KLMixture(), 0.0), "Jensen-Shannon": (KLMixture(0.5, 0.5, 0.5, 0.5), 0.5)}
 
 
 def head_of(vocab: int, dim: int) -> Head:
@@ -52,9 +52,9 @@ def works(tokens: int, vocab: int, dim: int) -> dict[str, Callable[[], float]]:
         x.grad = None
         return loss.item()
 
-    def ours(by: Mixture, top: int | None = None) -> float:
-        seen = Dense(y, teacher) if top is None else likeliest(y, teacher, rows, top, 1.0, vocab)
-        return back(divergence(x, targets, student, seen, by)[0] / tokens)
+    def ours(by: KLMixture, top: int | None = None) -> float:
+        seen = FullTargets(y, teacher) if top is None else top_k_targets(y, teacher, rows, top, 1.0, vocab)
+        return back(linear_kl_divergence(x, targets, student, seen, by)[0] / tokens)
 
     def whole(beta: float) -> float:
         with torch.no_grad():
@@ -71,7 +71,7 @@ def works(tokens: int, vocab: int, dim: int) -> dict[str, Callable[[], float]]:
         found[f"tunekit, {kind}"] = lambda by=by: ours(by)
         found[f"trl, all logits, {kind}"] = lambda beta=beta: whole(beta)
         found[f"trl, tiles, {kind}"] = lambda beta=beta: tiles(beta)
-    return found | {"tunekit, top 64, forward KL": lambda: ours(Mixture(), 64)}
+    return found | {"tunekit, top 64, forward KL": lambda: ours(KLMixture(), 64)}
 
 
 def grown(size: tuple[int, int, int], name: str) -> float:
@@ -109,7 +109,7 @@ def main() -> None:
         a, b, c = map(int, args.sizes[0].split("x"))
         print(f"{grown((a, b, c), args.grown):.0f}")
         return
-    print(f"{hardware(torch.device('cpu'))}, {torch.get_num_threads()} threads, torch {torch.__version__}, "
+    print(f"{describe_hardware(torch.device('cpu'))}, {torch.get_num_threads()} threads, torch {torch.__version__}, "
           f"trl {trl.__version__}, Python {platform.python_version()}; load {os.getloadavg()[0]:.1f}")  # fmt: skip
     for size in args.sizes:
         table(size, args.rounds)

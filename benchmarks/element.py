@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from turns import Work, turns
 
-from tunekit.kernels import glu, norm, rope
-from tunekit.machine import hardware
+from tunekit.env_info import describe_hardware
+from tunekit.kernels import glu, rms_norm, rope
 
 BF16 = torch.bfloat16
 DIM, HIDDEN, HEADS, KV_HEADS, HEAD = 576, 1536, 9, 3, 64  # of a Llama of 135 million weights
@@ -64,20 +64,26 @@ def norms(tokens: int, rounds: int) -> None:
     def one(work: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, ...]]:
         return lambda x: (work(x, weight, 1e-5, 0.0, False),)
 
-    both(f"norm {tokens} x {DIM}", one(norm.rms_norm), one(norm.reference), (random(tokens, DIM),), rounds)
+    both(f"norm {tokens} x {DIM}", one(rms_norm.rms_norm), one(rms_norm.reference), (random(tokens, DIM),), rounds)
 
 
 def ropes(tokens: int, rounds: int) -> None:
     table = rotation(tokens)
     leaves = random(1, tokens, HEADS, HEAD), random(1, tokens, KV_HEADS, HEAD)
     plain = lambda q, k: (rope.reference(q, table), rope.reference(k, table))  # noqa: E731
-    both(f"rope {tokens} x {HEADS} + {KV_HEADS} x {HEAD}", lambda q, k: rope.rotate(q, k, table), plain, leaves, rounds)
+    both(
+        f"rope {tokens} x {HEADS} + {KV_HEADS} x {HEAD}",
+        lambda q, k: rope.apply_rope(q, k, table),
+        plain,
+        leaves,
+        rounds,
+    )
 
 
 def glus(tokens: int, rounds: int) -> None:
     for act in ("silu", "gelu_tanh", "clamped_swiglu"):
         leaves = random(tokens, HIDDEN), random(tokens, HIDDEN)
-        ours, plain = (lambda g, u, f=f, act=act: (f(act, g, u),) for f in (glu.gated, reference))
+        ours, plain = (lambda g, u, f=f, act=act: (f(act, g, u),) for f in (glu.gated_activation, reference))
         both(f"{act} {tokens} x {HIDDEN}", ours, plain, leaves, rounds)
 
 
@@ -86,9 +92,9 @@ def token(_: int, rounds: int) -> None:
     x, weight, table = random(1, 1, DIM), torch.rand(DIM).to(BF16), rotation(1)
     q, k, gate = random(1, 1, HEADS, HEAD), random(1, 1, KV_HEADS, HEAD), random(1, 1, HIDDEN)
     works: dict[str, tuple[Work, Work]] = {
-        "norm": (lambda: norm.rms_norm(x, weight, 1e-5), lambda: norm.reference(x, weight, 1e-5, 0.0, False)),
-        "rope": (lambda: rope.rotate(q, k, table), lambda: (rope.reference(q, table), rope.reference(k, table))),
-        "silu": (lambda: glu.gated("silu", gate, gate), lambda: reference("silu", gate, gate)),
+        "norm": (lambda: rms_norm.rms_norm(x, weight, 1e-5), lambda: rms_norm.reference(x, weight, 1e-5, 0.0, False)),
+        "rope": (lambda: rope.apply_rope(q, k, table), lambda: (rope.reference(q, table), rope.reference(k, table))),
+        "silu": (lambda: glu.gated_activation("silu", gate, gate), lambda: reference("silu", gate, gate)),
     }
     with torch.inference_mode():
         for name, (ours, plain) in works.items():
@@ -107,9 +113,9 @@ def random(*shape: int) -> Tensor:
     return torch.randn(shape).to(BF16)
 
 
-def rotation(tokens: int) -> rope.Rotation:
+def rotation(tokens: int) -> rope.RopeTables:
     angle = torch.rand(1, tokens, 1, HEAD // 2)
-    return rope.Rotation(angle.cos(), angle.sin())
+    return rope.RopeTables(angle.cos(), angle.sin())
 
 
 def main() -> None:
@@ -122,7 +128,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
-    print(f"{hardware(torch.device('cpu'))}, {args.threads} threads, torch {torch.__version__}, "
+    print(f"{describe_hardware(torch.device('cpu'))}, {args.threads} threads, torch {torch.__version__}, "
           f"Python {platform.python_version()}; load {os.getloadavg()[0]:.1f}; bf16")  # fmt: skip
     print("\n| ms | ours | plain torch | a copy |\n|---|---|---|---|")
     for name in args.what:

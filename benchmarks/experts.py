@@ -14,13 +14,13 @@ import torch
 import transformers
 from torch import nn
 
-from tunekit import assemble
-from tunekit.adapters import Full
-from tunekit.checkpoint.folder import Folder
-from tunekit.formats import Plain
-from tunekit.memory import Memory
-from tunekit.parallel.run import Run
-from tunekit.precision import DTYPES, Precision
+from tunekit import build
+from tunekit.adapters.config import NoAdapter
+from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
+from tunekit.distributed.context import DistributedContext
+from tunekit.memory.config import MemoryConfig
+from tunekit.models.precision import DTYPES, PrecisionConfig
+from tunekit.quantization.config import NoQuantization
 
 ROWS = (1, 512)
 SIZES = {"vocab_size": 4096, "hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8}
@@ -51,8 +51,14 @@ def measure(shape: Mapping[str, Any], dtype: str, rounds: int) -> tuple[float, f
     tokens = torch.randint(config.vocab_size, ROWS)
     with tempfile.TemporaryDirectory() as folder:
         other.save_pretrained(folder)
-        choices = Plain(), Full(), Precision(dtype, dtype, dtype), Memory(), Run(0, "cpu")
-        mine = assemble.model(Folder.open(Path(folder)), *choices)
+        choices = (
+            NoQuantization(),
+            NoAdapter(),
+            PrecisionConfig(dtype, dtype, dtype),
+            MemoryConfig(),
+            DistributedContext(0, "cpu"),
+        )
+        mine = build.build_model(HFCheckpoint.open(Path(folder)), *choices)
     with torch.no_grad():
         gap = (mine(tokens) - other(tokens).logits).abs().max() / other(tokens).logits.abs().max()
     print(f"  largest relative difference of logits {gap:.1e}")

@@ -20,16 +20,16 @@ import torch
 import transformers
 from nf4 import SMALL
 
-from tunekit import assemble
-from tunekit.adapters import Frozen
-from tunekit.checkpoint.folder import Folder
-from tunekit.formats import NF4, Plain
-from tunekit.generate import Sampling, complete
-from tunekit.machine import hardware
-from tunekit.memory import Memory
+from tunekit import build
+from tunekit.adapters.config import FrozenModel
+from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
+from tunekit.distributed.context import DistributedContext
+from tunekit.env_info import describe_hardware
+from tunekit.generation.generate import SamplingConfig, generate_batch
+from tunekit.memory.config import MemoryConfig
 from tunekit.models.decoder import Decoder
-from tunekit.parallel.run import Run
-from tunekit.precision import Precision
+from tunekit.models.precision import PrecisionConfig
+from tunekit.quantization.config import NF4Config, NoQuantization
 
 PROMPT = 64
 NONE: frozenset[int] = frozenset()  # no token ends an answer
@@ -45,7 +45,7 @@ def checkpoint(folder: Path) -> Path:
 
 
 def ours(model: Decoder, tokens: int) -> Answer:
-    return lambda rows: complete(model, rows, Sampling(tokens=tokens), NONE)
+    return lambda rows: generate_batch(model, rows, SamplingConfig(tokens=tokens), NONE)
 
 
 def theirs(folder: Path, tokens: int) -> Answer:
@@ -107,15 +107,26 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     transformers.utils.logging.set_verbosity_error()
     rate = bandwidth()
-    print(f"{hardware(torch.device('cpu'))}, {args.threads} threads, torch {torch.__version__}, "
+    print(f"{describe_hardware(torch.device('cpu'))}, {args.threads} threads, torch {torch.__version__}, "
           f"transformers {transformers.__version__}, Python {platform.python_version()}; "
           f"load {os.getloadavg()[0]:.1f}; memory is read at {rate / 1e9:.1f} GB/s\n")  # fmt: skip
-    precision = Precision("bf16", frozen="bf16")
+    precision = PrecisionConfig("bf16", frozen="bf16")
     with tempfile.TemporaryDirectory() as place:
         folder = checkpoint(Path(place))
-        kinds = {"tunekit": Plain(), "tunekit, nf4": NF4(), "tunekit, nf4 nested": NF4(nested=True)}
+        kinds = {
+            "tunekit": NoQuantization(),
+            "tunekit, nf4": NF4Config(),
+            "tunekit, nf4 nested": NF4Config(nested=True),
+        }
         models = {
-            name: assemble.model(Folder.open(folder), weights, Frozen(), precision, Memory(), Run(0, "cpu"))
+            name: build.build_model(
+                HFCheckpoint.open(folder),
+                weights,
+                FrozenModel(),
+                precision,
+                MemoryConfig(),
+                DistributedContext(0, "cpu"),
+            )
             for name, weights in kinds.items()
         }
         answers = {"transformers": theirs(folder, args.tokens)}

@@ -27,22 +27,22 @@ import torch.nn.functional as F
 from limits import copying, multiplying, seconds
 from torch import nn
 
-from tunekit import bundled
-from tunekit.adapters import Full, LoRA
-from tunekit.checkpoint.folder import Folder, read_json
-from tunekit.data.steps.batch import Batch
-from tunekit.formats import NF4, Plain
+from tunekit import assets
+from tunekit.adapters.config import LoRAConfig, NoAdapter
+from tunekit.checkpoint.hf_checkpoint import HFCheckpoint, read_json
+from tunekit.data.dataloader.batch import Batch
+from tunekit.env_info import describe_hardware
 from tunekit.kernels import nf4
-from tunekit.kernels.cross_entropy import Terms, chunked_loss
-from tunekit.losses.likelihood import CrossEntropy
-from tunekit.machine import hardware
-from tunekit.memory import Memory
+from tunekit.kernels.cross_entropy import CrossEntropyTerms, linear_cross_entropy
+from tunekit.losses.cross_entropy import CrossEntropy
+from tunekit.memory.config import MemoryConfig
 from tunekit.models.decoder import Decoder, Head
-from tunekit.models.families.registry import family
+from tunekit.models.families.registry import find_family
 from tunekit.models.linear import Embedding, Linear
+from tunekit.models.precision import PrecisionConfig
 from tunekit.models.spec import Attention
-from tunekit.optim import AdamW
-from tunekit.precision import Precision
+from tunekit.optim.config import AdamWConfig
+from tunekit.quantization.config import NF4Config, NoQuantization
 
 HERE = Path(__file__).parent
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -66,7 +66,7 @@ class Size:
 
     def config(self, name: str) -> dict:
         """The config.json of a preset, or a far smaller one."""
-        folder = bundled.model(name)
+        folder = assets.model_dir(name)
         assert folder is not None
         return read_json(folder / "config.json") | (TINY if self.small else {})
 
@@ -87,10 +87,16 @@ def outcome(steps: Callable[[], object], size: Size) -> dict[str, float]:
     return {"step": statistics.median(found[size.steps // 3 :]), "first": found[0], "peak": peak, "reserved": held}
 
 
-def model(config: dict, weights: Plain, adapter: Full | LoRA, memory: Memory, precision: Precision) -> Decoder:
+def model(
+    config: dict,
+    weights: NoQuantization,
+    adapter: NoAdapter | LoRAConfig,
+    memory: MemoryConfig,
+    precision: PrecisionConfig,
+) -> Decoder:
     """As `assemble.model` builds it, with numbers drawn on the device: on the CPU 8 billion take minutes."""
-    found, spec = family(config, "config.json")
-    source = Folder(Path(), "random", config, found, spec)
+    found, spec = find_family(config, "config.json")
+    source = HFCheckpoint(Path(), "random", config, found, spec)
     with torch.device("meta"):
         net = Decoder(source.spec)
     weights.apply(net)
@@ -121,9 +127,9 @@ def batch(vocab: int, rows: int, length: int, packed: bool = True) -> Batch:
     return Batch(tokens, tokens.roll(-1, 1), positions, offsets, rows * length, rows * length)
 
 
-def train(net: Decoder, adapter: Full | LoRA, rows: Batch) -> Callable[[], None]:
+def train(net: Decoder, adapter: NoAdapter | LoRAConfig, rows: Batch) -> Callable[[], None]:
     """A whole step: forward, backward, AdamW."""
-    optimizer, loss = AdamW(lr=1e-5).build(adapter.trained(net)), CrossEntropy()
+    optimizer, loss = AdamWConfig(lr=1e-5).build(adapter.trained(net)), CrossEntropy()
 
     def step() -> None:
         (loss(net, rows) / rows.learnt).backward()
@@ -144,11 +150,11 @@ def flops(net: Decoder, rows: Batch, factor: int) -> float:
     return sum(sizes.values()) * rows.tokens.numel() + 3 * 4 * heads * pairs
 
 
-def steps(size: Size, preset: str, weights: Plain, adapter: Full | LoRA, **how) -> dict[str, float]:
+def steps(size: Size, preset: str, weights: NoQuantization, adapter: NoAdapter | LoRAConfig, **how) -> dict[str, float]:
     """Steps of tunekit on a preset; `how`: rows, length, recompute, factor, packed."""
-    config, memory = size.config(preset), Memory(recompute=how.get("recompute", False))
-    trained = "bf16" if type(adapter) is Full else "fp32"
-    net = model(config, weights, adapter, memory, Precision("bf16", trained=trained, frozen="bf16"))
+    config, memory = size.config(preset), MemoryConfig(recompute=how.get("recompute", False))
+    trained = "bf16" if type(adapter) is NoAdapter else "fp32"
+    net = model(config, weights, adapter, memory, PrecisionConfig("bf16", trained=trained, frozen="bf16"))
     rows = batch(net.spec.vocab, *size.tokens(how["rows"], how["length"]), how.get("packed", True))
     found = outcome(train(net, adapter, rows), size)
     rate = max(multiplying(DEVICE, sides(size)).values())
@@ -174,7 +180,7 @@ def dequantize(size: Size) -> dict[str, float]:
     limit, found = copying(DEVICE, 2**20 if size.small else 2**31), {}
     for nested in (False, True):
         packed, scales = nf4.quantize(torch.randn(out, inner, device=DEVICE))
-        codes, outer = nf4.nest(scales) if nested else (scales.view(torch.uint8), None)
+        codes, outer = nf4.double_quantize(scales) if nested else (scales.view(torch.uint8), None)
         parts = packed.view(out, -1), codes.view(out, -1), None if outer is None else outer.view(torch.uint8)
         spent = repeated(lambda parts=parts: nf4.dequantize(*parts, "nf4", BF16), size)
         moved = packed.numel() + codes.numel() + 2 * out * inner
@@ -200,23 +206,25 @@ def repeated(work: Callable[[], object], size: Size) -> float:
 
 def lora(size: Size) -> dict[str, float]:
     """A step of an 8B Llama, bf16 weights, rank 16 on all linear layers, 4 rows of 2,048 tokens, as in `theirs`."""
-    return steps(size, "tunekit/llama3_1_8b", Plain(), LoRA(16), rows=4, length=2048, factor=4, packed=False)
+    return steps(
+        size, "tunekit/llama3_1_8b", NoQuantization(), LoRAConfig(16), rows=4, length=2048, factor=4, packed=False
+    )
 
 
 def qlora(size: Size) -> dict[str, float]:
     """The same with four-bit weights."""
-    return steps(size, "tunekit/llama3_1_8b", NF4(), LoRA(16), rows=4, length=2048, factor=4, packed=False)
+    return steps(size, "tunekit/llama3_1_8b", NF4Config(), LoRAConfig(16), rows=4, length=2048, factor=4, packed=False)
 
 
 def full(size: Size) -> dict[str, float]:
     """All weights of a 1B Llama in bf16, 8,192 packed tokens."""
-    return steps(size, "tunekit/llama3_2_1b", Plain(), Full(), rows=4, length=2048, factor=6)
+    return steps(size, "tunekit/llama3_2_1b", NoQuantization(), NoAdapter(), rows=4, length=2048, factor=6)
 
 
 def memory(size: Size) -> dict[str, float]:
     """8B QLoRA at 2 x 2,048 with nested scales and layers that run twice."""
     how = {"rows": 2, "length": 2048, "recompute": True, "factor": 4}
-    return steps(size, "tunekit/llama3_1_8b", NF4(True), LoRA(16), **how)
+    return steps(size, "tunekit/llama3_1_8b", NF4Config(True), LoRAConfig(16), **how)
 
 
 def vocabulary(size: Size) -> dict[str, float]:
@@ -225,7 +233,7 @@ def vocabulary(size: Size) -> dict[str, float]:
     found = {}
     for vocab in (512, 1024) if size.small else (32768, 65536, 131072, 262144):
         config = size.config("tunekit/llama3_1_8b") | {"vocab_size": vocab, "hidden_size": dim}
-        spec = replace(family(config, "config.json")[1], vocab=vocab, dim=dim)
+        spec = replace(find_family(config, "config.json")[1], vocab=vocab, dim=dim)
         head = Head(spec).to(DEVICE, BF16).requires_grad_(False)
         hidden = torch.randn(tokens, dim, device=DEVICE, dtype=BF16, requires_grad=True)
         targets = torch.randint(0, vocab, (tokens,), device=DEVICE)
@@ -240,7 +248,7 @@ def vocabulary(size: Size) -> dict[str, float]:
 
 def loss(hidden: torch.Tensor, targets: torch.Tensor, head: Head) -> None:
     hidden.grad = None
-    chunked_loss(hidden, targets, head, Terms()).backward()
+    linear_cross_entropy(hidden, targets, head, CrossEntropyTerms()).backward()
 
 
 def theirs(size: Size) -> dict[str, float]:
@@ -330,7 +338,7 @@ def section(name: str, most: int, small: bool) -> dict[str, float | str]:
 
 def page(found: dict[str, dict[str, float | str]], spent: dict[str, float]) -> str:
     """All results, as Markdown, and how they stand to the aims."""
-    text = f"# On {hardware(DEVICE)}, {date.today()}\n\n"
+    text = f"# On {describe_hardware(DEVICE)}, {date.today()}\n\n"
     text += f"torch {torch.__version__}, CUDA {torch.version.cuda}, Python {platform.python_version()}. "
     text += "All weights are random.\n"
     one, four = (found.get(name, {}).get("step") for name in ("lora", "qlora"))

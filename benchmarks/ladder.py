@@ -18,7 +18,7 @@ from contest import Given, options
 from picture import steps
 from stage import Shape, Work, prepare, rows
 
-from tunekit.machine import hardware
+from tunekit.env_info import describe_hardware
 
 SHARES = (40 / 512, 120 / 512, 352 / 512)  # of a row, its documents: padded, they take twice the room
 
@@ -71,9 +71,8 @@ def main() -> None:
     shape = replace(Shape(), layers=args.layers)
     work = Work("full", batch=args.batch, steps=args.steps, shares=SHARES)
     head = "\n| | s a step | learnt tokens/s | peak GiB | last loss | words |\n|---|---|---|---|---|---|\n"
-    text = (
-        f"# Trick by trick, {date.today()}\n\n{hardware(torch.device('cpu'))}, torch {torch.__version__}. A Llama of "
-    )
+    text = f"# Trick by trick, {date.today()}\n\n"
+    text += f"{describe_hardware(torch.device('cpu'))}, torch {torch.__version__}. A Llama of "
     text += f"{shape.layers} layers, dim {shape.dim}, vocabulary {shape.vocab:,}; {work.tokens:,} tokens a step in "
     text += f"documents of {', '.join(map(str, work.documents))}.\n"
     file = args.results / f"{date.today()}-ladder"

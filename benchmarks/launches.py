@@ -25,18 +25,18 @@ import torch.nn.functional as F
 from launch_counter import CUDA, Counts, LaunchCounter, count_step, simulated_capabilities
 from torch import Tensor, nn
 
-from tunekit import assemble
-from tunekit.adapters import Full, LoRA
-from tunekit.data.steps.batch import Batch
-from tunekit.formats import NF4, Plain
-from tunekit.guard import Guard, Watch
-from tunekit.losses.likelihood import CrossEntropy
-from tunekit.memory import Memory
-from tunekit.models.families.registry import family
-from tunekit.optim import AdamW
-from tunekit.parallel.run import Run
-from tunekit.precision import Precision
+from tunekit import build as assemble
+from tunekit.adapters.config import LoRAConfig, NoAdapter
+from tunekit.data.dataloader.batch import Batch
+from tunekit.distributed.context import DistributedContext
+from tunekit.losses.cross_entropy import CrossEntropy
+from tunekit.memory.config import MemoryConfig
+from tunekit.models.families.registry import find_family
+from tunekit.models.precision import PrecisionConfig
+from tunekit.optim.config import AdamWConfig
+from tunekit.quantization.config import NF4Config, NoQuantization
 from tunekit.recipes import sft
+from tunekit.training.step_guard import StepGuard, StepGuardConfig
 
 LENGTH, RANK, BF16 = 2048, 16, torch.bfloat16
 SHAPE = {
@@ -63,15 +63,17 @@ Step = Callable[[LaunchCounter], object]
 
 def tunekit_step(method: str, num_layers: int) -> Step:
     """The step of recipes/sft.py."""
-    spec = family(SHAPE | {"num_hidden_layers": num_layers}, "config.json")[1]
-    adapter = Full() if method == "full" else LoRA(RANK)
-    model = assemble.outline(SimpleNamespace(spec=spec), NF4(nested=True) if method == "qlora" else Plain(), adapter)
-    run = Run.alone()
+    spec = find_family(SHAPE | {"num_hidden_layers": num_layers}, "config.json")[1]
+    adapter = NoAdapter() if method == "full" else LoRAConfig(RANK)
+    model = assemble.build_meta_model(
+        SimpleNamespace(spec=spec), NF4Config(nested=True) if method == "qlora" else NoQuantization(), adapter
+    )
+    run = DistributedContext.alone()
     run.device = CUDA
-    Precision("bf16", frozen="bf16").apply(model, {}, CUDA)
-    Memory().apply(model, CUDA)
-    optimizer = AdamW().build(adapter.trained(model))
-    update = Memory().update(optimizer, 1.0, run, Watch(Guard(nan="off"), CUDA).allows)
+    PrecisionConfig("bf16", frozen="bf16").apply(model, {}, CUDA)
+    MemoryConfig().apply(model, CUDA)
+    optimizer = AdamWConfig().build(adapter.trained(model))
+    update = MemoryConfig().update(optimizer, 1.0, run, StepGuard(StepGuardConfig(nan="off"), CUDA).allows)
     config = SimpleNamespace(loss=CrossEntropy())
     tokens, positions = torch.zeros(1, LENGTH, dtype=torch.long), torch.arange(LENGTH)[None]
     offsets = torch.tensor([0, 700, 1500, LENGTH], dtype=torch.int32)
@@ -84,7 +86,7 @@ def tunekit_step(method: str, num_layers: int) -> Step:
 
         counter.phase = "forward"
         with backward_phase(counter):
-            sft.train_step(model, [batch], config, update_in_phase, run)
+            sft.forward_backward(model, [batch], config, update_in_phase, run)
 
     return step
 

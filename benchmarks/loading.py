@@ -28,17 +28,17 @@ import torch
 import transformers
 from torch import nn
 
-from tunekit import __version__, assemble, bundled
-from tunekit.adapters import Frozen, Full
-from tunekit.checkpoint.folder import Folder
-from tunekit.checkpoint.tensors import Writer
-from tunekit.checkpoint.write import companions, described, plan, write, write_index
-from tunekit.formats import Plain
-from tunekit.memory import Memory
+from tunekit import __version__, assets, build
+from tunekit.adapters.config import FrozenModel, NoAdapter
+from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
+from tunekit.checkpoint.safetensors_io import SafetensorsWriter
+from tunekit.checkpoint.save_model import copy_companion_files, described, plan_shards, save_model, write_index
+from tunekit.distributed.context import DistributedContext
+from tunekit.memory.config import MemoryConfig
 from tunekit.models.decoder import TIED, Decoder
-from tunekit.models.weights import moves_out
-from tunekit.parallel.run import Run
-from tunekit.precision import Precision
+from tunekit.models.precision import PrecisionConfig
+from tunekit.models.weight_map import save_mappings
+from tunekit.quantization.config import NoQuantization
 
 RESULTS = Path(__file__).parent / "results"
 CASES = {
@@ -50,27 +50,33 @@ CASES = {
 def make(folder: Path, name: str) -> None:
     """Random weights of a preset, in files of 600 MB."""
     folder.mkdir(parents=True)
-    source = Folder.open(bundled.PRESETS[name])
+    source = HFCheckpoint.open(assets.PRESETS[name])
     with torch.device("meta"):
         model = Decoder(source.spec)
     held = {n: s for n, s in model.shapes.items() if not (source.spec.tied and n == TIED)}
-    entries = {n: e for move in moves_out(held, source.family.table) for n, e in described(model, move, source)}
-    shards = plan(entries, source, 600 * 10**6)
+    entries = {n: e for move in save_mappings(held, source.family.table) for n, e in described(model, move, source)}
+    shards = plan_shards(entries, source, 600 * 10**6)
     for file, names in shards.items():
-        with Writer(folder / file, {n: entries[n] for n in names}) as out:
+        with SafetensorsWriter(folder / file, {n: entries[n] for n in names}) as out:
             for n in names:
                 shape, dtype = entries[n]
                 out[n] = torch.randn(shape).mul_(0.02).to(dtype) if len(shape) > 1 else torch.ones(shape, dtype=dtype)
-    companions(source.path, folder)
+    copy_companion_files(source.path, folder)
     write_index(folder, shards, entries, source)
 
 
 def ours(folder: Path, kind: str) -> tuple[nn.Module, Callable[[Path], object]]:
     trained = kind.endswith("fp32")
-    source, precision = Folder.open(folder), Precision("bf16", "fp32", "checkpoint")
-    choices = Plain(), Full() if trained else Frozen(), precision, Memory(), Run(0, "cpu")
-    model = assemble.model(source, *choices)
-    return model, lambda out: write(out, model, source, quiet=True)
+    source, precision = HFCheckpoint.open(folder), PrecisionConfig("bf16", "fp32", "checkpoint")
+    choices = (
+        NoQuantization(),
+        NoAdapter() if trained else FrozenModel(),
+        precision,
+        MemoryConfig(),
+        DistributedContext(0, "cpu"),
+    )
+    model = build.build_model(source, *choices)
+    return model, lambda out: save_model(out, model, source, quiet=True)
 
 
 def theirs(folder: Path, kind: str) -> tuple[nn.Module, Callable[[Path], object]]:

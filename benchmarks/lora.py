@@ -23,15 +23,15 @@ from nf4 import SMALL, step
 from torch import Tensor
 from turns import Work, turns
 
-from tunekit import adapters
-from tunekit.adapters import DoRA, Full, LoRA
-from tunekit.checkpoint.folder import Folder
-from tunekit.formats import Plain
+from tunekit.adapters import config as adapters
+from tunekit.adapters.config import DoRAConfig, LoRAConfig, NoAdapter
+from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
+from tunekit.env_info import describe_hardware
 from tunekit.kernels import lora
-from tunekit.machine import hardware
+from tunekit.kernels.malloc import retain_freed_memory
 from tunekit.models import linear
-from tunekit.models.linear import Linear, together
-from tunekit.pages import hold
+from tunekit.models.linear import Linear, shared_input_linears
+from tunekit.quantization.config import NoQuantization
 
 BF16 = torch.bfloat16
 GROUPS = {
@@ -51,7 +51,7 @@ def compare(works: dict[str, Work], rounds: int) -> None:
         print(f"| {name} | {middle * 1e3:.2f} ({min(found) * 1e3:.2f}) | {first / middle:.2f} |", flush=True)
 
 
-def separate(x: Tensor, updates: Sequence[lora.Update], dropout: float = 0.0) -> tuple[Tensor, ...]:
+def separate(x: Tensor, updates: Sequence[lora.LoRAWeights], dropout: float = 0.0) -> tuple[Tensor, ...]:
     """Each layer by itself, in plain torch."""
     ys = []
     for update in updates:
@@ -60,7 +60,7 @@ def separate(x: Tensor, updates: Sequence[lora.Update], dropout: float = 0.0) ->
     return tuple(ys)
 
 
-def whole_lengths(update: lora.Update) -> Tensor:
+def whole_lengths(update: lora.LoRAWeights) -> Tensor:
     """Norms of the rows of a whole weight in fp32."""
     with torch.no_grad():
         weight = torch.cat([*update.base.fine(2**40)])
@@ -70,11 +70,11 @@ def whole_lengths(update: lora.Update) -> Tensor:
 @contextmanager
 def plainly() -> Iterator[None]:
     """Everything as plain torch does it."""
-    own = adapters.adapted, adapters.lengths, linear.linear
-    adapters.adapted, adapters.lengths = separate, whole_lengths
+    own = adapters.lora_linear, adapters.lora_row_norms, linear.linear
+    adapters.lora_linear, adapters.lora_row_norms = separate, whole_lengths
     linear.linear = lambda x, w, b=None: F.linear(x, w.to(x.dtype), None if b is None else b.to(x.dtype))
     yield
-    adapters.adapted, adapters.lengths, linear.linear = own
+    adapters.lora_linear, adapters.lora_row_norms, linear.linear = own
 
 
 def plain(work: Work) -> Work:
@@ -87,7 +87,11 @@ def plain(work: Work) -> Work:
 
 def layers(rounds: int) -> None:
     """Forward and backward of the groups of layers that read one input."""
-    for name, adapter in {"LoRA": LoRA(16), "dropout 0.1": LoRA(16, dropout=0.1), "DoRA": DoRA(16)}.items():
+    for name, adapter in {
+        "LoRA": LoRAConfig(16),
+        "dropout 0.1": LoRAConfig(16, dropout=0.1),
+        "DoRA": DoRAConfig(16),
+    }.items():
         print(f"\n| {name}, 2,048 tokens | ms | times as fast as the first |\n|---|---|---|")
         for group, (inner, outer) in GROUPS.items():
             work = group_step(adapter, inner, outer)
@@ -95,7 +99,7 @@ def layers(rounds: int) -> None:
             compare({f"{group}: separate": plain(work), "ours": work, "without an update": base}, rounds)
 
 
-def group_step(adapter: LoRA | None, inner: int, outer: tuple[int, ...]) -> Work:
+def group_step(adapter: LoRAConfig | None, inner: int, outer: tuple[int, ...]) -> Work:
     made = [Linear(inner, out, bias=False).to(BF16).requires_grad_(False) for out in outer]
     for layer in made:
         layer.weight.normal_(std=inner**-0.5)
@@ -107,21 +111,21 @@ def group_step(adapter: LoRA | None, inner: int, outer: tuple[int, ...]) -> Work
     x = torch.randn(4, 512, inner, dtype=BF16, requires_grad=True)
     grads = [torch.randn(4, 512, out, dtype=BF16) for out in outer]
     inputs = [x, *(p for layer in made for p in layer.parameters() if p.requires_grad)]
-    return lambda: torch.autograd.grad(together(made, x), inputs, grads)
+    return lambda: torch.autograd.grad(shared_input_linears(made, x), inputs, grads)
 
 
 def steps(rounds: int) -> None:
     """Whole steps: forward, backward, AdamW; 4 packed rows of 512 tokens."""
     print("\n| step of 2,048 tokens, 135M | ms | times as fast as the first |\n|---|---|---|")
-    for name, adapter in {"LoRA": LoRA(16), "DoRA": DoRA(16), "full": Full()}.items():
+    for name, adapter in {"LoRA": LoRAConfig(16), "DoRA": DoRAConfig(16), "full": NoAdapter()}.items():
         work = whole(adapter)
         compare({f"{name}: plain torch": plain(work), f"{name}: ours": work}, rounds)
 
 
-def whole(adapter: Full | LoRA) -> Work:
+def whole(adapter: NoAdapter | LoRAConfig) -> Work:
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(SMALL))
-        return step(Folder.open(Path(folder)), Plain(), adapter)
+        return step(HFCheckpoint.open(Path(folder)), NoQuantization(), adapter)
 
 
 def main() -> None:
@@ -133,8 +137,8 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
-    hold()  # as a run does
-    print(f"{hardware(torch.device('cpu'))}, {args.threads} threads, torch {torch.__version__}, "
+    retain_freed_memory()  # as a run does
+    print(f"{describe_hardware(torch.device('cpu'))}, {args.threads} threads, torch {torch.__version__}, "
           f"Python {platform.python_version()}; load {os.getloadavg()[0]:.1f}")  # fmt: skip
     for name in args.what:
         known[name](args.rounds)

@@ -20,35 +20,35 @@ from pathlib import Path
 
 import torch
 
-from tunekit import machine, verify
-from tunekit.adapters import DoRA, LoRA
-from tunekit.checkpoint import merge, peft, stream
-from tunekit.checkpoint.folder import INDEX, Folder
-from tunekit.checkpoint.tensors import Writer
-from tunekit.checkpoint.updates import shapes
+from tunekit import env_info
+from tunekit.adapters.config import DoRAConfig, LoRAConfig
+from tunekit.checkpoint import layerwise_forward, merge, peft_adapter, verify
+from tunekit.checkpoint.hf_checkpoint import INDEX, HFCheckpoint
+from tunekit.checkpoint.peft_reader import shapes
+from tunekit.checkpoint.safetensors_io import SafetensorsWriter
 from tunekit.models.decoder import Decoder
-from tunekit.models.weights import moves_out
+from tunekit.models.weight_map import save_mappings
 
 MODEL = {"model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "head_dim": 64}
 MODEL |= {"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128_256, "tie_word_embeddings": False}
 MODEL |= {"architectures": ["LlamaForCausalLM"], "dtype": "bfloat16", "rms_norm_eps": 1e-5}
 ADAPTERS = {
-    "LoRA of all layers, rank 16": LoRA(16),
-    "LoRA of all layers and the head, rank 64": LoRA(64, targets=("all", "head")),
-    "DoRA of all layers, rank 16": DoRA(16),
-    "LoRA, embedding and head whole": LoRA(16, whole=("embed", "head")),
+    "LoRA of all layers, rank 16": LoRAConfig(16),
+    "LoRA of all layers and the head, rank 64": LoRAConfig(64, targets=("all", "head")),
+    "DoRA of all layers, rank 16": DoRAConfig(16),
+    "LoRA, embedding and head whole": LoRAConfig(16, whole=("embed", "head")),
 }
 MB = 1e6
 
 
-def make(folder: Path, shard: float) -> Folder:
+def make(folder: Path, shard: float) -> HFCheckpoint:
     """A random checkpoint in files of at most `shard` bytes, or of one tensor that is larger."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(MODEL))
-    source = Folder.open(folder)
+    source = HFCheckpoint.open(folder)
     files: list[dict[str, tuple[tuple[int, ...], torch.dtype]]] = [{}]
     size = 0.0
-    for move in moves_out(shapes(source.spec), source.family.table):
+    for move in save_mappings(shapes(source.spec), source.family.table):
         shape = shapes(source.spec)[move.ours[0]]
         size += 2 * torch.Size(shape).numel()
         if size > shard and files[-1]:
@@ -58,27 +58,27 @@ def make(folder: Path, shard: float) -> Folder:
     index = {}
     for i, entries in enumerate(files, start=1):
         name = f"model-{i:05d}-of-{len(files):05d}.safetensors"
-        with Writer(folder / name, entries) as out:
+        with SafetensorsWriter(folder / name, entries) as out:
             for tensor, (shape, dtype) in entries.items():
                 index[tensor] = name
                 out[tensor] = torch.ones(shape, dtype=dtype) if len(shape) == 1 else torch.randn(shape).to(dtype) / 50
     (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": index}))
-    return Folder.open(folder)
+    return HFCheckpoint.open(folder)
 
 
-def adapt(folder: Path, source: Folder, adapter: LoRA) -> None:
+def adapt(folder: Path, source: HFCheckpoint, adapter: LoRAConfig) -> None:
     """Random numbers as an adapter's files."""
     folder.mkdir()
     with torch.device("meta"):
         net = Decoder(source.spec)
     adapter.apply(net)
     trained = {name: p for name, p in net.named_parameters() if p.requires_grad}
-    stream.place(net, trained, torch.device("cpu"))
+    layerwise_forward.allocate(net, trained, torch.device("cpu"))
     with torch.no_grad():
         for name in trained:
             p = net.get_parameter(name)
             p.copy_(torch.ones_like(p) if "magnitude" in name else torch.randn(p.shape) / 50)
-    peft.write(folder, net, adapter, source)
+    peft_adapter.save_adapter(folder, net, adapter, source)
 
 
 class Watch:
@@ -118,13 +118,13 @@ def child(way: str, base: Path, adapter: Path, out: Path) -> dict[str, float]:
             model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
             peft_module.PeftModel.from_pretrained(model, adapter).merge_and_unload().save_pretrained(out)
         return watch.found
-    source = Folder.open(base)
+    source = HFCheckpoint.open(base)
     out.mkdir()
     with Watch() as watch:
-        merge.merge(source, adapter, out, quiet=True)
+        merge.merge_adapter(source, adapter, out, quiet=True)
         if way == "tune merge":
-            choice = peft.described(adapter, source)
-            verify.merged(out, source, replace(choice, start=str(adapter)), torch.device("cpu"))
+            choice = peft_adapter.read_adapter_config(adapter, source)
+            verify.verify_merge(out, source, replace(choice, start=str(adapter)), torch.device("cpu"))
     return watch.found
 
 
@@ -142,7 +142,7 @@ def report(args: argparse.Namespace) -> None:
         sizes = [file.stat().st_size / MB for file in source.files]
         versions = [f"{name} {metadata.version(name)}" for name in ("tunekit", "torch", "peft", "transformers")]
         print("# Merging adapters\n")
-        print(f"{', '.join([str(date.today()), machine.hardware(torch.device('cpu')), *versions])}.\n")
+        print(f"{', '.join([str(date.today()), env_info.describe_hardware(torch.device('cpu')), *versions])}.\n")
         print(f"Base: {sum(sizes):,.0f} MB in bf16, {len(sizes)} files, the largest of {max(sizes):,.0f} MB.")
         print("Memory beyond what the process held before; seconds of all cores. `tune merge` also verifies.\n")
         print("| adapter | way | own pages, MB | in files | mapped pages, MB | seconds |\n|---|---|---|---|---|---|")

@@ -23,18 +23,18 @@ import torch
 import torch.nn.functional as F
 from turns import Work, turns
 
-from tunekit import assemble
-from tunekit.adapters import Full, LoRA
-from tunekit.checkpoint.folder import Folder
-from tunekit.data.steps.batch import Batch
-from tunekit.formats import NF4, Plain
+from tunekit import build
+from tunekit.adapters.config import LoRAConfig, NoAdapter
+from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
+from tunekit.data.dataloader.batch import Batch
+from tunekit.distributed.context import DistributedContext
+from tunekit.env_info import describe_hardware
 from tunekit.kernels import nf4
-from tunekit.losses.likelihood import CrossEntropy
-from tunekit.machine import hardware
-from tunekit.memory import Memory
-from tunekit.optim import AdamW
-from tunekit.parallel.run import Run
-from tunekit.precision import Precision
+from tunekit.losses.cross_entropy import CrossEntropy
+from tunekit.memory.config import MemoryConfig
+from tunekit.models.precision import PrecisionConfig
+from tunekit.optim.config import AdamWConfig
+from tunekit.quantization.config import NF4Config, NoQuantization
 
 BF16 = torch.bfloat16
 # Tokens, out, in: the layers of a model of 135 million weights, and of one of 8 billion.
@@ -71,10 +71,10 @@ def decode(rounds: int, clock: Callable[[], float]) -> None:
     size = 4096, 4096
     weight = torch.randn(size, dtype=BF16)
     packed, scales = nf4.quantize(weight)
-    codes, outer = nf4.nest(scales)
+    codes, outer = nf4.double_quantize(scales)
     parts = packed.view(4096, -1), scales.view(4096, -1)
-    plain = nf4.Weight(parts[0], parts[1].view(torch.uint8), None, "nf4")
-    nested = nf4.Weight(parts[0], codes.view(4096, -1), outer.view(torch.uint8), "nf4")
+    plain = nf4.NF4Weight(parts[0], parts[1].view(torch.uint8), None, "nf4")
+    nested = nf4.NF4Weight(parts[0], codes.view(4096, -1), outer.view(torch.uint8), "nf4")
     room, like = torch.empty(size, dtype=BF16), torch.empty(size, dtype=BF16)
     works: dict[str, Callable[[], object]] = {
         "tunekit, into warm memory": lambda: nf4.decode(plain, room),
@@ -148,7 +148,7 @@ def gpu(rounds: int, clock: Callable[[], float]) -> None:
         weight = torch.randn(out, inner, dtype=BF16, device="cuda")
         packed, scales = nf4.quantize(weight)
         parts = packed.view(out, -1), scales.view(out, -1).view(torch.uint8), None
-        tables = nf4.table("nf4", weight.device), nf4.fine(weight.device)
+        tables = nf4.code_values("nf4", weight.device), nf4.dynamic_map(weight.device)
         for rows in (1, 2, 4, 8, 16, 32):
             x = torch.randn(rows, inner, dtype=BF16, device="cuda")
             works = (
@@ -177,21 +177,27 @@ def steps(rounds: int, clock: Callable[[], float]) -> None:
     """A step of a Llama of 135 million weights: 4 packed rows of 512 tokens, rank 16 on all linear layers."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(SMALL))
-        source = Folder.open(Path(folder))
+        source = HFCheckpoint.open(Path(folder))
         works = {
-            name: step(source, weights, LoRA(16))
-            for name, weights in {"LoRA": Plain(), "QLoRA": NF4(), "nested": NF4(True)}.items()
+            name: step(source, weights, LoRAConfig(16))
+            for name, weights in {"LoRA": NoQuantization(), "QLoRA": NF4Config(), "nested": NF4Config(True)}.items()
         }
     print("\n| step of 2,048 tokens, 135M | ms | times the first |\n|---|---|---|")
     compare(works, rounds, clock)
 
 
-def step(source: Folder, weights: Plain, adapter: Full | LoRA) -> Callable[[], object]:
+def step(source: HFCheckpoint, weights: NoQuantization, adapter: NoAdapter | LoRAConfig) -> Callable[[], object]:
     """A whole step: forward, backward, AdamW; 4 packed rows of 512 tokens."""
-    model = assemble.model(
-        source, weights, adapter, Precision("bf16", frozen="bf16"), Memory(), Run(0, "cpu"), fresh=True
+    model = build.build_model(
+        source,
+        weights,
+        adapter,
+        PrecisionConfig("bf16", frozen="bf16"),
+        MemoryConfig(),
+        DistributedContext(0, "cpu"),
+        fresh=True,
     )
-    optimizer, loss = AdamW(lr=1e-4).build(adapter.trained(model)), CrossEntropy()
+    optimizer, loss = AdamWConfig(lr=1e-4).build(adapter.trained(model)), CrossEntropy()
     rows = torch.randint(0, 49152, (4, 512))
     lengths = torch.tensor([200, 312] * 4)
     offsets = F.pad(lengths.cumsum(0), (1, 0)).int()
@@ -216,7 +222,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
-    print(f"{hardware(torch.device('cpu'))}, {args.threads} threads, torch {torch.__version__}, "
+    print(f"{describe_hardware(torch.device('cpu'))}, {args.threads} threads, torch {torch.__version__}, "
           f"Python {platform.python_version()}; load {os.getloadavg()[0]:.1f}; "
           f"{'processor' if args.cpu else 'wall'} time")  # fmt: skip
     for name in args.what:

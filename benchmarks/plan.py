@@ -25,28 +25,29 @@ from typing import Any
 
 import torch
 
-from tunekit import assemble, bundled, pages
-from tunekit.adapters import Full, LoRA
-from tunekit.checkpoint.folder import Folder
-from tunekit.formats import NF4, Plain
-from tunekit.layout.shard import shard
-from tunekit.layout.split import split
-from tunekit.losses.likelihood import CrossEntropy
-from tunekit.machine import hardware
-from tunekit.memory import Memory
+from tunekit import assets, build
+from tunekit.adapters.config import LoRAConfig, NoAdapter
+from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
+from tunekit.distributed.context import DistributedContext
+from tunekit.distributed.fsdp import apply_fsdp
+from tunekit.distributed.parallel_dims import ParallelConfig
+from tunekit.distributed.parallelize import parallelize
+from tunekit.distributed.sharding import register_shards, to_local
+from tunekit.env_info import describe_hardware
+from tunekit.kernels import malloc
+from tunekit.losses.cross_entropy import CrossEntropy
+from tunekit.memory.config import MemoryConfig
+from tunekit.models.precision import PrecisionConfig
 from tunekit.models.spec import DecoderSpec, MoE
-from tunekit.optim import AdamW, AdamW8bit, Muon
-from tunekit.parallel.choice import Parallel
-from tunekit.parallel.run import Run
-from tunekit.parallel.tensors import local, register
-from tunekit.plan import kernels
-from tunekit.plan.kernels import own
-from tunekit.plan.machine import Machine
-from tunekit.plan.outcome import plan
-from tunekit.plan.probe import CPU, Step, rows
-from tunekit.plan.room import PROCESS
-from tunekit.plan.task import Task, dtypes
-from tunekit.precision import Precision
+from tunekit.optim.config import AdamW8bitConfig, AdamWConfig, MuonConfig
+from tunekit.plan import onednn_cache
+from tunekit.plan.estimate import estimate
+from tunekit.plan.hardware import ClusterSpec
+from tunekit.plan.layer_profile import CPU, ProbeStep, rows
+from tunekit.plan.memory import PROCESS
+from tunekit.plan.onednn_cache import own
+from tunekit.plan.workload import Workload, dtypes
+from tunekit.quantization.config import NF4Config, NoQuantization
 
 GIVEN_BACK = 2**16  # bytes from which freed memory goes back to the system at once
 HERE = Path(__file__).parent
@@ -54,78 +55,80 @@ MODEL = "tunekit/smollm2_135m"
 WAYS: dict[str, dict[str, Any]] = {
     "full": {},
     "full, 2 passes a step": {"batch": 4},
-    "full, recompute": {"memory": Memory(recompute=True)},
-    "full, selective recompute": {"memory": Memory(recompute="selective")},
-    "full, 8-bit AdamW": {"optimizer": AdamW8bit()},
-    "full, bf16 weights": {"precision": Precision("bf16", trained="bf16")},
-    "full, step in backward": {"memory": Memory(step_in_backward=True), "clip": 0.0},
-    "full, Muon": {"optimizer": Muon()},
-    "lora": {"adapter": LoRA()},
-    "lora, nf4": {"adapter": LoRA(), "weights": NF4()},
-    "2 ranks": {"parallel": Parallel()},
-    "2 ranks, bf16 travels": {"parallel": Parallel(gather="compute")},
-    "2 ranks, 2 copies": {"parallel": Parallel(replicate=2)},
-    "2 ranks, lora": {"parallel": Parallel(), "adapter": LoRA()},
-    "tensor 2": {"parallel": Parallel(tensor=2)},
-    "tensor 2, lora": {"parallel": Parallel(tensor=2), "adapter": LoRA()},
-    "context 2": {"parallel": Parallel(context=2)},
+    "full, recompute": {"memory": MemoryConfig(recompute=True)},
+    "full, selective recompute": {"memory": MemoryConfig(recompute="selective")},
+    "full, 8-bit AdamW": {"optimizer": AdamW8bitConfig()},
+    "full, bf16 weights": {"precision": PrecisionConfig("bf16", trained="bf16")},
+    "full, step in backward": {"memory": MemoryConfig(step_in_backward=True), "clip": 0.0},
+    "full, Muon": {"optimizer": MuonConfig()},
+    "lora": {"adapter": LoRAConfig()},
+    "lora, nf4": {"adapter": LoRAConfig(), "weights": NF4Config()},
+    "2 ranks": {"parallel": ParallelConfig()},
+    "2 ranks, bf16 travels": {"parallel": ParallelConfig(gather="compute")},
+    "2 ranks, 2 copies": {"parallel": ParallelConfig(replicate=2)},
+    "2 ranks, lora": {"parallel": ParallelConfig(), "adapter": LoRAConfig()},
+    "tensor 2": {"parallel": ParallelConfig(tensor=2)},
+    "tensor 2, lora": {"parallel": ParallelConfig(tensor=2), "adapter": LoRAConfig()},
+    "context 2": {"parallel": ParallelConfig(context=2)},
     "experts on 1 rank": {},
-    "experts on 2 ranks": {"parallel": Parallel()},
-    "expert 2": {"parallel": Parallel(expert=2)},
-    "tensor 2, expert 2": {"parallel": Parallel(tensor=2, expert=2)},
+    "experts on 2 ranks": {"parallel": ParallelConfig()},
+    "expert 2": {"parallel": ParallelConfig(expert=2)},
+    "tensor 2, expert 2": {"parallel": ParallelConfig(tensor=2, expert=2)},
 }
 EXPERTS = MoE(8, 6, 384)
-FILLING = range(400, 400 + kernels.KEPT // kernels.EACH + 1)  # tokens of an expert in steps before
+FILLING = range(400, 400 + onednn_cache.KEPT // onednn_cache.EACH + 1)  # tokens of an expert in steps before
 
 
-def task(way: str, layers: int) -> Task:
+def task(way: str, layers: int) -> Workload:
     """The model, shortened, with two rows of 512 tokens in a pass."""
-    source = Folder.open(bundled.PRESETS[MODEL], MODEL)
+    source = HFCheckpoint.open(assets.PRESETS[MODEL], MODEL)
     chosen = source.spec.layers[:layers]
     if "expert" in way:
         chosen = tuple(replace(layer, ffn=EXPERTS) for layer in chosen)
     if "tensor" in way:  # which nine heads are not divided by
         chosen = tuple(replace(layer, mixer=replace(layer.mixer, heads=8, kv_heads=4)) for layer in chosen)
     source = replace(source, spec=replace(source.spec, layers=chosen))
-    precision = Precision("bf16", frozen="bf16")
-    how = Full(), Plain(), precision, Memory(), AdamW(), CrossEntropy(), Parallel()
-    plain = Task(source, 512, 2, 2, *how, clip=1.0, random=False)
+    precision = PrecisionConfig("bf16", frozen="bf16")
+    how = NoAdapter(), NoQuantization(), precision, MemoryConfig(), AdamWConfig(), CrossEntropy(), ParallelConfig()
+    plain = Workload(source, 512, 2, 2, *how, clip=1.0, random=False)
     return replace(plain, **WAYS[way])
 
 
-def sparse(task: Task) -> bool:
+def sparse(task: Workload) -> bool:
     return any(layer.ffn == EXPERTS for layer in task.source.spec.layers)
 
 
 def ranks(way: str) -> int:
     """Processes that a way takes."""
-    parallel: Parallel | None = WAYS[way].get("parallel")
+    parallel: ParallelConfig | None = WAYS[way].get("parallel")
     return 1 if parallel is None else parallel.tensor * (1 if parallel.tensor > 1 == parallel.expert else 2)
 
 
-def planned(task: Task, count: int) -> int:
+def planned(task: Workload, count: int) -> int:
     """Bytes of a step at most on each rank, without the process itself."""
-    phases = plan(task, Machine(count)).room.phases
+    phases = estimate(task, ClusterSpec(count)).room.phases
     return max(phases[name].total for name in ("forward", "backward", "step")) - PROCESS
 
 
-def stepped(task: Task, steps: int, run: Run) -> None:
+def stepped(task: Workload, steps: int, run: DistributedContext) -> None:
     """Steps of a model of random weights, in the order of assemble.model."""
     sizes = run.sizes
-    net = assemble.outline(task.source, task.weights, task.adapter)
-    split(net, run)
+    net = build.build_meta_model(task.source, task.weights, task.adapter)
+    parallelize(net, run)
     task.precision.apply(net, dtypes(task.source, net), CPU)
     task.memory.apply(net, CPU)
-    shard(net, run)
+    apply_fsdp(net, run)
     net.to_empty(device="cpu")
     net.tie()
-    register((*net.named_parameters(), *net.named_buffers()), net.splits)
+    register_shards((*net.named_parameters(), *net.named_buffers()), net.splits)
     for parameter in net.parameters():
-        here = local(parameter.data)
+        here = to_local(parameter.data)
         here.normal_(std=0.02) if parameter.is_floating_point() else here.zero_()
     optimizer = task.optimizer.build(task.adapter.trained(net), [p for each in net.layers for p in each.parameters()])
     update = task.memory.update(optimizer, task.clip, run)
-    shape = Step(task.adapter, task.memory, task.optimizer, task.loss, task.clip, task.micro(sizes), task.length, 1)
+    shape = ProbeStep(
+        task.adapter, task.memory, task.optimizer, task.loss, task.clip, task.micro(sizes), task.length, 1
+    )
     batch = rows(shape)
     tokens = torch.randint(0, task.source.spec.vocab, batch.tokens.shape)
     targets = tokens.clone()
@@ -140,17 +143,17 @@ def stepped(task: Task, steps: int, run: Run) -> None:
         update()
 
 
-def measured(task: Task) -> int:
+def measured(task: Workload) -> int:
     """Bytes of some steps at most, on any rank."""
     one: DecoderSpec = replace(task.source.spec, layers=task.source.spec.layers[:1])
-    with Run(device="cpu", parallel=task.parallel) as run:
-        for threshold in (pages.TRIM_THRESHOLD, pages.MMAP_THRESHOLD):  # `Run` has set them for speed
+    with DistributedContext(device="cpu", parallel=task.parallel) as run:
+        for threshold in (malloc.TRIM_THRESHOLD, malloc.MMAP_THRESHOLD):  # `Run` has set them for speed
             ctypes.CDLL(None).mallopt(threshold, GIVEN_BACK)
         stepped(replace(task, source=replace(task.source, spec=one)), 1, run)
         return int(run.most(float(watched(task, run)))[0])
 
 
-def watched(task: Task, run: Run) -> int:
+def watched(task: Workload, run: DistributedContext) -> int:
     """Bytes of two steps at most, in this process."""
     before, most, done = own(), [0], threading.Event()
 
@@ -161,7 +164,7 @@ def watched(task: Task, run: Run) -> int:
     thread = threading.Thread(target=watch)
     thread.start()
     if sparse(task):
-        kernels.make(FILLING)
+        onednn_cache.make(FILLING)
     stepped(task, 2, run)
     done.set()
     thread.join()
@@ -197,7 +200,8 @@ def main() -> None:
         chosen = task(way, args.layers)
         print(planned(chosen, ranks(way)) if what == "planned" else measured(chosen))
         return
-    text = f"# What was planned, and what was taken, {date.today()}\n\n{hardware(CPU)}, torch {torch.__version__}. "
+    text = f"# What was planned, and what was taken, {date.today()}\n\n"
+    text += f"{describe_hardware(CPU)}, torch {torch.__version__}. "
     text += f"{MODEL} with {args.layers} layers, rows of 512 tokens, 2 in a pass.\n\n"
     text += "| | planned MiB | measured MiB | off by | seconds to plan |\n|---|---|---|---|---|\n"
     print(text, end="", flush=True)

@@ -22,7 +22,7 @@ import torch
 from contest import Found, Given, config, kept_steps, options, other, packages, tune
 from stage import Shape, Task, prepare, write
 
-from tunekit.machine import hardware
+from tunekit.env_info import describe_hardware
 
 # A step of packed rows has about as many pairs as `batch` says: they are counted by their learnt tokens.
 PROMPT, SHORT, LONG = 256, 64, 192  # tokens, of answers from and to
@@ -108,7 +108,7 @@ def report(works: dict[Pairs, list[Rated]], shape: Shape) -> str:
     text = (
         f"# DPO side by side on the CPU, {date.today()}\n\n`python benchmarks/preferences.py {' '.join(sys.argv[1:])}`"
     )
-    text += f"\n\n{hardware(torch.device('cpu'))}; Python {platform.python_version()}, {told}.\n"
+    text += f"\n\n{describe_hardware(torch.device('cpu'))}; Python {platform.python_version()}, {told}.\n"
     text += f"A Llama of {shape.layers} layers, dim {shape.dim}, vocabulary {shape.vocab:,}, tied. Prompts of {PROMPT} "
     text += f"tokens, answers of {SHORT} to {LONG}. Medians of all kept steps.\n"
     return text + "".join(table(work, found) for work, found in works.items())

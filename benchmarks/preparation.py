@@ -24,12 +24,12 @@ from pathlib import Path
 import torch
 from chats import TEMPLATES, write_rows, write_tokenizers
 
-from tunekit.data.rows import Text
-from tunekit.data.steps import loader
-from tunekit.data.steps.batch import IGNORE
+from tunekit.data.dataloader import build
+from tunekit.data.dataloader.batch import IGNORE
+from tunekit.data.datasets import TextDataset
 from tunekit.data.tokenizer import Tokenizer
-from tunekit.machine import hardware
-from tunekit.parallel.run import Run
+from tunekit.distributed.context import DistributedContext
+from tunekit.env_info import describe_hardware
 
 HERE = Path(__file__).parent
 PART = 100_000  # rows of the file that a stream reads again and again
@@ -130,7 +130,7 @@ def report(works: dict[str, list[Found]], line: str) -> str:
     """The whole page."""
     known = {name: v for found in works.values() for one in found for name, v in one.told.get("versions", {}).items()}
     text = f"# Preparing conversations, {date.today()}\n\n`{line}`\n\n"
-    text += f"{hardware(torch.device('cpu'))}; {', '.join(f'{name} {v}' for name, v in known.items())}.\n"
+    text += f"{describe_hardware(torch.device('cpu'))}; {', '.join(f'{name} {v}' for name, v in known.items())}.\n"
     text += (
         "Generated conversations of three to five questions and answers, byte-level BPE of 32,000 words, rows of at "
     )
@@ -169,8 +169,10 @@ def stream(args: argparse.Namespace, given: Path) -> None:
     (given / "many").mkdir()
     for number in range(-(-args.stream // PART)):
         os.link(given / "part.jsonl", given / "many" / f"train-{number:05d}.jsonl")
-    rows = Text(source=str(given / "many"), length=2048, pack=True, stream=True)
-    data = loader.load(rows, Tokenizer.open(given / "words" / args.templates[0]), STEP, STEP, Run())
+    rows = TextDataset(source=str(given / "many"), length=2048, pack=True, stream=True)
+    data = build.build_dataloader(
+        rows, Tokenizer.open(given / "words" / args.templates[0]), STEP, STEP, DistributedContext()
+    )
     began, done, tokens, told, step = time.perf_counter(), 0, 0, 0, 0
     print("| rows | tokens | s | rows/s | memory of all processes, MiB |\n|---|---|---|---|---|")
     while done < args.stream:

@@ -23,24 +23,24 @@ import torch.nn.functional as F
 from stage import Shape
 from torch import Tensor
 
-from tunekit import assemble
-from tunekit.adapters import Full, LoRA
-from tunekit.checkpoint.folder import Folder
-from tunekit.data.prepared.documents import Document, Documents
-from tunekit.data.steps.batch import Batch, Layout
-from tunekit.formats import Plain
-from tunekit.losses.answers import answers
-from tunekit.machine import hardware, versions
-from tunekit.memory import Memory
+from tunekit import build
+from tunekit.adapters.config import LoRAConfig, NoAdapter
+from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
+from tunekit.data.dataloader.batch import Batch, Collator
+from tunekit.data.preprocess.tokenized_dataset import Document, TokenizedDataset
+from tunekit.distributed.context import DistributedContext
+from tunekit.env_info import describe_hardware, package_versions
+from tunekit.losses.sequence_logps import sequence_logps
+from tunekit.memory.config import MemoryConfig
 from tunekit.models.decoder import Decoder
-from tunekit.parallel.run import Run
-from tunekit.precision import Precision
+from tunekit.models.precision import PrecisionConfig
+from tunekit.quantization.config import NoQuantization
 
-FORMS, ADAPTERS = ("whole", "shared"), {"LoRA": LoRA(16), "full": Full()}
+FORMS, ADAPTERS = ("whole", "shared"), {"LoRA": LoRAConfig(16), "full": NoAdapter()}
 BETA = 0.1
 
 
-def pairs(args: argparse.Namespace, vocab: int) -> Documents:
+def pairs(args: argparse.Namespace, vocab: int) -> TokenizedDataset:
     """Chosen and rejected in turn."""
     random, found = np.random.default_rng(0), []
     for _ in range(args.pairs):
@@ -48,19 +48,19 @@ def pairs(args: argparse.Namespace, vocab: int) -> Documents:
         for answer in random.integers(1, vocab, (2, args.answer)):
             learnt = np.arange(args.prompt + args.answer) >= args.prompt
             found.append(Document(np.concatenate([prompt, answer]).astype(np.int32), learnt, len(learnt)))
-    return Documents(found)
+    return TokenizedDataset(found)
 
 
 def batch(args: argparse.Namespace, vocab: int) -> Batch:
     """All pairs in one packed row."""
     documents = pairs(args, vocab)
     capacity = int(documents.lengths.sum())
-    layout = Layout(1, 1, 0, 1, 0, capacity, 2, owned=True, shared=args.child == "shared")
+    layout = Collator(1, 1, 0, 1, 0, capacity, 2, owned=True, shared=args.child == "shared")
     return layout.batches(documents, [np.arange(len(documents))])[0]
 
 
 def loss(model: Decoder, rows: Batch) -> Tensor:
-    chosen, rejected = answers(model, rows).pairs
+    chosen, rejected = sequence_logps(model, rows).pairs
     return -F.logsigmoid(BETA * (chosen.logps - rejected.logps)).sum()
 
 
@@ -76,10 +76,10 @@ def child(args: argparse.Namespace) -> None:
     torch.set_num_threads(args.threads)
     shape = Shape(layers=args.layers)
     (args.folder / "config.json").write_text(json.dumps(shape.config))
-    with Run(0, "cpu") as run:
-        precision = Precision("bf16", "fp32", "bf16")
-        adapter, source = ADAPTERS[args.adapter], Folder.open(args.folder)
-        model = assemble.model(source, Plain(), adapter, precision, Memory(), run, True)
+    with DistributedContext(0, "cpu") as run:
+        precision = PrecisionConfig("bf16", "fp32", "bf16")
+        adapter, source = ADAPTERS[args.adapter], HFCheckpoint.open(args.folder)
+        model = build.build_model(source, NoQuantization(), adapter, precision, MemoryConfig(), run, True)
         rows, before, seconds = batch(args, shape.vocab), resident("VmRSS"), []
         for _ in range(args.steps + 1):
             began = time.perf_counter()
@@ -109,13 +109,13 @@ def spread(values: list[float], form: str) -> str:
 
 
 def main(args: argparse.Namespace) -> None:
-    kept = ", ".join(f"{name} {version}" for name, version in versions().items())
+    kept = ", ".join(f"{name} {version}" for name, version in package_versions().items())
     print(f"# Prompts computed once, {date.today()}\n")
     print(
         f"{args.pairs} pairs a pass, each a prompt of {args.prompt} tokens and two answers of {args.answer}; a Llama of"
     )
     print(f"the 135M shape with {args.layers} layers, bf16 products, one packed row, forward and backward.")
-    print(f"{kept}.\n{hardware(torch.device('cpu'))}, {args.threads} threads; {args.rounds} rounds in turns.")
+    print(f"{kept}.\n{describe_hardware(torch.device('cpu'))}, {args.threads} threads; {args.rounds} rounds in turns.")
     print("Medians of all passes, and least and most. Memory is what a process had at most beside the model.\n")
     print("| | tokens | seconds | memory, MB | loss |\n|---|---|---|---|---|")
     for adapter in ADAPTERS:

@@ -27,16 +27,16 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 from tests.parallel.ranks import on
-from tunekit import __version__, assemble, bundled
-from tunekit.adapters import Full
-from tunekit.checkpoint import atomic, save
-from tunekit.checkpoint.folder import Folder
-from tunekit.checkpoint.state import State
-from tunekit.formats import Plain
-from tunekit.memory import Memory
-from tunekit.optim import AdamW
-from tunekit.parallel.run import Run
-from tunekit.precision import Precision
+from tunekit import __version__, assets, build
+from tunekit.adapters.config import NoAdapter
+from tunekit.checkpoint import atomic, final_checkpoint
+from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
+from tunekit.checkpoint.training_state import Checkpointer
+from tunekit.distributed.context import DistributedContext
+from tunekit.memory.config import MemoryConfig
+from tunekit.models.precision import PrecisionConfig
+from tunekit.optim.config import AdamWConfig
+from tunekit.quantization.config import NoQuantization
 
 RESULTS = Path(__file__).parent / "results"
 CHUNK = 2**24
@@ -84,16 +84,20 @@ def disk(folder: Path, count: int) -> None:
 
 def measured(name: str, out: Path, rounds: int, trained: Literal["bf16", "fp32"]) -> tuple[int, int, list[Round]]:
     """Bytes of a state, memory of this rank before, and all rounds."""
-    with Run(0, "cpu") as run:
-        source = Folder.open(bundled.PRESETS[name])
-        model = assemble.model(source, Plain(), Full(), Precision("fp32", trained), Memory(), run, fresh=True)
-        optimizer = AdamW().build(Full().trained(model))
+    with DistributedContext(0, "cpu") as run:
+        source = HFCheckpoint.open(assets.PRESETS[name])
+        model = build.build_model(
+            source, NoQuantization(), NoAdapter(), PrecisionConfig("fp32", trained), MemoryConfig(), run, fresh=True
+        )
+        optimizer = AdamWConfig().build(NoAdapter().trained(model))
         for weight in model.parameters():
             weight.grad = torch.zeros_like(weight)
         optimizer.step()
         optimizer.zero_grad()
         schedule = LambdaLR(optimizer, constant)
-        states = [State(out / n, model, optimizer, schedule, 1, run, background=n == "back") for n in ("wait", "back")]
+        states = [
+            Checkpointer(out / n, model, optimizer, schedule, 1, run, background=n == "back") for n in ("wait", "back")
+        ]
         states[0].save(1)
         states[1].save(1)  # makes the buffers
         states[1].wait()
@@ -103,7 +107,7 @@ def measured(name: str, out: Path, rounds: int, trained: Literal["bf16", "fp32"]
         return total, held, found
 
 
-def one_round(out: Path, number: int, total: int, states: list[State], run: Run) -> Round:
+def one_round(out: Path, number: int, total: int, states: list[Checkpointer], run: DistributedContext) -> Round:
     """The disk, then both kinds of saving, or the other way round."""
 
     def alone() -> Round:
@@ -124,10 +128,10 @@ def one_round(out: Path, number: int, total: int, states: list[State], run: Run)
     return alone() | saved() if number % 2 else saved() | alone()
 
 
-def final(model: torch.nn.Module, source: Folder, out: Path, run: Run) -> Round:
+def final(model: torch.nn.Module, source: HFCheckpoint, out: Path, run: DistributedContext) -> Round:
     def write() -> None:
-        with atomic.common(out / "final", run) as folder:
-            save.final(Full(), folder, model, source, run)  # type: ignore[arg-type]
+        with atomic.SharedAtomicDir(out / "final", run) as folder:
+            final_checkpoint.save_final(NoAdapter(), folder, model, source, run)  # type: ignore[arg-type]
 
     run.barrier()
     return {"final": timed(write)}

@@ -20,7 +20,7 @@ from contest import Given, options
 from picture import line
 from stage import Shape, Work, prepare, rows
 
-from tunekit.machine import hardware
+from tunekit.env_info import describe_hardware
 
 
 def exponent(tokens: list[int], seconds: list[float]) -> float:
@@ -48,7 +48,7 @@ def main() -> None:
     names: dict[str, int | None] = {"documents of 200 and 312": 512}
     names |= {"two documents a row": None} if args.grow else {}
     seconds: dict[str, list[float]] = {name: [] for name in names}
-    text = f"# Time of a step over its tokens, {date.today()}\n\n{hardware(torch.device('cpu'))}, torch "
+    text = f"# Time of a step over its tokens, {date.today()}\n\n{describe_hardware(torch.device('cpu'))}, torch "
     text += f"{torch.__version__}. LoRA of rank 16 on all linear layers, one packed row a step, medians.\n\n"
     text += "| documents | tokens | s a step | ms a token | peak GiB | all kept steps |\n|---|---|---|---|---|---|\n"
     with tempfile.TemporaryDirectory() as folder:

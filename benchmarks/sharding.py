@@ -21,20 +21,20 @@ from typing import Any
 import torch
 from torch.profiler import profile, schedule
 
-from tunekit import assemble
-from tunekit.adapters import Full
-from tunekit.checkpoint.folder import Folder
-from tunekit.data.rows import Text
-from tunekit.data.steps.batch import Batch
-from tunekit.formats import Plain
-from tunekit.machine import hardware
-from tunekit.memory import Memory
-from tunekit.optim import AdamW
-from tunekit.parallel.choice import Parallel
-from tunekit.parallel.run import Run
-from tunekit.precision import Precision
+from tunekit import build
+from tunekit.adapters.config import NoAdapter
+from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
+from tunekit.data.dataloader.batch import Batch
+from tunekit.data.datasets import TextDataset
+from tunekit.distributed.context import DistributedContext
+from tunekit.distributed.parallel_dims import ParallelConfig
+from tunekit.env_info import describe_hardware
+from tunekit.memory.config import MemoryConfig
+from tunekit.models.precision import PrecisionConfig
+from tunekit.optim.config import AdamWConfig
+from tunekit.quantization.config import NoQuantization
 from tunekit.recipes import sft
-from tunekit.timeline import figures
+from tunekit.training.trace_analysis import step_breakdown
 
 HERE = Path(__file__).parent
 # dim, hidden, layers, heads, kv heads, vocabulary, tokens of a row
@@ -73,7 +73,7 @@ def config(model: str, sparse: bool) -> dict[str, Any]:
 # One process
 
 
-def batch(model: str, step: int, run: Run) -> Batch:
+def batch(model: str, step: int, run: DistributedContext) -> Batch:
     """All rows of this rank in one pass."""
     *_, vocab, length = MODELS[model]
     draw = torch.Generator().manual_seed(step)
@@ -85,16 +85,16 @@ def child(args: argparse.Namespace) -> None:
     """Train on this rank; the main process writes what was measured."""
     torch.set_num_threads(args.threads)
     count, ways = LAYOUTS[args.child]
-    with Run(7, "cpu", Parallel(**ways)) as run:
-        source, fp32 = Folder.open(args.folder), Precision("fp32", "fp32", "fp32")
-        model = assemble.model(source, Plain(), Full(), fp32, Memory(), run, True)
+    with DistributedContext(7, "cpu", ParallelConfig(**ways)) as run:
+        source, fp32 = HFCheckpoint.open(args.folder), PrecisionConfig("fp32", "fp32", "fp32")
+        model = build.build_model(source, NoQuantization(), NoAdapter(), fp32, MemoryConfig(), run, True)
         sizes = {name: p.numel() * 4 for name, p in model.named_parameters()}
-        cfg = sft.SFT(model="m", data=Text("t"), out="o")
-        update = Memory().update(AdamW().build(Full().trained(model)), 1.0, run)
+        cfg = sft.SFTConfig(model="m", data=TextDataset("t"), out="o")
+        update = MemoryConfig().update(AdamWConfig().build(NoAdapter().trained(model)), 1.0, run)
 
         def step(number: int) -> float:
             began = time.perf_counter()
-            sft.train_step(model, [batch(args.model, number, run)], cfg, update, run)
+            sft.forward_backward(model, [batch(args.model, number, run)], cfg, update, run)
             run.barrier()
             return time.perf_counter() - began
 
@@ -112,7 +112,7 @@ def child(args: argparse.Namespace) -> None:
 
 def seen(trace: Path) -> dict[str, Any]:
     """Of a step: bytes that the main rank has sent, by kind, and the shares of exchanges."""
-    found = figures(json.loads(trace.read_text())["traceEvents"])
+    found = step_breakdown(json.loads(trace.read_text())["traceEvents"])
     part = {"all-reduce": 2 * (PAIR - 1) / PAIR, "barrier": 0.0}
     sent = {one.kind: one.bytes * part.get(one.kind, (PAIR - 1) / PAIR) / found.steps for one in found.exchanges}
     return {"sent": sent, "exposed": found.exposed / found.total, "hidden": found.hidden / found.total}
@@ -187,7 +187,8 @@ def main() -> None:
 
 def report(args: argparse.Namespace, told: dict[str, list[dict[str, Any]]]) -> str:
     """A line for each layout."""
-    text = f"# Two processes beside one, {date.today()}\n\n{hardware(torch.device('cpu'))}, torch {torch.__version__}. "
+    text = f"# Two processes beside one, {date.today()}\n\n"
+    text += f"{describe_hardware(torch.device('cpu'))}, torch {torch.__version__}. "
     text += (
         f"{args.model}, {ROWS} rows of {MODELS[args.model][-1]} tokens, fp32, AdamW; {args.threads} threads in all, "
     )

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tunekit.data.steps.order import plan
+from tunekit.data.dataloader.sampler import plan_rows
 
 END, PREFIX = 0, "base_model.model."
 
@@ -198,7 +198,7 @@ def rows(folder: Path, shape: Shape, work: Work) -> None:
     documents = [[*row[: size - 1].tolist(), END] for row, size in zip(common, sizes, strict=True)]
     texts = (" ".join(f"w{token}" for token in document[:-1]) for document in documents)
     (folder / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    packed = plan(np.array(sizes), np.arange(len(sizes)), work.length, None)
+    packed = plan_rows(np.array(sizes), np.arange(len(sizes)), work.length, None)
     write(folder / "rows.json", [[documents[i] for i in row] for row in packed.rows(0, len(packed))])
     write(folder / "work.json", asdict(work) | {"learnt": work.learnt} | asdict(shape))
 

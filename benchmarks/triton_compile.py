@@ -35,7 +35,7 @@ from triton.errors import TritonError
 from triton_launch_recorder import Launch, describe_versions
 from triton_launches import unique_launches
 
-from tunekit.machine import hardware
+from tunekit.env_info import describe_hardware
 
 TARGETS = "sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942", "gfx1100"
 WARP_SIZES = {"gfx942": 64}
@@ -43,7 +43,7 @@ WARP_SIZES = {"gfx942": 64}
 BLOCK_SIZES = ("SIZE", "HEADS", "ROWS", "WIDTH", "BLOCKS", "EXPERTS", "COLUMNS", "INNER")
 # GPUs on which a module is never called: `prefers_triton` in experts.py. Nor is it on sm_90, which the oldest Triton
 # compiles for.
-UNUSED = {"experts_triton": {"sm_75", "sm_100", "gfx942"}}
+UNUSED = {"grouped_mm_triton": {"sm_75", "sm_100", "gfx942"}}
 # Their code is much like that of sm_80 and sm_90: quick runs compile a share only
 SIMILAR = {"sm_86", "sm_89", "sm_100"}
 
@@ -240,7 +240,8 @@ def format_report(results: list[CompileResult], targets: list[str], form: str) -
     lines = [f"- {size} B: `{kernel}` {variant} ({types}), {target}" for kernel, variant, types, target, size in spills]
     return f"""# Triton kernels, compiled for nine GPUs
 
-{date.today()}, {describe_versions()}, Python {platform.python_version()}, {hardware(torch.device("cpu"))}, no GPU:
+{date.today()}, {describe_versions()}, Python {platform.python_version()},
+{describe_hardware(torch.device("cpu"))}, no GPU:
 Triton's compiler with its own ptxas and LLVM. Nothing on this page has run on a GPU.
 `{describe_command(form)}`
 

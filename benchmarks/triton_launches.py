@@ -17,16 +17,16 @@ from triton_launch_recorder import Launch, empty_meta, record_launches
 from tunekit.kernels import (
     adamw8bit_triton,
     cross_entropy_triton,
-    divergence_triton,
-    experts_triton,
     float8_triton,
     glu_triton,
+    grouped_mm_triton,
+    kl_divergence_triton,
     nf4_triton,
-    norm_triton,
     probe_triton,
+    rms_norm_triton,
     rope_triton,
 )
-from tunekit.kernels.adamw8bit import Moments, Rule
+from tunekit.kernels.adamw8bit import AdamWHyperparams, Moments
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 FLOATS = (BF16, FP32)  # of activations and trained weights: `precision` has no fp16
@@ -70,8 +70,8 @@ def launch_norm(  # noqa: PLR0913 (what a norm depends on)
     y, rstd = empty_meta(rows, dim, dtype=dtype), empty_meta(rows, dtype=FP32)
     weight = None if weight_dtype is None else empty_meta(dim, dtype=weight_dtype)
     parts = empty_meta(-(-rows // 64) if train_weight and weight is not None else 0, dim, dtype=FP32)
-    norm_triton.forward(x, weight, y, rstd, 1e-6, 0.0, late)
-    norm_triton.backward(y, x, weight, rstd, y, parts, 0.0, late)
+    rms_norm_triton.forward(x, weight, y, rstd, 1e-6, 0.0, late)
+    rms_norm_triton.backward(y, x, weight, rstd, y, parts, 0.0, late)
 
 
 def launch_norm_variants() -> None:
@@ -119,7 +119,7 @@ def launch_adamw8bit(count: int, row: int | None, dtype: torch.dtype = BF16, ste
     blocks = -(-count // 256) if row is None else count // row * -(-row // 256)
     code = empty_meta(count, dtype=torch.uint8)
     x, moments = empty_meta(count, dtype=dtype), Moments(code, code, empty_meta(2, blocks, dtype=FP32), row)
-    adamw8bit_triton.step(x, x, moments, Rule(1e-3, 0.1, (0.9, 0.95), 1e-8, step))
+    adamw8bit_triton.step(x, x, moments, AdamWHyperparams(1e-3, 0.1, (0.9, 0.95), 1e-8, step))
 
 
 def launch_adamw8bit_variants() -> None:
@@ -191,7 +191,7 @@ def launch_divergence(  # noqa: PLR0913 (what a divergence depends on)
     """Terms of a teacher that has fewer ids than the student."""
     numbers = [1.0, caps[0], 1.0, caps[1], 2.0, *mixture, 1.0]
     student, teacher = empty_meta(rows, vocab, dtype=dtypes[0]), empty_meta(rows, vocab - 8, dtype=dtypes[1])
-    divergence_triton.divergences(student, teacher, numbers, vocab - 8, gradient)
+    kl_divergence_triton.divergences(student, teacher, numbers, vocab - 8, gradient)
 
 
 def launch_divergence_variants() -> None:
@@ -213,10 +213,10 @@ def launch_experts(rows: int, num_experts: int, width: int, inner: int, expert_r
     """
     x, y, ends = empty_meta(rows, inner), empty_meta(rows, width), empty_meta(num_experts, dtype=torch.int32)
     weight = empty_meta(num_experts, expert_rows or width, inner)[:, :width]
-    experts_triton.grouped_product(x, weight.mT, ends)
-    experts_triton.grouped_product(y, weight, ends)
-    experts_triton.grouped_outer(y, x, ends)
-    experts_triton.grouped_outer(y, empty_meta(rows, 8), ends)  # gradients of biases: products with ones
+    grouped_mm_triton.grouped_product(x, weight.mT, ends)
+    grouped_mm_triton.grouped_product(y, weight, ends)
+    grouped_mm_triton.grouped_outer(y, x, ends)
+    grouped_mm_triton.grouped_outer(y, empty_meta(rows, 8), ends)  # gradients of biases: products with ones
 
 
 def launch_experts_variants() -> None:
@@ -352,12 +352,12 @@ LAUNCHES = {
     "cross_entropy_triton": KernelLaunches(
         launch_cross_entropy_variants, launch_cross_entropy_large, launch_cross_entropy_step
     ),
-    "divergence_triton": KernelLaunches(launch_divergence_variants, launch_divergence_large, launch_divergence_step),
-    "experts_triton": KernelLaunches(launch_experts_variants, launch_experts_large, launch_experts_step),
+    "kl_divergence_triton": KernelLaunches(launch_divergence_variants, launch_divergence_large, launch_divergence_step),
+    "grouped_mm_triton": KernelLaunches(launch_experts_variants, launch_experts_large, launch_experts_step),
     "float8_triton": KernelLaunches(launch_float8_variants, launch_float8_large, launch_float8_step),
     "glu_triton": KernelLaunches(launch_glu_variants, launch_glu_large, launch_glu_step),
     "nf4_triton": KernelLaunches(launch_nf4_variants, launch_nf4_large, launch_nf4_step),
-    "norm_triton": KernelLaunches(launch_norm_variants, launch_norm_large, launch_norm_step),
+    "rms_norm_triton": KernelLaunches(launch_norm_variants, launch_norm_large, launch_norm_step),
     "probe_triton": KernelLaunches(launch_probe, launch_probe, launch_probe),
     "rope_triton": KernelLaunches(launch_rope_variants, launch_rope_large, launch_rope_step),
 }

@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tunekit.kernels.native import library
+from tunekit.kernels.cpp_extension import load_library
 from tunekit.kernels.triton_support import uses_triton
 
 SOURCE = Path(__file__).with_suffix(".cpp")
@@ -52,7 +52,7 @@ class Moments:
 
 
 @dataclass(frozen=True)
-class Rule:
+class AdamWHyperparams:
     """One step of AdamW: the rate, how much is decayed, and the `number` of the step, from 1 on."""
 
     rate: float
@@ -70,7 +70,7 @@ class Rule:
         return first, 1 - first, second, 1 - second, 1 - self.rate * self.decay, size, root, self.eps
 
 
-def step(weight: Tensor, grad: Tensor, moments: Moments, rule: Rule) -> None:
+def adamw8bit_step(weight: Tensor, grad: Tensor, moments: Moments, rule: AdamWHyperparams) -> None:
     """Move `weight` (n,) and its moments in place."""
     if uses_triton(weight):
         gpu().step(weight, grad, moments, rule)
@@ -84,7 +84,7 @@ def step(weight: Tensor, grad: Tensor, moments: Moments, rule: Rule) -> None:
         step_reference(weight, grad, moments, rule)
 
 
-def step_reference(weight: Tensor, grad: Tensor, moments: Moments, rule: Rule) -> None:
+def step_reference(weight: Tensor, grad: Tensor, moments: Moments, rule: AdamWHyperparams) -> None:
     """The same, some blocks at a time: in fp32 all moments of a model would be as large as they were."""
     up, row = dither(rule.number, weight.device), moments.length
     for part, blocks in parts(len(weight), row):
@@ -167,7 +167,7 @@ def dither(number: int, device: torch.device) -> Tensor:
 
 @cache
 def compiled() -> ctypes.CDLL | None:
-    lib = library(SOURCE)
+    lib = load_library(SOURCE)
     if lib is not None:
         place = ctypes.c_void_p
         for name in DTYPES.values():

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from tunekit.kernels.adamw8bit import Moments, Rule
+    from tunekit.kernels.adamw8bit import AdamWHyperparams, Moments
 
 # As in adamw8bit.py: LOW of each code beside its bits of mantissa, and half a step of the first.
 BLOCK, FIRST, SECOND, TURN = (tl.constexpr(n) for n in (256, 20, 19, 324019))
@@ -66,7 +66,7 @@ def step_kernel(  # noqa: PLR0913 (a launch has no other way to pass them)
     tl.store(second + at, tl.where(x > 0, tl.minimum(tl.maximum(code, 1), 255), 0).to(tl.uint8), there)
 
 
-def step(weight: Tensor, grad: Tensor, moments: "Moments", rule: "Rule") -> None:
+def step(weight: Tensor, grad: Tensor, moments: "Moments", rule: "AdamWHyperparams") -> None:
     """Move `weight` (n,) and its moments in place."""
     blocks = moments.scales.shape[1]
     # A product and a sum in one would round once, where the reference rounds twice.

@@ -9,19 +9,19 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from tunekit.kernels import attention_gpu, attention_native
+from tunekit.kernels import attention_cpu, attention_gpu
 from tunekit.kernels.attention_choice import device_type, needs_expanded_kv_on
 from tunekit.kernels.attention_ranges import attend_segments, find_segments
-from tunekit.kernels.compiler import uncompiled
-from tunekit.kernels.prefix import Before, Prefixes
 from tunekit.kernels.sequence_layout import SequenceLayout, rows_layout
+from tunekit.kernels.shared_prefix import PrefixIndex, SharedPrefixKV
+from tunekit.kernels.torch_compile import disable_compile
 
 ALIGNED = 8  # channels: kernels on a GPU want a multiple
 BLOCK = 256  # queries at once where scores must be written down: memory grows with S * BLOCK
 
 
 @dataclass(frozen=True)
-class Rule:
+class AttentionParams:
     """Which keys a query sees, and what happens to its scores."""
 
     scale: float
@@ -34,14 +34,14 @@ class Rule:
         return [self.scale, float(self.window or 0), float(self.chunk or 0), self.softcap or 0.0]
 
 
-def attend(
+def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    rule: Rule,
+    rule: AttentionParams,
     layout: SequenceLayout | None = None,
     sinks: Tensor | None = None,
-    prefixes: Prefixes | None = None,
+    prefixes: SharedPrefixKV | None = None,
 ) -> Tensor:
     """Causal attention of (B, S, H, D) queries on (B, S, H_kv, D) keys and (B, S, H_kv, D_v) values: (B, S, H, D_v).
 
@@ -51,24 +51,24 @@ def attend(
     """
     if prefixes is not None:
         k, v = prefixes.take(k), prefixes.take(v)
-    if attention_gpu.fits(q, rule.softcap is not None):
-        return attention_gpu.fused(q, k, v, rule.numbers(), layout, sinks)
+    if attention_gpu.is_supported(q, rule.softcap is not None):
+        return attention_gpu.attention_gpu(q, k, v, rule.numbers(), layout, sinks)
     offsets = None if layout is None else layout.cu_seqlens
     bounds = None if prefixes is None else prefixes.offsets
-    if attention_native.fits(q):
-        return attention_native.fused(q, k, v, rule.numbers(), offsets, sinks, bounds)
+    if attention_cpu.is_supported(q):
+        return attention_cpu.attention_cpu(q, k, v, rule.numbers(), offsets, sinks, bounds)
     if offsets is None:
         return chunked(q, k, v, rule, sinks)
     return packed(q, k, v, rule, offsets, sinks, bounds)
 
 
 # Where there are more keys than queries, these are those of the last keys, here and below.
-@uncompiled  # the bounds differ in every batch, and each set of them would compile anew
+@disable_compile  # the bounds differ in every batch, and each set of them would compile anew
 def packed(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    rule: Rule,
+    rule: AttentionParams,
     offsets: Tensor,
     sinks: Tensor | None,
     key_offsets: Tensor | None = None,
@@ -80,7 +80,7 @@ def packed(
     return torch.cat(parts).unflatten(0, q.shape[:2])
 
 
-def chunked(q: Tensor, k: Tensor, v: Tensor, rule: Rule, sinks: Tensor | None) -> Tensor:
+def chunked(q: Tensor, k: Tensor, v: Tensor, rule: AttentionParams, sinks: Tensor | None) -> Tensor:
     """Chunks are finer documents. Of those that no query sees there is nothing to do."""
     if rule.chunk is None or rule.chunk >= k.shape[1]:
         return causal(q, k, v, rule, sinks)
@@ -93,7 +93,7 @@ def chunked(q: Tensor, k: Tensor, v: Tensor, rule: Rule, sinks: Tensor | None) -
     return torch.cat([causal(q, k, v, rule, sinks) for q, k, v in parts], dim=1)
 
 
-def causal(q: Tensor, k: Tensor, v: Tensor, rule: Rule, sinks: Tensor | None) -> Tensor:
+def causal(q: Tensor, k: Tensor, v: Tensor, rule: AttentionParams, sinks: Tensor | None) -> Tensor:
     cut = rule.window is not None and rule.window < k.shape[1]
     if rule.softcap is not None or cut or k.shape[1] > q.shape[1]:
         return banded(q, k, v, rule, sinks)
@@ -104,8 +104,8 @@ def causal(q: Tensor, k: Tensor, v: Tensor, rule: Rule, sinks: Tensor | None) ->
     return sdpa(*sunk(first, k, v, rule.scale, sinks), rule.scale, causal=True)[:, 1:]
 
 
-@uncompiled  # the number of blocks differs with the length
-def banded(q: Tensor, k: Tensor, v: Tensor, rule: Rule, sinks: Tensor | None) -> Tensor:
+@disable_compile  # the number of blocks differs with the length
+def banded(q: Tensor, k: Tensor, v: Tensor, rule: AttentionParams, sinks: Tensor | None) -> Tensor:
     """A block of queries at a time, on the keys that it can see: memory grows with S and not its square."""
     length = k.shape[1]
     window, lacking = length if rule.window is None else rule.window, length - q.shape[1]
@@ -120,7 +120,7 @@ def banded(q: Tensor, k: Tensor, v: Tensor, rule: Rule, sinks: Tensor | None) ->
     return torch.cat(out, dim=1)
 
 
-def find_visible_slots(positions: Tensor, num_slots: int, rule: Rule) -> Tensor:
+def find_visible_slots(positions: Tensor, num_slots: int, rule: AttentionParams) -> Tensor:
     """Slots that queries at `positions` (B, S) see, (B, 1, S, num_slots); the index of a slot is its position."""
     at, slot = positions[:, None, :, None], torch.arange(num_slots, device=positions.device)
     seen = slot <= at
@@ -131,7 +131,7 @@ def find_visible_slots(positions: Tensor, num_slots: int, rule: Rule) -> Tensor:
     return seen
 
 
-def attend_slots(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, rule: Rule, sinks: Tensor | None) -> Tensor:
+def attend_slots(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, rule: AttentionParams, sinks: Tensor | None) -> Tensor:
     """Queries (B, 1, H, D) on those slots (B, K, H_kv, D) of a cache that are `seen` (B, 1, 1, K)."""
     if sinks is None:
         # Queries on the same keys as rows of one product: 31 microseconds and not 69 for nine heads on three of keys.
@@ -140,16 +140,16 @@ def attend_slots(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, rule: Rule, sink
     return masked(q, k, v, rule, seen, sinks)
 
 
-@uncompiled  # the number of blocks differs with the length
-def attend_part(  # noqa: PLR0913 (as `attend`, and where the queries are)
+@disable_compile  # the number of blocks differs with the length
+def attention_sharded(  # noqa: PLR0913 (as `attend`, and where the queries are)
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    rule: Rule,
+    rule: AttentionParams,
     positions: Tensor,
     stretches: Sequence[range],
     sinks: Tensor | None = None,
-    prefixes: Before | None = None,
+    prefixes: PrefixIndex | None = None,
     layout: SequenceLayout | None = None,
 ) -> Tensor:
     """The same for queries (B, S, H, D) of some stretches of each row, on keys and values (B, K, ...) of whole rows.
@@ -158,7 +158,7 @@ def attend_part(  # noqa: PLR0913 (as `attend`, and where the queries are)
     nobody asks. A block of queries at a time: memory grows with S and not its square. On a GPU documents are taken from
     `layout`, which bounds them in the full rows; without it every row is one document.
     """
-    if prefixes is None and attention_gpu.fits(q, rule.softcap is not None):
+    if prefixes is None and attention_gpu.is_supported(q, rule.softcap is not None):
         return attend_ranges(q, k, v, rule, stretches, sinks, layout)
     # Masks of all blocks together would be as many bytes as there are pairs of tokens: they are made again.
     again = partial(checkpoint, attend_block, use_reentrant=False, preserve_rng_state=False)
@@ -167,7 +167,7 @@ def attend_part(  # noqa: PLR0913 (as `attend`, and where the queries are)
         for at in range(0, len(stretch), BLOCK):
             some = stretch[at : at + BLOCK]
             here = slice(done, done := done + len(some))
-            before = None if prefixes is None else Before(*(x[:, here] for x in prefixes))
+            before = None if prefixes is None else PrefixIndex(*(x[:, here] for x in prefixes))
             out.append(work(q[:, here], k, v, rule, positions[:, here], some, sinks, before))
     return torch.cat(out, dim=1)
 
@@ -176,7 +176,7 @@ def attend_ranges(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    rule: Rule,
+    rule: AttentionParams,
     ranges: Sequence[range],
     sinks: Tensor | None,
     layout: SequenceLayout | None,
@@ -189,7 +189,7 @@ def attend_ranges(
     segments = layout.derive(key, lambda: find_segments(layout.cu_seqlens, shape, ranges, window, device))
 
     def fused(q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout) -> Tensor:
-        return attention_gpu.fused(q, k, v, rule.numbers(), layout, sinks)
+        return attention_gpu.attention_gpu(q, k, v, rule.numbers(), layout, sinks)
 
     return attend_segments(q, k, v, segments, fused)
 
@@ -198,11 +198,11 @@ def attend_block(  # noqa: PLR0913
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    rule: Rule,
+    rule: AttentionParams,
     positions: Tensor,
     some: range,
     sinks: Tensor | None,
-    prefixes: Before | None,
+    prefixes: PrefixIndex | None,
 ) -> Tensor:
     """One block of queries, the tokens `some` of each row."""
     behind = positions if rule.chunk is None else positions % rule.chunk  # how far back a query sees
@@ -220,7 +220,7 @@ def attend_block(  # noqa: PLR0913
     return masked(q, k[:, first:last], v[:, first:last], rule, seen, sinks)
 
 
-def masked(q: Tensor, k: Tensor, v: Tensor, rule: Rule, seen: Tensor, sinks: Tensor | None) -> Tensor:
+def masked(q: Tensor, k: Tensor, v: Tensor, rule: AttentionParams, seen: Tensor, sinks: Tensor | None) -> Tensor:
     """Queries on those keys that are `seen` (..., S, K)."""
     if sinks is not None:
         assert rule.softcap is None, "a sink would be capped too"

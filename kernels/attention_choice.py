@@ -8,8 +8,8 @@ from torch import Tensor
 
 from tunekit import devices
 from tunekit.devices import HALF_DTYPES, Capabilities
-from tunekit.kernels import shapes
-from tunekit.kernels.compiler import constant
+from tunekit.kernels import fake_mode
+from tunekit.kernels.torch_compile import assume_constant_result
 
 MAX_FLASH_HEAD_DIM = 256
 MAX_FLEX_HEAD_BYTES = 512  # a wider head does not fit into shared memory next to its tile of scores
@@ -90,16 +90,16 @@ def needs_expanded_kv(call: AttentionCall) -> bool:
 
 def device_type(x: Tensor) -> str:
     """Return the kind of device. ROCm reports "cuda"; the shape-only runs of a plan report what they stand for."""
-    return shapes.device(x)
+    return fake_mode.device_type(x)
 
 
-@constant
+@assume_constant_result
 def get_capabilities(device: torch.device) -> Capabilities:
     """Return what a CUDA device can do. A device that a plan stands for counts as an Ampere GPU."""
     return devices.capabilities(device) if device.type == "cuda" else devices.AMPERE
 
 
-@constant
+@assume_constant_result
 def needs_expanded_kv_on(device: torch.device, dtype: torch.dtype, head_dim: int, has_mask: bool) -> bool:
     """`needs_expanded_kv` for grouped heads on a CUDA device, as a constant of a compiled graph.
 

@@ -4,9 +4,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tunekit.kernels.attention import Rule, attend_slots, find_visible_slots
+from tunekit.kernels.attention import AttentionParams, attend_slots, find_visible_slots
 from tunekit.kernels.attention_choice import AttentionBackend, choose_attention_backend, describe_call
-from tunekit.kernels.compiler import uncompiled
+from tunekit.kernels.torch_compile import disable_compile
 
 
 class CachePositions:
@@ -22,14 +22,14 @@ class CachePositions:
         self.masks: dict[tuple[int | None, int | None], Tensor] = {}
         self.ranges: dict[tuple[int | None, int | None], tuple[Tensor, Tensor]] = {}
 
-    def get_mask(self, rule: Rule) -> Tensor:
+    def get_mask(self, rule: AttentionParams) -> Tensor:
         """Slots that each query sees, (B, 1, 1, num_visible)."""
         key = rule.window, rule.chunk
         if key not in self.masks:
             self.masks[key] = find_visible_slots(self.positions, self.num_visible, rule)
         return self.masks[key]
 
-    def get_ranges(self, rule: Rule) -> tuple[Tensor, Tensor]:
+    def get_ranges(self, rule: AttentionParams) -> tuple[Tensor, Tensor]:
         """First visible slot of each row in the flattened cache, (B + 1,), and the number of visible ones, (B,).
 
         A window or a chunk is a later start, so one kernel call without mask or window serves every rule.
@@ -48,9 +48,9 @@ class CachePositions:
         return self.ranges[key]
 
 
-@uncompiled  # layers share what is derived from positions
+@disable_compile  # layers share what is derived from positions
 def attend_decode(
-    q: Tensor, k: Tensor, v: Tensor, at: CachePositions, rule: Rule, sinks: Tensor | None = None
+    q: Tensor, k: Tensor, v: Tensor, at: CachePositions, rule: AttentionParams, sinks: Tensor | None = None
 ) -> Tensor:
     """Attention of (B, 1, H, D) queries on caches (B, slots, H_kv, width) of keys and values: (B, 1, H, width).
 
@@ -69,7 +69,9 @@ def attend_decode(
     return attend_slots(q, k, v, mask, rule, sinks)
 
 
-def decode_flash(q: Tensor, k: Tensor, v: Tensor, at: CachePositions, rule: Rule, sinks: Tensor | None) -> Tensor:
+def decode_flash(
+    q: Tensor, k: Tensor, v: Tensor, at: CachePositions, rule: AttentionParams, sinks: Tensor | None
+) -> Tensor:
     """FlashAttention over the flattened cache: time grows with the visible slots, shapes never change.
 
     Grouped heads become queries of one key head, and the keys are split among processors (flash decoding).

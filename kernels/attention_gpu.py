@@ -19,10 +19,10 @@ from tunekit.kernels.attention_choice import (
     choose_attention_backend,
     get_capabilities,
 )
-from tunekit.kernels.attention_native import flat
-from tunekit.kernels.compiler import constant, uncompiled
+from tunekit.kernels.attention_cpu import flatten_tokens
 from tunekit.kernels.device_tensors import copy_to_device
 from tunekit.kernels.sequence_layout import SequenceLayout, rows_layout
+from tunekit.kernels.torch_compile import assume_constant_result, disable_compile
 from tunekit.kernels.triton_support import can_launch
 
 NARROWEST, ALIGNED = 16, 8  # channels: the least, and a multiple, of kernels on a GPU
@@ -38,7 +38,7 @@ def is_gpu(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def fits(q: Tensor, capped: bool) -> bool:
+def is_supported(q: Tensor, capped: bool) -> bool:
     """Whether FlashAttention or FlexAttention takes packed documents of these queries, whose scores may be capped."""
     if not is_gpu(q.device):
         return False
@@ -50,13 +50,13 @@ def fits(q: Tensor, capped: bool) -> bool:
     return has_packed_kernel(q.device, q.dtype, q.shape[-1])
 
 
-@constant
+@assume_constant_result
 def has_packed_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
     call = AttentionCall("cuda", dtype, head_dim, get_capabilities(device), is_packed=True)
     return choose_attention_backend(call) is not AttentionBackend.PER_DOCUMENT
 
 
-def fused(
+def attention_gpu(
     q: Tensor, k: Tensor, v: Tensor, rule: list[float], layout: SequenceLayout | None, sinks: Tensor | None
 ) -> Tensor:
     """Causal attention (B, S, H, D_v). `rule`: scale, window, chunk and softcap; 0 says that there is none.
@@ -164,7 +164,9 @@ def flash(  # noqa: PLR0913 (an operator takes no named tuples)
 
     Bounds are on the device, so that neither a recomputed layer nor the backward pass copies them again.
     """
-    y, lse = forward(flat(q), flat(k), flat(v), (cu_seqlens, longest, key_cu_seqlens, most), rule)
+    y, lse = forward(
+        flatten_tokens(q), flatten_tokens(k), flatten_tokens(v), (cu_seqlens, longest, key_cu_seqlens, most), rule
+    )
     if sinks is not None:
         sink = sinks.float()[:, None]
         y = (y * (lse - sink).sigmoid().T[..., None]).type_as(y)
@@ -180,8 +182,8 @@ def flash_back(
     q, k, v, cu_seqlens, key_cu_seqlens, y, lse, *sinks = saved
     bounds = cu_seqlens, longest, key_cu_seqlens, most
     # With the sink in the log-sum-exp the kernel makes shares that add up to less than 1: all that it must know.
-    given = [*(flat(x) for x in (q, k, v, y)), lse]
-    made = backward(flat(grad.contiguous()), given, bounds, rule)
+    given = [*(flatten_tokens(x) for x in (q, k, v, y)), lse]
+    made = backward(flatten_tokens(grad.contiguous()), given, bounds, rule)
     dq, dk, dv = (x.view(like.shape) for x, like in zip(made, (q, k, v), strict=True))
     if not sinks:
         return dq, dk, dv, q.new_empty(0)
@@ -244,7 +246,7 @@ def compiled() -> Callable[..., Any]:
     return torch.compile(flex_attention, fullgraph=True)
 
 
-@uncompiled  # it is compiled apart: what it is given is made on the CPU
+@disable_compile  # it is compiled apart: what it is given is made on the CPU
 def flex(q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout, sinks: Tensor | None, rule: list[float]) -> Tensor:
     """Causal attention (B, S, H, D), with a cap on the scores."""
     scale, window, chunk, softcap = rule

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from tunekit.devices import HALF_DTYPES
-from tunekit.kernels import shapes
-from tunekit.kernels.compiler import uncompiled
-from tunekit.kernels.native import library
+from tunekit.kernels import fake_mode
+from tunekit.kernels.cpp_extension import load_library
+from tunekit.kernels.torch_compile import disable_compile
 from tunekit.kernels.triton_support import uses_triton
 
 Measure = Callable[[Tensor, Tensor], Tensor]  # fp32 logits (n, vocab) and targets (n,) to a sum
@@ -38,7 +38,7 @@ SOURCE = Path(__file__).with_name("cross_entropy.cpp")
 NATIVE = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 
-class Share(Protocol):
+class VocabShard(Protocol):
     """Ids of the vocabulary, of which this rank has the logits of some. What it asks of others, all of them ask."""
 
     @property
@@ -50,20 +50,14 @@ class Share(Protocol):
     @property
     def most(self) -> int: ...  # of the rank that has most
 
-    def add(self, x: Tensor) -> Tensor:
-        """The sum over the ranks, in place."""
-        ...
+    def add(self, x: Tensor) -> Tensor: ...  # sum over the ranks, in place
 
-    def largest(self, x: Tensor) -> Tensor:
-        """The largest on any rank, in place."""
-        ...
+    def largest(self, x: Tensor) -> Tensor: ...  # maximum over the ranks, in place
 
-    def whole(self, x: Tensor) -> Tensor:
-        """(n, total) from the columns of each rank."""
-        ...
+    def whole(self, x: Tensor) -> Tensor: ...  # (n, total) from the columns of each rank
 
 
-class Head(Protocol):
+class LMHead(Protocol):
     """The last layer of a model, and what its family does to logits."""
 
     @property
@@ -76,7 +70,7 @@ class Head(Protocol):
     def softcap(self) -> float | None: ...
 
     @property
-    def share(self) -> Share | None: ...  # ids that `raw` makes logits for; None: all
+    def share(self) -> VocabShard | None: ...  # ids that `raw` makes logits for; None: all
 
     @property
     def plain(self) -> bool:
@@ -142,7 +136,7 @@ def token_losses_reference(
 
 
 def shared_losses(  # noqa: PLR0913 (as above)
-    logits: Tensor, targets: Tensor, weights: Tensor | None, terms: list[float], gradient: bool, share: Share
+    logits: Tensor, targets: Tensor, weights: Tensor | None, terms: list[float], gradient: bool, share: VocabShard
 ) -> Tensor:
     """The same of logits (n, some) of the ids that are here. Three numbers a token are asked of the other ranks."""
     scale, softcap, smoothing, z_loss = terms
@@ -168,7 +162,7 @@ def shared_losses(  # noqa: PLR0913 (as above)
 def token_entropies(logits: Tensor, scale: float, softcap: float | None) -> Tensor:
     """Entropies (n,) in nats, in fp32, of what logits (n, vocab) expect, as a product gave them."""
     terms = [scale, softcap or 0.0, 0.0, 0.0]
-    if shapes.alone():
+    if fake_mode.is_fake():
         return logits.new_empty(len(logits), dtype=torch.float32)
     if uses_triton(logits):
         return gpu().token_entropies(logits, terms)
@@ -194,7 +188,7 @@ def token_entropies_reference(logits: Tensor, terms: list[float]) -> Tensor:
 
 @cache
 def compiled() -> ctypes.CDLL | None:
-    lib = library(SOURCE)
+    lib = load_library(SOURCE)
     if lib is not None:
         place, size = ctypes.c_void_p, ctypes.c_int64
         for kind in NATIVE.values():
@@ -215,21 +209,21 @@ def gpu() -> Any:
     return importlib.import_module("tunekit.kernels.cross_entropy_triton")
 
 
-class Step(Protocol):
+class ChunkLoss(Protocol):
     """Losses (n,) or their sum (1,), of logits (n, vocab) which become the gradient, each loss times its weight."""
 
     def __call__(self, logits: Tensor, targets: Tensor, weights: Tensor | None, gradient: bool) -> Tensor: ...
 
 
 @dataclass(frozen=True)
-class Terms:
+class CrossEntropyTerms:
     """Cross-entropy with label smoothing and z-loss, of logits that are scaled and capped first."""
 
     scale: float = 1.0
     softcap: float | None = None
     smoothing: float = 0.0
     z_loss: float = 0.0
-    share: Share | None = None
+    share: VocabShard | None = None
 
     def __call__(self, logits: Tensor, targets: Tensor, weights: Tensor | None, gradient: bool) -> Tensor:
         terms = [self.scale, self.softcap or 0.0, self.smoothing, self.z_loss]
@@ -239,12 +233,12 @@ class Terms:
 
 
 @dataclass(frozen=True)
-class Measured:
+class CustomChunkLoss:
     """A sum over tokens that autograd can follow, of fp32 logits as `finish` leaves them."""
 
     measure: Measure
     finish: Callable[[Tensor], Tensor]
-    share: Share | None = None
+    share: VocabShard | None = None
 
     def __call__(self, logits: Tensor, targets: Tensor, weights: Tensor | None, gradient: bool) -> Tensor:
         assert weights is None
@@ -261,13 +255,13 @@ class Measured:
 # Logits of a chunk, and back
 
 
-class Direct:
+class LinearHeadChunks:
     """Of a head that is one product, into the same memory for every chunk. Its gradient adds up in fp32.
 
     The first chunk's is written and not added: zeros would be written, read and touch memory for the first time.
     """
 
-    def __init__(self, head: Head, like: Tensor, size: int, trained: list[Tensor]) -> None:
+    def __init__(self, head: LMHead, like: Tensor, size: int, trained: list[Tensor]) -> None:
         self.weight = head.weight.detach().to(like.dtype)
         self.room = logits_buffer(like, size, len(self.weight))
         self.trained, self.grads = trained, []
@@ -284,10 +278,10 @@ class Direct:
         return grad @ self.weight
 
 
-class Traced:
+class AutogradHeadChunks:
     """Of a head that may be anything, by autograd."""
 
-    def __init__(self, head: Head, like: Tensor, size: int, trained: list[Tensor]) -> None:
+    def __init__(self, head: LMHead, like: Tensor, size: int, trained: list[Tensor]) -> None:
         self.head, self.trained, self.grads = head, trained, zeros(trained)
 
     def logits(self, x: Tensor, gradient: bool) -> Tensor:
@@ -305,7 +299,7 @@ class Traced:
 
 def logits_buffer(like: Tensor, rows: int, vocab: int) -> Tensor:
     """Uninitialized logits (rows, vocab), whose rows are aligned on CUDA."""
-    if shapes.device(like) != "cuda":
+    if fake_mode.device_type(like) != "cuda":
         return like.new_empty(rows, vocab)
     multiple = ROW_ALIGNMENT // like.itemsize
     return like.new_empty(rows, -(-vocab // multiple) * multiple)[:, :vocab]
@@ -326,12 +320,12 @@ def add_product(total: Tensor, grad: Tensor, x: Tensor, first: bool) -> None:
         total.addmm_(grad.T, x, beta=beta)
         return
     if can_accumulate(total, x):
-        if not shapes.alone():  # torch has no shape function for it
+        if not fake_mode.is_fake():  # torch has no shape function for it
             torch.addmm(total, grad.T, x, out_dtype=total.dtype, beta=beta, out=total)
         return
     step = max(1, SLICE.get(x.device.type, SLICE["cpu"]) // x.shape[1])
     room = x.new_empty(step, x.shape[1])
-    if shapes.alone():  # the other slices need no more
+    if fake_mode.is_fake():  # the other slices need no more
         total, grad = total[:step], grad[:, :step]
     for part, of in zip(total.split(step), grad.T.split(step), strict=True):
         made = torch.mm(of, x, out=room[: len(part)])
@@ -341,15 +335,15 @@ def add_product(total: Tensor, grad: Tensor, x: Tensor, first: bool) -> None:
 def can_accumulate(total: Tensor, x: Tensor) -> bool:
     """Whether products of `x` can be added to `total` without rounding in between: with cuBLAS, but not with ROCm."""
     dtypes = total.dtype == torch.float32 and x.dtype in HALF_DTYPES
-    return dtypes and shapes.device(x) == "cuda" and torch.version.hip is None
+    return dtypes and fake_mode.device_type(x) == "cuda" and torch.version.hip is None
 
 
 @dataclass(frozen=True)
-class Chunks:
+class TokenChunks:
     """Learnt tokens, a chunk at a time: `rows` (N,) of the hidden states, and what is to follow on them (N,)."""
 
-    head: Head
-    step: Step
+    head: LMHead
+    step: ChunkLoss
     rows: Tensor
     targets: Tensor
 
@@ -365,9 +359,9 @@ class Chunks:
 
         `look` sees the logits of each chunk before they become a gradient.
         """
-        way = Direct if self.head.plain else Traced
+        way = LinearHeadChunks if self.head.plain else AutogradHeadChunks
         ids = len(self.head.weight) if self.head.share is None else self.head.share.most  # all ranks take equal chunks
-        size = chunk(len(self.rows), ids, hidden, way is Direct and gradient and bool(trained))
+        size = chunk(len(self.rows), ids, hidden, way is LinearHeadChunks and gradient and bool(trained))
         layer = way(self.head, hidden, size, trained if gradient else [])
         losses, to_hidden = [], torch.zeros_like(hidden) if gradient else hidden
         for at in range(0, len(self.rows), size):
@@ -399,27 +393,29 @@ def chunk(count: int, vocab: int, like: Tensor, wide: bool = False) -> int:
 # Sums over tokens, and each token's
 
 
-@uncompiled  # the number of learnt tokens differs from batch to batch, and each would compile anew
-def chunked_loss(hidden: Tensor, targets: Tensor, head: Head, step: Step, rows: Tensor | None = None) -> Tensor:
+@disable_compile  # the number of learnt tokens differs from batch to batch, and each would compile anew
+def linear_cross_entropy(
+    hidden: Tensor, targets: Tensor, head: LMHead, step: ChunkLoss, rows: Tensor | None = None
+) -> Tensor:
     """Sum over tokens: `hidden` (N, dim), `targets` (N,), of which only `rows` count, if they are given.
 
     The head may be anything: plain, adapted, tied. A frozen one costs no gradient of its own.
     """
-    return Summed.apply(*prepared(hidden, targets, head, step, rows))
+    return ChunkedSum.apply(*prepare_chunks(hidden, targets, head, step, rows))
 
 
-@uncompiled  # as above
-def token_logprobs(hidden: Tensor, targets: Tensor, head: Head, rows: Tensor | None = None) -> Tensor:
+@disable_compile  # as above
+def token_logps(hidden: Tensor, targets: Tensor, head: LMHead, rows: Tensor | None = None) -> Tensor:
     """Log-probability of each target, fp32 (N,), or of those in `rows` alone, with the memory of one chunk's logits.
 
     A head that is trained has its logits computed again in the backward pass, where the weights of tokens are known.
     """
-    return -EachToken.apply(None, *prepared(hidden, targets, head, plain_terms(head), rows))
+    return -ChunkedPerToken.apply(None, *prepare_chunks(hidden, targets, head, default_terms(head), rows))
 
 
-@uncompiled  # as above
-def logprobs_and_entropies(
-    hidden: Tensor, targets: Tensor, head: Head, rows: Tensor | None = None
+@disable_compile  # as above
+def token_logps_and_entropies(
+    hidden: Tensor, targets: Tensor, head: LMHead, rows: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Log-probabilities as above, and the entropies in nats of what was expected there, fp32 (N,), without gradients.
 
@@ -431,30 +427,32 @@ def logprobs_and_entropies(
         whole = logits if head.share is None else head.share.whole(logits)
         found.append(token_entropies(whole, head.scale, head.softcap))
 
-    losses = EachToken.apply(look, *prepared(hidden, targets, head, plain_terms(head), rows))
+    losses = ChunkedPerToken.apply(look, *prepare_chunks(hidden, targets, head, default_terms(head), rows))
     return -losses, torch.cat(found) if found else torch.zeros_like(losses)
 
 
-def plain_terms(head: Head) -> Terms:
+def default_terms(head: LMHead) -> CrossEntropyTerms:
     """Cross-entropy and nothing else."""
-    return Terms(head.scale, head.softcap, share=head.share)
+    return CrossEntropyTerms(head.scale, head.softcap, share=head.share)
 
 
-def prepared(hidden: Tensor, targets: Tensor, head: Head, step: Step, rows: Tensor | None) -> tuple[Any, ...]:
+def prepare_chunks(
+    hidden: Tensor, targets: Tensor, head: LMHead, step: ChunkLoss, rows: Tensor | None
+) -> tuple[Any, ...]:
     rows = torch.arange(len(hidden), device=hidden.device) if rows is None else rows
     trained = learning(head)
     if not torch.is_grad_enabled():  # a function is told of gradients that nobody will ask for
         hidden, trained = hidden.detach(), []
-    return Chunks(head, step, rows, targets.index_select(0, rows)), hidden, *trained
+    return TokenChunks(head, step, rows, targets.index_select(0, rows)), hidden, *trained
 
 
-def learning(head: Head) -> list[Tensor]:
+def learning(head: LMHead) -> list[Tensor]:
     return [p for p in head.parameters() if p.requires_grad]
 
 
-class Summed(torch.autograd.Function):
+class ChunkedSum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, chunks: Chunks, hidden: Tensor, *trained: Tensor) -> Tensor:
+    def forward(ctx: Any, chunks: TokenChunks, hidden: Tensor, *trained: Tensor) -> Tensor:
         losses, grads = chunks.run(hidden, [*trained], any(ctx.needs_input_grad))
         ctx.dtypes = [t.dtype for t in (hidden, *trained)]
         ctx.save_for_backward(*grads)
@@ -466,10 +464,10 @@ class Summed(torch.autograd.Function):
         return None, *(scaled(grad, scale[0]).to(dtype) for grad, dtype in pairs)
 
 
-class EachToken(torch.autograd.Function):
+class ChunkedPerToken(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, look: Callable[[Tensor], object] | None, chunks: Chunks, hidden: Tensor, *trained: Tensor
+        ctx: Any, look: Callable[[Tensor], object] | None, chunks: TokenChunks, hidden: Tensor, *trained: Tensor
     ) -> Tensor:
         ctx.chunks, ctx.again = chunks, bool(trained)
         ctx.random, ctx.devices = torch.get_rng_state(), get_device_states(hidden)

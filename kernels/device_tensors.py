@@ -5,12 +5,12 @@ from collections.abc import Callable, Hashable
 import torch
 from torch import Tensor
 
-from tunekit.kernels import shapes
+from tunekit.kernels import fake_mode
 
 
 def copy_to_device(x: Tensor, device: torch.device) -> Tensor:
     """Copy of a CPU tensor. For a GPU it goes through pinned memory: a pageable copy waits for all queued work."""
-    if device.type == "cuda" and not shapes.alone():
+    if device.type == "cuda" and not fake_mode.is_fake():
         x = x.pin_memory()
     return x.to(device, non_blocking=True)
 
@@ -23,7 +23,7 @@ class DeviceConstants:
         self.tensors: dict[Hashable, Tensor] = {}
 
     def __call__(self, *key: Hashable, device: torch.device) -> Tensor:
-        if shapes.alone():  # tensors without numbers must not outlive the plan that needed them
+        if fake_mode.is_fake():  # tensors without numbers must not outlive the plan that needed them
             return self.built(key, device)
         if (key, device) not in self.tensors:
             self.tensors[key, device] = self.built(key, device)

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tunekit.kernels import experts
+from tunekit.kernels import grouped_mm
 from tunekit.kernels.nf4 import BLOCK, PIECE, SMALLEST
 from tunekit.kernels.triton_support import uses_triton
 
@@ -71,7 +71,7 @@ def gpu() -> ModuleType:
     return importlib.import_module("tunekit.kernels.float8_triton")
 
 
-class Product(torch.autograd.Function):
+class Float8Matmul(torch.autograd.Function):
     """Nothing dense is kept for the backward pass, nor is `x`: the weight is decoded again."""
 
     @staticmethod
@@ -88,14 +88,14 @@ class Product(torch.autograd.Function):
 
 def times(x: Tensor, weight: Tensor, sizes: Tensor | None) -> Tensor:
     """x W^T; of rows sorted by expert, each with its own W of a stack."""
-    return F.linear(x, weight) if sizes is None else experts.grouped(x, weight, sizes)
+    return F.linear(x, weight) if sizes is None else grouped_mm.grouped_mm(x, weight, sizes)
 
 
 def product(
     x: Tensor, packed: Tensor, scales: Tensor, outer: Tensor | None, kind: str, bias: Tensor | None = None
 ) -> Tensor:
     """x W^T + b: (..., in) to (..., out)."""
-    y = Product.apply(x, packed, scales, None)
+    y = Float8Matmul.apply(x, packed, scales, None)
     return y if bias is None else y + bias
 
 
@@ -106,4 +106,4 @@ def product_back(grad: Tensor, packed: Tensor, scales: Tensor, outer: Tensor | N
 
 def grouped(x: Tensor, packed: Tensor, scales: Tensor, outer: Tensor | None, sizes: Tensor, kind: str) -> Tensor:
     """x W[e]^T of rows (N, in) sorted by expert, of which each has `sizes` (E,): (N, out)."""
-    return Product.apply(x, packed, scales, sizes)
+    return Float8Matmul.apply(x, packed, scales, sizes)

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tunekit.kernels import shapes
-from tunekit.kernels.again import cheap
-from tunekit.kernels.native import left_to_torch, library, matrix
+from tunekit.kernels import fake_mode
+from tunekit.kernels.cpp_extension import contiguous_rows, load_library, use_torch_fallback
+from tunekit.kernels.recompute import mark_recomputable
 
 SOURCE = Path(__file__).with_name("glu.cpp")
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
@@ -35,21 +35,21 @@ GATED = {
 FAST = frozenset(GATED) - {"gelu"}  # those that are x sigmoid(...); no model that is still used has another
 
 
-def gated(act: str, gate: Tensor, up: Tensor) -> Tensor:
+def gated_activation(act: str, gate: Tensor, up: Tensor) -> Tensor:
     """act(gate) * up, or what the act makes of both."""
     if plain(act, gate, up):
         y = GATED[act](gate, up)
     else:
-        y = (product if torch.is_grad_enabled() or shapes.alone() else forward)(gate, up, act)
-    return cheap(y, partial(gated, act), gate, up)
+        y = (product if torch.is_grad_enabled() or fake_mode.is_fake() else forward)(gate, up, act)
+    return mark_recomputable(y, partial(gated_activation, act), gate, up)
 
 
 def plain(act: str, gate: Tensor, up: Tensor) -> bool:
     alike = gate.shape == up.shape and gate.dtype == up.dtype and gate.dtype in DTYPES
-    return act not in FAST or not alike or left_to_torch(gate, compiled, FEW)
+    return act not in FAST or not alike or use_torch_fallback(gate, compiled, FEW)
 
 
-class Sizes(ctypes.Structure):
+class GluSizes(ctypes.Structure):
     """What glu.cpp asks about the numbers at its pointers."""
 
     _fields_ = (
@@ -64,11 +64,11 @@ class Sizes(ctypes.Structure):
 
 @cache
 def compiled() -> ctypes.CDLL | None:
-    lib = library(SOURCE)
+    lib = load_library(SOURCE)
     if lib is not None:
         for name in (f"{act}_{dtype}" for act in FAST for dtype in DTYPES.values()):
-            getattr(lib, f"forward_{name}").argtypes = [*[ctypes.c_void_p] * 3, ctypes.POINTER(Sizes)]
-            getattr(lib, f"backward_{name}").argtypes = [*[ctypes.c_void_p] * 5, ctypes.POINTER(Sizes)]
+            getattr(lib, f"forward_{name}").argtypes = [*[ctypes.c_void_p] * 3, ctypes.POINTER(GluSizes)]
+            getattr(lib, f"backward_{name}").argtypes = [*[ctypes.c_void_p] * 5, ctypes.POINTER(GluSizes)]
     return lib
 
 
@@ -87,7 +87,7 @@ def rows(*tensors: Tensor) -> list[Tensor]:
     """Tensors of one shape as rows, or each as one long row if nothing stands between theirs."""
     if all(t.is_contiguous() for t in tensors):
         return [t.view(1, -1) for t in tensors]
-    return [matrix(t) for t in tensors]
+    return [contiguous_rows(t) for t in tensors]
 
 
 def forward(gate: Tensor, up: Tensor, act: str) -> Tensor:
@@ -95,7 +95,7 @@ def forward(gate: Tensor, up: Tensor, act: str) -> Tensor:
     if gate.device.type == "cuda":
         gpu().forward(g, u, y, act)
     else:
-        sizes = Sizes(*g.shape, g.stride(0), u.stride(0), 0, torch.get_num_threads())
+        sizes = GluSizes(*g.shape, g.stride(0), u.stride(0), 0, torch.get_num_threads())
         named("forward", act, gate.dtype)(g.data_ptr(), u.data_ptr(), y.data_ptr(), sizes)
     return y
 
@@ -110,7 +110,7 @@ def product_back(grad: Tensor, gate: Tensor, up: Tensor, act: str) -> tuple[Tens
     if gate.device.type == "cuda":
         gpu().backward(d, g, u, to_gate, to_up, act)
     else:
-        sizes = Sizes(*g.shape, g.stride(0), u.stride(0), d.stride(0), torch.get_num_threads())
+        sizes = GluSizes(*g.shape, g.stride(0), u.stride(0), d.stride(0), torch.get_num_threads())
         named("backward", act, gate.dtype)(*(t.data_ptr() for t in (d, g, u, to_gate, to_up)), sizes)
     return to_gate, to_up
 

@@ -5,21 +5,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tunekit.kernels import few
+from tunekit.kernels import gemv
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x W^T + b of `x` (..., in) and `weight` (out, in), in the dtype of `x`."""
     if weight.dtype == x.dtype or torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return reference(x, weight, bias)
-    return Cast.apply(x, weight, bias)
+    return CastLinear.apply(x, weight, bias)
 
 
 def reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    return few.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+    return gemv.gemv(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
 
-class Cast(torch.autograd.Function):
+class CastLinear(torch.autograd.Function):
     """The weight is cast again in the backward pass: kept, the casts would be a second copy of all weights."""
 
     @staticmethod

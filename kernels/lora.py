@@ -15,15 +15,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tunekit.kernels.again import Origin, origin
-from tunekit.kernels.compiler import uncompiled
+from tunekit.kernels.recompute import RecomputeSource, recompute_source
+from tunekit.kernels.torch_compile import disable_compile
 
 CACHED, LARGE = 2**19, 2**25  # numbers of a weight in fp32 at once: as many as a cache holds, or a GPU does not notice
 
 CASTS_PRODUCTS = torch.version.hip is None  # whether mm takes `out_dtype`: cuBLAS writes sums of bf16 products as fp32
 
 
-class Base(Protocol):
+class BaseLinear(Protocol):
     """A layer whose weight (out, in) is frozen, however it is kept. `frozen` says whether it really is."""
 
     @property
@@ -48,10 +48,10 @@ class Base(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class Update:
+class LoRAWeights:
     """s B A of a layer, less s B0 A0 if it did not begin at zero."""
 
-    base: Base
+    base: BaseLinear
     scale: float
     a: Tensor  # (rank, in)
     b: Tensor  # (out, rank)
@@ -63,18 +63,18 @@ class Update:
         return self.a, self.b, self.a0, self.b0, self.base.added
 
 
-def adapted(x: Tensor, updates: Sequence[Update], dropout: float = 0.0) -> tuple[Tensor, ...]:
+def lora_linear(x: Tensor, updates: Sequence[LoRAWeights], dropout: float = 0.0) -> tuple[Tensor, ...]:
     """What each layer makes of `x` (..., in); `dropout` is the share of `x` that an update does not see."""
     if dropout and len(updates) > 1:  # each draws a mask of its own, so that there is no product to share
-        return tuple(y for update in updates for y in adapted(x, (update,), dropout))
+        return tuple(y for update in updates for y in lora_linear(x, (update,), dropout))
     if torch.compiler.is_compiling() or not all(update.base.frozen for update in updates):
         return reference(x, updates, dropout)
     tensors = (tensor for update in updates for tensor in update.tensors)
     scales = tuple(u.scale / (1 - dropout) for u in updates)  # what dropout leaves grows, and here by the way
-    return Adapted.apply(tuple(u.base for u in updates), scales, dropout, origin(x), x, *tensors)
+    return LoRALinearFunction.apply(tuple(u.base for u in updates), scales, dropout, recompute_source(x), x, *tensors)
 
 
-def reference(x: Tensor, updates: Sequence[Update], dropout: float = 0.0) -> tuple[Tensor, ...]:
+def reference(x: Tensor, updates: Sequence[LoRAWeights], dropout: float = 0.0) -> tuple[Tensor, ...]:
     """The same in plain torch: for the compiler, which finds out by itself what to keep, and for trained weights."""
     a, bs, places = joined([u.tensors for u in updates], [u.scale for u in updates], x.dtype)
     low = F.linear(F.dropout(x, dropout), a)
@@ -124,7 +124,7 @@ def cast_factors(updates: Sequence[Sequence[Any]], dtype: torch.dtype) -> Factor
     return Factors(a, cast_b, columns)
 
 
-class Adapted(torch.autograd.Function):
+class LoRALinearFunction(torch.autograd.Function):
     """`tensors` are five for each layer, as Update.tensors has them.
 
     The scale is a factor of products and never a kernel of its own.
@@ -133,10 +133,10 @@ class Adapted(torch.autograd.Function):
     @staticmethod
     def forward(  # noqa: PLR0913 (a function of autograd takes what it is applied to, one by one)
         ctx: Any,
-        bases: Sequence[Base],
+        bases: Sequence[BaseLinear],
         scales: Sequence[float],
         dropout: float,
-        origin: Origin,
+        origin: RecomputeSource,
         x: Tensor,
         *tensors: Tensor | None,
     ) -> tuple[Tensor, ...]:
@@ -202,7 +202,7 @@ def transposed_product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tenso
 
 
 def to_input(
-    bases: Sequence[Base], rows: Sequence[Tensor], low_grad: Tensor, a: Tensor, noise: Tensor | None
+    bases: Sequence[BaseLinear], rows: Sequence[Tensor], low_grad: Tensor, a: Tensor, noise: Tensor | None
 ) -> Tensor:
     """The gradient of `x`: all layers add to the same memory."""
     back = None
@@ -217,9 +217,9 @@ def fives(tensors: Sequence[Any]) -> list[Sequence[Any]]:
     return [tensors[i : i + 5] for i in range(0, len(tensors), 5)]
 
 
-@uncompiled  # decoding is no operator, and nothing here is learnt
+@disable_compile  # decoding is no operator, and nothing here is learnt
 @torch.no_grad()
-def lengths(update: Update) -> Tensor:
+def lora_row_norms(update: LoRAWeights) -> Tensor:
     """Norms (out,) of the rows of a weight with its update in fp32, of which no more than some are there at a time."""
     a, (b,), _ = joined([update.tensors], [update.scale], torch.float32)
     rows = max(1, (CACHED if a.device.type == "cpu" else LARGE) // a.shape[1])

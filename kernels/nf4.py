@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tunekit.devices import ACCELERATORS
-from tunekit.kernels import experts, shapes
-from tunekit.kernels.native import library
+from tunekit.kernels import fake_mode, grouped_mm
+from tunekit.kernels.cpp_extension import load_library
 from tunekit.kernels.triton_support import uses_triton
 
 BLOCK, NESTED = 64, 256  # numbers with one scale; scales with one scale of their own
@@ -65,7 +65,7 @@ DTYPES = {torch.bfloat16: "bf16", torch.float32: "fp32"}  # of which there is co
 
 
 @cache
-def table(kind: str, device: torch.device) -> Tensor:
+def code_values(kind: str, device: torch.device) -> Tensor:
     """The numbers of the codes of four bits (16,)."""
     return torch.tensor(TABLES[kind], device=device)
 
@@ -73,12 +73,12 @@ def table(kind: str, device: torch.device) -> Tensor:
 @cache
 def order(kind: str) -> tuple[Tensor, Tensor]:
     """Bounds (15,) halfway between neighbouring numbers, and the code of each of the sixteen, smallest first."""
-    numbers, codes = table(kind, torch.device("cpu")).sort(stable=True)
+    numbers, codes = code_values(kind, torch.device("cpu")).sort(stable=True)
     return (numbers[:-1] + numbers[1:]) / 2, codes.to(torch.uint8)
 
 
 @cache
-def fine(device: torch.device) -> Tensor:
+def dynamic_map(device: torch.device) -> Tensor:
     """256 numbers from -1 to 1, the denser the nearer to zero (arXiv:1511.04561): the codes of 8 bits."""
     numbers = [0.0, 1.0]
     for i in range(7):
@@ -147,9 +147,9 @@ def relative(flat: Tensor, block: int) -> tuple[Tensor, Tensor]:
     return torch.cat([shares, (rest / last).clamp(-1, 1)]), torch.cat([largest, last[None]])
 
 
-def nest(scales: Tensor) -> tuple[Tensor, Tensor]:
+def double_quantize(scales: Tensor) -> tuple[Tensor, Tensor]:
     """Codes of 8 bits (n,) for scales, and in fp32 what decodes them: a scale for each 256 of them, then their mean."""
-    mean, numbers = scales.mean(), fine(scales.device)
+    mean, numbers = scales.mean(), dynamic_map(scales.device)
     bounds = (numbers[:-1] + numbers[1:]) / 2
     codes, outer = torch.empty_like(scales, dtype=torch.uint8), scales.new_empty(-(-len(scales) // NESTED) + 1)
     for start in range(0, len(scales), PIECE):
@@ -165,7 +165,7 @@ def unnest(codes: Tensor, outer: Tensor, first: int = 0) -> Tensor:
     where = torch.full((), first, device=codes.device)
     for size, stride in zip(codes.shape, codes.stride(), strict=True):
         where = where[..., None] + stride * torch.arange(size, device=codes.device)
-    return fine(codes.device)[codes.int()] * outer[where // NESTED] + outer[-1]
+    return dynamic_map(codes.device)[codes.int()] * outer[where // NESTED] + outer[-1]
 
 
 def unpacked_scales(scales: Tensor, outer: Tensor | None, first: int = 0) -> Tensor:
@@ -173,7 +173,7 @@ def unpacked_scales(scales: Tensor, outer: Tensor | None, first: int = 0) -> Ten
     return scales.view(torch.float32) if outer is None else unnest(scales, outer.view(torch.float32), first)
 
 
-class Weight(NamedTuple):
+class NF4Weight(NamedTuple):
     """A matrix in four bits as it is kept, or a part of one."""
 
     packed: Tensor  # (out, in / 2)
@@ -186,13 +186,13 @@ class Weight(NamedTuple):
     def shape(self) -> tuple[int, int]:
         return self.packed.shape[0], 2 * self.packed.shape[1]
 
-    def part(self, row: int, column: int, rows: int, columns: int) -> "Weight":
+    def part(self, row: int, column: int, rows: int, columns: int) -> "NF4Weight":
         """So many rows and columns from a place on; columns are whole blocks."""
         bytes_ = 4 if self.outer is None else 1
         start, stop = (at // BLOCK * bytes_ for at in (column, column + columns))
         packed = self.packed[row : row + rows, column // 2 : (column + columns) // 2]
         first = self.first + row * (self.scales.stride(0) // bytes_) + column // BLOCK
-        return Weight(packed, self.scales[row : row + rows, start:stop], self.outer, self.kind, first)
+        return NF4Weight(packed, self.scales[row : row + rows, start:stop], self.outer, self.kind, first)
 
     def numbers(self) -> Tensor:
         """The same in plain torch, in fp32."""
@@ -203,7 +203,7 @@ class Weight(NamedTuple):
         """What the compiled functions want to know of bytes and scales."""
         if self.outer is None:
             return self.packed.data_ptr(), self.scales.data_ptr(), None, None, 0, 0, self.scales.stride(0) // 4
-        tables = self.outer.data_ptr(), fine(self.packed.device).data_ptr(), self.outer.numel() // 4 - 1
+        tables = self.outer.data_ptr(), dynamic_map(self.packed.device).data_ptr(), self.outer.numel() // 4 - 1
         return self.packed.data_ptr(), self.scales.data_ptr(), *tables, self.first, self.scales.stride(0)
 
 
@@ -213,19 +213,19 @@ def dequantize(
     """The numbers (..., in) of bytes (..., in / 2), each rounded once, to `dtype`."""
     shape = (*packed.shape[:-1], 2 * packed.shape[-1])
     if uses_triton(packed):
-        tables = table(kind, packed.device), fine(packed.device)
+        tables = code_values(kind, packed.device), dynamic_map(packed.device)
         return gpu().dequantize(packed, scales, outer, *tables, dtype).view(shape)
     made = torch.empty(math.prod(shape[:-1]), shape[-1], dtype=dtype, device=packed.device)
-    weight = Weight(packed.flatten(0, -2).contiguous(), scales.flatten(0, -2).contiguous(), outer, kind)
+    weight = NF4Weight(packed.flatten(0, -2).contiguous(), scales.flatten(0, -2).contiguous(), outer, kind)
     return decode(weight, made).view(shape)
 
 
-def decode(weight: Weight, into: Tensor) -> Tensor:
+def decode(weight: NF4Weight, into: Tensor) -> Tensor:
     """Fill `into` (rows, columns) with the numbers of a matrix."""
     lib = native(weight.packed)
     if lib is None or into.dtype not in DTYPES or weight.packed.stride(1) != 1 or weight.scales.stride(1) != 1:
         return into.copy_(weight.numbers())
-    tables = table(weight.kind, into.device).data_ptr(), into.data_ptr()
+    tables = code_values(weight.kind, into.device).data_ptr(), into.data_ptr()
     rows, columns = weight.shape
     sizes = rows, columns // BLOCK, weight.packed.stride(0), torch.get_num_threads()
     getattr(lib, f"decode_{DTYPES[into.dtype]}")(*weight.places(), *tables, *sizes)
@@ -235,18 +235,18 @@ def decode(weight: Weight, into: Tensor) -> Tensor:
 def dequantize_reference(packed: Tensor, scales: Tensor, kind: str) -> Tensor:
     """Numbers of bytes and fp32 scales in plain torch, in fp32."""
     codes = torch.stack([packed >> 4, packed & 15], dim=-1).flatten(-2)
-    numbers = table(kind, packed.device)[codes.int()]
+    numbers = code_values(kind, packed.device)[codes.int()]
     return (numbers.unflatten(-1, (-1, BLOCK)) * scales[..., None]).flatten(-2)
 
 
 def native(tensor: Tensor) -> ctypes.CDLL | None:
     """The compiled functions, for tensors on the CPU, where they can be had."""
-    return compiled() if tensor.device.type == "cpu" and not shapes.alone() else None
+    return compiled() if tensor.device.type == "cpu" and not fake_mode.is_fake() else None
 
 
 @cache
 def compiled() -> ctypes.CDLL | None:
-    lib = library(SOURCE)
+    lib = load_library(SOURCE)
     if lib is not None:
         place, size = ctypes.c_void_p, ctypes.c_int64
         weight = [*[place] * 4, *[size] * 3]
@@ -264,7 +264,7 @@ def gpu() -> ModuleType:
     return importlib.import_module("tunekit.kernels.nf4_triton")
 
 
-class Scratch(threading.local):
+class ScratchBuffer(threading.local):
     """Room for a tile, kept: in memory that is new to the process decoding would wait for its pages."""
 
     def __init__(self) -> None:
@@ -276,7 +276,7 @@ class Scratch(threading.local):
         return self.room[dtype][: rows * columns].view(rows, columns)
 
 
-SCRATCH = Scratch()
+SCRATCH = ScratchBuffer()
 
 
 def few_at_once(x: Tensor) -> int:
@@ -285,7 +285,7 @@ def few_at_once(x: Tensor) -> int:
     return FEW if lib is not None and getattr(lib, f"few_{DTYPES[x.dtype]}_able")() else 0
 
 
-def times(x: Tensor, weight: Weight, y: Tensor, bias: Tensor | None = None) -> Tensor:
+def times(x: Tensor, weight: NF4Weight, y: Tensor, bias: Tensor | None = None) -> Tensor:
     """Put x W^T + b (N, out) of x (N, in) on the CPU into `y`, some rows of W at a time."""
     if len(x) <= few_at_once(x):
         return times_few(x.contiguous(), weight, y, bias)
@@ -302,17 +302,17 @@ def times(x: Tensor, weight: Weight, y: Tensor, bias: Tensor | None = None) -> T
     return y
 
 
-def times_few(x: Tensor, weight: Weight, y: Tensor, bias: Tensor | None) -> Tensor:
+def times_few(x: Tensor, weight: NF4Weight, y: Tensor, bias: Tensor | None) -> Tensor:
     """The same for a few rows, such as those of generation: what is read is four bits a number."""
     run = getattr(compiled(), f"few_{DTYPES[x.dtype]}")
-    told = *weight.places(), table(weight.kind, x.device).data_ptr(), None if bias is None else bias.data_ptr()
+    told = *weight.places(), code_values(weight.kind, x.device).data_ptr(), None if bias is None else bias.data_ptr()
     rows, columns = weight.shape
     sizes = rows, columns // BLOCK, weight.packed.stride(0), torch.get_num_threads()
     run(x.data_ptr(), *told, y.data_ptr(), x.numel() // columns, *sizes)
     return y
 
 
-def times_back(grad: Tensor, weight: Weight, x: Tensor) -> Tensor:
+def times_back(grad: Tensor, weight: NF4Weight, x: Tensor) -> Tensor:
     """Put grad W (N, in) of grad (N, out) on the CPU into `x`, some columns of W at a time."""
     rows, columns = weight.shape
     step = max(1, TILE // (rows * BLOCK)) * BLOCK
@@ -338,12 +338,12 @@ def operator(name: str, schema: str) -> Callable[[Callable[..., Tensor]], Callab
 @operator("nf4_product", "(Tensor x, Tensor packed, Tensor scales, Tensor? outer, str kind, Tensor? bias) -> Tensor")
 def forward(x: Tensor, packed: Tensor, scales: Tensor, outer: Tensor | None, kind: str, bias: Tensor | None) -> Tensor:
     if 0 < x.numel() <= FEW_ON_GPU * x.shape[-1] and uses_triton(x):
-        tables = table(kind, x.device), fine(x.device)
+        tables = code_values(kind, x.device), dynamic_map(x.device)
         return gpu().few(x.flatten(0, -2), (packed, scales, outer), *tables, bias).view(*x.shape[:-1], -1)
     if x.device.type != "cpu":
         return F.linear(x, dequantize(packed, scales, outer, kind, x.dtype), bias)
     y = x.new_empty(*x.shape[:-1], len(packed))
-    times(x.flatten(0, -2), Weight(packed, scales, outer, kind), y.flatten(0, -2), bias)
+    times(x.flatten(0, -2), NF4Weight(packed, scales, outer, kind), y.flatten(0, -2), bias)
     return y
 
 
@@ -353,7 +353,7 @@ def product_back(grad: Tensor, packed: Tensor, scales: Tensor, outer: Tensor | N
     if grad.device.type != "cpu":
         return grad @ dequantize(packed, scales, outer, kind, grad.dtype)
     x = grad.new_empty(*grad.shape[:-1], 2 * packed.shape[1])
-    times_back(grad.flatten(0, -2), Weight(packed, scales, outer, kind), x.flatten(0, -2))
+    times_back(grad.flatten(0, -2), NF4Weight(packed, scales, outer, kind), x.flatten(0, -2))
     return x
 
 
@@ -367,7 +367,7 @@ def _(grad: Tensor, packed: Tensor, scales: Tensor, outer: Tensor | None, kind: 
     return grad.new_empty(*grad.shape[:-1], 2 * packed.shape[1])
 
 
-class Product(torch.autograd.Function):
+class NF4Matmul(torch.autograd.Function):
     """No dense weight is kept for the backward pass, nor is `x`.
 
     Arguments have names: where no input needs a gradient, the compiler of torch compares the number of arguments with
@@ -394,11 +394,13 @@ def product(
 ) -> Tensor:
     """x W^T + b: (..., in) to (..., out)."""
     if torch.is_grad_enabled():
-        return Product.apply(x, packed, scales, outer, kind, bias)
+        return NF4Matmul.apply(x, packed, scales, outer, kind, bias)
     if torch.compiler.is_compiling() or not 0 < x.numel() <= few_at_once(x) * x.shape[-1]:
         return forward(x, packed, scales, outer, kind, bias)
     # Generation comes here for every layer and token, where an operator of torch takes as long as the work itself.
-    return times_few(x.contiguous(), Weight(packed, scales, outer, kind), x.new_empty(*x.shape[:-1], len(packed)), bias)
+    return times_few(
+        x.contiguous(), NF4Weight(packed, scales, outer, kind), x.new_empty(*x.shape[:-1], len(packed)), bias
+    )
 
 
 @operator("nf4_grouped", "(Tensor x, Tensor packed, Tensor scales, Tensor? outer, Tensor sizes, str kind) -> Tensor")
@@ -406,8 +408,8 @@ def forward_grouped(
     x: Tensor, packed: Tensor, scales: Tensor, outer: Tensor | None, sizes: Tensor, kind: str
 ) -> Tensor:
     if x.device.type != "cpu":
-        return experts.grouped(x, dequantize(packed, scales, outer, kind, x.dtype), sizes)
-    return each(times, x, Weight(packed, scales, outer, kind), sizes, packed.shape[1])
+        return grouped_mm.grouped_mm(x, dequantize(packed, scales, outer, kind, x.dtype), sizes)
+    return each(times, x, NF4Weight(packed, scales, outer, kind), sizes, packed.shape[1])
 
 
 @operator(
@@ -417,17 +419,17 @@ def grouped_back(
     grad: Tensor, packed: Tensor, scales: Tensor, outer: Tensor | None, sizes: Tensor, kind: str
 ) -> Tensor:
     if grad.device.type != "cpu":
-        return experts.grouped(grad, dequantize(packed, scales, outer, kind, grad.dtype).mT, sizes)
-    return each(times_back, grad, Weight(packed, scales, outer, kind), sizes, 2 * packed.shape[2])
+        return grouped_mm.grouped_mm(grad, dequantize(packed, scales, outer, kind, grad.dtype).mT, sizes)
+    return each(times_back, grad, NF4Weight(packed, scales, outer, kind), sizes, 2 * packed.shape[2])
 
 
-def each(step: Callable[..., Tensor], x: Tensor, weights: Weight, sizes: Tensor, width: int) -> Tensor:
+def each(step: Callable[..., Tensor], x: Tensor, weights: NF4Weight, sizes: Tensor, width: int) -> Tensor:
     """`step` for each expert that has rows; no more than a tile of one expert is decoded at a time."""
     made, at = x.new_empty(len(x), width), 0
     blocks = weights.packed.shape[1] * weights.packed.shape[2] * 2 // BLOCK
     for expert, count in enumerate(sizes.tolist()):
         if count:
-            of = Weight(weights.packed[expert], weights.scales[expert], *weights[2:4], expert * blocks)
+            of = NF4Weight(weights.packed[expert], weights.scales[expert], *weights[2:4], expert * blocks)
             step(x[at : at + count], of, made[at : at + count])
             at += count
     return made
@@ -443,8 +445,8 @@ def _(grad: Tensor, packed: Tensor, scales: Tensor, outer: Tensor | None, sizes:
     return grad.new_empty(len(grad), 2 * packed.shape[2])
 
 
-class Grouped(torch.autograd.Function):
-    """The same for rows that are sorted by expert. Arguments have names as in `Product`."""
+class NF4GroupedMM(torch.autograd.Function):
+    """The same for rows that are sorted by expert. Arguments have names as in `NF4Matmul`."""
 
     @staticmethod
     def forward(
@@ -461,5 +463,5 @@ class Grouped(torch.autograd.Function):
 
 def grouped(x: Tensor, packed: Tensor, scales: Tensor, outer: Tensor | None, sizes: Tensor, kind: str) -> Tensor:
     """x W[e]^T of rows (N, in) sorted by expert, of which each has `sizes` (E,): (N, out)."""
-    run = Grouped.apply if torch.is_grad_enabled() else forward_grouped
+    run = NF4GroupedMM.apply if torch.is_grad_enabled() else forward_grouped
     return run(x, packed, scales, outer, sizes, kind)

@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tunekit.kernels import shapes
-from tunekit.kernels.native import left_to_torch, library
+from tunekit.kernels import fake_mode
+from tunekit.kernels.cpp_extension import load_library, use_torch_fallback
 
 SOURCE = Path(__file__).with_name("rope.cpp")
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 
 
-class Rotation(NamedTuple):
+class RopeTables(NamedTuple):
     """Tables of one pass, both (B, S, 1, pairs), fp32, and where the two channels of a pair are."""
 
     cos: Tensor
@@ -26,20 +26,20 @@ class Rotation(NamedTuple):
     last: bool = False  # the last channels of a head turn, and not the first
 
 
-def rotate(q: Tensor, k: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
+def apply_rope(q: Tensor, k: Tensor, rotation: RopeTables) -> tuple[Tensor, Tensor]:
     """Queries (B, S, H, D) and keys, turned in fp32. Channels of which the tables do not tell pass."""
     if plain(q, k):
         return reference(q, rotation), reference(k, rotation)
     cos, sin, paired, keep_paired, last = rotation
-    work = turned if torch.is_grad_enabled() or shapes.alone() else turn
+    work = turned if torch.is_grad_enabled() or fake_mode.is_fake() else turn
     return work(q, k, cos, sin, paired, paired and keep_paired, last, False)
 
 
 def plain(q: Tensor, k: Tensor) -> bool:
-    return q.dtype not in DTYPES or q.dtype != k.dtype or left_to_torch(q, compiled)
+    return q.dtype not in DTYPES or q.dtype != k.dtype or use_torch_fallback(q, compiled)
 
 
-def reference(x: Tensor, rotation: Rotation) -> Tensor:
+def reference(x: Tensor, rotation: RopeTables) -> Tensor:
     cos, sin, paired, keep_paired, last = rotation
     still = x.shape[-1] - 2 * cos.shape[-1]
     # torch 2.11 cannot multiply a symbolic size by a bool.
@@ -52,7 +52,7 @@ def reference(x: Tensor, rotation: Rotation) -> Tensor:
     return torch.cat([before, y.type_as(x), behind], dim=-1) if still else y.type_as(x)
 
 
-class Sizes(ctypes.Structure):
+class RopeSizes(ctypes.Structure):
     """What rope.cpp asks about the numbers at its pointers."""
 
     _fields_ = (
@@ -69,10 +69,10 @@ class Sizes(ctypes.Structure):
 
 @cache
 def compiled() -> ctypes.CDLL | None:
-    lib = library(SOURCE)
+    lib = load_library(SOURCE)
     if lib is not None:
         for dtype in DTYPES.values():
-            getattr(lib, f"rotate_{dtype}").argtypes = [*[ctypes.c_void_p] * 4, ctypes.POINTER(Sizes)]
+            getattr(lib, f"rotate_{dtype}").argtypes = [*[ctypes.c_void_p] * 4, ctypes.POINTER(RopeSizes)]
     return lib
 
 
@@ -95,7 +95,7 @@ def turn(  # noqa: PLR0913 (an operator takes no named tuples)
         if x.device.type == "cuda":
             gpu().rotate(heads, y, *tables, start, -1.0 if back else 1.0, paired_in, paired_out)
             continue
-        sizes = Sizes(*heads.shape, half, start, *heads.stride()[:2], -1.0 if back else 1.0, paired_in, paired_out)
+        sizes = RopeSizes(*heads.shape, half, start, *heads.stride()[:2], -1.0 if back else 1.0, paired_in, paired_out)
         sizes.threads = torch.get_num_threads()
         places = (t.data_ptr() for t in (heads, y, *tables))
         getattr(compiled(), f"rotate_{DTYPES[x.dtype]}")(*places, sizes)

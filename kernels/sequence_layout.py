@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tunekit.kernels import shapes
+from tunekit.kernels import fake_mode
 from tunekit.kernels.device_tensors import copy_to_device
 
 T = TypeVar("T")
@@ -69,7 +69,7 @@ def with_prefixes(cu_seqlens: Tensor, prefixes: Tensor) -> Tensor:
 def rows_layout(rows: int, length: int) -> SequenceLayout:
     """Each row is a document. Cached, with all that is derived of it."""
     # Tensors without numbers must not outlive the plan that needed them.
-    return build_rows_layout(rows, length) if shapes.alone() else cached_rows_layout(rows, length)
+    return build_rows_layout(rows, length) if fake_mode.is_fake() else cached_rows_layout(rows, length)
 
 
 def build_rows_layout(rows: int, length: int) -> SequenceLayout:

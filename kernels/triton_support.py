@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tunekit.devices import capabilities
-from tunekit.kernels import store
+from tunekit.kernels import cache_dir
 
 
 def uses_triton(x: Tensor) -> bool:
@@ -39,7 +39,7 @@ def can_launch() -> bool:
 
 
 def launch_probe(buffer: Tensor) -> None:
-    store.set_compiler_cache_directories()
+    cache_dir.set_compiler_cache_directories()
     importlib.import_module("tunekit.kernels.probe_triton").launch(buffer)
 
 

@@ -11,30 +11,31 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 
-from tunekit import assemble, card
-from tunekit.checkpoint.atomic import can_write, write_text
-from tunekit.checkpoint.score import insist_on_text
-from tunekit.data.steps.loader import load
-from tunekit.data.steps.mix import Learnable, streams, title
+from tunekit import build
+from tunekit.checkpoint.atomic import check_writable, write_text_atomic
+from tunekit.checkpoint.classification_head import require_language_model
+from tunekit.data.dataloader.build import build_dataloader
+from tunekit.data.dataloader.mixture import Learnable, dataset_title, is_streaming
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.devices import DeviceChoice
+from tunekit.distributed.context import DistributedContext
+from tunekit.distributed.parallel_dims import COPIES, ParallelConfig
 from tunekit.errors import FieldError
-from tunekit.evaluation.compare import changes
-from tunekit.evaluation.figures import Result
-from tunekit.evaluation.questions import Asker, Question, placed
-from tunekit.evaluation.table import table
-from tunekit.evaluation.tasks import Tasks
-from tunekit.formats import FP4, NF4, Float8, Plain
-from tunekit.generate import Sampling
-from tunekit.hub import fetch
-from tunekit.look import inspection
-from tunekit.parallel.choice import COPIES, Parallel
-from tunekit.parallel.run import Run
-from tunekit.precision import Precision
+from tunekit.evaluation.generation_eval import GenerationEvaluator, Question, with_source
+from tunekit.evaluation.results import ModelResult
+from tunekit.evaluation.significance import paired_differences
+from tunekit.evaluation.table import results_table
+from tunekit.evaluation.tasks import TaskSelection
+from tunekit.generation.generate import SamplingConfig
+from tunekit.hub import download
+from tunekit.models.precision import PrecisionConfig
+from tunekit.publishing import model_card
+from tunekit.quantization.config import Float8Config, FP4Config, NF4Config, NoQuantization
+from tunekit.training import data_checks
 
 
 @dataclass(frozen=True)
-class Evaluate:
+class EvaluateConfig:
     """Which model is asked what. With a baseline, both are, and stand side by side."""
 
     model: str  # folder of a checkpoint, an adapter or a run; a Hub name; tunekit/nano
@@ -45,13 +46,15 @@ class Evaluate:
     chat: bool = False  # write the questions of the harness with the model's chat template
     limit: int | None = None  # take the first rows only, of `data` and of each task
     baseline: str | None = None  # a second model, such as the one before training
-    sampling: Sampling = Sampling()
-    weights: Plain | NF4 | FP4 | Float8 = Plain()  # how the weights of both are stored
-    precision: Precision = Precision()
+    sampling: SamplingConfig = SamplingConfig()
+    weights: NoQuantization | NF4Config | FP4Config | Float8Config = (
+        NoQuantization()
+    )  # how the weights of both are stored
+    precision: PrecisionConfig = PrecisionConfig()
     batch: int = 32  # rows in one forward pass
     examples: int = 3  # answers to print
     out: str | None = None  # JSON file for the figures, every answer, and which rows were won and lost
-    parallel: Parallel = COPIES  # how several devices share the rows, or the weights
+    parallel: ParallelConfig = COPIES  # how several devices share the rows, or the weights
     device: DeviceChoice = "auto"  # auto: the first of cuda, xpu, mps that torch finds, else cpu
 
     def __post_init__(self) -> None:
@@ -59,29 +62,29 @@ class Evaluate:
             raise FieldError("batch", f"must be 1 or more, not {self.batch}")
         if self.data is None and not self.tasks:
             raise FieldError("data", "nothing to ask: give rows, or tasks by name")
-        if self.data is not None and streams(self.data):
+        if self.data is not None and is_streaming(self.data):
             raise FieldError("data", "all rows are asked: it cannot be a stream; `limit` takes the first rows")
         assert self.named is not None  # its own checks
 
     @property
-    def named(self) -> Tasks:
-        return Tasks(self.tasks, self.shots, self.include, self.limit, self.chat)
+    def named(self) -> TaskSelection:
+        return TaskSelection(self.tasks, self.shots, self.include, self.limit, self.chat)
 
 
-RECIPE = Evaluate
+RECIPE = EvaluateConfig
 
 
-def words(cfg: Evaluate) -> Tokenizer:
+def words(cfg: EvaluateConfig) -> Tokenizer:
     """The tokenizer that rows are written with; no weight is read for it."""
-    return assemble.described(cfg.model, fetch.SMALL)[2]
+    return build.resolve_model(cfg.model, download.SMALL)[2]
 
 
-def check(cfg: Evaluate) -> None:
+def check(cfg: EvaluateConfig) -> None:
     """Whether the models, the rows and the tasks are there."""
     for name in filter(None, (cfg.model, cfg.baseline)):
-        source, adapter, tokenizer = assemble.described(name, fetch.SMALL)
-        insist_on_text(source, name)
-        assemble.divisible(source, cfg.weights, adapter, cfg.parallel)
+        source, adapter, tokenizer = build.resolve_model(name, download.SMALL)
+        require_language_model(source, name)
+        build.check_parallelizable(source, cfg.weights, adapter, cfg.parallel)
         if cfg.data is not None:
             cfg.data.prepare(tokenizer)
     if cfg.data is not None:
@@ -89,51 +92,51 @@ def check(cfg: Evaluate) -> None:
     cfg.named.check()
 
 
-def main(cfg: Evaluate) -> list[Result]:
+def main(cfg: EvaluateConfig) -> list[ModelResult]:
     """Measure each model and print what was found."""
-    with Run(cfg.sampling.seed, cfg.device, cfg.parallel) as run:
+    with DistributedContext(cfg.sampling.seed, cfg.device, cfg.parallel) as run:
         if cfg.out is not None:
-            run.shared(partial(can_write, Path(cfg.out)))
+            run.shared(partial(check_writable, Path(cfg.out)))
         results, questions = [], []
         for name in filter(None, (cfg.baseline, cfg.model)):
-            questions, result = measure(name, cfg, run)
+            questions, result = evaluate_model(name, cfg, run)
             results.append(result)
-        run.shared(partial(tell, cfg, questions, results))
+        run.shared(partial(report, cfg, questions, results))
     return results
 
 
-def measure(name: str, cfg: Evaluate, run: Run) -> tuple[list[Question], Result]:
+def evaluate_model(name: str, cfg: EvaluateConfig, run: DistributedContext) -> tuple[list[Question], ModelResult]:
     """Questions of the rows, and all figures of one model, which is in memory only in here."""
     tasks = cfg.named.opened()  # before weights are read: some rows are far away
-    model, tokenizer = assemble.opened(name, cfg.precision, run, cfg.weights)
-    asker = Asker(model, tokenizer, cfg.sampling, cfg.batch, run)
+    model, tokenizer = build.load_for_inference(name, cfg.precision, run, cfg.weights)
+    asker = GenerationEvaluator(model, tokenizer, cfg.sampling, cfg.batch, run)
     questions, found = [], []
     if cfg.data is not None:
-        data = load(cfg.data, tokenizer, cfg.batch, cfg.batch, run)
+        data = build_dataloader(cfg.data, tokenizer, cfg.batch, cfg.batch, run)
         data.check(model.spec.vocab)
         if name == cfg.model:
-            inspection.remark(cfg, data, tokenizer, run)
-        questions, made = asker(title(cfg.data), islice(placed(data.parts), cfg.limit))
+            data_checks.warn_data(cfg, data, tokenizer, run)
+        questions, made = asker(dataset_title(cfg.data), islice(with_source(data.parts), cfg.limit))
         found.append(made)
-    return questions, Result(name, (*found, *cfg.named.ask(asker, name, tasks)))
+    return questions, ModelResult(name, (*found, *cfg.named.ask(asker, name, tasks)))
 
 
-def tell(cfg: Evaluate, questions: list[Question], results: list[Result]) -> None:
+def report(cfg: EvaluateConfig, questions: list[Question], results: list[ModelResult]) -> None:
     """Print what was found, and put it into a file and onto the model's card."""
-    changed = changes(results[0], results[-1], cfg.sampling.seed) if cfg.baseline is not None else []
-    show(questions, results, cfg.examples)
-    print(table(results, changed))
+    changed = paired_differences(results[0], results[-1], cfg.sampling.seed) if cfg.baseline is not None else []
+    print_completions(questions, results, cfg.examples)
+    print(results_table(results, changed))
     if cfg.out is not None:
         content = {"models": [one.written() for one in results], "changes": [asdict(change) for change in changed]}
-        write_text(Path(cfg.out), json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+        write_text_atomic(Path(cfg.out), json.dumps(content, indent=2, ensure_ascii=False) + "\n")
     if cfg.data is not None:
         figures = [
             {"model": one.model, "loss": one.loss, "perplexity": one.perplexity, "right": one.right} for one in results
         ]
-        card.evaluated(Path(cfg.model), title(cfg.data), figures, len(questions))
+        model_card.add_evaluation(Path(cfg.model), dataset_title(cfg.data), figures, len(questions))
 
 
-def show(questions: list[Question], results: list[Result], examples: int) -> None:
+def print_completions(questions: list[Question], results: list[ModelResult], examples: int) -> None:
     """A few answers."""
     width = max(len(name) for name in ("question", *(result.model for result in results)))
     for i, question in enumerate(questions[:examples]):

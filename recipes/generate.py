@@ -10,26 +10,26 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from tunekit import assemble
-from tunekit.checkpoint.atomic import write_text
-from tunekit.data.chat.manner import manner
-from tunekit.data.chat.messages import conversation
-from tunekit.data.rows import named
-from tunekit.data.sources.source import find, open_source
-from tunekit.data.sources.table import insist
+from tunekit import build
+from tunekit.checkpoint.atomic import write_text_atomic
+from tunekit.data.chat_template.messages import parse_messages
+from tunekit.data.chat_template.template_features import detect_features
+from tunekit.data.datasets import with_row_location
+from tunekit.data.readers.open_dataset import find_data_files, open_dataset
+from tunekit.data.readers.row_reader import require_row
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.devices import DeviceChoice
+from tunekit.distributed.context import DistributedContext
+from tunekit.distributed.parallel_dims import COPIES, ParallelConfig
 from tunekit.errors import FieldError, UserError
-from tunekit.formats import FP4, NF4, Float8, Plain
-from tunekit.generate import Sampling, answers
-from tunekit.hub import fetch
-from tunekit.parallel.choice import COPIES, Parallel
-from tunekit.parallel.run import Run
-from tunekit.precision import Precision
+from tunekit.generation.generate import SamplingConfig, generate_all
+from tunekit.hub import download
+from tunekit.models.precision import PrecisionConfig
+from tunekit.quantization.config import Float8Config, FP4Config, NF4Config, NoQuantization
 
 
 @dataclass(frozen=True)
-class Generate:
+class GenerateConfig:
     """Which model is asked what, and how it chooses its words."""
 
     model: str  # folder of a checkpoint, an adapter or a run; a Hub name; tunekit/nano
@@ -38,12 +38,12 @@ class Generate:
     split: str = "train"  # of the source
     system: str | None = None  # what the system message says
     raw: bool = False  # go on from the prompt as it stands, without the chat template
-    sampling: Sampling = Sampling()
-    weights: Plain | NF4 | FP4 | Float8 = Plain()  # how its weights are stored
-    precision: Precision = Precision()
+    sampling: SamplingConfig = SamplingConfig()
+    weights: NoQuantization | NF4Config | FP4Config | Float8Config = NoQuantization()  # how its weights are stored
+    precision: PrecisionConfig = PrecisionConfig()
     batch: int = 16  # prompts that are answered at once
     out: str | None = None  # JSONL file with a prompt and an answer a line; None: print them
-    parallel: Parallel = COPIES  # how several devices share the prompts, or the weights
+    parallel: ParallelConfig = COPIES  # how several devices share the prompts, or the weights
     device: DeviceChoice = "auto"  # auto: the first of cuda, xpu, mps that torch finds, else cpu
 
     def __post_init__(self) -> None:
@@ -53,40 +53,40 @@ class Generate:
             raise FieldError("batch", f"must be 1 or more, not {self.batch}")
 
 
-RECIPE = Generate
+RECIPE = GenerateConfig
 
 
-def check(cfg: Generate) -> None:
+def check(cfg: GenerateConfig) -> None:
     """Whether the model and the rows are there."""
-    source, adapter, _ = assemble.described(cfg.model, fetch.SMALL)
-    assemble.divisible(source, cfg.weights, adapter, cfg.parallel)
+    source, adapter, _ = build.resolve_model(cfg.model, download.SMALL)
+    build.check_parallelizable(source, cfg.weights, adapter, cfg.parallel)
     if cfg.source is not None:
-        find(cfg.source, cfg.split)
+        find_data_files(cfg.source, cfg.split)
 
 
-def main(cfg: Generate) -> None:
+def main(cfg: GenerateConfig) -> None:
     """Answer all prompts, in their order."""
-    with Run(cfg.sampling.seed, cfg.device, cfg.parallel) as run:
-        model, tokenizer = assemble.opened(cfg.model, cfg.precision, run, cfg.weights)
-        texts = list(asked(cfg))
-        prompts = [ids(text, tokenizer, cfg) for text in texts]
-        found = answers(model, prompts, cfg.sampling, tokenizer.stops, cfg.batch, run)
+    with DistributedContext(cfg.sampling.seed, cfg.device, cfg.parallel) as run:
+        model, tokenizer = build.load_for_inference(cfg.model, cfg.precision, run, cfg.weights)
+        texts = list(read_prompts(cfg))
+        prompts = [encode_prompt(text, tokenizer, cfg) for text in texts]
+        found = generate_all(model, prompts, cfg.sampling, tokenizer.stops, cfg.batch, run)
         pairs = zip(texts, found, strict=True)
         lines = [{"prompt": text, "answer": tokenizer.decode(answer)} for text, answer in pairs]
-        run.shared(partial(tell, cfg, lines))
+        run.shared(partial(write_answers, cfg, lines))
 
 
-def asked(cfg: Generate) -> Iterator[str | list]:
+def read_prompts(cfg: GenerateConfig) -> Iterator[str | list]:
     """Prompts as text, or as conversations."""
     yield from cfg.prompts
-    for row in map(insist, open_source(cfg.source, cfg.split, None).rows) if cfg.source is not None else ():
+    for row in map(require_row, open_dataset(cfg.source, cfg.split, None).rows) if cfg.source is not None else ():
         found = row.fields.get("messages", row.fields.get("prompt"))
         if not isinstance(found, str | list) or not found:
             raise UserError(f"{row.where}: neither 'messages' nor 'prompt' to answer")
-        yield found if isinstance(found, str) else named(row, conversation, found, "messages")
+        yield found if isinstance(found, str) else with_row_location(row, parse_messages, found, "messages")
 
 
-def ids(prompt: str | list, tokenizer: Tokenizer, cfg: Generate) -> list[int]:
+def encode_prompt(prompt: str | list, tokenizer: Tokenizer, cfg: GenerateConfig) -> list[int]:
     """The tokens to go on from."""
     if isinstance(prompt, str) and cfg.raw:
         return tokenizer.encode(prompt, special=True)
@@ -95,13 +95,13 @@ def ids(prompt: str | list, tokenizer: Tokenizer, cfg: Generate) -> list[int]:
         messages = messages[:-1]
     system = [{"role": "system", "content": cfg.system}] if cfg.system else []
     messages = [*system, *messages]
-    return tokenizer.prompt(manner(tokenizer.template(), tokenizer).fit(messages))
+    return tokenizer.prompt(detect_features(tokenizer.template(), tokenizer).fit(messages))
 
 
-def tell(cfg: Generate, lines: list[dict]) -> None:
+def write_answers(cfg: GenerateConfig, lines: list[dict]) -> None:
     if cfg.out is not None:
         text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
-        write_text(Path(cfg.out), text)
+        write_text_atomic(Path(cfg.out), text)
         print(f"{len(lines)} answers in {cfg.out}")
         return
     for line in lines:

@@ -12,57 +12,65 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from tunekit import training
 from tunekit.config.choices import kind_name
-from tunekit.data.steps.batch import Batch
-from tunekit.data.steps.compared import Comparable
-from tunekit.data.steps.loader import Loader
-from tunekit.data.steps.mix import Mixed
+from tunekit.data.dataloader.batch import Batch
+from tunekit.data.dataloader.build import DataLoader
+from tunekit.data.dataloader.mixture import MixtureBase
+from tunekit.data.dataloader.preference_data import Comparable
 from tunekit.data.tokenizer import Tokenizer
+from tunekit.distributed.context import DistributedContext
 from tunekit.errors import FieldError, UserError
-from tunekit.losses.comparison import Loss
-from tunekit.losses.likely import CPO, ORPO, SFT, AlphaPO, SimPO
-from tunekit.losses.marks import BCO, KTO, APO_Zero_Unpaired
-from tunekit.losses.objective import Objective
-from tunekit.losses.pairs import (
+from tunekit.losses.dpo import (
     AOT,
     DPO,
     IPO,
-    AOT_Unpaired,
-    APO_Down,
-    APO_Zero,
-    BCO_Pair,
+    AOTUnpaired,
+    APODown,
+    APOZero,
+    BCOPair,
     DiscoPOP,
-    EXO_Pair,
+    EXOPair,
     Hinge,
-    NCA_Pair,
+    NCAPair,
     Robust,
     Sigmoid,
-    Sigmoid_Norm,
-    SPPO_Hard,
+    SigmoidNorm,
+    SPPOHard,
 )
-from tunekit.losses.tally import Tally
-from tunekit.memory import Update
+from tunekit.losses.metric_sums import MetricSums
+from tunekit.losses.preference_base import PreferenceLoss
+from tunekit.losses.preference_objective import PreferenceObjective
+from tunekit.losses.reference_free import CPO, ORPO, AlphaPO, SFTTerm, SimPO
+from tunekit.losses.unpaired import BCO, KTO, APOZeroUnpaired
+from tunekit.memory.config import TrainOptimizer
 from tunekit.models.decoder import Decoder
-from tunekit.parallel.run import Run
-from tunekit.reference import Cached, Copy, Initial, Off, Shift
-from tunekit.training import Job, Method, Taken, Training
+from tunekit.training import config as training
+from tunekit.training.config import Job, Method, Taken, TrainConfig
+from tunekit.training.reference_model import (
+    AutoReference,
+    CopiedReference,
+    DisableAdapterReference,
+    PrecomputedReference,
+    RunningMean,
+)
 
 OfPairs = (
-    DPO | Sigmoid | Sigmoid_Norm | Hinge | IPO | Robust | EXO_Pair | NCA_Pair | BCO_Pair | SPPO_Hard | AOT
-    | AOT_Unpaired | APO_Zero | APO_Down | DiscoPOP | SFT | CPO | SimPO | AlphaPO | ORPO
+    DPO | Sigmoid | SigmoidNorm | Hinge | IPO | Robust | EXOPair | NCAPair | BCOPair | SPPOHard | AOT
+    | AOTUnpaired | APOZero | APODown | DiscoPOP | SFTTerm | CPO | SimPO | AlphaPO | ORPO
 )  # fmt: skip
-OfMarks = KTO | BCO | APO_Zero_Unpaired
+OfMarks = KTO | BCO | APOZeroUnpaired
 
 
 @dataclass(frozen=True, kw_only=True)
-class Preference(Training):
+class PreferenceConfig(TrainConfig):
     """Everything this recipe can be told: what every training can, what is minimised, and against which reference."""
 
     data: Comparable  # pairs of answers, or answers with marks
     validation: Comparable | None = None  # held-out rows
     loss: tuple[OfPairs | OfMarks, ...] = (DPO(),)  # what is minimised: one term, or several that are added up
-    reference: Initial | Off | Copy | Cached = Initial()  # where losses compare with the model that training began with
+    reference: AutoReference | DisableAdapterReference | CopiedReference | PrecomputedReference = (
+        AutoReference()
+    )  # where losses compare with the model that training began with
     tail: float = 1.0  # LD-DPO: weight of the tokens by which an answer is longer than the other one
 
     def __post_init__(self) -> None:
@@ -71,63 +79,69 @@ class Preference(Training):
             raise FieldError("loss", "name at least one term")
         if not 0 <= self.tail <= 1:
             raise FieldError("tail", f"a weight from 0 to 1, not {self.tail}")
-        others = [name(term) for term in self.loss if term.each == 1 or not term.compares]
+        others = [kind_of(term) for term in self.loss if term.each == 1 or not term.compares]
         if self.tail < 1 and others:
             raise FieldError("tail", f"is for pairs that are compared with a reference, and {others[0]} does not do so")
-        self.reference.check(self, Objective(self.loss, self.tail))
+        self.reference.check(self, PreferenceObjective(self.loss, self.tail))
 
 
-RECIPE = Preference
+RECIPE = PreferenceConfig
 
 
-def name(term: Loss) -> str:
+def kind_of(term: PreferenceLoss) -> str:
     """The `kind` of a loss."""
     return kind_name(type(term))
 
 
-def words(cfg: Preference) -> Tokenizer:
+def words(cfg: PreferenceConfig) -> Tokenizer:
     """The tokenizer that rows are written with."""
-    return training.words(cfg)
+    return training.get_tokenizer(cfg)
 
 
-def check(cfg: Preference) -> None:
+def check(cfg: PreferenceConfig) -> None:
     """What can be known without reading weights."""
-    training.check(cfg)
-    held = None if cfg.validation is None else Mixed.of(cfg.validation).settled()
-    insist(cfg.loss, Mixed.of(cfg.data).settled(), held)
+    training.check_training(cfg)
+    held = None if cfg.validation is None else MixtureBase.of(cfg.validation).settled()
+    check_terms(cfg.loss, MixtureBase.of(cfg.data).settled(), held)
 
 
-def insist(loss: Sequence[Loss], data: Mixed, held: Mixed | None) -> None:
+def check_terms(loss: Sequence[PreferenceLoss], data: MixtureBase, held: MixtureBase | None) -> None:
     """UserError if the terms, or the figures, compare pairs and rows are single answers."""
-    if data.each == 1 and (paired := [name(term) for term in loss if term.each == 2]):
+    if data.each == 1 and (paired := [kind_of(term) for term in loss if term.each == 2]):
         raise UserError(f"loss: {paired[0]} compares pairs, and these rows are single answers: use kto, bco or pairs")
     if held is not None and held.each < data.each:
         raise UserError("validation: these rows are single answers, and those of `data` are pairs: make both alike")
 
 
-def main(cfg: Preference, fresh: bool = False) -> None:
+def main(cfg: PreferenceConfig, fresh: bool = False) -> None:
     """Train until the last step, a signal, or the end of patience, and leave a checkpoint for others."""
-    training.run(cfg, Method("preference", train_step, validate, beside), fresh)
+    training.run(cfg, Method("preference", forward_backward, evaluate, beside), fresh)
 
 
 def beside(job: Job) -> dict[str, Any]:
     """The objective for these rows, its reference, and what BCO remembers."""
-    goal = Objective(job.cfg.loss, job.cfg.tail, job.data.mix.each == 2)
-    insist(goal.terms, job.data.mix, job.held and job.held.mix)
+    goal = PreferenceObjective(job.cfg.loss, job.cfg.tail, job.data.mix.each == 2)
+    check_terms(goal.terms, job.data.mix, job.held and job.held.mix)
     for data in filter(None, (job.data, job.held)):
         if any(term.others for term in goal.terms):
             data.cross()
         if job.model.shares_prefixes(data.mix.length) and data.share() and data is job.data:
             found = data.report
             job.run.tell(f"data: prompts are computed once: {found.tokens:,} tokens, packed into {found.packed:,} rows")
-    return {"goal": replace(goal, judges=job.cfg.reference.open(job, goal)), "shift": Shift()}
+    return {"goal": replace(goal, judges=job.cfg.reference.open(job, goal)), "shift": RunningMean()}
 
 
-def train_step(
-    model: Decoder, batches: list[Batch], cfg: Preference, update: Update, run: Run, goal: Objective, shift: Shift
+def forward_backward(
+    model: Decoder,
+    batches: list[Batch],
+    cfg: PreferenceConfig,
+    update: TrainOptimizer,
+    run: DistributedContext,
+    goal: PreferenceObjective,
+    shift: RunningMean,
 ) -> Taken:
     """One optimizer step. Chosen and rejected answers go through the model side by side."""
-    tally, judge = Tally(), goal.judges.data
+    tally, judge = MetricSums(), goal.judges.data
     parts = goal.parts(batches, judge, run)
     step = goal.begin(model, parts, judge, run, shift.take)
     for i, part in enumerate(parts, start=1):
@@ -143,11 +157,16 @@ def train_step(
 
 
 @torch.no_grad()
-def validate(
-    model: Decoder, held: Loader, cfg: Preference, run: Run, goal: Objective, shift: Shift
+def evaluate(
+    model: Decoder,
+    held: DataLoader,
+    cfg: PreferenceConfig,
+    run: DistributedContext,
+    goal: PreferenceObjective,
+    shift: RunningMean,
 ) -> dict[str, float]:
     """The loss and all figures of held-out rows."""
-    training, tally, judge = model.training, Tally(), goal.judges.held
+    training, tally, judge = model.training, MetricSums(), goal.judges.held
     model.eval()
     for number in tqdm(range(held.steps(1)), "validating", disable=not run.is_main or None, leave=False):
         parts = goal.parts(held[number], judge, run)

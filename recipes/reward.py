@@ -9,78 +9,78 @@ from dataclasses import dataclass
 import torch
 from tqdm import tqdm
 
-from tunekit import training
-from tunekit.checkpoint.folder import Folder
-from tunekit.checkpoint.score import scoring
-from tunekit.data.labels import Labelled
-from tunekit.data.rows import Rows
-from tunekit.data.steps.batch import Batch
-from tunekit.data.steps.loader import Loader
-from tunekit.data.steps.mix import Mixed
-from tunekit.data.steps.scored import Scored
+from tunekit.checkpoint.classification_head import with_score_head
+from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
+from tunekit.data.dataloader.batch import Batch
+from tunekit.data.dataloader.build import DataLoader
+from tunekit.data.dataloader.mixture import MixtureBase
+from tunekit.data.dataloader.reward_data import Scored
+from tunekit.data.datasets import DatasetConfig
+from tunekit.data.reward_datasets import LabeledDataset
 from tunekit.data.tokenizer import Tokenizer
+from tunekit.distributed.context import DistributedContext
 from tunekit.errors import FieldError
-from tunekit.losses.reward import BradleyTerry, Classification, Process, Regression, Seen
-from tunekit.memory import Update
+from tunekit.losses.reward import BradleyTerry, Classification, ProcessReward, Regression, RewardMetrics
+from tunekit.memory.config import TrainOptimizer
 from tunekit.models.decoder import Decoder
-from tunekit.parallel.run import Run
-from tunekit.training import Job, Method, Taken, Training
+from tunekit.training import config as training
+from tunekit.training.config import Job, Method, Taken, TrainConfig
 
 
-def classes(rows: Rows | Mixed) -> tuple[str, ...]:
+def class_names(rows: DatasetConfig | MixtureBase) -> tuple[str, ...]:
     """The names that rows have for classes."""
-    return next((rows.classes for rows in Mixed.of(rows).sources if isinstance(rows, Labelled)), ())
+    return next((rows.classes for rows in MixtureBase.of(rows).sources if isinstance(rows, LabeledDataset)), ())
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reward(Training):
+class RewardConfig(TrainConfig):
     """Everything this recipe can be told: what every training can, and what scores are to say."""
 
     data: Scored  # pairs, texts with labels, or answers whose steps have labels
     validation: Scored | None = None  # held-out rows
-    loss: BradleyTerry | Classification | Regression | Process = BradleyTerry()  # what scores are to say
+    loss: BradleyTerry | Classification | Regression | ProcessReward = BradleyTerry()  # what scores are to say
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.parallel.tensor > 1:
             raise FieldError("parallel.tensor", "a head that scores is too small to be divided: use parallel.shard")
-        self.loss.check(Mixed.of(self.data), "data")
+        self.loss.check(MixtureBase.of(self.data), "data")
         self.loss.score(0, len(self.names))
         if self.validation is not None:
-            self.loss.check(Mixed.of(self.validation), "validation")
-            if (held := classes(self.validation)) and held != self.names:
+            self.loss.check(MixtureBase.of(self.validation), "validation")
+            if (held := class_names(self.validation)) and held != self.names:
                 raise FieldError("validation.classes", "are not those of `data`, in their order")
 
     @property
     def names(self) -> tuple[str, ...]:
         """What rows call their classes."""
-        return classes(self.data)
+        return class_names(self.data)
 
-    def headed(self, source: Folder) -> Folder:
+    def headed(self, source: HFCheckpoint) -> HFCheckpoint:
         """The checkpoint with a head for the scores of the loss, a fresh one on a language model."""
         score = self.loss.score(Tokenizer.open(source.tokenizer).pad, len(self.names))
-        return scoring(source, score, self.seed, self.names, self.loss.problem)
+        return with_score_head(source, score, self.seed, self.names, self.loss.problem)
 
 
-RECIPE = Reward
+RECIPE = RewardConfig
 
 
-def words(cfg: Reward) -> Tokenizer:
+def words(cfg: RewardConfig) -> Tokenizer:
     """The tokenizer of the checkpoint."""
-    return training.words(cfg)
+    return training.get_tokenizer(cfg)
 
 
-def check(cfg: Reward) -> None:
+def check(cfg: RewardConfig) -> None:
     """Whether checkpoint, rows and adapter are there and fit each other."""
-    training.check(cfg)
+    training.check_training(cfg)
     for key, rows in (("data", cfg.data), ("validation", cfg.validation)):
         if rows is not None:
-            cfg.loss.check(Mixed.of(rows).settled(), key)
+            cfg.loss.check(MixtureBase.of(rows).settled(), key)
 
 
-def main(cfg: Reward, fresh: bool = False) -> None:
+def main(cfg: RewardConfig, fresh: bool = False) -> None:
     """Train, and leave what transformers opens as a model for sequence or token classification."""
-    training.run(cfg, Method("reward", train_step, validate, beside), fresh)
+    training.run(cfg, Method("reward", forward_backward, evaluate, beside), fresh)
 
 
 def beside(job: Job) -> dict[str, object]:
@@ -97,9 +97,11 @@ def beside(job: Job) -> dict[str, object]:
     return {}
 
 
-def train_step(model: Decoder, batches: list[Batch], cfg: Reward, update: Update, run: Run) -> Taken:
+def forward_backward(
+    model: Decoder, batches: list[Batch], cfg: RewardConfig, update: TrainOptimizer, run: DistributedContext
+) -> Taken:
     """One optimizer step. A pair, a document or a step of one weighs the same, wherever it lies."""
-    count, seen = run.total(sum(cfg.loss.units(batch, model.spec.outputs) for batch in batches)), Seen()
+    count, seen = run.total(sum(cfg.loss.units(batch, model.spec.outputs) for batch in batches)), RewardMetrics()
     for number, batch in enumerate(batches, start=1):
         run.sync_gradients(model, on=number == len(batches))
         found = cfg.loss(model, batch.to(run.device))
@@ -111,9 +113,9 @@ def train_step(model: Decoder, batches: list[Batch], cfg: Reward, update: Update
 
 
 @torch.no_grad()
-def validate(model: Decoder, held: Loader, cfg: Reward, run: Run) -> dict[str, float]:
+def evaluate(model: Decoder, held: DataLoader, cfg: RewardConfig, run: DistributedContext) -> dict[str, float]:
     """The same figures of held-out rows."""
-    training, seen, count = model.training, Seen(), 0
+    training, seen, count = model.training, RewardMetrics(), 0
     model.eval()
     for step in tqdm(range(held.steps(1)), "validating", disable=not run.is_main or None, leave=False):
         for batch in held[step]:

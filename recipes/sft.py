@@ -9,21 +9,21 @@ from dataclasses import dataclass
 
 import torch
 
-from tunekit import training
-from tunekit.data.steps.batch import Batch
-from tunekit.data.steps.loader import Loader
-from tunekit.data.steps.mix import Learnable
+from tunekit.data.dataloader.batch import Batch
+from tunekit.data.dataloader.build import DataLoader
+from tunekit.data.dataloader.mixture import Learnable
 from tunekit.data.tokenizer import Tokenizer
-from tunekit.losses import likelihood
-from tunekit.losses.likelihood import CrossEntropy
-from tunekit.memory import Update
+from tunekit.distributed.context import DistributedContext
+from tunekit.losses import cross_entropy
+from tunekit.losses.cross_entropy import CrossEntropy
+from tunekit.memory.config import TrainOptimizer
 from tunekit.models.decoder import Decoder
-from tunekit.parallel.run import Run
-from tunekit.training import Method, Taken, Training
+from tunekit.training import config as training
+from tunekit.training.config import Method, Taken, TrainConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class SFT(Training):
+class SFTConfig(TrainConfig):
     """Everything this recipe can be told: what every training can, and what is minimised."""
 
     data: Learnable  # what to learn
@@ -31,25 +31,27 @@ class SFT(Training):
     loss: CrossEntropy = CrossEntropy()
 
 
-RECIPE = SFT
+RECIPE = SFTConfig
 
 
-def words(cfg: SFT) -> Tokenizer:
+def words(cfg: SFTConfig) -> Tokenizer:
     """The tokenizer that rows are written with."""
-    return training.words(cfg)
+    return training.get_tokenizer(cfg)
 
 
-def check(cfg: SFT) -> None:
+def check(cfg: SFTConfig) -> None:
     """What can be known without reading weights."""
-    training.check(cfg)
+    training.check_training(cfg)
 
 
-def main(cfg: SFT, fresh: bool = False) -> None:
+def main(cfg: SFTConfig, fresh: bool = False) -> None:
     """Train until the last step, a signal, or the end of patience, and leave a checkpoint for others."""
-    training.run(cfg, Method("sft", train_step, validate), fresh)
+    training.run(cfg, Method("sft", forward_backward, evaluate), fresh)
 
 
-def train_step(model: Decoder, batches: list[Batch], cfg: SFT, update: Update, run: Run) -> Taken:
+def forward_backward(
+    model: Decoder, batches: list[Batch], cfg: SFTConfig, update: TrainOptimizer, run: DistributedContext
+) -> Taken:
     """One optimizer step. A learnt token weighs the same in every micro-batch and on every rank."""
     tokens = run.total(sum(batch.learnt for batch in batches))
     total = torch.zeros((), device=run.device)
@@ -62,6 +64,6 @@ def train_step(model: Decoder, batches: list[Batch], cfg: SFT, update: Update, r
     return Taken(loss, update(loss))
 
 
-def validate(model: Decoder, held: Loader, cfg: SFT, run: Run) -> dict[str, float]:
+def evaluate(model: Decoder, held: DataLoader, cfg: SFTConfig, run: DistributedContext) -> dict[str, float]:
     """The loss of a learnt token of held-out rows."""
-    return {"loss": likelihood.mean(cfg.loss, model, held, run)}
+    return {"loss": cross_entropy.eval_loss(cfg.loss, model, held, run)}

@@ -18,24 +18,24 @@ from torch import nn
 from tests.shapes_delta import DELTA
 from tests.shapes_dense import DENSE
 from tests.shapes_experts import EXPERTS
-from tunekit import assemble
-from tunekit.adapters import Full, LoRA
-from tunekit.checkpoint.folder import Folder
-from tunekit.data.steps.batch import IGNORE, Batch
-from tunekit.formats import Plain
-from tunekit.losses.likelihood import CrossEntropy
-from tunekit.memory import Memory
+from tunekit import build as assemble
+from tunekit.adapters.config import LoRAConfig, NoAdapter
+from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
+from tunekit.data.dataloader.batch import IGNORE, Batch
+from tunekit.distributed.context import DistributedContext
+from tunekit.losses.cross_entropy import CrossEntropy
+from tunekit.memory.config import MemoryConfig
 from tunekit.models.decoder import Decoder
-from tunekit.optim import AdamW
-from tunekit.parallel.run import Run
-from tunekit.precision import Precision
+from tunekit.models.precision import PrecisionConfig
+from tunekit.optim.config import AdamWConfig
+from tunekit.quantization.config import NoQuantization
 
 # The table of all families is to be read, and not the bars of what it is compared with.
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
 
-FULL, PLAINLY = Full(), Memory()
-FP32 = Precision("fp32", "fp32", "fp32")
+FULL, PLAINLY = NoAdapter(), MemoryConfig()
+FP32 = PrecisionConfig("fp32", "fp32", "fp32")
 VOCAB = 67
 MARKS = ("<s>", "</s>", "<user>", "<assistant>")
 WORDS = (*MARKS, *(f"w{i}" for i in range(VOCAB - len(MARKS))))
@@ -160,15 +160,21 @@ def theirs(folder: Path) -> transformers.PreTrainedModel:
 
 
 def ours(
-    folder: Path, adapter: Full | LoRA = FULL, precision: Precision = FP32, memory: Memory = PLAINLY, seed: int = 0
+    folder: Path,
+    adapter: NoAdapter | LoRAConfig = FULL,
+    precision: PrecisionConfig = FP32,
+    memory: MemoryConfig = PLAINLY,
+    seed: int = 0,
 ) -> Decoder:
     """The checkpoint as we read it."""
-    return assemble.model(Folder.open(folder), Plain(), adapter, precision, memory, Run(seed, "cpu"))
+    return assemble.build_model(
+        HFCheckpoint.open(folder), NoQuantization(), adapter, precision, memory, DistributedContext(seed, "cpu")
+    )
 
 
 def opened(folder: Path) -> Decoder:
     """A checkpoint, or an adapter on its base, ready to be asked in fp32."""
-    return assemble.opened(str(folder), FP32, Run(0, "cpu"))[0].eval()
+    return assemble.load_for_inference(str(folder), FP32, DistributedContext(0, "cpu"))[0].eval()
 
 
 def tokens(rows: int = 2, length: int = 23, seed: int = 1) -> torch.Tensor:
@@ -183,9 +189,9 @@ def batch(rows: torch.Tensor) -> Batch:
     return Batch(rows, targets, positions, None, int((targets != IGNORE).sum()), rows.numel())
 
 
-def train(model: Decoder, adapter: Full | LoRA, steps: int = 3) -> None:
+def train(model: Decoder, adapter: NoAdapter | LoRAConfig, steps: int = 3) -> None:
     """Some steps of fine-tuning, large ones."""
-    optimizer = AdamW(lr=0.01).build(adapter.trained(model))
+    optimizer = AdamWConfig(lr=0.01).build(adapter.trained(model))
     for step in range(steps):
         part = batch(tokens(seed=10 + step))
         (CrossEntropy()(model, part) / part.learnt).backward()
@@ -199,7 +205,7 @@ def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
     return ((found - wanted).abs().max() / wanted.abs().max()).item()
 
 
-def gradients(model: Decoder, source: Folder) -> dict[str, torch.Tensor]:
+def gradients(model: Decoder, source: HFCheckpoint) -> dict[str, torch.Tensor]:
     """Gradients of the trained weights by their Hub names, in the layout of the checkpoint."""
     from_us = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     moves = [move for move in source.moves if move.ours[0] in from_us]

@@ -4,8 +4,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tunekit.data.prepared.documents import Document, Documents
-from tunekit.data.steps.batch import IGNORE, Batch, Layout
+from tunekit.data.dataloader.batch import IGNORE, Batch, Collator
+from tunekit.data.preprocess.tokenized_dataset import Document, TokenizedDataset
 from tunekit.models.decoder import Decoder
 
 VOCAB, CAPACITY = 64, 80
@@ -26,7 +26,7 @@ def answered(prompt: np.ndarray, answer: np.ndarray) -> Document:
     return Document(np.concatenate([prompt, answer]).astype(np.int32), learnt, len(learnt))
 
 
-def documents() -> Documents:
+def documents() -> TokenizedDataset:
     """Chosen and rejected in turn. Then a pair without anything in common, and one of a talk that went on."""
     random, found = np.random.default_rng(0), []
     for prompt, chosen, rejected, alike in PAIRS.values():
@@ -36,7 +36,7 @@ def documents() -> Documents:
         found += [answered(asked, first), answered(asked, second)]
     one, other, rest = (random.integers(4, VOCAB, n) for n in (7, 8, 5))
     found += [answered(one, rest), answered(other + (one[0] == other[0]), rest)]
-    return Documents([*found, answered(one, rest), answered(np.concatenate([one, rest, other]), one)])
+    return TokenizedDataset([*found, answered(one, rest), answered(np.concatenate([one, rest, other]), one)])
 
 
 def batches(shared: bool, rank: int = 0, size: int = 1, micro_batch: int = 1) -> list[Batch]:
@@ -44,7 +44,7 @@ def batches(shared: bool, rank: int = 0, size: int = 1, micro_batch: int = 1) ->
     found = documents()
     units = np.arange(len(found)).reshape(-1, 2)
     rows = [part.ravel() for part in np.split(units, [2, 4, 6, 7])]
-    layout = Layout(len(rows), micro_batch, rank, size, 0, 4 * CAPACITY, 2, owned=True, shared=shared)
+    layout = Collator(len(rows), micro_batch, rank, size, 0, 4 * CAPACITY, 2, owned=True, shared=shared)
     return layout.batches(found, rows)
 
 

@@ -27,10 +27,10 @@ from tests.checkpoints import (
     tokens,
     train,
 )
-from tunekit.adapters import LoRA
-from tunekit.checkpoint import atomic, save, write
-from tunekit.checkpoint.folder import Folder
-from tunekit.generate import Sampling, complete
+from tunekit.adapters.config import LoRAConfig
+from tunekit.checkpoint import atomic, final_checkpoint, save_model
+from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
+from tunekit.generation.generate import SamplingConfig, generate_batch
 from tunekit.models.decoder import Decoder
 
 Theirs = transformers.PreTrainedModel
@@ -57,11 +57,11 @@ def figures(name: str) -> Figures:
         mine, other = ours(folder), theirs(folder)
         with torch.no_grad():
             logits = error(mine(tokens()), other(tokens()).logits)
-        found = worst_gradient(mine, other, Folder.open(folder)), generation(mine, other)
+        found = worst_gradient(mine, other, HFCheckpoint.open(folder)), generation(mine, other)
         return Figures(logits, *found, files(folder, mine, Path(path)), spelling(folder, mine))
 
 
-def worst_gradient(mine: Decoder, other: Theirs, source: Folder) -> float:
+def worst_gradient(mine: Decoder, other: Theirs, source: HFCheckpoint) -> float:
     batch = tokens(3, 17)
     for logits in (mine(batch), other(batch).logits):
         F.cross_entropy(logits[:, :-1].flatten(0, 1), batch[:, 1:].flatten()).backward()
@@ -75,9 +75,9 @@ def worst_gradient(mine: Decoder, other: Theirs, source: Folder) -> float:
 
 def generation(mine: Decoder, other: Theirs) -> str:
     """Answers of several prompts at once, of one alone, without a cache, and of transformers, token by token."""
-    together = complete(mine, PROMPTS, Sampling(tokens=STEPS), frozenset())
+    together = generate_batch(mine, PROMPTS, SamplingConfig(tokens=STEPS), frozenset())
     prompt, answer = PROMPTS[0], together[0]
-    routes = {"alone": complete(mine, [prompt], Sampling(tokens=STEPS), frozenset())[0]}
+    routes = {"alone": generate_batch(mine, [prompt], SamplingConfig(tokens=STEPS), frozenset())[0]}
     routes["transformers"] = other.generate(
         torch.tensor([prompt]),
         do_sample=False,
@@ -106,7 +106,7 @@ def uncached(model: Theirs, prompt: list[int], answer: list[int], grows: bool) -
 def files(source: Path, mine: Decoder, path: Path) -> str:
     """Whether what we write is bit for bit what we read."""
     (path / "written").mkdir()
-    write.write(path / "written", mine, Folder.open(source), quiet=True)
+    save_model.save_model(path / "written", mine, HFCheckpoint.open(source), quiet=True)
     wanted, found = (load_file(folder / "model.safetensors") for folder in (source, path / "written"))
     if found.keys() != wanted.keys():
         return f"names: {sorted(found.keys() ^ wanted.keys())}"
@@ -120,7 +120,7 @@ def spelling(folder: Path, mine: Decoder) -> str:
     old = transformers.AutoConfig.from_pretrained(folder)
     if wrong := [*differences(new.to_dict(), old.to_dict())]:
         return f"to transformers: {wrong}"
-    return "" if Folder.open(folder).spec == mine.spec else "to us"
+    return "" if HFCheckpoint.open(folder).spec == mine.spec else "to us"
 
 
 # Old words that transformers passes on unread, once it has made new ones of them.
@@ -146,15 +146,15 @@ class Adapted:
     back: float
 
 
-def adapted(name: str, adapter: LoRA) -> Adapted:
+def adapted(name: str, adapter: LoRAConfig) -> Adapted:
     """After three steps of training."""
     with TemporaryDirectory() as path, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*tie_word_embeddings.*")
         base, folder = made(Path(path) / "base", name), Path(path)
         model = ours(base, adapter)
         train(model, adapter)
-        with atomic.whole(folder / "adapter") as out:
-            save.final(adapter, out, model, Folder.open(base))
+        with atomic.AtomicDir(folder / "adapter") as out:
+            final_checkpoint.save_final(adapter, out, model, HFCheckpoint.open(base))
         other = peft.PeftModel.from_pretrained(theirs(base), folder / "adapter").eval()
         other.save_pretrained(folder / "back")
         with torch.no_grad():

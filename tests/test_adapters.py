@@ -7,17 +7,18 @@ import pytest
 import torch
 
 from tests.checkpoints import error, made, ours, shuffle_adapter, theirs, tokens, train
-from tunekit import adapters, assemble
-from tunekit.adapters import DoRA, Frozen, Full, LoRA, added, principal
-from tunekit.checkpoint.folder import Folder
+from tunekit import build
+from tunekit.adapters import config as adapters
+from tunekit.adapters.config import DoRAConfig, FrozenModel, LoRAConfig, NoAdapter, adapter_tensors, pissa_factors
+from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
+from tunekit.distributed.sharding import copy_to_shard
 from tunekit.errors import FieldError, UserError
-from tunekit.formats import NF4
-from tunekit.hub import fetch
-from tunekit.models import delta, experts, latent
-from tunekit.models.init import seeded
-from tunekit.models.linear import Linear, Stacked
-from tunekit.parallel.tensors import put
-from tunekit.precision import Precision
+from tunekit.hub import download
+from tunekit.models import gated_delta_net, mla, moe
+from tunekit.models.linear import GroupedLinear, Linear
+from tunekit.models.precision import PrecisionConfig
+from tunekit.models.weight_init import named_generator
+from tunekit.quantization.config import NF4Config
 
 
 @pytest.fixture(scope="module")
@@ -26,20 +27,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 FRESH = [
-    LoRA(4),
-    LoRA(4, targets=("all", "head", "embed"), rslora=True),
-    DoRA(4),
-    DoRA(4, targets=("all", "head")),
-    LoRA(4, init="pissa"),
-    DoRA(4, init="pissa", targets=("all", "head")),
-    LoRA(4, init="pissa", targets=("all", "embed")),
-    LoRA(4, init="pissa", ranks={"q_proj": 7, "mlp": 2}, alphas={"v_proj": 3.0}),
+    LoRAConfig(4),
+    LoRAConfig(4, targets=("all", "head", "embed"), rslora=True),
+    DoRAConfig(4),
+    DoRAConfig(4, targets=("all", "head")),
+    LoRAConfig(4, init="pissa"),
+    DoRAConfig(4, init="pissa", targets=("all", "head")),
+    LoRAConfig(4, init="pissa", targets=("all", "embed")),
+    LoRAConfig(4, init="pissa", ranks={"q_proj": 7, "mlp": 2}, alphas={"v_proj": 3.0}),
 ]
 
 
 @pytest.mark.parametrize("adapter", FRESH)
 @torch.no_grad()
-def test_a_fresh_adapter_changes_nothing(adapter: LoRA, folder: Path) -> None:
+def test_a_fresh_adapter_changes_nothing(adapter: LoRAConfig, folder: Path) -> None:
     """PiSSA's strongest directions are added and taken off again in one sum, which rounds: by 0.8e-6 to 1e-6.
 
     The model itself is off from its logits in float64 by 1.3e-6, with or without them.
@@ -49,7 +50,7 @@ def test_a_fresh_adapter_changes_nothing(adapter: LoRA, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("adapter", FRESH)
-def test_only_the_adapter_is_trained(adapter: LoRA, folder: Path) -> None:
+def test_only_the_adapter_is_trained(adapter: LoRAConfig, folder: Path) -> None:
     model = ours(folder, adapter)
     trained = {id(p) for parameters, _ in adapter.trained(model) for p in parameters}
     assert trained == {id(p) for p in model.parameters() if p.requires_grad}
@@ -58,20 +59,20 @@ def test_only_the_adapter_is_trained(adapter: LoRA, folder: Path) -> None:
 
 def test_full_trains_all_and_frozen_nothing(folder: Path) -> None:
     model = ours(folder)
-    assert {id(p) for ps, _ in Full().trained(model) for p in ps} == {id(p) for p in model.parameters()}
-    assert not [p for p in ours(folder, Frozen()).parameters() if p.requires_grad]
+    assert {id(p) for ps, _ in NoAdapter().trained(model) for p in ps} == {id(p) for p in model.parameters()}
+    assert not [p for p in ours(folder, FrozenModel()).parameters() if p.requires_grad]
 
 
 @pytest.mark.parametrize(("adapter", "scale"), [
-    (LoRA(4, 6.0), 1.5), (LoRA(4, 6.0, rslora=True), 3.0), (DoRA(4, 6.0), 1.5),
+    (LoRAConfig(4, 6.0), 1.5), (LoRAConfig(4, 6.0, rslora=True), 3.0), (DoRAConfig(4, 6.0), 1.5),
 ])  # fmt: skip
-def test_the_update_is_the_product_of_its_factors(adapter: LoRA, scale: float) -> None:
+def test_the_update_is_the_product_of_its_factors(adapter: LoRAConfig, scale: float) -> None:
     """The layer is that of W + s B A; DoRA's has rows as long as its magnitudes."""
     layer = Linear(7, 5, bias=True)
     adapter.attach(layer, adapter.rank, adapter.alpha)
     layer.to_empty(device="cpu").load_state_dict({n: torch.randn(p.shape) for n, p in layer.state_dict().items()})
     weight = layer.weight.double() + scale * layer.lora_B.weight.double() @ layer.lora_A.weight.double()
-    if isinstance(adapter, DoRA):
+    if isinstance(adapter, DoRAConfig):
         weight *= (layer.lora_magnitude_vector / weight.norm(dim=1))[:, None]
     x = torch.randn(3, 7)
     assert error(layer(x).double(), x.double() @ weight.T + layer.bias.double()) < 1e-6
@@ -79,8 +80,8 @@ def test_the_update_is_the_product_of_its_factors(adapter: LoRA, scale: float) -
 
 
 @pytest.mark.parametrize("shape", [(40, 22), (23, 90), (200, 150)])
-@pytest.mark.parametrize("adapter", [LoRA(8, 3.0, init="pissa"), DoRA(8, 3.0, init="pissa", rslora=True)])
-def test_pissa_begins_with_the_best_approximation(adapter: LoRA, shape: tuple[int, int]) -> None:
+@pytest.mark.parametrize("adapter", [LoRAConfig(8, 3.0, init="pissa"), DoRAConfig(8, 3.0, init="pissa", rslora=True)])
+def test_pissa_begins_with_the_best_approximation(adapter: LoRAConfig, shape: tuple[int, int]) -> None:
     layer = Linear(*reversed(shape), bias=False)
     torch.manual_seed(0)
     torch.nn.init.normal_(layer.weight)
@@ -88,11 +89,11 @@ def test_pissa_begins_with_the_best_approximation(adapter: LoRA, shape: tuple[in
     for part in (layer.lora_A, layer.lora_B):
         part.to_empty(device="cpu")
     layer.lora_A0, layer.lora_B0 = torch.empty(8, shape[1]), torch.empty(shape[0], 8)
-    if isinstance(adapter, DoRA):
+    if isinstance(adapter, DoRAConfig):
         layer.lora_magnitude_vector = torch.nn.Parameter(torch.empty(shape[0]))
-    tensors = added(layer) | {"lora_A0": layer.lora_A0, "lora_B0": layer.lora_B0}
-    for name, first in adapter.first(layer, {}, seeded(0, "layer")).items():
-        put(tensors[name], first)
+    tensors = adapter_tensors(layer) | {"lora_A0": layer.lora_A0, "lora_B0": layer.lora_B0}
+    for name, first in adapter.first(layer, {}, named_generator(0, "layer")).items():
+        copy_to_shard(tensors[name], first)
     u, s, v = torch.linalg.svd(layer.weight.detach().double(), full_matrices=False)
     best = u[:, :8] * s[:8] @ v[:8]
     a, b = layer.lora_A.weight.detach().double(), layer.lora_B.weight.detach().double()
@@ -109,20 +110,20 @@ def test_pissa_is_exact_where_the_spectrum_falls() -> None:
     u, v = torch.linalg.qr(torch.randn(120, 120))[0], torch.linalg.qr(torch.randn(90, 90))[0]
     s = 10 * 0.9 ** torch.arange(90.0)
     weight = u[:, :90] * s @ v.T
-    a, b = principal(weight, 8, seeded(0, "layer"))
+    a, b = pissa_factors(weight, 8, named_generator(0, "layer"))
     assert error(b @ a, u[:, :8] * s[:8] @ v.T[:8]) < 1e-5
 
 
 def test_first_values_depend_on_seed_and_name_alone(folder: Path) -> None:
-    def values(adapter: LoRA, seed: int) -> dict[str, torch.Tensor]:
+    def values(adapter: LoRAConfig, seed: int) -> dict[str, torch.Tensor]:
         return {n: p.detach() for n, p in ours(folder, adapter, seed=seed).named_parameters() if "lora_" in n}
 
     torch.manual_seed(5)
-    narrow = values(LoRA(4, targets="attn"), 0)
+    narrow = values(LoRAConfig(4, targets="attn"), 0)
     torch.manual_seed(6)
-    wide = values(LoRA(4), 0)
+    wide = values(LoRAConfig(4), 0)
     assert all(torch.equal(wide[name], p) for name, p in narrow.items())
-    other = values(LoRA(4), 1)
+    other = values(LoRAConfig(4), 1)
     assert not any(torch.equal(wide[name], p) for name, p in other.items() if "lora_A" in name)
     a = wide["layers.0.attn.q_proj.lora_A.weight"]
     assert not torch.equal(a, wide["layers.1.attn.q_proj.lora_A.weight"])
@@ -145,8 +146,8 @@ MLP = {f"layers.{i}.mlp.{x}_proj" for i in range(3) for x in ("gate", "up", "dow
      {"layers.0.mlp.up_proj"} | {n for n in ATTN if n[-6] in "kv"}),
 ])  # fmt: skip
 def test_targets(targets: str | tuple[str, ...], wanted: set[str], folder: Path) -> None:
-    assert LoRA(targets=targets).layers(ours(folder)).keys() == wanted
-    adapter = LoRA(4, targets=targets)
+    assert LoRAConfig(targets=targets).layers(ours(folder)).keys() == wanted
+    adapter = LoRAConfig(4, targets=targets)
     model = ours(folder, adapter)
     assert adapter.layers(model).keys() == wanted, "the same when it is applied"
     assert {n.partition(".lora_")[0] for n, _ in model.named_parameters() if ".lora_" in n} == wanted
@@ -154,17 +155,17 @@ def test_targets(targets: str | tuple[str, ...], wanted: set[str], folder: Path)
 
 def test_targets_that_hit_nothing_are_told(folder: Path) -> None:
     with pytest.raises(UserError, match="no layer is called 'qproj'; this model has embed, q_proj, k_proj"):
-        ours(folder, LoRA(targets=("k_proj", "qproj")))
+        ours(folder, LoRAConfig(targets=("k_proj", "qproj")))
     with pytest.raises(UserError, match="dora does not adapt embed"):
-        ours(folder, DoRA(targets=("attn", "embed")))
+        ours(folder, DoRAConfig(targets=("attn", "embed")))
     with pytest.raises(UserError, match="adapter.ranks: no adapted layer is called 'up_proj'; this model has q_proj"):
-        ours(folder, LoRA(targets="attn", ranks={"up_proj": 3}))
+        ours(folder, LoRAConfig(targets="attn", ranks={"up_proj": 3}))
     with pytest.raises(UserError, match="adapter.alphas: no adapted layer is called 'head'"):
-        ours(folder, LoRA(alphas={"head": 3.0}))
+        ours(folder, LoRAConfig(alphas={"head": 3.0}))
     with pytest.raises(UserError, match="adapter.whole: no module is called 'router'; this model has embed, attn_norm"):
-        ours(folder, LoRA(whole=("router",)))
+        ours(folder, LoRAConfig(whole=("router",)))
     with pytest.raises(UserError, match="adapter.whole: layers.0.attn.q_proj is adapted too; leave it out"):
-        ours(folder, LoRA(whole=("q_proj",)))
+        ours(folder, LoRAConfig(whole=("q_proj",)))
 
 
 @pytest.mark.parametrize(("values", "field"), [
@@ -175,7 +176,7 @@ def test_targets_that_hit_nothing_are_told(folder: Path) -> None:
     ({"alphas": {"*": 2.0}}, "alphas"), ({"whole": ("norm", ")")}, "whole"),
 ])  # fmt: skip
 def test_values_that_make_no_sense(values: dict, field: str) -> None:
-    for kind in (LoRA, DoRA):
+    for kind in (LoRAConfig, DoRAConfig):
         with pytest.raises(FieldError) as caught:
             kind(**values)
         assert caught.value.field == field
@@ -184,12 +185,14 @@ def test_values_that_make_no_sense(values: dict, field: str) -> None:
 def test_ranks_and_alphas_by_pattern(folder: Path) -> None:
     """The first pattern that fits counts."""
     patterns = {"ranks": {r"layers\.0\..*q_proj": 3, "[qk]_proj": 5, "mlp": 6}, "alphas": {"k_proj": 5.0, "head": 9.0}}
-    adapter = LoRA(4, 8.0, targets=("all", "head"), **patterns)
+    adapter = LoRAConfig(4, 8.0, targets=("all", "head"), **patterns)
     found = {n: (m.lora_A.out_features, m.lora_scale) for n, m in adapter.layers(ours(folder, adapter)).items()}
     wanted = {n: (4, 2.0) for n in ATTN} | {n: (6, 8 / 6) for n in MLP} | {"head": (4, 9 / 4)}
     wanted |= {f"layers.{i}.attn.q_proj": (5, 8 / 5) for i in (1, 2)} | {"layers.0.attn.q_proj": (3, 8 / 3)}
     assert found == wanted | {f"layers.{i}.attn.k_proj": (5, 1.0) for i in range(3)}
-    roots = LoRA(4, 8.0, targets="q_proj", rslora=True, ranks={r"layers\.0\..*": 9}, alphas={r"layers\.1\..*": 3.0})
+    roots = LoRAConfig(
+        4, 8.0, targets="q_proj", rslora=True, ranks={r"layers\.0\..*": 9}, alphas={r"layers\.1\..*": 3.0}
+    )
     scales = [layer.lora_scale for layer in roots.layers(ours(folder, roots)).values()]
     assert scales == pytest.approx([8 / 3, 3 / 2, 8 / 2])
 
@@ -206,10 +209,12 @@ NORMS = {f"layers.{i}.{x}_norm" for i in range(3) for x in ("attn", "mlp")} | {"
     ({"bias": "all"}, {f"{name}.bias" for name in ATTN | MLP}),
     ({"bias": "all", "whole": ("norm",)}, {f"{name}.bias" for name in ATTN | MLP} | {"norm.weight"}),
 ])  # fmt: skip
-@pytest.mark.parametrize("kind", [LoRA, DoRA])
-def test_what_is_trained_beside_the_updates(kind: type[LoRA], choice: dict, wanted: set[str], folder: Path) -> None:
+@pytest.mark.parametrize("kind", [LoRAConfig, DoRAConfig])
+def test_what_is_trained_beside_the_updates(
+    kind: type[LoRAConfig], choice: dict, wanted: set[str], folder: Path
+) -> None:
     adapter = kind(4, targets="attn", **choice)
-    model = ours(folder, adapter, Precision("fp32"))
+    model = ours(folder, adapter, PrecisionConfig("fp32"))
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     assert trained == wanted | {name for name, _ in model.named_parameters() if ".lora_" in name}
     assert {id(p) for ps, _ in adapter.trained(model) for p in ps} == {
@@ -222,28 +227,28 @@ def test_what_is_trained_beside_the_updates(kind: type[LoRA], choice: dict, want
 
 
 def test_what_is_packed_is_not_trained() -> None:
-    base = Folder.open(fetch.resolve("tunekit/nano"))
-    model = assemble.outline(base, NF4(), LoRA(4, targets="attn", whole=("norms", "head")))
+    base = HFCheckpoint.open(download.resolve_model_dir("tunekit/nano"))
+    model = build.build_meta_model(base, NF4Config(), LoRAConfig(4, targets="attn", whole=("norms", "head")))
     assert model.head.weight.requires_grad
     with pytest.raises(UserError, match=r"adapter.whole: layers.0.mlp.up_proj is kept in few bits"):
-        assemble.outline(base, NF4(), LoRA(4, targets="attn", whole="up_proj"))
+        build.build_meta_model(base, NF4Config(), LoRAConfig(4, targets="attn", whole="up_proj"))
 
 
 def test_a_tied_head_is_trained_with_the_embedding_unless_it_is_untied(tmp_path: Path) -> None:
     base = made(tmp_path, "llama3.2")
     for word in ("embed", "head"):
-        model = ours(base, LoRA(4, whole=(word,)))
+        model = ours(base, LoRAConfig(4, whole=(word,)))
         assert model.head.weight is model.embed.weight
         assert model.head.weight.requires_grad
     for word, other in (("embed", "head"), ("head", "embed")):
-        model = ours(base, LoRA(4, whole=(word,), untie=True))
+        model = ours(base, LoRAConfig(4, whole=(word,), untie=True))
         assert torch.equal(model.head.weight, model.embed.weight)
         assert model.head.weight is not model.embed.weight
         assert model.get_submodule(word).weight.requires_grad
         assert not model.get_submodule(other).weight.requires_grad
     with pytest.raises(UserError, match="adapter.whole: embed is adapted too"):
-        ours(base, LoRA(4, targets="head", whole=("embed",)))
-    ours(base, LoRA(4, targets="head", whole=("embed",), untie=True))
+        ours(base, LoRAConfig(4, targets="head", whole=("embed",)))
+    ours(base, LoRAConfig(4, targets="head", whole=("embed",), untie=True))
 
 
 EXPERTS = {f"layers.{i}.mlp.experts.{x}_proj" for i in range(3) for x in ("gate", "up", "down")}
@@ -255,14 +260,14 @@ GATES = {f"layers.{i}.mlp.shared_gate" for i in range(3)}
     ("all", ATTN | SHARED | GATES), ("mlp", SHARED | GATES), ("experts", EXPERTS), (("up_proj",), None),
 ])  # fmt: skip
 def test_experts_are_adapted_when_they_are_named(targets: str, wanted: set[str] | None, tmp_path: Path) -> None:
-    model = ours(made(tmp_path, "qwen2-moe-sliding"), adapter := LoRA(4, targets=targets))
+    model = ours(made(tmp_path, "qwen2-moe-sliding"), adapter := LoRAConfig(4, targets=targets))
     ups = {name for name in EXPERTS | SHARED if "up_proj" in name}
     assert adapter.layers(model).keys() == (wanted or ups)
 
 
 @torch.no_grad()
 def test_the_update_of_experts_is_the_product_of_their_factors() -> None:
-    layer, adapter = Stacked(3, 8, 5, bias=True), LoRA(4, 6.0)
+    layer, adapter = GroupedLinear(3, 8, 5, bias=True), LoRAConfig(4, 6.0)
     adapter.attach(layer, 4, 6.0)
     layer.to_empty(device="cpu").load_state_dict({n: torch.randn(p.shape) for n, p in layer.state_dict().items()})
     x, sizes = torch.randn(9, 8), torch.tensor([4, 0, 5])
@@ -273,29 +278,34 @@ def test_the_update_of_experts_is_the_product_of_their_factors() -> None:
 
 def test_experts_and_other_kinds(tmp_path: Path) -> None:
     base = made(tmp_path, "mixtral")
-    model = ours(base, adapter := LoRA(4, targets="experts", plus=8.0))
+    model = ours(base, adapter := LoRAConfig(4, targets="experts", plus=8.0))
     factor = {id(p): factor for parameters, factor in adapter.trained(model) for p in parameters}
     named = {name: factor[id(p)] for name, p in model.named_parameters() if p.requires_grad}
     assert named == {name: 8.0 if "lora_B" in name else 1.0 for name in named}
     assert error(model(tokens()).detach(), ours(base)(tokens()).detach()) < 1e-6, "a fresh update changes nothing"
     with pytest.raises(UserError, match="dora does not adapt experts; leave that out, or use lora"):
-        ours(base, DoRA(targets="experts"))
+        ours(base, DoRAConfig(targets="experts"))
     with pytest.raises(UserError, match="pissa begins with no experts; leave them out"):
-        ours(base, LoRA(targets="experts", init="pissa"))
+        ours(base, LoRAConfig(targets="experts", init="pissa"))
 
 
 def test_pissa_wants_as_many_directions_as_its_rank(folder: Path) -> None:
     with pytest.raises(UserError, match=r"adapter.rank: a layer of \[\d+, \d+\] has no 999 directions for pissa"):
-        ours(folder, LoRA(999, init="pissa"))
-    ours(folder, LoRA(999))
+        ours(folder, LoRAConfig(999, init="pissa"))
+    ours(folder, LoRAConfig(999))
 
 
-@pytest.mark.parametrize("adapter", [
-    LoRA(4, targets=("all", "head", "embed"), dropout=0.3), DoRA(4, targets=("all", "head")), LoRA(4, init="pissa"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "adapter",
+    [
+        LoRAConfig(4, targets=("all", "head", "embed"), dropout=0.3),
+        DoRAConfig(4, targets=("all", "head")),
+        LoRAConfig(4, init="pissa"),
+    ],
+)
 @torch.no_grad()
-def test_off_is_the_model_that_training_began_with(adapter: LoRA, folder: Path) -> None:
-    model, base = ours(folder, adapter), ours(folder, Frozen())(tokens())
+def test_off_is_the_model_that_training_began_with(adapter: LoRAConfig, folder: Path) -> None:
+    model, base = ours(folder, adapter), ours(folder, FrozenModel())(tokens())
     for name, p in model.named_parameters():
         if "lora_" in name:
             p.add_(torch.randn_like(p))
@@ -323,7 +333,7 @@ def test_what_reads_the_same_is_adapted_together(
 ) -> None:
     """One A for all of them, and the gradients of one by one; with dropout each has a mask of its own."""
     targets = tuple(rf".*\.{leaf}" for leaf in READERS[name])
-    model = ours(made(tmp_path, name), LoRA(4, targets=targets, dropout=dropout, ranks={targets[-1]: 6}))
+    model = ours(made(tmp_path, name), LoRAConfig(4, targets=targets, dropout=dropout, ranks={targets[-1]: 6}))
     shuffle_adapter(model)
     calls: list[str] = []
     for word in ("adapted", "grouped"):
@@ -331,8 +341,10 @@ def test_what_reads_the_same_is_adapted_together(
         monkeypatch.setattr(adapters, word, lambda *args, work=work, word=word: (calls.append(word), work(*args))[1])
     found, counts = [], []
     for alone in (False, True):
-        for module in (latent, delta, experts) if alone else ():
-            monkeypatch.setattr(module, "together", lambda layers, *inputs: tuple(layer(*inputs) for layer in layers))
+        for module in (mla, gated_delta_net, moe) if alone else ():
+            monkeypatch.setattr(
+                module, "shared_input_linears", lambda layers, *inputs: tuple(layer(*inputs) for layer in layers)
+            )
         torch.manual_seed(1)
         calls.clear()
         model.zero_grad()
@@ -346,14 +358,14 @@ def test_what_reads_the_same_is_adapted_together(
 
 @torch.no_grad()
 def test_pissa_begins_at_zero_in_bf16(folder: Path) -> None:
-    model = ours(folder, LoRA(4, init="pissa"), Precision("fp32", trained="bf16"))
+    model = ours(folder, LoRAConfig(4, init="pissa"), PrecisionConfig("fp32", trained="bf16"))
     assert error(model.eval()(tokens()), ours(folder)(tokens())) < 3e-6
 
 
 @pytest.mark.parametrize("adapter", [
-    LoRA(4, plus=8.0, targets=("all", "head")), LoRA(4, plus=8.0, targets="embed"), DoRA(4, plus=8.0),
+    LoRAConfig(4, plus=8.0, targets=("all", "head")), LoRAConfig(4, plus=8.0, targets="embed"), DoRAConfig(4, plus=8.0),
 ])  # fmt: skip
-def test_lora_plus_moves_b_faster(adapter: LoRA, folder: Path) -> None:
+def test_lora_plus_moves_b_faster(adapter: LoRAConfig, folder: Path) -> None:
     model = ours(folder, adapter)
     factor = {id(p): factor for parameters, factor in adapter.trained(model) for p in parameters}
     for name, p in model.named_parameters():
@@ -363,7 +375,7 @@ def test_lora_plus_moves_b_faster(adapter: LoRA, folder: Path) -> None:
 
 def test_dropout_draws_as_peft_does(folder: Path) -> None:
     """On the input of the update, in training only."""
-    adapter = LoRA(4, 8.0, dropout=0.4)
+    adapter = LoRAConfig(4, 8.0, dropout=0.4)
     model = ours(folder, adapter)
     config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=8, lora_dropout=0.4, target_modules="all-linear")
     other = peft.get_peft_model(theirs(folder), config)
@@ -390,7 +402,7 @@ def test_dropout_draws_as_peft_does(folder: Path) -> None:
 
 
 def test_products_in_bf16_train_weights_in_fp32(folder: Path) -> None:
-    model = ours(folder, FRESH[3], Precision("bf16", "fp32", "bf16"))
+    model = ours(folder, FRESH[3], PrecisionConfig("bf16", "fp32", "bf16"))
     assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
     assert {p.dtype for p in model.parameters() if not p.requires_grad} == {torch.bfloat16}
     logits = model(tokens())

@@ -17,18 +17,20 @@ import yaml
 from PIL import Image
 
 from tests.checkpoints import FP32, made, ours
-from tunekit import card, metrics, verify
-from tunekit.adapters import Full, LoRA
-from tunekit.checkpoint.folder import Folder
-from tunekit.config.dump import resolved
-from tunekit.config.load import load
-from tunekit.data.rows import Chat
-from tunekit.data.steps import loader
-from tunekit.data.steps.mix import Mix, Part
+from tunekit.adapters.config import LoRAConfig, NoAdapter
+from tunekit.checkpoint import verify
+from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
+from tunekit.config.dump import to_plain_config
+from tunekit.config.load import load_config
+from tunekit.data.dataloader import build
+from tunekit.data.dataloader.mixture import Mixture, MixtureMember
+from tunekit.data.datasets import ChatDataset
 from tunekit.data.tokenizer import Tokenizer
-from tunekit.formats import NF4
-from tunekit.optim import AdamW
-from tunekit.parallel.run import Run
+from tunekit.distributed.context import DistributedContext
+from tunekit.loggers import metric_logger
+from tunekit.optim.config import AdamWConfig
+from tunekit.publishing import model_card
+from tunekit.quantization.config import NF4Config
 from tunekit.recipes import sft
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -42,7 +44,7 @@ def rows(file: Path, first: int, count: int) -> str:
     return str(file)
 
 
-def config(folder: Path, **changes: Any) -> sft.SFT:
+def config(folder: Path, **changes: Any) -> sft.SFTConfig:
     """A small run on a base from the Hub's cache."""
     base = folder / "hub/models--acme--tiny/snapshots" / COMMIT
     if not base.is_dir():
@@ -50,12 +52,12 @@ def config(folder: Path, **changes: Any) -> sft.SFT:
         (base / "README.md").write_text(
             "---\nlicense: apache-2.0\nlicense_link: LICENSE\n---\n\n# The card of the base\n"
         )
-    choices = {"adapter": LoRA(4), "validation": Chat(rows(folder / "held.jsonl", 30, 3))} | changes
-    return sft.SFT(
+    choices = {"adapter": LoRAConfig(4), "validation": ChatDataset(rows(folder / "held.jsonl", 30, 3))} | changes
+    return sft.SFTConfig(
         model=str(base),
-        data=Chat(rows(folder / "rows.jsonl", 0, 6)),
+        data=ChatDataset(rows(folder / "rows.jsonl", 0, 6)),
         out=str(folder / "runs/my-run"),
-        optimizer=AdamW(lr=1e-2),
+        optimizer=AdamWConfig(lr=1e-2),
         precision=FP32,
         device="cpu",
         batch=3,
@@ -109,7 +111,7 @@ def test_the_hub_reads_what_it_is(run: Path) -> None:
 
 
 def test_losses_before_and_after_are_those_of_the_metrics(run: Path) -> None:
-    held = {line["step"]: line["validation"] for line in metrics.lines(run) if "validation" in line}
+    held = {line["step"]: line["validation"] for line in metric_logger.read_metrics(run) if "validation" in line}
     assert list(held) == [0, 2, 4]
     assert held[0] != held[4]
     shown = cells(run / "final", "loss on held-out rows, in nats per learnt token")
@@ -121,8 +123,12 @@ def test_losses_before_and_after_are_those_of_the_metrics(run: Path) -> None:
 
 def test_data_have_counts_and_hashes(run: Path) -> None:
     folder = run.parent.parent
-    data = loader.load(
-        Chat(str(folder / "rows.jsonl")), Tokenizer.open(Path(config(folder).model)), 3, 3, Run(0, "cpu")
+    data = build.build_dataloader(
+        ChatDataset(str(folder / "rows.jsonl")),
+        Tokenizer.open(Path(config(folder).model)),
+        3,
+        3,
+        DistributedContext(0, "cpu"),
     )
     report = data.report
     assert cells(run / "final", "data") == ["`rows.jsonl`", "train", "6", str(report.tokens), str(report.learnt)]
@@ -133,14 +139,14 @@ def test_data_have_counts_and_hashes(run: Path) -> None:
 
 def test_counts_and_choices(run: Path) -> None:
     folder = run.parent.parent
-    model = ours(Path(config(folder).model), LoRA(4))
+    model = ours(Path(config(folder).model), LoRAConfig(4))
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     whole = sum(p.numel() for p in model.parameters()) - trained
     (told,) = cells(run / "final", "trained")
     assert told.startswith("lora, rank 4, alpha 32, targets all")
     assert f"{trained:,} parameters beside the {whole:,} of the base" in told
     assert cells(run / "final", "steps") == [str(STEPS)]
-    tokens = sum(line["tokens"] for line in metrics.lines(run) if "loss" in line)
+    tokens = sum(line["tokens"] for line in metric_logger.read_metrics(run) if "loss" in line)
     assert cells(run / "final", "tokens")[0].startswith(f"{tokens:,}, of which")
     assert cells(run / "final", "optimizer") == ["adamw, lr 0.01, betas 0.9 0.95, eps 1e-08"]
     assert cells(run / "final", "seed") == ["0"]
@@ -156,11 +162,11 @@ def test_the_picture_is_there(run: Path) -> None:
 
 
 def test_verification_is_told(run: Path) -> None:
-    found = verify.read(run / "final")
+    found = verify.read_verification(run / "final")
     assert found is not None
     assert found["passed"]
     assert cells(run / "final", "same likeliest token") == [f"100.0% of {found['tokens']}"]
-    line = metrics.lines(run)[-1]
+    line = metric_logger.read_metrics(run)[-1]
     assert line == {"step": STEPS, "verify_largest": 0.0, "verify_mean": 0.0, "verify_top1": 1.0}
 
 
@@ -168,7 +174,7 @@ def test_the_config_in_it_runs_again(run: Path, tmp_path: Path) -> None:
     (block,) = re.findall(r"```yaml\n(.*?)```", text(run / "final"), re.S)
     assert "tune run sft config.yaml" in text(run / "final")
     (tmp_path / "config.yaml").write_text(block)
-    there, meant = load(sft.SFT, tmp_path / "config.yaml"), config(run.parent.parent)
+    there, meant = load_config(sft.SFTConfig, tmp_path / "config.yaml"), config(run.parent.parent)
     assert there == replace(
         meant,
         model=COMMIT,
@@ -197,7 +203,7 @@ def test_the_code_in_it_works(run: Path) -> None:
 
 
 def test_an_adapter_beside_four_bits_is_opened_beside_four_bits(tmp_path: Path) -> None:
-    sft.main(config(tmp_path, weights=NF4(nested=True)))
+    sft.main(config(tmp_path, weights=NF4Config(nested=True)))
     final = tmp_path / "runs/my-run/final"
     code = re.findall(r"^```python\n(.*?)^```", text(final), re.M | re.S)[0]
     given = re.search(r"BitsAndBytesConfig\((.*)\)", code).group(1)
@@ -208,7 +214,7 @@ def test_an_adapter_beside_four_bits_is_opened_beside_four_bits(tmp_path: Path) 
 
 
 def test_a_whole_model(tmp_path: Path) -> None:
-    sft.main(config(tmp_path, adapter=Full(), validation=None))
+    sft.main(config(tmp_path, adapter=NoAdapter(), validation=None))
     final = tmp_path / "runs/my-run/final"
     told = front(final)
     assert (told["base_model_relation"], told["library_name"], told["tags"]) == (
@@ -222,7 +228,7 @@ def test_a_whole_model(tmp_path: Path) -> None:
 
 
 def test_what_begins_with_random_weights_has_no_base(tmp_path: Path) -> None:
-    sft.main(config(tmp_path, adapter=Full(), validation=None, init="random"))
+    sft.main(config(tmp_path, adapter=NoAdapter(), validation=None, init="random"))
     final = tmp_path / "runs/my-run/final"
     assert {"base_model", "base_model_relation", "license"}.isdisjoint(front(final))
     assert "from random weights" in text(final)
@@ -236,13 +242,20 @@ def test_it_tells_no_secret_and_no_place(tmp_path: Path, monkeypatch: pytest.Mon
     folder.mkdir(parents=True)
     cfg = config(folder)
     sft.main(cfg)
-    source, run = Folder.open(Path(cfg.model)), Path(cfg.out)
-    data = loader.load(cfg.data, Tokenizer.open(source.path), 3, 3, Run(0, "cpu"))
+    source, run = HFCheckpoint.open(Path(cfg.model)), Path(cfg.out)
+    data = build.build_dataloader(cfg.data, Tokenizer.open(source.path), 3, 3, DistributedContext(0, "cpu"))
     service = {"kind": "mlflow", "uri": "https://alice:opensesame@mlflow.example.com?token=hf_never_show_me"}
     extra = {"log": {"every": 1, "to": [service]}, "note": f"see {folder}/notes.txt", "name": "hf_never_show_me"}
-    told = card.Made("sft", resolved(cfg, "sft") | extra, run, source, ours(source.path, LoRA(4)), {"data": data},
-                     torch.device("cpu"))  # fmt: skip
-    card.write(run / "final", told)
+    told = model_card.ModelCardInfo(
+        "sft",
+        to_plain_config(cfg, "sft") | extra,
+        run,
+        source,
+        ours(source.path, LoRAConfig(4)),
+        {"data": data},
+        torch.device("cpu"),
+    )
+    model_card.write_model_card(run / "final", told)
     found = text(run / "final")
     for secret in ("hf_never_show_me", "opensesame", "alice", str(tmp_path), "home"):
         assert secret not in found
@@ -256,19 +269,21 @@ def secret_free(file: Path, *words: bytes) -> bool:
 
 def test_data_sets_of_the_hub_are_named(tmp_path: Path) -> None:
     cfg = config(tmp_path)
-    rows = loader.load(cfg.data, Tokenizer.open(Path(cfg.model)), 3, 3, Run(0, "cpu"))
-    plain = resolved(replace(cfg, data=replace(cfg.data, source="acme/chats:part")), "sft")
+    rows = build.build_dataloader(cfg.data, Tokenizer.open(Path(cfg.model)), 3, 3, DistributedContext(0, "cpu"))
+    plain = to_plain_config(replace(cfg, data=replace(cfg.data, source="acme/chats:part")), "sft")
     told = SimpleNamespace(config=plain, rows={"data": rows, "validation": None})
-    assert card.hub_sets(told) == ["acme/chats"]
-    assert f"| data | all tokens | `{rows.rows.digest}` |" in card.data(told)
+    assert model_card.hub_sets(told) == ["acme/chats"]
+    assert f"| data | all tokens | `{rows.rows.digest}` |" in model_card.data(told)
 
 
 def test_every_source_of_a_mix_is_told(tmp_path: Path) -> None:
     cfg = config(tmp_path)
-    mix = Mix((Part(cfg.data, epochs=2), Part(replace(cfg.data, split="train[:1]"))), length=cfg.data.length)
-    rows = loader.load(mix, Tokenizer.open(Path(cfg.model)), 3, 3, Run(0, "cpu"))
-    plain = resolved(replace(cfg, data=mix), "sft")
-    lines = card.data(SimpleNamespace(config=plain, rows={"data": rows})).splitlines()
+    mix = Mixture(
+        (MixtureMember(cfg.data, epochs=2), MixtureMember(replace(cfg.data, split="train[:1]"))), length=cfg.data.length
+    )
+    rows = build.build_dataloader(mix, Tokenizer.open(Path(cfg.model)), 3, 3, DistributedContext(0, "cpu"))
+    plain = to_plain_config(replace(cfg, data=mix), "sft")
+    lines = model_card.data(SimpleNamespace(config=plain, rows={"data": rows})).splitlines()
     name = Path(cfg.data.source).name
     assert [line.split(" | ")[1:3] for line in lines[2:4]] == [[f"`{name}`", "train"], [f"`{name}`", "train[:1]"]]
     assert lines[2].split(" | ")[3] == str(2 * len(rows.parts[0]))
@@ -279,45 +294,45 @@ def test_what_evaluate_finds_comes_into_it(copy: Path, tmp_path: Path) -> None:
              {"model": str(copy), "loss": 1.0, "perplexity": 2.718, "right": 3, "answers": ["yes"]}]  # fmt: skip
     before = text(copy / "final")
     for _ in range(2):
-        card.evaluated(copy, "held.jsonl (test)", found, 4)
+        model_card.add_evaluation(copy, "held.jsonl (test)", found, 4)
         assert cells(copy / "final", "on held.jsonl (test)") == ["loss", "perplexity", "exact match"]
         assert cells(copy / "final", "base") == ["2.0000", "7.389", "0.0% (0 of 4)"]
         assert cells(copy / "final", "my-run") == ["1.0000", "2.718", "75.0% (3 of 4)"]
     assert "yes" not in (copy / "evaluation.json").read_text()
     (copy / "evaluation.json").unlink()
-    card.refresh(copy)
+    model_card.refresh(copy)
     assert text(copy / "final") == before
     (copy / "final/README.md").write_text("my own words")
-    card.evaluated(copy, "held.jsonl", found, 4)
+    model_card.add_evaluation(copy, "held.jsonl", found, 4)
     assert text(copy / "final") == "my own words"
-    card.evaluated(tmp_path, "held.jsonl", found, 4)
+    model_card.add_evaluation(tmp_path, "held.jsonl", found, 4)
     assert not (tmp_path / "evaluation.json").exists(), "that is no run"
 
 
 def test_what_was_pushed_by_force_says_so(copy: Path) -> None:
     final = copy / "final"
-    verify.Verification("model and files", math.nan, 0.4, 0.4, 0.5, 99, 1e-4, False).write(final)
+    verify.VerificationResult("model and files", math.nan, 0.4, 0.4, 0.5, 99, 1e-4, False).write(final)
     meant = front(final)
     for _ in range(2):
-        card.forced(final)
-        assert text(final).count(card.WARNING) == 1
-    assert text(final).index(card.WARNING) < text(final).index("# my-run")
+        model_card.add_unverified_warning(final)
+        assert text(final).count(model_card.WARNING) == 1
+    assert text(final).index(model_card.WARNING) < text(final).index("# my-run")
     assert text(final).count("failed the comparison") == 2, "at the top, and where the comparison is told"
     assert front(final) == meant
     before = text(final)
     assert before[before.index("## Repeat") :] and "This check" not in before
     (final / verify.FILE).unlink()
     (final / "README.md").unlink()
-    card.forced(final)
+    model_card.add_unverified_warning(final)
     assert "nobody has compared" in text(final)
     assert front(final)["library_name"] == "peft"
 
 
 def test_a_model_that_no_run_has_described(copy: Path) -> None:
-    source = Folder.open(Path(config(copy.parent).model))
+    source = HFCheckpoint.open(Path(config(copy.parent).model))
     folder = shutil.copytree(source.path, copy.parent / "merged")
-    verify.Verification("base and files", 0.4, 0.1, 0.0, 0.99, 99, 1e-4, True).write(folder)
-    card.minimal(folder, source)
+    verify.VerificationResult("base and files", 0.4, 0.1, 0.0, 0.99, 99, 1e-4, True).write(folder)
+    model_card.write_minimal_card(folder, source)
     told = front(folder)
     assert (told["base_model"], told["base_model_relation"], told["license"]) == ("acme/tiny", "merge", "apache-2.0")
     assert cells(folder, "largest difference") == ["0.4"]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tunekit import curves
+from tunekit.publishing import plots
 
 STEP = {"loss": 2.0, "rate": 1e-4, "norm": 1.0}
 LONG = [{"step": i, "loss": 3 - i / 400, "rate": 1e-4, "norm": 1.0} for i in range(1, 1000)]
@@ -20,17 +20,17 @@ LONG = [{"step": i, "loss": 3 - i / 400, "rate": 1e-4, "norm": 1.0} for i in ran
     [{"step": 0, "validation": 5.0}, *LONG, {"step": 999, "validation": 0.01}, {"step": 999, "verify_mean": 0.0}],
 ], ids=["none", "one", "not finite", "long"])  # fmt: skip
 def test_a_picture_comes_of_whatever_was_measured(lines: list[dict[str, Any]], tmp_path: Path) -> None:
-    curves.draw(lines, tmp_path / "curves.png")
+    plots.plot_metrics(lines, tmp_path / "curves.png")
     with Image.open(tmp_path / "curves.png") as image:
         assert image.size == (1080, 720)
-        orange = np.array([int(curves.ORANGE[i : i + 2], 16) for i in (1, 3, 5)])
+        orange = np.array([int(plots.ORANGE[i : i + 2], 16) for i in (1, 3, 5)])
         seen = (np.asarray(image.convert("RGB")) == orange).all(-1).any()
     assert seen == any("validation" in line for line in lines), "what was held out has a colour of its own"
 
 
 def test_what_is_not_there_is_a_gap() -> None:
     lines = [{"step": 2, "loss": 1.0}, {"step": 2, "validation": 9.0}, {"step": 4, "loss": None}]
-    steps, values = curves.series(lines, "loss")
+    steps, values = plots.series(lines, "loss")
     np.testing.assert_equal(steps, [2, 4])
     np.testing.assert_equal(values, [1.0, np.nan])
 
@@ -39,6 +39,6 @@ def test_a_smooth_curve_is_the_mean_of_its_neighbours() -> None:
     values = np.random.default_rng(0).normal(size=150)
     values[70:75] = np.nan
     wanted = [np.nanmean(values[max(0, i - 1) : i + 2]) for i in range(150) if not 70 < i < 74]
-    found = curves.smooth(values)
+    found = plots.smooth(values)
     np.testing.assert_allclose(np.delete(found, [71, 72, 73]), wanted)
     assert np.isnan(found[71:74]).all()

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-from tunekit import discreet
+from tunekit.hub import redact
 
 HOME = Path.home()
 
@@ -35,13 +35,13 @@ def secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     ("lr 2e-4, https://huggingface.co/acme/tiny", "lr 2e-4, https://huggingface.co/acme/tiny"),
 ])  # fmt: skip
 def test_texts(text: str, wanted: str) -> None:
-    assert discreet.text(text) == wanted
+    assert redact.redact_text(text) == wanted
 
 
 def test_a_longer_secret_is_hidden_before_its_part(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("A_TOKEN", "abcdef")
     monkeypatch.setenv("B_TOKEN", "abcdefghij")
-    assert discreet.text("abcdefghij abcdef") == "*** ***"
+    assert redact.redact_text("abcdefghij abcdef") == "*** ***"
 
 
 def test_trees() -> None:
@@ -52,7 +52,7 @@ def test_trees() -> None:
         "on": True,
         "no": None,
     }
-    found = discreet.tree(tree | {"uri": "http://a:b@host"})
+    found = redact.redact_tree(tree | {"uri": "http://a:b@host"})
     assert found == {
         "model": "llama",
         "rows": ["rows.jsonl"] * 2,
@@ -61,7 +61,7 @@ def test_trees() -> None:
         "no": None,
         "uri": "http://host",
     }
-    assert discreet.name("meta-llama/Llama-3.2-1B") == "meta-llama/Llama-3.2-1B"
+    assert redact.redact_path("meta-llama/Llama-3.2-1B") == "meta-llama/Llama-3.2-1B"
 
 
 def test_a_home_that_cannot_be_read_has_no_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,4 +70,4 @@ def test_a_home_that_cannot_be_read_has_no_token(tmp_path: Path, monkeypatch: py
     for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "file" / "token"))
-    assert discreet.text("0123456789abcdef and more") == "*** and more"
+    assert redact.redact_text("0123456789abcdef and more") == "*** and more"

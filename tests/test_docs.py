@@ -14,22 +14,24 @@ import torch.nn.functional as F
 import yaml
 from transformers import AutoModelForCausalLM, SeedOssConfig
 
-from tunekit import assemble, bundled, catalog, cli, launch
-from tunekit.adapters import Full
-from tunekit.checkpoint.folder import Folder
-from tunekit.commands import run as run_verb
+from tunekit import assets, build
+from tunekit.adapters.config import NoAdapter
+from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
+from tunekit.cli import main as cli
+from tunekit.cli import recipe_loader, registry
+from tunekit.cli.commands import run as run_verb
 from tunekit.config import schema
-from tunekit.config.choices import Choices, every_slot
-from tunekit.config.dump import dump
-from tunekit.config.load import load
-from tunekit.data.steps.loader import load as read
+from tunekit.config.choices import ChoiceRegistry, iter_slots
+from tunekit.config.dump import dump_yaml
+from tunekit.config.load import load_config
+from tunekit.data.dataloader.build import build_dataloader as read
 from tunekit.data.tokenizer import Tokenizer
-from tunekit.formats import Plain
-from tunekit.memory import Memory
+from tunekit.distributed.context import DistributedContext
+from tunekit.memory.config import MemoryConfig
 from tunekit.models.families.registry import FAMILIES, Family
-from tunekit.parallel.run import Run
-from tunekit.precision import Precision
-from tunekit.recipes.sft import SFT
+from tunekit.models.precision import PrecisionConfig
+from tunekit.quantization.config import NoQuantization
+from tunekit.recipes.sft import SFTConfig
 
 ROOT = Path(__file__).parent.parent
 PAGES = {
@@ -83,16 +85,16 @@ def write_files(page: str) -> None:
 @cache
 def resolved() -> dict[str, str]:
     """The config.yaml that a run of each config leaves, by the folder of the run."""
-    written = {name: path for name, path in catalog.configs().items() if catalog.written_for(path) == "sft"}
-    return {cfg.out: dump(cfg, "sft") for cfg in (load(SFT, path) for path in written.values())}
+    written = {name: path for name, path in registry.list_configs().items() if registry.recipe_of_config(path) == "sft"}
+    return {cfg.out: dump_yaml(cfg, "sft") for cfg in (load_config(SFTConfig, path) for path in written.values())}
 
 
 def follow(words: list[str]) -> None:
     """Do what a command says if that is quick; check its words, its names and its config otherwise."""
     if words[0] in cli.VERBS and len(words) == 1 or words[0] == "run" and len(words) == 2:  # the name of a verb
-        assert words[0] != "run" or words[-1] in ("run", *catalog.recipes())
+        assert words[0] != "run" or words[-1] in ("run", *registry.list_recipes())
         return
-    top, parsers = cli.tree()
+    top, parsers = cli.make_parser()
     args, rest = top.parse_known_args(words)
     if args.verb is None:
         return
@@ -100,12 +102,14 @@ def follow(words: list[str]) -> None:
     if args.verb in SHOWN:
         cli.dispatch(words)
     elif args.verb in ("run", "validate"):
-        config, overrides = (args.config, args.overrides) if args.verb == "validate" else run_verb.words(args)
-        path = catalog.config(config)
-        recipe = args.recipe or catalog.written_for(path)
+        config, overrides = (
+            (args.config, args.overrides) if args.verb == "validate" else run_verb.split_config_and_overrides(args)
+        )
+        path = registry.find_config(config)
+        recipe = args.recipe or registry.recipe_of_config(path)
         assert recipe is not None, f"{config} names no recipe"
-        assert recipe.endswith(".py") or recipe == catalog.written_for(path)
-        load(launch.recipe(recipe).RECIPE, path, overrides, [Path(file) for file in args.imports])
+        assert recipe.endswith(".py") or recipe == registry.recipe_of_config(path)
+        load_config(recipe_loader.load_recipe(recipe).RECIPE, path, overrides, [Path(file) for file in args.imports])
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -133,7 +137,7 @@ def test_the_mistake_in_the_readme_is_told_so(capsys: pytest.CaptureFixture[str]
 
 def fragments(page: str) -> Iterator[dict[str, Any]]:
     """Configs and parts of them, as plain data: YAML blocks, and code such as `adapter: lora`."""
-    keys = tuple(f"{key}: " for key in SFT.__dataclass_fields__)
+    keys = tuple(f"{key}: " for key in SFTConfig.__dataclass_fields__)
     shown = [*blocks(page, "yaml"), *(text for text in inline(page) if text.startswith(keys))]
     for text in shown:
         if not text.startswith("batch: 16, micro_batch"):  # two keys in a sentence
@@ -143,13 +147,17 @@ def fragments(page: str) -> Iterator[dict[str, Any]]:
 @pytest.mark.parametrize("page", PAGES)
 def test_configs_load(page: str) -> None:
     for part in fragments(page):
-        load(SFT, BASE | ({"adapter": "lora"} if "weights" in part else {}) | part)
+        load_config(SFTConfig, BASE | ({"adapter": "lora"} if "weights" in part else {}) | part)
 
 
 @cache
 def known_keys() -> frozenset[str]:
     """Those of all recipes."""
-    slots = (slot for name in catalog.recipes() for slot in every_slot(launch.recipe(name).RECIPE, Choices()))
+    slots = (
+        slot
+        for name in registry.list_recipes()
+        for slot in iter_slots(recipe_loader.load_recipe(name).RECIPE, ChoiceRegistry())
+    )
     return frozenset(".".join(path) for path, _ in slots)
 
 
@@ -176,9 +184,9 @@ def test_links_lead_somewhere(page: str) -> None:
 
 
 def test_option_pages_are_current() -> None:
-    assert set(OPTIONS) == set(catalog.recipes())
+    assert set(OPTIONS) == set(registry.list_recipes())
     for name, path in OPTIONS.items():
-        wanted = schema.reference(launch.recipe(name).RECIPE) + "\n"
+        wanted = schema.options_markdown(recipe_loader.load_recipe(name).RECIPE) + "\n"
         assert path.read_text() == wanted, f"tune options {name} > docs/options/{name}.md"
 
 
@@ -191,12 +199,12 @@ def test_python_runs(page: str, place: Path) -> None:
 def test_rows_are_read_as_the_configs_beside_them_say(place: Path) -> None:
     configs = [text for text in blocks("docs/data.md", "yaml") if text.startswith("data:")]
     rows = blocks("docs/data.md", "json")
-    folder = bundled.model("tunekit/nano")
+    folder = assets.model_dir("tunekit/nano")
     assert folder is not None and len(configs) == len(rows)
     for config, text in zip(configs, rows, strict=True):
         part = yaml.safe_load(config)
         Path(part["data"]["source"]).write_text(text)
-        data = read(load(SFT, BASE | part).data, Tokenizer.open(folder), 1, 1, Run())
+        data = read(load_config(SFTConfig, BASE | part).data, Tokenizer.open(folder), 1, 1, DistributedContext())
         assert len(data.rows) == len(text.splitlines()) and all(json.loads(line) for line in text.splitlines())
 
 
@@ -205,7 +213,7 @@ def test_mixes_and_streams_are_configs() -> None:
     assert len(texts) == 2
     for text in texts:
         part = yaml.safe_load(text)
-        assert load(SFT, BASE | part).data.pack
+        assert load_config(SFTConfig, BASE | part).data.pack
 
 
 def test_the_loss_of_the_example_is_cross_entropy_without_gamma(place: Path) -> None:
@@ -214,7 +222,7 @@ def test_the_loss_of_the_example_is_cross_entropy_without_gamma(place: Path) -> 
     torch.manual_seed(0)
     logits, targets = torch.randn(5, 11), torch.randint(11, (5,))
     plain, focal = (
-        load(SFT, BASE, ["loss=focal", f"loss.gamma={gamma}"], imports).loss.measure(logits, targets)
+        load_config(SFTConfig, BASE, ["loss=focal", f"loss.gamma={gamma}"], imports).loss.measure(logits, targets)
         for gamma in (0, 2)
     )
     torch.testing.assert_close(plain, F.cross_entropy(logits, targets, reduction="sum"))
@@ -252,8 +260,8 @@ def test_the_family_of_the_example_gives_the_logits_of_transformers(
         if name.endswith("bias"):
             torch.nn.init.normal_(parameter)  # zeros would hide a bias in the wrong place
     theirs.save_pretrained(place / "seed")
-    source, run = Folder.open(place / "seed"), Run(device="cpu")
-    ours = assemble.model(source, Plain(), Full(), Precision("fp32"), Memory(), run).eval()
+    source, run = HFCheckpoint.open(place / "seed"), DistributedContext(device="cpu")
+    ours = build.build_model(source, NoQuantization(), NoAdapter(), PrecisionConfig("fp32"), MemoryConfig(), run).eval()
     tokens = torch.randint(97, (2, 17))
     with torch.no_grad():
         torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=1e-5, atol=1e-5)

@@ -17,25 +17,27 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from tests.checkpoints import FP32, PLAINLY, SHAPES, build, error, rewrite, save, shuffle_adapter, tokens, train
-from tunekit import assemble, bundled, catalog
-from tunekit.adapters import DoRA, Frozen, Full, LoRA
-from tunekit.checkpoint import peft, stream
-from tunekit.checkpoint.folder import WEIGHTS, Folder
-from tunekit.checkpoint.pieces import read_metadata
-from tunekit.checkpoint.state import State
-from tunekit.config.load import load
-from tunekit.config.problems import ConfigError
-from tunekit.errors import Stopped, UserError
-from tunekit.formats import FP4, NF4, Float8, Packed, Plain
-from tunekit.generate import Sampling, complete
+from tunekit import assets
+from tunekit import build as assemble
+from tunekit.adapters.config import DoRAConfig, FrozenModel, LoRAConfig, NoAdapter
+from tunekit.checkpoint import layerwise_forward, peft_adapter
+from tunekit.checkpoint.dcp_planner import read_metadata
+from tunekit.checkpoint.hf_checkpoint import WEIGHTS, HFCheckpoint
+from tunekit.checkpoint.training_state import Checkpointer
+from tunekit.cli import registry
+from tunekit.config.errors import ConfigError
+from tunekit.config.load import load_config
+from tunekit.distributed.context import DistributedContext
+from tunekit.errors import RunStopped, UserError
+from tunekit.generation.generate import SamplingConfig, generate_batch
 from tunekit.kernels import nf4
-from tunekit.memory import Memory
+from tunekit.memory.config import MemoryConfig
 from tunekit.models.decoder import Decoder
-from tunekit.models.feedforward import GatedMLP
-from tunekit.models.linear import Linear, Stacked
+from tunekit.models.feed_forward import GatedMLP
+from tunekit.models.linear import GroupedLinear, Linear
+from tunekit.models.precision import PrecisionConfig
 from tunekit.models.spec import MLP
-from tunekit.parallel.run import Run
-from tunekit.precision import Precision
+from tunekit.quantization.config import Float8Config, FP4Config, NF4Config, NoQuantization, QuantizedWeightMixin
 from tunekit.recipes import sft
 
 # Sizes that are whole blocks, four bits to a number.
@@ -48,7 +50,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt-oss": SHAPES["gpt-oss"] | WIDE,
     "qwen3-next": SHAPES["qwen3-next"] | WIDE | SPARSE | DELTA,
 }
-BF16 = Precision("bf16")
+BF16 = PrecisionConfig("bf16")
 CPU = torch.device("cpu")
 
 
@@ -64,23 +66,25 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def opened(
     folder: Path,
-    weights: Plain,
-    adapter: Full | LoRA,
-    precision: Precision = FP32,
-    memory: Memory = PLAINLY,
+    weights: NoQuantization,
+    adapter: NoAdapter | LoRAConfig,
+    precision: PrecisionConfig = FP32,
+    memory: MemoryConfig = PLAINLY,
 ) -> Decoder:
-    return assemble.model(Folder.open(folder), weights, adapter, precision, memory, Run(0, "cpu"))
+    return assemble.build_model(
+        HFCheckpoint.open(folder), weights, adapter, precision, memory, DistributedContext(0, "cpu")
+    )
 
 
-def packed(model: nn.Module) -> Iterator[tuple[str, Packed]]:
-    return ((name, layer) for name, layer in model.named_modules() if isinstance(layer, Packed))
+def packed(model: nn.Module) -> Iterator[tuple[str, QuantizedWeightMixin]]:
+    return ((name, layer) for name, layer in model.named_modules() if isinstance(layer, QuantizedWeightMixin))
 
 
 # What is packed
 
 
 def test_the_linear_layers_of_blocks_and_nothing_else(family: Path) -> None:
-    plain, model = opened(family, Plain(), Frozen()), opened(family, NF4(), Frozen())
+    plain, model = opened(family, NoQuantization(), FrozenModel()), opened(family, NF4Config(), FrozenModel())
     names = {name for name, _ in packed(model)}
     assert names and all(name.startswith("layers.") for name in names)
     assert any("attn" in name for name in names) and any("mlp" in name for name in names)
@@ -97,17 +101,19 @@ def test_the_linear_layers_of_blocks_and_nothing_else(family: Path) -> None:
 
 
 def test_nothing_of_it_can_be_trained_or_cast(llama: Path) -> None:
-    for adapter in (LoRA(2), Frozen()):
-        model = opened(llama, NF4(nested=True), adapter, Precision("bf16", "fp32", "bf16"))
+    for adapter in (LoRAConfig(2), FrozenModel()):
+        model = opened(llama, NF4Config(nested=True), adapter, PrecisionConfig("bf16", "fp32", "bf16"))
         for _, layer in packed(model):
             assert {p.dtype for p in (layer.packed, layer.scales, layer.outer)} == {torch.uint8}
             assert not any(p.requires_grad for p in (layer.packed, layer.scales, layer.outer))
 
 
 @pytest.mark.parametrize(
-    ("weights", "bits"), [(NF4(), 4.5), (NF4(nested=True), 4.13), (FP4(), 4.5), (Float8(), 8.5)], ids=str
+    ("weights", "bits"),
+    [(NF4Config(), 4.5), (NF4Config(nested=True), 4.13), (FP4Config(), 4.5), (Float8Config(), 8.5)],
+    ids=str,
 )
-def test_bits_of_a_number(weights: Float8, bits: float) -> None:
+def test_bits_of_a_number(weights: Float8Config, bits: float) -> None:
     model = nn.ModuleDict({"layers": GatedMLP(256, MLP(1024))})
     weights.apply(model)
     assert 8 * sum(p.numel() for p in model.parameters()) / (3 * 256 * 1024) == pytest.approx(bits, abs=0.01)
@@ -115,30 +121,30 @@ def test_bits_of_a_number(weights: Float8, bits: float) -> None:
 
 def test_layers_that_are_no_whole_blocks_stay_and_are_told(tmp_path: Path, capsys) -> None:
     folder = save(build(FAMILIES["llama"] | {"intermediate_size": 96}), tmp_path)
-    model = opened(folder, NF4(), Frozen())
+    model = opened(folder, NF4Config(), FrozenModel())
     assert capsys.readouterr().err.count("weights: 3 layers stay plain, for 64 does not divide") == 1
     names = {name.rpartition(".")[2] for name, _ in packed(model)}
     assert "down_proj" not in names and {"q_proj", "gate_proj"} <= names
-    opened(folder, Plain(), Frozen())
+    opened(folder, NoQuantization(), FrozenModel())
     assert capsys.readouterr().err == ""
 
 
 # Against the same model with the numbers that four bits leave
 
 
-def twin(folder: Path, model: Decoder, adapter: Full | LoRA, precision: Precision = FP32) -> Decoder:
+def twin(folder: Path, model: Decoder, adapter: NoAdapter | LoRAConfig, precision: PrecisionConfig = FP32) -> Decoder:
     """The model unpacked: plain layers that hold the numbers of the packed ones."""
-    plain = opened(folder, Plain(), adapter, precision)
+    plain = opened(folder, NoQuantization(), adapter, precision)
     for name, layer in packed(model):
         layer_there = plain.get_submodule(name)
-        assert isinstance(layer_there, Linear | Stacked)
+        assert isinstance(layer_there, Linear | GroupedLinear)
         layer_there.weight.data = layer.dense()
     return plain
 
 
-@pytest.mark.parametrize("weights", [NF4(), NF4(nested=True), FP4(), Float8()], ids=str)
-def test_logits_and_gradients(weights: Float8, family: Path) -> None:
-    adapter = LoRA(4, bias="all") if "llama" in family.name else LoRA(4)
+@pytest.mark.parametrize("weights", [NF4Config(), NF4Config(nested=True), FP4Config(), Float8Config()], ids=str)
+def test_logits_and_gradients(weights: Float8Config, family: Path) -> None:
+    adapter = LoRAConfig(4, bias="all") if "llama" in family.name else LoRAConfig(4)
     model = opened(family, weights, adapter)
     plain = twin(family, model, adapter)
     for one in (model, plain):
@@ -152,13 +158,13 @@ def test_logits_and_gradients(weights: Float8, family: Path) -> None:
     for name, p in model.named_parameters():
         assert p.requires_grad == (name in grads)
         if p.requires_grad:
-            within = (2e-4 if isinstance(weights, FP4) else 1e-4) * grads[name].abs().max()
+            within = (2e-4 if isinstance(weights, FP4Config) else 1e-4) * grads[name].abs().max()
             assert (p.grad - grads[name]).abs().max() < within + 1e-6 * largest, name
 
 
 def test_bf16_is_as_exact_as_of_plain_layers(family: Path) -> None:
-    model = opened(family, NF4(), Frozen(), BF16)
-    twins = [twin(family, model, Frozen(), precision) for precision in (BF16, FP32)]
+    model = opened(family, NF4Config(), FrozenModel(), BF16)
+    twins = [twin(family, model, FrozenModel(), precision) for precision in (BF16, FP32)]
     found, plain, exact = (one(tokens()).float() for one in (model, *twins))
     assert (found - exact).abs().mean() <= 2 * (plain - exact).abs().mean()
 
@@ -167,17 +173,20 @@ def test_bf16_is_as_exact_as_of_plain_layers(family: Path) -> None:
 def test_training(kind: str, family: Path) -> None:
     """Every adapter takes the same steps as on the plain numbers, and recompute changes none of them."""
     adapter = {
-        "lora": LoRA(4),
-        "experts": LoRA(4, targets=("experts",)),
-        "dora": DoRA(4),
-        "pissa": LoRA(4, targets="attn", init="pissa"),
+        "lora": LoRAConfig(4),
+        "experts": LoRAConfig(4, targets=("experts",)),
+        "dora": DoRAConfig(4),
+        "pissa": LoRAConfig(4, targets="attn", init="pissa"),
     }[kind]
     try:
-        model = opened(family, NF4(), adapter)
+        model = opened(family, NF4Config(), adapter)
     except UserError as problem:
         assert kind == "experts" and "no layer is called 'experts'" in str(problem)
         return
-    again, plain = opened(family, NF4(), adapter, memory=Memory(recompute=True)), twin(family, model, adapter)
+    again, plain = (
+        opened(family, NF4Config(), adapter, memory=MemoryConfig(recompute=True)),
+        twin(family, model, adapter),
+    )
     before = model(tokens()).detach()
     adapter.initialize(plain, 0)
     for one in (model, again, plain):
@@ -192,7 +201,7 @@ def test_training(kind: str, family: Path) -> None:
 
 @pytest.mark.slow
 def test_compiled_layers_give_the_same(llama: Path) -> None:
-    model = opened(llama, NF4(), LoRA(4))
+    model = opened(llama, NF4Config(), LoRAConfig(4))
     wanted = model(tokens())
     for layer in model.layers:
         layer.compile(backend="aot_eager")
@@ -200,9 +209,12 @@ def test_compiled_layers_give_the_same(llama: Path) -> None:
 
 
 def test_generation_is_that_of_the_numbers(family: Path) -> None:
-    model = opened(family, NF4(), Frozen())
+    model = opened(family, NF4Config(), FrozenModel())
     prompts = [[5, 9, 12], [30, 7]]
-    found = [complete(one, prompts, Sampling(tokens=6), frozenset()) for one in (model, twin(family, model, Frozen()))]
+    found = [
+        generate_batch(one, prompts, SamplingConfig(tokens=6), frozenset())
+        for one in (model, twin(family, model, FrozenModel()))
+    ]
     assert found[0] == found[1]
 
 
@@ -210,16 +222,16 @@ def test_generation_is_that_of_the_numbers(family: Path) -> None:
 
 
 def test_logits_from_files_are_those_of_the_model(family: Path, tmp_path: Path) -> None:
-    adapter = LoRA(4)
-    model = opened(family, NF4(), adapter)
+    adapter = LoRAConfig(4)
+    model = opened(family, NF4Config(), adapter)
     shuffle_adapter(model)
-    source = Folder.open(family)
-    peft.write(tmp_path, model, adapter, source)
+    source = HFCheckpoint.open(family)
+    peft_adapter.save_adapter(tmp_path, model, adapter, source)
     rows = tokens(3, 9).tolist()
-    started = replace(peft.described(tmp_path, source), start=str(tmp_path))
-    found = stream.logits(source, started, rows, FP32, CPU, NF4()).whole()
-    assert torch.equal(found, stream.ask(model, rows, CPU).whole())
-    assert error(found, stream.logits(source, started, rows, FP32, CPU).whole()) > 1e-3
+    started = replace(peft_adapter.read_adapter_config(tmp_path, source), start=str(tmp_path))
+    found = layerwise_forward.checkpoint_logits(source, started, rows, FP32, CPU, NF4Config()).whole()
+    assert torch.equal(found, layerwise_forward.forward_logits(model, rows, CPU).whole())
+    assert error(found, layerwise_forward.checkpoint_logits(source, started, rows, FP32, CPU).whole()) > 1e-3
 
 
 def pack(held: dict[str, Tensor], nested: bool, kind: str = "nf4") -> dict[str, Tensor]:
@@ -229,11 +241,15 @@ def pack(held: dict[str, Tensor], nested: bool, kind: str = "nf4") -> dict[str, 
         weight = made.pop(name).bfloat16()
         codes, scales = nf4.quantize(weight, kind)
         state = {"quant_type": kind, "blocksize": 64, "dtype": "bfloat16", "shape": [*weight.shape]}
-        made |= {name: codes[:, None], f"{name}.absmax": scales, f"{name}.quant_map": nf4.table(kind, CPU).clone()}
+        made |= {
+            name: codes[:, None],
+            f"{name}.absmax": scales,
+            f"{name}.quant_map": nf4.code_values(kind, CPU).clone(),
+        }
         if nested:
-            codes, outer = nf4.nest(scales)
+            codes, outer = nf4.double_quantize(scales)
             made |= {f"{name}.absmax": codes, f"{name}.nested_absmax": outer[:-1].clone()}
-            made[f"{name}.nested_quant_map"] = nf4.fine(CPU).clone()
+            made[f"{name}.nested_quant_map"] = nf4.dynamic_map(CPU).clone()
             state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": outer[-1].item()}
         made[f"{name}.quant_state.bitsandbytes__{kind}"] = torch.tensor(
             [*json.dumps(state).encode()], dtype=torch.uint8
@@ -241,14 +257,14 @@ def pack(held: dict[str, Tensor], nested: bool, kind: str = "nf4") -> dict[str, 
     return made
 
 
-@pytest.mark.parametrize("weights", [NF4(), FP4()], ids=str)
+@pytest.mark.parametrize("weights", [NF4Config(), FP4Config()], ids=str)
 @pytest.mark.parametrize("nested", [False, True])
-def test_a_checkpoint_of_four_bits_comes_in_as_it_is(weights: NF4, nested: bool, tmp_path: Path) -> None:
+def test_a_checkpoint_of_four_bits_comes_in_as_it_is(weights: NF4Config, nested: bool, tmp_path: Path) -> None:
     folder = save(build(FAMILIES["llama"]), tmp_path)
     held = pack(load_file(folder / WEIGHTS), nested, weights.kind)
     save_file(held, folder / WEIGHTS, metadata={"format": "pt"})
     rewrite(folder, lambda c: c | {"quantization_config": {"quant_method": "bitsandbytes"}, "dtype": "bfloat16"})
-    model = opened(folder, weights, Frozen())
+    model = opened(folder, weights, FrozenModel())
     name, layer = "model.layers.1.self_attn.o_proj.weight", model.layers[1].attn.o_proj
     scales = held[f"{name}.absmax"]
     if nested:
@@ -287,10 +303,10 @@ def theirs(folder: Path, nested: bool = False) -> transformers.PreTrainedModel:
 
 def test_an_adapter_gives_the_same_on_a_base_of_bitsandbytes(llama: Path, tmp_path: Path, bnb: ModuleType) -> None:
     """What was trained on our four bits is opened by PEFT on theirs."""
-    adapter = LoRA(4)
-    model = opened(llama, NF4(), adapter)
+    adapter = LoRAConfig(4)
+    model = opened(llama, NF4Config(), adapter)
     train(model, adapter)
-    peft.write(tmp_path, model, adapter, Folder.open(llama))
+    peft_adapter.save_adapter(tmp_path, model, adapter, HFCheckpoint.open(llama))
     found = PeftModel.from_pretrained(theirs(llama), tmp_path).train()(tokens()).logits
     assert error(model(tokens()).detach(), found.detach()) < 1e-5
     plain = PeftModel.from_pretrained(transformers.AutoModelForCausalLM.from_pretrained(llama), tmp_path)
@@ -301,11 +317,11 @@ def test_an_adapter_gives_the_same_on_a_base_of_bitsandbytes(llama: Path, tmp_pa
 @pytest.mark.parametrize(("nested", "within"), [(False, 1e-6), (True, 1e-4)])
 def test_the_loss_of_the_nano_is_that_of_bitsandbytes(nested: bool, within: float, bnb: ModuleType) -> None:
     """To the digits of fp32. Their nested scales are sometimes a code off on the CPU (tests/kernels/test_nf4.py)."""
-    folder = bundled.model("tunekit/nano")
+    folder = assets.model_dir("tunekit/nano")
     rows = torch.randint(0, 2048, (8, 64), generator=torch.Generator().manual_seed(0))
-    exact = Precision("fp32", frozen="fp32")
+    exact = PrecisionConfig("fp32", frozen="fp32")
     losses = []
-    for model in (opened(folder, NF4(nested), Frozen(), exact), lambda x: theirs(folder, nested)(x).logits):
+    for model in (opened(folder, NF4Config(nested), FrozenModel(), exact), lambda x: theirs(folder, nested)(x).logits):
         with torch.no_grad():
             logits = model(rows)
         losses.append(F.cross_entropy(logits[:, :-1].flatten(0, 1), rows[:, 1:].flatten()).item())
@@ -317,7 +333,7 @@ def test_the_loss_of_the_nano_is_that_of_bitsandbytes(nested: bool, within: floa
 
 def run(folder: Path, *words: str) -> Path:
     """The last files of a run of the nano on its tools."""
-    sft.main(load(sft.SFT, catalog.config("nano/tools_qlora"), [f"out={folder}", *words]))
+    sft.main(load_config(sft.SFTConfig, registry.find_config("nano/tools_qlora"), [f"out={folder}", *words]))
     return folder / "final" / "adapter_model.safetensors"
 
 
@@ -327,15 +343,15 @@ SHORT = ("validation=null", "batch=4", "micro_batch=2", "save_every=2", "device=
 def test_a_run_goes_on_to_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = load_file(run(tmp_path / "whole", *SHORT, "steps=4"))
     assert "| weights | nf4 |" in (tmp_path / "whole" / "final" / "README.md").read_text()
-    save = State.save
+    save = Checkpointer.save
 
-    def stopping(state: State, step: int) -> None:
+    def stopping(state: Checkpointer, step: int) -> None:
         save(state, step)
         if step == 2:
             signal.raise_signal(signal.SIGTERM)
 
-    with monkeypatch.context() as patch, pytest.raises(Stopped):
-        patch.setattr(State, "save", stopping)
+    with monkeypatch.context() as patch, pytest.raises(RunStopped):
+        patch.setattr(Checkpointer, "save", stopping)
         run(tmp_path / "halves", *SHORT, "steps=4")
     halves = load_file(run(tmp_path / "halves", *SHORT, "steps=4"))
     assert whole.keys() == halves.keys() and all(torch.equal(whole[name], halves[name]) for name in whole)
@@ -361,9 +377,11 @@ def test_qlora_ends_where_lora_ends(tmp_path: Path) -> None:
 def test_weights_that_are_trained_cannot_be_four_bits(llama: Path) -> None:
     words = {"model": str(llama), "data": {"kind": "text", "source": "x.jsonl"}, "out": "out", "weights": "nf4"}
     with pytest.raises(ConfigError) as caught:
-        load(sft.SFT, words)
+        load_config(sft.SFTConfig, words)
     assert "weights: few bits are for frozen weights" in str(caught.value)
-    assert load(sft.SFT, words | {"adapter": "lora"}).weights == NF4()
-    assert load(sft.SFT, words | {"adapter": "dora", "weights": {"kind": "nf4", "nested": True}}).weights == NF4(True)
+    assert load_config(sft.SFTConfig, words | {"adapter": "lora"}).weights == NF4Config()
+    assert load_config(
+        sft.SFTConfig, words | {"adapter": "dora", "weights": {"kind": "nf4", "nested": True}}
+    ).weights == NF4Config(True)
     with pytest.raises(UserError, match=r"adapter.whole: layers.0.mlp.up_proj is kept in few bits"):
-        opened(llama, NF4(), LoRA(2, targets="attn", whole=("up_proj",)))
+        opened(llama, NF4Config(), LoRAConfig(2, targets="attn", whole=("up_proj",)))

@@ -9,22 +9,22 @@ from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWa
 
 from tests.checkpoints import made, ours, tokens
 from tunekit.errors import FieldError
-from tunekit.generate import Sampling, complete
+from tunekit.generation.generate import SamplingConfig, generate_batch
 
 CHOICES = [
-    Sampling(1.0),
-    Sampling(0.5),
-    Sampling(2.0, top_k=4),
-    Sampling(1.0, top_k=1),
-    Sampling(1.0, top_k=50),
-    Sampling(0.8, top_p=0.7),
-    Sampling(1.5, top_p=0.01),
-    Sampling(1.0, top_k=5, top_p=0.8),
-    Sampling(3.0, top_k=6, top_p=0.5),
+    SamplingConfig(1.0),
+    SamplingConfig(0.5),
+    SamplingConfig(2.0, top_k=4),
+    SamplingConfig(1.0, top_k=1),
+    SamplingConfig(1.0, top_k=50),
+    SamplingConfig(0.8, top_p=0.7),
+    SamplingConfig(1.5, top_p=0.01),
+    SamplingConfig(1.0, top_k=5, top_p=0.8),
+    SamplingConfig(3.0, top_k=6, top_p=0.5),
 ]
 
 
-def exact(sampling: Sampling, logits: Tensor) -> Tensor:
+def exact(sampling: SamplingConfig, logits: Tensor) -> Tensor:
     """Probabilities (vocab,) as transformers sets them."""
     scores = TemperatureLogitsWarper(sampling.temperature)(None, logits[None])
     if sampling.top_k is not None:
@@ -35,7 +35,7 @@ def exact(sampling: Sampling, logits: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("sampling", CHOICES)
-def test_what_is_drawn_has_its_probability(sampling: Sampling) -> None:
+def test_what_is_drawn_has_its_probability(sampling: SamplingConfig) -> None:
     """Evenly spaced numbers: the share of each token is exact to one part in their count."""
     logits = 2 * torch.randn(12, generator=torch.Generator().manual_seed(3))
     count = 20_000
@@ -57,11 +57,11 @@ def test_the_ends_of_the_numbers_draw_what_may_be_drawn() -> None:
 
 
 def test_numbers_depend_on_seed_and_row_alone() -> None:
-    sampling = Sampling(1.0, tokens=200)
+    sampling = SamplingConfig(1.0, tokens=200)
     numbers = sampling.numbers(6)
     assert torch.equal(sampling.numbers(2, first=3), numbers[3:5])
-    assert torch.equal(Sampling(1.0, tokens=50).numbers(6), numbers[:, :50])
-    seeds = [Sampling(1.0, tokens=200, seed=seed).numbers(6) for seed in (0, 1, 2, 2**32, 2**40)]
+    assert torch.equal(SamplingConfig(1.0, tokens=50).numbers(6), numbers[:, :50])
+    seeds = [SamplingConfig(1.0, tokens=200, seed=seed).numbers(6) for seed in (0, 1, 2, 2**32, 2**40)]
     assert torch.equal(seeds[0], numbers)
     rows = torch.cat(seeds)
     assert len(rows.unique(dim=0)) == len(rows), "no seed and no row repeats another"
@@ -72,20 +72,20 @@ def test_numbers_depend_on_seed_and_row_alone() -> None:
 @pytest.mark.parametrize("name", ["llama-biases", "mistral"])
 def test_a_row_does_not_depend_on_the_others(name: str, tmp_path: Path) -> None:
     model = ours(made(tmp_path, name))
-    sampling = Sampling(1.3, top_k=20, top_p=0.95, tokens=10, seed=5)
+    sampling = SamplingConfig(1.3, top_k=20, top_p=0.95, tokens=10, seed=5)
     prompts = [tokens(1, length, seed=length)[0].tolist() for length in (7, 1, 12, 3)]
-    together = complete(model, prompts, sampling, frozenset())
+    together = generate_batch(model, prompts, sampling, frozenset())
     for row, prompt in enumerate(prompts):
-        assert complete(model, [prompt], sampling, frozenset(), first=row) == [together[row]]
-    assert complete(model, prompts, Sampling(1.3, tokens=10, seed=6), frozenset()) != together
+        assert generate_batch(model, [prompt], sampling, frozenset(), first=row) == [together[row]]
+    assert generate_batch(model, prompts, SamplingConfig(1.3, tokens=10, seed=6), frozenset()) != together
 
 
 def test_rows_end_at_their_own_stops(tmp_path: Path) -> None:
     model = ours(made(tmp_path, "qwen2"))
     prompts = [tokens(1, length, seed=length)[0].tolist() for length in (7, 2, 5)]
-    whole = complete(model, prompts, Sampling(tokens=15), frozenset())
+    whole = generate_batch(model, prompts, SamplingConfig(tokens=15), frozenset())
     stops = frozenset({whole[0][4], whole[2][0]})
-    ended = complete(model, prompts, Sampling(tokens=15), stops)
+    ended = generate_batch(model, prompts, SamplingConfig(tokens=15), stops)
     for long, short in zip(whole, ended, strict=True):
         first = next((i for i, token in enumerate(long) if token in stops), len(long))
         assert short == long[:first]
@@ -98,5 +98,5 @@ def test_rows_end_at_their_own_stops(tmp_path: Path) -> None:
 ])  # fmt: skip
 def test_values_that_make_no_sense(values: dict, field: str) -> None:
     with pytest.raises(FieldError) as caught:
-        Sampling(**values)
+        SamplingConfig(**values)
     assert caught.value.field == field

@@ -1,58 +1,33 @@
-"""The shape of the house: imports point down, stand at the top of the file, and never reach for an oracle."""
+"""Layers: imports point down, are at the top of the file, and never reach for an oracle."""
 
 import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parent.parent
 LAYERS = (
-    {"errors", "bundled", "curves", "discreet", "pages", "timeline"},
-    {"devices"},
-    {"machine", "device_to_host"},
-    {"parallel", "kernels", "config"},
-    {"models", "optimizers", "offload"},
-    {
-        "adapters",
-        "formats",
-        "memory",
-        "precision",
-        "data",
-        "optim",
-        "metrics",
-        "guard",
-        "profile",
-        "loggers",
-        "nano",
-        "layout",
-    },
-    {"checkpoint", "losses", "leaks", "generate", "hub"},
-    {"assemble", "evaluation", "forgetting", "on_policy", "origin", "stored", "usage"},
-    {"verify", "card", "export", "look", "plan", "teacher"},
-    {"publish"},
-    {"training"},
-    {"reference"},
-    {"recipes"},
-    {"catalog"},
-    {"launch"},
-    {"selftest"},
-    {"commands", "cli"},
+    {"errors", "assets", "devices", "env_info", "config", "kernels", "nano"},
+    {"models", "distributed"},
+    {"data", "losses", "optim", "adapters", "quantization", "checkpoint", "generation", "memory", "loggers", "hub"},
+    {"build", "training", "distillation", "evaluation", "plan", "export", "publishing"},
+    {"recipes", "cli", "selftest"},
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 ORACLES = {"transformers", "peft", "trl", "bitsandbytes"}
+# Pairs of packages that import each other: models shard themselves, and the self-test runs recipes as the command does.
+CIRCLES = {("models", "distributed"), ("selftest", "cli")}
 FILES = {f"{folder}/{path.relative_to(ROOT / folder)}": path for folder in ("tunekit", "recipes", "kernels")
          for path in sorted((ROOT / folder).rglob("*.py"))}  # fmt: skip
 
 
-def part(file: str) -> str:
-    """The part of the house that a file belongs to, the first name under `tunekit`."""
+def package_of(file: str) -> str:
+    """First name below `tunekit` of a file or of a module path."""
     folder, _, rest = file.partition("/")
     return rest.partition("/")[0].removesuffix(".py") if folder == "tunekit" else folder
 
 
 def imports(path: Path) -> Iterator[str]:
-    """Every module that a file imports, wherever the import stands."""
+    """Full names of all imported modules and names."""
     for node in ast.walk(ast.parse(path.read_text("utf-8"))):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -61,32 +36,55 @@ def imports(path: Path) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-@pytest.mark.parametrize("file", FILES)
-def test_imports_point_down(file: str) -> None:
-    here = part(file)
-    if here == "__init__":
-        assert not list(imports(FILES[file])), "the package itself imports nothing"
-        return
-    for name in imports(FILES[file]):
-        first, _, rest = name.partition(".")
-        assert first not in ORACLES, f"{file} imports {name}, which is for tests to compare with"
-        there = rest.partition(".")[0]
-        assert first != "tunekit" or there in (here, "__version__") or LEVEL[there] < LEVEL[here], (
-            f"{file} imports {name}"
-        )
-
-
-@pytest.mark.parametrize("file", FILES)
-def test_imports_stand_at_the_top(file: str) -> None:
-    tree = ast.parse(FILES[file].read_text("utf-8"))
-    blocks = (
-        node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
-    )
-    inside = [node for block in blocks for node in ast.walk(block) if isinstance(node, (ast.Import, ast.ImportFrom))]
-    assert not inside, [f"{file}:{node.lineno}" for node in inside]
-
-
-def test_recipes_verbs_and_models_do_not_import_each_other() -> None:
+def package_imports() -> Iterator[tuple[str, str, str]]:
+    """(file, its package, imported package) of imports between packages."""
     for file, path in FILES.items():
-        if part(file) in ("recipes", "commands") and path.stem != "__init__":
-            assert not [name for name in imports(path) if name.startswith(f"tunekit.{part(file)}.")], file
+        for name in imports(path):
+            first, _, rest = name.partition(".")
+            package = rest.partition(".")[0]
+            if first == "tunekit" and package not in (package_of(file), "__version__"):
+                yield file, package_of(file), package
+
+
+def test_imports_point_down_or_sideways() -> None:
+    upward = [(file, to) for file, package, to in package_imports() if LEVEL[to] > LEVEL[package]]
+    assert not upward
+
+
+def test_packages_have_no_import_circles() -> None:
+    graph: dict[str, set[str]] = {}
+    for _, package, to in package_imports():
+        if (package, to) not in CIRCLES:
+            graph.setdefault(package, set()).add(to)
+    while leaves := {to for targets in graph.values() for to in targets} - graph.keys():
+        graph = {package: targets - leaves for package, targets in graph.items()}
+        graph = {package: targets for package, targets in graph.items() if targets}
+    assert not graph
+
+
+def test_the_package_itself_imports_nothing() -> None:
+    assert not list(imports(FILES["tunekit/__init__.py"]))
+
+
+def test_no_oracle_is_imported() -> None:
+    assert not [(file, name) for file, path in FILES.items() for name in imports(path) if name.split(".")[0] in ORACLES]
+
+
+def test_imports_are_at_the_top_of_the_file() -> None:
+    blocks = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    inside = [
+        f"{file}:{node.lineno}"
+        for file, path in FILES.items()
+        for block in ast.walk(ast.parse(path.read_text("utf-8")))
+        if isinstance(block, blocks)
+        for node in ast.walk(block)
+        if isinstance(node, (ast.Import, ast.ImportFrom))
+    ]
+    assert not inside
+
+
+def test_recipes_and_subcommands_do_not_import_each_other() -> None:
+    for folder, prefix in (("recipes/", "tunekit.recipes."), ("tunekit/cli/commands/", "tunekit.cli.commands.")):
+        files = {file: path for file, path in FILES.items() if file.startswith(folder) and path.stem != "__init__"}
+        assert files
+        assert not [(file, name) for file, path in files.items() for name in imports(path) if name.startswith(prefix)]

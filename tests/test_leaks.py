@@ -11,30 +11,30 @@ import torch
 from torch import Tensor
 
 from tests.checkpoints import made, ours
-from tunekit import leaks
-from tunekit.data.rows import Preference, Text
-from tunekit.data.steps.batch import Batch, Layout
-from tunekit.data.steps.loader import load
-from tunekit.data.steps.served import Loader
+from tunekit.data.dataloader.base import DataLoader
+from tunekit.data.dataloader.batch import Batch, Collator
+from tunekit.data.dataloader.build import build_dataloader
+from tunekit.data.datasets import PreferenceDataset, TextDataset
 from tunekit.data.tokenizer import Tokenizer
+from tunekit.distributed.context import DistributedContext
 from tunekit.errors import UserError
 from tunekit.models.decoder import Decoder
-from tunekit.models.delta import GatedDeltaNet
-from tunekit.parallel.run import Run
-from tunekit.precision import Precision
+from tunekit.models.gated_delta_net import GatedDeltaNet
+from tunekit.models.precision import PrecisionConfig
+from tunekit.training import packing_check
 
 
-def opened(folder: Path, **options: Any) -> Loader:
+def opened(folder: Path, **options: Any) -> DataLoader:
     """Rows of 8 to 50 tokens."""
     draw = torch.Generator().manual_seed(0)
     rows = [[f"w{int(i)}" for i in torch.randint(0, 60, (n,), generator=draw)] for n in range(8, 50, 3)]
     (folder / "rows.jsonl").write_text("".join(json.dumps({"text": " ".join(row)}) + "\n" for row in rows))
-    choice = Text(str(folder / "rows.jsonl"), length=120, **options)
-    return load(choice, Tokenizer.open(folder), 4, 2, Run(0, "cpu"))
+    choice = TextDataset(str(folder / "rows.jsonl"), length=120, **options)
+    return build_dataloader(choice, Tokenizer.open(folder), 4, 2, DistributedContext(0, "cpu"))
 
 
-def check(model: Decoder, data: Loader) -> None:
-    leaks.check(model, data, Run(0, "cpu"))
+def check(model: Decoder, data: DataLoader) -> None:
+    packing_check.check(model, data, DistributedContext(0, "cpu"))
 
 
 # Full attention, windows, chunks, latent attention, delta nets, experts, shared keys, and growth with the position.
@@ -52,8 +52,8 @@ def without_beginnings(batch: Batch) -> Batch:
 
 
 def plant(monkeypatch: pytest.MonkeyPatch, fault) -> None:
-    collate = Layout.collate
-    monkeypatch.setattr(Layout, "collate", lambda layout, rows: fault(collate(layout, rows)))
+    collate = Collator.collate
+    monkeypatch.setattr(Collator, "collate", lambda layout, rows: fault(collate(layout, rows)))
 
 
 @pytest.mark.parametrize("compute", ["fp32", "bf16"])
@@ -65,7 +65,7 @@ def test_what_is_right_goes_on_and_what_leaks_is_refused(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model, data = ours(made(tmp_path, name), precision=Precision(compute)).train(), opened(tmp_path, pack=True)
+    model, data = ours(made(tmp_path, name), precision=PrecisionConfig(compute)).train(), opened(tmp_path, pack=True)
     check(model, data)
     told = re.fullmatch(
         r"packing: 6 documents together are what each is alone, to (\S+) of .*\n", capsys.readouterr().err
@@ -112,7 +112,7 @@ def test_a_number_that_is_none_is_no_agreement(tmp_path: Path) -> None:
 
 def test_of_several_documents_one_number_that_is_none_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, data = ours(made(tmp_path, "llama3.2")), opened(tmp_path, pack=True)
-    monkeypatch.setattr(leaks, "differences", lambda *_: [0.0, float("nan"), 0.0])
+    monkeypatch.setattr(packing_check, "logit_differences", lambda *_: [0.0, float("nan"), 0.0])
     with pytest.raises(UserError, match="packing: .* differ by nan"):
         check(model, data)
 
@@ -144,13 +144,13 @@ def test_answers_that_go_on_from_one_prompt_are_asked_too(
     model, words = ours(made(tmp_path, name)), [f"w{i}" for i in range(60)]
     rows = [{"prompt": " ".join(words[i : i + 20]), "chosen": " w1 w2", "rejected": " w3"} for i in range(9)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    choice = Preference(str(tmp_path / "rows.jsonl"), length=60, pack=True)
-    data = load(choice, Tokenizer.open(tmp_path), 4, 2, Run(0, "cpu"))
+    choice = PreferenceDataset(str(tmp_path / "rows.jsonl"), length=60, pack=True)
+    data = build_dataloader(choice, Tokenizer.open(tmp_path), 4, 2, DistributedContext(0, "cpu"))
     data.share()
     check(model, data)
     assert "12 documents together are what each is alone" in capsys.readouterr().err
-    written = Layout.written
-    monkeypatch.setattr(Layout, "written", lambda *args: (without_prompts(written(*args)[0]), written(*args)[1]))
+    written = Collator.written
+    monkeypatch.setattr(Collator, "written", lambda *args: (without_prompts(written(*args)[0]), written(*args)[1]))
     with pytest.raises(UserError, match="packing: .* layer 0 on"):
         check(model, data)
 

@@ -11,19 +11,19 @@ from torch._dynamo.utils import counters
 from torch.profiler import ProfilerActivity, profile
 
 from tests.checkpoints import FP32, batch, made, ours, tokens
-from tunekit import offload
-from tunekit.adapters import Full, LoRA
-from tunekit.data.rows import Text
-from tunekit.data.steps.batch import Batch
+from tunekit.adapters.config import LoRAConfig, NoAdapter
+from tunekit.data.dataloader.batch import Batch
+from tunekit.data.datasets import TextDataset
+from tunekit.distributed.context import DistributedContext
 from tunekit.errors import FieldError, UserError
-from tunekit.kernels.attention_native import able
-from tunekit.losses.likelihood import CrossEntropy
-from tunekit.memory import KEPT, Memory
+from tunekit.kernels.attention_cpu import able
+from tunekit.losses.cross_entropy import CrossEntropy
+from tunekit.memory import activation_offloading
+from tunekit.memory.activation_offloading import ActivationOffloader
+from tunekit.memory.config import KEPT, MemoryConfig
 from tunekit.models.decoder import Decoder
-from tunekit.offload import Offload
-from tunekit.optim import SGD, AdamW, AdamW8bit, Muon
-from tunekit.parallel.run import Run
-from tunekit.precision import Precision
+from tunekit.models.precision import PrecisionConfig
+from tunekit.optim.config import AdamW8bitConfig, AdamWConfig, MuonConfig, SGDConfig
 from tunekit.recipes import sft
 
 FAMILIES = ["llama3.2", "qwen3-moe", "gemma2", "qwen3-next"]
@@ -36,11 +36,11 @@ def gradients(model: Decoder, part: Batch | None = None) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("adapter", [Full(), LoRA(4)], ids=["full", "lora"])
+@pytest.mark.parametrize("adapter", [NoAdapter(), LoRAConfig(4)], ids=["full", "lora"])
 @pytest.mark.parametrize("recompute", [True, "layer", "selective"])
 def test_recompute_changes_no_bit(name: str, adapter, recompute, tmp_path: Path) -> None:
     folder = made(tmp_path, name)
-    plain, again = (ours(folder, adapter, memory=Memory(recompute=how)) for how in (False, recompute))
+    plain, again = (ours(folder, adapter, memory=MemoryConfig(recompute=how)) for how in (False, recompute))
     assert all(map(torch.equal, gradients(plain), gradients(again)))
 
 
@@ -55,7 +55,7 @@ def kept(model: Decoder) -> int:
 
 def test_what_is_kept_is_less_and_less(tmp_path: Path) -> None:
     folder = made(tmp_path, "llama3.2")
-    sizes = [kept(ours(folder, memory=Memory(recompute=how))) for how in (False, "selective", "layer")]
+    sizes = [kept(ours(folder, memory=MemoryConfig(recompute=how))) for how in (False, "selective", "layer")]
     assert sizes[0] > 1.2 * sizes[1]
     assert sizes[1] > 1.2 * sizes[2]
 
@@ -64,15 +64,15 @@ def test_what_is_kept_is_less_and_less(tmp_path: Path) -> None:
 def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """Sizes of what goes to the host, on a machine that has nothing else."""
     sent = []
-    away = offload.Away
+    away = activation_offloading.OffloadedTensor
 
     class Counted(away):
         def __init__(self, x: torch.Tensor, *rest) -> None:
             sent.append(x.nbytes)
             super().__init__(x, *rest)
 
-    monkeypatch.setattr(offload, "LEAST", 1)
-    monkeypatch.setattr(offload, "Away", Counted)
+    monkeypatch.setattr(activation_offloading, "LEAST", 1)
+    monkeypatch.setattr(activation_offloading, "OffloadedTensor", Counted)
     yield sent
     assert sent
 
@@ -81,8 +81,8 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 @pytest.mark.parametrize("recompute", [False, "layer"])
 def test_offload_changes_no_bit(name: str, recompute, host: list[int], tmp_path: Path) -> None:
     folder = made(tmp_path, name)
-    plain, away = ours(folder), ours(folder, memory=Memory(recompute=recompute))
-    mover = Offload(away)
+    plain, away = ours(folder), ours(folder, memory=MemoryConfig(recompute=recompute))
+    mover = ActivationOffloader(away)
     away.through = mover.around(away.through or (lambda layer, *inputs: layer(*inputs)))
     for _ in range(2):
         assert all(map(torch.equal, gradients(plain), gradients(away)))
@@ -94,21 +94,21 @@ def test_offload_leaves_weights_where_they_are(
 ) -> None:
     model = ours(made(tmp_path, "llama3.2"))
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    counted = offload.Away
+    counted = activation_offloading.OffloadedTensor
 
-    def check(x: torch.Tensor, *rest) -> offload.Away:
+    def check(x: torch.Tensor, *rest) -> activation_offloading.OffloadedTensor:
         assert x.untyped_storage().data_ptr() not in weights
         return counted(x, *rest)
 
-    monkeypatch.setattr(offload, "Away", check)
-    model.through = Offload(model).around(lambda layer, *inputs: layer(*inputs))
+    monkeypatch.setattr(activation_offloading, "OffloadedTensor", check)
+    model.through = ActivationOffloader(model).around(lambda layer, *inputs: layer(*inputs))
     gradients(model)
 
 
 def test_what_several_operations_keep_goes_once(host: list[int], tmp_path: Path) -> None:
     """The input of q, k and v, and that of gate and up."""
     model = ours(made(tmp_path, "llama3.2"))
-    model.through = Offload(model).around(lambda layer, *inputs: layer(*inputs))
+    model.through = ActivationOffloader(model).around(lambda layer, *inputs: layer(*inputs))
     gradients(model)
     assert len(host) < 20 * len(model.spec.layers)
 
@@ -116,17 +116,17 @@ def test_what_several_operations_keep_goes_once(host: list[int], tmp_path: Path)
 def test_offload_is_for_gpus(tmp_path: Path) -> None:
     folder = made(tmp_path, "llama3.2")
     with pytest.raises(UserError, match="memory.offload"):
-        ours(folder, memory=Memory(offload=True))
+        ours(folder, memory=MemoryConfig(offload=True))
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("recompute", [False, "layer", "selective"])
 def test_offload_on_a_gpu(recompute, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(offload, "LEAST", 1)
+    monkeypatch.setattr(activation_offloading, "LEAST", 1)
     folder = made(tmp_path, "llama3.2")
     models = [ours(folder).cuda() for _ in range(2)]
-    Memory(recompute, offload=True).apply(models[1], torch.device("cuda"))
+    MemoryConfig(recompute, offload=True).apply(models[1], torch.device("cuda"))
     part = batch(tokens(4, 64)).to(torch.device("cuda"))
     for _ in range(3):
         for model in models:
@@ -146,23 +146,25 @@ def packed(rows: int, length: int, *documents: int) -> Batch:
 
 SEEN = [packed(2, 24), packed(1, 24), packed(3, 17), packed(2, 24, 20, 20, 8), packed(1, 40, 40), packed(1, 40, 3, 37)]
 KINDS = {"llama3.2": 1, "gemma2": 2, "qwen3-sliding": 2}  # kinds of layers
-BF16 = Precision("bf16", "fp32", "bf16")
+BF16 = PrecisionConfig("bf16", "fp32", "bf16")
 slow = pytest.mark.slow
 
 
 @pytest.mark.parametrize(("name", "adapter", "recompute", "precision"), [
-    ("llama3.2", Full(), False, FP32),
-    pytest.param("llama3.2", LoRA(4, plus=4.0), "layer", BF16, marks=slow),
-    pytest.param("gemma2", LoRA(4), False, FP32, marks=slow),
-    pytest.param("qwen3-sliding", Full(), "layer", BF16, marks=slow),
-    pytest.param("qwen3-moe", Full(), False, FP32, marks=slow),
-    pytest.param("qwen3-moe", LoRA(4), False, BF16, marks=slow),
+    ("llama3.2", NoAdapter(), False, FP32),
+    pytest.param("llama3.2", LoRAConfig(4, plus=4.0), "layer", BF16, marks=slow),
+    pytest.param("gemma2", LoRAConfig(4), False, FP32, marks=slow),
+    pytest.param("qwen3-sliding", NoAdapter(), "layer", BF16, marks=slow),
+    pytest.param("qwen3-moe", NoAdapter(), False, FP32, marks=slow),
+    pytest.param("qwen3-moe", LoRAConfig(4), False, BF16, marks=slow),
 ])  # fmt: skip
-def test_nothing_is_compiled_for_a_new_length(name, adapter, recompute, precision: Precision, tmp_path: Path) -> None:
+def test_nothing_is_compiled_for_a_new_length(
+    name, adapter, recompute, precision: PrecisionConfig, tmp_path: Path
+) -> None:
     """One graph for training and one for validation of each kind of layer, whatever comes; and they give the same."""
     torch.compiler.reset()
     folder, near = made(tmp_path, name), 1e-5 if precision is FP32 else 3e-2
-    plain, model = (ours(folder, adapter, precision, Memory(recompute, compile=on)) for on in (False, True))
+    plain, model = (ours(folder, adapter, precision, MemoryConfig(recompute, compile=on)) for on in (False, True))
     for layer in model.layers:
         layer.compile(dynamic=True, backend="aot_eager")  # what comes behind the graphs takes long, and makes none
 
@@ -191,7 +193,7 @@ def test_it_is_told_when_compiling_begins(monkeypatch: pytest.MonkeyPatch, tmp_p
     for kept in ("/home/me/.cache", None):
         monkeypatch.setenv(KEPT, kept) if kept else monkeypatch.delenv(KEPT)
         model = ours(folder)
-        Memory(compile=True).apply(model, tell=told.append)
+        MemoryConfig(compile=True).apply(model, tell=told.append)
         for layer in model.layers:
             layer.compile(backend="eager")
         assert not told
@@ -202,15 +204,15 @@ def test_it_is_told_when_compiling_begins(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 def test_a_compiler_selects_by_itself() -> None:
     with pytest.raises(FieldError, match="layer"):
-        Memory("selective", compile=True)
+        MemoryConfig("selective", compile=True)
 
 
-def trained(folder: Path, adapter, choice, memory: Memory) -> tuple[Decoder, torch.optim.Optimizer, list[float]]:
+def trained(folder: Path, adapter, choice, memory: MemoryConfig) -> tuple[Decoder, torch.optim.Optimizer, list[float]]:
     """Four steps, and the lengths of their gradients."""
     model, norms = ours(folder, adapter, memory=memory), []
     inner = (p for layer in model.layers for p in layer.parameters())
     optimizer = choice.build(adapter.trained(model), inner)
-    update = memory.update(optimizer, 0.0, Run())
+    update = memory.update(optimizer, 0.0, DistributedContext())
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
     for step in range(4):
         CrossEntropy()(model, batch(tokens(seed=step))).backward()
@@ -221,14 +223,16 @@ def trained(folder: Path, adapter, choice, memory: Memory) -> tuple[Decoder, tor
 
 
 @pytest.mark.parametrize(
-    "choice", [AdamW(1e-3), AdamW8bit(1e-3), Muon(1e-3), SGD(1e-3, 0.9)], ids=lambda c: type(c).__name__
+    "choice",
+    [AdamWConfig(1e-3), AdamW8bitConfig(1e-3), MuonConfig(1e-3), SGDConfig(1e-3, 0.9)],
+    ids=lambda c: type(c).__name__,
 )
-@pytest.mark.parametrize("adapter", [Full(), LoRA(4, plus=4.0)], ids=["full", "lora"])
+@pytest.mark.parametrize("adapter", [NoAdapter(), LoRAConfig(4, plus=4.0)], ids=["full", "lora"])
 @pytest.mark.parametrize("recompute", [False, True])
 def test_steps_in_backward_are_the_same_steps(choice, adapter, recompute: bool, tmp_path: Path) -> None:
     folder = made(tmp_path, "llama3.2")
-    plain = trained(folder, adapter, choice, Memory(recompute))
-    early = trained(folder, adapter, choice, Memory(recompute, step_in_backward=True))
+    plain = trained(folder, adapter, choice, MemoryConfig(recompute))
+    early = trained(folder, adapter, choice, MemoryConfig(recompute, step_in_backward=True))
     assert early[2] == plain[2]
     weights = [*zip(plain[0].parameters(), early[0].parameters(), strict=True)]
     assert all(torch.equal(p, q) for p, q in weights)
@@ -241,8 +245,8 @@ def test_steps_in_backward_are_the_same_steps(choice, adapter, recompute: bool, 
 def test_gradients_are_freed_at_once(tmp_path: Path) -> None:
     """Never more than two weights have one: that which steps, and that which comes next."""
     model = ours(made(tmp_path, "llama3.2"))
-    optimizer, most = AdamW().build(Full().trained(model)), []
-    Memory(step_in_backward=True).update(optimizer, 0.0, Run())
+    optimizer, most = AdamWConfig().build(NoAdapter().trained(model)), []
+    MemoryConfig(step_in_backward=True).update(optimizer, 0.0, DistributedContext())
     for p in model.parameters():
         p.register_hook(lambda grad: most.append(sum(q.grad is not None for q in model.parameters())))
     CrossEntropy()(model, batch(tokens())).backward()
@@ -251,12 +255,12 @@ def test_gradients_are_freed_at_once(tmp_path: Path) -> None:
 
 def test_where_it_cannot_hold_it_is_refused() -> None:
     options = {"clip": 1.0, "batch": 4, "micro_batch": 4}
-    assert sft.SFT(model="m", data=Text("t"), out="o", **options).memory.refusal(1.0) is None
-    early = Memory(step_in_backward=True)
+    assert sft.SFTConfig(model="m", data=TextDataset("t"), out="o", **options).memory.refusal(1.0) is None
+    early = MemoryConfig(step_in_backward=True)
     with pytest.raises(FieldError, match="clip=0") as caught:
-        sft.SFT(model="m", data=Text("t"), out="o", memory=early, **options)
+        sft.SFTConfig(model="m", data=TextDataset("t"), out="o", memory=early, **options)
     assert caught.value.field == "memory.step_in_backward"
     early.check_passes(4, 4)
-    Memory().check_passes(4, 2)
+    MemoryConfig().check_passes(4, 2)
     with pytest.raises(UserError, match="micro_batch to 4"):
         early.check_passes(4, 2)

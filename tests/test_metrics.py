@@ -18,9 +18,9 @@ import pytest
 import torch
 
 from tests.waiting import until
-from tunekit import metrics
 from tunekit.errors import FieldError, UserError
-from tunekit.metrics import FILE, Log, Sums, conclude, memory
+from tunekit.loggers import metric_logger
+from tunekit.loggers.metric_logger import FILE, Log, ThroughputCounter, memory_stats, write_final_metrics
 
 CPU = torch.device("cpu")
 
@@ -96,7 +96,7 @@ def test_sums_between_lines(tmp_path):
 def clock(monkeypatch):
     """The seconds that metrics read, which pass when a test says so."""
     now = [0.0]
-    monkeypatch.setattr(metrics.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(metric_logger.time, "perf_counter", lambda: now[0])
     return now
 
 
@@ -113,7 +113,7 @@ def test_validation_is_no_part_of_a_step(tmp_path, clock):
 
 def test_what_validation_compiles_is_told_and_takes_no_time_from_a_step(tmp_path, monkeypatch, clock):
     spent = [0.0]
-    monkeypatch.setattr(metrics, "compile_seconds", lambda: spent[0])
+    monkeypatch.setattr(metric_logger, "compile_seconds", lambda: spent[0])
     with Log().open(tmp_path, MAIN, total=2) as meter:
         step(meter, 1)
         with meter.aside():
@@ -160,7 +160,7 @@ def test_resumed_run_has_every_step_once(tmp_path):
 
 
 def test_a_line_that_was_begun_goes_on_with_the_run(tmp_path, clock):
-    sums = Sums()
+    sums = ThroughputCounter()
     with Log(every=4).open(tmp_path, MAIN, total=8, sums=sums) as meter:
         for number in range(1, 7):
             clock[0] += 1.0
@@ -168,7 +168,7 @@ def test_a_line_that_was_begun_goes_on_with_the_run(tmp_path, clock):
         with meter.aside():
             clock[0] += 50.0
             kept = sums.state_dict()
-    clock[0], sums = 1000.0, Sums()
+    clock[0], sums = 1000.0, ThroughputCounter()
     sums.load_state_dict(kept)
     with Log(every=4).open(tmp_path, MAIN, total=8, start=6, sums=sums) as meter:
         for number in (7, 8):
@@ -180,7 +180,7 @@ def test_a_line_that_was_begun_goes_on_with_the_run(tmp_path, clock):
 
 
 def test_lines_of_steps_that_come_again_are_taken_back(tmp_path):
-    sums = Sums()
+    sums = ThroughputCounter()
     with Log().open(tmp_path, MAIN, total=6, sums=sums) as meter:
         meter.note(0, validation=3.0)
         for number in range(1, 5):
@@ -241,7 +241,9 @@ def test_other_ranks_are_silent(tmp_path, capfd):
 
 
 def test_without_a_terminal_there_is_no_flood(tmp_path, capfd, monkeypatch):
-    monkeypatch.setattr(metrics.time, "monotonic", lambda: 0.0)  # on a busy machine it would be time for another line
+    monkeypatch.setattr(
+        metric_logger.time, "monotonic", lambda: 0.0
+    )  # on a busy machine it would be time for another line
     with Log().open(tmp_path, MAIN, total=500) as meter:
         for number in range(1, 501):
             step(meter, number)
@@ -312,30 +314,30 @@ def test_compiling_is_apart(tmp_path, capsys):
 
 def test_figures_of_the_allocator_of_a_gpu():
     stats = {"allocated_bytes.all.current": 600, "allocated_bytes.all.peak": 900, "num_alloc_retries": 2}
-    found = metrics.reserved(stats | {"reserved_bytes.all.current": 800, "reserved_bytes.all.peak": 1000})
+    found = metric_logger.allocator_stats(stats | {"reserved_bytes.all.current": 800, "reserved_bytes.all.peak": 1000})
     assert found == {
         "memory_bytes": 600, "memory_peak_bytes": 900, "memory_reserved_bytes": 800,
         "memory_reserved_peak_bytes": 1000, "memory_fragmentation": 0.25, "memory_retries": 2,
     }  # fmt: skip
-    assert set(metrics.reserved({}).values()) == {0}
+    assert set(metric_logger.allocator_stats({}).values()) == {0}
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_the_allocator_of_a_gpu_has_these_figures():
     x = torch.zeros(2**24, device="cuda")
-    found = memory(x.device)
+    found = memory_stats(x.device)
     assert found["memory_bytes"] >= x.nbytes
     assert found["memory_reserved_peak_bytes"] >= found["memory_reserved_bytes"] >= found["memory_bytes"]
 
 
 def test_memory_is_what_the_process_holds():
     piece, size = bytes(2**16), 2**26
-    before = memory(CPU)["memory_bytes"]
+    before = memory_stats(CPU)["memory_bytes"]
     with mmap.mmap(-1, size) as held:  # of the allocator, other tests may have left room
         for _ in range(size // len(piece)):
             held.write(piece)
-        grown = memory(CPU)["memory_bytes"] - before
+        grown = memory_stats(CPU)["memory_bytes"] - before
     assert 0.8 * size < grown < 1.5 * size
 
 
@@ -378,16 +380,16 @@ def test_the_last_line_stands_there_once(tmp_path, left):
         step(meter, 2)
     with (tmp_path / FILE).open("ab") as file:
         file.write(left)
-    conclude(tmp_path, 2, verify_mean=0.25, verify_largest=math.inf)
+    write_final_metrics(tmp_path, 2, verify_mean=0.25, verify_largest=math.inf)
     *steps, last = lines(tmp_path)
     assert [line["step"] for line in steps] == [1, 2]
     assert last == {"step": 2, "verify_mean": 0.25, "verify_largest": None}
 
 
 def test_lines_are_read_up_to_half_a_one(tmp_path):
-    assert metrics.lines(tmp_path) == []
+    assert metric_logger.read_metrics(tmp_path) == []
     (tmp_path / FILE).write_bytes(b'{"step": 1, "loss": 1.0}\n{"step": 2, "lo')
-    assert metrics.lines(tmp_path) == [{"step": 1, "loss": 1.0}]
+    assert metric_logger.read_metrics(tmp_path) == [{"step": 1, "loss": 1.0}]
 
 
 FAR = SimpleNamespace(**vars(MAIN) | {"device": torch.device("meta")})  # on which the host does not wait
@@ -435,7 +437,7 @@ def test_a_device_that_has_failed_is_not_read(tmp_path):
 
 
 def test_a_way_back_writes_what_is_behind_first(tmp_path):
-    sums = Sums()
+    sums = ThroughputCounter()
     with Log().open(tmp_path, FAR, total=4, sums=sums) as meter:
         step(meter, 1, 1.0)
         kept = sums.state_dict()

@@ -9,12 +9,23 @@ import transformers
 from torch import nn
 
 from tests.checkpoints import made, ours
-from tunekit.adapters import DoRA, Full, LoRA
+from tunekit.adapters.config import DoRAConfig, LoRAConfig, NoAdapter
 from tunekit.errors import FieldError
-from tunekit.optim import SGD, WSD, AdamW, AdamW8bit, Constant, Cosine, Linear, Muon, Patience, Schedule
+from tunekit.optim.config import (
+    AdamW8bitConfig,
+    AdamWConfig,
+    ConstantLRConfig,
+    CosineLRConfig,
+    EarlyStopping,
+    LinearLRConfig,
+    LRSchedulerConfig,
+    MuonConfig,
+    SGDConfig,
+    WSDConfig,
+)
 
 
-def rates(schedule: Schedule, steps: int) -> list[float]:
+def rates(schedule: LRSchedulerConfig, steps: int) -> list[float]:
     """Learning rates as a run sees them, for a highest of 1."""
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
     found, scheduler = [], schedule.build(optimizer, steps)
@@ -34,9 +45,9 @@ def theirs(name: str, warmup: int, steps: int, **options: object) -> list[float]
 
 @pytest.mark.parametrize("warmup", [0, 1, 10])
 @pytest.mark.parametrize(("schedule", "name"), [
-    (Cosine, "get_cosine_schedule_with_warmup"), (Linear, "get_linear_schedule_with_warmup"),
+    (CosineLRConfig, "get_cosine_schedule_with_warmup"), (LinearLRConfig, "get_linear_schedule_with_warmup"),
 ])  # fmt: skip
-def test_schedules_are_those_of_transformers(schedule: type[Schedule], name: str, warmup: int) -> None:
+def test_schedules_are_those_of_transformers(schedule: type[LRSchedulerConfig], name: str, warmup: int) -> None:
     wanted = theirs(name, warmup, 50, num_training_steps=50)
     found = rates(schedule(warmup=warmup), 50)
     assert found[warmup:] == pytest.approx(wanted[warmup:50], abs=1e-9)
@@ -45,20 +56,20 @@ def test_schedules_are_those_of_transformers(schedule: type[Schedule], name: str
 
 def test_constant_with_warmup() -> None:
     wanted = theirs("get_constant_schedule_with_warmup", 8, 30)
-    assert rates(Constant(warmup=8), 30)[:8] == pytest.approx(wanted[1:9])
-    assert rates(Constant(warmup=8), 30)[8:] == [1.0] * 22
-    assert rates(Constant(), 5) == [1.0] * 5
+    assert rates(ConstantLRConfig(warmup=8), 30)[:8] == pytest.approx(wanted[1:9])
+    assert rates(ConstantLRConfig(warmup=8), 30)[8:] == [1.0] * 22
+    assert rates(ConstantLRConfig(), 5) == [1.0] * 5
 
 
 @pytest.mark.parametrize("floor", [0.0, 0.1])
 def test_wsd(floor: float) -> None:
-    found = rates(WSD(warmup=10, decay=0.25, floor=floor), 50)
+    found = rates(WSDConfig(warmup=10, decay=0.25, floor=floor), 50)
     assert found[:10] == pytest.approx([(i + 1) / 10 for i in range(10)])
     assert found[10:41] == pytest.approx([1.0] * 31)
     assert found[40:] == pytest.approx([1 - (1 - floor) * i / 10 for i in range(10)])
 
 
-@pytest.mark.parametrize("kind", [Cosine, Linear])
+@pytest.mark.parametrize("kind", [CosineLRConfig, LinearLRConfig])
 def test_a_floor_is_where_it_ends(kind: type) -> None:
     plain, raised = rates(kind(warmup=5), 40), rates(kind(warmup=5, floor=0.2), 40)
     assert raised[5:] == pytest.approx([0.2 + 0.8 * rate for rate in plain[5:]])
@@ -67,16 +78,23 @@ def test_a_floor_is_where_it_ends(kind: type) -> None:
 
 
 def test_a_warmup_below_one_is_a_share() -> None:
-    for kind in (Cosine, Linear, Constant, WSD):
+    for kind in (CosineLRConfig, LinearLRConfig, ConstantLRConfig, WSDConfig):
         assert rates(kind(warmup=0.1), 50) == rates(kind(warmup=5), 50)
-    assert all(math.isfinite(rate) for rate in rates(Cosine(warmup=80), 50)), "longer than the run"
-    assert rates(Cosine(warmup=80), 50)[-1] == pytest.approx(50 / 80)
+    assert all(math.isfinite(rate) for rate in rates(CosineLRConfig(warmup=80), 50)), "longer than the run"
+    assert rates(CosineLRConfig(warmup=80), 50)[-1] == pytest.approx(50 / 80)
 
 
-@pytest.mark.parametrize("adapter", [Full(), LoRA(2, targets=("all", "embed", "head"), plus=4.0), DoRA(2)])
-def test_vectors_are_not_decayed(adapter: Full | LoRA, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "adapter", [NoAdapter(), LoRAConfig(2, targets=("all", "embed", "head"), plus=4.0), DoRAConfig(2)]
+)
+def test_vectors_are_not_decayed(adapter: NoAdapter | LoRAConfig, tmp_path: Path) -> None:
     model = ours(made(tmp_path, "llama-biases"), adapter)
-    for kind in (AdamW(lr=0.5, decay=0.1), SGD(lr=0.5, decay=0.1), AdamW8bit(0.5, decay=0.1), Muon(0.5, decay=0.1)):
+    for kind in (
+        AdamWConfig(lr=0.5, decay=0.1),
+        SGDConfig(lr=0.5, decay=0.1),
+        AdamW8bitConfig(0.5, decay=0.1),
+        MuonConfig(0.5, decay=0.1),
+    ):
         inner = (p for layer in model.layers for p in layer.parameters())
         groups = kind.build(adapter.trained(model), inner).param_groups
         group_of = {id(p): group for group in groups for p in group["params"]}
@@ -86,16 +104,16 @@ def test_vectors_are_not_decayed(adapter: Full | LoRA, tmp_path: Path) -> None:
             if p.requires_grad:
                 group = group_of[id(p)]
                 assert group["weight_decay"] == (0.0 if "norm" in name or "bias" in name or "magn" in name else 0.1)
-                fast = isinstance(adapter, LoRA) and adapter.plus > 1 and "_B" in name
+                fast = isinstance(adapter, LoRAConfig) and adapter.plus > 1 and "_B" in name
                 assert group["lr"] == (2.0 if fast else 0.5), name
 
 
 @pytest.mark.parametrize(("choice", "other"), [
-    (AdamW(0.1, (0.8, 0.9), 1e-4, 0.3),
+    (AdamWConfig(0.1, (0.8, 0.9), 1e-4, 0.3),
      lambda ps: torch.optim.AdamW(ps, 0.1, (0.8, 0.9), 1e-4, 0.3, foreach=False)),
-    (SGD(0.1, 0.7, 0.3), lambda ps: torch.optim.SGD(ps, 0.1, 0.7, weight_decay=0.3)),
+    (SGDConfig(0.1, 0.7, 0.3), lambda ps: torch.optim.SGD(ps, 0.1, 0.7, weight_decay=0.3)),
 ])  # fmt: skip
-def test_steps_are_those_of_torch(choice: AdamW | SGD, other) -> None:
+def test_steps_are_those_of_torch(choice: AdamWConfig | SGDConfig, other) -> None:
     mine, theirs = (nn.Parameter(torch.linspace(-1, 1, 12).view(3, 4)) for _ in range(2))
     optimizers = choice.build([([mine], 1.0)]), other([theirs])
     for step in range(5):
@@ -106,23 +124,34 @@ def test_steps_are_those_of_torch(choice: AdamW | SGD, other) -> None:
 
 
 def test_patience_ends_after_some_validations_without_a_better_one() -> None:
-    patience = Patience(2)
+    patience = EarlyStopping(2)
     for loss, over in [(3.0, False), (2.0, False), (2.0, False), (1.9, False), (2.5, False), (1.9, True), (1.0, False)]:
         assert patience.watch(loss) == loss
         assert patience.over == over
-    other = Patience(2)
+    other = EarlyStopping(2)
     other.load_state_dict(patience.state_dict())
     assert other.best == 1.0
-    never = Patience(None)
+    never = EarlyStopping(None)
     assert not [never.watch(1.0) for _ in range(9) if never.over]
 
 
-@pytest.mark.parametrize(("make", "field"), [
-    (lambda: AdamW(lr=0.0), "lr"), (lambda: AdamW(lr=float("nan")), "lr"), (lambda: AdamW(betas=(0.9,)), "betas"),
-    (lambda: AdamW(betas=(0.9, 1.0)), "betas"), (lambda: SGD(lr=-1.0), "lr"), (lambda: Cosine(warmup=-1.0), "warmup"),
-    (lambda: Muon(momentum=1.0), "momentum"), (lambda: AdamW8bit(betas=(0.9,)), "betas"), (lambda: Muon(0.0), "lr"),
-    (lambda: WSD(decay=0.0), "decay"), (lambda: WSD(decay=1.5), "decay"), (lambda: WSD(warmup=-1.0), "warmup"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("make", "field"),
+    [
+        (lambda: AdamWConfig(lr=0.0), "lr"),
+        (lambda: AdamWConfig(lr=float("nan")), "lr"),
+        (lambda: AdamWConfig(betas=(0.9,)), "betas"),
+        (lambda: AdamWConfig(betas=(0.9, 1.0)), "betas"),
+        (lambda: SGDConfig(lr=-1.0), "lr"),
+        (lambda: CosineLRConfig(warmup=-1.0), "warmup"),
+        (lambda: MuonConfig(momentum=1.0), "momentum"),
+        (lambda: AdamW8bitConfig(betas=(0.9,)), "betas"),
+        (lambda: MuonConfig(0.0), "lr"),
+        (lambda: WSDConfig(decay=0.0), "decay"),
+        (lambda: WSDConfig(decay=1.5), "decay"),
+        (lambda: WSDConfig(warmup=-1.0), "warmup"),
+    ],
+)
 def test_values_that_make_no_sense(make, field: str) -> None:
     with pytest.raises(FieldError) as caught:
         make()

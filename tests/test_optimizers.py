@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from tunekit.optim import FEW, AdamW, AdamW8bit, Muon
-from tunekit.optimizers import EightBit, Orthogonal, orthogonal
+from tunekit.optim.config import FEW, AdamW8bitConfig, AdamWConfig, MuonConfig
+from tunekit.optim.container import AdamW8bit, Muon, orthogonal
 
 
 def net() -> nn.Module:
@@ -32,7 +32,7 @@ def trained(model: nn.Module, choice, steps: int) -> list[float]:
 def test_eight_bits_go_where_adamw_goes() -> None:
     whole, packed = net(), net()
     start = [p.detach().clone() for p in whole.parameters()]
-    wanted, found = trained(whole, AdamW(3e-3), 150), trained(packed, AdamW8bit(3e-3), 150)
+    wanted, found = trained(whole, AdamWConfig(3e-3), 150), trained(packed, AdamW8bitConfig(3e-3), 150)
     assert wanted[-1] < 0.1 * wanted[0]
     assert found[50] == pytest.approx(wanted[50], rel=0.05)
     assert found[-1] == pytest.approx(wanted[-1], rel=0.1)
@@ -42,7 +42,7 @@ def test_eight_bits_go_where_adamw_goes() -> None:
 
 def test_state_of_eight_bits_is_two_bytes() -> None:
     model = nn.Linear(512, 512)
-    optimizer = AdamW8bit().build([(list(model.parameters()), 1.0)])
+    optimizer = AdamW8bitConfig().build([(list(model.parameters()), 1.0)])
     model(torch.randn(2, 512)).sum().backward()
     optimizer.step()
     size = {p: sum(t.nbytes for t in optimizer.state[p].values()) for p in model.parameters()}
@@ -60,7 +60,7 @@ def test_orthogonal(shape: tuple[int, ...]) -> None:
 def test_muon_is_that_of_torch() -> None:
     ours, theirs = (nn.Parameter(torch.randn(48, 64, generator=torch.Generator().manual_seed(0))) for _ in range(2))
     start = ours.detach().clone()
-    mine = Muon(lr=0.1, decay=0.3).build([([ours], 1.0)], [ours])
+    mine = MuonConfig(lr=0.1, decay=0.3).build([([ours], 1.0)], [ours])
     other = torch.optim.Muon([theirs], 0.1, 0.3, 0.95, adjust_lr_fn="match_rms_adamw")
     for step in range(5):
         for p, optimizer in ((ours, mine), (theirs, other)):
@@ -74,7 +74,7 @@ def test_every_expert_is_a_matrix() -> None:
     alone = [nn.Parameter(expert.clone()) for expert in stack.detach()]
     grad = torch.randn(3, 32, 16) * torch.tensor([1.0, 100.0, 1e-3])[:, None, None]
     for weights, grads in (([stack], [grad]), (alone, list(grad))):
-        optimizer = Muon(lr=0.1).build([(weights, 1.0)], weights)
+        optimizer = MuonConfig(lr=0.1).build([(weights, 1.0)], weights)
         for weight, one in zip(weights, grads, strict=True):
             weight.grad = one
         optimizer.step()
@@ -86,8 +86,8 @@ def test_muon_leaves_vectors_filters_and_the_rest_to_adamw() -> None:
     vector, filters, outer = (nn.Parameter(torch.randn(*shape)) for shape in ((8,), (8, 1, 4), (16, 8)))
     weights = [matrix, experts, vector, filters, outer]
     both = [copy.deepcopy(weights), weights]
-    muon = Muon(lr=0.1, decay=0.2).build([(weights, 1.0)], weights[:4])
-    adamw = AdamW(lr=0.1, decay=0.2).build([(both[0], 1.0)])
+    muon = MuonConfig(lr=0.1, decay=0.2).build([(weights, 1.0)], weights[:4])
+    adamw = AdamWConfig(lr=0.1, decay=0.2).build([(both[0], 1.0)])
     for optimizer, ps in ((adamw, both[0]), (muon, weights)):
         for p in ps:
             p.grad = p.detach().cos()
@@ -96,16 +96,16 @@ def test_muon_leaves_vectors_filters_and_the_rest_to_adamw() -> None:
 
 
 def test_muon_learns() -> None:
-    found = trained(net(), Muon(lr=3e-3), 150)
+    found = trained(net(), MuonConfig(lr=3e-3), 150)
     assert found[-1] < 0.1 * found[0]
 
 
 def test_parts_look_like_one() -> None:
     """A schedule moves the rates of all, and states lie in one place."""
     model = net()
-    choice = Muon(lr=1.0)
+    choice = MuonConfig(lr=1.0)
     optimizer = choice.build([(list(model.parameters()), 1.0)], list(model[1:4].parameters()))
-    assert {type(part) for part in optimizer.parts} == {Orthogonal, torch.optim.AdamW}
+    assert {type(part) for part in optimizer.parts} == {Muon, torch.optim.AdamW}
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.0)
     before = [p.detach().clone() for p in model.parameters()]
     model(torch.arange(4)).sum().backward()
@@ -123,7 +123,7 @@ def moved(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("choice", [AdamW8bit(1e-2), Muon(1e-2)], ids=lambda c: type(c).__name__)
+@pytest.mark.parametrize("choice", [AdamW8bitConfig(1e-2), MuonConfig(1e-2)], ids=lambda c: type(c).__name__)
 def test_a_state_that_is_loaded_goes_on_to_the_same_bits(choice, dtype) -> None:
     models = [net().to(dtype) for _ in range(2)]
     optimizers = [choice.build([([*m.parameters()], 1.0)], [*m[1:4].parameters()]) for m in models]
@@ -142,15 +142,15 @@ def test_a_gradient_may_lie_in_memory_as_it_likes() -> None:
     grad = torch.randn(80, 80)
     for weight, given in zip(weights, (grad, grad.T.contiguous().T), strict=True):
         weight.grad = given
-        AdamW8bit().build([([weight], 1.0)]).step()
+        AdamW8bitConfig().build([([weight], 1.0)]).step()
     assert torch.equal(*weights)
 
 
 def test_what_has_no_gradient_stays() -> None:
     used, unused = nn.Parameter(torch.ones(80, 80)), nn.Parameter(torch.ones(80, 80))
-    for choice in (AdamW8bit(decay=0.5), Muon(decay=0.5)):
+    for choice in (AdamW8bitConfig(decay=0.5), MuonConfig(decay=0.5)):
         optimizer = choice.build([([used, unused], 1.0)], [used, unused])
         used.grad = torch.ones(80, 80)
         optimizer.step()
         assert torch.equal(unused, torch.ones(80, 80)) and not optimizer.state[unused]
-        assert isinstance(optimizer.parts[0], EightBit | Orthogonal)
+        assert isinstance(optimizer.parts[0], AdamW8bit | Muon)

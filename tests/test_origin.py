@@ -6,9 +6,9 @@ import huggingface_hub
 import pytest
 
 from tests.checkpoints import made
-from tunekit import bundled
-from tunekit.checkpoint.folder import Folder
-from tunekit.origin import front, origin
+from tunekit import assets
+from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
+from tunekit.publishing.base_model import read_base_model, read_front_matter
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 APACHE = "\n                                 Apache License\n                           Version 2.0, January 2004\n"
@@ -22,7 +22,7 @@ def cached(tmp_path: Path) -> Path:
 
 def test_a_base_in_the_cache_has_a_name_and_a_commit(cached: Path) -> None:
     for name in ("acme/tiny--llama", "acme/tiny--llama@main", str(cached)):
-        found = origin(Folder.open(cached, name))
+        found = read_base_model(HFCheckpoint.open(cached, name))
         assert (found.name, found.repo, found.commit) == ("acme/tiny--llama", "acme/tiny--llama", COMMIT)
         assert found.link == (
             f"[acme/tiny--llama](https://huggingface.co/acme/tiny--llama) at "
@@ -31,10 +31,10 @@ def test_a_base_in_the_cache_has_a_name_and_a_commit(cached: Path) -> None:
 
 
 def test_a_folder_has_its_last_name_alone(tmp_path: Path) -> None:
-    found = origin(Folder.open(made(tmp_path / "secret" / "my-model", "llama2")))
+    found = read_base_model(HFCheckpoint.open(made(tmp_path / "secret" / "my-model", "llama2")))
     assert (found.name, found.repo, found.commit, found.link) == ("my-model", None, None, "`my-model`")
-    nano = bundled.model("tunekit/nano")
-    assert origin(Folder.open(nano, "tunekit/nano")).name == "tunekit/nano"
+    nano = assets.model_dir("tunekit/nano")
+    assert read_base_model(HFCheckpoint.open(nano, "tunekit/nano")).name == "tunekit/nano"
 
 
 @pytest.mark.parametrize(("card", "licence"), [
@@ -51,7 +51,7 @@ def test_a_folder_has_its_last_name_alone(tmp_path: Path) -> None:
 ])  # fmt: skip
 def test_the_licence_of_a_card(cached: Path, card: str, licence: dict[str, str]) -> None:
     (cached / "README.md").write_bytes(card.encode())
-    assert origin(Folder.open(cached)).licence == licence
+    assert read_base_model(HFCheckpoint.open(cached)).licence == licence
 
 
 @pytest.mark.parametrize(("text", "licence"), [
@@ -63,10 +63,10 @@ def test_the_licence_of_a_card(cached: Path, card: str, licence: dict[str, str])
 ])  # fmt: skip
 def test_the_licence_of_a_text(cached: Path, text: str, licence: dict[str, str]) -> None:
     (cached / "LICENSE.txt").write_text(text)
-    assert origin(Folder.open(cached)).licence == licence
+    assert read_base_model(HFCheckpoint.open(cached)).licence == licence
 
 
 def test_front_matter_is_what_the_hub_reads(cached: Path) -> None:
     (cached / "README.md").write_text("---\nlicense: mit\nbase_model: a/b\n---\n\n# Title\n---\nno: more\n---\n")
     theirs = huggingface_hub.ModelCard.load(cached / "README.md").data.to_dict()
-    assert front((cached / "README.md").read_text()) == theirs
+    assert read_front_matter((cached / "README.md").read_text()) == theirs

@@ -12,7 +12,7 @@ from zipfile import ZipFile
 import pytest
 
 from tests.waiting import LIMIT
-from tunekit import catalog
+from tunekit.cli import registry
 
 ROOT = Path(__file__).parent.parent
 PARTS = ("tunekit", "recipes", "kernels", "configs")
@@ -85,11 +85,11 @@ def test_the_wheel_holds_every_file_and_only_under_its_own_name(wheel: Path) -> 
 
 def test_the_installed_command_lists_what_ships(tune: Path, tmp_path: Path) -> None:
     listed = run(tune, "ls", cwd=tmp_path)
-    assert all(name in listed for name in (*catalog.recipes(), *catalog.configs()))
+    assert all(name in listed for name in (*registry.list_recipes(), *registry.list_configs()))
     assert run(tune, "--version", cwd=tmp_path).startswith("tunekit ")
 
 
-@pytest.mark.skipif("nano/tools_lora" not in catalog.configs(), reason="needs the nano")
+@pytest.mark.skipif("nano/tools_lora" not in registry.list_configs(), reason="needs the nano")
 def test_the_installed_command_trains(tune: Path, tmp_path: Path) -> None:
     run(tune, "run", "sft", "nano/tools_lora", "steps=1", "out=here", cwd=tmp_path)
     assert list((tmp_path / "here" / "final").glob("*.safetensors"))

@@ -9,11 +9,11 @@ from safetensors.torch import load_file, save_file
 
 from tests.checkpoints import FULL, SHAPES, batch, build, error, made, ours, save, theirs, tokens, train
 from tunekit import devices
-from tunekit.adapters import Frozen, LoRA
-from tunekit.checkpoint.folder import WEIGHTS
-from tunekit.losses.likelihood import CrossEntropy
-from tunekit.memory import Memory
-from tunekit.precision import Precision
+from tunekit.adapters.config import FrozenModel, LoRAConfig
+from tunekit.checkpoint.hf_checkpoint import WEIGHTS
+from tunekit.losses.cross_entropy import CrossEntropy
+from tunekit.memory.config import MemoryConfig
+from tunekit.models.precision import PrecisionConfig
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -30,11 +30,11 @@ def mixed(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(("precision", "trained", "frozen"), [
-    (Precision(), FP32, None), (Precision("fp32", "bf16", "fp32"), BF16, FP32),
-    (Precision("bf16", "bf16", "bf16"), BF16, BF16), (Precision("fp32", "fp32", "bf16"), FP32, BF16),
+    (PrecisionConfig(), FP32, None), (PrecisionConfig("fp32", "bf16", "fp32"), BF16, FP32),
+    (PrecisionConfig("bf16", "bf16", "bf16"), BF16, BF16), (PrecisionConfig("fp32", "fp32", "bf16"), FP32, BF16),
 ])  # fmt: skip
 def test_each_weight_has_the_dtype_that_was_asked(precision, trained, frozen, mixed: Path) -> None:
-    model = ours(mixed, LoRA(2), precision)
+    model = ours(mixed, LoRAConfig(2), precision)
     for name, p in model.named_parameters():
         stored = FP32 if "layers.0." in name else FP16 if "layers.1." in name else BF16
         assert p.dtype == (trained if p.requires_grad else frozen or stored), name
@@ -58,13 +58,13 @@ def test_bf16_is_for_processors_that_multiply_it(flags, fast, tmp_path: Path, mo
 
 
 def test_products_of_fp32_do_not_care_how_frozen_weights_are_kept(mixed: Path) -> None:
-    kept = ours(mixed, Frozen(), Precision("fp32", frozen="checkpoint"))
-    assert torch.equal(kept(tokens()), ours(mixed, Frozen(), Precision("fp32", frozen="fp32"))(tokens()))
+    kept = ours(mixed, FrozenModel(), PrecisionConfig("fp32", frozen="checkpoint"))
+    assert torch.equal(kept(tokens()), ours(mixed, FrozenModel(), PrecisionConfig("fp32", frozen="fp32"))(tokens()))
 
 
 def test_gradients_of_bf16_products_are_fp32(mixed: Path) -> None:
-    model = ours(mixed, LoRA(4), Precision("bf16"))
-    train(model, LoRA(4), steps=1)
+    model = ours(mixed, LoRAConfig(4), PrecisionConfig("bf16"))
+    train(model, LoRAConfig(4), steps=1)
     part = batch(tokens())
     (CrossEntropy()(model, part) / part.learnt).backward()
     grads = [p.grad for p in model.parameters() if p.requires_grad]
@@ -77,7 +77,7 @@ def test_bf16_is_as_near_to_fp32_as_that_of_transformers(tmp_path: Path) -> None
     exact = theirs(folder)
     with torch.no_grad():
         wanted = exact(tokens()).logits
-        mine = ours(folder, Frozen(), Precision("bf16"))(tokens()).float()
+        mine = ours(folder, FrozenModel(), PrecisionConfig("bf16"))(tokens()).float()
         other = exact.bfloat16()(tokens()).logits.float()
     assert (mine - wanted).norm() < 1.5 * (other - wanted).norm()
 
@@ -88,7 +88,7 @@ def test_compiled_layers_give_the_same(tmp_path: Path) -> None:
     folder = made(tmp_path, "qwen3-sliding")
     results = []
     for on in (False, True):
-        model = ours(folder, memory=Memory(compile=on))
+        model = ours(folder, memory=MemoryConfig(compile=on))
         for rows in (tokens(2, 11), tokens(2, 17)):
             part = batch(rows)
             loss = CrossEntropy()(model, part) / part.learnt

@@ -11,12 +11,22 @@ import pytest
 import torch
 
 from tests.parallel.ranks import on
-from tunekit import metrics, profile
-from tunekit.config.problems import FieldErrors
+from tunekit.config.errors import FieldErrors
+from tunekit.distributed.context import DistributedContext
 from tunekit.errors import FieldError, UserError
-from tunekit.parallel.run import Run
-from tunekit.profile import FOLDER, TABLE, Profile, Profiler, Seen, table, verdict, waiting
-from tunekit.timeline import Figures, both, figures, length, minus, outermost, union
+from tunekit.loggers import metric_logger
+from tunekit.training import profiler as profile
+from tunekit.training.profiler import (
+    FOLDER,
+    TABLE,
+    Profiler,
+    ProfilerConfig,
+    RankProfile,
+    record_data_wait,
+    table,
+    verdict,
+)
+from tunekit.training.trace_analysis import StepTimeBreakdown, both, length, minus, outermost, step_breakdown, union
 
 
 def event(name: str, start: float, end: float, cat: str = "cpu_op", tid: int = 1, **args: Any) -> dict[str, Any]:
@@ -29,7 +39,7 @@ def step(number: int, start: float, end: float) -> dict[str, Any]:
     return event(f"ProfilerStep#{number}", start, end, "user_annotation")
 
 
-def shares(found: Figures) -> list[float]:
+def shares(found: StepTimeBreakdown) -> list[float]:
     """Milliseconds: compute, optimizer, exposed, data, other, hidden."""
     names = ("compute", "optimizer", "exposed", "data", "other", "hidden")
     return [round(1e3 * vars(found)[name], 6) for name in names]
@@ -71,7 +81,7 @@ def on_a_cpu() -> list[dict[str, Any]]:
 
 
 def test_shares_of_a_step_on_a_cpu() -> None:
-    found = figures(on_a_cpu())
+    found = step_breakdown(on_a_cpu())
     assert found.steps == 1
     assert found.total == pytest.approx(0.1)
     assert shares(found) == [21, 20, 15 + 6, 9, 29, 5]
@@ -86,7 +96,7 @@ def test_shares_of_two_steps_on_a_gpu() -> None:
     """Kernels and streams; calls on the host are no exchange, and what they wait for is none of their time."""
     told = {"Collective name": "_allgather_base", "In msg nelems": 50, "Out msg nelems": 100, "dtype": "BFloat16"}
     sums = {"Collective name": "allreduce", "In msg nelems": 10, "Out msg nelems": 10, "dtype": "Float"}
-    found = figures(
+    found = step_breakdown(
         [
             step(1, 0, 50),
             step(2, 50, 100),
@@ -116,11 +126,11 @@ def test_shares_of_two_steps_on_a_gpu() -> None:
 
 def test_a_trace_without_a_step_is_all_zero() -> None:
     for events in ([], [event("aten::mm", 0, 1)], [step(1, 0, 0)]):
-        found = figures(events)
+        found = step_breakdown(events)
         assert found.total == 0
         assert not any(shares(found))
-        assert table([Seen(found, 0)], 1) == "# No step was profiled\n"
-    assert "the time between operations, 100%" in table([Seen(figures([step(1, 0, 1)]), 0)], 1)
+        assert table([RankProfile(found, 0)], 1) == "# No step was profiled\n"
+    assert "the time between operations, 100%" in table([RankProfile(step_breakdown([step(1, 0, 1)]), 0)], 1)
 
 
 def test_what_contains_others_counts_once() -> None:
@@ -128,10 +138,10 @@ def test_what_contains_others_counts_once() -> None:
     assert [e["name"] for e in outermost(events)] == ["a", "d", "e"]
 
 
-def made(**seconds: float) -> Figures:
+def made(**seconds: float) -> StepTimeBreakdown:
     zero = dict.fromkeys(("compute", "optimizer", "exposed", "data", "other", "hidden"), 0.0)
-    exchanges = figures(on_a_cpu()).exchanges
-    return Figures(1, sum(seconds.values()), **zero | seconds, exchanges=exchanges, operations=())
+    exchanges = step_breakdown(on_a_cpu()).exchanges
+    return StepTimeBreakdown(1, sum(seconds.values()), **zero | seconds, exchanges=exchanges, operations=())
 
 
 @pytest.mark.parametrize(
@@ -151,13 +161,13 @@ def test_a_slow_rank_is_named() -> None:
     assert "The others wait for rank 1" in verdict([made(compute=2, exposed=8), made(compute=9, exposed=1)])
 
 
-def looked(folder: Path, choice: Profile | bool, steps: int, left: int | None = None) -> None:
+def looked(folder: Path, choice: ProfilerConfig | bool, steps: int, left: int | None = None) -> None:
     """Steps of products under a profile, left in the middle of one if wanted."""
     x = torch.rand(64, 64)
-    with Run(0, "cpu") as run, Profiler(choice, folder, run) as profiler:
+    with DistributedContext(0, "cpu") as run, Profiler(choice, folder, run) as profiler:
         for number in range(steps):
             profiler.at(number)
-            with waiting():
+            with record_data_wait():
                 y = x + number
             if number == left:
                 raise KeyError
@@ -170,10 +180,10 @@ def test_the_steps_that_were_chosen(
     tmp_path: Path, capsys: pytest.CaptureFixture, steps: int, first: int, count: int
 ) -> None:
     """Also where the run ends before they do."""
-    looked(tmp_path, Profile(start=3, steps=2), steps)
+    looked(tmp_path, ProfilerConfig(start=3, steps=2), steps)
     with gzip.open(tmp_path / FOLDER / "rank-0.json.gz", "rt") as lines:
         events = json.load(lines)["traceEvents"]
-    found = figures(events)
+    found = step_breakdown(events)
     assert found.steps == count
     assert 0 < found.compute + found.data <= found.total
     text = (tmp_path / FOLDER / TABLE).read_text()
@@ -196,40 +206,40 @@ def test_a_run_too_short_leaves_nothing_and_says_so(tmp_path: Path, capsys: pyte
 
 def test_a_run_whose_steps_are_known_is_long_enough_or_not() -> None:
     """The first step that is looked at comes behind `start` others."""
-    assert Profile(start=3).refusal(4) is None and Profile(start=3).refusal(None) is None
-    assert "`steps` is 3" in (Profile(start=3).refusal(3) or "")
+    assert ProfilerConfig(start=3).refusal(4) is None and ProfilerConfig(start=3).refusal(None) is None
+    assert "`steps` is 3" in (ProfilerConfig(start=3).refusal(3) or "")
 
 
 @pytest.mark.parametrize("left", [2, 3, 4])
 def test_a_run_that_is_left_closes_its_profile(tmp_path: Path, left: int) -> None:
     with pytest.raises(KeyError):
-        looked(tmp_path, Profile(start=3, steps=3), 9, left)
+        looked(tmp_path, ProfilerConfig(start=3, steps=3), 9, left)
     assert not (tmp_path / FOLDER / TABLE).exists()
-    looked(tmp_path, Profile(start=1, steps=1), 3)  # another may begin
+    looked(tmp_path, ProfilerConfig(start=1, steps=1), 3)  # another may begin
     assert (tmp_path / FOLDER / TABLE).exists()
 
 
 def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
     for name in ("start", "steps"):
         with pytest.raises(FieldError, match="1 or more"):
-            Profile(**{name: 0})
+            ProfilerConfig(**{name: 0})
     with pytest.raises(FieldErrors) as caught:
-        Profile(start=0, steps=-1)
+        ProfilerConfig(start=0, steps=-1)
     assert [one.field for one in caught.value.errors] == ["start", "steps"]
     with pytest.raises(UserError, match="profile.memory"):
-        Profiler(Profile(memory=True), tmp_path, Run(0, "cpu"))
+        Profiler(ProfilerConfig(memory=True), tmp_path, DistributedContext(0, "cpu"))
     (tmp_path / FOLDER).write_text("in the way")
     with pytest.raises(UserError, match="cannot write"):
-        looked(tmp_path, Profile(start=1, steps=1), 3)
+        looked(tmp_path, ProfilerConfig(start=1, steps=1), 3)
 
 
 def at_work(folder: str) -> list[float]:
     """On one of two ranks: a profile, the most of both, and a line of metrics."""
     torch.set_num_threads(1)
-    looked(Path(folder), Profile(start=1, steps=2), 4)
-    with Run(0, "cpu") as run:
+    looked(Path(folder), ProfilerConfig(start=1, steps=2), 4)
+    with DistributedContext(0, "cpu") as run:
         most = run.most(run.rank, -run.rank, math.pi)
-        with metrics.Log().open(Path(folder), run, total=1) as meter:
+        with metric_logger.Log().open(Path(folder), run, total=1) as meter:
             meter.step(1, {"loss": 1.0, "norm": 1.0, "rate": 1.0}, tokens=7, learnt=5, wait=0.25 + run.rank)
     return most
 
@@ -240,7 +250,7 @@ def test_two_ranks(tmp_path: Path) -> None:
     assert on(2, at_work, str(tmp_path)) == [[1, 0, math.pi]] * 2
     for rank in range(2):
         with gzip.open(tmp_path / FOLDER / f"rank-{rank}.json.gz", "rt") as lines:
-            found = figures(json.load(lines)["traceEvents"])
+            found = step_breakdown(json.load(lines)["traceEvents"])
         (sums,) = found.exchanges
         assert (found.steps, sums.kind, sums.calls) == (2, "all-reduce", 4)
         assert sums.bytes == 2 * (64 * 64 * 4 + 3 * 8)
@@ -248,7 +258,7 @@ def test_two_ranks(tmp_path: Path) -> None:
     text = (tmp_path / FOLDER / TABLE).read_text()
     assert len(re.findall(r"^\| [01] \|", text, re.MULTILINE)) == 2
     assert "| all-reduce | 2 |" in text
-    (line,) = metrics.lines(tmp_path)
+    (line,) = metric_logger.read_metrics(tmp_path)
     assert (line["wait"], line["tokens"]) == (1.25, 7)
 
 
@@ -256,11 +266,11 @@ def test_the_names_that_are_looked_for_are_those_of_torch(tmp_path: Path) -> Non
     """An optimizer's own range, and steps: both are made by torch."""
     weight = torch.nn.Parameter(torch.rand(64, 64))
     optimizer = torch.optim.AdamW([weight])
-    with Run(0, "cpu") as run, Profiler(Profile(1, 1), tmp_path, run) as profiler:
+    with DistributedContext(0, "cpu") as run, Profiler(ProfilerConfig(1, 1), tmp_path, run) as profiler:
         for number in range(3):
             profiler.at(number)
             weight.sum().backward()
             optimizer.step()
     with gzip.open(tmp_path / FOLDER / "rank-0.json.gz", "rt") as lines:
-        assert figures(json.load(lines)["traceEvents"]).optimizer > 0
+        assert step_breakdown(json.load(lines)["traceEvents"]).optimizer > 0
     assert profile.peak(torch.device("cpu")) > 2**20

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
-from tunekit import cli, stored, teacher
+from tunekit.cli import main as cli
+from tunekit.distillation import teacher, teacher_logits
+from tunekit.distributed.context import DistributedContext
 from tunekit.errors import UserError
-from tunekit.hub import fetch
-from tunekit.parallel.run import Run
+from tunekit.hub import download
 
 A, B = ({"commit": letter * 40} for letter in "ab")
 FILES = {"model.safetensors": [10, 1]}
@@ -20,7 +21,7 @@ def test_a_run_that_is_not_there_is_not_looked_for_on_the_hub(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     asked: list[str] = []
-    monkeypatch.setattr(fetch, "download", lambda name, *_: asked.append(name) or tmp_path)
+    monkeypatch.setattr(download, "download_repo", lambda name, *_: asked.append(name) or tmp_path)
     assert cli.main(["validate", "nano/distill"]) == 2
     told = capsys.readouterr().err
     assert "error: teacher.model: no such folder: runs/nano-tools: train it first" in told
@@ -45,14 +46,14 @@ def test_only_names_of_the_hub_lose_their_revision(tmp_path: Path, monkeypatch: 
         "~/ann@corp/gone",
     )
     for name in (*own, "owner/model@v1", "runs/tools@1", "a/b/c@d", "tunekit/nano"):
-        assert teacher.unpinned(name) == name and fetch.parted(name) is None
+        assert teacher.unpinned(name) == name and download.split_repo_revision(name) is None
     for name, parts in {
         "owner/model@v2": ("owner/model", "v2"),
         "owner/model@refs/pr/1": ("owner/model", "refs/pr/1"),
         "owner/model": ("owner/model", None),
         "gpt2@main": ("gpt2", "main"),
     }.items():
-        assert fetch.parted(name) == parts and teacher.unpinned(name) == parts[0]
+        assert download.split_repo_revision(name) == parts and teacher.unpinned(name) == parts[0]
 
 
 def sets(folder: Path, *seen: dict[str, Any], blocks: int = 0, model: str = "owner/t") -> list[Path]:
@@ -61,17 +62,17 @@ def sets(folder: Path, *seen: dict[str, Any], blocks: int = 0, model: str = "own
     places = [folder / str(number) for number in range(len(seen))]
     for place, one in zip(places, seen, strict=True):
         place.mkdir()
-        (place / stored.ABOUT).write_text(json.dumps({**about, "seen": one}))
+        (place / teacher_logits.ABOUT).write_text(json.dumps({**about, "seen": one}))
     return places
 
 
-def there(places: list[Path], now: dict[str, Any], model: str = "owner/t") -> stored.Kept | None:
-    return teacher.Stored(model=model, folder="kept").there(places, now, Run.alone())
+def there(places: list[Path], now: dict[str, Any], model: str = "owner/t") -> teacher_logits.TopKLogits | None:
+    return teacher.OfflineTeacherConfig(model=model, folder="kept").there(places, now, DistributedContext.alone())
 
 
 def test_whole_files_of_an_earlier_commit_are_gone_on_with(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     whole = sets(tmp_path, A, A)
-    assert there(whole, B) == stored.Kept(4, 1.0, 9, 9)
+    assert there(whole, B) == teacher_logits.TopKLogits(4, 1.0, 9, 9)
     told = capsys.readouterr().err
     assert told.count("\n") == 1 and all(text in told for text in (*A.values(), *B.values(), "going on with them"))
     for now in (A, {}):

@@ -13,41 +13,47 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.checkpoints import FP32, FULL, SHAPES, build, ours, rewrite, save, shuffle_adapter, train
-from tunekit import bundled, verify
-from tunekit.adapters import DoRA, Full, LoRA
-from tunekit.checkpoint import merge, peft
-from tunekit.checkpoint import save as saving
-from tunekit.checkpoint.folder import Folder
+from tunekit import assets
+from tunekit.adapters.config import DoRAConfig, LoRAConfig, NoAdapter
+from tunekit.checkpoint import final_checkpoint as saving
+from tunekit.checkpoint import merge, peft_adapter, verify
+from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
 from tunekit.data.tokenizer import Tokenizer
+from tunekit.distributed.context import DistributedContext
 from tunekit.errors import UserError
 from tunekit.models.decoder import Decoder
-from tunekit.parallel.run import Run
-from tunekit.precision import Precision
+from tunekit.models.precision import PrecisionConfig
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-BF16 = Precision("bf16")
+BF16 = PrecisionConfig("bf16")
 FAMILIES = ("llama3.2", "mistral", "qwen2", "gemma2", "phi3", "olmo3", "granite", "glm4", "gemma3-vision", "mixtral")
 FAMILIES += ("gpt-oss", "deepseek-v3", "qwen3-moe", "llama4", "gemma4-moe-shared", "qwen3-next", "qwen3.5-moe-vision")
 
 
-def trained(folder: Path, name: str, dtype: torch.dtype, adapter: Full | LoRA = FULL) -> tuple[Decoder, Folder]:
+def trained(
+    folder: Path, name: str, dtype: torch.dtype, adapter: NoAdapter | LoRAConfig = FULL
+) -> tuple[Decoder, HFCheckpoint]:
     """A model after some steps, and the checkpoint of that dtype which it came from."""
     base = save(build(SHAPES[name]).to(dtype), folder / "base")
-    model = ours(base, adapter, Precision("fp32"))
+    model = ours(base, adapter, PrecisionConfig("fp32"))
     train(model, adapter)
-    return model, Folder.open(base)
+    return model, HFCheckpoint.open(base)
 
 
-def written(folder: Path, model: Decoder, source: Folder, adapter: Full | LoRA = FULL) -> Path:
+def written(folder: Path, model: Decoder, source: HFCheckpoint, adapter: NoAdapter | LoRAConfig = FULL) -> Path:
     out = folder / "final"
     out.mkdir()
-    saving.final(adapter, out, model, source)
+    saving.save_final(adapter, out, model, source)
     return out
 
 
-def found(out: Path, model: Decoder, source: Folder, precision: Precision = FP32) -> verify.Verification:
-    return verify.saved(out, model, verify.Made(source, precision=precision), Run(device="cpu"))
+def found(
+    out: Path, model: Decoder, source: HFCheckpoint, precision: PrecisionConfig = FP32
+) -> verify.VerificationResult:
+    return verify.verify_saved(
+        out, model, verify.ModelSource(source, precision=precision), DistributedContext(device="cpu")
+    )
 
 
 @pytest.mark.parametrize(("name", "dtype"), [(n, DTYPES[i % 3]) for i, n in enumerate(FAMILIES)])
@@ -60,15 +66,15 @@ def test_a_model_that_was_saved_passes(name: str, dtype: torch.dtype, tmp_path: 
 
 
 @pytest.mark.parametrize("adapter", [
-    LoRA(4, 8.0),
-    LoRA(4, rslora=True, targets=("q_proj", "embed", "head")),
-    LoRA(4, init="pissa"),
-    DoRA(3, targets=("attn", "head")),
+    LoRAConfig(4, 8.0),
+    LoRAConfig(4, rslora=True, targets=("q_proj", "embed", "head")),
+    LoRAConfig(4, init="pissa"),
+    DoRAConfig(3, targets=("attn", "head")),
 ], ids=str)  # fmt: skip
 @pytest.mark.parametrize("precision", [FP32, BF16], ids=["fp32", "bf16"])
-def test_an_adapter_that_was_saved_passes(adapter: LoRA, precision: Precision, tmp_path: Path) -> None:
+def test_an_adapter_that_was_saved_passes(adapter: LoRAConfig, precision: PrecisionConfig, tmp_path: Path) -> None:
     base = save(build(SHAPES["llama3.2"]).bfloat16(), tmp_path / "base")
-    model, source = ours(base, adapter, precision), Folder.open(base)
+    model, source = ours(base, adapter, precision), HFCheckpoint.open(base)
     train(model, adapter)
     result = found(written(tmp_path, model, source, adapter), model, source, precision)
     assert result.passed, result
@@ -134,7 +140,7 @@ def test_a_mistake_in_the_files_is_found(mistake: str, dtype: torch.dtype, tmp_p
     told = json.loads((out / verify.FILE).read_text(), parse_constant=pytest.fail)
     assert told["passed"] is False
     with pytest.raises(UserError, match="verification failed.* see verification.json.*push") as caught:
-        verify.insist(out)
+        verify.raise_if_failed(out)
     assert "\n" not in str(caught.value)
 
 
@@ -152,7 +158,7 @@ def test_a_mistake_in_the_config_is_found(name: str, key: str, value: object, tm
 
 
 def test_a_wrong_scale_of_an_adapter_is_found(tmp_path: Path) -> None:
-    adapter = LoRA(4, 8.0)
+    adapter = LoRAConfig(4, 8.0)
     model, source = trained(tmp_path, "qwen3", torch.bfloat16, adapter)
     out = written(tmp_path, model, source, adapter)
     file = out / "adapter_config.json"
@@ -165,12 +171,12 @@ def test_a_wrong_scale_of_an_adapter_is_found(tmp_path: Path) -> None:
 
 
 ADAPTERS = {
-    "llama-biases": LoRA(4, rslora=True, bias="all"),
-    "llama3.2": LoRA(4, targets=("all", "embed")),
-    "qwen3": DoRA(3, targets=("all", "head")),
-    "phi3": LoRA(4, ranks={"q_proj": 2}),
-    "mixtral": LoRA(2),
-    "gemma2": LoRA(2, targets="attn", whole=("norms", "embed")),
+    "llama-biases": LoRAConfig(4, rslora=True, bias="all"),
+    "llama3.2": LoRAConfig(4, targets=("all", "embed")),
+    "qwen3": DoRAConfig(3, targets=("all", "head")),
+    "phi3": LoRAConfig(4, ranks={"q_proj": 2}),
+    "mixtral": LoRAConfig(2),
+    "gemma2": LoRAConfig(2, targets="attn", whole=("norms", "embed")),
 }
 
 
@@ -179,22 +185,22 @@ def test_a_merged_model_passes_and_one_with_a_mistake_does_not(name: str, dtype:
     model, source = trained(tmp_path, name, dtype, ADAPTERS[name])
     shuffle_adapter(model)
     start = written(tmp_path, model, source, ADAPTERS[name])
-    adapter = replace(peft.described(start, source), start=str(start))
+    adapter = replace(peft_adapter.read_adapter_config(start, source), start=str(start))
     result = merged(tmp_path / "merged", source, adapter, start)
     assert result.passed, result
     assert result.unexplained < max(1e-6, 0.01 * result.mean)
-    assert verify.read(tmp_path / "merged") == asdict(result)
+    assert verify.read_verification(tmp_path / "merged") == asdict(result)
     wrong = shutil.copytree(start, tmp_path / "wrong")
-    config = json.loads((wrong / peft.CONFIG).read_text())
-    (wrong / peft.CONFIG).write_text(json.dumps(config | {"lora_alpha": 1.02 * config["lora_alpha"]}))
+    config = json.loads((wrong / peft_adapter.CONFIG).read_text())
+    (wrong / peft_adapter.CONFIG).write_text(json.dumps(config | {"lora_alpha": 1.02 * config["lora_alpha"]}))
     assert not merged(tmp_path / "other", source, adapter, wrong).passed
 
 
-def merged(out: Path, source: Folder, adapter: LoRA, start: Path) -> verify.Verification:
+def merged(out: Path, source: HFCheckpoint, adapter: LoRAConfig, start: Path) -> verify.VerificationResult:
     """What comes out when the adapter in `start` is merged where `adapter` was meant."""
     out.mkdir()
-    merge.merge(source, start, out, quiet=True)
-    return verify.merged(out, source, adapter, CPU)
+    merge.merge_adapter(source, start, out, quiet=True)
+    return verify.verify_merge(out, source, adapter, CPU)
 
 
 def test_the_live_model_stays_as_it_was(tmp_path: Path) -> None:
@@ -223,7 +229,7 @@ def test_training_that_went_wrong_is_no_checkpoint_to_push(tmp_path: Path) -> No
     out = written(tmp_path, model, source)
     assert not found(out, model, source).passed
     with pytest.raises(UserError, match="nan"):
-        verify.insist(out)
+        verify.raise_if_failed(out)
 
 
 def test_what_is_too_large_for_fp16_is_found(tmp_path: Path) -> None:
@@ -234,10 +240,10 @@ def test_what_is_too_large_for_fp16_is_found(tmp_path: Path) -> None:
 
 
 def test_probes_are_cheap_and_within_the_vocabulary(tmp_path: Path) -> None:
-    nano = bundled.model("tunekit/nano")
-    spec = Folder.open(nano).spec
-    rows = verify.probes(nano, spec)
-    assert rows == verify.probes(nano, spec)
+    nano = assets.model_dir("tunekit/nano")
+    spec = HFCheckpoint.open(nano).spec
+    rows = verify.probe_prompts(nano, spec)
+    assert rows == verify.probe_prompts(nano, spec)
     assert len(rows) >= 20
     assert sum(map(len, rows)) <= 512
     tokenizer = Tokenizer.open(nano)
@@ -248,15 +254,15 @@ def test_probes_are_cheap_and_within_the_vocabulary(tmp_path: Path) -> None:
     assert any(tokenizer.decode(tokenizer.prompt([{"role": "user", "content": verify.QUESTIONS[0]}])[-9:]) in text
                for text in asked)  # fmt: skip
     small = replace(spec, vocab=300, context=7)
-    rows = verify.probes(nano, small)
+    rows = verify.probe_prompts(nano, small)
     assert max(token for row in rows for token in row) < 300
     assert max(map(len, rows)) <= 7
-    assert len(verify.probes(tmp_path, spec)) == len(verify.RANDOM), "without a tokenizer"
+    assert len(verify.probe_prompts(tmp_path, spec)) == len(verify.RANDOM), "without a tokenizer"
 
 
 def test_a_folder_that_nobody_looked_at(tmp_path: Path) -> None:
-    assert verify.read(tmp_path) is None
-    verify.insist(tmp_path)
+    assert verify.read_verification(tmp_path) is None
+    verify.raise_if_failed(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -273,7 +279,7 @@ def test_a_folder_that_nobody_looked_at(tmp_path: Path) -> None:
     ],
 )
 def test_the_verdict_says_what_comes_from_where(mean: float, unexplained: float, says: str) -> None:
-    told = str(verify.Verification(verify.FILES, 0.03, mean, unexplained, 0.99, 99, 1e-4, True))
+    told = str(verify.VerificationResult(verify.FILES, 0.03, mean, unexplained, 0.99, 99, 1e-4, True))
     assert told.startswith(
         "verified: logits of model and files differ by 0.004 on average and by 0.03 at most, where 1 is"
     )
@@ -281,7 +287,7 @@ def test_the_verdict_says_what_comes_from_where(mean: float, unexplained: float,
 
 
 def test_scores_name_no_token() -> None:
-    found = verify.Verification(verify.FILES, 0.03, 0.004, 0.0, 1.0, 99, 1e-4, True, scores=True)
+    found = verify.VerificationResult(verify.FILES, 0.03, 0.004, 0.0, 1.0, 99, 1e-4, True, scores=True)
     assert str(found).startswith("verified: scores of model and files differ by 0.004 on average")
     assert "where 1 is how far all scores spread" in str(found) and "token is the same" not in str(found)
     assert "give the same scores to the last bit" in str(replace(found, largest=0.0))

@@ -13,7 +13,7 @@ class FieldError(ValueError):
         self.field, self.message = field, message
 
 
-class Stopped(Exception):
+class RunStopped(Exception):
     """The run was asked to stop and has saved. The CLI prints the message and exits with `code`, as a shell expects."""
 
     def __init__(self, message: str, code: int) -> None:

@@ -6,8 +6,8 @@ import time
 from pathlib import Path
 
 from tunekit import __version__
-from tunekit.data.prepared import prepare
-from tunekit.data.rows import Chat
+from tunekit.data.datasets import ChatDataset
+from tunekit.data.preprocess import preprocess
 from tunekit.data.tokenizer import Tokenizer
 
 
@@ -24,7 +24,7 @@ def main() -> None:
     rows, folder, out = map(Path, sys.argv[1:4])
     tokenizer = Tokenizer.open(folder)
     began = time.perf_counter()
-    found = prepare.documents(Chat(source=str(rows), length=2048), tokenizer, Alone())
+    found = preprocess.preprocess_dataset(ChatDataset(source=str(rows), length=2048), tokenizer, Alone())
     told = {"seconds": time.perf_counter() - began, "rows": len(found), "tokens": len(found.tokens)}
     out.write_text(json.dumps({**told, "learnt": found.targets, "versions": {"tunekit": __version__}}))
 

@@ -15,16 +15,16 @@ import torch
 from torch import Tensor
 
 from tests.checkpoints import SHAPES, made
-from tunekit import assemble
-from tunekit.adapters import Full
-from tunekit.checkpoint.folder import Folder
-from tunekit.formats import Plain
-from tunekit.generate import Sampling, complete
-from tunekit.losses.likelihood import CrossEntropy
-from tunekit.memory import Memory
+from tunekit import build as assemble
+from tunekit.adapters.config import NoAdapter
+from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
+from tunekit.distributed.context import DistributedContext
+from tunekit.generation.generate import SamplingConfig, generate_batch
+from tunekit.losses.cross_entropy import CrossEntropy
+from tunekit.memory.config import MemoryConfig
 from tunekit.models.decoder import Decoder
-from tunekit.parallel.run import Run
-from tunekit.precision import Precision
+from tunekit.models.precision import PrecisionConfig
+from tunekit.quantization.config import NoQuantization
 from tunekit.selftest import nano
 
 LENGTHS = (20, 22, 18, 30)
@@ -33,10 +33,10 @@ MIN_COSINE, MAX_DIFFERENCE = 0.97, 0.05  # of gradients; of losses, relative and
 PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5]]
 
 
-def build(source: Folder, device: str, compute: str) -> Decoder:
-    with Run(0, device) as run:
-        precision = Precision(compute, "fp32", "fp32")  # type: ignore[arg-type]
-        return assemble.model(source, Plain(), Full(), precision, Memory(), run)
+def build(source: HFCheckpoint, device: str, compute: str) -> Decoder:
+    with DistributedContext(0, device) as run:
+        precision = PrecisionConfig(compute, "fp32", "fp32")  # type: ignore[arg-type]
+        return assemble.build_model(source, NoQuantization(), NoAdapter(), precision, MemoryConfig(), run)
 
 
 def loss_and_gradients(model: Decoder, layout: str, device: str) -> tuple[float, Tensor]:
@@ -53,7 +53,7 @@ def loss_and_gradients(model: Decoder, layout: str, device: str) -> tuple[float,
 
 def check_family(name: str, device: str, folder: Path) -> bool:
     """Print a line for each layout. Whether all numbers are near."""
-    source = Folder.open(made(folder, name), name)
+    source = HFCheckpoint.open(made(folder, name), name)
     reference, model = build(source, "cpu", "fp32"), build(source, device, "bf16")
     good = True
     for layout in ROWS:
@@ -63,8 +63,8 @@ def check_family(name: str, device: str, folder: Path) -> bool:
         near = abs(actual - expected) < MAX_DIFFERENCE * (abs(expected) + 1) and cosine > MIN_COSINE
         good = good and near
         print(f"{name} {layout}: loss {expected:.4f} {actual:.4f}, cosine {cosine:.4f}{'' if near else ' FAIL'}")
-    sampling = Sampling(tokens=6, temperature=0)
-    answers = [complete(net, PROMPTS, sampling, frozenset()) for net in (reference, model)]
+    sampling = SamplingConfig(tokens=6, temperature=0)
+    answers = [generate_batch(net, PROMPTS, sampling, frozenset()) for net in (reference, model)]
     print(f"{name}: generated tokens {'equal' if answers[0] == answers[1] else f'differ: {answers}'}", flush=True)
     return good
 

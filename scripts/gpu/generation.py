@@ -11,12 +11,12 @@ import gpu
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from tunekit.adapters import LoRA
-from tunekit.formats import NF4, Plain
-from tunekit.generate import Sampling, complete
-from tunekit.memory import Memory
+from tunekit.adapters.config import LoRAConfig
+from tunekit.generation.generate import SamplingConfig, generate_batch
+from tunekit.memory.config import MemoryConfig
 from tunekit.models.decoder import Decoder
-from tunekit.precision import Precision
+from tunekit.models.precision import PrecisionConfig
+from tunekit.quantization.config import NF4Config, NoQuantization
 
 PROMPT = [1 + i % 50 for i in range(37)]
 CASES = ((1, 24), (1, 64), (8, 64))  # rows and tokens
@@ -35,7 +35,7 @@ def generate(model: Decoder, name: str, device: torch.device) -> None:
         for rows, tokens in CASES:
             synchronize(device)
             start = time.perf_counter()
-            complete(model, [PROMPT] * rows, Sampling(tokens=tokens, temperature=0), frozenset())
+            generate_batch(model, [PROMPT] * rows, SamplingConfig(tokens=tokens, temperature=0), frozenset())
             synchronize(device)
             seconds = time.perf_counter() - start
             text = f"{tokens} tokens in {seconds:.2f} s, {1e3 * seconds / tokens:.1f} ms per token"
@@ -45,7 +45,7 @@ def generate(model: Decoder, name: str, device: torch.device) -> None:
 def training_step(model: Decoder, name: str, size: gpu.Size) -> None:
     """Host waits, host time and the longest kernels of a LoRA step."""
     data = gpu.batch(model.spec.vocab, *size.tokens(4, 2048))
-    step = gpu.train(model.train(), LoRA(16), data)
+    step = gpu.train(model.train(), LoRAConfig(16), data)
     for _ in range(3):
         step()
     with warnings.catch_warnings(record=True) as caught:
@@ -74,10 +74,10 @@ def main() -> None:
     args = parser.parse_args()
     device, size = torch.device(args.device), gpu.Size(args.small)
     gpu.DEVICE = device
-    for weights in (Plain(), NF4()):
+    for weights in (NoQuantization(), NF4Config()):
         name = type(weights).__name__
-        precision = Precision("bf16", trained="fp32", frozen="bf16")
-        model = gpu.model(size.config("tunekit/llama3_1_8b"), weights, LoRA(16), Memory(), precision)
+        precision = PrecisionConfig("bf16", trained="fp32", frozen="bf16")
+        model = gpu.model(size.config("tunekit/llama3_1_8b"), weights, LoRAConfig(16), MemoryConfig(), precision)
         generate(model, name, device)
         if device.type == "cuda":
             training_step(model, name, size)

@@ -14,35 +14,35 @@ from pathlib import Path
 import torch
 
 from tests.checkpoints import made
-from tunekit import assemble
-from tunekit.adapters import Full, LoRA
-from tunekit.checkpoint.folder import Folder
-from tunekit.formats import Plain
-from tunekit.losses.likelihood import CrossEntropy
-from tunekit.memory import Memory
-from tunekit.parallel import norm
-from tunekit.parallel.choice import Parallel
-from tunekit.parallel.run import Run
-from tunekit.precision import Precision
+from tunekit import build
+from tunekit.adapters.config import LoRAConfig, NoAdapter
+from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
+from tunekit.distributed import clip_grad
+from tunekit.distributed.context import DistributedContext
+from tunekit.distributed.parallel_dims import ParallelConfig
+from tunekit.losses.cross_entropy import CrossEntropy
+from tunekit.memory.config import MemoryConfig
+from tunekit.models.precision import PrecisionConfig
+from tunekit.quantization.config import NoQuantization
 from tunekit.selftest import nano
 from tunekit.selftest.process_checks import join, one_rank_environment
 
 NAMES = ("llama3.2", "gemma2", "gemma3", "phi3-long", "qwen3-moe", "llama4", "qwen3.5")
 LENGTHS = (20, 22, 18, 30)
-CASES: dict[str, tuple[Full | LoRA, Memory, Parallel]] = {
-    "full": (Full(), Memory(), Parallel()),
-    "lora": (LoRA(4), Memory(), Parallel()),
-    "gather=compute": (Full(), Memory(), Parallel(gather="compute")),
-    "recompute": (Full(), Memory(recompute=True), Parallel()),
-    "memory.offload": (LoRA(4), Memory(offload=True), Parallel()),
-    "parallel.offload": (Full(), Memory(), Parallel(offload=True)),
+CASES: dict[str, tuple[NoAdapter | LoRAConfig, MemoryConfig, ParallelConfig]] = {
+    "full": (NoAdapter(), MemoryConfig(), ParallelConfig()),
+    "lora": (LoRAConfig(4), MemoryConfig(), ParallelConfig()),
+    "gather=compute": (NoAdapter(), MemoryConfig(), ParallelConfig(gather="compute")),
+    "recompute": (NoAdapter(), MemoryConfig(recompute=True), ParallelConfig()),
+    "memory.offload": (LoRAConfig(4), MemoryConfig(offload=True), ParallelConfig()),
+    "parallel.offload": (NoAdapter(), MemoryConfig(), ParallelConfig(offload=True)),
 }
 
 
-def numbers(source: Folder, case: str, run: Run) -> list[float]:
+def numbers(source: HFCheckpoint, case: str, run: DistributedContext) -> list[float]:
     """Losses packed and padded, and the gradient norm."""
     adapter, memory, run.parallel = CASES[case]
-    model = assemble.model(source, Plain(), adapter, Precision("bf16", "fp32", "fp32"), memory, run)
+    model = build.build_model(source, NoQuantization(), adapter, PrecisionConfig("bf16", "fp32", "fp32"), memory, run)
     documents, losses = nano.random_documents(model.spec.vocab, LENGTHS), []
     for capacity, rows in ((128, [documents[:2], documents[2:]]), (0, [[document] for document in documents])):
         batch = nano.packing(capacity, len(rows)).written(rows)[0]
@@ -50,8 +50,8 @@ def numbers(source: Folder, case: str, run: Run) -> list[float]:
         loss.backward()
         losses.append(loss.item())
     trained = [p for p in model.parameters() if p.grad is not None]
-    length = norm.length(trained, run)
-    norm.shorten(trained, length, 1.0)
+    length = clip_grad.total_grad_norm(trained, run)
+    clip_grad.clip_gradients(trained, length, 1.0)
     return [round(value, 4) for value in (*losses, float(length))]
 
 
@@ -69,12 +69,12 @@ def main() -> int:
     parser.add_argument("--names", nargs="*", default=[*NAMES])
     args = parser.parse_args()
     failed = 0
-    with one_rank_environment(), Run(0, args.device) as run:
+    with one_rank_environment(), DistributedContext(0, args.device) as run:
         print("process group:", join(run), run.mesh, flush=True)
         for name, case in cases(args.names, args.device):
             with tempfile.TemporaryDirectory() as folder:
                 try:
-                    source = Folder.open(made(Path(folder), name), name)
+                    source = HFCheckpoint.open(made(Path(folder), name), name)
                     print(f"ok {name} {case} {numbers(source, case, run)}", flush=True)
                 except Exception as error:  # noqa: BLE001 (the other cases are tried anyway)
                     trace = traceback.extract_tb(error.__traceback__)

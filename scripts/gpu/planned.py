@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from tunekit import bundled
-from tunekit.checkpoint.folder import read_json
+from tunekit import assets
+from tunekit.checkpoint.hf_checkpoint import read_json
 from tunekit.models.decoder import Decoder
-from tunekit.models.families.registry import family
+from tunekit.models.families.registry import find_family
 
 HOME = Path("/tmp/tunekit-gpu-planned")
 PRESET, TOKENIZER = "tunekit/llama3_2_1b", "tunekit/nano"
@@ -39,7 +39,7 @@ GIB = 2**30
 
 def write_checkpoint(directory: Path, changes: dict[str, Any]) -> None:
     """Random weights in bf16 under the names of the Hub, and the tokenizer of the nano."""
-    source, tokenizer = bundled.model(PRESET), bundled.model(TOKENIZER)
+    source, tokenizer = assets.model_dir(PRESET), assets.model_dir(TOKENIZER)
     assert source is not None and tokenizer is not None
     directory.mkdir(parents=True)
     config = read_json(source / "config.json") | changes
@@ -48,7 +48,7 @@ def write_checkpoint(directory: Path, changes: dict[str, Any]) -> None:
     for file in tokenizer.iterdir():
         if "token" in file.name or file.suffix == ".jinja":
             shutil.copy(file, directory)
-    spec = family(config, "config.json")[1]
+    spec = find_family(config, "config.json")[1]
     with torch.device("meta"):
         shapes = Decoder(spec).shapes
     noise = torch.randn(2**20) * 0.02

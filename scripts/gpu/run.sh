@@ -7,7 +7,7 @@ set -uo pipefail
 call=${1:?usage: run.sh CALL [device]} device=${2:-cuda}
 root=$(cd "$(dirname "$0")/../.." && pwd)
 export OUT=${OUT:-/tmp/gpu-$call} PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 TQDM_DISABLE=1
-export GOMP_SPINCOUNT=${GOMP_SPINCOUNT:-1000}  # as tunekit/cli.py sets it
+export GOMP_SPINCOUNT=${GOMP_SPINCOUNT:-1000}  # as tunekit/cli/main.py sets it
 export TUNEKIT_CACHE=${TUNEKIT_CACHE:-/tmp/tunekit-cache}
 python=${PYTHON:-python3} home=${GPU_HOME:-/tmp/tunekit-gpu}
 mkdir -p "$OUT" "$home/bin" "$home/site"

@@ -15,25 +15,26 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from tunekit import assemble, publish, verify
-from tunekit.adapters import DoRA, Frozen, Full, LoRA
-from tunekit.checkpoint import atomic, pieces, save, workspace
-from tunekit.checkpoint.folder import Folder
-from tunekit.checkpoint.state import State
-from tunekit.checkpoint.tensors import Writer
-from tunekit.checkpoint.write import described, plan, write, write_index
+from tunekit import build
+from tunekit.adapters.config import DoRAConfig, FrozenModel, LoRAConfig, NoAdapter
+from tunekit.checkpoint import atomic, dcp_planner, final_checkpoint, run_dir, verify
+from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
+from tunekit.checkpoint.safetensors_io import SafetensorsWriter
+from tunekit.checkpoint.save_model import described, plan_shards, save_model, write_index
+from tunekit.checkpoint.training_state import Checkpointer
+from tunekit.distributed.context import DistributedContext
+from tunekit.distributed.parallel_dims import ParallelConfig
+from tunekit.distributed.sharding import full_tensor, shard_slice, to_local
 from tunekit.errors import UserError
-from tunekit.formats import NF4, Plain
-from tunekit.memory import Memory
+from tunekit.memory.config import MemoryConfig
 from tunekit.models.decoder import TIED, Decoder
-from tunekit.models.weights import moves_out
-from tunekit.optim import AdamW, AdamW8bit, Muon
-from tunekit.parallel.choice import Parallel
-from tunekit.parallel.run import Run
-from tunekit.parallel.tensors import local, part, whole
-from tunekit.precision import Precision
+from tunekit.models.precision import PrecisionConfig
+from tunekit.models.weight_map import save_mappings
+from tunekit.optim.config import AdamW8bitConfig, AdamWConfig, MuonConfig
+from tunekit.publishing import publish
+from tunekit.quantization.config import NF4Config, NoQuantization
 
-FP32 = Precision("fp32", "fp32", "fp32")
+FP32 = PrecisionConfig("fp32", "fp32", "fp32")
 DENSE = {"model_type": "llama", "vocab_size": 96, "hidden_size": 64, "intermediate_size": 72, "num_hidden_layers": 2}
 DENSE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "torch_dtype": "bfloat16", "tie_word_embeddings": False}
 EXPERTS = DENSE | {
@@ -49,14 +50,14 @@ def checkpoint(folder: Path, config: dict, shard: int = 60_000) -> Path:
     """Random weights in small files. Of norms no two numbers are the same."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
-    source = Folder.open(folder)
+    source = HFCheckpoint.open(folder)
     with torch.device("meta"):
         model = Decoder(source.spec)
     held = {n: s for n, s in model.shapes.items() if not (source.spec.tied and n == TIED)}
-    entries = {n: e for move in moves_out(held, source.family.table) for n, e in described(model, move, source)}
-    shards, draw = plan(entries, source, shard), torch.Generator().manual_seed(1)
+    entries = {n: e for move in save_mappings(held, source.family.table) for n, e in described(model, move, source)}
+    shards, draw = plan_shards(entries, source, shard), torch.Generator().manual_seed(1)
     for file, names in shards.items():
-        with Writer(folder / file, {n: entries[n] for n in names}) as out:
+        with SafetensorsWriter(folder / file, {n: entries[n] for n in names}) as out:
             for n in names:
                 shape, dtype = entries[n]
                 numbers = torch.randn(shape, generator=draw) * 0.2
@@ -66,17 +67,17 @@ def checkpoint(folder: Path, config: dict, shard: int = 60_000) -> Path:
 
 
 MODELS = {"dense": DENSE, "experts": EXPERTS, "fused": FUSED}
-OPTIMIZERS = {"adamw": AdamW(lr=0.01), "adamw8bit": AdamW8bit(lr=0.01), "muon": Muon(lr=0.01)}
+OPTIMIZERS = {"adamw": AdamWConfig(lr=0.01), "adamw8bit": AdamW8bitConfig(lr=0.01), "muon": MuonConfig(lr=0.01)}
 # Files of the Hub: how a model is trained whose result is written.
 RESULTS = {
-    "dense": Full(),
-    "experts": Full(),
-    "fused": LoRA(2, targets=("q_proj", "v_proj", "mlp", "embed"), whole=("head", "norms")),
-    "experts-lora": LoRA(2, targets=("attn", "experts", "head")),
-    "dense-dora": DoRA(3, targets="attn"),
-    "dense-pissa": LoRA(4, init="pissa"),
-    "dense-nf4": LoRA(2),
-    "fused-dora-nf4": DoRA(2, targets=("v_proj", "gate_proj")),
+    "dense": NoAdapter(),
+    "experts": NoAdapter(),
+    "fused": LoRAConfig(2, targets=("q_proj", "v_proj", "mlp", "embed"), whole=("head", "norms")),
+    "experts-lora": LoRAConfig(2, targets=("attn", "experts", "head")),
+    "dense-dora": DoRAConfig(3, targets="attn"),
+    "dense-pissa": LoRAConfig(4, init="pissa"),
+    "dense-nf4": LoRAConfig(2),
+    "fused-dora-nf4": DoRAConfig(2, targets=("v_proj", "gate_proj")),
 }
 
 
@@ -85,44 +86,46 @@ class Case:
     """A model of a folder, and how it is trained."""
 
     folder: Path
-    adapter: Full | LoRA = Full()
-    optimizer: AdamW | Muon = AdamW(lr=0.01)
-    weights: Plain = Plain()
+    adapter: NoAdapter | LoRAConfig = NoAdapter()
+    optimizer: AdamWConfig | MuonConfig = AdamWConfig(lr=0.01)
+    weights: NoQuantization = NoQuantization()
 
     @property
-    def source(self) -> Folder:
-        return Folder.open(self.folder)
+    def source(self) -> HFCheckpoint:
+        return HFCheckpoint.open(self.folder)
 
-    def model(self, run: Run) -> Decoder:
-        return assemble.model(self.source, self.weights, self.adapter, FP32, Memory(), run)
+    def model(self, run: DistributedContext) -> Decoder:
+        return build.build_model(self.source, self.weights, self.adapter, FP32, MemoryConfig(), run)
 
-    def state(self, folder: Path, model: Decoder, run: Run, background: bool = False) -> State:
+    def state(self, folder: Path, model: Decoder, run: DistributedContext, background: bool = False) -> Checkpointer:
         inner = (p for layer in model.layers for p in layer.parameters())
         optimizer = self.optimizer.build(self.adapter.trained(model), inner)
-        return State(folder, model, optimizer, LambdaLR(optimizer, constant), 2, run, background=background)
+        return Checkpointer(folder, model, optimizer, LambdaLR(optimizer, constant), 2, run, background=background)
 
 
 def constant(step: int) -> float:
     return 1.0
 
 
-def moved(state: State, first: int, last: int) -> None:
+def moved(state: Checkpointer, first: int, last: int) -> None:
     """Steps whose gradients are the same on any layout."""
     for step in range(first, last):
         for name, p in state.model.named_parameters():
             if p.requires_grad:
                 draw = torch.Generator().manual_seed(step * 1000 + len(name))
-                grad = torch.randn(part(p).shape, generator=draw)
+                grad = torch.randn(shard_slice(p).shape, generator=draw)
                 p.grad = torch.zeros_like(p)
-                local(p.grad).copy_(part(p).of(grad, local(p).shape))
+                to_local(p.grad).copy_(shard_slice(p).of(grad, to_local(p).shape))
         state.optimizer.step()
 
 
 def held(model: nn.Module) -> dict[str, Tensor]:
-    return {name: whole(p).clone() for name, p in model.named_parameters() if p.requires_grad}
+    return {name: full_tensor(p).clone() for name, p in model.named_parameters() if p.requires_grad}
 
 
-def gone_on(case: Case, folder: Path, run: Run, steps: int, stop: int, background: bool) -> dict[str, Tensor]:
+def gone_on(
+    case: Case, folder: Path, run: DistributedContext, steps: int, stop: int, background: bool
+) -> dict[str, Tensor]:
     """Take up the state in a folder; train to `steps` and save, and train on to `stop` at once."""
     model = case.model(run)
     with case.state(folder, model, run, background) as state:
@@ -134,18 +137,22 @@ def gone_on(case: Case, folder: Path, run: Run, steps: int, stop: int, backgroun
     return held(model)
 
 
-def result(name: str, base: Path, out: Path, run: Run) -> dict[str, object]:
+def result(name: str, base: Path, out: Path, run: DistributedContext) -> dict[str, object]:
     """Write what a training leaves for others, and compare it with the model."""
-    case = Case(base / name.partition("-")[0], RESULTS[name], weights=NF4() if name.endswith("nf4") else Plain())
+    case = Case(
+        base / name.partition("-")[0], RESULTS[name], weights=NF4Config() if name.endswith("nf4") else NoQuantization()
+    )
     model = case.model(run)
     moved(case.state(out, model, run), 0, 1)
-    with atomic.common(out / name, run) as folder:
-        save.final(case.adapter, folder, model, case.source, run)
-        found = verify.saved(folder, model, verify.Made(case.source, case.weights, case.adapter, FP32), run)
+    with atomic.SharedAtomicDir(out / name, run) as folder:
+        final_checkpoint.save_final(case.adapter, folder, model, case.source, run)
+        found = verify.verify_saved(
+            folder, model, verify.ModelSource(case.source, case.weights, case.adapter, FP32), run
+        )
     return vars(found)
 
 
-def refused(case: Case, folder: Path, run: Run, background: bool) -> tuple[str, int, str]:
+def refused(case: Case, folder: Path, run: DistributedContext, background: bool) -> tuple[str, int, str]:
     """A rank that may not write large files while others may: what it says, at which look, and what is left."""
     model, told, look = case.model(run), "", 0
     state = case.state(folder, model, run, background)
@@ -170,12 +177,12 @@ def refused(case: Case, folder: Path, run: Run, background: bool) -> tuple[str, 
     return told, look, left
 
 
-def damaged(case: Case, folder: Path, run: Run) -> list[str]:
+def damaged(case: Case, folder: Path, run: DistributedContext) -> list[str]:
     """What this rank says of a state of which a file is cut off, whichever rank has looked at that file."""
     model, told = case.model(run), []
     state = case.state(folder, model, run)
     state.save(1)
-    for name in (pieces.METADATA, "progress.pt"):
+    for name in (dcp_planner.METADATA, "progress.pt"):
         file, whole = folder / "00000001" / name, (folder / "00000001" / name).read_bytes()
         run.barrier()
         run.shared(partial(file.write_bytes, whole[: len(whole) // 2]))
@@ -187,15 +194,15 @@ def damaged(case: Case, folder: Path, run: Run) -> list[str]:
     return told
 
 
-def sent(case: Case, folder: Path, run: Run, patch: Any) -> list[str]:
+def sent(case: Case, folder: Path, run: DistributedContext, patch: Any) -> list[str]:
     """What this rank sends of a checkpoint that all of them write."""
     found: list[str] = []
     patch.aside = lambda choice, place, message, about: found.extend(sorted(file.name for file in place.iterdir()))
     model = case.model(run)
-    sender = patch.Publisher(
-        patch.Push("ann/model", every=2),
+    sender = patch.HubUploader(
+        patch.PushToHubConfig("ann/model", every=2),
         folder,
-        lambda place: save.final(case.adapter, place, model, case.source, run),
+        lambda place: final_checkpoint.save_final(case.adapter, place, model, case.source, run),
         run,
     )
     for step in (1, 2):
@@ -206,23 +213,23 @@ def sent(case: Case, folder: Path, run: Run, patch: Any) -> list[str]:
     return found
 
 
-def claimed(out: Path, run: Run) -> list[str]:
+def claimed(out: Path, run: DistributedContext) -> list[str]:
     """What each rank is told of a folder that is taken, of one with another config, and what it is given."""
     told = []
-    with workspace.claim(out, "seed: 1", frozenset(), False, run) as space:
+    with run_dir.open_run_dir(out, "seed: 1", frozenset(), False, run) as space:
         told.append(str(space.day))
         for words in ((out, "seed: 1", False), (out, "seed: 2", True)):
             try:
-                workspace.claim(words[0], words[1], frozenset(), words[2], run)
+                run_dir.open_run_dir(words[0], words[1], frozenset(), words[2], run)
             except UserError as error:
                 told.append(re.sub(r"process \d+", "process", str(error)))
         run.shared((out / "metrics.jsonl").touch)
     run.barrier()
     try:
-        workspace.claim(out, "seed: 2", frozenset(), False, run)
+        run_dir.open_run_dir(out, "seed: 2", frozenset(), False, run)
     except UserError as error:
         told.append(str(error))
-    workspace.claim(out, "seed: 2", frozenset(), True, run).begin()
+    run_dir.open_run_dir(out, "seed: 2", frozenset(), True, run).begin()
     told.append(" ".join(sorted(path.name for path in out.iterdir())))
     return told
 
@@ -230,7 +237,7 @@ def claimed(out: Path, run: Run) -> list[str]:
 def on_two(base: Path, out: Path) -> dict[str, object]:
     """All that two ranks can tell."""
     found: dict[str, object] = {}
-    with Run(0, "cpu") as run:
+    with DistributedContext(0, "cpu") as run:
         for name, optimizer in OPTIMIZERS.items():
             case = Case(base / "dense", optimizer=optimizer)
             found[f"background {name}"] = gone_on(case, out / f"two-{name}", run, 2, 4, True)
@@ -260,21 +267,23 @@ def peak(act: Callable[[], Any]) -> tuple[int, Any]:
 
 def memory(folder: Path, out: Path) -> tuple[int, int, int]:
     """Of a model that is divided: what its share takes, and what loading and saving it take at most."""
-    with Run(0, "cpu") as run:
-        source, precision = Folder.open(folder), Precision("fp32", "fp32", "checkpoint")
+    with DistributedContext(0, "cpu") as run:
+        source, precision = HFCheckpoint.open(folder), PrecisionConfig("fp32", "fp32", "checkpoint")
         small = run.shared(partial(checkpoint, out.with_name("small"), DENSE))
         Case(small).model(run)  # now torch has all that it loads when it first divides a model
-        loading, model = peak(lambda: assemble.model(source, Plain(), Frozen(), precision, Memory(), run))
+        loading, model = peak(
+            lambda: build.build_model(source, NoQuantization(), FrozenModel(), precision, MemoryConfig(), run)
+        )
         run.shared(out.mkdir)
         run.barrier()
-        saving, _ = peak(lambda: write(out, model, source, quiet=True, run=run))
-        return sum(local(p).nbytes for p in model.parameters()), loading, saving
+        saving, _ = peak(lambda: save_model(out, model, source, quiet=True, run=run))
+        return sum(to_local(p).nbytes for p in model.parameters()), loading, saving
 
 
-def on_four(base: Path, out: Path, parallel: Parallel, model: str) -> dict[str, object]:
+def on_four(base: Path, out: Path, parallel: ParallelConfig, model: str) -> dict[str, object]:
     """States of one process taken up by four ranks, and saved there."""
     found: dict[str, object] = {}
-    with Run(0, "cpu", parallel) as run:
+    with DistributedContext(0, "cpu", parallel) as run:
         for name in ("adamw", "muon"):
             case = Case(base / model, optimizer=OPTIMIZERS[name])
             found[name] = gone_on(case, out / f"four-{name}", run, 3, 4, True)
@@ -288,16 +297,16 @@ def on_four(base: Path, out: Path, parallel: Parallel, model: str) -> dict[str, 
 
 def killed(base: Path, out: Path) -> None:
     """One rank ends when it has written its share and the other has not."""
-    with Run(0, "cpu") as run:
+    with DistributedContext(0, "cpu") as run:
         case = Case(base / "dense")
         model = case.model(run)
         state = case.state(out, model, run, True)
         moved(state, 0, 1)
         state.save(1)
         state.wait()
-        usual, mine = pieces.write, out / "written"
+        usual, mine = dcp_planner.write_shards, out / "written"
 
-        def writes(*args: Any) -> pieces.Written:
+        def writes(*args: Any) -> dcp_planner.ShardWriteResult:
             if run.rank == 1:
                 while not mine.exists():
                     time.sleep(0.01)
@@ -306,7 +315,7 @@ def killed(base: Path, out: Path) -> None:
             mine.touch()
             return done
 
-        pieces.write = writes
+        dcp_planner.write_shards = writes
         moved(state, 1, 2)
         state.save(2)
         state.wait()

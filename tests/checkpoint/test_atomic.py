@@ -36,23 +36,23 @@ def names(folder: Path) -> set[str]:
 
 
 def write(folder: Path, number: int) -> None:
-    with atomic.whole(folder) as partial:
+    with atomic.AtomicDir(folder) as partial:
         fill(partial, number)
 
 
 def test_appears_at_the_end(tmp_path):
     final = tmp_path / "a" / "final"
-    with atomic.whole(final) as partial:
+    with atomic.AtomicDir(final) as partial:
         fill(partial, 1)
         assert not final.exists()
-        assert not atomic.is_whole(partial)
-    assert atomic.is_whole(final)
+        assert not atomic.is_complete(partial)
+    assert atomic.is_complete(final)
     assert version(final) == 1
     assert names(final.parent) == {"final"}
 
 
 def test_files_are_for_those_whom_the_folder_is_for(tmp_path):
-    with atomic.whole(tmp_path / "final") as partial:
+    with atomic.AtomicDir(tmp_path / "final") as partial:
         save_file({"weight": torch.ones(2)}, partial / "model.safetensors")
         fill(partial, 1, files=1)
     modes = {path.stat().st_mode & 0o777 for path in (tmp_path / "final").glob("*.*")}
@@ -68,7 +68,7 @@ def test_old_partial_is_removed(tmp_path):
 
 def test_error_leaves_the_old_one(tmp_path):
     write(tmp_path / "final", 1)
-    with pytest.raises(ZeroDivisionError), atomic.whole(tmp_path / "final") as partial:
+    with pytest.raises(ZeroDivisionError), atomic.AtomicDir(tmp_path / "final") as partial:
         fill(partial, 2)
         _ = 1 / 0
     assert version(tmp_path / "final") == 1
@@ -111,12 +111,12 @@ def test_every_cut_leaves_a_whole_version(tmp_path, monkeypatch, old_is_whole):
             os._exit(0)
         if os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0:
             break
-        place = atomic.locate(final)
+        place = atomic.find_complete_dir(final)
         assert place is not None or not old_is_whole
         before = version(place) if place else None
-        atomic.recover(final)
-        assert atomic.is_whole(final) == (before is not None)
-        assert atomic.is_whole(final) <= (names(final.parent) == {"final"})
+        atomic.remove_partial(final)
+        assert atomic.is_complete(final) == (before is not None)
+        assert atomic.is_complete(final) <= (names(final.parent) == {"final"})
         if before:
             assert version(final) == before
         write(final, 3)
@@ -142,11 +142,11 @@ def test_killed_while_replacing(tmp_path):
         kills += 1
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-        place = atomic.locate(final)
+        place = atomic.find_complete_dir(final)
         assert place is not None
         found = version(place)
         assert found >= last
-        atomic.recover(final)
+        atomic.remove_partial(final)
         assert version(final) == found
         assert names(tmp_path) == {"final"}
         last = found
@@ -157,20 +157,20 @@ def test_half_removed_is_not_whole(tmp_path, monkeypatch):
     child = os.fork()
     if child == 0:
         cut_at(monkeypatch, 2)  # the mark is gone, the rest is not
-        atomic.remove(tmp_path / "final")
+        atomic.remove_dir(tmp_path / "final")
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
     assert len(names(tmp_path / "final")) == 5
-    assert not atomic.is_whole(tmp_path / "final")
+    assert not atomic.is_complete(tmp_path / "final")
 
 
 def test_damage_is_seen(tmp_path):
     write(tmp_path / "final", 1)
-    assert atomic.damaged(tmp_path / "final") is None
+    assert atomic.find_corrupt_file(tmp_path / "final") is None
     (tmp_path / "final" / "3.txt").write_text("2\n" * 2000)
-    assert atomic.damaged(tmp_path / "final") == tmp_path / "final" / "3.txt"
+    assert atomic.find_corrupt_file(tmp_path / "final") == tmp_path / "final" / "3.txt"
     (tmp_path / "final" / "2.txt").unlink()
-    assert atomic.damaged(tmp_path / "final") == tmp_path / "final" / "2.txt"
+    assert atomic.find_corrupt_file(tmp_path / "final") == tmp_path / "final" / "2.txt"
 
 
 @pytest.fixture
@@ -201,7 +201,7 @@ WAYS = [with_python, with_torch, with_safetensors]
 @pytest.mark.parametrize("way", WAYS)
 def test_refused_write_is_one_line(tmp_path, small_files, way):
     write(tmp_path / "state" / "00000005", 1)
-    with pytest.raises(UserError) as caught, atomic.whole(tmp_path / "state" / "00000010") as partial:
+    with pytest.raises(UserError) as caught, atomic.AtomicDir(tmp_path / "state" / "00000010") as partial:
         way(partial)
     text = str(caught.value)
     assert "\n" not in text
@@ -226,7 +226,7 @@ def tiny_disk(tmp_path):
 def test_full_disk(tiny_disk, way):
     write(tiny_disk / "state" / "00000005", 1)
     said = pytest.raises(UserError, match=r"no space left on device.*last complete state is .*00000005")
-    with said as caught, atomic.whole(tiny_disk / "state" / "00000010") as partial:
+    with said as caught, atomic.AtomicDir(tiny_disk / "state" / "00000010") as partial:
         way(partial)
     assert "\n" not in str(caught.value)
     assert names(tiny_disk / "state") == {"00000005"}
@@ -239,23 +239,23 @@ def test_read_only_disk(tiny_disk):
     with pytest.raises(UserError, match="read-only file system"):
         write(tiny_disk / "final", 2)
     with pytest.raises(UserError, match="read-only file system"):
-        atomic.write_text(tiny_disk / "config.yaml", "a: 1\n")
+        atomic.write_text_atomic(tiny_disk / "config.yaml", "a: 1\n")
     assert version(tiny_disk / "final") == 1
 
 
 def test_room_is_asked_for_before_writing(tmp_path):
     room = shutil.disk_usage(tmp_path).free
-    atomic.need(tmp_path / "not" / "there" / "yet", room // 2)
+    atomic.check_free_space(tmp_path / "not" / "there" / "yet", room // 2)
     with pytest.raises(UserError, match="free.*nothing old was touched"):
-        atomic.need(tmp_path / "not" / "there" / "yet", room * 2)
+        atomic.check_free_space(tmp_path / "not" / "there" / "yet", room * 2)
     assert names(tmp_path) == set()
 
 
 def test_small_file_is_replaced(tmp_path, small_files):
     file = tmp_path / "config.yaml"
-    atomic.write_text(file, "lr: 1\n")
-    atomic.write_text(file, "lr: 2  # é\n")
+    atomic.write_text_atomic(file, "lr: 1\n")
+    atomic.write_text_atomic(file, "lr: 2  # é\n")
     with pytest.raises(UserError, match="cannot write"):
-        atomic.write_text(file, "x" * 2**18)
+        atomic.write_text_atomic(file, "x" * 2**18)
     assert file.read_text(encoding="utf-8") == "lr: 2  # é\n"
     assert names(tmp_path) == {"config.yaml"}

@@ -7,19 +7,19 @@ import torch
 from torch import Tensor
 
 from tests.checkpoints import error
-from tunekit.checkpoint.factors import Site, Update
-from tunekit.models.weights import Fused, Same, Stack, Transposed
+from tunekit.checkpoint.lora_weights import LoRADelta, LoRATarget
+from tunekit.models.weight_map import Fused, Identity, Stack, Transposed
 
 OUT = (6, 2, 4)
 FLAT = {
-    "one": (Same(), ("m.weight",), OUT[:1]),
+    "one": (Identity(), ("m.weight",), OUT[:1]),
     "parts": (Fused(), ("m.weight",), OUT),
     "in turns": (Fused(interleaved=True), ("m.weight",), (5, 5)),
     "transposed": (Transposed(), ("m",), OUT[:1]),
     "parts, transposed": (Fused(transposed=True), ("m",), OUT),
 }
 EXPERTS = {
-    "stacked": (Same(), ("m",), OUT[:1]),
+    "stacked": (Identity(), ("m",), OUT[:1]),
     "one for each": (Stack(), ("m.*.w",), OUT[:1]),
     "stacked parts": (Fused(dim=1), ("m",), OUT),
     "stacked in turns, transposed": (Fused(dim=1, interleaved=True, transposed=True), ("m",), (5, 5)),
@@ -28,23 +28,23 @@ EXPERTS = {
 CASES = [(case, ()) for case in FLAT.values()] + [(case, (3,)) for case in EXPERTS.values()]
 
 
-def updates(outs: tuple[int, ...], lead: tuple[int, ...], dora: bool = False) -> list[Update]:
+def updates(outs: tuple[int, ...], lead: tuple[int, ...], dora: bool = False) -> list[LoRADelta]:
     """One for each layer, of different ranks and scales, over 7 inputs."""
     made = []
     for rank, out in enumerate(outs, start=2):
         a, b = torch.randn(*lead, rank, 7), torch.randn(*lead, out, rank)
-        made.append(Update(a, b, 0.5 + rank, torch.rand(*lead, out) if dora else None))
+        made.append(LoRADelta(a, b, 0.5 + rank, torch.rand(*lead, out) if dora else None))
     return made
 
 
-def delta(update: Update) -> Tensor:
+def delta(update: LoRADelta) -> Tensor:
     return update.scale * update.b @ update.a
 
 
 @pytest.mark.parametrize(("case", "lead"), CASES, ids=[*FLAT, *EXPERTS])
 def test_the_change_is_the_same_on_both_sides(case: tuple, lead: tuple[int, ...]) -> None:
     op, hub, outs = case
-    site = Site(tuple(f"layer{i}" for i in range(len(outs))), hub, op)
+    site = LoRATarget(tuple(f"layer{i}" for i in range(len(outs))), hub, op)
     made = updates(outs, lead)
     wanted = op.save([delta(update) for update in made])
     found = site.out(made)
@@ -62,7 +62,7 @@ def test_the_change_is_the_same_on_both_sides(case: tuple, lead: tuple[int, ...]
 def test_magnitudes_go_with_the_outputs(case: tuple) -> None:
     """A weight whose rows are as long as they were meant to be is so on both sides."""
     op, hub, outs = case
-    site = Site(tuple(f"layer{i}" for i in range(len(outs))), hub, op)
+    site = LoRATarget(tuple(f"layer{i}" for i in range(len(outs))), hub, op)
     made = updates(outs, (), dora=True)
     lengths = [update.magnitude for update in made]
     assert all(m is not None for m in lengths)
@@ -76,7 +76,7 @@ def test_magnitudes_go_with_the_outputs(case: tuple) -> None:
 def test_a_layer_without_an_update_has_zeros() -> None:
     made = updates((6, 2), ())
     made[0] = replace(made[0], a=made[0].a[:0], b=made[0].b[:, :0])
-    (found,) = Site(("a", "b"), ("m.weight",), Fused()).out(made)
+    (found,) = LoRATarget(("a", "b"), ("m.weight",), Fused()).out(made)
     assert found.rank == made[1].rank and found.scale == made[1].scale
     assert not delta(found)[:6].any()
     assert error(delta(found)[6:], delta(made[1])) < 1e-6

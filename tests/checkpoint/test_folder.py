@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.checkpoints import SHAPES, build, made, ours, rewrite, save
 from tests.shapes_dense import LLAMA3, YARN
-from tunekit.checkpoint.folder import INDEX, PICKLE, PICKLE_INDEX, WEIGHTS, Folder
+from tunekit.checkpoint.hf_checkpoint import INDEX, PICKLE, PICKLE_INDEX, WEIGHTS, HFCheckpoint
 from tunekit.errors import UserError
 
 Q = "model.layers.0.self_attn.q_proj.weight"
@@ -75,7 +75,7 @@ def test_config_that_is_not_supported(values: dict, told: str, folder: Path) -> 
     if "dtype" in values:
         (folder / WEIGHTS).unlink()
         with pytest.raises(UserError, match="dtype 'int8' is none of float32, float16, bfloat16"):
-            Folder.open(folder).dtype(Q)
+            HFCheckpoint.open(folder).dtype(Q)
         return
     refused(told, folder)
 
@@ -249,7 +249,7 @@ def test_the_usual_name_goes_before_an_index(folder: Path, shards: Path) -> None
 def test_dtypes_are_those_of_the_files(tmp_path: Path) -> None:
     folder = save(build(SHAPES["qwen2"]).bfloat16(), tmp_path)
     edit(folder, lambda t: t.update({Q: t[Q].float()}))
-    source = Folder.open(folder)
+    source = HFCheckpoint.open(folder)
     assert source.dtype("layers.0.attn.q_proj.weight") == torch.float32
     assert source.dtype("layers.0.attn.k_proj.weight") == torch.bfloat16
     assert source.dtype("head.weight") == torch.bfloat16

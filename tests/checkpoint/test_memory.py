@@ -10,11 +10,11 @@ import torch
 
 from tests.checkpoint.ranks import memory
 from tests.parallel.ranks import on
-from tunekit.checkpoint.folder import Folder
-from tunekit.checkpoint.tensors import Writer
-from tunekit.checkpoint.write import described, plan, write_index
+from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
+from tunekit.checkpoint.safetensors_io import SafetensorsWriter
+from tunekit.checkpoint.save_model import described, plan_shards, write_index
 from tunekit.models.decoder import Decoder
-from tunekit.models.weights import moves_out
+from tunekit.models.weight_map import save_mappings
 
 CONFIG = {"model_type": "llama", "vocab_size": 16000, "hidden_size": 1024, "intermediate_size": 4096}
 CONFIG |= {"num_hidden_layers": 12, "num_attention_heads": 16, "num_key_value_heads": 4, "torch_dtype": "bfloat16"}
@@ -22,14 +22,14 @@ LARGEST = 16000 * 1024 * 4  # bytes of the embedding in fp32
 PROGRAM = """
 import json, sys
 from pathlib import Path
-from tunekit import assemble
-from tunekit.adapters import Frozen, Full
-from tunekit.checkpoint.folder import Folder
-from tunekit.checkpoint.write import write
-from tunekit.formats import Plain
-from tunekit.memory import Memory
-from tunekit.parallel.run import Run
-from tunekit.precision import Precision
+from tunekit import build
+from tunekit.adapters.config import FrozenModel, NoAdapter
+from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
+from tunekit.checkpoint.save_model import save_model
+from tunekit.quantization.config import NoQuantization
+from tunekit.memory.config import MemoryConfig
+from tunekit.distributed.context import DistributedContext
+from tunekit.models.precision import PrecisionConfig
 
 def status(key):
     return next(int(x.split()[1]) * 1024 for x in open("/proc/self/status") if x.startswith(key + ":"))
@@ -39,12 +39,12 @@ def over(act):
     before, done = status("VmRSS"), act()
     return status("VmHWM") - before, done
 
-folder, out, adapter = Path(sys.argv[1]), Path(sys.argv[2]), {"full": Full, "frozen": Frozen}[sys.argv[3]]()
-source = Folder.open(folder)
-precision, run = Precision("fp32", "fp32", "checkpoint"), Run(0, "cpu")
-load, model = over(lambda: assemble.model(source, Plain(), adapter, precision, Memory(), run))
+folder, out, adapter = Path(sys.argv[1]), Path(sys.argv[2]), {"full": NoAdapter, "frozen": FrozenModel}[sys.argv[3]]()
+source = HFCheckpoint.open(folder)
+precision, run = PrecisionConfig("fp32", "fp32", "checkpoint"), DistributedContext(0, "cpu")
+load, model = over(lambda: build.build_model(source, NoQuantization(), adapter, precision, MemoryConfig(), run))
 out.mkdir()
-save, _ = over(lambda: write(out, model, source, quiet=True))
+save, _ = over(lambda: save_model(out, model, source, quiet=True))
 print(json.dumps([sum(p.nbytes for p in model.parameters()), load, save]))
 """
 
@@ -56,15 +56,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """400 MB of random weights in files of 100 MB."""
     folder = tmp_path_factory.mktemp("large")
     (folder / "config.json").write_text(json.dumps(CONFIG))
-    source = Folder.open(folder)
+    source = HFCheckpoint.open(folder)
     with torch.device("meta"):
         shapes = Decoder(source.spec).shapes
         model = Decoder(source.spec)
-    entries = {n: e for move in moves_out(shapes, source.family.table) for n, e in described(model, move, source)}
-    shards = plan(entries, source, 10**8)
+    entries = {n: e for move in save_mappings(shapes, source.family.table) for n, e in described(model, move, source)}
+    shards = plan_shards(entries, source, 10**8)
     assert len(shards) > 3
     for file, names in shards.items():
-        with Writer(folder / file, {name: entries[name] for name in names}) as out:
+        with SafetensorsWriter(folder / file, {name: entries[name] for name in names}) as out:
             for name in names:
                 out[name] = torch.full(entries[name][0], 0.01, dtype=entries[name][1])
     write_index(folder, shards, entries, source)
@@ -80,7 +80,7 @@ def test_a_model_is_in_memory_once(adapter: str, folder: Path, tmp_path: Path) -
     assert model > 4e8
     assert load < 1.15 * model
     assert save < LARGEST + 3e7
-    first = Folder.open(folder).files[0].name
+    first = HFCheckpoint.open(folder).files[0].name
     assert (tmp_path / "out" / first).read_bytes() == (folder / first).read_bytes()
 
 
@@ -90,5 +90,5 @@ def test_a_rank_has_its_share_and_one_tensor(folder: Path, tmp_path: Path) -> No
         assert 2e8 < share < 2.4e8
         assert load < 1.6 * share, "the model is twice its share"
         assert save < 3 * LARGEST + 3e7, "what is gathered is there more than once on the way"
-    for file in Folder.open(folder).files:
+    for file in HFCheckpoint.open(folder).files:
         assert (tmp_path / "out" / file.name).read_bytes() == file.read_bytes()

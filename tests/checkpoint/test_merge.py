@@ -13,46 +13,46 @@ from torch import Tensor
 from tests.checkpoint.test_peft import DENSE, SPARSE, foreign, has_experts, suited, trained, with_adapter
 from tests.checkpoint.test_quantized import GPT_OSS, LLAMA, pack_all_four, pack_experts, pack_fp8, packed
 from tests.checkpoints import SHAPES, build, error, opened, ours, rewrite, save, theirs, tokens, train
-from tunekit import cli
-from tunekit.adapters import DoRA, LoRA
-from tunekit.checkpoint import atomic, peft
-from tunekit.checkpoint import save as saving
-from tunekit.checkpoint.folder import Folder
-from tunekit.checkpoint.merge import merge
-from tunekit.checkpoint.tensors import header
+from tunekit.adapters.config import DoRAConfig, LoRAConfig
+from tunekit.checkpoint import atomic, peft_adapter
+from tunekit.checkpoint import final_checkpoint as saving
+from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
+from tunekit.checkpoint.merge import merge_adapter
+from tunekit.checkpoint.safetensors_io import read_header
+from tunekit.cli import main as cli
 from tunekit.errors import UserError
-from tunekit.precision import Precision
+from tunekit.models.precision import PrecisionConfig
 
 WEIGHTS = "model.safetensors"
 
 
 def merged(path: Path) -> Path:
     """What becomes of `base` and `adapter` in a folder."""
-    with atomic.whole(path / "merged") as out:
-        merge(Folder.open(path / "base"), path / "adapter", out, quiet=True)
+    with atomic.AtomicDir(path / "merged") as out:
+        merge_adapter(HFCheckpoint.open(path / "base"), path / "adapter", out, quiet=True)
     return path / "merged"
 
 
-def adapted(path: Path, base: Path, adapter: LoRA) -> Path:
+def adapted(path: Path, base: Path, adapter: LoRAConfig) -> Path:
     """A trained adapter for a checkpoint of any dtype."""
-    model = ours(base, adapter, Precision("fp32"))
+    model = ours(base, adapter, PrecisionConfig("fp32"))
     train(model, adapter)
-    with atomic.whole(path / "adapter") as out:
-        saving.final(adapter, out, model, Folder.open(base))
+    with atomic.AtomicDir(path / "adapter") as out:
+        saving.save_final(adapter, out, model, HFCheckpoint.open(base))
     return path / "adapter"
 
 
 FAMILIES = ("llama3.1", "smollm2", "gemma2", "phi3", "glm4", "mixtral", "gpt-oss", "qwen2-moe", "deepseek-v3", "llama4")
 FAMILIES += ("gemma4-moe-shared", "qwen3-next", "gemma3-vision", "qwen3.5-moe-vision")
-ENDS = LoRA(4, targets=("o_proj", "embed", "head"))
-KINDS = {"all": (DENSE, SPARSE), "dora": (DoRA(4), DoRA(4)), "ends": (ENDS, ENDS)}
+ENDS = LoRAConfig(4, targets=("o_proj", "embed", "head"))
+KINDS = {"all": (DENSE, SPARSE), "dora": (DoRAConfig(4), DoRAConfig(4)), "ends": (ENDS, ENDS)}
 
 
 @torch.no_grad()
-def agrees(path: Path, shape: str, adapter: LoRA) -> None:
+def agrees(path: Path, shape: str, adapter: LoRAConfig) -> None:
     folder, model = trained(path, shape, adapter)
     out, wanted = merged(path), model(tokens())
-    turns = has_experts(Folder.open(path / "base").spec)
+    turns = has_experts(HFCheckpoint.open(path / "base").spec)
     for found in (ours(out)(tokens()), theirs(out)(tokens()).logits):
         errors = ((found - wanted).abs().amax(-1) / wanted.abs().max()).flatten().sort(descending=True).values
         assert errors[int(turns)] < 1e-5  # where two experts are as good, the last bit decides
@@ -73,17 +73,17 @@ def test_the_model_is_that_of_base_and_adapter_in_every_family(shape: str, kind:
 
 
 @pytest.mark.parametrize(("shape", "adapter"), [
-    ("llama3.1", LoRA(4, targets=("all", "head", "embed"), rslora=True)),
-    ("llama-biases", DoRA(4, targets=("all", "head"))),
-    ("llama-biases", LoRA(4, bias="all", whole=("head", "norms"))),
-    ("phi3", DoRA(4, targets=("q_proj", "up_proj", "o_proj"))),
-    ("mixtral", LoRA(4, targets=("all", "experts"), ranks={"up_proj": 2}, alphas={"o_proj": 3.0})),
-    ("gpt-oss", LoRA(4, targets=("all", "experts"))),
-    ("llama4", LoRA(4, targets=("all", "experts"))),
-    ("qwen3-next", LoRA(4)),
+    ("llama3.1", LoRAConfig(4, targets=("all", "head", "embed"), rslora=True)),
+    ("llama-biases", DoRAConfig(4, targets=("all", "head"))),
+    ("llama-biases", LoRAConfig(4, bias="all", whole=("head", "norms"))),
+    ("phi3", DoRAConfig(4, targets=("q_proj", "up_proj", "o_proj"))),
+    ("mixtral", LoRAConfig(4, targets=("all", "experts"), ranks={"up_proj": 2}, alphas={"o_proj": 3.0})),
+    ("gpt-oss", LoRAConfig(4, targets=("all", "experts"))),
+    ("llama4", LoRAConfig(4, targets=("all", "experts"))),
+    ("qwen3-next", LoRAConfig(4)),
 ])  # fmt: skip
 @torch.no_grad()
-def test_the_weights_are_those_of_peft(shape: str, adapter: LoRA, tmp_path: Path) -> None:
+def test_the_weights_are_those_of_peft(shape: str, adapter: LoRAConfig, tmp_path: Path) -> None:
     folder, _ = trained(tmp_path, shape, adapter)
     found = load_file(merged(tmp_path) / WEIGHTS)
     with_adapter(theirs(tmp_path / "base"), folder).merge_and_unload().save_pretrained(tmp_path / "theirs")
@@ -93,15 +93,25 @@ def test_the_weights_are_those_of_peft(shape: str, adapter: LoRA, tmp_path: Path
         assert error(found[name], tensor) < 1e-6, name
 
 
-@pytest.mark.parametrize(("adapter", "untied"), [
-    (LoRA(4, targets="head"), True), (LoRA(4, targets="embed"), True), (DoRA(4, targets="head"), True),
-    (LoRA(4, targets=("head", "embed", "q_proj")), True), (LoRA(4, whole=("embed",)), False), (LoRA(4), False),
-    (LoRA(4, whole=("head",), untie=True), True), (LoRA(4, whole=("embed",), untie=True), True),
-    (LoRA(4, whole=("embed",), targets="head", untie=True), True),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("adapter", "untied"),
+    [
+        (LoRAConfig(4, targets="head"), True),
+        (LoRAConfig(4, targets="embed"), True),
+        (DoRAConfig(4, targets="head"), True),
+        (LoRAConfig(4, targets=("head", "embed", "q_proj")), True),
+        (LoRAConfig(4, whole=("embed",)), False),
+        (LoRAConfig(4), False),
+        (LoRAConfig(4, whole=("head",), untie=True), True),
+        (LoRAConfig(4, whole=("embed",), untie=True), True),
+        (LoRAConfig(4, whole=("embed",), targets="head", untie=True), True),
+    ],
+)
 @pytest.mark.parametrize("stored", ["embed", "head", "both"])
 @torch.no_grad()
-def test_a_tied_head_goes_its_own_way_only_if_it_must(adapter: LoRA, untied: bool, stored: str, tmp_path: Path) -> None:
+def test_a_tied_head_goes_its_own_way_only_if_it_must(
+    adapter: LoRAConfig, untied: bool, stored: str, tmp_path: Path
+) -> None:
     """peft would put the update of one into the tensor of both."""
     _, model = trained(tmp_path, "smollm2", adapter)
     file, ends = tmp_path / "base" / WEIGHTS, ("model.embed_tokens.weight", "lm_head.weight")
@@ -137,14 +147,14 @@ def sharded(path: Path, shape: str, dtype: torch.dtype, size: str) -> Path:
 def test_sums_are_exact_and_what_is_not_touched_is_copied(dtype: torch.dtype, tmp_path: Path) -> None:
     base = sharded(tmp_path, "llama3.1", dtype, "40KB")
     with torch.enable_grad():
-        folder = adapted(tmp_path, base, LoRA(4, targets=("q_proj", "down_proj")))
-    out, updates = merged(tmp_path), load_file(folder / peft.TENSORS)
+        folder = adapted(tmp_path, base, LoRAConfig(4, targets=("q_proj", "down_proj")))
+    out, updates = merged(tmp_path), load_file(folder / peft_adapter.TENSORS)
     files = sorted(base.glob("*.safetensors"))
     assert len(files) == 3
     assert (out / "model.safetensors.index.json").read_bytes() == (base / "model.safetensors.index.json").read_bytes()
     for file in files:
         before, after = load_file(file), load_file(out / file.name)
-        assert list(header(out / file.name)) == list(header(file)), "in the same order"
+        assert list(read_header(out / file.name)) == list(read_header(file)), "in the same order"
         for name, tensor in before.items():
             module = f"base_model.model.{name.removesuffix('.weight')}"
             if f"{module}.lora_A.weight" not in updates:
@@ -159,7 +169,7 @@ def test_sums_are_exact_and_what_is_not_touched_is_copied(dtype: torch.dtype, tm
 
 def test_files_beside(tmp_path: Path) -> None:
     """The adapter's tokenizer wins; without one, the base's stays."""
-    trained(tmp_path, "llama3.1", LoRA(2))
+    trained(tmp_path, "llama3.1", LoRAConfig(2))
     (tmp_path / "base" / "LICENSE").write_text("the base's")
     (tmp_path / "base" / "chat_template.jinja").write_text("the base's")
     tokenizer = tmp_path / "adapter" / "tokenizer_config.json"
@@ -179,7 +189,7 @@ def test_files_beside(tmp_path: Path) -> None:
 
 @torch.no_grad()
 def test_a_base_of_pickles(tmp_path: Path) -> None:
-    trained(tmp_path, "smollm2", LoRA(4, targets=("all", "head", "embed")))
+    trained(tmp_path, "smollm2", LoRAConfig(4, targets=("all", "head", "embed")))
     wanted = load_file(merged(tmp_path) / WEIGHTS)
     shutil.rmtree(tmp_path / "merged")
     file = tmp_path / "base" / WEIGHTS
@@ -204,11 +214,11 @@ def test_a_packed_base_gives_a_plain_model(case: str, tmp_path: Path) -> None:
     base = packed(tmp_path / "base", *PACKED[case])
     targets = ("all", "experts") if case == "mxfp4" else "all"
     with torch.enable_grad():
-        adapted(tmp_path, base, LoRA(2, 0.01, targets=targets))
+        adapted(tmp_path, base, LoRAConfig(2, 0.01, targets=targets))
     out = merged(tmp_path)
     assert "quantization_config" not in json.loads((out / "config.json").read_text())
     (tmp_path / "plain").mkdir()
-    source = Folder.open(base)
+    source = HFCheckpoint.open(base)
     with source.reader() as tensors:
         save_file({name: tensors[name].contiguous() for name in source.tensors}, tmp_path / "plain" / WEIGHTS)
     for file in base.glob("*.json"):
@@ -230,7 +240,7 @@ def same(found: Tensor, wanted: Tensor) -> bool:
 
 @torch.no_grad()
 def test_parts_that_see_are_copied(tmp_path: Path) -> None:
-    trained(tmp_path, "gemma3-vision", LoRA(4, whole=("norms",)))
+    trained(tmp_path, "gemma3-vision", LoRAConfig(4, whole=("norms",)))
     before, after = load_file(tmp_path / "base" / WEIGHTS), load_file(merged(tmp_path) / WEIGHTS)
     seeing = [name for name in before if "vision" in name or "projector" in name]
     assert seeing
@@ -247,7 +257,7 @@ def tune(*words: object) -> None:
 
 def test_the_command_verifies_what_it_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     base = sharded(tmp_path, "llama3.1", torch.bfloat16, "5GB")
-    adapter = adapted(tmp_path, base, LoRA(4, targets=("all", "head")))
+    adapter = adapted(tmp_path, base, LoRAConfig(4, targets=("all", "head")))
     tune("merge", base, adapter, tmp_path / "out")
     printed = capsys.readouterr()
     assert printed.out == f"{tmp_path / 'out'}\n", "the folder alone, for scripts"
@@ -256,12 +266,12 @@ def test_the_command_verifies_what_it_writes(tmp_path: Path, capsys: pytest.Capt
     assert told["passed"] is True
     assert 0 < told["mean"] < 0.05, "rounded to bf16"
     assert (tmp_path / "out" / "README.md").read_text().count("# out\n") == 1
-    assert atomic.is_whole(tmp_path / "out")
+    assert atomic.is_complete(tmp_path / "out")
     assert error(opened(tmp_path / "out")(tokens()).detach(), opened(adapter)(tokens()).detach()) < 0.05
 
 
 def test_the_command_names_what_is_wrong(tmp_path: Path) -> None:
-    trained(tmp_path, "llama3.1", LoRA(4))
+    trained(tmp_path, "llama3.1", LoRAConfig(4))
     save(build(SHAPES["qwen3"]), tmp_path / "other")
     base, adapter = tmp_path / "base", tmp_path / "adapter"
     for words, told in (
@@ -278,7 +288,7 @@ def test_the_command_names_what_is_wrong(tmp_path: Path) -> None:
             tune("merge", *words)
         assert told in str(caught.value)
     assert not [*tmp_path.glob("out*")], "nothing is left"
-    file = adapter / peft.TENSORS
+    file = adapter / peft_adapter.TENSORS
     held = load_file(file)
     save_file({name: t for name, t in held.items() if "layers.1.mlp.up_proj.lora_B" not in name}, tmp_path / "less")
     shutil.copy(tmp_path / "less", file)
@@ -287,12 +297,12 @@ def test_the_command_names_what_is_wrong(tmp_path: Path) -> None:
 
 
 def test_an_adapter_goes_into_another_model_of_its_shape(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    trained(tmp_path, "llama3.1", LoRA(4))
+    trained(tmp_path, "llama3.1", LoRAConfig(4))
     other = save(build(SHAPES["llama3.1"], seed=7), tmp_path / "other")
     tune("merge", other, tmp_path / "adapter", tmp_path / "out")
     told = capsys.readouterr().err
     assert f"{tmp_path / 'adapter'} was trained for {tmp_path / 'base'}; its updates fit {other} too" in told
-    config = tmp_path / "adapter" / peft.CONFIG
+    config = tmp_path / "adapter" / peft_adapter.CONFIG
     config.write_text(json.dumps(json.loads(config.read_text()) | {"base_model_name_or_path": None}))
     tune("merge", other, tmp_path / "adapter", tmp_path / "again")
     assert "trained for" not in capsys.readouterr().err
@@ -302,8 +312,8 @@ def test_an_adapter_goes_into_another_model_of_its_shape(tmp_path: Path, capsys:
 def test_what_fails_its_verification_is_kept_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The merged weights are too large for fp16, those of base and adapter apart are not."""
     base = sharded(tmp_path, "llama3.1", torch.float16, "5GB")
-    adapter = adapted(tmp_path, base, LoRA(4, targets="head"))
-    file = adapter / peft.TENSORS
+    adapter = adapted(tmp_path, base, LoRAConfig(4, targets="head"))
+    file = adapter / peft_adapter.TENSORS
     held = load_file(file)
     save_file({name: t * (1e6 if "lora_B" in name else 1) for name, t in held.items()}, tmp_path / "more")
     shutil.copy(tmp_path / "more", file)

@@ -12,65 +12,65 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from tests.checkpoints import SHAPES, error, made, opened, ours, shuffle_adapter, theirs, tokens, train
-from tunekit.adapters import DoRA, LoRA
-from tunekit.checkpoint import atomic, save
-from tunekit.checkpoint.folder import Folder
+from tunekit.adapters.config import DoRAConfig, LoRAConfig
+from tunekit.checkpoint import atomic, final_checkpoint
+from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
 from tunekit.errors import UserError
 from tunekit.models.decoder import Decoder
-from tunekit.models.families.registry import family
-from tunekit.models.spec import DecoderSpec, MoE, Twin
+from tunekit.models.families.registry import find_family
+from tunekit.models.spec import DecoderSpec, DenseMoE, MoE
 
 CASES = {
-    "lora": ("llama-biases", LoRA(4)),
-    "rslora": ("qwen2", LoRA(4, 6.0, rslora=True)),
-    "dora": ("llama-biases", DoRA(4)),
-    "dora head": ("qwen3", DoRA(3, targets=("mlp", "head"))),
-    "pissa": ("qwen3-biases", LoRA(4, 4.0, init="pissa")),
-    "rslora pissa": ("qwen2", LoRA(4, 4.0, init="pissa", rslora=True)),
-    "dora pissa": ("llama-biases", DoRA(4, 4.0, init="pissa")),
-    "pissa embed": ("llama3.1", LoRA(4, 4.0, init="pissa", targets=("attn", "embed", "head"))),
-    "lora+ dropout": ("mistral", LoRA(4, plus=4.0, dropout=0.2)),
-    "some layers": ("llama3.1", LoRA(4, targets=(r"layers\.[02]\..*\.(q|v)_proj", "down_proj"))),
-    "tied": ("llama3.2", LoRA(4, targets=("attn", "head", "embed"))),
-    "tied head": ("smollm2", LoRA(4, targets="head")),
-    "tied embed": ("smollm2", LoRA(4, targets="embed")),
-    "patterns": ("llama3.1", LoRA(4, ranks={"mlp": 2, "[qk]_proj": 6}, alphas={"v_proj": 3.0, "mlp": 9.0})),
-    "rslora patterns": ("qwen2", LoRA(4, rslora=True, ranks={r"layers\.1\..*": 7}, alphas={"q_proj": 3.0})),
-    "dora patterns": ("qwen3", DoRA(4, ranks={"o_proj": 2, "up_proj": 9}, alphas={"o_proj": 9.0})),
-    "pissa patterns": ("llama3.1", LoRA(4, 4.0, init="pissa", ranks={"mlp": 2}, alphas={"q_proj": 9.0})),
-    "whole": ("llama3.1", LoRA(4, whole=("head", "embed", "norms"))),
-    "one norm": ("llama3.1", LoRA(4, whole=("norm",))),
-    "some norms": ("qwen3-biases", DoRA(4, whole=(r"layers\.1\..*norm", "q_norm"))),
-    "tied whole": ("llama3.2", LoRA(4, whole=("embed",))),
-    "untied": ("llama3.2", LoRA(4, whole=("embed", "head"), untie=True)),
-    "untied head": ("smollm2", LoRA(4, whole=("head",), untie=True)),
-    "untied embed": ("smollm2", DoRA(4, whole=("embed",), untie=True)),
-    "biases": ("llama-biases", LoRA(4, targets="attn", bias="all")),
-    "biases of adapted": ("llama-biases", LoRA(4, targets=("attn", "up_proj"), bias="lora_only")),
-    "biases that are whole": ("qwen2", LoRA(4, targets="mlp", bias="all", whole=("q_proj", "norms"))),
-    "fused": ("phi3", LoRA(4)),
-    "fused rslora patterns": ("phi4-mini", LoRA(4, rslora=True, ranks={"q_proj": 2}, alphas={"v_proj": 5.0})),
-    "fused dora": ("glm4", DoRA(3)),
-    "fused pissa": ("phi3", LoRA(4, 4.0, init="pissa")),
-    "parts of fused": ("phi3", LoRA(4, targets=("v_proj", "up_proj"))),
-    "parts of fused dora": ("phi3", DoRA(4, targets=("q_proj", "gate_proj", "o_proj"))),
-    "fused whole": ("phi3", LoRA(4, targets="mlp", whole=("k_proj",))),
-    "experts": ("mixtral", LoRA(4, targets=("experts", "attn"), ranks={"down_proj": 2})),
-    "some experts": ("mixtral", LoRA(4, targets=(r"layers\.[02]\.mlp\.experts\.up_proj",))),
-    "experts and shared": ("qwen2-moe", LoRA(4, targets=("experts", "all"), alphas={"experts": 3.0})),
-    "experts whole": ("qwen3-moe", LoRA(4, targets="attn", whole=("experts", "router"))),
-    "dora beside experts": ("mixtral", DoRA(4)),
+    "lora": ("llama-biases", LoRAConfig(4)),
+    "rslora": ("qwen2", LoRAConfig(4, 6.0, rslora=True)),
+    "dora": ("llama-biases", DoRAConfig(4)),
+    "dora head": ("qwen3", DoRAConfig(3, targets=("mlp", "head"))),
+    "pissa": ("qwen3-biases", LoRAConfig(4, 4.0, init="pissa")),
+    "rslora pissa": ("qwen2", LoRAConfig(4, 4.0, init="pissa", rslora=True)),
+    "dora pissa": ("llama-biases", DoRAConfig(4, 4.0, init="pissa")),
+    "pissa embed": ("llama3.1", LoRAConfig(4, 4.0, init="pissa", targets=("attn", "embed", "head"))),
+    "lora+ dropout": ("mistral", LoRAConfig(4, plus=4.0, dropout=0.2)),
+    "some layers": ("llama3.1", LoRAConfig(4, targets=(r"layers\.[02]\..*\.(q|v)_proj", "down_proj"))),
+    "tied": ("llama3.2", LoRAConfig(4, targets=("attn", "head", "embed"))),
+    "tied head": ("smollm2", LoRAConfig(4, targets="head")),
+    "tied embed": ("smollm2", LoRAConfig(4, targets="embed")),
+    "patterns": ("llama3.1", LoRAConfig(4, ranks={"mlp": 2, "[qk]_proj": 6}, alphas={"v_proj": 3.0, "mlp": 9.0})),
+    "rslora patterns": ("qwen2", LoRAConfig(4, rslora=True, ranks={r"layers\.1\..*": 7}, alphas={"q_proj": 3.0})),
+    "dora patterns": ("qwen3", DoRAConfig(4, ranks={"o_proj": 2, "up_proj": 9}, alphas={"o_proj": 9.0})),
+    "pissa patterns": ("llama3.1", LoRAConfig(4, 4.0, init="pissa", ranks={"mlp": 2}, alphas={"q_proj": 9.0})),
+    "whole": ("llama3.1", LoRAConfig(4, whole=("head", "embed", "norms"))),
+    "one norm": ("llama3.1", LoRAConfig(4, whole=("norm",))),
+    "some norms": ("qwen3-biases", DoRAConfig(4, whole=(r"layers\.1\..*norm", "q_norm"))),
+    "tied whole": ("llama3.2", LoRAConfig(4, whole=("embed",))),
+    "untied": ("llama3.2", LoRAConfig(4, whole=("embed", "head"), untie=True)),
+    "untied head": ("smollm2", LoRAConfig(4, whole=("head",), untie=True)),
+    "untied embed": ("smollm2", DoRAConfig(4, whole=("embed",), untie=True)),
+    "biases": ("llama-biases", LoRAConfig(4, targets="attn", bias="all")),
+    "biases of adapted": ("llama-biases", LoRAConfig(4, targets=("attn", "up_proj"), bias="lora_only")),
+    "biases that are whole": ("qwen2", LoRAConfig(4, targets="mlp", bias="all", whole=("q_proj", "norms"))),
+    "fused": ("phi3", LoRAConfig(4)),
+    "fused rslora patterns": ("phi4-mini", LoRAConfig(4, rslora=True, ranks={"q_proj": 2}, alphas={"v_proj": 5.0})),
+    "fused dora": ("glm4", DoRAConfig(3)),
+    "fused pissa": ("phi3", LoRAConfig(4, 4.0, init="pissa")),
+    "parts of fused": ("phi3", LoRAConfig(4, targets=("v_proj", "up_proj"))),
+    "parts of fused dora": ("phi3", DoRAConfig(4, targets=("q_proj", "gate_proj", "o_proj"))),
+    "fused whole": ("phi3", LoRAConfig(4, targets="mlp", whole=("k_proj",))),
+    "experts": ("mixtral", LoRAConfig(4, targets=("experts", "attn"), ranks={"down_proj": 2})),
+    "some experts": ("mixtral", LoRAConfig(4, targets=(r"layers\.[02]\.mlp\.experts\.up_proj",))),
+    "experts and shared": ("qwen2-moe", LoRAConfig(4, targets=("experts", "all"), alphas={"experts": 3.0})),
+    "experts whole": ("qwen3-moe", LoRAConfig(4, targets="attn", whole=("experts", "router"))),
+    "dora beside experts": ("mixtral", DoRAConfig(4)),
 }
 
 
-def trained(folder: Path, shape: str, adapter: LoRA) -> tuple[Path, Decoder]:
+def trained(folder: Path, shape: str, adapter: LoRAConfig) -> tuple[Path, Decoder]:
     """A base, and the folder of an adapter that was trained on it beside it."""
     base = made(folder / "base", shape)
     model = ours(base, adapter)
     with torch.enable_grad():
         train(model, adapter)
-    with atomic.whole(folder / "adapter") as out:
-        save.final(adapter, out, model, Folder.open(base))
+    with atomic.AtomicDir(folder / "adapter") as out:
+        final_checkpoint.save_final(adapter, out, model, HFCheckpoint.open(base))
     return folder / "adapter", model.eval()
 
 
@@ -81,7 +81,7 @@ def test_peft_opens_what_was_trained(case: str, tmp_path: Path) -> None:
 
 
 @torch.no_grad()
-def agrees(path: Path, shape: str, adapter: LoRA) -> Path:
+def agrees(path: Path, shape: str, adapter: LoRAConfig) -> Path:
     """Live, in peft, and read again by us: the same logits."""
     folder, model = trained(path, shape, adapter)
     base = theirs(path / "base")
@@ -89,7 +89,7 @@ def agrees(path: Path, shape: str, adapter: LoRA) -> Path:
     other = with_adapter(base, folder)
     wanted = other(tokens()).logits
     assert error(plain, wanted) > 1e-2, "it learnt something"
-    turns = has_experts(Folder.open(path / "base").spec)
+    turns = has_experts(HFCheckpoint.open(path / "base").spec)
     for found in (model(tokens()), opened(folder)(tokens())):
         errors = ((found - wanted).abs().amax(-1) / wanted.abs().max()).flatten().sort(descending=True).values
         # Where two experts are as good, the last bit decides between them.
@@ -98,26 +98,31 @@ def agrees(path: Path, shape: str, adapter: LoRA) -> Path:
 
 
 def has_experts(spec: DecoderSpec) -> bool:
-    return any(isinstance(layer.ffn, MoE | Twin) for layer in spec.layers)
+    return any(isinstance(layer.ffn, MoE | DenseMoE) for layer in spec.layers)
 
 
 # All at once, so that each family needs one run. PEFT has no DoRA for experts, and none beside some of them.
-DENSE = LoRA(4, rslora=True, ranks={"gate_proj": 5}, alphas={"o_proj": 3.0}, whole=("head", "embed", "norms"))
-SPARSE = LoRA(4, targets=("all", "experts"), rslora=True, alphas={"o_proj": 3.0}, whole=("router", "norms", "head"))
+DENSE = LoRAConfig(4, rslora=True, ranks={"gate_proj": 5}, alphas={"o_proj": 3.0}, whole=("head", "embed", "norms"))
+SPARSE = LoRAConfig(
+    4, targets=("all", "experts"), rslora=True, alphas={"o_proj": 3.0}, whole=("router", "norms", "head")
+)
 KINDS = {
-    "lora": (LoRA(4), LoRA(4, targets=("all", "experts"))),
-    "dora": (DoRA(4), DoRA(4, targets="attn")),
-    "rslora": (LoRA(4, rslora=True), LoRA(4, targets=("all", "experts"), rslora=True)),
-    "whole": (LoRA(4, whole=("head", "embed", "norms")), LoRA(4, targets="attn", whole=("router", "norms", "embed"))),
+    "lora": (LoRAConfig(4), LoRAConfig(4, targets=("all", "experts"))),
+    "dora": (DoRAConfig(4), DoRAConfig(4, targets="attn")),
+    "rslora": (LoRAConfig(4, rslora=True), LoRAConfig(4, targets=("all", "experts"), rslora=True)),
+    "whole": (
+        LoRAConfig(4, whole=("head", "embed", "norms")),
+        LoRAConfig(4, targets="attn", whole=("router", "norms", "embed")),
+    ),
     "patterns": (
-        LoRA(4, ranks={"gate_proj": 5}, alphas={"o_proj": 3.0}),
-        LoRA(4, targets=("all", "experts"), ranks={"experts": 2, "o_proj": 5}, alphas={"down_proj": 9.0}),
+        LoRAConfig(4, ranks={"gate_proj": 5}, alphas={"o_proj": 3.0}),
+        LoRAConfig(4, targets=("all", "experts"), ranks={"experts": 2, "o_proj": 5}, alphas={"down_proj": 9.0}),
     ),
 }
 
 
-def suited(shape: str, pair: tuple[LoRA, LoRA]) -> LoRA:
-    return pair[has_experts(family(SHAPES[shape], shape)[1])]
+def suited(shape: str, pair: tuple[LoRAConfig, LoRAConfig]) -> LoRAConfig:
+    return pair[has_experts(find_family(SHAPES[shape], shape)[1])]
 
 
 # One shape of each family; the others differ in what adapters never see. The slow tests take all of them.
@@ -139,7 +144,7 @@ def test_peft_opens_every_kind_of_every_family(shape: str, kind: str, tmp_path: 
 @pytest.mark.parametrize("shape", ["qwen2", "qwen2-tied", "qwen3", "qwen2-moe", "qwen3-moe", "qwen3-next", "qwen3.5"])
 def test_q_and_k_of_qwen_are_exported_unpermuted(shape: str, tmp_path: Path) -> None:
     """torchtune permuted lora_B of q and k for a rotation that Qwen does not have: each such adapter was corrupt."""
-    folder, model = trained(tmp_path, shape, LoRA(4, targets=("[qk]_proj",)))
+    folder, model = trained(tmp_path, shape, LoRAConfig(4, targets=("[qk]_proj",)))
     files = load_file(folder / "adapter_model.safetensors")
     found = [name for name in files if name.endswith("lora_B.weight")]
     assert found
@@ -333,34 +338,40 @@ def test_transposed_experts_of_an_older_peft(tmp_path: Path, monkeypatch: pytest
 @torch.no_grad()
 def test_training_goes_on_from_an_adapter(tmp_path: Path) -> None:
     folder, other = foreign(tmp_path, "qwen3", target_modules="all-linear", use_dora=True, lora_alpha=5)
-    model = ours(tmp_path / "base", DoRA(3, 5.0, start=str(folder)))
+    model = ours(tmp_path / "base", DoRAConfig(3, 5.0, start=str(folder)))
     assert error(model.eval()(tokens()), other(tokens()).logits) < 1e-5
 
 
-@pytest.mark.parametrize(("adapter", "told"), [
-    (LoRA(4, 5.0), "adapter.rank: 4, but the adapter in {folder} has 3"),
-    (LoRA(3, 6.0), "adapter.alpha: 6.0, but the adapter in {folder} has 5.0"),
-    (LoRA(3, 5.0, rslora=True), "adapter.rslora: True, but"),
-    (DoRA(3, 5.0), "adapter.kind: dora, but the adapter in {folder} has lora"),
-    (LoRA(3, 5.0, targets="attn"), "weight has no place in this model; this adapter was trained"),
-    (LoRA(3, 5.0, targets=("all", "head")), "nothing for lm_head.weight; this adapter was trained for {base}, or"),
-])  # fmt: skip
-def test_an_adapter_must_be_the_one_that_was_chosen(adapter: LoRA, told: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("adapter", "told"),
+    [
+        (LoRAConfig(4, 5.0), "adapter.rank: 4, but the adapter in {folder} has 3"),
+        (LoRAConfig(3, 6.0), "adapter.alpha: 6.0, but the adapter in {folder} has 5.0"),
+        (LoRAConfig(3, 5.0, rslora=True), "adapter.rslora: True, but"),
+        (DoRAConfig(3, 5.0), "adapter.kind: dora, but the adapter in {folder} has lora"),
+        (LoRAConfig(3, 5.0, targets="attn"), "weight has no place in this model; this adapter was trained"),
+        (
+            LoRAConfig(3, 5.0, targets=("all", "head")),
+            "nothing for lm_head.weight; this adapter was trained for {base}, or",
+        ),
+    ],
+)
+def test_an_adapter_must_be_the_one_that_was_chosen(adapter: LoRAConfig, told: str, tmp_path: Path) -> None:
     folder, _ = foreign(tmp_path, "llama3.1", target_modules="all-linear", lora_alpha=5)
     adapter = type(adapter)(**(vars(adapter) | {"start": str(folder)}))
     refused(told.format(folder=folder, base=tmp_path / "base"), lambda: ours(tmp_path / "base", adapter))
 
 
 @pytest.mark.parametrize(("shape", "adapter", "changes"), [
-    ("phi3", LoRA(4), {"targets": ("qkv_proj",)}), ("phi3", DoRA(4, targets=("v_proj", "mlp")), {}),
-    ("phi4-mini", LoRA(4, 6.0, rslora=True, ranks={"k_proj": 2}, whole="norms"), {}),
-    ("llama3.2", LoRA(4, whole="head", untie=True), {"untie": False}),
-    ("llama-biases", LoRA(4, targets="attn", bias="lora_only"), {"bias": "none"}),
-    ("llama3.1", LoRA(4, ranks={"v_proj": 2}), {"ranks": {"v_proj": 3}}),
-    ("mixtral", LoRA(4, targets="experts", alphas={"up_proj": 3.0}), {"alphas": {"up_proj": 4.0}}),
+    ("phi3", LoRAConfig(4), {"targets": ("qkv_proj",)}), ("phi3", DoRAConfig(4, targets=("v_proj", "mlp")), {}),
+    ("phi4-mini", LoRAConfig(4, 6.0, rslora=True, ranks={"k_proj": 2}, whole="norms"), {}),
+    ("llama3.2", LoRAConfig(4, whole="head", untie=True), {"untie": False}),
+    ("llama-biases", LoRAConfig(4, targets="attn", bias="lora_only"), {"bias": "none"}),
+    ("llama3.1", LoRAConfig(4, ranks={"v_proj": 2}), {"ranks": {"v_proj": 3}}),
+    ("mixtral", LoRAConfig(4, targets="experts", alphas={"up_proj": 3.0}), {"alphas": {"up_proj": 4.0}}),
 ])  # fmt: skip
 @torch.no_grad()
-def test_training_goes_on_from_ours(shape: str, adapter: LoRA, changes: dict, tmp_path: Path) -> None:
+def test_training_goes_on_from_ours(shape: str, adapter: LoRAConfig, changes: dict, tmp_path: Path) -> None:
     """The same choice fits, layer by layer, though some layers share an update in the file; another does not."""
     folder, model = trained(tmp_path, shape, adapter)
     again = ours(tmp_path / "base", replace(adapter, start=str(folder)))
@@ -400,14 +411,14 @@ def test_an_adapter_for_another_model(shape: str, tmp_path: Path) -> None:
     ("lora_alpha", "much", "much"),
 ])  # fmt: skip
 def test_what_is_not_supported_is_named(key: str, value: object, told: str, tmp_path: Path) -> None:
-    folder, _ = trained(tmp_path, "llama2", LoRA(2))
+    folder, _ = trained(tmp_path, "llama2", LoRAConfig(2))
     change(folder, **{key: value})
     refused(told, lambda: opened(folder))
     refused(str(folder / "adapter_config.json"), lambda: opened(folder))
 
 
 def test_damaged_files_are_named(tmp_path: Path) -> None:
-    folder, _ = trained(tmp_path, "llama2", LoRA(2))
+    folder, _ = trained(tmp_path, "llama2", LoRAConfig(2))
     file, base = folder / "adapter_model.safetensors", tmp_path / "base"
     whole = file.read_bytes()
     tensors = {name: t.clone() for name, t in load_file(file).items()}  # the file itself is written anew
@@ -420,7 +431,7 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
     save_file({name: t for name, t in tensors.items() if name != first}, file)
     refused(f"{file}: model.layers.0.self_attn.q_proj: no lora_A", lambda: opened(folder))
     save_file({name: t for name, t in tensors.items() if "layers.0.self_attn.q_proj" not in name}, file)
-    refused("nothing for model.layers.0.self_attn.q_proj.weight", lambda: ours(base, LoRA(2, start=str(folder))))
+    refused("nothing for model.layers.0.self_attn.q_proj.weight", lambda: ours(base, LoRAConfig(2, start=str(folder))))
     save_file(tensors | {"base_model.model.visual.lora_A.weight": tensors[first].clone()}, file)
     refused(f"{file}: visual belongs to no layer of a llama model", lambda: opened(folder))
     save_file(tensors | {"unet.lora_A.weight": tensors[first].clone()}, file)
@@ -451,7 +462,7 @@ def refused(told: str, action) -> None:
 
 
 def test_what_a_config_leaves_out_is_as_usual(tmp_path: Path) -> None:
-    folder, _ = trained(tmp_path, "llama2", LoRA(2))
+    folder, _ = trained(tmp_path, "llama2", LoRAConfig(2))
     file = folder / "adapter_config.json"
     kept = ("peft_type", "base_model_name_or_path", "r", "lora_alpha", "target_modules")
     file.write_text(json.dumps({key: value for key, value in json.loads(file.read_text()).items() if key in kept}))

@@ -14,11 +14,11 @@ from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from tests.checkpoints import FULL, build, ours, rewrite, save, theirs, tokens
-from tunekit.checkpoint.folder import WEIGHTS, Folder
-from tunekit.checkpoint.quantized import FP8, MXFP4, FourBit, Int8
-from tunekit.checkpoint.write import write
+from tunekit.checkpoint.dequantize import Bnb4bitTensor, Bnb8bitTensor, FP8BlockTensor, MXFP4Tensor
+from tunekit.checkpoint.hf_checkpoint import WEIGHTS, HFCheckpoint
+from tunekit.checkpoint.save_model import save_model
 from tunekit.errors import UserError
-from tunekit.precision import Precision
+from tunekit.models.precision import PrecisionConfig
 
 PLAN = {"vocab_size": 67, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32}
 LLAMA = PLAN | {"model_type": "llama", "hidden_size": 64, "intermediate_size": 96}
@@ -53,7 +53,9 @@ def packed(folder: Path, shape: dict, method: dict, change: Callable[[dict[str, 
 
 def again(source: Path, out: Path) -> Path:
     out.mkdir()
-    write(out, ours(source, FULL, Precision("fp32", "bf16", "checkpoint")), Folder.open(source), quiet=True)
+    save_model(
+        out, ours(source, FULL, PrecisionConfig("fp32", "bf16", "checkpoint")), HFCheckpoint.open(source), quiet=True
+    )
     return out
 
 
@@ -65,14 +67,14 @@ def test_mxfp4_of_all_bytes(shape: tuple[int, int, int]) -> None:
     """Every exponent but 255, which the format keeps for NaN."""
     blocks, scales = draw(*shape, 16), draw(*shape, high=255, seed=1)
     experts, rows, groups = shape
-    found = MXFP4(HERE, (experts, 32 * groups, rows), BF16, ()).decode([blocks, scales])
+    found = MXFP4Tensor(HERE, (experts, 32 * groups, rows), BF16, ()).decode([blocks, scales])
     assert equal_bits(found, convert_moe_packed_tensors(blocks, scales, dtype=BF16))
 
 
 def test_mxfp4_by_hand() -> None:
     blocks = torch.zeros(1, 1, 1, 16, dtype=torch.uint8)
     blocks[..., 0], blocks[..., 1] = 0x71, 0xF9  # the lower half comes first
-    found = MXFP4(HERE, (1, 32, 1), BF16, ()).decode([blocks, torch.full((1, 1, 1), 128, dtype=torch.uint8)])
+    found = MXFP4Tensor(HERE, (1, 32, 1), BF16, ()).decode([blocks, torch.full((1, 1, 1), 128, dtype=torch.uint8)])
     assert found.flatten()[:5].tolist() == [1.0, 12.0, -1.0, -12.0, 0.0]
 
 
@@ -88,7 +90,7 @@ def test_gpt_oss_as_transformers_reads_it(tmp_path: Path) -> None:
     wanted = transformers.AutoModelForCausalLM.from_pretrained(
         source, dtype=BF16, quantization_config=transformers.Mxfp4Config(dequantize=True)
     ).state_dict()
-    folder = Folder.open(source)
+    folder = HFCheckpoint.open(source)
     assert set(folder.tensors) == set(wanted)
     with folder.reader() as reader:
         assert all(equal_bits(reader[name], tensor) for name, tensor in wanted.items())
@@ -121,14 +123,14 @@ def tiles(whole: Tensor, scales: Tensor, rows: int, columns: int) -> Tensor:
 def test_fp8_blocks_need_not_fit(shape: list[int], block: list[int], lead: list[int]) -> None:
     whole = torch.randn(*lead, *shape).to(torch.float8_e4m3fn)
     scales = torch.rand(*lead, -(-shape[0] // block[0]), -(-shape[1] // block[1]))
-    found = FP8(HERE, whole.shape, BF16, (), tuple(block)).decode([whole, scales])
+    found = FP8BlockTensor(HERE, whole.shape, BF16, (), tuple(block)).decode([whole, scales])
     assert equal_bits(found, tiles(whole, scales, *block))
 
 
 def test_fp8_with_one_scale() -> None:
     whole = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).view(16, 16)
     scale = torch.tensor(0.037)
-    found = FP8(HERE, (16, 16), BF16, (), None).decode([whole, scale])
+    found = FP8BlockTensor(HERE, (16, 16), BF16, (), None).decode([whole, scale])
     assert equal_bits(found, (whole.float() * scale).to(BF16))
 
 
@@ -162,7 +164,7 @@ def test_fp8_with_scales_of_activations(tmp_path: Path) -> None:
 
     source = packed(tmp_path, LLAMA, {"quant_method": "fp8", "weight_block_size": None}, change)
     held, name = load_file(source / WEIGHTS), "model.layers.1.mlp.up_proj.weight"
-    with Folder.open(source).reader() as reader:
+    with HFCheckpoint.open(source).reader() as reader:
         assert equal_bits(reader[name], (held[name].float() * held[f"{name}_scale_inv"].float()).to(BF16))
     ours(source)
 
@@ -204,7 +206,7 @@ def test_four_bits_by_hand(rows: int, columns: int, block: int, nested: bool) ->
     made = pack_four(codes, torch.rand(blocks), block, [rows, columns], nested)
     inner = (256, 1.5) if nested else (None, 0.0)
     parts = [tensor for key, tensor in made.items() if "state" not in key]
-    found = FourBit(HERE, (rows, columns), BF16, (), block, *inner).decode(parts)
+    found = Bnb4bitTensor(HERE, (rows, columns), BF16, (), block, *inner).decode(parts)
     assert found.flatten().tolist() == by_hand(codes, made, block)
 
 
@@ -218,7 +220,7 @@ def pack_all_four(held: dict[str, Tensor]) -> None:
 
 def test_a_checkpoint_of_four_bits(tmp_path: Path) -> None:
     source = packed(tmp_path / "packed", LLAMA, {"quant_method": "bitsandbytes", "load_in_4bit": True}, pack_all_four)
-    folder, held = Folder.open(source), load_file(source / WEIGHTS)
+    folder, held = HFCheckpoint.open(source), load_file(source / WEIGHTS)
     name = "model.layers.1.self_attn.q_proj.weight"
     made = {key.removeprefix(name): tensor for key, tensor in held.items() if key.startswith(name)}
     codes = torch.cat([made[""] >> 4, made[""] & 15], 1).flatten()
@@ -240,7 +242,7 @@ def test_a_checkpoint_of_int8(tmp_path: Path) -> None:
     source = packed(tmp_path, LLAMA, {"quant_method": "bitsandbytes", "load_in_8bit": True}, change)
     held, name = load_file(source / WEIGHTS), "model.layers.0.mlp.down_proj.weight"
     wanted = held[name].double() * held[name.replace("weight", "SCB")].double()[:, None] / 127
-    with Folder.open(source).reader() as reader:
+    with HFCheckpoint.open(source).reader() as reader:
         torch.testing.assert_close(reader[name].double(), wanted, rtol=2**-8, atol=0)
     ours(source)
 
@@ -257,14 +259,14 @@ def test_four_bits_as_bitsandbytes_reads_them(quant_type: str, nested: bool, sha
     parts = [data, held["absmax"], held["quant_map"]]
     parts += [held["nested_absmax"], held["nested_quant_map"]] if nested else []
     inner = (state.state2.blocksize, state.offset.item()) if nested else (None, 0.0)
-    found = FourBit(HERE, shape, BF16, (), 64, *inner).decode(parts)
+    found = Bnb4bitTensor(HERE, shape, BF16, (), 64, *inner).decode(parts)
     assert torch.equal(found, functional.dequantize_4bit(data, state))  # some of its ways make a zero negative
 
 
 def test_int8_as_bitsandbytes_reads_it() -> None:
     functional = pytest.importorskip("bitsandbytes.functional")
     rows, largest, _ = functional.int8_vectorwise_quant(torch.randn(48, 64).half())
-    found = Int8(HERE, (48, 64), torch.float16, ()).decode([rows, largest])
+    found = Bnb8bitTensor(HERE, (48, 64), torch.float16, ()).decode([rows, largest])
     assert equal_bits(found, functional.int8_vectorwise_dequant(rows, largest).half())
 
 
@@ -281,7 +283,7 @@ def test_what_transformers_packs_with_bitsandbytes(options: dict, tmp_path: Path
     method = transformers.BitsAndBytesConfig(**options)
     model = transformers.AutoModelForCausalLM.from_pretrained(plain, dtype=BF16, quantization_config=method)
     model.save_pretrained(tmp_path / "packed")
-    source, seen = Folder.open(tmp_path / "packed"), 0
+    source, seen = HFCheckpoint.open(tmp_path / "packed"), 0
     with source.reader() as reader:
         for name, module in model.named_modules():
             if type(module).__name__ == "Linear4bit":
@@ -309,7 +311,7 @@ def test_other_kinds_are_named(told: str, method: object, tmp_path: Path) -> Non
     source = save(build(LLAMA), tmp_path)
     rewrite(source, lambda c: c | {"quantization_config": method})
     with pytest.raises(UserError) as caught:
-        Folder.open(source)
+        HFCheckpoint.open(source)
     assert told in str(caught.value)
     assert f"{source / 'config.json'}: " in str(caught.value)
 

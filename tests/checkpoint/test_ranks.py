@@ -22,11 +22,11 @@ from tests.checkpoint.ranks import (
 )
 from tests.parallel.ranks import on
 from tunekit.checkpoint import atomic
-from tunekit.parallel.choice import Parallel
-from tunekit.parallel.run import Run
+from tunekit.distributed.context import DistributedContext
+from tunekit.distributed.parallel_dims import ParallelConfig
 
 pytestmark = [pytest.mark.multi, pytest.mark.slow]
-ALONE = Run(device="cpu")
+ALONE = DistributedContext(device="cpu")
 CLAIMED = ("in use by process", "in use by process", "seed: 1 there, 2 now", ".lock config.yaml")
 
 
@@ -57,7 +57,7 @@ def same_files(one: Path, other: Path) -> None:
     assert names == {str(path.relative_to(other)) for path in other.rglob("*") if path.is_file()}
     for name in names:
         assert (one / name).read_bytes() == (other / name).read_bytes(), name
-    assert atomic.damaged(other) is None
+    assert atomic.find_corrupt_file(other) is None
 
 
 def test_two_ranks(base: Path, tmp_path: Path) -> None:
@@ -97,8 +97,8 @@ def test_two_ranks(base: Path, tmp_path: Path) -> None:
 
 
 LAYOUTS = {
-    "copies": (Parallel(replicate=2, shard=2), "dense"),
-    "layers and experts": (Parallel(tensor=2, expert=2), "experts"),
+    "copies": (ParallelConfig(replicate=2, shard=2), "dense"),
+    "layers and experts": (ParallelConfig(tensor=2, expert=2), "experts"),
 }
 
 
@@ -124,7 +124,7 @@ def test_one_of_two_is_killed_in_the_middle(base: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     with pytest.raises(AssertionError, match="exit code 9"):
         on(2, killed, base, out)
-    assert (out / f"00000002{atomic.PARTIAL}").is_dir() and not atomic.is_whole(out / "00000002")
+    assert (out / f"00000002{atomic.PARTIAL}").is_dir() and not atomic.is_complete(out / "00000002")
     wanted = gone_on(Case(base / "dense"), tmp_path / "other", ALONE, 1, 3, False)
     same(gone_on(Case(base / "dense"), out, ALONE, 1, 3, False), wanted)
     assert [path.name for path in sorted(out.iterdir())] == ["00000001", "written"]

@@ -12,32 +12,32 @@ import transformers
 from torch import Tensor, nn
 
 from tests.checkpoints import FP32, PLAINLY, error, made, ours, rewrite, tokens
-from tunekit import assemble, verify
-from tunekit.adapters import DoRA, Full, LoRA
-from tunekit.checkpoint import atomic, merge, save
-from tunekit.checkpoint.folder import Folder
-from tunekit.checkpoint.score import scoring
+from tunekit import build as assemble
+from tunekit.adapters.config import DoRAConfig, LoRAConfig, NoAdapter
+from tunekit.checkpoint import atomic, final_checkpoint, merge, verify
+from tunekit.checkpoint.classification_head import with_score_head
+from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
+from tunekit.checkpoint.verify import ModelSource
+from tunekit.distributed.context import DistributedContext
 from tunekit.errors import UserError
-from tunekit.formats import NF4, Plain
 from tunekit.models.decoder import Decoder
-from tunekit.models.spec import Score
-from tunekit.parallel.run import Run
-from tunekit.verify import Made
+from tunekit.models.spec import ScoreHead
+from tunekit.quantization.config import NF4Config, NoQuantization
 
 # What the tokenizer of these checkpoints pads with: its end of text.
 PAD = 1
-DOCUMENT, EACH = Score(1, pad=PAD), Score(2, each=True, bias=True, pad=PAD)
-PLAIN = Plain()
+DOCUMENT, EACH = ScoreHead(1, pad=PAD), ScoreHead(2, each=True, bias=True, pad=PAD)
+PLAIN = NoQuantization()
 TASKS = {False: "SEQ_CLS", True: "TOKEN_CLS"}
 CASES = {
-    "lora": ("llama3.1", LoRA(4), DOCUMENT),
-    "tied": ("llama3.2", LoRA(4, targets="attn", whole="norms"), DOCUMENT),
-    "dora": ("qwen3", DoRA(4), replace(DOCUMENT, labels=3)),
-    "fused": ("phi3", LoRA(4), DOCUMENT),
-    "biases": ("llama-biases", LoRA(4, bias="all"), EACH),
-    "tokens": ("mistral", DoRA(4), EACH),
-    "experts": ("mixtral", LoRA(4, targets=("experts", "attn")), DOCUMENT),
-    "gemma": ("gemma3", LoRA(4), DOCUMENT),
+    "lora": ("llama3.1", LoRAConfig(4), DOCUMENT),
+    "tied": ("llama3.2", LoRAConfig(4, targets="attn", whole="norms"), DOCUMENT),
+    "dora": ("qwen3", DoRAConfig(4), replace(DOCUMENT, labels=3)),
+    "fused": ("phi3", LoRAConfig(4), DOCUMENT),
+    "biases": ("llama-biases", LoRAConfig(4, bias="all"), EACH),
+    "tokens": ("mistral", DoRAConfig(4), EACH),
+    "experts": ("mixtral", LoRAConfig(4, targets=("experts", "attn")), DOCUMENT),
+    "gemma": ("gemma3", LoRAConfig(4), DOCUMENT),
 }
 
 
@@ -47,7 +47,7 @@ def rows() -> Tensor:
     return found.masked_fill(found == PAD, 5)
 
 
-def classifier(folder: Path, score: Score) -> transformers.PreTrainedModel:
+def classifier(folder: Path, score: ScoreHead) -> transformers.PreTrainedModel:
     """The base with transformers' head, as people open it before an adapter."""
     auto: Any = (
         transformers.AutoModelForTokenClassification if score.each else transformers.AutoModelForSequenceClassification
@@ -57,13 +57,13 @@ def classifier(folder: Path, score: Score) -> transformers.PreTrainedModel:
     ).eval()
 
 
-def scores(model: Decoder, score: Score) -> Tensor:
+def scores(model: Decoder, score: ScoreHead) -> Tensor:
     found = model(rows())
     return found if score.each else found[:, -1]
 
 
-def build(source: Folder, adapter: Full, weights: Plain = PLAIN) -> Decoder:
-    return assemble.model(source, weights, adapter, FP32, PLAINLY, Run(0, "cpu"))
+def build(source: HFCheckpoint, adapter: NoAdapter, weights: NoQuantization = PLAIN) -> Decoder:
+    return assemble.build_model(source, weights, adapter, FP32, PLAINLY, DistributedContext(0, "cpu"))
 
 
 @torch.no_grad()
@@ -74,13 +74,15 @@ def move(model: nn.Module) -> None:
         p.add_(torch.randn(p.shape) * 0.1)
 
 
-def trained(path: Path, shape: str, adapter: LoRA, score: Score, weights: Plain = PLAIN) -> tuple[Folder, Decoder]:
+def trained(
+    path: Path, shape: str, adapter: LoRAConfig, score: ScoreHead, weights: NoQuantization = PLAIN
+) -> tuple[HFCheckpoint, Decoder]:
     """A base with a fresh head, an adapter beside it in which every number moved, and its folder."""
-    source = scoring(Folder.open(made(path / "base", shape)), score)
+    source = with_score_head(HFCheckpoint.open(made(path / "base", shape)), score)
     model = build(source, adapter, weights)
     move(model)
-    with atomic.whole(path / "adapter") as out:
-        save.final(adapter, out, model, source)
+    with atomic.AtomicDir(path / "adapter") as out:
+        final_checkpoint.save_final(adapter, out, model, source)
     return source, model.eval()
 
 
@@ -94,10 +96,20 @@ def test_peft_opens_what_was_trained(case: str, tmp_path: Path) -> None:
     wanted = scores(model, score)
     assert error(other(rows()).logits, wanted) < 1e-5
     assert (
-        error(scores(assemble.opened(str(tmp_path / "adapter"), FP32, Run(0, "cpu"), scores=True)[0], score), wanted)
+        error(
+            scores(
+                assemble.load_for_inference(str(tmp_path / "adapter"), FP32, DistributedContext(0, "cpu"), scores=True)[
+                    0
+                ],
+                score,
+            ),
+            wanted,
+        )
         == 0
     )
-    found = verify.saved(tmp_path / "adapter", model, Made(source, adapter=adapter, precision=FP32), Run(0, "cpu"))
+    found = verify.verify_saved(
+        tmp_path / "adapter", model, ModelSource(source, adapter=adapter, precision=FP32), DistributedContext(0, "cpu")
+    )
     assert found.passed and found.unexplained < 1e-6
 
 
@@ -111,20 +123,20 @@ def test_what_peft_makes_is_read_and_becomes_a_checkpoint(case: str, tmp_path: P
         task_type=TASKS[score.each],
         r=3,
         target_modules=["q_proj", "v_proj", "down_proj"],
-        use_dora=isinstance(adapter, DoRA),
+        use_dora=isinstance(adapter, DoRAConfig),
     )
     other = peft.get_peft_model(classifier(base, score), config).eval()
     move(other)
     other.save_pretrained(tmp_path / "adapter")
     wanted = other(rows()).logits
-    model, _ = assemble.opened(str(tmp_path / "adapter"), FP32, Run(0, "cpu"), scores=True)
+    model, _ = assemble.load_for_inference(str(tmp_path / "adapter"), FP32, DistributedContext(0, "cpu"), scores=True)
     assert model.spec.score == score
     assert error(scores(model, score), wanted) < 1e-5
-    source, choice, _ = assemble.described(str(tmp_path / "adapter"))
-    assert isinstance(choice, LoRA)
-    with atomic.whole(tmp_path / "merged") as out:
-        assert not merge.merge(source, tmp_path / "adapter", out, quiet=True)
-    assert verify.merged(tmp_path / "merged", source, choice, torch.device("cpu")).passed
+    source, choice, _ = assemble.resolve_model(str(tmp_path / "adapter"))
+    assert isinstance(choice, LoRAConfig)
+    with atomic.AtomicDir(tmp_path / "merged") as out:
+        assert not merge.merge_adapter(source, tmp_path / "adapter", out, quiet=True)
+    assert verify.verify_merge(tmp_path / "merged", source, choice, torch.device("cpu")).passed
     whole, told = type(classifier(base, score)).from_pretrained(
         tmp_path / "merged", dtype=torch.float32, attn_implementation="eager", output_loading_info=True
     )
@@ -132,17 +144,19 @@ def test_what_peft_makes_is_read_and_becomes_a_checkpoint(case: str, tmp_path: P
     assert error(whole.eval()(rows()).logits, wanted) < 1e-5
 
 
-@pytest.mark.parametrize("adapter", [Full(), LoRA(4)], ids=["full", "nf4"])
-def test_what_is_written_is_what_was_trained(adapter: Full, tmp_path: Path) -> None:
+@pytest.mark.parametrize("adapter", [NoAdapter(), LoRAConfig(4)], ids=["full", "nf4"])
+def test_what_is_written_is_what_was_trained(adapter: NoAdapter, tmp_path: Path) -> None:
     """Full in the dtype of the base; an adapter beside weights in four bits."""
     base = made(tmp_path / "base", "llama3.2")
     rewrite(base, lambda c: c | {"dtype": "bfloat16"})
-    source = scoring(Folder.open(base), DOCUMENT)
-    weights = NF4() if isinstance(adapter, LoRA) else Plain()
+    source = with_score_head(HFCheckpoint.open(base), DOCUMENT)
+    weights = NF4Config() if isinstance(adapter, LoRAConfig) else NoQuantization()
     model = build(source, adapter, weights)
-    with atomic.whole(tmp_path / "out") as out:
-        save.final(adapter, out, model, source)
-    found = verify.saved(tmp_path / "out", model, Made(source, weights, adapter, FP32), Run(0, "cpu"))
+    with atomic.AtomicDir(tmp_path / "out") as out:
+        final_checkpoint.save_final(adapter, out, model, source)
+    found = verify.verify_saved(
+        tmp_path / "out", model, ModelSource(source, weights, adapter, FP32), DistributedContext(0, "cpu")
+    )
     assert found.passed, found
 
 
@@ -150,15 +164,15 @@ def test_what_goes_wrong(tmp_path: Path) -> None:
     _, adapter, score = CASES["lora"]
     trained(tmp_path, "llama3.1", adapter, score)
     with pytest.raises(UserError, match="gives 1 score to a document and writes no text"):
-        assemble.opened(str(tmp_path / "adapter"), FP32, Run(0, "cpu"))
+        assemble.load_for_inference(str(tmp_path / "adapter"), FP32, DistributedContext(0, "cpu"))
     with pytest.raises(UserError, match="adapter.whole: head is adapted too"):
-        build(scoring(Folder.open(tmp_path / "base"), score), LoRA(4, targets=("attn", "head")))
+        build(with_score_head(HFCheckpoint.open(tmp_path / "base"), score), LoRAConfig(4, targets=("attn", "head")))
     with pytest.raises(UserError, match="score.weight belongs to no layer of a llama model"):
         ours(tmp_path / "base", replace(adapter, start=str(tmp_path / "adapter")))
-    two = scoring(Folder.open(tmp_path / "base"), replace(score, labels=2))
+    two = with_score_head(HFCheckpoint.open(tmp_path / "base"), replace(score, labels=2))
     with pytest.raises(UserError, match=r"score.weight is \[1, 48\], wanted \[2, 48\]"):
-        assemble.outline(two, Plain(), replace(adapter, start=str(tmp_path / "adapter")))
+        assemble.build_meta_model(two, NoQuantization(), replace(adapter, start=str(tmp_path / "adapter")))
     file = tmp_path / "adapter" / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"task_type": "CAUSAL_LM"}))
     with pytest.raises(UserError, match="score.weight belongs to no layer"):
-        assemble.described(str(tmp_path / "adapter"))
+        assemble.resolve_model(str(tmp_path / "adapter"))

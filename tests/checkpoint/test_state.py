@@ -20,9 +20,9 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from tunekit.checkpoint import atomic
-from tunekit.checkpoint.state import State
+from tunekit.checkpoint.training_state import Checkpointer
+from tunekit.distributed.context import DistributedContext
 from tunekit.errors import UserError
-from tunekit.parallel.run import Run
 
 
 class Tiny(nn.Module):
@@ -86,7 +86,7 @@ def started(folder, optimizer="adamw", schedule="cosine", keep=2, seed=0):
     model = Tiny()
     chosen = OPTIMIZERS[optimizer](model)
     rate = LambdaLR(chosen, SCHEDULES[schedule])
-    return State(folder, model, chosen, rate, keep, Run(device="cpu"))
+    return Checkpointer(folder, model, chosen, rate, keep, DistributedContext(device="cpu"))
 
 
 def train(state, first, last, save_every=0):
@@ -178,7 +178,7 @@ def test_nothing_saved(tmp_path):
 def test_only_what_is_trained_is_written(tmp_path):
     model = nn.Sequential(nn.Linear(1000, 1000).requires_grad_(False), nn.Linear(1000, 2))
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
-    State(tmp_path, model, optimizer, LambdaLR(optimizer, constant), 1, Run(device="cpu")).save(1)
+    Checkpointer(tmp_path, model, optimizer, LambdaLR(optimizer, constant), 1, DistributedContext(device="cpu")).save(1)
     assert sum(file.stat().st_size for file in tmp_path.rglob("*") if file.is_file()) < 200_000
 
 
@@ -201,14 +201,14 @@ def test_old_ones_go_only_once_the_new_one_is_whole(tmp_path, monkeypatch):
     state = started(tmp_path, keep=1)
     state.save(1)
     seen = []
-    remove = atomic.remove
+    remove = atomic.remove_dir
 
     def watched(folder):
         if folder.name == "00000001":
-            seen.append(atomic.is_whole(tmp_path / "00000002"))
+            seen.append(atomic.is_complete(tmp_path / "00000002"))
         remove(folder)
 
-    monkeypatch.setattr(atomic, "remove", watched)
+    monkeypatch.setattr(atomic, "remove_dir", watched)
     state.save(2)
     assert seen == [True]
     assert [path.name for path in tmp_path.iterdir()] == ["00000002"]
@@ -322,7 +322,7 @@ def test_state_of_another_model(tmp_path):
     state = started(tmp_path)
     state.model.second = nn.Linear(7, 4)
     with pytest.raises(UserError, match=r"model\.second\.bias: \(3,\) there, \(4,\) here.*--fresh"):
-        State(tmp_path, state.model, OPTIMIZERS["adamw"](state.model), state.schedule, 1, state.run).restore()
+        Checkpointer(tmp_path, state.model, OPTIMIZERS["adamw"](state.model), state.schedule, 1, state.run).restore()
 
 
 def test_state_of_another_optimizer(tmp_path):
@@ -347,7 +347,7 @@ def test_state_of_another_version(tmp_path):
 def test_full_disk_keeps_the_last_state(tmp_path, monkeypatch):
     state = started(tmp_path)
     state.save(1)
-    monkeypatch.setattr(atomic, "free", lambda path: 1000)
+    monkeypatch.setattr(atomic, "free_bytes", lambda path: 1000)
     with pytest.raises(UserError, match=r"1 kB are free.*last complete state is .*00000001"):
         state.save(2)
     assert [path.name for path in tmp_path.iterdir()] == ["00000001"]

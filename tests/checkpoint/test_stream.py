@@ -13,16 +13,15 @@ import pytest
 import torch
 
 from tests.checkpoints import FP32, SHAPES, build, made, ours, save, shuffle_adapter
-from tunekit import verify
-from tunekit.adapters import DoRA, Frozen, LoRA
-from tunekit.checkpoint import merge, peft, stream
-from tunekit.checkpoint.folder import Folder
-from tunekit.precision import Precision
+from tunekit.adapters.config import DoRAConfig, FrozenModel, LoRAConfig
+from tunekit.checkpoint import layerwise_forward, merge, peft_adapter, verify
+from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
+from tunekit.models.precision import PrecisionConfig
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[2]
 ROWS = [[5, 3, 60, 2, 2, 9, 14, 33], [7], [66, 0, 41], list(range(20))]
-BF16 = Precision("bf16", "fp32", "bf16")
+BF16 = PrecisionConfig("bf16", "fp32", "bf16")
 # 16 layers of 9 MB.
 DEEP = SHAPES["llama2"] | {"hidden_size": 384, "intermediate_size": 1536, "num_hidden_layers": 16}
 
@@ -30,8 +29,8 @@ DEEP = SHAPES["llama2"] | {"hidden_size": 384, "intermediate_size": 1536, "num_h
 @pytest.mark.parametrize("name", SHAPES)
 def test_logits_are_those_of_the_whole_model(name: str, tmp_path: Path) -> None:
     folder = made(tmp_path, name)
-    found = stream.logits(Folder.open(folder), Frozen(), ROWS, FP32, CPU)
-    assert torch.equal(found.whole(), stream.ask(ours(folder), ROWS, CPU).whole())
+    found = layerwise_forward.checkpoint_logits(HFCheckpoint.open(folder), FrozenModel(), ROWS, FP32, CPU)
+    assert torch.equal(found.whole(), layerwise_forward.forward_logits(ours(folder), ROWS, CPU).whole())
 
 
 @pytest.mark.parametrize("name", ["llama2", "gemma2", "mixtral", "qwen3-next"])
@@ -39,32 +38,32 @@ def test_rows_of_any_length_are_asked_together(name: str, tmp_path: Path) -> Non
     model = ours(made(tmp_path, name))
     with torch.no_grad():
         alone = torch.cat([model(torch.tensor([row]))[0] for row in ROWS])
-    torch.testing.assert_close(stream.ask(model, ROWS, CPU).whole(), alone, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(layerwise_forward.forward_logits(model, ROWS, CPU).whole(), alone, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("precision", [FP32, BF16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize(
     ("name", "adapter"),
     [
-        ("llama3.2", LoRA(3, targets=("all", "embed", "head"))),
-        ("llama-biases", LoRA(4, rslora=True, targets=("q_proj", "down_proj"))),
-        ("qwen3-biases", DoRA(2, targets=("all", "head"))),
-        ("mixtral", LoRA(2, targets="all")),
-        ("gemma2", LoRA(2, targets="attn", whole=("norms", "embed"))),
-        ("llama3.2", LoRA(2, targets="attn", whole=("head",), untie=True)),
-        ("phi3", LoRA(2, alphas={"down_proj": 5.0})),
+        ("llama3.2", LoRAConfig(3, targets=("all", "embed", "head"))),
+        ("llama-biases", LoRAConfig(4, rslora=True, targets=("q_proj", "down_proj"))),
+        ("qwen3-biases", DoRAConfig(2, targets=("all", "head"))),
+        ("mixtral", LoRAConfig(2, targets="all")),
+        ("gemma2", LoRAConfig(2, targets="attn", whole=("norms", "embed"))),
+        ("llama3.2", LoRAConfig(2, targets="attn", whole=("head",), untie=True)),
+        ("phi3", LoRAConfig(2, alphas={"down_proj": 5.0})),
     ],
 )
-def test_an_adapter_takes_part(name: str, adapter: LoRA, precision: Precision, tmp_path: Path) -> None:
+def test_an_adapter_takes_part(name: str, adapter: LoRAConfig, precision: PrecisionConfig, tmp_path: Path) -> None:
     folder, start = made(tmp_path / "base", name), tmp_path / "adapter"
-    model, source = ours(folder, adapter, precision), Folder.open(folder)
+    model, source = ours(folder, adapter, precision), HFCheckpoint.open(folder)
     shuffle_adapter(model)
     start.mkdir()
-    peft.write(start, model, adapter, source)
-    there = replace(peft.described(start, source), start=str(start))
-    found = stream.logits(source, there, ROWS, precision, CPU).whole()
-    assert torch.equal(found, stream.ask(model, ROWS, CPU).whole())
-    plain = stream.logits(source, Frozen(), ROWS, precision, CPU).whole()
+    peft_adapter.save_adapter(start, model, adapter, source)
+    there = replace(peft_adapter.read_adapter_config(start, source), start=str(start))
+    found = layerwise_forward.checkpoint_logits(source, there, ROWS, precision, CPU).whole()
+    assert torch.equal(found, layerwise_forward.forward_logits(model, ROWS, CPU).whole())
+    plain = layerwise_forward.checkpoint_logits(source, FrozenModel(), ROWS, precision, CPU).whole()
     assert not torch.allclose(found, plain, atol=0.1), "the adapter says something"
 
 
@@ -107,9 +106,14 @@ def test_no_second_model_is_in_memory(tmp_path: Path) -> None:
 def no_second_model(tmp_path: Path) -> None:
     folder = save(build(DEEP), tmp_path)
     size = (folder / "model.safetensors").stat().st_size
-    stream.logits(Folder.open(folder), Frozen(), ROWS, FP32, CPU)  # what is imported and allocated once
+    layerwise_forward.checkpoint_logits(
+        HFCheckpoint.open(folder), FrozenModel(), ROWS, FP32, CPU
+    )  # what is imported and allocated once
     assert growth(lambda: ours(folder)) > 0.8 * size, "a second one is seen"
-    assert growth(lambda: stream.logits(Folder.open(folder), Frozen(), ROWS, FP32, CPU)) < 0.5 * size
+    assert (
+        growth(lambda: layerwise_forward.checkpoint_logits(HFCheckpoint.open(folder), FrozenModel(), ROWS, FP32, CPU))
+        < 0.5 * size
+    )
 
 
 def test_of_a_large_vocabulary_only_parts_are_in_memory(tmp_path: Path) -> None:
@@ -120,17 +124,19 @@ def parts_of_a_large_vocabulary(tmp_path: Path) -> None:
     """An embedding and a head of 92 MB each, a head that was adapted, and 40 MB of logits."""
     wide = SHAPES["llama2"] | {"hidden_size": 384, "num_hidden_layers": 1, "vocab_size": 60_000}
     base, start, out = save(build(wide), tmp_path / "base"), tmp_path / "adapter", tmp_path / "out"
-    adapter = LoRA(2, targets=("embed", "head"))
-    model, source = ours(base, adapter), Folder.open(base)
+    adapter = LoRAConfig(2, targets=("embed", "head"))
+    model, source = ours(base, adapter), HFCheckpoint.open(base)
     start.mkdir(), out.mkdir()
-    peft.write(start, model, adapter, source)
-    merge.merge(source, start, out, quiet=True)
+    peft_adapter.save_adapter(start, model, adapter, source)
+    merge.merge_adapter(source, start, out, quiet=True)
     there, rows = replace(adapter, start=str(start)), [list(range(20))] * 8
 
     def compare() -> None:
-        wanted = stream.logits(source, there, rows, FP32, CPU)
-        rounded = stream.logits(source, there, rows, FP32, CPU, written=Folder.open(out).dtypes)
-        found = stream.logits(Folder.open(out), Frozen(), rows, FP32, CPU)
+        wanted = layerwise_forward.checkpoint_logits(source, there, rows, FP32, CPU)
+        rounded = layerwise_forward.checkpoint_logits(
+            source, there, rows, FP32, CPU, written=HFCheckpoint.open(out).dtypes
+        )
+        found = layerwise_forward.checkpoint_logits(HFCheckpoint.open(out), FrozenModel(), rows, FP32, CPU)
         assert verify.distances([wanted, rounded], found)[0].mean < 1e-4
 
     compare()

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tunekit.checkpoint.tensors import DTYPES, Reader, Writer, header, pickled_header
+from tunekit.checkpoint.safetensors_io import DTYPES, SafetensorsWriter, TensorReader, read_header, read_pickle_header
 from tunekit.errors import UserError
 
 Q = "model.layers.0.self_attn.q_proj.weight"
@@ -48,12 +48,12 @@ def test_the_bytes_are_those_of_the_library(
     save_file(held, folder / "theirs", metadata={"format": "pt"})
     names = list(held)
     order.shuffle(names)
-    with Writer(folder / "ours", entries) as writer:
+    with SafetensorsWriter(folder / "ours", entries) as writer:
         for name in names:
             writer[name] = held[name]
     assert (folder / "ours").read_bytes() == (folder / "theirs").read_bytes()
-    found = header(folder / "ours")
-    with Reader(found) as reader:
+    found = read_header(folder / "ours")
+    with TensorReader(found) as reader:
         assert {name: (t.shape, t.dtype) for name, t in found.items()} == entries
         assert all(bits(reader[name]) == bits(tensor) for name, tensor in held.items())
         for name, tensor in held.items():
@@ -77,7 +77,7 @@ def odd(file: Path, metadata: dict | None) -> dict[str, Tensor]:
 
 
 def rewritten(file: Path, held: dict[str, Tensor], like: Path) -> bytes:
-    with Writer(file, {name: (tuple(t.shape), t.dtype) for name, t in held.items()}, like) as writer:
+    with SafetensorsWriter(file, {name: (tuple(t.shape), t.dtype) for name, t in held.items()}, like) as writer:
         for name, tensor in held.items():
             writer[name] = tensor
     return file.read_bytes()
@@ -95,7 +95,7 @@ def test_the_format_is_always_told(metadata: dict | None, tmp_path: Path) -> Non
     rewritten(tmp_path / "out", held, tmp_path / "source")
     save_file(held, tmp_path / "theirs", metadata=(metadata or {}) | {"format": "pt"})
     assert load_file(tmp_path / "out").keys() == held.keys()
-    assert header(tmp_path / "out").keys() == header(tmp_path / "theirs").keys()
+    assert read_header(tmp_path / "out").keys() == read_header(tmp_path / "theirs").keys()
     begin = struct.unpack("<Q", (tmp_path / "out").read_bytes()[:8])[0]
     told = json.loads((tmp_path / "out").read_bytes()[8 : 8 + begin])["__metadata__"]
     assert told == (metadata or {}) | {"format": "pt"}
@@ -119,12 +119,12 @@ def test_no_damage_is_more_than_a_line(
     at %= len(data)
     file.write_bytes(data[:at] + what + (b"" if cut else data[at + len(what) :]))
     try:
-        found = header(file)
+        found = read_header(file)
     except UserError as error:
         assert str(file) in str(error)
         assert "\n" not in str(error)
         return
-    with Reader(found) as reader:
+    with TensorReader(found) as reader:
         for name, stored in found.items():
             assert reader[name].shape == stored.shape
 
@@ -135,13 +135,13 @@ def test_a_header_of_100_gigabytes_takes_no_memory(tmp_path: Path) -> None:
         stream.write(struct.pack("<Q", 10**11) + b"{")
         stream.truncate(2 * 10**11)  # as long as it says: a file with a hole
     with pytest.raises(UserError, match="damaged or cut off"):
-        header(file)
+        read_header(file)
 
 
 def test_a_file_that_is_cut_while_it_is_read(tmp_path: Path) -> None:
     file = tmp_path / "f.safetensors"
     save_file({"a": torch.ones(1000, 1000)}, file)
-    with Reader(header(file)) as reader:
+    with TensorReader(read_header(file)) as reader:
         os.truncate(file, 5000)
         for take in (reader.__getitem__, reader.lend):
             with pytest.raises(UserError, match=r"f\.safetensors: became shorter while it was read"):
@@ -152,7 +152,7 @@ def test_a_lent_tensor_outlives_its_reader_and_leaves_the_file_alone(tmp_path: P
     file = tmp_path / "f.safetensors"
     save_file({"a": torch.ones(1000, 1000)}, file)
     before = file.read_bytes()
-    with Reader(header(file)) as reader:
+    with TensorReader(read_header(file)) as reader:
         lent = reader.lend("a")
         assert lent.sum() == 10**6
         again = reader.lend("a")
@@ -160,17 +160,17 @@ def test_a_lent_tensor_outlives_its_reader_and_leaves_the_file_alone(tmp_path: P
     file.unlink()
     assert (lent.sum(), again.sum()) == (10**6 + 4, 10**6)
     file.write_bytes(before)
-    with Reader(header(file)) as reader:
+    with TensorReader(read_header(file)) as reader:
         assert reader["a"].sum() == 10**6
 
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_a_large_tensor_is_read_in_parts(threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tunekit.checkpoint.tensors.CHUNK", 1000)
+    monkeypatch.setattr("tunekit.checkpoint.safetensors_io.CHUNK", 1000)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     held = {"a": torch.randn(77, 33), "b": torch.randn(5)}
     save_file(held, tmp_path / "f.safetensors")
-    with Reader(header(tmp_path / "f.safetensors")) as reader:
+    with TensorReader(read_header(tmp_path / "f.safetensors")) as reader:
         assert all(torch.equal(reader[name], tensor) for name, tensor in held.items())
 
 
@@ -196,8 +196,8 @@ def weights() -> dict[str, Tensor]:
 def test_pickled_tensors(zipped: bool, tmp_path: Path) -> None:
     held = weights()
     torch.save(held, tmp_path / "w.bin", _use_new_zipfile_serialization=zipped)
-    found = pickled_header(tmp_path / "w.bin")
-    with Reader(found) as reader:
+    found = read_pickle_header(tmp_path / "w.bin")
+    with TensorReader(found) as reader:
         for name, tensor in held.items():
             assert (found[name].shape, found[name].dtype) == (tuple(tensor.shape), tensor.dtype)
             assert torch.equal(reader[name], tensor)
@@ -208,7 +208,7 @@ def test_nothing_is_run(zipped: bool, tmp_path: Path) -> None:
     file, trace = tmp_path / "w.bin", tmp_path / "was run"
     torch.save({"a": torch.ones(2), "b": Spy(trace)}, file, _use_new_zipfile_serialization=zipped)
     with pytest.raises(UserError) as caught:
-        pickled_header(file)
+        read_pickle_header(file)
     assert str(caught.value).startswith(f"{file}: holds more than tensors, or is damaged (")
     assert str(caught.value).endswith("nothing of it was run")
     assert "\n" not in str(caught.value)
@@ -227,13 +227,13 @@ def test_nothing_is_run(zipped: bool, tmp_path: Path) -> None:
 def test_pickles_of_other_things(value: Any, tmp_path: Path) -> None:
     torch.save(value, tmp_path / "w.bin")
     with pytest.raises(UserError, match="holds no tensors by name, so these are no weights of a model"):
-        pickled_header(tmp_path / "w.bin")
+        read_pickle_header(tmp_path / "w.bin")
 
 
 def test_a_pickle_of_python(tmp_path: Path) -> None:
     (tmp_path / "w.bin").write_bytes(pickle.dumps({"a": [1.0, 2.0]}))
     with pytest.raises(UserError, match=r"w\.bin: holds "):
-        pickled_header(tmp_path / "w.bin")
+        read_pickle_header(tmp_path / "w.bin")
 
 
 @given(
@@ -252,8 +252,8 @@ def test_no_damage_of_a_pickle_is_more_than_a_line(
     at %= len(data)
     file.write_bytes(data[:at] + what + (b"" if cut else data[at + len(what) :]))
     try:
-        found = pickled_header(file)
-        with Reader(found) as reader:
+        found = read_pickle_header(file)
+        with TensorReader(found) as reader:
             assert all(isinstance(reader[name], Tensor) for name in found)
     except UserError as error:
         assert str(file) in str(error)

@@ -10,11 +10,11 @@ from safetensors.torch import save_file
 
 from tests.checkpoints import FULL, SHAPES, build, made, ours, save, theirs, tokens
 from tunekit.checkpoint import atomic
-from tunekit.checkpoint.folder import INDEX, PICKLE, PICKLE_INDEX, WEIGHTS, Folder
-from tunekit.checkpoint.write import write
+from tunekit.checkpoint.hf_checkpoint import INDEX, PICKLE, PICKLE_INDEX, WEIGHTS, HFCheckpoint
+from tunekit.checkpoint.save_model import save_model
 from tunekit.models.decoder import Decoder
-from tunekit.models.init import randomize
-from tunekit.precision import Precision
+from tunekit.models.precision import PrecisionConfig
+from tunekit.models.weight_init import init_weights
 
 EXTRA = {"chat_template.jinja": "{{ messages }}", "LICENSE": "free", "generation_config.json": "{}"}
 
@@ -27,17 +27,17 @@ def same(out: Path, source: Path, but: tuple[str, ...] = ()) -> None:
         assert (out / name).read_bytes() == (source / name).read_bytes(), name
 
 
-def again(source: Path, out: Path, precision: Precision) -> Path:
-    return written(out, ours(source, FULL, precision), Folder.open(source))
+def again(source: Path, out: Path, precision: PrecisionConfig) -> Path:
+    return written(out, ours(source, FULL, precision), HFCheckpoint.open(source))
 
 
-def written(out: Path, model: Decoder, source: Folder) -> Path:
-    with atomic.whole(out) as folder:
-        write(folder, model, source, quiet=True)
+def written(out: Path, model: Decoder, source: HFCheckpoint) -> Path:
+    with atomic.AtomicDir(out) as folder:
+        save_model(folder, model, source, quiet=True)
     return out
 
 
-AS_IT_IS = Precision("fp32", "fp32", "checkpoint")
+AS_IT_IS = PrecisionConfig("fp32", "fp32", "checkpoint")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -81,7 +81,7 @@ def test_kept_tensors_are_untouched_by_training(tmp_path: Path) -> None:
     with torch.no_grad():
         for p in model.parameters():
             p.add_(1)
-    after = tensors(written(tmp_path / "out", model, Folder.open(source)))
+    after = tensors(written(tmp_path / "out", model, HFCheckpoint.open(source)))
     kept = {name for name in before if "vision" in name or "multi_modal" in name}
     assert len(kept) > 10
     assert {name for name in before if torch.equal(before[name], after[name])} == kept
@@ -148,7 +148,7 @@ def test_one_file_of_another_name(indexed: bool, tmp_path: Path) -> None:
     source = made(tmp_path / "source", "qwen2")
     name = "model-00001-of-00001.safetensors"
     (source / WEIGHTS).rename(source / name)
-    index = {"metadata": {}, "weight_map": dict.fromkeys(Folder.open(source).tensors, name)}
+    index = {"metadata": {}, "weight_map": dict.fromkeys(HFCheckpoint.open(source).tensors, name)}
     if indexed:
         (source / INDEX).write_text(json.dumps(index))
     out = again(source, tmp_path / "out", AS_IT_IS)
@@ -161,12 +161,12 @@ def test_one_file_of_another_name(indexed: bool, tmp_path: Path) -> None:
 def test_a_model_from_nothing_is_one_that_transformers_opens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = made(tmp_path / "source", "llama3.2")
     (source / WEIGHTS).unlink()
-    described = Folder.open(source)
+    described = HFCheckpoint.open(source)
     model = Decoder(described.spec)
-    randomize(model, 0)
+    init_weights(model, 0)
     written(tmp_path / "one", model, described)
     assert [f.name for f in (tmp_path / "one").glob("model*")] == [WEIGHTS]
-    monkeypatch.setattr("tunekit.checkpoint.write.SHARD", 20_000)
+    monkeypatch.setattr("tunekit.checkpoint.save_model.SHARD", 20_000)
     written(tmp_path / "many", model, described)
     shards = sorted((tmp_path / "many").glob("*.safetensors"))
     assert len(shards) > 2
@@ -180,11 +180,11 @@ def test_a_model_from_nothing_is_one_that_transformers_opens(tmp_path: Path, mon
 
 def test_what_was_trained_in_fp32_is_written_in_the_dtype_of_the_checkpoint(tmp_path: Path) -> None:
     source = save(build(SHAPES["qwen3"]).bfloat16(), tmp_path / "source")
-    model = ours(source, FULL, Precision("bf16", "fp32"))
+    model = ours(source, FULL, PrecisionConfig("bf16", "fp32"))
     with torch.no_grad():
         for p in model.parameters():
             p.add_(0.01 * torch.randn_like(p))
-    held = tensors(written(tmp_path / "out", model, Folder.open(source)))
+    held = tensors(written(tmp_path / "out", model, HFCheckpoint.open(source)))
     assert {t.dtype for t in held.values()} == {torch.bfloat16}
     assert torch.equal(held["model.embed_tokens.weight"], model.embed.weight.bfloat16())
     assert torch.equal(held["model.norm.weight"], model.norm.weight.bfloat16())

@@ -9,7 +9,7 @@ COUNT = '''"""Counting."""
 from dataclasses import dataclass
 from pathlib import Path
 
-from tunekit.checkpoint.workspace import erase
+from tunekit.checkpoint.run_dir import erase_results
 from tunekit.errors import UserError
 
 
@@ -30,7 +30,7 @@ def check(cfg):
 
 def main(cfg, fresh=False):
     if fresh:
-        erase(Path(cfg.out))
+        erase_results(Path(cfg.out))
     if cfg.to == 0:
         raise KeyboardInterrupt
     print(" ".join([cfg.word] * cfg.to))

@@ -9,9 +9,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tunekit import cli
-from tunekit.data.prepared import cache
-from tunekit.data.prepared.documents import ABOUT, Document, Documents, Tokenised, Writer, flatten
+from tunekit.cli import main as cli
+from tunekit.data.preprocess import cache
+from tunekit.data.preprocess.tokenized_dataset import (
+    ABOUT,
+    Document,
+    TokenizedChunk,
+    TokenizedDataset,
+    TokenizedDatasetWriter,
+    flatten_documents,
+)
 
 DAY = 86_400
 
@@ -22,17 +29,17 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "data"
 
 
-def keep(key: str, tokens: int, used: float = 0, split: str = "train") -> Documents:
+def keep(key: str, tokens: int, used: float = 0, split: str = "train") -> TokenizedDataset:
     """An entry of one row that was made and used some days ago."""
 
     def make(folder: Path) -> None:
         one = Document(np.zeros(tokens, np.int32), np.ones(tokens, bool), tokens)
-        with Writer(folder) as writer:
-            writer.add(Tokenised(None, 1, 0, 0, 0, [], flatten([one], ["rows.jsonl:1"])))
+        with TokenizedDatasetWriter(folder) as writer:
+            writer.add(TokenizedChunk(None, 1, 0, 0, 0, [], flatten_documents([one], ["rows.jsonl:1"])))
             writer.finish(source="rows.jsonl", split=split, made=time.time() - used * DAY - 1, seconds=1.0)
 
-    found = cache.obtain(key, make, pytest.fail)
-    about = cache.folder() / key / ABOUT
+    found = cache.get_or_build(key, make, pytest.fail)
+    about = cache.cache_dir() / key / ABOUT
     os.utime(about, (time.time() - used * DAY - 1,) * 2)
     return found
 
@@ -64,10 +71,10 @@ def test_clears_what_it_is_told(place: Path, capsys: pytest.CaptureFixture[str])
     assert "'x': no key begins so" in tune(capsys, "clear", "ab1", "x")
     assert "--older 3: write a number and m, h, d or w" in tune(capsys, "clear", "--older", "3")
     assert "only `tune cache clear` takes keys" in tune(capsys, "--all")
-    assert len(cache.entries()) == 5, "a mistake removes nothing"
+    assert len(cache.list_entries()) == 5, "a mistake removes nothing"
     assert re.fullmatch(r"removed 1, 5.\d+ kB\n", tune(capsys, "clear", "ab1"))
     assert re.fullmatch(r"removed 1, 5.\d+ kB; 1 in use left\n", tune(capsys, "clear", "--older", "25d"))
-    assert [entry.key for entry in cache.entries()] == ["ab2", "ac3", "ae5"]
+    assert [entry.key for entry in cache.list_entries()] == ["ab2", "ac3", "ae5"]
     (place / "af6-1234.partial").mkdir()
     assert ", and 0 bytes in 1 unfinished" in tune(capsys)
     assert len(held) == 1

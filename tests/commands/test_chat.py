@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tunekit import assemble, cli
+from tunekit import build
 from tunekit.checkpoint import atomic
-from tunekit.commands import chat
+from tunekit.cli import main as cli
+from tunekit.cli.commands import chat
 from tunekit.errors import UserError
 
 
@@ -49,11 +50,11 @@ def test_a_mistake_does_not_end_the_talk(monkeypatch: pytest.MonkeyPatch, capsys
 def test_a_run_is_where_its_final_checkpoint_is(tmp_path: Path) -> None:
     (tmp_path / "state").mkdir()
     with pytest.raises(UserError, match="has not ended"):
-        assemble.finished(tmp_path)
-    with atomic.whole(tmp_path / "final"):
+        build.final_dir_of(tmp_path)
+    with atomic.AtomicDir(tmp_path / "final"):
         pass
-    assert assemble.finished(tmp_path) == tmp_path / "final"
-    assert assemble.finished(tmp_path / "final") == tmp_path / "final"
+    assert build.final_dir_of(tmp_path) == tmp_path / "final"
+    assert build.final_dir_of(tmp_path / "final") == tmp_path / "final"
 
 
 @pytest.mark.parametrize(("words", "says"), [

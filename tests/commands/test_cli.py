@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tunekit import bundled, catalog, cli
+from tunekit import assets
+from tunekit.cli import main as cli
+from tunekit.cli import registry
 
 TUNE = Path(sys.executable).with_name("tune")
 HEAVY = ("torch", "numpy", "omegaconf", "yaml", "huggingface_hub", "transformers")
@@ -30,7 +32,7 @@ def mistake(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 def test_light_verbs_import_nothing_heavy(words: list[str]) -> None:
     code = f"""
 import sys
-from tunekit import cli
+from tunekit.cli import main as cli
 try:
     cli.main({words})
 except SystemExit as end:
@@ -55,7 +57,7 @@ def test_listing_is_instant() -> None:
 
 def test_every_verb_has_its_module() -> None:
     for verb in cli.VERBS:
-        assert callable(importlib.import_module(f"tunekit.commands.{verb}").main)
+        assert callable(importlib.import_module(f"tunekit.cli.commands.{verb}").main)
 
 
 def test_no_words_help(capsys: pytest.CaptureFixture[str]) -> None:
@@ -112,7 +114,7 @@ def test_a_reader_that_leaves_is_no_error() -> None:
 def test_ls_shows_every_name_once(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["ls"]) == 0
     names = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
-    assert sorted(names) == sorted([*catalog.recipes(), *catalog.configs()])
+    assert sorted(names) == sorted([*registry.list_recipes(), *registry.list_configs()])
 
 
 def test_ls_filters_for_people_and_programs(capsys: pytest.CaptureFixture[str]) -> None:
@@ -128,15 +130,15 @@ def test_ls_filters_for_people_and_programs(capsys: pytest.CaptureFixture[str]) 
 
 def test_ls_shows_presets(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["ls", "presets"]) == 0
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [*bundled.PRESETS]
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [*assets.PRESETS]
     assert cli.main(["ls", "presets", "--json"]) == 0
-    assert {row["preset"] for row in json.loads(capsys.readouterr().out)} == set(bundled.PRESETS)
+    assert {row["preset"] for row in json.loads(capsys.readouterr().out)} == set(assets.PRESETS)
 
 
 @pytest.mark.parametrize("name", ["sft", "sft.py", "qwen3/8b_lora", "qwen3/8b_lora.yaml"])
 def test_cat_prints_the_file(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["cat", name]) == 0
-    assert capsys.readouterr().out == catalog.either(name).read_text()
+    assert capsys.readouterr().out == registry.find_recipe_or_config(name).read_text()
 
 
 def test_cp_makes_folders_and_suffixes(count: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -147,7 +149,7 @@ def test_cp_makes_folders_and_suffixes(count: Path, capsys: pytest.CaptureFixtur
         (".", "8b_lora.yaml"),
     ):
         assert cli.main(["cp", "qwen3/8b_lora", dest]) == 0
-        assert (count / made).read_bytes() == catalog.config("qwen3/8b_lora").read_bytes()
+        assert (count / made).read_bytes() == registry.find_config("qwen3/8b_lora").read_bytes()
         assert made in capsys.readouterr().out
 
 
@@ -155,14 +157,14 @@ def test_cp_overwrites_only_when_forced(count: Path, capsys: pytest.CaptureFixtu
     assert "--force" in mistake(capsys, "cp", "sft", "count.py")
     assert (count / "count.py").read_text().startswith('"""Counting')
     assert cli.main(["cp", "sft", "count.py", "--force"]) == 0
-    assert (count / "count.py").read_bytes() == catalog.recipe("sft").read_bytes()
+    assert (count / "count.py").read_bytes() == registry.find_recipe("sft").read_bytes()
 
 
 def test_a_local_config_comes_before_a_shipped_one(count: Path) -> None:
     (count / "qwen3").mkdir()
     (count / "qwen3" / "8b_lora.yaml").write_text("recipe: sft\n")
-    assert catalog.config("qwen3/8b_lora") == Path("qwen3/8b_lora.yaml")
-    assert catalog.config("qwen3/8b_full").is_relative_to(catalog.CONFIGS)
+    assert registry.find_config("qwen3/8b_lora") == Path("qwen3/8b_lora.yaml")
+    assert registry.find_config("qwen3/8b_full").is_relative_to(registry.CONFIGS)
 
 
 def test_run_takes_overrides_anywhere(count: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tunekit import catalog, cli
+from tunekit.cli import main as cli
+from tunekit.cli import registry
 
 ENV = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
 BASH = """
@@ -47,10 +48,10 @@ def test_tab_offers_what_may_stand_there(shell: str) -> None:
 @pytest.mark.skipif(shutil.which("bash") is None, reason="no bash")
 def test_bash_knows_the_place() -> None:
     assert offered("bash", ["tune", ""]) >= set(cli.VERBS)
-    assert offered("bash", ["tune", "run", ""]) == set(catalog.recipes())
-    assert offered("bash", ["tune", "run", "--gpus", "2", ""]) == set(catalog.recipes())
-    assert offered("bash", ["tune", "run", "sft", ""]) == set(catalog.configs())
-    assert offered("bash", ["tune", "cat", ""]) == {*catalog.recipes(), *catalog.configs()}
+    assert offered("bash", ["tune", "run", ""]) == set(registry.list_recipes())
+    assert offered("bash", ["tune", "run", "--gpus", "2", ""]) == set(registry.list_recipes())
+    assert offered("bash", ["tune", "run", "sft", ""]) == set(registry.list_configs())
+    assert offered("bash", ["tune", "cat", ""]) == {*registry.list_recipes(), *registry.list_configs()}
     assert not offered("bash", ["tune", "run", "--import", ""]), "files, which the shell itself adds"
 
 

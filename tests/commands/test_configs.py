@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import yaml
 
-from tunekit import catalog, launch
-from tunekit.config.load import load
-from tunekit.config.problems import ConfigError
+from tunekit.cli import recipe_loader, registry
+from tunekit.config.errors import ConfigError
+from tunekit.config.load import load_config
 
-CONFIGS = catalog.configs()
+CONFIGS = registry.list_configs()
 
 
 def shortened(tree: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -26,7 +26,7 @@ def shortened(tree: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 def loaded(name: str, tree: dict[str, Any]) -> Any:
     """The config, or None if its recipe refuses it."""
     try:
-        return load(launch.recipe(name).RECIPE, tree)
+        return load_config(recipe_loader.load_recipe(name).RECIPE, tree)
     except ConfigError:
         return None
 
@@ -35,16 +35,16 @@ def loaded(name: str, tree: dict[str, Any]) -> Any:
 def test_shipped_configs_say_only_what_differs(name: str) -> None:
     tree = yaml.safe_load(CONFIGS[name].read_text())
     recipe = tree["recipe"]
-    whole = load(launch.recipe(recipe).RECIPE, CONFIGS[name])
+    whole = load_config(recipe_loader.load_recipe(recipe).RECIPE, CONFIGS[name])
     idle = [key for key, less in shortened(tree) if loaded(recipe, less) == whole]
     assert not idle, f"{name} repeats defaults: {', '.join(idle)}"
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_shipped_configs_say_what_they_are(name: str) -> None:
-    assert catalog.about(CONFIGS[name])
+    assert registry.summary_line(CONFIGS[name])
     for recipe, config in re.findall(r"tune run (\S+) (\S+)", CONFIGS[name].read_text()):
-        assert catalog.written_for(catalog.config(config)) == recipe
+        assert registry.recipe_of_config(registry.find_config(config)) == recipe
 
 
 def test_no_two_configs_share_a_run_folder() -> None:

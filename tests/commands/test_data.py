@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tunekit import cli
+from tunekit.cli import main as cli
 
 CONFIG = """\
 recipe: sft

@@ -8,10 +8,10 @@ import pytest
 
 from tests.checkpoints import ours, rewrite, shuffle_adapter
 from tests.export.exported import FITTING, made, split, write_bytes
-from tunekit import cli
-from tunekit.adapters import LoRA
-from tunekit.checkpoint import peft
-from tunekit.checkpoint.folder import Folder
+from tunekit.adapters.config import LoRAConfig
+from tunekit.checkpoint import peft_adapter
+from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
+from tunekit.cli import main as cli
 from tunekit.export.pretokenizer import QWEN2
 
 
@@ -39,12 +39,12 @@ def test_it_says_what_was_written_and_how_far_it_is_off(
 
 
 def test_an_adapter_is_merged(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    adapter = LoRA(3, targets=("all",))
+    adapter = LoRAConfig(3, targets=("all",))
     net = ours(model, adapter)
     shuffle_adapter(net)
     beside = tmp_path / "adapter"
     beside.mkdir()
-    peft.write(beside, net, adapter, Folder.open(model))
+    peft_adapter.save_adapter(beside, net, adapter, HFCheckpoint.open(model))
     assert cli.main(["export", str(beside), str(tmp_path / "a.gguf"), "--type", "bf16"]) == 0
     assert "\nverified: " in capsys.readouterr().err
 
@@ -83,7 +83,7 @@ def test_without_the_extra_it_is_named(
     real = importlib.import_module
 
     def without(name: str) -> object:
-        if name == "tunekit.export.model":
+        if name == "tunekit.export.gguf_export":
             raise ModuleNotFoundError("No module named 'gguf'", name="gguf")
         return real(name)
 

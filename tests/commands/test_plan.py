@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tunekit import cli
+from tunekit.cli import main as cli
 
 CONFIG = "model: tunekit/llama3_2_1b\ndata: {kind: text, source: rows.jsonl, length: 512}\nout: run\nrecipe: sft\n"
 

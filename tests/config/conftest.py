@@ -8,8 +8,8 @@ from typing import Literal
 
 import pytest
 
-from tunekit.config.load import load
-from tunekit.config.problems import ConfigError
+from tunekit.config.errors import ConfigError
+from tunekit.config.load import load_config
 from tunekit.errors import FieldError
 
 BASE = "model: m\ndata: {source: s}\nout: o\n"
@@ -120,7 +120,7 @@ def tree(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 @pytest.fixture
 def sft(tree: ModuleType) -> Callable[..., SFT]:
     """Load YAML on top of the three required keys."""
-    return lambda text="", *overrides, **more: load(SFT, BASE + text, overrides, **more)
+    return lambda text="", *overrides, **more: load_config(SFT, BASE + text, overrides, **more)
 
 
 @pytest.fixture
@@ -129,7 +129,7 @@ def errors(tree: ModuleType) -> Callable[..., list[str]]:
 
     def lines(text: str = "", *overrides: str, base: str = BASE, **more: object) -> list[str]:
         with pytest.raises(ConfigError) as caught:
-            load(SFT, base + text, overrides, **more)
+            load_config(SFT, base + text, overrides, **more)
         assert str(caught.value) == "\n".join(caught.value.lines)
         return [*caught.value.lines]
 

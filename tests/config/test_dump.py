@@ -4,8 +4,8 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tunekit.config.dump import differences, dump, resolved
-from tunekit.config.load import load, mapping
+from tunekit.config.dump import diff_configs, dump_yaml, to_plain_config
+from tunekit.config.load import load_config, mapping
 
 TEXT = (
     st.text()
@@ -52,16 +52,16 @@ def values(tree):
 @given(data=st.data())
 def test_what_is_dumped_is_read_back(tree, data):
     value = data.draw(values(tree))
-    text = dump(value, "sft")
-    assert load(tree.SFT, text) == value
-    assert mapping(text) == resolved(value, "sft")
-    assert differences(mapping(text), resolved(value, "sft")) == []
+    text = dump_yaml(value, "sft")
+    assert load_config(tree.SFT, text) == value
+    assert mapping(text) == to_plain_config(value, "sft")
+    assert diff_configs(mapping(text), to_plain_config(value, "sft")) == []
     if "${" not in text:
-        assert yaml.safe_load(text) == resolved(value, "sft")  # readers of YAML 1.1 see the same
+        assert yaml.safe_load(text) == to_plain_config(value, "sft")  # readers of YAML 1.1 see the same
 
 
 def test_all_is_written_in_the_order_of_the_fields(sft):
-    text = dump(sft("adapter: {kind: dora, rank: 3}\nlog: {to: [wandb]}\nvalidation: {source: ä}"), "sft")
+    text = dump_yaml(sft("adapter: {kind: dora, rank: 3}\nlog: {to: [wandb]}\nvalidation: {source: ä}"), "sft")
     assert text.startswith(
         "recipe: sft\nmodel: m\ndata:\n  source: s\n  length: 2048\n  pack: false\n"
         "out: o\nadapter:\n  kind: dora\n  rank: 3\n"
@@ -73,17 +73,19 @@ def test_all_is_written_in_the_order_of_the_fields(sft):
 
 def test_differences(sft):
     old, new = (
-        resolved(sft("adapter: lora")),
-        resolved(sft("adapter: full\nbatch: 3\nlog: {to: [wandb]}", "optimizer.betas.1=0.5")),
+        to_plain_config(sft("adapter: lora")),
+        to_plain_config(sft("adapter: full\nbatch: 3\nlog: {to: [wandb]}", "optimizer.betas.1=0.5")),
     )
-    assert differences(old, new) == [
+    assert diff_configs(old, new) == [
         ("adapter.kind", "lora", "full"),
         ("optimizer.betas.1", 0.999, 0.5),
         ("log.to.0.kind", None, "wandb"),
         ("batch", 64, 3),
     ]
-    old, new = (resolved(sft(f"adapter: {{kind: {kind}, rank: {rank}}}")) for kind, rank in (("lora", 8), ("dora", 4)))
-    assert differences(old, new) == [("adapter.kind", "lora", "dora"), ("adapter.rank", 8, 4)]
-    assert differences({"a": True, "b": float("nan"), "c": 1}, {"a": 1, "b": float("nan"), "c": 1.0}) == [
+    old, new = (
+        to_plain_config(sft(f"adapter: {{kind: {kind}, rank: {rank}}}")) for kind, rank in (("lora", 8), ("dora", 4))
+    )
+    assert diff_configs(old, new) == [("adapter.kind", "lora", "dora"), ("adapter.rank", 8, 4)]
+    assert diff_configs({"a": True, "b": float("nan"), "c": 1}, {"a": 1, "b": float("nan"), "c": 1.0}) == [
         ("a", True, 1)
     ]

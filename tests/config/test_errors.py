@@ -4,8 +4,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tunekit.config.load import load
-from tunekit.config.problems import ConfigError
+from tunekit.config.errors import ConfigError
+from tunekit.config.load import load_config
 from tunekit.errors import UserError
 
 
@@ -13,7 +13,7 @@ def test_all_mistakes_come_at_once_with_file_and_line(tmp_path, tree):
     file = tmp_path / "c.yaml"
     file.write_text("model: m\ndata:\n  source: s\n  lenght: 3\nbatch: many\nadapter: lorra\nlr: 2e-4\n")
     with pytest.raises(UserError) as caught:
-        load(tree.SFT, file, ["data.pakc=true", "seed"])
+        load_config(tree.SFT, file, ["data.pakc=true", "seed"])
     assert str(caught.value).splitlines() == [
         "command line: 'seed' has no '='; write key=value",
         f"{file}:4: data.lenght: unknown key, did you mean 'length'?",
@@ -104,7 +104,7 @@ def test_missing_keys_are_named_with_the_mapping_that_lacks_them(errors):
 
 def test_plain_data_of_another_kind_is_refused(tree):
     with pytest.raises(ConfigError) as caught:
-        load(tree.Log, {"every": object(), 3: 4, "to": [{"a": b"x"}]})
+        load_config(tree.Log, {"every": object(), 3: 4, "to": [{"a": b"x"}]})
     assert caught.value.lines[:3] == (
         "3: keys are text, got 3",
         "every: expected plain data, got object",
@@ -140,7 +140,7 @@ TEXTS = st.lists(WORDS, max_size=14).map("".join)
 @given(text=TEXTS, overrides=st.lists(st.builds("{}={}".format, st.lists(st.sampled_from(KEYS)).map(".".join), TEXTS)))
 def test_whatever_is_written_gives_a_config_or_one_error(tree, text, overrides):
     with contextlib.suppress(ConfigError):
-        assert isinstance(load(tree.SFT, "model: m\ndata: {source: s}\nout: o\n" + text, overrides), tree.SFT)
+        assert isinstance(load_config(tree.SFT, "model: m\ndata: {source: s}\nout: o\n" + text, overrides), tree.SFT)
 
 
 def test_a_long_value_is_shown_short(errors):

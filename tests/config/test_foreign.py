@@ -9,11 +9,12 @@ from transformers import TrainingArguments
 from trl import DistillationConfig, DPOConfig, KTOConfig, RewardConfig
 from trl.experimental.gkd import GKDConfig
 
-from tunekit import catalog, cli, launch
-from tunekit.config.choices import Choices, every_slot, slots
-from tunekit.config.foreign import RECIPES, TABLE, Row, recipe_meant, row_meant
-from tunekit.config.load import load
-from tunekit.config.problems import ConfigError
+from tunekit.cli import main as cli
+from tunekit.cli import recipe_loader, registry
+from tunekit.config.choices import ChoiceRegistry, field_slots, iter_slots
+from tunekit.config.errors import ConfigError
+from tunekit.config.load import load_config
+from tunekit.config.migration_hints import RECIPES, TABLE, KeyHint, find_hint, suggest_recipe
 
 DOCS = Path(__file__).parents[2] / "docs"
 OTHERS = {"num_labels", "id2label", "label2id", "margin", "peft_config", "ref_model"}  # of no config class
@@ -30,23 +31,23 @@ BASES = {  # what a recipe must be told
 
 
 def keys(recipe: str) -> set[str]:
-    places = (place for place, _ in every_slot(launch.recipe(recipe).RECIPE, Choices()))
+    places = (place for place, _ in iter_slots(recipe_loader.load_recipe(recipe).RECIPE, ChoiceRegistry()))
     return {".".join(part for part in place if part != "0") for place in places}
 
 
-KEYS = {name: keys(name) for name in catalog.recipes()}
+KEYS = {name: keys(name) for name in registry.list_recipes()}
 
 
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: f"{row.names.split()[0]}-{row.key}")
-def test_a_line_is_of_use(row: Row) -> None:
+def test_a_line_is_of_use(row: KeyHint) -> None:
     """It is what some recipe answers by: the keys are there, and no line before it hides it."""
     for name in row.names.split():
-        assert any(row_meant(name, found) is row for found in KEYS.values()), name
+        assert any(find_hint(name, found) is row for found in KEYS.values()), name
 
 
-def fits(row: Row) -> list[str]:
+def fits(row: KeyHint) -> list[str]:
     """The recipes that answer by a line."""
-    return [name for name, found in KEYS.items() if any(row_meant(word, found) is row for word in row.names.split())]
+    return [name for name, found in KEYS.items() if any(find_hint(word, found) is row for word in row.names.split())]
 
 
 def mistakes(recipe: str, *words: str) -> list[str]:
@@ -54,13 +55,13 @@ def mistakes(recipe: str, *words: str) -> list[str]:
     if any(word.startswith("data.kind=") for word in words):
         words = (*words, "data.source=s")  # another kind begins anew
     try:
-        load(launch.recipe(recipe).RECIPE, BASES.get(recipe, BASES["sft"]), words)
+        load_config(recipe_loader.load_recipe(recipe).RECIPE, BASES.get(recipe, BASES["sft"]), words)
     except ConfigError as error:
         return [*error.lines]
     return []
 
 
-def examples(row: Row) -> list[str]:
+def examples(row: KeyHint) -> list[str]:
     """What is written `key=value` in a line, and what it says is written behind the key itself."""
     found = re.findall(r"(?<![\w.])[a-z_.]+=(?:'[^']+'|[\w\[\]]+)", row.how)
     found += [f"{row.key}={whole}" for whole in re.findall(r"^(?:\{.*\}|\[.*\])$|\[\w+\]", row.how)]
@@ -68,7 +69,7 @@ def examples(row: Row) -> list[str]:
 
 
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: f"{row.names.split()[0]}-{row.key}-{row.where}")
-def test_what_a_line_says_is_so_in_each_recipe_that_answers_by_it(row: Row) -> None:
+def test_what_a_line_says_is_so_in_each_recipe_that_answers_by_it(row: KeyHint) -> None:
     named = re.findall(rf"recipe ({'|'.join(KEYS)})\b", row.how)
     for recipe in fits(row):
         told = named[0] if named else recipe
@@ -97,7 +98,7 @@ def test_lists_of_values_are_read() -> None:
 
 def test_a_key_of_ours_is_not_taken_for_a_foreign_one() -> None:
     for recipe in TRAIN:
-        own = set(slots(launch.recipe(recipe).RECIPE))
+        own = set(field_slots(recipe_loader.load_recipe(recipe).RECIPE))
         assert not own & {name for row in TABLE for name in row.names.split()}, recipe
 
 
@@ -143,11 +144,11 @@ def test_a_name_of_another_trainer_is_answered(config: str, word: str, says: str
 
 def mistake(config: str, word: str) -> str:
     """The only one that a config has with a word of the command line."""
-    path = catalog.config(config)
-    recipe = catalog.written_for(path)
+    path = registry.find_config(config)
+    recipe = registry.recipe_of_config(path)
     assert recipe is not None
     with pytest.raises(ConfigError) as caught:
-        load(launch.recipe(recipe).RECIPE, path, [word])
+        load_config(recipe_loader.load_recipe(recipe).RECIPE, path, [word])
     (line,) = caught.value.lines
     return line
 
@@ -189,7 +190,7 @@ def test_a_word_that_is_no_kind_is_answered(config: str, word: str, says: str) -
 )
 def test_what_is_written_as_a_kind_is_taken_for_nothing_else(recipe: str, text: str, words, says: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        load(launch.recipe(recipe).RECIPE, f"model: m\nout: o\n{text}", words)
+        load_config(recipe_loader.load_recipe(recipe).RECIPE, f"model: m\nout: o\n{text}", words)
     (line,) = caught.value.lines
     assert says in line and "write" not in line
 
@@ -197,30 +198,36 @@ def test_what_is_written_as_a_kind_is_taken_for_nothing_else(recipe: str, text: 
 def test_an_element_that_is_told_has_the_key() -> None:
     text = BASES["sft"] + "loss: [sft, {kind: dpo, weight: 0.5}]\n"
     with pytest.raises(ConfigError) as caught:
-        load(launch.recipe("preference").RECIPE, text, ["label_smoothing=0.1"])
+        load_config(recipe_loader.load_recipe("preference").RECIPE, text, ["label_smoothing=0.1"])
     assert "here it is loss.1.smoothing: " in caught.value.lines[0]
-    load(launch.recipe("preference").RECIPE, text, ["loss.1.smoothing=0.1"])
+    load_config(recipe_loader.load_recipe("preference").RECIPE, text, ["loss.1.smoothing=0.1"])
 
 
 def test_in_a_file_such_a_word_is_answered_in_yaml() -> None:
     with pytest.raises(ConfigError) as caught:
-        load(launch.recipe("distill").RECIPE, "model: m\ndata: {source: s}\nout: o\nteacher: g/teacher\n")
+        load_config(
+            recipe_loader.load_recipe("distill").RECIPE, "model: m\ndata: {source: s}\nout: o\nteacher: g/teacher\n"
+        )
     assert caught.value.lines[0].endswith("; for the model 'g/teacher', write teacher: {model: g/teacher}")
     with pytest.raises(ConfigError) as caught:
-        load(launch.recipe("distill").RECIPE, "model: m\ndata: {source: s}\nout: o\nteacher: lived\n")
+        load_config(
+            recipe_loader.load_recipe("distill").RECIPE, "model: m\ndata: {source: s}\nout: o\nteacher: lived\n"
+        )
     assert caught.value.lines[0].endswith("did you mean 'live'? there is live or stored")
 
 
 def test_losses_that_are_told_are_losses() -> None:
     slot = next(
-        slot for place, slot in every_slot(launch.recipe("preference").RECIPE, Choices()) if place == ("loss", "0")
+        slot
+        for place, slot in iter_slots(recipe_loader.load_recipe("preference").RECIPE, ChoiceRegistry())
+        if place == ("loss", "0")
     )
-    assert set(RECIPES[0][0].split()) <= set(Choices().kinds(slot))
+    assert set(RECIPES[0][0].split()) <= set(ChoiceRegistry().kinds(slot))
     for word in (word for names, _ in RECIPES for word in names.split()):
-        if found := re.search(r"tune run (\w+) CONFIG (loss=\S+)", recipe_meant(word) or ""):
+        if found := re.search(r"tune run (\w+) CONFIG (loss=\S+)", suggest_recipe(word) or ""):
             assert not mistakes(found[1], found[2]), word
     for names, _ in RECIPES:
-        assert not set(names.split()) & set(catalog.recipes())
+        assert not set(names.split()) & set(registry.list_recipes())
 
 
 @pytest.mark.parametrize(
@@ -239,18 +246,18 @@ def test_losses_that_are_told_are_losses() -> None:
 def test_a_recipe_of_another_trainer_is_answered(word: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["run", word, "nano/dpo"]) == 2
     assert f"error: no recipe '{word}': " in (told := capsys.readouterr().err) and says in told
-    assert recipe_meant("sft") is None
+    assert suggest_recipe("sft") is None
 
 
 def test_configs_that_are_told_are_there() -> None:
     words = {word.strip(",:") for _, how in RECIPES for word in how.split() if "/" in word}
-    assert words <= set(catalog.configs())
+    assert words <= set(registry.list_configs())
     told = [re.findall(r"tune run (\w+) (\w+/\w+)((?: \S+=\S+)*)", how) for _, how in RECIPES]
     assert sum(map(len, told)) > 4
     for recipe, config, said in (found for line in told for found in line):
-        path = catalog.config(config)
-        assert catalog.written_for(path) == recipe
-        load(launch.recipe(recipe).RECIPE, path, said.split())
+        path = registry.find_config(config)
+        assert registry.recipe_of_config(path) == recipe
+        load_config(recipe_loader.load_recipe(recipe).RECIPE, path, said.split())
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,8 @@ import sys
 
 import pytest
 
-from tunekit.config.dump import dump
-from tunekit.config.load import load
+from tunekit.config.dump import dump_yaml
+from tunekit.config.load import load_config
 
 OWN = """
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ def test_an_own_class_becomes_a_choice(tmp_path, sft, tree):
     assert vars(found.adapter) == {"rank": 3, "alpha": 16.0, "targets": "all", "power": 3.0}
     assert isinstance(found.adapter, tree.LoRA)
     assert "# of the update" in inspect.getsource(type(found.adapter))
-    again = load(tree.SFT, dump(found), imports=[file])
+    again = load_config(tree.SFT, dump_yaml(found), imports=[file])
     assert again == found
 
 
@@ -43,8 +43,8 @@ def test_an_own_class_for_a_field_of_one_class(tmp_path, sft):
     file = written(tmp_path, OWN.format(base="Rows"))
     found = sft("validation: {kind: mine, source: v}", "data.kind=mine", "data.source=t", imports=[file])
     assert [type(rows).__name__ for rows in (found.data, found.validation)] == ["Mine", "Mine"]
-    assert dump(found).count("kind: mine") == 2
-    assert load(type(found), dump(found), imports=[file]) == found
+    assert dump_yaml(found).count("kind: mine") == 2
+    assert load_config(type(found), dump_yaml(found), imports=[file]) == found
 
 
 def test_a_base_shared_by_all_members_is_enough(tmp_path):
@@ -71,7 +71,7 @@ class Recipe:
     try:
         import shared_base
 
-        found = load(shared_base.Recipe, "part: c", imports=[written(tmp_path, own)])
+        found = load_config(shared_base.Recipe, "part: c", imports=[written(tmp_path, own)])
     finally:
         sys.path.remove(str(tmp_path))
         sys.modules.pop("shared_base")

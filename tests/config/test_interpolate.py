@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from tunekit.config.interpolate import escaped
-from tunekit.config.load import load, mapping
+from tunekit.config.interpolate import escape_references
+from tunekit.config.load import load_config, mapping
 
 
 def test_references_keep_their_type(sft, tree):
@@ -105,9 +105,9 @@ def test_an_escaped_reference_is_text():
 
 @given(st.text(st.sampled_from("\\${}ab.:'\" ")) | st.text())
 def test_escaped_text_is_read_back(text):
-    assert OmegaConf.to_container(OmegaConf.create({"a": escaped(text) + ""}), resolve=True) == {"a": text}
-    assert mapping({"a": escaped(text)}) == {"a": text}
+    assert OmegaConf.to_container(OmegaConf.create({"a": escape_references(text) + ""}), resolve=True) == {"a": text}
+    assert mapping({"a": escape_references(text)}) == {"a": text}
 
 
 def test_values_that_mean_something_to_omegaconf_only(tree):
-    assert load(tree.SFT, {"model": "???", "data": {"source": "s"}, "out": "${data.source}"}).model == "???"
+    assert load_config(tree.SFT, {"model": "???", "data": {"source": "s"}, "out": "${data.source}"}).model == "???"

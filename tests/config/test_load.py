@@ -6,9 +6,9 @@ from typing import ClassVar
 
 import pytest
 
-from tunekit.config.dump import dump
-from tunekit.config.load import load, mapping
-from tunekit.config.problems import ConfigError
+from tunekit.config.dump import dump_yaml
+from tunekit.config.errors import ConfigError
+from tunekit.config.load import load_config, mapping
 from tunekit.config.schema import json_schema
 
 
@@ -21,14 +21,14 @@ def test_plain_data_and_files_and_text_are_the_same(tmp_path, tree):
     file = tmp_path / "c.yaml"
     text = "recipe: sft\nmodel: m\ndata: {source: s}\nout: o\nadapter: {kind: lora, rank: 2}\n"
     file.write_text("\ufeff" + text, "utf-8")
-    found = [load(tree.SFT, source) for source in (data, file, text)]
+    found = [load_config(tree.SFT, source) for source in (data, file, text)]
     assert found == [tree.SFT("m", tree.Rows("s"), "o", tree.LoRA(rank=2))] * 3
     assert mapping(file) == mapping(text) == data
 
 
 def test_without_a_source_the_command_line_can_say_everything(tree):
-    assert load(tree.SFT, None, ["model=m", "data.source=s", "out=o"]) == tree.SFT("m", tree.Rows("s"), "o")
-    assert load(tree.Log, None) == load(tree.Log, "{}") == tree.Log()
+    assert load_config(tree.SFT, None, ["model=m", "data.source=s", "out=o"]) == tree.SFT("m", tree.Rows("s"), "o")
+    assert load_config(tree.Log, None) == load_config(tree.Log, "{}") == tree.Log()
 
 
 def test_a_bare_word_names_a_kind(sft, tree):
@@ -72,12 +72,12 @@ class Reader:
 
 
 def test_without_a_kind_or_a_default_the_usual_one_is_meant():
-    assert load(Reader, "data: {source: a}") == Reader(Guessed("a"))
-    assert load(Reader, "data: {kind: wide, source: a}\nother: {source: b}") == Reader(Wide("a"), Guessed("b"))
-    assert load(Reader, None, ["data.source=a"]) == Reader(Guessed("a"))
-    assert load(Reader, dump(Reader(Guessed("a"), Named("b")))) == Reader(Guessed("a"), Named("b"))
+    assert load_config(Reader, "data: {source: a}") == Reader(Guessed("a"))
+    assert load_config(Reader, "data: {kind: wide, source: a}\nother: {source: b}") == Reader(Wide("a"), Guessed("b"))
+    assert load_config(Reader, None, ["data.source=a"]) == Reader(Guessed("a"))
+    assert load_config(Reader, dump_yaml(Reader(Guessed("a"), Named("b")))) == Reader(Guessed("a"), Named("b"))
     with pytest.raises(ConfigError, match="data.length: unknown key: 'length' belongs to wide; the kind here is guess"):
-        load(Reader, "data: {source: a, length: 2}")
+        load_config(Reader, "data: {source: a, length: 2}")
     schema = json_schema(Reader)["properties"]["data"]["anyOf"]
     assert {part["$ref"]: part["required"] for part in schema if "$ref" in part} == {
         "#/$defs/Named": ["kind", "source"],
@@ -129,7 +129,7 @@ def test_an_override_inside_an_alias_leaves_the_other_place_alone(sft):
 
 def test_recipe_must_be_a_name(tree):
     with pytest.raises(ConfigError, match=r"line 1: recipe: expected the name of a recipe, got a list"):
-        load(tree.SFT, "recipe: [a]")
+        load_config(tree.SFT, "recipe: [a]")
 
 
 def test_it_starts_fast_and_without_torch():

@@ -3,7 +3,7 @@ from typing import ClassVar
 
 import pytest
 
-from tunekit.config.load import load
+from tunekit.config.load import load_config
 
 
 def test_values_are_read_as_the_field_wants_them(sft):
@@ -74,10 +74,10 @@ class Asks:
 
 def test_a_kind_in_place_of_an_open_one_keeps_what_both_know() -> None:
     text = "data: {kind: guessed, source: rows, length: 3, only: 4}"
-    assert load(Asks, text, ["data=named"]).data == Named("rows", 3)
-    assert load(Asks, text, ["data.kind=named", "data.columns=2"]).data == Named("rows", 3, 2)
-    assert load(Asks, "data: {source: rows}", ["data.kind=named"]).data == Named("rows")
-    other = load(Asks, "data: {kind: named, source: rows, length: 3}", ["data=guessed", "data.source=x"])
+    assert load_config(Asks, text, ["data=named"]).data == Named("rows", 3)
+    assert load_config(Asks, text, ["data.kind=named", "data.columns=2"]).data == Named("rows", 3, 2)
+    assert load_config(Asks, "data: {source: rows}", ["data.kind=named"]).data == Named("rows")
+    other = load_config(Asks, "data: {kind: named, source: rows, length: 3}", ["data=guessed", "data.source=x"])
     assert other.data == Guessed("x")
 
 
@@ -149,4 +149,4 @@ def test_mistakes(errors, override, line):
 
 
 def test_the_last_one_wins(tree):
-    assert load(tree.Log, "every: 2", ["every=3", "every=4"]).every == 4
+    assert load_config(tree.Log, "every: 2", ["every=3", "every=4"]).every == 4

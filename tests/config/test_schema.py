@@ -3,11 +3,11 @@ import re
 
 import pytest
 
-from tunekit.config.comments import field_comments
-from tunekit.config.dump import resolved
+from tunekit.config.dump import to_plain_config
+from tunekit.config.errors import ConfigError
+from tunekit.config.field_comments import field_comments
 from tunekit.config.load import mapping
-from tunekit.config.problems import ConfigError
-from tunekit.config.schema import json_schema, reference
+from tunekit.config.schema import json_schema, options_markdown
 
 
 def test_comments_are_the_meaning(tree):
@@ -19,7 +19,7 @@ def test_a_class_without_a_file_has_no_comments():
     space: dict = {}
     exec("from dataclasses import dataclass\n@dataclass(frozen=True)\nclass A:\n    x: int = 1  # one", space)
     assert field_comments(space["A"]) == {}
-    assert "`x`" in reference(space["A"])
+    assert "`x`" in options_markdown(space["A"])
 
 
 CASES = [
@@ -60,7 +60,7 @@ def test_the_schema_agrees_with_the_loader(sft, tree, text):
         assert not validator.is_valid(written)
     else:
         assert not list(validator.iter_errors(written))
-        assert not list(validator.iter_errors(resolved(value, "sft")))
+        assert not list(validator.iter_errors(to_plain_config(value, "sft")))
 
 
 def test_the_schema_says_what_an_editor_shows(tree):
@@ -78,7 +78,7 @@ def test_the_schema_says_what_an_editor_shows(tree):
 
 
 def test_every_option_stands_in_the_reference(tree):
-    text = reference(tree.SFT)
+    text = options_markdown(tree.SFT)
     assert text.startswith("# SFT\n\nEverything this recipe can be told.\n\n| key | type | default | what it means |\n")
     assert "| `model` | text | **required** | folder or Hub name |" in text
     assert "| `optimizer` | `adamw` or `sgd` | `adamw` with `lr=0.0003` |  |" in text

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from tunekit.config.load import load, mapping
-from tunekit.config.problems import ConfigError
+from tunekit.config.errors import ConfigError
+from tunekit.config.load import load_config, mapping
 
 
 def lines(source) -> list[str]:
@@ -68,7 +68,7 @@ def test_files_that_cannot_be_read(tmp_path):
 
 def test_a_wrong_file_is_all_that_is_told(tmp_path, tree):
     with pytest.raises(ConfigError) as caught:
-        load(tree.SFT, tmp_path / "no.yaml", ["batch=x"])
+        load_config(tree.SFT, tmp_path / "no.yaml", ["batch=x"])
     assert caught.value.lines == (f"{tmp_path / 'no.yaml'}: no such file",)
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from tunekit import bundled
+from tunekit import assets
 from tunekit.data import tokenizer
-from tunekit.parallel.choice import Sizes
+from tunekit.distributed.parallel_dims import ParallelDims
 
 TEXT = [
     "The quick brown fox, said she, jumps over 12 lazy dogs.\n\n  It is so: naïve café, 你好, 😀!",
@@ -183,7 +183,7 @@ def write(folder: Path, shape: Shape) -> Path:
 
 @pytest.fixture(scope="session")
 def nano() -> tokenizer.Tokenizer:
-    folder = bundled.model("tunekit/nano")
+    folder = assets.model_dir("tunekit/nano")
     assert folder is not None
     return tokenizer.Tokenizer.open(folder).fitted(2048, folder)
 
@@ -211,8 +211,8 @@ class Place:
         return self.rank
 
     @property
-    def sizes(self) -> Sizes:
-        return Sizes(shard=self.size)
+    def sizes(self) -> ParallelDims:
+        return ParallelDims(shard=self.size)
 
     def tell(self, text: str) -> None:
         print(text, file=sys.stderr)

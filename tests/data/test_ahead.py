@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.waiting import LIMIT, until
-from tunekit.data.steps.ahead import Ahead
+from tunekit.data.dataloader.prefetch import Prefetcher
 from tunekit.errors import UserError
 
 CPU = torch.device("cpu")
@@ -45,7 +45,7 @@ def threads() -> list[str]:
 
 def test_steps_come_in_turn_each_made_once_by_a_thread() -> None:
     data = Steps()
-    with Ahead(data, CPU).over(3, 9) as ahead:
+    with Prefetcher(data, CPU).over(3, 9) as ahead:
         assert [ahead.take() for _ in range(6)] == [[step] for step in range(3, 9)]
     assert [step for step, _ in data.made] == list(range(3, 9))
     assert all(name.startswith("tunekit-data") for _, name in data.made)
@@ -55,7 +55,7 @@ def test_steps_come_in_turn_each_made_once_by_a_thread() -> None:
 
 def test_a_step_is_made_before_it_is_asked_for() -> None:
     data = Steps()
-    with Ahead(data, CPU).over(0, 6) as ahead:
+    with Prefetcher(data, CPU).over(0, 6) as ahead:
         for step in range(6):
             until(lambda count=step + 1: len(data.made) == count)
             assert ahead.take() == [step]
@@ -70,8 +70,8 @@ def test_what_is_waited_for_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
         data.may.set()
         return next(times)
 
-    monkeypatch.setattr("tunekit.data.steps.ahead.time", SimpleNamespace(perf_counter=now))
-    with Ahead(data, CPU).over(0, 2) as ahead:
+    monkeypatch.setattr("tunekit.data.dataloader.prefetch.time", SimpleNamespace(perf_counter=now))
+    with Prefetcher(data, CPU).over(0, 2) as ahead:
         assert not data.made
         waits = [(ahead.take(), ahead.wait) for _ in range(2)]
     assert waits == [([0], 3.0), ([1], 0.0)]
@@ -79,7 +79,7 @@ def test_what_is_waited_for_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_state_is_that_of_the_steps_that_were_taken() -> None:
     data = Steps()
-    with Ahead(data, CPU).over(0, 5) as ahead:
+    with Prefetcher(data, CPU).over(0, 5) as ahead:
         ahead.take()
         ahead.take()
         until(lambda: len(data.made) == 3)  # one is ahead
@@ -91,7 +91,7 @@ def test_the_state_is_that_of_the_steps_that_were_taken() -> None:
 @pytest.mark.parametrize("fault", [UserError("rows.jsonl:3: broken"), KeyError("x"), KeyboardInterrupt()])
 def test_an_error_comes_as_itself_where_its_step_is_asked_for(fault: BaseException) -> None:
     data, taken = Steps({2: fault}), []
-    with pytest.raises(type(fault)) as told, Ahead(data, CPU).over(0, 5) as ahead:
+    with pytest.raises(type(fault)) as told, Prefetcher(data, CPU).over(0, 5) as ahead:
         for _ in range(5):
             taken.append(ahead.take())
     assert told.value is fault
@@ -102,7 +102,7 @@ def test_an_error_comes_as_itself_where_its_step_is_asked_for(fault: BaseExcepti
 
 @pytest.mark.parametrize("fault", [UserError("training"), KeyboardInterrupt()])
 def test_no_thread_is_left_when_training_fails(fault: BaseException) -> None:
-    with pytest.raises(type(fault)), Ahead(Steps(), CPU).over(0, 5) as ahead:
+    with pytest.raises(type(fault)), Prefetcher(Steps(), CPU).over(0, 5) as ahead:
         ahead.take()
         raise fault
     assert not threads()
@@ -110,6 +110,6 @@ def test_no_thread_is_left_when_training_fails(fault: BaseException) -> None:
 
 def test_a_run_that_has_ended_wants_no_step() -> None:
     data = Steps()
-    with Ahead(data, CPU).over(5, 5):
+    with Prefetcher(data, CPU).over(5, 5):
         pass
     assert data.made == []

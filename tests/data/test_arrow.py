@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from tests.data.sources import columns, small_chunks, write
 from tests.data.test_table import resumes
-from tunekit.data.sources.source import open_source
-from tunekit.data.sources.table import Fault, Row, insist
+from tunekit.data.readers.open_dataset import open_dataset
+from tunekit.data.readers.row_reader import BadRow, Row, require_row
 from tunekit.errors import UserError
 
 ROWS = [
@@ -35,8 +35,8 @@ ROWS = [
 def test_nested_values_come_as_they_were(kind: str, tmp_path: Path) -> None:
     path = write(tmp_path / f"rows.{kind}", ROWS)
     with small_chunks(4):
-        table = open_source(str(path), "train")
-        rows = [insist(row) for row in table.rows]
+        table = open_dataset(str(path), "train")
+        rows = [require_row(row) for row in table.rows]
         assert [row.fields for row in rows] == ROWS
         assert [row.where for row in rows] == [f"{path} row {number}" for number in range(1, 51)]
         resumes(table)
@@ -49,7 +49,9 @@ def test_texts_that_are_json_are_parsed_as_datasets_does(tmp_path: Path) -> None
     ]
     saved = datasets.Dataset.from_list(rows, on_mixed_types="use_json")
     saved.to_parquet(tmp_path / "rows.parquet")
-    assert [insist(row).fields for row in open_source(str(tmp_path / "rows.parquet"), "train").rows] == list(saved)
+    assert [require_row(row).fields for row in open_dataset(str(tmp_path / "rows.parquet"), "train").rows] == list(
+        saved
+    )
     assert list(saved)[0]["tools"] == rows[0]["tools"]
 
 
@@ -57,16 +59,16 @@ def test_a_text_that_is_no_utf8_is_the_fault_of_its_row(tmp_path: Path) -> None:
     raw = pyarrow.array([b"fine", b"\xff", b"too"]).cast(pyarrow.binary())
     texts = pyarrow.Array.from_buffers(pyarrow.string(), 3, raw.buffers())
     pyarrow.parquet.write_table(pyarrow.table({"text": texts}), tmp_path / "rows.parquet")
-    good, bad, more = open_source(str(tmp_path / "rows.parquet"), "train").rows
+    good, bad, more = open_dataset(str(tmp_path / "rows.parquet"), "train").rows
     assert isinstance(good, Row) and isinstance(more, Row)
-    assert isinstance(bad, Fault) and bad.where.endswith("rows.parquet row 2") and "utf-8" in bad.reason
+    assert isinstance(bad, BadRow) and bad.where.endswith("rows.parquet row 2") and "utf-8" in bad.reason
 
 
 def test_row_groups_of_any_size_are_read_in_small_chunks(tmp_path: Path) -> None:
     rows = [{"text": f"{number}" * 40} for number in range(2000)]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet", row_group_size=2000)
     with small_chunks(100, 10_000):
-        table = open_source(str(tmp_path / "rows.parquet"), "train")
+        table = open_dataset(str(tmp_path / "rows.parquet"), "train")
         assert max(chunk.count for chunk in table.chunks()) <= 100
         resumes(table)
 
@@ -78,19 +80,19 @@ def test_a_file_that_was_cut_ends_in_rows_or_a_line(data: Any, kind: str, tmp_pa
     raw = columns(path.name, ROWS)
     path.write_bytes(raw[: data.draw(st.integers(0, len(raw) - 1))])
     try:
-        found = list(open_source(str(path), "train").rows)
+        found = list(open_dataset(str(path), "train").rows)
     except UserError as error:
         assert str(error).startswith(str(path)) and "\n" not in str(error)
         return
     # A stream may lack what marks its end.
-    assert kind == "arrow" and [insist(row).fields for row in found] == ROWS[: len(found)]
+    assert kind == "arrow" and [require_row(row).fields for row in found] == ROWS[: len(found)]
 
 
 def test_what_is_no_such_file_is_told(tmp_path: Path) -> None:
     for name, says in {"a.parquet": "not a Parquet file: ", "a.arrow": "not an Arrow file, or a damaged one: "}.items():
         (tmp_path / name).write_text(json.dumps({"text": "x" * 50}))
         with pytest.raises(UserError, match=f"{name}: {says}"):
-            open_source(str(tmp_path / name), "train")
+            open_dataset(str(tmp_path / name), "train")
         (tmp_path / name).write_bytes(b"")
         with pytest.raises(UserError, match=f"{name}: {says}|holds no row"):
-            open_source(str(tmp_path / name), "train")
+            open_dataset(str(tmp_path / name), "train")

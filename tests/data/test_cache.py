@@ -14,8 +14,15 @@ import numpy as np
 import pytest
 
 from tests.waiting import LIMIT, until
-from tunekit.data.prepared import cache
-from tunekit.data.prepared.documents import ABOUT, Document, Tokenised, Writer, flatten, whole
+from tunekit.data.preprocess import cache
+from tunekit.data.preprocess.tokenized_dataset import (
+    ABOUT,
+    Document,
+    TokenizedChunk,
+    TokenizedDatasetWriter,
+    flatten_documents,
+    is_complete,
+)
 from tunekit.errors import UserError
 
 COUNT = 400
@@ -36,16 +43,16 @@ def make(folder):
         time.sleep(0.01)
     test_cache.write(folder, float(sys.argv[2]))
 
-found = test_cache.cache.obtain("key", make, log)
+found = test_cache.cache.get_or_build("key", make, log)
 print(found.digest, len(found), flush=True)
 """
 
 
 def write(folder: Path, seconds: float = 0.0, count: int = COUNT) -> None:
-    with Writer(folder) as writer:
+    with TokenizedDatasetWriter(folder) as writer:
         for number in range(count):
             one = Document(np.full(9, number, np.int32), np.ones(9, bool), 9)
-            writer.add(Tokenised(None, 1, 0, 0, 0, [], flatten([one], [f"rows.jsonl:{number + 1}"])))
+            writer.add(TokenizedChunk(None, 1, 0, 0, 0, [], flatten_documents([one], [f"rows.jsonl:{number + 1}"])))
             time.sleep(seconds / count)
         writer.finish(source="rows.jsonl", split="train", made=time.time(), seconds=seconds)
 
@@ -72,8 +79,8 @@ def refuse(folder: Path) -> None:
 
 
 def test_an_entry_is_made_once(place: Path) -> None:
-    made = cache.obtain("key", write, pytest.fail)
-    again = cache.obtain("key", refuse, pytest.fail)
+    made = cache.get_or_build("key", write, pytest.fail)
+    again = cache.get_or_build("key", refuse, pytest.fail)
     assert (len(again), again.digest) == (COUNT, made.digest)
     assert again.where(COUNT - 1) == f"rows.jsonl:{COUNT}"
     assert sorted(path.name for path in place.iterdir()) == ["key", "key.lock"]
@@ -101,25 +108,25 @@ def test_who_is_killed_leaves_nothing_that_is_taken_for_whole(place: Path, tmp_p
             time.sleep(random.uniform(0, 0.4))
             process.send_signal(signal.SIGKILL)
         log.unlink()
-        if whole(place / "key"):
-            assert len(cache.obtain("key", refuse, pytest.fail)) == COUNT
+        if is_complete(place / "key"):
+            assert len(cache.get_or_build("key", refuse, pytest.fail)) == COUNT
             gc.collect()
-            assert cache.remove(place / "key")
+            assert cache.remove_entry(place / "key")
         else:
-            assert not cache.entries()
-            assert cache.halves()
-    found = cache.obtain("key", write, pytest.fail)
+            assert not cache.list_entries()
+            assert cache.list_unfinished()
+    found = cache.get_or_build("key", write, pytest.fail)
     assert found.tokens.tolist() == [number for number in range(COUNT) for _ in range(9)]
-    assert not cache.halves(), "what others left goes with the next one"
+    assert not cache.list_unfinished(), "what others left goes with the next one"
 
 
 @pytest.mark.parametrize("name", ["tokens", "bounds", ABOUT])
 def test_a_damaged_entry_is_made_again(place: Path, name: str) -> None:
-    cache.obtain("key", write, pytest.fail)
+    cache.get_or_build("key", write, pytest.fail)
     file = place / "key" / name
     file.write_bytes(file.read_bytes()[:-3])
-    assert len(cache.obtain("key", write, pytest.fail)) == COUNT
-    assert whole(place / "key")
+    assert len(cache.get_or_build("key", write, pytest.fail)) == COUNT
+    assert is_complete(place / "key")
 
 
 def test_a_mistake_leaves_nothing(place: Path) -> None:
@@ -128,7 +135,7 @@ def test_a_mistake_leaves_nothing(place: Path) -> None:
         raise UserError("rows.jsonl:3: no")
 
     with pytest.raises(UserError, match="^rows.jsonl:3: no$"):
-        cache.obtain("key", make, pytest.fail)
+        cache.get_or_build("key", make, pytest.fail)
     assert [path.name for path in place.iterdir()] == ["key.lock"]
 
 
@@ -139,7 +146,7 @@ def test_where_nothing_can_be_kept_a_folder_for_now_does(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "now"))
     (tmp_path / "now").mkdir()
     told: list[str] = []
-    found = cache.obtain("key", write, told.append)
+    found = cache.get_or_build("key", write, told.append)
     reason = f"cannot write {place} (not a directory); TUNEKIT_CACHE names another folder"
     assert told == [f"prepared rows are not kept: {reason}"]
     assert len(found) == COUNT
@@ -151,40 +158,40 @@ def test_where_nothing_can_be_kept_a_folder_for_now_does(
 def test_off_keeps_nothing(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TUNEKIT_CACHE", "off")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    found = cache.obtain("key", write, pytest.fail)
+    found = cache.get_or_build("key", write, pytest.fail)
     assert len(found) == COUNT
     assert len(list(tmp_path.iterdir())) == 1
     del found
     gc.collect()
     assert not list(tmp_path.iterdir())
     with pytest.raises(AssertionError, match="made again"):
-        cache.obtain("key", refuse, pytest.fail)
+        cache.get_or_build("key", refuse, pytest.fail)
     assert not list(tmp_path.iterdir())
 
 
 def test_what_is_read_or_written_is_not_removed(place: Path, tmp_path: Path) -> None:
-    found = cache.obtain("key", write, pytest.fail)
-    assert not cache.remove(place / "key")
+    found = cache.get_or_build("key", write, pytest.fail)
+    assert not cache.remove_entry(place / "key")
     del found
     gc.collect()
-    assert cache.remove(place / "key")
+    assert cache.remove_entry(place / "key")
     assert not list(place.iterdir())
     with start(tmp_path / "log", 0.0, tmp_path / "never") as process:
-        until(cache.halves, process)
-        assert not any(map(cache.remove, cache.halves()))
+        until(cache.list_unfinished, process)
+        assert not any(map(cache.remove_entry, cache.list_unfinished()))
         process.kill()
-    assert all(map(cache.remove, cache.halves()))
-    assert not cache.halves()
+    assert all(map(cache.remove_entry, cache.list_unfinished()))
+    assert not cache.list_unfinished()
 
 
 def test_entries_tell_what_they_hold(place: Path) -> None:
-    assert not cache.entries()
-    cache.obtain("old", write, pytest.fail)
-    cache.obtain("new", write, pytest.fail)
+    assert not cache.list_entries()
+    cache.get_or_build("old", write, pytest.fail)
+    cache.get_or_build("new", write, pytest.fail)
     os.utime(place / "old" / ABOUT, (1000, 1000))
-    new, old = cache.entries()
+    new, old = cache.list_entries()
     assert (new.key, old.key, old.used) == ("new", "old", 1000)
     assert (old.about["documents"], old.about["tokens"], old.about["source"]) == (COUNT, 9 * COUNT, "rows.jsonl")
     assert old.size == sum(file.stat().st_size for file in (place / "old").iterdir())
-    cache.obtain("old", refuse, pytest.fail)
-    assert cache.entries()[0].key == "old", "used last"
+    cache.get_or_build("old", refuse, pytest.fail)
+    assert cache.list_entries()[0].key == "old", "used last"

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 from tests.data.families import FAMILIES, folder
-from tunekit.data import checks, measure
-from tunekit.data.checks import Finding, Scored, Subject, Use, inspect
-from tunekit.data.fit import fitted
-from tunekit.data.prepared.documents import Document, Documents
-from tunekit.data.rows import Chat
-from tunekit.data.signs import Sign
-from tunekit.data.sources.source import open_source
+from tunekit.data import row_checks, row_stats
+from tunekit.data.datasets import ChatDataset
+from tunekit.data.doc_flags import DocFlags
+from tunekit.data.preprocess.tokenized_dataset import Document, TokenizedDataset
+from tunekit.data.readers.open_dataset import open_dataset
+from tunekit.data.row_checks import CheckContext, CheckTarget, Finding, RewardTarget, run_data_checks
 from tunekit.data.tokenizer import Tokenizer
+from tunekit.data.truncation import fit_documents
 
 LIMIT = 64
 NAMES = ["Ada", "Ben", "Cleo", "Dan", "Eve", "Finn", "Gus", "Hana", "Ivo", "June"]
@@ -44,17 +44,17 @@ def ordinary(tokenizer: Tokenizer, count: int = 40, first: int = 0) -> list[Docu
     return found
 
 
-def subject(tokenizer: Tokenizer, documents: list[Document], part: str = "data", **use) -> Subject:
-    rows = Documents(documents, [f"{part}.jsonl:{row}" for row in range(1, len(documents) + 1)])
-    return Subject(part, [rows], tokenizer, Use(**{"limit": LIMIT, **use}))
+def subject(tokenizer: Tokenizer, documents: list[Document], part: str = "data", **use) -> CheckTarget:
+    rows = TokenizedDataset(documents, [f"{part}.jsonl:{row}" for row in range(1, len(documents) + 1)])
+    return CheckTarget(part, [rows], tokenizer, CheckContext(**{"limit": LIMIT, **use}))
 
 
 def found(tokenizer: Tokenizer, documents: list[Document], **use) -> dict[str, Finding]:
-    return {one.kind: one for one in inspect(subject(tokenizer, documents, **use))}
+    return {one.kind: one for one in run_data_checks(subject(tokenizer, documents, **use))}
 
 
 def test_ordinary_rows_show_nothing(nano: Tokenizer) -> None:
-    assert not inspect(subject(nano, ordinary(nano)), subject(nano, ordinary(nano, 8, 100), "validation"))
+    assert not run_data_checks(subject(nano, ordinary(nano)), subject(nano, ordinary(nano, 8, 100), "validation"))
 
 
 def unmasked(document: Document, *, drop: int) -> Document:
@@ -125,7 +125,7 @@ def ended_otherwise(tokenizer: Tokenizer, row: Document) -> Document:
     return row._replace(tokens=tokens)
 
 
-def signed(sign: Sign) -> Callable[[Tokenizer, Document], Document]:
+def signed(sign: DocFlags) -> Callable[[Tokenizer, Document], Document]:
     return lambda _, row: row._replace(signs=sign)
 
 
@@ -134,13 +134,13 @@ PLANTED: dict[str, tuple[Plant, str, str, int]] = {  # name: fault, kind, severi
     "nothing learnt in some": (some(nothing), "nothing learnt", "doubtful", 3),
     "no end learnt": (every(lambda _, row: unmasked(row, drop=1)), "terminators", "wrong", 40),
     "some ends not learnt": (some(lambda _, row: unmasked(row, drop=1)), "terminators", "doubtful", 3),
-    "a sign of that": (some(signed(Sign.UNENDED)), "terminators", "doubtful", 3),
+    "a sign of that": (some(signed(DocFlags.UNENDED)), "terminators", "doubtful", 3),
     "two beginnings": (every(begun_twice), "bos", "wrong", 40),
     "some with two beginnings": (some(begun_twice), "bos", "doubtful", 3),
     "no beginning": (every(headless), "bos", "doubtful", 40),
     "cut answers": (some(cut), "cut answers", "doubtful", 3),
     "empty answers": (some(empty), "empty answers", "doubtful", 3),
-    "a sign of that too": (some(signed(Sign.EMPTY_TURN)), "empty answers", "doubtful", 3),
+    "a sign of that too": (some(signed(DocFlags.EMPTY_TURN)), "empty answers", "doubtful", 3),
     "one answer": (some(same_answer, slice(0, 36)), "constant answers", "doubtful", 36),
     "one answer in half": (some(same_answer, slice(0, 24)), "constant answers", "note", 24),
     "copies": (lambda _, rows: rows + rows[3:13], "duplicates", "doubtful", 10),
@@ -148,11 +148,11 @@ PLANTED: dict[str, tuple[Plant, str, str, int]] = {  # name: fault, kind, severi
     "short rows": (some(short, slice(7, 8)), "short", "doubtful", 1),
     "another vocabulary": (some(beyond), "vocabulary", "wrong", 3),
     "ends that do not stop": (every(ended_otherwise), "stops", "doubtful", 40),
-    "special tokens": (some(signed(Sign.SPECIAL_IN_TEXT)), "special tokens", "doubtful", 3),
-    "prompt learnt": (some(signed(Sign.PROMPT_LEARNT)), "prompt learnt", "doubtful", 3),
-    "tools unused": (some(signed(Sign.TOOLS_UNUSED)), "tools unused", "doubtful", 3),
-    "reasoning dropped": (some(signed(Sign.REASONING_DROPPED)), "reasoning dropped", "note", 3),
-    "content lost": (some(signed(Sign.CONTENT_LOST)), "content lost", "doubtful", 3),
+    "special tokens": (some(signed(DocFlags.SPECIAL_IN_TEXT)), "special tokens", "doubtful", 3),
+    "prompt learnt": (some(signed(DocFlags.PROMPT_LEARNT)), "prompt learnt", "doubtful", 3),
+    "tools unused": (some(signed(DocFlags.TOOLS_UNUSED)), "tools unused", "doubtful", 3),
+    "reasoning dropped": (some(signed(DocFlags.REASONING_DROPPED)), "reasoning dropped", "note", 3),
+    "content lost": (some(signed(DocFlags.CONTENT_LOST)), "content lost", "doubtful", 3),
 }
 
 
@@ -163,7 +163,7 @@ def test_a_planted_fault_is_found(nano: Tokenizer, name: str) -> None:
     assert set(told) == {kind} | ({"empty answers"} if kind == "short" else set())
     one = told[kind]
     assert (one.severity, one.count) == (severity, rows)
-    assert len(one.where) == min(rows, checks.SHOWN) and all(place.startswith("data.jsonl:") for place in one.where)
+    assert len(one.where) == min(rows, row_checks.SHOWN) and all(place.startswith("data.jsonl:") for place in one.where)
     assert "\n" not in str(one)
 
 
@@ -171,11 +171,11 @@ def test_what_an_empty_answer_teaches(nano: Tokenizer) -> None:
     """One of a pair is not what the model is taught to say; a text that is labelled may answer nothing."""
     rows = some(empty)(nano, ordinary(nano))
     assert "taught to end at once" in str(found(nano, rows)["empty answers"])
-    pairs = found(nano, rows, scored=Scored("pairs"))
+    pairs = found(nano, rows, scored=RewardTarget("pairs"))
     assert "that one is empty may be all that is learnt" in str(pairs["empty answers"])
-    judged = every(signed(Sign.GOOD))(nano, rows)
+    judged = every(signed(DocFlags.GOOD))(nano, rows)
     assert "that one is empty may be all that is learnt" in str(found(nano, judged)["empty answers"])
-    assert "empty answers" not in found(nano, rows, scored=Scored("labels"))
+    assert "empty answers" not in found(nano, rows, scored=RewardTarget("labels"))
 
 
 def test_the_first_rows_of_a_fault_are_named(nano: Tokenizer) -> None:
@@ -192,17 +192,21 @@ def test_rows_that_were_split_are_as_they_were(nano: Tokenizer) -> None:
     """Windows of long answers end where there is room no more, and may hold little but the end."""
     long = [turn(nano, (f"Count {row}", " ".join(str(row * number) for number in range(60)))) for row in range(8)]
     for length in range(24, 40):
-        pieces = [(one, f"a:{i}") for i, row in enumerate(long) for one in fitted(row, length, "split", length // 4)]
-        rows = Documents([one for one, _ in pieces], [where for _, where in pieces])
+        pieces = [
+            (one, f"a:{i}") for i, row in enumerate(long) for one in fit_documents(row, length, "split", length // 4)
+        ]
+        rows = TokenizedDataset([one for one, _ in pieces], [where for _, where in pieces])
         assert len(rows) > 5 * len(long)
-        assert not inspect(Subject("data", [rows], nano, Use(length)))
+        assert not run_data_checks(CheckTarget("data", [rows], nano, CheckContext(length)))
 
 
 def test_rows_and_not_their_windows_are_counted(nano: Tokenizer) -> None:
     row = turn(nano, ("Count", " ".join(map(str, range(60)))))
-    pieces = fitted(row, 32, "split", 8)
-    rows = Documents(pieces * 2, ["a:1"] * len(pieces) + ["a:2"] * len(pieces))
-    (copy,) = (one for one in inspect(Subject("data", [rows], nano, Use(32))) if one.kind == "duplicates")
+    pieces = fit_documents(row, 32, "split", 8)
+    rows = TokenizedDataset(pieces * 2, ["a:1"] * len(pieces) + ["a:2"] * len(pieces))
+    (copy,) = (
+        one for one in run_data_checks(CheckTarget("data", [rows], nano, CheckContext(32))) if one.kind == "duplicates"
+    )
     assert "1 of 2 rows (50%) is a copy of earlier ones (a:2); " in str(copy)
     assert copy.rows == (len(pieces),)
 
@@ -211,8 +215,10 @@ def test_text_is_no_answer(nano: Tokenizer) -> None:
     """Pieces of a long text end anywhere; only its last one ends with the token."""
     tokens = np.array(nano.encode("Once there was a cat, and it had a hat. " * 40, special=True), np.int32)
     parts = [tokens[first : first + LIMIT] for first in range(0, len(tokens) - 2, LIMIT - 1)]
-    pieces = Documents([Document(part, np.ones(len(part), bool), len(part)) for part in parts], ["a:1"] * len(parts))
-    assert not inspect(Subject("data", [pieces], nano, Use(LIMIT)))
+    pieces = TokenizedDataset(
+        [Document(part, np.ones(len(part), bool), len(part)) for part in parts], ["a:1"] * len(parts)
+    )
+    assert not run_data_checks(CheckTarget("data", [pieces], nano, CheckContext(LIMIT)))
 
 
 def test_a_learnt_share_below_a_hundredth(nano: Tokenizer) -> None:
@@ -230,7 +236,7 @@ def test_what_the_tokenizer_cannot_write(folders: dict[str, Path]) -> None:
     for row in rows[:4]:
         row[5] = unknown
     learnt = np.arange(38) > 20
-    told = {one.kind: one for one in inspect(subject(tokenizer, [Document(row, learnt, 38) for row in rows]))}
+    told = {one.kind: one for one in run_data_checks(subject(tokenizer, [Document(row, learnt, 38) for row in rows]))}
     assert (told["unknown tokens"].count, told["unknown tokens"].severity) == (4, "doubtful")
 
 
@@ -256,24 +262,24 @@ def labelled(tokenizer: Tokenizer, values: list[float], cut: int = 0) -> list[Do
     for number, value in enumerate(values):
         ids = np.array([tokenizer.bos, *tokenizer.encode(f"In box {number} are {number * 7} things.")], np.int32)
         learnt = np.arange(len(ids)) == len(ids) - 1
-        found.append(Document(ids, learnt, len(ids) + cut, Sign.STEPS, np.array([value], np.float32)))
+        found.append(Document(ids, learnt, len(ids) + cut, DocFlags.STEPS, np.array([value], np.float32)))
     return found
 
 
 def test_what_is_scored_is_not_taught_to_write(nano: Tokenizer) -> None:
     fine = labelled(nano, [0, 1] * 10)
     assert "terminators" in found(nano, fine)
-    assert not found(nano, fine, scored=Scored("labels"))
-    assert found(nano, labelled(nano, [0, 1] * 10, 5), scored=Scored("labels"))["cut rows"].count == 20
-    assert "no end token" not in found(Tokenizer(nano.model, {}, nano.templates), fine, scored=Scored("pairs"))
+    assert not found(nano, fine, scored=RewardTarget("labels"))
+    assert found(nano, labelled(nano, [0, 1] * 10, 5), scored=RewardTarget("labels"))["cut rows"].count == 20
+    assert "no end token" not in found(Tokenizer(nano.model, {}, nano.templates), fine, scored=RewardTarget("pairs"))
 
 
 @pytest.mark.parametrize(("same", "severity"), [(20, "wrong"), (19, "doubtful"), (18, None)])
 def test_labels_that_are_the_same(nano: Tokenizer, same: int, severity: str | None) -> None:
     rows = labelled(nano, [1] * same + [0] * (20 - same))
-    told = found(nano, rows, scored=Scored("labels")).get("constant labels")
+    told = found(nano, rows, scored=RewardTarget("labels")).get("constant labels")
     assert (told and told.severity) == severity
-    assert "constant labels" not in found(nano, rows, scored=Scored("pairs"))
+    assert "constant labels" not in found(nano, rows, scored=RewardTarget("pairs"))
 
 
 @pytest.mark.parametrize(("there", "classes", "told"), [
@@ -287,18 +293,18 @@ def test_labels_that_are_the_same(nano: Tokenizer, same: int, severity: str | No
 def test_classes_that_no_row_has(nano: Tokenizer, there: list[float], classes: int | None, told: str | None) -> None:
     """Where rows are learnt from: of those that are held out, some may lack one."""
     rows = labelled(nano, there * 12)
-    use = {"scored": Scored("labels", classes)}
+    use = {"scored": RewardTarget("labels", classes)}
     finding = found(nano, rows, **use).get("absent classes")
     assert (finding is None) == (told is None)
     assert finding is None or str(finding).startswith(f"data: no row has the label {told}")
     assert finding is None or finding.severity == "doubtful"
     all_there = labelled(nano, [number % (classes or 2) for number in range(100, 160)])
     held = subject(nano, rows, "validation", **use)
-    assert "absent classes" not in {one.kind for one in inspect(subject(nano, all_there, **use), held)}
+    assert "absent classes" not in {one.kind for one in run_data_checks(subject(nano, all_there, **use), held)}
 
 
 def overlap(tokenizer: Tokenizer, held: list[Document]) -> dict[str, Finding]:
-    told = inspect(subject(tokenizer, ordinary(tokenizer)), subject(tokenizer, held, "validation"))
+    told = run_data_checks(subject(tokenizer, ordinary(tokenizer)), subject(tokenizer, held, "validation"))
     return {one.kind: one for one in told}
 
 
@@ -318,21 +324,24 @@ def test_held_out_prompts_that_are_learnt_with_another_answer(nano: Tokenizer) -
 
 def test_a_prompt_that_begins_many_rows_is_nobodys(nano: Tokenizer) -> None:
     rows = [turn(nano, ("Tell me a story.", f"There was a cat called {row}.")) for row in range(60)]
-    told = inspect(subject(nano, rows[:50]), subject(nano, rows[50:], "validation"))
+    told = run_data_checks(subject(nano, rows[:50]), subject(nano, rows[50:], "validation"))
     assert not told
 
 
 def test_a_mix_is_looked_at_as_one(nano: Tokenizer) -> None:
     rows = ordinary(nano)
-    parts = [Documents(rows[:25], ["a:1"] * 25), Documents(rows[25:] + rows[:3], [f"b:{row}" for row in range(18)])]
-    (told,) = inspect(Subject("data", parts, nano, Use(LIMIT)))
+    parts = [
+        TokenizedDataset(rows[:25], ["a:1"] * 25),
+        TokenizedDataset(rows[25:] + rows[:3], [f"b:{row}" for row in range(18)]),
+    ]
+    (told,) = run_data_checks(CheckTarget("data", parts, nano, CheckContext(LIMIT)))
     assert (told.kind, told.count, told.where) == ("duplicates", 3, ("b:15", "b:16", "b:17"))
 
 
 def test_blocks_change_nothing(nano: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = some(nothing)(nano, ordinary(nano)) + ordinary(nano, 5)
     whole = subject(nano, rows).measured
-    monkeypatch.setattr(measure, "BLOCK", 70)
+    monkeypatch.setattr(row_stats, "BLOCK", 70)
     parts = subject(nano, rows).measured
     for name, value in vars(whole).items():
         np.testing.assert_array_equal(value, vars(parts)[name], name)
@@ -376,11 +385,11 @@ def by_hand(row: Document, marks: set[int], bos: int | None) -> dict[str, int | 
     }
 
 
-def encoded(choice: Chat, tokenizer: Tokenizer) -> Documents:
+def encoded(choice: ChatDataset, tokenizer: Tokenizer) -> TokenizedDataset:
     prepared = choice.prepare(tokenizer)
-    rows = list(open_source(choice.source, choice.split, choice.limit).rows)
+    rows = list(open_dataset(choice.source, choice.split, choice.limit).rows)
     kept = list(pairs(choice.encode(prepared, rows), [row.where for row in rows]))
-    return Documents([document for document, _ in kept], [where for _, where in kept])
+    return TokenizedDataset([document for document, _ in kept], [where for _, where in kept])
 
 
 def pairs(results, places: list[str]) -> Iterator[tuple[Document, str]]:
@@ -390,8 +399,10 @@ def pairs(results, places: list[str]) -> Iterator[tuple[Document, str]]:
 
 
 def test_nothing_is_wrong_with_the_tools_that_ship(nano: Tokenizer) -> None:
-    parts = [encoded(Chat("tunekit/tools", split=split, length=256), nano) for split in ("train", "test")]
-    told = inspect(*(Subject(name, [one], nano, Use(256, 2048)) for name, one in zip("dv", parts, strict=True)))
+    parts = [encoded(ChatDataset("tunekit/tools", split=split, length=256), nano) for split in ("train", "test")]
+    told = run_data_checks(
+        *(CheckTarget(name, [one], nano, CheckContext(256, 2048)) for name, one in zip("dv", parts, strict=True))
+    )
     assert not [str(one) for one in told if one.severity != "note"]
 
 
@@ -411,8 +422,12 @@ def talks(count: int, system: bool) -> str:
 
 def test_nothing_is_wrong_with_chats_as_people_write_them(tmp_path: Path, nano: Tokenizer) -> None:
     (tmp_path / "rows.jsonl").write_text(talks(200, system=True))
-    rows = encoded(Chat(str(tmp_path / "rows.jsonl"), length=256), nano)
-    assert not [str(one) for one in inspect(Subject("data", [rows], nano, Use(256, 2048))) if one.severity != "note"]
+    rows = encoded(ChatDataset(str(tmp_path / "rows.jsonl"), length=256), nano)
+    assert not [
+        str(one)
+        for one in run_data_checks(CheckTarget("data", [rows], nano, CheckContext(256, 2048)))
+        if one.severity != "note"
+    ]
 
 
 # What these templates do: GLM ends the last turn with nothing, SmolLM3 marks the prompt as generated, Mistral leaves a
@@ -432,8 +447,12 @@ ODD = {
 def test_templates_of_families_are_in_order(tmp_path: Path, name: str) -> None:
     tokenizer = Tokenizer.open(folder(tmp_path, name))
     (tmp_path / "rows.jsonl").write_text(talks(40, FAMILIES[name].system))
-    rows = encoded(Chat(str(tmp_path / "rows.jsonl"), length=4096), tokenizer)
-    told = [one for one in inspect(Subject("data", [rows], tokenizer, Use(4096))) if one.severity != "note"]
+    rows = encoded(ChatDataset(str(tmp_path / "rows.jsonl"), length=4096), tokenizer)
+    told = [
+        one
+        for one in run_data_checks(CheckTarget("data", [rows], tokenizer, CheckContext(4096)))
+        if one.severity != "note"
+    ]
     assert {one.kind for one in told} == ODD.get(name, set()), [str(one) for one in told]
     assert all(one.severity == "doubtful" for one in told)
 
@@ -442,6 +461,6 @@ def test_a_template_that_ends_no_single_turn_is_wrong(tmp_path: Path) -> None:
     tokenizer = Tokenizer.open(folder(tmp_path, "glm4"))
     said = [[{"role": "user", "content": f"And {n}?"}, {"role": "assistant", "content": f"So {n}."}] for n in range(20)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"messages": turns}) + "\n" for turns in said))
-    rows = encoded(Chat(str(tmp_path / "rows.jsonl"), length=4096), tokenizer)
-    (told,) = inspect(Subject("data", [rows], tokenizer, Use(4096)))
+    rows = encoded(ChatDataset(str(tmp_path / "rows.jsonl"), length=4096), tokenizer)
+    (told,) = run_data_checks(CheckTarget("data", [rows], tokenizer, CheckContext(4096)))
     assert (told.kind, told.severity, told.count) == ("terminators", "wrong", 20)

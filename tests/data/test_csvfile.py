@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from tests.data.sources import small_chunks
 from tests.data.test_table import resumes
-from tunekit.data.sources.source import open_source
-from tunekit.data.sources.table import Fault, insist
+from tunekit.data.readers.open_dataset import open_dataset
+from tunekit.data.readers.row_reader import BadRow, require_row
 from tunekit.errors import UserError
 
 # A lone carriage return is left out: csv.writer writes it without quotes, and then it ends a line.
@@ -32,8 +32,8 @@ def test_what_was_written_is_read_again(rows, end, mark, tmp_path_factory) -> No
         writer.writerow(row)
     path.write_bytes(out.getvalue().encode("utf-8-sig" if mark else "utf-8"))
     with small_chunks(3, 40):
-        table = open_source(str(path), "train")
-        found = [insist(row) for row in table.rows]
+        table = open_dataset(str(path), "train")
+        found = [require_row(row) for row in table.rows]
         resumes(table)
     assert [tuple(row.fields.values()) for row in found] == rows
     assert [row.where for row in found] == [f"{path}:{start}" for start in starts]
@@ -52,7 +52,7 @@ def test_whatever_a_file_holds_it_ends_in_rows_or_a_line(pieces: list[bytes], tm
     path.write_bytes(b"a,b\n1,2\n" + b"".join(pieces))
     with small_chunks(2, 10):
         try:
-            table = open_source(str(path), "train")
+            table = open_dataset(str(path), "train")
             rows = list(table.rows)
         except UserError as error:
             assert str(error).startswith(str(path)) and "\n" not in str(error)
@@ -62,15 +62,15 @@ def test_whatever_a_file_holds_it_ends_in_rows_or_a_line(pieces: list[bytes], tm
     for row in rows:
         file, line = row.where.rsplit(":", 1)
         assert file == str(path) and 2 <= int(line) <= lines
-        assert isinstance(row, Fault) or row.fields.keys() == {"a", "b"}
+        assert isinstance(row, BadRow) or row.fields.keys() == {"a", "b"}
 
 
 def test_a_record_that_is_wrong_leaves_the_others_alone(tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
     path.write_bytes(b'a,b\n1,2\n"x"y,2\n3,4\n5\n\xff,6\n7,8\n9,"no end\n1,2\n')
-    rows = list(open_source(str(path), "train").rows)
+    rows = list(open_dataset(str(path), "train").rows)
     assert [row.where.rsplit(":", 1)[1] for row in rows] == ["2", "3", "4", "5", "6", "7", "8"]
-    assert [row.reason if isinstance(row, Fault) else row.fields["a"] for row in rows] == [
+    assert [row.reason if isinstance(row, BadRow) else row.fields["a"] for row in rows] == [
         "1",
         "malformed CSV: ',' expected after '\"'",
         "3",
@@ -85,16 +85,16 @@ def test_a_header_that_is_wrong_is_told(tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
     path.write_text("\n\na,b,a\n1,2,3\n")
     with pytest.raises(UserError, match=r"rows.csv:3: the header names the column 'a' twice"):
-        open_source(str(path), "train")
+        open_dataset(str(path), "train")
     path.write_text('"a"b,c\n1,2\n')
     with pytest.raises(UserError, match=r"rows.csv:1: malformed CSV"):
-        open_source(str(path), "train")
+        open_dataset(str(path), "train")
     for mark in (";", "\t"):
         path.write_text(f"prompt{mark}completion\n1{mark}2\n")
         with pytest.raises(
             UserError, match=r"rows.csv:1: the header is one column, 'prompt.*': are its names separated by '.*'\?"
         ):
-            open_source(str(path), "train")
+            open_dataset(str(path), "train")
     path.write_text("a,b\n")
     with pytest.raises(UserError, match=r"rows.csv: train holds no row"):
-        open_source(str(path), "train")
+        open_dataset(str(path), "train")

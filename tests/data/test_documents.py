@@ -7,9 +7,17 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tunekit.data.prepared.documents import ABOUT, Document, Documents, Tokenised, Writer, flatten, whole
-from tunekit.data.signs import Sign
-from tunekit.data.sources.table import Fault
+from tunekit.data.doc_flags import DocFlags
+from tunekit.data.preprocess.tokenized_dataset import (
+    ABOUT,
+    Document,
+    TokenizedChunk,
+    TokenizedDataset,
+    TokenizedDatasetWriter,
+    flatten_documents,
+    is_complete,
+)
+from tunekit.data.readers.row_reader import BadRow
 
 WHERES = ("rows.jsonl:1", "rows.jsonl:17", "data set train row 9", "a/007", "no number", "", "3", "x\ny:10")
 
@@ -17,12 +25,12 @@ WHERES = ("rows.jsonl:1", "rows.jsonl:17", "data set train row 9", "a/007", "no 
 def document(length: int, seed: int, cut: int = 0) -> Document:
     random = np.random.default_rng(seed)
     tokens = random.integers(0, 2**31 - 1, length).astype(np.int32)
-    return Document(tokens, random.random(length) < 0.5, length + cut, Sign(seed % 4))
+    return Document(tokens, random.random(length) < 0.5, length + cut, DocFlags(seed % 4))
 
 
-def tokenised(documents: list[Document], wheres: list[str], faults: list[Fault] | None = None) -> Tokenised:
+def tokenised(documents: list[Document], wheres: list[str], faults: list[BadRow] | None = None) -> TokenizedChunk:
     faults = faults or []
-    return Tokenised(None, len(documents) + len(faults), 0, 0, 0, faults, flatten(documents, wheres))
+    return TokenizedChunk(None, len(documents) + len(faults), 0, 0, 0, faults, flatten_documents(documents, wheres))
 
 
 def same(one: Document, other: Document) -> bool:
@@ -30,14 +38,14 @@ def same(one: Document, other: Document) -> bool:
     return equal and (one.whole, one.signs) == (other.whole, other.signs)
 
 
-def write(folder: Path, documents: list[Document], wheres: list[str], size: int) -> Documents:
+def write(folder: Path, documents: list[Document], wheres: list[str], size: int) -> TokenizedDataset:
     """In parts of `size` documents."""
-    with Writer(folder) as writer:
+    with TokenizedDatasetWriter(folder) as writer:
         for first in range(0, len(documents), size):
             part = slice(first, first + size)
             writer.add(tokenised(documents[part], wheres[part]))
         writer.finish()
-    return Documents.open(folder)
+    return TokenizedDataset.open(folder)
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=30, deadline=None)
@@ -49,7 +57,7 @@ def test_what_is_written_is_read(sizes: list, size: int, tmp_path_factory: pytes
     documents = [document(length, seed, cut) for seed, (length, cut, _) in enumerate(sizes)]
     wheres = [where for *_, where in sizes]
     found = write(tmp_path_factory.mktemp("docs"), documents, wheres, size)
-    held = Documents(documents, wheres)
+    held = TokenizedDataset(documents, wheres)
     for kept in (found, held):
         assert len(kept) == len(documents)
         assert all(same(kept[i], one) for i, one in enumerate(documents))
@@ -66,19 +74,21 @@ def test_what_is_written_is_read(sizes: list, size: int, tmp_path_factory: pytes
 
 def test_the_digest_tells_tokens_masks_and_bounds_apart() -> None:
     one, other = document(5, 0), document(4, 1)
-    digests = {Documents(part).digest for part in ([one, other], [other, one], [one], [one, other, other])}
+    digests = {TokenizedDataset(part).digest for part in ([one, other], [other, one], [one], [one, other, other])}
     joined = Document(np.append(one.tokens, other.tokens), np.append(one.learnt, other.learnt), 9)
-    digests |= {Documents([joined]).digest, Documents([one._replace(learnt=~one.learnt), other]).digest}
+    digests |= {TokenizedDataset([joined]).digest, TokenizedDataset([one._replace(learnt=~one.learnt), other]).digest}
     assert len(digests) == 6
-    assert Documents([one, other], ["a:1", "a:2"]).digest == Documents([one, other]).digest, "wherever rows lie"
+    assert TokenizedDataset([one, other], ["a:1", "a:2"]).digest == TokenizedDataset([one, other]).digest, (
+        "wherever rows lie"
+    )
 
 
 def test_faults_are_listed_and_counted(tmp_path: Path) -> None:
-    faults = [Fault("rows.jsonl:2", "a lone \ud800"), Fault("rows.jsonl:3", "no column\nat all")]
-    with Writer(tmp_path) as writer:
+    faults = [BadRow("rows.jsonl:2", "a lone \ud800"), BadRow("rows.jsonl:3", "no column\nat all")]
+    with TokenizedDatasetWriter(tmp_path) as writer:
         writer.add(tokenised([document(3, 0)], ["rows.jsonl:1"], faults))
         writer.finish()
-    prepared = Documents.open(tmp_path).prepared
+    prepared = TokenizedDataset.open(tmp_path).prepared
     assert (prepared.rows, prepared.skipped) == (3, 2)
     assert str(prepared) == "3 rows, 2 skipped" and prepared.told("bad") == "3 rows, 2 bad"
     assert prepared.bad_rows is not None
@@ -88,9 +98,9 @@ def test_faults_are_listed_and_counted(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["tokens", "learnt", "lengths", "numbers", "bounds", ABOUT])
 def test_half_of_it_is_not_whole(tmp_path: Path, name: str) -> None:
     write(tmp_path, [document(5, 0), document(6, 1)], ["a:1", "a:2"], 1)
-    assert whole(tmp_path)
+    assert is_complete(tmp_path)
     file = tmp_path / name
     file.write_bytes(file.read_bytes()[:-1])
-    assert not whole(tmp_path)
+    assert not is_complete(tmp_path)
     file.unlink()
-    assert not whole(tmp_path)
+    assert not is_complete(tmp_path)

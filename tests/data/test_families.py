@@ -10,12 +10,12 @@ from transformers import AutoTokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from tests.data.families import CALL, FAMILIES, FOLDER, UNSURE, Family, folder
-from tunekit.data.chat.spans import find, known, render, tokens_in
-from tunekit.data.chat.template import TAG
-from tunekit.data.chat.turns import HIDES, Hidden, Writing
-from tunekit.data.labels import Stepped
-from tunekit.data.signs import Sign
-from tunekit.data.sources.table import Row
+from tunekit.data.chat_template.loss_mask import find, known, render_with_mask, token_range
+from tunekit.data.chat_template.template import TAG
+from tunekit.data.chat_template.turn_boundaries import HIDES, RenderedPrefixes, SentinelMessages
+from tunekit.data.doc_flags import DocFlags
+from tunekit.data.readers.row_reader import Row
+from tunekit.data.reward_datasets import StepwiseDataset
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import UserError
 
@@ -51,9 +51,9 @@ def opened(families: dict[str, Path], name: str) -> Tokenizer:
 
 def learnt(tokenizer: Tokenizer, talk: list[dict], tools=None, learn="assistant") -> list[str]:
     """The learnt runs of tokens, as text."""
-    text, spans, _ = render(tokenizer, talk, tools, learn)
+    text, spans, _ = render_with_mask(tokenizer, talk, tools, learn)
     encoding = tokenizer.encode_rendered([text])[0]
-    ranges = [tokens_in(encoding, text, span, tokenizer.marks) for span in spans]
+    ranges = [token_range(encoding, text, span, tokenizer.marks) for span in spans]
     return [tokenizer.decode(encoding.ids[first:behind], special=True) for first, behind in ranges]
 
 
@@ -72,7 +72,7 @@ def test_judged_steps_stand_where_transformers_writes_an_answer_that_goes_on(
     ours, theirs, steps = opened(families, name), AutoTokenizer.from_pretrained(families[name]), ["It is 4.", "Or 5?"]
     for prompt in (TALK[:1], TALK[:3], *([[SYSTEM, *TALK[:3]]] if FAMILIES.get(name, UNSURE.get(name)).system else [])):
         fields = {"prompt": prompt, "completions": steps, "labels": [True, False]}
-        ((found,),) = Stepped("x").encode(ours, [Row("rows.jsonl:1", fields)])
+        ((found,),) = StepwiseDataset("x").encode(ours, [Row("rows.jsonl:1", fields)])
         talk = [*prompt, {"role": "assistant", "content": "It is 4.\nOr 5?\n"}]
         text = theirs.apply_chat_template(talk, tokenize=False, continue_final_message=True).rstrip() + "\n"
         want = theirs(text, add_special_tokens=False, return_offsets_mapping=True)
@@ -147,9 +147,9 @@ def test_where_no_mask_is_sure_the_reason_and_the_way_out_are_told(name: str, fa
 
 
 def test_signs_of_turns_without_an_end_and_of_blocks_that_hold_the_prompt(families: dict[str, Path]) -> None:
-    found = {name: render(opened(families, name), TALK, None, "assistant").signs for name in FAMILIES}
-    assert {name for name, signs in found.items() if Sign.UNENDED in signs} == {"glm4"}
-    assert {name for name, signs in found.items() if Sign.PROMPT_LEARNT in signs} == {"smollm3"}
+    found = {name: render_with_mask(opened(families, name), TALK, None, "assistant").signs for name in FAMILIES}
+    assert {name for name, signs in found.items() if DocFlags.UNENDED in signs} == {"glm4"}
+    assert {name for name, signs in found.items() if DocFlags.PROMPT_LEARNT in signs} == {"smollm3"}
 
 
 def test_other_roles_are_learnt_from_their_text_on(families: dict[str, Path]) -> None:
@@ -201,11 +201,11 @@ def test_what_holds_for_a_shape_is_what_is_found_of_each(families, row: tuple[st
     """What was found of another conversation equals what is found by looking at this one."""
     name, talk, wanted = row
     tokenizer = opened(families, name)
-    hidden = Hidden(tokenizer, talk, None)
+    hidden = SentinelMessages(tokenizer, talk, None)
     text, found = tokenizer.render(talk), known(tokenizer, hidden, None, tuple(wanted))
     spans = None if found.layout is None else found.layout.fit(text, hidden.texts)
     if spans is not None and not HIDES.search(text):
-        alone = find(Writing(tokenizer, talk, None, hidden), tuple(wanted))
+        alone = find(RenderedPrefixes(tokenizer, talk, None, hidden), tuple(wanted))
         assert (spans[: len(spans) - found.blocks], found.signs) == alone
 
 
@@ -223,7 +223,7 @@ def test_texts_may_be_empty_or_like_the_templates_own(name: str, texts: tuple[st
     _, talk, wanted = told(name, *texts)
     tokenizer = opened(families, name)
     assert learnt(tokenizer, talk) == [want]
-    writing = Writing(tokenizer, talk, None, Hidden(tokenizer, talk, None))
+    writing = RenderedPrefixes(tokenizer, talk, None, SentinelMessages(tokenizer, talk, None))
     ((start, end),) = find(writing, tuple(wanted))[0]
     assert writing.text[start:end] == want
 
@@ -239,11 +239,11 @@ def test_rows_with_tools_of_their_own_share_what_was_found_of_one(name: str, fam
         called = {"type": "function", "id": ident, "function": function}
         talk = [ASKED[0], {**ASKED[1], "tool_calls": [called]}, {**ASKED[2], "tool_call_id": ident}, ASKED[3], *TALK]
         wanted = (1, 3, 5, 7)
-        hidden = Hidden(tokenizer, talk, tools)
+        hidden = SentinelMessages(tokenizer, talk, tools)
         found = known(tokenizer, hidden, tools, wanted)
         assert found.layout is not None
         spans = found.layout.fit(tokenizer.render(talk, tools), hidden.texts)
-        assert spans == find(Writing(tokenizer, talk, tools, hidden), wanted)[0]
+        assert spans == find(RenderedPrefixes(tokenizer, talk, tools, hidden), wanted)[0]
     assert len(tokenizer.shapes) == (1 if "<|user|>" not in tokenizer.template().tags else 2)
 
 
@@ -255,7 +255,7 @@ def test_nothing_but_the_learnt_turns_is_learnt(families, row: tuple[str, list[d
     tokenizer = opened(families, name)
     words = [f"word{chr(97 + index)}" for index in range(len(talk))]
     try:
-        text, spans, _ = render(tokenizer, talk, None, wanted)
+        text, spans, _ = render_with_mask(tokenizer, talk, None, wanted)
     except UserError as error:
         assert "no mask is sure" in str(error) or "chat template" in str(error)
         return

@@ -5,8 +5,8 @@ from pathlib import Path
 import datasets
 import pytest
 
-from tunekit.data.sources.source import find, open_source
-from tunekit.data.sources.table import insist
+from tunekit.data.readers.open_dataset import find_data_files, open_dataset
+from tunekit.data.readers.row_reader import require_row
 from tunekit.errors import UserError
 
 ROWS = [{"text": "a"}, {"text": "b"}, {"text": "c"}]
@@ -36,7 +36,7 @@ def lay(folder: Path, *names: str) -> None:
 )
 def test_files_of_a_split(files: str, split: str, wanted: str, tmp_path: Path) -> None:
     lay(tmp_path, *files.split())
-    names = [str(path.relative_to(tmp_path)) for path in find(str(tmp_path), split) or ()]
+    names = [str(path.relative_to(tmp_path)) for path in find_data_files(str(tmp_path), split) or ()]
     assert len(names) == len(wanted.split())
     assert all(Path(name).match(pattern) for name, pattern in zip(names, wanted.split(), strict=True))
 
@@ -56,7 +56,7 @@ def test_files_of_a_split(files: str, split: str, wanted: str, tmp_path: Path) -
 def test_a_folder_without_the_split_says_what_it_has(files: str, split: str, says: str, tmp_path: Path) -> None:
     lay(tmp_path, *files.split())
     with pytest.raises(UserError, match=says):
-        find(str(tmp_path), split)
+        find_data_files(str(tmp_path), split)
 
 
 def test_what_datasets_saves_is_read(tmp_path: Path) -> None:
@@ -68,13 +68,13 @@ def test_what_datasets_saves_is_read(tmp_path: Path) -> None:
     saved.save_to_disk(str(tmp_path / "both"), num_shards={"train": 3, "test": 1})
     for name, held in rows.items():
         for folder, split in ((tmp_path / "both", name), (tmp_path / "both" / name, "train")):
-            table = open_source(str(folder), split)
+            table = open_dataset(str(folder), split)
             assert table.count == len(held)
-            assert [insist(row).fields for row in table.rows] == held
+            assert [require_row(row).fields for row in table.rows] == held
     # Later work on the set leaves files beside it, which are not of it.
     datasets.load_from_disk(str(tmp_path / "both" / "test")).map(lambda row: {"text": "changed"})
     assert any(path.name.startswith("cache-") for path in (tmp_path / "both" / "test").iterdir())
-    assert open_source(str(tmp_path / "both"), "test").count == 2
+    assert open_dataset(str(tmp_path / "both"), "test").count == 2
 
 
 def test_a_pattern_takes_what_it_matches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,19 +87,19 @@ def test_a_pattern_takes_what_it_matches(tmp_path: Path, monkeypatch: pytest.Mon
         "[odd].jsonl": ["[odd].jsonl"],
         f"file://{tmp_path}/b/train.jsonl": [f"{tmp_path}/b/train.jsonl"],
     }.items():
-        assert find(pattern, "train") == [Path(path) for path in wanted]
+        assert find_data_files(pattern, "train") == [Path(path) for path in wanted]
     for pattern, split, says in (
         ("*.csv", "train", r"\*.csv: matches no .json, "),
         ("a/*.txt", "train", "matches no"),
         ("*/*", "test", "has only the split 'train'"),
     ):
         with pytest.raises(UserError, match=says):
-            find(pattern, split)
+            find_data_files(pattern, split)
 
 
 def test_a_name_with_the_end_of_a_file_is_no_name_of_the_hub() -> None:
     for name in ("rows.jsonl.gz", "data/rows.arrow", "rows.csv"):
         with pytest.raises(UserError, match=f"^{name}: no such file or folder$"):
-            find(name, "train")
+            find_data_files(name, "train")
     for name in ("owner/name", "owner/name:main", "owner/name@v1.0", "owner/name:main@refs/pr/1", "name"):
-        assert find(name, "train") is None
+        assert find_data_files(name, "train") is None

@@ -7,16 +7,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tunekit.data.fit import fitted
-from tunekit.data.prepared.documents import Document
-from tunekit.data.signs import Sign
+from tunekit.data.doc_flags import DocFlags
+from tunekit.data.preprocess.tokenized_dataset import Document
+from tunekit.data.truncation import fit_documents
 from tunekit.errors import UserError
 
 
 def document(learnt: str) -> Document:
     """Tokens 100, 101, …; `x` is learnt."""
     mask = np.array([letter == "x" for letter in learnt], bool)
-    return Document(np.arange(100, 100 + len(mask), dtype=np.int32), mask, len(mask), Sign.UNENDED)
+    return Document(np.arange(100, 100 + len(mask), dtype=np.int32), mask, len(mask), DocFlags.UNENDED)
 
 
 def shown(parts: list[Document]) -> list[tuple[int, str]]:
@@ -26,39 +26,39 @@ def shown(parts: list[Document]) -> list[tuple[int, str]]:
 def test_a_document_that_fits_is_left_alone() -> None:
     for way in ("truncate", "drop", "split"):
         whole = document("..xx")
-        assert fitted(whole, 4, way, 2) == [whole]
+        assert fit_documents(whole, 4, way, 2) == [whole]
 
 
 def test_truncation_keeps_the_beginning_and_says_how_long_it_was() -> None:
-    (part,) = fitted(document("..xx..xx"), 5, "truncate", 2)
+    (part,) = fit_documents(document("..xx..xx"), 5, "truncate", 2)
     assert shown([part]) == [(0, "..xx.")]
-    assert (part.whole, part.signs) == (8, Sign.UNENDED)
+    assert (part.whole, part.signs) == (8, DocFlags.UNENDED)
 
 
 def test_a_document_is_dropped_whole() -> None:
-    assert fitted(document("..xx..xx"), 5, "drop", 2) == []
+    assert fit_documents(document("..xx..xx"), 5, "drop", 2) == []
     with pytest.raises(UserError, match="nothing to learn in its 3 tokens"):
-        fitted(document("x.."), 2, "drop", 1)
+        fit_documents(document("x.."), 2, "drop", 1)
 
 
 def test_windows_go_on_before_what_they_learn() -> None:
-    assert shown(fitted(document("..xx..xx"), 6, "split", 3)) == [(0, "..xx.."), (3, "x..xx")]
-    assert shown(fitted(document("..xxxxxx"), 4, "split", 2)) == [(0, "..xx"), (2, "x.xx"), (4, "x.xx")]
-    assert shown(fitted(document("......xx...."), 4, "split", 2)) == [(4, "..xx")]
-    assert shown(fitted(document("xxxxxxx"), 3, "split", 1)) == [(0, "xxx"), (2, "xxx"), (4, "xxx")]
-    assert all(part.whole == len(part.tokens) for part in fitted(document("..xxxxxx"), 4, "split", 2))
+    assert shown(fit_documents(document("..xx..xx"), 6, "split", 3)) == [(0, "..xx.."), (3, "x..xx")]
+    assert shown(fit_documents(document("..xxxxxx"), 4, "split", 2)) == [(0, "..xx"), (2, "x.xx"), (4, "x.xx")]
+    assert shown(fit_documents(document("......xx...."), 4, "split", 2)) == [(4, "..xx")]
+    assert shown(fit_documents(document("xxxxxxx"), 3, "split", 1)) == [(0, "xxx"), (2, "xxx"), (4, "xxx")]
+    assert all(part.whole == len(part.tokens) for part in fit_documents(document("..xxxxxx"), 4, "split", 2))
 
 
 @pytest.mark.parametrize("learnt", ["....", "x...", ""])
 def test_nothing_to_learn_is_told(learnt: str) -> None:
     for way in ("truncate", "split"):
         with pytest.raises(UserError, match=f"nothing to learn in its {len(learnt)} tokens; take the row out"):
-            fitted(document(learnt), 3, way, 1)
+            fit_documents(document(learnt), 3, way, 1)
 
 
 def test_what_is_learnt_only_behind_the_cut_is_told() -> None:
     with pytest.raises(UserError, match="nothing to learn in its first 3 tokens: learnt is only from 5 of 6; raise"):
-        fitted(document("....xx"), 3, "truncate", 1)
+        fit_documents(document("....xx"), 3, "truncate", 1)
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=60), st.integers(2, 12), st.data())
@@ -67,7 +67,7 @@ def test_every_learnt_token_is_learnt_once_behind_what_stood_before_it(mask: lis
     whole = document("".join(".x"[bit] for bit in mask))
     if not whole.learnt[1:].any():
         return
-    parts = fitted(whole, length, "split", context)
+    parts = fit_documents(whole, length, "split", context)
     seen: Counter[int] = Counter()
     for part in parts:
         assert len(part.tokens) <= length

@@ -8,8 +8,18 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tunekit.data.rows import Auto, Chat, Completion, Instruct, Marked, Preference, Rows, ShareGPT, Text
-from tunekit.data.sources.table import Fault, Row
+from tunekit.data.datasets import (
+    AutoDataset,
+    ChatDataset,
+    CompletionDataset,
+    DatasetConfig,
+    InstructDataset,
+    PreferenceDataset,
+    ShareGPTDataset,
+    TextDataset,
+    UnpairedPreferenceDataset,
+)
+from tunekit.data.readers.row_reader import BadRow, Row
 from tunekit.data.tokenizer import Tokenizer
 
 OPEN: dict[str, Tokenizer] = {}
@@ -90,10 +100,17 @@ FIELDS = st.fixed_dictionaries(
 )
 
 
-def kinds(learn: Any) -> list[Rows]:
+def kinds(learn: Any) -> list[DatasetConfig]:
     compared = "assistant" if learn == "all" else learn
-    conversations = [cls("x", learn=learn) for cls in (Auto, Chat, ShareGPT, Instruct, Completion)]
-    return [*conversations, Preference("x", learn=compared), Marked("x", learn=compared), Text("x")]
+    conversations = [
+        cls("x", learn=learn) for cls in (AutoDataset, ChatDataset, ShareGPTDataset, InstructDataset, CompletionDataset)
+    ]
+    return [
+        *conversations,
+        PreferenceDataset("x", learn=compared),
+        UnpairedPreferenceDataset("x", learn=compared),
+        TextDataset("x"),
+    ]
 
 
 @settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow], deadline=None)
@@ -102,10 +119,10 @@ def test_no_row_is_without_an_answer(folders: dict[str, Path], fields: dict, lea
     tokenizer = OPEN.setdefault(name, Tokenizer.open(folders[name]))
     for choice in kinds(learn):
         (found,) = choice.encode(tokenizer, [Row("x:1", fields)])
-        if isinstance(found, Fault):
+        if isinstance(found, BadRow):
             assert found.where == "x:1" and found.reason and "\n" not in found.reason
             continue
-        assert isinstance(found, list) and len(found) == (2 if isinstance(choice, Preference) else 1)
+        assert isinstance(found, list) and len(found) == (2 if isinstance(choice, PreferenceDataset) else 1)
         for document in found:
             assert len(document.tokens) == len(document.learnt) == document.whole
             assert document.learnt[1:].any()
@@ -126,7 +143,7 @@ def test_a_mask_is_what_the_assistant_says_and_its_ends(folders: dict[str, Path]
         for pair in turns
         for role, text in zip(("user", "assistant"), pair, strict=True)
     ]
-    (found,) = Chat("x").encode(tokenizer, [Row("x:1", {"messages": talk})])
+    (found,) = ChatDataset("x").encode(tokenizer, [Row("x:1", {"messages": talk})])
     assert isinstance(found, list)
     (document,) = found
     trims = name in ("headers", "turns")
@@ -134,8 +151,8 @@ def test_a_mask_is_what_the_assistant_says_and_its_ends(folders: dict[str, Path]
     assert tokenizer.decode(document.tokens[document.learnt].tolist(), special=True) == want
 
 
-@pytest.mark.parametrize("kind", [Auto, Chat])
-def test_a_long_message_and_deep_nesting(kind: type[Rows], folders: dict[str, Path]) -> None:
+@pytest.mark.parametrize("kind", [AutoDataset, ChatDataset])
+def test_a_long_message_and_deep_nesting(kind: type[DatasetConfig], folders: dict[str, Path]) -> None:
     tokenizer = OPEN.setdefault("chatml", Tokenizer.open(folders["chatml"]))
     long = [{"role": "user", "content": "word " * 400_000}, {"role": "assistant", "content": "Yes."}]
     deep: Any = []
@@ -145,11 +162,11 @@ def test_a_long_message_and_deep_nesting(kind: type[Rows], folders: dict[str, Pa
     first, *rest = kind("x", too_long="split").encode(tokenizer, [Row(f"x:{n}", row) for n, row in enumerate(rows)])
     assert isinstance(first, list)
     assert [tokenizer.decode(part.tokens[part.learnt].tolist(), special=True) for part in first] == ["Yes.<|im_end|>"]
-    assert all(isinstance(fault, Fault) and len(fault.reason) < 1000 for fault in rest)
+    assert all(isinstance(fault, BadRow) and len(fault.reason) < 1000 for fault in rest)
 
 
 def test_rows_as_json_reads_them(folders: dict[str, Path]) -> None:
     tokenizer = OPEN.setdefault("chatml", Tokenizer.open(folders["chatml"]))
     for text in ('{"messages": NaN}', '{"text": "\\ud800"}', '{"messages": [{"role": "user", "content": 1e999}]}'):
-        (found,) = Auto("x").encode(tokenizer, [Row("x:1", json.loads(text))])
-        assert isinstance(found, Fault) and "\n" not in found.reason
+        (found,) = AutoDataset("x").encode(tokenizer, [Row("x:1", json.loads(text))])
+        assert isinstance(found, BadRow) and "\n" not in found.reason

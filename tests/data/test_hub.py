@@ -20,15 +20,15 @@ TOKEN = "hf_annsOwnSecretToken"
 # The client reads its environment when it is imported: a process of its own.
 PROGRAM = """
 import json, sys
-from tunekit.data.sources.source import open_source
-from tunekit.data.sources.table import Place
+from tunekit.data.readers.open_dataset import open_dataset
+from tunekit.data.readers.row_reader import FileOffset
 from tunekit.errors import UserError
 for source, split, stream in json.loads(sys.argv[1]):
     try:
-        table = open_source(source, split, stream=stream)
+        table = open_dataset(source, split, stream=stream)
         chunks = list(table.chunks())
         rows = [row for chunk in chunks for row in chunk.rows()]
-        again = [row for chunk in table.chunks(Place(*chunks[-1].place)) for row in chunk.rows()]
+        again = [row for chunk in table.chunks(FileOffset(*chunks[-1].place)) for row in chunk.rows()]
         assert again == rows[-len(again):]
         print(json.dumps([table.count, [row.fields for row in rows], rows[0].where, table.digest()]))
     except UserError as error:

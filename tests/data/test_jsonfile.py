@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from tests.data.sources import small_chunks
 from tests.data.test_table import resumes
-from tunekit.data.sources.source import open_source
-from tunekit.data.sources.table import Fault, Row, insist
+from tunekit.data.readers.open_dataset import open_dataset
+from tunekit.data.readers.row_reader import BadRow, Row, require_row
 from tunekit.errors import UserError
 
 VALUES = st.recursive(
@@ -74,14 +74,14 @@ def test_lines_are_rows_or_faults_with_their_number(lines, end, last, mark, tmp_
     lines = [b'{"first": 1}', *lines]
     path.write_bytes(b"\xef\xbb\xbf" * mark + end.join(lines) + end * last)
     with small_chunks(3, 200):
-        table = open_source(str(path), "train")
+        table = open_dataset(str(path), "train")
         rows = list(table.rows)
         resumes(table)
     numbered = [(number, line) for number, line in enumerate(lines, 1) if not is_blank(line)]
     assert [row.where for row in rows] == [f"{path}:{number}" for number, _ in numbered]
     for row, (_, line) in zip(rows, numbered, strict=True):
         want = oracle(line)
-        assert isinstance(row, Fault) == (want is None), row
+        assert isinstance(row, BadRow) == (want is None), row
         if isinstance(row, Row):
             assert repr(row.fields) == repr(want)  # not a number is not equal to itself
         else:
@@ -99,8 +99,8 @@ def test_a_list_is_cut_into_the_rows_that_it_holds(name: str, rows, spaces, mark
     path.write_bytes(b"\xef\xbb\xbf" * mark + text.encode())
     want = json.loads(text)
     with small_chunks(3, 5):
-        table = open_source(str(path), "train")
-        found = [insist(row) for row in table.rows]
+        table = open_dataset(str(path), "train")
+        found = [require_row(row) for row in table.rows]
         resumes(table)
     assert [row.where for row in found] == [f"{path} row {number}" for number in range(1, len(want) + 1)]
     assert repr([row.fields for row in found]) == repr(want)
@@ -120,7 +120,7 @@ def test_whatever_a_file_holds_it_ends_in_rows_or_a_line(name, items, begin, end
     path.write_bytes(gzip.compress(raw, mtime=0) if name.endswith(".gz") else raw)
     with small_chunks(3, 100):
         try:
-            table = open_source(str(path), "train")
+            table = open_dataset(str(path), "train")
             rows = list(table.rows)
         except UserError as error:
             assert str(error).startswith(str(path)) and "\n" not in str(error)
@@ -140,13 +140,13 @@ def test_a_mistake_in_a_list_is_told_with_its_line_wherever_it_stands(tmp_path: 
     rows = [json.dumps({"text": "x" * 50, "number": number}) for number in range(200)]
     path.write_text("[\n" + ",\n".join([*rows[:150], '{"text" "x"}', *rows[150:]]) + "\n]")
     with pytest.raises(UserError, match=r"rows.json:152: malformed JSON: Expecting ':' delimiter at column 9"):
-        open_source(str(path), "train")
+        open_dataset(str(path), "train")
     path.write_text("[\n" + ",\n".join(rows))
     with pytest.raises(UserError, match=r"rows.json:201: malformed JSON: the list does not end"):
-        open_source(str(path), "train")
+        open_dataset(str(path), "train")
     path.write_text("[\n" + ",\n".join(rows) + "\n]\n{}")
     with pytest.raises(UserError, match=r"rows.json:203: malformed JSON: more follows the end of the list"):
-        open_source(str(path), "train")
+        open_dataset(str(path), "train")
 
 
 @pytest.mark.parametrize("cut", [1, 3, 30, 200, -9, -1])
@@ -157,7 +157,7 @@ def test_packed_files_that_end_early_are_told(name: str, cut: int, tmp_path: Pat
     path = tmp_path / name
     path.write_bytes(gzip.compress(text.encode(), mtime=0)[:cut])
     with pytest.raises(UserError, match=rf"{name}(:\d+)?: cannot be read: ") as told:
-        list(open_source(str(path), "train").rows)
+        list(open_dataset(str(path), "train").rows)
     assert "\n" not in str(told.value)
 
 
@@ -167,9 +167,9 @@ def test_a_file_none_of_which_can_be_read_is_refused_as_such(tmp_path: Path) -> 
     with pytest.raises(
         UserError, match=r"rows.jsonl:1: malformed JSON: .*; nor can any of the 9 rows after it be read"
     ):
-        open_source(str(path), "train")
+        open_dataset(str(path), "train")
     path.write_text("text, which is no JSON\n" * 9)
-    assert open_source(str(path), "train").count == 9
+    assert open_dataset(str(path), "train").count == 9
 
 
 @pytest.mark.parametrize(
@@ -185,17 +185,17 @@ def test_a_file_none_of_which_can_be_read_is_refused_as_such(tmp_path: Path) -> 
 def test_what_is_no_text_is_refused(name: str, raw: bytes, says: str, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(raw)
     with pytest.raises(UserError, match=f"{name}: {says}"):
-        open_source(str(tmp_path / name), "train")
+        open_dataset(str(tmp_path / name), "train")
 
 
 def test_a_line_without_an_end_is_not_read_into_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tunekit.data.sources.text.LONGEST", 1000)
-    monkeypatch.setattr("tunekit.data.sources.jsonfile.LONGEST", 1000)
+    monkeypatch.setattr("tunekit.data.readers.text_lines.LONGEST", 1000)
+    monkeypatch.setattr("tunekit.data.readers.json_reader.LONGEST", 1000)
     for name in ("rows.jsonl", "rows.json"):
         path = tmp_path / name
         path.write_text(('{"a": "' if name == "rows.jsonl" else '[{"a": "') + "x" * 5_000_000)
         with pytest.raises(UserError, match=rf"{name}:1: .*a (line|row) of more than "):
-            open_source(str(path), "train")
+            open_dataset(str(path), "train")
 
 
 @pytest.mark.parametrize("end", ["\n", "\r\n", "", " \t\n"])
@@ -206,9 +206,9 @@ def test_a_line_without_an_end_is_not_read_into_memory(tmp_path: Path, monkeypat
 ])  # fmt: skip
 def test_a_line_that_is_cut_off_has_its_column(tmp_path: Path, line: str, fault: str, end: str) -> None:
     (tmp_path / "rows.jsonl").write_bytes(f'{{"a": 1}}\n{line}{end}'.encode())
-    found = list(open_source(str(tmp_path / "rows.jsonl"), "train").rows)[1]
-    assert isinstance(found, Fault)
+    found = list(open_dataset(str(tmp_path / "rows.jsonl"), "train").rows)[1]
+    assert isinstance(found, BadRow)
     assert found.reason == f"malformed JSON: {fault}"
     (tmp_path / "rows.json").write_bytes(f"{line}{end}".encode())
     with pytest.raises(UserError, match=f"rows.json:1: malformed JSON: {fault}"):
-        open_source(str(tmp_path / "rows.json"), "train")
+        open_dataset(str(tmp_path / "rows.json"), "train")

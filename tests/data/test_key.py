@@ -12,23 +12,23 @@ from typing import Any
 
 import pytest
 
-from tunekit.config.imports import own_choices
-from tunekit.data.prepared import key as keys
-from tunekit.data.prepared import prepare
-from tunekit.data.rows import Auto, Chat, Rows, Text
-from tunekit.data.sources.source import open_source
+from tunekit.config.user_code import load_user_choices
+from tunekit.data.datasets import AutoDataset, ChatDataset, DatasetConfig, TextDataset
+from tunekit.data.preprocess import fingerprint as keys
+from tunekit.data.preprocess import preprocess
+from tunekit.data.readers.open_dataset import open_dataset
 from tunekit.data.tokenizer import Tokenizer
-from tunekit.data.transforms import Rename
-from tunekit.recipes.sft import SFT
+from tunekit.data.transforms import RenameColumns
+from tunekit.recipes.sft import SFTConfig
 
 STEP = """from dataclasses import dataclass
 
 import {helper}
-from tunekit.data.transforms import Transform
+from tunekit.data.transforms import RowTransform
 
 
 @dataclass(frozen=True)
-class Step(Transform):
+class Step(RowTransform):
     word: str = "a"
 
     def __call__(self, fields):
@@ -36,8 +36,8 @@ class Step(Transform):
 """
 
 
-def key(rows: Rows, tokenizer: Tokenizer) -> str | None:
-    return keys.key(rows, rows.prepare(tokenizer), open_source(rows.source, rows.split, rows.limit))
+def key(rows: DatasetConfig, tokenizer: Tokenizer) -> str | None:
+    return keys.fingerprint(rows, rows.prepare(tokenizer), open_dataset(rows.source, rows.split, rows.limit))
 
 
 def write(path: Path, words: list[str]) -> str:
@@ -47,8 +47,8 @@ def write(path: Path, words: list[str]) -> str:
 
 
 @pytest.fixture
-def rows(tmp_path: Path) -> Chat:
-    return Chat(source=write(tmp_path / "rows.jsonl", ["one", "two", "three"]))
+def rows(tmp_path: Path) -> ChatDataset:
+    return ChatDataset(source=write(tmp_path / "rows.jsonl", ["one", "two", "three"]))
 
 
 @pytest.fixture
@@ -59,10 +59,10 @@ def tokenizer(folders: dict[str, Path]) -> Tokenizer:
 @pytest.mark.parametrize(
     "change",
     [{"length": 100}, {"learn": "last"}, {"too_long": "drop"}, {"split": "train[1:]"}, {"limit": 2}]
-    + [{"transforms": (Rename({"text": "more"}),)}, {"messages": "text"}],
+    + [{"transforms": (RenameColumns({"text": "more"}),)}, {"messages": "text"}],
     ids=str,
 )
-def test_what_decides_gives_another_key(rows: Chat, tokenizer: Tokenizer, change: dict[str, Any]) -> None:
+def test_what_decides_gives_another_key(rows: ChatDataset, tokenizer: Tokenizer, change: dict[str, Any]) -> None:
     assert key(replace(rows, **change), tokenizer) != key(rows, tokenizer)
 
 
@@ -78,11 +78,11 @@ def test_what_decides_gives_another_key(rows: Chat, tokenizer: Tokenizer, change
     ],
     ids=str,
 )
-def test_what_does_not_decide_gives_the_same(rows: Chat, tokenizer: Tokenizer, change: dict[str, Any]) -> None:
+def test_what_does_not_decide_gives_the_same(rows: ChatDataset, tokenizer: Tokenizer, change: dict[str, Any]) -> None:
     assert key(replace(rows, **change), tokenizer) == key(rows, tokenizer)
 
 
-def test_rows_decide(rows: Chat, tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_rows_decide(rows: ChatDataset, tokenizer: Tokenizer, tmp_path: Path) -> None:
     before = key(rows, tokenizer)
     write(tmp_path / "rows.jsonl", ["one", "two", "threE"])
     assert key(rows, tokenizer) != before
@@ -91,12 +91,12 @@ def test_rows_decide(rows: Chat, tokenizer: Tokenizer, tmp_path: Path) -> None:
     assert key(replace(rows, source=write(tmp_path / "other.jsonl", ["one", "two", "three"])), tokenizer) != before
 
 
-def test_the_kind_decides(rows: Chat, tokenizer: Tokenizer) -> None:
-    found = {key(kind(source=rows.source), tokenizer) for kind in (Chat, Auto, Text)}
+def test_the_kind_decides(rows: ChatDataset, tokenizer: Tokenizer) -> None:
+    found = {key(kind(source=rows.source), tokenizer) for kind in (ChatDataset, AutoDataset, TextDataset)}
     assert len(found) == 3
 
 
-def test_the_tokenizer_and_its_template_decide(rows: Chat, folders: dict[str, Path], tmp_path: Path) -> None:
+def test_the_tokenizer_and_its_template_decide(rows: ChatDataset, folders: dict[str, Path], tmp_path: Path) -> None:
     tokenizers = {name: Tokenizer.open(folder) for name, folder in folders.items()}
     assert len({key(rows, tokenizer) for tokenizer in tokenizers.values()}) == len(tokenizers)
     own, text = tmp_path / "own.jinja", tokenizers["chatml"].templates["default"][0]
@@ -107,19 +107,21 @@ def test_the_tokenizer_and_its_template_decide(rows: Chat, folders: dict[str, Pa
     assert len({same, other, key(one, tokenizers["chatml"])}) == 3
 
 
-def test_the_day_decides_where_the_template_prints_it(rows: Chat, folders: dict[str, Path]) -> None:
+def test_the_day_decides_where_the_template_prints_it(rows: ChatDataset, folders: dict[str, Path]) -> None:
     days = date(2026, 1, 1), date(2026, 1, 2)
     for name, count in {"chatml": 1, "headers": 2}.items():
         tokenizer = Tokenizer.open(folders[name])
         assert len({key(rows, tokenizer.dated(day)) for day in days}) == count, name
 
 
-def test_own_code_decides(rows: Chat, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_own_code_decides(
+    rows: ChatDataset, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
     helper = tmp_path / "tunekit_test_helper.py"
     helper.write_text("MORE = {}\n")
     (tmp_path / "step.py").write_text(STEP.format(helper=helper.stem))
-    step = own_choices(SFT, [tmp_path / "step.py"]).own[0]
+    step = load_user_choices(SFTConfig, [tmp_path / "step.py"]).own[0]
     one, other = replace(rows, transforms=(step(),)), replace(rows, transforms=(step("b"),))
     before = key(one, tokenizer)
     assert len({before, key(other, tokenizer), key(rows, tokenizer)}) == 3
@@ -132,7 +134,7 @@ def test_own_code_decides(rows: Chat, tokenizer: Tokenizer, tmp_path: Path, monk
 
 
 def test_a_text_that_own_code_imports_decides(
-    rows: Chat, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rows: ChatDataset, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
     texts = tmp_path / "tunekit_test_texts.py"
@@ -140,14 +142,14 @@ def test_a_text_that_own_code_imports_decides(
     (tmp_path / "step.py").write_text(
         STEP.replace("import {helper}", "from tunekit_test_texts import MORE").replace("{helper}.MORE", "{}")
     )
-    step = own_choices(SFT, [tmp_path / "step.py"]).own[0]
+    step = load_user_choices(SFTConfig, [tmp_path / "step.py"]).own[0]
     before = key(replace(rows, transforms=(step(),)), tokenizer)
     texts.write_text("MORE = 'b'\n")
     assert key(replace(rows, transforms=(step(),)), tokenizer) != before
 
 
 def test_the_code_of_an_installed_step_decides(
-    rows: Chat, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rows: ChatDataset, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "site-packages"
     folder.mkdir()
@@ -160,20 +162,20 @@ def test_the_code_of_an_installed_step_decides(
     assert key(replace(rows, transforms=(step(),)), tokenizer) != before
 
 
-def test_what_a_notebook_defines_is_never_taken_for_known(rows: Chat, tokenizer: Tokenizer, monkeypatch) -> None:
-    kind = type("Mine", (Chat,), {"__module__": "__main__"})
+def test_what_a_notebook_defines_is_never_taken_for_known(rows: ChatDataset, tokenizer: Tokenizer, monkeypatch) -> None:
+    kind = type("Mine", (ChatDataset,), {"__module__": "__main__"})
     monkeypatch.delattr(sys.modules["__main__"], "__file__", raising=False)
     assert key(kind(source=rows.source), tokenizer) is None
 
 
-def test_the_code_of_tunekit_decides(rows: Chat, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_code_of_tunekit_decides(rows: ChatDataset, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     before = key(rows, tokenizer)
     known = keys.code()
     stems = {Path(name).stem for name in known}
-    assert {"rows", "spans", "template", "tokenizer", "messages", "table"} <= stems
-    assert not {"loader", "packing", "cache"} & stems
+    assert {"datasets", "loss_mask", "template", "tokenizer", "messages", "row_reader"} <= stems
+    assert not {"build", "packing", "cache", "fingerprint", "report", "row_stats"} & stems
     assert len(known) == len(list(keys.sources())) + len(keys.PACKAGES) + 1, "two files of one name are two"
-    for name in ("chat/spans.py", "tokenizers"):
+    for name in ("chat_template/loss_mask.py", "tokenizers"):
         with monkeypatch.context() as patch:
             patch.setattr(keys, "code", lambda name=name: known | {name: "other"})
             assert key(rows, tokenizer) != before
@@ -182,28 +184,30 @@ def test_the_code_of_tunekit_decides(rows: Chat, tokenizer: Tokenizer, monkeypat
 ELSEWHERE = """
 import sys
 from pathlib import Path
-from tunekit.data.prepared.key import key
-from tunekit.data.rows import Chat
-from tunekit.data.sources.source import open_source
+from tunekit.data.preprocess.fingerprint import fingerprint
+from tunekit.data.datasets import ChatDataset
+from tunekit.data.readers.open_dataset import open_dataset
 from tunekit.data.tokenizer import Tokenizer
 
-rows = Chat(source=sys.argv[1])
-print(key(rows, rows.prepare(Tokenizer.open(Path(sys.argv[2]))), open_source(rows.source, rows.split)))
+rows = ChatDataset(source=sys.argv[1])
+print(fingerprint(rows, rows.prepare(Tokenizer.open(Path(sys.argv[2]))), open_dataset(rows.source, rows.split)))
 """
 
 
 @pytest.mark.parametrize("seed", ["1", "2"])
-def test_other_processes_find_the_same(rows: Chat, folders: dict[str, Path], tokenizer: Tokenizer, seed: str) -> None:
+def test_other_processes_find_the_same(
+    rows: ChatDataset, folders: dict[str, Path], tokenizer: Tokenizer, seed: str
+) -> None:
     line = [sys.executable, "-c", ELSEWHERE, rows.source, str(folders["chatml"])]
     done = subprocess.run(line, env=os.environ | {"PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == key(rows, tokenizer)
 
 
 def test_serving_rows_otherwise_prepares_nothing(
-    rows: Chat, tokenizer: Tokenizer, tmp_path: Path, place, monkeypatch: pytest.MonkeyPatch
+    rows: ChatDataset, tokenizer: Tokenizer, tmp_path: Path, place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TUNEKIT_CACHE", str(tmp_path / "cache"))
-    first = prepare.documents(rows, tokenizer, place())
-    monkeypatch.setattr(prepare, "tokenised", pytest.fail)
-    again = prepare.documents(replace(rows, shuffle=False, pack=True), tokenizer, place(seed=1))
+    first = preprocess.preprocess_dataset(rows, tokenizer, place())
+    monkeypatch.setattr(preprocess, "tokenize_chunks", pytest.fail)
+    again = preprocess.preprocess_dataset(replace(rows, shuffle=False, pack=True), tokenizer, place(seed=1))
     assert again.digest == first.digest

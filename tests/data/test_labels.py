@@ -7,15 +7,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tunekit.data.labels import Labelled, Stepped
-from tunekit.data.prepared.documents import Document, Documents
-from tunekit.data.rows import Marked, Preference, Rows
-from tunekit.data.signs import Sign
-from tunekit.data.sources.table import Fault, Row
-from tunekit.data.steps.batch import IGNORE, Batch
-from tunekit.data.steps.loader import load
-from tunekit.data.steps.scored import Auto
-from tunekit.data.steps.served import Loader
+from tunekit.data.dataloader.base import DataLoader
+from tunekit.data.dataloader.batch import IGNORE, Batch
+from tunekit.data.dataloader.build import build_dataloader
+from tunekit.data.dataloader.reward_data import AutoRewardDataset
+from tunekit.data.datasets import DatasetConfig, PreferenceDataset, UnpairedPreferenceDataset
+from tunekit.data.doc_flags import DocFlags
+from tunekit.data.preprocess.tokenized_dataset import Document, TokenizedDataset
+from tunekit.data.readers.row_reader import BadRow, Row
+from tunekit.data.reward_datasets import LabeledDataset, StepwiseDataset
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import FieldError, UserError
 
@@ -25,22 +25,24 @@ def tokenizer(folders: dict[str, Path]) -> Tokenizer:
     return Tokenizer.open(folders["headers"])
 
 
-def encoded(rows: Rows, tokenizer: Tokenizer, fields: dict) -> list[Document] | Fault | None:
+def encoded(rows: DatasetConfig, tokenizer: Tokenizer, fields: dict) -> list[Document] | BadRow | None:
     (found,) = rows.encode(rows.prepare(tokenizer), [Row("rows.jsonl:1", fields)])
     return found
 
 
-def document(rows: Rows, tokenizer: Tokenizer, fields: dict) -> Document:
+def document(rows: DatasetConfig, tokenizer: Tokenizer, fields: dict) -> Document:
     found = encoded(rows, tokenizer, fields)
     assert isinstance(found, list), found
     (one,) = found
     return one
 
 
-def opened(rows: type[Rows], tokenizer: Tokenizer, place, path: Path, lines: list[dict], **options) -> Loader:
+def opened(
+    rows: type[DatasetConfig], tokenizer: Tokenizer, place, path: Path, lines: list[dict], **options
+) -> DataLoader:
     file = path / "rows.jsonl"
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return load(rows(str(file), **options), tokenizer, len(lines), 2, place)
+    return build_dataloader(rows(str(file), **options), tokenizer, len(lines), 2, place)
 
 
 def by_number(batches: list[Batch]) -> dict[int, float]:
@@ -56,7 +58,7 @@ STEPS = {"prompt": "What is 2 + 2?", "completions": ["It is so: 2 + 2", "Hello t
 @pytest.mark.parametrize("pack", [False, True])
 def test_labels_of_texts(pack: bool, tokenizer, place, tmp_path) -> None:
     lines = [{"text": "The fox " * (1 + number % 5), "label": number / 4} for number in range(7)]
-    loader = opened(Labelled, tokenizer, place(), tmp_path, lines, pack=pack, length=64)
+    loader = opened(LabeledDataset, tokenizer, place(), tmp_path, lines, pack=pack, length=64)
     assert by_number(loader[0]) == {number: number / 4 for number in range(7)}
     for batch in loader[0]:
         for index in range(len(batch.numbers)):
@@ -65,20 +67,20 @@ def test_labels_of_texts(pack: bool, tokenizer, place, tmp_path) -> None:
 
 
 def test_labels_are_names_numbers_or_truths(tokenizer) -> None:
-    named = Labelled("x", classes=("bad", "good"))
+    named = LabeledDataset("x", classes=("bad", "good"))
     for label, want in (("good", 1.0), (0, 0.0), (True, 1.0)):
         assert document(named, tokenizer, {"text": "fox", "label": label}).value == want
-    assert document(Labelled("x"), tokenizer, {"text": "fox", "label": -0.5}).value == -0.5
+    assert document(LabeledDataset("x"), tokenizer, {"text": "fox", "label": -0.5}).value == -0.5
     messages = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "It is so"}]
-    talk = document(Labelled("x"), tokenizer, {"messages": messages, "label": 2})
+    talk = document(LabeledDataset("x"), tokenizer, {"messages": messages, "label": 2})
     assert tokenizer.decode(talk.tokens.tolist(), special=True) == tokenizer.render(messages, None)
     assert talk.value == 2
 
 
 def test_what_is_cut_keeps_its_label(tokenizer) -> None:
     fields = {"text": "The fox jumps over lazy dogs", "label": 3}
-    assert document(Labelled("x", length=3), tokenizer, fields).value == 3
-    whole, cut = (document(Stepped("x", length=n), tokenizer, STEPS | {"labels": [1, 0, 1]}) for n in (99, 20))
+    assert document(LabeledDataset("x", length=3), tokenizer, fields).value == 3
+    whole, cut = (document(StepwiseDataset("x", length=n), tokenizer, STEPS | {"labels": [1, 0, 1]}) for n in (99, 20))
     assert len(cut.tokens) == 20
     assert 0 < cut.learnt.sum() == len(cut.values) < 3
     assert cut.values.tolist() == whole.values[: len(cut.values)].tolist()
@@ -89,7 +91,7 @@ def test_steps_have_their_label_at_their_last_token(pack: bool, tokenizer, place
     """As if the prompt and each step were encoded alone."""
     labels = [[True, False, True], [False, False, True], [True, True, True]]
     lines = [STEPS | {"labels": each} for each in labels]
-    loader = opened(Stepped, tokenizer, place(), tmp_path, lines, pack=pack, length=128)
+    loader = opened(StepwiseDataset, tokenizer, place(), tmp_path, lines, pack=pack, length=128)
     tokens, ends = [tokenizer.bos, *tokenizer.encode_texts([STEPS["prompt"]], False)[0]], []
     for step in STEPS["completions"]:
         tokens += tokenizer.encode_texts([step + "\n"], False)[0]
@@ -113,7 +115,7 @@ def test_steps_have_their_label_at_their_last_token(pack: bool, tokenizer, place
 def test_steps_are_what_the_assistant_says_to_messages(tokenizer) -> None:
     """As if what the template writes before the answer were the prompt, behind its own beginning."""
     labels = {"labels": [True, False, True]}
-    rows = Stepped("x", separator=" ;")
+    rows = StepwiseDataset("x", separator=" ;")
     found = document(rows, tokenizer, STEPS | {"prompt": ASKED} | labels)
     text = tokenizer.render(ASKED, None, prompt=True)
     bare = document(rows, tokenizer, STEPS | {"prompt": text.removeprefix("<|begin|>")} | labels)
@@ -122,20 +124,20 @@ def test_steps_are_what_the_assistant_says_to_messages(tokenizer) -> None:
     written = document(rows, tokenizer, STEPS | {"prompt": json.dumps(ASKED)} | labels)
     assert written.tokens.tolist() == found.tokens.tolist()
     spoken = document(rows, tokenizer, STEPS | {"prompt": [{"role": "user", "content": "<|eot_id|>"}]} | labels)
-    assert found.signs == Sign.STEPS and spoken.signs == Sign.STEPS | Sign.SPECIAL_IN_TEXT
+    assert found.signs == DocFlags.STEPS and spoken.signs == DocFlags.STEPS | DocFlags.SPECIAL_IN_TEXT
 
 
 def test_steps_that_a_template_rewrites_are_refused(folders: dict[str, Path]) -> None:
     """They would not stand where a model of transformers finds them."""
     fields = {"prompt": ASKED[1:], "completions": ["<think>It is", "so.</think>It is 4."], "labels": [1, 0]}
-    found = encoded(Stepped("x"), Tokenizer.open(folders["thinking"]), fields)
-    assert isinstance(found, Fault) and "the chat template does not write the answer as it is" in found.reason
+    found = encoded(StepwiseDataset("x"), Tokenizer.open(folders["thinking"]), fields)
+    assert isinstance(found, BadRow) and "the chat template does not write the answer as it is" in found.reason
 
 
 def test_margins_of_pairs(tokenizer, place, tmp_path) -> None:
     lines = [{"prompt": "a", "chosen": " fox", "rejected": f" dog {number}"} for number in range(4)]
     lines[1]["margin"], lines[3]["margin"] = 0.5, 2
-    loader = opened(Preference, tokenizer, place(), tmp_path, lines)
+    loader = opened(PreferenceDataset, tokenizer, place(), tmp_path, lines)
     margins = {}
     for batch in loader[0]:
         assert batch.margins.shape == (len(batch.numbers) // 2,)
@@ -146,47 +148,72 @@ def test_margins_of_pairs(tokenizer, place, tmp_path) -> None:
 def test_a_run_does_not_go_on_with_other_labels() -> None:
     tokens, learnt = np.arange(4, dtype=np.int32), np.ones(4, bool)
     digests = {
-        Documents([Document(tokens, learnt, 4, values=np.array([value], np.float32))]).digest for value in (0.0, 1.0)
+        TokenizedDataset([Document(tokens, learnt, 4, values=np.array([value], np.float32))]).digest
+        for value in (0.0, 1.0)
     }
     assert len(digests) == 2
-    bare = Documents([Document(tokens, learnt, 4)])
+    bare = TokenizedDataset([Document(tokens, learnt, 4)])
     assert bare.digest not in digests
     assert math.isnan(bare[0].value)
 
 
 BAD = {
-    "no label": (Labelled("x"), {"text": "fox"}, "label"),
+    "no label": (LabeledDataset("x"), {"text": "fox"}, "label"),
     "a null": (
-        Labelled("x"),
+        LabeledDataset("x"),
         {"text": "fox", "label": None},
         "label: is null, and a row needs its label: write it, or pass over such rows by `bad_rows: skip` beside the",
     ),
-    "a name without classes": (Labelled("x"), {"text": "fox", "label": "good"}, "label: 'good' needs `classes`"),
-    "a long one": (Labelled("x"), {"text": "fox", "label": "a" * 99}, f"label: '{'a' * 40}..' needs `classes`"),
+    "a name without classes": (LabeledDataset("x"), {"text": "fox", "label": "good"}, "label: 'good' needs `classes`"),
+    "a long one": (LabeledDataset("x"), {"text": "fox", "label": "a" * 99}, f"label: '{'a' * 40}..' needs `classes`"),
     "no class": (
-        Labelled("x", classes=("a", "b")),
+        LabeledDataset("x", classes=("a", "b")),
         {"text": "fox", "label": "c"},
         "'c' is none of the `classes`: a, b",
     ),
-    "too high": (Labelled("x", classes=("a", "b")), {"text": "fox", "label": 2}, "2 counts none of the 2 `classes`"),
-    "not finite": (Labelled("x"), {"text": "fox", "label": math.inf}, "label: want a number"),
-    "a list": (Labelled("x"), {"text": "fox", "label": [1]}, "label: want a number"),
-    "few labels": (Stepped("x"), STEPS | {"labels": [1]}, "labels: want a list of 3, one for each step, this is 1"),
-    "an empty step": (Stepped("x"), STEPS | {"completions": ["a", ""], "labels": [1, 1]}, "none of them empty"),
-    "no prompt": (Stepped("x"), STEPS | {"prompt": None, "labels": [1, 1, 1]}, "prompt: want a string or a list"),
+    "too high": (
+        LabeledDataset("x", classes=("a", "b")),
+        {"text": "fox", "label": 2},
+        "2 counts none of the 2 `classes`",
+    ),
+    "not finite": (LabeledDataset("x"), {"text": "fox", "label": math.inf}, "label: want a number"),
+    "a list": (LabeledDataset("x"), {"text": "fox", "label": [1]}, "label: want a number"),
+    "few labels": (
+        StepwiseDataset("x"),
+        STEPS | {"labels": [1]},
+        "labels: want a list of 3, one for each step, this is 1",
+    ),
+    "an empty step": (StepwiseDataset("x"), STEPS | {"completions": ["a", ""], "labels": [1, 1]}, "none of them empty"),
+    "no prompt": (
+        StepwiseDataset("x"),
+        STEPS | {"prompt": None, "labels": [1, 1, 1]},
+        "prompt: want a string or a list",
+    ),
     "an answered prompt": (
-        Stepped("x"),
+        StepwiseDataset("x"),
         STEPS | {"prompt": [*ASKED, {"role": "assistant", "content": "It"}], "labels": [1, 1, 1]},
         "prompt: ends with an assistant message: what it says is the first of the steps",
     ),
     "an unknown role": (
-        Stepped("x"),
+        StepwiseDataset("x"),
         STEPS | {"prompt": [{"role": "man", "content": "Hello"}], "labels": [1, 1, 1]},
         "prompt + completions[0]: unknown role 'man'",
     ),
-    "half a class": (Stepped("x"), STEPS | {"labels": [1, 0.5, 1]}, "true or false, or classes from 0 on, not 0.5"),
-    "a margin": (Preference("x"), {"prompt": "a", "chosen": "b", "rejected": "c", "margin": "d"}, "margin: want a num"),
-    "a mark": (Marked("x"), {"prompt": "a", "completion": "b", "label": "yes"}, "label: want true or false"),
+    "half a class": (
+        StepwiseDataset("x"),
+        STEPS | {"labels": [1, 0.5, 1]},
+        "true or false, or classes from 0 on, not 0.5",
+    ),
+    "a margin": (
+        PreferenceDataset("x"),
+        {"prompt": "a", "chosen": "b", "rejected": "c", "margin": "d"},
+        "margin: want a num",
+    ),
+    "a mark": (
+        UnpairedPreferenceDataset("x"),
+        {"prompt": "a", "completion": "b", "label": "yes"},
+        "label: want true or false",
+    ),
 }
 
 
@@ -194,7 +221,7 @@ BAD = {
 def test_what_is_wrong_is_told(name: str, tokenizer) -> None:
     rows, fields, message = BAD[name]
     found = encoded(rows, tokenizer, fields)
-    assert isinstance(found, Fault)
+    assert isinstance(found, BadRow)
     assert message in found.reason
 
 
@@ -207,13 +234,13 @@ def test_rows_are_what_the_first_says(tokenizer, place, tmp_path) -> None:
         (STEPS | {"labels": [1, 1, 1]}, "steps with labels"),
         ({"prompt": "a", "chosen": "b", "rejected": "c"}, "preference pairs"),
     ):
-        assert says in str(opened(Auto, tokenizer, place(), tmp_path, [fields]).report)
+        assert says in str(opened(AutoRewardDataset, tokenizer, place(), tmp_path, [fields]).report)
     with pytest.raises(UserError, match="it wants chosen and rejected; text or messages, and label"):
-        opened(Auto, tokenizer, place(), tmp_path, [{"instruction": "a", "output": "b"}])
+        opened(AutoRewardDataset, tokenizer, place(), tmp_path, [{"instruction": "a", "output": "b"}])
 
 
 def test_choices_that_make_no_sense() -> None:
     with pytest.raises(FieldError, match="not said of its parts"):
-        Stepped("x", too_long="split")
+        StepwiseDataset("x", too_long="split")
     with pytest.raises(FieldError, match="name each once"):
-        Labelled("x", classes=("a", "a"))
+        LabeledDataset("x", classes=("a", "a"))

@@ -4,18 +4,18 @@ import numpy as np
 import pytest
 import torch
 
-from tunekit.data.prepared.documents import Document, Documents
-from tunekit.data.rows import Text
-from tunekit.data.steps.batch import IGNORE, MULTIPLE, Batch, Layout
-from tunekit.data.steps.mapped import Mapped
-from tunekit.data.steps.mix import Mix
+from tunekit.data.dataloader.batch import IGNORE, MULTIPLE, Batch, Collator
+from tunekit.data.dataloader.map_style import MapDataLoader
+from tunekit.data.dataloader.mixture import Mixture
+from tunekit.data.datasets import TextDataset
+from tunekit.data.preprocess.tokenized_dataset import Document, TokenizedDataset
 from tunekit.errors import UserError
 
 ROWS, BATCH, PAD = 43, 8, 7
 CAPACITY = 40
 
 
-def documents() -> Documents:
+def documents() -> TokenizedDataset:
     """Rows of 2 to 30 tokens that say their row in the first token: 1000, 1001, …"""
     random = np.random.default_rng(0)
     rows = []
@@ -24,14 +24,14 @@ def documents() -> Documents:
         tokens[0], learnt = 1000 + row, random.random(len(tokens)) < 0.5
         learnt[-1] = True
         rows.append(Document(tokens, learnt, len(tokens)))
-    return Documents(rows)
+    return TokenizedDataset(rows)
 
 
-def loader(place, micro: int = BATCH, packed: bool = False, shuffle: bool = True) -> Mapped:
+def loader(place, micro: int = BATCH, packed: bool = False, shuffle: bool = True) -> MapDataLoader:
     rows = documents()
-    mix = Mix.of(Text("rows", length=CAPACITY, pack=packed, shuffle=shuffle))
-    layout = Layout(BATCH, micro, place.rank, place.size, PAD, mix.capacity)
-    return Mapped(mix, (rows,), layout, place.seed)
+    mix = Mixture.of(TextDataset("rows", length=CAPACITY, pack=packed, shuffle=shuffle))
+    layout = Collator(BATCH, micro, place.rank, place.size, PAD, mix.capacity)
+    return MapDataLoader(mix, (rows,), layout, place.seed)
 
 
 def found(batches: list[Batch]) -> list[tuple[tuple[int, ...], ...]]:

@@ -4,7 +4,7 @@ from copy import deepcopy
 
 import pytest
 
-from tunekit.data.chat.messages import conversation, talk
+from tunekit.data.chat_template.messages import make_conversation, parse_messages
 from tunekit.errors import UserError
 
 ASK = {"role": "user", "content": "What is 1 + 2?"}
@@ -19,7 +19,7 @@ RESULT = {"role": "tool", "tool_call_id": "c1", "content": "3"}
 
 def test_a_plain_conversation_is_left_as_it_is() -> None:
     rows = [{"role": "system", "content": "Be brief."}, ASK, SAY]
-    found = conversation(rows, "messages")
+    found = parse_messages(rows, "messages")
     assert found == rows and all(a is b for a, b in zip(found, rows, strict=True)), "no copies: rows are many"
 
 
@@ -36,16 +36,16 @@ def test_a_plain_conversation_is_left_as_it_is() -> None:
 def test_calls_are_given_as_templates_expect_them(call: dict) -> None:
     rows = [ASK, {**CALL, "tool_calls": [call]}, RESULT]
     before = deepcopy(rows)
-    assert conversation(rows, "messages") == [ASK, CALL, RESULT]
+    assert parse_messages(rows, "messages") == [ASK, CALL, RESULT]
     assert rows == before, "a row is not changed"
 
 
 def test_what_a_json_string_says_is_kept_to_the_letter() -> None:
     call = {"function": {"name": "find", "arguments": '{"limit": null, "of": {"x": [1, null]}}'}}
-    (_, message) = conversation([ASK, {"role": "assistant", "content": "", "tool_calls": [call]}], "messages")
+    (_, message) = parse_messages([ASK, {"role": "assistant", "content": "", "tool_calls": [call]}], "messages")
     assert message["tool_calls"][0]["function"]["arguments"] == {"limit": None, "of": {"x": [1, None]}}
     call = {"function": {"name": "now", "arguments": ""}}
-    (_, message) = conversation([ASK, {"role": "assistant", "tool_calls": [call]}], "messages")
+    (_, message) = parse_messages([ASK, {"role": "assistant", "tool_calls": [call]}], "messages")
     assert message == {
         "role": "assistant",
         "tool_calls": [{"type": "function", "function": {"name": "now", "arguments": {}}}],
@@ -58,7 +58,7 @@ def test_older_names_of_calls_and_results() -> None:
         {"role": "assistant", "content": None, "function_call": {"name": "add", "arguments": '{"a": 1}'}},
         {"role": "function", "name": "add", "content": "3"},
     ]
-    assert conversation(rows, "messages") == [
+    assert parse_messages(rows, "messages") == [
         ASK,
         {**CALL, "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}]},
         {"role": "tool", "name": "add", "content": "3"},
@@ -67,25 +67,25 @@ def test_older_names_of_calls_and_results() -> None:
 
 def test_null_columns_count_as_absent() -> None:
     nulls = dict.fromkeys(("name", "tool_calls", "tool_call_id", "reasoning_content", "function_call", "weight"))
-    assert conversation([{**ASK, **nulls}, {**SAY, **nulls}], "messages") == [ASK, SAY]
-    assert talk([{**ASK, **nulls}, {**SAY, **nulls}], "messages").flags is None
+    assert parse_messages([{**ASK, **nulls}, {**SAY, **nulls}], "messages") == [ASK, SAY]
+    assert make_conversation([{**ASK, **nulls}, {**SAY, **nulls}], "messages").flags is None
     empty = {**SAY, "tool_calls": []}
-    assert conversation([ASK, empty], "messages") == [ASK, SAY]
+    assert parse_messages([ASK, empty], "messages") == [ASK, SAY]
 
 
 def test_content_parts_are_one_text() -> None:
     parts = [{"type": "text", "text": "What is "}, {"type": "text", "text": "1 + 2?", "image_url": None}]
-    assert conversation([{"role": "user", "content": parts}, SAY], "messages") == [ASK, SAY]
+    assert parse_messages([{"role": "user", "content": parts}, SAY], "messages") == [ASK, SAY]
 
 
 def test_reasoning_is_kept() -> None:
     rows = [ASK, {**SAY, "reasoning_content": "One and two."}]
-    assert conversation(rows, "messages") == rows
+    assert parse_messages(rows, "messages") == rows
 
 
 def test_flags_are_read_and_kept_from_the_template() -> None:
     rows = [ASK, {**SAY, "train": False}, ASK, {**SAY, "weight": 1}, ASK, {**SAY, "weight": 0.0}]
-    found = talk(rows, "messages")
+    found = make_conversation(rows, "messages")
     assert found.flags == [None, False, None, True, None, False]
     assert found.messages == [ASK, SAY] * 3
 
@@ -93,11 +93,11 @@ def test_flags_are_read_and_kept_from_the_template() -> None:
 def test_schemas_of_tools_are_a_list_or_json() -> None:
     schema = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "default": None}}}
     plain = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
-    assert talk([ASK, SAY], "messages", [schema]).tools == [plain]
+    assert make_conversation([ASK, SAY], "messages", [schema]).tools == [plain]
     text = '[{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]'
-    assert talk([ASK, SAY], "messages", text).tools == [plain]
+    assert make_conversation([ASK, SAY], "messages", text).tools == [plain]
     for none in (None, [], "", " ", "[]", "null"):
-        assert talk([ASK, SAY], "messages", none).tools is None
+        assert make_conversation([ASK, SAY], "messages", none).tools is None
 
 
 def deep(levels: int) -> object:
@@ -179,7 +179,7 @@ BAD = [
 @pytest.mark.parametrize(("value", "message"), BAD)
 def test_what_is_wrong_is_told_by_its_path(value: object, message: str) -> None:
     with pytest.raises(UserError) as told:
-        conversation(value, "messages")
+        parse_messages(value, "messages")
     assert str(told.value).startswith(message)
     assert "\n" not in str(told.value) and len(str(told.value)) < 500
 
@@ -195,7 +195,7 @@ def test_what_is_wrong_is_told_by_its_path(value: object, message: str) -> None:
 )
 def test_wrong_tools_are_told(value: object, message: str) -> None:
     with pytest.raises(UserError) as told:
-        talk([ASK, SAY], "messages", value)
+        make_conversation([ASK, SAY], "messages", value)
     assert str(told.value).startswith(message)
 
 
@@ -207,4 +207,4 @@ def test_what_templates_may_want_is_left_to_them() -> None:
         [ASK, CALL, RESULT, RESULT, SAY],
         [ASK, CALL],
     ):
-        assert conversation(rows, "messages") == rows
+        assert parse_messages(rows, "messages") == rows

@@ -10,16 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tunekit.data.rows import Chat, Text
-from tunekit.data.steps.batch import IGNORE
-from tunekit.data.steps.loader import Loader, load
-from tunekit.data.steps.mix import Draw, Mix, Part
+from tunekit.data.dataloader.batch import IGNORE
+from tunekit.data.dataloader.build import DataLoader, build_dataloader
+from tunekit.data.dataloader.mixture import EpochSampler, Mixture, MixtureMember
+from tunekit.data.datasets import ChatDataset, TextDataset
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import FieldError
 
 
-def mix(*parts: dict, **options) -> Mix:
-    return Mix(tuple(Part(Text(f"part{i}"), **part) for i, part in enumerate(parts)), **options)
+def mix(*parts: dict, **options) -> Mixture:
+    return Mixture(tuple(MixtureMember(TextDataset(f"part{i}"), **part) for i, part in enumerate(parts)), **options)
 
 
 def test_without_weights_an_epoch_holds_what_its_parts_give() -> None:
@@ -63,11 +63,13 @@ def test_what_makes_no_sense_is_refused(parts, options, field, message) -> None:
 
 def test_what_is_the_same_for_all_parts_is_said_once() -> None:
     with pytest.raises(FieldError, match="write it beside `parts`") as told:
-        Mix((Part(Text("a")), Part(Chat("b", length=100))), length=50)
+        Mixture((MixtureMember(TextDataset("a")), MixtureMember(ChatDataset("b", length=100))), length=50)
     assert told.value.field == "parts.1.rows.length"
-    one = Mix((Part(Chat("b", length=100, pack=True)),), length=100, pack=True)
-    assert one.sources == (Chat("b", length=100, pack=True),)
-    assert Mix((Part(Text("a")),), length=9, shuffle=False).sources == (Text("a", length=9, shuffle=False),)
+    one = Mixture((MixtureMember(ChatDataset("b", length=100, pack=True)),), length=100, pack=True)
+    assert one.sources == (ChatDataset("b", length=100, pack=True),)
+    assert Mixture((MixtureMember(TextDataset("a")),), length=9, shuffle=False).sources == (
+        TextDataset("a", length=9, shuffle=False),
+    )
 
 
 @given(
@@ -78,7 +80,7 @@ def test_what_is_the_same_for_all_parts_is_said_once() -> None:
 def test_nothing_comes_again_before_all_has_come(parts: list[tuple[int, int]], seed: int, shuffle: bool) -> None:
     """Over any number of epochs, two documents of a part differ by one in how often they came."""
     sizes, counts = zip(*parts, strict=True)
-    draw, firsts = Draw(sizes, counts, seed, shuffle), np.cumsum([0, *sizes])
+    draw, firsts = EpochSampler(sizes, counts, seed, shuffle), np.cumsum([0, *sizes])
     seen: Counter[int] = Counter()
     for epoch in range(5):
         found = draw(epoch)
@@ -91,11 +93,11 @@ def test_nothing_comes_again_before_all_has_come(parts: list[tuple[int, int]], s
 
 
 def test_passes_differ_where_rows_are_shuffled() -> None:
-    draw = Draw([50], [100], 0, True)
+    draw = EpochSampler([50], [100], 0, True)
     first, second = np.split(draw(0), 2)
     assert sorted(first) == sorted(second) == list(range(50))
     assert not np.array_equal(first, second)
-    assert Draw([3, 2], [4, 2], 0, False)(0).tolist() == [0, 1, 2, 0, 3, 4]
+    assert EpochSampler([3, 2], [4, 2], 0, False)(0).tolist() == [0, 1, 2, 0, 3, 4]
 
 
 @pytest.fixture
@@ -112,15 +114,15 @@ def texts(folder: Path, name: str, count: int) -> str:
     return str(path)
 
 
-def opened(tokenizer, folder: Path, place, micro: int = 4, **options) -> Loader:
+def opened(tokenizer, folder: Path, place, micro: int = 4, **options) -> DataLoader:
     parts = (
-        Part(Text(texts(folder, "a", 11)), epochs=2),
-        Part(Text(texts(folder, "b", 30)), cap=17),
+        MixtureMember(TextDataset(texts(folder, "a", 11)), epochs=2),
+        MixtureMember(TextDataset(texts(folder, "b", 30)), cap=17),
     )
-    return load(Mix(parts, **options), tokenizer, 4, micro, place)
+    return build_dataloader(Mixture(parts, **options), tokenizer, 4, micro, place)
 
 
-def rows(loaders: list[Loader], tokenizer, step: int) -> Counter[str]:
+def rows(loaders: list[DataLoader], tokenizer, step: int) -> Counter[str]:
     """The texts of a step that are learnt, on all ranks."""
     batches = chain.from_iterable(loader[step] for loader in loaders)
     found: Counter[str] = Counter()

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tunekit import bundled
-from tunekit.data.rows import Chat
-from tunekit.data.sources.table import Row
-from tunekit.data.steps.packing import Plan, filled, pack
+from tunekit import assets
+from tunekit.data.dataloader.packing import PackingPlan, filled, pack_rows
+from tunekit.data.datasets import ChatDataset
+from tunekit.data.readers.row_reader import Row
 from tunekit.data.tokenizer import Tokenizer
 
 
@@ -21,7 +21,7 @@ from tunekit.data.tokenizer import Tokenizer
 def test_every_document_is_in_one_row_that_holds_it(data: st.DataObject) -> None:
     capacity = data.draw(st.integers(1, 300))
     lengths = np.array(data.draw(st.lists(st.integers(1, capacity), max_size=60)), np.int64)
-    plan = pack(lengths, capacity)
+    plan = pack_rows(lengths, capacity)
     rows = plan.rows(0, len(plan))
     assert sorted(plan.documents.tolist()) == list(range(len(lengths)))
     assert all(0 < lengths[row].sum() <= capacity for row in rows)
@@ -29,11 +29,11 @@ def test_every_document_is_in_one_row_that_holds_it(data: st.DataObject) -> None
     sizes = sorted(lengths[row].sum() for row in rows)
     assert len(sizes) < 2 or sizes[0] + sizes[1] > capacity
     order = np.array(data.draw(st.permutations(range(len(lengths)))), np.int64)
-    other = pack(lengths[order], capacity)
+    other = pack_rows(lengths[order], capacity)
     assert fillings(lengths[order], other) == fillings(lengths, plan), "the order of documents changes no filling"
 
 
-def fillings(lengths: np.ndarray, plan: Plan) -> list[list[int]]:
+def fillings(lengths: np.ndarray, plan: PackingPlan) -> list[list[int]]:
     """The lengths that share a row, of all rows."""
     return sorted(sorted(lengths[row].tolist()) for row in plan.rows(0, len(plan)))
 
@@ -53,11 +53,11 @@ def test_a_row_is_filled_as_well_as_can_be(left: dict[int, int], room: int) -> N
 def test_a_plan_needs_few_rows_more_than_there_must_be(lengths: list[int], capacity: int) -> None:
     """Half of the room of every row but one is used at least: any two hold more than one could."""
     least = -(-sum(lengths) // capacity)
-    assert least <= len(pack(np.array(lengths, np.int64), capacity)) <= max(2 * least - 1, 0)
+    assert least <= len(pack_rows(np.array(lengths, np.int64), capacity)) <= max(2 * least - 1, 0)
 
 
 def test_rows_in_another_order_are_the_same_rows() -> None:
-    plan = pack(np.random.default_rng(0).integers(1, 50, 200), 100)
+    plan = pack_rows(np.random.default_rng(0).integers(1, 50, 200), 100)
     order = np.random.default_rng(1).permutation(len(plan))
     other = plan.taken(order)
     assert [row.tolist() for row in other.rows(0, len(other))] == [plan.rows(i, i + 1)[0].tolist() for i in order]
@@ -78,24 +78,24 @@ LENGTHS = {
 def test_rows_are_filled(name: str) -> None:
     drawn, capacity, share = LENGTHS[name]
     lengths = np.minimum(drawn.astype(np.int64) + 1, 4096)
-    plan = pack(lengths, capacity)
+    plan = pack_rows(lengths, capacity)
     assert lengths.sum() / (len(plan) * capacity) > share
     assert len(np.unique(plan.documents)) == len(lengths)
 
 
 def test_the_rows_that_ship_with_the_package_are_filled() -> None:
-    tokenizer = Tokenizer.open(bundled.model("tunekit/nano"))
-    source = Chat("tunekit/tools", length=256)
-    lines = bundled.data("tunekit/tools").joinpath("train.jsonl").read_text("utf-8").splitlines()
+    tokenizer = Tokenizer.open(assets.model_dir("tunekit/nano"))
+    source = ChatDataset("tunekit/tools", length=256)
+    lines = assets.dataset_dir("tunekit/tools").joinpath("train.jsonl").read_text("utf-8").splitlines()
     rows = [Row(f"row {number}", json.loads(line)) for number, line in enumerate(lines)]
     lengths = np.array([len(document.tokens) for found in source.encode(tokenizer, rows) for document in found])
-    assert len(pack(lengths, 256)) == -(-lengths.sum() // 256), "the least rows there can be"
+    assert len(pack_rows(lengths, 256)) == -(-lengths.sum() // 256), "the least rows there can be"
 
 
 @pytest.mark.slow
 def test_a_million_documents_are_planned_in_seconds() -> None:
     lengths = np.minimum(np.random.default_rng(0).lognormal(6.5, 1.0, 1_000_000).astype(np.int64) + 1, 4096)
     start = time.process_time()
-    plan = pack(lengths, 4096)
+    plan = pack_rows(lengths, 4096)
     assert time.process_time() - start < 15
     assert lengths.sum() / (len(plan) * 4096) > 0.99

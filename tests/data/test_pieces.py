@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Model
 
-from tunekit.data.pieces import LONGEST, MOST, TRIED, Pieces
+from tunekit.data.token_cache import LONGEST, MOST, TRIED, TokenCache
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import UserError
 
@@ -59,14 +59,14 @@ def model(folder: Path, split: str | None = None, normal: bool = False) -> Model
 
 
 @pytest.fixture(scope="module")
-def kinds(folders: dict[str, Path]) -> list[Pieces]:
+def kinds(folders: dict[str, Path]) -> list[TokenCache]:
     plain = [model(folders["chatml"]), model(folders["thinking"], normal=True)]
     return [*map(tried, plain), *(tried(model(folders["chatml"], split, True)) for split in SPLITS.values())]
 
 
-def tried(model: Model) -> Pieces:
+def tried(model: Model) -> TokenCache:
     """Pieces that no longer compare."""
-    pieces = Pieces.of(model)
+    pieces = TokenCache.of(model)
     assert pieces is not None
     pieces.tried = TRIED
     return pieces
@@ -74,7 +74,7 @@ def tried(model: Model) -> Pieces:
 
 @settings(max_examples=100, deadline=None)
 @given(texts=st.lists(st.lists(st.sampled_from(PARTS) | st.text(max_size=4), max_size=12).map("".join), max_size=4))
-def test_pieces_give_the_same_tokens_at_the_same_characters(kinds: list[Pieces], texts: list[str]) -> None:
+def test_pieces_give_the_same_tokens_at_the_same_characters(kinds: list[TokenCache], texts: list[str]) -> None:
     texts = [text.encode("utf-8", "ignore").decode() for text in texts]
     for pieces in kinds:
         whole = pieces.model.encode_batch(texts, add_special_tokens=False)
@@ -90,7 +90,7 @@ def test_pieces_give_the_same_tokens_at_the_same_characters(kinds: list[Pieces],
             ]
 
 
-def test_what_began_a_text_is_no_word_behind_a_space(kinds: list[Pieces]) -> None:
+def test_what_began_a_text_is_no_word_behind_a_space(kinds: list[TokenCache]) -> None:
     before = ["<|im_end|> \u0301x", " \u0301x", "a b", "b\n", "a b\n", "a  c", "c"]
     behind = ["a \u0301x", "a b\n c", "b\n b", "a b  c", "a  b c", "a ", " a b", "a"]
     for pieces in kinds:
@@ -101,29 +101,31 @@ def test_what_began_a_text_is_no_word_behind_a_space(kinds: list[Pieces]) -> Non
 
 @pytest.mark.parametrize("name", ["turns", "brackets"])
 def test_tokenizers_without_such_ends_are_left_alone(folders: dict[str, Path], name: str) -> None:
-    assert Pieces.of(model(folders[name])) is None
+    assert TokenCache.of(model(folders[name])) is None
 
 
 def test_whoever_looks_over_an_end_is_left_alone(folders: dict[str, Path]) -> None:
     folder = folders["chatml"]
-    assert Pieces.of(model(folder)) is not None
-    assert Pieces.of(model(folder, OVER)) is None, "words over spaces"
-    assert Pieces.of(model(folder, r"(?<=\n)a|\s+|\S+")) is None, "looks behind"
+    assert TokenCache.of(model(folder)) is not None
+    assert TokenCache.of(model(folder, OVER)) is None, "words over spaces"
+    assert TokenCache.of(model(folder, r"(?<=\n)a|\s+|\S+")) is None, "looks behind"
     one = model(folder)
     one.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
-    assert Pieces.of(one) is None, "a space before each text"
+    assert TokenCache.of(one) is None, "a space before each text"
     for token in (AddedToken("<x>", rstrip=True), AddedToken("<x>", lstrip=True), AddedToken("a b"), AddedToken("  ")):
         one = model(folder)
         one.add_tokens([token])
-        assert Pieces.of(one) is None, token
+        assert TokenCache.of(one) is None, token
     one = model(folder)
     one.normalizer = normalizers.Lowercase()
-    assert Pieces.of(one) is None, "texts change first"
-    assert Pieces.of(Tokenizer.open(folders["closed"]).model) is None, "an end token that takes the line break with it"
+    assert TokenCache.of(one) is None, "texts change first"
+    assert TokenCache.of(Tokenizer.open(folders["closed"]).model) is None, (
+        "an end token that takes the line break with it"
+    )
 
 
 def test_what_differs_once_is_not_used_again(folders: dict[str, Path]) -> None:
-    pieces = Pieces.of(model(folders["chatml"]))
+    pieces = TokenCache.of(model(folders["chatml"]))
     assert pieces is not None
     pieces.model = model(folders["chatml"], OVER)  # as if it had not been found out
     for _ in range(2):
@@ -151,7 +153,7 @@ def test_long_pieces_whose_characters_are_asked_for_are_not_kept(folders: dict[s
         assert sum(map(len, pieces.asked)) <= MOST + len(text)
 
 
-def encoded(pieces: Pieces, text: str) -> bytes:
+def encoded(pieces: TokenCache, text: str) -> bytes:
     return np.array(pieces.model.encode(text, add_special_tokens=False).ids, np.int32).tobytes()
 
 
@@ -161,7 +163,7 @@ def test_few_pieces_are_remembered(folders: dict[str, Path], monkeypatch: pytest
     assert pieces.alone == {"c": encoded(pieces, "c")}
     assert (pieces.heads, pieces.words) == ({}, {"a": encoded(pieces, " a")})
     assert pieces.tails == {"b": encoded(pieces, " b")}
-    monkeypatch.setattr("tunekit.data.pieces.MOST", 100)
+    monkeypatch.setattr("tunekit.data.token_cache.MOST", 100)
     for number in range(30):
         pieces.encode([" ".join("abcdefghij"[int(digit)] * 3 + "xyz"[number % 3] for digit in f"{number * 7919:08d}")])
         pieces.encode([f"a b{chr(97 + number % 26)}{chr(97 + number // 26)} " + " ".join(map(chr, range(97, 117)))])

@@ -15,14 +15,14 @@ import numpy as np
 import pytest
 
 from tests.waiting import LIMIT, until
-from tunekit.config.imports import own_choices
-from tunekit.data.prepared import pool, prepare
-from tunekit.data.prepared.documents import COLUMNS, Document, Documents
-from tunekit.data.rows import Chat, Preference, Text
-from tunekit.data.sources.source import open_source
+from tunekit.config.user_code import load_user_choices
+from tunekit.data.datasets import ChatDataset, PreferenceDataset, TextDataset
+from tunekit.data.preprocess import preprocess, worker_pool
+from tunekit.data.preprocess.tokenized_dataset import COLUMNS, Document, TokenizedDataset
+from tunekit.data.readers.open_dataset import open_dataset
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import UserError
-from tunekit.recipes.sft import SFT
+from tunekit.recipes.sft import SFTConfig
 
 ROLES = ("user", "assistant")
 WORKS_WITH = "numpy, tokenizers, jinja2"
@@ -33,11 +33,11 @@ import signal
 import time
 from dataclasses import dataclass
 
-from tunekit.data.transforms import Transform
+from tunekit.data.transforms import RowTransform
 
 
 @dataclass(frozen=True)
-class Odd(Transform):
+class Odd(RowTransform):
     suffix: str = ""
 
     def __call__(self, fields):
@@ -59,7 +59,7 @@ def tokenizer(folders: dict[str, Path]) -> Tokenizer:
 def odd(tmp_path: Path) -> Callable[..., object]:
     """A person's own step, as `--import` brings it."""
     (tmp_path / "odd.py").write_text(OWN)
-    return own_choices(SFT, [tmp_path / "odd.py"]).own[0]
+    return load_user_choices(SFTConfig, [tmp_path / "odd.py"]).own[0]
 
 
 def write(path: Path, rows: list[dict | str]) -> Path:
@@ -80,10 +80,10 @@ def texts(count: int, **special: dict) -> list[dict | str]:
     return [{"text": f"row {number} " * 3, **special.get(f"row{number}", {})} for number in range(count)]
 
 
-def flat(rows: Chat | Text, tokenizer: Tokenizer, workers: int) -> dict[str, np.ndarray]:
+def flat(rows: ChatDataset | TextDataset, tokenizer: Tokenizer, workers: int) -> dict[str, np.ndarray]:
     """All columns of what rows become."""
     tokenizer = rows.prepare(tokenizer)
-    parts = prepare.tokenised(rows, tokenizer, open_source(rows.source, rows.split).chunks(), workers)
+    parts = preprocess.tokenize_chunks(rows, tokenizer, open_dataset(rows.source, rows.split).chunks(), workers)
     found = [part.documents for part in parts]
     columns = {name: np.concatenate([one.flat.columns[name] for one in found]) for name in COLUMNS if name != "names"}
     return columns | {"where": np.array([one.where(i) for one in found for i in range(len(one))])}
@@ -91,7 +91,7 @@ def flat(rows: Chat | Text, tokenizer: Tokenizer, workers: int) -> dict[str, np.
 
 @pytest.mark.parametrize("workers", [1, 2, 3])
 def test_any_number_of_processes_gives_the_same(tmp_path: Path, tokenizer: Tokenizer, workers: int) -> None:
-    rows = Chat(source=str(write(tmp_path / "rows.jsonl", chats(1800))), length=40)
+    rows = ChatDataset(source=str(write(tmp_path / "rows.jsonl", chats(1800))), length=40)
     want, got = flat(rows, tokenizer, 0), flat(rows, tokenizer, workers)
     assert want["where"][-1] == f"{rows.source}:1800"
     assert want["learnt"].any()
@@ -102,8 +102,8 @@ def test_any_number_of_processes_gives_the_same(tmp_path: Path, tokenizer: Token
 def test_documents_are_mapped_and_counted(tmp_path: Path, tokenizer: Tokenizer, place, monkeypatch) -> None:
     monkeypatch.setenv("TUNEKIT_CACHE", str(tmp_path / "cache"))
     source = write(tmp_path / "rows.jsonl", [*chats(5), {"messages": []}, "{", *chats(600)[5:]])
-    rows = Chat(source=str(source), bad_rows="skip", length=60, too_long="drop")
-    found = prepare.documents(rows, tokenizer, place())
+    rows = ChatDataset(source=str(source), bad_rows="skip", length=60, too_long="drop")
+    found = preprocess.preprocess_dataset(rows, tokenizer, place())
     prepared = found.prepared
     assert (prepared.rows, prepared.skipped) == (602, 2)
     assert prepared.dropped > 0
@@ -118,33 +118,38 @@ def test_documents_are_mapped_and_counted(tmp_path: Path, tokenizer: Tokenizer, 
 
 def test_rows_left_out_and_gone_on_with_are_counted(tmp_path: Path, tokenizer: Tokenizer, place, odd) -> None:
     source = write(tmp_path / "rows.jsonl", texts(40, row3={"leave": True}, row9={"text": "long " * 40}))
-    rows = Text(source=str(source), length=30, transforms=(odd(),))
-    prepared = prepare.documents(rows, tokenizer, place()).prepared
+    rows = TextDataset(source=str(source), length=30, transforms=(odd(),))
+    prepared = preprocess.preprocess_dataset(rows, tokenizer, place()).prepared
     assert (prepared.rows, prepared.left_out, prepared.split) == (40, 1, 1)
     pairs = [{"prompt": "Hi. ", "chosen": "Hello.", "rejected": "No."}] * 3
-    found = prepare.documents(Preference(source=str(write(tmp_path / "pairs.jsonl", [*pairs]))), tokenizer, place())
+    found = preprocess.preprocess_dataset(
+        PreferenceDataset(source=str(write(tmp_path / "pairs.jsonl", [*pairs]))), tokenizer, place()
+    )
     assert (len(found), found.prepared.split) == (6, 0)
     with pytest.raises(UserError, match=re.escape("nothing is left to learn from: 1 row, 1 left out by a transform")):
-        prepare.documents(Text(source=str(write(source, texts(1, row0={"leave": True}))), transforms=(odd(),)),
-                          tokenizer, place())  # fmt: skip
+        preprocess.preprocess_dataset(
+            TextDataset(source=str(write(source, texts(1, row0={"leave": True}))), transforms=(odd(),)),
+            tokenizer,
+            place(),
+        )
 
 
 def test_why_nothing_is_left_is_told_by_the_first_row(tmp_path: Path, tokenizer: Tokenizer, place) -> None:
     source = write(tmp_path / "rows.jsonl", [{"text": 1}, {"text": None}])
-    rows = Text(source=str(source), bad_rows="skip", most_bad=1.0)
+    rows = TextDataset(source=str(source), bad_rows="skip", most_bad=1.0)
     with pytest.raises(UserError, match=re.escape(f"; the first is {source}:1: text: want a string, this is a number")):
-        prepare.documents(rows, tokenizer, place())
+        preprocess.preprocess_dataset(rows, tokenizer, place())
 
 
 @pytest.mark.parametrize("many", [False, True])
 def test_a_full_disk_is_told_in_one_line(tmp_path: Path, tokenizer: Tokenizer, place, monkeypatch, many: bool) -> None:
     monkeypatch.setenv("TUNEKIT_CACHE", str(tmp_path / "cache"))
-    rows = Text(source=str(write(tmp_path / "rows.jsonl", texts(3000 if many else 300))), workers=0)
+    rows = TextDataset(source=str(write(tmp_path / "rows.jsonl", texts(3000 if many else 300))), workers=0)
     old = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000 if many else 10_000, old[1]))
         with pytest.raises(UserError) as caught:
-            prepare.documents(rows, tokenizer, place())
+            preprocess.preprocess_dataset(rows, tokenizer, place())
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, old)
     told = str(caught.value)
@@ -160,10 +165,10 @@ def test_the_first_bad_row_is_told_whoever_finds_one_first(
 ) -> None:
     bad = {"row600": {"sleep": 0.5, "text": 3}, "row1200": {"text": None}, "row1700": {"text": 5}}
     source = write(tmp_path / "rows.jsonl", texts(1800, **bad))
-    rows = Text(source=str(source), workers=workers)
+    rows = TextDataset(source=str(source), workers=workers)
     for _ in range(2):
         with pytest.raises(UserError, match=f"{source}:601: text: want a string"):
-            prepare.documents(rows, tokenizer, place())
+            preprocess.preprocess_dataset(rows, tokenizer, place())
 
 
 def test_too_many_bad_rows_are_too_many(tmp_path: Path, tokenizer: Tokenizer, place, monkeypatch) -> None:
@@ -171,24 +176,24 @@ def test_too_many_bad_rows_are_too_many(tmp_path: Path, tokenizer: Tokenizer, pl
     rows = [{"text": f"row {number}"} if number % 10 else {"text": number} for number in range(100)]
     source = str(write(tmp_path / "rows.jsonl", [*rows[:55], {"no": 1}, *rows[56:]]))
     with pytest.raises(UserError) as caught:
-        prepare.documents(Text(source=source, bad_rows="skip", most_bad=0.1), tokenizer, place())
+        preprocess.preprocess_dataset(TextDataset(source=source, bad_rows="skip", most_bad=0.1), tokenizer, place())
     told = str(caught.value)
     assert "11 of 100 rows cannot be learnt from, and `most_bad` allows 10.00%; 10 times: text: want a string" in told
     assert f"the first is {source}:1)" in told
     assert "\n" not in told
-    kept = prepare.documents(Text(source=source, bad_rows="skip", most_bad=0.11), tokenizer, place())
+    kept = preprocess.preprocess_dataset(TextDataset(source=source, bad_rows="skip", most_bad=0.11), tokenizer, place())
     assert (len(kept), kept.prepared.skipped) == (89, 11)
     with pytest.raises(UserError, match=f"{source}:1: text: want a string"):  # although what was skipped is kept
-        prepare.documents(Text(source=source), tokenizer, place())
+        preprocess.preprocess_dataset(TextDataset(source=source), tokenizer, place())
     with pytest.raises(UserError, match="11 of 100 rows cannot be learnt from"):
-        prepare.documents(Text(source=source, bad_rows="skip", most_bad=0.1), tokenizer, place())
+        preprocess.preprocess_dataset(TextDataset(source=source, bad_rows="skip", most_bad=0.1), tokenizer, place())
 
 
 def test_own_steps_work_in_other_processes(tmp_path: Path, tokenizer: Tokenizer, odd, capfd) -> None:
-    rows = Text(source=str(write(tmp_path / "rows.jsonl", texts(1100))), transforms=(odd(suffix="!"),))
+    rows = TextDataset(source=str(write(tmp_path / "rows.jsonl", texts(1100))), transforms=(odd(suffix="!"),))
     want, got = flat(rows, tokenizer, 0), flat(rows, tokenizer, 2)
     assert all(np.array_equal(column, got[name]) for name, column in want.items())
-    first = Documents([Document(got["tokens"][: got["lengths"][0]], got["learnt"][: got["lengths"][0]], 1)])
+    first = TokenizedDataset([Document(got["tokens"][: got["lengths"][0]], got["learnt"][: got["lengths"][0]], 1)])
     assert tokenizer.decode(first.tokens.tolist()).endswith("!")
     capfd.readouterr()
     flat(rows, tokenizer, 1)
@@ -196,11 +201,11 @@ def test_own_steps_work_in_other_processes(tmp_path: Path, tokenizer: Tokenizer,
 
 
 def test_a_file_that_changes_on_the_way_is_told(tmp_path: Path, tokenizer: Tokenizer, odd) -> None:
-    rows = Text(source=str(write(tmp_path / "rows.jsonl", texts(3))), transforms=(odd(),))
-    table = open_source(rows.source, rows.split)
-    with pool.Pool(rows, tokenizer, table.chunks(), 0) as answers:
+    rows = TextDataset(source=str(write(tmp_path / "rows.jsonl", texts(3))), transforms=(odd(),))
+    table = open_dataset(rows.source, rows.split)
+    with worker_pool.WorkerPool(rows, tokenizer, table.chunks(), 0) as answers:
         (tmp_path / "odd.py").write_text(OWN + "\n")
-        answers.workers.append(pool.Worker(answers.task))
+        answers.workers.append(worker_pool.WorkerProcess(answers.task))
         with pytest.raises(UserError, match="odd.py: has changed since this command began"):
             list(answers)
 
@@ -210,7 +215,7 @@ def test_a_process_that_dies_is_told_with_its_rows(
     tmp_path: Path, tokenizer: Tokenizer, odd, number: signal.Signals
 ) -> None:
     source = write(tmp_path / "rows.jsonl", texts(1800, row700={"signal": number}))
-    rows = Text(source=str(source), transforms=(odd(),))
+    rows = TextDataset(source=str(source), transforms=(odd(),))
     with pytest.raises(UserError) as caught:
         flat(rows, tokenizer, 2)
     told = str(caught.value)
@@ -222,33 +227,35 @@ def test_a_row_that_takes_for_ever_is_named(tmp_path: Path, tokenizer: Tokenizer
     """Where the whole machine stands still, no row is slow: one of ten waits is over before anybody could answer."""
     poll = Connection.poll
     monkeypatch.setattr(Connection, "poll", lambda pipe, timeout: any(poll(pipe, timeout / 10) for _ in range(10)))
-    monkeypatch.setattr(pool, "PATIENCE", 1.0)
-    monkeypatch.setattr(pool, "ROW_PATIENCE", 3.0)
+    monkeypatch.setattr(worker_pool, "PATIENCE", 1.0)
+    monkeypatch.setattr(worker_pool, "ROW_PATIENCE", 3.0)
     source = write(tmp_path / "rows.jsonl", texts(1100, row700={"sleep": 600}))
     with pytest.raises(UserError, match=f"{source}:701: it takes more than 3 seconds to prepare"):
-        flat(Text(source=str(source), transforms=(odd(),)), tokenizer, 2)
+        flat(TextDataset(source=str(source), transforms=(odd(),)), tokenizer, 2)
 
 
 def test_slow_rows_are_waited_for(tmp_path: Path, tokenizer: Tokenizer, odd, monkeypatch) -> None:
     source = write(tmp_path / "rows.jsonl", texts(520, **{f"row{i}": {"sleep": 0.25} for i in range(6)}))
-    rows = Text(source=str(source), transforms=(odd(),))
+    rows = TextDataset(source=str(source), transforms=(odd(),))
     want = flat(rows, tokenizer, 0)
-    monkeypatch.setattr(pool, "PATIENCE", 1.0)
+    monkeypatch.setattr(worker_pool, "PATIENCE", 1.0)
     got = flat(rows, tokenizer, 1)
     assert all(np.array_equal(column, got[name]) for name, column in want.items())
 
 
 def test_few_rows_and_classes_of_a_notebook_stay_here(tmp_path: Path, odd, monkeypatch) -> None:
     source = str(write(tmp_path / "rows.jsonl", texts(3)))
-    monkeypatch.setattr(pool, "cores", lambda: 8)
-    count = {number: prepare.workers(Text(source=source), number) for number in (3, 1999, 2000, 10**6, None)}
+    monkeypatch.setattr(worker_pool, "num_cpus", lambda: 8)
+    count = {
+        number: preprocess.num_workers(TextDataset(source=source), number) for number in (3, 1999, 2000, 10**6, None)
+    }
     assert count == {3: 0, 1999: 0, 2000: 4, 10**6: 8, None: 8}
-    assert prepare.workers(Text(source=source, workers=0), 10**6) == 0
-    assert prepare.workers(Text(source=source, workers=5), 3) == 5
-    monkeypatch.setattr(pool, "cores", lambda: 1)
-    assert prepare.workers(Text(source=source), 10**6) == 0
+    assert preprocess.num_workers(TextDataset(source=source, workers=0), 10**6) == 0
+    assert preprocess.num_workers(TextDataset(source=source, workers=5), 3) == 5
+    monkeypatch.setattr(worker_pool, "num_cpus", lambda: 1)
+    assert preprocess.num_workers(TextDataset(source=source), 10**6) == 0
     odd.__module__ = "__main__"
-    assert prepare.workers(Text(source=source, workers=5, transforms=(odd(),)), 10**6) == 0
+    assert preprocess.num_workers(TextDataset(source=source, workers=5, transforms=(odd(),)), 10**6) == 0
 
 
 START = """import sys, {}
@@ -266,21 +273,22 @@ def started(module: str) -> float:
 
 def test_a_process_starts_fast() -> None:
     """In less than three times what it takes to load what it works with, each the best of three on a busy machine."""
-    found = {name: min(started(name) for _ in range(3)) for name in ("tunekit.data.prepared.worker", WORKS_WITH)}
-    assert found["tunekit.data.prepared.worker"] < 3 * found[WORKS_WITH], found
+    found = {name: min(started(name) for _ in range(3)) for name in ("tunekit.data.preprocess.worker", WORKS_WITH)}
+    assert found["tunekit.data.preprocess.worker"] < 3 * found[WORKS_WITH], found
 
 
 LEFT = """
 import signal, sys, time
 from pathlib import Path
-from tunekit.data.prepared import pool
-from tunekit.data.rows import Text
-from tunekit.data.sources.source import open_source
+from tunekit.data.preprocess import worker_pool
+from tunekit.data.datasets import TextDataset
+from tunekit.data.readers.open_dataset import open_dataset
 from tunekit.data.tokenizer import Tokenizer
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # who runs tests in the background may have it ignored
-rows = Text(source=sys.argv[1])
-with pool.Pool(rows, Tokenizer.open(Path(sys.argv[2])), open_source(rows.source, rows.split).chunks(), 2) as found:
+rows = TextDataset(source=sys.argv[1])
+chunks = open_dataset(rows.source, rows.split).chunks()
+with worker_pool.WorkerPool(rows, Tokenizer.open(Path(sys.argv[2])), chunks, 2) as found:
     for part in found:
         print(*(worker.process.pid for worker in found.workers), flush=True)
         time.sleep(600)
@@ -320,8 +328,8 @@ def alive(process: int) -> bool:
 GROWTH = """
 import json, sys
 from pathlib import Path
-from tunekit.data.prepared import prepare
-from tunekit.data.rows import Chat
+from tunekit.data.preprocess import preprocess
+from tunekit.data.datasets import ChatDataset
 from tunekit.data.tokenizer import Tokenizer
 
 class Alone:
@@ -334,7 +342,7 @@ def most():
     return int(line.split()[1]) / 1024
 
 tokenizer = Tokenizer.open(Path(sys.argv[1]))
-found = prepare.documents(Chat(source=sys.argv[2], workers=2), tokenizer, Alone())
+found = preprocess.preprocess_dataset(ChatDataset(source=sys.argv[2], workers=2), tokenizer, Alone())
 print(json.dumps([len(found), most()]))
 """
 

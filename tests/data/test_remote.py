@@ -14,10 +14,10 @@ import pytest
 
 from tests.data.sources import KINDS, content, small_chunks, write
 from tests.data.test_table import resumes
-from tunekit.data.sources import remote
-from tunekit.data.sources.source import find, open_source
-from tunekit.data.sources.storage import skip
-from tunekit.data.sources.table import insist
+from tunekit.data.readers import remote_files
+from tunekit.data.readers.filesystem import skip_bytes
+from tunekit.data.readers.open_dataset import find_data_files, open_dataset
+from tunekit.data.readers.row_reader import require_row
 from tunekit.errors import UserError
 
 ROWS = [{"text": f"row {number} né"} for number in range(60)]
@@ -51,8 +51,8 @@ class Quiet(SimpleHTTPRequestHandler):
 def test_a_store_is_read_as_a_disk_is(kind: str, stream: bool, store: Any) -> None:
     store.pipe(f"/bucket/rows.{kind}", content(f"rows.{kind}", ROWS))
     with small_chunks(7, 200):
-        table = open_source(f"memory://bucket/rows.{kind}", "train[:50]", stream=stream)
-        assert [insist(row).fields for row in table.rows] == ROWS[:50]
+        table = open_dataset(f"memory://bucket/rows.{kind}", "train[:50]", stream=stream)
+        assert [require_row(row).fields for row in table.rows] == ROWS[:50]
         assert next(table.rows).where.startswith(f"memory://bucket/rows.{kind}")
         resumes(table)
 
@@ -60,10 +60,10 @@ def test_a_store_is_read_as_a_disk_is(kind: str, stream: bool, store: Any) -> No
 def test_folders_and_patterns_of_a_store(store: Any) -> None:
     for name in ("train-0.jsonl", "train-1.jsonl", "test.jsonl", "notes.txt"):
         store.pipe(f"/bucket/set/{name}", content("rows.jsonl", ROWS))
-    assert find("memory://bucket/set", "train") == []
-    assert open_source("memory://bucket/set", "train").count == 120
-    assert open_source("memory://bucket/set/", "test").count == 60
-    assert open_source("memory://bucket/*/t*.jsonl", "train").count == 180
+    assert find_data_files("memory://bucket/set", "train") == []
+    assert open_dataset("memory://bucket/set", "train").count == 120
+    assert open_dataset("memory://bucket/set/", "test").count == 60
+    assert open_dataset("memory://bucket/*/t*.jsonl", "train").count == 180
     for source, split, says in (
         ("memory://bucket/set", "dev", "^memory://bucket/set: no split 'dev'; it has test, train$"),
         ("memory://bucket/set/gone.jsonl", "train", "^memory://bucket/set/gone.jsonl: no such file or folder$"),
@@ -72,12 +72,12 @@ def test_folders_and_patterns_of_a_store(store: Any) -> None:
         ("memory://bucket/*.csv", "train", r"memory://bucket/\*.csv: matches no "),
     ):
         with pytest.raises(UserError, match=says):
-            open_source(source, split)
+            open_dataset(source, split)
 
 
 def test_the_digest_of_a_store_is_what_it_tells_of_its_files(store: Any) -> None:
     def digest() -> str:
-        return open_source("memory://bucket/rows.jsonl", "train", 5).digest()
+        return open_dataset("memory://bucket/rows.jsonl", "train", 5).digest()
 
     store.pipe("/bucket/rows.jsonl", content("rows.jsonl", ROWS))
     before = digest()
@@ -92,17 +92,17 @@ def test_a_driver_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) ->
     def missing(url: str) -> None:
         raise ImportError(f"no driver for {url}")
 
-    monkeypatch.setattr(remote, "url_to_fs", missing)
+    monkeypatch.setattr(remote_files, "url_to_fs", missing)
     for protocol, package in wanted.items():
         with pytest.raises(
             UserError, match=rf"^{protocol}://a/b.jsonl: {protocol}:// wants a driver: pip install {package}$"
         ):
-            open_source(f"{protocol}://a/b.jsonl", "train")
+            open_dataset(f"{protocol}://a/b.jsonl", "train")
 
 
 def test_a_protocol_that_nobody_knows_is_told() -> None:
     with pytest.raises(UserError, match="^nonsense://a/b.jsonl: Protocol not known: nonsense$"):
-        open_source("nonsense://a/b.jsonl", "train")
+        open_dataset("nonsense://a/b.jsonl", "train")
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "jsonl.gz"])
@@ -110,14 +110,14 @@ def test_a_web_address(kind: str, tmp_path: Path) -> None:
     pytest.importorskip("aiohttp")
     write(tmp_path / f"rows.{kind}", ROWS)
     with serving(partial(Quiet, directory=str(tmp_path))) as address:
-        table = open_source(f"{address}/rows.{kind}?token=hf_secret", "train[:90%]")
-        rows = [insist(row) for row in table.rows]
+        table = open_dataset(f"{address}/rows.{kind}?token=hf_secret", "train[:90%]")
+        rows = [require_row(row) for row in table.rows]
         assert [row.fields for row in rows] == ROWS[:54]
         assert "secret" not in rows[0].where and rows[0].where.startswith(f"{address}/rows.{kind}")
         with pytest.raises(UserError, match=f"^{address}/gone.{kind}: cannot be read: 404"):
-            open_source(f"{address}/gone.{kind}", "train")
+            open_dataset(f"{address}/gone.{kind}", "train")
     with pytest.raises(UserError, match=f"^{address}/rows.{kind}: cannot be read: .*onnect") as told:
-        open_source(f"{address}/rows.{kind}?api_key=secret", "train")
+        open_dataset(f"{address}/rows.{kind}?api_key=secret", "train")
     assert "secret" not in str(told.value)
 
 
@@ -134,7 +134,7 @@ def test_a_server_that_fails_or_refuses_is_told() -> None:
     with serving(Failing) as address:
         for code in (403, 500):
             with pytest.raises(UserError, match=f"^{address}/{code}.jsonl: cannot be read: .*{code}"):
-                open_source(f"{address}/{code}.jsonl?signature=secret", "train")
+                open_dataset(f"{address}/{code}.jsonl?signature=secret", "train")
 
 
 class Shaky(io.BytesIO):
@@ -150,11 +150,11 @@ class Shaky(io.BytesIO):
 
 
 def test_a_read_that_fails_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "PAUSES", (0.0,))
+    monkeypatch.setattr(remote_files, "PAUSES", (0.0,))
     raw = content("rows.jsonl", ROWS)
-    with io.BufferedReader(remote.Watched(Shaky(raw)), 64) as file:
-        skip(file, "rows", 10)
+    with io.BufferedReader(remote_files.RetryingFile(Shaky(raw)), 64) as file:
+        skip_bytes(file, "rows", 10)
         assert file.read() == raw[10:]
-    monkeypatch.setattr(remote, "PAUSES", ())
-    with io.BufferedReader(remote.Watched(Shaky(raw)), 64) as file, pytest.raises(OSError, match="hung up"):
+    monkeypatch.setattr(remote_files, "PAUSES", ())
+    with io.BufferedReader(remote_files.RetryingFile(Shaky(raw)), 64) as file, pytest.raises(OSError, match="hung up"):
         file.read(1)

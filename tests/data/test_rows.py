@@ -9,10 +9,20 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tunekit.data.chat.turns import NUMBER
-from tunekit.data.rows import Auto, Chat, Completion, Instruct, Marked, Preference, Rows, ShareGPT, Text
-from tunekit.data.signs import Sign
-from tunekit.data.sources.table import Fault, Row
+from tunekit.data.chat_template.turn_boundaries import NUMBER
+from tunekit.data.datasets import (
+    AutoDataset,
+    ChatDataset,
+    CompletionDataset,
+    DatasetConfig,
+    InstructDataset,
+    PreferenceDataset,
+    ShareGPTDataset,
+    TextDataset,
+    UnpairedPreferenceDataset,
+)
+from tunekit.data.doc_flags import DocFlags
+from tunekit.data.readers.row_reader import BadRow, Row
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import FieldError, UserError
 
@@ -51,7 +61,7 @@ def tools(folders: dict[str, Path], tmp_path: Path) -> Tokenizer:
     return Tokenizer.open(folders["chatml"], str(tmp_path / "tools.jinja"))
 
 
-def documents(rows: Rows, tokenizer: Tokenizer, *fields: dict) -> Iterator:
+def documents(rows: DatasetConfig, tokenizer: Tokenizer, *fields: dict) -> Iterator:
     """Documents of rows, all in one call."""
     tokenizer = rows.prepare(tokenizer)
     for found in rows.encode(tokenizer, [Row(f"rows.jsonl:{n}", row) for n, row in enumerate(fields, 1)]):
@@ -61,7 +71,7 @@ def documents(rows: Rows, tokenizer: Tokenizer, *fields: dict) -> Iterator:
             yield document
 
 
-def taught(rows: Rows, tokenizer: Tokenizer, *fields: dict) -> list[str]:
+def taught(rows: DatasetConfig, tokenizer: Tokenizer, *fields: dict) -> list[str]:
     """What each document teaches, as text: a first token is never a target."""
     return [
         tokenizer.decode(document.tokens[1:][document.learnt[1:]].tolist(), special=True)
@@ -69,54 +79,58 @@ def taught(rows: Rows, tokenizer: Tokenizer, *fields: dict) -> list[str]:
     ]
 
 
-def whole(rows: Rows, tokenizer: Tokenizer, *fields: dict) -> list[str]:
+def whole(rows: DatasetConfig, tokenizer: Tokenizer, *fields: dict) -> list[str]:
     return [
         tokenizer.decode(document.tokens.tolist(), special=True) for document in documents(rows, tokenizer, *fields)
     ]
 
 
-def fault(rows: Rows, tokenizer: Tokenizer, fields: dict) -> str:
+def fault(rows: DatasetConfig, tokenizer: Tokenizer, fields: dict) -> str:
     (found,) = rows.encode(rows.prepare(tokenizer), [Row("rows.jsonl:7", fields)])
-    assert isinstance(found, Fault) and found.where == "rows.jsonl:7", found
+    assert isinstance(found, BadRow) and found.where == "rows.jsonl:7", found
     return found.reason
 
 
 def test_chat_teaches_what_the_assistant_says(tokenizer: Tokenizer) -> None:
     rows = {"messages": TALK, "tools": None}, {"messages": TALK[:2], "tools": []}
-    assert taught(Chat("x"), tokenizer, *rows) == [BOTH, "It is 4.<|im_end|>"]
-    assert whole(Chat("x"), tokenizer, *rows) == [tokenizer.render(TALK), tokenizer.render(TALK[:2])]
-    assert taught(Chat("x", learn="last"), tokenizer, rows[0]) == ["Hello there 😀<|im_end|>"]
+    assert taught(ChatDataset("x"), tokenizer, *rows) == [BOTH, "It is 4.<|im_end|>"]
+    assert whole(ChatDataset("x"), tokenizer, *rows) == [tokenizer.render(TALK), tokenizer.render(TALK[:2])]
+    assert taught(ChatDataset("x", learn="last"), tokenizer, rows[0]) == ["Hello there 😀<|im_end|>"]
     everything = tokenizer.render(TALK).removeprefix("<|im_start|>")
-    assert taught(Chat("x", learn="all"), tokenizer, rows[0]) == [everything]
-    assert taught(Chat("x", learn="all"), tokenizer, {"messages": TALK[:1]}) == ["user\nWhat is 2 + 2?<|im_end|>\n"]
+    assert taught(ChatDataset("x", learn="all"), tokenizer, rows[0]) == [everything]
+    assert taught(ChatDataset("x", learn="all"), tokenizer, {"messages": TALK[:1]}) == [
+        "user\nWhat is 2 + 2?<|im_end|>\n"
+    ]
 
 
 def test_messages_may_stand_in_a_cell_as_json(tokenizer: Tokenizer) -> None:
     said = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
     rows = {
-        Chat("x"): {"messages": TALK},
-        ShareGPT("x"): {"conversations": said},
-        Completion("x"): {"prompt": [ASK], "completion": [SAY]},
-        Preference("x"): {"prompt": [ASK], "chosen": [SAY], "rejected": [{**SAY, "content": "It is 5."}]},
+        ChatDataset("x"): {"messages": TALK},
+        ShareGPTDataset("x"): {"conversations": said},
+        CompletionDataset("x"): {"prompt": [ASK], "completion": [SAY]},
+        PreferenceDataset("x"): {"prompt": [ASK], "chosen": [SAY], "rejected": [{**SAY, "content": "It is 5."}]},
     }
     for choice, row in rows.items():
         cells = {name: f" {json.dumps(value)}" for name, value in row.items()}
         assert taught(choice, tokenizer, cells) == taught(choice, tokenizer, row)
     for row in ({"messages": TALK}, {"messages": said}):
-        assert taught(Auto("x"), tokenizer, {"messages": json.dumps(row["messages"])}) == taught(
-            Auto("x"), tokenizer, row
+        assert taught(AutoDataset("x"), tokenizer, {"messages": json.dumps(row["messages"])}) == taught(
+            AutoDataset("x"), tokenizer, row
         )
     for text in ('[{"a": 1}]', '[{"role": "user"', "[1]", "[]"):  # texts to learn
-        assert taught(Completion("x"), tokenizer, {"prompt": "say: ", "completion": text}) == [f"{text}<|im_end|>"]
+        assert taught(CompletionDataset("x"), tokenizer, {"prompt": "say: ", "completion": text}) == [
+            f"{text}<|im_end|>"
+        ]
 
 
 def test_roles_may_be_named(tokenizer: Tokenizer) -> None:
     talk = [{"role": "system", "content": "Be kind."}, *TALK]
     users = "What is 2 + 2?<|im_end|>Thanks.<|im_end|>"
-    assert taught(Chat("x", learn=("user",)), tokenizer, {"messages": talk}) == [users]
+    assert taught(ChatDataset("x", learn=("user",)), tokenizer, {"messages": talk}) == [users]
     both = "Be kind.<|im_end|>" + BOTH
-    assert taught(Chat("x", learn=("system", "assistant")), tokenizer, {"messages": talk}) == [both]
-    assert fault(Chat("x", learn=("tool",)), tokenizer, {"messages": talk}) == (
+    assert taught(ChatDataset("x", learn=("system", "assistant")), tokenizer, {"messages": talk}) == [both]
+    assert fault(ChatDataset("x", learn=("tool",)), tokenizer, {"messages": talk}) == (
         "nothing to learn: the conversation has no tool message"
     )
 
@@ -127,7 +141,7 @@ def flagged(*flags: object, key: str = "train") -> dict:
 
 
 def test_messages_may_say_for_themselves(tokenizer: Tokenizer) -> None:
-    rows = Chat("x", learn="marked")
+    rows = ChatDataset("x", learn="marked")
     cases = {
         (None, True, None, None): "It is 4.<|im_end|>",
         (None, False, None, None): "Hello there 😀<|im_end|>",
@@ -152,30 +166,34 @@ def test_marks_in_a_prompt_say_nothing(answers: dict, tokenizer: Tokenizer) -> N
         {"prompt": prompt, "chosen": [yes], "rejected": [no]},
         {"chosen": [*prompt, yes], "rejected": [*prompt, no]},
     ):
-        assert taught(Preference("x", learn="marked"), tokenizer, row) == ends
-        assert taught(Preference("x"), tokenizer, row) == ends
+        assert taught(PreferenceDataset("x", learn="marked"), tokenizer, row) == ends
+        assert taught(PreferenceDataset("x"), tokenizer, row) == ends
     single = {"prompt": prompt, "completion": [yes]}
-    assert taught(Completion("x", learn="marked"), tokenizer, single) == ends[:1]
-    assert taught(Marked("x", learn="marked"), tokenizer, {**single, "label": True}) == ends[:1]
+    assert taught(CompletionDataset("x", learn="marked"), tokenizer, single) == ends[:1]
+    assert taught(UnpairedPreferenceDataset("x", learn="marked"), tokenizer, {**single, "label": True}) == ends[:1]
 
 
 def test_flags_are_not_passed_over(tokenizer: Tokenizer) -> None:
-    assert fault(Chat("x"), tokenizer, flagged(None, False, None, True)) == (
+    assert fault(ChatDataset("x"), tokenizer, flagged(None, False, None, True)) == (
         "messages[1]: is marked not to be learnt, against `learn: assistant`; set `learn: marked`"
     )
-    assert fault(Chat("x"), tokenizer, flagged(True, True, None, None)) == (
+    assert fault(ChatDataset("x"), tokenizer, flagged(True, True, None, None)) == (
         "messages[0]: is marked to be learnt, against `learn: assistant`; set `learn: marked`"
     )
-    assert "against `learn: [user]`" in fault(Chat("x", learn=("user",)), tokenizer, flagged(False, None, None, None))
-    assert "against `learn: all`" in fault(Chat("x", learn="all"), tokenizer, flagged(False, None, None, None))
-    assert taught(Chat("x"), tokenizer, flagged(False, True, False, True)) == [BOTH], "they agree"
-    assert taught(Chat("x", learn="last"), tokenizer, flagged(None, True, None, True)) == ["Hello there 😀<|im_end|>"]
+    assert "against `learn: [user]`" in fault(
+        ChatDataset("x", learn=("user",)), tokenizer, flagged(False, None, None, None)
+    )
+    assert "against `learn: all`" in fault(ChatDataset("x", learn="all"), tokenizer, flagged(False, None, None, None))
+    assert taught(ChatDataset("x"), tokenizer, flagged(False, True, False, True)) == [BOTH], "they agree"
+    assert taught(ChatDataset("x", learn="last"), tokenizer, flagged(None, True, None, True)) == [
+        "Hello there 😀<|im_end|>"
+    ]
 
 
 def test_calls_are_learnt_and_their_results_are_not(tools: Tokenizer) -> None:
     asked = {"role": "assistant", "content": None, "tool_calls": [{"id": "a", "function": CALL}]}
     talk = [ASK, asked, {"role": "tool", "tool_call_id": "a", "content": "4"}, SAY]
-    (found,) = documents(Auto("x"), tools, {"messages": talk, "tools": [SCHEMA]})
+    (found,) = documents(AutoDataset("x"), tools, {"messages": talk, "tools": [SCHEMA]})
     written = tools.decode(found.tokens.tolist(), special=True)
     assert written == (
         f"<|im_start|>system\n{json.dumps(SCHEMA)}<|im_end|>\n<|im_start|>user\nWhat is 2 + 2?<|im_end|>\n"
@@ -184,7 +202,7 @@ def test_calls_are_learnt_and_their_results_are_not(tools: Tokenizer) -> None:
     )
     learnt = f"{json.dumps(CALL)}<|im_end|>It is 4.<|im_end|>"
     assert tools.decode(found.tokens[found.learnt].tolist(), special=True) == learnt
-    assert found.signs == Sign(0)
+    assert found.signs == DocFlags(0)
 
 
 NUMBERS = st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.integers(0, 9999).map(NUMBER.__add__)
@@ -199,7 +217,9 @@ def test_numbers_and_ids_of_calls_make_no_other_shape(tools: Tokenizer, numbers:
         asked = {"role": "assistant", "content": None, "tool_calls": [{"id": f"{name}{row[0]}", "function": call}]}
         result = {"role": "tool", "tool_call_id": f"{name}{row[0]}", "content": json.dumps(row)}
         talk = [ASK, asked, result, {"role": "assistant", "content": str(row[0])}]
-        assert taught(Chat("x"), tools, {"messages": talk}) == [f"{json.dumps(call)}<|im_end|>{row[0]}<|im_end|>"]
+        assert taught(ChatDataset("x"), tools, {"messages": talk}) == [
+            f"{json.dumps(call)}<|im_end|>{row[0]}<|im_end|>"
+        ]
     assert len(tools.shapes) == 1, "what was found for one row holds for all"
 
 
@@ -222,11 +242,17 @@ def test_sharegpt_is_the_same_conversation(tools: Tokenizer) -> None:
         SAY,
     ]
     want = {"messages": talk, "tools": [SCHEMA]}
-    assert whole(ShareGPT("x"), tools, rows) == whole(Auto("x"), tools, rows) == whole(Chat("x"), tools, want)
-    assert taught(ShareGPT("x"), tools, rows) == taught(Chat("x"), tools, want)
-    assert whole(Auto("x"), tools, {"conversations": TALK}) == [tools.render(TALK)], "roles under another column"
+    assert (
+        whole(ShareGPTDataset("x"), tools, rows)
+        == whole(AutoDataset("x"), tools, rows)
+        == whole(ChatDataset("x"), tools, want)
+    )
+    assert taught(ShareGPTDataset("x"), tools, rows) == taught(ChatDataset("x"), tools, want)
+    assert whole(AutoDataset("x"), tools, {"conversations": TALK}) == [tools.render(TALK)], "roles under another column"
     marked = [*rows["conversations"][:3], {**rows["conversations"][3], "weight": 0}]
-    assert taught(ShareGPT("x", learn="marked"), tools, {"conversations": marked}) == [f"{json.dumps(CALL)}<|im_end|>"]
+    assert taught(ShareGPTDataset("x", learn="marked"), tools, {"conversations": marked}) == [
+        f"{json.dumps(CALL)}<|im_end|>"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -256,7 +282,7 @@ def test_sharegpt_is_the_same_conversation(tools: Tokenizer) -> None:
     ],
 )
 def test_wrong_sharegpt_is_told(fields: dict, message: str, tokenizer: Tokenizer) -> None:
-    assert fault(ShareGPT("x"), tokenizer, fields).startswith(message)
+    assert fault(ShareGPTDataset("x"), tokenizer, fields).startswith(message)
 
 
 def test_instruct_writes_a_question_and_an_answer(tokenizer: Tokenizer) -> None:
@@ -274,13 +300,13 @@ def test_instruct_writes_a_question_and_an_answer(tokenizer: Tokenizer) -> None:
     ]
     roles = ("system", "user", "assistant", "user", "assistant")
     talks = [[{"role": r, "content": c} for r, c in zip(roles, texts, strict=False)] for texts in said]
-    choice = Instruct("x", system="Be brief.")
+    choice = InstructDataset("x", system="Be brief.")
     assert whole(choice, tokenizer, *rows) == [tokenizer.render(talk) for talk in talks]
     assert taught(choice, tokenizer, *rows) == [*["4<|im_end|>"] * 3, "b<|im_end|>4<|im_end|>"]
     assert taught(replace(choice, learn="last"), tokenizer, rows[3]) == ["4<|im_end|>"]
-    other = Instruct("x", prompt="input", input=None, response="instruction")
+    other = InstructDataset("x", prompt="input", input=None, response="instruction")
     assert taught(other, tokenizer, rows[0]) == ["Add.<|im_end|>"]
-    assert fault(Instruct("x", input="contxt"), tokenizer, rows[0]).startswith(
+    assert fault(InstructDataset("x", input="contxt"), tokenizer, rows[0]).startswith(
         "the row has no column 'contxt'; name the right one as `input` ("
     )
     for history, message in (
@@ -293,18 +319,18 @@ def test_instruct_writes_a_question_and_an_answer(tokenizer: Tokenizer) -> None:
 def test_a_completion_is_learnt_and_its_prompt_is_not(folders: dict[str, Path], tokenizer: Tokenizer) -> None:
     row = {"prompt": "Question: 2 + 2?\nAnswer:", "completion": " It is 4."}
     headers = Tokenizer.open(folders["headers"])
-    assert whole(Completion("x"), headers, row) == ["<|begin|>Question: 2 + 2?\nAnswer: It is 4.<|end_of_text|>"]
-    (found,) = documents(Completion("x"), headers, row)
+    assert whole(CompletionDataset("x"), headers, row) == ["<|begin|>Question: 2 + 2?\nAnswer: It is 4.<|end_of_text|>"]
+    (found,) = documents(CompletionDataset("x"), headers, row)
     assert headers.decode(found.tokens[found.learnt].tolist(), special=True) == " It is 4.<|end_of_text|>"
     assert found.tokens[1:-1].tolist() == headers.encode(row["prompt"] + row["completion"]), "one text, one way"
-    assert taught(Completion("x", learn="all"), headers, row) == [row["prompt"] + " It is 4.<|end_of_text|>"]
-    assert taught(Completion("x", end="<|endoftext|>"), tokenizer, row) == [" It is 4.<|endoftext|>"]
+    assert taught(CompletionDataset("x", learn="all"), headers, row) == [row["prompt"] + " It is 4.<|end_of_text|>"]
+    assert taught(CompletionDataset("x", end="<|endoftext|>"), tokenizer, row) == [" It is 4.<|endoftext|>"]
     lists = {"prompt": TALK[:3], "completion": TALK[3:]}
-    assert taught(Completion("x"), tokenizer, lists) == ["Hello there 😀<|im_end|>"]
-    assert whole(Completion("x"), tokenizer, lists) == [tokenizer.render(TALK)]
+    assert taught(CompletionDataset("x"), tokenizer, lists) == ["Hello there 😀<|im_end|>"]
+    assert whole(CompletionDataset("x"), tokenizer, lists) == [tokenizer.render(TALK)]
     for mixed in ({"prompt": ASK["content"], "completion": [SAY]}, {"prompt": [ASK], "completion": SAY["content"]}):
-        assert whole(Completion("x"), tokenizer, mixed) == [tokenizer.render([ASK, SAY])]
-    assert fault(Completion("x"), tokenizer, {"prompt": 3, "completion": "a"}) == (
+        assert whole(CompletionDataset("x"), tokenizer, mixed) == [tokenizer.render([ASK, SAY])]
+    assert fault(CompletionDataset("x"), tokenizer, {"prompt": 3, "completion": "a"}) == (
         "prompt: want a string or a list of messages, this is a number"
     )
 
@@ -312,34 +338,34 @@ def test_a_completion_is_learnt_and_its_prompt_is_not(folders: dict[str, Path], 
 def test_text_is_learnt_whole_between_bos_and_an_end(folders: dict[str, Path], tokenizer: Tokenizer) -> None:
     row = {"text": "Hello there. 😀"}
     headers = Tokenizer.open(folders["headers"])
-    assert whole(Text("x"), headers, row) == ["<|begin|>Hello there. 😀<|end_of_text|>"]
-    assert taught(Text("x"), headers, row) == ["Hello there. 😀<|end_of_text|>"]
-    assert whole(Text("x", end="<|endoftext|>"), tokenizer, row) == ["Hello there. 😀<|endoftext|>"]
-    assert whole(Text("x"), tokenizer, {"text": "Hello.<|im_end|>"}) == ["Hello.<|im_end|>"], "no second end"
+    assert whole(TextDataset("x"), headers, row) == ["<|begin|>Hello there. 😀<|end_of_text|>"]
+    assert taught(TextDataset("x"), headers, row) == ["Hello there. 😀<|end_of_text|>"]
+    assert whole(TextDataset("x", end="<|endoftext|>"), tokenizer, row) == ["Hello there. 😀<|endoftext|>"]
+    assert whole(TextDataset("x"), tokenizer, {"text": "Hello.<|im_end|>"}) == ["Hello.<|im_end|>"], "no second end"
     with pytest.raises(UserError, match="the tokenizer has no token '<end>'; name one of its tokens as `end`"):
-        Text("x", end="<end>").prepare(tokenizer)
+        TextDataset("x", end="<end>").prepare(tokenizer)
     tokenizer.eos = None
     with pytest.raises(UserError, match="the tokenizer names no end-of-text token"):
-        Text("x").prepare(tokenizer)
+        TextDataset("x").prepare(tokenizer)
 
 
 @pytest.mark.parametrize("length", [2, 3, 4, 7, 100])
 def test_every_token_of_a_long_text_is_learnt_once(length: int, tokenizer: Tokenizer) -> None:
     rows = {"text": "Hello there. Thanks"}, {"text": "Hello"}
-    for choice in (Text, Auto):
+    for choice in (TextDataset, AutoDataset):
         parts = [*documents(choice("x", length=length), tokenizer, *rows)]
         assert all(len(part.tokens) <= length and part.whole == len(part.tokens) for part in parts)
         targets = [token for part in parts for token in part.tokens[1:].tolist()]
         texts = [tokenizer.encode(row["text"]) + [tokenizer.eos] for row in rows]
         assert targets == [token for text in texts for token in text[1:]]
-    cut = [*documents(Text("x", length=length, too_long="truncate"), tokenizer, *rows)]
+    cut = [*documents(TextDataset("x", length=length, too_long="truncate"), tokenizer, *rows)]
     assert [part.tokens.tolist() for part in cut] == [text[:length] for text in texts]
     assert [part.whole for part in cut] == [len(text) for text in texts]
 
 
 def test_a_row_that_is_cut_has_no_false_end(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode(tokenizer.render(TALK))
-    rows = Chat("x", length=len(ids) - 4)
+    rows = ChatDataset("x", length=len(ids) - 4)
     cut, short = documents(rows, tokenizer, {"messages": TALK}, {"messages": TALK[:2]})
     assert cut.tokens.tolist() == ids[:-4] and cut.whole == len(ids)
     assert cut.learnt[-1] and cut.tokens[-1] != tokenizer.eos
@@ -348,10 +374,10 @@ def test_a_row_that_is_cut_has_no_false_end(tokenizer: Tokenizer) -> None:
 
 def test_what_is_too_long_may_be_dropped_or_gone_on_with(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode(tokenizer.render(TALK))
-    assert [*documents(Chat("x", length=len(ids) - 1, too_long="drop"), tokenizer, {"messages": TALK})] == []
-    (kept,) = documents(Chat("x", length=len(ids), too_long="drop"), tokenizer, {"messages": TALK})
+    assert [*documents(ChatDataset("x", length=len(ids) - 1, too_long="drop"), tokenizer, {"messages": TALK})] == []
+    (kept,) = documents(ChatDataset("x", length=len(ids), too_long="drop"), tokenizer, {"messages": TALK})
     assert kept.tokens.tolist() == ids
-    parts = [*documents(Chat("x", length=len(ids) // 2, too_long="split"), tokenizer, {"messages": TALK})]
+    parts = [*documents(ChatDataset("x", length=len(ids) // 2, too_long="split"), tokenizer, {"messages": TALK})]
     assert len(parts) > 1
     learnt = [token for part in parts for token in part.tokens[1:][part.learnt[1:]].tolist()]
     assert tokenizer.decode(learnt, special=True) == BOTH
@@ -359,25 +385,25 @@ def test_what_is_too_long_may_be_dropped_or_gone_on_with(tokenizer: Tokenizer) -
 
 def test_rows_are_recognised_by_their_columns(tokenizer: Tokenizer) -> None:
     rows = {
-        "OpenAI messages (column 'messages')": ({"messages": TALK, "text": "a"}, Chat("x")),
-        "OpenAI messages (column 'conversation')": ({"conversation": TALK}, Chat("x", messages="conversation")),
+        "OpenAI messages (column 'messages')": ({"messages": TALK, "text": "a"}, ChatDataset("x")),
+        "OpenAI messages (column 'conversation')": ({"conversation": TALK}, ChatDataset("x", messages="conversation")),
         "ShareGPT (column 'conversations')": (
             {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]},
-            ShareGPT("x"),
+            ShareGPTDataset("x"),
         ),
-        "Alpaca (columns 'instruction', 'output')": ({"instruction": "a", "output": "b"}, Instruct("x")),
+        "Alpaca (columns 'instruction', 'output')": ({"instruction": "a", "output": "b"}, InstructDataset("x")),
         "prompts with completions (columns 'prompt', 'completion')": (
             {"prompt": "a", "completion": "b", "label": None},
-            Completion("x"),
+            CompletionDataset("x"),
         ),
-        "plain text (column 'text')": ({"text": "a", "messages": None, "prompt": None}, Text("x")),
+        "plain text (column 'text')": ({"text": "a", "messages": None, "prompt": None}, TextDataset("x")),
     }
     for says, (row, choice) in rows.items():
-        assert Auto("x").says(row) == says
-        assert taught(Auto("x"), tokenizer, row) == taught(choice, tokenizer, row)
-    named = Auto("x", learn="last", length=1000, template="a.jinja")
+        assert AutoDataset("x").says(row) == says
+        assert taught(AutoDataset("x"), tokenizer, row) == taught(choice, tokenizer, row)
+    named = AutoDataset("x", learn="last", length=1000, template="a.jinja")
     (chat,) = (named.choice({"messages": TALK}),)
-    assert chat == Chat("x", learn="last", length=1000, template="a.jinja")
+    assert chat == ChatDataset("x", learn="last", length=1000, template="a.jinja")
 
 
 @pytest.mark.parametrize(
@@ -401,7 +427,7 @@ def test_rows_are_recognised_by_their_columns(tokenizer: Tokenizer) -> None:
     ],
 )
 def test_what_is_not_recognised_is_told(fields: dict, message: str, tokenizer: Tokenizer) -> None:
-    assert fault(Auto("x"), tokenizer, fields).startswith(message)
+    assert fault(AutoDataset("x"), tokenizer, fields).startswith(message)
 
 
 def test_preferences_are_two_documents_with_one_prompt(folders: dict[str, Path]) -> None:
@@ -416,22 +442,26 @@ def test_preferences_are_two_documents_with_one_prompt(folders: dict[str, Path])
         {"chosen": [better], "rejected": [worse], "prompt": ASK["content"]},
         {"chosen": "Four.", "rejected": "Five.", "prompt": [ASK]},
     ):
-        assert taught(Preference("x"), tokenizer, row) == ends
-        assert whole(Preference("x"), tokenizer, row) == [tokenizer.render([ASK, side]) for side in (better, worse)]
+        assert taught(PreferenceDataset("x"), tokenizer, row) == ends
+        assert whole(PreferenceDataset("x"), tokenizer, row) == [
+            tokenizer.render([ASK, side]) for side in (better, worse)
+        ]
     earlier = {"chosen": [*TALK[:3], better], "rejected": [*TALK[:3], worse]}
-    assert taught(Preference("x"), tokenizer, earlier) == ends, "what both have said before is no preference"
+    assert taught(PreferenceDataset("x"), tokenizer, earlier) == ends, "what both have said before is no preference"
 
 
 def test_preferences_may_be_texts(tokenizer: Tokenizer) -> None:
     said = {"prompt": "2 + 2 =", "chosen": " four", "rejected": " five"}
-    assert taught(Preference("x"), tokenizer, said) == [" four<|im_end|>", " five<|im_end|>"]
+    assert taught(PreferenceDataset("x"), tokenizer, said) == [" four<|im_end|>", " five<|im_end|>"]
     implicit = {"chosen": "2 + 2 = four", "rejected": "2 + 2 = five"}
-    assert taught(Preference("x"), tokenizer, implicit) == [" four<|im_end|>", " five<|im_end|>"]
-    assert whole(Preference("x"), tokenizer, implicit) == whole(Preference("x"), tokenizer, said)
-    assert [*documents(Preference("x", too_long="drop", length=3), tokenizer, said)] == [], "both or none"
+    assert taught(PreferenceDataset("x"), tokenizer, implicit) == [" four<|im_end|>", " five<|im_end|>"]
+    assert whole(PreferenceDataset("x"), tokenizer, implicit) == whole(PreferenceDataset("x"), tokenizer, said)
+    assert [*documents(PreferenceDataset("x", too_long="drop", length=3), tokenizer, said)] == [], "both or none"
     both = {**said, **implicit}
-    assert taught(Preference("x"), tokenizer, both) == [" four<|im_end|>", " five<|im_end|>"], "it stands there once"
-    assert whole(Preference("x"), tokenizer, both) == whole(Preference("x"), tokenizer, said)
+    assert taught(PreferenceDataset("x"), tokenizer, both) == [" four<|im_end|>", " five<|im_end|>"], (
+        "it stands there once"
+    )
+    assert whole(PreferenceDataset("x"), tokenizer, both) == whole(PreferenceDataset("x"), tokenizer, said)
 
 
 def test_a_question_that_sides_repeat_is_asked_once(tokenizer: Tokenizer) -> None:
@@ -439,8 +469,8 @@ def test_a_question_that_sides_repeat_is_asked_once(tokenizer: Tokenizer) -> Non
     system, better, worse = {"role": "system", "content": "Be brief."}, SAY, {**SAY, "content": "It is 5."}
     plain = {"prompt": [system, ASK], "chosen": [better], "rejected": [worse]}
     again = {"prompt": [system, ASK], "chosen": [ASK, better], "rejected": [ASK, worse]}
-    assert whole(Preference("x"), tokenizer, again) == whole(Preference("x"), tokenizer, plain)
-    assert taught(Preference("x"), tokenizer, again) == taught(Preference("x"), tokenizer, plain)
+    assert whole(PreferenceDataset("x"), tokenizer, again) == whole(PreferenceDataset("x"), tokenizer, plain)
+    assert taught(PreferenceDataset("x"), tokenizer, again) == taught(PreferenceDataset("x"), tokenizer, plain)
 
 
 @pytest.mark.parametrize(
@@ -462,7 +492,7 @@ def test_a_question_that_sides_repeat_is_asked_once(tokenizer: Tokenizer) -> Non
     ],
 )
 def test_wrong_preferences_are_told(fields: dict, message: str, tokenizer: Tokenizer) -> None:
-    assert fault(Preference("x"), tokenizer, fields).startswith(message)
+    assert fault(PreferenceDataset("x"), tokenizer, fields).startswith(message)
 
 
 def test_marks_are_signs_of_the_document(tokenizer: Tokenizer) -> None:
@@ -470,9 +500,15 @@ def test_marks_are_signs_of_the_document(tokenizer: Tokenizer) -> None:
         {"prompt": [ASK], "completion": [SAY], "label": True},
         {"prompt": "2 + 2 =", "completion": " four", "label": False},
     ]
-    assert taught(Marked("x"), tokenizer, *rows) == ["It is 4.<|im_end|>", " four<|im_end|>"]
-    assert [document.signs for document in documents(Marked("x"), tokenizer, *rows)] == [Sign.GOOD, Sign.BAD]
-    assert fault(Marked("x"), tokenizer, {**rows[0], "label": 1}) == "label: want true or false, this is a number"
+    assert taught(UnpairedPreferenceDataset("x"), tokenizer, *rows) == ["It is 4.<|im_end|>", " four<|im_end|>"]
+    assert [document.signs for document in documents(UnpairedPreferenceDataset("x"), tokenizer, *rows)] == [
+        DocFlags.GOOD,
+        DocFlags.BAD,
+    ]
+    assert (
+        fault(UnpairedPreferenceDataset("x"), tokenizer, {**rows[0], "label": 1})
+        == "label: want true or false, this is a number"
+    )
 
 
 BAD = [
@@ -492,10 +528,10 @@ def test_a_row_that_cannot_be_learnt_from_is_a_fault_among_others(
     row: dict, message: str, tokenizer: Tokenizer
 ) -> None:
     fine = Row("a:1", {"messages": TALK})
-    found = Chat("x", length=64).encode(tokenizer, [fine, Row("a:2", row), fine, Fault("a:4", "no JSON")])
-    assert isinstance(found[1], Fault) and found[1].where == "a:2" and found[1].reason.startswith(message)
+    found = ChatDataset("x", length=64).encode(tokenizer, [fine, Row("a:2", row), fine, BadRow("a:4", "no JSON")])
+    assert isinstance(found[1], BadRow) and found[1].where == "a:2" and found[1].reason.startswith(message)
     assert "\n" not in found[1].reason
-    assert found[3] == Fault("a:4", "no JSON")
+    assert found[3] == BadRow("a:4", "no JSON")
     first, third = found[0], found[2]
     assert isinstance(first, list) and isinstance(third, list)
     assert first[0].tokens.tolist() == third[0].tokens.tolist()
@@ -508,21 +544,23 @@ def test_text_rows_are_checked_too(tokenizer: Tokenizer) -> None:
         ({"text": "a\udfff"}, "the text holds a lone surrogate"),
         ({"text": ""}, "nothing to learn in its 1 tokens"),
     ]:
-        assert fault(Text("x"), tokenizer, row).startswith(message)
+        assert fault(TextDataset("x"), tokenizer, row).startswith(message)
 
 
 def test_a_template_that_refuses_is_told(folders: dict[str, Path]) -> None:
     row = {"messages": [{"role": "system", "content": "Hi"}, *TALK]}
-    said = fault(Chat("x"), Tokenizer.open(folders["turns"]), row)
+    said = fault(ChatDataset("x"), Tokenizer.open(folders["turns"]), row)
     assert "the chat template fails: System role not supported" in said
 
 
 def test_a_tokenizer_without_a_template_is_told_before_any_row(tokenizer: Tokenizer) -> None:
     tokenizer.templates = {}
     with pytest.raises(UserError, match="^the tokenizer has no chat template; name a Jinja file as `template`"):
-        Chat("x").prepare(tokenizer)
-    assert len([*documents(Auto("x"), tokenizer, {"text": "Hello there"})]) == 1
-    assert fault(Auto("x"), tokenizer, {"messages": TALK}).startswith("the tokenizer has no chat template; name a Jin")
+        ChatDataset("x").prepare(tokenizer)
+    assert len([*documents(AutoDataset("x"), tokenizer, {"text": "Hello there"})]) == 1
+    assert fault(AutoDataset("x"), tokenizer, {"messages": TALK}).startswith(
+        "the tokenizer has no chat template; name a Jin"
+    )
 
 
 def test_a_template_may_be_named(folders: dict[str, Path], tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -530,11 +568,11 @@ def test_a_template_may_be_named(folders: dict[str, Path], tokenizer: Tokenizer,
         "{{ tools[0].name }}{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>{% endif %}"
     )
-    rows = Chat("x", messages="talk", template=str(tmp_path / "own.jinja"))
+    rows = ChatDataset("x", messages="talk", template=str(tmp_path / "own.jinja"))
     row = {"talk": TALK[:2], "tools": [{"name": "add"}]}
     want = "add<|im_start|>What is 2 + 2?<|im_end|><|im_start|>It is 4.<|im_end|>"
     assert whole(rows, tokenizer, row) == whole(
-        Auto("x", template=rows.template), tokenizer, {**row, "messages": TALK[:2]}
+        AutoDataset("x", template=rows.template), tokenizer, {**row, "messages": TALK[:2]}
     )
     assert whole(rows, tokenizer, row) == [want]
 
@@ -551,17 +589,17 @@ def test_a_template_may_be_named(folders: dict[str, Path], tokenizer: Tokenizer,
     ],
 )
 def test_a_choice_refuses_what_makes_no_sense(fields: dict, field: str) -> None:
-    for choice in (Auto, Text):
+    for choice in (AutoDataset, TextDataset):
         with pytest.raises(FieldError) as told:
             choice(**{"source": "rows.jsonl", **fields})
         assert told.value.field == field
     with pytest.raises(FieldError, match="learn: name at least one role"):
-        Chat("rows.jsonl", learn=())
+        ChatDataset("rows.jsonl", learn=())
 
 
 def test_what_is_compared_cannot_be_split_or_learnt_whole() -> None:
     for fields in ({"too_long": "split"}, {"learn": "all"}):
-        for choice in (Preference, Marked):
+        for choice in (PreferenceDataset, UnpairedPreferenceDataset):
             with pytest.raises(FieldError):
                 choice("x", **fields)
 
@@ -576,16 +614,16 @@ def test_the_code_of_rows_is_what_decides_what_they_become() -> None:
         "stream": True,
         "split": "a",
     }
-    assert Auto("x").code() == Auto("y", **served).code()
+    assert AutoDataset("x").code() == AutoDataset("y", **served).code()
     for other in ({"length": 7}, {"learn": "last"}, {"too_long": "drop"}, {"template": "a"}, {"end": "a"}):
-        assert Auto("x").code() != Auto("x", **other).code()
+        assert AutoDataset("x").code() != AutoDataset("x", **other).code()
 
 
 def test_a_source_can_be_checked_without_reading_it(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b"\xff")
-    Chat(str(path)).check()
+    ChatDataset(str(path)).check()
     with pytest.raises(UserError, match="no such file or folder"):
-        Chat(str(tmp_path / "gone.jsonl")).check()
+        ChatDataset(str(tmp_path / "gone.jsonl")).check()
     with pytest.raises(UserError, match="gone.jinja: no such chat template file"):
-        Instruct(str(path), template="gone.jinja").check()
+        InstructDataset(str(path), template="gone.jinja").check()

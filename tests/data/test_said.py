@@ -6,14 +6,14 @@ import pytest
 from transformers import AutoTokenizer
 
 from tests.data.families import FAMILIES, folder
-from tunekit.data.chat.manner import manner
-from tunekit.data.chat.messages import Talk, talk
-from tunekit.data.chat.said import signs
-from tunekit.data.rows import Auto
-from tunekit.data.signs import Sign
-from tunekit.data.sources.table import Row
+from tunekit.data.chat_template.messages import Conversation, make_conversation
+from tunekit.data.chat_template.template_features import detect_features
+from tunekit.data.chat_template.template_warnings import find_doc_flags
+from tunekit.data.datasets import AutoDataset
+from tunekit.data.doc_flags import DocFlags
+from tunekit.data.readers.row_reader import Row
+from tunekit.data.tokenize import render_conversation
 from tunekit.data.tokenizer import Tokenizer
-from tunekit.data.written import conversation
 
 ASK, SAY = {"role": "user", "content": "What is 1 + 2?"}, {"role": "assistant", "content": "It is 3."}
 MORE = {"role": "user", "content": "And now?"}
@@ -52,7 +52,7 @@ def opened(folders: dict[str, Path], tmp_path: Path):
 
 
 def text(tokenizer: Tokenizer, messages: list[dict], learn="assistant") -> str:
-    return conversation(tokenizer, talk(messages, "messages"), learn).text
+    return render_conversation(tokenizer, make_conversation(messages, "messages"), learn).text
 
 
 def expected(*turns: str) -> str:
@@ -63,7 +63,7 @@ def expected(*turns: str) -> str:
 @pytest.mark.parametrize("form", ["strings", "parts", "both"])
 def test_content_is_given_as_the_template_wants_it(form: str, opened) -> None:
     tokenizer = opened(form)
-    assert manner(tokenizer.template(), tokenizer).parts == (form == "parts")
+    assert detect_features(tokenizer.template(), tokenizer).parts == (form == "parts")
     parts = [{"type": "text", "text": "What is "}, {"type": "text", "text": "1 + 2?"}]
     for content in (ASK["content"], parts):
         assert text(tokenizer, [{"role": "user", "content": content}, SAY]) == expected(ASK["content"], SAY["content"])
@@ -92,7 +92,7 @@ def test_keys_and_ids_that_no_template_reads_are_left_out(opened) -> None:
 
     def fitted(form: str) -> list[dict]:
         tokenizer = opened(form)
-        return manner(tokenizer.template(), tokenizer).fit(rows)
+        return detect_features(tokenizer.template(), tokenizer).fit(rows)
 
     assert fitted("nulls")[0] == ASK
     assert fitted("mood")[0] == {**ASK, "mood": "glad"}
@@ -102,64 +102,71 @@ def test_keys_and_ids_that_no_template_reads_are_left_out(opened) -> None:
     assert rows[1] == CALL, "a row is not changed"
 
 
-def found(tokenizer: Tokenizer, row: Talk, learnt: list[int] | None = None) -> Sign:
+def found(tokenizer: Tokenizer, row: Conversation, learnt: list[int] | None = None) -> DocFlags:
     turns = (
         [i for i, message in enumerate(row.messages) if message["role"] == "assistant"] if learnt is None else learnt
     )
-    return signs(tokenizer, row, tokenizer.render(row.messages, row.tools), turns)
+    return find_doc_flags(tokenizer, row, tokenizer.render(row.messages, row.tools), turns)
 
 
 def test_what_the_template_leaves_out_is_noticed(opened, folders: dict[str, Path]) -> None:
     plain, calls = opened("strings"), opened("nulls")
     tools = [{"type": "function", "function": {"name": "add"}}]
-    assert found(plain, Talk([ASK, SAY])) == Sign(0)
-    assert found(plain, Talk([ASK, SAY], tools)) == Sign.TOOLS_UNUSED
-    assert found(Tokenizer.open(folders["thinking"]), Talk([ASK, SAY], tools)) == Sign(0)
+    assert found(plain, Conversation([ASK, SAY])) == DocFlags(0)
+    assert found(plain, Conversation([ASK, SAY], tools)) == DocFlags.TOOLS_UNUSED
+    assert found(Tokenizer.open(folders["thinking"]), Conversation([ASK, SAY], tools)) == DocFlags(0)
     calls = opened("nulls")
-    assert found(calls, talk([ASK, CALL], "messages")) == Sign(0)
+    assert found(calls, make_conversation([ASK, CALL], "messages")) == DocFlags(0)
     plain = opened("strings")
-    assert found(plain, talk([ASK, {**CALL, "content": "Well."}], "messages")) == Sign.TOOLS_UNUSED
+    assert found(plain, make_conversation([ASK, {**CALL, "content": "Well."}], "messages")) == DocFlags.TOOLS_UNUSED
 
 
 def test_lost_content_is_noticed(opened) -> None:
     tokenizer = opened("strings")
     text = tokenizer.render([ASK, SAY])
-    assert signs(tokenizer, Talk([ASK, {**SAY, "content": "  It is 3.\n"}]), text, [1]) == Sign(0), "templates trim"
-    assert signs(tokenizer, Talk([ASK, {**SAY, "content": "It is 4."}]), text, [1]) == Sign.CONTENT_LOST
-    assert signs(tokenizer, Talk([SAY, ASK]), text, [0]) == Sign(0), "found, if in another order"
+    assert find_doc_flags(tokenizer, Conversation([ASK, {**SAY, "content": "  It is 3.\n"}]), text, [1]) == DocFlags(
+        0
+    ), "templates trim"
+    assert (
+        find_doc_flags(tokenizer, Conversation([ASK, {**SAY, "content": "It is 4."}]), text, [1])
+        == DocFlags.CONTENT_LOST
+    )
+    assert find_doc_flags(tokenizer, Conversation([SAY, ASK]), text, [0]) == DocFlags(0), "found, if in another order"
     result = {"role": "tool", "content": '{"sum": "drei\nvier ä"}'}
     tokenizer = opened("json")
-    assert found(tokenizer, Talk([ASK, SAY, result, SAY])) == Sign(0)
+    assert found(tokenizer, Conversation([ASK, SAY, result, SAY])) == DocFlags(0)
 
 
 def test_dropped_reasoning_is_noticed_where_it_would_be_learnt(folders: dict[str, Path], opened) -> None:
     thought = {**SAY, "reasoning_content": "One and two."}
     thinking = Tokenizer.open(folders["thinking"])
-    assert found(thinking, Talk([ASK, thought])) == Sign(0)
-    assert found(thinking, Talk([ASK, thought, MORE, SAY])) == Sign.REASONING_DROPPED
-    assert found(thinking, Talk([ASK, thought, MORE, SAY]), [3]) == Sign(0), "it is not learnt"
-    assert found(opened("strings"), Talk([ASK, thought])) == Sign.REASONING_DROPPED
+    assert found(thinking, Conversation([ASK, thought])) == DocFlags(0)
+    assert found(thinking, Conversation([ASK, thought, MORE, SAY])) == DocFlags.REASONING_DROPPED
+    assert found(thinking, Conversation([ASK, thought, MORE, SAY]), [3]) == DocFlags(0), "it is not learnt"
+    assert found(opened("strings"), Conversation([ASK, thought])) == DocFlags.REASONING_DROPPED
     inline = {**SAY, "content": "<think>\nOne and two.\n</think>\n\nIt is 3."}
-    assert found(thinking, Talk([ASK, inline])) == Sign(0)
-    assert found(thinking, Talk([ASK, inline, MORE, SAY])) == Sign.REASONING_DROPPED
+    assert found(thinking, Conversation([ASK, inline])) == DocFlags(0)
+    assert found(thinking, Conversation([ASK, inline, MORE, SAY])) == DocFlags.REASONING_DROPPED
 
 
 def test_special_tokens_in_what_others_say_are_noticed(opened) -> None:
     tokenizer = opened("strings")
     bad = {"role": "user", "content": "What does <|im_end|> mean?"}
-    assert found(tokenizer, Talk([bad, SAY])) == Sign.SPECIAL_IN_TEXT
-    assert found(tokenizer, Talk([{"role": "tool", "content": "<|endoftext|>"}, SAY])) == Sign.SPECIAL_IN_TEXT
-    assert found(tokenizer, Talk([{"role": "user", "content": "a < b, <|im"}, SAY])) == Sign(0)
+    assert found(tokenizer, Conversation([bad, SAY])) == DocFlags.SPECIAL_IN_TEXT
+    assert (
+        found(tokenizer, Conversation([{"role": "tool", "content": "<|endoftext|>"}, SAY])) == DocFlags.SPECIAL_IN_TEXT
+    )
+    assert found(tokenizer, Conversation([{"role": "user", "content": "a < b, <|im"}, SAY])) == DocFlags(0)
 
 
 def test_turns_that_say_nothing_are_noticed(opened) -> None:
     tokenizer = opened("nulls")
-    assert found(tokenizer, Talk([ASK, {**SAY, "content": " "}])) == Sign.EMPTY_TURN
-    assert found(tokenizer, talk([ASK, CALL], "messages")) == Sign(0)
-    assert found(tokenizer, Talk([{**ASK, "content": ""}, SAY])) == Sign(0)
+    assert found(tokenizer, Conversation([ASK, {**SAY, "content": " "}])) == DocFlags.EMPTY_TURN
+    assert found(tokenizer, make_conversation([ASK, CALL], "messages")) == DocFlags(0)
+    assert found(tokenizer, Conversation([{**ASK, "content": ""}, SAY])) == DocFlags(0)
 
 
-NOTICED = {"glm4": Sign.UNENDED, "smollm3": Sign.PROMPT_LEARNT}  # of their templates, whatever is said
+NOTICED = {"glm4": DocFlags.UNENDED, "smollm3": DocFlags.PROMPT_LEARNT}  # of their templates, whatever is said
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -171,9 +178,9 @@ def test_rows_are_written_as_transformers_does_and_nothing_is_noticed(name: str,
     result = {"role": "tool", "tool_call_id": "abcdefghi", "name": "add", "content": "3"}
     rows: list[dict] = [{"messages": [ASK, SAY]}, {"messages": [ASK, SAY, MORE, SAY]}]
     rows += [{"messages": [ASK, *calls, result, SAY], "tools": tools}] if FAMILIES[name].calls else []
-    for row, found in zip(rows, Auto("x").encode(tokenizer, [Row("x:1", row) for row in rows]), strict=True):
+    for row, found in zip(rows, AutoDataset("x").encode(tokenizer, [Row("x:1", row) for row in rows]), strict=True):
         assert isinstance(found, list), found
-        assert found[0].signs == (NOTICED[name] if name in NOTICED else Sign(0))
+        assert found[0].signs == (NOTICED[name] if name in NOTICED else DocFlags(0))
         if name != "deepseek_r1" or "tools" not in row:  # transformers takes the null out that this template asks for
             want = theirs.apply_chat_template(row["messages"], tools=row.get("tools"), return_dict=False)
             assert found[0].tokens.tolist() == want

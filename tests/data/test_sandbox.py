@@ -12,7 +12,7 @@ import pytest
 
 from tests.data.families import FAMILIES, folder
 from tests.waiting import LIMIT
-from tunekit.data.chat.template import Template
+from tunekit.data.chat_template.template import ChatTemplate
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import UserError
 
@@ -93,20 +93,20 @@ dict.fromkeys(range(9));messages[0].items().__class__;'x' | urlize;[1] | random;
 def test_a_template_without_end_is_stopped(text: str) -> None:
     start = time.process_time()
     with pytest.raises(UserError, match="^t: the chat template (was stopped|fails): "):
-        Template(text, "t").render(CONTEXT)
+        ChatTemplate(text, "t").render(CONTEXT)
     assert time.process_time() - start < 8
 
 
 @pytest.mark.parametrize("expression", [part.strip() for line in HUGE.splitlines() for part in line.split(";")])
 def test_what_would_be_huge_is_not_made(expression: str) -> None:
     with pytest.raises(UserError, match="^t: the chat template (was stopped|fails): "):
-        Template("{{ " + expression + " }}", "t").render(CONTEXT)
+        ChatTemplate("{{ " + expression + " }}", "t").render(CONTEXT)
 
 
 @pytest.mark.parametrize("expression", [part for line in FORBIDDEN.splitlines() for part in line.split(";")])
 def test_what_no_template_needs_is_not_there(expression: str) -> None:
     with pytest.raises(UserError, match="^t: the chat template "):
-        Template("{{ " + expression + " }}", "t").render(CONTEXT)
+        ChatTemplate("{{ " + expression + " }}", "t").render(CONTEXT)
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_what_no_template_needs_is_not_there(expression: str) -> None:
 )  # fmt: skip
 def test_a_template_that_is_too_much_to_read_is_refused(text: str) -> None:
     with pytest.raises(UserError, match="^t: (a chat template of|the chat template is nested too deep)"):
-        Template(text, "t")
+        ChatTemplate(text, "t")
 
 
 @pytest.mark.slow
@@ -125,7 +125,7 @@ def test_it_is_stopped_in_a_thread_and_costs_little_memory_in_a_process() -> Non
 
     def run() -> None:
         try:
-            Template(ENDLESS[0], "t").render(CONTEXT)
+            ChatTemplate(ENDLESS[0], "t").render(CONTEXT)
         except UserError as error:
             found.append(str(error))
 
@@ -135,7 +135,9 @@ def test_it_is_stopped_in_a_thread_and_costs_little_memory_in_a_process() -> Non
     assert found == ["t: the chat template was stopped: it does not come to an end, or writes without end"]
     code = (
         "from tests.data.test_sandbox import *\n"
-        "for text in (*ENDLESS, *GROWING[:8]):\n try: Template(text, 't').render(CONTEXT)\n except UserError: pass\n"
+        "for text in (*ENDLESS, *GROWING[:8]):\n"
+        " try: ChatTemplate(text, 't').render(CONTEXT)\n"
+        " except UserError: pass\n"
         "print(Path('/proc/self/status').read_text().split('VmHWM:')[1].split()[0])\n"
     )
     here = Path(__file__).parents[2]

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from tests.pairs import PAIRS, batches, documents
-from tunekit.data.prepared.documents import Document
-from tunekit.data.rows import Preference
-from tunekit.data.steps import prefix, stream
-from tunekit.data.steps.batch import IGNORE, Batch
-from tunekit.data.steps.loader import load
-from tunekit.data.steps.order import units
-from tunekit.data.steps.served import Loader
+from tunekit.data.dataloader import shared_prefix, stream_blocks
+from tunekit.data.dataloader.base import DataLoader
+from tunekit.data.dataloader.batch import IGNORE, Batch
+from tunekit.data.dataloader.build import build_dataloader
+from tunekit.data.dataloader.sampler import unit_lengths
+from tunekit.data.datasets import PreferenceDataset
+from tunekit.data.preprocess.tokenized_dataset import Document
 from tunekit.data.tokenizer import Tokenizer
 
 LENGTH = 64
@@ -38,8 +38,10 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(file)
 
 
-def opened(source: str, tokenizer: Tokenizer, place, micro: int = 2, share: bool = True, **options) -> Loader:
-    found = load(Preference(source, length=LENGTH, **({"pack": True} | options)), tokenizer, 4, micro, place)
+def opened(source: str, tokenizer: Tokenizer, place, micro: int = 2, share: bool = True, **options) -> DataLoader:
+    found = build_dataloader(
+        PreferenceDataset(source, length=LENGTH, **({"pack": True} | options)), tokenizer, 4, micro, place
+    )
     if share:
         found.share()
     return found
@@ -80,15 +82,15 @@ def test_every_document_is_there(micro_batch: int) -> None:
 def test_what_is_shared() -> None:
     """All that both begin with, but for the token that predicts the first learnt one."""
     pairs = list(documents())
-    found = [prefix.shared(*pairs[i : i + 2]) for i in range(0, len(pairs), 2)]
+    found = [shared_prefix.shared(*pairs[i : i + 2]) for i in range(0, len(pairs), 2)]
     assert found == [*(prompt - 1 for prompt, *_ in PAIRS.values()), 0, 12]
-    assert prefix.saved(documents(), 2).tolist() == found
+    assert shared_prefix.shared_prefix_tokens(documents(), 2).tolist() == found
 
 
 def test_counts_are_those_of_what_is_computed() -> None:
     once, twice = batches(True), batches(False)
     assert [batch.learnt for batch in once] == [batch.learnt for batch in twice]
-    saved = prefix.saved(documents(), 2).sum()
+    saved = shared_prefix.shared_prefix_tokens(documents(), 2).sum()
     assert sum(batch.real for batch in once) == sum(batch.real for batch in twice) - saved
     for batch in once:
         assert batch.owner is not None and batch.real == (batch.owner >= 0).sum()
@@ -97,10 +99,10 @@ def test_counts_are_those_of_what_is_computed() -> None:
 def test_documents_without_anything_learnt_share_all_but_the_last_token() -> None:
     tokens = np.arange(5, 11, dtype=np.int32)
     first, other = (Document(tokens[:n], np.zeros(n, bool), n) for n in (6, 4))
-    assert (prefix.shared(first, other), prefix.shared(other, first)) == (3, 4)
+    assert (shared_prefix.shared(first, other), shared_prefix.shared(other, first)) == (3, 4)
 
 
-def steps(loaders: list[Loader], count: int) -> list[dict[int, list[tuple[int, int, int]]]]:
+def steps(loaders: list[DataLoader], count: int) -> list[dict[int, list[tuple[int, int, int]]]]:
     """What is written in each step, on all ranks."""
     found = [{} for _ in range(count)]
     for loader in loaders:
@@ -129,7 +131,7 @@ def test_rows_hold_more_and_nothing_else(source: str, tokenizer: Tokenizer, plac
 def test_steps_are_the_same_on_any_layout(
     streamed: bool, size: int, source: str, tokenizer: Tokenizer, place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stream, "DOCUMENTS", 40)
+    monkeypatch.setattr(stream_blocks, "DOCUMENTS", 40)
     options = {"stream": True, "workers": 0} if streamed else {}
     one = opened(source, tokenizer, place(), **options)
     several = [opened(source, tokenizer, place(rank, size), micro=1, **options) for rank in range(size)]
@@ -138,7 +140,10 @@ def test_steps_are_the_same_on_any_layout(
     again = opened(source, tokenizer, place(), **options)
     again.restore(state)
     assert written(one[4][0]) == written(again[4][0])
-    assert one.report.tokens == units(one.parts[0].lengths, 2).sum() - prefix.saved(one.parts[0], 2).sum()
+    assert (
+        one.report.tokens
+        == unit_lengths(one.parts[0].lengths, 2).sum() - shared_prefix.shared_prefix_tokens(one.parts[0], 2).sum()
+    )
     for loader in (one, again, *several):
         loader.close()
 

@@ -11,9 +11,9 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from tunekit import bundled
-from tunekit.data.sources.source import open_source, parse_split
-from tunekit.data.sources.table import insist
+from tunekit import assets
+from tunekit.data.readers.open_dataset import open_dataset, parse_split
+from tunekit.data.readers.row_reader import require_row
 from tunekit.errors import UserError
 
 ROWS = [{"text": f"row {number}, né\n\u2028“{number}”"} for number in range(10)]
@@ -38,7 +38,7 @@ def write(folder: Path, kind: str, name: str = "rows") -> Path:
 @pytest.mark.parametrize("kind", ["json", "jsonl", "csv", "parquet"])
 def test_every_kind_of_file_gives_the_same_rows(kind: str, tmp_path: Path) -> None:
     path = write(tmp_path, kind)
-    table = open_source(str(path), "train")
+    table = open_dataset(str(path), "train")
     assert table.count == 10
     rows = list(table.rows)
     assert [row.fields for row in rows] == ROWS
@@ -49,7 +49,7 @@ def test_every_kind_of_file_gives_the_same_rows(kind: str, tmp_path: Path) -> No
 def test_a_row_names_the_line_where_it_begins(kind: str, tmp_path: Path) -> None:
     path = write(tmp_path, kind)
     lines = path.read_text("utf-8").split("\n")
-    for row in open_source(str(path), "train").rows:
+    for row in open_dataset(str(path), "train").rows:
         file, line = row.where.rsplit(":", 1)
         assert file == str(path)
         assert row.fields["text"].split(",")[0] in lines[int(line) - 1]
@@ -58,10 +58,10 @@ def test_a_row_names_the_line_where_it_begins(kind: str, tmp_path: Path) -> None
 def test_blank_lines_and_json_lines_in_a_json_file_and_a_list_under_data_are_read(tmp_path: Path) -> None:
     lines = tmp_path / "lines.json"
     lines.write_text('\n{"text": "a"}\n\n{"text": "b"}\n')
-    assert [row.where for row in open_source(str(lines), "train").rows] == [f"{lines}:2", f"{lines}:4"]
+    assert [row.where for row in open_dataset(str(lines), "train").rows] == [f"{lines}:2", f"{lines}:4"]
     under = tmp_path / "under.json"
     under.write_text(json.dumps({"version": 1, "data": ROWS}))
-    assert [row.fields for row in open_source(str(under), "train").rows] == ROWS
+    assert [row.fields for row in open_dataset(str(under), "train").rows] == ROWS
 
 
 @pytest.mark.parametrize(
@@ -72,10 +72,10 @@ def test_slices_are_those_of_datasets(split: str, tmp_path: Path) -> None:
     path = write(tmp_path, "jsonl")
     cache = str(tmp_path / "cache")
     want = datasets.load_dataset("json", data_files=str(path), split=split, cache_dir=cache)
-    table = open_source(str(path), split)
+    table = open_dataset(str(path), split)
     assert [row.fields for row in table.rows] == list(want)
     assert table.count == len(want)
-    assert open_source(str(path), split, limit=1).count == 1
+    assert open_dataset(str(path), split, limit=1).count == 1
 
 
 @pytest.mark.parametrize(
@@ -91,24 +91,24 @@ def test_a_folder_holds_splits_or_one(tmp_path: Path) -> None:
     write(tmp_path, "parquet", "train-00001-of-00002")
     write(tmp_path, "csv", "test")
     (tmp_path / "README.md").write_text("no rows")
-    assert open_source(str(tmp_path), "train").count == 20
-    assert [row.fields for row in open_source(str(tmp_path), "train[9:11]").rows] == [ROWS[9], ROWS[0]]
-    assert open_source(str(tmp_path), "test").count == 10
+    assert open_dataset(str(tmp_path), "train").count == 20
+    assert [row.fields for row in open_dataset(str(tmp_path), "train[9:11]").rows] == [ROWS[9], ROWS[0]]
+    assert open_dataset(str(tmp_path), "test").count == 10
     with pytest.raises(UserError, match="no split 'validation'; it has test, train"):
-        open_source(str(tmp_path), "validation")
+        open_dataset(str(tmp_path), "validation")
     plain = tmp_path / "plain"
     plain.mkdir()
     for name in ("a", "b"):
         write(plain, "jsonl", name)
-    assert open_source(str(plain), "train").count == 20
+    assert open_dataset(str(plain), "train").count == 20
     with pytest.raises(UserError, match="no split 'test'; it has train"):
-        open_source(str(plain), "test")
+        open_dataset(str(plain), "test")
 
 
 def test_a_bundled_name_is_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, "jsonl", "test")
-    monkeypatch.setitem(bundled.DATA, "tunekit/tools", tmp_path)
-    assert open_source("tunekit/tools", "test[:50%]").count == 5
+    monkeypatch.setitem(assets.DATA, "tunekit/tools", tmp_path)
+    assert open_dataset("tunekit/tools", "test[:50%]").count == 5
 
 
 def test_a_hub_name_goes_through_datasets(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,9 +119,9 @@ def test_a_hub_name_goes_through_datasets(monkeypatch: pytest.MonkeyPatch) -> No
         return datasets.Dataset.from_list(ROWS)
 
     monkeypatch.setattr(datasets, "load_dataset", load)
-    table = open_source("owner/name:main", "train[-1:]")
+    table = open_dataset("owner/name:main", "train[-1:]")
     assert [(row.where, row.fields) for row in table.rows] == [("owner/name:main train row 10", ROWS[9])]
-    assert open_source("name@v1/b", "test").count == 10
+    assert open_dataset("name@v1/b", "test").count == 10
     assert asked == [("owner/name", "main", "train", None), ("name", None, "test", "v1/b")]
 
 
@@ -133,11 +133,11 @@ def test_a_hub_that_does_not_answer_is_told_in_a_line(monkeypatch: pytest.Monkey
     with pytest.raises(
         UserError, match="^owner/name: no such file or folder, and no split 'train' from the Hub: Couldn't"
     ):
-        open_source("owner/name", "train")
+        open_dataset("owner/name", "train")
 
 
 def test_what_is_slow_to_import_is_not_imported_for_plain_files() -> None:
-    code = "import sys, tunekit.data.sources.source; print({'datasets', 'pyarrow', 'torch'} & set(sys.modules))"
+    code = "import sys, tunekit.data.readers.open_dataset; print({'datasets', 'pyarrow', 'torch'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"
 
 
@@ -167,7 +167,7 @@ def test_what_is_slow_to_import_is_not_imported_for_plain_files() -> None:
 def test_what_cannot_be_read_is_told_with_its_place(name, content, message, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=message) as told:
-        list(map(insist, open_source(str(tmp_path / name), "train").rows))
+        list(map(require_row, open_dataset(str(tmp_path / name), "train").rows))
     assert "\n" not in str(told.value)
 
 
@@ -192,14 +192,14 @@ def test_a_source_that_is_not_there_is_told(source: str, split: str, message: st
     (tmp_path / "sub").mkdir()
     write(tmp_path / "sub", "jsonl")
     with pytest.raises(UserError, match=message):
-        open_source(source.format(here=tmp_path), split)
+        open_dataset(source.format(here=tmp_path), split)
 
 
 def test_a_folder_of_empty_files_is_told(tmp_path: Path) -> None:
     for name in ("a.jsonl", "b.jsonl"):
         (tmp_path / name).touch()
     with pytest.raises(UserError, match=r"train\[:5\] holds no row: its 2 files are empty"):
-        open_source(str(tmp_path), "train[:5]")
+        open_dataset(str(tmp_path), "train[:5]")
 
 
 @pytest.mark.parametrize("kind", ["json", "jsonl", "csv", "parquet", "arrow"])
@@ -209,8 +209,8 @@ def test_a_file_that_may_not_be_read_is_told(kind: str, tmp_path: Path, monkeypa
 
     path = tmp_path / f"rows.{kind}"
     path.write_bytes(b"{}")
-    monkeypatch.setattr("tunekit.data.sources.storage.io.FileIO", refused)
+    monkeypatch.setattr("tunekit.data.readers.filesystem.io.FileIO", refused)
     monkeypatch.setattr("pyarrow.memory_map", refused)
     with pytest.raises(UserError, match=f"^{path}: .*Permission denied$") as told:
-        open_source(str(path), "train")
+        open_dataset(str(path), "train")
     assert str(told.value).count(str(path)) == 1

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from tunekit.data.chat.spans import render, tokens_in
+from tunekit.data.chat_template.loss_mask import render_with_mask, token_range
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import UserError
 
@@ -22,9 +22,9 @@ FIRST, LAST = TALK[1]["content"], TALK[3]["content"]
 
 def learnt(tokenizer: Tokenizer, talk: list[dict], learn="assistant") -> list[str]:
     """The learnt runs of tokens, as text."""
-    text, spans, _ = render(tokenizer, talk, None, learn)
+    text, spans, _ = render_with_mask(tokenizer, talk, None, learn)
     encoding = tokenizer.encode_rendered([text])[0]
-    ranges = [tokens_in(encoding, text, span, tokenizer.marks) for span in spans]
+    ranges = [token_range(encoding, text, span, tokenizer.marks) for span in spans]
     return [tokenizer.decode(encoding.ids[first:behind], special=True) for first, behind in ranges]
 
 
@@ -129,11 +129,11 @@ SHAPES = ["chatml", "headers", "turns", "brackets", "closed", "plain"]
 def test_any_text_is_learnt_to_the_character(folders: dict[str, Path], texts: list[str], name: str) -> None:
     tokenizer = OPEN.setdefault(name, Tokenizer.open(folders[name]))
     talk = [{**message, "content": text} for message, text in zip(TALK, texts, strict=True)]
-    text, spans, _ = render(tokenizer, talk, None, "assistant")
+    text, spans, _ = render_with_mask(tokenizer, talk, None, "assistant")
     encoding = tokenizer.encode_rendered([text])[0]
     for (start, end), said in zip(spans, texts[1::2], strict=True):
         assert said.strip() in text[start:end]
-        first, behind = tokens_in(encoding, text, (start, end), tokenizer.marks)
+        first, behind = token_range(encoding, text, (start, end), tokenizer.marks)
         for at, (low, high) in enumerate(encoding.offsets):
             begins = start <= low or (text[low:start].isspace() and text[start:high].strip() != "")
             ends = high <= end or encoding.ids[at] in tokenizer.marks
@@ -144,11 +144,11 @@ def test_generation_masks_equal_transformers_on_text_of_one_byte_characters(fold
     ours, theirs = Tokenizer.open(folders["generation"]), AutoTokenizer.from_pretrained(folders["generation"])
     talk = [{**message, "content": message["content"].encode("ascii", "replace").decode()} for message in TALK]
     want = theirs.apply_chat_template(talk, return_assistant_tokens_mask=True, return_dict=True)
-    text, spans, _ = render(ours, talk, None, "assistant")
+    text, spans, _ = render_with_mask(ours, talk, None, "assistant")
     encoding = ours.encode_rendered([text])[0]
     mask = [0] * len(encoding)
     for span in spans:
-        first, behind = tokens_in(encoding, text, span, ours.marks)
+        first, behind = token_range(encoding, text, span, ours.marks)
         mask[first:behind] = [1] * (behind - first)
         assert encoding.ids[behind - 1] == ours.eos  # ours has the end of the turn, which stands outside the block
         mask[behind - 1] = 0

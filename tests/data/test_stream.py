@@ -8,12 +8,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tunekit.data.rows import Text
-from tunekit.data.steps import stream
-from tunekit.data.steps.batch import IGNORE
-from tunekit.data.steps.loader import load
-from tunekit.data.steps.mix import Mix, Part
-from tunekit.data.steps.served import Loader
+from tunekit.data.dataloader import stream_blocks
+from tunekit.data.dataloader.base import DataLoader
+from tunekit.data.dataloader.batch import IGNORE
+from tunekit.data.dataloader.build import build_dataloader
+from tunekit.data.dataloader.mixture import Mixture, MixtureMember
+from tunekit.data.datasets import TextDataset
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import FieldError, UserError
 
@@ -38,17 +38,17 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several blocks of a few rows: 20, or 40 where they are packed."""
-    monkeypatch.setattr(stream, "DOCUMENTS", 20)
-    monkeypatch.setattr(stream, "STEPS", 1)
-    monkeypatch.setattr(stream, "FULL", 0)
+    monkeypatch.setattr(stream_blocks, "DOCUMENTS", 20)
+    monkeypatch.setattr(stream_blocks, "STEPS", 1)
+    monkeypatch.setattr(stream_blocks, "FULL", 0)
 
 
-def opened(source: Path, tokenizer: Tokenizer, place, micro: int = 4, **options) -> Loader:
-    rows = Text(str(source), length=LENGTH, stream=True, workers=0, **options)
-    return load(rows, tokenizer, 4, micro, place)
+def opened(source: Path, tokenizer: Tokenizer, place, micro: int = 4, **options) -> DataLoader:
+    rows = TextDataset(str(source), length=LENGTH, stream=True, workers=0, **options)
+    return build_dataloader(rows, tokenizer, 4, micro, place)
 
 
-def texts(loaders: list[Loader], tokenizer: Tokenizer, step: int) -> list[str]:
+def texts(loaders: list[DataLoader], tokenizer: Tokenizer, step: int) -> list[str]:
     """The texts of a step, on all ranks."""
     end = tokenizer.decode([tokenizer.eos], special=True)
     found: list[str] = []
@@ -91,9 +91,9 @@ def test_packed_steps_are_nearly_as_large_as_a_batch(
     batch: int, length: int, source, tokenizer, place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.undo()
-    monkeypatch.setattr(stream, "DOCUMENTS", 50)  # one row of 400 holds nearly as many
-    rows = Text(str(source), length=length, stream=True, workers=0, pack=True)
-    loader = load(rows, tokenizer, batch, batch, place())
+    monkeypatch.setattr(stream_blocks, "DOCUMENTS", 50)  # one row of 400 holds nearly as many
+    rows = TextDataset(str(source), length=length, stream=True, workers=0, pack=True)
+    loader = build_dataloader(rows, tokenizer, batch, batch, place())
     first = loader.report.packed
     assert first is not None and first >= 8 * 0.95 * batch
     held = [sum(len(one.tokens) for one in loader[step]) for step in range(16)]
@@ -150,11 +150,11 @@ def test_it_goes_on_from_any_step_on_any_layout(data: st.DataObject, source, tok
 def test_a_mix_keeps_its_shares_from_block_to_block(source, tokenizer, place, tmp_path: Path) -> None:
     (tmp_path / "few.jsonl").write_text("".join(json.dumps({"text": f"few {n}"}) + "\n" for n in range(5)))
     parts = (
-        Part(Text(str(source), stream=True, workers=0), weight=7),
-        Part(Text(str(tmp_path / "few.jsonl")), weight=3),
+        MixtureMember(TextDataset(str(source), stream=True, workers=0), weight=7),
+        MixtureMember(TextDataset(str(tmp_path / "few.jsonl")), weight=3),
     )
-    mix = Mix(parts, length=LENGTH)
-    loader = load(mix, tokenizer, 4, 4, place())
+    mix = Mixture(parts, length=LENGTH)
+    loader = build_dataloader(mix, tokenizer, 4, 4, place())
     seen = [texts([loader], tokenizer, step) for step in range(37)]
     state = loader.state(37)
     seen += [texts([loader], tokenizer, step) for step in range(37, 50)]
@@ -162,7 +162,7 @@ def test_a_mix_keeps_its_shares_from_block_to_block(source, tokenizer, place, tm
     assert kinds == {"row": 140, "few": 60}
     times = Counter(text for step in seen for text in step if text.startswith("few"))
     assert set(times.values()) == {12}
-    again = load(mix, tokenizer, 4, 2, place())
+    again = build_dataloader(mix, tokenizer, 4, 2, place())
     again.restore(state)
     assert [texts([again], tokenizer, step) for step in range(37, 50)] == seen[37:]
     report = str(loader.report)
@@ -174,11 +174,11 @@ def test_a_mix_keeps_its_shares_from_block_to_block(source, tokenizer, place, tm
 
 
 def test_a_mix_with_a_stream_has_no_epochs(source) -> None:
-    streamed = Text(str(source), stream=True)
+    streamed = TextDataset(str(source), stream=True)
     with pytest.raises(FieldError, match="so the mix has no epochs: give all parts a weight"):
-        Mix((Part(streamed), Part(Text("b"))))
+        Mixture((MixtureMember(streamed), MixtureMember(TextDataset("b"))))
     with pytest.raises(FieldError, match="epochs and caps say nothing"):
-        Mix((Part(streamed, weight=1), Part(Text("b"), weight=1, cap=3)))
+        Mixture((MixtureMember(streamed, weight=1), MixtureMember(TextDataset("b"), weight=1, cap=3)))
 
 
 def test_what_goes_wrong_is_told(source, tokenizer, place, tmp_path: Path) -> None:
@@ -206,30 +206,30 @@ def test_what_goes_wrong_is_told(source, tokenizer, place, tmp_path: Path) -> No
 def test_rows_that_are_skipped_are_listed(tokenizer, place, tmp_path: Path) -> None:
     rows = [json.dumps({"text": f"row {number}"}) + "\n" for number in range(25)]
     (tmp_path / "rows.jsonl").write_text("".join([*rows[:9], "{\n", *rows[9:]]))
-    choice = Text(str(tmp_path / "rows.jsonl"), stream=True, workers=0, bad_rows="skip")
-    loader = load(choice, tokenizer, 4, 4, place(), tmp_path / "run")
+    choice = TextDataset(str(tmp_path / "rows.jsonl"), stream=True, workers=0, bad_rows="skip")
+    loader = build_dataloader(choice, tokenizer, 4, 4, place(), tmp_path / "run")
     (fault,) = map(json.loads, (tmp_path / "run" / "bad_rows.jsonl").read_text().splitlines())
     assert fault["where"] == f"{tmp_path}/rows.jsonl:10"
     loader.restore(loader.state(0))
     assert [len(loader[step]) for step in range(20)] == [1] * 20  # three passes
-    load(choice, tokenizer, 4, 4, place(), tmp_path / "run").close()
+    build_dataloader(choice, tokenizer, 4, 4, place(), tmp_path / "run").close()
     loader.close()
     (fault,) = map(json.loads, (tmp_path / "run" / "bad_rows.jsonl").read_text().splitlines())
     (tmp_path / "rows.jsonl").write_text("".join(rows))
     for fresh, count in ((False, 1), (True, 0)):
-        load(choice, tokenizer, 4, 4, place(), tmp_path / "run", fresh).close()
+        build_dataloader(choice, tokenizer, 4, 4, place(), tmp_path / "run", fresh).close()
         listed = tmp_path / "run" / "bad_rows.jsonl"
         assert (len(listed.read_text().splitlines()) if listed.exists() else 0) == count, "lines of the run before"
 
 
 @pytest.mark.slow
 def test_processes_prepare_the_same(source, tokenizer, place) -> None:
-    rows = Text(str(source), length=LENGTH, stream=True, workers=2)
-    here, there = opened(source, tokenizer, place()), load(rows, tokenizer, 4, 4, place())
+    rows = TextDataset(str(source), length=LENGTH, stream=True, workers=2)
+    here, there = opened(source, tokenizer, place()), build_dataloader(rows, tokenizer, 4, 4, place())
     assert [texts([here], tokenizer, step) for step in range(25)] == [
         texts([there], tokenizer, step) for step in range(25)
     ]
-    again = load(rows, tokenizer, 4, 4, place())
+    again = build_dataloader(rows, tokenizer, 4, 4, place())
     again.restore(there.state(24))
     assert texts([again], tokenizer, 24) == texts([there], tokenizer, 24)
     for one in (here, there, again):

@@ -11,25 +11,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.data.sources import KINDS, small_chunks, write
-from tunekit.data.sources.source import open_source
-from tunekit.data.sources.table import Fault, Place, Row, Table, insist
+from tunekit.data.readers.open_dataset import open_dataset
+from tunekit.data.readers.row_reader import BadRow, FileOffset, Row, RowReader, require_row
 from tunekit.errors import UserError
 
 ROWS = [{"text": f"row {number}, né\n“{number}” " + "long " * (number % 5 * 9)} for number in range(40)]
 
 
-def rows_from(table: Table, place: Place | None) -> list[Row | Fault]:
+def rows_from(table: RowReader, place: FileOffset | None) -> list[Row | BadRow]:
     """Rows from a place, as another process has them."""
     return [row for chunk in table.chunks(place) for row in pickle.loads(pickle.dumps(chunk)).rows()]
 
 
-def resumes(table: Table) -> None:
+def resumes(table: RowReader) -> None:
     """Every chunk's place leads to its rows and those behind it, in the same chunks."""
     chunks, rows = list(table.chunks()), list(table.rows)
     assert sum(chunk.count for chunk in chunks) == len(rows)
     done = 0
     for number, chunk in enumerate(chunks):
-        place = Place(*json.loads(json.dumps(chunk.place)))
+        place = FileOffset(*json.loads(json.dumps(chunk.place)))
         assert rows_from(table, place) == rows[done:]
         again = list(table.chunks(place))
         assert [(one.place, one.count) for one in again] == [(one.place, one.count) for one in chunks[number:]]
@@ -40,8 +40,8 @@ def resumes(table: Table) -> None:
 def test_reading_goes_on_from_any_chunk(kind: str, tmp_path: Path) -> None:
     path = write(tmp_path / f"rows.{kind}", ROWS)
     with small_chunks():
-        table = open_source(str(path), "train")
-        assert [insist(row).fields for row in table.rows] == ROWS
+        table = open_dataset(str(path), "train")
+        assert [require_row(row).fields for row in table.rows] == ROWS
         assert len(list(table.chunks())) > 10
         resumes(table)
 
@@ -56,10 +56,10 @@ def test_slices_go_over_many_files(low: int, taken: int, limit: int | None, stre
     with small_chunks(5, 256):
         if not wanted and not stream:
             with pytest.raises(UserError, match=r"holds no row \(of 120\)"):
-                open_source(str(folder), f"train[{low}:{low + taken}]", limit)
+                open_dataset(str(folder), f"train[{low}:{low + taken}]", limit)
             return
-        table = open_source(str(folder), f"train[{low}:{low + taken}]", limit, stream)
-        assert [insist(row).fields for row in table.rows] == wanted
+        table = open_dataset(str(folder), f"train[{low}:{low + taken}]", limit, stream)
+        assert [require_row(row).fields for row in table.rows] == wanted
         assert table.count == (None if stream else len(wanted))
         resumes(table)
 
@@ -68,37 +68,37 @@ def test_files_before_a_slice_are_not_opened_and_those_after_it_not_counted(tmp_
     write(tmp_path / "0.parquet", ROWS)
     write(tmp_path / "1.jsonl", ROWS)
     write(tmp_path / "2.jsonl", ROWS)
-    table = open_source(str(tmp_path), "train[40:45]")
+    table = open_dataset(str(tmp_path), "train[40:45]")
     (tmp_path / "0.parquet").unlink()
     (tmp_path / "2.jsonl").unlink()
-    assert [insist(row).fields for row in table.rows] == ROWS[:5]
+    assert [require_row(row).fields for row in table.rows] == ROWS[:5]
     (tmp_path / "1.jsonl").write_bytes(b"[")
     write(tmp_path / "0.parquet", ROWS)
-    assert open_source(str(tmp_path), "train", limit=40).count == 40
+    assert open_dataset(str(tmp_path), "train", limit=40).count == 40
 
 
 def test_a_stream_is_not_counted_and_takes_no_shares(tmp_path: Path) -> None:
     path = write(tmp_path / "rows.jsonl", ROWS)
-    table = open_source(str(path), "train[30:]", stream=True)
+    table = open_dataset(str(path), "train[30:]", stream=True)
     assert table.count is None
-    assert [insist(row).fields for row in table.rows] == ROWS[30:]
+    assert [require_row(row).fields for row in table.rows] == ROWS[30:]
     for split in ("train[:90%]", "train[-10:]"):
         with pytest.raises(UserError, match="wants to know how many rows there are"):
-            open_source(str(path), split, stream=True)
+            open_dataset(str(path), split, stream=True)
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "parquet", "arrow"])
 def test_a_long_row_is_a_chunk_of_its_own(kind: str, tmp_path: Path) -> None:
     rows = [{"text": "a"}, {"text": "x" * 10_000_000}, {"text": "b"}]
-    table = open_source(str(write(tmp_path / f"rows.{kind}", rows)), "train")
-    assert [insist(row).fields for row in table.rows] == rows
+    table = open_dataset(str(write(tmp_path / f"rows.{kind}", rows)), "train")
+    assert [require_row(row).fields for row in table.rows] == rows
     assert [chunk.count for chunk in table.chunks()] == [1, 1, 1]
 
 
 def test_a_chunk_of_columns_travels_without_its_neighbours(tmp_path: Path) -> None:
     path = write(tmp_path / "rows.arrow", [{"text": "x" * 1000}] * 7)
     with small_chunks(1, 2000):
-        first = next(iter(open_source(str(path), "train").chunks()))
+        first = next(iter(open_dataset(str(path), "train").chunks()))
     assert 1000 < len(pickle.dumps(first)) < 2000
 
 
@@ -107,34 +107,34 @@ def test_a_chunk_of_columns_travels_without_its_neighbours(tmp_path: Path) -> No
 def test_the_digest_is_of_the_content_and_the_slice(kind: str, stream: bool, tmp_path: Path) -> None:
     (tmp_path / "moved").mkdir()
     path, moved = write(tmp_path / f"rows.{kind}", ROWS), write(tmp_path / "moved" / f"b.{kind}", ROWS)
-    digest = open_source(str(path), "train[:20]", stream=stream).digest()
-    assert open_source(str(path), "train", 20, stream=stream).digest() == digest
-    assert open_source(str(moved), "train[:20]", stream=stream).digest() == digest
-    assert open_source(str(path), "train[:21]", stream=stream).digest() != digest
+    digest = open_dataset(str(path), "train[:20]", stream=stream).digest()
+    assert open_dataset(str(path), "train", 20, stream=stream).digest() == digest
+    assert open_dataset(str(moved), "train[:20]", stream=stream).digest() == digest
+    assert open_dataset(str(path), "train[:21]", stream=stream).digest() != digest
     write(path, [*ROWS[:-1], {"text": "another"}])
-    assert open_source(str(path), "train[:20]", stream=stream).digest() != digest
+    assert open_dataset(str(path), "train[:20]", stream=stream).digest() != digest
 
 
 def test_the_digest_sees_every_byte_and_the_order_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tunekit.data.sources.storage.SEGMENT", 64)
-    monkeypatch.setattr("tunekit.data.sources.storage.EDGE", 16)
+    monkeypatch.setattr("tunekit.data.readers.filesystem.SEGMENT", 64)
+    monkeypatch.setattr("tunekit.data.readers.filesystem.EDGE", 16)
     raw = write(tmp_path / "a.jsonl", ROWS).read_bytes()
     write(tmp_path / "b.jsonl", ROWS[:5])
-    digests = {open_source(str(tmp_path), "train").digest()}
+    digests = {open_dataset(str(tmp_path), "train").digest()}
     for at in range(0, len(raw), 61):
         (tmp_path / "a.jsonl").write_bytes(raw[:at] + bytes([raw[at] ^ 1]) + raw[at + 1 :])
-        digests.add(open_source(str(tmp_path), "train", stream=False).parts[0].digest(True))
+        digests.add(open_dataset(str(tmp_path), "train", stream=False).parts[0].digest(True))
     assert len(digests) == 1 + len(range(0, len(raw), 61))
     (tmp_path / "a.jsonl").write_bytes(raw)
     (tmp_path / "a.jsonl").rename(tmp_path / "c.jsonl")
-    assert open_source(str(tmp_path), "train").digest() not in digests
+    assert open_dataset(str(tmp_path), "train").digest() not in digests
 
 
 PEAK = """
 import re, sys
 from pathlib import Path
-from tunekit.data.sources.source import open_source
-table = open_source(sys.argv[1], "train", stream=sys.argv[2] == "stream")
+from tunekit.data.readers.open_dataset import open_dataset
+table = open_dataset(sys.argv[1], "train", stream=sys.argv[2] == "stream")
 count = sum(1 for row in table.rows)
 print(count, re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])
 """
@@ -161,4 +161,4 @@ def test_a_million_rows_want_no_more_memory_than_few(kind: str, tmp_path: Path) 
 
 def test_a_fault_stops_who_insists() -> None:
     with pytest.raises(UserError, match="^rows.jsonl:3: is broken$"):
-        insist(Fault("rows.jsonl:3", "is broken"))
+        require_row(BadRow("rows.jsonl:3", "is broken"))

@@ -3,7 +3,7 @@
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from tunekit.data.chat.template import Template
+from tunekit.data.chat_template.template import ChatTemplate
 from tunekit.errors import UserError
 
 TALK = [{"role": "user", "content": "Hi <b>'é'"}, {"role": "assistant", "content": "Yo"}]
@@ -25,7 +25,7 @@ CONTEXT = {"messages": TALK, "tools": None, "documents": None, "add_generation_p
     ],
 )
 def test_text_equals_transformers(text: str) -> None:
-    assert Template(text, "t").render(CONTEXT) == render_jinja_template([TALK], chat_template=text)[0][0]
+    assert ChatTemplate(text, "t").render(CONTEXT) == render_jinja_template([TALK], chat_template=text)[0][0]
 
 
 BLOCK = "{% generation %}{{ m.content }}{% endgeneration %}"
@@ -44,7 +44,7 @@ BLOCK = "{% generation %}{{ m.content }}{% endgeneration %}"
     ],
 )
 def test_blocks_are_found_as_they_are_written_or_by_a_second_look(text: str, straight: bool) -> None:
-    template = Template(text, "t")
+    template = ChatTemplate(text, "t")
     whole, spans = template.written(CONTEXT)
     assert whole == template.render(CONTEXT)
     assert (spans is not None) == straight
@@ -57,11 +57,11 @@ def test_blocks_are_found_as_they_are_written_or_by_a_second_look(text: str, str
 def test_generation_spans_equal_transformers_and_hold_in_macros_too() -> None:
     text = "é{% for m in messages %}{{ m.role }}:{% generation %}{{ m.content }}.{% endgeneration %}\n{% endfor %}"
     theirs, spans = render_jinja_template([TALK], chat_template=text, return_assistant_tokens_mask=True)
-    template = Template(text, "t")
+    template = ChatTemplate(text, "t")
     assert template.generated(template.render(CONTEXT), CONTEXT) == spans[0]
     assert [theirs[0][start:end] for start, end in spans[0]] == ["Hi <b>'é'.", "Yo."]
     macro = "{% macro say(m) %}<{% generation %}{{ m.content }}{% endgeneration %}>{% endmacro %}"
-    template = Template(macro + "{% for m in messages %}{{ say(m) }}{% endfor %}", "t")
+    template = ChatTemplate(macro + "{% for m in messages %}{{ say(m) }}{% endfor %}", "t")
     whole = template.render(CONTEXT)
     assert [whole[start:end] for start, end in template.generated(whole, CONTEXT)] == ["Hi <b>'é'", "Yo"]
 
@@ -75,7 +75,7 @@ def test_generation_spans_equal_transformers_and_hold_in_macros_too() -> None:
     ],
 )
 def test_generation_blocks_that_are_rewritten_are_refused(text: str) -> None:
-    template = Template(text, "t")
+    template = ChatTemplate(text, "t")
     with pytest.raises(UserError, match="nests or rewrites its generation blocks"):
         template.generated(template.render(CONTEXT), CONTEXT)
 
@@ -94,7 +94,7 @@ def test_generation_blocks_that_are_rewritten_are_refused(text: str) -> None:
 )
 def test_what_a_template_refuses_is_told(text: str, message: str) -> None:
     with pytest.raises(UserError, match=f"^model/chat.jinja: {message}") as told:
-        Template(text, "model/chat.jinja").render(CONTEXT)
+        ChatTemplate(text, "model/chat.jinja").render(CONTEXT)
     assert "\n" not in str(told.value)
 
 
@@ -118,10 +118,10 @@ def test_what_a_template_refuses_is_told(text: str, message: str) -> None:
 )
 def test_a_template_does_not_leave_its_sandbox(text: str) -> None:
     with pytest.raises(UserError, match="^t: the chat template (tries to leave its sandbox|fails)"):
-        Template(text, "t").render(CONTEXT)
+        ChatTemplate(text, "t").render(CONTEXT)
     assert TALK[0] == {"role": "user", "content": "Hi <b>'é'"}
 
 
 def test_bad_syntax_is_told_with_its_line() -> None:
     with pytest.raises(UserError, match="^t: the chat template is no valid Jinja: line 2: "):
-        Template("fine\n{% if %}", "t")
+        ChatTemplate("fine\n{% if %}", "t")

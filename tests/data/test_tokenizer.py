@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from tunekit.data.tokenizer import Stream, Tokenizer
+from tunekit.data.tokenizer import TextStreamer, Tokenizer
 from tunekit.errors import UserError
 
 NAMES = ["chatml", "thinking", "headers", "turns", "brackets", "closed", "plain", "generation"]
@@ -113,7 +113,7 @@ def test_a_stream_prints_what_the_whole_decodes_to(folders: dict[str, Path], tex
     for name in ("chatml", "turns"):
         tokenizer = Tokenizer.open(folders[name]) if name not in OPEN else OPEN[name]
         OPEN[name] = tokenizer
-        ids, stream = tokenizer.encode(text), Stream(tokenizer)
+        ids, stream = tokenizer.encode(text), TextStreamer(tokenizer)
         pieces = [stream.add(token) for token in ids]
         assert not any("\ufffd" in piece for piece in pieces) or "\ufffd" in text
         assert "".join(pieces) + stream.end() == tokenizer.decode(ids)
@@ -126,7 +126,7 @@ def test_a_stream_holds_back_half_a_character(folders: dict[str, Path]) -> None:
     tokenizer = Tokenizer.open(folders["chatml"])
     ids = tokenizer.encode("🜁")
     assert len(ids) > 1
-    stream = Stream(tokenizer)
+    stream = TextStreamer(tokenizer)
     assert [stream.add(token) for token in ids] == [""] * (len(ids) - 1) + ["🜁"]
     assert stream.add(ids[0]) == ""
     assert stream.end() == "\ufffd"

@@ -3,18 +3,18 @@
 import pytest
 
 from tests.data.test_checks import LIMIT, found, ordinary, subject, turn
-from tunekit.data.checks import Subject, Use, inspect
-from tunekit.data.fit import fitted
-from tunekit.data.prepared.documents import Document, Documents, Prepared
+from tunekit.data.preprocess.tokenized_dataset import Document, PreprocessSummary, TokenizedDataset
+from tunekit.data.row_checks import CheckContext, CheckTarget, run_data_checks
 from tunekit.data.tokenizer import Tokenizer
+from tunekit.data.truncation import fit_documents
 
 
 @pytest.mark.parametrize(("dropped", "told"), [(18, True), (2, True), (1, False), (0, False)])
 def test_rows_that_are_dropped_as_too_long(nano: Tokenizer, dropped: int, told: bool) -> None:
     """Of those that were not left out for another reason."""
-    rows = Documents(ordinary(nano, 20 - dropped), [f"a:{row}" for row in range(20 - dropped)])
-    rows.prepared = Prepared(rows=30, left_out=6, skipped=4, dropped=dropped)
-    seen = inspect(Subject("data", [rows], nano, Use(LIMIT)))
+    rows = TokenizedDataset(ordinary(nano, 20 - dropped), [f"a:{row}" for row in range(20 - dropped)])
+    rows.prepared = PreprocessSummary(rows=30, left_out=6, skipped=4, dropped=dropped)
+    seen = run_data_checks(CheckTarget("data", [rows], nano, CheckContext(LIMIT)))
     assert [one.kind for one in seen] == ["dropped rows"] * told
     for one in seen:
         assert (one.severity, one.count, one.share) == ("doubtful", dropped, dropped / 20)
@@ -25,7 +25,7 @@ def test_rows_that_are_dropped_as_too_long(nano: Tokenizer, dropped: int, told: 
 def stories(tokenizer: Tokenizer, *lengths: int) -> list[Document]:
     """Rows that begin alike, cut where they are too long."""
     said = [turn(tokenizer, ("Tell me a story.", "Once there was a cat. " * length)) for length in lengths]
-    return [one for row in said for one in fitted(row, LIMIT, "truncate", 1)]
+    return [one for row in said for one in fit_documents(row, LIMIT, "truncate", 1)]
 
 
 def test_rows_that_are_alike_once_cut_are_no_copies(nano: Tokenizer) -> None:
@@ -58,7 +58,7 @@ def test_a_row_that_ends_where_others_are_cut_is_none_of_them(nano: Tokenizer) -
 
 def test_held_out_rows_that_are_learnt_as_far_as_they_are_left(nano: Tokenizer) -> None:
     rows, cut = ordinary(nano), stories(nano, *range(20, 32))
-    seen = inspect(subject(nano, rows + cut[:1]), subject(nano, cut[1:], "validation"))
+    seen = run_data_checks(subject(nano, rows + cut[:1]), subject(nano, cut[1:], "validation"))
     told = {one.kind: one for one in seen if one.part == "validation"}
     assert "overlap" not in told and "same prompts" not in told
     assert (told["overlap once cut"].severity, told["overlap once cut"].count) == ("doubtful", 11)

@@ -7,23 +7,27 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tunekit import cli
-from tunekit.data.rows import Auto
-from tunekit.data.sources.table import Fault, Row
+from tunekit.cli import main as cli
+from tunekit.data.datasets import AutoDataset
+from tunekit.data.readers.row_reader import BadRow, Row
 from tunekit.data.tokenizer import Tokenizer
-from tunekit.data.transforms import Rename, Transform, Where
+from tunekit.data.transforms import Filter, RenameColumns, RowTransform
 from tunekit.errors import FieldError, UserError
 
 
 def test_columns_get_other_names() -> None:
     fields = {"question": "a", "answer": "b", "prompt": "old", "id": 3}
-    assert Rename({"question": "prompt", "answer": "completion"})(fields) == {"prompt": "a", "completion": "b", "id": 3}
+    assert RenameColumns({"question": "prompt", "answer": "completion"})(fields) == {
+        "prompt": "a",
+        "completion": "b",
+        "id": 3,
+    }
     assert fields == {"question": "a", "answer": "b", "prompt": "old", "id": 3}
-    assert Rename({"a": "b", "b": "a"})({"a": 1, "b": 2}) == {"a": 2, "b": 1}
+    assert RenameColumns({"a": "b", "b": "a"})({"a": 1, "b": 2}) == {"a": 2, "b": 1}
     with pytest.raises(UserError, match=r"the row has no column 'x' to rename \(it has: question\)"):
-        Rename({"x": "y"})({"question": "a"})
+        RenameColumns({"x": "y"})({"question": "a"})
     with pytest.raises(FieldError, match="two columns get the same name"):
-        Rename({"a": "c", "b": "c"})
+        RenameColumns({"a": "c", "b": "c"})
 
 
 @pytest.mark.parametrize(
@@ -43,12 +47,12 @@ def test_columns_get_other_names() -> None:
 )
 def test_rows_are_chosen_by_their_columns(columns: dict, kept: bool) -> None:
     fields = {"language": "en", "checked": True, "score": 1.0, "tags": ["a"]}
-    assert Where(columns)(fields) == (fields if kept else None)
+    assert Filter(columns)(fields) == (fields if kept else None)
 
 
 def test_a_column_to_choose_by_must_be_there() -> None:
     with pytest.raises(UserError, match=r"the row has no column 'x' to choose by \(it has: a\)"):
-        Where({"x": 1})({"a": 1})
+        Filter({"x": 1})({"a": 1})
 
 
 def test_transforms_come_before_anything_else(folders: dict[str, Path]) -> None:
@@ -56,16 +60,16 @@ def test_transforms_come_before_anything_else(folders: dict[str, Path]) -> None:
         Row("a:1", {"q": "Hello", "a": " there", "ok": True}),
         Row("a:2", {"q": 3, "ok": False}),
         Row("a:3", {"q": "Hello", "ok": True}),
-        Fault("a:4", "no JSON"),
+        BadRow("a:4", "no JSON"),
     ]
-    choice = Auto("a", transforms=(Where({"ok": True}), Rename({"q": "prompt", "a": "completion"})))
+    choice = AutoDataset("a", transforms=(Filter({"ok": True}), RenameColumns({"q": "prompt", "a": "completion"})))
     first, *rest = choice.encode(Tokenizer.open(folders["chatml"]), rows)
     assert isinstance(first, list) and len(first) == 1
-    assert rest == [None, Fault("a:3", "the row has no column 'a' to rename (it has: q, ok)"), rows[3]]
+    assert rest == [None, BadRow("a:3", "the row has no column 'a' to rename (it has: q, ok)"), rows[3]]
 
 
 @dataclass(frozen=True)
-class First(Transform):
+class First(RowTransform):
     """The first of some messages."""
 
     def __call__(self, fields: dict) -> dict:
@@ -74,27 +78,27 @@ class First(Transform):
 
 def test_a_mistake_in_a_persons_own_code_is_a_fault_of_the_row(folders: dict[str, Path]) -> None:
     rows = [Row("a:1", {"messages": []}), Row("a:2", {}), Row("a:3", {"messages": ["Hello there"]})]
-    choice = Auto("a", transforms=(First(),))  # type: ignore[arg-type]
+    choice = AutoDataset("a", transforms=(First(),))  # type: ignore[arg-type]
     empty, absent, found = choice.encode(Tokenizer.open(folders["chatml"]), rows)
     line = next(n for n, text in enumerate(Path(__file__).read_text().splitlines(), 1) if '["messages"][0]' in text)
-    assert empty == Fault("a:1", f"test_transforms.py:{line}: IndexError: list index out of range")
-    assert absent == Fault("a:2", f"test_transforms.py:{line}: KeyError: 'messages'")
+    assert empty == BadRow("a:1", f"test_transforms.py:{line}: IndexError: list index out of range")
+    assert absent == BadRow("a:2", f"test_transforms.py:{line}: KeyError: 'messages'")
     assert isinstance(found, list)
     with pytest.raises(AttributeError):  # no code of a person
-        Auto("a").encode(None, rows[2:])  # type: ignore[arg-type]
+        AutoDataset("a").encode(None, rows[2:])  # type: ignore[arg-type]
 
 
 OWN = '''
 from dataclasses import dataclass
 
-from tunekit.data.chat.messages import Talk, talk
-from tunekit.data.rows import Conversations
-from tunekit.data.transforms import Transform
+from tunekit.data.chat_template.messages import Conversation, make_conversation
+from tunekit.data.datasets import ConversationDataset
+from tunekit.data.transforms import RowTransform
 from tunekit.errors import UserError
 
 
 @dataclass(frozen=True)
-class Shout(Transform):
+class Shout(RowTransform):
     """Questions in capitals."""
 
     mark: str = "!"  # behind each
@@ -104,14 +108,14 @@ class Shout(Transform):
 
 
 @dataclass(frozen=True)
-class Forum(Conversations):
+class Forum(ConversationDataset):
     """Threads: who asks first, and what is answered."""
 
     def talk(self, fields):
         if "answer" not in fields:
             raise UserError("the thread has no answer")
         turns = [{"role": "user", "content": fields["ask"]}, {"role": "assistant", "content": fields["answer"]}]
-        return talk(turns, "thread")
+        return make_conversation(turns, "thread")
 '''
 
 

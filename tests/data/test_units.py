@@ -8,39 +8,39 @@ import numpy as np
 import pytest
 import torch
 
-from tunekit.data.prepared.documents import Document, Documents
-from tunekit.data.rows import Marked, Preference, Rows
-from tunekit.data.signs import Sign
-from tunekit.data.steps import compared, stream
-from tunekit.data.steps.batch import IGNORE, Batch, Layout
-from tunekit.data.steps.compared import Auto, Mix, Part
-from tunekit.data.steps.loader import load
-from tunekit.data.steps.mapped import Mapped
-from tunekit.data.steps.mix import Mixed
+from tunekit.data.dataloader import preference_data, stream_blocks
+from tunekit.data.dataloader.batch import IGNORE, Batch, Collator
+from tunekit.data.dataloader.build import build_dataloader
+from tunekit.data.dataloader.map_style import MapDataLoader
+from tunekit.data.dataloader.mixture import MixtureBase
+from tunekit.data.dataloader.preference_data import AutoPreferenceDataset, PreferenceMixture, PreferenceMixtureMember
+from tunekit.data.datasets import DatasetConfig, PreferenceDataset, UnpairedPreferenceDataset
+from tunekit.data.doc_flags import DocFlags
+from tunekit.data.preprocess.tokenized_dataset import Document, TokenizedDataset
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import FieldError, UserError
 
 PAIRS, BATCH, PAD, LENGTH = 23, 6, 7, 30
 
 
-def documents() -> Documents:
+def documents() -> TokenizedDataset:
     """Pairs that say their number in each of their first tokens: 1000, 1001, ..."""
     random, found = np.random.default_rng(0), []
     for number in range(2 * PAIRS):
         tokens = random.integers(10, 900, random.integers(4, LENGTH + 1)).astype(np.int32)
         tokens[0], learnt = 1000 + number, np.arange(len(tokens)) >= len(tokens) // 2
-        found.append(Document(tokens, learnt, len(tokens), (Sign.GOOD, Sign.BAD)[number % 2]))
-    return Documents(found)
+        found.append(Document(tokens, learnt, len(tokens), (DocFlags.GOOD, DocFlags.BAD)[number % 2]))
+    return TokenizedDataset(found)
 
 
-def opened(place, rows: Rows, micro: int = BATCH) -> Mapped:
-    mix = Mixed.of(rows)
-    layout = Layout(BATCH, micro, place.rank, place.size, PAD, mix.capacity, mix.each, owned=True)
-    return Mapped(mix, (documents(),), layout, place.seed)
+def opened(place, rows: DatasetConfig, micro: int = BATCH) -> MapDataLoader:
+    mix = MixtureBase.of(rows)
+    layout = Collator(BATCH, micro, place.rank, place.size, PAD, mix.capacity, mix.each, owned=True)
+    return MapDataLoader(mix, (documents(),), layout, place.seed)
 
 
-def pairs(place, packed: bool, micro: int = BATCH) -> Mapped:
-    return opened(place, Preference("rows", length=LENGTH, pack=packed), micro)
+def pairs(place, packed: bool, micro: int = BATCH) -> MapDataLoader:
+    return opened(place, PreferenceDataset("rows", length=LENGTH, pack=packed), micro)
 
 
 def held(batch: Batch) -> list[tuple[int, list[int], list[int]]]:
@@ -57,7 +57,7 @@ def held(batch: Batch) -> list[tuple[int, list[int], list[int]]]:
     return found
 
 
-def told(rows: Documents, number: int) -> tuple[int, list[int], list[int]]:
+def told(rows: TokenizedDataset, number: int) -> tuple[int, list[int], list[int]]:
     """The same of a document, by hand."""
     document = rows[number]
     nexts = zip(document.tokens[1:].tolist(), document.learnt[1:].tolist(), strict=True)
@@ -77,7 +77,7 @@ def test_pairs_are_never_torn_on_any_layout(place, packed: bool, size: int, micr
         batches = [batch for part in parts for batch in part]
         for batch in batches:
             assert batch.numbers[1::2].tolist() == (batch.numbers[::2] + 1).tolist()
-            assert batch.signs.tolist() == [Sign.GOOD, Sign.BAD] * (len(batch.signs) // 2)
+            assert batch.signs.tolist() == [DocFlags.GOOD, DocFlags.BAD] * (len(batch.signs) // 2)
             owned = batch.owner
             rows = [set(row.tolist()) - {-1} for row in owned]
             assert len(rows) <= (micro if packed else 2 * micro)
@@ -119,8 +119,10 @@ def test_a_rank_without_pairs_owns_nothing(place, packed: bool) -> None:
 
 
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("rows", [Preference("rows", length=LENGTH), Marked("rows", length=LENGTH)])
-def test_mismatched_answers_are_those_of_the_next_row_of_the_step(place, rows: Rows, packed: bool) -> None:
+@pytest.mark.parametrize(
+    "rows", [PreferenceDataset("rows", length=LENGTH), UnpairedPreferenceDataset("rows", length=LENGTH)]
+)
+def test_mismatched_answers_are_those_of_the_next_row_of_the_step(place, rows: DatasetConfig, packed: bool) -> None:
     choice = type(rows)("rows", length=LENGTH, pack=packed)
     for size, micro in ((1, BATCH), (2, 1), (3, 4)):
         ranks = [opened(place(rank, size), choice, micro) for rank in range(size)]
@@ -144,8 +146,8 @@ def test_mismatched_answers_are_those_of_the_next_row_of_the_step(place, rows: R
 
 
 def test_mismatched_answers_of_one_row_are_its_own(place) -> None:
-    loader = opened(place(), Marked("rows", length=LENGTH))
-    loader.layout = Layout(1, 1, 0, 1, PAD, None, owned=True)
+    loader = opened(place(), UnpairedPreferenceDataset("rows", length=LENGTH))
+    loader.layout = Collator(1, 1, 0, 1, PAD, None, owned=True)
     loader.cross()
     (batch,) = loader.layout.batches(loader.rows, [np.array([5])])
     assert held(batch.others) == held(batch)
@@ -183,11 +185,11 @@ def spoken(batches: list[Batch], tokenizer: Tokenizer) -> list[tuple[str, str]]:
 @pytest.mark.parametrize("pack", [False, True])
 @pytest.mark.parametrize("size", [1, 3])
 def test_a_stream_of_pairs_is_never_torn(pack, size, tokenizer, place, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(stream, "DOCUMENTS", 20)
+    monkeypatch.setattr(stream_blocks, "DOCUMENTS", 20)
     source = file(tmp_path, "rows", [pair(number) for number in range(31)])
-    rows = Preference(source, length=50, pack=pack, stream=True, workers=0)
-    want = load(rows, tokenizer, 4, 4, place())
-    ranks = [load(rows, tokenizer, 4, 1, place(rank, size)) for rank in range(size)]
+    rows = PreferenceDataset(source, length=50, pack=pack, stream=True, workers=0)
+    want = build_dataloader(rows, tokenizer, 4, 4, place())
+    ranks = [build_dataloader(rows, tokenizer, 4, 1, place(rank, size)) for rank in range(size)]
     seen, numbers, states = Counter(), [], []
     for step in range(12):
         states.append(want.state(step))
@@ -200,15 +202,15 @@ def test_a_stream_of_pairs_is_never_torn(pack, size, tokenizer, place, tmp_path,
         numbers += [number for batch in here for number in batch.numbers.tolist()]
     assert len(set(numbers)) == len(numbers), "no two documents of a stream are called alike"
     assert max(seen.values()) <= 1 + (seen.total() + 20) // 31
-    again = load(rows, tokenizer, 4, 4, place())
+    again = build_dataloader(rows, tokenizer, 4, 4, place())
     again.restore(states[7])
     assert spoken(again[7], tokenizer) == spoken(load_to(rows, tokenizer, place(), 7), tokenizer)
     for loader in (want, again, *ranks):
         loader.close()
 
 
-def load_to(rows: Rows, tokenizer: Tokenizer, place, step: int) -> list[Batch]:
-    loader = load(rows, tokenizer, 4, 4, place)
+def load_to(rows: DatasetConfig, tokenizer: Tokenizer, place, step: int) -> list[Batch]:
+    loader = build_dataloader(rows, tokenizer, 4, 4, place)
     found = [loader[at] for at in range(step + 1)][-1]
     loader.close()
     return found
@@ -218,8 +220,15 @@ def load_to(rows: Rows, tokenizer: Tokenizer, place, step: int) -> list[Batch]:
 def test_a_mix_of_pairs_counts_pairs(pack: bool, tokenizer, place, tmp_path) -> None:
     one = file(tmp_path, "one", [pair(number, "one") for number in range(9)])
     other = file(tmp_path, "other", [pair(number, "other") for number in range(20)])
-    mix = Mix((Part(Auto(one), epochs=2), Part(Preference(other), cap=7)), length=50, pack=pack)
-    loader = load(mix, tokenizer, 4, 2, place())
+    mix = PreferenceMixture(
+        (
+            PreferenceMixtureMember(AutoPreferenceDataset(one), epochs=2),
+            PreferenceMixtureMember(PreferenceDataset(other), cap=7),
+        ),
+        length=50,
+        pack=pack,
+    )
+    loader = build_dataloader(mix, tokenizer, 4, 2, place())
     assert [(share.rows, share.passes) for share in loader.report.shares] == [(18, 2), (7, 7 / 20)]
     batches = [batch for step in range(loader.steps(1)) for batch in loader[step]]
     found = spoken(batches, tokenizer)
@@ -232,20 +241,37 @@ def test_a_mix_of_pairs_counts_pairs(pack: bool, tokenizer, place, tmp_path) -> 
 
 
 def test_rows_are_what_the_first_says(tokenizer, place, tmp_path) -> None:
-    marks = load(Auto(file(tmp_path, "marks", [mark(number) for number in range(6)])), tokenizer, 6, 6, place())
+    marks = build_dataloader(
+        AutoPreferenceDataset(file(tmp_path, "marks", [mark(number) for number in range(6)])), tokenizer, 6, 6, place()
+    )
     (batch,) = marks[0]
     good = {number: mark(number)["label"] for number in range(6)}
-    assert [sign == Sign.GOOD for sign in batch.signs.tolist()] == [good[number] for number in batch.numbers.tolist()]
+    assert [sign == DocFlags.GOOD for sign in batch.signs.tolist()] == [
+        good[number] for number in batch.numbers.tolist()
+    ]
     assert "completions with marks" in str(marks.report)
-    assert "preference pairs" in str(load(Auto(file(tmp_path, "a", [pair(1)])), tokenizer, 1, 1, place()).report)
+    assert "preference pairs" in str(
+        build_dataloader(AutoPreferenceDataset(file(tmp_path, "a", [pair(1)])), tokenizer, 1, 1, place()).report
+    )
     chats = file(tmp_path, "chats", [{"messages": [{"role": "user", "content": "a"}]}])
     with pytest.raises(UserError, match="from which this recipe does not learn: it wants columns chosen and rejected"):
-        load(Auto(chats), tokenizer, 1, 1, place())
+        build_dataloader(AutoPreferenceDataset(chats), tokenizer, 1, 1, place())
 
 
 def test_pairs_and_marks_do_not_mix(tokenizer, place, tmp_path) -> None:
     one, other = file(tmp_path, "one", [pair(1)]), file(tmp_path, "other", [mark(1)])
-    with pytest.raises(UserError, match="all give pairs, or all give single answers; here .* gives Marked rows"):
-        load(Mix((Part(Auto(one)), Part(Auto(other)))), tokenizer, 1, 1, place())
+    with pytest.raises(UserError, match="all give pairs, or all give single answers; here .* gives marked rows"):
+        build_dataloader(
+            PreferenceMixture(
+                (
+                    PreferenceMixtureMember(AutoPreferenceDataset(one)),
+                    PreferenceMixtureMember(AutoPreferenceDataset(other)),
+                )
+            ),
+            tokenizer,
+            1,
+            1,
+            place(),
+        )
     with pytest.raises(FieldError, match="cannot go on in further rows"):
-        compared.Auto(one, too_long="split")
+        preference_data.AutoPreferenceDataset(one, too_long="split")

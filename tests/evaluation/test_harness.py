@@ -17,18 +17,18 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 from tests.evaluation import own
-from tunekit import assemble, bundled
+from tunekit import assets, build
+from tunekit.distributed.context import DistributedContext
 from tunekit.errors import UserError
-from tunekit.evaluation import harness, nano
-from tunekit.evaluation.figures import Found
-from tunekit.evaluation.questions import Asker
-from tunekit.evaluation.tasks import Tasks
-from tunekit.formats import NF4, Plain
-from tunekit.generate import Sampling
-from tunekit.parallel.run import Run
-from tunekit.precision import Precision
+from tunekit.evaluation import bundled_tasks, lm_eval_adapter
+from tunekit.evaluation.generation_eval import GenerationEvaluator
+from tunekit.evaluation.results import TaskResult
+from tunekit.evaluation.tasks import TaskSelection
+from tunekit.generation.generate import SamplingConfig
+from tunekit.models.precision import PrecisionConfig
+from tunekit.quantization.config import NF4Config, NoQuantization
 
-NANO = bundled.MODELS["tunekit/nano"]
+NANO = assets.MODELS["tunekit/nano"]
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def theirs() -> Any:
 
 
 @pytest.fixture(scope="module")
-def ours() -> harness.Asked:
+def ours() -> lm_eval_adapter.LMEvalAdapter:
     return asker("tunekit/nano")
 
 
@@ -58,20 +58,27 @@ def reference(folder: Path) -> Any:
     return make(pretrained=str(folder), dtype="float32", device="cpu", batch_size=4)
 
 
-def asker(name: str) -> harness.Asked:
-    run = Run.alone()
-    return harness.Asked(*assemble.opened(name, Precision("fp32"), run), 4, run, name)
+def asker(name: str) -> lm_eval_adapter.LMEvalAdapter:
+    run = DistributedContext.alone()
+    return lm_eval_adapter.LMEvalAdapter(*build.load_for_inference(name, PrecisionConfig("fp32"), run), 4, run, name)
 
 
 def asked(
-    model: harness.Asked, folder: Path, *names: str, shots: int | None = None, limit: int | None = None, chat=False
-) -> dict[str, Found]:
-    opened = harness.loaded(names, shots, str(folder))
-    return {one.task: one for one in harness.measured(model, names, opened, limit, chat)}
+    model: lm_eval_adapter.LMEvalAdapter,
+    folder: Path,
+    *names: str,
+    shots: int | None = None,
+    limit: int | None = None,
+    chat=False,
+) -> dict[str, TaskResult]:
+    opened = lm_eval_adapter.loaded(names, shots, str(folder))
+    return {one.task: one for one in lm_eval_adapter.measured(model, names, opened, limit, chat)}
 
 
 @pytest.mark.parametrize("chat", [False, True])
-def test_figures_are_those_of_transformers(theirs: Any, ours: harness.Asked, folder: Path, chat: bool) -> None:
+def test_figures_are_those_of_transformers(
+    theirs: Any, ours: lm_eval_adapter.LMEvalAdapter, folder: Path, chat: bool
+) -> None:
     tasks = TaskManager(include_path=str(folder), include_defaults=False)
     how: dict[str, Any] = {
         "apply_chat_template": chat,
@@ -100,11 +107,11 @@ def test_figures_are_those_of_transformers(theirs: Any, ours: harness.Asked, fol
 
 
 def test_likelihoods_and_answers_are_those_of_transformers(
-    theirs: Any, ours: harness.Asked, folder: Path, monkeypatch: pytest.MonkeyPatch
+    theirs: Any, ours: lm_eval_adapter.LMEvalAdapter, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ours, "max_length", 64)
     monkeypatch.setattr(theirs, "_max_length", 64)
-    tasks = harness.loaded([*own.TASKS], 3, str(folder))["tasks"]
+    tasks = lm_eval_adapter.loaded([*own.TASKS], 3, str(folder))["tasks"]
     for task in tasks.values():
         task.build_all_requests(rank=0, world_size=1)
         kind = task.instances[0].request_type
@@ -168,8 +175,10 @@ def test_an_adapter_is_asked_as_peft_has_it(folder: Path, tmp_path: Path, bits: 
     make: Any = HFLM
     theirs = make(model, tokenizer=AutoTokenizer.from_pretrained(NANO), batch_size=4)
     theirs.model.train()  # in which bitsandbytes works on a CPU as on a GPU; nothing here is dropped
-    run, form = Run.alone(), NF4() if bits else Plain()
-    ours = harness.Asked(*assemble.opened(str(tmp_path / "adapter"), Precision("fp32"), run, form), 4, run, "adapter")
+    run, form = DistributedContext.alone(), NF4Config() if bits else NoQuantization()
+    ours = lm_eval_adapter.LMEvalAdapter(
+        *build.load_for_inference(str(tmp_path / "adapter"), PrecisionConfig("fp32"), run, form), 4, run, "adapter"
+    )
     tasks = TaskManager(include_path=str(folder), include_defaults=False)
     wanted: Any = evaluator.simple_evaluate(theirs, tasks=["sums", "read"], task_manager=tasks, bootstrap_iters=0)
     found = asked(ours, folder, "sums", "read")
@@ -179,33 +188,35 @@ def test_an_adapter_is_asked_as_peft_has_it(folder: Path, tmp_path: Path, bits: 
     )
 
 
-def test_rows_of_our_own_are_known_by_where_they_are_from(ours: harness.Asked) -> None:
+def test_rows_of_our_own_are_known_by_where_they_are_from(ours: lm_eval_adapter.LMEvalAdapter) -> None:
     """Also where there is nothing to score or to answer, and so no figure."""
-    ask = Asker(ours.model, ours.words, Sampling(tokens=4), 4, ours.run)
-    rows = nano.documents("nano/facts", ours.words, 3)
+    ask = GenerationEvaluator(ours.model, ours.words, SamplingConfig(tokens=4), 4, ours.run)
+    rows = bundled_tasks.task_documents("nano/facts", ours.words, 3)
     silent = rows[1][1]._replace(learnt=np.zeros_like(rows[1][1].learnt))
     first, second = ask("facts", rows)[1], ask("facts", [rows[0], ("nothing", silent), rows[2]])[1]
     for found, wanted in ((first, [1, 2, 3]), (second, [1, 3])):
         assert list(found["loss"].rows) == [f"nano/facts row {n}" for n in wanted]
         assert found["exact match"].rows == found["loss"].rows
-    assert ask("facts", [("nothing", silent)])[1] == Found("facts", ())
+    assert ask("facts", [("nothing", silent)])[1] == TaskResult("facts", ())
 
 
-def test_another_model_is_asked_the_same(ours: harness.Asked, folder: Path) -> None:
+def test_another_model_is_asked_the_same(ours: lm_eval_adapter.LMEvalAdapter, folder: Path) -> None:
     """Examples in front of its questions are those of the first."""
     one, other = (asked(ours, folder, "sums", "said", shots=2, chat=True) for _ in range(2))
     assert one == other
 
 
-def test_what_is_asked_wrongly(ours: harness.Asked, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_asked_wrongly(
+    ours: lm_eval_adapter.LMEvalAdapter, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def few(include: str | None, own: bool = False) -> TaskManager:
         return TaskManager(include_path=include, include_defaults=False)  # the others take long to read
 
-    monkeypatch.setattr(harness, "manager", few)
+    monkeypatch.setattr(lm_eval_adapter, "manager", few)
     with pytest.raises(UserError, match="no task 'sumz'; did you mean 'sums'"):
-        Tasks(("sumz",), include=str(folder)).check()
+        TaskSelection(("sumz",), include=str(folder)).check()
     with pytest.raises(UserError, match="include: nowhere is no folder"):
-        Tasks(("sums",), include="nowhere").check()
+        TaskSelection(("sums",), include="nowhere").check()
     (folder / "warm.yaml").write_text((folder / "said.yaml").read_text().replace("task: said", "task: warm"))
     text = (folder / "warm.yaml").read_text().replace("do_sample: false", "do_sample: true, typical_p: 0.5")
     (folder / "warm.yaml").write_text(text)
@@ -213,14 +224,14 @@ def test_what_is_asked_wrongly(ours: harness.Asked, folder: Path, monkeypatch: p
         asked(ours, folder, "warm", limit=2)
     (folder / "warm.yaml").write_text(text + "unsafe_code: true\n")
     with pytest.raises(UserError, match="warm runs code that a model has written"):
-        Tasks(("warm",), include=str(folder)).opened()
+        TaskSelection(("warm",), include=str(folder)).opened()
     (folder / "warm.yaml").write_text(text.replace("rows.jsonl", "gone.jsonl"))
     with pytest.raises(UserError, match="warm cannot be asked: .*gone.jsonl"):
-        Tasks(("warm",), include=str(folder)).opened()
+        TaskSelection(("warm",), include=str(folder)).opened()
 
     def cut_off(*_: object) -> None:
         raise ConnectionError("Couldn't reach 'warm' on the Hub")
 
     monkeypatch.setattr(TaskManager, "load", cut_off)
     with pytest.raises(UserError, match="warm cannot be asked: Couldn't reach .*; what was fetched once stays here"):
-        Tasks(("warm",), include=str(folder)).opened()
+        TaskSelection(("warm",), include=str(folder)).opened()

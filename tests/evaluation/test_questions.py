@@ -2,12 +2,12 @@
 
 import pytest
 
-from tunekit import bundled
-from tunekit.data.fit import TooLong
-from tunekit.data.rows import Chat
-from tunekit.data.sources.table import Row
+from tunekit import assets
+from tunekit.data.datasets import ChatDataset
+from tunekit.data.readers.row_reader import Row
 from tunekit.data.tokenizer import Tokenizer
-from tunekit.evaluation.questions import asked
+from tunekit.data.truncation import TooLong
+from tunekit.evaluation.generation_eval import asked
 
 TALK = [
     {"role": role, "content": text}
@@ -18,7 +18,7 @@ TALK = [
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    return Tokenizer.open(bundled.MODELS["tunekit/nano"])
+    return Tokenizer.open(assets.MODELS["tunekit/nano"])
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,7 @@ def tokenizer() -> Tokenizer:
     ],
 )
 def test_parts_of_a_row_ask_nothing(length: int, too_long: TooLong, wanted: list[str], tokenizer: Tokenizer) -> None:
-    rows = Chat("rows.jsonl", length=length, too_long=too_long)
+    rows = ChatDataset("rows.jsonl", length=length, too_long=too_long)
     found = rows.encode(rows.prepare(tokenizer), [Row("rows.jsonl:1", {"messages": TALK})])[0]
     assert isinstance(found, list) and (len(found) > 1) == (length == 12 and too_long == "split")
     assert [question.wanted for question in asked([("rows.jsonl:1", one) for one in found], tokenizer)] == wanted

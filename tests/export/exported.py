@@ -10,11 +10,11 @@ from tests import checkpoints
 from tests.checkpoints import SHAPES
 from tests.shapes_dense import GEMMA2, GEMMA3, KINDS3
 from tests.shapes_experts import QWEN2
-from tunekit.checkpoint.folder import Folder
-from tunekit.export.encoding import encoding
-from tunekit.export.plan import Plan, planned
-from tunekit.export.reading import Exported
-from tunekit.export.write import write
+from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
+from tunekit.export.gguf_reader import GGUFCheckpoint
+from tunekit.export.gguf_writer import write_gguf
+from tunekit.export.quant_types import parse_quant_type
+from tunekit.export.tensor_map import TensorMap, build_tensor_map
 
 NAMES = ("llama2", "llama3.1", "llama3.2", "llama-biases", "llama-linear", "llama-yarn", "smollm2", "smollm3")
 NAMES += ("granite", "granite-tied", "mistral", "mistral-null", "ministral", "ministral3", "ministral3-sliding")
@@ -45,11 +45,11 @@ def made(folder: Path, shape: dict[str, Any]) -> Path:
     return checkpoints.save(checkpoints.build(shape), folder)
 
 
-def written(folder: Path, out: Path, word: str = "f32") -> tuple[Plan, Exported]:
+def written(folder: Path, out: Path, word: str = "f32") -> tuple[TensorMap, GGUFCheckpoint]:
     """A checkpoint as a file without a tokenizer, and the file opened again."""
-    plan = planned(Folder.open(folder), encoding(word))
-    write(out, plan, {"tokenizer.ggml.model": "none"}, quiet=True)
-    return plan, Exported.open(out)
+    plan = build_tensor_map(HFCheckpoint.open(folder), parse_quant_type(word))
+    write_gguf(out, plan, {"tokenizer.ggml.model": "none"}, quiet=True)
+    return plan, GGUFCheckpoint.open(out)
 
 
 def write_bytes(folder: Path, pre: Any, whole: bool = False, normalizer: Any = None) -> Path:

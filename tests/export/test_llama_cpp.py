@@ -10,19 +10,20 @@ from torch import Tensor
 
 from tests.checkpoints import FP32, tokens
 from tests.export.exported import FITTING, TEXT, made, split, write_bytes, write_pieces, written
-from tunekit import assemble, bundled, generate, verify
-from tunekit.adapters import Frozen
-from tunekit.checkpoint import stream
-from tunekit.checkpoint.folder import Folder
+from tunekit import assets, build
+from tunekit.adapters.config import FrozenModel
+from tunekit.checkpoint import layerwise_forward, verify
+from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
 from tunekit.data.tokenizer import Tokenizer
-from tunekit.export.model import export
+from tunekit.distributed.context import DistributedContext
+from tunekit.export.gguf_export import export
 from tunekit.export.pretokenizer import PRE
-from tunekit.export.tokenizer import TEXTS, vocabulary
-from tunekit.parallel.run import Run
+from tunekit.export.tokenizer import TEXTS, read_vocabulary
+from tunekit.generation import generate
 
 llama_cpp: Any = pytest.importorskip("llama_cpp")
 CPU = torch.device("cpu")
-NANO = bundled.MODELS["tunekit/nano"]
+NANO = assets.MODELS["tunekit/nano"]
 # Its gelu is a table of fp16.
 GELU = {"gemma", "gemma2", "gemma3", "gemma3-mixed"}
 # Mean and largest difference, in standard deviations of the logits.
@@ -44,7 +45,7 @@ def asked(file: Path, rows: list[list[int]]) -> Tensor:
         found.append(torch.from_numpy(np.array(model.scores[: len(row)])))
     model.close()
     whole = torch.cat(found)
-    return stream.Logits(whole.shape[1], lambda some: whole[:, some])
+    return layerwise_forward.LazyLogits(whole.shape[1], lambda some: whole[:, some])
 
 
 @pytest.mark.parametrize("name", FITTING)
@@ -52,7 +53,7 @@ def test_logits(name: str, tmp_path: Path) -> None:
     folder, out = made(tmp_path / "model", FITTING[name]), tmp_path / "model.gguf"
     plan, _ = written(folder, out)
     rows = tokens(length=min(40, plan.spec.context)).tolist()
-    wanted = stream.logits(Folder.open(folder), Frozen(), rows, FP32, CPU)
+    wanted = layerwise_forward.checkpoint_logits(HFCheckpoint.open(folder), FrozenModel(), rows, FP32, CPU)
     largest, mean, top1, _ = verify.distances([wanted], asked(out, rows))[0]
     assert mean < (1e-3 if name in GELU else 1e-5) and largest < (0.1 if name in GELU else 1e-3) and top1 == 1.0
 
@@ -61,16 +62,16 @@ def test_logits(name: str, tmp_path: Path) -> None:
 def nano(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     """The bundled model as a file of each type."""
     out = tmp_path_factory.mktemp("nano") / "nano.gguf"
-    export(Folder.open(NANO), Frozen(), Tokenizer.open(NANO), out, request.param, "x")
+    export(HFCheckpoint.open(NANO), FrozenModel(), Tokenizer.open(NANO), out, request.param, "x")
     return request.param, out
 
 
 def test_the_nano(nano: tuple[str, Path]) -> None:
     """fp16 and smaller types lose something in its products, too."""
     word, file = nano
-    source = Folder.open(NANO)
-    rows = verify.probes(NANO, source.spec)
-    wanted = stream.logits(source, Frozen(), rows, FP32, CPU)
+    source = HFCheckpoint.open(NANO)
+    rows = verify.probe_prompts(NANO, source.spec)
+    wanted = layerwise_forward.checkpoint_logits(source, FrozenModel(), rows, FP32, CPU)
     largest, mean, *_ = verify.distances([wanted], asked(file, rows))[0]
     assert mean < NEAR[word][0] and largest < NEAR[word][1]
 
@@ -79,14 +80,14 @@ def test_the_nano_answers_alike(nano: tuple[str, Path]) -> None:
     word, file = nano
     if word not in ("f32", "f16", "bf16"):
         pytest.skip("a few bits decide other words")
-    model, tokenizer = assemble.opened("tunekit/nano", FP32, Run(0, "cpu"))
+    model, tokenizer = build.load_for_inference("tunekit/nano", FP32, DistributedContext(0, "cpu"))
     question = [{"role": "user", "content": "What is 3 plus 4?"}]
     theirs = opened(file)
     answer = theirs.create_chat_completion(question, temperature=0.0, max_tokens=24)["choices"][0]["message"]["content"]
     theirs.close()
     assert (
         answer.strip()
-        == "".join(generate.stream(model, tokenizer, question, generate.Sampling(0.0, tokens=24))).strip()
+        == "".join(generate.stream_text(model, tokenizer, question, generate.SamplingConfig(0.0, tokens=24))).strip()
     )
 
 
@@ -99,8 +100,8 @@ def test_tokens(kind: str, tmp_path: Path) -> None:
     else:
         write_pieces(folder, kind)
     out, tokenizer = tmp_path / "model.gguf", Tokenizer.open(folder)
-    export(Folder.open(folder), Frozen(), tokenizer, out, None, "x")
-    model, (words, _) = opened(out), vocabulary(tokenizer, 448, "x")
+    export(HFCheckpoint.open(folder), FrozenModel(), tokenizer, out, None, "x")
+    model, (words, _) = opened(out), read_vocabulary(tokenizer, 448, "x")
     texts = [*TEXTS, *TEXT, "a<turn> b <begin>c", "\t x", " 'Re's 12345 "]
     found = [model.tokenize(text.encode(), add_bos=False, special=True) for text in texts]
     assert found == words.encode(texts)

@@ -10,19 +10,18 @@ import transformers
 from tests.checkpoints import FP32, SHAPES, error, ours, shuffle_adapter, theirs, tokens
 from tests.export.exported import FITTING, NAMES, made, split, write_bytes, written
 from tests.shapes_dense import LLAMA
-from tunekit import verify
-from tunekit.adapters import DoRA, Frozen, LoRA
-from tunekit.checkpoint import merge, peft, stream
-from tunekit.checkpoint.folder import Folder
+from tunekit.adapters.config import DoRAConfig, FrozenModel, LoRAConfig
+from tunekit.checkpoint import layerwise_forward, merge, peft_adapter, verify
+from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import UserError
 from tunekit.export.architecture import ARCHITECTURES, FUSED, MODULES
-from tunekit.export.encoding import ENCODINGS, encoding
-from tunekit.export.merged import Merged
-from tunekit.export.model import about, export
-from tunekit.export.plan import planned
+from tunekit.export.gguf_export import about, export
+from tunekit.export.lazy_merge import LazyMergedCheckpoint
 from tunekit.export.pretokenizer import QWEN2
-from tunekit.models.weights import sides
+from tunekit.export.quant_types import ENCODINGS, parse_quant_type
+from tunekit.export.tensor_map import build_tensor_map
+from tunekit.models.weight_map import sides
 
 CPU = torch.device("cpu")
 # What transformers reads, with sizes that it does not read but takes for granted.
@@ -45,7 +44,9 @@ def test_a_file_is_the_model(name: str, tmp_path: Path) -> None:
     rows = tokens(length=min(23, plan.spec.context))
     with torch.no_grad():
         wanted = theirs(folder)(rows).logits.flatten(0, 1)
-    assert error(stream.logits(file, Frozen(), rows.tolist(), FP32, CPU).whole(), wanted) < 1e-5
+    assert (
+        error(layerwise_forward.checkpoint_logits(file, FrozenModel(), rows.tolist(), FP32, CPU).whole(), wanted) < 1e-5
+    )
 
 
 @pytest.mark.parametrize("name", READ)
@@ -53,7 +54,7 @@ def test_transformers_opens_it(name: str, tmp_path: Path) -> None:
     """Its reader knows some architectures, as long as nothing stretches their positions."""
     folder = write_bytes(made(tmp_path / "model", FITTING[name] | READ[name] | {"vocab_size": 448}), split(QWEN2))
     out = tmp_path / "model.gguf"
-    file = export(Folder.open(folder), Frozen(), Tokenizer.open(folder), out, None, "x").file
+    file = export(HFCheckpoint.open(folder), FrozenModel(), Tokenizer.open(folder), out, None, "x").file
     rows = tokens(length=min(23, file.spec.context))
     opened = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=out.name, dtype=torch.float32)
     with torch.no_grad():
@@ -88,14 +89,14 @@ def known(name: str) -> bool:
 def test_another_model_than_that_of_llama_cpp_is_refused(name: str, tmp_path: Path) -> None:
     folder = made(tmp_path, SHAPES[name])
     with pytest.raises(UserError) as refusal:
-        planned(Folder.open(folder), encoding("f32"))
+        build_tensor_map(HFCheckpoint.open(folder), parse_quant_type("f32"))
     assert "cannot run this model: " + REFUSED[name] in str(refusal.value)
 
 
 def test_an_unknown_architecture_is_refused_with_those_that_are_known(tmp_path: Path) -> None:
     folder = made(tmp_path, SHAPES["gpt-oss"])
     with pytest.raises(UserError, match=r"a gpt_oss model cannot be written as GGUF; llama, .*gemma2.* can"):
-        planned(Folder.open(folder), encoding("f32"))
+        build_tensor_map(HFCheckpoint.open(folder), parse_quant_type("f32"))
 
 
 def test_the_context_is_that_of_the_window_where_llama_cpp_has_none(tmp_path: Path) -> None:
@@ -108,9 +109,9 @@ def test_the_context_is_that_of_the_window_where_llama_cpp_has_none(tmp_path: Pa
 def test_every_type(word: str, tmp_path: Path) -> None:
     """Vectors are fp32, the head keeps more than Q5, and logits move by no more than is said."""
     folder = write_bytes(made(tmp_path / "model", WIDE | {"vocab_size": 448}), split(QWEN2))
-    source = Folder.open(folder)
+    source = HFCheckpoint.open(folder)
     out = tmp_path / "model.gguf"
-    result = export(source, Frozen(), Tokenizer.open(folder), out, word, "x")
+    result = export(source, FrozenModel(), Tokenizer.open(folder), out, word, "x")
     kinds = {tensor.name: tensor.tensor_type.name.lower() for tensor in gguf.GGUFReader(out).tensors}
     usual = "q8_0" if word == "mxfp4_moe" else word
     small, ternary = word.startswith(("q4", "q5")), word.startswith("tq")
@@ -118,7 +119,7 @@ def test_every_type(word: str, tmp_path: Path) -> None:
     assert kinds["blk.1.ffn_down.weight"] == kinds["blk.0.attn_q.weight"] == usual
     assert kinds["output.weight"] == ("q8_0" if small else "f16" if ternary else usual)
     assert kinds["token_embd.weight"] == ("f16" if ternary else usual)
-    found = verify.exported(source, Frozen(), result.file, result.drift, CPU)
+    found = verify.verify_export(source, FrozenModel(), result.file, result.drift, CPU)
     assert found.passed != ternary, found
     assert (found.mean < 1e-5) == (word == "f32")
 
@@ -145,32 +146,38 @@ def test_numbers_that_fp16_does_not_hold_are_found(tmp_path: Path) -> None:
     model.save_pretrained(folder)
     out = tmp_path / "model.gguf"
     with pytest.raises(UserError, match=r"token_embd.weight is inf times as far from the checkpoint as F16 may be"):
-        export(Folder.open(folder), Frozen(), Tokenizer.open(folder), out, "f16", "x")
+        export(HFCheckpoint.open(folder), FrozenModel(), Tokenizer.open(folder), out, "f16", "x")
     assert out.is_file()
 
 
 @pytest.mark.parametrize(
     ("name", "adapter"),
     [
-        ("llama3.2", LoRA(3, targets=("all",))),
-        ("llama3.2", LoRA(3, targets=("attn", "embed"))),
-        ("phi3-long", LoRA(2, targets=("all",))),
-        ("qwen3", DoRA(2, targets=("all",))),
-        ("mixtral", LoRA(2, targets=("all",))),
+        ("llama3.2", LoRAConfig(3, targets=("all",))),
+        ("llama3.2", LoRAConfig(3, targets=("attn", "embed"))),
+        ("phi3-long", LoRAConfig(2, targets=("all",))),
+        ("qwen3", DoRAConfig(2, targets=("all",))),
+        ("mixtral", LoRAConfig(2, targets=("all",))),
     ],
 )
-def test_an_adapter_is_merged_on_the_way(name: str, adapter: LoRA, tmp_path: Path) -> None:
+def test_an_adapter_is_merged_on_the_way(name: str, adapter: LoRAConfig, tmp_path: Path) -> None:
     """The same numbers, to the bit, as in a checkpoint that was merged before."""
     folder = made(tmp_path / "model", FITTING[name])
-    source, model = Folder.open(folder), ours(folder, adapter)
+    source, model = HFCheckpoint.open(folder), ours(folder, adapter)
     shuffle_adapter(model)
     beside, whole = tmp_path / "adapter", tmp_path / "merged"
     beside.mkdir()
     whole.mkdir()
-    peft.write(beside, model, adapter, source)
-    merge.merge(source, beside, whole, quiet=True)
-    wanted = dict((part.name, tensor) for part, tensor in planned(Folder.open(whole), encoding("f32")).tensors())
-    found = dict((part.name, tensor) for part, tensor in planned(Merged.of(source, beside), encoding("f32")).tensors())
+    peft_adapter.save_adapter(beside, model, adapter, source)
+    merge.merge_adapter(source, beside, whole, quiet=True)
+    wanted = dict(
+        (part.name, tensor)
+        for part, tensor in build_tensor_map(HFCheckpoint.open(whole), parse_quant_type("f32")).tensors()
+    )
+    found = dict(
+        (part.name, tensor)
+        for part, tensor in build_tensor_map(LazyMergedCheckpoint.of(source, beside), parse_quant_type("f32")).tensors()
+    )
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[key], wanted[key]) for key in wanted)
 
@@ -204,12 +211,12 @@ def test_where_it_comes_from(tmp_path: Path) -> None:
     (folder / "README.md").write_text(
         "---\nlicense: other\nlicense_name: acme\nlicense_link: https://acme.example\n---\n"
     )
-    source = Folder.open(folder)
+    source = HFCheckpoint.open(folder)
     wanted = {"general.name": "mine", "general.license": "other", "general.license.name": "acme"}
     wanted |= {"general.license.link": "https://acme.example"}
     url = "https://huggingface.co/acme/small"
     assert about(source, "mine", derived=False) == wanted | {"general.source.repo_url": url}
     base = {"general.base_model.0.name": "acme/small", "general.base_model.0.repo_url": url}
     assert about(source, "mine", derived=True) == wanted | base | {"general.base_model.count": 1}
-    file = export(source, Frozen(), Tokenizer.open(folder), tmp_path / "x.gguf", None, "mine").file
+    file = export(source, FrozenModel(), Tokenizer.open(folder), tmp_path / "x.gguf", None, "mine").file
     assert {key: file.config[key] for key in wanted} == wanted

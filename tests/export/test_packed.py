@@ -10,21 +10,24 @@ from safetensors.torch import load_file
 
 from tests.checkpoints import FP32, PLAINLY, SHAPES, auto, build, error, save, shuffle_adapter, tokens
 from tests.test_formats import FAMILIES, WIDE
-from tunekit import assemble, cli
-from tunekit.adapters import Frozen, LoRA
-from tunekit.checkpoint import peft
-from tunekit.checkpoint.folder import INDEX, WEIGHTS, Folder
-from tunekit.export.packed import TYPES
-from tunekit.formats import NF4, PackedLinear, Plain
+from tunekit import build as assemble
+from tunekit.adapters.config import FrozenModel, LoRAConfig
+from tunekit.checkpoint import peft_adapter
+from tunekit.checkpoint.hf_checkpoint import INDEX, WEIGHTS, HFCheckpoint
+from tunekit.cli import main as cli
+from tunekit.distributed.context import DistributedContext
+from tunekit.export.bitsandbytes_export import TYPES
 from tunekit.models.decoder import Decoder
-from tunekit.parallel.run import Run
+from tunekit.quantization.config import NF4Config, NoQuantization, QuantizedLinear
 
 MODELS = FAMILIES | {"phi3": SHAPES["phi3"] | WIDE}
 
 
-def ours(folder: Path, weights: Plain) -> Decoder:
+def ours(folder: Path, weights: NoQuantization) -> Decoder:
     """The model of a folder, its weights stored in some way."""
-    return assemble.model(Folder.open(folder), weights, Frozen(), FP32, PLAINLY, Run(0, "cpu"))
+    return assemble.build_model(
+        HFCheckpoint.open(folder), weights, FrozenModel(), FP32, PLAINLY, DistributedContext(0, "cpu")
+    )
 
 
 def exported(source: Path, out: Path, word: str) -> Path:
@@ -43,7 +46,7 @@ def test_what_is_written_is_the_packed_model(name: str, word: str, tmp_path: Pat
     assert told.out == f"{out}\n"
     assert "verified: model in four bits and files give the same logits to the last bit" in told.err
     packed, again = ours(source, weights), ours(out, replace(weights, nested=False))
-    layers = {name: layer for name, layer in packed.named_modules() if isinstance(layer, PackedLinear)}
+    layers = {name: layer for name, layer in packed.named_modules() if isinstance(layer, QuantizedLinear)}
     assert layers
     for key, layer in layers.items():
         assert torch.equal(layer.dense(), again.get_submodule(key).dense())
@@ -73,37 +76,39 @@ def test_transformers_opens_it_with_bitsandbytes(name: str, word: str, tmp_path:
     source, weights = save(build(MODELS[name]), tmp_path / "plain"), TYPES[word]
     out = exported(source, tmp_path / "packed", word)
     model, packed = theirs(out), ours(source, weights)
-    count = sum(isinstance(layer, PackedLinear) for layer in packed.modules())
+    count = sum(isinstance(layer, QuantizedLinear) for layer in packed.modules())
     linears = {n: m for n, m in model.named_modules() if type(m).__name__ == "Linear4bit"}
     assert linears and (len(linears) == count or name == "phi3")
-    with Folder.open(out).reader() as tensors:
+    with HFCheckpoint.open(out).reader() as tensors:
         for key, layer in linears.items():
             wanted = functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state)
             assert torch.equal(tensors[f"{key}.weight"], wanted)
     with torch.no_grad():
         logits = model(tokens()).logits
-        assert error(logits, ours(out, Plain())(tokens())) < 1e-5
+        assert error(logits, ours(out, NoQuantization())(tokens())) < 1e-5
         if name == "llama":  # nothing is packed here and plain there
             assert error(logits, packed(tokens())) < 1e-5
 
 
 def test_an_adapter_is_merged_and_shards_stay(tmp_path: Path) -> None:
     source = save(build(FAMILIES["llama"]), tmp_path / "base", max_shard_size="100KB")
-    adapter, beside = LoRA(4), tmp_path / "adapter"
-    model = assemble.model(Folder.open(source), TYPES["nf4"], adapter, FP32, PLAINLY, Run(0, "cpu"))
+    adapter, beside = LoRAConfig(4), tmp_path / "adapter"
+    model = assemble.build_model(
+        HFCheckpoint.open(source), TYPES["nf4"], adapter, FP32, PLAINLY, DistributedContext(0, "cpu")
+    )
     shuffle_adapter(model)
     beside.mkdir()
-    peft.write(beside, model, adapter, Folder.open(source))
+    peft_adapter.save_adapter(beside, model, adapter, HFCheckpoint.open(source))
     out = exported(beside, tmp_path / "packed", "nf4")
     merged = tmp_path / "merged"
     assert cli.main(["merge", str(source), str(beside), str(merged)]) == 0
-    for one, other in zip(ours(merged, NF4()).parameters(), ours(out, NF4()).parameters(), strict=True):
+    for one, other in zip(ours(merged, NF4Config()).parameters(), ours(out, NF4Config()).parameters(), strict=True):
         assert torch.equal(one, other)
     listed = json.loads((out / INDEX).read_text())["weight_map"]
     assert len(set(listed.values())) > 1
     assert {name: file for file in set(listed.values()) for name in load_file(out / file)}.keys() == listed.keys()
     with torch.no_grad():
-        assert error(theirs(out)(tokens()).logits, ours(out, NF4())(tokens())) < 3e-5
+        assert error(theirs(out)(tokens()).logits, ours(out, NF4Config())(tokens())) < 3e-5
 
 
 def test_a_packed_checkpoint_is_written_again_to_the_same_bytes(tmp_path: Path) -> None:

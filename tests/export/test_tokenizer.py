@@ -11,14 +11,14 @@ from tokenizers import AddedToken, normalizers, pre_tokenizers
 
 from tests.checkpoints import made as plain
 from tests.export.exported import FITTING, MARKS, TEMPLATE, TEXT, made, split, write_bytes, write_pieces
-from tunekit.adapters import Frozen
-from tunekit.checkpoint.folder import Folder
+from tunekit.adapters.config import FrozenModel
+from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import UserError
-from tunekit.export.model import export
-from tunekit.export.pieces import Pieces, join
+from tunekit.export.gguf_export import export
 from tunekit.export.pretokenizer import GPT2, LLAMA3, PRE
-from tunekit.export.tokenizer import TEXTS, vocabulary
+from tunekit.export.sentencepiece_bpe import SentencePieceBPE, join
+from tunekit.export.tokenizer import TEXTS, read_vocabulary
 from tunekit.export.vocabulary import Vocabulary
 
 KEYS = gguf.Keys.Tokenizer
@@ -32,14 +32,16 @@ def read_back(folder: Path, shape: str = "qwen3") -> Vocabulary:
         (folder / name).replace(folder / "model" / name)
     out = folder / "model.gguf"
     tokenizer = Tokenizer.open(folder / "model")
-    return Vocabulary.read(export(Folder.open(folder / "model"), Frozen(), tokenizer, out, None, "x").file.config)
+    return Vocabulary.read(
+        export(HFCheckpoint.open(folder / "model"), FrozenModel(), tokenizer, out, None, "x").file.config
+    )
 
 
 @pytest.mark.parametrize("name", PRE)
 def test_every_way_to_cut_is_found_by_its_name(name: str, tmp_path: Path) -> None:
     write_bytes(tmp_path, split(*PRE[name].patterns), PRE[name].whole)
     tokenizer = Tokenizer.open(tmp_path)
-    found, _ = vocabulary(tokenizer, SIZE, "x")
+    found, _ = read_vocabulary(tokenizer, SIZE, "x")
     assert found.pre == name
     assert found.encode(TEXTS) == tokenizer.encode_texts(TEXTS)
 
@@ -52,13 +54,13 @@ def test_every_way_to_cut_is_found_by_its_name(name: str, tmp_path: Path) -> Non
     ],
 )
 def test_other_words_for_the_same(pre: Any, name: str, tmp_path: Path) -> None:
-    assert vocabulary(Tokenizer.open(write_bytes(tmp_path, pre)), SIZE, "x")[0].pre == name
+    assert read_vocabulary(Tokenizer.open(write_bytes(tmp_path, pre)), SIZE, "x")[0].pre == name
 
 
 def test_a_way_without_a_name_is_found_by_what_it_does(tmp_path: Path) -> None:
     """This one cuts as Llama 3 does, in other words."""
     tokenizer = Tokenizer.open(write_bytes(tmp_path, split(LLAMA3.replace(r"\s+(?!\S)|\s+", r"\s+(?!\S)|\s{1,}"))))
-    found, notes = vocabulary(tokenizer, SIZE, "x")
+    found, notes = read_vocabulary(tokenizer, SIZE, "x")
     assert found.pre in PRE and notes == ()
     assert found.encode(TEXTS) == tokenizer.encode_texts(TEXTS)
 
@@ -69,7 +71,7 @@ def test_a_way_that_llama_cpp_does_not_have_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         UserError, match=r"x: the tokenizer cannot be written as GGUF: of [\d,]+ short texts llama.cpp "
     ):
-        vocabulary(tokenizer, SIZE, "x")
+        read_vocabulary(tokenizer, SIZE, "x")
 
 
 def test_bytes_read_back(tmp_path: Path) -> None:
@@ -110,7 +112,7 @@ def test_pieces_read_back(prefix: str, tmp_path: Path) -> None:
 def test_what_llama_cpp_reads_otherwise_is_said(tmp_path: Path) -> None:
     """It puts a space before every text and behind every mark, also where one is there already."""
     write_pieces(tmp_path, "first")
-    _, notes = vocabulary(Tokenizer.open(tmp_path), SIZE, "x")
+    _, notes = read_vocabulary(Tokenizer.open(tmp_path), SIZE, "x")
     assert len(notes) == 2
     assert notes[0].startswith("llama.cpp puts a space before a text also where one is there: ' ")
     assert notes[1].startswith("llama.cpp reads the text around special tokens otherwise: 'a<")
@@ -122,7 +124,7 @@ def test_the_best_pair_is_joined_first() -> None:
     assert join(list("aab"), scores) == ["a", "ab"]
     assert join(list("aaaa"), {"aa": -1.0}) == ["aa", "aa"]
     tokens, types = ["<m>", "<0xC3>", "<0xA9>", *scores], [3, 6, 6, 1, 1, 1, 1, 1]
-    pieces = Pieces(tokens, types, [0.0] * 3 + [*scores.values()], space=False)
+    pieces = SentencePieceBPE(tokens, types, [0.0] * 3 + [*scores.values()], space=False)
     assert pieces.encode("abé<m>a") == [5, 1, 2, 0, 3]
 
 
@@ -134,7 +136,7 @@ def test_tokens_that_no_text_holds_are_plain(tmp_path: Path) -> None:
     model.add_tokens([AddedToken("\u2581\u2581", normalized=False), AddedToken("\n\n", normalized=False)])
     model.save(str(file))
     tokenizer = Tokenizer.open(tmp_path)
-    found, notes = vocabulary(tokenizer, SIZE, "x")
+    found, notes = read_vocabulary(tokenizer, SIZE, "x")
     kinds = dict(zip(found.tokens, found.types, strict=True))
     assert kinds["\u2581\u2581"] == gguf.TokenType.NORMAL and kinds["\n\n"] == gguf.TokenType.USER_DEFINED
     assert found.encode(["a   b\n\n\nc"]) == tokenizer.encode_texts(["a   b\n\n\nc"]) and not notes
@@ -145,7 +147,7 @@ def test_templates_by_name(tmp_path: Path) -> None:
     (tmp_path / "additional_chat_templates").mkdir()
     (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("tools")
     (tmp_path / "chat_template.jinja").write_text("plain")
-    said = vocabulary(Tokenizer.open(tmp_path), SIZE, "x")[0].said()
+    said = read_vocabulary(Tokenizer.open(tmp_path), SIZE, "x")[0].said()
     assert said[KEYS.CHAT_TEMPLATE] == "plain" and said[KEYS.CHAT_TEMPLATE_N.format(name="tool_use")] == "tools"
     assert said[KEYS.CHAT_TEMPLATES] == ["tool_use"]
 
@@ -153,7 +155,7 @@ def test_templates_by_name(tmp_path: Path) -> None:
 def test_ends_for_which_there_is_no_room_are_named(tmp_path: Path) -> None:
     write_bytes(tmp_path, split(GPT2))
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 3, 0, 1]}))
-    found, notes = vocabulary(Tokenizer.open(tmp_path), SIZE, "x")
+    found, notes = read_vocabulary(Tokenizer.open(tmp_path), SIZE, "x")
     assert (found.rest[KEYS.EOT_ID], found.rest[KEYS.EOM_ID]) == (0, 1)
     assert notes == ("llama.cpp does not end an answer at <turn>",)
 
@@ -161,12 +163,12 @@ def test_ends_for_which_there_is_no_room_are_named(tmp_path: Path) -> None:
 def test_a_tokenizer_that_changes_the_text_is_refused(tmp_path: Path) -> None:
     tokenizer = Tokenizer.open(write_bytes(tmp_path, split(GPT2), normalizer=normalizers.Lowercase()))
     with pytest.raises(UserError, match=r"does not change a text before it cuts it; this tokenizer does \(Lowercase\)"):
-        vocabulary(tokenizer, SIZE, "x")
+        read_vocabulary(tokenizer, SIZE, "x")
 
 
 def test_other_kinds_and_other_sizes_are_refused(tmp_path: Path) -> None:
     tokenizer = Tokenizer.open(plain(tmp_path, "llama2"))
     with pytest.raises(UserError, match="a WordLevel tokenizer cannot be written as GGUF; byte-level BPE and "):
-        vocabulary(tokenizer, 67, "x")
+        read_vocabulary(tokenizer, 67, "x")
     with pytest.raises(UserError, match="x: the tokenizer has ids up to 66, and the model 66 embeddings"):
-        vocabulary(tokenizer, 66, "x")
+        read_vocabulary(tokenizer, 66, "x")

@@ -14,20 +14,20 @@ from tests.checkpoints import SHAPES, rewrite
 from tests.export.exported import made, written
 from tunekit.checkpoint import atomic
 from tunekit.errors import UserError
-from tunekit.export.write import appearing
+from tunekit.export.gguf_writer import appearing
 
 WIDE = SHAPES["llama2"] | {"hidden_size": 96, "intermediate_size": 512}
 NARROW = """
 import sys, threading, time
 from pathlib import Path
-from tunekit.checkpoint.folder import Folder
-from tunekit.export.check import check
-from tunekit.export.encoding import encoding
-from tunekit.export.plan import planned
-from tunekit.export.reading import Exported
+from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
+from tunekit.export.rounding_check import check_rounding
+from tunekit.export.quant_types import parse_quant_type
+from tunekit.export.tensor_map import build_tensor_map
+from tunekit.export.gguf_reader import GGUFCheckpoint
 from tunekit.export.vocabulary import Vocabulary
-from tunekit.export.write import write
-plan = planned(Folder.open(Path(sys.argv[1])), encoding(sys.argv[2]))
+from tunekit.export.gguf_writer import write_gguf
+plan = build_tensor_map(HFCheckpoint.open(Path(sys.argv[1])), parse_quant_type(sys.argv[2]))
 words = Vocabulary("gpt2", ["a"], [1], ["a a"])
 def own():  # without pages of files that are mapped
     return int(Path("/proc/self/status").read_text().split("RssAnon:")[1].split()[0])
@@ -37,8 +37,8 @@ def watch():
         seen.append(own())
 thread = threading.Thread(target=watch)
 thread.start()
-write(Path(sys.argv[3]), plan, words.said(), quiet=True)
-check(Exported.open(Path(sys.argv[3])), plan, words, quiet=True)
+write_gguf(Path(sys.argv[3]), plan, words.said(), quiet=True)
+check_rounding(GGUFCheckpoint.open(Path(sys.argv[3])), plan, words, quiet=True)
 over.set()
 thread.join()
 print((max(seen) - before) * 1024)
@@ -69,7 +69,7 @@ def test_it_is_refused_before_it_is_begun_where_there_is_no_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = made(tmp_path / "model", WIDE)
-    monkeypatch.setattr(atomic, "free", lambda path: 1000)
+    monkeypatch.setattr(atomic, "free_bytes", lambda path: 1000)
     with pytest.raises(UserError, match=r"model.gguf: it takes .* and 1 kB are free"):
         written(folder, tmp_path / "out" / "model.gguf")
     assert not (tmp_path / "out").exists()

@@ -13,9 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.checkpoints import SHAPES
-from tunekit.kernels import glu, norm, rope, shapes
+from tunekit.kernels import fake_mode, glu, rms_norm, rope
 from tunekit.models.decoder import Decoder
-from tunekit.models.families.registry import family
+from tunekit.models.families.registry import find_family
 
 WAITING = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "is_nonzero", "equal"}
 WITHOUT_KERNEL = {"detach", "empty", "empty_like", "new_empty", "empty_strided", "lift_fresh"}
@@ -95,14 +95,14 @@ def build_config(name: str, **changes: Any) -> dict[str, Any]:
 def build_model(config: dict[str, Any]) -> Decoder:
     """A model in bf16 without numbers."""
     with torch.device("meta"):
-        model = Decoder(family(config, "config.json")[1])
+        model = Decoder(find_family(config, "config.json")[1])
     return model.to(torch.bfloat16).eval()
 
 
 @contextmanager
 def gpu_shapes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Tensors on the meta device go through the operators of a GPU: our Triton kernels count as one each."""
-    for module in (rope, norm, glu):
-        monkeypatch.setattr(module, "left_to_torch", lambda *args: False)
-    with shapes.asked("cuda"), torch.inference_mode():
+    for module in (rope, rms_norm, glu):
+        monkeypatch.setattr(module, "use_torch_fallback", lambda *args: False)
+    with fake_mode.fake_mode("cuda"), torch.inference_mode():
         yield

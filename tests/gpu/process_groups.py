@@ -6,15 +6,15 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from tunekit.parallel.choice import Parallel
-from tunekit.parallel.run import Run
+from tunekit.distributed.context import DistributedContext
+from tunekit.distributed.parallel_dims import ParallelConfig
 
 
-def timeouts(parallel: Parallel) -> tuple[set[timedelta], set[timedelta], list[str]]:
+def timeouts(parallel: ParallelConfig) -> tuple[set[timedelta], set[timedelta], list[str]]:
     """Timeouts of the groups for collectives and of the one for long waits, and warnings on the way."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        run = Run(0, "cpu", parallel)
+        run = DistributedContext(0, "cpu", parallel)
         run.__enter__()
     meshes = [mesh for mesh in (run.mesh, run.sums, run.rows, run.experts) if mesh is not None]
     groups = [group for mesh in meshes for group in mesh.get_all_groups()]

@@ -11,8 +11,8 @@ from torch.overrides import TorchFunctionMode
 from tests.checkpoints import error
 from tests.kernels.test_attention import made, plain, visible
 from tunekit.devices import CPU, Capabilities, Device, find_row
-from tunekit.kernels import attention, attention_choice, attention_native
-from tunekit.kernels.attention import Rule, attend
+from tunekit.kernels import attention, attention_choice, attention_cpu
+from tunekit.kernels.attention import AttentionParams
 from tunekit.kernels.attention_choice import (
     AttentionBackend,
     AttentionCall,
@@ -99,19 +99,19 @@ class SdpaCalls(TorchFunctionMode):
 @pytest.fixture
 def old_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """CPU tensors take the way of a T4: no FlashAttention, no C++."""
-    monkeypatch.setattr(attention_native, "able", lambda: False)
+    monkeypatch.setattr(attention_cpu, "able", lambda: False)
     for module in (attention, attention_choice):
         monkeypatch.setattr(module, "device_type", lambda x: "cuda")
     monkeypatch.setattr(attention_choice, "get_capabilities", lambda device: T4)
 
 
 RULES = [
-    Rule(0.3),
-    Rule(0.3, 5),
-    Rule(0.3, chunk=4),
-    Rule(0.3, 3, 7),
-    Rule(0.3, softcap=2.0),
-    Rule(0.3, 5, softcap=2.0),
+    AttentionParams(0.3),
+    AttentionParams(0.3, 5),
+    AttentionParams(0.3, chunk=4),
+    AttentionParams(0.3, 3, 7),
+    AttentionParams(0.3, softcap=2.0),
+    AttentionParams(0.3, 5, softcap=2.0),
 ]
 SHAPES = [(6, 2, 12), (6, 1, 64), (5, 5, 21), (4, 2, 512)]  # heads, heads of keys, channels
 
@@ -120,13 +120,13 @@ SHAPES = [(6, 2, 12), (6, 1, 64), (5, 5, 21), (4, 2, 512)]  # heads, heads of ke
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("rule", RULES, ids=str)
 def test_packed_documents_without_flash_use_the_memory_efficient_kernel(
-    rule: Rule, shape: tuple[int, int, int]
+    rule: AttentionParams, shape: tuple[int, int, int]
 ) -> None:
     heads, kv_heads, dim = shape
     q, k, v = (x.detach() for x in made(17, heads, kv_heads, dim, rows=1, v=dim))
     bounds = torch.tensor([0, 1, 9, 17], dtype=torch.int32)
     with SdpaCalls() as sdpa, torch.no_grad():
-        y = attend(q, k, v, rule, SequenceLayout(bounds))
+        y = attention.attention(q, k, v, rule, SequenceLayout(bounds))
     lengths = bounds.diff()
     document = torch.repeat_interleave(torch.arange(3), lengths)
     place = torch.cat([torch.arange(int(n)) for n in lengths])
@@ -138,7 +138,7 @@ def test_packed_documents_without_flash_use_the_memory_efficient_kernel(
 
 @pytest.mark.usefixtures("old_gpu")
 @pytest.mark.parametrize("rule", [rule for rule in RULES if not rule.softcap], ids=str)
-def test_cached_keys_without_flash_use_the_memory_efficient_kernel(rule: Rule) -> None:
+def test_cached_keys_without_flash_use_the_memory_efficient_kernel(rule: AttentionParams) -> None:
     """Sinks have a kernel call of their own, see test_decode_step.py."""
     _, k, v = (x.detach() for x in made(17))
     positions, q = torch.tensor([[0], [9], [14]]), torch.randn(3, 1, 6, 12)
@@ -151,11 +151,11 @@ def test_cached_keys_without_flash_use_the_memory_efficient_kernel(rule: Rule) -
 @pytest.mark.usefixtures("old_gpu")
 def test_gradients_reach_grouped_heads_that_were_repeated() -> None:
     inputs = made(17, 6, 2)
-    seen = visible(torch.arange(17).expand(3, 17), torch.arange(17), Rule(0.3))
+    seen = visible(torch.arange(17).expand(3, 17), torch.arange(17), AttentionParams(0.3))
     weight = torch.randn(3, 17, 6, 12)
     with SdpaCalls():
-        mine = torch.autograd.grad((attend(*inputs, Rule(0.3)) * weight).sum(), inputs)
-    expected = torch.autograd.grad((plain(*inputs, Rule(0.3), seen) * weight).sum(), inputs)
+        mine = torch.autograd.grad((attention.attention(*inputs, AttentionParams(0.3)) * weight).sum(), inputs)
+    expected = torch.autograd.grad((plain(*inputs, AttentionParams(0.3), seen) * weight).sum(), inputs)
     assert max(error(a, b) for a, b in zip(mine, expected, strict=True)) < 1e-5
 
 

@@ -10,9 +10,9 @@ from torch.nn.attention._registry import _FLASH_ATTENTION_IMPLS
 
 from tests.gpu.flash_on_cpu import CpuFlash, cpu_flash
 from tunekit import devices
-from tunekit.parallel import attention_setup
-from tunekit.parallel.attention_setup import activate_fa3, can_use_fa3, check_flash_attention, configure_attention
-from tunekit.parallel.run import Run
+from tunekit.distributed import attention_setup
+from tunekit.distributed.attention_setup import activate_fa3, can_use_fa3, check_flash_attention, configure_attention
+from tunekit.distributed.context import DistributedContext
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -43,7 +43,7 @@ def fa3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.usefixtures("cuda")
 def test_a_run_on_cuda_uses_no_cudnn_plans() -> None:
-    run = Run(0, "cpu")
+    run = DistributedContext(0, "cpu")
     run.device = CUDA
     with run:
         assert not torch.backends.cuda.cudnn_sdp_enabled()
@@ -51,7 +51,7 @@ def test_a_run_on_cuda_uses_no_cudnn_plans() -> None:
 
 @pytest.mark.usefixtures("cuda")
 def test_a_run_on_the_cpu_changes_nothing() -> None:
-    with Run(0, "cpu"):
+    with DistributedContext(0, "cpu"):
         assert torch.backends.cuda.cudnn_sdp_enabled()
 
 
@@ -70,7 +70,7 @@ def test_fa3_is_activated_once_when_a_run_begins(monkeypatch: pytest.MonkeyPatch
     activated: list[torch.device] = []
     monkeypatch.setattr(attention_setup, "activate_fa3", activated.append)
     for _ in range(2):
-        run = Run(0, "cpu")
+        run = DistributedContext(0, "cpu")
         run.device = CUDA
         with run:
             pass

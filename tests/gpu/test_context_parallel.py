@@ -4,13 +4,19 @@ import pytest
 import torch
 from torch import Tensor
 
+from tunekit.distributed.collectives import MeshDim
+from tunekit.distributed.context_parallel import ContextParallelSharding
 from tunekit.kernels import attention_gpu
-from tunekit.kernels.attention import Rule, attend_part, chunked, packed
+from tunekit.kernels.attention import AttentionParams, attention_sharded, chunked, packed
 from tunekit.kernels.sequence_layout import SequenceLayout
-from tunekit.layout.context import Stretches
-from tunekit.parallel.exchange import Team
 
-RULES = [Rule(0.3), Rule(0.3, window=4), Rule(0.3, chunk=5), Rule(0.3, softcap=2.0), Rule(0.3, 6, 8)]
+RULES = [
+    AttentionParams(0.3),
+    AttentionParams(0.3, window=4),
+    AttentionParams(0.3, chunk=5),
+    AttentionParams(0.3, softcap=2.0),
+    AttentionParams(0.3, 6, 8),
+]
 BOUNDS = {"packed": [0, 7, 16, 23, 23 + 11, 46], "rows": None, "short": [0, 1, 2, 3, 22, 23, 24, 46]}
 
 
@@ -27,22 +33,26 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
         assert at[-1] == q.shape[0] * q.shape[1] and key_at[-1] == k.shape[1]
         assert (key_at.diff() >= at.diff()).all() and (at.diff() > 0).all()
         scale, window, chunk, softcap = rule
-        parsed = Rule(scale, int(window) or None, int(chunk) or None, softcap or None)
+        parsed = AttentionParams(scale, int(window) or None, int(chunk) or None, softcap or None)
         return packed(q, k, v, parsed, at, sinks, key_at)
 
-    monkeypatch.setattr(attention_gpu, "fits", lambda q, capped: True)
-    monkeypatch.setattr(attention_gpu, "fused", fused)
+    monkeypatch.setattr(attention_gpu, "is_supported", lambda q, capped: True)
+    monkeypatch.setattr(attention_gpu, "attention_gpu", fused)
     return sizes
 
 
-def reference(q: Tensor, k: Tensor, v: Tensor, rule: Rule, offsets: Tensor | None, sinks: Tensor | None) -> Tensor:
+def reference(
+    q: Tensor, k: Tensor, v: Tensor, rule: AttentionParams, offsets: Tensor | None, sinks: Tensor | None
+) -> Tensor:
     return chunked(q, k, v, rule, sinks) if offsets is None else packed(q, k, v, rule, offsets, sinks)
 
 
 @pytest.mark.parametrize("sunk", [False, True])
 @pytest.mark.parametrize("bounds", BOUNDS)
 @pytest.mark.parametrize("rule", RULES, ids=str)
-def test_ranges_of_queries_equal_all_queries(rule: Rule, bounds: str, sunk: bool, calls: list[tuple[int, int]]) -> None:
+def test_ranges_of_queries_equal_all_queries(
+    rule: AttentionParams, bounds: str, sunk: bool, calls: list[tuple[int, int]]
+) -> None:
     if sunk and rule.softcap is not None:
         return
     draw = torch.Generator().manual_seed(0)
@@ -55,10 +65,10 @@ def test_ranges_of_queries_equal_all_queries(rule: Rule, bounds: str, sunk: bool
     lengths = torch.tensor([23, 23]) if offsets is None else offsets.diff()
     positions = torch.cat([torch.arange(n) for n in lengths.tolist()]).view(2, 23)
     expected = reference(q, k, v, rule, offsets, sinks)
-    ranks = [Stretches(Team(None, 3, index)) for index in range(3)]  # type: ignore[arg-type]
+    ranks = [ContextParallelSharding(MeshDim(None, 3, index)) for index in range(3)]  # type: ignore[arg-type]
     layout = None if offsets is None else SequenceLayout(offsets)
     outputs = [
-        attend_part(r.keep(q), k, v, rule, r.keep(positions), r.stretches(23), sinks, None, layout) for r in ranks
+        attention_sharded(r.keep(q), k, v, rule, r.keep(positions), r.stretches(23), sinks, None, layout) for r in ranks
     ]
     assert len(calls) == len(ranks), "one call for each rank"
     real = torch.ones(2, 23, 1, 1)
@@ -73,6 +83,6 @@ def test_ranges_of_queries_equal_all_queries(rule: Rule, bounds: str, sunk: bool
 
 def test_keys_outside_of_the_window_are_not_gathered(calls: list[tuple[int, int]]) -> None:
     q, k = torch.randn(1, 64, 2, 8), torch.randn(1, 256, 2, 8)
-    attend_part(q, k, k, Rule(0.3, window=8), torch.arange(64)[None], (range(0, 32), range(224, 256)))
-    attend_part(q, k, k, Rule(0.3), torch.arange(64)[None], (range(0, 32), range(224, 256)))
+    attention_sharded(q, k, k, AttentionParams(0.3, window=8), torch.arange(64)[None], (range(0, 32), range(224, 256)))
+    attention_sharded(q, k, k, AttentionParams(0.3), torch.arange(64)[None], (range(0, 32), range(224, 256)))
     assert calls == [(64, 32 + 32 + 7), (64, 32 + 256)]

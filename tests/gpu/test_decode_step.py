@@ -14,12 +14,12 @@ from tests.gpu.decode_ops import DecodeOps, Op, build_config, build_model, gpu_s
 from tests.gpu.flash_on_cpu import cpu_flash
 from tests.gpu.recorded_step import record_step
 from tests.kernels.test_attention import plain, sinks_of, visible
-from tunekit import generate
-from tunekit.generate import Sampling, complete
-from tunekit.kernels import attention_choice, attention_decode, attention_native, glu, norm, rope
-from tunekit.kernels.attention import Rule
+from tunekit.generation import generate
+from tunekit.generation.generate import SamplingConfig, generate_batch
+from tunekit.kernels import attention_choice, attention_cpu, attention_decode, glu, rms_norm, rope
+from tunekit.kernels.attention import AttentionParams
 from tunekit.kernels.attention_decode import CachePositions, attend_decode
-from tunekit.models import decode, decoder, place
+from tunekit.models import decode, decoder, forward_context
 from tunekit.models.decode import DecodeLoop, StepGraph
 from tunekit.models.decoder import Decoder
 
@@ -44,14 +44,14 @@ MAX_KERNELS = {
     "qwen3-next": (78, 13),
 }
 SAMPLINGS = {
-    "greedy": Sampling(tokens=64),
-    "temperature": Sampling(1.0, tokens=64),
-    "top-k and top-p": Sampling(0.7, top_k=50, top_p=0.9, tokens=64),
-    "top-p": Sampling(0.7, top_p=0.9, tokens=64),
+    "greedy": SamplingConfig(tokens=64),
+    "temperature": SamplingConfig(1.0, tokens=64),
+    "top-k and top-p": SamplingConfig(0.7, top_k=50, top_p=0.9, tokens=64),
+    "top-p": SamplingConfig(0.7, top_p=0.9, tokens=64),
 }
 
 
-def step_ops(name: str, sampling: Sampling, *used: int, rows: int = 4) -> tuple[Decoder, list[DecodeOps]]:
+def step_ops(name: str, sampling: SamplingConfig, *used: int, rows: int = 4) -> tuple[Decoder, list[DecodeOps]]:
     """The operators of steps with these numbers of slots in use."""
     model = build_model(build_config(name, **WIDE[name]))
     cache = model.cache(rows, 4000)
@@ -100,7 +100,14 @@ def is_as_long_as_the_cache(op: Op) -> bool:
 
 # ---- The numbers of each route ----
 
-RULES = [Rule(0.3), Rule(0.3, 1), Rule(0.3, 5), Rule(0.3, chunk=4), Rule(0.3, 3, 7), Rule(0.3, 100)]
+RULES = [
+    AttentionParams(0.3),
+    AttentionParams(0.3, 1),
+    AttentionParams(0.3, 5),
+    AttentionParams(0.3, chunk=4),
+    AttentionParams(0.3, 3, 7),
+    AttentionParams(0.3, 100),
+]
 
 
 @pytest.fixture
@@ -116,7 +123,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize("sunk", [False, True])
 @pytest.mark.parametrize("heads", [(6, 2), (6, 6), (6, 1)], ids=str)
 @pytest.mark.parametrize("rule", RULES, ids=str)
-def test_flash_decoding(rule: Rule, heads: tuple[int, int], sunk: bool) -> None:
+def test_flash_decoding(rule: AttentionParams, heads: tuple[int, int], sunk: bool) -> None:
     """Rows of different lengths; slots after the last token hold values that must not be seen."""
     check_decode(rule, heads, sunk)
 
@@ -130,13 +137,13 @@ def fake_efficient(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) 
 
 @pytest.mark.parametrize("sunk", [False, True])
 @pytest.mark.parametrize("rule", RULES, ids=str)
-def test_decoding_without_flash(rule: Rule, sunk: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decoding_without_flash(rule: AttentionParams, sunk: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_choice, "device_type", lambda x: "cuda")
     monkeypatch.setattr(attention_decode, "run_efficient", fake_efficient)
     check_decode(rule, (6, 2), sunk)
 
 
-def check_decode(rule: Rule, heads: tuple[int, int], sunk: bool) -> None:
+def check_decode(rule: AttentionParams, heads: tuple[int, int], sunk: bool) -> None:
     slots, dim, width = 24, 12, 16
     q = torch.randn(3, 1, heads[0], dim)
     k, v = (torch.zeros(3, slots, heads[1], width) for _ in range(2))
@@ -166,12 +173,12 @@ def simulated(monkeypatch: pytest.MonkeyPatch, hopper: None) -> list[Any]:
         captures.append(step)
         return record_step(step)
 
-    for module in (place, decoder, generate):
+    for module in (forward_context, decoder, generate):
         monkeypatch.setattr(module, "has_static_shapes", lambda device: True)
     monkeypatch.setattr(decode, "get_capture", lambda model: record)
-    monkeypatch.setattr(attention_native, "able", lambda: False)  # C++ is no operator
-    for module in (rope, norm, glu):
-        monkeypatch.setattr(module, "left_to_torch", lambda *args: True)
+    monkeypatch.setattr(attention_cpu, "able", lambda: False)  # C++ is no operator
+    for module in (rope, rms_norm, glu):
+        monkeypatch.setattr(module, "use_torch_fallback", lambda *args: True)
     return captures
 
 
@@ -180,10 +187,10 @@ def test_a_replayed_step_draws_the_tokens_of_eager_steps(
     name: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     model = ours(made(tmp_path, name))
-    samplings = Sampling(tokens=16), Sampling(1.3, top_k=20, top_p=0.9, tokens=16, seed=5)
-    expected = [complete(model, PROMPTS, sampling, frozenset()) for sampling in samplings]
+    samplings = SamplingConfig(tokens=16), SamplingConfig(1.3, top_k=20, top_p=0.9, tokens=16, seed=5)
+    expected = [generate_batch(model, PROMPTS, sampling, frozenset()) for sampling in samplings]
     captures = request.getfixturevalue("simulated")
-    answers = [complete(model, PROMPTS, sampling, frozenset()) for sampling in samplings]
+    answers = [generate_batch(model, PROMPTS, sampling, frozenset()) for sampling in samplings]
     assert answers == expected
     assert captures
 
@@ -191,13 +198,13 @@ def test_a_replayed_step_draws_the_tokens_of_eager_steps(
 def test_a_larger_cache_is_captured_again(
     tmp_path: Path, simulated: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(place, "MIN_VISIBLE", 16)
+    monkeypatch.setattr(forward_context, "MIN_VISIBLE", 16)
     monkeypatch.setattr(decode, "MIN_REPLAYS", 1)
     model = ours(made(tmp_path, "mistral"))
-    answers = complete(model, PROMPTS, Sampling(tokens=60), frozenset())
+    answers = generate_batch(model, PROMPTS, SamplingConfig(tokens=60), frozenset())
     assert len(simulated) == 4  # 16, 32, 64 and all 72 slots after a prompt of 12 tokens
     monkeypatch.undo()
-    assert answers == complete(model, PROMPTS, Sampling(tokens=60), frozenset())
+    assert answers == generate_batch(model, PROMPTS, SamplingConfig(tokens=60), frozenset())
 
 
 # ---- When a step is captured ----
@@ -293,12 +300,14 @@ def test_only_waits_are_detected_and_other_warnings_are_shown(waits: bool, debug
 
 def test_batches_shrink_when_rows_end(tmp_path: Path) -> None:
     model = ours(made(tmp_path, "qwen2"))
-    full = complete(model, PROMPTS, Sampling(tokens=40), frozenset())
+    full = generate_batch(model, PROMPTS, SamplingConfig(tokens=40), frozenset())
     ends = {0: 3, 1: 5, 2: 40, 3: 20}
     sizes: list[int] = []
     handle = model.register_forward_pre_hook(lambda module, args: sizes.append(len(args[0])))
     counts = {tuple(answer[:length]): length for answer, length in zip(full, ends.values(), strict=True)}
-    answers = complete(model, PROMPTS, Sampling(tokens=40), frozenset(), ended=lambda answer: tuple(answer) in counts)
+    answers = generate_batch(
+        model, PROMPTS, SamplingConfig(tokens=40), frozenset(), ended=lambda answer: tuple(answer) in counts
+    )
     handle.remove()
     assert answers == [answer[: ends[row]] for row, answer in enumerate(full)]
     assert sizes == [4] * 5 + [2] * 15 + [1] * 20
@@ -314,7 +323,7 @@ def test_few_tokens_are_not_worth_a_smaller_batch() -> None:
 # ---- Sampling ----
 
 
-def sorted_choice(sampling: Sampling, logits: Tensor, numbers: Tensor) -> Tensor:
+def sorted_choice(sampling: SamplingConfig, logits: Tensor, numbers: Tensor) -> Tensor:
     """Draw from a stable sort of the whole vocabulary, as the choice is defined."""
     shares = (logits.float() / sampling.temperature).softmax(-1)
     probabilities, ids = shares.sort(dim=-1, descending=True, stable=True)
@@ -330,7 +339,7 @@ def sorted_choice(sampling: Sampling, logits: Tensor, numbers: Tensor) -> Tensor
 @pytest.mark.parametrize("top_k", [1, 3, 50, 1000])
 def test_top_k_draws_what_a_stable_sort_draws(top_k: int, top_p: float) -> None:
     """Logits in bf16 have many ties, also at the boundary of the top k."""
-    sampling = Sampling(0.7, top_k=top_k, top_p=top_p)
+    sampling = SamplingConfig(0.7, top_k=top_k, top_p=top_p)
     logits = (2 * torch.randn(64, 500)).round().bfloat16()
     numbers = torch.rand(64)
     assert torch.equal(sampling.choose(logits, numbers), sorted_choice(sampling, logits, numbers))
@@ -341,4 +350,4 @@ def test_temperature_alone_draws_from_the_vocabulary_in_its_order() -> None:
     sums = logits.double().softmax(-1).cumsum(-1)
     numbers = torch.rand(64)
     expected = torch.searchsorted(sums, numbers[:, None].double(), right=True).squeeze(-1)
-    assert torch.equal(Sampling(1.0).choose(logits, numbers), expected)
+    assert torch.equal(SamplingConfig(1.0).choose(logits, numbers), expected)

@@ -6,13 +6,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from tunekit import cli, devices, launch
+from tunekit import devices
+from tunekit.cli import main as cli
+from tunekit.cli import recipe_loader
 from tunekit.devices import ACCELERATORS, TABLE, Capabilities, Device, choose_type, find_row
+from tunekit.distributed.context import DistributedContext
+from tunekit.distributed.parallel_dims import ParallelConfig
 from tunekit.errors import UserError
-from tunekit.memory import Memory
-from tunekit.parallel.choice import Parallel
-from tunekit.parallel.run import Run
-from tunekit.precision import Precision
+from tunekit.memory.config import MemoryConfig
+from tunekit.models.precision import PrecisionConfig
 from tunekit.recipes import sft
 
 ROOT = Path(__file__).parent.parent.parent
@@ -113,22 +115,24 @@ def test_backends_of_processes() -> None:
             backends[device.type] = devices.backend_of(device.type, find_row(device))
     assert backends == {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "xpu": "cpu:gloo,xpu:xccl"}
     with pytest.raises(UserError, match="several processes"):
-        Parallel().check("mps", 2)
-    Parallel().check("mps", 1)
-    Parallel(offload=True).check("cuda", 2)
+        ParallelConfig().check("mps", 2)
+    ParallelConfig().check("mps", 1)
+    ParallelConfig(offload=True).check("cuda", 2)
     for count in (1, 2):
         with pytest.raises(UserError, match="parallel.offload"):
-            Parallel(offload=True).check("cpu", count)
+            ParallelConfig(offload=True).check("cpu", count)
 
 
-@pytest.mark.parametrize(("parallel", "count"), [(Parallel(offload=True), 1), (Parallel(offload=True, tensor=2), 2)])
-def test_weights_that_no_devices_share_cannot_wait_on_the_host(parallel: Parallel, count: int) -> None:
+@pytest.mark.parametrize(
+    ("parallel", "count"), [(ParallelConfig(offload=True), 1), (ParallelConfig(offload=True, tensor=2), 2)]
+)
+def test_weights_that_no_devices_share_cannot_wait_on_the_host(parallel: ParallelConfig, count: int) -> None:
     """It used to change nothing, without a word."""
     with pytest.raises(UserError, match="parallel.offload: only weights that several devices share"):
         parallel.check("cuda", count)
     parallel.check("cuda", 2 * count)
     with pytest.raises(UserError, match="parallel.offload: device cpu"):
-        Run(0, "cpu", Parallel(offload=True))
+        DistributedContext(0, "cpu", ParallelConfig(offload=True))
 
 
 def test_only_untested_devices_are_warned_about() -> None:
@@ -139,11 +143,11 @@ def test_only_untested_devices_are_warned_about() -> None:
 
 
 def test_what_a_device_lacks_is_refused_before_weights_are_read() -> None:
-    for choice, key in ((Memory(offload=True), "memory.offload"), (Precision("tf32"), "precision.compute")):
+    for choice, key in ((MemoryConfig(offload=True), "memory.offload"), (PrecisionConfig("tf32"), "precision.compute")):
         with pytest.raises(UserError, match=key):
             choice.check(CPU)
     with pytest.raises(UserError, match="memory.compile"):
-        Memory(compile=True).check(torch.device("meta"))
+        MemoryConfig(compile=True).check(torch.device("meta"))
     for name in ("A100", "RTX 5090"):
         devices.check_tf32(name, find_row(DEVICES[name]))
     for name in ("cpu", "T4", "V100", "MI300X", "Arc", "M3"):
@@ -154,8 +158,8 @@ def test_what_a_device_lacks_is_refused_before_weights_are_read() -> None:
 @pytest.mark.parametrize("device", ["auto", "cpu"])
 def test_tf32_is_refused_by_the_check_of_a_config(device: str) -> None:
     with pytest.raises(UserError, match="precision.compute"):
-        launch.config(sft, "nano/tools_lora", ["precision.compute=tf32", f"device={device}"], [])
-    launch.config(sft, "nano/tools_lora", ["precision.compute=tf32", "device=cuda"], [])
+        recipe_loader.load_checked_config(sft, "nano/tools_lora", ["precision.compute=tf32", f"device={device}"], [])
+    recipe_loader.load_checked_config(sft, "nano/tools_lora", ["precision.compute=tf32", "device=cuda"], [])
 
 
 @pytest.mark.parametrize(
@@ -184,13 +188,13 @@ def test_a_device_that_is_not_present_is_an_error_of_the_run(
 @pytest.mark.parametrize(("word", "variable"), [("cuda:1", "CUDA_VISIBLE_DEVICES=1"), ("xpu:0", "ZE_AFFINITY_MASK=0")])
 def test_a_device_with_an_index_names_the_variable(word: str, variable: str) -> None:
     with pytest.raises(UserError, match=variable):
-        launch.config(sft, "nano/tools_lora", [f"device={word}"], [])
+        recipe_loader.load_checked_config(sft, "nano/tools_lora", [f"device={word}"], [])
 
 
 def test_a_deterministic_run_sets_torch_and_restores_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     before = devices.read_numerics()
-    with Run(0, "cpu", deterministic=True):
+    with DistributedContext(0, "cpu", deterministic=True):
         assert torch.are_deterministic_algorithms_enabled()
         assert not devices.read_numerics().fill_memory
         torch.set_float32_matmul_precision("high")
@@ -203,7 +207,7 @@ def test_a_deterministic_run_sets_torch_and_restores_it(monkeypatch: pytest.Monk
 def test_cublas_is_configured_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
-    with Run(0, "cpu", deterministic=True):
+    with DistributedContext(0, "cpu", deterministic=True):
         assert devices.os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
 
 
@@ -216,14 +220,14 @@ def test_generators_are_restored() -> None:
 
 # Files that may name CUDA: the table, and users of what torch has for CUDA alone (graphs, cuDNN, NCCL's recorder).
 NAMING = {
-    "tunekit/cli.py",
+    "tunekit/cli/main.py",
     "tunekit/config/build.py",
     "tunekit/devices.py",
-    "tunekit/machine.py",
+    "tunekit/env_info.py",
     "tunekit/models/decode.py",
-    "tunekit/parallel/attention_setup.py",
-    "tunekit/parallel/run.py",
-    "tunekit/profile.py",
+    "tunekit/distributed/attention_setup.py",
+    "tunekit/distributed/context.py",
+    "tunekit/training/profiler.py",
 }
 GPU_PACKAGES = ("tunekit/plan/", "tunekit/selftest/")  # kinds of GPUs, and checks of GPUs
 

@@ -9,18 +9,18 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.flight_recorder.components.loader import read_dump
 
-from tunekit.parallel import flight_recorder
-from tunekit.parallel.asked import Asked, Job, Place
-from tunekit.parallel.flight_recorder import BACKENDS, CHANNEL, PREFIX, Recorders, file_of, quote, read, variables
-from tunekit.parallel.group import environment
-from tunekit.parallel.run import Run, recorded
+from tunekit.distributed import flight_recorder
+from tunekit.distributed.context import DistributedContext, recorded
+from tunekit.distributed.flight_recorder import BACKENDS, CHANNEL, PREFIX, Recorders, file_of, quote, read, variables
+from tunekit.distributed.launch_config import LaunchConfig, Place, WorkerSpec
+from tunekit.distributed.launcher import environment
 
 
 def entry(number: int, state: str, **changes: Any) -> dict[str, Any]:
     """An entry as NCCL records it, version 2.10."""
     frames = [
         {"filename": "/venv/lib/torch/distributed/distributed_c10d.py", "line": 99, "name": "all_gather_into_tensor"},
-        {"filename": "/src/tunekit/parallel/exchange.py", "line": 62, "name": "fill"},
+        {"filename": "/src/tunekit/distributed/collectives.py", "line": 62, "name": "fill"},
     ]
     fields = {"collective_seq_id": number, "process_group": ("4", "mesh_shard"), "profiling_name": "nccl:all_gather"}
     fields |= {"input_sizes": [[128, 64]], "state": state, "time_created_ns": 1000 + number, "frames": frames}
@@ -32,7 +32,7 @@ def write(folder: Path, rank: int, *entries: dict[str, Any]) -> None:
 
 
 def test_a_rank_writes_its_collectives_on_request(
-    one_rank: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    one_rank: DistributedContext, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The backend is gloo; torch's own reader finds the same."""
     one_rank.gather("to be recorded")
@@ -52,7 +52,7 @@ def test_a_rank_writes_its_collectives_on_request(
     assert [(c.name, c.number, c.group) for c in collectives] == [
         (e["profiling_name"], e["collective_seq_id"], e["process_group"][0]) for e in oracle
     ]
-    assert "gather (parallel/run.py" in collectives[-1].caller
+    assert "gather (distributed/context.py" in collectives[-1].caller
     assert "gloo:all_gather" in quote(tmp_path, [0])[1]
     recorders.close()
 
@@ -62,8 +62,8 @@ def test_a_report_names_the_ranks_that_lag(tmp_path: Path) -> None:
     write(tmp_path, 1, entry(6, "completed"), entry(7, "completed"))
     assert quote(tmp_path, [0, 1, 2]) == [
         "last collectives:",
-        "  rank 0: nccl:all_gather #8 of mesh_shard (128x64), started, from fill (parallel/exchange.py:62)",
-        "  rank 1: nccl:all_gather #7 of mesh_shard (128x64), completed, from fill (parallel/exchange.py:62)",
+        "  rank 0: nccl:all_gather #8 of mesh_shard (128x64), started, from fill (distributed/collectives.py:62)",
+        "  rank 1: nccl:all_gather #7 of mesh_shard (128x64), completed, from fill (distributed/collectives.py:62)",
         "  mesh_shard: rank 1 is at #7, the others at #8",
     ]
 
@@ -93,7 +93,7 @@ def test_ranks_record_into_the_folder_of_the_run(monkeypatch: pytest.MonkeyPatch
     for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
-    job = Job((), Asked(gpus=2), tmp_path, 1.0)
+    job = WorkerSpec((), LaunchConfig(gpus=2), tmp_path, 1.0)
     variables_of_rank = environment(job, Place(0, 2, "127.0.0.1", 0), 1)
     assert variables_of_rank["TORCH_FR_DUMP_TEMP_FILE"] + "1" == str(file_of(tmp_path / "logs", "nccl", 1))
     assert variables_of_rank["TORCH_FR_BUFFER_SIZE"] == "2000"

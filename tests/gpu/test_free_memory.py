@@ -8,12 +8,12 @@ import torch
 
 from tests.gpu.test_plan_gpu import described, on, small
 from tunekit import devices
+from tunekit.distributed.context import DistributedContext
 from tunekit.errors import UserError
-from tunekit.parallel.run import Run
-from tunekit.plan import free_memory, outcome
+from tunekit.plan import estimate, free_memory
 from tunekit.plan.free_memory import Free, Need, compare, count_reclaimable, name_gpu, needed
-from tunekit.plan.machine import GIB, KINDS
-from tunekit.plan.room import DRIVER
+from tunekit.plan.hardware import GIB, KINDS
+from tunekit.plan.memory import DRIVER
 
 
 def gib(number: float) -> int:
@@ -50,11 +50,11 @@ def test_weights_that_cannot_be_loaded_are_an_error() -> None:
 
 
 def test_the_driver_of_this_process_is_not_counted_twice() -> None:
-    plan = outcome.plan(described(small()), on(KINDS["l4"]))
+    plan = estimate.estimate(described(small()), on(KINDS["l4"]))
     need = needed(plan)
     assert need.peak == plan.peak.total - DRIVER and 0 < need.weights < need.peak
     assert Free("GPU 0", gib(24) - DRIVER, gib(24)).used_by_others == 0
-    sharded = outcome.plan(described(small(), batch=8), replace(on(KINDS["l4"], 2)))
+    sharded = estimate.estimate(described(small(), batch=8), replace(on(KINDS["l4"], 2)))
     assert needed(sharded).weights < need.weights
 
 
@@ -98,7 +98,7 @@ def test_intel_gpus_that_do_not_report_free_memory(monkeypatch: pytest.MonkeyPat
 
 def test_a_gpu_is_named_with_the_variable_that_selected_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """`GPU 0` is the first visible one: nvidia-smi may list it as GPU 3."""
-    run, gpu = Run(device="cpu"), torch.device("cuda", 0)
+    run, gpu = DistributedContext(device="cpu"), torch.device("cuda", 0)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert name_gpu(gpu, run, "CUDA_VISIBLE_DEVICES") == "GPU 0"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
@@ -106,5 +106,5 @@ def test_a_gpu_is_named_with_the_variable_that_selected_it(monkeypatch: pytest.M
 
 
 def test_a_cpu_reports_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    free_memory.check(None, Run(device="cpu"))
+    free_memory.check(None, DistributedContext(device="cpu"))
     assert capsys.readouterr().err == ""

@@ -24,22 +24,22 @@ from tests.gpu.meta_steps import (
     run_on_meta,
     sft_step,
 )
-from tunekit.adapters import Full
-from tunekit.data.signs import Sign
+from tunekit.adapters.config import NoAdapter
+from tunekit.data.doc_flags import DocFlags
 from tunekit.kernels.sequence_layout import SequenceLayout
-from tunekit.losses.divergence import ForwardKL
-from tunekit.losses.likelihood import CrossEntropy
-from tunekit.losses.marks import KTO
-from tunekit.losses.pairs import DPO
+from tunekit.losses.cross_entropy import CrossEntropy
+from tunekit.losses.dpo import DPO
+from tunekit.losses.kl_divergence import ForwardKL
 from tunekit.losses.reward import BradleyTerry
-from tunekit.models.spec import Score
+from tunekit.losses.unpaired import KTO
+from tunekit.models.spec import ScoreHead
 
-STEPS: dict[str, tuple[Callable[..., Any], Any, Sign | None, int]] = {
+STEPS: dict[str, tuple[Callable[..., Any], Any, DocFlags | None, int]] = {
     "sft": (sft_step, CrossEntropy(), None, 0),
     "distill": (distill_step, ForwardKL(), None, 0),
-    "dpo": (preference_step, (DPO(),), Sign.GOOD, 0),
-    "kto": (preference_step, (KTO(),), Sign.GOOD, 40),
-    "reward": (reward_step, BradleyTerry(), Sign.GOOD, 0),
+    "dpo": (preference_step, (DPO(),), DocFlags.GOOD, 0),
+    "kto": (preference_step, (KTO(),), DocFlags.GOOD, 40),
+    "reward": (reward_step, BradleyTerry(), DocFlags.GOOD, 0),
 }
 FAMILIES = ("llama3.2", "llama4", "gemma2", "phi3-long", "qwen3.5")
 
@@ -54,7 +54,7 @@ def as_fsdp_moves(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
 def test_bounds_stay_on_the_host(method: str) -> None:
     step, loss, sign, crossed = STEPS[method]
     layouts: list[SequenceLayout] = []
-    run, score = run_on_meta(), Score(1) if method == "reward" else None
+    run, score = run_on_meta(), ScoreHead(1) if method == "reward" else None
     model = build_model(read_spec("llama3.2", score, layers=1))
     batches = make_batches(True, model.spec.vocab, sign, crossed)
 
@@ -65,7 +65,7 @@ def test_bounds_stay_on_the_host(method: str) -> None:
         return args, kwargs
 
     model.register_forward_pre_hook(move, with_kwargs=True)
-    step(model, loss, batches, build_update(model, Full(), run), run)
+    step(model, loss, batches, build_update(model, NoAdapter(), run), run)
     assert layouts and all(x.cu_seqlens.device.type == "cpu" for x in layouts)
     assert method not in ("dpo", "reward") or all(x.prefixes is not None for x in layouts)
 
@@ -76,5 +76,5 @@ def test_packed_rows_of_families_that_read_bounds(name: str) -> None:
     run, model = run_on_meta(), build_model(representative_spec(name))
     model.register_forward_pre_hook(as_fsdp_moves, with_kwargs=True)
     batches = make_batches(True, model.spec.vocab)[:1]
-    result = sft_step(model, CrossEntropy(), batches, build_update(model, Full(), run), run)
+    result = sft_step(model, CrossEntropy(), batches, build_update(model, NoAdapter(), run), run)
     assert result.loss.is_meta

@@ -9,28 +9,28 @@ import torch
 from torch import Tensor
 
 from tests.interpreter import needs_loops
-from tunekit.kernels import divergence, shapes
-from tunekit.kernels.divergence import Mixture, Terms
+from tunekit.kernels import fake_mode, kl_divergence
+from tunekit.kernels.kl_divergence import KLMixture, KLTerms
 
 BF16, FP32 = torch.bfloat16, torch.float32
 SIZE = 64  # logits that a program holds at once: small, so that few ids need several turns
 MIXTURES = {
-    "forward": Mixture(),
-    "reverse": Mixture(0.0, reverse=1.0, temperature=2.5),
-    "symmetric": Mixture(1.0, reverse=0.5),
-    "skewed": Mixture(forward_skew=0.1),
-    "skewed reverse": Mixture(0.0, reverse=1.0, reverse_skew=0.1, truth=0.25),
-    "jensen-shannon": Mixture(0.3, 0.3, 0.7, 0.7, temperature=1.7),
+    "forward": KLMixture(),
+    "reverse": KLMixture(0.0, reverse=1.0, temperature=2.5),
+    "symmetric": KLMixture(1.0, reverse=0.5),
+    "skewed": KLMixture(forward_skew=0.1),
+    "skewed reverse": KLMixture(0.0, reverse=1.0, reverse_skew=0.1, truth=0.25),
+    "jensen-shannon": KLMixture(0.3, 0.3, 0.7, 0.7, temperature=1.7),
 }
 CAPPED = {"skewed", "symmetric", "jensen-shannon"}
 IDS, ROWS = (150, 149), 2  # ids of the student, and those that both have
 
 
 @pytest.fixture(scope="module")
-def compute() -> Callable[[Tensor, Tensor, Terms, bool], Tensor]:
-    """The launch of divergence_triton.py in Triton's interpreter, from a module of its own."""
+def compute() -> Callable[[Tensor, Tensor, KLTerms, bool], Tensor]:
+    """The launch of kl_divergence_triton.py in Triton's interpreter, from a module of its own."""
     pytest.importorskip("triton")
-    path = Path(divergence.__file__).with_name("divergence_triton.py")
+    path = Path(kl_divergence.__file__).with_name("kl_divergence_triton.py")
     spec = importlib.util.spec_from_file_location("interpreted_divergence", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -48,7 +48,7 @@ def log_probabilities(raw: Tensor, scale: float, softcap: float | None, temperat
     return ((softcap * (x / softcap).tanh() if softcap else x) / temperature).log_softmax(-1)
 
 
-def define(lp: Tensor, lq: Tensor, by: Mixture) -> Tensor:
+def define(lp: Tensor, lq: Tensor, by: KLMixture) -> Tensor:
     """Sum of the two KL divergences in a mixture, by their definition."""
     p, q = lp.exp(), lq.exp()
     m = (by.forward_skew * q + (1 - by.forward_skew) * p).log()
@@ -56,14 +56,14 @@ def define(lp: Tensor, lq: Tensor, by: Mixture) -> Tensor:
     return (by.forward * q * (lq - m) + by.reverse * p * (lp - n)).sum(-1)
 
 
-def draw_logits(name: str, dtype: torch.dtype = FP32) -> tuple[Tensor, Tensor, Terms]:
+def draw_logits(name: str, dtype: torch.dtype = FP32) -> tuple[Tensor, Tensor, KLTerms]:
     """Rows of both models, not contiguous, and what to compute of them."""
     vocab, count = IDS
     student = (3 * torch.randn(ROWS, vocab + 10)).to(dtype)[:, :vocab]
     teacher = (3 * torch.randn(ROWS, vocab)).to(dtype)[:, :count]
     student[1, :count] = teacher[1]  # equal, and the argmax agrees
     finish = (0.7, 5.0) if name in CAPPED else (1.3, None)
-    return student, teacher, Terms(MIXTURES[name], finish, finish, count, None)
+    return student, teacher, KLTerms(MIXTURES[name], finish, finish, count, None)
 
 
 @needs_loops
@@ -94,7 +94,7 @@ def test_figures_and_gradient_equal_the_definition(name: str, compute) -> None:
 def test_bf16_logits(name: str, compute) -> None:
     student, teacher, terms = draw_logits(name, BF16)
     expected = student.float()
-    figures = divergence.torch_divergences(expected, teacher, terms, True)
+    figures = kl_divergence.torch_divergences(expected, teacher, terms, True)
     torch.testing.assert_close(compute(student, teacher, terms, True), figures, rtol=3e-6, atol=3e-6)
     # The interpreter truncates to bf16, a GPU rounds
     torch.testing.assert_close(student.float(), expected, rtol=2**-7, atol=1e-6)
@@ -112,9 +112,9 @@ def test_extreme_logits_give_the_numbers_of_torch(name: str, compute) -> None:
     nan[7] = torch.nan
     student = torch.stack([near, near + 1e4, 1e3 * near, certain, impossible, torch.zeros(20), nan])
     teacher = student[[1, 0, 4, 2, 5, 3, 0]]
-    terms = Terms(MIXTURES[name], (1.0, None), (1.0, None), 20, None)
+    terms = KLTerms(MIXTURES[name], (1.0, None), (1.0, None), 20, None)
     gradient = student.clone()
-    expected = divergence.torch_divergences(gradient, teacher, terms, True)
+    expected = kl_divergence.torch_divergences(gradient, teacher, terms, True)
     torch.testing.assert_close(compute(student, teacher, terms, True), expected, rtol=1e-5, atol=1e-5, equal_nan=True)
     # Logarithms are as large as 1e4, where numbers of fp32 are 1e-3 apart
     torch.testing.assert_close(student, gradient, rtol=1e-5, atol=1e-3, equal_nan=True)
@@ -129,8 +129,8 @@ def test_no_rows(compute) -> None:
 def test_logits_on_a_gpu_take_the_fused_kernel() -> None:
     """It allocates nothing but its result, also in a memory plan."""
     student, teacher = torch.empty(8, 100, device="meta"), torch.empty(8, 90, device="meta")
-    with shapes.asked("cuda"):
-        kernel = divergence.kernel_for(student, teacher, None)
-        assert kernel is divergence.gpu_divergences
-        assert kernel(student, teacher, Terms(Mixture(), (1.0, None), (1.0, None), 90, None), True).shape == (8, 5)
-    assert divergence.kernel_for(torch.zeros(8, 100), torch.zeros(8, 90), None) is not divergence.gpu_divergences
+    with fake_mode.fake_mode("cuda"):
+        kernel = kl_divergence.kernel_for(student, teacher, None)
+        assert kernel is kl_divergence.gpu_divergences
+        assert kernel(student, teacher, KLTerms(KLMixture(), (1.0, None), (1.0, None), 90, None), True).shape == (8, 5)
+    assert kl_divergence.kernel_for(torch.zeros(8, 100), torch.zeros(8, 90), None) is not kl_divergence.gpu_divergences

@@ -8,34 +8,41 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tests.checkpoints import batch, made, tokens
-from tunekit import assemble, bundled
-from tunekit.adapters import DoRA, Full, LoRA
-from tunekit.checkpoint.folder import Folder
-from tunekit.checkpoint.read import read
-from tunekit.formats import NF4, Plain
-from tunekit.layout.shard import allocate, choices, shard
-from tunekit.losses.likelihood import CrossEntropy
+from tunekit import assets, build
+from tunekit.adapters.config import DoRAConfig, LoRAConfig, NoAdapter
+from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
+from tunekit.checkpoint.load_model import load_weights
+from tunekit.distributed.context import DistributedContext
+from tunekit.distributed.fsdp import allocate, apply_fsdp, fsdp_kwargs
+from tunekit.distributed.parallel_dims import ParallelConfig
+from tunekit.losses.cross_entropy import CrossEntropy
 from tunekit.models.decoder import Decoder
-from tunekit.models.experts import Router
 from tunekit.models.linear import Linear
-from tunekit.parallel.choice import Parallel
-from tunekit.parallel.run import Run
-from tunekit.precision import Precision
+from tunekit.models.moe import Router
+from tunekit.models.precision import PrecisionConfig
+from tunekit.quantization.config import NF4Config, NoQuantization
 
-BF16 = Precision("bf16", "fp32", "checkpoint")
+BF16 = PrecisionConfig("bf16", "fp32", "checkpoint")
 
 
-def sharded(folder: Path, name: str, adapter: Full | LoRA, weights: Plain, run: Run, device: str) -> Decoder:
+def sharded(
+    folder: Path,
+    name: str,
+    adapter: NoAdapter | LoRAConfig,
+    weights: NoQuantization,
+    run: DistributedContext,
+    device: str,
+) -> Decoder:
     """A model on the CPU that is sharded as on another kind of device."""
-    source = Folder.open(made(folder, name))
-    model = assemble.outline(source, weights, adapter)
+    source = HFCheckpoint.open(made(folder, name))
+    model = build.build_meta_model(source, weights, adapter)
     BF16.apply(model, source.dtypes, run.device)
     run.device = torch.device(device)
-    shard(model, run)
+    apply_fsdp(model, run)
     run.device = torch.device("cpu")
     allocate(model, run)
     model.tie()
-    read(source, model, quiet=True, run=run)
+    load_weights(source, model, quiet=True, run=run)
     adapter.initialize(model, 0)
     return model
 
@@ -57,13 +64,17 @@ def step(model: Decoder) -> tuple[float, dict[str, Tensor], dict[type, set[torch
     return loss.item(), grads, dtypes
 
 
-CASES = [("llama3.2", Full(), Plain()), ("qwen3-moe", Full(), Plain()), ("gpt-oss", LoRA(4), Plain())]
-CASES += [("gemma2", DoRA(4), NF4()), ("deepseek-v3", Full(), Plain())]
+CASES = [
+    ("llama3.2", NoAdapter(), NoQuantization()),
+    ("qwen3-moe", NoAdapter(), NoQuantization()),
+    ("gpt-oss", LoRAConfig(4), NoQuantization()),
+]
+CASES += [("gemma2", DoRAConfig(4), NF4Config()), ("deepseek-v3", NoAdapter(), NoQuantization())]
 
 
 @pytest.mark.parametrize(("name", "adapter", "weights"), CASES, ids=[case[0] for case in CASES])
 def test_gathering_in_the_compute_dtype_trains_the_same(
-    name: str, adapter: Full | LoRA, weights: Plain, one_rank: Run, tmp_path: Path
+    name: str, adapter: NoAdapter | LoRAConfig, weights: NoQuantization, one_rank: DistributedContext, tmp_path: Path
 ) -> None:
     """Stored weights, reduced gradients and updates remain fp32; routers are gathered as they are stored."""
     (exact, expected, _), (loss, result, dtypes) = (
@@ -73,22 +84,26 @@ def test_gathering_in_the_compute_dtype_trains_the_same(
     assert result.keys() == expected.keys() and {grad.dtype for grad in result.values()} == {torch.float32}
     flat = [torch.cat([grads[n].flatten() for n in expected]) for grads in (result, expected)]
     assert torch.cosine_similarity(*flat, dim=0) > 0.99
-    if type(weights) is Plain:
+    if type(weights) is NoQuantization:
         assert dtypes.get(Linear, {torch.bfloat16}) == {torch.bfloat16}
     assert dtypes.get(Router, {torch.float32}) == {torch.float32}
 
 
-@pytest.mark.parametrize(("weights", "dtype"), [(Plain(), torch.bfloat16), (NF4(), None)], ids=["plain", "nf4"])
-def test_quantized_weights_are_gathered_as_stored(weights: Plain, dtype: torch.dtype | None, one_rank: Run) -> None:
+@pytest.mark.parametrize(
+    ("weights", "dtype"), [(NoQuantization(), torch.bfloat16), (NF4Config(), None)], ids=["plain", "nf4"]
+)
+def test_quantized_weights_are_gathered_as_stored(
+    weights: NoQuantization, dtype: torch.dtype | None, one_rank: DistributedContext
+) -> None:
     """torch 2.11 would cast bytes of codes to bf16, too."""
-    source = Folder.open(bundled.model("tunekit/nano"))
-    model = assemble.outline(source, weights, LoRA(4))
+    source = HFCheckpoint.open(assets.model_dir("tunekit/nano"))
+    model = build.build_meta_model(source, weights, LoRAConfig(4))
     BF16.apply(model, source.dtypes, one_rank.device)
     one_rank.device = torch.device("cuda")
     assert one_rank.mesh is not None
-    assert choices(model, one_rank, one_rank.mesh["shard"])["mp_policy"].param_dtype == dtype
+    assert fsdp_kwargs(model, one_rank, one_rank.mesh["shard"])["mp_policy"].param_dtype == dtype
 
 
 def test_default_depends_on_the_device() -> None:
-    assert [Parallel().on(device).gather for device in ("cpu", "cuda")] == ["weights", "compute"]
-    assert [Parallel(gather="weights").on(device).gather for device in ("cpu", "cuda")] == ["weights", "weights"]
+    assert [ParallelConfig().on(device).gather for device in ("cpu", "cuda")] == ["weights", "compute"]
+    assert [ParallelConfig(gather="weights").on(device).gather for device in ("cpu", "cuda")] == ["weights", "weights"]

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tunekit.kernels import cross_entropy, shapes
-from tunekit.kernels.cross_entropy import Share, Terms, chunked_loss
+from tunekit.kernels import cross_entropy, fake_mode
+from tunekit.kernels.cross_entropy import CrossEntropyTerms, VocabShard, linear_cross_entropy
 
 BF16, FP32 = torch.bfloat16, torch.float32
 VOCAB, DIM, TOKENS = 101, 16, 12
@@ -22,7 +22,7 @@ class PlainHead:
     weight: nn.Parameter
     scale: float = 1.0
     softcap: float | None = None
-    share: Share | None = None
+    share: VocabShard | None = None
     plain: bool = True
 
     def raw(self, x: Tensor) -> Tensor:
@@ -53,7 +53,7 @@ class CudaProducts(TorchDispatchMode):
 
 @pytest.fixture
 def as_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shapes, "device", lambda x: "cuda")
+    monkeypatch.setattr(fake_mode, "device_type", lambda x: "cuda")
     monkeypatch.setattr(cross_entropy, "SLICE", {"cpu": 30 * DIM})
 
 
@@ -63,7 +63,7 @@ def run_head(dtype: torch.dtype) -> tuple[Tensor, ...]:
     weight = nn.Parameter(torch.randn(VOCAB, DIM, generator=generator))
     hidden = torch.randn(TOKENS, DIM, generator=generator).to(dtype).requires_grad_()
     targets = torch.randint(0, VOCAB, (TOKENS,), generator=generator)
-    loss = chunked_loss(hidden, targets, PlainHead(weight), Terms())
+    loss = linear_cross_entropy(hidden, targets, PlainHead(weight), CrossEntropyTerms())
     return loss.detach(), *torch.autograd.grad(loss, (hidden, weight))
 
 
@@ -76,7 +76,7 @@ def chunks_of_four(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("dtype", [FP32, BF16, torch.float16], ids=str)
 def test_rows_of_logits_are_aligned_on_cuda(dtype: torch.dtype) -> None:
     like = torch.empty(1, DIM, dtype=dtype, device="meta")
-    with shapes.asked("cuda"):
+    with fake_mode.fake_mode("cuda"):
         for vocab in (1, 64, 49155, 151936):
             logits = cross_entropy.logits_buffer(like, 8, vocab)
             assert logits.shape == (8, vocab) and logits.stride(1) == 1
@@ -127,7 +127,7 @@ def test_one_product_accumulates_in_fp32(first: bool) -> None:
 @pytest.mark.parametrize(("device", "hip"), [("cuda", "6.4"), ("cpu", None)])
 def test_others_round_a_slice_at_a_time(device: str, hip: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Products with `out_dtype` exist for neither."""
-    monkeypatch.setattr(shapes, "device", lambda x: device)
+    monkeypatch.setattr(fake_mode, "device_type", lambda x: device)
     monkeypatch.setattr(torch.version, "hip", hip)
     total = torch.zeros(VOCAB, DIM)
     with CudaProducts() as seen:

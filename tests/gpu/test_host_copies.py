@@ -7,15 +7,15 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from tunekit import machine
-from tunekit.adapters import principal
+from tunekit import env_info
+from tunekit.adapters.config import pissa_factors
 from tunekit.checkpoint.host_copy import HostCopies, Staging
-from tunekit.checkpoint.state import State
-from tunekit.device_to_host import HostCopy
+from tunekit.checkpoint.training_state import Checkpointer
+from tunekit.distributed.context import DistributedContext
 from tunekit.errors import UserError
+from tunekit.kernels.device_to_host import HostCopy
 from tunekit.models.decode import DrawnTokens
-from tunekit.parallel.run import Run
-from tunekit.plan import explain
+from tunekit.plan import oom_report
 
 PINNED = torch.AcceleratorError("CUDA error: out of memory")
 GPU = torch.device("cuda")
@@ -61,12 +61,14 @@ def test_a_state_is_saved_in_the_foreground_where_memory_is_short(
     (group / "memory.max").write_text("max\n" if available != "container" else "5000\n")
     (group / "memory.current").write_text("4900\n")
     (group / "memory.stat").write_text("anon 4000\ninactive_file 300\nactive_file 100\n")
-    monkeypatch.setattr(machine, "MEMORY_INFO", info)
-    monkeypatch.setattr(machine, "CGROUP", group)
+    monkeypatch.setattr(env_info, "MEMORY_INFO", info)
+    monkeypatch.setattr(env_info, "CGROUP", group)
     model = nn.Linear(30, 30)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     rate = LambdaLR(optimizer, lambda step: 1.0)
-    with State(tmp_path / "state", model, optimizer, rate, 1, Run(device="cpu"), background=True) as state:
+    with Checkpointer(
+        tmp_path / "state", model, optimizer, rate, 1, DistributedContext(device="cpu"), background=True
+    ) as state:
         state.save(1)
         assert (state.writing is None) == (available != "enough")
         assert ("save_async" in capsys.readouterr().err) == (available != "enough")
@@ -75,10 +77,10 @@ def test_a_state_is_saved_in_the_foreground_where_memory_is_short(
 
 def test_host_memory_is_not_reported_as_that_of_the_gpu() -> None:
     for error in (PINNED, MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")):
-        with pytest.raises(UserError, match="host memory") as caught, explain.told(None, GPU):
+        with pytest.raises(UserError, match="host memory") as caught, oom_report.report_oom(None, GPU):
             raise error
         assert "save_async" in str(caught.value)
-    assert not explain.host_is_full(torch.OutOfMemoryError("CUDA out of memory"))
+    assert not oom_report.host_is_full(torch.OutOfMemoryError("CUDA out of memory"))
 
 
 def test_principal_directions_fork_no_generator_of_other_devices(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,5 +92,5 @@ def test_principal_directions_fork_no_generator_of_other_devices(monkeypatch: py
         return fork(devices)
 
     monkeypatch.setattr(torch.random, "fork_rng", record)
-    principal(torch.randn(8, 8), 2, torch.Generator().manual_seed(0))
+    pissa_factors(torch.randn(8, 8), 2, torch.Generator().manual_seed(0))
     assert forked == [[]]

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from tests.checkpoints import batch, made, ours, tokens
 from tests.kernels.test_attention_gpu import flash_backward, flash_forward
-from tunekit.generate import Sampling, complete
+from tunekit.generation.generate import SamplingConfig, generate_batch
 from tunekit.kernels import attention_gpu, sequence_layout
 from tunekit.kernels.device_tensors import DeviceConstants
 from tunekit.kernels.sequence_layout import SequenceLayout, rows_layout
-from tunekit.losses.likelihood import CrossEntropy
+from tunekit.losses.cross_entropy import CrossEntropy
 
 CPU = torch.device("cpu")
 
@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def flash_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Attention as on a GPU, with the kernel of torch written down."""
-    monkeypatch.setattr(attention_gpu, "fits", lambda q, capped: True)
+    monkeypatch.setattr(attention_gpu, "is_supported", lambda q, capped: True)
     monkeypatch.setattr(attention_gpu, "forward", flash_forward)
     monkeypatch.setattr(attention_gpu, "backward", flash_backward)
     monkeypatch.setattr(attention_gpu, "HALF_DTYPES", (torch.float32,))
@@ -34,7 +34,7 @@ def flash_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize("name", ["llama3.2", "phi3-long", "llama4"])
 def test_training_after_generation(name: str, tmp_path: Path) -> None:
     model, rows = ours(made(tmp_path, name)), tokens(2, 12)
-    answers = complete(model, rows.tolist(), Sampling(tokens=2), frozenset())
+    answers = generate_batch(model, rows.tolist(), SamplingConfig(tokens=2), frozenset())
     assert all(len(answer) == 2 for answer in answers)
     CrossEntropy()(model.train(), batch(rows)).backward()
     assert all(p.grad is not None for p in model.parameters() if p.requires_grad)

@@ -19,53 +19,63 @@ from tests.gpu.meta_steps import (
     run_on_meta,
     sft_step,
 )
-from tunekit.adapters import DoRA, Full, LoRA
-from tunekit.data.signs import Sign
-from tunekit.data.steps.batch import IGNORE, blank
-from tunekit.formats import FP4, NF4, Float8, Plain
-from tunekit.losses.comparison import Loss
-from tunekit.losses.divergence import ForwardKL, JensenShannon, ReverseKL, SkewedKL, SkewedReverseKL, SymmetricKL
-from tunekit.losses.likelihood import CrossEntropy
-from tunekit.losses.likely import CPO, ORPO, SFT, AlphaPO, SimPO
-from tunekit.losses.marks import BCO, KTO, APO_Zero_Unpaired
-from tunekit.losses.pairs import (
+from tunekit.adapters.config import DoRAConfig, LoRAConfig, NoAdapter
+from tunekit.data.dataloader.batch import IGNORE, empty_batch
+from tunekit.data.doc_flags import DocFlags
+from tunekit.losses.cross_entropy import CrossEntropy
+from tunekit.losses.dpo import (
     AOT,
     DPO,
     IPO,
-    AOT_Unpaired,
-    APO_Down,
-    APO_Zero,
-    BCO_Pair,
+    AOTUnpaired,
+    APODown,
+    APOZero,
+    BCOPair,
     DiscoPOP,
-    EXO_Pair,
+    EXOPair,
     Hinge,
-    NCA_Pair,
+    NCAPair,
     Robust,
-    Sigmoid_Norm,
-    SPPO_Hard,
+    SigmoidNorm,
+    SPPOHard,
 )
-from tunekit.losses.reward import BradleyTerry, Classification, Process, Regression, Scoring
-from tunekit.memory import Memory
-from tunekit.optim import SGD, Muon
+from tunekit.losses.kl_divergence import ForwardKL, JensenShannon, ReverseKL, SkewedKL, SkewedReverseKL, SymmetricKL
+from tunekit.losses.preference_base import PreferenceLoss
+from tunekit.losses.reference_free import CPO, ORPO, AlphaPO, SFTTerm, SimPO
+from tunekit.losses.reward import BradleyTerry, Classification, ProcessReward, Regression, RewardLoss
+from tunekit.losses.unpaired import BCO, KTO, APOZeroUnpaired
+from tunekit.memory.config import MemoryConfig
+from tunekit.optim.config import MuonConfig, SGDConfig
+from tunekit.quantization.config import Float8Config, FP4Config, NF4Config, NoQuantization
 
-PAIRED = (DPO, Sigmoid_Norm, Hinge, IPO, Robust, EXO_Pair, NCA_Pair, BCO_Pair, SPPO_Hard, AOT, AOT_Unpaired,
-          APO_Zero, APO_Down, DiscoPOP, SFT, CPO, SimPO, AlphaPO, ORPO)  # fmt: skip
-UNPAIRED = KTO, BCO, APO_Zero_Unpaired
+PAIRED = (DPO, SigmoidNorm, Hinge, IPO, Robust, EXOPair, NCAPair, BCOPair, SPPOHard, AOT, AOTUnpaired,
+          APOZero, APODown, DiscoPOP, SFTTerm, CPO, SimPO, AlphaPO, ORPO)  # fmt: skip
+UNPAIRED = KTO, BCO, APOZeroUnpaired
 
 
 FAMILIES = ("llama3.2", "llama4", "gemma2", "gemma3-scaled", "gemma4-moe-shared", "phi3-long", "ministral3-sliding",
             "smollm3", "glm4-moe", "olmo3-yarn", "granite-moe", "gpt-oss", "deepseek-v2", "deepseek-v3", "qwen2-moe",
             "qwen3-next-mixed", "qwen3.5-moe")  # fmt: skip
 # Every pair of an adapter and a format, and of either and a way to save memory, is near one of these.
-CHOICES: dict[str, tuple[Full | LoRA, Plain, Memory, Any]] = {
-    "full": (Full(), Plain(), Memory(step_in_backward=True), SGD()),
-    "full, recomputed": (Full(), Plain(), Memory(recompute=True), SGD()),
-    "lora": (LoRA(4, dropout=0.1), Plain(), Memory(recompute="selective"), Muon()),
-    "lora of all, nf4": (LoRA(4, targets=("all", "embed", "head"), plus=4.0), NF4(True), Memory(), SGD()),
-    "lora with norms, fp4": (LoRA(4, whole=("norms",), bias="all"), FP4(), Memory(recompute=True), SGD()),
-    "pissa, nf4": (LoRA(4, init="pissa"), NF4(), Memory(recompute="selective"), SGD()),
-    "dora": (DoRA(4), Plain(), Memory(recompute=True), SGD()),
-    "dora, float8": (DoRA(4, dropout=0.1), Float8(), Memory(), SGD()),
+CHOICES: dict[str, tuple[NoAdapter | LoRAConfig, NoQuantization, MemoryConfig, Any]] = {
+    "full": (NoAdapter(), NoQuantization(), MemoryConfig(step_in_backward=True), SGDConfig()),
+    "full, recomputed": (NoAdapter(), NoQuantization(), MemoryConfig(recompute=True), SGDConfig()),
+    "lora": (LoRAConfig(4, dropout=0.1), NoQuantization(), MemoryConfig(recompute="selective"), MuonConfig()),
+    "lora of all, nf4": (
+        LoRAConfig(4, targets=("all", "embed", "head"), plus=4.0),
+        NF4Config(True),
+        MemoryConfig(),
+        SGDConfig(),
+    ),
+    "lora with norms, fp4": (
+        LoRAConfig(4, whole=("norms",), bias="all"),
+        FP4Config(),
+        MemoryConfig(recompute=True),
+        SGDConfig(),
+    ),
+    "pissa, nf4": (LoRAConfig(4, init="pissa"), NF4Config(), MemoryConfig(recompute="selective"), SGDConfig()),
+    "dora": (DoRAConfig(4), NoQuantization(), MemoryConfig(recompute=True), SGDConfig()),
+    "dora, float8": (DoRAConfig(4, dropout=0.1), Float8Config(), MemoryConfig(), SGDConfig()),
 }
 
 
@@ -88,10 +98,10 @@ def test_rules_catch_what_a_gpu_refuses_or_waits_for() -> None:
 
 
 @pytest.mark.parametrize("loss", [*PAIRED, *UNPAIRED])
-def test_preference_losses(loss: type[Loss]) -> None:
-    run, adapter, packed = run_on_meta(), LoRA(4), loss not in (DPO, ORPO, KTO)
+def test_preference_losses(loss: type[PreferenceLoss]) -> None:
+    run, adapter, packed = run_on_meta(), LoRAConfig(4), loss not in (DPO, ORPO, KTO)
     model = build_model(read_spec("llama3.2", layers=1), adapter=adapter)
-    batches = make_batches(packed, model.spec.vocab, Sign.GOOD, crossed=40 if loss in UNPAIRED else 0)
+    batches = make_batches(packed, model.spec.vocab, DocFlags.GOOD, crossed=40 if loss in UNPAIRED else 0)
     update = build_update(model, adapter, run)
     with device_rules() as rules:
         result = preference_step(model, (loss(),), batches, update, run)
@@ -100,11 +110,11 @@ def test_preference_losses(loss: type[Loss]) -> None:
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("terms", [(KTO(),), (ORPO(),), (KTO(), ORPO())], ids=["kto", "orpo", "both"])
-def test_mismatched_answers_and_prompts(terms: tuple[Loss, ...], packed: bool) -> None:
+def test_mismatched_answers_and_prompts(terms: tuple[PreferenceLoss, ...], packed: bool) -> None:
     """The host knows how many tokens are learnt of mismatched answers, and of prompts; also on a rank without rows."""
-    run, adapter, crossed = run_on_meta(), LoRA(4), 40 if terms[0].others else 0
+    run, adapter, crossed = run_on_meta(), LoRAConfig(4), 40 if terms[0].others else 0
     model = build_model(read_spec("llama3.2", layers=1), adapter=adapter)
-    batches = make_batches(packed, model.spec.vocab, Sign.GOOD, crossed)
+    batches = make_batches(packed, model.spec.vocab, DocFlags.GOOD, crossed)
     for batch in batches:
         assert batch.num_full_targets == int((batch.full_targets != IGNORE).sum()) > batch.learnt
         if batch.others is not None:
@@ -112,16 +122,16 @@ def test_mismatched_answers_and_prompts(terms: tuple[Loss, ...], packed: bool) -
     update = build_update(model, adapter, run)
     with device_rules() as rules:
         preference_step(model, terms, batches, update, run)
-        preference_step(model, terms, [batches[0], blank(batches[1])], update, run)
+        preference_step(model, terms, [batches[0], empty_batch(batches[1])], update, run)
     assert not rules.blocking_copies
 
 
-@pytest.mark.parametrize("loss", [BradleyTerry(center=0.1), Classification(), Regression(), Process()], ids=str)
-def test_reward_losses(loss: Scoring) -> None:
+@pytest.mark.parametrize("loss", [BradleyTerry(center=0.1), Classification(), Regression(), ProcessReward()], ids=str)
+def test_reward_losses(loss: RewardLoss) -> None:
     run, score = run_on_meta(), loss.score(0)
     model = build_model(read_spec("llama3.2", score, layers=1))
-    batches = make_batches(True, model.spec.vocab, Sign.STEPS if isinstance(loss, Process) else Sign.GOOD)
-    update = build_update(model, Full(), run)
+    batches = make_batches(True, model.spec.vocab, DocFlags.STEPS if isinstance(loss, ProcessReward) else DocFlags.GOOD)
+    update = build_update(model, NoAdapter(), run)
     with device_rules() as rules:
         result = reward_step(model, loss, batches, update, run)
     assert result.loss.is_meta and not rules.blocking_copies
@@ -134,7 +144,7 @@ def test_reward_losses(loss: Scoring) -> None:
 def test_distillation_losses(loss: Any, top: int | None) -> None:
     run = run_on_meta()
     model = build_model(read_spec("llama3.2", layers=1))
-    batches, update = make_batches(top is None, model.spec.vocab), build_update(model, Full(), run)
+    batches, update = make_batches(top is None, model.spec.vocab), build_update(model, NoAdapter(), run)
     with device_rules() as rules:
         result = distill_step(model, loss, batches, update, run, top)
     assert result.loss.is_meta and not rules.blocking_copies
@@ -143,7 +153,7 @@ def test_distillation_losses(loss: Any, top: int | None) -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_families(name: str) -> None:
     run, model = run_on_meta(), build_model(representative_spec(name))
-    update = build_update(model, Full(), run)
+    update = build_update(model, NoAdapter(), run)
     with device_rules() as rules:
         for packed in (True, False):
             sft_step(model, CrossEntropy(), make_batches(packed, model.spec.vocab)[:1], update, run)

@@ -9,50 +9,65 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tunekit import bundled, devices
-from tunekit.adapters import Full, LoRA
-from tunekit.checkpoint.folder import Folder
-from tunekit.data.rows import Text
+from tunekit import assets, devices
+from tunekit.adapters.config import LoRAConfig, NoAdapter
+from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
+from tunekit.data.datasets import TextDataset
+from tunekit.distributed.parallel_dims import ParallelConfig
 from tunekit.errors import UserError
-from tunekit.formats import NF4, Plain
-from tunekit.kernels import shapes
-from tunekit.kernels.delta import CHUNK, gated_delta_rule
-from tunekit.losses.likelihood import CrossEntropy
-from tunekit.memory import Memory
+from tunekit.kernels import fake_mode
+from tunekit.kernels.gated_delta_rule import CHUNK, gated_delta_rule
+from tunekit.losses.cross_entropy import CrossEntropy
+from tunekit.memory.config import MemoryConfig
+from tunekit.models.precision import PrecisionConfig
 from tunekit.models.spec import MLP, Attention, DecoderSpec, Layer, Rope
-from tunekit.optim import AdamW
-from tunekit.parallel.choice import Parallel
-from tunekit.plan import machine, outcome, report
-from tunekit.plan.live import Live
-from tunekit.plan.machine import GIB, KINDS, Kind, Machine
+from tunekit.optim.config import AdamWConfig
+from tunekit.plan import estimate, hardware, report
+from tunekit.plan.hardware import GIB, KINDS, ClusterSpec, GPUSpec
+from tunekit.plan.memory_tracker import MemoryTracker
 from tunekit.plan.operations import Operations, count, flash_workspace
-from tunekit.plan.task import Task, settled_precision, task, without_flash
-from tunekit.precision import Precision
+from tunekit.plan.workload import Workload, make_workload, settled_precision, without_flash
+from tunekit.quantization.config import NF4Config, NoQuantization
 
 NEW = ("t4", "v100", "a40", "a6000", "l40", "rtx3060", "rtx4080", "rtx5080", "rtx6000-ada", "rtxpro6000", "h20",
        "gh200", "b300", "mi300x")  # fmt: skip
 
 
-def on(kind: Kind, devices: int = 1) -> Machine:
-    return Machine(devices, 1, kind, int(kind.gib * GIB))
+def on(kind: GPUSpec, devices: int = 1) -> ClusterSpec:
+    return ClusterSpec(devices, 1, kind, int(kind.gib * GIB))
 
 
-def small(kv_heads: int = 2, layers: int = 4) -> Folder:
-    source = Folder.open(bundled.PRESETS["tunekit/llama3_2_1b"], "small")
+def small(kv_heads: int = 2, layers: int = 4) -> HFCheckpoint:
+    source = HFCheckpoint.open(assets.PRESETS["tunekit/llama3_2_1b"], "small")
     layer = Layer(Attention(4, kv_heads, 32, rope=Rope()), MLP(384))
     return replace(source, spec=DecoderSpec(1024, 128, (layer,) * layers))
 
 
-def described(source: Folder, **changes: object) -> Task:
-    base = Task(source, 256, 4, 2, Full(), Plain(), Precision("bf16"), Memory(), AdamW(), CrossEntropy(), Parallel(),
-                1.0, True, "cuda", True)  # fmt: skip
+def described(source: HFCheckpoint, **changes: object) -> Workload:
+    base = Workload(
+        source,
+        256,
+        4,
+        2,
+        NoAdapter(),
+        NoQuantization(),
+        PrecisionConfig("bf16"),
+        MemoryConfig(),
+        AdamWConfig(),
+        CrossEntropy(),
+        ParallelConfig(),
+        1.0,
+        True,
+        "cuda",
+        True,
+    )
     return replace(base, **changes)
 
 
 def test_kinds_are_plausible() -> None:
     assert set(NEW) <= set(KINDS)
     for name, kind in KINDS.items():
-        assert machine.kind_of(name) is kind
+        assert hardware.gpu_by_name(name) is kind
         assert kind.fp32 <= (kind.tf32 or kind.fp32) <= kind.tflops, name
         assert (kind.tf32 is not None) == kind.capabilities.tf32, name
         assert kind.far <= kind.near or kind.near <= 32, name
@@ -65,7 +80,7 @@ def test_kinds_are_plausible() -> None:
 ])  # fmt: skip
 def test_rates_of_each_precision(name: str, compute: str, rate: float) -> None:
     assert KINDS[name].rate(compute) == rate
-    plan = outcome.plan(described(small(), precision=Precision(compute)), on(KINDS[name]))  # pyright: ignore
+    plan = estimate.estimate(described(small(), precision=PrecisionConfig(compute)), on(KINDS[name]))  # pyright: ignore
     assert plan.pace.computing == pytest.approx(plan.pace.flops / (rate * 1e12 * 0.45))
 
 
@@ -76,29 +91,38 @@ def test_a_gpu_without_a_name_keeps_the_proportions() -> None:
 
 @pytest.mark.parametrize(("name", "dtype"), [("t4", "fp32"), ("v100", "fp32"), ("a100", "bf16"), ("mi300x", "bf16")])
 def test_auto_is_what_the_card_can_do(name: str, dtype: str) -> None:
-    assert settled_precision(Precision(), on(KINDS[name])).compute == dtype
+    assert settled_precision(PrecisionConfig(), on(KINDS[name])).compute == dtype
     assert bool(without_flash(on(KINDS[name]))) == (name in ("t4", "v100"))
     best = "bf16" if devices.has_fast_bf16(torch.device("cpu")) else "fp32"
-    assert settled_precision(Precision(), Machine()).compute == best
+    assert settled_precision(PrecisionConfig(), ClusterSpec()).compute == best
 
 
 def test_tf32_is_refused_where_there_is_none() -> None:
-    for where in (Machine(), on(KINDS["t4"]), on(KINDS["mi300x"])):
+    for where in (ClusterSpec(), on(KINDS["t4"]), on(KINDS["mi300x"])):
         with pytest.raises(UserError, match="precision.compute: tf32"):
-            settled_precision(Precision("tf32"), where)
-    assert settled_precision(Precision("tf32"), on(KINDS["a100"])).compute == "tf32"
+            settled_precision(PrecisionConfig("tf32"), where)
+    assert settled_precision(PrecisionConfig("tf32"), on(KINDS["a100"])).compute == "tf32"
 
 
 def config(**changes: object) -> SimpleNamespace:
-    values = {"model": "tunekit/nano", "data": Text("rows.jsonl", length=64), "adapter": LoRA(), "weights": Plain(),
-            "precision": Precision(), "memory": Memory(), "optimizer": AdamW(), "loss": CrossEntropy(), "batch": 4,
-            "micro_batch": 2}  # fmt: skip
+    values = {
+        "model": "tunekit/nano",
+        "data": TextDataset("rows.jsonl", length=64),
+        "adapter": LoRAConfig(),
+        "weights": NoQuantization(),
+        "precision": PrecisionConfig(),
+        "memory": MemoryConfig(),
+        "optimizer": AdamWConfig(),
+        "loss": CrossEntropy(),
+        "batch": 4,
+        "micro_batch": 2,
+    }
     return SimpleNamespace(**{**values, **changes})
 
 
 def test_a_config_is_planned_for_the_card() -> None:
     for name, dtype in (("t4", torch.float32), ("h100", torch.bfloat16)):
-        workload = task(config(), on(KINDS[name]))
+        workload = make_workload(config(), on(KINDS[name]))
         assert workload.compute == dtype and workload.flash == (name == "h100")
 
 
@@ -129,21 +153,24 @@ def test_views_and_allocations_are_no_launches() -> None:
 
 def test_launches_grow_with_layers_passes_and_adapters() -> None:
     h100 = on(KINDS["h100"])
-    plain, twice = (outcome.plan(described(small(layers=n)), h100).pace for n in (4, 8))
+    plain, twice = (estimate.estimate(described(small(layers=n)), h100).pace for n in (4, 8))
     assert 1.4 * plain.launches < twice.launches < 2 * plain.launches
-    passes = outcome.plan(described(small(), micro_batch=1), h100).pace
+    passes = estimate.estimate(described(small(), micro_batch=1), h100).pace
     assert 1.3 * plain.launches < passes.launches < 2 * plain.launches
-    for changes in ({"adapter": LoRA()}, {"memory": Memory(recompute=True)}):
-        assert outcome.plan(described(small(), **changes), h100).pace.launches > plain.launches, changes
-    lora, qlora = (outcome.plan(described(small(), adapter=LoRA(), weights=w), h100).pace for w in (Plain(), NF4()))
+    for changes in ({"adapter": LoRAConfig()}, {"memory": MemoryConfig(recompute=True)}):
+        assert estimate.estimate(described(small(), **changes), h100).pace.launches > plain.launches, changes
+    lora, qlora = (
+        estimate.estimate(described(small(), adapter=LoRAConfig(), weights=w), h100).pace
+        for w in (NoQuantization(), NF4Config())
+    )
     assert qlora.launching > lora.launching
-    compiled = outcome.plan(described(small(), adapter=LoRA(), memory=Memory(compile=True)), h100).pace
+    compiled = estimate.estimate(described(small(), adapter=LoRAConfig(), memory=MemoryConfig(compile=True)), h100).pace
     assert compiled.launching < lora.launching
 
 
 def delta_rule_launches(device: str, chunks: int) -> int:
     """Kernels of the gated delta rule in the plan for a kind of device."""
-    with shapes.asked(device), FakeTensorMode(), Counter() as seen:
+    with fake_mode.fake_mode(device), FakeTensorMode(), Counter() as seen:
         q, k, v = (torch.empty(1, chunks * CHUNK, heads, 16) for heads in (2, 2, 4))
         decay, beta = (torch.empty(1, chunks * CHUNK, 4) for _ in range(2))
         gated_delta_rule(q, k, v, decay, beta)
@@ -157,13 +184,16 @@ def test_the_delta_rule_is_planned_as_the_device_computes_it() -> None:
 
 
 def test_a_small_model_is_limited_by_the_host() -> None:
-    plan = outcome.plan(described(small()), on(KINDS["h200"]))
+    plan = estimate.estimate(described(small()), on(KINDS["h200"]))
     step = plan.pace
     assert step.computing is not None and step.seconds == step.launching > 10 * step.computing
-    assert "limited by the host" in report.text(plan, []) and report.data(plan, [], None)["launches"] == step.launches
-    large = outcome.plan(described(small(), length=2**17), on(KINDS["h200"])).pace
+    assert (
+        "limited by the host" in report.format_report(plan, [])
+        and report.report_json(plan, [], None)["launches"] == step.launches
+    )
+    large = estimate.estimate(described(small(), length=2**17), on(KINDS["h200"])).pace
     assert large.seconds is not None and large.seconds > large.launching
-    assert outcome.plan(described(small(), device="cpu", flash=False), Machine()).pace.seconds is None
+    assert estimate.estimate(described(small(), device="cpu", flash=False), ClusterSpec()).pace.seconds is None
 
 
 # Buffers inside FlashAttention
@@ -193,7 +223,9 @@ def test_buffers_of_attention_are_in_the_backward_pass_of_a_gpu() -> None:
     layer = Layer(Attention(8, 2, 64, rope=Rope()), MLP(8))
     source = replace(small(), spec=DecoderSpec(64, 32, (layer,) * 2))
     with_flash, without = (
-        outcome.plan(described(source, length=1024, adapter=LoRA(), flash=flash), on(KINDS["a100"])).room.phases
+        estimate.estimate(
+            described(source, length=1024, adapter=LoRAConfig(), flash=flash), on(KINDS["a100"])
+        ).room.phases
         for flash in (True, False)
     )
     tokens = 2 * 1024
@@ -204,4 +236,4 @@ def test_buffers_of_attention_are_in_the_backward_pass_of_a_gpu() -> None:
 
 
 def test_a_live_count_without_flash_is_that_of_the_cpu() -> None:
-    assert not Live().flash
+    assert not MemoryTracker().flash

@@ -14,52 +14,58 @@ from tests.checkpoints import FP32, batch, made, tokens
 from tests.gpu.device_rules import META
 from tests.gpu.process_groups import timeouts
 from tests.parallel.ranks import on
-from tunekit import assemble
-from tunekit.adapters import Full, LoRA
-from tunekit.checkpoint.folder import Folder
-from tunekit.formats import Plain
-from tunekit.generate import Sampling, launch_steps
-from tunekit.layout.shard import allocate, shard
-from tunekit.losses.likelihood import CrossEntropy
-from tunekit.memory import Memory
+from tunekit import build
+from tunekit.adapters.config import LoRAConfig, NoAdapter
+from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
+from tunekit.distributed.clip_grad import total_grad_norm
+from tunekit.distributed.context import LATER, PATIENT, DistributedContext
+from tunekit.distributed.fsdp import allocate, apply_fsdp
+from tunekit.distributed.parallel_dims import ParallelConfig
+from tunekit.generation.generate import SamplingConfig, launch_steps
+from tunekit.losses.cross_entropy import CrossEntropy
+from tunekit.memory.config import MemoryConfig
 from tunekit.models.decoder import Decoder
-from tunekit.optim import AdamW
-from tunekit.parallel.choice import Parallel
-from tunekit.parallel.norm import length
-from tunekit.parallel.run import LATER, PATIENT, Run
+from tunekit.optim.config import AdamWConfig
+from tunekit.quantization.config import NoQuantization
 
 
 @pytest.mark.multi
 def test_all_groups_have_the_timeout_of_the_config() -> None:
-    for collectives, waits, warned in on(2, timeouts, Parallel(context=2, timeout=77)):
+    for collectives, waits, warned in on(2, timeouts, ParallelConfig(context=2, timeout=77)):
         assert collectives == {timedelta(seconds=77 + LATER)} and waits == {PATIENT}
         assert not warned
 
 
-def built(folder: Path, run: Run) -> Decoder:
-    return assemble.model(Folder.open(made(folder, "llama3.2")), Plain(), Full(), FP32, Memory(), run)
+def built(folder: Path, run: DistributedContext) -> Decoder:
+    return build.build_model(
+        HFCheckpoint.open(made(folder, "llama3.2")), NoQuantization(), NoAdapter(), FP32, MemoryConfig(), run
+    )
 
 
-def test_one_rank_shards_its_model(one_rank: Run, tmp_path: Path) -> None:
+def test_one_rank_shards_its_model(one_rank: DistributedContext, tmp_path: Path) -> None:
     """A single process can run all of FSDP: the same loss and gradient as without it."""
     assert one_rank.mesh is not None and one_rank.total(5) == 5 and one_rank.gather("a") == ["a"]
-    sharded, plain = built(tmp_path, one_rank), built(tmp_path, Run.alone())
+    sharded, plain = built(tmp_path, one_rank), built(tmp_path, DistributedContext.alone())
     assert isinstance(sharded, FSDPModule) and all(isinstance(p, DTensor) for p in sharded.parameters())
     losses = [CrossEntropy()(model, batch(tokens())) for model in (sharded, plain)]
     for loss in losses:
         loss.backward()
     assert torch.equal(*losses)
-    assert torch.equal(length(sharded.parameters(), one_rank), length(plain.parameters(), Run.alone()))
+    assert torch.equal(
+        total_grad_norm(sharded.parameters(), one_rank), total_grad_norm(plain.parameters(), DistributedContext.alone())
+    )
 
 
-def test_offloaded_parameters_are_on_the_cpu_and_buffers_on_the_device(one_rank: Run, tmp_path: Path) -> None:
+def test_offloaded_parameters_are_on_the_cpu_and_buffers_on_the_device(
+    one_rank: DistributedContext, tmp_path: Path
+) -> None:
     """Placement that FSDP requires before the first forward pass of a model with CPUOffloadPolicy."""
-    one_rank.parallel = Parallel(offload=True)
-    source = Folder.open(made(tmp_path, "llama3.2"))
-    model = assemble.outline(source, Plain(), LoRA(4, init="pissa"))
+    one_rank.parallel = ParallelConfig(offload=True)
+    source = HFCheckpoint.open(made(tmp_path, "llama3.2"))
+    model = build.build_meta_model(source, NoQuantization(), LoRAConfig(4, init="pissa"))
     assert list(model.buffers()), "PiSSA has some"
     FP32.apply(model, source.dtypes, one_rank.device)
-    shard(model, one_rank)
+    apply_fsdp(model, one_rank)
     one_rank.device = torch.device("meta")  # stands for a GPU
     allocate(model, one_rank)
     for module in model.modules():
@@ -74,13 +80,15 @@ class Seen(Exception):
     """Ends a pass that has been seen to begin."""
 
 
-def test_generation_from_offloaded_weights_is_on_the_device_of_the_run(one_rank: Run, tmp_path: Path) -> None:
+def test_generation_from_offloaded_weights_is_on_the_device_of_the_run(
+    one_rank: DistributedContext, tmp_path: Path
+) -> None:
     """Tokens, caches and rotations; the embedding, from which the device used to be taken, is on the CPU."""
-    one_rank.parallel = Parallel(offload=True)
-    source = Folder.open(made(tmp_path, "llama3.2"))
-    model = assemble.outline(source, Plain(), Full())
+    one_rank.parallel = ParallelConfig(offload=True)
+    source = HFCheckpoint.open(made(tmp_path, "llama3.2"))
+    model = build.build_meta_model(source, NoQuantization(), NoAdapter())
     FP32.apply(model, source.dtypes, one_rank.device)
-    shard(model, one_rank)
+    apply_fsdp(model, one_rank)
     one_rank.device = META  # stands for a GPU
     allocate(model, one_rank)
     assert model.embed.weight.device.type == "cpu"
@@ -94,17 +102,17 @@ def test_generation_from_offloaded_weights_is_on_the_device_of_the_run(one_rank:
 
     model.register_forward_pre_hook(see, prepend=True, with_kwargs=True)
     with pytest.raises(Seen):
-        next(launch_steps(model, [[1, 2], [3]], Sampling(tokens=2), 0, ()))
+        next(launch_steps(model, [[1, 2], [3]], SamplingConfig(tokens=2), 0, ()))
     assert len(given) >= 7 and all(x.is_meta for x in given)
 
 
-def test_offload_changes_no_number(one_rank: Run, tmp_path: Path) -> None:
+def test_offload_changes_no_number(one_rank: DistributedContext, tmp_path: Path) -> None:
     """Fused AdamW, the norm and clipping on the weights that FSDP offloads."""
     results = []
-    for parallel in (Parallel(), Parallel(offload=True)):
+    for parallel in (ParallelConfig(), ParallelConfig(offload=True)):
         one_rank.parallel = parallel
         model = built(tmp_path, one_rank)
-        update = Memory().update(AdamW().build([([*model.parameters()], 1.0)]), 1.0, one_rank)
+        update = MemoryConfig().update(AdamWConfig().build([([*model.parameters()], 1.0)]), 1.0, one_rank)
         for _ in range(2):
             loss = CrossEntropy()(model, batch(tokens()))
             loss.backward()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tunekit.kernels import float8, nf4
-from tunekit.plan.live import Live
+from tunekit.plan.memory_tracker import MemoryTracker
 
 KERNELS = Path(nf4.__file__).parent
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -100,7 +100,7 @@ def test_kernel_decodes_every_float8_code(dtype: torch.dtype, interpret) -> None
 
 
 def nest(weight: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-    return nf4.nest(weight.float())
+    return nf4.double_quantize(weight.float())
 
 
 @pytest.mark.parametrize("quantize", [nf4.quantize, float8.quantize, nest], ids=["nf4", "float8", "nested scales"])
@@ -112,7 +112,7 @@ def test_temporary_memory_does_not_grow_with_the_weight(quantize, dtype: torch.d
     expected = quantize(weight, "nf4")
     for module in (nf4, float8):
         monkeypatch.setattr(module, "PIECE", piece)
-    with Live() as memory:
+    with MemoryTracker() as memory:
         results = quantize(weight, "nf4")
     assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
     assert memory.most <= weight.nbytes + sum(result.nbytes for result in results) + 24 * piece

@@ -13,14 +13,14 @@ from torch.fx.experimental import _config as shapes
 from tests.checkpoints import error
 from tests.gpu.meta_steps import Documents, build_model, read_spec
 from tests.kernels.test_attention_gpu import flash_backward, flash_forward
-from tunekit.data.prepared.documents import Document
-from tunekit.data.steps.batch import Batch, Layout
+from tunekit.data.dataloader.batch import Batch, Collator
+from tunekit.data.preprocess.tokenized_dataset import Document
 from tunekit.kernels import attention_gpu
 from tunekit.kernels.sequence_layout import SequenceLayout
-from tunekit.losses.likelihood import CrossEntropy
-from tunekit.memory import Memory
+from tunekit.losses.cross_entropy import CrossEntropy
+from tunekit.memory.config import MemoryConfig
 from tunekit.models.decoder import Decoder
-from tunekit.models.init import randomize
+from tunekit.models.weight_init import init_weights
 
 CPU = torch.device("cpu")
 LENGTHS = 30
@@ -38,7 +38,7 @@ def fresh_compiler() -> Iterator[None]:
 @pytest.fixture
 def flash_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention as on a GPU, with the kernel of torch written down."""
-    monkeypatch.setattr(attention_gpu, "fits", lambda q, capped: True)
+    monkeypatch.setattr(attention_gpu, "is_supported", lambda q, capped: True)
     monkeypatch.setattr(attention_gpu, "forward", flash_forward)
     monkeypatch.setattr(attention_gpu, "backward", flash_backward)
     monkeypatch.setattr(attention_gpu, "HALF_DTYPES", (torch.float32,))
@@ -48,14 +48,14 @@ def packed_batch(draw: random.Random, vocab: int) -> Batch:
     """One packed row of two to six documents of any length."""
     sizes = [draw.randint(2, 40) for _ in range(draw.randint(2, 6))]
     documents = Documents(Document(np.arange(n, dtype=np.int32) % vocab, np.arange(n) > 0, n) for n in sizes)
-    (batch,) = Layout(1, 1, 0, 1, 0, sum(sizes)).batches(documents, [np.arange(len(sizes))])
+    (batch,) = Collator(1, 1, 0, 1, 0, sum(sizes)).batches(documents, [np.arange(len(sizes))])
     return batch
 
 
-def compiled_model(name: str, memory: Memory, backend: CompileCounterWithBackend, fullgraph: bool) -> Decoder:
+def compiled_model(name: str, memory: MemoryConfig, backend: CompileCounterWithBackend, fullgraph: bool) -> Decoder:
     """Layers as `memory.compile` compiles them, run as torch traced them."""
     model = build_model(replace(read_spec(name, layers=2)), memory=memory, device=CPU)
-    randomize(model, 0)
+    init_weights(model, 0)
     model.compute, model.flat = torch.float32, True
     for layer in model.layers:
         layer.compile(backend=backend, dynamic=True, fullgraph=fullgraph)
@@ -67,7 +67,7 @@ def compiled_model(name: str, memory: Memory, backend: CompileCounterWithBackend
 def test_lengths_compile_nothing_new(name: str, recompute: bool) -> None:
     """Each layer is one graph, FlashAttention in it, with bounds that differ in every batch."""
     backend = CompileCounterWithBackend("aot_eager")
-    model, draw = compiled_model(name, Memory(recompute=recompute), backend, fullgraph=True), random.Random(0)
+    model, draw = compiled_model(name, MemoryConfig(recompute=recompute), backend, fullgraph=True), random.Random(0)
     for number in range(LENGTHS):
         batch = packed_batch(draw, model.spec.vocab)
         (CrossEntropy()(model, batch) / batch.learnt).backward()
@@ -82,8 +82,8 @@ def test_prompts_compile_nothing_new(name: str, monkeypatch: pytest.MonkeyPatch)
     """The first pass of a generation, whose rows are documents, is one graph for each layer too."""
     monkeypatch.setattr(attention_gpu, "is_gpu", lambda device: True)
     backend = CompileCounterWithBackend("aot_eager")
-    model, draw = compiled_model(name, Memory(), backend, fullgraph=True).eval(), random.Random(0)
-    plain = compiled_model(name, Memory(), backend, fullgraph=True).eval()
+    model, draw = compiled_model(name, MemoryConfig(), backend, fullgraph=True).eval(), random.Random(0)
+    plain = compiled_model(name, MemoryConfig(), backend, fullgraph=True).eval()
     for layer in plain.layers:
         layer._compiled_call_impl = None
     for number in range(LENGTHS):

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from tunekit.kernels import experts
+from tunekit.kernels import grouped_mm
 
 pytest.importorskip("triton")
 
@@ -38,9 +38,9 @@ SHARED_LIMITS = {  # bytes of a block: CUDA C++ Programming Guide, instruction s
 }
 # Bytes of a thread: rows of 16384 fill the registers of the backward pass of the norm, and skewed divergences of capped
 # logits take all of 128 registers
-SPILL_LIMITS = {"norm_triton.backward_kernel": 256, "divergence_triton.divergence_kernel": 32}
+SPILL_LIMITS = {"rms_norm_triton.backward_kernel": 256, "kl_divergence_triton.divergence_kernel": 32}
 SPILL_LIMITS_OF_TARGETS = {
-    ("experts_triton.product_kernel", "gfx1100"): 256,
+    ("grouped_mm_triton.product_kernel", "gfx1100"): 256,
     ("cross_entropy_triton.losses_kernel", "sm_89"): 4,  # with Triton 3.6: one number of capped logits in 8192 columns
 }
 
@@ -153,7 +153,7 @@ def check_instructions(results: list[dict[str, Any]], gradients: set[bool]) -> N
     assert len({result["multiply_adds"] for result in losses}) == 1
     # Inverse scales of large weights, and the divisor of zeros, are subnormal numbers
     assert not [result for result in results if result["kernel"] == "nf4_triton.quantize_kernel" and result["flushes"]]
-    products = [result for result in results if result["kernel"].startswith("experts_triton.")]
+    products = [result for result in results if result["kernel"].startswith("grouped_mm_triton.")]
     assert products and all(result["matrix_products"] for result in products)
 
 
@@ -179,4 +179,4 @@ def test_steps_of_other_lengths_compile_nothing() -> None:
 
 def test_grouped_products_use_triton_only_where_it_has_tensor_cores_for_bf16() -> None:
     """Elsewhere they are torch's: a kernel on sm_90 and sm_100, a loop on sm_75, for which Triton would multiply."""
-    assert [generation for generation in range(7, 13) if experts.prefers_triton(generation)] == [8, 11, 12]
+    assert [generation for generation in range(7, 13) if grouped_mm.prefers_triton(generation)] == [8, 11, 12]

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tunekit.devices import AMPERE
-from tunekit.kernels import adamw8bit, cross_entropy, glu, nf4, norm, rope, store, triton_support
+from tunekit.kernels import adamw8bit, cache_dir, cross_entropy, glu, nf4, rms_norm, rope, triton_support
 
 pytest.importorskip("triton")
 from triton.runtime.build import compile_module_from_src  # noqa: E402
@@ -70,13 +70,13 @@ def test_working_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A home directory without any settings."""
-    for name in ("TRITON_CACHE_DIR", "TRITON_HOME", "TORCHINDUCTOR_CACHE_DIR", "XDG_CACHE_HOME", store.HOME):
+    for name in ("TRITON_CACHE_DIR", "TRITON_HOME", "TORCHINDUCTOR_CACHE_DIR", "XDG_CACHE_HOME", cache_dir.HOME):
         monkeypatch.setenv(name, "")  # so that it is restored, whatever is set meanwhile
         monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path))
-    store.get_compiler_cache_directory.cache_clear()
+    cache_dir.get_compiler_cache_directory.cache_clear()
     yield tmp_path
-    store.get_compiler_cache_directory.cache_clear()
+    cache_dir.get_compiler_cache_directory.cache_clear()
 
 
 def make_unwritable(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,23 +86,23 @@ def make_unwritable(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_writable_home_is_left_to_triton(home: Path) -> None:
-    store.set_compiler_cache_directories()
+    cache_dir.set_compiler_cache_directories()
     assert "TRITON_CACHE_DIR" not in os.environ
     assert not list(home.iterdir())
 
 
 def test_unwritable_home_moves_caches_to_the_tunekit_cache(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_unwritable(home, monkeypatch)
-    monkeypatch.setenv(store.HOME, str(home / "cache"))
-    store.set_compiler_cache_directories()
-    assert os.environ["TRITON_CACHE_DIR"] == str(store.folder() / "triton")
-    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(store.folder() / "inductor")
+    monkeypatch.setenv(cache_dir.HOME, str(home / "cache"))
+    cache_dir.set_compiler_cache_directories()
+    assert os.environ["TRITON_CACHE_DIR"] == str(cache_dir.compile_cache_dir() / "triton")
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(cache_dir.compile_cache_dir() / "inductor")
     assert triton_support.find_failure(build_extension) == ""
 
 
 def test_unwritable_caches_move_to_a_private_directory(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_unwritable(home, monkeypatch)
-    store.set_compiler_cache_directories()
+    cache_dir.set_compiler_cache_directories()
     directory = Path(os.environ["TRITON_CACHE_DIR"]).parent
     assert stat.S_IMODE(directory.stat().st_mode) == 0o700
     assert triton_support.find_failure(build_extension) == ""
@@ -111,7 +111,7 @@ def test_unwritable_caches_move_to_a_private_directory(home: Path, monkeypatch: 
 def test_directories_of_users_stay(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_unwritable(home, monkeypatch)
     monkeypatch.setenv("TRITON_CACHE_DIR", "/elsewhere")
-    store.set_compiler_cache_directories()
+    cache_dir.set_compiler_cache_directories()
     assert os.environ["TRITON_CACHE_DIR"] == "/elsewhere"
     assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ
 
@@ -121,7 +121,7 @@ def test_directories_of_users_stay(home: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def rotate(x: Tensor) -> Tensor:
     heads, table = x.view(1, 4, 2, 32), x.new_empty(1, 4, 1, 16, dtype=torch.float32)
-    return rope.rotate(heads, heads, rope.Rotation(table, table))[0]
+    return rope.apply_rope(heads, heads, rope.RopeTables(table, table))[0]
 
 
 def take_losses(x: Tensor) -> Tensor:
@@ -132,7 +132,9 @@ def take_losses(x: Tensor) -> Tensor:
 def step_adamw(x: Tensor) -> Tensor:
     codes = torch.zeros(x.numel(), dtype=torch.uint8, device=x.device)
     moments = adamw8bit.Moments(codes, codes.clone(), x.new_zeros(2, 1, dtype=torch.float32))
-    adamw8bit.step(x.view(-1), x.view(-1), moments, adamw8bit.Rule(1e-3, 0.0, (0.9, 0.99), 1e-8, 1))
+    adamw8bit.adamw8bit_step(
+        x.view(-1), x.view(-1), moments, adamw8bit.AdamWHyperparams(1e-3, 0.0, (0.9, 0.99), 1e-8, 1)
+    )
     return x
 
 
@@ -142,8 +144,8 @@ def dequantize(x: Tensor) -> Tensor:
 
 
 DISPATCHERS: dict[str, Callable[[Tensor], Tensor]] = {
-    "norm": lambda x: norm.rms_norm(x, x.new_zeros(64), 1e-6),
-    "gated": lambda x: glu.gated("silu", x, x),
+    "norm": lambda x: rms_norm.rms_norm(x, x.new_zeros(64), 1e-6),
+    "gated": lambda x: glu.gated_activation("silu", x, x),
     "rotate": rotate,
     "losses": take_losses,
     "entropies": lambda x: cross_entropy.token_entropies(x, 1.0, None),

@@ -9,14 +9,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.checkpoints import made
-from tunekit import assemble
-from tunekit.adapters import Full
-from tunekit.checkpoint.folder import Folder
-from tunekit.checkpoint.read import read
-from tunekit.formats import Plain
-from tunekit.parallel import tensors
-from tunekit.parallel.tensors import upload
-from tunekit.precision import Precision
+from tunekit import build
+from tunekit.adapters.config import NoAdapter
+from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
+from tunekit.checkpoint.load_model import load_weights
+from tunekit.distributed import sharding
+from tunekit.distributed.sharding import upload
+from tunekit.models.precision import PrecisionConfig
+from tunekit.quantization.config import NoQuantization
 
 
 class Transfers(TorchDispatchMode):
@@ -37,17 +37,17 @@ class Transfers(TorchDispatchMode):
 
 @pytest.mark.parametrize("name", ["llama3.2", "qwen3-moe"])
 def test_weights_are_sent_as_they_are_stored(name: str, tmp_path: Path) -> None:
-    source = Folder.open(made(tmp_path, name))
-    model = assemble.outline(source, Plain(), Full())
-    Precision("bf16", "bf16", "bf16").apply(model, source.dtypes, torch.device("cpu"))  # the checkpoint has fp32
+    source = HFCheckpoint.open(made(tmp_path, name))
+    model = build.build_meta_model(source, NoQuantization(), NoAdapter())
+    PrecisionConfig("bf16", "bf16", "bf16").apply(model, source.dtypes, torch.device("cpu"))  # the checkpoint has fp32
     with Transfers() as transfers:
-        read(source, model, quiet=True)  # the model is on the meta device, which stands for a GPU
+        load_weights(source, model, quiet=True)  # the model is on the meta device, which stands for a GPU
     assert transfers.copies
     assert {(source, target) for source, target, _ in transfers.copies} == {(torch.float32, torch.float32)}
 
 
 def test_large_tensors_are_sent_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensors, "PIECE", 1000)
+    monkeypatch.setattr(sharding, "PIECE", 1000)
     source, target = torch.randn(100, 40).bfloat16(), torch.empty(100, 40, device="meta")
     with Transfers() as transfers:
         upload(target, source)

@@ -21,9 +21,10 @@ USERS = {TOKEN: User("ann", orgs=("acme",)), GUEST: User("bob"), READER: User("a
 # it is imported: that has to happen in the child.
 PROGRAM = """
 import json, os, sys
-import torch._dynamo, tunekit.checkpoint.write, tunekit.config.dump, tunekit.generate, tunekit.data.tokenizer
+import torch._dynamo, tunekit.checkpoint.save_model, tunekit.config.dump
+import tunekit.data.tokenizer, tunekit.generation.generate
 import tunekit.recipes
-from tunekit import cli
+from tunekit.cli import main as cli
 assert "huggingface_hub" not in sys.modules
 for line in sys.stdin:
     told = json.loads(line)

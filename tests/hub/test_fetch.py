@@ -14,9 +14,9 @@ from tests.hub.conftest import GUEST, TOKEN, Place
 from tests.hub.wire import Fault
 from tests.outcome import Outcome
 from tests.waiting import LIMIT, until
-from tunekit import bundled
+from tunekit import assets
 from tunekit.errors import UserError
-from tunekit.hub import fetch
+from tunekit.hub import download
 
 FILES = {
     "config.json": b'{"model_type": "llama"}',
@@ -54,7 +54,7 @@ def test_what_the_toolkit_reads_is_fetched_once(place: Place) -> None:
     repo = place.hub.put("owner/model", FILES)
     done = place.tune("download", "owner/model")
     assert fetched(done) == {name: FILES[name] for name in WANTED} and "4 files" in done.err
-    assert Path(done.out.strip()).name == repo.refs["main"] == fetch.commit(Path(done.out.strip()))
+    assert Path(done.out.strip()).name == repo.refs["main"] == download.cached_commit(Path(done.out.strip()))
     place.hub.log.clear()
     assert place.tune("download", "owner/model").out == done.out
     assert not place.hub.seen(path="/resolve/") and not place.hub.seen(path="/storage/")
@@ -181,7 +181,7 @@ def test_who_was_let_in_gets_a_gated_model(place: Place) -> None:
 
 def test_a_name_may_say_a_revision(place: Place) -> None:
     """A branch, a tag or a commit, where a model is named."""
-    nano = {file.name: file.read_bytes() for file in bundled.MODELS["tunekit/nano"].iterdir()}
+    nano = {file.name: file.read_bytes() for file in assets.MODELS["tunekit/nano"].iterdir()}
     repo = place.hub.put("ann/nano", nano)
     repo.tags["v1"] = commit = repo.refs["main"]
     place.hub.put("ann/nano", {"config.json": b"{}"})
@@ -194,7 +194,7 @@ def test_a_name_may_say_a_revision(place: Place) -> None:
 
 def test_old_weights_are_fetched_where_there_are_no_others(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     place.hub.put("owner/old", {"config.json": b"{}", "pytorch_model.bin": b"x", "training_args.bin": b"y"})
-    code = "from tunekit.hub import fetch; print(fetch.resolve('owner/old'))"
+    code = "from tunekit.hub import download; print(download.resolve_model_dir('owner/old'))"
     done = subprocess.run([sys.executable, "-c", code], env=place.env(), capture_output=True, text=True)
     files = fetched(Outcome(done.returncode, done.stdout, done.stderr))
     assert files == {"config.json": b"{}", "pytorch_model.bin": b"x"}
@@ -204,13 +204,13 @@ def test_a_folder_comes_before_any_other_name(tmp_path: Path, monkeypatch: pytes
     monkeypatch.chdir(tmp_path)
     for name in ("owner/model", "owner/model@v1"):
         (tmp_path / name).mkdir(parents=True)
-        assert fetch.resolve(name) == Path(name)
-    for name, folder in bundled.MODELS.items():
-        assert fetch.resolve(name) == folder
-    assert fetch.commit(tmp_path) is None
+        assert download.resolve_model_dir(name) == Path(name)
+    for name, folder in assets.MODELS.items():
+        assert download.resolve_model_dir(name) == folder
+    assert download.cached_commit(tmp_path) is None
 
 
 @pytest.mark.parametrize("path", ["./nope", "../nope", "/nope", "~/nope", "a/b/c", "a\\b", "a/b/c@x"])
 def test_a_path_that_is_not_there_is_never_looked_up(path: str) -> None:
     with pytest.raises(UserError, match="no such folder"):
-        fetch.resolve(path)
+        download.resolve_model_dir(path)

@@ -15,10 +15,10 @@ from tests.hub.repos import card_problems
 from tests.hub.wire import Fault
 from tests.outcome import Outcome
 from tests.waiting import until
-from tunekit import bundled
-from tunekit.publish import contents
+from tunekit import assets
+from tunekit.publishing.publish import list_files
 
-NANO = bundled.MODELS["tunekit/nano"]
+NANO = assets.MODELS["tunekit/nano"]
 WORDS = ["run", "sft", "nano/tools_lora", "steps=6", "batch=2", "micro_batch=2", "save_every=6", "validation=null"]
 WORDS += ["out=run", "device=cpu", "adapter.rank=2", "push.repo=ann/tools"]
 ADAPTER = "adapter_model.safetensors"
@@ -30,7 +30,7 @@ def train(place: Place, *words: str, **env: str) -> Outcome:
 
 def result(place: Place) -> dict[str, bytes]:
     """What others are to get of the run."""
-    return {path: file.read_bytes() for path, file in contents(place.folder / "run/final").items()}
+    return {path: file.read_bytes() for path, file in list_files(place.folder / "run/final").items()}
 
 
 def test_checkpoints_on_the_way_and_the_result(place: Place) -> None:

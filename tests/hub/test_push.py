@@ -17,10 +17,10 @@ from tests.hub.repos import card_problems
 from tests.hub.server import STALE, Hub
 from tests.hub.wire import Fault
 from tests.waiting import until
-from tunekit import bundled
+from tunekit import assets
 from tunekit.checkpoint import atomic
 
-NANO = bundled.MODELS["tunekit/nano"]
+NANO = assets.MODELS["tunekit/nano"]
 SENT = {file.name: file.read_bytes() for file in NANO.iterdir()}
 WEIGHTS = len(SENT["model.safetensors"])
 SOON = {"Retry-After": "0"}
@@ -86,7 +86,7 @@ def run(place: Place) -> Callable[..., Path]:
     """The folder of a run that has ended, whose files were compared with the model, or not."""
 
     def made(passed: bool | None = True) -> Path:
-        with atomic.whole(place.folder / "run/final") as folder:
+        with atomic.AtomicDir(place.folder / "run/final") as folder:
             for name, data in SENT.items():
                 (folder / name).write_bytes(data)
             (folder / "README.md").write_text("---\ntags: [tunekit]\n---\n# Run\n")

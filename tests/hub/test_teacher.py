@@ -5,23 +5,23 @@ import subprocess
 import sys
 
 from tests.hub.conftest import Place
-from tunekit import bundled
+from tunekit import assets
 
-NANO = {file.name: file.read_bytes() for file in bundled.MODELS["tunekit/nano"].iterdir()}
+NANO = {file.name: file.read_bytes() for file in assets.MODELS["tunekit/nano"].iterdir()}
 WORDS = ("run", "distill", "nano/distill", "model=tunekit/nano", "data.limit=4", "device=cpu", "out=out")
 WORDS += ("validation={kind: chat, source: tunekit/tools, split: test, limit: 2, length: 256}",)
 WORDS += ("steps=2", "batch=2", "micro_batch=2", "save_every=1")
 # `tune`, told to stop when it has saved the first step.
 STOPPED = """
 import signal, sys
-from tunekit import cli
-from tunekit.checkpoint.state import State
-save = State.save
+from tunekit.cli import main as cli
+from tunekit.checkpoint.training_state import Checkpointer
+save = Checkpointer.save
 def stopping(state, at):
     save(state, at)
     if at == 1:
         signal.raise_signal(signal.SIGTERM)
-State.save = stopping
+Checkpointer.save = stopping
 sys.exit(cli.main(sys.argv[1:]))
 """
 

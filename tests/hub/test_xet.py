@@ -8,10 +8,10 @@ import pytest
 from tests.hub.conftest import TOKEN, Place
 from tests.hub.wire import Fault
 from tests.hub.xet import Store
-from tunekit import bundled
+from tunekit import assets
 
 pytest.importorskip("hf_xet")
-NANO = bundled.MODELS["tunekit/nano"]
+NANO = assets.MODELS["tunekit/nano"]
 WEIGHTS = (NANO / "model.safetensors").stat().st_size
 XET = {"HF_HUB_DISABLE_XET": ""}
 FAULTS = {

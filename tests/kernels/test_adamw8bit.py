@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from tunekit.kernels import adamw8bit
-from tunekit.kernels.adamw8bit import BLOCK, Moments, Rule
+from tunekit.kernels.adamw8bit import BLOCK, AdamWHyperparams, Moments
 
 KERNEL = adamw8bit
 FP32, BF16 = torch.float32, torch.bfloat16
-RULE = Rule(1e-2, 0.1, (0.9, 0.95), 1e-8, 1)
+RULE = AdamWHyperparams(1e-2, 0.1, (0.9, 0.95), 1e-8, 1)
 
 
 def empty(count: int) -> Moments:
@@ -72,8 +72,8 @@ def test_a_slow_second_moment_follows_what_is_rounded_to_the_nearest_would_not()
     grow = torch.where(torch.arange(BLOCK) % 2 == 0, 3.0, 1.0)
     for number in range(1, 3001):
         grad = torch.randn(BLOCK) * (grow if number > 1000 else 1)
-        rule = Rule(0.0, 0.0, (0.9, 0.999), 1e-8, number)
-        adamw8bit.step(weight, grad, moments, rule)
+        rule = AdamWHyperparams(0.0, 0.0, (0.9, 0.999), 1e-8, number)
+        adamw8bit.adamw8bit_step(weight, grad, moments, rule)
         exact = 0.999 * exact + 0.001 * grad.double().square()
     found = adamw8bit.decoded_second(moments.second[None]) * moments.scales[1]
     ratio = (found.double() / exact.sqrt()).log()
@@ -88,7 +88,7 @@ def test_the_first_step_is_that_of_torch(count: int, dtype) -> None:
     mine = torch.randn(count).to(dtype)
     theirs = torch.nn.Parameter(mine.float())
     grad = spread(count).to(dtype)
-    adamw8bit.step(mine, grad, empty(count), RULE)
+    adamw8bit.adamw8bit_step(mine, grad, empty(count), RULE)
     theirs.grad = grad.float()
     torch.optim.AdamW([theirs], RULE.rate, RULE.betas, RULE.eps, RULE.decay).step()
     torch.testing.assert_close(mine, theirs.detach().to(dtype))
@@ -101,9 +101,9 @@ def test_every_route_makes_the_same_codes(count: int, dtype) -> None:
     ours, plain = start.clone(), start.clone()
     moments, reference = empty(count), empty(count)
     for number in range(1, 5):
-        rule = Rule(1e-2, 0.1, (0.9, 0.95), 1e-8, number)
+        rule = AdamWHyperparams(1e-2, 0.1, (0.9, 0.95), 1e-8, number)
         grad = spread(count).to(dtype)
-        adamw8bit.step(ours, grad, moments, rule)
+        adamw8bit.adamw8bit_step(ours, grad, moments, rule)
         adamw8bit.step_reference(plain, grad, reference, rule)
         assert same(moments, reference)
         far = ~torch.isclose(ours, plain, rtol=1.3e-6 if dtype == FP32 else 1e-2, atol=1e-5)
@@ -119,12 +119,12 @@ def same(one: Moments, other: Moments) -> bool:
 
 
 def test_nothing_and_zeros() -> None:
-    adamw8bit.step(torch.zeros(0), torch.zeros(0), empty(0), RULE)
+    adamw8bit.adamw8bit_step(torch.zeros(0), torch.zeros(0), empty(0), RULE)
     weight, moments = torch.ones(300), empty(300)
-    adamw8bit.step(weight, torch.zeros(300), moments, RULE)
+    adamw8bit.adamw8bit_step(weight, torch.zeros(300), moments, RULE)
     assert torch.equal(weight, torch.ones(300) * (1 - 1e-3))
     assert not moments.first.any() and not moments.second.any()
-    adamw8bit.step(weight, torch.full((300,), math.inf), moments, RULE)
+    adamw8bit.adamw8bit_step(weight, torch.full((300,), math.inf), moments, RULE)
     assert weight.isnan().any(), "a gradient that is no number is seen"
 
 
@@ -134,7 +134,7 @@ def test_any_number_of_threads_gives_the_same_bits() -> None:
     for count in (1, 2, 3):
         torch.set_num_threads(count)
         weight, moments = start.clone(), empty(100_000)
-        adamw8bit.step(weight, grad, moments, RULE)
+        adamw8bit.adamw8bit_step(weight, grad, moments, RULE)
         found.append((weight, moments))
     torch.set_num_threads(threads)
     for weight, moments in found[1:]:
@@ -145,10 +145,10 @@ def test_any_number_of_threads_gives_the_same_bits() -> None:
 def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     start, grad = torch.randn(1000), spread(1000)
     ours, plain = start.clone(), start.clone()
-    adamw8bit.step(ours, grad, empty(1000), RULE)
+    adamw8bit.adamw8bit_step(ours, grad, empty(1000), RULE)
     assert isinstance(adamw8bit.compiled(), ctypes.CDLL | None)
     monkeypatch.setattr(adamw8bit, "compiled", lambda: None)
-    adamw8bit.step(plain, grad, empty(1000), RULE)
+    adamw8bit.adamw8bit_step(plain, grad, empty(1000), RULE)
     torch.testing.assert_close(ours, plain)
 
 
@@ -157,7 +157,7 @@ def test_the_kernel_of_a_gpu(count: int, interpreted: ModuleType) -> None:
     weight, moments = torch.randn(count), empty(count)
     plain, reference = weight.clone(), copied(moments)
     for number in (1, 2, 3):
-        rule, grad = Rule(1e-2, 0.1, (0.9, 0.95), 1e-8, number), spread(count)
+        rule, grad = AdamWHyperparams(1e-2, 0.1, (0.9, 0.95), 1e-8, number), spread(count)
         interpreted.step(weight, grad, moments, rule)
         adamw8bit.step_reference(plain, grad, reference, rule)
         assert same(moments, reference)
@@ -170,8 +170,8 @@ def test_the_kernel_of_a_gpu(count: int, interpreted: ModuleType) -> None:
 def test_a_gpu_makes_the_same_codes(dtype) -> None:
     weight, grad, moments = torch.randn(70_001).to(dtype), spread(70_001).to(dtype), empty(70_001)
     there = weight.cuda(), grad.cuda(), Moments(moments.first.cuda(), moments.second.cuda(), moments.scales.cuda())
-    adamw8bit.step(*there, RULE)
-    adamw8bit.step(weight, grad, moments, RULE)
+    adamw8bit.adamw8bit_step(*there, RULE)
+    adamw8bit.adamw8bit_step(weight, grad, moments, RULE)
     assert same(Moments(there[2].first.cpu(), there[2].second.cpu(), there[2].scales.cpu()), moments)
     torch.testing.assert_close(there[0].cpu(), weight)
 
@@ -188,10 +188,10 @@ def test_a_row_is_packed_as_if_it_were_alone(rows: int, row: int, interpreted: M
     codes = (torch.zeros(count, dtype=torch.uint8) for _ in range(2))
     moments = Moments(*codes, torch.zeros(2, rows * per), row)
     alone = [empty(row) for _ in range(rows)]
-    for route in (adamw8bit.step, adamw8bit.step_reference, interpreted.step):
+    for route in (adamw8bit.adamw8bit_step, adamw8bit.step_reference, interpreted.step):
         whole, apart = start.clone(), start.clone().view(rows, row)
         for number in (1, 2):
-            rule, grad = Rule(1e-2, 0.1, (0.9, 0.95), 1e-8, number), spread(count)
+            rule, grad = AdamWHyperparams(1e-2, 0.1, (0.9, 0.95), 1e-8, number), spread(count)
             route(whole, grad, moments, rule)
             for one, weight, part in zip(alone, apart, grad.view(rows, row), strict=True):
                 route(weight, part, one, rule)

@@ -8,26 +8,26 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from tests.checkpoints import batch, made, ours, shuffle_adapter, tokens
-from tunekit.adapters import DoRA, LoRA
-from tunekit.kernels import glu, norm
-from tunekit.kernels.again import ORIGINS, cheap, origin
-from tunekit.losses.likelihood import CrossEntropy
+from tunekit.adapters.config import DoRAConfig, LoRAConfig
+from tunekit.kernels import glu, rms_norm
+from tunekit.kernels.recompute import ORIGINS, mark_recomputable, recompute_source
+from tunekit.losses.cross_entropy import CrossEntropy
 from tunekit.models.decoder import Decoder
-from tunekit.precision import Precision
+from tunekit.models.precision import PrecisionConfig
 
 
 def test_an_origin_lives_as_long_as_its_result() -> None:
     x = torch.randn(3)
-    y = cheap(x * 2, lambda x: x * 2, x)
-    make, inputs = origin(y)
+    y = mark_recomputable(x * 2, lambda x: x * 2, x)
+    make, inputs = recompute_source(y)
     assert torch.equal(make(*inputs), y) and inputs[0] is x
-    assert origin(x).inputs == (x,) and origin(x).make(x) is x, "of which nothing is known"
+    assert recompute_source(x).inputs == (x,) and recompute_source(x).make(x) is x, "of which nothing is known"
     gc.collect()  # what other tests have left would go at any moment
     before = len(ORIGINS)
     del y
     assert len(ORIGINS) == before - 1
     with torch.no_grad():
-        cheap(x * 2, lambda x: x * 2, x)
+        mark_recomputable(x * 2, lambda x: x * 2, x)
     assert len(ORIGINS) == before - 1, "nobody keeps anything"
 
 
@@ -49,17 +49,21 @@ def kept(model: Decoder) -> tuple[int, list[torch.Tensor]]:
     return sum(sizes.values()), [p.grad for p in model.parameters() if p.grad is not None]
 
 
-@pytest.mark.parametrize("adapter", [LoRA(4), LoRA(4, dropout=0.2), DoRA(4)], ids=["lora", "dropout", "dora"])
-@pytest.mark.parametrize("precision", [Precision("fp32", "fp32", "fp32"), Precision("bf16", "fp32", "bf16")])
+@pytest.mark.parametrize(
+    "adapter", [LoRAConfig(4), LoRAConfig(4, dropout=0.2), DoRAConfig(4)], ids=["lora", "dropout", "dora"]
+)
+@pytest.mark.parametrize(
+    "precision", [PrecisionConfig("fp32", "fp32", "fp32"), PrecisionConfig("bf16", "fp32", "bf16")]
+)
 @pytest.mark.parametrize("name", ["llama3.2", "gemma2", "qwen3-moe"])
 def test_norms_and_gates_are_not_kept(
-    adapter: LoRA, precision: Precision, name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    adapter: LoRAConfig, precision: PrecisionConfig, name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     folder, found = made(tmp_path, name), []
     for plain in (False, True):
         if plain:
-            for module in (glu, norm):
-                monkeypatch.setattr(module, "cheap", lambda y, *_: y)
+            for module in (glu, rms_norm):
+                monkeypatch.setattr(module, "mark_recomputable", lambda y, *_: y)
         model = ours(folder, adapter, precision)
         shuffle_adapter(model)
         found.append(kept(model))

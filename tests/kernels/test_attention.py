@@ -6,19 +6,19 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.checkpoints import error
-from tunekit.kernels import attention, attention_native
-from tunekit.kernels.attention import Rule, attend
+from tunekit.kernels import attention, attention_cpu
+from tunekit.kernels.attention import AttentionParams
 from tunekit.kernels.attention_decode import CachePositions, attend_decode
 from tunekit.kernels.sequence_layout import SequenceLayout
 
 WINDOWS = [None, 1, 2, 5, 16, 17, 40]
 RULES = {
-    **{f"window {window}": Rule(0.3, window) for window in WINDOWS},
-    **{f"chunk {chunk}": Rule(0.3, chunk=chunk) for chunk in (1, 4, 17, 30)},
-    "window and chunk": Rule(0.3, window=3, chunk=7),
-    "softcap": Rule(0.3, softcap=2.0),
-    "softcap and window": Rule(0.3, window=5, softcap=2.0),
-    "softcap and chunk": Rule(0.3, chunk=6, softcap=2.0),
+    **{f"window {window}": AttentionParams(0.3, window) for window in WINDOWS},
+    **{f"chunk {chunk}": AttentionParams(0.3, chunk=chunk) for chunk in (1, 4, 17, 30)},
+    "window and chunk": AttentionParams(0.3, window=3, chunk=7),
+    "softcap": AttentionParams(0.3, softcap=2.0),
+    "softcap and window": AttentionParams(0.3, window=5, softcap=2.0),
+    "softcap and chunk": AttentionParams(0.3, chunk=6, softcap=2.0),
 }
 SUNK = ["window None", "window 1", "window 5", "window 40", "chunk 4"]  # no family caps scores beside sinks
 BOUNDS = [
@@ -30,13 +30,13 @@ BOUNDS = [
 def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Everything holds for the C++ of this processor, and for torch where there is none."""
     if request.param == "torch":
-        monkeypatch.setattr(attention_native, "able", lambda: False)
-    elif not attention_native.able():
+        monkeypatch.setattr(attention_cpu, "able", lambda: False)
+    elif not attention_cpu.able():
         pytest.skip("no compiler, or a processor that does not multiply bf16")
     return request.param
 
 
-def plain(q: Tensor, k: Tensor, v: Tensor, rule: Rule, seen: Tensor, sinks: Tensor | None = None) -> Tensor:
+def plain(q: Tensor, k: Tensor, v: Tensor, rule: AttentionParams, seen: Tensor, sinks: Tensor | None = None) -> Tensor:
     """Scores of all pairs, then those that are not seen taken out. `seen`: (B, S, K)."""
     q, k, v = q.double(), k.double(), v.double()
     groups = q.shape[2] // k.shape[2]
@@ -51,7 +51,7 @@ def plain(q: Tensor, k: Tensor, v: Tensor, rule: Rule, seen: Tensor, sinks: Tens
     return torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v)
 
 
-def visible(queries: Tensor, keys: Tensor, rule: Rule) -> Tensor:
+def visible(queries: Tensor, keys: Tensor, rule: AttentionParams) -> Tensor:
     """Which of the `keys` (K,) the `queries` (B, S) see, by their positions: (B, S, K)."""
     queries = queries[..., None]
     seen = queries >= keys
@@ -85,7 +85,7 @@ def same(mine: Tensor, wanted: Tensor, inputs: list[Tensor]) -> None:
 def test_causal_and_what_families_make_of_it(name: str, heads: tuple[int, int]) -> None:
     inputs = made(17, *heads)
     seen = visible(torch.arange(17).expand(3, 17), torch.arange(17), RULES[name])
-    same(attend(*inputs, RULES[name]), plain(*inputs, RULES[name], seen), inputs)
+    same(attention.attention(*inputs, RULES[name]), plain(*inputs, RULES[name], seen), inputs)
 
 
 @pytest.mark.parametrize("heads", [(6, 2), (5, 5)])
@@ -93,14 +93,18 @@ def test_causal_and_what_families_make_of_it(name: str, heads: tuple[int, int]) 
 def test_sinks(name: str, heads: tuple[int, int]) -> None:
     inputs, sinks = made(17, *heads), sinks_of(heads[0])
     seen = visible(torch.arange(17).expand(3, 17), torch.arange(17), RULES[name])
-    same(attend(*inputs, RULES[name], sinks=sinks), plain(*inputs, RULES[name], seen, sinks), [*inputs, sinks])
+    same(
+        attention.attention(*inputs, RULES[name], sinks=sinks),
+        plain(*inputs, RULES[name], seen, sinks),
+        [*inputs, sinks],
+    )
 
 
 @pytest.mark.parametrize("name", ["window None", "softcap", "window 5"])
 def test_values_may_be_narrower_than_keys(name: str) -> None:
     inputs = made(17, v=8)
     seen = visible(torch.arange(17).expand(3, 17), torch.arange(17), RULES[name])
-    same(attend(*inputs, RULES[name]), plain(*inputs, RULES[name], seen), inputs)
+    same(attention.attention(*inputs, RULES[name]), plain(*inputs, RULES[name], seen), inputs)
 
 
 @pytest.mark.parametrize("bounds", BOUNDS)
@@ -113,10 +117,10 @@ def test_documents_do_not_see_each_other(name: str, bounds: list[int]) -> None:
     place = torch.cat([torch.arange(int(length)) for length in lengths])
     seen = visible(place[None], place, rule) & (document[:, None] == document)
     flat = [x.flatten(0, 1)[None] for x in inputs]
-    found = attend(*inputs, rule, SequenceLayout(torch.tensor(bounds, dtype=torch.int32)))
+    found = attention.attention(*inputs, rule, SequenceLayout(torch.tensor(bounds, dtype=torch.int32)))
     same(found, plain(*flat, rule, seen).view(3, 17, 6, 12), inputs)
     if name in SUNK:
-        found = attend(*inputs, rule, SequenceLayout(torch.tensor(bounds, dtype=torch.int32)), sinks_of(6))
+        found = attention.attention(*inputs, rule, SequenceLayout(torch.tensor(bounds, dtype=torch.int32)), sinks_of(6))
         same(found, plain(*flat, rule, seen, sinks_of(6)).view(3, 17, 6, 12), inputs)
 
 
@@ -136,12 +140,16 @@ def test_cached_keys(name: str) -> None:
             assert error(found.double(), plain(q, k, v, rule, seen, sinks_of(6))) < 1e-6
 
 
-@pytest.mark.parametrize("rule", [Rule(0.5, 300), Rule(0.5, softcap=2.0), Rule(0.5, 300, softcap=2.0)], ids=str)
-def test_long_rows_come_in_blocks(rule: Rule) -> None:
+@pytest.mark.parametrize(
+    "rule",
+    [AttentionParams(0.5, 300), AttentionParams(0.5, softcap=2.0), AttentionParams(0.5, 300, softcap=2.0)],
+    ids=str,
+)
+def test_long_rows_come_in_blocks(rule: AttentionParams) -> None:
     """More than two blocks, of which the last is not whole."""
     inputs = made(4 * attention.BLOCK + 100, heads=2, kv_heads=1, dim=4, rows=1)
     place = torch.arange(inputs[0].shape[1])
-    same(attend(*inputs, rule), plain(*inputs, rule, visible(place[None], place, rule)), inputs)
+    same(attention.attention(*inputs, rule), plain(*inputs, rule, visible(place[None], place, rule)), inputs)
 
 
 class Largest(TorchDispatchMode):
@@ -158,23 +166,27 @@ class Largest(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("sunk", [False, True])
-@pytest.mark.parametrize("rule", [Rule(0.5), Rule(0.5, 64), Rule(0.5, chunk=64), Rule(0.5, softcap=2.0)], ids=str)
-def test_long_rows_need_no_memory_for_all_pairs(rule: Rule, sunk: bool) -> None:
+@pytest.mark.parametrize(
+    "rule",
+    [AttentionParams(0.5), AttentionParams(0.5, 64), AttentionParams(0.5, chunk=64), AttentionParams(0.5, softcap=2.0)],
+    ids=str,
+)
+def test_long_rows_need_no_memory_for_all_pairs(rule: AttentionParams, sunk: bool) -> None:
     """Forward and backward, the largest thing that is made holds a block of queries and not all of them."""
     if rule.softcap is not None and sunk:
         return
     length = 4000
     q, k, v = (torch.randn(1, length, 1, 8, requires_grad=True) for _ in range(3))
     with Largest() as largest:
-        attend(q, k, v, rule, sinks=sinks_of(1) if sunk else None).sum().backward()
+        attention.attention(q, k, v, rule, sinks=sinks_of(1) if sunk else None).sum().backward()
     assert largest.numbers <= attention.BLOCK * length < length * length / 8
 
 
 @pytest.mark.parametrize("name", ["window None", "window 5", "softcap and window"])
 def test_compiled(name: str) -> None:
     """One kernel for all lengths gives what the plain call gives."""
-    compiled = torch.compile(attend, dynamic=True, backend="aot_eager")
+    compiled = torch.compile(attention.attention, dynamic=True, backend="aot_eager")
     for length in (17, 23):
         inputs = made(length)
-        wanted = attend(*inputs, RULES[name])
+        wanted = attention.attention(*inputs, RULES[name])
         same(compiled(*inputs, RULES[name]), wanted.double(), inputs)

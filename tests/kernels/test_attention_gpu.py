@@ -12,13 +12,13 @@ from tests.kernels.test_attention import sinks_of, visible
 from tests.kernels.test_attention_native import BOUNDS, RULES, gradients, made, truth
 from tunekit.devices import CDNA
 from tunekit.kernels import attention_gpu
-from tunekit.kernels.attention import Rule, attend
+from tunekit.kernels.attention import AttentionParams, attention
 from tunekit.kernels.sequence_layout import SequenceLayout
 
 CPU = torch.device("cpu")
 
 
-def seen(rule: Rule, bounds: list[int]) -> Tensor:
+def seen(rule: AttentionParams, bounds: list[int]) -> Tensor:
     """All pairs (T, T)."""
     lengths = torch.tensor(bounds).diff()
     document = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
@@ -51,7 +51,7 @@ def test_flex(name: str, sunk: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_gpu, "compiled", lambda: flex_attention)
     rule, bounds, sinks = RULES[name], BOUNDS["many"], sinks_of(6).detach() if sunk else None
     inputs = [x.detach() for x in made(torch.float32, 6, 2, 24, 24)]
-    y = attention_gpu.fused(*inputs, rule.numbers(), SequenceLayout(torch.tensor(bounds)), sinks)
+    y = attention_gpu.attention_gpu(*inputs, rule.numbers(), SequenceLayout(torch.tensor(bounds)), sinks)
     assert error(y.double(), truth(inputs, rule, bounds, sinks)) < 1e-6
 
 
@@ -61,7 +61,7 @@ def scores(q: Tensor, k: Tensor, bounds: attention_gpu.Bounds, rule: list[float]
     assert (longest, most) == (int(at.diff().max()), int(key_at.diff().max()))
     lengths = at.diff()
     own = torch.arange(len(q)) + (key_at[1:] - at[1:]).repeat_interleave(lengths)
-    pairs = seen(Rule(rule[0], int(rule[1]) or None), key_at.tolist())[own]
+    pairs = seen(AttentionParams(rule[0], int(rule[1]) or None), key_at.tolist())[own]
     k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
     return (torch.einsum("qhd,khd->hqk", q, k) * rule[0]).masked_fill(~pairs, float("-inf"))
 
@@ -109,7 +109,7 @@ def test_what_is_done_around_flash_attention(name: str, sunk: bool, dims: tuple[
     rule, bounds, sinks = RULES[name], BOUNDS["many"], sinks_of(6) if sunk else None
     inputs = made(torch.float32, 6, 2, *dims)
     wanted = truth(inputs, rule, bounds, sinks)
-    y = attention_gpu.fused(*inputs, rule.numbers(), SequenceLayout(torch.tensor(bounds)), sinks)
+    y = attention_gpu.attention_gpu(*inputs, rule.numbers(), SequenceLayout(torch.tensor(bounds)), sinks)
     assert error(y.double(), wanted) < 1e-6
     everything = [*inputs, *([] if sinks is None else [sinks])]
     for mine, right in zip(gradients(y, everything), gradients(wanted, everything), strict=True):
@@ -122,17 +122,17 @@ def test_sinks_need_the_log_sum_exp_of_flash_attention(monkeypatch: pytest.Monke
     monkeypatch.setattr(attention_gpu, "get_capabilities", lambda device: CDNA)
     monkeypatch.setattr(attention_gpu, "compiled", lambda: flex_attention)
     monkeypatch.setattr(attention_gpu, "forward", None)
-    rule, bounds, sinks = Rule(0.2), BOUNDS["many"], sinks_of(6).detach()
+    rule, bounds, sinks = AttentionParams(0.2), BOUNDS["many"], sinks_of(6).detach()
     inputs = [x.detach() for x in made(torch.float32, 6, 2, 24, 24)]
-    y = attention_gpu.fused(*inputs, rule.numbers(), SequenceLayout(torch.tensor(bounds)), sinks)
+    y = attention_gpu.attention_gpu(*inputs, rule.numbers(), SequenceLayout(torch.tensor(bounds)), sinks)
     assert error(y.double(), truth(inputs, rule, bounds, sinks)) < 1e-6
 
 
 @pytest.mark.usefixtures("kernel")
 def test_rows_are_documents_if_nobody_says() -> None:
     inputs = made(torch.float32, 6, 2, 16, 16)
-    y = attention_gpu.fused(*inputs, Rule(0.2).numbers(), None, None)
-    assert error(y.double(), truth(inputs, Rule(0.2), [0, 300, 600])) < 1e-6
+    y = attention_gpu.attention_gpu(*inputs, AttentionParams(0.2).numbers(), None, None)
+    assert error(y.double(), truth(inputs, AttentionParams(0.2), [0, 300, 600])) < 1e-6
 
 
 @pytest.mark.parametrize("window", [0, 70])
@@ -169,7 +169,7 @@ def test_on_a_gpu(name: str, bounds: str, sunk: bool, dims: tuple[int, int], dty
     everything = [*inputs, *([] if sinks is None else [sinks])]
     wanted = truth(inputs, rule, at, sinks)
     there = [x.detach().cuda().requires_grad_() for x in everything]
-    y = attend(*there[:3], rule, SequenceLayout(torch.tensor(at, dtype=torch.int32)), there[3] if sunk else None)
+    y = attention(*there[:3], rule, SequenceLayout(torch.tensor(at, dtype=torch.int32)), there[3] if sunk else None)
     limit = 1e-4 if dtype == torch.float32 else 2e-2
     assert error(y.double().cpu(), wanted) < limit
     for mine, right in zip(gradients(y.cpu(), there), gradients(wanted, everything), strict=True):
@@ -179,11 +179,11 @@ def test_on_a_gpu(name: str, bounds: str, sunk: bool, dims: tuple[int, int], dty
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_long_rows_on_a_gpu_need_no_memory_for_all_pairs() -> None:
-    for rule in (Rule(0.2), Rule(0.2, softcap=9.0)):
+    for rule in (AttentionParams(0.2), AttentionParams(0.2, softcap=9.0)):
         q, k, v = (
             torch.randn(1, 2**15, 1, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True) for _ in range(3)
         )
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        attend(q, k, v, rule, SequenceLayout(torch.tensor([0, 20000, 2**15]))).sum().backward()
+        attention(q, k, v, rule, SequenceLayout(torch.tensor([0, 20000, 2**15]))).sum().backward()
         assert torch.cuda.max_memory_allocated() - before < 2**28  # all pairs in bf16: 2 GiB

@@ -12,19 +12,19 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.checkpoints import error
 from tests.kernels.test_attention import plain, sinks_of, visible
-from tunekit.kernels import attention_native
-from tunekit.kernels.attention import Rule, attend, packed
+from tunekit.kernels import attention_cpu
+from tunekit.kernels.attention import AttentionParams, attention, packed
 from tunekit.kernels.sequence_layout import SequenceLayout
 
-pytestmark = pytest.mark.skipif(not attention_native.able(), reason="no compiler, or a processor without bf16 products")
+pytestmark = pytest.mark.skipif(not attention_cpu.able(), reason="no compiler, or a processor without bf16 products")
 
 RULES = {
-    "causal": Rule(0.2),
-    "window": Rule(0.2, window=70),
-    "chunk": Rule(0.2, chunk=90),
-    "window and chunk": Rule(0.2, window=33, chunk=150),
-    "softcap": Rule(0.2, softcap=3.0),
-    "softcap and window": Rule(0.2, window=70, softcap=3.0),
+    "causal": AttentionParams(0.2),
+    "window": AttentionParams(0.2, window=70),
+    "chunk": AttentionParams(0.2, chunk=90),
+    "window and chunk": AttentionParams(0.2, window=33, chunk=150),
+    "softcap": AttentionParams(0.2, softcap=3.0),
+    "softcap and window": AttentionParams(0.2, window=70, softcap=3.0),
 }
 BOUNDS = {
     "whole": [0, 600],
@@ -39,7 +39,7 @@ def made(dtype: torch.dtype, heads: int, kv_heads: int, dim: int, v_dim: int, to
     return [(1.5 * torch.randn(2, tokens // 2, *shape)).to(dtype).requires_grad_() for shape in shapes]
 
 
-def truth(inputs: list[Tensor], rule: Rule, bounds: list[int], sinks: Tensor | None = None) -> Tensor:
+def truth(inputs: list[Tensor], rule: AttentionParams, bounds: list[int], sinks: Tensor | None = None) -> Tensor:
     lengths = torch.tensor(bounds).diff()
     document = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
     place = torch.cat([torch.arange(int(n)) for n in lengths])
@@ -66,7 +66,7 @@ def test_fp32_is_exact(name: str, bounds: str, heads: tuple[int, int]) -> None:
     """Documents of several blocks and of one token, and empty ones."""
     inputs, rule = made(torch.float32, *heads, 24, 24), RULES[name]
     wanted = truth(inputs, rule, BOUNDS[bounds])
-    y = attend(*inputs, rule, SequenceLayout(torch.tensor(BOUNDS[bounds], dtype=torch.int32)))
+    y = attention(*inputs, rule, SequenceLayout(torch.tensor(BOUNDS[bounds], dtype=torch.int32)))
     assert error(y.double(), wanted) < 1e-6
     for mine, right in zip(gradients(y, inputs), gradients(wanted, inputs), strict=True):
         assert error(mine, right) < 2e-6
@@ -77,7 +77,7 @@ def test_fp32_is_exact(name: str, bounds: str, heads: tuple[int, int]) -> None:
 def test_bf16_is_as_near_to_the_truth_as_torch(name: str, dims: tuple[int, int]) -> None:
     inputs, rule, bounds = made(torch.bfloat16, 4, 2, *dims), RULES[name], BOUNDS["many"]
     wanted, offsets = truth(inputs, rule, bounds), torch.tensor(bounds, dtype=torch.int32)
-    mine, other = attend(*inputs, rule, SequenceLayout(offsets)), packed(*inputs, rule, offsets, None)
+    mine, other = attention(*inputs, rule, SequenceLayout(offsets)), packed(*inputs, rule, offsets, None)
     # Where values are wider than keys torch has no kernel, and works in fp32 throughout.
     limits = (3e-3, 6e-3) if dims[1] > dims[0] else (0.0, 0.0)
     assert mine.dtype == torch.bfloat16 and spread(mine, wanted) < max(1.05 * spread(other, wanted), limits[0])
@@ -92,7 +92,7 @@ def test_sinks(name: str, dtype: torch.dtype) -> None:
     """They are not capped themselves."""
     inputs, sinks, bounds = made(dtype, 6, 2, 16, 16), sinks_of(6), BOUNDS["many"]
     wanted = truth(inputs, RULES[name], bounds, sinks)
-    y = attend(*inputs, RULES[name], SequenceLayout(torch.tensor(bounds)), sinks)
+    y = attention(*inputs, RULES[name], SequenceLayout(torch.tensor(bounds)), sinks)
     limit = 5e-6 if dtype == torch.float32 else 2e-2
     assert error(y.double(), wanted) < limit
     everything = [*inputs, sinks]
@@ -108,14 +108,17 @@ def test_numbers_may_lie_apart(dtype: torch.dtype) -> None:
     k = torch.randn(2, 50, 2, 32).to(dtype)[..., ::2]
     v = torch.randn(2, 100, 2, 24).to(dtype)[:, ::2, :, 3:20]
     apart, whole = ([x.requires_grad_() for x in form] for form in ([q, k, v], [x.contiguous() for x in (q, k, v)]))
-    y, other = (attend(*inputs, Rule(0.3), SequenceLayout(torch.tensor([0, 30, 77, 100]))) for inputs in (apart, whole))
+    y, other = (
+        attention(*inputs, AttentionParams(0.3), SequenceLayout(torch.tensor([0, 30, 77, 100])))
+        for inputs in (apart, whole)
+    )
     assert torch.equal(y, other)
     assert all(map(torch.equal, gradients(y, apart), gradients(other, whole)))
 
 
 def test_gradients_may_lie_apart() -> None:
     inputs = made(torch.float32, 4, 2, 16, 16, 100)
-    y = attend(*inputs, Rule(0.3))
+    y = attention(*inputs, AttentionParams(0.3))
     grad = torch.randn(2, 4, 50, 16).transpose(1, 2)
     found = torch.autograd.grad(y, inputs, grad, retain_graph=True)
     assert all(map(torch.equal, found, torch.autograd.grad(y, inputs, grad.contiguous())))
@@ -123,7 +126,7 @@ def test_gradients_may_lie_apart() -> None:
 
 def test_nothing_gives_nothing() -> None:
     inputs = [torch.randn(1, 0, heads, 8, requires_grad=True) for heads in (4, 2, 2)]
-    y = attend(*inputs, Rule(0.3))
+    y = attention(*inputs, AttentionParams(0.3))
     assert y.shape == (1, 0, 4, 8)
     assert all(grad.shape == x.shape for grad, x in zip(torch.autograd.grad(y.sum(), inputs), inputs, strict=True))
 
@@ -132,7 +135,10 @@ def test_scores_may_be_huge() -> None:
     """As when every key but one has a share of zero."""
     inputs = [100 * x.detach() for x in made(torch.float32, 2, 1, 16, 16, 200)]
     inputs = [x.requires_grad_() for x in inputs]
-    wanted, y = truth(inputs, Rule(1.0), [0, 200]), attend(*inputs, Rule(1.0), SequenceLayout(torch.tensor([0, 200])))
+    wanted, y = (
+        truth(inputs, AttentionParams(1.0), [0, 200]),
+        attention(*inputs, AttentionParams(1.0), SequenceLayout(torch.tensor([0, 200]))),
+    )
     assert error(y.double(), wanted) < 1e-5
     assert all(grad.isfinite().all() for grad in gradients(y, inputs))
 
@@ -145,7 +151,7 @@ def test_bits_do_not_depend_on_the_threads(dtype: torch.dtype, bounds: list[int]
     try:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            y = attend(*inputs, Rule(0.2), SequenceLayout(torch.tensor(bounds)))
+            y = attention(*inputs, AttentionParams(0.2), SequenceLayout(torch.tensor(bounds)))
             results.append([y, *gradients(y, inputs)])
     finally:
         torch.set_num_threads(before)
@@ -155,8 +161,8 @@ def test_bits_do_not_depend_on_the_threads(dtype: torch.dtype, bounds: list[int]
 
 def test_run_again_for_the_gradients() -> None:
     inputs, layout = made(torch.bfloat16, 6, 2, 16, 16), SequenceLayout(torch.tensor(BOUNDS["many"]))
-    wanted = gradients(attend(*inputs, RULES["window"], layout), inputs)
-    again = checkpoint(attend, *inputs, RULES["window"], layout, use_reentrant=False)
+    wanted = gradients(attention(*inputs, RULES["window"], layout), inputs)
+    again = checkpoint(attention, *inputs, RULES["window"], layout, use_reentrant=False)
     assert all(map(torch.equal, gradients(again, inputs), wanted))
 
 
@@ -164,11 +170,11 @@ def test_compiled_once_for_all_documents() -> None:
     """No break in the graph; other bounds compile nothing, and another number of them once."""
     torch._dynamo.reset()
     counter = CompileCounter()
-    compiled = torch.compile(attend, backend=counter, fullgraph=True)
-    inputs, rule, counts = made(torch.float32, 6, 2, 16, 16, 60), Rule(0.3, window=9), []
+    compiled = torch.compile(attention, backend=counter, fullgraph=True)
+    inputs, rule, counts = made(torch.float32, 6, 2, 16, 16, 60), AttentionParams(0.3, window=9), []
     for bounds in ([0, 20, 60], [0, 33, 60], [0, 10, 20, 60], [0, 1, 2, 3, 60], [0, 5, 30, 40, 50, 60]):
         layout = SequenceLayout(torch.tensor(bounds, dtype=torch.int32))
-        assert torch.equal(compiled(*inputs, rule, layout), attend(*inputs, rule, layout))
+        assert torch.equal(compiled(*inputs, rule, layout), attention(*inputs, rule, layout))
         counts.append(counter.frame_count)
     assert counts == [1, 1, 2, 2, 2]
 
@@ -177,18 +183,18 @@ def test_the_operator_is_what_it_says() -> None:
     """Its fake, its gradients and its schema agree, with and without sinks."""
     inputs = made(torch.float32, 4, 2, 8, 8, 20)
     for sinks in (None, sinks_of(4)):
-        args = *inputs, torch.tensor([0, 7, 20]), sinks, Rule(0.3).numbers()
-        torch.library.opcheck(attention_native.attention, args)
+        args = *inputs, torch.tensor([0, 7, 20]), sinks, AttentionParams(0.3).numbers()
+        torch.library.opcheck(attention_cpu.attention, args)
 
 
 PROGRAM = """
 import re, torch
 from pathlib import Path
-from tunekit.kernels.attention import Rule, attend
+from tunekit.kernels.attention import AttentionParams, attention
 def most(): return int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
 def step(length):
     q, k, v = (torch.randn(1, length, 2, 16, requires_grad=True) for _ in range(3))
-    attend(q, k, v, Rule(0.3)).sum().backward()
+    attention(q, k, v, AttentionParams(0.3)).sum().backward()
 step(256)
 before = most()
 step(8192)

@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from tunekit.kernels.compiler import constant, uncompiled
+from tunekit.kernels.torch_compile import assume_constant_result, disable_compile
 
 ALL = "import sys, tunekit.recipes.{0}; print(*(name for name in sys.modules if name.startswith('torch._dynamo')))"
 
@@ -20,12 +20,12 @@ def test_a_recipe_does_not_load_the_compiler(recipe: str) -> None:
 def test_functions_are_marked_for_the_compiler() -> None:
     calls = []
 
-    @uncompiled
+    @disable_compile
     def seen(x: torch.Tensor) -> torch.Tensor:
         calls.append(torch.compiler.is_compiling())
         return x + len(calls)
 
-    @constant
+    @assume_constant_result
     def fixed() -> int:
         return len(calls)  # a graph could not follow a list that others change
 

@@ -16,25 +16,31 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.checkpoints import batch, error, made, ours, shuffle_adapter, tokens
 from tests.interpreter import needs_loops
-from tunekit.adapters import DoRA, LoRA
-from tunekit.data.steps.batch import IGNORE, Batch
+from tunekit.adapters.config import DoRAConfig, LoRAConfig
+from tunekit.data.dataloader.batch import IGNORE, Batch
 from tunekit.kernels import cross_entropy
-from tunekit.kernels.cross_entropy import Measured, Terms, chunked_loss, token_logprobs, token_losses
-from tunekit.losses.likelihood import CrossEntropy
+from tunekit.kernels.cross_entropy import (
+    CrossEntropyTerms,
+    CustomChunkLoss,
+    linear_cross_entropy,
+    token_logps,
+    token_losses,
+)
+from tunekit.losses.cross_entropy import CrossEntropy
 from tunekit.models.decoder import Decoder, Head
 from tunekit.models.spec import DecoderSpec
 
 KERNEL = cross_entropy
 BF16, FP32 = torch.bfloat16, torch.float32
 LIMITS = {FP32: 1e-5, BF16: 1e-2, torch.half: 2e-3}
-PLAIN = Terms()
+PLAIN = CrossEntropyTerms()
 TERMS = [
     PLAIN,
-    Terms(smoothing=0.1),
-    Terms(z_loss=0.01),
-    Terms(scale=0.4),
-    Terms(softcap=3.0),
-    Terms(scale=2.5, softcap=7.0, smoothing=0.2, z_loss=0.1),
+    CrossEntropyTerms(smoothing=0.1),
+    CrossEntropyTerms(z_loss=0.01),
+    CrossEntropyTerms(scale=0.4),
+    CrossEntropyTerms(softcap=3.0),
+    CrossEntropyTerms(scale=2.5, softcap=7.0, smoothing=0.2, z_loss=0.1),
 ]
 
 
@@ -45,14 +51,14 @@ def chunks_of_four(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cross_entropy, "SLICE", {"cpu": 30})  # three rows of a weight whose rows have ten numbers
 
 
-def head_of(dim: int, vocab: int, terms: Terms = PLAIN, dtype: torch.dtype = FP32) -> Head:
+def head_of(dim: int, vocab: int, terms: CrossEntropyTerms = PLAIN, dtype: torch.dtype = FP32) -> Head:
     """A head whose logits spread far enough for a cap to bite."""
     head = Head(DecoderSpec(vocab, dim, (), logit_scale=terms.scale, logit_softcap=terms.softcap))
     head.weight.data.normal_(std=2 * dim**-0.5)
     return head.to(dtype)
 
 
-def each(terms: Terms, logits: Tensor, targets: Tensor) -> Tensor:
+def each(terms: CrossEntropyTerms, logits: Tensor, targets: Tensor) -> Tensor:
     """The definition, token by token, in float64, of logits that are scaled and capped."""
     logs = logits.double().log_softmax(-1)
     right = logs.gather(-1, targets[:, None]).squeeze(1)
@@ -60,7 +66,7 @@ def each(terms: Terms, logits: Tensor, targets: Tensor) -> Tensor:
     return terms.z_loss * logits.double().logsumexp(-1).square() - spread
 
 
-def capped(terms: Terms, raw: Tensor) -> Tensor:
+def capped(terms: CrossEntropyTerms, raw: Tensor) -> Tensor:
     x = raw.double() * terms.scale
     return x if terms.softcap is None else (x / terms.softcap).tanh() * terms.softcap
 
@@ -84,7 +90,7 @@ def near(found: Tensor, wanted: Tensor) -> float:
 
 
 def check_losses(
-    of: Callable[..., Tensor], terms: Terms, logits: Tensor, targets: Tensor, weights: Tensor | None
+    of: Callable[..., Tensor], terms: CrossEntropyTerms, logits: Tensor, targets: Tensor, weights: Tensor | None
 ) -> None:
     """Losses, and the gradient in place of the logits."""
     numbers = [terms.scale, terms.softcap or 0.0, terms.smoothing, terms.z_loss]
@@ -104,7 +110,7 @@ def check_losses(
 @pytest.mark.parametrize("dtype", LIMITS, ids=str)
 @pytest.mark.parametrize("terms", TERMS, ids=str)
 @pytest.mark.parametrize("vocab", [1, 5, 16, 33, 4096 + 37])
-def test_losses_and_gradients_in_place(vocab: int, terms: Terms, dtype: torch.dtype, way: None) -> None:
+def test_losses_and_gradients_in_place(vocab: int, terms: CrossEntropyTerms, dtype: torch.dtype, way: None) -> None:
     torch.manual_seed(vocab)
     logits, targets = (torch.randn(9, vocab) * 4 + 1).to(dtype), torch.randint(0, vocab, (9,))
     targets[4] = IGNORE
@@ -121,7 +127,7 @@ def test_losses_and_gradients_in_place(vocab: int, terms: Terms, dtype: torch.dt
     size=st.floats(0.01, 30),
     seed=st.integers(0, 2**31),
 )
-def test_any_size(rows: int, vocab: int, terms: Terms, dtype: torch.dtype, size: float, seed: int) -> None:
+def test_any_size(rows: int, vocab: int, terms: CrossEntropyTerms, dtype: torch.dtype, size: float, seed: int) -> None:
     draw = torch.Generator().manual_seed(seed)
     logits = (torch.randn(rows, vocab, generator=draw) * size).to(dtype)
     check_losses(token_losses, terms, logits, torch.randint(0, vocab, (rows,), generator=draw), None)
@@ -134,7 +140,7 @@ def test_extreme_logits(dtype: torch.dtype, way: None) -> None:
     near = torch.randn(4, 50)
     rows = [near + 1e4, near - 1e4, near * 1e4, torch.zeros(4, 50), near * 1e-6, torch.full((4, 50), -1e4)]
     logits = torch.cat(rows).to(dtype)
-    for terms in (PLAIN, Terms(smoothing=0.1), Terms(softcap=30.0)):
+    for terms in (PLAIN, CrossEntropyTerms(smoothing=0.1), CrossEntropyTerms(softcap=30.0)):
         check_losses(token_losses, terms, logits.clone(), torch.arange(24), None)
 
 
@@ -173,7 +179,9 @@ def test_the_same_bits_whatever_the_threads() -> None:
 @pytest.mark.parametrize("dtype", LIMITS, ids=str)
 @pytest.mark.parametrize("terms", TERMS, ids=str)
 @pytest.mark.parametrize("most", [16, 8192])
-def test_a_program_for_each_row(most: int, terms: Terms, dtype, interpreted: ModuleType, monkeypatch) -> None:
+def test_a_program_for_each_row(
+    most: int, terms: CrossEntropyTerms, dtype, interpreted: ModuleType, monkeypatch
+) -> None:
     monkeypatch.setattr(interpreted, "MOST", most)
     torch.manual_seed(most)
     logits, targets = (torch.randn(5, 90) * 4 + 1).to(dtype)[:, :77], torch.tensor([3, 76, IGNORE, 0, 16])
@@ -185,7 +193,7 @@ def test_a_program_for_each_row(most: int, terms: Terms, dtype, interpreted: Mod
 def test_a_program_meets_extreme_logits(interpreted: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interpreted, "MOST", 16)
     near, of = torch.randn(2, 50), torch.tensor([4, 40, 7, 8, 9, 10])
-    for terms in (PLAIN, Terms(smoothing=0.1), Terms(softcap=30.0)):
+    for terms in (PLAIN, CrossEntropyTerms(smoothing=0.1), CrossEntropyTerms(softcap=30.0)):
         check_losses(interpreted.token_losses, terms, torch.cat([near + 1e4, near * 1e4, near - 1e4]), of, None)
     bad = near.clone()
     bad[0, 3] = float("nan")
@@ -198,7 +206,7 @@ def test_a_program_meets_extreme_logits(interpreted: ModuleType, monkeypatch: py
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("dtype", LIMITS, ids=str)
 @pytest.mark.parametrize("terms", TERMS, ids=str)
-def test_a_gpu_gives_the_same(terms: Terms, dtype: torch.dtype) -> None:
+def test_a_gpu_gives_the_same(terms: CrossEntropyTerms, dtype: torch.dtype) -> None:
     def on_gpu(logits: Tensor, targets: Tensor, weights: Tensor | None, numbers: list[float], on: bool) -> Tensor:
         moved = logits.cuda()
         found = token_losses(moved, targets.cuda(), None if weights is None else weights.cuda(), numbers, on).cpu()
@@ -219,7 +227,10 @@ def test_the_host_never_waits_for_a_gpu(trained: bool, tmp_path: Path) -> None:
     try:
         for mode in ("default", "error"):  # the first time, kernels are compiled
             torch.cuda.set_sync_debug_mode(mode)
-            made_losses = [chunked_loss(hidden, targets, head, PLAIN), -token_logprobs(hidden, targets, head).sum()]
+            made_losses = [
+                linear_cross_entropy(hidden, targets, head, PLAIN),
+                -token_logps(hidden, targets, head).sum(),
+            ]
             torch.autograd.backward([*made_losses, CrossEntropy()(model, part)])
     finally:  # in this mode later tests of the process would fail too
         torch.cuda.set_sync_debug_mode("default")
@@ -232,16 +243,16 @@ def test_the_host_never_waits_for_a_gpu(trained: bool, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("count", [1, 3, 4, 5, 8, 11])
 @pytest.mark.parametrize("terms", TERMS, ids=str)
-def test_values_and_gradients(terms: Terms, count: int, chunks_of_four: None, way: None) -> None:
+def test_values_and_gradients(terms: CrossEntropyTerms, count: int, chunks_of_four: None, way: None) -> None:
     torch.manual_seed(count)
     head, hidden = head_of(10, 13, terms), torch.randn(count, 10, requires_grad=True)
     targets = torch.randint(0, 13, (count,))
-    mine = chunked_loss(hidden, targets, head, terms)
+    mine = linear_cross_entropy(hidden, targets, head, terms)
     agree(mine, each(terms, head(hidden.double()), targets).sum(), [hidden, head.weight])
 
 
 def test_a_loss_of_ones_own_sees_the_logits_of_the_head(chunks_of_four: None) -> None:
-    terms = Terms(scale=1.5, softcap=4.0)
+    terms = CrossEntropyTerms(scale=1.5, softcap=4.0)
     head, hidden = head_of(10, 13, terms), torch.randn(11, 10, requires_grad=True)
     targets = torch.randint(0, 13, (11,))
 
@@ -249,52 +260,52 @@ def test_a_loss_of_ones_own_sees_the_logits_of_the_head(chunks_of_four: None) ->
         assert logits.dtype == FP32
         return F.cross_entropy(logits, targets, reduction="none").square().sum()
 
-    mine = chunked_loss(hidden, targets, head, Measured(measure, head.finish))
+    mine = linear_cross_entropy(hidden, targets, head, CustomChunkLoss(measure, head.finish))
     agree(mine, each(PLAIN, head(hidden.double()), targets).square().sum(), [hidden, head.weight])
 
 
-@pytest.mark.parametrize("of", [chunked_loss, token_logprobs])
+@pytest.mark.parametrize("of", [linear_cross_entropy, token_logps])
 def test_rows_that_count(of: Callable[..., Tensor], chunks_of_four: None) -> None:
     """The others have a gradient of zero."""
     head, hidden = head_of(10, 13), torch.randn(11, 10, requires_grad=True)
     targets, rows = torch.randint(0, 13, (11,)), torch.tensor([0, 2, 3, 7, 8, 10])
     targets[1] = IGNORE
-    step = () if of is token_logprobs else (PLAIN,)
+    step = () if of is token_logps else (PLAIN,)
     wanted = each(PLAIN, head(hidden[rows].double()), targets[rows])
     agree(of(hidden, targets, head, *step, rows=rows), wanted.sum() if step else -wanted, [hidden, head.weight])
 
 
-def adapted(adapter: LoRA, head: Head) -> list[Tensor]:
+def adapted(adapter: LoRAConfig, head: Head) -> list[Tensor]:
     """Hang an adapter on a frozen head: what is trained."""
     head.requires_grad_(False)
     adapter.attach(head, adapter.rank, adapter.alpha)
     head.lora_A.to_empty(device="cpu"), head.lora_B.to_empty(device="cpu")
-    if isinstance(adapter, DoRA):
+    if isinstance(adapter, DoRAConfig):
         head.lora_magnitude_vector = torch.nn.Parameter(head.weight.float().norm(dim=1))
     shuffle_adapter(head)
     trained = [p for p in head.parameters() if p.requires_grad]
-    assert len(trained) == (3 if isinstance(adapter, DoRA) else 2)
+    assert len(trained) == (3 if isinstance(adapter, DoRAConfig) else 2)
     return trained
 
 
-@pytest.mark.parametrize("of", [chunked_loss, token_logprobs])
-@pytest.mark.parametrize("terms", [PLAIN, Terms(scale=0.5, softcap=5.0)], ids=str)
-@pytest.mark.parametrize("adapter", [LoRA(3), DoRA(3)])
-def test_a_frozen_head_with_an_adapter(adapter: LoRA, terms: Terms, of, chunks_of_four: None) -> None:
+@pytest.mark.parametrize("of", [linear_cross_entropy, token_logps])
+@pytest.mark.parametrize("terms", [PLAIN, CrossEntropyTerms(scale=0.5, softcap=5.0)], ids=str)
+@pytest.mark.parametrize("adapter", [LoRAConfig(3), DoRAConfig(3)])
+def test_a_frozen_head_with_an_adapter(adapter: LoRAConfig, terms: CrossEntropyTerms, of, chunks_of_four: None) -> None:
     head, hidden = head_of(10, 13, terms), torch.randn(11, 10, requires_grad=True)
     inputs, targets = [hidden, *adapted(adapter, head)], torch.randint(0, 13, (11,))
     wanted = each(terms, head(hidden.double()), targets)
-    if of is chunked_loss:
-        agree(chunked_loss(hidden, targets, head, terms), wanted.sum(), inputs)
+    if of is linear_cross_entropy:
+        agree(linear_cross_entropy(hidden, targets, head, terms), wanted.sum(), inputs)
     else:
-        agree(token_logprobs(hidden, targets, head), -wanted, inputs)
+        agree(token_logps(hidden, targets, head), -wanted, inputs)
 
 
 def test_dropout_falls_on_the_same_numbers_in_both_passes(chunks_of_four: None) -> None:
     head, hidden = head_of(10, 13), torch.randn(11, 10, requires_grad=True)
-    trained, targets = adapted(LoRA(3, dropout=0.5), head), torch.randint(0, 13, (11,))
+    trained, targets = adapted(LoRAConfig(3, dropout=0.5), head), torch.randint(0, 13, (11,))
     torch.manual_seed(3)
-    mine = token_logprobs(hidden, targets, head)
+    mine = token_logps(hidden, targets, head)
     torch.manual_seed(3)
     drawn = [F.dropout(torch.ones(4, 10), 0.5) for _ in range(3)]
     kept = torch.cat(drawn)[:11]
@@ -308,12 +319,12 @@ def test_dropout_falls_on_the_same_numbers_in_both_passes(chunks_of_four: None) 
 def test_a_frozen_head_costs_no_gradient() -> None:
     head, hidden = head_of(10, 13).requires_grad_(False), torch.randn(11, 10, requires_grad=True)
     for loss in (
-        chunked_loss(hidden, torch.arange(11), head, PLAIN),
-        -token_logprobs(hidden, torch.arange(11), head).sum(),
+        linear_cross_entropy(hidden, torch.arange(11), head, PLAIN),
+        -token_logps(hidden, torch.arange(11), head).sum(),
     ):
         loss.backward()
         assert head.weight.grad is None
-    loss = chunked_loss(hidden, torch.arange(11), head, PLAIN)
+    loss = linear_cross_entropy(hidden, torch.arange(11), head, PLAIN)
     assert [tuple(t.shape) for t in loss.grad_fn.saved_tensors] == [(11, 10)]
 
 
@@ -326,7 +337,7 @@ def test_without_gradients_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> N
         return PLAIN(logits, targets, weights, gradient)
 
     with torch.no_grad():
-        loss, each_token = chunked_loss(hidden, targets, head, watched), token_logprobs(hidden, targets, head)
+        loss, each_token = linear_cross_entropy(hidden, targets, head, watched), token_logps(hidden, targets, head)
         wanted = each(PLAIN, head(hidden.double()), targets)
     assert seen == [False] and not loss.requires_grad and not each_token.requires_grad
     assert error(loss.double(), wanted.sum()) < 1e-5 and error(each_token.double(), -wanted) < 1e-5
@@ -338,25 +349,25 @@ def test_nothing_to_learn_is_zero_with_gradients_of_zero(trained: bool) -> None:
     head, hidden = head_of(10, 13).requires_grad_(trained), torch.randn(7, 10, requires_grad=True)
     none, targets = torch.zeros(0, dtype=torch.long), torch.full((7,), IGNORE)
     for _ in range(2):  # a second micro-batch adds to the first
-        loss = chunked_loss(hidden, targets, head, PLAIN, none)
+        loss = linear_cross_entropy(hidden, targets, head, PLAIN, none)
         loss.backward()
         assert loss.item() == 0 and loss.dtype == FP32
-    token_logprobs(hidden, targets, head, none).sum().backward()
+    token_logps(hidden, targets, head, none).sum().backward()
     assert not hidden.grad.any()
     assert not trained or not head.weight.grad.any()
 
 
 @pytest.mark.parametrize("weights", [FP32, BF16], ids=str)
 @pytest.mark.parametrize("terms", TERMS, ids=str)
-def test_bf16(terms: Terms, weights: torch.dtype, chunks_of_four: None, way: None) -> None:
+def test_bf16(terms: CrossEntropyTerms, weights: torch.dtype, chunks_of_four: None, way: None) -> None:
     """Products in bf16, the loss itself in fp32, gradients of fp32 weights in fp32."""
     torch.manual_seed(0)
     head, hidden = head_of(64, 50, terms, weights), torch.randn(30, 64).bfloat16().requires_grad_()
     targets = torch.randint(0, 50, (30,))
     wanted = each(terms, head(hidden.double()), targets)
-    agree(chunked_loss(hidden, targets, head, terms), wanted.sum(), [hidden, head.weight], 1e-2)
-    if terms == Terms(terms.scale, terms.softcap):
-        agree(token_logprobs(hidden, targets, head), -each(terms, head(hidden.double()), targets), [hidden], 2e-2)
+    agree(linear_cross_entropy(hidden, targets, head, terms), wanted.sum(), [hidden, head.weight], 1e-2)
+    if terms == CrossEntropyTerms(terms.scale, terms.softcap):
+        agree(token_logps(hidden, targets, head), -each(terms, head(hidden.double()), targets), [hidden], 2e-2)
 
 
 def test_the_gradient_of_bf16_weights_does_not_grow_worse_with_chunks(chunks_of_four: None) -> None:
@@ -364,7 +375,7 @@ def test_the_gradient_of_bf16_weights_does_not_grow_worse_with_chunks(chunks_of_
     torch.manual_seed(0)
     head, hidden = head_of(16, 20, dtype=BF16), torch.randn(300, 16).bfloat16()
     hidden, targets = (hidden.abs() + 1).requires_grad_(), torch.zeros(300, dtype=torch.long)
-    (found,) = torch.autograd.grad(chunked_loss(hidden, targets, head, PLAIN), head.weight)
+    (found,) = torch.autograd.grad(linear_cross_entropy(hidden, targets, head, PLAIN), head.weight)
     exact = head.weight.detach().double().requires_grad_()
     (wanted,) = torch.autograd.grad(each(PLAIN, hidden.double() @ exact.T, targets).sum(), exact)
     assert error(found.double(), wanted) < 5e-3  # one rounding to bf16 is 4e-3
@@ -374,21 +385,24 @@ def test_twice_the_same_bits() -> None:
     head, hidden, targets = head_of(64, 50), torch.randn(130, 64).bfloat16().requires_grad_(), torch.arange(130) % 50
     runs = []
     for _ in range(2):
-        loss = chunked_loss(hidden, targets, head, PLAIN)
+        loss = linear_cross_entropy(hidden, targets, head, PLAIN)
         runs.append([loss, *torch.autograd.grad(loss * 0.3, [hidden, head.weight])])
     assert all(map(torch.equal, *runs))
 
 
 def test_under_checkpoint(chunks_of_four: None) -> None:
     head, hidden, targets = head_of(10, 13), torch.randn(11, 10, requires_grad=True), torch.arange(11)
-    for of in (lambda h: chunked_loss(h * 2, targets, head, PLAIN), lambda h: token_logprobs(h * 2, targets, head)):
+    for of in (
+        lambda h: linear_cross_entropy(h * 2, targets, head, PLAIN),
+        lambda h: token_logps(h * 2, targets, head),
+    ):
         agree(checkpoint(of, hidden, use_reentrant=False), of(hidden).double(), [hidden, head.weight])
 
 
 def test_a_gradient_is_asked_for_once() -> None:
     """It is scaled in place: a second backward pass would scale it again, and says so."""
     head, hidden = head_of(10, 13), torch.randn(11, 10, requires_grad=True)
-    loss = chunked_loss(hidden, torch.arange(11), head, PLAIN) * 0.5
+    loss = linear_cross_entropy(hidden, torch.arange(11), head, PLAIN) * 0.5
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
@@ -398,7 +412,7 @@ def test_compiled_around() -> None:
     head, hidden, targets = head_of(10, 13), torch.randn(11, 10, requires_grad=True), torch.arange(11)
 
     def of(x: Tensor) -> Tensor:
-        return chunked_loss(x * 2, targets, head, PLAIN) + token_logprobs(x, targets, head).sum()
+        return linear_cross_entropy(x * 2, targets, head, PLAIN) + token_logps(x, targets, head).sum()
 
     agree(torch.compile(of, backend="aot_eager")(hidden), of(hidden).double(), [hidden, head.weight])
 
@@ -421,13 +435,13 @@ class Largest(TorchDispatchMode):
         return found
 
 
-@pytest.mark.parametrize("of", [chunked_loss, token_logprobs])
+@pytest.mark.parametrize("of", [linear_cross_entropy, token_logps])
 @pytest.mark.parametrize("vocab", [2**15, 2**17, 2**18])
 def test_memory_does_not_grow_with_the_vocabulary(vocab: int, of: Callable[..., Tensor]) -> None:
     """Of a frozen head: a trained one has a gradient."""
     head, hidden = head_of(4, vocab, dtype=BF16).requires_grad_(False), torch.randn(1100, 4).to(BF16).requires_grad_()
     with Largest() as seen:
-        of(hidden, torch.arange(1100), head, *(() if of is token_logprobs else (PLAIN,))).sum().backward()
+        of(hidden, torch.arange(1100), head, *(() if of is token_logps else (PLAIN,))).sum().backward()
     assert hidden.grad.any() and 2 * seen.numbers <= cross_entropy.ROOM["cpu"] < 2 * 1100 * vocab
 
 
@@ -436,7 +450,7 @@ class Definition(CrossEntropy):
     """The same, of the logits of a chunk in fp32."""
 
     def measure(self, logits: Tensor, targets: Tensor) -> Tensor:
-        return each(Terms(smoothing=self.smoothing, z_loss=self.z_loss), logits, targets).sum()
+        return each(CrossEntropyTerms(smoothing=self.smoothing, z_loss=self.z_loss), logits, targets).sum()
 
 
 @pytest.mark.parametrize("kind", [CrossEntropy, Definition])
@@ -454,7 +468,7 @@ def whole_of(model: Decoder, part: Batch, loss: CrossEntropy) -> Tensor:
     learnt = targets != IGNORE
     logits = model(part.tokens, part.positions, part.layout).flatten(0, 1)
     plain = F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum")
-    terms = Terms(smoothing=loss.smoothing, z_loss=loss.z_loss)
+    terms = CrossEntropyTerms(smoothing=loss.smoothing, z_loss=loss.z_loss)
     exact = each(terms, logits[learnt], targets[learnt]).sum()
     assert loss.smoothing or loss.z_loss or plain.item() == pytest.approx(exact.item(), rel=1e-5)
     return exact
@@ -501,6 +515,6 @@ def test_ranks_with_parts_of_other_sizes_ask_as_often(monkeypatch: pytest.Monkey
     for ids in (49, 48):
         head, share = head_of(8, ids).requires_grad_(False), Counted()
         head.share = share  # type: ignore[assignment]
-        chunked_loss(hidden, targets, head, Terms(share=share))
+        linear_cross_entropy(hidden, targets, head, CrossEntropyTerms(share=share))
         shares.append(share)
     assert shares[0].asked == shares[1].asked > 2

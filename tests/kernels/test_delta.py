@@ -9,8 +9,16 @@ from torch import Tensor
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule as theirs
 
 from tests.checkpoints import error
-from tunekit.kernels import delta
-from tunekit.kernels.delta import CHUNK, batched, chunked, gated_delta_rule, recurrent, short_convolution, unit
+from tunekit.kernels import gated_delta_rule as delta
+from tunekit.kernels.gated_delta_rule import (
+    CHUNK,
+    batched,
+    chunked,
+    gated_delta_rule,
+    recurrent,
+    short_convolution,
+    unit,
+)
 from tunekit.kernels.sequence_layout import SequenceLayout
 
 LENGTHS = [1, 2, 5, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 3]

@@ -10,8 +10,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.checkpoints import error
 from tunekit.kernels import cross_entropy
-from tunekit.kernels import divergence as kernel
-from tunekit.kernels.divergence import FIGURES, Dense, Mixture, Terms, Top, divergence, likeliest
+from tunekit.kernels import kl_divergence as kernel
+from tunekit.kernels.kl_divergence import (
+    FIGURES,
+    FullTargets,
+    KLMixture,
+    KLTerms,
+    TopKTargets,
+    linear_kl_divergence,
+    top_k_targets,
+)
 from tunekit.models.decoder import Head
 from tunekit.models.spec import DecoderSpec
 
@@ -19,18 +27,18 @@ KERNEL = kernel
 FP32, BF16 = torch.float32, torch.bfloat16
 PLAIN, CAPPED = (1.0, None), (0.7, 5.0)
 KINDS = {
-    "forward": Mixture(),
-    "reverse": Mixture(0.0, reverse=1.0),
-    "both": Mixture(1.0, reverse=1.0),
-    "skewed": Mixture(forward_skew=0.1),
-    "skewed reverse": Mixture(0.0, reverse=1.0, reverse_skew=0.1),
-    "between": Mixture(0.3, 0.3, 0.7, 0.7),
-    "warm": Mixture(temperature=2.5),
-    "between, warm": Mixture(0.5, 0.5, 0.5, 0.5, temperature=1.7),
+    "forward": KLMixture(),
+    "reverse": KLMixture(0.0, reverse=1.0),
+    "both": KLMixture(1.0, reverse=1.0),
+    "skewed": KLMixture(forward_skew=0.1),
+    "skewed reverse": KLMixture(0.0, reverse=1.0, reverse_skew=0.1),
+    "between": KLMixture(0.3, 0.3, 0.7, 0.7),
+    "warm": KLMixture(temperature=2.5),
+    "between, warm": KLMixture(0.5, 0.5, 0.5, 0.5, temperature=1.7),
 }
 
 
-def defined(p: Tensor, q: Tensor, by: Mixture) -> Tensor:
+def defined(p: Tensor, q: Tensor, by: KLMixture) -> Tensor:
     """Of distributions (n, ids), token by token."""
     m = by.forward_skew * q + (1 - by.forward_skew) * p
     n = by.reverse_skew * p + (1 - by.reverse_skew) * q
@@ -115,9 +123,9 @@ def test_figures_and_gradients_in_place(
         p, q = probabilities(raw[:, :count], finish, by.temperature), probabilities(teacher, PLAIN, by.temperature)
         far = defined(p, q, by)
         (wanted,) = torch.autograd.grad(far.sum(), raw)
-        figures = [far, defined(p, q, Mixture()), torch.special.entr(p).sum(-1), torch.special.entr(q).sum(-1)]
+        figures = [far, defined(p, q, KLMixture()), torch.special.entr(p).sum(-1), torch.special.entr(q).sum(-1)]
         figures += [(p.argmax(-1) == q.argmax(-1)).double()] if FP32 == dtypes[0] == dtypes[1] else []
-        terms = Terms(by, finish, PLAIN, count, None)
+        terms = KLTerms(by, finish, PLAIN, count, None)
         check_in_place(lambda x, gradient, of=(teacher, terms): work(x, *of, gradient), student, count, figures, wanted)
 
 
@@ -125,7 +133,7 @@ def test_figures_and_gradients_in_place(
 def test_far_and_impossible_logits(name: str, way: str) -> None:
     """What cannot be, and what is sure, are numbers; what is no number stays so."""
     work = kernel.fast_divergences if way == "fast" else kernel.torch_divergences
-    rows, terms = far_rows(slice(None, None, 2)), Terms(KINDS[name], PLAIN, PLAIN, 40, None)
+    rows, terms = far_rows(slice(None, None, 2)), KLTerms(KINDS[name], PLAIN, PLAIN, 40, None)
     for teacher in rows:
         whole = teacher.expand(6, 40).contiguous()
         check_far(lambda student, whole=whole: work(student, whole, terms, True), rows, teacher)
@@ -141,11 +149,11 @@ def test_far_and_impossible_logits(name: str, way: str) -> None:
 @pytest.mark.parametrize("ids", [(30, 30), (30, 41), (41, 30)], ids=str)
 def test_chunks_are_the_definition(ids: tuple[int, int], name: str, truth: float, trained: bool) -> None:
     torch.manual_seed(1)
-    by = Mixture(**{**vars(KINDS[name]), "truth": truth})
+    by = KLMixture(**{**vars(KINDS[name]), "truth": truth})
     student, teacher = head_of(10, ids[0], CAPPED, trained), head_of(7, ids[1], (1.3, None), False)
     hidden, seen, rows = torch.randn(13, 10, requires_grad=True), torch.randn(13, 7), torch.tensor([0, 2, 3, 5, 8, 12])
     targets = torch.randint(0, 30, (13,))
-    loss, figures = divergence(hidden, targets, student, Dense(seen, teacher), by, rows)
+    loss, figures = linear_kl_divergence(hidden, targets, student, FullTargets(seen, teacher), by, rows)
     raw, other = hidden[rows].double() @ student.weight.double().T, seen[rows].double() @ teacher.weight.double().T
     p, q = (probabilities(x[:, :30], f, by.temperature) for x, f in ((raw, CAPPED), (other, (1.3, None))))
     far = defined(p, q, by).sum()
@@ -153,13 +161,15 @@ def test_chunks_are_the_definition(ids: tuple[int, int], name: str, truth: float
     wanted = (1 - truth) * far + truth * truly
     assert error(loss.double(), wanted) < 1e-6
     entropies = [torch.special.entr(x).sum() for x in (p, q)]
-    told = torch.stack([far, truly, defined(p, q, Mixture()).sum(), *entropies, (p.argmax(-1) == q.argmax(-1)).sum()])
+    told = torch.stack([far, truly, defined(p, q, KLMixture()).sum(), *entropies, (p.argmax(-1) == q.argmax(-1)).sum()])
     assert len(told) == len(FIGURES) and error(figures.double(), told) < 1e-6
     learnt = [hidden, *([student.weight] if trained else [])]
     pairs = zip(torch.autograd.grad(2 * loss, learnt), torch.autograd.grad(2 * wanted, learnt), strict=True)
     assert all(error(a, b) < 2e-6 for a, b in pairs)
     with torch.no_grad():
-        assert torch.equal(divergence(hidden, targets, student, Dense(seen, teacher), by, rows)[0], loss)
+        assert torch.equal(
+            linear_kl_divergence(hidden, targets, student, FullTargets(seen, teacher), by, rows)[0], loss
+        )
 
 
 @pytest.mark.usefixtures("chunks_of_four")
@@ -173,11 +183,11 @@ def test_as_trl_has_it(beta: float, temperature: float) -> None:
     hidden, seen = torch.randn(2, 9, 10).div(2).requires_grad_(), torch.randn(2, 9, 7) / 2
     targets = torch.randint(0, 33, (2, 9))
     targets[0, :4] = -100
-    by = Mixture(beta, beta % 1, 1 - beta, (1 - beta) % 1, temperature)
-    by = {0.0: Mixture(temperature=temperature), 1.0: Mixture(0, 0, 1, 0, temperature)}.get(beta, by)
+    by = KLMixture(beta, beta % 1, 1 - beta, (1 - beta) % 1, temperature)
+    by = {0.0: KLMixture(temperature=temperature), 1.0: KLMixture(0, 0, 1, 0, temperature)}.get(beta, by)
     rows = (targets.flatten() >= 0).nonzero().squeeze(1)
-    found, _ = divergence(
-        hidden.flatten(0, 1), targets.flatten(), student, Dense(seen.flatten(0, 1), teacher), by, rows
+    found, _ = linear_kl_divergence(
+        hidden.flatten(0, 1), targets.flatten(), student, FullTargets(seen.flatten(0, 1), teacher), by, rows
     )
     own, other = hidden.double(), seen.double()
     heads = student.weight.double(), teacher.weight.double()
@@ -211,8 +221,10 @@ def test_logits_are_never_whole(truth: float) -> None:
     student, teacher = head_of(4, 300, trained=False), head_of(4, 300, trained=False)
     hidden = torch.randn(200, 4, requires_grad=True)
     with Largest() as seen:
-        divergence(hidden, torch.ones(200).long(), student, Dense(torch.randn(200, 4), teacher), Mixture(truth=truth))
-        likeliest(hidden.detach(), teacher, torch.arange(200), 5, 1.0, 300)
+        linear_kl_divergence(
+            hidden, torch.ones(200).long(), student, FullTargets(torch.randn(200, 4), teacher), KLMixture(truth=truth)
+        )
+        top_k_targets(hidden.detach(), teacher, torch.arange(200), 5, 1.0, 300)
     assert seen.most <= 300 * 4, "a chunk is of four tokens"
 
 
@@ -236,8 +248,8 @@ def test_products_have_few_shapes() -> None:
     with Shapes() as shapes:
         for count in (1, 13, 50, 63, 64, 65, 99):
             rows = torch.arange(count)
-            divergence(hidden, torch.ones(99).long(), student, Dense(seen, teacher), Mixture(), rows)
-            likeliest(seen, teacher, rows, 5, 1.0, 30)
+            linear_kl_divergence(hidden, torch.ones(99).long(), student, FullTargets(seen, teacher), KLMixture(), rows)
+            top_k_targets(seen, teacher, rows, 5, 1.0, 30)
     assert shapes.rows == {64, 128}
 
 
@@ -253,11 +265,11 @@ def test_the_likeliest_and_all_others_as_one(
     finish: tuple[float, float | None], count: int, name: str, truth: float, way: str
 ) -> None:
     torch.manual_seed(3)
-    by = Mixture(**{**vars(KINDS[name]), "truth": truth})
+    by = KLMixture(**{**vars(KINDS[name]), "truth": truth})
     student, teacher = head_of(10, 30, finish), head_of(7, 36, finish, False)
     hidden, seen, targets = torch.randn(9, 10, requires_grad=True), torch.randn(9, 7), torch.randint(0, 30, (9,))
-    top = likeliest(seen, teacher, torch.arange(9), count, by.temperature, 30)
-    loss, figures = divergence(hidden, targets, student, top, by)
+    top = top_k_targets(seen, teacher, torch.arange(9), count, by.temperature, 30)
+    loss, figures = linear_kl_divergence(hidden, targets, student, top, by)
     raw = hidden.double() @ student.weight.double().T
     q = probabilities(seen.double() @ teacher.weight.double().T[:, :30], finish, by.temperature)
     ids = q.topk(count, dim=-1).indices
@@ -271,7 +283,7 @@ def test_the_likeliest_and_all_others_as_one(
     assert error(loss.double(), wanted) < 1e-6
     entropies = [torch.special.entr(p).sum(), torch.special.entr(few[1]).sum()]
     same = (p.argmax(-1) == q.argmax(-1)).sum()
-    told = torch.stack([far, truly, defined(*few, Mixture()).sum(), *entropies, same])
+    told = torch.stack([far, truly, defined(*few, KLMixture()).sum(), *entropies, same])
     assert error(figures.double(), told) < 1e-6
     learnt = [hidden, student.weight]
     pairs = zip(torch.autograd.grad(loss, learnt), torch.autograd.grad(wanted, learnt), strict=True)
@@ -299,8 +311,8 @@ def test_gradients_in_place_by_the_likeliest(
     p = few_of(whole, ids.long())
     far = defined(p, q, by)
     (wanted,) = torch.autograd.grad(far.sum(), raw)
-    figures = [far, defined(p, q, Mixture()), torch.special.entr(whole).sum(-1), torch.special.entr(q).sum(-1)]
-    terms = Terms(by, finish, PLAIN, count, None)
+    figures = [far, defined(p, q, KLMixture()), torch.special.entr(whole).sum(-1), torch.special.entr(q).sum(-1)]
+    terms = KLTerms(by, finish, PLAIN, count, None)
     check_in_place(lambda x, gradient: work(x, ids, logs, terms, gradient), student, count, figures, wanted)
 
 
@@ -308,7 +320,7 @@ def test_gradients_in_place_by_the_likeliest(
 def test_far_and_impossible_logits_by_the_likeliest(name: str, way: str) -> None:
     """What is left may be so unlikely that no exponential shows it, and still has a gradient that is a number."""
     work = kernel.fast_top if way == "fast" else kernel.torch_top
-    rows, terms = far_rows(slice(4, None)), Terms(KINDS[name], PLAIN, PLAIN, 40, None)
+    rows, terms = far_rows(slice(4, None)), KLTerms(KINDS[name], PLAIN, PLAIN, 40, None)
     for teacher in rows:
         ids = teacher.topk(4).indices.int().expand(6, 4).contiguous()
         logs = kernel.torch_expected(teacher[None].clone(), ids[:1], PLAIN, KINDS[name].temperature).expand(6, 5)
@@ -321,9 +333,11 @@ def test_all_tokens_are_the_likeliest(name: str, way: str) -> None:
     torch.manual_seed(4)
     student, teacher, by = head_of(10, 30), head_of(7, 30, trained=False), KINDS[name]
     hidden, seen, targets = torch.randn(9, 10, requires_grad=True), torch.randn(9, 7), torch.randint(0, 30, (9,))
-    top = likeliest(seen, teacher, torch.arange(9), 30, by.temperature, 30)
+    top = top_k_targets(seen, teacher, torch.arange(9), 30, by.temperature, 30)
     assert (top.logs[:, -1] == -torch.inf).all()
-    found, wanted = (divergence(hidden, targets, student, one, by) for one in (top, Dense(seen, teacher)))
+    found, wanted = (
+        linear_kl_divergence(hidden, targets, student, one, by) for one in (top, FullTargets(seen, teacher))
+    )
     assert error(found[0], wanted[0]) < 1e-6 and error(found[1], wanted[1]) < 1e-6
     learnt = [hidden, student.weight]
     pairs = zip(*(torch.autograd.grad(one[0], learnt) for one in (found, wanted)), strict=True)
@@ -333,13 +347,13 @@ def test_all_tokens_are_the_likeliest(name: str, way: str) -> None:
 def test_no_token_is_learnt() -> None:
     student, teacher = head_of(10, 30), head_of(7, 30, trained=False)
     hidden, none = torch.randn(9, 10, requires_grad=True), torch.arange(0)
-    top = likeliest(torch.randn(9, 7), teacher, none, 5, 1.0, 30)
-    assert isinstance(top, Top) and top.ids.shape == (0, 5)
+    top = top_k_targets(torch.randn(9, 7), teacher, none, 5, 1.0, 30)
+    assert isinstance(top, TopKTargets) and top.ids.shape == (0, 5)
     for one in (
-        Dense(torch.randn(9, 7), teacher),
-        Top(top.ids.new_zeros(9, 5), top.logs.new_zeros(9, 6), torch.arange(9), 30),
+        FullTargets(torch.randn(9, 7), teacher),
+        TopKTargets(top.ids.new_zeros(9, 5), top.logs.new_zeros(9, 6), torch.arange(9), 30),
     ):
-        loss, figures = divergence(hidden, torch.zeros(9).long(), student, one, Mixture(), none)
+        loss, figures = linear_kl_divergence(hidden, torch.zeros(9).long(), student, one, KLMixture(), none)
         loss.backward()
         assert hidden.grad is not None
         assert loss == 0 and not figures.any() and not hidden.grad.any()

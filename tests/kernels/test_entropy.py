@@ -8,7 +8,7 @@ import torch
 from tests.checkpoints import error
 from tests.interpreter import needs_loops
 from tunekit.kernels import cross_entropy
-from tunekit.kernels.cross_entropy import logprobs_and_entropies, token_entropies, token_logprobs
+from tunekit.kernels.cross_entropy import token_entropies, token_logps, token_logps_and_entropies
 from tunekit.models.decoder import Head
 from tunekit.models.spec import DecoderSpec
 
@@ -88,8 +88,8 @@ def test_they_stand_beside_log_probabilities(
     head.weight.data.normal_()
     head.requires_grad_(trained)
     hidden, targets = torch.randn(11, 10, requires_grad=True), torch.randint(0, 30, (11,))
-    found, entropies = logprobs_and_entropies(hidden, targets, head, rows)
-    wanted = token_logprobs(hidden, targets, head, rows)
+    found, entropies = token_logps_and_entropies(hidden, targets, head, rows)
+    wanted = token_logps(hidden, targets, head, rows)
     assert torch.equal(found, wanted) and not entropies.requires_grad
     learnt = [hidden, *([head.weight] if trained else [])]
     weights = torch.linspace(1, 2, len(found))

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from tests.checkpoints import error
 from tests.interpreter import needs_loops
-from tunekit.kernels import experts
-from tunekit.kernels.experts import by_expert, copy_by_expert, fits, grouped, invert, reference
+from tunekit.kernels import grouped_mm as experts
+from tunekit.kernels.grouped_mm import copy_by_expert, fits, grouped_mm, invert, permute_rows, reference
 
 ROWS = {"some": [3, 1, 5, 2], "gaps": [0, 4, 0, 7], "one": [0, 0, 11, 0], "first": [11, 0, 0, 0], "last": [0, 0, 0, 11]}
 FITTING, ODD = (16, 24), (7, 5)  # widths of rows that torch's grouped product takes, and others
@@ -40,7 +40,7 @@ def row_by_row(x: Tensor, weight: Tensor, sizes: Tensor, bias: Tensor) -> Tensor
 @pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
 @pytest.mark.parametrize("widths", [FITTING, ODD], ids=["fitting", "odd"])
 @pytest.mark.parametrize(("kind", "kept"), [(FP32, FP32), (BF16, BF16), (FP32, BF16), (BF16, FP32)], ids=str)
-@pytest.mark.parametrize("product", [grouped, reference])
+@pytest.mark.parametrize("product", [grouped_mm, reference])
 def test_products_and_gradients(product, kind, kept, widths: tuple[int, int], rows: list[int]) -> None:
     x, weight, bias, sizes = made(rows, widths, kind, kept)
     assert fits(x, weight) == (widths == FITTING and kind == kept)
@@ -56,7 +56,7 @@ def test_products_and_gradients(product, kind, kept, widths: tuple[int, int], ro
 def test_experts_without_rows_get_no_gradient_from_memory(rows: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """As on GPUs whose kernels leave the products of empty groups as they find them."""
     x, weight, bias, sizes = made(rows, FITTING, FP32, FP32)
-    wanted = results(grouped, x, weight, bias, sizes)
+    wanted = results(grouped_mm, x, weight, bias, sizes)
     plain = F.grouped_mm
 
     def careless(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
@@ -65,13 +65,13 @@ def test_experts_without_rows_get_no_gradient_from_memory(rows: list[int], monke
 
     monkeypatch.setattr(experts.F, "grouped_mm", careless)
     monkeypatch.setattr(experts, "CLEAN", set())
-    for a, b in zip(results(grouped, x, weight, bias, sizes), wanted, strict=True):
+    for a, b in zip(results(grouped_mm, x, weight, bias, sizes), wanted, strict=True):
         assert torch.equal(a, b)
 
 
 def test_frozen_weights_cost_no_gradient() -> None:
     x, weight, bias, sizes = made(ROWS["gaps"], FITTING, FP32, FP32)
-    y = grouped(x, weight.requires_grad_(False), sizes, bias.requires_grad_(False))
+    y = grouped_mm(x, weight.requires_grad_(False), sizes, bias.requires_grad_(False))
     assert [step is None for step, _ in y.grad_fn.next_functions] == [False, True, True, True]
     y.sum().backward()
     assert error(x.grad, weight.sum(1)[torch.tensor([1] * 4 + [3] * 7)]) < 1e-6
@@ -80,7 +80,7 @@ def test_frozen_weights_cost_no_gradient() -> None:
 def test_sorted_rows_and_their_gradient() -> None:
     x, grad = torch.randn(9, 4, requires_grad=True), torch.randn(9, 4)
     order = torch.randperm(9)
-    y = by_expert(x, order, order.argsort())
+    y = permute_rows(x, order, order.argsort())
     assert torch.equal(y, x[order])
     y.backward(grad)
     assert torch.equal(x.grad[order], grad)
@@ -92,7 +92,7 @@ def test_copied_rows_are_repeated_and_sorted_rows(copies: int) -> None:
     x, grad, order = torch.randn(7, 4).bfloat16().requires_grad_(), torch.randn(7 * copies, 4).bfloat16(), None
     order = torch.randperm(7 * copies)
     assert torch.equal(invert(order), order.argsort())
-    wanted = by_expert(x.repeat_interleave(copies, dim=0), order, order.argsort())
+    wanted = permute_rows(x.repeat_interleave(copies, dim=0), order, order.argsort())
     found = copy_by_expert(x, order, invert(order), copies)
     assert torch.equal(found, wanted)
     assert torch.equal(*(torch.autograd.grad(y, x, grad)[0] for y in (found, wanted)))
@@ -120,7 +120,7 @@ def test_a_gpu_gives_the_same_and_the_host_never_waits(rows: list[int]) -> None:
     inputs = [t.requires_grad_() for t in (x, weight, bias)]
     assert fits(x, weight)
     torch.cuda.set_sync_debug_mode("error")
-    y = grouped(x, weight, sizes, bias)
+    y = grouped_mm(x, weight, sizes, bias)
     grads = torch.autograd.grad(y, inputs, torch.ones_like(y))
     torch.cuda.set_sync_debug_mode("default")
     wanted = reference(*(t.detach().cpu().float().requires_grad_() for t in (x, weight)), sizes.cpu(), bias.cpu())

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tunekit.kernels import few
+from tunekit.kernels import gemv
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
@@ -19,7 +19,7 @@ def test_products(rows: tuple[int, ...], shape: tuple[int, int], bias: bool) -> 
     weight, x, b = random(*shape), random(*rows, shape[1], seed=1), random(shape[0], seed=2) if bias else None
     wanted = F.linear(x.double(), weight.double(), None if b is None else b.double())
     with torch.no_grad():
-        found = few.linear(x, weight, b)
+        found = gemv.gemv(x, weight, b)
     assert found.shape == wanted.shape and found.dtype == torch.bfloat16
     scale = x.double().norm(dim=-1, keepdim=True) * weight.double().norm(dim=-1)
     assert ((found - wanted).abs() <= 2**-8 * wanted.abs() + 1e-6 * scale).all()
@@ -28,18 +28,18 @@ def test_products(rows: tuple[int, ...], shape: tuple[int, int], bias: bool) -> 
 def test_parts_of_larger_tensors() -> None:
     weight, x = random(40, 96)[::2, 3:70], random(4, 200)[:, 5:72]
     with torch.no_grad():
-        torch.testing.assert_close(few.linear(x, weight), F.linear(x, weight))
+        torch.testing.assert_close(gemv.gemv(x, weight), F.linear(x, weight))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.half], ids=str)
 def test_others_are_those_of_torch(dtype: torch.dtype) -> None:
     weight, x = random(5, 64).to(dtype), random(2, 64).to(dtype)
     with torch.no_grad():
-        assert torch.equal(few.linear(x, weight), F.linear(x, weight))
-        assert few.linear(x[:0], weight).shape == (0, 5)
+        assert torch.equal(gemv.gemv(x, weight), F.linear(x, weight))
+        assert gemv.gemv(x[:0], weight).shape == (0, 5)
 
 
 def test_gradients_are_those_of_torch() -> None:
     weight, x = random(5, 64).requires_grad_(), random(2, 64).requires_grad_()
-    few.linear(x, weight).sum().backward()
+    gemv.gemv(x, weight).sum().backward()
     assert torch.equal(x.grad, weight.sum(0).expand_as(x)) and weight.grad is not None

@@ -56,7 +56,7 @@ INPUTS: dict[str, Callable[[str], Tensor]] = {
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """What is compiled, and plain torch as on machines without a compiler."""
     if request.param == "reference":
-        monkeypatch.setattr(nf4, "library", lambda source: None)
+        monkeypatch.setattr(nf4, "load_library", lambda source: None)
         nf4.compiled.cache_clear()
         request.addfinalizer(nf4.compiled.cache_clear)
     elif nf4.compiled() is None:
@@ -69,7 +69,7 @@ def kept(weight: Tensor, nested: bool = False, kind: str = "nf4") -> list[Tensor
     packed, scales = nf4.quantize(weight, kind)
     outer = None
     if nested:
-        scales, outer = nf4.nest(scales)
+        scales, outer = nf4.double_quantize(scales)
     parts = [part.view(*weight.shape[:-1], -1) for part in (packed, scales.view(torch.uint8))]
     return [*parts, None if outer is None else outer.view(torch.uint8)]
 
@@ -82,7 +82,7 @@ def numbers(parts: list[Tensor | None], kind: str = "nf4") -> Tensor:
     else:
         largest = outer.view(FP32).double()
         groups = torch.arange(scales.numel()).view(scales.shape) // 256
-        scales = nf4.fine(packed.device).double()[scales.int()] * largest[groups] + largest[-1]
+        scales = nf4.dynamic_map(packed.device).double()[scales.int()] * largest[groups] + largest[-1]
     codes = torch.stack([packed // 16, packed % 16], -1).flatten(-2)
     return torch.tensor(nf4.TABLES[kind]).double()[codes.int()] * scales.repeat_interleave(64, -1)
 
@@ -135,10 +135,10 @@ def without_its_cpu_code(bnb: ModuleType) -> dict[str, Callable]:
 def test_nested_scales_are_those_of_bitsandbytes(of, bnb: ModuleType) -> None:
     quantize = without_its_cpu_code(bnb)["bitsandbytes::quantize_blockwise"]
     table = bnb.create_dynamic_map()
-    assert torch.equal(nf4.fine(table.device), table)
+    assert torch.equal(nf4.dynamic_map(table.device), table)
     scales = nf4.quantize(of("nf4"))[1]
     wanted, largest = quantize(scales - scales.mean(), table, 256)
-    codes, outer = nf4.nest(scales)
+    codes, outer = nf4.double_quantize(scales)
     assert torch.equal(codes, wanted) and torch.equal(outer, torch.cat([largest, scales.mean()[None]]))
     state = bnb.QuantState(absmax=largest, code=table, blocksize=256, dtype=FP32)
     assert torch.equal(nf4.unnest(codes, outer), bnb.dequantize_blockwise(codes, state) + scales.mean())
@@ -273,7 +273,7 @@ def test_processors_without_wide_registers(dtype, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("shape", [(1, 64), (33, 576), (2, 7, 128), (300, 64)])
 def test_one_launch(shape: tuple[int, ...], dtype, nested: bool, interpreted: ModuleType) -> None:
     packed, scales, outer = parts = kept(random(*shape), nested)
-    tables = nf4.table("nf4", packed.device), nf4.fine(packed.device)
+    tables = nf4.code_values("nf4", packed.device), nf4.dynamic_map(packed.device)
     found = interpreted.dequantize(packed, scales, outer, *tables, dtype).view(shape)
     wanted = nf4.dequantize(*parts, "nf4", dtype)
     if dtype == BF16:  # the interpreter cuts off where a GPU rounds
@@ -289,7 +289,7 @@ def test_one_launch(shape: tuple[int, ...], dtype, nested: bool, interpreted: Mo
 def test_a_few_rows(sizes: tuple[int, int, int], dtype, nested: bool, interpreted: ModuleType) -> None:
     rows, out, inner = sizes
     parts, x, bias = kept(random(out, inner), nested), random(rows, inner, seed=1).to(dtype), random(out, seed=2)
-    tables = nf4.table("nf4", x.device), nf4.fine(x.device)
+    tables = nf4.code_values("nf4", x.device), nf4.dynamic_map(x.device)
     wanted = x.double() @ numbers(parts).T
     within = 3e-2 if dtype == BF16 else 1e-5  # the interpreter cuts off where a GPU rounds
     for b in (None, bias.to(dtype)):

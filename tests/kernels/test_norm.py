@@ -10,8 +10,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from tests.checkpoints import error
 from tests.interpreter import needs_loops
-from tunekit.kernels import norm
-from tunekit.kernels.norm import rms_norm
+from tunekit.kernels import rms_norm as norm
+from tunekit.kernels.rms_norm import rms_norm
 
 KERNEL = norm
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

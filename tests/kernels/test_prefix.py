@@ -12,11 +12,11 @@ from tests.checkpoints import error
 from tests.kernels.test_attention import sinks_of
 from tests.kernels.test_attention_gpu import CPU, flash_backward, flash_forward, seen
 from tests.kernels.test_attention_native import RULES, gradients, made, spread, truth
-from tunekit.kernels import attention, attention_gpu, attention_native, prefix
-from tunekit.kernels.attention import Rule, attend, attend_part
+from tunekit.distributed.collectives import MeshDim
+from tunekit.distributed.context_parallel import ContextParallelSharding
+from tunekit.kernels import attention, attention_cpu, attention_gpu, shared_prefix
+from tunekit.kernels.attention import AttentionParams, attention_sharded
 from tunekit.kernels.sequence_layout import SequenceLayout
-from tunekit.layout.context import Stretches
-from tunekit.parallel.exchange import Team
 
 # Rows of 300 tokens. Lengths of what is written of each document; how many tokens of which one stand before it.
 CASES = {
@@ -27,7 +27,7 @@ CASES = {
 }
 EVERY = [(name, "pairs") for name in RULES]
 EVERY += [(name, case) for name in ("causal", "window and chunk") for case in list(CASES)[1:3]]
-needed = pytest.mark.skipif(not attention_native.able(), reason="no compiler, or a processor without bf16 products")
+needed = pytest.mark.skipif(not attention_cpu.able(), reason="no compiler, or a processor without bf16 products")
 
 
 def documents(case: str) -> tuple[Tensor, Tensor]:
@@ -47,7 +47,7 @@ def apart(case: str) -> tuple[list[int], list[list[int]], list[int]]:
     return [0, *itertools.accumulate(map(len, whole))], whole, own
 
 
-def wanted(inputs: list[Tensor], rule: Rule, case: str, sinks: Tensor | None = None) -> Tensor:
+def wanted(inputs: list[Tensor], rule: AttentionParams, case: str, sinks: Tensor | None = None) -> Tensor:
     """From documents that are written whole, in float64."""
     bounds, whole, own = apart(case)
     places = torch.tensor([place for places in whole for place in places])
@@ -63,7 +63,7 @@ def same(y: Tensor, right: Tensor, inputs: list[Tensor], limit: float = 2e-6) ->
 
 @pytest.mark.parametrize("case", CASES)
 def test_what_documents_see(case: str) -> None:
-    found = prefix.keys(SequenceLayout(*documents(case)), CPU)
+    found = shared_prefix.prefix_keys(SequenceLayout(*documents(case)), CPU)
     bounds, whole, _ = apart(case)
     assert found.offsets.dtype == torch.int32 and found.offsets.tolist() == bounds
     assert found.places.tolist() == [place for places in whole for place in places]
@@ -73,10 +73,10 @@ def test_what_documents_see(case: str) -> None:
 @pytest.mark.parametrize(("name", "case"), EVERY)
 def test_as_if_written_whole(name: str, case: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if form == "torch":
-        monkeypatch.setattr(attention_native, "able", lambda: False)
+        monkeypatch.setattr(attention_cpu, "able", lambda: False)
     layout = SequenceLayout(*documents(case))
     inputs = made(torch.float32, 6, 2, 24, 20)
-    y = attend(*inputs, RULES[name], layout, None, prefix.keys(layout, CPU))
+    y = attention.attention(*inputs, RULES[name], layout, None, shared_prefix.prefix_keys(layout, CPU))
     same(y, wanted(inputs, RULES[name], case), inputs)
 
 
@@ -84,10 +84,10 @@ def test_as_if_written_whole(name: str, case: str, form: str, monkeypatch: pytes
 @pytest.mark.parametrize("name", ["causal", "window and chunk"])
 def test_sinks(name: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if form == "torch":
-        monkeypatch.setattr(attention_native, "able", lambda: False)
+        monkeypatch.setattr(attention_cpu, "able", lambda: False)
     layout = SequenceLayout(*documents("pairs"))
     inputs, sinks = made(torch.float32, 6, 2, 16, 16), sinks_of(6)
-    y = attend(*inputs, RULES[name], layout, sinks, prefix.keys(layout, CPU))
+    y = attention.attention(*inputs, RULES[name], layout, sinks, shared_prefix.prefix_keys(layout, CPU))
     same(y, wanted(inputs, RULES[name], "pairs", sinks), [*inputs, sinks], 5e-6)
 
 
@@ -97,10 +97,10 @@ def test_bf16_is_as_near_as_documents_that_are_written_whole(name: str) -> None:
     layout, (bounds, whole, own) = SequenceLayout(*documents("pairs")), apart("pairs")
     inputs = made(torch.bfloat16, 6, 2, 64, 64)
     right = wanted(inputs, RULES[name], "pairs")
-    mine = attend(*inputs, RULES[name], layout, None, prefix.keys(layout, CPU))
+    mine = attention.attention(*inputs, RULES[name], layout, None, shared_prefix.prefix_keys(layout, CPU))
     places = torch.tensor([place for places in whole for place in places])
     copies = [x.flatten(0, 1)[places][None] for x in inputs]
-    other = attend(*copies, RULES[name], torch.tensor(bounds))[0][own].view_as(mine)
+    other = attention.attention(*copies, RULES[name], torch.tensor(bounds))[0][own].view_as(mine)
     assert spread(mine, right) <= 1.05 * spread(other, right)
     for a, b, c in zip(gradients(mine, inputs), gradients(other, inputs), gradients(right, inputs), strict=True):
         assert spread(a, c) <= 1.05 * spread(b, c)
@@ -113,7 +113,7 @@ def test_bits_do_not_depend_on_the_threads() -> None:
     try:
         for count in (1, 2, 3):
             torch.set_num_threads(count)
-            y = attend(*inputs, RULES["window"], layout, None, prefix.keys(layout, CPU))
+            y = attention.attention(*inputs, RULES["window"], layout, None, shared_prefix.prefix_keys(layout, CPU))
             results.append([y, *gradients(y, inputs)])
     finally:
         torch.set_num_threads(threads)
@@ -125,12 +125,12 @@ def test_bits_do_not_depend_on_the_threads() -> None:
 def test_compiled_once_for_all_documents() -> None:
     torch._dynamo.reset()
     counter = CompileCounter()
-    compiled = torch.compile(attend, backend=counter, fullgraph=True, dynamic=True)
+    compiled = torch.compile(attention, backend=counter, fullgraph=True, dynamic=True)
     inputs, counts = made(torch.float32, 6, 2, 16, 16), []
     for case in ("pairs", "all of a beginning, and one token more", "many of one"):
         layout = SequenceLayout(*documents(case))
-        args = *inputs, Rule(0.3, window=9), layout, None, prefix.keys(layout, CPU)
-        assert torch.equal(compiled(*args), attend(*args))
+        args = *inputs, AttentionParams(0.3, window=9), layout, None, shared_prefix.prefix_keys(layout, CPU)
+        assert torch.equal(compiled(*args), attention.attention(*args))
         counts.append(counter.frame_count)
     assert counts == [1, 1, 1]
 
@@ -143,14 +143,14 @@ def test_rows_that_ranks_share(name: str, case: str, sunk: bool, monkeypatch: py
     inputs, sinks = made(torch.float32, 6, 2, 16, 16), sinks_of(6) if sunk else None
     right = wanted(inputs, RULES[name], case, sinks)
     own = torch.cat([torch.arange(n) for n in layout.cu_seqlens.diff()]).view(2, 300)
-    counts, begins = prefix.of_tokens(layout, own)
+    counts, begins = shared_prefix.token_prefix_index(layout, own)
     positions, (q, k, v) = own + counts, inputs
-    ranks = [Stretches(Team(None, 3, index)) for index in range(3)]  # type: ignore[arg-type] (nothing is sent)
+    ranks = [ContextParallelSharding(MeshDim(None, 3, index)) for index in range(3)]  # type: ignore[arg-type] (nothing is sent)
     mine = []
     for rank in ranks:
-        where = prefix.Before(rank.keep(counts), rank.keep(begins))
+        where = shared_prefix.PrefixIndex(rank.keep(counts), rank.keep(begins))
         args = RULES[name], rank.keep(positions), rank.stretches(300), sinks, where
-        mine.append(attend_part(rank.keep(q), k, v, *args))
+        mine.append(attention_sharded(rank.keep(q), k, v, *args))
     for y, rank in zip(mine, ranks, strict=True):
         assert error(y.double(), rank.keep(right)) < 5e-6
     weight, learnt = torch.randn_like(right), [*inputs, *([] if sinks is None else [sinks])]
@@ -159,7 +159,7 @@ def test_rows_that_ranks_share(name: str, case: str, sunk: bool, monkeypatch: py
         assert error(a.double(), b.double()) < 5e-6
 
 
-def pairs(rule: Rule, case: str) -> Tensor:
+def pairs(rule: AttentionParams, case: str) -> Tensor:
     """Which keys (T, K), prefixes before each document's own, the written tokens see."""
     bounds, _, own = apart(case)
     return seen(rule, bounds)[own]
@@ -188,9 +188,9 @@ def test_flex_on_a_gpu(name: str, sunk: bool, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(attention_gpu, "compiled", lambda: flex_attention)
     layout, sinks = SequenceLayout(*documents("pairs")), sinks_of(6).detach() if sunk else None
     q, k, v = inputs = [x.detach() for x in made(torch.float32, 6, 2, 24, 24)]
-    found = prefix.keys(layout, CPU)
+    found = shared_prefix.prefix_keys(layout, CPU)
     rule = RULES[name].numbers()
-    y = attention_gpu.fused(q, found.take(k), found.take(v), rule, layout, sinks)
+    y = attention_gpu.attention_gpu(q, found.take(k), found.take(v), rule, layout, sinks)
     assert error(y.double(), wanted(inputs, RULES[name], "pairs", sinks)) < 1e-6
 
 
@@ -203,9 +203,9 @@ def test_what_is_done_around_flash_attention(name: str, case: str, sunk: bool, m
     monkeypatch.setattr(attention_gpu, "HALF_DTYPES", (torch.float32,))
     layout, sinks = SequenceLayout(*documents(case)), sinks_of(6) if sunk else None
     q, k, v = inputs = made(torch.float32, 6, 2, 16, 16)
-    found = prefix.keys(layout, CPU)
+    found = shared_prefix.prefix_keys(layout, CPU)
     rule = RULES[name].numbers()
-    y = attention_gpu.fused(q, found.take(k), found.take(v), rule, layout, sinks)
+    y = attention_gpu.attention_gpu(q, found.take(k), found.take(v), rule, layout, sinks)
     same(y, wanted(inputs, RULES[name], case, sinks), [*inputs, *([] if sinks is None else [sinks])], 5e-6)
 
 
@@ -216,7 +216,7 @@ def test_what_is_done_around_flash_attention(name: str, case: str, sunk: bool, m
 def test_on_a_gpu(name: str, case: str, dtype: torch.dtype) -> None:
     layout, inputs = SequenceLayout(*documents(case)), made(dtype, 6, 2, 64, 64)
     right, there = wanted(inputs, RULES[name], case), [x.detach().cuda().requires_grad_() for x in inputs]
-    y = attend(*there, RULES[name], layout, None, prefix.keys(layout, there[0].device))
+    y = attention.attention(*there, RULES[name], layout, None, shared_prefix.prefix_keys(layout, there[0].device))
     limit = 1e-4 if dtype == torch.float32 else 2e-2
     assert error(y.double().cpu(), right) < limit
     for mine, other in zip(gradients(y.cpu(), there), gradients(right, inputs), strict=True):

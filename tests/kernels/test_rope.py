@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tests.checkpoints import error
 from tunekit.kernels import rope
-from tunekit.kernels.rope import Rotation, reference, rotate
+from tunekit.kernels.rope import RopeTables, apply_rope, reference
 
 KERNEL = rope
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -16,12 +16,12 @@ WAYS = [(False, True), (True, True), (True, False)]  # paired, keep_paired
 PAIRS = 12
 
 
-def rotation(batch: int, length: int, paired: bool = False, keep: bool = True, last: bool = False) -> Rotation:
+def rotation(batch: int, length: int, paired: bool = False, keep: bool = True, last: bool = False) -> RopeTables:
     angle = torch.linspace(-9, 9, batch * length * PAIRS).view(batch, length, 1, PAIRS)
-    return Rotation(angle.cos(), angle.sin(), paired, keep, last)
+    return RopeTables(angle.cos(), angle.sin(), paired, keep, last)
 
 
-def exact(x: Tensor, r: Rotation) -> Tensor:
+def exact(x: Tensor, r: RopeTables) -> Tensor:
     """Complex numbers in float64."""
     start = x.shape[-1] - 2 * PAIRS if r.last else 0
     part = x.double()[..., start : start + 2 * PAIRS]
@@ -51,7 +51,7 @@ def fast() -> None:
 def test_heads_are_turned_and_turned_back(dtype, paired: bool, keep: bool, dim: int, last: bool) -> None:
     r = rotation(2, 50, paired, keep, last)
     q, k = (torch.randn(2, 50, heads, dim).to(dtype).requires_grad_() for heads in (6, 2))
-    found, plain = rotate(q, k, r), (reference(q, r), reference(k, r))
+    found, plain = apply_rope(q, k, r), (reference(q, r), reference(k, r))
     for mine, same, x in zip(found, plain, (q, k), strict=True):
         assert torch.equal(mine, same)
         assert error(mine.double(), exact(x, r)) < (1e-6 if dtype == FP32 else 1e-2)
@@ -67,34 +67,34 @@ def test_heads_are_turned_and_turned_back(dtype, paired: bool, keep: bool, dim: 
 def test_parts_and_strides(of) -> None:
     x = of(torch.randn(2, 8, 4, 50)).requires_grad_()
     r = rotation(*x.shape[:2])
-    found, _ = rotate(x, x[:, :, :0], r)
+    found, _ = apply_rope(x, x[:, :, :0], r)
     assert found.shape == x.shape and torch.equal(found, reference(x, r))
     assert torch.equal(*(torch.autograd.grad(y.sum(), x)[0] for y in (found, reference(x, r))))
 
 
 def test_one_table_for_all_rows() -> None:
     x, r = torch.randn(3, 5, 2, 24), rotation(1, 5)
-    assert torch.equal(rotate(x, x, r)[1], reference(x, r))
+    assert torch.equal(apply_rope(x, x, r)[1], reference(x, r))
 
 
 def test_only_tables_are_kept() -> None:
     kept: list[Tensor] = []
     x, r = torch.randn(2, 7, 3, 24, requires_grad=True), rotation(2, 7)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        rotate(x, x, r)
+        apply_rope(x, x, r)
     assert {t.data_ptr() for t in kept} == {r.cos.data_ptr(), r.sin.data_ptr()}
 
 
 def test_queries_alone_get_gradients() -> None:
     q, k, r = torch.randn(1, 4, 2, 24, requires_grad=True), torch.randn(1, 4, 1, 24), rotation(1, 4)
-    found, _ = rotate(q, k, r)
+    found, _ = apply_rope(q, k, r)
     assert torch.equal(*(torch.autograd.grad(y.square().sum(), q)[0] for y in (found, reference(q, r))))
 
 
 def test_compiled_and_traced() -> None:
     q, k, r = torch.randn(2, 6, 3, 30, requires_grad=True), torch.randn(2, 6, 1, 30), rotation(2, 6)
-    whole = torch.compile(lambda: rotate(q, k, r), backend="aot_eager", fullgraph=True)
-    assert all(torch.equal(a, b) for a, b in zip(whole(), rotate(q, k, r), strict=True))
+    whole = torch.compile(lambda: apply_rope(q, k, r), backend="aot_eager", fullgraph=True)
+    assert all(torch.equal(a, b) for a, b in zip(whole(), apply_rope(q, k, r), strict=True))
     args = q, k, r.cos, r.sin, False, False, False, False
     torch.library.opcheck(
         rope.turned, args, test_utils=("test_schema", "test_faketensor", "test_autograd_registration")
@@ -103,7 +103,7 @@ def test_compiled_and_traced() -> None:
 
 def test_dtypes_of_which_the_loops_know_nothing() -> None:
     x, r = torch.randn(1, 4, 2, 24).to(FP16), rotation(1, 4)
-    assert error(rotate(x, x, r)[0].double(), exact(x, r)) < 1e-3
+    assert error(apply_rope(x, x, r)[0].double(), exact(x, r)) < 1e-3
 
 
 @pytest.mark.parametrize("last", [False, True])
@@ -127,6 +127,6 @@ def test_on_a_gpu(dtype, paired: bool, keep: bool) -> None:
     r = rotation(2, 300, paired, keep)
     q, k = (torch.randn(2, 300, heads, 64).to(dtype).cuda().requires_grad_() for heads in (32, 8))
     r = r._replace(cos=r.cos.cuda(), sin=r.sin.cuda())
-    found, plain = rotate(q, k, r), (reference(q, r), reference(k, r))
+    found, plain = apply_rope(q, k, r), (reference(q, r), reference(k, r))
     for mine, same in zip((*found, *gradients((q, k), found)), (*plain, *gradients((q, k), plain)), strict=True):
         assert torch.equal(mine, same)

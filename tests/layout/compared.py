@@ -10,11 +10,11 @@ import torch
 from tests.checkpoints import SHAPES, build, save
 from tests.layout.steps import Case, Outcome, several, trained_and_asked
 from tests.parallel.ranks import on
-from tunekit.optim import SGD
-from tunekit.parallel.choice import Parallel
+from tunekit.distributed.parallel_dims import ParallelConfig
+from tunekit.optim.config import SGDConfig
 
 # Steps in proportion to the gradient: Adam's are as long where it is nothing but rounding.
-PROPORTIONAL = SGD(lr=1.0)
+PROPORTIONAL = SGDConfig(lr=1.0)
 # A vocabulary that two cannot share alike, fewer heads of keys, biases, and widths of whole blocks for each of two.
 DENSE = {"model_type": "llama", "vocab_size": 97, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
 DENSE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 64}
@@ -38,8 +38,8 @@ def alone(case: Case) -> Outcome:
     return ALONE[repr(case)]
 
 
-Asked = tuple[list[Path], Parallel]
-NOBODY: Asked = [], Parallel()
+Asked = tuple[list[Path], ParallelConfig]
+NOBODY: Asked = [], ParallelConfig()
 
 
 def compare(
@@ -56,7 +56,7 @@ def compare(
         for name, tensor in first.tensors.items():
             assert all(torch.equal(tensor, other.tensors[name]) for other in others), name
     for number, (name, case) in enumerate(cases.items()):
-        wanted = alone(replace(case, parallel=Parallel()))
+        wanted = alone(replace(case, parallel=ParallelConfig()))
         for rank in range(count):
             apart = differences(found[rank][number], wanted)
             told = f"{name}, rank {rank}: losses {apart[0]:.1e}, norms {apart[1]:.1e}, tensors {apart[2]:.1e}"

@@ -7,17 +7,17 @@ import tokenizers
 import torch
 
 from tests.layout.steps import FP32, Case, Outcome, batches
-from tunekit import assemble
-from tunekit.checkpoint.folder import Folder
-from tunekit.data.rows import Text
-from tunekit.data.steps.batch import Layout
+from tunekit import build
+from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
+from tunekit.data.dataloader.batch import Collator
+from tunekit.data.datasets import TextDataset
 from tunekit.data.tokenizer import Tokenizer
-from tunekit.losses.divergence import Divergence, JensenShannon
-from tunekit.on_policy import OnPolicy, Writer
-from tunekit.parallel.run import Run
-from tunekit.parallel.tensors import whole
+from tunekit.distillation.on_policy import OnPolicyConfig, StudentSampler
+from tunekit.distillation.teacher import OnlineTeacherConfig
+from tunekit.distributed.context import DistributedContext
+from tunekit.distributed.sharding import full_tensor
+from tunekit.losses.kl_divergence import JensenShannon, KLDivergenceLoss
 from tunekit.recipes import distill
-from tunekit.teacher import Live
 
 WORDS = Tokenizer(tokenizers.Tokenizer(tokenizers.models.WordLevel({"w": 0}, "w")), {}, {})
 
@@ -27,7 +27,7 @@ class Lesson(Case):
     """What a student learns from a teacher."""
 
     teacher: Path
-    loss: Divergence = field(default_factory=lambda: JensenShannon(beta=0.3, truth=0.2, temperature=1.5))
+    loss: KLDivergenceLoss = field(default_factory=lambda: JensenShannon(beta=0.3, truth=0.2, temperature=1.5))
     top: int | None = None
     share: float = 0.0  # of rows that the student answers itself
 
@@ -35,30 +35,38 @@ class Lesson(Case):
 def taught(case: Lesson) -> Outcome:
     """A few steps as the recipe takes them. Behind the losses of all steps stand the other figures of the last one."""
     found = Outcome()
-    with Run(7, "cpu", case.parallel) as run:
-        source = Folder.open(case.folder)
-        model = assemble.model(source, case.weights, case.adapter, case.precision, case.memory, run)
-        teacher = Live(model=str(case.teacher), precision=FP32, top=case.top)
-        cfg = distill.Distill(
-            model="m", data=Text("t"), out="o", teacher=teacher, loss=case.loss, adapter=case.adapter, clip=case.clip
+    with DistributedContext(7, "cpu", case.parallel) as run:
+        source = HFCheckpoint.open(case.folder)
+        model = build.build_model(source, case.weights, case.adapter, case.precision, case.memory, run)
+        teacher = OnlineTeacherConfig(model=str(case.teacher), precision=FP32, top=case.top)
+        cfg = distill.DistillConfig(
+            model="m",
+            data=TextDataset("t"),
+            out="o",
+            teacher=teacher,
+            loss=case.loss,
+            adapter=case.adapter,
+            clip=case.clip,
         )
-        layout = Layout(4, case.micro_batch, run.reader, run.sizes.readers, 0, case.length if case.packed else None)
+        layout = Collator(4, case.micro_batch, run.reader, run.sizes.readers, 0, case.length if case.packed else None)
         beside = {
             "teacher": teacher.open(case.loss, model, WORDS, [], run),
-            "writer": Writer(OnPolicy(case.share, tokens=6, batch=2), layout, case.length, frozenset({3, 4, 5})),
+            "writer": StudentSampler(
+                OnPolicyConfig(case.share, tokens=6, batch=2), layout, case.length, frozenset({3, 4, 5})
+            ),
         }
         optimizer = case.optimizer.build(case.adapter.trained(model))
         update = case.memory.update(optimizer, case.clip, run)
         figures = {}
         for step in range(case.steps):
             run.begin_step(step)
-            taken = distill.train_step(model, batches(case, step, run), replace(cfg), update, run, **beside)
+            taken = distill.forward_backward(model, batches(case, step, run), replace(cfg), update, run, **beside)
             found.losses.append(float(taken.loss))
             found.norms.append(float(taken.norm))
             figures = {name: float(value) for name, value in taken.figures.items()}
         found.losses += [figures[name] for name in sorted(figures)]
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        found.tensors = {name: whole(p).clone() for name, p in named}
+        found.tensors = {name: full_tensor(p).clone() for name, p in named}
     return found
 
 

@@ -9,22 +9,22 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests import pairs
-from tunekit import assemble
-from tunekit.adapters import Full
-from tunekit.checkpoint.folder import Folder
-from tunekit.data.rows import Text
-from tunekit.data.steps.batch import IGNORE, Batch
-from tunekit.formats import Plain
-from tunekit.generate import Sampling, complete
-from tunekit.memory import Memory
-from tunekit.optim import AdamW
-from tunekit.parallel.choice import Parallel
-from tunekit.parallel.run import Run
-from tunekit.parallel.tensors import whole
-from tunekit.precision import Precision
+from tunekit import build
+from tunekit.adapters.config import NoAdapter
+from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
+from tunekit.data.dataloader.batch import IGNORE, Batch
+from tunekit.data.datasets import TextDataset
+from tunekit.distributed.context import DistributedContext
+from tunekit.distributed.parallel_dims import ParallelConfig
+from tunekit.distributed.sharding import full_tensor
+from tunekit.generation.generate import SamplingConfig, generate_batch
+from tunekit.memory.config import MemoryConfig
+from tunekit.models.precision import PrecisionConfig
+from tunekit.optim.config import AdamWConfig
+from tunekit.quantization.config import NoQuantization
 from tunekit.recipes import sft
 
-FP32 = Precision("fp32", "fp32", "fp32")
+FP32 = PrecisionConfig("fp32", "fp32", "fp32")
 ROWS, LENGTH, VOCAB = 4, 24, 96
 
 
@@ -33,12 +33,12 @@ class Case:
     """What is trained, how, and where."""
 
     folder: Path
-    adapter: Full = Full()
-    weights: Plain = Plain()
-    parallel: Parallel = Parallel()
-    memory: Memory = Memory()
-    optimizer: AdamW = AdamW(lr=0.01)
-    precision: Precision = FP32
+    adapter: NoAdapter = NoAdapter()
+    weights: NoQuantization = NoQuantization()
+    parallel: ParallelConfig = ParallelConfig()
+    memory: MemoryConfig = MemoryConfig()
+    optimizer: AdamWConfig = AdamWConfig(lr=0.01)
+    precision: PrecisionConfig = FP32
     packed: bool = False
     micro_batch: int = 1
     clip: float = 0.5
@@ -57,7 +57,7 @@ class Outcome:
     tensors: dict[str, Tensor] = field(default_factory=dict)
 
 
-def batches(case: Case, step: int, run: Run) -> list[Batch]:
+def batches(case: Case, step: int, run: DistributedContext) -> list[Batch]:
     """This rank's micro-batches of a step; every row has another number of learnt tokens."""
     if case.pairs:
         return pairs.batches(case.pairs == "shared", run.reader, run.sizes.readers, case.micro_batch)
@@ -86,34 +86,36 @@ def made(rows: Tensor, targets: Tensor, packed: bool) -> Batch:
 def trained(case: Case) -> Outcome:
     """A few steps as the recipe takes them."""
     found = Outcome()
-    with Run(7, "cpu", case.parallel) as run:
-        source = Folder.open(case.folder)
-        model = assemble.model(source, case.weights, case.adapter, case.precision, case.memory, run)
-        cfg = sft.SFT(model="m", data=Text("t"), out="o", adapter=case.adapter, clip=case.clip)
+    with DistributedContext(7, "cpu", case.parallel) as run:
+        source = HFCheckpoint.open(case.folder)
+        model = build.build_model(source, case.weights, case.adapter, case.precision, case.memory, run)
+        cfg = sft.SFTConfig(model="m", data=TextDataset("t"), out="o", adapter=case.adapter, clip=case.clip)
         cfg = replace(cfg, optimizer=case.optimizer)
         optimizer = case.optimizer.build(case.adapter.trained(model))
         update = case.memory.update(optimizer, case.clip, run)
         for step in range(case.steps):
             run.seed_step(step)
-            taken = sft.train_step(model, batches(case, step, run), cfg, update, run)
+            taken = sft.forward_backward(model, batches(case, step, run), cfg, update, run)
             found.losses.append(float(taken.loss))
             found.norms.append(float(taken.norm))
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        found.tensors = {name: whole(p).clone() for name, p in named}
+        found.tensors = {name: full_tensor(p).clone() for name, p in named}
     return found
 
 
-def answers(folders: list[Path], parallel: Parallel) -> list[tuple[Tensor, list[list[int]]]]:
+def answers(folders: list[Path], parallel: ParallelConfig) -> list[tuple[Tensor, list[list[int]]]]:
     """What models say: all their logits, and some tokens of their own."""
     torch.set_num_threads(1)
     return [answer(folder, parallel) for folder in folders]
 
 
-def answer(folder: Path, parallel: Parallel) -> tuple[Tensor, list[list[int]]]:
-    with Run(7, "cpu", parallel) as run, torch.no_grad():
-        model = assemble.model(Folder.open(folder), Plain(), Full(), FP32, Memory(), run).eval()
+def answer(folder: Path, parallel: ParallelConfig) -> tuple[Tensor, list[list[int]]]:
+    with DistributedContext(7, "cpu", parallel) as run, torch.no_grad():
+        model = build.build_model(
+            HFCheckpoint.open(folder), NoQuantization(), NoAdapter(), FP32, MemoryConfig(), run
+        ).eval()
         logits = model(torch.arange(14).view(2, 7))
-        return logits, complete(model, [[1, 2, 3], [5, 6, 7, 8, 9]], Sampling(tokens=6), frozenset())
+        return logits, generate_batch(model, [[1, 2, 3], [5, 6, 7, 8, 9]], SamplingConfig(tokens=6), frozenset())
 
 
 def several(cases: list[Case]) -> list[Outcome]:
@@ -122,6 +124,8 @@ def several(cases: list[Case]) -> list[Outcome]:
     return [trained(case) for case in cases]
 
 
-def trained_and_asked(cases: list[Case], folders: list[Path], parallel: Parallel) -> tuple[list[Outcome], list[Any]]:
+def trained_and_asked(
+    cases: list[Case], folders: list[Path], parallel: ParallelConfig
+) -> tuple[list[Outcome], list[Any]]:
     """All that a start of ranks can do."""
     return several(cases), answers(folders, parallel)

@@ -4,18 +4,24 @@ import pytest
 import torch
 
 from tests.checkpoints import error
+from tunekit.distributed.collectives import MeshDim
+from tunekit.distributed.context_parallel import ContextParallelSharding
 from tunekit.kernels import attention
-from tunekit.kernels.attention import Rule, attend, attend_part
+from tunekit.kernels.attention import AttentionParams, attention_sharded
 from tunekit.kernels.sequence_layout import SequenceLayout
-from tunekit.layout.context import Stretches
-from tunekit.parallel.exchange import Team
 
-RULES = [Rule(0.3), Rule(0.3, window=4), Rule(0.3, chunk=5), Rule(0.3, softcap=2.0), Rule(0.3, 6, 8)]
+RULES = [
+    AttentionParams(0.3),
+    AttentionParams(0.3, window=4),
+    AttentionParams(0.3, chunk=5),
+    AttentionParams(0.3, softcap=2.0),
+    AttentionParams(0.3, 6, 8),
+]
 
 
 @pytest.mark.parametrize("sunk", [False, True])
 @pytest.mark.parametrize("rule", RULES, ids=str)
-def test_stretches_of_queries(rule: Rule, sunk: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stretches_of_queries(rule: AttentionParams, sunk: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """On keys of whole rows they are what they are beside the other queries, with their gradients."""
     if sunk and rule.softcap is not None:
         return
@@ -26,9 +32,9 @@ def test_stretches_of_queries(rule: Rule, sunk: bool, monkeypatch: pytest.Monkey
     learnt = [q, k, v, *([] if sinks is None else [sinks])]
     offsets = torch.tensor([0, 7, 16, 23, 23 + 11, 46])
     positions = torch.cat([torch.arange(n) for n in offsets.diff()]).view(2, 23)
-    wanted = attend(q, k, v, rule, SequenceLayout(offsets), sinks)
-    ranks = [Stretches(Team(None, 2, index)) for index in range(2)]  # type: ignore[arg-type] (nothing is sent)
-    found = [attend_part(r.keep(q), k, v, rule, r.keep(positions), r.stretches(23), sinks) for r in ranks]
+    wanted = attention.attention(q, k, v, rule, SequenceLayout(offsets), sinks)
+    ranks = [ContextParallelSharding(MeshDim(None, 2, index)) for index in range(2)]  # type: ignore[arg-type] (nothing is sent)
+    found = [attention_sharded(r.keep(q), k, v, rule, r.keep(positions), r.stretches(23), sinks) for r in ranks]
     real = torch.ones(2, 23, 1, 1)
     for one, rank in zip(found, ranks, strict=True):
         assert error(one * rank.keep(real), rank.keep(wanted)) < 1e-6

@@ -9,10 +9,10 @@ from tests.checkpoints import build, save
 from tests.layout.compared import DENSE, PROPORTIONAL, differences
 from tests.layout.distilling import Lesson, lessons
 from tests.parallel.ranks import on
-from tunekit.adapters import LoRA
-from tunekit.formats import NF4
-from tunekit.losses.divergence import ForwardKL, ReverseKL, SkewedKL
-from tunekit.parallel.choice import Parallel
+from tunekit.adapters.config import LoRAConfig
+from tunekit.distributed.parallel_dims import ParallelConfig
+from tunekit.losses.kl_divergence import ForwardKL, ReverseKL, SkewedKL
+from tunekit.quantization.config import NF4Config
 
 
 @pytest.fixture(scope="module")
@@ -48,12 +48,12 @@ def test_rows_that_the_student_writes_are_others(lesson: Lesson) -> None:
 @pytest.mark.multi
 @pytest.mark.slow
 def test_two_ranks(lesson: Lesson) -> None:
-    shard, tensor, context = Parallel(), Parallel(tensor=2), Parallel(context=2)
+    shard, tensor, context = ParallelConfig(), ParallelConfig(tensor=2), ParallelConfig(context=2)
     cases = {
         "shard": replace(lesson, parallel=shard),
         "shard, packed": replace(lesson, parallel=shard, packed=True, micro_batch=2, loss=ReverseKL()),
         "shard, top": replace(lesson, parallel=shard, top=9),
-        "shard, lora": replace(lesson, parallel=shard, adapter=LoRA(4, 8.0), weights=NF4()),
+        "shard, lora": replace(lesson, parallel=shard, adapter=LoRAConfig(4, 8.0), weights=NF4Config()),
         "shard, own answers": replace(lesson, parallel=shard, share=0.6),
         "tensor": replace(lesson, parallel=tensor),
         "tensor, skewed": replace(lesson, parallel=tensor, loss=SkewedKL(truth=0.3)),
@@ -63,6 +63,6 @@ def test_two_ranks(lesson: Lesson) -> None:
         "context, top": replace(lesson, parallel=context, packed=True, top=9),
         "context, own answers": replace(lesson, parallel=context, share=0.6),
     }
-    wanted = lessons([replace(case, parallel=Parallel()) for case in cases.values()])
+    wanted = lessons([replace(case, parallel=ParallelConfig()) for case in cases.values()])
     for found in on(2, lessons, [*cases.values()], limit=400):
         agree(found, wanted, cases)

@@ -12,10 +12,10 @@ import torch
 from tests.checkpoints import build, save
 from tests.layout.steps import Case, Outcome, several
 from tests.parallel.ranks import on
-from tunekit.adapters import DoRA, LoRA
-from tunekit.formats import NF4, Float8
-from tunekit.optim import AdamW
-from tunekit.parallel.choice import Parallel
+from tunekit.adapters.config import DoRAConfig, LoRAConfig
+from tunekit.distributed.parallel_dims import ParallelConfig
+from tunekit.optim.config import AdamWConfig
+from tunekit.quantization.config import Float8Config, NF4Config
 
 DENSE = {
     "model_type": "llama",
@@ -47,34 +47,34 @@ SPARSE = {
 EVERYWHERE = ("attn", "experts")
 # A step of Adam is as long where the gradient is nearly zero, and then rounding decides its direction: a larger
 # epsilon leaves it in proportion.
-STEADY = AdamW(lr=0.1, eps=0.1)
+STEADY = AdamWConfig(lr=0.1, eps=0.1)
 ADAPTED = {
     "full": {},
-    "lora": {"adapter": LoRA(4)},
-    "dora": {"adapter": DoRA(4)},
-    "qlora": {"adapter": LoRA(4), "weights": NF4()},
-    "qdora": {"adapter": DoRA(4), "weights": NF4()},
-    "lora, 8 bits": {"adapter": LoRA(4), "weights": Float8()},
+    "lora": {"adapter": LoRAConfig(4)},
+    "dora": {"adapter": DoRAConfig(4)},
+    "qlora": {"adapter": LoRAConfig(4), "weights": NF4Config()},
+    "qdora": {"adapter": DoRAConfig(4), "weights": NF4Config()},
+    "lora, 8 bits": {"adapter": LoRAConfig(4), "weights": Float8Config()},
 }
 EXPERTS = {
     "full": {},
-    "lora": {"adapter": LoRA(4, targets=EVERYWHERE)},
-    "qlora": {"adapter": LoRA(4, targets=EVERYWHERE), "weights": NF4()},
-    "lora, 8 bits": {"adapter": LoRA(4, targets=EVERYWHERE), "weights": Float8()},
+    "lora": {"adapter": LoRAConfig(4, targets=EVERYWHERE)},
+    "qlora": {"adapter": LoRAConfig(4, targets=EVERYWHERE), "weights": NF4Config()},
+    "lora, 8 bits": {"adapter": LoRAConfig(4, targets=EVERYWHERE), "weights": Float8Config()},
 }
 TWO = {
-    "fsdp 2": Parallel(),
-    "copies 2": Parallel(replicate=2),
-    "tensor 2": Parallel(tensor=2),
-    "context 2": Parallel(context=2),
+    "fsdp 2": ParallelConfig(),
+    "copies 2": ParallelConfig(replicate=2),
+    "tensor 2": ParallelConfig(tensor=2),
+    "context 2": ParallelConfig(context=2),
 }
 FOUR = {
-    "fsdp 4": Parallel(),
-    "hsdp 2 x 2": Parallel(replicate=2),
-    "tensor 2 x fsdp 2": Parallel(tensor=2),
+    "fsdp 4": ParallelConfig(),
+    "hsdp 2 x 2": ParallelConfig(replicate=2),
+    "tensor 2 x fsdp 2": ParallelConfig(tensor=2),
 }
-SPARSE_TWO = {"fsdp 2": Parallel(), "expert 2": Parallel(expert=2)}
-SPARSE_FOUR = {"expert 2 x fsdp 2": Parallel(expert=2)}
+SPARSE_TWO = {"fsdp 2": ParallelConfig(), "expert 2": ParallelConfig(expert=2)}
+SPARSE_FOUR = {"expert 2 x fsdp 2": ParallelConfig(expert=2)}
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +89,7 @@ ALONE: dict[str, Outcome] = {}
 
 def alone(case: Case) -> Outcome:
     """What one process makes of it; asked for by every layout, and computed once."""
-    case = replace(case, parallel=Parallel())
+    case = replace(case, parallel=ParallelConfig())
     if repr(case) not in ALONE:
         ALONE[repr(case)] = several([case])[0]
     return ALONE[repr(case)]
@@ -124,7 +124,7 @@ def compare(count: int, rows: list[tuple[str, str, Case]], limit: float) -> None
     assert not wrong, "\n".join(wrong)
 
 
-def cases(folder: Path, layouts: dict[str, Parallel], kinds: dict[str, dict], **more: object) -> list:
+def cases(folder: Path, layouts: dict[str, ParallelConfig], kinds: dict[str, dict], **more: object) -> list:
     base = Case(folder, optimizer=STEADY)
     return [
         (layout, kind, replace(base, parallel=parallel, **choices, **more))
@@ -136,14 +136,14 @@ def cases(folder: Path, layouts: dict[str, Parallel], kinds: dict[str, dict], **
 @pytest.mark.multi
 @pytest.mark.slow
 @pytest.mark.parametrize(("count", "layouts"), [(2, TWO), (4, FOUR)], ids=["2", "4"])
-def test_dense(count: int, layouts: dict[str, Parallel], folders: dict[str, Path]) -> None:
+def test_dense(count: int, layouts: dict[str, ParallelConfig], folders: dict[str, Path]) -> None:
     compare(count, cases(folders["dense"], layouts, ADAPTED), 1e-5)
 
 
 @pytest.mark.multi
 @pytest.mark.slow
 @pytest.mark.parametrize(("count", "layouts"), [(2, SPARSE_TWO), (4, SPARSE_FOUR)], ids=["2", "4"])
-def test_experts(count: int, layouts: dict[str, Parallel], folders: dict[str, Path]) -> None:
+def test_experts(count: int, layouts: dict[str, ParallelConfig], folders: dict[str, Path]) -> None:
     compare(count, cases(folders["sparse"], layouts, EXPERTS), 1e-5)
 
 
@@ -151,10 +151,12 @@ def test_experts(count: int, layouts: dict[str, Parallel], folders: dict[str, Pa
 @pytest.mark.slow
 def test_what_a_layout_may_be_told(folders: dict[str, Path]) -> None:
     """Packed rows, rows in several passes or one, and weights that travel in other ways."""
-    rows = cases(folders["dense"], {"fsdp 2": Parallel()}, {"full": {}}, packed=True, micro_batch=2)
-    rows += cases(folders["dense"], {"kept whole": Parallel(reshard=False, prefetch=2)}, {"full": {}})
+    rows = cases(folders["dense"], {"fsdp 2": ParallelConfig()}, {"full": {}}, packed=True, micro_batch=2)
+    rows += cases(folders["dense"], {"kept whole": ParallelConfig(reshard=False, prefetch=2)}, {"full": {}})
     rows += cases(
-        folders["dense"], {"nested": Parallel()}, {"qdora": {"adapter": DoRA(4), "weights": NF4(nested=True)}}
+        folders["dense"],
+        {"nested": ParallelConfig()},
+        {"qdora": {"adapter": DoRAConfig(4), "weights": NF4Config(nested=True)}},
     )
-    rows += cases(folders["dense"], {"pissa": Parallel()}, {"lora": {"adapter": LoRA(4, init="pissa")}})
+    rows += cases(folders["dense"], {"pissa": ParallelConfig()}, {"lora": {"adapter": LoRAConfig(4, init="pissa")}})
     compare(2, rows, 1e-5)

@@ -10,10 +10,10 @@ from tests.layout.compared import PROPORTIONAL, folder
 from tests.layout.steps import Case, several
 from tests.layout.test_layouts import differences
 from tests.parallel.ranks import on
-from tunekit.adapters import LoRA
-from tunekit.formats import NF4
-from tunekit.memory import Memory
-from tunekit.parallel.choice import Parallel
+from tunekit.adapters.config import LoRAConfig
+from tunekit.distributed.parallel_dims import ParallelConfig
+from tunekit.memory.config import MemoryConfig
+from tunekit.quantization.config import NF4Config
 
 
 @pytest.mark.multi
@@ -23,15 +23,17 @@ def test_two_ranks(tmp_path: Path) -> None:
     case = Case(dense, optimizer=PROPORTIONAL, steps=2, pairs="shared")
     cases = {
         "fsdp": case,
-        "copies, qlora": replace(case, parallel=Parallel(replicate=2), adapter=LoRA(4), weights=NF4()),
-        "fsdp, run again": replace(case, memory=Memory(recompute=True), micro_batch=2),
-        "tensor": replace(case, parallel=Parallel(tensor=2)),
-        "context": replace(case, parallel=Parallel(context=2)),
-        "context, windows and caps": replace(case, folder=windows, parallel=Parallel(context=2), micro_batch=2),
+        "copies, qlora": replace(
+            case, parallel=ParallelConfig(replicate=2), adapter=LoRAConfig(4), weights=NF4Config()
+        ),
+        "fsdp, run again": replace(case, memory=MemoryConfig(recompute=True), micro_batch=2),
+        "tensor": replace(case, parallel=ParallelConfig(tensor=2)),
+        "context": replace(case, parallel=ParallelConfig(context=2)),
+        "context, windows and caps": replace(case, folder=windows, parallel=ParallelConfig(context=2), micro_batch=2),
     }
     torch.set_num_threads(1)
     found = on(2, several, list(cases.values()), limit=300)
     for number, (name, one) in enumerate(cases.items()):
-        wanted = several([replace(one, parallel=Parallel(), pairs="whole")])[0]
+        wanted = several([replace(one, parallel=ParallelConfig(), pairs="whole")])[0]
         for rank in found:
             assert max(differences(rank[number], wanted)) < 1e-5, name

@@ -13,25 +13,25 @@ from torch import Tensor
 from tests.checkpoints import FP32, build, save
 from tests.layout.test_layouts import DENSE
 from tests.parallel.ranks import on
-from tunekit.adapters import DoRA, LoRA
-from tunekit.data.rows import Marked
-from tunekit.data.rows import Preference as Pairs
-from tunekit.formats import NF4, Float8
-from tunekit.losses.likely import ORPO
-from tunekit.losses.marks import BCO, KTO
-from tunekit.losses.pairs import AOT, DPO, AOT_Unpaired
-from tunekit.optim import AdamW, Constant
-from tunekit.parallel.choice import Parallel
+from tunekit.adapters.config import DoRAConfig, LoRAConfig
+from tunekit.data.datasets import PreferenceDataset as Pairs
+from tunekit.data.datasets import UnpairedPreferenceDataset
+from tunekit.distributed.parallel_dims import ParallelConfig
+from tunekit.losses.dpo import AOT, DPO, AOTUnpaired
+from tunekit.losses.reference_free import ORPO
+from tunekit.losses.unpaired import BCO, KTO
+from tunekit.optim.config import AdamWConfig, ConstantLRConfig
+from tunekit.quantization.config import Float8Config, NF4Config
 from tunekit.recipes import preference
-from tunekit.reference import Cached, Copy, Off
+from tunekit.training.reference_model import CopiedReference, DisableAdapterReference, PrecomputedReference
 
 PAIRS, HELD, LENGTH = 7, 3, 40
 FIGURES = ("loss", "norm", "rewards/chosen", "rewards/margins", "logps/rejected", "entropy")
 ADAPTED: dict[str, dict[str, Any]] = {
     "full": {},
-    "lora": {"adapter": LoRA(4)},
-    "dora": {"adapter": DoRA(4)},
-    "qlora": {"adapter": LoRA(4), "weights": NF4()},
+    "lora": {"adapter": LoRAConfig(4)},
+    "dora": {"adapter": DoRAConfig(4)},
+    "qlora": {"adapter": LoRAConfig(4), "weights": NF4Config()},
 }
 
 
@@ -67,7 +67,7 @@ class Ended:
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> preference.Preference:
+def base(tmp_path_factory: pytest.TempPathFactory) -> preference.PreferenceConfig:
     """Three steps, each of all rows, so that packed rows make the same steps."""
     folder = tmp_path_factory.mktemp("preference")
     draw = torch.Generator().manual_seed(5)
@@ -83,13 +83,13 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> preference.Preference:
     source, held = folder / "rows.jsonl", folder / "held.jsonl"
     source.write_text("".join(lines[:PAIRS]))
     held.write_text("".join(lines[PAIRS:]))
-    return preference.Preference(
+    return preference.PreferenceConfig(
         model=str(save(build(DENSE), folder / "model")),
         data=Pairs(str(source), length=LENGTH),
         validation=Pairs(str(held), length=LENGTH),
         out=str(folder / "out"),
-        optimizer=AdamW(lr=0.003, eps=0.1),
-        schedule=Constant(),
+        optimizer=AdamWConfig(lr=0.003, eps=0.1),
+        schedule=ConstantLRConfig(),
         precision=FP32,
         device="cpu",
         batch=64,
@@ -98,20 +98,20 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> preference.Preference:
     )
 
 
-def packed(cfg: preference.Preference) -> preference.Preference:
+def packed(cfg: preference.PreferenceConfig) -> preference.PreferenceConfig:
     # What is packed has room for two rows of this length, and prompts are written once.
     return replace(cfg, data=replace(cfg.data, pack=True), validation=replace(cfg.validation, pack=True))
 
 
-def marked(cfg: preference.Preference) -> preference.Preference:
-    data, held = (Marked(rows.source, length=LENGTH) for rows in (cfg.data, cfg.validation))
+def marked(cfg: preference.PreferenceConfig) -> preference.PreferenceConfig:
+    data, held = (UnpairedPreferenceDataset(rows.source, length=LENGTH) for rows in (cfg.data, cfg.validation))
     return replace(cfg, data=data, validation=held)
 
 
 ENDED: dict[str, Ended] = {}
 
 
-def alone(cfg: preference.Preference, folder: Path) -> Ended:
+def alone(cfg: preference.PreferenceConfig, folder: Path) -> Ended:
     """What a run on this process comes to, computed once."""
     key = repr(replace(cfg, out=""))
     if key not in ENDED:
@@ -120,14 +120,16 @@ def alone(cfg: preference.Preference, folder: Path) -> Ended:
     return ENDED[key]
 
 
-def ran(cfgs: list[preference.Preference]) -> None:
+def ran(cfgs: list[preference.PreferenceConfig]) -> None:
     torch.set_num_threads(1)
     for cfg in cfgs:
         preference.main(cfg)
 
 
 @pytest.mark.parametrize("kind", ADAPTED)
-def test_packed_and_padded_and_in_any_micro_batches(kind: str, base: preference.Preference, tmp_path: Path) -> None:
+def test_packed_and_padded_and_in_any_micro_batches(
+    kind: str, base: preference.PreferenceConfig, tmp_path: Path
+) -> None:
     cfg = replace(base, **ADAPTED[kind])
     wanted = alone(cfg, tmp_path / "one")
     assert alone(packed(replace(cfg, micro_batch=2)), tmp_path / "packed").apart(wanted) < 1e-5
@@ -136,11 +138,11 @@ def test_packed_and_padded_and_in_any_micro_batches(kind: str, base: preference.
 
 
 @pytest.mark.parametrize(("kind", "ways"), [
-    ("lora", (Off(), Copy(), Cached())),
-    ("qlora", (Off(), Copy())),
-    ("full", (Copy(), Cached())),
+    ("lora", (DisableAdapterReference(), CopiedReference(), PrecomputedReference())),
+    ("qlora", (DisableAdapterReference(), CopiedReference())),
+    ("full", (CopiedReference(), PrecomputedReference())),
 ])  # fmt: skip
-def test_every_reference_is_the_same(kind: str, ways: tuple, base: preference.Preference, tmp_path: Path) -> None:
+def test_every_reference_is_the_same(kind: str, ways: tuple, base: preference.PreferenceConfig, tmp_path: Path) -> None:
     cfg = packed(replace(base, micro_batch=2, **ADAPTED[kind]))
     wanted = alone(cfg, tmp_path / "auto")
     for way in ways:
@@ -148,32 +150,34 @@ def test_every_reference_is_the_same(kind: str, ways: tuple, base: preference.Pr
         assert found.apart(wanted) < 1e-6, way
 
 
-LOSSES = {"aot": AOT(), "aot_unpaired": AOT_Unpaired(), "kto": KTO(), "bco": BCO(), "orpo": ORPO()}
+LOSSES = {"aot": AOT(), "aot_unpaired": AOTUnpaired(), "kto": KTO(), "bco": BCO(), "orpo": ORPO()}
 
 
 @pytest.mark.parametrize("kind", LOSSES)
-def test_a_loss_of_a_whole_step_sees_all_micro_batches(kind: str, base: preference.Preference, tmp_path: Path) -> None:
-    cfg = replace(base, loss=(LOSSES[kind],), adapter=LoRA(4))
+def test_a_loss_of_a_whole_step_sees_all_micro_batches(
+    kind: str, base: preference.PreferenceConfig, tmp_path: Path
+) -> None:
+    cfg = replace(base, loss=(LOSSES[kind],), adapter=LoRAConfig(4))
     wanted = alone(replace(cfg, micro_batch=PAIRS), tmp_path / "one")
     assert alone(replace(cfg, micro_batch=2), tmp_path / "more").apart(wanted) < 1e-5
     if kind != "kto":  # packing puts rows in another order, and so another one is the next
         assert alone(packed(cfg), tmp_path / "packed").apart(wanted) < 1e-5
 
 
-def two(base: preference.Preference) -> dict[str, preference.Preference]:
+def two(base: preference.PreferenceConfig) -> dict[str, preference.PreferenceConfig]:
     """On each of two ranks some rows, or a part of each row or layer. Their numbers are odd, so one goes empty."""
-    lora = replace(base, adapter=LoRA(4))
+    lora = replace(base, adapter=LoRAConfig(4))
     found = {kind: replace(base, **more) for kind, more in ADAPTED.items()}
     found |= {f"{kind}, packed": packed(replace(base, **more)) for kind, more in ADAPTED.items()}
     found |= {kind: replace(lora, loss=(loss,)) for kind, loss in LOSSES.items()}
     found |= {"marks": marked(replace(lora, loss=(KTO(), BCO(weight=0.5))))}
-    found |= {"cached": replace(lora, reference=Cached()), "tail": replace(lora, tail=0.5)}
-    found |= {"full, cached": replace(base, reference=Cached())}
-    for way in (Parallel(tensor=2), Parallel(context=2)):
+    found |= {"cached": replace(lora, reference=PrecomputedReference()), "tail": replace(lora, tail=0.5)}
+    found |= {"full, cached": replace(base, reference=PrecomputedReference())}
+    for way in (ParallelConfig(tensor=2), ParallelConfig(context=2)):
         name = "tensor" if way.tensor > 1 else "context"
         found |= {name: replace(packed(base), parallel=way), f"{name}, lora": replace(lora, parallel=way)}
-        found |= {f"{name}, qlora": replace(lora, weights=NF4(), parallel=way)}
-        found |= {f"{name}, float8": replace(lora, weights=Float8(), parallel=way)}
+        found |= {f"{name}, qlora": replace(lora, weights=NF4Config(), parallel=way)}
+        found |= {f"{name}, float8": replace(lora, weights=Float8Config(), parallel=way)}
         found |= {f"{name}, kto": replace(lora, parallel=way, loss=(KTO(), DPO()))}
         found |= {f"{name}, orpo": replace(lora, parallel=way, loss=(ORPO(), AOT()))}
     return found
@@ -181,11 +185,11 @@ def two(base: preference.Preference) -> dict[str, preference.Preference]:
 
 @pytest.mark.multi
 @pytest.mark.slow
-def test_two_ranks(base: preference.Preference, tmp_path: Path) -> None:
+def test_two_ranks(base: preference.PreferenceConfig, tmp_path: Path) -> None:
     cases = {name: replace(cfg, out=str(tmp_path / name)) for name, cfg in two(base).items()}
     on(2, ran, list(cases.values()))
     apart = {
-        name: Ended.of(Path(cfg.out)).apart(alone(replace(cfg, parallel=Parallel()), tmp_path / f"{name} alone"))
+        name: Ended.of(Path(cfg.out)).apart(alone(replace(cfg, parallel=ParallelConfig()), tmp_path / f"{name} alone"))
         for name, cfg in cases.items()
     }
     print("\n".join(f"{name:20} {value:.1e}" for name, value in apart.items()))

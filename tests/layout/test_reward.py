@@ -11,12 +11,12 @@ from tests.checkpoints import FP32, build, save
 from tests.layout.test_layouts import DENSE
 from tests.layout.test_preference import Ended
 from tests.parallel.ranks import on
-from tunekit.adapters import DoRA, LoRA
-from tunekit.data.labels import Labelled, Stepped
-from tunekit.formats import NF4
-from tunekit.losses.reward import Classification, Process, Regression
-from tunekit.optim import AdamW, Constant
-from tunekit.parallel.choice import Parallel
+from tunekit.adapters.config import DoRAConfig, LoRAConfig
+from tunekit.data.reward_datasets import LabeledDataset, StepwiseDataset
+from tunekit.distributed.parallel_dims import ParallelConfig
+from tunekit.losses.reward import Classification, ProcessReward, Regression
+from tunekit.optim.config import AdamWConfig, ConstantLRConfig
+from tunekit.quantization.config import NF4Config
 from tunekit.recipes import reward
 
 ROWS, HELD, LENGTH = 5, 3, 40
@@ -28,7 +28,7 @@ def words(draw: torch.Generator) -> str:
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> reward.Reward:
+def base(tmp_path_factory: pytest.TempPathFactory) -> reward.RewardConfig:
     """Each step sees all rows. Their number is odd, so one of two ranks has fewer of them."""
     folder, draw = tmp_path_factory.mktemp("reward"), torch.Generator().manual_seed(5)
     for name, count in (("rows", ROWS), ("held", HELD)):
@@ -39,14 +39,14 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> reward.Reward:
             row = {"text": words(draw), "label": i % 3, "prompt": words(draw) + "\n"}
             lines.append(json.dumps(row | {"completions": steps, "labels": labels}) + "\n")
         (folder / f"{name}.jsonl").write_text("".join(lines))
-    return reward.Reward(
+    return reward.RewardConfig(
         model=str(save(build(DENSE), folder / "model")),
-        data=Labelled(str(folder / "rows.jsonl"), length=LENGTH),
-        validation=Labelled(str(folder / "held.jsonl"), length=LENGTH),
+        data=LabeledDataset(str(folder / "rows.jsonl"), length=LENGTH),
+        validation=LabeledDataset(str(folder / "held.jsonl"), length=LENGTH),
         loss=Regression(),
         out=str(folder / "out"),
-        optimizer=AdamW(lr=0.003, eps=0.1),
-        schedule=Constant(),
+        optimizer=AdamWConfig(lr=0.003, eps=0.1),
+        schedule=ConstantLRConfig(),
         precision=FP32,
         checks="tell",
         device="cpu",
@@ -56,14 +56,14 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> reward.Reward:
     )
 
 
-def cases(base: reward.Reward) -> dict[str, reward.Reward]:
+def cases(base: reward.RewardConfig) -> dict[str, reward.RewardConfig]:
     rows, held = base.data, base.validation
-    assert isinstance(rows, Labelled) and isinstance(held, Labelled)
-    steps, others = (Stepped(one.source, length=LENGTH, separator=" w7 ") for one in (rows, held))
+    assert isinstance(rows, LabeledDataset) and isinstance(held, LabeledDataset)
+    steps, others = (StepwiseDataset(one.source, length=LENGTH, separator=" w7 ") for one in (rows, held))
     found = {
         "values": base,
-        "classes": replace(base, loss=Classification(3), adapter=LoRA(4), weights=NF4()),
-        "steps": replace(base, loss=Process(), data=steps, validation=others, adapter=DoRA(4)),
+        "classes": replace(base, loss=Classification(3), adapter=LoRAConfig(4), weights=NF4Config()),
+        "steps": replace(base, loss=ProcessReward(), data=steps, validation=others, adapter=DoRAConfig(4)),
     }
     packed = {
         f"{name}, packed": replace(
@@ -74,7 +74,7 @@ def cases(base: reward.Reward) -> dict[str, reward.Reward]:
     return found | packed
 
 
-def ran(cfgs: list[reward.Reward]) -> None:
+def ran(cfgs: list[reward.RewardConfig]) -> None:
     torch.set_num_threads(1)
     for cfg in cfgs:
         reward.main(cfg)
@@ -82,10 +82,12 @@ def ran(cfgs: list[reward.Reward]) -> None:
 
 @pytest.mark.multi
 @pytest.mark.slow
-def test_two_ranks(base: reward.Reward, tmp_path: Path) -> None:
+def test_two_ranks(base: reward.RewardConfig, tmp_path: Path) -> None:
     alone = {name: replace(cfg, out=str(tmp_path / "alone" / name)) for name, cfg in cases(base).items()}
     two = {name: replace(cfg, out=str(tmp_path / "two" / name)) for name, cfg in cases(base).items()}
-    two["steps, context"] = replace(two["steps"], out=str(tmp_path / "two" / "context"), parallel=Parallel(context=2))
+    two["steps, context"] = replace(
+        two["steps"], out=str(tmp_path / "two" / "context"), parallel=ParallelConfig(context=2)
+    )
     ran(list(alone.values()))
     on(2, ran, list(two.values()))
     ended = {name: Ended.of(Path(cfg.out)) for name, cfg in alone.items()}

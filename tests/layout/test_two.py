@@ -8,17 +8,17 @@ import pytest
 from tests.checkpoints import error
 from tests.layout.compared import PROPORTIONAL, compare, folder
 from tests.layout.steps import Case, answers
-from tunekit.adapters import DoRA, LoRA
-from tunekit.formats import NF4
-from tunekit.memory import Memory
-from tunekit.parallel.choice import Parallel
+from tunekit.adapters.config import DoRAConfig, LoRAConfig
+from tunekit.distributed.parallel_dims import ParallelConfig
+from tunekit.memory.config import MemoryConfig
+from tunekit.quantization.config import NF4Config
 
-TENSOR, CONTEXT, EXPERT = Parallel(tensor=2), Parallel(context=2), Parallel(expert=2)
+TENSOR, CONTEXT, EXPERT = ParallelConfig(tensor=2), ParallelConfig(context=2), ParallelConfig(expert=2)
 # One pass of each thing that families do: windows, caps, sinks, chunks, latents, states, gates, lent keys, twins.
 FAMILIES = ["gemma2", "gpt-oss", "deepseek-v3", "qwen3.5", "qwen3-next", "llama4", "gemma4", "gemma4-moe-shared"]
 SHARED = [*FAMILIES, "gemma3", "deepseek-v3-plain", "granite-moe", "phi4-mini", "llama-biases"]
 ROWS = [*FAMILIES, "phi4-mini", "ministral3-sliding", "olmo3", "smollm2"]
-EXPERTS = LoRA(4, 8.0, targets=("attn", "experts"))
+EXPERTS = LoRAConfig(4, 8.0, targets=("attn", "experts"))
 
 
 @pytest.mark.multi
@@ -28,12 +28,12 @@ def test_two_ranks(tmp_path: Path) -> None:
     dense, sparse = folder(tmp_path, "dense"), folder(tmp_path, "sparse")
     case = Case(dense, optimizer=PROPORTIONAL, steps=3)
     tensor = replace(case, parallel=TENSOR)
-    drawn = [replace(tensor, folder=sparse, adapter=LoRA(4, dropout=0.3))]
-    drawn += [replace(tensor, adapter=DoRA(4, dropout=0.3))]
+    drawn = [replace(tensor, folder=sparse, adapter=LoRAConfig(4, dropout=0.3))]
+    drawn += [replace(tensor, adapter=DoRAConfig(4, dropout=0.3))]
     cases = layers(tensor, sparse) | rows(replace(case, parallel=CONTEXT), sparse)
     cases |= experts(replace(case, parallel=EXPERT, folder=sparse)) | families(tmp_path, case)
     places = [dense, folder(tmp_path / "again", "qwen3.5")]
-    wanted = answers(places, Parallel())
+    wanted = answers(places, ParallelConfig())
     for found in compare(2, cases, drawn=drawn, asked=(places, TENSOR)):
         for (logits, texts), (right, known) in zip(found, wanted, strict=True):
             assert error(logits, right) < 1e-5
@@ -42,30 +42,32 @@ def test_two_ranks(tmp_path: Path) -> None:
 
 def layers(case: Case, sparse: Path) -> dict[str, Case]:
     """Layers that both share: each has some heads, a part of the width and of the ids."""
-    every = LoRA(4, 8.0, targets=("all", "embed"), bias="all", whole="norms")
-    early = Memory(step_in_backward=True)
+    every = LoRAConfig(4, 8.0, targets=("all", "embed"), bias="all", whole="norms")
+    early = MemoryConfig(step_in_backward=True)
     return {
         "layers": replace(case, steps=5),
         "layers, packed": replace(case, packed=True, micro_batch=2),
         "layers, lora": replace(case, adapter=every),
-        "layers, head": replace(case, folder=sparse, adapter=LoRA(4, targets=("all", "head", "experts"), bias="all")),
-        "layers, dora": replace(case, adapter=DoRA(4, bias="all")),
-        "layers, pissa": replace(case, adapter=LoRA(4, init="pissa")),
-        "layers, qlora": replace(case, folder=sparse, adapter=EXPERTS, weights=NF4()),
-        "layers, qdora": replace(case, adapter=DoRA(4), weights=NF4()),
-        "layers, run again": replace(case, folder=sparse, memory=Memory(recompute=True), packed=True),
+        "layers, head": replace(
+            case, folder=sparse, adapter=LoRAConfig(4, targets=("all", "head", "experts"), bias="all")
+        ),
+        "layers, dora": replace(case, adapter=DoRAConfig(4, bias="all")),
+        "layers, pissa": replace(case, adapter=LoRAConfig(4, init="pissa")),
+        "layers, qlora": replace(case, folder=sparse, adapter=EXPERTS, weights=NF4Config()),
+        "layers, qdora": replace(case, adapter=DoRAConfig(4), weights=NF4Config()),
+        "layers, run again": replace(case, folder=sparse, memory=MemoryConfig(recompute=True), packed=True),
         "layers, moved early": replace(case, memory=early, clip=0.0, micro_batch=4, steps=1),
     }
 
 
 def rows(case: Case, sparse: Path) -> dict[str, Case]:
     """Rows that both share."""
-    some = LoRA(4, targets=("attn", "experts", "head"))
+    some = LoRAConfig(4, targets=("attn", "experts", "head"))
     return {
         "rows": replace(case, steps=5),
         "rows, odd": replace(case, packed=True, micro_batch=2, length=23),
-        "rows, dora": replace(case, adapter=DoRA(4), packed=True),
-        "rows, qlora": replace(case, adapter=LoRA(4, 8.0), weights=NF4()),
+        "rows, dora": replace(case, adapter=DoRAConfig(4), packed=True),
+        "rows, qlora": replace(case, adapter=LoRAConfig(4, 8.0), weights=NF4Config()),
         "rows, sparse": replace(case, folder=sparse, packed=True, adapter=some),
     }
 
@@ -75,8 +77,8 @@ def experts(case: Case) -> dict[str, Case]:
     return {
         "experts": replace(case, steps=5),
         "experts, lora": replace(case, adapter=EXPERTS, packed=True),
-        "experts, qlora": replace(case, adapter=EXPERTS, weights=NF4()),
-        "experts and rows": replace(case, parallel=Parallel(context=2, expert=2), packed=True),
+        "experts, qlora": replace(case, adapter=EXPERTS, weights=NF4Config()),
+        "experts and rows": replace(case, parallel=ParallelConfig(context=2, expert=2), packed=True),
         "experts, few tokens": replace(case, length=2),
     }
 

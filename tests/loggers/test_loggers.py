@@ -12,11 +12,25 @@ import pytest
 import torch
 
 from tunekit.errors import UserError
-from tunekit.metrics import MODULES, Comet, Log, MLflow, TensorBoard, Trackio, WandB
+from tunekit.loggers.metric_logger import (
+    MODULES,
+    CometConfig,
+    Log,
+    MLflowConfig,
+    TensorBoardConfig,
+    TrackioConfig,
+    WandBConfig,
+)
 
 MAIN = SimpleNamespace(is_main=True, device=torch.device("cpu"), rank=0, most=lambda *values: [*values])
 RESOLVED = {"seed": 1, "optimizer": {"kind": "adamw", "lr": 1e-4}}
-PACKAGES = {TensorBoard: "tensorboard", WandB: "wandb", MLflow: "mlflow", Trackio: "trackio", Comet: "comet_ml"}
+PACKAGES = {
+    TensorBoardConfig: "tensorboard",
+    WandBConfig: "wandb",
+    MLflowConfig: "mlflow",
+    TrackioConfig: "trackio",
+    CometConfig: "comet_ml",
+}
 
 
 def train(folder, choice, first, last, resolved=RESOLVED):
@@ -36,7 +50,7 @@ def test_missing_package_names_the_extra(tmp_path, monkeypatch, kind):
     package, module = PACKAGES[kind], f"tunekit.loggers.{MODULES[kind]}"
     for name in [name for name in sys.modules if name.partition(".")[0] == package or name == module]:
         monkeypatch.delitem(sys.modules, name)
-    if kind is TensorBoard:
+    if kind is TensorBoardConfig:
         monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
     monkeypatch.setitem(sys.modules, package, None)
     expected = rf"log\.to: {package} is not installed: pip install 'tunekit\[{MODULES[kind]}\]'"
@@ -46,7 +60,7 @@ def test_missing_package_names_the_extra(tmp_path, monkeypatch, kind):
 
 
 def test_nothing_is_imported_that_is_not_chosen():
-    code = f"import sys, tunekit.metrics; assert not {{*sys.modules}} & {set(PACKAGES.values())}"
+    code = f"import sys, tunekit.loggers.metric_logger; assert not {{*sys.modules}} & {set(PACKAGES.values())}"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
@@ -58,8 +72,8 @@ def installed(package):
 def test_tensorboard(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    train(tmp_path, TensorBoard(), 0, 3)
-    train(tmp_path, TensorBoard(), 2, 4)
+    train(tmp_path, TensorBoardConfig(), 0, 3)
+    train(tmp_path, TensorBoardConfig(), 2, 4)
     read = EventAccumulator(str(tmp_path / "tensorboard"))
     read.Reload()
     assert {point.step: point.value for point in read.Scalars("loss")} == pytest.approx(losses(tmp_path))
@@ -73,8 +87,10 @@ def test_mlflow(tmp_path, monkeypatch):
     from mlflow import MlflowClient
 
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    train(tmp_path / "run", MLflow(experiment="tries"), 0, 2)
-    train(tmp_path / "run", MLflow(experiment="tries"), 2, 4, RESOLVED | {"seed": 2})  # mlflow takes no other value
+    train(tmp_path / "run", MLflowConfig(experiment="tries"), 0, 2)
+    train(
+        tmp_path / "run", MLflowConfig(experiment="tries"), 2, 4, RESOLVED | {"seed": 2}
+    )  # mlflow takes no other value
     client = MlflowClient(f"sqlite:///{tmp_path}/run/mlflow/mlflow.db")
     (run,) = client.search_runs([client.get_experiment_by_name("tries").experiment_id])
     points = client.get_metric_history(run.info.run_id, "loss")
@@ -87,7 +103,7 @@ def test_mlflow(tmp_path, monkeypatch):
 def test_service_that_does_not_answer(tmp_path, monkeypatch):
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     with pytest.raises(UserError, match=r"log\.to: mlflow cannot be opened: .*127\.0\.0\.1") as caught:
-        train(tmp_path / "run", MLflow(uri="http://127.0.0.1:9"), 0, 2)
+        train(tmp_path / "run", MLflowConfig(uri="http://127.0.0.1:9"), 0, 2)
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
@@ -110,7 +126,7 @@ def apart(tmp_path, choice, **environment):
 
 @installed("wandb")
 def test_wandb_offline(tmp_path):
-    apart(tmp_path, WandB(project="tries", offline=True), HOME=str(tmp_path))
+    apart(tmp_path, WandBConfig(project="tries", offline=True), HOME=str(tmp_path))
     files = list((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb"))
     name = (tmp_path / "run" / "wandb" / "run-id").read_text()
     assert files
@@ -123,7 +139,7 @@ def test_service_without_a_token(tmp_path, monkeypatch):
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     with pytest.raises(UserError, match=r"log\.to: wandb cannot be opened: .*wandb login"):
-        train(tmp_path / "run", WandB(), 0, 2)
+        train(tmp_path / "run", WandBConfig(), 0, 2)
 
 
 @installed("trackio")
@@ -131,7 +147,11 @@ def test_trackio(tmp_path):
     import sqlite3
 
     apart(
-        tmp_path, Trackio(project="tries"), TRACKIO_DIR=str(tmp_path / "data"), HF_HUB_OFFLINE="1", HOME=str(tmp_path)
+        tmp_path,
+        TrackioConfig(project="tries"),
+        TRACKIO_DIR=str(tmp_path / "data"),
+        HF_HUB_OFFLINE="1",
+        HOME=str(tmp_path),
     )
     (file,) = (tmp_path / "data").glob("tries*.db")
     with sqlite3.connect(file) as base:
@@ -144,7 +164,7 @@ def test_trackio(tmp_path):
 def test_comet_offline(tmp_path):
     import zipfile
 
-    apart(tmp_path, Comet(project="tries", offline=True), HOME=str(tmp_path))
+    apart(tmp_path, CometConfig(project="tries", offline=True), HOME=str(tmp_path))
     files = list((tmp_path / "run" / "comet").glob("*.zip"))
     assert files
     text = b"".join(zipfile.ZipFile(file).read("messages.json") for file in files)

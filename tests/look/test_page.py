@@ -3,15 +3,15 @@
 import re
 from html.parser import HTMLParser
 
-from tunekit import bundled
-from tunekit.data.checks import Finding
-from tunekit.data.sources.table import Fault
-from tunekit.data.steps.report import Share
+from tunekit import assets
+from tunekit.data.dataloader.summary import DatasetSummary
+from tunekit.data.inspect import html_report
+from tunekit.data.inspect.examples import ExampleView, TokenSpan
+from tunekit.data.inspect.report import DataReport
+from tunekit.data.inspect.stats import DatasetStats, Histogram
+from tunekit.data.readers.row_reader import BadRow
+from tunekit.data.row_checks import Finding
 from tunekit.data.tokenizer import Tokenizer
-from tunekit.look import page
-from tunekit.look.figures import Figures, Histogram
-from tunekit.look.sample import Shown, Stretch
-from tunekit.look.view import View
 
 EVIL = '</p><script>alert(1)</script> & "quotes" <img src=x onerror=alert(2)> \u202e'
 
@@ -50,25 +50,25 @@ class Reader(HTMLParser):
             self.texts[-1] += data
 
 
-def view(text: str) -> View:
-    folder = bundled.model("tunekit/nano")
+def view(text: str) -> DataReport:
+    folder = assets.model_dir("tunekit/nano")
     assert folder is not None
     tokenizer = Tokenizer.open(folder)
     ids = tokenizer.encode(text)
     rows = tuple(
-        Shown("data", f"{text[:20]}:{number}", (Stretch(ids, [number % 3] * len(ids)),), "cut", number)
+        ExampleView("data", f"{text[:20]}:{number}", (TokenSpan(ids, [number % 3] * len(ids)),), "cut", number)
         for number in range(1, 4)
     )
     bars = Histogram((0, 10, 20), (3, 0))
-    share, bad = Share(text, text, 3, 30, 9, 1.0), Fault(text, text)
+    share, bad = DatasetSummary(text, text, 3, 30, 9, 1.0), BadRow(text, text)
     counts = 64, 1, 3, 30, 9, 12, 10, 1, 2, 1, 0.5, 4, 1
-    figures = Figures("data", text, (share, share), False, (bad,), *counts, bars, bars)
+    figures = DatasetStats("data", text, (share, share), False, (bad,), *counts, bars, bars)
     finding = Finding("doubtful", "x", "data", text, text, 3, 1.0, (0,), (rows[0].where,))
-    return View("tunekit/nano", tokenizer, (figures,), (finding,), rows, ())
+    return DataReport("tunekit/nano", tokenizer, (figures,), (finding,), rows, ())
 
 
 def read(text: str) -> tuple[Reader, str]:
-    html = page.html(view(text), text)
+    html = html_report.render_html(view(text), text)
     reader = Reader()
     reader.feed(html)
     assert not reader.open
@@ -82,7 +82,7 @@ def test_rows_are_text_whatever_they_hold() -> None:
 
 def test_every_token_is_there_in_order() -> None:
     reader, _ = read("Hello, naïve 😀!")
-    folder = bundled.model("tunekit/nano")
+    folder = assets.model_dir("tunekit/nano")
     assert folder is not None
     wanted = Tokenizer.open(folder).encode("Hello, naïve 😀!")
     assert [token for piece in reader.ids for token in piece] == wanted * 3

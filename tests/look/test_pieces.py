@@ -7,28 +7,28 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.data.conftest import SHAPES, write
-from tunekit import bundled
+from tunekit import assets
+from tunekit.data.inspect.token_display import DisplayToken, TokenRole, display_tokens, sign, visible_text
 from tunekit.data.tokenizer import Tokenizer
-from tunekit.look.pieces import Piece, State, pieces, shown, sign
 
 TEXTS = ["Hello there.", "naïve café, 你好, 😀!", "two  spaces\n\n  and lines\t.", " a", "", "😀😀 \u200b\x1b[31mred"]
 
 
 @pytest.fixture(scope="module")
 def nano() -> Tokenizer:
-    folder = bundled.model("tunekit/nano")
+    folder = assets.model_dir("tunekit/nano")
     assert folder is not None
     return Tokenizer.open(folder)
 
 
-def of(tokenizer: Tokenizer, text: str) -> list[Piece]:
+def of(tokenizer: Tokenizer, text: str) -> list[DisplayToken]:
     ids = tokenizer.encode(text)
-    return pieces(tokenizer, ids, [State.CONTEXT] * len(ids))
+    return display_tokens(tokenizer, ids, [TokenRole.CONTEXT] * len(ids))
 
 
 @given(st.text(max_size=60))
 def test_pieces_are_the_text_and_hold_every_token_once(text: str) -> None:
-    folder = bundled.model("tunekit/nano")
+    folder = assets.model_dir("tunekit/nano")
     assert folder is not None
     tokenizer = Tokenizer.open(folder)
     found = of(tokenizer, text)
@@ -55,13 +55,13 @@ def test_a_character_of_several_tokens_is_one_piece(nano: Tokenizer) -> None:
 
 def test_a_token_that_ends_within_a_character_is_shown_all_the_same(nano: Tokenizer) -> None:
     ids = nano.encode("😀")[:-1]
-    found = pieces(nano, ids, [State.CONTEXT] * len(ids))
+    found = display_tokens(nano, ids, [TokenRole.CONTEXT] * len(ids))
     assert [token for piece in found for token in piece.ids] == ids
 
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_what_a_terminal_obeys_becomes_a_sign(nano: Tokenizer, text: str) -> None:
-    lines = "".join(shown(of(nano, text)))
+    lines = "".join(visible_text(of(nano, text)))
     assert not [character for character in lines if character != "\n" and sign(character) != character]
 
 
@@ -70,10 +70,10 @@ def test_a_sign_is_no_other_sign(character: str) -> None:
     assert all(sign(one) == one for one in sign(character) if one != "\n")
 
 
-def joined(*texts: str, states: tuple[State, ...] = (), special: tuple[int, ...] = ()) -> str:
-    states = states or (State.CONTEXT,) * len(texts)
-    parts = [Piece(at, (at,), text, states[at], at in special) for at, text in enumerate(texts)]
-    return "".join(shown(parts))
+def joined(*texts: str, states: tuple[TokenRole, ...] = (), special: tuple[int, ...] = ()) -> str:
+    states = states or (TokenRole.CONTEXT,) * len(texts)
+    parts = [DisplayToken(at, (at,), text, states[at], at in special) for at, text in enumerate(texts)]
+    return "".join(visible_text(parts))
 
 
 def test_spaces_show_where_they_would_be_overlooked() -> None:
@@ -84,5 +84,5 @@ def test_spaces_show_where_they_would_be_overlooked() -> None:
     assert joined("a", " ", " b") == "a··b", "two in two tokens"
     assert joined("a \n", " b") == "a ↵\n·b", "beside a line break"
     assert joined("<x>", " a ", "<x>", special=(0, 2)) == "<x>·a·<x>", "beside special tokens"
-    learnt = (State.CONTEXT, State.CONTEXT, State.LEARNT, State.LEARNT)
+    learnt = (TokenRole.CONTEXT, TokenRole.CONTEXT, TokenRole.LEARNT, TokenRole.LEARNT)
     assert joined("a", " ", " b", " c", states=learnt) == "a··b c", "at the bound of what is learnt"

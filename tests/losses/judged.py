@@ -10,8 +10,8 @@ from trl.experimental.orpo import ORPOTrainer
 from trl.trainer.dpo_trainer import DPOTrainer
 from trl.trainer.kto_trainer import KTOTrainer
 
-from tunekit.losses.answers import Answers
-from tunekit.losses.comparison import Loss, Step
+from tunekit.losses.preference_base import PreferenceLoss, StepTotals
+from tunekit.losses.sequence_logps import SequenceLogps
 
 PAIRS, LENGTH, VOCAB = 5, 9, 11
 ALONE: Any = SimpleNamespace(
@@ -42,25 +42,25 @@ def interleaved(x: Tensor) -> Tensor:
     return torch.stack(x.chunk(2)).transpose(0, 1).flatten(0, 1)
 
 
-def answered(tokens: Tensor, reference: Tensor, good: Tensor | None = None) -> Answers:
+def answered(tokens: Tensor, reference: Tensor, good: Tensor | None = None) -> SequenceLogps:
     """What is known of answers from the log-probabilities of their tokens, and of the reference's."""
     count = interleaved(masks()[:, 1:].sum(1)).float()
     whole = interleaved(counted(tokens).sum(1))
     good = torch.arange(2 * PAIRS) % 2 == 0 if good is None else good
-    return Answers(
+    return SequenceLogps(
         whole, count, torch.zeros_like(count), whole, count, good, interleaved(counted(reference).sum(1)).detach()
     )
 
 
-def step(answers: Answers, kl: float = 0.0) -> Step:
+def step(answers: SequenceLogps, kl: float = 0.0) -> StepTotals:
     """A step of these answers alone."""
     tokens = answers.tokens[answers.good].sum()
     lengths = answers.lengths[answers.good].sum()
     count, whole = torch.tensor(len(answers.logps)), answers.detached()
-    return Step(count, tokens, lengths, torch.tensor(kl), torch.zeros(()), whole)
+    return StepTotals(count, tokens, lengths, torch.tensor(kl), torch.zeros(()), whole)
 
 
-def ours(losses: list[Loss], tokens: Tensor, reference: Tensor, **more: Any) -> Tensor:
+def ours(losses: list[PreferenceLoss], tokens: Tensor, reference: Tensor, **more: Any) -> Tensor:
     answers = answered(tokens, reference, **more)
     return sum((loss.mean(answers, step(answers)) for loss in losses), torch.zeros(()))
 
@@ -156,9 +156,9 @@ def free(kind: str, made: Tensor, **changes: Any) -> Tensor:
     return cls.get_batch_loss_metrics(told, lambda *_, **__: SimpleNamespace(logits=made), asked)[0]
 
 
-def likely(made: Tensor) -> Answers:
+def likely(made: Tensor) -> SequenceLogps:
     """What is known of answers from logits, whole rows included."""
     each = made[:, :-1].log_softmax(-1).gather(2, ids()[:, 1:, None]).squeeze(2)
     found = answered(each, torch.zeros_like(each))
     lengths = torch.full((2 * PAIRS,), float(LENGTH - 1))
-    return Answers(**{**vars(found), "texts": interleaved(each.sum(1)), "lengths": lengths})
+    return SequenceLogps(**{**vars(found), "texts": interleaved(each.sum(1)), "lengths": lengths})

@@ -25,51 +25,51 @@ from tests.losses.judged import (
     trainer,
 )
 from tunekit.config.choices import kind_name
-from tunekit.losses.comparison import Loss
-from tunekit.losses.likely import CPO, ORPO, SFT, AlphaPO, SimPO, log_odds
-from tunekit.losses.marks import BCO, KTO, APO_Zero_Unpaired
-from tunekit.losses.pairs import (
+from tunekit.losses.dpo import (
     AOT,
     DPO,
     IPO,
-    Alpha_Divergence,
-    AOT_Unpaired,
-    APO_Down,
-    APO_Zero,
-    BCO_Pair,
+    AlphaDivergence,
+    AOTUnpaired,
+    APODown,
+    APOZero,
+    BCOPair,
     DiscoPOP,
-    EXO_Pair,
-    Forward_KL,
+    EXOPair,
+    ForwardKLDivergence,
     Hinge,
-    JS_Divergence,
-    NCA_Pair,
+    JSDivergence,
+    NCAPair,
     Robust,
     Sigmoid,
-    Sigmoid_Norm,
-    SPPO_Hard,
+    SigmoidNorm,
+    SPPOHard,
 )
+from tunekit.losses.preference_base import PreferenceLoss
+from tunekit.losses.reference_free import CPO, ORPO, AlphaPO, SFTTerm, SimPO, log_odds
+from tunekit.losses.unpaired import BCO, KTO, APOZeroUnpaired
 
 DIVERGENCES = {
-    "forward_kl": (Forward_KL(), {}),
-    "js_divergence": (JS_Divergence(), {}),
-    "alpha_divergence": (Alpha_Divergence(0.3), {"f_alpha_divergence_coef": 0.3}),
+    "forward_kl": (ForwardKLDivergence(), {}),
+    "js_divergence": (JSDivergence(), {}),
+    "alpha_divergence": (AlphaDivergence(0.3), {"f_alpha_divergence_coef": 0.3}),
 }
-PAIRED: dict[str, tuple[Loss, dict[str, Any]]] = {
+PAIRED: dict[str, tuple[PreferenceLoss, dict[str, Any]]] = {
     "sigmoid": (Sigmoid(), {}),
     "hinge": (Hinge(beta=0.4), {}),
     "ipo": (IPO(beta=0.3), {}),
-    "exo_pair": (EXO_Pair(smoothing=0.05), {"label_smoothing": 0.05}),
-    "nca_pair": (NCA_Pair(), {}),
+    "exo_pair": (EXOPair(smoothing=0.05), {"label_smoothing": 0.05}),
+    "nca_pair": (NCAPair(), {}),
     "robust": (Robust(smoothing=0.2), {"label_smoothing": 0.2}),
-    "bco_pair": (BCO_Pair(), {}),
-    "sppo_hard": (SPPO_Hard(), {}),
+    "bco_pair": (BCOPair(), {}),
+    "sppo_hard": (SPPOHard(), {}),
     "aot": (AOT(smoothing=0.1), {"label_smoothing": 0.1}),
-    "aot_unpaired": (AOT_Unpaired(beta=0.3), {}),
-    "apo_zero": (APO_Zero(), {}),
-    "apo_down": (APO_Down(), {}),
+    "aot_unpaired": (AOTUnpaired(beta=0.3), {}),
+    "apo_zero": (APOZero(), {}),
+    "apo_down": (APODown(), {}),
     "discopop": (DiscoPOP(tau=0.2), {"args": SimpleNamespace(discopop_tau=0.2)}),
-    "sft": (SFT(), {}),
-    "sigmoid_norm": (Sigmoid_Norm(beta=2.0), {}),
+    "sft": (SFTTerm(), {}),
+    "sigmoid_norm": (SigmoidNorm(beta=2.0), {}),
 }
 
 
@@ -81,7 +81,7 @@ def same(found: Tensor, wanted: Tensor, of: Tensor) -> None:
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
 
 
-def told(loss: Loss) -> dict[str, Any]:
+def told(loss: PreferenceLoss) -> dict[str, Any]:
     return {"beta": vars(loss)["beta"]} if "beta" in vars(loss) else {}
 
 
@@ -109,7 +109,7 @@ def test_divergences(kind: str, divergence: str) -> None:
 
 def test_terms_are_weighted() -> None:
     """The mix of MPO."""
-    losses = [Sigmoid(weight=0.8), BCO_Pair(weight=0.2), SFT(weight=0.5)]
+    losses = [Sigmoid(weight=0.8), BCOPair(weight=0.2), SFTTerm(weight=0.5)]
     tokens, reference = logps(5), logps(6)
     kinds = [kind_name(type(loss)) for loss in losses]
     wanted = dpo(tokens, reference, loss_types=kinds, loss_weights=[0.8, 0.2, 0.5])
@@ -119,7 +119,7 @@ def test_terms_are_weighted() -> None:
 @pytest.mark.parametrize("loss", [
     KTO(good=0.7, bad=1.3),
     KTO(beta=0.5),
-    APO_Zero_Unpaired(good=1.2),
+    APOZeroUnpaired(good=1.2),
 ], ids=["weighted", "kto", "apo_zero_unpaired"])  # fmt: skip
 @pytest.mark.parametrize("off", [0.4, -0.4])
 def test_marks(loss: KTO, off: float) -> None:
@@ -149,7 +149,7 @@ def test_bco_around_zero_is_that_of_pairs() -> None:
     (AlphaPO(alpha=0.0, gamma=0.5), "cpo", {"cpo_alpha": 0, "loss_type": "simpo"}),
     (ORPO(beta=0.2), "orpo", {}),
 ], ids=["cpo", "conservative", "simpo", "alphapo", "alphapo0", "orpo"])  # fmt: skip
-def test_without_a_reference(loss: Loss, kind: str, changes: dict[str, Any]) -> None:
+def test_without_a_reference(loss: PreferenceLoss, kind: str, changes: dict[str, Any]) -> None:
     made = logits()
     wanted = free(kind, made, **told(loss), **changes)
     answers = likely(made)
@@ -176,7 +176,7 @@ def test_odds_of_very_likely_and_very_unlikely_tokens() -> None:
 
 @pytest.mark.parametrize("loss", [ORPO(), DiscoPOP()], ids=["orpo", "discopop"])
 @pytest.mark.parametrize("far", [0.0, -3000.0], ids=["certain", "hopeless"])
-def test_what_is_certain_or_hopeless_has_a_gradient(loss: Loss, far: float) -> None:
+def test_what_is_certain_or_hopeless_has_a_gradient(loss: PreferenceLoss, far: float) -> None:
     """Where exponents and odds have no room, numbers stay numbers."""
     tokens, reference = logps(9), logps(10).detach()
     sums = answered(tokens, reference)

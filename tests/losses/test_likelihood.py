@@ -9,19 +9,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.checkpoints import error, made, ours, tokens
-from tunekit.data.rows import Text
-from tunekit.data.steps.batch import IGNORE, Batch
-from tunekit.data.steps.loader import load
+from tunekit.data.dataloader.batch import IGNORE, Batch
+from tunekit.data.dataloader.build import build_dataloader
+from tunekit.data.datasets import TextDataset
 from tunekit.data.tokenizer import Tokenizer
+from tunekit.distributed.context import DistributedContext
 from tunekit.errors import FieldError
 from tunekit.kernels import cross_entropy
 from tunekit.kernels.sequence_layout import SequenceLayout
-from tunekit.losses import likelihood
-from tunekit.losses.likelihood import CrossEntropy
-from tunekit.memory import Memory
+from tunekit.losses import cross_entropy as likelihood
+from tunekit.losses.cross_entropy import CrossEntropy
+from tunekit.memory.config import MemoryConfig
 from tunekit.models.decoder import Decoder
 from tunekit.models.spec import MLP
-from tunekit.parallel.run import Run
 
 LENGTHS = (2, 31, 3, 17, 9, 24, 5, 12)
 
@@ -52,8 +52,8 @@ def apart(found: Tensor, wanted: Tensor) -> float:
 
 
 def batches(folder: Path, source: str, micro_batch: int, **options: object) -> list[Batch]:
-    rows = Text(source, **options)
-    loader = load(rows, Tokenizer.open(folder), len(LENGTHS), micro_batch, Run(0, "cpu"))
+    rows = TextDataset(source, **options)
+    loader = build_dataloader(rows, Tokenizer.open(folder), len(LENGTHS), micro_batch, DistributedContext(0, "cpu"))
     assert loader.steps(1) == 1
     return loader[0]
 
@@ -116,7 +116,7 @@ def test_recompute_changes_no_bit(name: str, tmp_path: Path) -> None:
     folder, source = made(tmp_path / "model", name), texts(tmp_path)
     for options in ({}, {"pack": True, "length": 40}):
         parts = batches(folder, source, 4, **options)
-        plain, saved = (step(ours(folder, memory=Memory(recompute=on)), parts) for on in (False, True))
+        plain, saved = (step(ours(folder, memory=MemoryConfig(recompute=on)), parts) for on in (False, True))
         assert plain[0] == saved[0]
         assert all(map(torch.equal, plain[1], saved[1]))
 
@@ -135,15 +135,15 @@ def test_validation_is_the_mean_over_learnt_tokens_and_takes_no_gradient(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, source = made(tmp_path / "model", "llama3.2"), texts(tmp_path)
-    model, run, asked = ours(folder), Run(0, "cpu"), []
+    model, run, asked = ours(folder), DistributedContext(0, "cpu"), []
 
     def watched(logits: Tensor, targets: Tensor, weights: Tensor | None, terms: list[float], gradient: bool) -> Tensor:
         asked.append(gradient)
         return cross_entropy.token_losses_reference(logits, targets, weights, terms, gradient)
 
     monkeypatch.setattr(cross_entropy, "token_losses", watched)
-    rows = load(Text(source), Tokenizer.open(folder), len(LENGTHS), 2, run)
-    found = likelihood.mean(CrossEntropy(), model, rows, run)
+    rows = build_dataloader(TextDataset(source), Tokenizer.open(folder), len(LENGTHS), 2, run)
+    found = likelihood.eval_loss(CrossEntropy(), model, rows, run)
     parts = rows[0]
     logits = [model(part.tokens, part.positions).flatten(0, 1) for part in parts]
     targets = torch.cat([part.targets.flatten() for part in parts])

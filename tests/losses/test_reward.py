@@ -13,34 +13,34 @@ from torch.distributed.tensor import DTensor
 
 from tests.checkpoints import FP32, FULL, PLAINLY, error, made
 from tests.parallel.ranks import on
-from tunekit import assemble
-from tunekit.checkpoint import write
-from tunekit.checkpoint.folder import Folder
-from tunekit.checkpoint.score import scoring
-from tunekit.data.labels import Labelled
-from tunekit.data.prepared.documents import Document, Documents
-from tunekit.data.rows import Preference, Text
-from tunekit.data.signs import Sign
-from tunekit.data.steps.batch import Batch, Layout, blank
-from tunekit.data.steps.mix import Mixed
+from tunekit import build
+from tunekit.checkpoint import save_model
+from tunekit.checkpoint.classification_head import with_score_head
+from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
+from tunekit.data.dataloader.batch import Batch, Collator, empty_batch
+from tunekit.data.dataloader.mixture import MixtureBase
+from tunekit.data.datasets import PreferenceDataset, TextDataset
+from tunekit.data.doc_flags import DocFlags
+from tunekit.data.preprocess.tokenized_dataset import Document, TokenizedDataset
+from tunekit.data.reward_datasets import LabeledDataset
+from tunekit.distributed.context import DistributedContext
+from tunekit.distributed.parallel_dims import ParallelConfig
 from tunekit.errors import UserError
-from tunekit.formats import Plain
-from tunekit.losses.reward import BradleyTerry, Classification, Process, Regression, Scoring, scores
+from tunekit.losses.reward import BradleyTerry, Classification, ProcessReward, Regression, RewardLoss, scores
 from tunekit.models.decoder import Decoder
-from tunekit.parallel.choice import Parallel
-from tunekit.parallel.run import Run
+from tunekit.quantization.config import NoQuantization
 
 PAD = 1
 LENGTHS = (9, 14, 5, 21, 1, 13)  # the last one has padding of its own at its end
-LOSSES: dict[str, Scoring] = {
+LOSSES: dict[str, RewardLoss] = {
     "pairs": BradleyTerry(center=0.1),
     "classes": Classification(3),
     "values": Regression(),
-    "steps": Process(3),
+    "steps": ProcessReward(3),
 }
 
 
-def documents(steps: bool) -> Documents:
+def documents(steps: bool) -> TokenizedDataset:
     """Documents with labels, or with steps that end at every fourth token."""
     random, found = np.random.default_rng(0), []
     for number, length in enumerate(LENGTHS):
@@ -48,27 +48,27 @@ def documents(steps: bool) -> Documents:
         tokens[-2:] = [PAD, PAD] if number == len(LENGTHS) - 1 and not steps else tokens[-2:]
         learnt = np.arange(length) % 4 == 3 if steps else np.ones(length, bool)
         values = np.arange(learnt.sum()) % 3 if steps else np.array([number % 3])
-        signs = Sign.STEPS if steps else Sign(0)
+        signs = DocFlags.STEPS if steps else DocFlags(0)
         found.append(Document(tokens, learnt, length, signs, values.astype(np.float32)))
-    return Documents(found)
+    return TokenizedDataset(found)
 
 
 def batches(
-    loss: Scoring, capacity: int | None = None, micro_batch: int = 3, rank: int = 0, size: int = 1
+    loss: RewardLoss, capacity: int | None = None, micro_batch: int = 3, rank: int = 0, size: int = 1
 ) -> list[Batch]:
     each = 2 if isinstance(loss, BradleyTerry) else 1
     rows = [np.arange(at, at + each) for at in range(0, len(LENGTHS), each)]
     rows = [np.concatenate(rows[:2]), np.concatenate(rows[2:])] if capacity else rows
-    layout = Layout(len(rows), micro_batch, rank, size, PAD, capacity, each, owned=True)
-    return layout.batches(documents(isinstance(loss, Process)), rows)
+    layout = Collator(len(rows), micro_batch, rank, size, PAD, capacity, each, owned=True)
+    return layout.batches(documents(isinstance(loss, ProcessReward)), rows)
 
 
-def model(folder: Path, loss: Scoring) -> tuple[Folder, Decoder]:
-    source = scoring(Folder.open(folder), loss.score(PAD))
-    return source, assemble.model(source, Plain(), FULL, FP32, PLAINLY, Run(0, "cpu"))
+def model(folder: Path, loss: RewardLoss) -> tuple[HFCheckpoint, Decoder]:
+    source = with_score_head(HFCheckpoint.open(folder), loss.score(PAD))
+    return source, build.build_model(source, NoQuantization(), FULL, FP32, PLAINLY, DistributedContext(0, "cpu"))
 
 
-def whole(loss: Scoring, net: Decoder, parts: list[Batch]) -> tuple[Tensor, dict[str, Tensor]]:
+def whole(loss: RewardLoss, net: Decoder, parts: list[Batch]) -> tuple[Tensor, dict[str, Tensor]]:
     """A loss and all gradients."""
     net.zero_grad()
     total = torch.zeros(())
@@ -84,7 +84,7 @@ def test_loss_and_gradients_are_those_of_transformers(kind: str, tmp_path: Path)
     loss = LOSSES[kind]
     source, net = model(made(tmp_path / "base", "llama3.2"), loss)
     (tmp_path / "ours").mkdir()
-    write.write(tmp_path / "ours", net, source, quiet=True)
+    save_model.save_model(tmp_path / "ours", net, source, quiet=True)
     token = transformers.AutoModelForTokenClassification
     auto: Any = token if kind == "steps" else transformers.AutoModelForSequenceClassification
     other = auto.from_pretrained(tmp_path / "ours", dtype=torch.float32).eval()
@@ -122,8 +122,8 @@ def test_it_is_the_same_wherever_documents_lie(kind: str, tmp_path: Path) -> Non
     wanted, gradients = whole(loss, net, batches(loss, micro_batch=6))
     units = sum(loss.units(part, net.spec.outputs) for part in batches(loss))
     for parts in (batches(loss, micro_batch=1), batches(loss, capacity=64), batches(loss, capacity=64, micro_batch=1)):
-        total, found = whole(loss, net, [*parts, blank(parts[0])])
-        assert sum(loss.units(part, net.spec.outputs) for part in [*parts, blank(parts[0])]) == units
+        total, found = whole(loss, net, [*parts, empty_batch(parts[0])])
+        assert sum(loss.units(part, net.spec.outputs) for part in [*parts, empty_batch(parts[0])]) == units
         assert total.item() == pytest.approx(wanted.item(), rel=1e-5)
         assert all(error(found[name], gradients[name]) < 1e-5 for name in gradients)
 
@@ -147,10 +147,10 @@ def shared(folder: Path) -> list[tuple[float, dict[str, Tensor]]]:
     """What ranks that share rows make of them."""
     torch.set_num_threads(1)
     found = []
-    with Run(0, "cpu", Parallel(context=2)) as run:
+    with DistributedContext(0, "cpu", ParallelConfig(context=2)) as run:
         for loss in LOSSES.values():
-            source = scoring(Folder.open(folder), loss.score(PAD))
-            net = assemble.model(source, Plain(), FULL, FP32, PLAINLY, run)
+            source = with_score_head(HFCheckpoint.open(folder), loss.score(PAD))
+            net = build.build_model(source, NoQuantization(), FULL, FP32, PLAINLY, run)
             total, gradients = whole(loss, net, batches(loss, capacity=64))
             found.append((total.item(), {name: run.averaged * full(grad) for name, grad in gradients.items()}))
     return found
@@ -176,7 +176,7 @@ def test_labels_that_cannot_be(tmp_path: Path) -> None:
 
 
 def test_rows_of_another_kind_are_told_with_their_source_and_a_cure() -> None:
-    pairs, labels = Mixed.of(Preference("pairs.jsonl")), Mixed.of(Labelled("texts.jsonl"))
+    pairs, labels = MixtureBase.of(PreferenceDataset("pairs.jsonl")), MixtureBase.of(LabeledDataset("texts.jsonl"))
     Regression().check(labels, "data")
     with pytest.raises(UserError) as caught:
         Classification().check(pairs, "data")
@@ -185,9 +185,9 @@ def test_rows_of_another_kind_are_told_with_their_source_and_a_cure() -> None:
         "take loss=bradleyterry, or other rows by data.source and data.kind=labelled"
     )
     with pytest.raises(UserError, match=r"\(texts.jsonl\): take loss=classification or regression, or other rows by"):
-        Process().check(labels, "data")
+        ProcessReward().check(labels, "data")
     with pytest.raises(UserError) as caught:
-        Process().check(labels, "validation")
+        ProcessReward().check(labels, "validation")
     assert str(caught.value) == (
         "validation: these are labelled rows, and `loss: process` learns from stepped rows (texts.jsonl): leave them "
         "out by validation=null, or take other rows by validation.source and validation.kind=stepped"
@@ -196,5 +196,5 @@ def test_rows_of_another_kind_are_told_with_their_source_and_a_cure() -> None:
 
 def test_rows_that_no_loss_learns_from_have_no_loss_as_a_cure() -> None:
     with pytest.raises(UserError) as caught:
-        Regression().check(Mixed.of(Text("prose.txt")), "data")
+        Regression().check(MixtureBase.of(TextDataset("prose.txt")), "data")
     assert str(caught.value).endswith("(prose.txt): take other rows by data.source and data.kind=labelled")

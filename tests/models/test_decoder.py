@@ -10,16 +10,16 @@ import transformers
 
 from tests.checkpoints import SHAPES, auto, batch, build, error, made, ours, save, theirs, tokens
 from tests.shapes_dense import DENSE
-from tunekit.checkpoint.folder import Folder
-from tunekit.checkpoint.write import dense
-from tunekit.data.steps.batch import IGNORE
+from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
+from tunekit.checkpoint.save_model import full_weight
+from tunekit.data.dataloader.batch import IGNORE
 from tunekit.kernels.sequence_layout import SequenceLayout
-from tunekit.losses.likelihood import CrossEntropy
-from tunekit.memory import Memory
+from tunekit.losses.cross_entropy import CrossEntropy
+from tunekit.memory.config import MemoryConfig
 from tunekit.models.decoder import Decoder
-from tunekit.models.init import randomize
 from tunekit.models.norm import RMSNorm
-from tunekit.precision import Precision
+from tunekit.models.precision import PrecisionConfig
+from tunekit.models.weight_init import init_weights
 
 BOUNDS = [0, 7, 8, 29, 34, 46, 54]  # documents that end with rows of 18 tokens, and such that go over their ends
 
@@ -43,7 +43,7 @@ def test_packed_documents_are_what_each_is_alone(name: str, tmp_path: Path) -> N
         for a, b in zip(BOUNDS, BOUNDS[1:], strict=False):
             assert error(packed[a:b], model(rows.view(1, -1)[:, a:b])[0]) < 1e-5
     wanted = gradients(model, rows, *packing)
-    Memory(recompute=True).apply(model)
+    MemoryConfig(recompute=True).apply(model)
     assert all(map(torch.equal, wanted, gradients(model, rows, *packing)))
 
 
@@ -53,14 +53,14 @@ def test_fresh_weights_are_those_of_transformers_in_kind(name: str, tmp_path: Pa
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(**SHAPES[name])
     other = auto(SHAPES[name]).from_config(config)
-    source = Folder.open(save(other, tmp_path))
+    source = HFCheckpoint.open(save(other, tmp_path))
     model = ours(tmp_path)
     for p in model.parameters():
         p.data.fill_(math.nan)
-    randomize(model, seed=1)
+    init_weights(model, seed=1)
     with source.reader() as wanted:
         for move in source.moves:
-            parts = [dense(model, part) for part in move.ours]
+            parts = [full_weight(model, part) for part in move.ours]
             for hub, found in zip(move.hub, move.op.save(parts), strict=True):
                 drawn = wanted[hub]
                 if drawn.std() == 0 or drawn.numel() == 1:
@@ -76,7 +76,7 @@ def test_fresh_weights_are_those_of_transformers_in_kind(name: str, tmp_path: Pa
 def test_norms_in_bf16_are_those_of_transformers_to_the_bit(name: str, tmp_path: Path) -> None:
     """Whether the weight multiplies before or behind the rounding differs from family to family."""
     folder = made(tmp_path, name)
-    source, model, other = Folder.open(folder), ours(folder).bfloat16(), theirs(folder).bfloat16()
+    source, model, other = HFCheckpoint.open(folder), ours(folder).bfloat16(), theirs(folder).bfloat16()
     names = {move.ours[0]: move.hub[0] for move in source.moves}
     for name, norm in model.named_modules():
         if not isinstance(norm, RMSNorm) or not norm.spec.weight or "linear_attn.norm" in names[f"{name}.weight"]:
@@ -92,7 +92,7 @@ def test_in_bf16_logits_are_as_near_to_those_of_fp32_as_those_of_transformers(na
     folder = save(build(SHAPES[name]).bfloat16(), tmp_path)
     rows, wanted = tokens(), theirs(folder)(tokens()).logits
     other = auto(SHAPES[name]).from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="eager").eval()
-    mine = ours(folder, precision=Precision("bf16", "bf16", "bf16")).eval()
+    mine = ours(folder, precision=PrecisionConfig("bf16", "bf16", "bf16")).eval()
     away = [(found.float() - wanted).square().mean().sqrt().item() for found in (mine(rows), other(rows).logits)]
     assert 0 < away[0] < 1.2 * away[1]
 

@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 
 from tests.checkpoints import FULL, build, error, ours, save, theirs, tokens, train
 from tests.shapes_dense import GEMMA2, LLAMA, MISTRAL, PHI, QWEN2, QWEN3, YARN
-from tunekit.checkpoint import write
-from tunekit.checkpoint.folder import Folder
+from tunekit.checkpoint import save_model
+from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
 from tunekit.kernels.sequence_layout import SequenceLayout
 
 Shape = dict[str, Any]
@@ -81,7 +81,7 @@ def test_a_size_that_no_builder_knew_is_trained_and_written(defect: str, tmp_pat
     model = ours(source)
     train(model, FULL, steps=1)
     (tmp_path / "out").mkdir()
-    write.write(tmp_path / "out", model, Folder.open(source), quiet=True)
+    save_model.save_model(tmp_path / "out", model, HFCheckpoint.open(source), quiet=True)
     files = [load_file(folder / "model.safetensors") for folder in (source, tmp_path / "out")]
     assert files[0].keys() == files[1].keys()
     with torch.no_grad():

@@ -11,19 +11,19 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from tests.checkpoints import FP32, FULL, PLAINLY, SHAPES, error, made, ours, save, tokens
-from tunekit import assemble
-from tunekit.checkpoint import write
-from tunekit.checkpoint.folder import Folder
+from tunekit import build
+from tunekit.checkpoint import save_model
+from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
+from tunekit.distributed.context import DistributedContext
 from tunekit.errors import UserError
-from tunekit.formats import Plain
 from tunekit.kernels.sequence_layout import SequenceLayout
-from tunekit.memory import Memory
+from tunekit.memory.config import MemoryConfig
 from tunekit.models.decoder import Decoder
-from tunekit.models.delta import GatedDeltaNet, State
-from tunekit.models.families.registry import family
-from tunekit.models.place import Place
+from tunekit.models.families.registry import find_family
+from tunekit.models.forward_context import ForwardContext
+from tunekit.models.gated_delta_net import DeltaState, GatedDeltaNet
 from tunekit.models.spec import DeltaNet
-from tunekit.parallel.run import Run
+from tunekit.quantization.config import NoQuantization
 
 Layout = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 NET = ("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim")
@@ -68,10 +68,10 @@ def test_padding_leaves_no_trace(name: str, tmp_path: Path) -> None:
     rows = [tokens(1, length, seed=length)[0] for length in lengths]
 
     @torch.no_grad()
-    def kept(batch: Tensor, lengths: list[int]) -> list[State]:
+    def kept(batch: Tensor, lengths: list[int]) -> list[DeltaState]:
         cache = model.cache(len(batch), 30)
         model(batch, cache=cache, lengths=torch.tensor(lengths))
-        return [layer for layer in cache.layers if isinstance(layer, State)]
+        return [layer for layer in cache.layers if isinstance(layer, DeltaState)]
 
     together = kept(pad_sequence(rows, batch_first=True, padding_value=3), lengths)
     assert len(together) == len(nets(model)) > 0
@@ -85,7 +85,7 @@ def test_padding_leaves_no_trace(name: str, tmp_path: Path) -> None:
 def test_layers_run_again_have_the_same_gradients(name: str, tmp_path: Path) -> None:
     folder, rows = made(tmp_path, name), tokens(2, 70)
     layout = SequenceLayout(torch.tensor([0, 33, 70, 140], dtype=torch.int32))
-    plain, again = ours(folder), ours(folder, memory=Memory(recompute=True))
+    plain, again = ours(folder), ours(folder, memory=MemoryConfig(recompute=True))
     weight = torch.randn(2, 70, 67)
     found, wanted = (gradients(m, (m(rows, layout=layout) * weight).sum()) for m in (again, plain))
     assert found.keys() == wanted.keys()
@@ -96,7 +96,7 @@ def test_layers_run_again_have_the_same_gradients(name: str, tmp_path: Path) -> 
 def test_compiled_layers(tmp_path: Path) -> None:
     """The rule itself is not compiled; rows of several lengths go through one model."""
     folder = made(tmp_path, "qwen3.5")
-    plain, compiled = ours(folder), ours(folder, memory=Memory(compile=True))
+    plain, compiled = ours(folder), ours(folder, memory=MemoryConfig(compile=True))
     for length in (20, 140):
         rows = tokens(2, length)
         weight = torch.randn(2, length, 67)
@@ -115,7 +115,7 @@ def test_what_is_kept_for_gradients() -> None:
 
     x = torch.randn(1, 256, 16, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        net(x, Place(torch.arange(256)[None], None, None, ()))
+        net(x, ForwardContext(torch.arange(256)[None], None, None, ()))
     projections = 4 * 256 * (net.in_proj_qkv.out_features + net.in_proj_z.out_features)
     assert sum(kept.values()) < 4 * projections
 
@@ -128,10 +128,10 @@ def test_fresh_weights_are_those_of_transformers(name: str, tmp_path: Path) -> N
     save(transformers.AutoModelForCausalLM.from_config(config), tmp_path / "theirs")
     wanted = load_file(tmp_path / "theirs" / "model.safetensors")
     (tmp_path / "theirs" / "model.safetensors").unlink()
-    source = Folder.open(tmp_path / "theirs")
+    source = HFCheckpoint.open(tmp_path / "theirs")
     (tmp_path / "ours").mkdir()
-    model = assemble.model(source, Plain(), FULL, FP32, PLAINLY, Run(0, "cpu"), fresh=True)
-    write.write(tmp_path / "ours", model, source, quiet=True)
+    model = build.build_model(source, NoQuantization(), FULL, FP32, PLAINLY, DistributedContext(0, "cpu"), fresh=True)
+    save_model.save_model(tmp_path / "ours", model, source, quiet=True)
     found = load_file(tmp_path / "ours" / "model.safetensors")
     assert found.keys() == wanted.keys()
     for key, tensor in found.items():
@@ -191,7 +191,7 @@ def same_in_another(folder: Path, layout: Layout, path: Path) -> None:
         model = ours(change(folder, tensors))
         assert torch.equal(model(rows), wanted)
     (path / "written").mkdir()
-    write.write(path / "written", model, Folder.open(folder), quiet=True)
+    save_model.save_model(path / "written", model, HFCheckpoint.open(folder), quiet=True)
     found = load_file(path / "written" / "model.safetensors")
     assert found.keys() == tensors.keys()
     assert all(t.dtype == found[name].dtype and torch.equal(t, found[name]) for name, t in tensors.items())
@@ -202,7 +202,7 @@ def test_what_config_leaves_out_is_what_transformers_takes(name: str, key: str) 
     sizes = {"num_attention_heads": 16, "linear_num_value_heads": 48, "num_experts": 16}
     shape = {k: value for k, value in (SHAPES[name] | sizes).items() if k != key}
     whole = transformers.AutoConfig.for_model(**shape).to_dict()
-    assert family(shape, "config.json")[1] == family(whole, "config.json")[1]
+    assert find_family(shape, "config.json")[1] == find_family(whole, "config.json")[1]
 
 
 @pytest.mark.parametrize(("change", "error"), [
@@ -213,4 +213,4 @@ def test_what_config_leaves_out_is_what_transformers_takes(name: str, key: str) 
 ])  # fmt: skip
 def test_what_no_model_can_be(change: dict, error: str) -> None:
     with pytest.raises(UserError, match=error):
-        family(SHAPES["qwen3.5"] | change, "config.json")
+        find_family(SHAPES["qwen3.5"] | change, "config.json")

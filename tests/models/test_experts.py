@@ -9,19 +9,19 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.checkpoints import SHAPES, build, error, made, ours, rewrite, save, theirs, tokens
-from tunekit.adapters import Frozen
+from tunekit.adapters.config import FrozenModel
 from tunekit.checkpoint import atomic
-from tunekit.checkpoint.folder import WEIGHTS, Folder
-from tunekit.checkpoint.write import write
+from tunekit.checkpoint.hf_checkpoint import WEIGHTS, HFCheckpoint
+from tunekit.checkpoint.save_model import save_model
 from tunekit.errors import UserError
-from tunekit.kernels.glu import gated
+from tunekit.kernels.glu import gated_activation
 from tunekit.kernels.sequence_layout import SequenceLayout
-from tunekit.memory import Memory
+from tunekit.memory.config import MemoryConfig
 from tunekit.models.decoder import Decoder
-from tunekit.models.experts import MixtureOfExperts, Router
-from tunekit.models.init import randomize
+from tunekit.models.moe import MixtureOfExperts, Router
+from tunekit.models.precision import PrecisionConfig
 from tunekit.models.spec import MoE
-from tunekit.precision import Precision
+from tunekit.models.weight_init import init_weights
 
 DIM = 16
 PLAIN = MoE(8, 3, 16, normalize=False)
@@ -56,11 +56,11 @@ def by_definition(layer: MixtureOfExperts, x: Tensor) -> Tensor:
             parts = layer.experts.gate_proj, layer.experts.up_proj, layer.experts.down_proj
             w = [part.weight[expert].double() for part in parts]
             b = [torch.zeros(()) if part.bias is None else part.bias[expert].double() for part in parts]
-            made = w[2] @ gated(spec.act, w[0] @ inner + b[0], w[1] @ inner + b[1]) + b[2]
+            made = w[2] @ gated_activation(spec.act, w[0] @ inner + b[0], w[1] @ inner + b[1]) + b[2]
             y += made if spec.weigh_input else weight * made
         if layer.shared is not None:
             s = layer.shared
-            shared = s.down_proj.weight.double() @ gated(
+            shared = s.down_proj.weight.double() @ gated_activation(
                 spec.act, s.gate_proj.weight.double() @ row, s.up_proj.weight.double() @ row
             )
             gate = layer.shared_gate
@@ -125,7 +125,7 @@ def differentiable(layer: MixtureOfExperts, x: Tensor) -> Tensor:
         inner = rows * share[:, None] if spec.weigh_input else rows
         parts = layer.experts.gate_proj, layer.experts.up_proj, layer.experts.down_proj
         (gw, gb), (uw, ub), (dw, db) = ((p.weight[expert], None if p.bias is None else p.bias[expert]) for p in parts)
-        made = F.linear(gated(spec.act, F.linear(inner, gw, gb), F.linear(inner, uw, ub)), dw, db)
+        made = F.linear(gated_activation(spec.act, F.linear(inner, gw, gb), F.linear(inner, uw, ub)), dw, db)
         y = y + (made if spec.weigh_input else made * share[:, None])
     if layer.shared is not None:
         shared = layer.shared(rows)
@@ -203,7 +203,7 @@ def test_layers_that_are_computed_twice_have_the_same_gradients(name: str, tmp_p
     folder = made(tmp_path, name)
     grads = []
     for recompute in (False, True):
-        model = ours(folder, memory=Memory(recompute=recompute))
+        model = ours(folder, memory=MemoryConfig(recompute=recompute))
         model(tokens(), read=lambda hidden, head: head(hidden)).float().square().mean().backward()
         grads.append({name: p.grad for name, p in model.named_parameters() if p.requires_grad})
     assert all(torch.equal(grads[1][name], grad) for name, grad in grads[0].items())
@@ -211,7 +211,7 @@ def test_layers_that_are_computed_twice_have_the_same_gradients(name: str, tmp_p
 
 @pytest.mark.parametrize("name", MIXED)
 def test_packed_documents_are_as_alone(name: str, tmp_path: Path) -> None:
-    model, lengths = ours(made(tmp_path, name), Frozen()), [17, 4, 25]
+    model, lengths = ours(made(tmp_path, name), FrozenModel()), [17, 4, 25]
     row = tokens(1, sum(lengths))
     positions = torch.cat([torch.arange(n) for n in lengths])[None]
     offsets = torch.tensor([0, *lengths]).cumsum(0)
@@ -228,27 +228,27 @@ def test_stacked_files_are_read_and_written_back_as_they_were(name: str, tmp_pat
     model = build(SHAPES[name])
     single, stacked = save(model, tmp_path / "a"), save(model, tmp_path / "b", save_original_format=False)
     assert load_file(stacked / WEIGHTS).keys() != load_file(single / WEIGHTS).keys()
-    mine = ours(stacked, Frozen())
-    assert torch.equal(mine(tokens()), ours(single, Frozen())(tokens()))
+    mine = ours(stacked, FrozenModel())
+    assert torch.equal(mine(tokens()), ours(single, FrozenModel())(tokens()))
     assert (written(tmp_path / "out", mine, stacked) / WEIGHTS).read_bytes() == (stacked / WEIGHTS).read_bytes()
 
 
 def written(out: Path, model: Decoder, source: Path) -> Path:
-    with atomic.whole(out) as folder:
-        write(folder, model, Folder.open(source), quiet=True)
+    with atomic.AtomicDir(out) as folder:
+        save_model(folder, model, HFCheckpoint.open(source), quiet=True)
     return out
 
 
 @pytest.mark.parametrize("name", ["deepseek-v3", "glm4-moe"])
 def test_layers_that_predict_further_tokens_are_kept(name: str, tmp_path: Path) -> None:
     source = made(tmp_path / "source", name)
-    logits = ours(source, Frozen())(tokens())
+    logits = ours(source, FrozenModel())(tokens())
     held = load_file(source / WEIGHTS)
     last = SHAPES[name]["num_hidden_layers"]
     more = {k.replace("layers.2.", f"layers.{last}."): v + 1 for k, v in held.items() if ".layers.2." in k}
     more |= {f"model.layers.{last}.{part}.weight": torch.randn(3) for part in ("eh_proj", "enorm", "shared_head.norm")}
     save_file(held | more, source / WEIGHTS, metadata={"format": "pt"})
-    model = ours(source, Frozen())
+    model = ours(source, FrozenModel())
     assert torch.equal(model(tokens()), logits)
     assert (written(tmp_path / "out", model, source) / WEIGHTS).read_bytes() == (source / WEIGHTS).read_bytes()
 
@@ -262,16 +262,16 @@ def test_keys_of_layers_that_take_those_of_others_are_kept(tmp_path: Path) -> No
         for leaf in ("k_proj.weight", "k_norm.weight")
     }
     save_file(held | more, source / WEIGHTS, metadata={"format": "pt"})
-    model = ours(source, Frozen())
+    model = ours(source, FrozenModel())
     assert error(model(tokens()), theirs(source)(tokens()).logits) < 1e-5
     assert (written(tmp_path / "out", model, source) / WEIGHTS).read_bytes() == (source / WEIGHTS).read_bytes()
 
 
 def test_kimi_k2_is_deepseek_v3_by_another_name(tmp_path: Path) -> None:
     folder = made(tmp_path, "deepseek-v3")
-    spec = Folder.open(folder).spec
+    spec = HFCheckpoint.open(folder).spec
     rewrite(folder, lambda c: c | {"model_type": "kimi_k2"})
-    assert Folder.open(folder).spec == spec
+    assert HFCheckpoint.open(folder).spec == spec
 
 
 MXFP4 = SHAPES["gpt-oss"] | {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
@@ -288,7 +288,10 @@ def test_gpt_oss_from_mxfp4_files_is_what_transformers_makes_of_them(tmp_path: P
     save_file(held, folder / WEIGHTS, metadata={"format": "pt"})
     rewrite(folder, lambda c: c | {"quantization_config": {"quant_method": "mxfp4"}})
     with torch.no_grad():
-        mine, other = ours(folder, Frozen(), Precision("fp32"))(tokens()), theirs(folder).float()(tokens()).logits
+        mine, other = (
+            ours(folder, FrozenModel(), PrecisionConfig("fp32"))(tokens()),
+            theirs(folder).float()(tokens()).logits,
+        )
     assert error(mine, other) < 1e-5
 
 
@@ -299,7 +302,7 @@ def test_corrections_and_routers_stay_as_exact_as_they_were(frozen: str, tmp_pat
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if ".mlp.gate." in name:
             tensor.data = tensor.data.float()
-    mine = ours(save(model, tmp_path), Frozen(), Precision("bf16", frozen=frozen))
+    mine = ours(save(model, tmp_path), FrozenModel(), PrecisionConfig("bf16", frozen=frozen))
     kinds = {name: p.dtype for name, p in mine.named_parameters()}
     exact = {name for name, kind in kinds.items() if kind == torch.float32}
     assert exact == {f"layers.{i}.mlp.router.{leaf}" for i in (1, 2) for leaf in ("weight", "selection_bias")}
@@ -308,11 +311,11 @@ def test_corrections_and_routers_stay_as_exact_as_they_were(frozen: str, tmp_pat
 @pytest.mark.parametrize("name", [*MIXED, "gemma4-moe"])
 def test_fresh_weights_are_all_drawn(name: str, tmp_path: Path) -> None:
     """No number is left from what was in memory, experts differ, and nothing is corrected or scaled."""
-    models = [Decoder(Folder.open(made(tmp_path, name)).spec) for _ in range(2)]
+    models = [Decoder(HFCheckpoint.open(made(tmp_path, name)).spec) for _ in range(2)]
     for model in models:
         for p in model.parameters():
             torch.nn.init.constant_(p, float("nan"))
-        randomize(model, 3)
+        init_weights(model, 3)
     for (key, p), q in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
         assert torch.equal(p, q), key
         assert p.isfinite().all(), key
@@ -335,5 +338,5 @@ def test_what_config_json_says_wrongly_is_told(name: str, change: dict, told: st
     folder = made(tmp_path, name)
     rewrite(folder, lambda c: c | change)
     with pytest.raises(UserError, match=told) as raised:
-        Folder.open(folder)
+        HFCheckpoint.open(folder)
     assert str(folder / "config.json") in str(raised.value)

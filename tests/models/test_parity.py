@@ -10,7 +10,7 @@ from tests.checkpoints import SHAPES
 from tests.parity import figures
 from tests.shapes_dense import DENSE
 from tunekit.errors import UserError
-from tunekit.models.families.registry import family
+from tunekit.models.families.registry import find_family
 from tunekit.models.spec import DecoderSpec
 
 
@@ -104,4 +104,4 @@ def test_longrope_has_a_factor_for_every_pair(name: str, key: str) -> None:
 
 
 def spec(config: dict) -> DecoderSpec:
-    return family(config, "config.json")[1]
+    return find_family(config, "config.json")[1]

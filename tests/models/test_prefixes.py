@@ -8,14 +8,14 @@ from torch import Tensor
 
 from tests.checkpoints import FP32, error, made, ours
 from tests.pairs import batches, logps
-from tunekit import assemble
-from tunekit.adapters import Full, LoRA
-from tunekit.checkpoint.folder import Folder
-from tunekit.formats import NF4, Plain
-from tunekit.kernels import attention_native
-from tunekit.memory import Memory
+from tunekit import build
+from tunekit.adapters.config import LoRAConfig, NoAdapter
+from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
+from tunekit.distributed.context import DistributedContext
+from tunekit.kernels import attention_cpu
+from tunekit.memory.config import MemoryConfig
 from tunekit.models.decoder import Decoder
-from tunekit.parallel.run import Run
+from tunekit.quantization.config import NF4Config, NoQuantization
 
 # Full attention, windows, chunks, caps, sinks, latents, experts, keys that are lent, growth with the position.
 KINDS = ["llama3.2", "mistral", "gemma2", "gemma3", "llama4", "gpt-oss", "deepseek-v3", "deepseek-v2", "qwen3-moe"]
@@ -52,7 +52,7 @@ def test_answers_of_one_prompt(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["gemma2", "llama4", "gpt-oss", "deepseek-v3"])
 def test_without_a_compiler(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_native, "able", lambda: False)
+    monkeypatch.setattr(attention_cpu, "able", lambda: False)
     model = ours(made(tmp_path, name))
     same(model, model, micro_batch=3)
 
@@ -61,7 +61,7 @@ def test_without_a_compiler(name: str, tmp_path: Path, monkeypatch: pytest.Monke
 @pytest.mark.parametrize("name", ["gemma2", "gemma4-shared"])
 def test_layers_that_are_run_again(name: str, recompute: bool, tmp_path: Path) -> None:
     folder = made(tmp_path, name)
-    same(ours(folder, memory=Memory(recompute=recompute)), ours(folder))
+    same(ours(folder, memory=MemoryConfig(recompute=recompute)), ours(folder))
 
 
 @pytest.mark.slow
@@ -70,16 +70,16 @@ def test_compiled_layers(tmp_path: Path) -> None:
     folder = made(tmp_path, "gemma2")
     model = ours(folder)
     model.flat = True
-    fullgraph = attention_native.able()  # torch's operations take documents one by one, outside of the graph
+    fullgraph = attention_cpu.able()  # torch's operations take documents one by one, outside of the graph
     for layer in model.layers:
         layer.compile(backend="aot_eager", dynamic=True, fullgraph=fullgraph)
     same(model, ours(folder), micro_batch=2)
 
 
-@pytest.mark.parametrize("weights", [Plain(), NF4()], ids=["lora", "qlora"])
-def test_adapters(weights: Plain, tmp_path: Path) -> None:
-    source, adapter = Folder.open(made(tmp_path, "llama3.2")), LoRA(4)
-    model = assemble.model(source, weights, adapter, FP32, Memory(), Run(0, "cpu"))
+@pytest.mark.parametrize("weights", [NoQuantization(), NF4Config()], ids=["lora", "qlora"])
+def test_adapters(weights: NoQuantization, tmp_path: Path) -> None:
+    source, adapter = HFCheckpoint.open(made(tmp_path, "llama3.2")), LoRAConfig(4)
+    model = build.build_model(source, weights, adapter, FP32, MemoryConfig(), DistributedContext(0, "cpu"))
     with torch.no_grad():
         for name, p in model.named_parameters():
             if p.requires_grad:
@@ -89,7 +89,7 @@ def test_adapters(weights: Plain, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("name", "length", "exact"), [("llama3.2", 10**6, True), ("qwen3.5", 8, False)])
 def test_a_state_is_not_shared(name: str, length: int, exact: bool, tmp_path: Path) -> None:
-    model = ours(made(tmp_path, name), adapter=Full())
+    model = ours(made(tmp_path, name), adapter=NoAdapter())
     assert model.shares_prefixes(length) == exact
     if not exact:
         with pytest.raises(AssertionError, match="state"):

@@ -7,12 +7,12 @@ import pytest
 import torch
 import transformers
 
-from tunekit import bundled
-from tunekit.checkpoint.folder import Folder
+from tunekit import assets
+from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
 from tunekit.errors import UserError
-from tunekit.hub import fetch
+from tunekit.hub import download
 from tunekit.models.decoder import Decoder
-from tunekit.models.families.registry import family
+from tunekit.models.families.registry import find_family
 
 # As the Hub counts the tensors of each, less the layers that predict several tokens (DeepSeek, GLM).
 PUBLISHED = {
@@ -66,14 +66,14 @@ PUBLISHED = {
 
 
 def test_every_preset_is_here() -> None:
-    assert {f"tunekit/{name}" for name in PUBLISHED} == bundled.PRESETS.keys()
+    assert {f"tunekit/{name}" for name in PUBLISHED} == assets.PRESETS.keys()
     page = (Path(__file__).parents[2] / "docs/checkpoints.md").read_text()
     assert all(f"`{name}`" in page for name in PUBLISHED)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_preset_has_as_many_parameters_as_were_published(name: str) -> None:
-    source = Folder.open(fetch.resolve(f"tunekit/{name}"))
+    source = HFCheckpoint.open(download.resolve_model_dir(f"tunekit/{name}"))
     with torch.device("meta"):
         assert sum(p.numel() for p in Decoder(source.spec).parameters()) == PUBLISHED[name]
     assert not source.has_weights
@@ -83,10 +83,10 @@ def test_a_preset_has_as_many_parameters_as_were_published(name: str) -> None:
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_transformers_reads_a_preset_as_we_do(name: str) -> None:
     """What it fills in, and what it leaves of ours, changes nothing."""
-    config = json.loads((bundled.PRESETS[f"tunekit/{name}"] / "config.json").read_text())
+    config = json.loads((assets.PRESETS[f"tunekit/{name}"] / "config.json").read_text())
     whole = transformers.AutoConfig.for_model(**config).to_dict()
     assert whole["architectures"] == config["architectures"]
-    assert family(whole, name)[1] == family(config, name)[1]
+    assert find_family(whole, name)[1] == find_family(config, name)[1]
 
 
 @pytest.mark.parametrize(("name", "told"), [
@@ -97,5 +97,5 @@ def test_transformers_reads_a_preset_as_we_do(name: str) -> None:
 ])  # fmt: skip
 def test_names_that_are_not_known(name: str, told: str) -> None:
     with pytest.raises(UserError) as caught:
-        fetch.resolve(name)
+        download.resolve_model_dir(name)
     assert told in str(caught.value)

@@ -9,26 +9,26 @@ import transformers
 
 from tests.checkpoints import auto
 from tests.published import PUBLISHED
-from tunekit import bundled
+from tunekit import assets
 from tunekit.models.decoder import TIED, Decoder
-from tunekit.models.families.registry import family
-from tunekit.models.weights import moves_in
+from tunekit.models.families.registry import find_family
+from tunekit.models.weight_map import load_mappings
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_config_means_what_it_means_to_transformers(name: str) -> None:
     config, parameters = PUBLISHED[name]
-    spec = family(config, name)[1]
+    spec = find_family(config, name)[1]
     whole = transformers.AutoConfig.for_model(**deepcopy(config)).to_dict()
     if config["model_type"] == "mistral3":
         del whole["tie_word_embeddings"]  # transformers takes the head for tied, until it finds one in the files
-    assert spec == family(whole, name)[1]
+    assert spec == find_family(whole, name)[1]
     with torch.device("meta"):
         model = Decoder(spec)
     assert sum(p.numel() for p in model.parameters()) == parameters
 
 
-PRESETS = {name: json.loads((folder / "config.json").read_text()) for name, folder in bundled.PRESETS.items()}
+PRESETS = {name: json.loads((folder / "config.json").read_text()) for name, folder in assets.PRESETS.items()}
 CONFIGS = {name: config for name, (config, _) in PUBLISHED.items()}
 CONFIGS |= {config["model_type"]: config for config in PRESETS.values()}  # one of each family
 
@@ -44,10 +44,10 @@ def test_every_tensor_of_transformers_has_its_place_and_shape(name: str) -> None
     with torch.device("meta"):
         other = auto(config.to_dict()).from_config(config)
     theirs = {n: tuple(t.shape) for n, t in other.state_dict().items()}
-    found, spec = family(config.to_dict(), name)
+    found, spec = find_family(config.to_dict(), name)
     with torch.device("meta"):
         shapes = Decoder(spec).shapes
-    moves, unknown = moves_in(theirs, found.table)
+    moves, unknown = load_mappings(theirs, found.table)
     assert not unknown
     read = [move for move in moves if move.ours]
     assert {name for move in read for name in move.ours} | {TIED} == shapes.keys() | {TIED}

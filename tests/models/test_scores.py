@@ -13,23 +13,23 @@ from torch import Tensor
 from transformers.models.auto import modeling_auto
 
 from tests.checkpoints import FP32, FULL, PLAINLY, SHAPES, error, made, ours, rewrite, save, tokens
-from tunekit import assemble
-from tunekit.checkpoint import write
-from tunekit.checkpoint.folder import Folder
-from tunekit.checkpoint.score import insist_on_text, scoring
+from tunekit import build
+from tunekit.checkpoint import save_model
+from tunekit.checkpoint.classification_head import require_language_model, with_score_head
+from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
+from tunekit.distributed.context import DistributedContext
 from tunekit.errors import UserError
-from tunekit.formats import Plain
 from tunekit.models.decoder import Decoder
 from tunekit.models.families import classifiers
 from tunekit.models.families.registry import FAMILIES
-from tunekit.models.spec import Score
-from tunekit.parallel.run import Run
+from tunekit.models.spec import ScoreHead
+from tunekit.quantization.config import NoQuantization
 
 LENGTHS = (23, 17)
 PAD = 3
 KINDS = {shape["model_type"]: name for name, shape in reversed(SHAPES.items())}
-DOCUMENTS = [name for kind, name in KINDS.items() if classifiers.architecture(kind, each=False)]
-TOKENS = [name for kind, name in KINDS.items() if classifiers.architecture(kind, each=True)]
+DOCUMENTS = [name for kind, name in KINDS.items() if classifiers.classifier_architecture(kind, each=False)]
+TOKENS = [name for kind, name in KINDS.items() if classifiers.classifier_architecture(kind, each=True)]
 
 
 def rows() -> tuple[Tensor, Tensor]:
@@ -80,23 +80,23 @@ def reads(name: str, labels: int, each: bool, path: Path) -> None:
     mine = ours(folder)
     assert error(here(mine, each), there(model)) < 1e-5
     (path / "back").mkdir()
-    write.write(path / "back", mine, Folder.open(folder), quiet=True)
+    save_model.save_model(path / "back", mine, HFCheckpoint.open(folder), quiet=True)
     wanted, found = (load_file(some / "model.safetensors") for some in (folder, path / "back"))
     assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
     assert (path / "back" / "config.json").read_text() == (folder / "config.json").read_text()
 
 
-def headed(folder: Path, score: Score, **how: Any) -> tuple[Folder, Decoder]:
+def headed(folder: Path, score: ScoreHead, **how: Any) -> tuple[HFCheckpoint, Decoder]:
     """A language model with a fresh head."""
-    source = scoring(Folder.open(folder), score, **how)
-    return source, assemble.model(source, Plain(), FULL, FP32, PLAINLY, Run(0, "cpu"))
+    source = with_score_head(HFCheckpoint.open(folder), score, **how)
+    return source, build.build_model(source, NoQuantization(), FULL, FP32, PLAINLY, DistributedContext(0, "cpu"))
 
 
-def opens(name: str, score: Score, path: Path) -> None:
+def opens(name: str, score: ScoreHead, path: Path) -> None:
     """transformers gets from our files what we have, and nothing is missing or left over."""
     source, mine = headed(made(path / "base", name), score)
     (path / "ours").mkdir()
-    write.write(path / "ours", mine, source, quiet=True)
+    save_model.save_model(path / "ours", mine, source, quiet=True)
     model, told = classifier(score.each).from_pretrained(
         path / "ours", dtype=torch.float32, attn_implementation="eager", output_loading_info=True
     )
@@ -111,63 +111,65 @@ def test_all_that_transformers_has_is_known() -> None:
         (False, modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES),
         (True, modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES),
     ):
-        assert {k: classifiers.architecture(k, each) for k in FAMILIES} == {k: names.get(k) for k in FAMILIES}
+        assert {k: classifiers.classifier_architecture(k, each) for k in FAMILIES} == {
+            k: names.get(k) for k in FAMILIES
+        }
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_documents(name: str, tmp_path: Path) -> None:
     reads(name, 3, False, tmp_path)
-    opens(name, Score(1, pad=PAD), tmp_path)
+    opens(name, ScoreHead(1, pad=PAD), tmp_path)
 
 
 @pytest.mark.parametrize("name", TOKENS)
 def test_tokens(name: str, tmp_path: Path) -> None:
     reads(name, 2, True, tmp_path)
-    opens(name, Score(4, each=True, bias=True, pad=PAD), tmp_path)
+    opens(name, ScoreHead(4, each=True, bias=True, pad=PAD), tmp_path)
 
 
 def test_no_bias_of_tokens(tmp_path: Path) -> None:
     """transformers has a word for it."""
-    opens("llama3.1", Score(2, each=True, pad=PAD), tmp_path)
+    opens("llama3.1", ScoreHead(2, each=True, pad=PAD), tmp_path)
 
 
 def test_a_fresh_head_is_that_of_transformers_but_for_the_draw(tmp_path: Path) -> None:
     folder = made(tmp_path / "base", "smollm2")
-    weights = [headed(folder, Score(64, pad=PAD), seed=seed)[1].head.weight for seed in (0, 0, 1)]
+    weights = [headed(folder, ScoreHead(64, pad=PAD), seed=seed)[1].head.weight for seed in (0, 0, 1)]
     assert torch.equal(weights[0], weights[1]) and not torch.equal(weights[0], weights[2])
     wanted = json.loads((folder / "config.json").read_text())["initializer_range"]
     assert abs(weights[0].std() / wanted - 1) < 0.05
-    biased = headed(made(tmp_path / "other", "llama3.1"), Score(3, each=True, bias=True, pad=PAD))[1].head
+    biased = headed(made(tmp_path / "other", "llama3.1"), ScoreHead(3, each=True, bias=True, pad=PAD))[1].head
     assert biased.bias is not None and not biased.bias.any()
 
 
 def test_names_of_labels_are_kept(tmp_path: Path) -> None:
     base = made(tmp_path / "base", "llama3.2")
-    source, mine = headed(base, Score(2, pad=PAD), names=("bad", "good"), problem="single_label_classification")
+    source, mine = headed(base, ScoreHead(2, pad=PAD), names=("bad", "good"), problem="single_label_classification")
     (tmp_path / "ours").mkdir()
-    write.write(tmp_path / "ours", mine, source, quiet=True)
+    save_model.save_model(tmp_path / "ours", mine, source, quiet=True)
     config = transformers.AutoConfig.from_pretrained(tmp_path / "ours")
     assert config.id2label == {0: "bad", 1: "good"} and config.label2id == {"bad": 0, "good": 1}
     assert config.problem_type == "single_label_classification"
-    again, _ = headed(tmp_path / "ours", Score(2, pad=PAD))
+    again, _ = headed(tmp_path / "ours", ScoreHead(2, pad=PAD))
     assert again.config["id2label"] == {"0": "bad", "1": "good"} and again.fresh is None
 
 
 def test_what_a_checkpoint_is_for(tmp_path: Path) -> None:
     """A head that is there is not thrown away unasked, and none is put where nobody could open it."""
     folder = save(built(SHAPES["llama3.2"], 3, False), tmp_path / "there")
-    source = Folder.open(folder, "there")
+    source = HFCheckpoint.open(folder, "there")
     with pytest.raises(UserError, match="there: gives 3 scores to a document, and 1 score for a document is wanted"):
-        scoring(source, Score(1, pad=PAD))
+        with_score_head(source, ScoreHead(1, pad=PAD))
     with pytest.raises(UserError, match="there: gives 3 scores to a document and writes no text: name a language"):
-        insist_on_text(source)
+        require_language_model(source)
     with pytest.raises(UserError, match="writes no text"):
-        assemble.opened(str(folder), FP32, Run(0, "cpu"))
-    model, _ = assemble.opened(str(folder), FP32, Run(0, "cpu"), scores=True)
-    assert model.spec.score == Score(3, pad=PAD)
-    other = Folder.open(made(tmp_path / "granite", "granite"), "granite")
+        build.load_for_inference(str(folder), FP32, DistributedContext(0, "cpu"))
+    model, _ = build.load_for_inference(str(folder), FP32, DistributedContext(0, "cpu"), scores=True)
+    assert model.spec.score == ScoreHead(3, pad=PAD)
+    other = HFCheckpoint.open(made(tmp_path / "granite", "granite"), "granite")
     with pytest.raises(UserError, match="transformers has no granite model that scores documents"):
-        scoring(other, Score(1, pad=PAD))
+        with_score_head(other, ScoreHead(1, pad=PAD))
     rewrite(folder, lambda c: c | {"architectures": ["LlamaForCausalLM"]})
     with pytest.raises(UserError, match="score.weight is no tensor of a llama model"):
         ours(folder)

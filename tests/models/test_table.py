@@ -4,7 +4,7 @@ import transformers
 
 from tests.checkpoints import SHAPES
 from tests.parity import adapted, figures
-from tunekit.adapters import LoRA
+from tunekit.adapters.config import LoRAConfig
 from tunekit.models.families.registry import FAMILIES
 
 HEADS = ("checkpoint", "model_type", "logits", "gradients", "generation", "files", "LoRA in peft", "and back")
@@ -17,7 +17,7 @@ def row(name: str) -> tuple[str | float, ...]:
     found, kind = figures(name), SHAPES[name]["model_type"]
     generation = "differs" if found.generation else "equal"
     files = "differ" if found.files else "bit by bit"
-    lora = adapted(name, LoRA(4)) if name in KINDS.values() else None
+    lora = adapted(name, LoRAConfig(4)) if name in KINDS.values() else None
     return name, kind, found.logits, found.gradients, generation, files, *((lora.there, lora.back) if lora else "--")
 
 

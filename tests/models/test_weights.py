@@ -8,30 +8,30 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tunekit.models.weights import (
+from tunekit.models.weight_map import (
     Fused,
-    Kept,
-    Move,
-    Row,
-    Same,
+    HubOnly,
+    Identity,
+    KeyMapping,
+    KeyRule,
     Stack,
     Transposed,
-    from_hub,
-    from_ours,
-    hub_name,
-    moves_in,
-    moves_out,
-    under,
+    load_mappings,
+    match_hub_name,
+    match_name,
+    save_mappings,
+    to_hub_name,
+    with_prefix,
 )
 
 TABLE = (
-    Row("layers.{}.mlp.experts.gate_proj", "model.layers.{}.mlp.experts.*.w1", Stack()),
-    Row(("layers.{}.mlp.experts.gate_proj.weight",), "model.layers.{}.experts.w1", Transposed()),
-    Row(("layers.{}.attn.q_proj", "layers.{}.attn.k_proj"), "model.layers.{}.attn.qk_proj", Fused()),
-    Row("layers.{}.attn", "model.layers.{}.attn"),
-    Row("embed", "model.embed_tokens"),
-    Row("head", "lm_head"),
-    Row((), "model.vision", Kept()),
+    KeyRule("layers.{}.mlp.experts.gate_proj", "model.layers.{}.mlp.experts.*.w1", Stack()),
+    KeyRule(("layers.{}.mlp.experts.gate_proj.weight",), "model.layers.{}.experts.w1", Transposed()),
+    KeyRule(("layers.{}.attn.q_proj", "layers.{}.attn.k_proj"), "model.layers.{}.attn.qk_proj", Fused()),
+    KeyRule("layers.{}.attn", "model.layers.{}.attn"),
+    KeyRule("embed", "model.embed_tokens"),
+    KeyRule("head", "lm_head"),
+    KeyRule((), "model.vision", HubOnly()),
 )
 
 
@@ -45,7 +45,7 @@ def shapes(tensors: list[Tensor]) -> list[tuple[int, ...]]:
 
 def test_experts_are_stacked_by_their_number() -> None:
     names = [f"model.layers.3.mlp.experts.{e}.w1.weight" for e in (10, 0, 2, 1, 9, 3, 5, 4, 8, 6, 7)]
-    (move,), unknown = moves_in(names, TABLE)
+    (move,), unknown = load_mappings(names, TABLE)
     assert not unknown
     assert move.ours == ("layers.3.mlp.experts.gate_proj.weight",)
     assert move.hub == tuple(f"model.layers.3.mlp.experts.{e}.w1.weight" for e in range(11))
@@ -58,15 +58,15 @@ def test_experts_are_stacked_by_their_number() -> None:
 @given(st.sets(st.integers(0, 300), min_size=1, max_size=40))
 def test_a_missing_expert_is_asked_for(numbers: set[int]) -> None:
     names = {f"model.layers.0.mlp.experts.{e}.w1.weight" for e in numbers}
-    (move,), _ = moves_in(sorted(names), TABLE)
+    (move,), _ = load_mappings(sorted(names), TABLE)
     assert (set(move.hub) == names) == (numbers == set(range(len(numbers))))
     assert len(move.hub) == len(numbers)  # a large number in a name costs nothing
 
 
 def test_a_missing_part_is_asked_for() -> None:
-    table = (Row("a", ("one", "two")),)
+    table = (KeyRule("a", ("one", "two")),)
     for name in ("one.weight", "two.weight"):
-        assert moves_in([name], table)[0] == [Move(("a.weight",), ("one.weight", "two.weight"), Same())]
+        assert load_mappings([name], table)[0] == [KeyMapping(("a.weight",), ("one.weight", "two.weight"), Identity())]
 
 
 @pytest.mark.parametrize("name", [
@@ -82,42 +82,42 @@ def test_a_missing_part_is_asked_for() -> None:
 ])  # fmt: skip
 def test_names_without_a_row(name: str) -> None:
     known = name.startswith("lm_head")
-    moves, unknown = moves_in([name], TABLE)
+    moves, unknown = load_mappings([name], TABLE)
     assert unknown == ([] if known else [name])
     assert [m.hub for m in moves] == ([(name,)] if known else [])
 
 
 def test_the_first_row_wins_and_several_rows_lead_to_one_of_ours() -> None:
-    old, _ = moves_in(["model.layers.0.experts.w1"], TABLE)
-    assert old == [Move(("layers.0.mlp.experts.gate_proj.weight",), ("model.layers.0.experts.w1",), Transposed())]
-    (new,) = moves_out({"layers.0.mlp.experts.gate_proj.weight": (2, 4, 4)}, TABLE)
+    old, _ = load_mappings(["model.layers.0.experts.w1"], TABLE)
+    assert old == [KeyMapping(("layers.0.mlp.experts.gate_proj.weight",), ("model.layers.0.experts.w1",), Transposed())]
+    (new,) = save_mappings({"layers.0.mlp.experts.gate_proj.weight": (2, 4, 4)}, TABLE)
     assert new.hub == ("model.layers.0.mlp.experts.0.w1.weight", "model.layers.0.mlp.experts.1.w1.weight")
 
 
 def test_kept_tensors_have_no_name_here() -> None:
-    moves, unknown = moves_in(["model.vision.a.weight", "model.vision.b"], TABLE)
+    moves, unknown = load_mappings(["model.vision.a.weight", "model.vision.b"], TABLE)
     assert not unknown
     assert [(m.ours, m.hub) for m in moves] == [((), ("model.vision.a.weight",)), ((), ("model.vision.b",))]
     assert all(m.load([], {}) == [] == m.hub_shapes({}) for m in moves)
 
 
 def test_modules_and_adapters_follow_their_row() -> None:
-    found = from_hub("model.layers.7.attn.qk_proj.lora_A.weight", TABLE)
+    found = match_hub_name("model.layers.7.attn.qk_proj.lora_A.weight", TABLE)
     assert found is not None
     assert found.ours == ("layers.7.attn.q_proj.lora_A.weight", "layers.7.attn.k_proj.lora_A.weight")
-    back = from_ours("layers.7.attn.k_proj", TABLE)
+    back = match_name("layers.7.attn.k_proj", TABLE)
     assert (back.row, back.part, back.hub, back.tail) == (found.row, 1, ("model.layers.7.attn.qk_proj",), "")
-    assert hub_name("layers.2.mlp.experts.gate_proj.weight", TABLE) == "model.layers.2.mlp.experts.*.w1.weight"
-    assert from_hub("model.layers.2.mlp.experts.5.w1.lora_B.weight", TABLE).expert == 5
+    assert to_hub_name("layers.2.mlp.experts.gate_proj.weight", TABLE) == "model.layers.2.mlp.experts.*.w1.weight"
+    assert match_hub_name("model.layers.2.mlp.experts.5.w1.lora_B.weight", TABLE).expert == 5
 
 
 def test_another_prefix() -> None:
-    table = under("model.language_model.", TABLE)
+    table = with_prefix("model.language_model.", TABLE)
     names = ["model.language_model.embed_tokens.weight", "lm_head.weight", "model.language_model.layers.1.attn.o.bias"]
-    moves, unknown = moves_in([*names, "model.embed_tokens.weight"], table)
+    moves, unknown = load_mappings([*names, "model.embed_tokens.weight"], table)
     assert unknown == ["model.embed_tokens.weight"]
     assert [m.ours[0] for m in moves] == ["embed.weight", "head.weight", "layers.1.attn.o.bias"]
-    assert [m.ours for m in moves] == [m.ours for m in moves_in([m.hub[0] for m in moves], table)[0]]
+    assert [m.ours for m in moves] == [m.ours for m in load_mappings([m.hub[0] for m in moves], table)[0]]
 
 
 def test_fused_layouts_by_hand() -> None:
@@ -148,20 +148,20 @@ def test_fused_tensors_come_back(rows: list[int], width: int, lead: list[int], t
     assert all(torch.equal(a, b) for a, b in zip(found, parts, strict=True))
 
 
-@given(st.lists(st.integers(1, 4), min_size=3, max_size=3), st.sampled_from([Same(), Transposed(), Stack()]))
-def test_the_shapes_that_save_makes_are_those_that_load_takes(shape: list[int], op: Same) -> None:
+@given(st.lists(st.integers(1, 4), min_size=3, max_size=3), st.sampled_from([Identity(), Transposed(), Stack()]))
+def test_the_shapes_that_save_makes_are_those_that_load_takes(shape: list[int], op: Identity) -> None:
     ours = numbers(*shape)
     there = op.save([ours])
-    move = Move(("a",), tuple(map(str, range(len(there)))), op)
+    move = KeyMapping(("a",), tuple(map(str, range(len(there)))), op)
     assert move.hub_shapes({"a": tuple(shape)}) == shapes(there)
     (back,) = move.load(there, {"a": tuple(shape)})
     assert torch.equal(back, ours)
 
 
-def written(shapes: Mapping[str, tuple[int, ...]], table: tuple[Row, ...]) -> dict[str, Tensor]:
+def written(shapes: Mapping[str, tuple[int, ...]], table: tuple[KeyRule, ...]) -> dict[str, Tensor]:
     """A model of these shapes as its checkpoint."""
     found: dict[str, Tensor] = {}
-    for move in moves_out(shapes, table):
+    for move in save_mappings(shapes, table):
         made = move.op.save([numbers(*shapes[name]) + len(name) for name in move.ours])
         found |= dict(zip(move.hub, made, strict=True))
     return found
@@ -174,7 +174,7 @@ def test_a_model_goes_out_and_comes_in() -> None:
     there = written(sizes, TABLE)
     assert there["model.layers.0.attn.qk_proj.bias"].tolist() == [25, 26, 27, 28, 25, 26]
     assert len(there) == 3 + 2 + 2 + 1
-    moves, unknown = moves_in(there, TABLE)
+    moves, unknown = load_mappings(there, TABLE)
     assert not unknown
     back = {n: t for m in moves for n, t in zip(m.ours, m.load([there[h] for h in m.hub], sizes), strict=True)}
     assert {name: tuple(t.shape) for name, t in back.items()} == sizes

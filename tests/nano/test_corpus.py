@@ -5,7 +5,7 @@ import json
 import pytest
 from tokenizers import Tokenizer
 
-from tunekit import bundled
+from tunekit import assets
 from tunekit.nano import corpus
 from tunekit.nano.requests import REQUESTS
 
@@ -39,7 +39,7 @@ def test_no_row_twice(folder, kind):
 
 
 def test_rows_are_of_40_to_250_tokens(folder):
-    tokenizer = Tokenizer.from_file(str(bundled.MODELS["tunekit/nano"] / "tokenizer.json"))
+    tokenizer = Tokenizer.from_file(str(assets.MODELS["tunekit/nano"] / "tokenizer.json"))
     sizes = [len(one.ids) for one in tokenizer.encode_batch([json.loads(row)["text"] for row in lines(folder, "text")])]
     assert sum(40 <= size <= 250 for size in sizes) > 0.98 * len(sizes)
 

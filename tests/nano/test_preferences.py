@@ -7,11 +7,11 @@ from random import Random
 
 import pytest
 
-from tunekit import bundled
+from tunekit import assets
 from tunekit.nano import facts, preferences
 from tunekit.nano.scene import Scene
 
-FOLDER = bundled.DATA["tunekit/preferences"]
+FOLDER = assets.DATA["tunekit/preferences"]
 PROMISED = re.compile(r"\b(I (will|can(?! not))|will hear|may be|hope|noted|Here comes|is set to|you have)")
 
 

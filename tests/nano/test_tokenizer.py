@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, LlamaForCausalLM
 
-from tunekit import bundled
+from tunekit import assets
 from tunekit.nano import corpus, tokenizer
 
-FOLDER = bundled.MODELS["tunekit/nano"]
+FOLDER = assets.MODELS["tunekit/nano"]
 WRITTEN = (
     "config.json",
     "generation_config.json",

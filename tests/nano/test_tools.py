@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from tunekit import bundled
+from tunekit import assets
 from tunekit.nano.requests import REQUESTS
 
-FOLDER = bundled.DATA["tunekit/tools"]
+FOLDER = assets.DATA["tunekit/tools"]
 
 
 def rows(split: str) -> list[tuple[str, str]]:

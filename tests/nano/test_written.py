@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tunekit import bundled
+from tunekit import assets
 from tunekit.nano import preferences, tools
 
 SIZES = {"train": 1800, "test": 200}
@@ -17,14 +17,14 @@ def test_the_files_are_what_the_generator_writes(name: str, write: Callable[[Pat
     write(tmp_path)
     assert {file.stem for file in tmp_path.iterdir()} == SIZES.keys()
     for file in tmp_path.iterdir():
-        assert file.read_bytes() == (bundled.DATA[f"tunekit/{name}"] / file.name).read_bytes()
+        assert file.read_bytes() == (assets.DATA[f"tunekit/{name}"] / file.name).read_bytes()
 
 
 @pytest.mark.parametrize("name", ["preferences", "tools"])
 def test_no_text_stands_in_the_data_twice(name: str) -> None:
     texts: list[str] = []
     for split, size in SIZES.items():
-        lines = (bundled.DATA[f"tunekit/{name}"] / f"{split}.jsonl").read_text().splitlines()
+        lines = (assets.DATA[f"tunekit/{name}"] / f"{split}.jsonl").read_text().splitlines()
         assert len(lines) == size
         texts += [message["content"] for line in lines for turns in json.loads(line).values() for message in turns]
     assert len(set(texts)) == len(texts)

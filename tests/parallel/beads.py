@@ -24,9 +24,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from tunekit.errors import Stopped, UserError
-from tunekit.parallel.choice import Parallel
-from tunekit.parallel.watch import Beats
+from tunekit.errors import RunStopped, UserError
+from tunekit.distributed.parallel_dims import ParallelConfig
+from tunekit.distributed.heartbeat import HeartbeatWriter
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Beads:
     who: int = 1
     once: bool = True  # only the first time
     slow: float = 0.0  # seconds before anything is listened to
-    parallel: Parallel = Parallel()
+    parallel: ParallelConfig = ParallelConfig()
     device: str = "cpu"
 
 
@@ -80,12 +80,12 @@ def leave_together(out, rank, bead, asked):
     if (out / "leave").exists():
         last, number = map(int, (out / "leave").read_text().split())
         if bead >= last:
-            raise Stopped(f"stopped by {signal.Signals(number).name} after {bead + 1}", 128 + number)
+            raise RunStopped(f"stopped by {signal.Signals(number).name} after {bead + 1}", 128 + number)
 
 
 def main(cfg, fresh=False):
     rank, size, asked = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)), []
-    beats, out = Beats.open(), Path(cfg.out)
+    beats, out = HeartbeatWriter.open(), Path(cfg.out)
     if (out / "final").exists():
         print("nothing is left to do")
         return
@@ -114,7 +114,7 @@ def main(cfg, fresh=False):
     if rank == 0 and cfg.ends:
         from tunekit.checkpoint import atomic  # which imports torch
 
-        with atomic.whole(out / "final") as folder:
+        with atomic.AtomicDir(out / "final") as folder:
             (folder / "beads").write_text(str(cfg.beads))
         (out / "config.yaml").touch()
 '''
@@ -136,15 +136,15 @@ def steady(now=time.monotonic, most=1.0):
     return passed
 
 time.monotonic = steady()
-from tunekit import cli
-from tunekit.parallel import start
+from tunekit.cli import main as cli
+from tunekit.distributed import launch_workers
 
 def found_out(words, wishes):
     words = dict(word.partition("=")[::2] for word in words)
     limit = float(words.get("parallel.timeout", 60))
     return {"folder": words.get("out", "out"), "finished": False, "digest": words.get("beads"), "timeout": limit}
 
-start.found_out = found_out
+launch_workers.check_in_subprocess = found_out
 sys.exit(cli.main())
 """
 

@@ -11,7 +11,7 @@ import pytest
 from tests.outcome import Outcome
 from tests.parallel.beads import Beads, gone
 from tests.waiting import until
-from tunekit.parallel.hosts import Seat, Wire, disagreement
+from tunekit.distributed.rendezvous import Seat, Wire, disagreement
 
 pytestmark = pytest.mark.multi
 LONG = "beads=1000"

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.parallel.beads import Beads
+from tunekit.distributed.slurm import SlurmJob
 from tunekit.errors import UserError
-from tunekit.parallel.slurm import Slurm
 
 SBATCH = """#!/bin/bash
 # Takes a script and runs it at once, as the first of the machines.
@@ -65,10 +65,10 @@ def test_a_script_may_be_written_alone(beads: Beads) -> None:
 
 
 def test_what_is_asked_of_slurm_is_checked() -> None:
-    assert Slurm.read("nodes=4, gpus=8, time=4:00:00") == Slurm(4, 8, {"time": "4:00:00"})
+    assert SlurmJob.read("nodes=4, gpus=8, time=4:00:00") == SlurmJob(4, 8, {"time": "4:00:00"})
     with pytest.raises(UserError, match="did you mean nodes"):
-        Slurm.read("nods=2")
-    assert Slurm.read("container-image=a.sqsh,site-own=1").options == {"container-image": "a.sqsh", "site-own": "1"}
+        SlurmJob.read("nods=2")
+    assert SlurmJob.read("container-image=a.sqsh,site-own=1").options == {"container-image": "a.sqsh", "site-own": "1"}
     for text in ("nodes=0", "gpus=many", "time", "=3", "a b=3"):
         with pytest.raises(UserError, match="--slurm"):
-            Slurm.read(text)
+            SlurmJob.read(text)

@@ -10,10 +10,17 @@ import pytest
 from tests.parallel.beads import Beads, gone
 from tests.parallel.test_cut import RING
 from tests.waiting import until
-from tunekit.parallel import member, watch
-from tunekit.parallel.asked import Asked, Job, Place
-from tunekit.parallel.group import Ranks
-from tunekit.parallel.watch import Beat, Beats, Board, threads, verdict, where
+from tunekit.distributed import heartbeat, worker_env
+from tunekit.distributed.heartbeat import (
+    Heartbeat,
+    HeartbeatMonitor,
+    HeartbeatWriter,
+    find_stalled_rank,
+    rank_status,
+    threads,
+)
+from tunekit.distributed.launch_config import LaunchConfig, Place, WorkerSpec
+from tunekit.distributed.launcher import Ranks
 
 EXCHANGE = """\
 Thread 0x00007f1 (most recent call first):
@@ -22,7 +29,7 @@ Thread 0x00007f1 (most recent call first):
 Current thread 0x00007f2 (most recent call first):
   File "/venv/site-packages/torch/distributed/distributed_c10d.py", line 3252 in all_reduce
   File "/venv/site-packages/torch/distributed/c10d_logger.py", line 83 in wrapper
-  File "/src/tunekit/parallel/run.py", line 172 in total
+  File "/src/tunekit/distributed/context.py", line 172 in total
   File "/src/recipes/sft.py", line 201 in train_step
 """
 # A hook that torch.distributed has called reads a file: that is no exchange.
@@ -31,42 +38,42 @@ Current thread 0x00007f2 (most recent call first):
   File "/src/tunekit/data/rows.py", line 12 in read
   File "/venv/site-packages/torch/distributed/fsdp/_state.py", line 33 in hook
 """
-BEAT = Beat(7, 0.0, "step", 0.0, "")
+BEAT = Heartbeat(7, 0.0, "step", 0.0, "")
 
 
 def test_stacks_are_read_and_the_culprit_named() -> None:
     assert [frames[0].name for frames in threads(EXCHANGE)] == ["wait", "all_reduce"]
-    waits, reads, silent = where(0, BEAT, EXCHANGE), where(1, BEAT, READING), where(2, BEAT, "")
-    assert str(waits) == "rank 0: step 7, step; waits in all_reduce, from total (parallel/run.py:172)"
+    waits, reads, silent = rank_status(0, BEAT, EXCHANGE), rank_status(1, BEAT, READING), rank_status(2, BEAT, "")
+    assert str(waits) == "rank 0: step 7, step; waits in all_reduce, from total (distributed/context.py:172)"
     assert str(reads) == "rank 1: step 7, step; in read (data/rows.py:12)"
     assert "does not answer" in str(silent)
-    assert verdict([waits, reads], 5).splitlines()[-1] == "the others wait for rank 1"
-    assert verdict([waits, reads, silent], 5).splitlines()[-1] == "the others wait for rank 1 and rank 2"
-    assert "in all_reduce: for a rank of another machine" in verdict([waits, waits], 5)
-    other = where(1, BEAT, EXCHANGE.replace("in all_reduce", "in broadcast"))
-    assert "different exchanges" in verdict([waits, other], 5)
-    assert "no rank waits" in verdict([reads, silent], 5)
+    assert find_stalled_rank([waits, reads], 5).splitlines()[-1] == "the others wait for rank 1"
+    assert find_stalled_rank([waits, reads, silent], 5).splitlines()[-1] == "the others wait for rank 1 and rank 2"
+    assert "in all_reduce: for a rank of another machine" in find_stalled_rank([waits, waits], 5)
+    other = rank_status(1, BEAT, EXCHANGE.replace("in all_reduce", "in broadcast"))
+    assert "different exchanges" in find_stalled_rank([waits, other], 5)
+    assert "no rank waits" in find_stalled_rank([reads, silent], 5)
 
 
 def test_beats_are_read_and_long_phases_have_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [100.0]
-    monkeypatch.setattr(watch.time, "monotonic", lambda: clock[0])
-    Beats.open().beat(3, "nobody reads this")
-    board = Board(2)
+    monkeypatch.setattr(heartbeat.time, "monotonic", lambda: clock[0])
+    HeartbeatWriter.open().beat(3, "nobody reads this")
+    board = HeartbeatMonitor(2)
     for slot in range(2):
-        monkeypatch.setenv(member.BEATS, board.environment(slot)[member.BEATS])
-        Beats.open().beat(slot + 4, "step" if slot else "compile")
+        monkeypatch.setenv(worker_env.BEATS, board.environment(slot)[worker_env.BEATS])
+        HeartbeatWriter.open().beat(slot + 4, "step" if slot else "compile")
     assert [(beat.step, beat.phase) for beat in board.beats()] == [(4, "compile"), (5, "step")]
     clock[0] += 9.0
     assert not board.silent(1.0) and not board.silent(20.0), "who compiles has ten times the limit"
     clock[0] += 1.5
     assert board.silent(1.0) and not board.silent(1.1)
-    Beats.open().beat(6, "step")
-    monkeypatch.setenv(member.BEATS, board.environment(0)[member.BEATS])
-    Beats.open().beat(6, "step")
+    HeartbeatWriter.open().beat(6, "step")
+    monkeypatch.setenv(worker_env.BEATS, board.environment(0)[worker_env.BEATS])
+    HeartbeatWriter.open().beat(6, "step")
     clock[0] += 2.0
     assert board.silent(1.0) and not board.silent(3.0)
-    with pytest.raises(OSError, match="gone"), Beats.open():
+    with pytest.raises(OSError, match="gone"), HeartbeatWriter.open():
         raise OSError("the disk is gone")
     assert board.beats()[0].reason == "OSError: the disk is gone" and board.beats()[0].failed
     board.close()
@@ -95,15 +102,15 @@ def test_the_others_are_seen_to_wait_in_an_exchange(tmp_path: Path) -> None:
     os.kill(int(children[1]), signal.SIGSTOP)
     ended = beads.end(process)
     assert ended.code == 1
-    assert "waits in all_reduce, from totals (parallel/run.py" in ended.err, ended.err
+    assert "waits in all_reduce, from totals (distributed/context.py" in ended.err, ended.err
     assert "rank 1: step" in ended.err and "does not answer: stopped" in ended.err
     assert "the others wait for rank 1" in ended.err
     assert all(gone(int(pid)) for pid in children)
 
 
 def test_ranks_that_have_ended_are_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch, "ANSWER", 0.5)
-    ranks = Ranks(Job((), Asked(gpus=2), None, 1.0), Place(0, 2, "127.0.0.1", 0))
+    monkeypatch.setattr(heartbeat, "ANSWER", 0.5)
+    ranks = Ranks(WorkerSpec((), LaunchConfig(gpus=2), None, 1.0), Place(0, 2, "127.0.0.1", 0))
     ranks.processes = [subprocess.Popen(words) for words in (["true"], ["sleep", "1000"])]
     ranks.processes[0].wait()
     try:

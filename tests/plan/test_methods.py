@@ -14,15 +14,16 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tests.parallel.ranks import on
-from tunekit import launch, training
+from tunekit.cli import recipe_loader
 from tunekit.config import load
-from tunekit.data.steps import ahead
+from tunekit.data.dataloader import prefetch
+from tunekit.distillation.teacher import OnlineTeacherConfig as Teacher
 from tunekit.models.spec import Attention, DecoderSpec
-from tunekit.plan import outcome
-from tunekit.plan.live import Live
-from tunekit.plan.machine import Machine
-from tunekit.plan.task import task
-from tunekit.teacher import Live as Teacher
+from tunekit.plan import estimate
+from tunekit.plan.hardware import ClusterSpec
+from tunekit.plan.memory_tracker import MemoryTracker
+from tunekit.plan.workload import make_workload
+from tunekit.training import config as training
 
 LENGTH = 256
 SAID = """\
@@ -67,15 +68,15 @@ def config(folder: Path, name: str) -> tuple[Any, Any]:
     (folder / "a.yaml").write_text(
         SAID.format(folder=folder, kind=kind, length=LENGTH, batch=batch, adapter=adapter) + more
     )
-    module = launch.recipe(recipe)
-    return module, load.load(module.RECIPE, folder / "a.yaml", [], [])
+    module = recipe_loader.load_recipe(recipe)
+    return module, load.load_config(module.RECIPE, folder / "a.yaml", [], [])
 
 
 def watched(step: Callable[..., Any], most: list[int]) -> Callable[..., Any]:
     """A step that tells what tensors live while it is taken, at most."""
 
     def work(*args: Any, **more: Any) -> Any:
-        with Live() as live:
+        with MemoryTracker() as live:
             gc.collect()
             live.see(tensors())
             live.mark()
@@ -103,7 +104,7 @@ class AtOnce(ThreadPoolExecutor):
 def taken(folder: Path) -> list[tuple[int, int]]:
     """Bytes of a step of each case as planned and as they were, in a process that holds nothing else."""
     found = []
-    ahead.ThreadPoolExecutor = AtOnce
+    prefetch.ThreadPoolExecutor = AtOnce
     for number, name in enumerate(CASES):
         place = folder / str(number)
         place.mkdir()
@@ -111,7 +112,7 @@ def taken(folder: Path) -> list[tuple[int, int]]:
         plan, most = planned(cfg), []
         step = module.train_step
         module.train_step = watched(step, most)
-        training.check(cfg)
+        training.check_training(cfg)
         module.main(cfg)
         module.train_step = step
         moments = (plan.room.phases[phase] for phase in ("forward", "backward", "step"))
@@ -164,5 +165,5 @@ def test_weights_of_a_copy_travel_as_those_that_are_trained_do(tmp_path: Path) -
     assert sent["weights of the other model"] == pytest.approx(sent["weights, forward"] / 2, rel=0.01)  # in 16 bits
 
 
-def planned(cfg: Any, devices: int = 1) -> outcome.Plan:
-    return outcome.plan(task(cfg, Machine(devices)), Machine(devices))
+def planned(cfg: Any, devices: int = 1) -> estimate.Estimate:
+    return estimate.estimate(make_workload(cfg, ClusterSpec(devices)), ClusterSpec(devices))

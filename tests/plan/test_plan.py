@@ -6,61 +6,74 @@ from pathlib import Path
 import pytest
 import torch
 
-from tunekit import bundled
-from tunekit.adapters import Full, LoRA
-from tunekit.checkpoint.folder import Folder
-from tunekit.data.rows import Text
-from tunekit.data.steps.batch import Batch
-from tunekit.data.steps.mix import Mix, Part
+from tunekit import assets
+from tunekit.adapters.config import LoRAConfig, NoAdapter
+from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
+from tunekit.data.dataloader.batch import Batch
+from tunekit.data.dataloader.mixture import Mixture, MixtureMember
+from tunekit.data.datasets import TextDataset
+from tunekit.distributed.context import DistributedContext
+from tunekit.distributed.parallel_dims import ParallelConfig, ParallelDims
 from tunekit.errors import UserError
-from tunekit.formats import NF4, Plain
-from tunekit.losses.likelihood import CrossEntropy
-from tunekit.memory import Memory
+from tunekit.losses.cross_entropy import CrossEntropy
+from tunekit.memory.config import MemoryConfig
 from tunekit.models.decoder import Decoder
+from tunekit.models.precision import PrecisionConfig
 from tunekit.models.spec import MLP, Attention, DecoderSpec, Layer, MoE, Rope
-from tunekit.optim import SGD, AdamW, AdamW8bit, Muon
-from tunekit.parallel.choice import Parallel, Sizes
-from tunekit.parallel.run import Run
-from tunekit.plan import advice, explain, fit, machine, outcome, report
-from tunekit.plan.extent import Extent, extent
-from tunekit.plan.live import Live
-from tunekit.plan.machine import GIB, KINDS, Machine
-from tunekit.plan.probe import CPU, Step, rows
-from tunekit.plan.room import books_of
-from tunekit.plan.task import Task, measured, shown
-from tunekit.precision import Precision
+from tunekit.optim.config import AdamW8bitConfig, AdamWConfig, MuonConfig, SGDConfig
+from tunekit.plan import estimate, hardware, oom_report, report, search, suggestions
+from tunekit.plan.hardware import GIB, KINDS, ClusterSpec
+from tunekit.plan.layer_profile import CPU, ProbeStep, rows
+from tunekit.plan.memory import build_memory_model
+from tunekit.plan.memory_tracker import MemoryTracker
+from tunekit.plan.num_steps import StepCount, count_steps
+from tunekit.plan.workload import Workload, build_rank_model, profile_workload
+from tunekit.quantization.config import NF4Config, NoQuantization
 
 ATTENTION = Attention(4, 2, 32, rope=Rope())
 DENSE = Layer(ATTENTION, MLP(384))
 SPARSE = Layer(ATTENTION, MoE(4, 2, 96))
-H100 = Machine(8, 1, KINDS["h100"], 80 * GIB)
+H100 = ClusterSpec(8, 1, KINDS["h100"], 80 * GIB)
 
 
-def small(*layers: Layer, tied: bool = False) -> Folder:
-    source = Folder.open(bundled.PRESETS["tunekit/llama3_2_1b"], "small")
+def small(*layers: Layer, tied: bool = False) -> HFCheckpoint:
+    source = HFCheckpoint.open(assets.PRESETS["tunekit/llama3_2_1b"], "small")
     return replace(source, spec=DecoderSpec(1024, 128, layers, tied=tied))
 
 
-def task(source: Folder, **changes: object) -> Task:
-    base = Task(source, 64, 4, 2, Full(), Plain(), Precision("bf16"), Memory(), AdamW(), CrossEntropy(), Parallel(),
-                1.0, True)  # fmt: skip
+def task(source: HFCheckpoint, **changes: object) -> Workload:
+    base = Workload(
+        source,
+        64,
+        4,
+        2,
+        NoAdapter(),
+        NoQuantization(),
+        PrecisionConfig("bf16"),
+        MemoryConfig(),
+        AdamWConfig(),
+        CrossEntropy(),
+        ParallelConfig(),
+        1.0,
+        True,
+    )
     return replace(base, **changes)
 
 
-def llama(name: str, **changes: object) -> Task:
-    source = Folder.open(bundled.PRESETS[f"tunekit/{name}"], name)
+def llama(name: str, **changes: object) -> Workload:
+    source = HFCheckpoint.open(assets.PRESETS[f"tunekit/{name}"], name)
     return replace(task(source, length=4096, batch=16, micro_batch=1, random=False), **changes)
 
 
-def lived(task: Task) -> int:
+def lived(task: Workload) -> int:
     """Bytes of the tensors of a real step at most, in its second run."""
-    run = Run(device="cpu")
+    run = DistributedContext(device="cpu")
     net = filled(task)
     optimizer = task.optimizer.build(task.adapter.trained(net), [p for each in net.layers for p in each.parameters()])
     update = task.memory.update(optimizer, task.clip, run)
-    sizes = Sizes()
+    sizes = ParallelDims()
     step = rows_of(task, sizes)
-    with Live() as live:
+    with MemoryTracker() as live:
         live.see([*net.parameters(), *net.buffers()])
         for _ in range(2):
             live.mark()
@@ -70,9 +83,9 @@ def lived(task: Task) -> int:
     return live.most
 
 
-def filled(task: Task) -> Decoder:
+def filled(task: Workload) -> Decoder:
     """The model with some numbers."""
-    net = shown(task, Sizes())
+    net = build_rank_model(task, ParallelDims())
     task.memory.apply(net, CPU)
     net.to_empty(device="cpu")
     net.tie()
@@ -81,7 +94,7 @@ def filled(task: Task) -> Decoder:
     return net
 
 
-def rows_of(task: Task, sizes: Sizes) -> Batch:
+def rows_of(task: Workload, sizes: ParallelDims) -> Batch:
     made = rows(step_of(task, sizes))
     tokens = torch.randint(0, task.source.spec.vocab, made.tokens.shape)
     targets = tokens.clone()
@@ -89,24 +102,24 @@ def rows_of(task: Task, sizes: Sizes) -> Batch:
     return replace(made, tokens=tokens, targets=targets, positions=torch.arange(task.length).expand_as(tokens))
 
 
-def step_of(task: Task, sizes: Sizes) -> Step:
-    return Step(task.adapter, task.memory, task.optimizer, task.loss, task.clip, task.micro(sizes), task.length, 1)
+def step_of(task: Workload, sizes: ParallelDims) -> ProbeStep:
+    return ProbeStep(task.adapter, task.memory, task.optimizer, task.loss, task.clip, task.micro(sizes), task.length, 1)
 
 
 CASES = {
     "full": (small(DENSE, DENSE, DENSE), {}),
     "one pass": (small(DENSE, DENSE, DENSE), {"batch": 2}),
-    "recompute": (small(DENSE, DENSE, DENSE), {"memory": Memory(recompute=True)}),
-    "selective": (small(DENSE, DENSE, DENSE), {"memory": Memory(recompute="selective")}),
-    "8 bits": (small(DENSE, DENSE, DENSE), {"optimizer": AdamW8bit()}),
-    "muon": (small(DENSE, DENSE, DENSE), {"optimizer": Muon()}),
-    "sgd": (small(DENSE, DENSE, DENSE), {"optimizer": SGD()}),
-    "lora": (small(DENSE, DENSE, DENSE), {"adapter": LoRA(), "random": True}),
-    "qlora": (small(DENSE, DENSE, DENSE), {"adapter": LoRA(), "weights": NF4()}),
-    "early": (small(DENSE, DENSE, DENSE), {"memory": Memory(step_in_backward=True), "clip": 0.0, "batch": 2}),
-    "bf16": (small(DENSE, DENSE, DENSE), {"precision": Precision("bf16", trained="bf16")}),
+    "recompute": (small(DENSE, DENSE, DENSE), {"memory": MemoryConfig(recompute=True)}),
+    "selective": (small(DENSE, DENSE, DENSE), {"memory": MemoryConfig(recompute="selective")}),
+    "8 bits": (small(DENSE, DENSE, DENSE), {"optimizer": AdamW8bitConfig()}),
+    "muon": (small(DENSE, DENSE, DENSE), {"optimizer": MuonConfig()}),
+    "sgd": (small(DENSE, DENSE, DENSE), {"optimizer": SGDConfig()}),
+    "lora": (small(DENSE, DENSE, DENSE), {"adapter": LoRAConfig(), "random": True}),
+    "qlora": (small(DENSE, DENSE, DENSE), {"adapter": LoRAConfig(), "weights": NF4Config()}),
+    "early": (small(DENSE, DENSE, DENSE), {"memory": MemoryConfig(step_in_backward=True), "clip": 0.0, "batch": 2}),
+    "bf16": (small(DENSE, DENSE, DENSE), {"precision": PrecisionConfig("bf16", trained="bf16")}),
     "tied": (small(DENSE, DENSE, DENSE, tied=True), {}),
-    "experts": (small(DENSE, SPARSE, SPARSE), {"precision": Precision("bf16", trained="bf16")}),
+    "experts": (small(DENSE, SPARSE, SPARSE), {"precision": PrecisionConfig("bf16", trained="bf16")}),
 }
 
 
@@ -114,7 +127,7 @@ CASES = {
 def test_a_step_takes_what_was_planned(name: str) -> None:
     source, changes = CASES[name]
     wanted = task(source, **changes)
-    plan = outcome.plan(wanted, Machine())
+    plan = estimate.estimate(wanted, ClusterSpec())
     moments = (plan.room.phases[phase] for phase in ("forward", "backward", "step"))
     planned = max(moment.total - moment.parts["process"] for moment in moments)
     assert planned == pytest.approx(lived(wanted), rel=0.03)
@@ -122,7 +135,7 @@ def test_a_step_takes_what_was_planned(name: str) -> None:
 
 def test_a_layer_that_is_sharded_leaves_its_part_on_each_rank() -> None:
     wanted = llama("llama3_1_8b")
-    one, eight = (outcome.plan(wanted, replace(H100, devices=n, memory=None)) for n in (1, 8))
+    one, eight = (estimate.estimate(wanted, replace(H100, devices=n, memory=None)) for n in (1, 8))
     for name in ("weights", "gradients", "optimizer"):
         whole, part = (plan.room.phases["step"].parts[name] for plan in (one, eight))
         assert part == pytest.approx(whole / 8, rel=1e-3)
@@ -131,7 +144,7 @@ def test_a_layer_that_is_sharded_leaves_its_part_on_each_rank() -> None:
 
 def test_bytes_that_are_sent_follow_from_the_theory() -> None:
     wanted = llama("llama3_1_8b", batch=8)
-    plan = outcome.plan(wanted, H100)
+    plan = estimate.estimate(wanted, H100)
     weights = 8_030_261_248 * 4
     sent = {flow.what: flow.bytes for flow in plan.pace.flows}
     assert sent["weights, forward"] == pytest.approx(weights * 7 / 8, rel=1e-3)
@@ -143,8 +156,8 @@ def test_bytes_that_are_sent_follow_from_the_theory() -> None:
 
 def test_a_row_that_ranks_share_takes_as_many_products_as_one_that_they_do_not() -> None:
     two, flops = replace(H100, devices=2), []
-    for parallel in (Parallel(shard=2), Parallel(context=2)):
-        flops.append(outcome.plan(task(small(DENSE), length=4096, parallel=parallel), two).pace.flops)
+    for parallel in (ParallelConfig(shard=2), ParallelConfig(context=2)):
+        flops.append(estimate.estimate(task(small(DENSE), length=4096, parallel=parallel), two).pace.flops)
     assert flops[0] == pytest.approx(flops[1])
 
 
@@ -152,48 +165,55 @@ def test_a_token_goes_through_as_many_experts_wherever_they_are() -> None:
     two, flops = replace(H100, devices=2), []
     for expert in (1, 2):
         layer = Layer(ATTENTION, MoE(2, 2, 96))
-        flops.append(outcome.plan(task(small(layer), parallel=Parallel(expert=expert)), two).pace.flops)
+        flops.append(estimate.estimate(task(small(layer), parallel=ParallelConfig(expert=expert)), two).pace.flops)
     assert flops[0] == pytest.approx(flops[1])
 
 
 def test_copies_add_up_what_they_keep() -> None:
-    plan = outcome.plan(llama("llama3_1_8b", parallel=Parallel(replicate=2)), replace(H100, devices=16, hosts=2))
+    plan = estimate.estimate(
+        llama("llama3_1_8b", parallel=ParallelConfig(replicate=2)), replace(H100, devices=16, hosts=2)
+    )
     (flow,) = (flow for flow in plan.pace.flows if flow.kind == "all-reduce")
     assert flow.ranks == 2 and flow.stride == 8
     assert plan.machine.bandwidth(flow.ranks, flow.stride) == KINDS["h100"].far * 1e9
 
 
 def test_ranks_that_share_layers_have_a_part_of_them() -> None:
-    whole = numbers(task(small(DENSE)), Sizes())
-    assert numbers(task(small(DENSE)), Sizes(tensor=2)) == pytest.approx(whole / 2, rel=0.01)  # norms are whole
-    for sizes in (Sizes(shard=2), Sizes(shard=2, expert=2)):  # by rows or by experts, each has half of them
-        assert held(task(small(SPARSE)), sizes) == pytest.approx(held(task(small(SPARSE)), Sizes()) / 2, rel=0.01)
+    whole = numbers(task(small(DENSE)), ParallelDims())
+    assert numbers(task(small(DENSE)), ParallelDims(tensor=2)) == pytest.approx(whole / 2, rel=0.01)  # norms are whole
+    for sizes in (
+        ParallelDims(shard=2),
+        ParallelDims(shard=2, expert=2),
+    ):  # by rows or by experts, each has half of them
+        assert held(task(small(SPARSE)), sizes) == pytest.approx(
+            held(task(small(SPARSE)), ParallelDims()) / 2, rel=0.01
+        )
 
 
-def numbers(task: Task, sizes: Sizes) -> int:
-    return sum(p.numel() for p in shown(task, sizes).parameters())
+def numbers(task: Workload, sizes: ParallelDims) -> int:
+    return sum(p.numel() for p in build_rank_model(task, sizes).parameters())
 
 
-def held(task: Task, sizes: Sizes) -> int:
-    return books_of(task, sizes).weights
+def held(task: Workload, sizes: ParallelDims) -> int:
+    return build_memory_model(task, sizes).weights
 
 
 @pytest.mark.parametrize(
     ("changes", "devices", "told"),
     [
-        ({"parallel": Parallel(tensor=3)}, 3, "parallel.tensor: .* 4 heads, which 3 devices cannot share"),
-        ({"parallel": Parallel(expert=2)}, 2, "no experts"),
-        ({"parallel": Parallel(shard=3)}, 8, "there are 8 processes"),
+        ({"parallel": ParallelConfig(tensor=3)}, 3, "parallel.tensor: .* 4 heads, which 3 devices cannot share"),
+        ({"parallel": ParallelConfig(expert=2)}, 2, "no experts"),
+        ({"parallel": ParallelConfig(shard=3)}, 8, "there are 8 processes"),
     ],
 )
 def test_what_cannot_be_shared_is_told(changes: dict, devices: int, told: str) -> None:
     with pytest.raises(UserError, match=told):
-        outcome.plan(task(small(DENSE), **changes), replace(H100, devices=devices))
+        estimate.estimate(task(small(DENSE), **changes), replace(H100, devices=devices))
 
 
 def test_what_a_change_saves_is_what_its_plan_says() -> None:
-    plan = outcome.plan(llama("llama3_2_1b"), replace(H100, devices=1))
-    found = {change.words: change for change in advice.changes(plan)}
+    plan = estimate.estimate(llama("llama3_2_1b"), replace(H100, devices=1))
+    found = {change.words: change for change in suggestions.suggest_changes(plan)}
     assert {"optimizer=adamw8bit", "precision.trained=bf16", "adapter=lora"} <= set(found)
     half = found["precision.trained=bf16"]
     assert half.saves == plan.peak.total - half.plan.peak.total > 6 * GIB
@@ -202,30 +222,32 @@ def test_what_a_change_saves_is_what_its_plan_says() -> None:
 def test_what_fits_is_found_and_said_in_overrides() -> None:
     slow = replace(KINDS["h100"], tflops=1)  # or the host would take longest, to launch the kernels of more passes
     wanted, one = task(small(DENSE, DENSE), length=4096, micro_batch=16, batch=64), replace(H100, devices=1, kind=slow)
-    plan = outcome.plan(wanted, one)
-    plan = outcome.plan(wanted, replace(one, memory=plan.peak.total - 50 * 2**20))
+    plan = estimate.estimate(wanted, one)
+    plan = estimate.estimate(wanted, replace(one, memory=plan.peak.total - 50 * 2**20))
     assert plan.fits is False
-    found = fit.fit(plan)
+    found = search.search_config(plan)
     assert plan.machine.memory is not None and found.plan.peak.total <= 0.97 * plan.machine.memory
     assert any(word.startswith("micro_batch=") for word in found.words)
     with pytest.raises(UserError, match="nothing fits"):
-        fit.fit(outcome.plan(task(small(DENSE)), replace(H100, devices=1, memory=GIB // 2)))
+        search.search_config(estimate.estimate(task(small(DENSE)), replace(H100, devices=1, memory=GIB // 2)))
 
 
 def test_weights_wait_on_the_host_only_where_nothing_fits_without() -> None:
     wanted, two = task(small(*[DENSE] * 8), length=512, batch=2, micro_batch=1), replace(H100, devices=2)
-    roomy = fit.fit(outcome.plan(wanted, two))
+    roomy = search.search_config(estimate.estimate(wanted, two))
     assert not any(word.startswith(("parallel.offload", "parallel.tensor")) for word in roomy.words)
-    away = outcome.plan(replace(wanted, parallel=Parallel(offload=True)), two)
-    least = min(outcome.plan(replace(wanted, parallel=Parallel(tensor=2)), two).peak.total, roomy.plan.peak.total)
+    away = estimate.estimate(replace(wanted, parallel=ParallelConfig(offload=True)), two)
+    least = min(
+        estimate.estimate(replace(wanted, parallel=ParallelConfig(tensor=2)), two).peak.total, roomy.plan.peak.total
+    )
     assert away.room.host > 0 and away.peak.total < least
     with pytest.raises(UserError, match="parallel.offload: device cpu"):
-        outcome.plan(replace(wanted, parallel=Parallel(offload=True)), Machine(2))
+        estimate.estimate(replace(wanted, parallel=ParallelConfig(offload=True)), ClusterSpec(2))
 
 
 def test_a_report_tells_all_of_it_in_lines_that_fit_a_screen() -> None:
-    plan = replace(outcome.plan(llama("llama3_2_1b"), replace(H100, price=2.0)), extent=Extent(10_000, 160_000))
-    text = report.text(plan, advice.changes(plan))
+    plan = replace(estimate.estimate(llama("llama3_2_1b"), replace(H100, price=2.0)), extent=StepCount(10_000, 160_000))
+    text = report.format_report(plan, suggestions.suggest_changes(plan))
     assert max(map(len, text.splitlines())) <= 120
     for word in (
         "forward pass",
@@ -236,7 +258,7 @@ def test_a_report_tells_all_of_it_in_lines_that_fit_a_screen() -> None:
         "costs",
     ):
         assert word in text
-    told = report.data(plan, [], None)
+    told = report.report_json(plan, [], None)
     assert told["peak"] == plan.peak.total and told["seconds"] == plan.pace.seconds
 
 
@@ -248,23 +270,23 @@ def test_as_many_steps_are_told_as_a_run_then_takes(tmp_path: Path) -> None:
         def __init__(self, **said: object) -> None:
             vars(self).update({"batch": 4, "epochs": 2, "steps": None, **said})
 
-    mixed = Mix((Part(Text(str(file))), Part(Text(str(file)), cap=10)))
-    for data, count in ((Text(str(file)), 90), (Text(str(file), split="train[:10]"), 10), (mixed, 100)):
-        assert extent(Config(data=data)) == Extent(2 * -(-count // 4), count, 2)
-    packed = extent(Config(data=Text(str(file), pack=True, length=100)))
+    mixed = Mixture((MixtureMember(TextDataset(str(file))), MixtureMember(TextDataset(str(file)), cap=10)))
+    for data, count in ((TextDataset(str(file)), 90), (TextDataset(str(file), split="train[:10]"), 10), (mixed, 100)):
+        assert count_steps(Config(data=data)) == StepCount(2 * -(-count // 4), count, 2)
+    packed = count_steps(Config(data=TextDataset(str(file), pack=True, length=100)))
     assert packed is not None and not packed.exact and 0 < packed.steps < 46
-    assert extent(Config(data=Text("owner/name"))) is None and extent(
-        Config(data=Text("owner/name"), steps=7)
-    ) == Extent(7)
+    assert count_steps(Config(data=TextDataset("owner/name"))) is None and count_steps(
+        Config(data=TextDataset("owner/name"), steps=7)
+    ) == StepCount(7)
 
 
 def test_words_for_machines() -> None:
-    assert machine.size("80G") == 80 * GIB and machine.size("24000MiB") == 24000 * 2**20
+    assert hardware.parse_memory_size("80G") == 80 * GIB and hardware.parse_memory_size("24000MiB") == 24000 * 2**20
     with pytest.raises(UserError, match="such as 80G"):
-        machine.size("eighty")
+        hardware.parse_memory_size("eighty")
     with pytest.raises(UserError, match="did you mean h100"):
-        machine.kind_of("h1000")
-    assert machine.fitting(141 * GIB) == KINDS["h200"]
+        hardware.gpu_by_name("h1000")
+    assert hardware.gpu_by_memory(141 * GIB) == KINDS["h200"]
 
 
 def test_a_full_memory_is_explained(tmp_path: Path) -> None:
@@ -272,21 +294,21 @@ def test_a_full_memory_is_explained(tmp_path: Path) -> None:
         pass
 
     cfg = Config()
-    vars(cfg).update(vars(task(small(DENSE))) | {"model": "tunekit/nano", "data": Text("rows.jsonl", length=64)})
-    text = explain.explain(cfg, CPU)
+    vars(cfg).update(vars(task(small(DENSE))) | {"model": "tunekit/nano", "data": TextDataset("rows.jsonl", length=64)})
+    text = oom_report.format_oom_report(cfg, CPU)
     assert "out of memory: a step needs about" in text and "optimizer=adamw8bit" in text
     assert text.count("\n") < 15
-    assert explain.is_full(RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"))
-    assert explain.is_full(torch.OutOfMemoryError("CUDA out of memory")) and not explain.is_full(RuntimeError("no"))
+    assert oom_report.is_oom(RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"))
+    assert oom_report.is_oom(torch.OutOfMemoryError("CUDA out of memory")) and not oom_report.is_oom(RuntimeError("no"))
 
 
 def test_a_rank_plans_without_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that finds no memory explains it while the others are in the middle of a step."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
-    assert outcome.plan(task(small(DENSE), length=96), replace(H100, devices=2)).peak.total > 0
+    assert estimate.estimate(task(small(DENSE), length=96), replace(H100, devices=2)).peak.total > 0
 
 
 def test_layers_are_measured_once() -> None:
     wanted = task(small(DENSE, DENSE))
-    assert measured(wanted, Sizes()) is measured(wanted, Sizes())
+    assert profile_workload(wanted, ParallelDims()) is profile_workload(wanted, ParallelDims())

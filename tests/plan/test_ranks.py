@@ -10,34 +10,42 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from tests.parallel.ranks import on
-from tunekit import assemble, bundled
-from tunekit.adapters import Full
-from tunekit.checkpoint.folder import Folder
-from tunekit.formats import Plain
-from tunekit.layout.shard import shard
-from tunekit.layout.split import split
-from tunekit.losses.likelihood import CrossEntropy
-from tunekit.memory import Memory
+from tunekit import assets, build
+from tunekit.adapters.config import NoAdapter
+from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
+from tunekit.distributed.context import DistributedContext
+from tunekit.distributed.fsdp import apply_fsdp
+from tunekit.distributed.parallel_dims import ParallelConfig
+from tunekit.distributed.parallelize import parallelize
+from tunekit.distributed.sharding import register_shards, to_local
+from tunekit.losses.cross_entropy import CrossEntropy
+from tunekit.memory.config import MemoryConfig
+from tunekit.models.precision import PrecisionConfig
 from tunekit.models.spec import Attention, DecoderSpec, Layer, MoE, Rope
-from tunekit.optim import AdamW
-from tunekit.parallel.choice import Parallel
-from tunekit.parallel.run import Run
-from tunekit.parallel.tensors import local, register
-from tunekit.plan import kernels, outcome
-from tunekit.plan.machine import Machine
-from tunekit.plan.probe import CPU, rows
-from tunekit.plan.task import Task, step_of
-from tunekit.precision import Precision
+from tunekit.optim.config import AdamWConfig
+from tunekit.plan import estimate, onednn_cache
+from tunekit.plan.hardware import ClusterSpec
+from tunekit.plan.layer_profile import CPU, rows
+from tunekit.plan.workload import Workload, probe_step
+from tunekit.quantization.config import NoQuantization
 
 # Every expert sees every token: a plan takes experts to have as many as each other.
 LAYER = Layer(Attention(4, 2, 32, rope=Rope()), MoE(4, 4, 384))
 
 
-def task() -> Task:
-    source = Folder.open(bundled.PRESETS["tunekit/llama3_2_1b"], "small")
+def task() -> Workload:
+    source = HFCheckpoint.open(assets.PRESETS["tunekit/llama3_2_1b"], "small")
     source = replace(source, spec=DecoderSpec(1024, 128, (LAYER,) * 4))
-    chosen = Full(), Plain(), Precision("bf16"), Memory(), AdamW(), CrossEntropy(), Parallel(tensor=2, expert=2)
-    return Task(source, 512, 4, 2, *chosen, clip=1.0, random=True)
+    chosen = (
+        NoAdapter(),
+        NoQuantization(),
+        PrecisionConfig("bf16"),
+        MemoryConfig(),
+        AdamWConfig(),
+        CrossEntropy(),
+        ParallelConfig(tensor=2, expert=2),
+    )
+    return Workload(source, 512, 4, 2, *chosen, clip=1.0, random=True)
 
 
 def lived() -> int:
@@ -47,7 +55,7 @@ def lived() -> int:
     told is what a thread of gloo gives back, if it is the last to have it.
     """
     wanted = task()
-    with Run(device="cpu", parallel=wanted.parallel) as run:
+    with DistributedContext(device="cpu", parallel=wanted.parallel) as run:
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
             stepped(wanted, run)
         profiler: Any = seen.profiler
@@ -56,20 +64,20 @@ def lived() -> int:
         return max(accumulate(size for _, size in told))
 
 
-def stepped(task: Task, run: Run) -> None:
+def stepped(task: Workload, run: DistributedContext) -> None:
     """Two steps of the recipes, of a model of random weights."""
-    net = assemble.outline(task.source, task.weights, task.adapter)
-    split(net, run)
+    net = build.build_meta_model(task.source, task.weights, task.adapter)
+    parallelize(net, run)
     task.precision.apply(net, {}, CPU)
-    shard(net, run)
+    apply_fsdp(net, run)
     net.to_empty(device="cpu")
     net.tie()
-    register((*net.named_parameters(), *net.named_buffers()), net.splits)
+    register_shards((*net.named_parameters(), *net.named_buffers()), net.splits)
     for parameter in net.parameters():
-        local(parameter.data).normal_(std=0.02)
+        to_local(parameter.data).normal_(std=0.02)
     optimizer = task.optimizer.build(task.adapter.trained(net), [p for each in net.layers for p in each.parameters()])
     update = task.memory.update(optimizer, task.clip, run)
-    batch = rows(step_of(task, run.sizes))
+    batch = rows(probe_step(task, run.sizes))
     tokens = torch.randint(0, task.source.spec.vocab, batch.tokens.shape)
     batch = replace(batch, tokens=tokens, targets=tokens, positions=torch.arange(task.length).expand_as(tokens))
     for _ in range(2):
@@ -79,7 +87,7 @@ def stepped(task: Task, run: Run) -> None:
 
 @pytest.mark.multi
 def test_ranks_that_share_layers_and_experts_have_the_tensors_that_were_planned() -> None:
-    phases = outcome.plan(task(), Machine(4)).room.phases
+    phases = estimate.estimate(task(), ClusterSpec(4)).room.phases
     planned = max(phases[name].total - phases[name].parts["process"] for name in ("forward", "backward", "step"))
     # All have as much, and of one least is missed that was given back: up to a tenth on others.
     assert planned == pytest.approx(min(on(4, lived)), rel=0.08)
@@ -87,9 +95,9 @@ def test_ranks_that_share_layers_and_experts_have_the_tensors_that_were_planned(
 
 def weighed() -> tuple[int, int]:
     """Bytes of a kernel as planned, and of some more that are made."""
-    one, before = kernels.size(), kernels.trimmed()
-    kernels.make(range(500, 520))
-    return one, (kernels.trimmed() - before) // (20 * kernels.EACH)
+    one, before = onednn_cache.onednn_kernel_bytes(), onednn_cache.trimmed()
+    onednn_cache.make(range(500, 520))
+    return one, (onednn_cache.trimmed() - before) // (20 * onednn_cache.EACH)
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="asks Linux")

@@ -4,11 +4,13 @@ from dataclasses import replace
 
 import torch
 
-from tunekit.parallel.choice import Parallel
+from tunekit.distributed.parallel_dims import ParallelConfig
 from tunekit.recipes import evaluate, generate
 
 
-def both(asked: generate.Generate, measured: evaluate.Evaluate, layouts: list[Parallel]) -> list[list]:
+def both(
+    asked: generate.GenerateConfig, measured: evaluate.EvaluateConfig, layouts: list[ParallelConfig]
+) -> list[list]:
     """What `evaluate` finds on each layout; the answers of `generate` lie in a file for each, `<out>-<number>`."""
     torch.set_num_threads(1)
     found = []

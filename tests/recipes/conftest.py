@@ -14,15 +14,16 @@ import torch
 from safetensors.torch import load_file
 
 from tests.outcome import Outcome
-from tunekit import bundled, cli
+from tunekit import assets
 from tunekit.checkpoint import atomic
-from tunekit.checkpoint.folder import Folder
-from tunekit.checkpoint.write import write
-from tunekit.data.rows import Chat
+from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
+from tunekit.checkpoint.save_model import save_model
+from tunekit.cli import main as cli
+from tunekit.data.datasets import ChatDataset
 from tunekit.models.decoder import Decoder
-from tunekit.models.init import randomize
-from tunekit.optim import AdamW
-from tunekit.precision import Precision
+from tunekit.models.precision import PrecisionConfig
+from tunekit.models.weight_init import init_weights
+from tunekit.optim.config import AdamWConfig
 from tunekit.recipes import sft
 
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -48,7 +49,7 @@ steps: 6
 # A shell starts what it puts into the background with Ctrl-C ignored, and so all that is started from there.
 PROGRAM = """
 import os, signal, sys
-from tunekit import cli
+from tunekit.cli import main as cli
 signal.signal(signal.SIGINT, signal.default_int_handler)
 os.chdir({folder!r})
 log = os.open("log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -119,19 +120,19 @@ def make() -> Callable[..., Path]:
     """A random checkpoint under the nano's tokenizer, with some keys of its config changed."""
 
     def model(folder: Path, **changes: object) -> Path:
-        nano = bundled.MODELS["tunekit/nano"]
+        nano = assets.MODELS["tunekit/nano"]
         described = folder / "described"
         described.mkdir(parents=True)
         for file in [*nano.glob("*.json"), *nano.glob("*.jinja")]:
             shutil.copy(file, described)
         config = json.loads((nano / "config.json").read_text()) | SMALL | changes
         (described / "config.json").write_text(json.dumps(config))
-        source = Folder.open(described)
+        source = HFCheckpoint.open(described)
         net = Decoder(source.spec)
         net.tie()
-        randomize(net, 3)
-        with atomic.whole(folder / "model") as out:
-            write(out, net, source, quiet=True)
+        init_weights(net, 3)
+        with atomic.AtomicDir(folder / "model") as out:
+            save_model(out, net, source, quiet=True)
         return folder / "model"
 
     return model
@@ -147,14 +148,14 @@ def learnt(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run folder of a model that knows four rows by heart."""
     folder = tmp_path_factory.mktemp("learnt")
     (folder / "rows.jsonl").write_text(sums(1, 4))
-    data = Chat(str(folder / "rows.jsonl"), length=64)
+    data = ChatDataset(str(folder / "rows.jsonl"), length=64)
     sft.main(
-        sft.SFT(
+        sft.SFTConfig(
             model=str(tiny),
             data=data,
             out=str(folder / "out"),
-            optimizer=AdamW(lr=1e-2),
-            precision=Precision("fp32"),
+            optimizer=AdamWConfig(lr=1e-2),
+            precision=PrecisionConfig("fp32"),
             device="cpu",
             batch=4,
             micro_batch=4,
@@ -168,7 +169,7 @@ def learnt(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def context() -> ForkServerContext:
     found = multiprocessing.get_context("forkserver")
     # torch imports this when it makes the first optimizer.
-    found.set_forkserver_preload(["pytest", "torch._dynamo", "tunekit.recipes.sft", "tunekit.commands.process"])
+    found.set_forkserver_preload(["pytest", "torch._dynamo", "tunekit.recipes.sft", "tunekit.cli.commands.run_worker"])
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
         forkserver.ensure_running()

@@ -6,7 +6,7 @@ from tunekit.errors import UserError
 from tunekit.recipes import sft
 
 
-def trained(cfg: sft.SFT) -> str:
+def trained(cfg: sft.SFTConfig) -> str:
     """What ended it."""
     torch.set_num_threads(1)
     try:

@@ -10,7 +10,7 @@ from subprocess import Popen
 
 import pytest
 
-from tunekit.parallel import member
+from tunekit.distributed import worker_env
 
 KILLS, SIZE, SEED = "TUNEKIT_TEST_KILLS", "TUNEKIT_TEST_SIZE", "TUNEKIT_TEST_SEED"
 # When to kill: at any time of a start, and else a few milliseconds after a folder began to be written.
@@ -34,7 +34,7 @@ def ranks(parent: int) -> list[int]:
             environment = Path(f"/proc/{pid}/environ").read_bytes()
         except (FileNotFoundError, ProcessLookupError):
             continue
-        if f"\0{member.PARENT}=".encode() in environment:
+        if f"\0{worker_env.PARENT}=".encode() in environment:
             found.append(int(pid))
     return found
 

@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 import torch
 
-from tunekit import metrics, training
 from tunekit.config import load
+from tunekit.loggers import metric_logger
+from tunekit.training import config as training
 
 # What a config says beside what all of them say: of which recipe, and which rows it reads.
 CHATS = "data: {{kind: chat, source: {folder}/chats.jsonl, length: 64, pack: {pack}}}"
@@ -76,14 +77,14 @@ def config(case: Case, folder: Path, model: Path, out: Path) -> str:
 def stepped(folder: Path, model: Path, out: str) -> list[dict[str, list[float]]]:
     """What each case has shown in its steps, by the name of the figure. Nothing is saved and nothing verified."""
     torch.set_num_threads(1)
-    training.finish = lambda job, steps: None  # type: ignore[assignment]
+    training.export_final = lambda job, steps: None  # type: ignore[assignment]
     return [shown(case, folder, model, folder / out / str(number)) for number, case in enumerate(CASES)]
 
 
 def shown(case: Case, folder: Path, model: Path, out: Path) -> dict[str, list[float]]:
     recipe = importlib.import_module(f"tunekit.recipes.{METHODS[case.method][0]}")
-    recipe.main(load.load(recipe.RECIPE, config(case, folder, model, out)))
-    found = [line for line in metrics.lines(out) if "loss" in line]
+    recipe.main(load.load_config(recipe.RECIPE, config(case, folder, model, out)))
+    found = [line for line in metric_logger.read_metrics(out) if "loss" in line]
     return {name: [line[name] for line in found] for name in found[0] if timeless(name)}
 
 

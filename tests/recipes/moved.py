@@ -7,25 +7,30 @@ from functools import partial
 
 import torch
 
-from tunekit import training
 from tunekit.config import load
-from tunekit.data.steps.batch import Batch
-from tunekit.errors import Stopped
-from tunekit.memory import Update
+from tunekit.data.dataloader.batch import Batch
+from tunekit.distributed.context import DistributedContext
+from tunekit.distributed.parallel_dims import ParallelConfig
+from tunekit.errors import RunStopped
+from tunekit.memory.config import TrainOptimizer
 from tunekit.models.decoder import Decoder
-from tunekit.parallel.choice import Parallel
-from tunekit.parallel.run import Run
 from tunekit.recipes import sft
-from tunekit.training import Method, Taken
+from tunekit.training import config as training
+from tunekit.training.config import Method, Taken
 
-Stretch = tuple[str, Parallel, int | None]  # the config, the layout, and after how many steps it is told to stop
+Stretch = tuple[str, ParallelConfig, int | None]  # the config, the layout, and after how many steps it is told to stop
 
 
 def stopped_after(
-    steps: int | None, model: Decoder, batches: list[Batch], cfg: sft.SFT, update: Update, run: Run
+    steps: int | None,
+    model: Decoder,
+    batches: list[Batch],
+    cfg: sft.SFTConfig,
+    update: TrainOptimizer,
+    run: DistributedContext,
 ) -> Taken:
     """A step, and from a certain one on the wish to stop, as a scheduler sends it."""
-    taken = sft.train_step(model, batches, cfg, update, run)
+    taken = sft.forward_backward(model, batches, cfg, update, run)
     DONE.append(1)
     if steps is not None and len(DONE) == steps and run.is_main:
         signal.raise_signal(signal.SIGTERM)
@@ -41,8 +46,8 @@ def stretches(found: list[Stretch]) -> None:
     for text, parallel, steps in found:
         DONE.clear()
         step: Callable = partial(stopped_after, steps)
-        cfg = replace(load.load(sft.SFT, text), parallel=parallel)
+        cfg = replace(load.load_config(sft.SFTConfig, text), parallel=parallel)
         try:
-            training.run(cfg, Method("sft", step, sft.validate), fresh=False)
-        except Stopped:
+            training.run(cfg, Method("sft", step, sft.evaluate), fresh=False)
+        except RunStopped:
             assert steps is not None

@@ -9,18 +9,18 @@ import torch
 from torch.utils.data import SequentialSampler
 
 from tests.checkpoints import FP32
-from tunekit import metrics
-from tunekit.data.steps.loader import load
-from tunekit.data.steps.served import Loader
+from tunekit.data.dataloader.base import DataLoader
+from tunekit.data.dataloader.build import build_dataloader
 from tunekit.data.tokenizer import Tokenizer
-from tunekit.optim import AdamW, Constant
-from tunekit.parallel.run import Run
-from tunekit.training import Training
+from tunekit.distributed.context import DistributedContext
+from tunekit.loggers import metric_logger
+from tunekit.optim.config import AdamWConfig, ConstantLRConfig
+from tunekit.training.config import TrainConfig
 
 STEPS, BATCH = 3, 4
 # What the configs say, whatever the method.
 PLAIN: dict[str, Any] = {
-    "schedule": Constant(),
+    "schedule": ConstantLRConfig(),
     "precision": FP32,
     "device": "cpu",
     "batch": BATCH,
@@ -28,7 +28,7 @@ PLAIN: dict[str, Any] = {
     "steps": STEPS,
 }
 # A larger epsilon leaves steps of Adam in proportion where gradients are nearly zero.
-STEADY = AdamW(lr=0.05, eps=0.1)
+STEADY = AdamWConfig(lr=0.05, eps=0.1)
 
 
 def texts() -> Callable[[int, int], str]:
@@ -48,20 +48,22 @@ def written(folder: Path, rows: Iterable[dict[str, Any]]) -> str:
     return str(folder / "rows.jsonl")
 
 
-def whole_steps(cfg: Training) -> Loader:
+def whole_steps(cfg: TrainConfig) -> DataLoader:
     """The rows of a config, of which a step is one micro-batch."""
-    return load(cfg.data, Tokenizer.open(Path(cfg.model)), cfg.batch, cfg.batch, Run(cfg.seed, "cpu"))
+    return build_dataloader(
+        cfg.data, Tokenizer.open(Path(cfg.model)), cfg.batch, cfg.batch, DistributedContext(cfg.seed, "cpu")
+    )
 
 
 def figures(run: str | Path) -> list[dict[str, Any]]:
     """What each step of a run has shown."""
-    return [line for line in metrics.lines(Path(run)) if "loss" in line]
+    return [line for line in metric_logger.read_metrics(Path(run)) if "loss" in line]
 
 
-def told(cfg: Training) -> dict[str, Any]:
+def told(cfg: TrainConfig) -> dict[str, Any]:
     """What TRL is told to take the steps of a config, and to show each."""
     optimizer: dict[str, Any] = {"optim": "sgd"}
-    if isinstance(cfg.optimizer, AdamW):
+    if isinstance(cfg.optimizer, AdamWConfig):
         optimizer = {"adam_beta1": 0.9, "adam_beta2": 0.95, "adam_epsilon": cfg.optimizer.eps}
     return {
         "output_dir": str(Path(cfg.out).with_name("theirs")),

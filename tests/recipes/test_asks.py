@@ -9,13 +9,13 @@ from tests.evaluation import own
 from tests.parallel.ranks import on
 from tests.recipes.asks import both
 from tests.recipes.conftest import sums
-from tunekit.data.rows import Chat
-from tunekit.generate import Sampling
-from tunekit.parallel.choice import Parallel
-from tunekit.precision import Precision
+from tunekit.data.datasets import ChatDataset
+from tunekit.distributed.parallel_dims import ParallelConfig
+from tunekit.generation.generate import SamplingConfig
+from tunekit.models.precision import PrecisionConfig
 from tunekit.recipes import evaluate, generate
 
-COPIES, DIVIDED, SPLIT = Parallel(replicate=None, shard=1), Parallel(), Parallel(tensor=2)
+COPIES, DIVIDED, SPLIT = ParallelConfig(replicate=None, shard=1), ParallelConfig(), ParallelConfig(tensor=2)
 
 
 @pytest.mark.multi
@@ -23,15 +23,15 @@ COPIES, DIVIDED, SPLIT = Parallel(replicate=None, shard=1), Parallel(), Parallel
 def test_two_devices_answer_as_one(learnt: Path, tmp_path: Path) -> None:
     rows = tmp_path / "chats.jsonl"
     rows.write_text(sums(1, 7))
-    exact, sampling = Precision("fp32"), Sampling(tokens=12)
+    exact, sampling = PrecisionConfig("fp32"), SamplingConfig(tokens=12)
     prompts = tuple(f"What is {n} plus {n * n}?" for n in range(1, 8))
-    data = Chat(str(rows), length=64)
+    data = ChatDataset(str(rows), length=64)
     how = {"sampling": sampling, "precision": exact, "batch": 2, "device": "cpu"}
     named = {"tasks": ("nano/facts", *own.TASKS), "include": str(own.write(tmp_path)), "limit": 7}
-    measured = evaluate.Evaluate(model=str(learnt), data=data, **named, **how)
-    asked = generate.Generate(model=str(learnt), prompts=prompts, **how)
+    measured = evaluate.EvaluateConfig(model=str(learnt), data=data, **named, **how)
+    asked = generate.GenerateConfig(model=str(learnt), prompts=prompts, **how)
     one, two = tmp_path / "one", tmp_path / "two"
-    (wanted,) = both(replace(asked, out=str(one)), measured, [Parallel()])
+    (wanted,) = both(replace(asked, out=str(one)), measured, [ParallelConfig()])
     layouts = [COPIES, DIVIDED, SPLIT]
     for found in on(2, both, replace(asked, out=str(two)), measured, layouts, limit=300):
         for number, results in enumerate(found):

@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from tests.recipes.test_resume import stop_after
-from tunekit.data.steps import stream
+from tunekit.data.dataloader import stream_blocks
 
 RUN = ("run", "sft", "sft.yaml")
 ONE, OTHER = "source: rows.jsonl, split: 'train[:7]'", "kind: chat, source: rows.jsonl, split: 'train[7:]'"
@@ -24,7 +24,7 @@ FAST = ("packed mix", "mix of streams")
 
 @pytest.mark.parametrize("way", [pytest.param(way, marks=[pytest.mark.slow] * (way not in FAST)) for way in WAYS])
 def test_it_goes_on_where_it_was(way: str, work, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream, "DOCUMENTS", 8)
+    monkeypatch.setattr(stream_blocks, "DOCUMENTS", 8)
     words = (*RUN, WAYS[way])
     whole = work.tune(*words)
     assert whole.code == 0, whole.err

@@ -10,14 +10,14 @@ import pytest
 
 from tests.recipes.conftest import SHORT
 from tests.recipes.test_resume import stop_after
-from tunekit import stored
-from tunekit.data.prepared.documents import Document, Documents
-from tunekit.data.steps.apart import apart
-from tunekit.data.steps.batch import IGNORE, Batch, Layout
+from tunekit.data.dataloader.batch import IGNORE, Batch, Collator
+from tunekit.data.dataloader.unpack import unpack_documents
+from tunekit.data.preprocess.tokenized_dataset import Document, TokenizedDataset
 from tunekit.data.tokenizer import Tokenizer
+from tunekit.distillation import teacher_logits
+from tunekit.distillation.on_policy import StudentSampler, answer_start, answer_starts
+from tunekit.distributed.context import DistributedContext
 from tunekit.models.decoder import Decoder
-from tunekit.on_policy import Writer, begin, begins
-from tunekit.parallel.run import Run
 
 CONFIG = """\
 recipe: distill
@@ -78,13 +78,14 @@ def test_a_stored_teacher_says_what_a_live_one_does(taught) -> None:
 
 
 def test_what_is_half_stored_is_gone_on_with(taught, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stored, "BLOCK", 64)
+    monkeypatch.setattr(teacher_logits, "BLOCK", 64)
     words = (*RUN, *STORED, "teacher.top=9")
     assert taught.tune(*words, "out=one").code == 0
     place = max(
-        (file.parent for file in Path("kept").glob("*/about.json")), key=lambda folder: stored.about(folder)["blocks"]
+        (file.parent for file in Path("kept").glob("*/about.json")),
+        key=lambda folder: teacher_logits.read_info(folder)["blocks"],
     )
-    assert stored.about(place)["blocks"] > 2
+    assert teacher_logits.read_info(place)["blocks"] > 2
     kept = {file: file.stat().st_mtime_ns for file in place.glob("*/*")}
     gone = place / "00001"
     shutil.rmtree(gone)
@@ -110,16 +111,16 @@ def test_stopped_runs_go_on_to_the_same_end(taught, monkeypatch: pytest.MonkeyPa
 def test_tokens_that_are_counted_are_those_that_are_learnt(taught, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that the student has written, in place of the rows' own."""
     counts: dict[str, list[list[int]]] = {"came": [], "written": []}
-    write = Writer.__call__
+    write = StudentSampler.__call__
 
-    def counted(writer: Writer, model: Decoder, batches: list[Batch], run: Run) -> list[Batch]:
+    def counted(writer: StudentSampler, model: Decoder, batches: list[Batch], run: DistributedContext) -> list[Batch]:
         written = write(writer, model, batches, run)
         for name, some in (("came", batches), ("written", written)):
-            tokens = [len(span.document.tokens) for batch in some for span in apart(batch)]
+            tokens = [len(span.document.tokens) for batch in some for span in unpack_documents(batch)]
             counts[name].append([sum(tokens), sum(int((batch.targets != IGNORE).sum()) for batch in some)])
         return written
 
-    monkeypatch.setattr(Writer, "__call__", counted)
+    monkeypatch.setattr(StudentSampler, "__call__", counted)
     assert taught.tune(*RUN, "on_policy={share: 1, tokens: 8}", "data.learn=last").code == 0
     lines = [line for line in map(json.loads, Path("out/metrics.jsonl").read_text().splitlines()) if "loss" in line]
     assert [line["learnt"] for line in lines] == [learnt for _, learnt in counts["written"]]
@@ -213,13 +214,13 @@ def test_answers_begin_where_each_document_says() -> None:
     for size in draw.integers(1, 12, 200):
         learnt = draw.random(size) < draw.choice([0.1, 0.5, 0.9, 1])
         rows.append(Document(draw.integers(1, 9, size).astype(np.int32), learnt, int(size)))
-    layout, wanted = Layout(1, 1, 0, 1, 0, None), []
+    layout, wanted = Collator(1, 1, 0, 1, 0, None), []
     for row in rows:
-        spans = list(apart(layout.collate([[row]])))
-        wanted.append(begin(spans[0]) if spans else 0)
-    found = Documents(rows)
-    assert begins(found, 0, 200).tolist() == wanted and len(set(wanted)) > 5
-    assert begins(found, 17, 60).tolist() == wanted[17:60]
+        spans = list(unpack_documents(layout.collate([[row]])))
+        wanted.append(answer_start(spans[0]) if spans else 0)
+    found = TokenizedDataset(rows)
+    assert answer_starts(found, 0, 200).tolist() == wanted and len(set(wanted)) > 5
+    assert answer_starts(found, 17, 60).tolist() == wanted[17:60]
 
 
 @pytest.mark.parametrize("capacity", [None, 40])
@@ -229,12 +230,12 @@ def test_batches_come_apart_into_the_documents_they_were_made_of(capacity: int |
     for size in (5, 9, 3, 12):
         learnt = np.arange(size) >= size // 2
         rows.append(Document(draw.integers(1, 9, size).astype(np.int32), learnt, size))
-    layout = Layout(4, 4, 0, 1, 0, capacity)
+    layout = Collator(4, 4, 0, 1, 0, capacity)
     batch = layout.collate([rows[:2], rows[2:]] if capacity else [[row] for row in rows])
-    spans = list(apart(batch))
+    spans = list(unpack_documents(batch))
     assert [span.row for span in spans] == ([0, 0, 1, 1] if capacity else [0, 1, 2, 3])
     for span, row in zip(spans, rows, strict=True):
         assert np.array_equal(span.document.tokens, row.tokens) and np.array_equal(span.document.learnt, row.learnt)
         assert span.learnt == row.learnt[1:].sum()
-        assert span.key == next(apart(layout.collate([[row]]))).key
+        assert span.key == next(unpack_documents(layout.collate([[row]]))).key
     assert len({span.key for span in spans}) == 4

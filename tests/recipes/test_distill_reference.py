@@ -14,22 +14,22 @@ from trl.experimental.gkd import GKDConfig, GKDTrainer
 
 from tests.checkpoints import FP32, error, made, opened, theirs, tokens
 from tests.recipes.stepwise import BATCH, PLAIN, STEADY, STEPS, figures, told, whole_steps, written
-from tunekit.data.rows import Completion
-from tunekit.data.steps.batch import IGNORE, Batch
-from tunekit.losses.divergence import ForwardKL, JensenShannon, ReverseKL
+from tunekit.data.dataloader.batch import IGNORE, Batch
+from tunekit.data.datasets import CompletionDataset
+from tunekit.distillation.teacher import OnlineTeacherConfig
+from tunekit.losses.kl_divergence import ForwardKL, JensenShannon, ReverseKL
 from tunekit.recipes import distill
-from tunekit.teacher import Live
 
 
-def config(folder: Path, loss: ForwardKL | ReverseKL | JensenShannon) -> distill.Distill:
+def config(folder: Path, loss: ForwardKL | ReverseKL | JensenShannon) -> distill.DistillConfig:
     draw = torch.Generator().manual_seed(7)
     rows = [[" ".join(f"w{i}" for i in torch.randint(0, 60, (n,), generator=draw).tolist()) for n in (3 + i % 5, 2 + i)]
             for i in range(STEPS * BATCH)]  # fmt: skip
     source = written(folder, ({"prompt": asked + " ", "completion": answer} for asked, answer in rows))
-    return distill.Distill(
+    return distill.DistillConfig(
         model=str(made(folder / "model", "llama3.2")),
-        teacher=Live(model=str(made(folder / "teacher", "mistral", seed=1)), precision=FP32),
-        data=Completion(source),
+        teacher=OnlineTeacherConfig(model=str(made(folder / "teacher", "mistral", seed=1)), precision=FP32),
+        data=CompletionDataset(source),
         loss=loss,
         out=str(folder / "run"),
         optimizer=STEADY,
@@ -37,12 +37,12 @@ def config(folder: Path, loss: ForwardKL | ReverseKL | JensenShannon) -> distill
     )
 
 
-def batches(cfg: distill.Distill) -> list[Batch]:
+def batches(cfg: distill.DistillConfig) -> list[Batch]:
     data = whole_steps(cfg)
     return [data[step][0] for step in range(STEPS)]
 
 
-def compare(cfg: distill.Distill, wanted: dict[str, list[float]], model: nn.Module) -> None:
+def compare(cfg: distill.DistillConfig, wanted: dict[str, list[float]], model: nn.Module) -> None:
     """The figures of every step, and the student behind the last."""
     distill.main(cfg)
     found = figures(cfg.out)

@@ -135,7 +135,7 @@ def test_what_cannot_be_is_told_before_anything_is_measured(evaluate, work, lear
         return done.err
 
     scores = make(tmp_path / "scores", architectures=["LlamaForSequenceClassification"], pad_token_id=0)
-    monkeypatch.setattr("tunekit.assemble.model", lambda *_: pytest.fail("weights are read"))
+    monkeypatch.setattr("tunekit.build.build_model", lambda *_: pytest.fail("weights are read"))
     assert "writes no text: name a language model" in tune(f"baseline={scores}")
     (work.folder / "file").write_text("")
     assert "cannot write file/figures.json" in tune("out=file/figures.json")

@@ -5,7 +5,7 @@ import json
 import pytest
 from safetensors.torch import load_file, save_file
 
-from tunekit.checkpoint import save
+from tunekit.checkpoint import final_checkpoint
 
 RUN = ("run", "sft", "sft.yaml")
 LORA = (*RUN, "adapter={kind: lora, rank: 4}")
@@ -13,7 +13,7 @@ LORA = (*RUN, "adapter={kind: lora, rank: 4}")
 
 def damage(monkeypatch: pytest.MonkeyPatch) -> None:
     """From now on checkpoints are written with a mistake."""
-    write = save.final
+    write = final_checkpoint.save_final
 
     def final(adapter, folder, model, source, run):
         write(adapter, folder, model, source)
@@ -22,7 +22,7 @@ def damage(monkeypatch: pytest.MonkeyPatch) -> None:
         name = next(name for name in tensors if "v_proj" in name and "lora_B" not in name)
         save_file(tensors | {name: -tensors[name]}, file, metadata={"format": "pt"})
 
-    monkeypatch.setattr(save, "final", final)
+    monkeypatch.setattr(final_checkpoint, "save_final", final)
 
 
 @pytest.mark.parametrize("words", [RUN, LORA], ids=["full", "lora"])
@@ -69,7 +69,7 @@ def test_a_run_that_was_cut_off_behind_its_last_step_ends_as_any_other(work, mon
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("tunekit.card.write", cut)
+        patch.setattr("tunekit.publishing.model_card.write_model_card", cut)
         assert work.tune(*RUN).code == 130
     assert not (work.folder / "out/final").exists()
     assert "verify_mean" in work.numbers("out")[-1]

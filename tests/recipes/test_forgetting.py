@@ -10,17 +10,17 @@ import pytest
 from tests.parallel.ranks import on
 from tests.recipes.conftest import sums
 from tests.recipes.forgets import trained
-from tunekit import bundled
-from tunekit.adapters import LoRA
-from tunekit.config.load import load
-from tunekit.data.rows import Chat
+from tunekit import assets
+from tunekit.adapters.config import LoRAConfig
+from tunekit.config.load import load_config
+from tunekit.data.datasets import ChatDataset
 from tunekit.errors import FieldError, UserError
-from tunekit.evaluation import nano
-from tunekit.forgetting import Forgetting
-from tunekit.models.spec import Score
-from tunekit.optim import AdamW
-from tunekit.precision import Precision
+from tunekit.evaluation import bundled_tasks
+from tunekit.models.precision import PrecisionConfig
+from tunekit.models.spec import ScoreHead
+from tunekit.optim.config import AdamWConfig
 from tunekit.recipes import evaluate, sft
+from tunekit.training.forgetting import ForgettingConfig
 
 RULE = "forgetting={data: {kind: chat, source: known.jsonl, length: 64}, every: 2, most: 0.2}"
 
@@ -66,8 +66,10 @@ def test_the_loss_is_that_of_evaluate(other, work, learnt):
     assert other("optimizer.lr=1e-5", "steps=3").code == 0, "a gentle run goes to its end"
     found = measured(work.folder / "out")
     assert list(found) == [0, 2, 3]
-    data = Chat("known.jsonl", length=64)
-    asked = evaluate.Evaluate(model="out", baseline=str(learnt), data=data, precision=Precision("fp32"), device="cpu")
+    data = ChatDataset("known.jsonl", length=64)
+    asked = evaluate.EvaluateConfig(
+        model="out", baseline=str(learnt), data=data, precision=PrecisionConfig("fp32"), device="cpu"
+    )
     before, after = evaluate.main(asked)
     assert found[0] == pytest.approx(before.loss, rel=1e-5)
     assert found[3] == pytest.approx(after.loss, rel=1e-5)
@@ -90,23 +92,23 @@ def test_a_stopped_run_compares_with_its_beginning(other, work):
 
 
 def test_what_makes_no_sense():
-    for name, value in (("every", 0), ("most", 0.0), ("data", Chat("rows.jsonl", stream=True))):
+    for name, value in (("every", 0), ("most", 0.0), ("data", ChatDataset("rows.jsonl", stream=True))):
         with pytest.raises(FieldError) as caught:
-            Forgetting(**{"data": Chat("rows.jsonl"), name: value})
+            ForgettingConfig(**{"data": ChatDataset("rows.jsonl"), name: value})
         assert caught.value.field == name
 
 
 def test_a_model_that_scores_has_no_likelihood(learnt):
-    cfg = sft.SFT(model=str(learnt / "final"), data=Chat("rows.jsonl"), out="out")
-    spec = sft.training.source_of(cfg).spec.scoring(Score(1))
+    cfg = sft.SFTConfig(model=str(learnt / "final"), data=ChatDataset("rows.jsonl"), out="out")
+    spec = sft.training.open_checkpoint(cfg).spec.scoring(ScoreHead(1))
     with pytest.raises(UserError, match="a model that scores"):
-        Forgetting(Chat("rows.jsonl")).check(spec, sft.words(cfg))
+        ForgettingConfig(ChatDataset("rows.jsonl")).check(spec, sft.words(cfg))
 
 
 @pytest.mark.multi
 def test_two_devices_end_it_at_the_same_step(other, work, learnt):
     words = [f"model={learnt}/final", RULE, "validation=null", "optimizer.lr=3e-2", "steps=9", "out=one"]
-    cfg = load(sft.SFT, Path("sft.yaml"), words)
+    cfg = load_config(sft.SFTConfig, Path("sft.yaml"), words)
     alone = trained(cfg)
     assert "the loss on" in alone
     assert on(2, trained, replace(cfg, out="two")) == [alone, alone]
@@ -118,15 +120,17 @@ def test_two_devices_end_it_at_the_same_step(other, work, learnt):
 @pytest.mark.slow
 def test_a_nano_that_learns_tools_too_fast_is_caught(tmp_path: Path) -> None:
     stories = tmp_path / "stories.jsonl"
-    turns = (nano.messages(talk) for talk, _ in zip(nano.TASKS["nano/stories"](), range(16), strict=False))
+    turns = (
+        bundled_tasks.messages(talk) for talk, _ in zip(bundled_tasks.TASKS["nano/stories"](), range(16), strict=False)
+    )
     stories.write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in turns))
-    rule = Forgetting(Chat(str(stories), length=512), every=3)
-    cfg = sft.SFT(
+    rule = ForgettingConfig(ChatDataset(str(stories), length=512), every=3)
+    cfg = sft.SFTConfig(
         model="tunekit/nano",
-        data=Chat(str(bundled.DATA["tunekit/tools"]), length=256, limit=96),
+        data=ChatDataset(str(assets.DATA["tunekit/tools"]), length=256, limit=96),
         out=str(tmp_path / "fast"),
-        adapter=LoRA(),
-        optimizer=AdamW(lr=1e-2),
+        adapter=LoRAConfig(),
+        optimizer=AdamWConfig(lr=1e-2),
         forgetting=rule,
         batch=8,
         micro_batch=8,
@@ -134,6 +138,6 @@ def test_a_nano_that_learns_tools_too_fast_is_caught(tmp_path: Path) -> None:
     )
     with pytest.raises(UserError, match="the loss on .*stories.jsonl .train. rose from"):
         sft.main(cfg)
-    gentle = replace(cfg, out=str(tmp_path / "slow"), optimizer=AdamW(lr=1e-4))
+    gentle = replace(cfg, out=str(tmp_path / "slow"), optimizer=AdamWConfig(lr=1e-4))
     sft.main(gentle)
     assert (tmp_path / "slow/final").is_dir()

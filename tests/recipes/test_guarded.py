@@ -7,10 +7,10 @@ import torch
 
 from tests.recipes.test_resume import stop_after
 from tunekit.checkpoint import atomic
-from tunekit.data.steps.mapped import Mapped
-from tunekit.guard import Watch
-from tunekit.losses import likelihood
+from tunekit.data.dataloader.map_style import MapDataLoader
+from tunekit.losses import cross_entropy
 from tunekit.recipes import sft
+from tunekit.training.step_guard import StepGuard
 
 RUN = ("run", "sft", "sft.yaml", "validation=null", "steps=14", "save_every=3", "guard.window=8")
 MARK = 0  # a token with which no row begins
@@ -19,7 +19,7 @@ BACK = ("guard.spike=20", "guard.answer=back")
 
 def plant(monkeypatch, factor, *steps):
     """The loss of what these steps read is so many times what it was."""
-    get, loss = Mapped.__getitem__, likelihood.CrossEntropy.__call__
+    get, loss = MapDataLoader.__getitem__, cross_entropy.CrossEntropy.__call__
 
     def marked(data, step):
         batches = get(data, step)
@@ -33,14 +33,14 @@ def plant(monkeypatch, factor, *steps):
         found = loss(choice, model, batch)
         return found * factor if batch.tokens[0, 0] == MARK else found
 
-    monkeypatch.setattr(Mapped, "__getitem__", marked)
-    monkeypatch.setattr(likelihood.CrossEntropy, "__call__", made)
+    monkeypatch.setattr(MapDataLoader, "__getitem__", marked)
+    monkeypatch.setattr(cross_entropy.CrossEntropy, "__call__", made)
 
 
 def without(monkeypatch, start, behind):
     """Steps from `start` on read what comes `behind` steps later."""
-    numbers = Mapped.numbers
-    monkeypatch.setattr(Mapped, "numbers", lambda data, step: numbers(data, step + behind * (step >= start)))
+    numbers = MapDataLoader.numbers
+    monkeypatch.setattr(MapDataLoader, "numbers", lambda data, step: numbers(data, step + behind * (step >= start)))
 
 
 def states(work, out):
@@ -51,19 +51,21 @@ def states(work, out):
 def test_what_is_no_number_ends_the_run(work, monkeypatch, early):
     """Read late, as on a GPU, nothing of it is kept either."""
     found = {}
-    numbers = Mapped.numbers
+    numbers = MapDataLoader.numbers
 
     def kept(data, step):
         rows = numbers(data, step)
         found[step] = [data.rows.where(int(n)) for row in rows for n in row]
         return rows
 
-    monkeypatch.setattr(Mapped, "numbers", kept)
+    monkeypatch.setattr(MapDataLoader, "numbers", kept)
     assert work.tune(*RUN, "steps=6", "out=good").code == 0
     plant(monkeypatch, float("nan"), 6)
     if not early:
-        create = Watch.__init__
-        monkeypatch.setattr(Watch, "__init__", lambda watch, rule, device: create(watch, rule, torch.device("meta")))
+        create = StepGuard.__init__
+        monkeypatch.setattr(
+            StepGuard, "__init__", lambda watch, rule, device: create(watch, rule, torch.device("meta"))
+        )
     done = work.tune(*RUN, "log.every=4")
     assert done.code == 2
     (told,) = [line for line in done.err.splitlines() if line.startswith("error: ")]
@@ -77,7 +79,7 @@ def test_what_is_no_number_ends_the_run(work, monkeypatch, early):
     assert {f.name: f.read_bytes() for f in good.glob("*.safetensors")} == {
         f.name: f.read_bytes() for f in stayed.glob("*.safetensors")
     }
-    assert atomic.damaged(stayed) is None
+    assert atomic.find_corrupt_file(stayed) is None
     # A person decides to go on.
     done = work.tune(*RUN, "log.every=4", "guard.nan=skip")
     assert done.code == 0, done.err
@@ -102,7 +104,7 @@ def test_a_step_is_passed_over(work, monkeypatch):
 def test_a_run_ends_with_the_rows_of_its_last_epoch(work, monkeypatch, answer):
     """Of a mix whose epochs have some rows each: rows of a step that is passed over do not come again, nor do others
     come in their place; stopped and started again too."""
-    seen, take = [], sft.train_step
+    seen, take = [], sft.forward_backward
 
     def noted(model, batches, *how):
         seen.append([row.tolist() for batch in batches for row in batch.tokens])
@@ -110,7 +112,7 @@ def test_a_run_ends_with_the_rows_of_its_last_epoch(work, monkeypatch, answer):
 
     mix = "data={kind: mix, length: 64, parts: [{rows: {kind: chat, source: rows.jsonl}, cap: 4}]}"
     words = (*RUN, mix, "steps=null", "epochs=7", "batch=3", "save_every=1", *answer)
-    monkeypatch.setattr(sft, "train_step", noted)
+    monkeypatch.setattr(sft, "forward_backward", noted)
     assert work.tune(*words, "out=good").code == 0
     wanted, seen[:] = [*seen], []
     assert len(wanted) == 14 and [len(rows) for rows in wanted] == [3, 1] * 7

@@ -8,12 +8,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.checkpoints import batch, made, ours, tokens
-from tunekit.adapters import Full, LoRA
-from tunekit.data.rows import Text
-from tunekit.memory import Memory
-from tunekit.metrics import copy_to_host
-from tunekit.optim import AdamW, Muon
-from tunekit.parallel.run import Run
+from tunekit.adapters.config import LoRAConfig, NoAdapter
+from tunekit.data.datasets import TextDataset
+from tunekit.distributed.context import DistributedContext
+from tunekit.loggers.metric_logger import copy_to_host
+from tunekit.memory.config import MemoryConfig
+from tunekit.optim.config import AdamWConfig, MuonConfig
 from tunekit.recipes import sft
 
 # Operations whose result, or the shape of it, a host must know.
@@ -47,18 +47,18 @@ def test_a_line_of_the_log_asks_once() -> None:
     assert len(asked.names) <= 1
 
 
-@pytest.mark.parametrize("optimizer", [AdamW(), Muon()], ids=lambda c: type(c).__name__)
-@pytest.mark.parametrize("adapter", [Full(), LoRA(4, dropout=0.1)], ids=["full", "lora"])
-@pytest.mark.parametrize("memory", [Memory(), Memory(True), Memory(step_in_backward=True)], ids=str)
-def test_a_step_asks_nothing(optimizer, adapter, memory: Memory, tmp_path: Path) -> None:
+@pytest.mark.parametrize("optimizer", [AdamWConfig(), MuonConfig()], ids=lambda c: type(c).__name__)
+@pytest.mark.parametrize("adapter", [NoAdapter(), LoRAConfig(4, dropout=0.1)], ids=["full", "lora"])
+@pytest.mark.parametrize("memory", [MemoryConfig(), MemoryConfig(True), MemoryConfig(step_in_backward=True)], ids=str)
+def test_a_step_asks_nothing(optimizer, adapter, memory: MemoryConfig, tmp_path: Path) -> None:
     early = memory.step_in_backward
     sizes = {"clip": 0.0, "batch": 2, "micro_batch": 2} if early else {"clip": 1.0, "batch": 4, "micro_batch": 2}
-    cfg = sft.SFT(model="m", data=Text("t"), out="o", optimizer=optimizer, memory=memory, **sizes)
-    model, run = ours(made(tmp_path, "llama3.2"), adapter, memory=memory), Run(0, "cpu")
+    cfg = sft.SFTConfig(model="m", data=TextDataset("t"), out="o", optimizer=optimizer, memory=memory, **sizes)
+    model, run = ours(made(tmp_path, "llama3.2"), adapter, memory=memory), DistributedContext(0, "cpu")
     inner = (p for layer in model.layers for p in layer.parameters())
     update = memory.update(optimizer.build(adapter.trained(model), inner), cfg.clip, run)
     steps = [[batch(tokens(seed=step))] * (1 if early else 2) for step in range(2)]
     with Asked() as asked:
         for batches in steps:
-            sft.train_step(model, batches, cfg, update, run)
+            sft.forward_backward(model, batches, cfg, update, run)
     assert not asked.names

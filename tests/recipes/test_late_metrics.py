@@ -5,17 +5,17 @@ import torch
 
 from tests.recipes.test_guarded import plant
 from tests.recipes.test_resume import stop_after
-from tunekit import metrics
-from tunekit.guard import Watch
+from tunekit.loggers import metric_logger
+from tunekit.training.step_guard import StepGuard
 
 RUN = ("run", "sft", "sft.yaml", "steps=7", "save_every=3")
 
 
 def read_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """The device is one on which the host runs ahead."""
-    create = Watch.__init__
-    monkeypatch.setattr(metrics, "read_lag", lambda device: 1)
-    monkeypatch.setattr(Watch, "__init__", lambda watch, rule, device: create(watch, rule, torch.device("meta")))
+    create = StepGuard.__init__
+    monkeypatch.setattr(metric_logger, "read_lag", lambda device: 1)
+    monkeypatch.setattr(StepGuard, "__init__", lambda watch, rule, device: create(watch, rule, torch.device("meta")))
 
 
 @pytest.mark.parametrize(

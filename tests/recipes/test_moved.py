@@ -8,8 +8,8 @@ from safetensors.torch import load_file
 from tests.parallel.ranks import on
 from tests.recipes.conftest import sums
 from tests.recipes.moved import Stretch, stretches
-from tunekit.metrics import lines
-from tunekit.parallel.choice import Parallel
+from tunekit.distributed.parallel_dims import ParallelConfig
+from tunekit.loggers.metric_logger import read_metrics
 
 CONFIG = """\
 model: {model}
@@ -42,20 +42,20 @@ def test_the_course_is_the_same(tmp_path: Path, tiny: Path) -> None:
     (tmp_path / "rows.jsonl").write_text(sums(1, 10))
     (tmp_path / "held.jsonl").write_text(sums(100, 3))
 
-    def part(way: str, out: str, parallel: Parallel, steps: int | None) -> Stretch:
+    def part(way: str, out: str, parallel: ParallelConfig, steps: int | None) -> Stretch:
         text = CONFIG.format(model=tiny, folder=tmp_path) + f"{WAYS[way]}\nout: {tmp_path / way / out}\n"
         return text, parallel, steps
 
-    def on_all(count: int, out: str, parallel: Parallel, steps: int | None) -> None:
+    def on_all(count: int, out: str, parallel: ParallelConfig, steps: int | None) -> None:
         on(count, stretches, [part(way, out, parallel, steps) for way in WAYS], limit=300)
 
-    stretches([part(way, out, Parallel(), n) for way in WAYS for out, n in (("whole", None), ("moved", 2))])
-    on_all(4, "moved", Parallel(replicate=2), 2)  # the wish is heard of at the beginning of a step
-    on_all(2, "moved", Parallel(tensor=2), 2)
-    on_all(2, "moved", Parallel(), None)
+    stretches([part(way, out, ParallelConfig(), n) for way in WAYS for out, n in (("whole", None), ("moved", 2))])
+    on_all(4, "moved", ParallelConfig(replicate=2), 2)  # the wish is heard of at the beginning of a step
+    on_all(2, "moved", ParallelConfig(tensor=2), 2)
+    on_all(2, "moved", ParallelConfig(), None)
     for way in WAYS:
         whole, moved = (tmp_path / way / out for out in ("whole", "moved"))
-        apart = furthest(lines(moved), lines(whole))
+        apart = furthest(read_metrics(moved), read_metrics(whole))
         print(f"{way}: {apart:.1e}")
         assert apart < 1e-6, way
         for file in (whole / "final").glob("*.safetensors"):

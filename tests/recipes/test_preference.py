@@ -10,9 +10,9 @@ import yaml
 
 from tests.recipes.conftest import SHORT, Work
 from tests.recipes.test_resume import stop_after
-from tunekit import reference
-from tunekit.guard import Fault, Watch
-from tunekit.reference import Shift
+from tunekit.training import reference_model
+from tunekit.training.reference_model import RunningMean
+from tunekit.training.step_guard import Anomaly, StepGuard
 
 CONFIG = """\
 recipe: preference
@@ -130,8 +130,8 @@ def test_kept_log_probabilities_are_those_of_this_model_and_these_rows(
     judged: Work, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the folder of another run, whatever has changed since; and a run that starts over begins without them."""
-    asked, ask = [], reference.asked
-    monkeypatch.setattr(reference, "asked", lambda *how: asked.append(1) or ask(*how))
+    asked, ask = [], reference_model.compute_reference_logps
+    monkeypatch.setattr(reference_model, "compute_reference_logps", lambda *how: asked.append(1) or ask(*how))
     shutil.copytree(judged.model, "model")
     files = ("reference.npz", "validation/reference.npz")
 
@@ -163,13 +163,13 @@ def test_a_cached_reference_knows_the_rows_that_a_way_back_leads_to(
 ) -> None:
     """They are of epochs that the run would else not begin, and an epoch of this mix has some rows only."""
     mix = "data={kind: mix, length: 64, parts: [{rows: {kind: preference, source: pairs.jsonl}, cap: 4}]}"
-    judge = Watch.judged
+    judge = StepGuard.judged
 
-    def spiked(watch: Watch, step: int, loss: float, norm: float) -> Fault | None:
+    def spiked(watch: StepGuard, step: int, loss: float, norm: float) -> Anomaly | None:
         found = judge(watch, step, loss, norm)
         return watch.bad(step, "a spike", "back") if watch.data(step) == 1 else found
 
-    monkeypatch.setattr(Watch, "judged", spiked)
+    monkeypatch.setattr(StepGuard, "judged", spiked)
     rule = ("guard.spike=20", "guard.answer=back", "save_every=9", "steps=2")
     for kept in ("off", "cached"):
         outcome = judged.tune(*RUN, mix, "validation=null", *rule, f"reference={kept}", f"out={kept}")
@@ -184,7 +184,7 @@ def losses(out: str) -> list[float]:
 
 
 def test_a_mean_passes_over_what_is_no_number() -> None:
-    shift = Shift()
+    shift = RunningMean()
     assert shift.take(torch.tensor([1.0, 3.0])) == 2
     assert shift.take(torch.tensor([torch.nan, 5.0])) == 2
     assert shift.take(torch.tensor([5.0])) == 3

@@ -16,11 +16,11 @@ from trl.trainer.kto_trainer import KTOTrainer
 
 from tests.checkpoints import error, made, opened, theirs, tokens
 from tests.recipes.stepwise import BATCH, PLAIN, STEADY, STEPS, figures, in_order, texts, told, whole_steps, written
-from tunekit.data.rows import Marked
-from tunekit.data.rows import Preference as Pairs
-from tunekit.losses.likely import ORPO
-from tunekit.losses.marks import KTO
-from tunekit.losses.pairs import DPO
+from tunekit.data.datasets import PreferenceDataset as Pairs
+from tunekit.data.datasets import UnpairedPreferenceDataset
+from tunekit.losses.dpo import DPO
+from tunekit.losses.reference_free import ORPO
+from tunekit.losses.unpaired import KTO
 from tunekit.recipes import preference
 
 
@@ -33,8 +33,10 @@ def rows(folder: Path) -> str:
     return written(folder, lines)
 
 
-def config(folder: Path, data: Pairs | Marked, loss: preference.OfPairs | preference.OfMarks) -> preference.Preference:
-    return preference.Preference(
+def config(
+    folder: Path, data: Pairs | UnpairedPreferenceDataset, loss: preference.OfPairs | preference.OfMarks
+) -> preference.PreferenceConfig:
+    return preference.PreferenceConfig(
         model=str(made(folder / "model", "llama3.2")),
         data=data,
         out=str(folder / "run"),
@@ -44,7 +46,7 @@ def config(folder: Path, data: Pairs | Marked, loss: preference.OfPairs | prefer
     )
 
 
-def documents(cfg: preference.Preference) -> list[tuple[list[int], list[int]]]:
+def documents(cfg: preference.PreferenceConfig) -> list[tuple[list[int], list[int]]]:
     """Prompts and answers as our tokens, in order."""
     (part,) = whole_steps(cfg).parts
     whole = (part[i] for i in range(len(part)))
@@ -52,7 +54,7 @@ def documents(cfg: preference.Preference) -> list[tuple[list[int], list[int]]]:
     return [(ids[:at], ids[at:]) for ids, at in split]
 
 
-def trained(kind: Any, settings: type, cfg: preference.Preference, lines: list[dict], **more: Any) -> Any:
+def trained(kind: Any, settings: type, cfg: preference.PreferenceConfig, lines: list[dict], **more: Any) -> Any:
     """TRL's trainer after the steps, on rows that are tokens already, in order."""
 
     class Ours(in_order(kind)):
@@ -72,7 +74,7 @@ def trained(kind: Any, settings: type, cfg: preference.Preference, lines: list[d
     return trainer
 
 
-def compare(cfg: preference.Preference, trainer: Any, names: tuple[str, ...]) -> None:
+def compare(cfg: preference.PreferenceConfig, trainer: Any, names: tuple[str, ...]) -> None:
     """Every step's figures, and the model behind the last."""
     preference.main(cfg)
     found = figures(cfg.out)
@@ -105,7 +107,7 @@ def test_dpo(tail: float | None, tmp_path: Path) -> None:
 
 def test_kto(tmp_path: Path) -> None:
     """A mismatched answer is that of the next row of the step, on both sides."""
-    cfg = config(tmp_path, Marked(rows(tmp_path), shuffle=False), KTO(good=1.2, beta=0.3))
+    cfg = config(tmp_path, UnpairedPreferenceDataset(rows(tmp_path), shuffle=False), KTO(good=1.2, beta=0.3))
     answers = documents(cfg)
     nexts = [(i + 1) % BATCH + i // BATCH * BATCH for i in range(len(answers))]
     lines = [

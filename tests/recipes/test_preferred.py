@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tunekit import bundled, catalog
-from tunekit.config.load import load
+from tunekit import assets
+from tunekit.cli import registry
+from tunekit.config.load import load_config
 from tunekit.nano.preferences import Pair, follows
 from tunekit.recipes import evaluate, preference
 
@@ -15,18 +16,18 @@ SKILLS = ("nano/facts", "nano/copying", "nano/stories")
 
 
 def held() -> list[Pair]:
-    rows = (bundled.DATA["tunekit/preferences"] / "test.jsonl").read_text().splitlines()
+    rows = (assets.DATA["tunekit/preferences"] / "test.jsonl").read_text().splitlines()
     return [Pair(*(messages[0]["content"] for messages in json.loads(row).values())) for row in rows]
 
 
 @pytest.mark.slow
 def test_a_minute_of_lora_teaches_the_nano_a_preference(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    preference.main(load(preference.Preference, catalog.config("nano/dpo"), [f"out={run}"]))
+    preference.main(load_config(preference.PreferenceConfig, registry.find_config("nano/dpo"), [f"out={run}"]))
     told = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     first, last = (line["validation/rewards/accuracies"] for line in told if "validation" in line)
     assert first == 0 and last > 0.9
-    asked = load(evaluate.Evaluate, catalog.config("nano/preferred"), [f"model={run}"])
+    asked = load_config(evaluate.EvaluateConfig, registry.find_config("nano/preferred"), [f"model={run}"])
     before, after = evaluate.main(replace(asked, tasks=SKILLS, examples=0))
     pairs = held()
     deeds = [place for place, pair in enumerate(pairs) if "can not" in pair.chosen]

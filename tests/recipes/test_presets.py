@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import transformers
 
-from tunekit import assemble, bundled
-from tunekit.checkpoint.folder import WEIGHTS
+from tunekit import assets, build
+from tunekit.checkpoint.hf_checkpoint import WEIGHTS
 from tunekit.data.tokenizer import Tokenizer
 
 RUN = ("run", "sft", "sft.yaml", "model=tunekit/tiny", "steps=2", "validate_every=2")
@@ -21,18 +21,18 @@ def preset(work, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir()
     config = json.loads((work.model / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"vocab_size": config["vocab_size"] + 100}))
-    monkeypatch.setitem(bundled.PRESETS, "tunekit/tiny", folder)
+    monkeypatch.setitem(assets.PRESETS, "tunekit/tiny", folder)
     return folder
 
 
 def test_from_scratch(work, preset: Path) -> None:
     done = work.tune(*RUN, NANO, "init=random", "out=one")
     assert done.code == 0, done.err
-    final, nano = work.folder / "one/final", bundled.MODELS["tunekit/nano"]
+    final, nano = work.folder / "one/final", assets.MODELS["tunekit/nano"]
     assert (final / WEIGHTS).is_file()
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
         assert (final / name).read_bytes() == (nano / name).read_bytes()
-    _, _, tokenizer = assemble.described(str(final))
+    _, _, tokenizer = build.resolve_model(str(final))
     text = "What is 1 plus 1?"
     assert tokenizer.encode(text) == Tokenizer.open(nano).encode(text)
     theirs = transformers.AutoTokenizer.from_pretrained(final)

@@ -7,8 +7,8 @@ import time
 import pytest
 import yaml
 
-from tunekit.checkpoint.state import State
-from tunekit.metrics import Meter
+from tunekit.checkpoint.training_state import Checkpointer
+from tunekit.loggers.metric_logger import MetricLogger
 
 RUN = ("run", "sft", "sft.yaml")
 WAYS = {
@@ -70,14 +70,14 @@ def test_killed_at_twenty_moments(work, way):
 
 def stop_after(monkeypatch, step):
     """From now on runs are told to stop when they have saved this step."""
-    save = State.save
+    save = Checkpointer.save
 
     def stopping(state, at):
         save(state, at)
         if at == step:
             signal.raise_signal(signal.SIGTERM)
 
-    monkeypatch.setattr(State, "save", stopping)
+    monkeypatch.setattr(Checkpointer, "save", stopping)
 
 
 EARLY = ("clip=0", "micro_batch=4", "memory.step_in_backward=true")
@@ -128,7 +128,7 @@ def test_finished_run_does_nothing_more(work, monkeypatch):
     assert work.tune(*RUN).code == 0
     files = {path: path.stat().st_mtime_ns for path in (work.folder / "out").rglob("*.safetensors")}
     numbers = work.numbers("out")
-    monkeypatch.setattr(Meter, "step", None)
+    monkeypatch.setattr(MetricLogger, "step", None)
     again = work.tune(*RUN)
     assert again.code == 0
     assert "nothing is left to do" in again.err

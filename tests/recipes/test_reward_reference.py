@@ -14,15 +14,16 @@ from trl.trainer.reward_trainer import RewardTrainer
 
 from tests.checkpoints import error, made
 from tests.recipes.stepwise import BATCH, PLAIN, STEPS, figures, in_order, texts, told, whole_steps, written
-from tunekit import assemble, training
-from tunekit.adapters import Full
-from tunekit.checkpoint import atomic, write
-from tunekit.data.labels import Labelled, Stepped
-from tunekit.data.rows import Preference
-from tunekit.losses.reward import BradleyTerry, Classification, Process, Regression, Scoring
-from tunekit.optim import SGD
-from tunekit.parallel.run import Run
+from tunekit import build
+from tunekit.adapters.config import NoAdapter
+from tunekit.checkpoint import atomic, save_model
+from tunekit.data.datasets import PreferenceDataset
+from tunekit.data.reward_datasets import LabeledDataset, StepwiseDataset
+from tunekit.distributed.context import DistributedContext
+from tunekit.losses.reward import BradleyTerry, Classification, ProcessReward, Regression, RewardLoss
+from tunekit.optim.config import SGDConfig
 from tunekit.recipes import reward
+from tunekit.training import config as training
 
 # What the tokenizer of these checkpoints pads with.
 PAD = 1
@@ -38,23 +39,25 @@ def rows(folder: Path) -> str:
     return written(folder, lines)
 
 
-def config(folder: Path, shape: str = "llama3.2", **changes: Any) -> reward.Reward:
-    cfg = reward.Reward(
+def config(folder: Path, shape: str = "llama3.2", **changes: Any) -> reward.RewardConfig:
+    cfg = reward.RewardConfig(
         model=str(made(folder / "model", shape)),
-        data=Preference(rows(folder)),
+        data=PreferenceDataset(rows(folder)),
         out=str(folder / "run"),
-        optimizer=SGD(lr=0.05, momentum=0.0),
+        optimizer=SGDConfig(lr=0.05, momentum=0.0),
         **PLAIN,
     )
     return replace(cfg, **changes)
 
 
-def started(cfg: reward.Reward, folder: Path) -> transformers.PreTrainedModel:
+def started(cfg: reward.RewardConfig, folder: Path) -> transformers.PreTrainedModel:
     """The model that training begins with, as transformers opens it."""
-    source = training.source_of(cfg)
-    model = assemble.model(source, cfg.weights, Full(), cfg.precision, cfg.memory, Run(cfg.seed, "cpu"))
-    with atomic.whole(folder / "start") as out:
-        write.write(out, model, source, quiet=True)
+    source = training.open_checkpoint(cfg)
+    model = build.build_model(
+        source, cfg.weights, NoAdapter(), cfg.precision, cfg.memory, DistributedContext(cfg.seed, "cpu")
+    )
+    with atomic.AtomicDir(folder / "start") as out:
+        save_model.save_model(out, model, source, quiet=True)
     return opened(folder / "start")
 
 
@@ -66,7 +69,7 @@ def opened(folder: Path) -> transformers.PreTrainedModel:
     return auto.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
 
 
-def trl_steps(cfg: reward.Reward, model: transformers.PreTrainedModel, folder: Path) -> tuple[list[dict], Any]:
+def trl_steps(cfg: reward.RewardConfig, model: transformers.PreTrainedModel, folder: Path) -> tuple[list[dict], Any]:
     """Figures of every step of TRL's trainer on the documents of each of our steps, and the model behind the last."""
     data, lines = whole_steps(cfg), []
     for step in range(STEPS):
@@ -84,7 +87,7 @@ def trl_steps(cfg: reward.Reward, model: transformers.PreTrainedModel, folder: P
     return [line for line in trainer.state.log_history if "loss" in line], trainer.model
 
 
-def agrees(cfg: reward.Reward, folder: Path) -> None:
+def agrees(cfg: reward.RewardConfig, folder: Path) -> None:
     model = started(cfg, folder)
     wanted, other = trl_steps(cfg, model, folder)
     reward.main(cfg)
@@ -105,7 +108,7 @@ def test_a_step_is_that_of_trl(center: float, tmp_path: Path) -> None:
     agrees(config(tmp_path, loss=BradleyTerry(center)), tmp_path)
 
 
-def torch_steps(cfg: reward.Reward, model: transformers.PreTrainedModel) -> list[dict[str, float]]:
+def torch_steps(cfg: reward.RewardConfig, model: transformers.PreTrainedModel) -> list[dict[str, float]]:
     """Losses that transformers computes from labels, with steps of torch."""
     data = whole_steps(cfg)
     optimizer, lines = torch.optim.SGD(model.parameters(), cfg.optimizer.lr), []
@@ -114,7 +117,7 @@ def torch_steps(cfg: reward.Reward, model: transformers.PreTrainedModel) -> list
         (part,) = data[step]
         assert part.values is not None and part.owner is not None
         labels = part.values if isinstance(cfg.loss, Regression) else part.values.long()
-        labels = part.targets if isinstance(cfg.loss, Process) else labels
+        labels = part.targets if isinstance(cfg.loss, ProcessReward) else labels
         loss = model(part.tokens, attention_mask=(part.owner >= 0).long(), labels=labels).loss
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.clip)
@@ -124,11 +127,11 @@ def torch_steps(cfg: reward.Reward, model: transformers.PreTrainedModel) -> list
     return lines
 
 
-@pytest.mark.parametrize("loss", [Classification(3), Regression(), Process()], ids=["classes", "values", "steps"])
-def test_a_step_of_labels_is_that_of_transformers(loss: Scoring, tmp_path: Path) -> None:
+@pytest.mark.parametrize("loss", [Classification(3), Regression(), ProcessReward()], ids=["classes", "values", "steps"])
+def test_a_step_of_labels_is_that_of_transformers(loss: RewardLoss, tmp_path: Path) -> None:
     """IGNORE is what transformers ignores; a mean of documents of one batch is that of a step."""
     source = rows(tmp_path)
-    data = Stepped(source, separator=" w7 ") if isinstance(loss, Process) else Labelled(source)
+    data = StepwiseDataset(source, separator=" w7 ") if isinstance(loss, ProcessReward) else LabeledDataset(source)
     cfg = config(tmp_path, loss=loss, data=data)
     other = started(cfg, tmp_path)
     wanted = torch_steps(cfg, other)

@@ -11,12 +11,12 @@ from torch import nn
 
 from tests.checkpoints import FP32, error, made, opened, ours, theirs, tokens
 from tests.recipes.stepwise import figures, texts, whole_steps, written
-from tunekit.adapters import DoRA, Full, LoRA
-from tunekit.checkpoint import atomic, save
-from tunekit.checkpoint.folder import Folder
-from tunekit.data.rows import Chat, Text
-from tunekit.data.steps.batch import IGNORE
-from tunekit.optim import AdamW, Cosine
+from tunekit.adapters.config import DoRAConfig, LoRAConfig, NoAdapter
+from tunekit.checkpoint import atomic, final_checkpoint
+from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
+from tunekit.data.dataloader.batch import IGNORE
+from tunekit.data.datasets import ChatDataset, TextDataset
+from tunekit.optim.config import AdamWConfig, CosineLRConfig
 from tunekit.recipes import sft
 
 STEPS, BATCH = 5, 4
@@ -31,17 +31,17 @@ def rows(folder: Path) -> str:
     return written(folder, lines)
 
 
-def start(model: str, adapter: Full | LoRA, folder: Path) -> nn.Module:
+def start(model: str, adapter: NoAdapter | LoRAConfig, folder: Path) -> nn.Module:
     """What transformers and peft begin with: our first values of the adapter, in the files that peft reads."""
     base = theirs(Path(model)).train()
-    if isinstance(adapter, Full):
+    if isinstance(adapter, NoAdapter):
         return base
-    with atomic.whole(folder / "start") as out:
-        save.final(adapter, out, ours(Path(model), adapter), Folder.open(Path(model)))
+    with atomic.AtomicDir(folder / "start") as out:
+        final_checkpoint.save_final(adapter, out, ours(Path(model), adapter), HFCheckpoint.open(Path(model)))
     return peft.PeftModel.from_pretrained(base, folder / "start", is_trainable=True).train()
 
 
-def plain_loop(cfg: sft.SFT, folder: Path) -> tuple[list[float], nn.Module]:
+def plain_loop(cfg: sft.SFTConfig, folder: Path) -> tuple[list[float], nn.Module]:
     model = start(cfg.model, cfg.adapter, folder)
     data = whole_steps(cfg)
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -60,20 +60,20 @@ def plain_loop(cfg: sft.SFT, folder: Path) -> tuple[list[float], nn.Module]:
 
 
 @pytest.mark.parametrize(("name", "kind", "adapter"), [
-    ("llama3.2", Chat, Full()),
-    ("qwen3-biases", Text, Full()),
-    ("llama-biases", Chat, LoRA(4, 8.0)),
-    ("mistral", Text, LoRA(4, 8.0, targets=("all", "head", "embed"))),
-    ("qwen2", Chat, DoRA(4, 8.0)),
+    ("llama3.2", ChatDataset, NoAdapter()),
+    ("qwen3-biases", TextDataset, NoAdapter()),
+    ("llama-biases", ChatDataset, LoRAConfig(4, 8.0)),
+    ("mistral", TextDataset, LoRAConfig(4, 8.0, targets=("all", "head", "embed"))),
+    ("qwen2", ChatDataset, DoRAConfig(4, 8.0)),
 ])  # fmt: skip
 def test_losses_are_those_of_transformers_and_peft(name: str, kind: type, adapter, tmp_path: Path) -> None:
-    cfg = sft.SFT(
+    cfg = sft.SFTConfig(
         model=str(made(tmp_path / "model", name)),
         data=kind(rows(tmp_path)),
         out=str(tmp_path / "run"),
         adapter=adapter,
-        optimizer=AdamW(lr=3e-3),
-        schedule=Cosine(),
+        optimizer=AdamWConfig(lr=3e-3),
+        schedule=CosineLRConfig(),
         precision=FP32,
         device="cpu",
         batch=BATCH,

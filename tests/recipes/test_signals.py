@@ -12,16 +12,16 @@ LONG = (*RUN, "steps=60", "save_every=100", "validate_every=100")
 # Steps take their time: whoever sends a signal behind the first comes before the last.
 SLOW = """
 import time
-from tunekit.metrics import Meter
-step = Meter.step
-Meter.step = lambda *args, **more: (step(*args, **more), time.sleep(0.5))
+from tunekit.loggers.metric_logger import MetricLogger
+step = MetricLogger.step
+MetricLogger.step = lambda *args, **more: (step(*args, **more), time.sleep(0.5))
 """
 # Tells when the first prompt is answered.
 TOLD = """
 from pathlib import Path
 from tunekit.recipes import generate
-answers = generate.answers
-generate.answers = lambda *args: (Path("answering").touch(), answers(*args))[1]
+answers = generate.generate_all
+generate.generate_all = lambda *args: (Path("answering").touch(), answers(*args))[1]
 """
 
 

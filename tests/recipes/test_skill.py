@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from tunekit import catalog
-from tunekit.config.load import load
-from tunekit.evaluation.figures import Result
+from tunekit.cli import registry
+from tunekit.config.load import load_config
+from tunekit.evaluation.results import ModelResult
 from tunekit.recipes import distill, evaluate, sft
 
 pytestmark = pytest.mark.slow
@@ -17,13 +17,15 @@ pytestmark = pytest.mark.slow
 def skilled(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A run that has learnt tool calls."""
     run = str(tmp_path_factory.mktemp("skilled") / "run")
-    sft.main(load(sft.SFT, catalog.config("nano/tools_lora"), [f"out={run}"]))
+    sft.main(load_config(sft.SFTConfig, registry.find_config("nano/tools_lora"), [f"out={run}"]))
     return run
 
 
-def asked(model: str, baseline: str) -> list[Result]:
+def asked(model: str, baseline: str) -> list[ModelResult]:
     """The held-out calls, answered by both."""
-    cfg = load(evaluate.Evaluate, catalog.config("nano/tools"), [f"model={model}", f"baseline={baseline}"])
+    cfg = load_config(
+        evaluate.EvaluateConfig, registry.find_config("nano/tools"), [f"model={model}", f"baseline={baseline}"]
+    )
     return evaluate.main(replace(cfg, examples=1))
 
 
@@ -37,6 +39,6 @@ def test_a_minute_of_lora_teaches_the_nano_tool_calls(skilled: str) -> None:
 def test_a_student_recovers_the_skill_of_its_teacher(skilled: str, tmp_path: Path) -> None:
     """In two thirds of the time that its config takes."""
     out, teacher = f"out={tmp_path}", f"teacher.model={skilled}"
-    distill.main(load(distill.Distill, catalog.config("nano/distill"), [out, teacher, "epochs=2"]))
+    distill.main(load_config(distill.DistillConfig, registry.find_config("nano/distill"), [out, teacher, "epochs=2"]))
     wanted, found = asked(str(tmp_path), skilled)
     assert found.right >= 0.9 * wanted.right > 160

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tunekit import cli
-from tunekit.commands.selftest import INDENT, format_row
+from tunekit.cli import main as cli
+from tunekit.cli.commands.selftest import INDENT, format_row
 from tunekit.kernels import rope
 from tunekit.selftest import report
 from tunekit.selftest.checklist import ALWAYS, SYSTEM

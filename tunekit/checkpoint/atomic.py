@@ -16,8 +16,8 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from types import TracebackType
 
+from tunekit.distributed.context import DistributedContext
 from tunekit.errors import UserError
-from tunekit.parallel.run import Run
 
 MARK = "complete"
 PARTIAL, PREVIOUS = ".partial", ".previous"
@@ -26,21 +26,21 @@ ALL = slice(None)
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
 
 
-class whole:  # noqa: N801 (it reads like `contextlib.suppress`)
+class AtomicDir:  # noqa: N801 (it reads like `contextlib.suppress`)
     """`with whole(folder) as partial:` write into `partial`; at the end `folder` is there, complete and on the disk.
 
     Whatever stood in `folder` before stays until the new one is marked. A write that the disk refuses is a UserError.
     """
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.partial = folder, beside(folder, PARTIAL)
+        self.folder, self.partial = folder, sibling_path(folder, PARTIAL)
 
     def __enter__(self) -> Path:
         try:
-            recover(self.folder)
+            remove_partial(self.folder)
             self.partial.mkdir(parents=True)
         except OSError as error:
-            raise refusal(self.folder, error) from error
+            raise write_error(self.folder, error) from error
         return self.partial
 
     def __exit__(
@@ -48,28 +48,28 @@ class whole:  # noqa: N801 (it reads like `contextlib.suppress`)
     ) -> None:
         if error is None:
             try:
-                put_in_place(self.partial, self.folder)
+                commit_dir(self.partial, self.folder)
             except OSError as failure:
                 with suppress(OSError):
-                    recover(self.folder)
-                raise refusal(self.folder, failure) from failure
+                    remove_partial(self.folder)
+                raise write_error(self.folder, failure) from failure
         else:
             with suppress(OSError):
-                remove(self.partial)
-            cause = disk_error(error)
+                remove_dir(self.partial)
+            cause = find_disk_error(error)
             if cause is not None:
-                raise refusal(self.folder, cause) from error
+                raise write_error(self.folder, cause) from error
 
 
-class common:  # noqa: N801
+class SharedAtomicDir:  # noqa: N801
     """`whole` for all ranks: they write into one folder, which the main process begins and ends.
 
     What stops one of them, a UserError or the disk, is an error of all and leaves nothing. It must come where the
     others exchange nothing more before they leave the block.
     """
 
-    def __init__(self, folder: Path, run: Run) -> None:
-        self.folder, self.run, self.own = folder, run, whole(folder)
+    def __init__(self, folder: Path, run: DistributedContext) -> None:
+        self.folder, self.run, self.own = folder, run, AtomicDir(folder)
 
     def __enter__(self) -> Path:
         return self.run.shared(self.own.__enter__)
@@ -77,7 +77,7 @@ class common:  # noqa: N801
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if error is not None and disk_error(error) is None and not isinstance(error, UserError):
+        if error is not None and find_disk_error(error) is None and not isinstance(error, UserError):
             self.clear()
             return  # the process ends, and the launcher ends the others
         try:
@@ -91,59 +91,59 @@ class common:  # noqa: N801
         """Nothing half written stays."""
         if self.run.is_main:
             with suppress(OSError):
-                recover(self.folder)
+                remove_partial(self.folder)
 
     def judge(self, error: BaseException | None) -> None:
         """Why this rank could not write, as a UserError."""
         if isinstance(error, UserError):
             raise error
-        if error is not None and (cause := disk_error(error)) is not None:
-            raise refusal(self.folder, cause) from error
+        if error is not None and (cause := find_disk_error(error)) is not None:
+            raise write_error(self.folder, cause) from error
 
     def sums(self) -> dict[str, int]:
         """Checksums of a share of the files."""
-        with refused(self.folder):
+        with wrap_write_errors(self.folder):
             return checksums(self.own.partial, slice(self.run.rank, None, self.run.size))
 
     def end(self, sums: Mapping[str, int]) -> None:
-        with refused(self.folder):
-            put_in_place(self.own.partial, self.folder, sums)
+        with wrap_write_errors(self.folder):
+            commit_dir(self.own.partial, self.folder, sums)
 
 
-def is_whole(folder: Path) -> bool:
+def is_complete(folder: Path) -> bool:
     """Whether everything that was to be written into the folder is in it."""
     return (folder / MARK).is_file()
 
 
-def locate(folder: Path) -> Path | None:
+def find_complete_dir(folder: Path) -> Path | None:
     """Where the whole version of a folder lies right now, for readers that do not own it. None if there is none."""
-    return next((place for place in (folder, beside(folder, PREVIOUS)) if is_whole(place)), None)
+    return next((place for place in (folder, sibling_path(folder, PREVIOUS)) if is_complete(place)), None)
 
 
-def recover(folder: Path) -> None:
+def remove_partial(folder: Path) -> None:
     """Clear up after a writer that was cut off: the newest whole version stands in `folder`, nothing beside it.
 
     Only for the process that owns the folder: it would pull it from under another one that is writing.
     """
-    previous = beside(folder, PREVIOUS)
-    remove(beside(folder, PARTIAL))
-    if is_whole(previous) and not is_whole(folder):
-        remove(folder)
+    previous = sibling_path(folder, PREVIOUS)
+    remove_dir(sibling_path(folder, PARTIAL))
+    if is_complete(previous) and not is_complete(folder):
+        remove_dir(folder)
         previous.rename(folder)
-        sync(folder.parent)
-    remove(previous)
+        fsync_path(folder.parent)
+    remove_dir(previous)
 
 
-def remove(folder: Path) -> None:
+def remove_dir(folder: Path) -> None:
     """Delete a folder, its mark first: half of a folder must not look whole."""
-    if is_whole(folder):
+    if is_complete(folder):
         (folder / MARK).unlink()
-        sync(folder)
+        fsync_path(folder)
     if folder.is_dir():
         shutil.rmtree(folder)
 
 
-def damaged(folder: Path, share: slice = ALL) -> Path | None:
+def find_corrupt_file(folder: Path, share: slice = ALL) -> Path | None:
     """A file of a whole folder that is no longer what was written, or is gone. None if all are as they were.
 
     With `share` only some of its files are read.
@@ -156,50 +156,51 @@ def damaged(folder: Path, share: slice = ALL) -> Path | None:
     return next((folder / n for n, s in some if not (folder / n).is_file() or checksum(folder / n) != s), None)
 
 
-def write_text(path: Path, text: str) -> None:
+def write_text_atomic(path: Path, text: str) -> None:
     """Replace a small file in one step; its folder is made if it is not there."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_text(path, text)
     except OSError as error:
         with suppress(OSError):  # a disk that is read-only refuses this too
-            beside(path, PARTIAL).unlink()
-        raise refusal(path, error) from error
+            sibling_path(path, PARTIAL).unlink()
+        raise write_error(path, error) from error
 
 
-def can_write(path: Path) -> None:
+def check_writable(path: Path) -> None:
     """Refuse a file that could not be written, before anything is computed for it. Its folder is made."""
     if path.is_dir():
         raise UserError(f"cannot write {path}: it is a folder; name a file in it")
-    with refused(path):
+    with wrap_write_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         with TemporaryFile(dir=path.parent):
             pass
 
 
-def need(folder: Path, size: int) -> None:
+def check_free_space(folder: Path, size: int) -> None:
     """Refuse before the first byte is written if the disk has no room for `size` bytes more.
 
     `folder` is where they will be, or what `whole` gave to write into.
     """
-    if size > free(folder):
-        folder = meant(folder)
+    if size > free_bytes(folder):
+        folder = final_path(folder)
         raise UserError(
-            f"cannot write {folder}: it takes {readable(size)} and {readable(free(folder))} are free; "
-            f"{standing(folder)}; make room and start again"
+            f"cannot write {folder}: it takes {format_bytes(size)} and {format_bytes(free_bytes(folder))} are free; "
+            f"{last_complete_state(folder)}; make room and start again"
         )
 
 
-def refusal(path: Path, error: OSError) -> UserError:
+def write_error(path: Path, error: OSError) -> UserError:
     """What to tell when the disk refuses to take `path`."""
     assert error.errno is not None
-    reason, path = os.strerror(error.errno).lower(), meant(path)
+    reason, path = os.strerror(error.errno).lower(), final_path(path)
     return UserError(
-        f"cannot write {path}: {reason} ({readable(free(path))} free); {standing(path)}; mend that and start again"
+        f"cannot write {path}: {reason} ({format_bytes(free_bytes(path))} free); {last_complete_state(path)}; "
+        "mend that and start again"
     )
 
 
-class Later:
+class DeferredError:
     """What a rank does while others wait for it in the next exchange: its first UserError is kept, and told when all
     are through. Behind it nothing more is done."""
 
@@ -219,18 +220,18 @@ class Later:
 
 
 @contextmanager
-def refused(path: Path) -> Iterator[None]:
+def wrap_write_errors(path: Path) -> Iterator[None]:
     """Whatever the disk refuses in here is told as a refusal of `path`."""
     try:
         yield
     except (OSError, RuntimeError) as error:
-        cause = error if isinstance(error, OSError) else disk_error(error)
+        cause = error if isinstance(error, OSError) else find_disk_error(error)
         if cause is None:
             raise
-        raise refusal(path, cause) from error
+        raise write_error(path, cause) from error
 
 
-def disk_error(error: BaseException) -> OSError | None:
+def find_disk_error(error: BaseException) -> OSError | None:
     """The refusal of the disk behind an exception, however it was wrapped on its way."""
     for link in chain(error):
         if isinstance(link, OSError) and link.errno in FULL:
@@ -248,7 +249,7 @@ def chain(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-def standing(path: Path) -> str:
+def last_complete_state(path: Path) -> str:
     """What a reader still finds near `path`."""
     marks = [*path.parent.glob(f"*/{MARK}"), *path.parent.glob(f"*/*/{MARK}")]
     if not marks:
@@ -258,24 +259,24 @@ def standing(path: Path) -> str:
 
 
 def replace_text(path: Path, text: str) -> None:
-    partial = beside(path, PARTIAL)
+    partial = sibling_path(path, PARTIAL)
     partial.write_text(text, encoding="utf-8")
-    sync(partial)
+    fsync_path(partial)
     partial.replace(path)
-    sync(path.parent)
+    fsync_path(path.parent)
 
 
-def put_in_place(partial: Path, folder: Path, sums: Mapping[str, int] | None = None) -> None:
+def commit_dir(partial: Path, folder: Path, sums: Mapping[str, int] | None = None) -> None:
     """`sums`: the checksums of all files, if they are known."""
     sums = sums or checksums(partial)
-    share(partial)
+    make_readable(partial)
     sync_tree(partial)
     if folder.exists():
-        folder.rename(beside(folder, PREVIOUS))
+        folder.rename(sibling_path(folder, PREVIOUS))
     partial.rename(folder)
-    sync(folder.parent)
+    fsync_path(folder.parent)
     replace_text(folder / MARK, json.dumps(dict(sums)))
-    remove(beside(folder, PREVIOUS))
+    remove_dir(sibling_path(folder, PREVIOUS))
 
 
 def checksums(folder: Path, some: slice = ALL) -> dict[str, int]:
@@ -292,7 +293,7 @@ def checksum(file: Path) -> int:
     return value
 
 
-def share(folder: Path) -> None:
+def make_readable(folder: Path) -> None:
     """Let files be read by whom the folder is for: safetensors writes them for their owner alone."""
     mode = folder.stat().st_mode & 0o666
     for file in folder.rglob("*"):
@@ -303,11 +304,11 @@ def share(folder: Path) -> None:
 def sync_tree(folder: Path) -> None:
     for root, _, files in os.walk(folder, topdown=False):
         for name in files:
-            sync(Path(root, name))
-        sync(Path(root))
+            fsync_path(Path(root, name))
+        fsync_path(Path(root))
 
 
-def sync(path: Path) -> None:
+def fsync_path(path: Path) -> None:
     """Wait until a file, or the names in a folder, are on the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
@@ -316,21 +317,21 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
-def free(path: Path) -> int:
+def free_bytes(path: Path) -> int:
     """Bytes that this user may still write where `path` is or will be."""
     return shutil.disk_usage(next(place for place in (path, *path.absolute().parents) if place.exists())).free
 
 
-def meant(path: Path) -> Path:
+def final_path(path: Path) -> Path:
     """The folder that is there in the end."""
     return path.with_name(path.name.removesuffix(PARTIAL))
 
 
-def beside(path: Path, ending: str) -> Path:
+def sibling_path(path: Path, ending: str) -> Path:
     return path.with_name(path.name + ending)
 
 
-def readable(size: float) -> str:
+def format_bytes(size: float) -> str:
     """Bytes for people."""
     for unit in ("bytes", "kB", "MB", "GB"):
         if size < 1000:

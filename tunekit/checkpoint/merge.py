@@ -13,16 +13,24 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from tunekit.checkpoint import peft
-from tunekit.checkpoint.atomic import need
-from tunekit.checkpoint.factors import WEIGHT, Update, place
-from tunekit.checkpoint.folder import Folder, read_json
-from tunekit.checkpoint.peft import owner
-from tunekit.checkpoint.tensors import Files, Pickled, Reader, Slice, Writer
-from tunekit.checkpoint.updates import Contents, Held, contents
-from tunekit.checkpoint.write import as_it_was, companions, plan, size, unmeant, write_config, write_index
+from tunekit.checkpoint import peft_adapter
+from tunekit.checkpoint.atomic import check_free_space
+from tunekit.checkpoint.hf_checkpoint import HFCheckpoint, read_json
+from tunekit.checkpoint.lora_weights import WEIGHT, LoRADelta, transformers_key
+from tunekit.checkpoint.peft_adapter import owner_module
+from tunekit.checkpoint.peft_reader import AdapterContents, TargetTensors, read_contents
+from tunekit.checkpoint.safetensors_io import OpenFiles, SafetensorsWriter, TensorReader, TensorSlice, TorchPickleTensor
+from tunekit.checkpoint.save_model import (
+    copy_companion_files,
+    plan_shards,
+    source_layout,
+    tensor_bytes,
+    unrelated_files,
+    write_config,
+    write_index,
+)
 from tunekit.models.decoder import TIED
-from tunekit.models.weights import Move, Same, Shape, Stack, from_hub
+from tunekit.models.weight_map import Identity, KeyMapping, Shape, Stack, match_hub_name
 
 CONFIG = "config.json"
 EMBED = "embed" + WEIGHT
@@ -31,38 +39,42 @@ OWN = {"tokenizer.json", "tokenizer.model"}  # one of them is a tokenizer
 
 
 @torch.no_grad()
-def merge(base: Folder, adapter: Path, folder: Path, quiet: bool = False) -> bool:
+def merge_adapter(base: HFCheckpoint, adapter: Path, folder: Path, quiet: bool = False) -> bool:
     """Write `base` with what `adapter` has learnt into a folder that is there.
 
     Returns whether a head that was the embedding became a tensor of its own, for it no longer is the same.
     """
-    held = contents(adapter, base)
-    with base.reader() as tensors, Reader(held.tensors) as updates:
-        merging = Merging(base, held, tensors, updates)
+    held = read_contents(adapter, base)
+    with base.reader() as tensors, TensorReader(held.tensors) as updates:
+        merging = MergedTensors(base, held, tensors, updates)
         entries = merging.entries()
-        need(folder, sum(map(size, entries.values())))
-        shards = plan({name: entry for name, entry in entries.items() if name in base.tensors}, base)
+        check_free_space(folder, sum(map(tensor_bytes, entries.values())))
+        shards = plan_shards({name: entry for name, entry in entries.items() if name in base.tensors}, base)
         for name in entries.keys() - base.tensors.keys():  # a new one goes where the tensor is that it began as
             next(names for names in shards.values() if merging.sources[name][1] in names).append(name)
         with tqdm(total=len(entries), desc="merging", unit="tensor", disable=quiet or None, leave=False) as bar:
             for file, names in shards.items():
-                with Writer(folder / file, {name: entries[name] for name in names}, as_it_was(base, file)) as out:
+                with SafetensorsWriter(
+                    folder / file, {name: entries[name] for name in names}, source_layout(base, file)
+                ) as out:
                     for name in names:
                         out[name] = merging.tensor(name)
                         bar.update()
         write_index(folder, shards, entries, base)
-        beside(base, adapter, folder)
+        write_companion_files(base, adapter, folder)
         if merging.untied:
-            untie(folder / CONFIG)
+            mark_untied(folder / CONFIG)
         return merging.untied
 
 
-class Merging:
+class MergedTensors:
     """Tensors of the merged checkpoint, one at a time, by the Hub's names."""
 
-    def __init__(self, base: Folder, held: Contents, tensors: Reader, updates: Reader) -> None:
+    def __init__(self, base: HFCheckpoint, held: AdapterContents, tensors: TensorReader, updates: TensorReader) -> None:
         self.base, self.held, self.tensors, self.updates = base, held, tensors, updates
-        self.layers: dict[str, Held] = {name: one for one in held.held for name in one.load(held.outline, held.shapes)}
+        self.layers: dict[str, TargetTensors] = {
+            name: one for one in held.held for name in one.load(held.outline, held.shapes)
+        }
         self.kept = {name: move for move in held.kept for name in move.ours}
         self.update = lru_cache(maxsize=8)(self.load)  # experts of a layer are many tensors and one update
         self.untied = base.spec.tied  # as long as it is not known, each end is merged for itself
@@ -72,26 +84,30 @@ class Merging:
 
     def stays_tied(self) -> bool:
         """Whether embedding and head are still one."""
-        if not {owner(EMBED), owner(TIED)} & self.layers.keys():
-            return peft.stays_tied(self.held)
+        if not {owner_module(EMBED), owner_module(TIED)} & self.layers.keys():
+            return peft_adapter.keeps_tied_head(self.held)
         embed, head = self.ends()
         return torch.equal(self.merged(embed, embed.hub[0]), self.merged(head, head.hub[0]))
 
-    def ends(self) -> tuple[Move, Move]:
+    def ends(self) -> tuple[KeyMapping, KeyMapping]:
         """The moves of the embedding and of the head, where one tensor is both or there are two that are equal."""
         embed = next(move for move in self.base.moves if EMBED in move.ours)
         head = next((move for move in self.base.moves if TIED in move.ours), embed)
         return embed, replace(head, ours=(TIED,))
 
-    def pair(self) -> dict[str, tuple[Move, str]]:
+    def pair(self) -> dict[str, tuple[KeyMapping, str]]:
         """Both ends of a model that no longer shares them. A file may hold what they share under either name."""
         if not self.untied:
             return {}
         table = self.base.family.table
         found = {}
         for move, ours in zip(self.ends(), (EMBED, TIED), strict=True):
-            match = from_hub(move.hub[0], table)
-            name = move.hub[0] if match is not None and match.ours == (ours,) else place(ours, self.base.family).hub[0]
+            match = match_hub_name(move.hub[0], table)
+            name = (
+                move.hub[0]
+                if match is not None and match.ours == (ours,)
+                else transformers_key(ours, self.base.family).hub[0]
+            )
             found[name] = move, move.hub[0]
         return found
 
@@ -105,7 +121,7 @@ class Merging:
         touched = any(ours in self.kept or ours.removesuffix(WEIGHT) in self.layers for ours in move.ours)
         return self.merged(move, source) if touched else self.tensors.lend(source)
 
-    def merged(self, move: Move, name: str) -> Tensor:
+    def merged(self, move: KeyMapping, name: str) -> Tensor:
         """One of the Hub's tensors with what was learnt. The numbers of the base are replaced where they are."""
         if isinstance(move.op, Stack):
             return self.learnt(move.ours[0], self.own(name), move.hub.index(name))
@@ -117,7 +133,9 @@ class Merging:
 
     def own(self, name: str) -> Tensor:
         """A tensor of the base in memory that is nobody else's."""
-        return self.tensors[name].clone() if isinstance(self.base.tensors[name], Pickled) else self.tensors[name]
+        return (
+            self.tensors[name].clone() if isinstance(self.base.tensors[name], TorchPickleTensor) else self.tensors[name]
+        )
 
     def learnt(self, name: str, weight: Tensor, expert: int | None = None) -> Tensor:
         """One of our tensors, or one expert of it, with what was learnt."""
@@ -130,19 +148,19 @@ class Merging:
             add(weight, update if expert is None else update.of(expert))
         return weight
 
-    def replaced(self, weight: Tensor, move: Move, part: int, expert: int | None) -> Tensor:
+    def replaced(self, weight: Tensor, move: KeyMapping, part: int, expert: int | None) -> Tensor:
         """A tensor that the adapter holds whole, in place of the base's."""
         stored = [self.updates.tensors[self.held.names[name]] for name in move.hub]
-        if move.op == Same() and isinstance(stored[0], Slice) and len(stored[0].shape) == 2:
+        if move.op == Identity() and isinstance(stored[0], TensorSlice) and len(stored[0].shape) == 2:
             return copied(weight, stored[0], self.updates.files)
         loaded = move.load([one.read(self.updates.files) for one in stored], self.held.shapes)[part]
         return weight.copy_(loaded if expert is None else loaded[expert])
 
-    def load(self, layer: str) -> Update:
+    def load(self, layer: str) -> LoRADelta:
         return self.layers[layer].load(self.updates.__getitem__, self.held.shapes)[layer]
 
 
-def copied(weight: Tensor, stored: Slice, files: Files) -> Tensor:
+def copied(weight: Tensor, stored: TensorSlice, files: OpenFiles) -> Tensor:
     """A matrix of a file in the place and dtype of another, some rows at a time: an embedding in fp32 is large."""
     columns = stored.shape[1]
     for part in some_rows(weight):
@@ -158,7 +176,7 @@ def some_rows(weight: Tensor) -> Iterator[slice]:
     return (slice(at, at + rows) for at in range(0, len(weight), rows))
 
 
-def add(weight: Tensor, update: Update) -> None:
+def add(weight: Tensor, update: LoRADelta) -> None:
     """W + s B A in place, some rows at a time; DoRA then gives each row its length."""
     if weight.ndim == 3:
         for expert, one in enumerate(weight):
@@ -173,14 +191,14 @@ def add(weight: Tensor, update: Update) -> None:
         weight[some] = made
 
 
-def beside(base: Folder, adapter: Path, folder: Path) -> None:
+def write_companion_files(base: HFCheckpoint, adapter: Path, folder: Path) -> None:
     """config.json and all that stands beside weights. An adapter's own tokenizer goes with it: it was trained on it."""
     own = any((adapter / name).is_file() for name in OWN)
-    companions(base.path, folder, skip=unmeant(base), tokenizer=adapter if own else base.words)
+    copy_companion_files(base.path, folder, skip=unrelated_files(base), tokenizer=adapter if own else base.words)
     write_config(folder, base)
 
 
-def untie(file: Path) -> None:
+def mark_untied(file: Path) -> None:
     """Say in config.json, and for the text model in it, that the head is no longer the embedding."""
     config = read_json(file)
     for part in (config, config.get("text_config")):

@@ -7,14 +7,14 @@ from functools import cache
 from types import UnionType
 from typing import Any, Generic, Protocol, Union, get_args, get_origin, get_type_hints
 
-from tunekit.config.node import Node
+from tunekit.config.node import YamlNode
 
 REQUIRED: Any = object()  # stands for the default of a key that has none
 _NO_BASE = {object, ABC, Generic, Protocol}  # everybody's bases say nothing about what a class is for
 
 
 @dataclass(frozen=True)
-class Slot:
+class FieldSlot:
     """A place for a value: what may stand there, and what stands there if nothing is written."""
 
     hint: Any
@@ -27,17 +27,17 @@ def kind_name(cls: type) -> str:
     return kind if isinstance(kind, str) else cls.__name__.lower().removesuffix("config")
 
 
-def members(hint: Any) -> tuple[Any, ...]:
+def union_members(hint: Any) -> tuple[Any, ...]:
     """The options of a union; of anything else, itself."""
     return get_args(hint) if get_origin(hint) in (UnionType, Union) else (hint,)
 
 
-def generic(hint: Any, origin: type) -> tuple[Any, ...] | None:
+def generic_args(hint: Any, origin: type) -> tuple[Any, ...] | None:
     """The arguments of the first option that is a `tuple[...]` or `dict[...]`."""
-    return next((get_args(option) for option in members(hint) if get_origin(option) is origin), None)
+    return next((get_args(option) for option in union_members(hint) if get_origin(option) is origin), None)
 
 
-def item_hint(arguments: tuple[Any, ...], index: int) -> Any:
+def element_type(arguments: tuple[Any, ...], index: int) -> Any:
     """The type of an element of `tuple[X, ...]` or `tuple[X, Y]`."""
     return arguments[0] if arguments[-1] is Ellipsis else arguments[min(index, len(arguments) - 1)]
 
@@ -53,27 +53,27 @@ def _default(field: Field) -> Any:
     return REQUIRED if field.default is MISSING else field.default
 
 
-def slots(cls: type, instance: Any = None) -> dict[str, Slot]:
+def field_slots(cls: type, instance: Any = None) -> dict[str, FieldSlot]:
     """The keys of a choice. With an instance, its values are the defaults."""
     found = {}
     for field in fields(cls):
         if field.init:
             default = _default(field) if instance is None else getattr(instance, field.name)
-            found[field.name] = Slot(_hints(cls)[field.name], default)
+            found[field.name] = FieldSlot(_hints(cls)[field.name], default)
     return found
 
 
-def _known(slot: Slot) -> list[type]:
-    return [option for option in members(slot.hint) if isinstance(option, type) and is_dataclass(option)]
+def _known(slot: FieldSlot) -> list[type]:
+    return [option for option in union_members(slot.hint) if isinstance(option, type) and is_dataclass(option)]
 
 
-class Choices:
+class ChoiceRegistry:
     """Which classes may stand in a slot: those in its type, and the person's own classes that fit there."""
 
     def __init__(self, own: tuple[type, ...] = ()) -> None:
         self.own = own
 
-    def kinds(self, slot: Slot) -> dict[str, type]:
+    def kinds(self, slot: FieldSlot) -> dict[str, type]:
         known = _known(slot)
         return {kind_name(cls): cls for cls in (*self.fitting(known), *known)}
 
@@ -85,7 +85,7 @@ class Choices:
             bases += tuple(shared)
         return [cls for cls in self.own if issubclass(cls, bases)]
 
-    def default_kind(self, slot: Slot) -> str | None:
+    def default_kind(self, slot: FieldSlot) -> str | None:
         """The kind that is meant when none is named: the slot's default, an only one, or what says `usual`."""
         kinds = self.kinds(slot)
         for kind, cls in kinds.items():
@@ -95,42 +95,44 @@ class Choices:
         usual = known if len(known) == 1 else [cls for cls in known if vars(cls).get("usual")]
         return kind_name(usual[0]) if usual else None
 
-    def single(self, slot: Slot) -> Slot | None:
+    def single(self, slot: FieldSlot) -> FieldSlot | None:
         """The slot of a choice that stands for a list of it, where lists of choices are wanted."""
-        arguments = generic(slot.hint, tuple)
+        arguments = generic_args(slot.hint, tuple)
         if not arguments or arguments[-1] is not Ellipsis or self.kinds(slot):
             return None
         only = isinstance(slot.default, tuple) and len(slot.default) == 1
-        element = Slot(arguments[0], slot.default[0] if only else REQUIRED)
+        element = FieldSlot(arguments[0], slot.default[0] if only else REQUIRED)
         return element if self.kinds(element) else None
 
-    def kind_in(self, slot: Slot, node: Node) -> Any:
+    def kind_in(self, slot: FieldSlot, node: YamlNode) -> Any:
         """The kind that `node` names, as a bare word or under `kind`; else the default one."""
         if isinstance(node.value, dict):
             return node.value["kind"].value if "kind" in node.value else self.default_kind(slot)
         return node.value
 
-    def kept(self, slot: Slot, old: Any, new: Any) -> set[str]:
+    def kept(self, slot: FieldSlot, old: Any, new: Any) -> set[str]:
         """The keys that stay where another kind is named: none, or all that it knows in place of a kind that is `open`,
         which leaves it to others to tell which it is."""
         cls = self.kinds(slot).get(old)
         found = cls is not None and any(vars(base).get("open") for base in cls.__mro__)
         return set(self.inside(slot, new)) if found else set()
 
-    def inside(self, slot: Slot, kind: Any) -> dict[str, Slot]:
+    def inside(self, slot: FieldSlot, kind: Any) -> dict[str, FieldSlot]:
         """The keys of a kind in this slot; none if there is no such kind."""
         cls = self.kinds(slot).get(kind) if isinstance(kind, str) else None
         if cls is None:
             return {}
-        return slots(cls, slot.default if type(slot.default) is cls else None)
+        return field_slots(cls, slot.default if type(slot.default) is cls else None)
 
 
-def every_slot(cls: type, choices: Choices, depth: int = 4) -> Iterator[tuple[tuple[str, ...], Slot]]:
+def iter_slots(cls: type, choices: ChoiceRegistry, depth: int = 4) -> Iterator[tuple[tuple[str, ...], FieldSlot]]:
     """The slots of a class and of what stands in them, nearest first, with their paths; `0` is a list's element."""
-    level: list[tuple[tuple[str, ...], Slot]] = [((name,), slot) for name, slot in slots(cls).items()]
+    level: list[tuple[tuple[str, ...], FieldSlot]] = [((name,), slot) for name, slot in field_slots(cls).items()]
     for _ in range(depth):
         elements = [
-            ((*path, "0"), Slot(item)) for path, slot in level for item in set(generic(slot.hint, tuple) or ()) - {...}
+            ((*path, "0"), FieldSlot(item))
+            for path, slot in level
+            for item in set(generic_args(slot.hint, tuple) or ()) - {...}
         ]
         yield from level
         yield from elements
@@ -138,5 +140,5 @@ def every_slot(cls: type, choices: Choices, depth: int = 4) -> Iterator[tuple[tu
             ((*path, name), inner)
             for path, slot in (*level, *elements)
             for kind in choices.kinds(slot).values()
-            for name, inner in slots(kind).items()
+            for name, inner in field_slots(kind).items()
         ]

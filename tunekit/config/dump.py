@@ -8,38 +8,41 @@ from typing import Any
 
 import yaml
 
-from tunekit.config.choices import Choices, Slot, generic, item_hint, kind_name, slots
-from tunekit.config.interpolate import escaped
+from tunekit.config.choices import ChoiceRegistry, FieldSlot, element_type, field_slots, generic_args, kind_name
+from tunekit.config.interpolate import escape_references
 from tunekit.config.scalar import BOOL, FLOAT, INT, NULL
 
 
-def resolved(value: Any, recipe: str | None = None) -> dict[str, Any]:
+def to_plain_config(value: Any, recipe: str | None = None) -> dict[str, Any]:
     """The complete config as plain data, in the order of the fields, `kind` first where there is a choice."""
     head = {} if recipe is None else {"recipe": recipe}
-    return {**head, **{name: plain_value(getattr(value, name), slot.hint) for name, slot in slots(type(value)).items()}}
+    return {
+        **head,
+        **{name: to_plain_value(getattr(value, name), slot.hint) for name, slot in field_slots(type(value)).items()},
+    }
 
 
-def plain_value(value: Any, hint: Any) -> Any:
+def to_plain_value(value: Any, hint: Any) -> Any:
     """A value of the type `hint` as plain data."""
     if is_dataclass(value):
-        known = [*Choices().kinds(Slot(hint)).values()]
+        known = [*ChoiceRegistry().kinds(FieldSlot(hint)).values()]
         kind = {} if known == [type(value)] else {"kind": kind_name(type(value))}
-        return {**kind, **resolved(value)}
+        return {**kind, **to_plain_config(value)}
     if isinstance(value, tuple):
-        arguments = generic(hint, tuple) or (None, ...)
-        return [plain_value(item, item_hint(arguments, i)) for i, item in enumerate(value)]
+        arguments = generic_args(hint, tuple) or (None, ...)
+        return [to_plain_value(item, element_type(arguments, i)) for i, item in enumerate(value)]
     if isinstance(value, Mapping):
-        arguments = generic(hint, dict) or (str, None)
-        return {key: plain_value(child, arguments[1]) for key, child in value.items()}
+        arguments = generic_args(hint, dict) or (str, None)
+        return {key: to_plain_value(child, arguments[1]) for key, child in value.items()}
     return value
 
 
-def dump(value: Any, recipe: str | None = None) -> str:
+def dump_yaml(value: Any, recipe: str | None = None) -> str:
     """The complete config as YAML; `load(type(value), dump(value)) == value`."""
-    return written(resolved(value, recipe))
+    return to_yaml(to_plain_config(value, recipe))
 
 
-def written(plain: dict[str, Any]) -> str:
+def to_yaml(plain: dict[str, Any]) -> str:
     """Plain data as YAML that reads as the same."""
     return yaml.dump(_escaped(plain), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=2**20)
 
@@ -50,10 +53,10 @@ def _escaped(data: Any) -> Any:
         return {key: _escaped(child) for key, child in data.items()}
     if isinstance(data, list):
         return [_escaped(item) for item in data]
-    return escaped(data) if isinstance(data, str) else data
+    return escape_references(data) if isinstance(data, str) else data
 
 
-def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+def diff_configs(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
     """(dotted key, old, new) of every value that differs between two resolved configs; None where there is none.
 
     Of two kinds, what only one of them can be told is no difference beside the kind itself; nor is that of a choice

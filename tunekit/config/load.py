@@ -4,56 +4,56 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tunekit.config.build import Builder
-from tunekit.config.choices import slots
-from tunekit.config.imports import own_choices
-from tunekit.config.interpolate import interpolate
-from tunekit.config.node import COMMAND, FAILED, Node, plain
-from tunekit.config.override import Overrides
-from tunekit.config.problems import Problems
-from tunekit.config.source import Source, read, shown
-from tunekit.config.unwritten import written_out
+from tunekit.config.build import ConfigBuilder
+from tunekit.config.choices import field_slots
+from tunekit.config.defaults import with_defaults
+from tunekit.config.errors import ErrorCollector
+from tunekit.config.interpolate import resolve_references
+from tunekit.config.node import COMMAND, FAILED, YamlNode, to_plain
+from tunekit.config.overrides import Overrides
+from tunekit.config.user_code import load_user_choices
+from tunekit.config.yaml_parser import Source, format_value, read_config
 
 T = TypeVar("T")
 
 
-def load(cls: type[T], source: Source, overrides: Sequence[str] = (), imports: Sequence[Path] = ()) -> T:
+def load_config(cls: type[T], source: Source, overrides: Sequence[str] = (), imports: Sequence[Path] = ()) -> T:
     """An instance of `cls` from a YAML file (a Path), plain data or YAML text (a str), changed by `key=value`.
 
     `imports` are Python files whose classes become further choices. All mistakes come in one ConfigError.
     """
-    choices = own_choices(cls, imports)
-    problems = Problems()
-    root = read(source, problems)
+    choices = load_user_choices(cls, imports)
+    problems = ErrorCollector()
+    root = read_config(source, problems)
     if root.value is FAILED:
         problems.check()
     writer = Overrides(choices, problems)
-    root = written_out(writer.apply(root, cls, overrides), cls, writer)
-    root = _without_recipe(interpolate(root, problems), cls, problems)
-    built = Builder(cls, choices, problems).make(cls, None, {}, (root, ()))
+    root = with_defaults(writer.apply(root, cls, overrides), cls, writer)
+    root = _without_recipe(resolve_references(root, problems), cls, problems)
+    built = ConfigBuilder(cls, choices, problems).make(cls, None, {}, (root, ()))
     problems.check()
     return built
 
 
 def mapping(source: Source) -> dict[str, Any]:
     """A config as plain data with its references resolved, as `dump.differences` compares it; nothing is checked."""
-    problems = Problems()
-    root = read(source, problems)
+    problems = ErrorCollector()
+    root = read_config(source, problems)
     problems.check()
-    root = interpolate(root, problems)
+    root = resolve_references(root, problems)
     problems.check()
-    return plain(root)
+    return to_plain(root)
 
 
-def _without_recipe(root: Node, cls: type, problems: Problems) -> Node:
+def _without_recipe(root: YamlNode, cls: type, problems: ErrorCollector) -> YamlNode:
     """The name of the recipe belongs to the file, not to the command line: there it is an unknown key."""
     node = root.value.get("recipe")
-    if node is None or node.at == COMMAND or "recipe" in slots(cls):
+    if node is None or node.at == COMMAND or "recipe" in field_slots(cls):
         return root
     _check_recipe(node, problems)
-    return Node({key: child for key, child in root.value.items() if key != "recipe"}, root.at)
+    return YamlNode({key: child for key, child in root.value.items() if key != "recipe"}, root.at)
 
 
-def _check_recipe(node: Node, problems: Problems) -> None:
+def _check_recipe(node: YamlNode, problems: ErrorCollector) -> None:
     if not isinstance(node.value, str | None) and node.value is not FAILED:
-        problems.add(node.at, ("recipe",), f"expected the name of a recipe, got {shown(node.value)}")
+        problems.add(node.at, ("recipe",), f"expected the name of a recipe, got {format_value(node.value)}")

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tunekit.config.problems import Path, Problems
+from tunekit.config.errors import ErrorCollector, Path
 
 COMMAND = "command line"
 FAILED: Any = object()  # stands for a value whose mistake has been told already
@@ -12,7 +12,7 @@ DEPTH = 32  # levels of nesting that a config may have
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class YamlNode:
     """A scalar, a dict of nodes or a list of nodes. Never changed in place: aliases share them."""
 
     value: Any
@@ -20,29 +20,29 @@ class Node:
     text: str | None = None  # an unquoted scalar as it was typed
     bare: bool = False  # a word that names a kind without `kind:`
 
-    def children(self) -> Iterator["Node"]:
+    def children(self) -> Iterator["YamlNode"]:
         if isinstance(self.value, dict):
             yield from self.value.values()
         elif isinstance(self.value, list):
             yield from self.value
 
-    def find(self, path: Path) -> "Node":
+    def find(self, path: Path) -> "YamlNode":
         """The node at `path`, or its nearest ancestor that is written."""
         if not path or not isinstance(self.value, dict) or path[0] not in self.value:
             return self
         return self.value[path[0]].find(path[1:])
 
 
-def plain(node: Node) -> Any:
+def to_plain(node: YamlNode) -> Any:
     """The data without the places."""
     if isinstance(node.value, dict):
-        return {key: plain(child) for key, child in node.value.items()}
+        return {key: to_plain(child) for key, child in node.value.items()}
     if isinstance(node.value, list):
-        return [plain(child) for child in node.value]
+        return [to_plain(child) for child in node.value]
     return None if node.value is FAILED else node.value
 
 
-def node_of(value: Any, at: str, problems: Problems, path: Path = ()) -> Node:
+def to_node(value: Any, at: str, problems: ErrorCollector, path: Path = ()) -> YamlNode:
     """Plain data as nodes that were all written at `at`."""
     if len(path) > DEPTH:
         problems.add(at, path[:4], f"nested deeper than {DEPTH} levels")
@@ -50,11 +50,11 @@ def node_of(value: Any, at: str, problems: Problems, path: Path = ()) -> Node:
         for key in value:
             if not isinstance(key, str):
                 problems.add(at, (*path, str(key)), f"keys are text, got {key!r}")
-        return Node({str(key): node_of(child, at, problems, (*path, str(key))) for key, child in value.items()}, at)
+        return YamlNode({str(key): to_node(child, at, problems, (*path, str(key))) for key, child in value.items()}, at)
     elif isinstance(value, list | tuple):
-        return Node([node_of(child, at, problems, (*path, str(i))) for i, child in enumerate(value)], at)
+        return YamlNode([to_node(child, at, problems, (*path, str(i))) for i, child in enumerate(value)], at)
     elif value is None or isinstance(value, str | int | float):
-        return Node(value, at)
+        return YamlNode(value, at)
     else:
         problems.add(at, path, f"expected plain data, got {type(value).__name__}")
-    return Node(FAILED, at)
+    return YamlNode(FAILED, at)

@@ -14,16 +14,16 @@ WORDS = {str: "text", int: "whole number", float: "number", bool: "true or false
 _LONGEST = 300  # more digits than a float holds are no number that anybody means
 
 
-def meaning(text: str) -> str | int | float | bool | None:
+def parse_scalar(text: str) -> str | int | float | bool | None:
     """The value of an unquoted word."""
     if NULL.fullmatch(text):
         return None
     if BOOL.fullmatch(text):
         return text.lower() == "true"
-    return number(text)
+    return parse_number(text)
 
 
-def number(text: str) -> str | int | float:
+def parse_number(text: str) -> str | int | float:
     """A number if `text` is one, else the text itself."""
     if len(text) > _LONGEST:
         return text

@@ -3,9 +3,17 @@
 import json
 from typing import Any, Literal, get_args, get_origin
 
-from tunekit.config.choices import REQUIRED, Choices, Slot, every_slot, kind_name, members, slots
-from tunekit.config.comments import class_comment, field_comments
-from tunekit.config.dump import plain_value
+from tunekit.config.choices import (
+    REQUIRED,
+    ChoiceRegistry,
+    FieldSlot,
+    field_slots,
+    iter_slots,
+    kind_name,
+    union_members,
+)
+from tunekit.config.dump import to_plain_value
+from tunekit.config.field_comments import class_comment, field_comments
 from tunekit.config.scalar import WORDS
 
 _TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", type(None): "null"}
@@ -18,7 +26,7 @@ def json_schema(cls: type) -> dict[str, Any]:
     schema = _Schema()
     top = schema.object(cls)
     top["properties"] = {"recipe": _RECIPE, **top["properties"]}
-    top["required"] = _required(slots(cls))
+    top["required"] = _required(field_slots(cls))
     head = {"$schema": "https://json-schema.org/draft/2020-12/schema"}
     return {**head, **top, "$defs": {schema.names[cls]: text for cls, text in schema.definitions.items()}}
 
@@ -32,23 +40,23 @@ class _Schema:
 
     def object(self, cls: type) -> dict[str, Any]:
         meanings, properties = field_comments(cls), {}
-        for name, slot in slots(cls).items():
-            default = {} if slot.default is REQUIRED else {"default": plain_value(slot.default, slot.hint)}
+        for name, slot in field_slots(cls).items():
+            default = {} if slot.default is REQUIRED else {"default": to_plain_value(slot.default, slot.hint)}
             meaning = {"description": meanings[name]} if name in meanings else {}
             properties[name] = {**self.value(slot), **default, **meaning}
         doc = {"description": class_comment(cls)} if class_comment(cls) else {}
         return {"title": cls.__name__, **doc, "type": "object", "properties": properties, "additionalProperties": False}
 
-    def value(self, slot: Slot) -> dict[str, Any]:
-        single = Choices().single(slot)
+    def value(self, slot: FieldSlot) -> dict[str, Any]:
+        single = ChoiceRegistry().single(slot)
         options = [*self.kinds(slot), *(self.kinds(single) if single else [])]
-        for member in members(slot.hint):
+        for member in union_members(slot.hint):
             if get_origin(member) is Literal:
                 options.append({"enum": [*get_args(member)]})
             elif get_origin(member) is tuple:
                 options.append(self.array(get_args(member)))
             elif get_origin(member) is dict:
-                options.append({"type": "object", "additionalProperties": self.value(Slot(get_args(member)[1]))})
+                options.append({"type": "object", "additionalProperties": self.value(FieldSlot(get_args(member)[1]))})
             elif member in _TYPES:
                 options.append({"type": _TYPES[member]})
         if {"type": "string"} not in options:
@@ -57,13 +65,13 @@ class _Schema:
 
     def array(self, items: tuple[Any, ...]) -> dict[str, Any]:
         if items[-1] is Ellipsis:
-            return {"type": "array", "items": self.value(Slot(items[0]))}
-        each = [self.value(Slot(item)) for item in items]
+            return {"type": "array", "items": self.value(FieldSlot(items[0]))}
+        each = [self.value(FieldSlot(item)) for item in items]
         return {"type": "array", "prefixItems": each, "items": False, "minItems": len(each)}
 
-    def kinds(self, slot: Slot) -> list[dict[str, Any]]:
+    def kinds(self, slot: FieldSlot) -> list[dict[str, Any]]:
         """The choices of a slot: as a mapping, and as a bare word where nothing else is required."""
-        choices = Choices()
+        choices = ChoiceRegistry()
         usual, words, found = choices.default_kind(slot), [], []
         for kind, cls in choices.kinds(slot).items():
             required = _required(choices.inside(slot, kind))
@@ -81,15 +89,15 @@ class _Schema:
         return f"#/$defs/{self.names[cls]}"
 
 
-def _required(keys: dict[str, Slot]) -> list[str]:
+def _required(keys: dict[str, FieldSlot]) -> list[str]:
     return [name for name, slot in keys.items() if slot.default is REQUIRED]
 
 
-def reference(cls: type) -> str:
+def options_markdown(cls: type) -> str:
     """All options of a recipe in Markdown: a table for the recipe and one for each choice."""
     used: dict[type, list[str]] = {}
-    for path, slot in every_slot(cls, Choices()):
-        kinds = Choices().kinds(slot)
+    for path, slot in iter_slots(cls, ChoiceRegistry()):
+        kinds = ChoiceRegistry().kinds(slot)
         place = ".".join(part for part in path if part != "0")
         for kind, choice in kinds.items():
             used.setdefault(choice, []).append(f"`{place}: {kind}`" if len(kinds) > 1 else f"`{place}`")
@@ -102,7 +110,8 @@ def _section(title: str, cls: type) -> str:
     meanings, doc = field_comments(cls), class_comment(cls)
     lines = [title, "", *([doc, ""] if doc else [])]
     rows = [
-        (f"`{name}`", _words(slot.hint), _default(slot), meanings.get(name, "")) for name, slot in slots(cls).items()
+        (f"`{name}`", _words(slot.hint), _default(slot), meanings.get(name, ""))
+        for name, slot in field_slots(cls).items()
     ]
     if not rows:
         return "\n".join([*lines, "No options.", ""])
@@ -113,8 +122,8 @@ def _section(title: str, cls: type) -> str:
 
 def _words(hint: Any) -> str:
     """A type in the words of a config."""
-    words = [f"`{kind}`" for kind in Choices().kinds(Slot(hint))]
-    for member in members(hint):
+    words = [f"`{kind}`" for kind in ChoiceRegistry().kinds(FieldSlot(hint))]
+    for member in union_members(hint):
         if get_origin(member) is Literal:
             words += [f"`{json.dumps(value)}`" for value in get_args(member)]
         elif get_origin(member) is tuple:
@@ -127,16 +136,16 @@ def _words(hint: Any) -> str:
     return " or ".join(words)
 
 
-def _default(slot: Slot) -> str:
+def _default(slot: FieldSlot) -> str:
     if slot.default is REQUIRED:
         return "**required**"
-    kinds = {cls: kind for kind, cls in Choices().kinds(slot).items()}
+    kinds = {cls: kind for kind, cls in ChoiceRegistry().kinds(slot).items()}
     if type(slot.default) not in kinds:
-        return f"`{json.dumps(plain_value(slot.default, slot.hint), ensure_ascii=False)}`"
+        return f"`{json.dumps(to_plain_value(slot.default, slot.hint), ensure_ascii=False)}`"
     cls = type(slot.default)
-    usual, here = slots(cls), slots(cls, slot.default)
+    usual, here = field_slots(cls), field_slots(cls, slot.default)
     own = [
-        f"{name}={json.dumps(plain_value(here[name].default, here[name].hint))}"
+        f"{name}={json.dumps(to_plain_value(here[name].default, here[name].hint))}"
         for name in here
         if here[name].default != usual[name].default
     ]

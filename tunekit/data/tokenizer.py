@@ -13,8 +13,8 @@ from typing import Any
 
 import tokenizers
 
-from tunekit.data.chat.template import Template
-from tunekit.data.pieces import Encoded, Pieces
+from tunekit.data.chat_template.template import ChatTemplate
+from tunekit.data.token_cache import TokenCache, TokenizerEncoding
 from tunekit.errors import UserError
 
 REASONING = ("reasoning_content", "thinking", "reasoning")
@@ -33,9 +33,9 @@ class Tokenizer:
         stops: frozenset[int] = frozenset(),
     ) -> None:
         self.model, self.names, self.templates = model, dict(names), dict(templates)
-        self.compiled: dict[str, Template] = {}
+        self.compiled: dict[str, ChatTemplate] = {}
         self.shapes: dict[Any, Any] = {}  # what was found of conversations, by their shape
-        self.pieces: Pieces | None = None  # encodes rendered texts, once there are many of them
+        self.pieces: TokenCache | None = None  # encodes rendered texts, once there are many of them
         self.today: date | None = None
         self.vocab: int | None = None  # what the model embeds, once it is known
         # What adds bos and eos is kept apart: some of it also trims the spaces of tokens out of their offsets.
@@ -100,7 +100,7 @@ class Tokenizer:
 
     def hasten(self) -> None:
         """Many texts are to come: remember words, where that cannot change a token."""
-        self.pieces = Pieces.of(self.model)
+        self.pieces = TokenCache.of(self.model)
 
     def named(self, name: str) -> int | None:
         """The id of a token that the tokenizer's config names, such as `eos_token`."""
@@ -152,7 +152,7 @@ class Tokenizer:
             encodings = [self.ends.process(encoding) for encoding in encodings]
         return [encoding.ids for encoding in encodings]
 
-    def encode_rendered(self, texts: Sequence[str]) -> Sequence[Encoded]:
+    def encode_rendered(self, texts: Sequence[str]) -> Sequence[TokenizerEncoding]:
         """Rendered conversations as tokens that know their characters. Every conversation becomes tokens here."""
         if self.pieces is not None:
             return self.pieces.encode(texts)
@@ -162,7 +162,7 @@ class Tokenizer:
         """Text of token ids, special tokens left out unless `special`."""
         return self.model.decode(list(ids), skip_special_tokens=not special)
 
-    def template(self, tools: list[dict[str, Any]] | None = None) -> Template:
+    def template(self, tools: list[dict[str, Any]] | None = None) -> ChatTemplate:
         """The chat template, compiled: the one for tools if there are tools and the checkpoint has one of its own."""
         name = "tool_use" if tools and "tool_use" in self.templates else "default"
         if name not in self.templates:
@@ -171,7 +171,7 @@ class Tokenizer:
                 f"the tokenizer has no chat template{have}; name a Jinja file as `template`, or train on text"
             )
         if name not in self.compiled:
-            self.compiled[name] = Template(*self.templates[name])
+            self.compiled[name] = ChatTemplate(*self.templates[name])
         return self.compiled[name]
 
     def context(
@@ -200,7 +200,7 @@ class Tokenizer:
         return self.encode(self.render(messages, tools, prompt=True))
 
 
-class Stream:
+class TextStreamer:
     """Ids in, one at a time, printable text out. Bytes of an unfinished character are held back until it is whole."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -265,11 +265,11 @@ def read_model(folder: Path) -> tokenizers.Tokenizer:
             "open the folder with transformers.AutoTokenizer.from_pretrained and call save_pretrained"
         )
     content = read_json(path)
-    with Told(path):
+    with TokenizerFileErrors(path):
         return tokenizers.Tokenizer.from_str(json.dumps(content))
 
 
-class Told:
+class TokenizerFileErrors:
     """The library refuses a file by a plain `Exception`, the parent of all, which no `except` should name."""
 
     def __init__(self, path: Path) -> None:

@@ -9,7 +9,7 @@ Fields = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Transform:
+class RowTransform:
     """A step that a row goes through. Own ones derive from it and come by `--import`; they must not change `fields`."""
 
     def __call__(self, fields: Fields) -> Fields | None:
@@ -18,7 +18,7 @@ class Transform:
 
 
 @dataclass(frozen=True)
-class Rename(Transform):
+class RenameColumns(RowTransform):
     """Columns under other names: `columns: {question: prompt, answer: completion}`. One that has the name gives way."""
 
     kind: ClassVar[str] = "rename"
@@ -37,7 +37,7 @@ class Rename(Transform):
 
 
 @dataclass(frozen=True)
-class Where(Transform):
+class Filter(RowTransform):
     """Rows whose columns have these values: `columns: {language: [en, fr], checked: true}`. A list: one of them."""
 
     kind: ClassVar[str] = "where"

@@ -2,14 +2,14 @@
 
 from collections.abc import Sequence
 
-from tunekit.evaluation.compare import Change
-from tunekit.evaluation.figures import Figure, Result, perplexity
+from tunekit.evaluation.results import Metric, ModelResult, perplexity
+from tunekit.evaluation.significance import PairedDifference
 
 VERDICTS = {True: "better", False: "worse", None: "no clear change"}
 OTHER = "not compared: other rows or tokens"  # a row has as many tokens as a model's own tokenizer makes of it
 
 
-def table(results: Sequence[Result], changes: Sequence[Change]) -> str:
+def results_table(results: Sequence[ModelResult], changes: Sequence[PairedDifference]) -> str:
     """All figures of all models; the change is from the first model to the second."""
     told = {(change.task, change.name): difference(change) for change in changes}
     rows = [["", "", *(result.model for result in results), "change" if len(results) > 1 else ""]]
@@ -26,7 +26,7 @@ def table(results: Sequence[Result], changes: Sequence[Change]) -> str:
     )
 
 
-def shown(figure: Figure) -> str:
+def shown(figure: Metric) -> str:
     """Rows that are right with their number, and a loss with its perplexity."""
     if figure.counted:
         return f"{figure.value:.1%} ({figure.right} of {len(figure.values)})"
@@ -34,7 +34,7 @@ def shown(figure: Figure) -> str:
     return f"{number} (perplexity {perplexity(figure.value):.4g})" if figure.name == "loss" else number
 
 
-def difference(change: Change) -> str:
+def difference(change: PairedDifference) -> str:
     """With its bounds and, of rows that are right or wrong, how many changed sides."""
     of, form = (1, "+.4f") if change.won is None else (100, "+.1f")
     gap, low, high = (format(value * of, form) for value in (change.difference, change.low, change.high))

@@ -5,17 +5,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tunekit.config.suggest import near
+from tunekit.config.suggestions import closest_match
 from tunekit.errors import FieldError, UserError
-from tunekit.evaluation import nano
-from tunekit.evaluation.figures import Found
-from tunekit.evaluation.questions import Asker
+from tunekit.evaluation import bundled_tasks
+from tunekit.evaluation.generation_eval import GenerationEvaluator
+from tunekit.evaluation.results import TaskResult
 
 ALL = "nano"  # stands for all tasks of the nano
 
 
 @dataclass(frozen=True)
-class Tasks:
+class TaskSelection:
     """Tasks by name, and how they are asked."""
 
     names: tuple[str, ...] = ()
@@ -38,18 +38,18 @@ class Tasks:
     @property
     def own(self) -> list[str]:
         """Tasks of the nano, of which `nano` means all."""
-        return [task for task in nano.TASKS if task in self.names or ALL in self.names]
+        return [task for task in bundled_tasks.TASKS if task in self.names or ALL in self.names]
 
     @property
     def others(self) -> list[str]:
         """Tasks that only the harness can know."""
-        return [name for name in self.names if name != ALL and name not in nano.TASKS]
+        return [name for name in self.names if name != ALL and name not in bundled_tasks.TASKS]
 
     def check(self) -> None:
         """UserError if there is no such task, or if what knows it is not installed."""
         for name in self.others:
             if name.startswith(f"{ALL}/"):
-                meant = near(name, nano.TASKS) or ALL
+                meant = closest_match(name, bundled_tasks.TASKS) or ALL
                 raise UserError(f"tasks: there is no task '{name}'; did you mean '{meant}'?")
         if self.others:
             harness(self.others).check(self.others, self.include)
@@ -58,14 +58,14 @@ class Tasks:
         """The harness' tasks with their rows, which may have to be fetched; None if it is not asked."""
         return harness(self.others).loaded(self.others, self.shots, self.include) if self.others else None
 
-    def ask(self, asker: Asker, name: str, opened: Any) -> list[Found]:
+    def ask(self, asker: GenerationEvaluator, name: str, opened: Any) -> list[TaskResult]:
         """What a model of that name makes of them."""
         found = []
         for task in self.own:
-            found.append(asker(task, nano.documents(task, asker.tokenizer, self.limit))[1])
+            found.append(asker(task, bundled_tasks.task_documents(task, asker.tokenizer, self.limit))[1])
         if self.others:
             module = harness(self.others)
-            asked = module.Asked(asker.model, asker.tokenizer, asker.batch, asker.run, name)
+            asked = module.LMEvalAdapter(asker.model, asker.tokenizer, asker.batch, asker.run, name)
             found += module.measured(asked, self.others, opened, self.limit, self.chat)
         return found
 
@@ -73,7 +73,7 @@ class Tasks:
 def harness(tasks: Sequence[str]) -> Any:
     """The module that needs the package lm_eval, which is imported only here."""
     try:
-        return importlib.import_module("tunekit.evaluation.harness")
+        return importlib.import_module("tunekit.evaluation.lm_eval_adapter")
     except ImportError as error:
         missing = error.name or "lm_eval"
         lack = "older than what is needed" if missing.startswith("lm_eval.") else "not installed"

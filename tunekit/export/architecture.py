@@ -8,7 +8,7 @@ from gguf import TENSOR_NAMES
 from tunekit.errors import UserError
 from tunekit.models.families.base import Config
 from tunekit.models.spec import Act, MoE, Norm
-from tunekit.models.weights import Fused, Row
+from tunekit.models.weight_map import Fused, KeyRule
 
 QKV = ("attn.q_proj", "attn.k_proj", "attn.v_proj")
 EVERY = (*QKV, "attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
@@ -42,9 +42,9 @@ MODULES = {
 }
 
 
-def row(ours: str | tuple[str, ...], kind: T, op: Fused | None = None) -> Row:
+def row(ours: str | tuple[str, ...], kind: T, op: Fused | None = None) -> KeyRule:
     name = TENSOR_NAMES[kind].format(bid="{}")
-    return Row(ours, name) if op is None else Row(ours, name, op)
+    return KeyRule(ours, name) if op is None else KeyRule(ours, name, op)
 
 
 TABLE = tuple(row(ours, kind) for ours, kind in MODULES.items())
@@ -60,7 +60,7 @@ class Architecture:
     """What is fixed for all files of one `general.architecture`; the numbers stand in the files."""
 
     name: str
-    table: tuple[Row, ...] = TABLE
+    table: tuple[KeyRule, ...] = TABLE
     act: Act = "silu"
     biases: tuple[str, ...] = QKV  # layers that may have one
     tied: bool | None = None  # whether the head is the embedding; None: either
@@ -127,7 +127,7 @@ ARCHITECTURES = {
 }
 
 
-def architecture(config: Config, where: str) -> Architecture:
+def get_architecture(config: Config, where: str) -> Architecture:
     """The architecture of the files of such a checkpoint."""
     kind = (config.get("text_config") or config).get("model_type", config["model_type"])
     if kind not in ARCHITECTURES:

@@ -13,7 +13,7 @@ from tunekit.models.spec import (
     FeedForward,
     Layer,
     LinearScaling,
-    LongScaling,
+    LongRopeScaling,
     MoE,
     Rope,
     YarnScaling,
@@ -22,9 +22,9 @@ from tunekit.models.spec import (
 LLM, ATTENTION, ROPE = Keys.LLM, Keys.Attention, Keys.Rope
 
 
-def fields(spec: DecoderSpec, arch: Architecture) -> dict[str, Any]:
+def model_fields(spec: DecoderSpec, arch: Architecture) -> dict[str, Any]:
     """What a file says of a model. What it has no word for is left out; `told.Told` then differs."""
-    layers = [attention(layer) for layer in spec.layers]
+    layers = [attention_fields(layer) for layer in spec.layers]
     far = next((one for one in reversed(layers) if one.window is None and one.rope is not None), layers[-1])
     said = {
         LLM.VOCAB_SIZE: spec.vocab,
@@ -43,7 +43,7 @@ def fields(spec: DecoderSpec, arch: Architecture) -> dict[str, Any]:
     return {key.format(arch=arch.name): value for key, value in said.items() if value is not None}
 
 
-def attention(layer: Layer) -> Attention:
+def attention_fields(layer: Layer) -> Attention:
     assert isinstance(layer.mixer, Attention), "the architectures have no other"
     return layer.mixer
 
@@ -66,12 +66,12 @@ def windows(layers: list[Attention], arch: Architecture) -> dict[str, Any]:
     if arch.near and near[0].rope is not None:
         said[ROPE.FREQ_BASE_SWA] = float(near[0].rope.theta)
     pattern = [one.window is not None for one in layers]
-    if pattern != usual(len(layers), arch.window):
+    if pattern != default_window_layers(len(layers), arch.window):
         said[ATTENTION.SLIDING_WINDOW_PATTERN] = pattern
     return said
 
 
-def usual(count: int, every: int) -> list[bool]:
+def default_window_layers(count: int, every: int) -> list[bool]:
     """Which layers look back over a window where a file does not say it."""
     return [(i + 1) % every > 0 for i in range(count)]
 
@@ -97,15 +97,15 @@ def rotation(rope: Rope, head_dim: int, arch: Architecture) -> dict[str, Any]:
         case YarnScaling() as yarn:
             said |= {ROPE.SCALING_TYPE: RopeScalingType.YARN.value, ROPE.SCALING_FACTOR: float(yarn.factor)}
             said[ROPE.SCALING_ORIG_CTX_LEN] = yarn.context
-            said[ROPE.SCALING_ATTN_FACTOR] = yarn.amplitude / growth(yarn.factor)
+            said[ROPE.SCALING_ATTN_FACTOR] = yarn.amplitude / yarn_attn_factor(yarn.factor)
             if arch.ramp:
                 said |= {ROPE.SCALING_YARN_BETA_FAST: float(yarn.fast), ROPE.SCALING_YARN_BETA_SLOW: float(yarn.slow)}
-        case LongScaling() as long:
+        case LongRopeScaling() as long:
             said |= {ROPE.SCALING_TYPE: RopeScalingType.LONGROPE.value, ROPE.SCALING_ATTN_FACTOR: float(long.amplitude)}
             said[ROPE.SCALING_ORIG_CTX_LEN] = long.context
     return said
 
 
-def growth(factor: float) -> float:
+def yarn_attn_factor(factor: float) -> float:
     """By how much llama.cpp lets cos and sin grow with YaRN; SCALING_ATTN_FACTOR comes on top."""
     return 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0

@@ -30,7 +30,7 @@ DEEPSEEK = (
 
 
 @dataclass(frozen=True)
-class Pre:
+class PreTokenizer:
     """Expressions that cut the text in turn, as tokenizers write them. `whole`: a word that is a token is taken before
     any merge is tried. `cuts`: what llama.cpp uses in place of the expressions."""
 
@@ -41,19 +41,19 @@ class Pre:
 
 # Many names of llama.cpp mean the same; one of each is here.
 PRE = {
-    "gpt-2": Pre((GPT2,)),
-    "smollm": Pre((r"\p{N}", GPT2)),
-    "qwen2": Pre((QWEN2,)),
-    "qwen35": Pre((QWEN35,)),
-    "llama-bpe": Pre((LLAMA3,), True),
-    "dbrx": Pre((LLAMA3,)),
-    "tekken": Pre((cased(UPPER, LOWER, "", r"\p{N}"),), True, (cased(*ROUGH, "", r"\p{N}"),)),
-    "gpt-4o": Pre((cased(UPPER, LOWER, f"{SHORT}?", DIGITS),), False, (cased(*ROUGH, f"{SHORT}?", DIGITS),)),
-    "deepseek-v3": Pre(DEEPSEEK),
+    "gpt-2": PreTokenizer((GPT2,)),
+    "smollm": PreTokenizer((r"\p{N}", GPT2)),
+    "qwen2": PreTokenizer((QWEN2,)),
+    "qwen35": PreTokenizer((QWEN35,)),
+    "llama-bpe": PreTokenizer((LLAMA3,), True),
+    "dbrx": PreTokenizer((LLAMA3,)),
+    "tekken": PreTokenizer((cased(UPPER, LOWER, "", r"\p{N}"),), True, (cased(*ROUGH, "", r"\p{N}"),)),
+    "gpt-4o": PreTokenizer((cased(UPPER, LOWER, f"{SHORT}?", DIGITS),), False, (cased(*ROUGH, f"{SHORT}?", DIGITS),)),
+    "deepseek-v3": PreTokenizer(DEEPSEEK),
 }
 
 
-def named(step: Mapping[str, Any] | None, whole: bool) -> str | None:
+def match_pretokenizer(step: Mapping[str, Any] | None, whole: bool) -> str | None:
     """The name of the way that reads as the pre-tokenizer of a tokenizer.json does."""
     own = tuple(patterns(step)), whole
     return next((name for name, way in PRE.items() if (way.patterns, way.whole) == own), None)

@@ -12,8 +12,8 @@ from gguf import Keys, TokenType
 
 from tunekit.data.tokenizer import UNFINISHED, Tokenizer
 from tunekit.errors import UserError
-from tunekit.export.pieces import MARKS, SPACE
-from tunekit.export.pretokenizer import PRE, named
+from tunekit.export.pretokenizer import PRE, match_pretokenizer
+from tunekit.export.sentencepiece_bpe import MARKS, SPACE
 from tunekit.export.vocabulary import BYTES, PIECES, Vocabulary
 
 KEYS = Keys.Tokenizer
@@ -42,7 +42,7 @@ TEXTS = (
 Tried = tuple[Vocabulary, tuple[str, ...]]  # and what people should know about it
 
 
-def vocabulary(tokenizer: Tokenizer, size: int, where: str) -> Tried:
+def read_vocabulary(tokenizer: Tokenizer, size: int, where: str) -> Tried:
     """The vocabulary of a model with `size` embeddings."""
     raw = json.loads(tokenizer.model.to_str())
     model, before = raw["model"], json.dumps(raw["pre_tokenizer"])
@@ -69,7 +69,7 @@ def of_bytes(tokenizer: Tokenizer, raw: Mapping[str, Any], size: int, where: str
         raise UserError(f"{where}: llama.cpp does not change a text before it cuts it; this tokenizer does ({kind})")
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in raw["model"]["merges"]]
     plain = Vocabulary(BYTES, *tokens(tokenizer, size), merges)
-    name = named(raw["pre_tokenizer"], raw["model"]["ignore_merges"])
+    name = match_pretokenizer(raw["pre_tokenizer"], raw["model"]["ignore_merges"])
     # llama.cpp does not compose characters: other ids may come of texts that are not composed.
     texts = [unicodedata.normalize("NFC", text) for text in probes(tokenizer)]
     return best((replace(plain, pre=one) for one in ([name] if name else PRE)), tokenizer, texts, where, bool(name))

@@ -8,8 +8,8 @@ from typing import Any
 from gguf import Keys
 from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers
 
-from tunekit.export.pieces import MARKS, Pieces
 from tunekit.export.pretokenizer import PRE
+from tunekit.export.sentencepiece_bpe import MARKS, SentencePieceBPE
 
 KEYS = Keys.Tokenizer
 BYTES, PIECES = "gpt2", "llama"  # what files call byte-level BPE, and SentencePiece's
@@ -47,9 +47,9 @@ class Vocabulary:
         return [encoding.ids for encoding in self.merger.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     @cached_property
-    def pieces(self) -> Pieces:
+    def pieces(self) -> SentencePieceBPE:
         assert self.scores is not None, self.model
-        return Pieces(self.tokens, self.types, self.scores, self.space)
+        return SentencePieceBPE(self.tokens, self.types, self.scores, self.space)
 
     @cached_property
     def merger(self) -> Tokenizer:

@@ -11,21 +11,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tunekit.config.choices import kind_name
-from tunekit.data.checks import Scored
-from tunekit.data.labels import Labelled, Stepped
-from tunekit.data.prepared.documents import Documents
-from tunekit.data.rows import Preference, Recognised, Rows
-from tunekit.data.steps.batch import IGNORE, Batch
-from tunekit.data.steps.mix import Mixed
+from tunekit.data.dataloader.batch import IGNORE, Batch
+from tunekit.data.dataloader.mixture import MixtureBase
+from tunekit.data.datasets import DatasetConfig, DetectedDataset, PreferenceDataset
+from tunekit.data.preprocess.tokenized_dataset import TokenizedDataset
+from tunekit.data.reward_datasets import LabeledDataset, StepwiseDataset
+from tunekit.data.row_checks import RewardTarget
+from tunekit.distributed.context import DistributedContext
 from tunekit.errors import FieldError, UserError
-from tunekit.losses.likelihood import learnt
-from tunekit.losses.tally import Tally
+from tunekit.losses.cross_entropy import local_targets
+from tunekit.losses.metric_sums import MetricSums
 from tunekit.models.decoder import Decoder, Head
-from tunekit.models.spec import Score
-from tunekit.parallel.run import Run
+from tunekit.models.spec import ScoreHead
 
 
-class ScoredBatch(NamedTuple):
+class RewardOutput(NamedTuple):
     """What scores of a batch come to: the loss and figures of its units, added up, and the scores themselves."""
 
     loss: Tensor
@@ -33,20 +33,20 @@ class ScoredBatch(NamedTuple):
     rewards: Tensor | None = None  # (N,), where they are what people want to know the range of
 
 
-class Seen:
+class RewardMetrics:
     """What was scored in a step or in a pass over held-out rows."""
 
     def __init__(self) -> None:
-        self.tally, self.reach = Tally(), None
+        self.tally, self.reach = MetricSums(), None
 
-    def add(self, found: ScoredBatch) -> None:
+    def add(self, found: RewardOutput) -> None:
         self.tally.add({"loss": found.loss, **found.sums})
         if found.rewards is not None:
             none = found.rewards.new_full((2, 1), -math.inf)  # of no document
             both = torch.stack([found.rewards.detach(), -found.rewards.detach()])
             self.reach = torch.cat([none if self.reach is None else self.reach[:, None], both], dim=1).amax(1)
 
-    def figures(self, run: Run, count: int) -> dict[str, Tensor]:
+    def figures(self, run: DistributedContext, count: int) -> dict[str, Tensor]:
         """Means over so many units, of which `loss` is one, and the range of rewards, over all ranks."""
         found = self.tally.means(run, count)
         if self.reach is not None:
@@ -56,69 +56,69 @@ class Seen:
 
 
 @dataclass(frozen=True)
-class Scoring:
+class RewardLoss:
     """What is made of a head that scores."""
 
-    rows: ClassVar[type[Rows]] = Labelled  # that it learns from
+    rows: ClassVar[type[DatasetConfig]] = LabeledDataset  # that it learns from
     problem: ClassVar[str | None] = None  # what transformers calls the task
     counted: ClassVar[bool] = False  # whether labels are classes, from 0 on
 
     @property
-    def told(self) -> Scored:
+    def told(self) -> RewardTarget:
         """What is learnt of rows."""
-        return Scored("labels")
+        return RewardTarget("labels")
 
-    def score(self, pad: int, names: int = 0) -> Score:
+    def score(self, pad: int, names: int = 0) -> ScoreHead:
         """The head that is wanted for rows in which so many classes have names."""
-        return Score(1, pad=pad)
+        return ScoreHead(1, pad=pad)
 
-    def check(self, mix: Mixed, key: str) -> None:
+    def check(self, mix: MixtureBase, key: str) -> None:
         """UserError for rows of another kind; what is not recognised yet may be any."""
         for rows in mix.sources:
-            if not isinstance(rows, Recognised | self.rows):
+            if not isinstance(rows, DetectedDataset | self.rows):
                 loss, found, wanted = (kind_name(one) for one in (type(self), type(rows), self.rows))
                 told = f"{key}: these are {found} rows, and `loss: {loss}` learns from {wanted} rows"
-                fit = [kind_name(one) for one in Scoring.__subclasses__() if isinstance(rows, one.rows)]
+                fit = [kind_name(one) for one in RewardLoss.__subclasses__() if isinstance(rows, one.rows)]
                 other = f"take loss={' or '.join(fit)}, or other rows" if fit else "take other rows"
                 if key == "validation":  # which `data` goes before, and a run may lack
                     other = "leave them out by validation=null, or take other rows"
                 raise UserError(f"{told} ({rows.source}): {other} by {key}.source and {key}.kind={wanted}")
 
-    def check_labels(self, parts: Iterable[Documents], labels: int) -> None:
+    def check_labels(self, parts: Iterable[TokenizedDataset], labels: int) -> None:
         """UserError, with its row, for a label that is none of so many classes."""
         for part in parts if self.counted else ():
-            wrong = strange(found := torch.tensor(part.values), labels).nonzero().flatten()
+            wrong = is_invalid_label(found := torch.tensor(part.values), labels).nonzero().flatten()
             if len(wrong) and part.ends is not None:
                 row = part.where(int(np.searchsorted(part.ends, int(wrong[0]), side="right")))
-                raise UserError(f"{row}: {beyond(found[wrong], labels)}")
+                raise UserError(f"{row}: {invalid_label_message(found[wrong], labels)}")
 
     def units(self, batch: Batch, labels: int) -> int:
         """How many a batch has of what the loss is a mean of. Labels are those of rows that nobody has seen before."""
         found = values(batch)
-        if self.counted and len(wrong := found[strange(found, labels)]):
-            raise UserError(f"data: {beyond(wrong, labels)}")
+        if self.counted and len(wrong := found[is_invalid_label(found, labels)]):
+            raise UserError(f"data: {invalid_label_message(wrong, labels)}")
         return len(found)
 
-    def __call__(self, model: Decoder, batch: Batch) -> ScoredBatch:
+    def __call__(self, model: Decoder, batch: Batch) -> RewardOutput:
         """Over all units of a batch."""
         raise NotImplementedError
 
 
-def strange(found: Tensor, labels: int) -> Tensor:
+def is_invalid_label(found: Tensor, labels: int) -> Tensor:
     """Which of them are no classes."""
     return (found < 0) | (found >= labels) | (found % 1 != 0)
 
 
-def beyond(found: Tensor, labels: int) -> str:
+def invalid_label_message(found: Tensor, labels: int) -> str:
     return f"the label {float(found[0]):g} is none of {labels} classes, which count from 0: see loss.classes"
 
 
 @dataclass(frozen=True)
-class BradleyTerry(Scoring):
+class BradleyTerry(RewardLoss):
     """-log σ(r_chosen - r_rejected - margin), as of Llama 2's reward models (arXiv:2307.09288, section 3.2.2)."""
 
     kind: ClassVar[str] = "bradleyterry"
-    rows: ClassVar = Preference
+    rows: ClassVar = PreferenceDataset
 
     center: float = 0.0  # weight of (r_chosen + r_rejected)², which keeps rewards around zero (arXiv:2312.09244)
 
@@ -127,24 +127,24 @@ class BradleyTerry(Scoring):
             raise FieldError("center", f"must not be below 0, not {self.center}")
 
     @property
-    def told(self) -> Scored:
-        return Scored("pairs")
+    def told(self) -> RewardTarget:
+        return RewardTarget("pairs")
 
     def units(self, batch: Batch, labels: int) -> int:
         return super().units(batch, labels) // 2
 
-    def __call__(self, model: Decoder, batch: Batch) -> ScoredBatch:
+    def __call__(self, model: Decoder, batch: Batch) -> RewardOutput:
         rewards = scores(model, batch).squeeze(1)
         chosen, rejected = rewards[::2], rewards[1::2]
         apart = chosen - rejected
         loss = self.center * (chosen + rejected).square() - F.logsigmoid(apart - batch.margins)
         sums = {"chosen": chosen, "rejected": rejected, "accuracies": (apart > 0).float(), "margins": apart}
         sums["mean"] = (chosen + rejected) / 2
-        return ScoredBatch(loss.sum(), {f"rewards/{name}": value.sum() for name, value in sums.items()}, rewards)
+        return RewardOutput(loss.sum(), {f"rewards/{name}": value.sum() for name, value in sums.items()}, rewards)
 
 
 @dataclass(frozen=True)
-class Classification(Scoring):
+class Classification(RewardLoss):
     """Cross-entropy of the class of each document, in nats."""
 
     kind: ClassVar[str] = "classification"
@@ -158,45 +158,45 @@ class Classification(Scoring):
             raise FieldError("classes", f"must be 2 or more, not {self.classes}")
 
     @property
-    def told(self) -> Scored:
-        return Scored("labels", self.classes)
+    def told(self) -> RewardTarget:
+        return RewardTarget("labels", self.classes)
 
-    def score(self, pad: int, names: int = 0) -> Score:
+    def score(self, pad: int, names: int = 0) -> ScoreHead:
         if self.classes and names and self.classes != names:
             raise FieldError("loss.classes", f"{self.classes}, but the rows name {names}: leave one of both out")
-        return Score(self.classes or names or 2, pad=pad)
+        return ScoreHead(self.classes or names or 2, pad=pad)
 
-    def __call__(self, model: Decoder, batch: Batch) -> ScoredBatch:
+    def __call__(self, model: Decoder, batch: Batch) -> RewardOutput:
         logits, wanted = scores(model, batch), values(batch).long()
         right = logits.argmax(1) == wanted
         loss = F.cross_entropy(logits, wanted, reduction="sum")
-        return ScoredBatch(loss, {"accuracies": right.float().sum()})
+        return RewardOutput(loss, {"accuracies": right.float().sum()})
 
 
 @dataclass(frozen=True)
-class Regression(Scoring):
+class Regression(RewardLoss):
     """Squared error of the value of each document."""
 
     kind: ClassVar[str] = "regression"
     problem: ClassVar = "regression"
 
-    def score(self, pad: int, names: int = 0) -> Score:
+    def score(self, pad: int, names: int = 0) -> ScoreHead:
         if names:
             raise FieldError("data.classes", "`loss: regression` learns numbers: leave it out, or loss=classification")
         return super().score(pad)
 
-    def __call__(self, model: Decoder, batch: Batch) -> ScoredBatch:
+    def __call__(self, model: Decoder, batch: Batch) -> RewardOutput:
         found = scores(model, batch).squeeze(1)
         apart = found - values(batch)
-        return ScoredBatch(apart.square().sum(), {"errors": apart.abs().sum(), "rewards/mean": found.sum()}, found)
+        return RewardOutput(apart.square().sum(), {"errors": apart.abs().sum(), "rewards/mean": found.sum()}, found)
 
 
 @dataclass(frozen=True)
-class Process(Scoring):
+class ProcessReward(RewardLoss):
     """Cross-entropy of whether each step of an answer is right, read at the end of the step (arXiv:2305.20050)."""
 
     kind: ClassVar[str] = "process"
-    rows: ClassVar = Stepped
+    rows: ClassVar = StepwiseDataset
     counted: ClassVar = True
 
     classes: int = 2  # wrong and right, or more
@@ -206,20 +206,20 @@ class Process(Scoring):
             raise FieldError("classes", f"must be 2 or more, not {self.classes}")
 
     @property
-    def told(self) -> Scored:
-        return Scored("labels", self.classes)
+    def told(self) -> RewardTarget:
+        return RewardTarget("labels", self.classes)
 
-    def score(self, pad: int, names: int = 0) -> Score:
-        return Score(self.classes, each=True, bias=True, pad=pad)
+    def score(self, pad: int, names: int = 0) -> ScoreHead:
+        return ScoreHead(self.classes, each=True, bias=True, pad=pad)
 
     def units(self, batch: Batch, labels: int) -> int:
         found = batch.targets[batch.targets != IGNORE]
-        if len(wrong := found[strange(found, labels)]):
-            raise UserError(f"data: {beyond(wrong, labels)}")
+        if len(wrong := found[is_invalid_label(found, labels)]):
+            raise UserError(f"data: {invalid_label_message(wrong, labels)}")
         return len(found)
 
-    def __call__(self, model: Decoder, batch: Batch) -> ScoredBatch:
-        targets, at = learnt(model, batch)
+    def __call__(self, model: Decoder, batch: Batch) -> RewardOutput:
+        targets, at = local_targets(model, batch)
         wanted = targets[at]
 
         def read(hidden: Tensor, head: Head) -> Tensor:
@@ -229,14 +229,14 @@ class Process(Scoring):
         right = (logits.argmax(1) == wanted).float().sum()
         loss = F.cross_entropy(logits, wanted, reduction="sum")
         # Other ranks may have other steps of these documents: all of them tell the same.
-        return ScoredBatch(model.rows.sum(loss), {"accuracies": model.rows.sum(right)})
+        return RewardOutput(model.rows.sum(loss), {"accuracies": model.rows.sum(right)})
 
 
 def scores(model: Decoder, batch: Batch) -> Tensor:
     """What a model gives each document of a batch (D, labels), read at its last token that is no padding, in fp32."""
     count, score = len(values(batch)), model.spec.score
     assert score is not None and batch.owner is not None
-    last = ends(batch.owner, batch.tokens, count, score.pad)
+    last = last_token_index(batch.owner, batch.tokens, count, score.pad)
     owner = torch.full_like(batch.owner, -1).flatten().scatter(0, last, torch.arange(count, device=last.device))
     owner = model.rows.keep(owner.view_as(batch.owner), -1).flatten()
     here = count if owner.numel() == batch.owner.numel() else int((owner >= 0).sum())
@@ -250,7 +250,7 @@ def scores(model: Decoder, batch: Batch) -> Tensor:
     return model.rows.sum(found)
 
 
-def ends(owner: Tensor, tokens: Tensor, count: int, pad: int | None) -> Tensor:
+def last_token_index(owner: Tensor, tokens: Tensor, count: int, pad: int | None) -> Tensor:
     """Where in the flattened rows the last token of each document is that does not pad, or else its first, (D,)."""
     places, mine = torch.arange(owner.numel(), device=owner.device), owner >= 0
     real = mine if pad is None else mine & (tokens != pad)

@@ -5,21 +5,21 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from tunekit.kernels.attention import Rule
-from tunekit.kernels.rope import rotate
-from tunekit.models.init import Fresh
-from tunekit.models.linear import Linear, together
-from tunekit.models.norm import RMSNorm, norm
-from tunekit.models.place import KV, Place
+from tunekit.distributed.collectives import ALONE, NoParallel
+from tunekit.kernels.attention import AttentionParams
+from tunekit.kernels.rope import apply_rope
+from tunekit.models.forward_context import ForwardContext, LayerKVCache
+from tunekit.models.linear import Linear, shared_input_linears
+from tunekit.models.norm import RMSNorm, make_norm
 from tunekit.models.spec import Attention, Norm
-from tunekit.parallel.exchange import ALONE, Alone
+from tunekit.models.weight_init import InitMixin
 
 
-class SelfAttention(Fresh):
+class SelfAttention(InitMixin):
     """Grouped-query attention, with or without a cache."""
 
     sinks: nn.Parameter | None
-    way: Alone = ALONE  # of tokens into this layer and out of it, where ranks share its heads
+    way: NoParallel = ALONE  # of tokens into this layer and out of it, where ranks share its heads
     prefixes = True  # a document may go on from the first tokens of another
     taken = slice(None)  # of the heads of keys that are made here: those that the queries here ask
 
@@ -27,7 +27,7 @@ class SelfAttention(Fresh):
         super().__init__()
         self.spec, self.kv_heads = spec, spec.kv_heads
         scale = spec.head_dim**-0.5 if spec.scale is None else spec.scale
-        self.rule = Rule(scale, spec.window, spec.chunk, spec.softcap)
+        self.rule = AttentionParams(scale, spec.window, spec.chunk, spec.softcap)
         self.rotary = None if spec.rope is None else (spec.rope, spec.head_dim)
         self.turn: int | None = None  # which of the pass's rotations is this layer's; the decoder sets it
         self.number = 0  # of the layer; the decoder sets it
@@ -40,12 +40,12 @@ class SelfAttention(Fresh):
             self.k_proj = Linear(dim, kv, bias=spec.bias)
             if not spec.k_is_v:
                 self.v_proj = Linear(dim, kv, bias=spec.bias)
-            self.v_norm = norm(spec.head_dim, spec.v_norm)
+            self.v_norm = make_norm(spec.head_dim, spec.v_norm)
         self.o_proj = Linear(q, dim, bias=spec.out_bias)
         self.register_parameter("sinks", nn.Parameter(torch.zeros(spec.heads)) if spec.sinks else None)
 
-    def forward(self, x: Tensor, place: Place, cache: KV | None = None) -> Tensor:
-        q, *kv = together(self.inputs, self.way.enter(x, place.positions.shape))
+    def forward(self, x: Tensor, place: ForwardContext, cache: LayerKVCache | None = None) -> Tensor:
+        q, *kv = shared_input_linears(self.inputs, self.way.enter(x, place.positions.shape))
         q, gate = self.queries(q)
         k, v = self.keys(kv) if self.spec.kv_from is None else (q[:, :, :0], q)
         q, k = self.stand(q, k, place)
@@ -69,7 +69,7 @@ class SelfAttention(Fresh):
         q, gate = q.chunk(2, dim=-1)
         return q, gate.flatten(-2)
 
-    def grown(self, q: Tensor, place: Place) -> Tensor:
+    def grown(self, q: Tensor, place: ForwardContext) -> Tensor:
         """Queries of families whose scores grow with the position."""
         tuning = self.spec.tuning
         if tuning is None:
@@ -82,27 +82,27 @@ class SelfAttention(Fresh):
         k, *other = (y.unflatten(-1, (-1, self.spec.head_dim))[:, :, self.taken] for y in made)
         return k, self.v_norm(k if self.spec.k_is_v else other[0])
 
-    def known(self, k: Tensor, v: Tensor, place: Place, cache: KV | None) -> tuple[Tensor, Tensor]:
+    def known(self, k: Tensor, v: Tensor, place: ForwardContext, cache: LayerKVCache | None) -> tuple[Tensor, Tensor]:
         """Keys and values (B, K, H_kv, D): of these rows, or of all that the cache has seen."""
         kv = (place.gather(k), place.gather(v)) if cache is None else cache.add(k, v, place)
         if self.lends:
             place.kv.lend(self.number, kv)
         return kv
 
-    def stand(self, q: Tensor, k: Tensor, place: Place) -> tuple[Tensor, Tensor]:
+    def stand(self, q: Tensor, k: Tensor, place: ForwardContext) -> tuple[Tensor, Tensor]:
         """Norms and rotation of queries and keys, in the order of the family."""
         if self.turn is None:
             return self.q_norm(q), self.k_norm(k)
         rotation = place.rotations[self.turn]
         if not self.spec.norm_after_rope:
-            return rotate(self.q_norm(q), self.k_norm(k), rotation)
-        q, k = rotate(q, k, rotation)
+            return apply_rope(self.q_norm(q), self.k_norm(k), rotation)
+        q, k = apply_rope(q, k, rotation)
         return self.q_norm(q), self.k_norm(k)
 
-    def cache(self, batch: int, slots: int, dtype: torch.dtype, device: torch.device) -> KV:
+    def cache(self, batch: int, slots: int, dtype: torch.dtype, device: torch.device) -> LayerKVCache:
         """Empty room for `slots` positions."""
         shape = (batch, slots if self.spec.kv_from is None else 0, self.kv_heads, self.spec.head_dim)
-        return KV(shape, shape, dtype, device)
+        return LayerKVCache(shape, shape, dtype, device)
 
     def reset(self, generator: torch.Generator, std: float) -> None:
         """A fresh sink takes what a score of zero takes."""
@@ -110,7 +110,7 @@ class SelfAttention(Fresh):
             nn.init.zeros_(self.sinks)
 
 
-class AcrossHeads(RMSNorm):
+class AllHeadNorm(RMSNorm):
     """One norm over all heads of (B, S, H, D)."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -120,5 +120,5 @@ class AcrossHeads(RMSNorm):
 def heads_norm(heads: int, head_dim: int, spec: Norm | None) -> nn.Module:
     """The norm of queries or keys: over each head, or over all of them."""
     if spec is not None and spec.across_heads:
-        return AcrossHeads(heads * head_dim, spec)
-    return norm(head_dim, spec)
+        return AllHeadNorm(heads * head_dim, spec)
+    return make_norm(head_dim, spec)

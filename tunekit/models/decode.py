@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from tunekit.device_to_host import HostCopy
 from tunekit.devices import capabilities
+from tunekit.kernels.device_to_host import HostCopy
 from tunekit.models.decoder import Decoder
-from tunekit.models.place import Cache
+from tunekit.models.forward_context import KVCache
 
 Step = Callable[[], None]
 Choose = Callable[[Tensor, Tensor], Tensor]  # next tokens (B,) from logits (B, vocab) and uniform numbers (B,)
@@ -42,7 +42,7 @@ class DecodeLoop:
     """
 
     def __init__(
-        self, model: Decoder, cache: Cache, lengths: Sequence[int], numbers: Tensor, choose: Choose, drawn: int = 0
+        self, model: Decoder, cache: KVCache, lengths: Sequence[int], numbers: Tensor, choose: Choose, drawn: int = 0
     ) -> None:
         device = numbers.device
         self.model, self.cache, self.choose, self.numbers = model, cache, choose, numbers

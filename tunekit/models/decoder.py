@@ -6,33 +6,33 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from tunekit.kernels import attention_gpu, prefix
+from tunekit.distributed.collectives import ALONE, NoParallel, VocabShard
+from tunekit.distributed.sharding import Shard
+from tunekit.kernels import attention_gpu, shared_prefix
 from tunekit.kernels.sequence_layout import SequenceLayout, rows_layout
 from tunekit.models.attention import SelfAttention
-from tunekit.models.delta import GatedDeltaNet
-from tunekit.models.experts import MixtureOfExperts, TwinFeedForward
-from tunekit.models.feedforward import GatedMLP
-from tunekit.models.init import Fresh
-from tunekit.models.latent import MultiLatentAttention
+from tunekit.models.feed_forward import GatedMLP
+from tunekit.models.forward_context import WHOLE, ForwardContext, KVCache, LayerCache, Rows, has_static_shapes
+from tunekit.models.gated_delta_net import GatedDeltaNet
 from tunekit.models.linear import Embedding, Linear
-from tunekit.models.norm import RMSNorm, norm
-from tunekit.models.per_layer import TokenGate, TokenInputs
-from tunekit.models.place import WHOLE, Cache, LayerCache, Place, Rows, has_static_shapes
-from tunekit.models.rope import tables
+from tunekit.models.mla import MultiLatentAttention
+from tunekit.models.moe import DenseMoEFeedForward, MixtureOfExperts
+from tunekit.models.norm import RMSNorm, make_norm
+from tunekit.models.per_layer_embedding import PerLayerEmbedding, PerLayerGate
+from tunekit.models.rope import rope_tables
 from tunekit.models.spec import (
     MLP,
     Attention,
     DecoderSpec,
     DeltaNet,
+    DenseMoE,
     LatentAttention,
     Layer,
-    LongScaling,
+    LongRopeScaling,
     MoE,
     Rope,
-    Twin,
 )
-from tunekit.parallel.exchange import ALONE, Alone, Vocabulary
-from tunekit.parallel.tensors import Split
+from tunekit.models.weight_init import InitMixin
 
 SLOTS = 128  # slots of a cache on a GPU come in multiples of this, as kernels want masks aligned
 TIED = "head.weight"  # where the head is the embedding, this name stands for embed.weight
@@ -42,10 +42,10 @@ MIXERS: dict[type, Callable[..., Any]] = {
     LatentAttention: MultiLatentAttention,
     DeltaNet: GatedDeltaNet,
 }
-FFNS: dict[type, Callable[..., Any]] = {MLP: GatedMLP, MoE: MixtureOfExperts, Twin: TwinFeedForward}
+FFNS: dict[type, Callable[..., Any]] = {MLP: GatedMLP, MoE: MixtureOfExperts, DenseMoE: DenseMoEFeedForward}
 
 
-class Block(Fresh):
+class Block(InitMixin):
     """A mixer and a feed-forward part, each between its norms and beside a residual."""
 
     layer_scalar: nn.Parameter | None
@@ -54,17 +54,19 @@ class Block(Fresh):
         super().__init__()
         before, behind = (model.norm if on else None for on in (spec.pre_norm, spec.post_norm))
         self.scale = model.residual_scale
-        self.attn_norm = norm(model.dim, before)
+        self.attn_norm = make_norm(model.dim, before)
         self.attn = MIXERS[type(spec.mixer)](model.dim, spec.mixer)
-        self.attn_post_norm = norm(model.dim, behind)
-        self.mlp_norm = norm(model.dim, None if isinstance(spec.ffn, Twin) else before)
+        self.attn_post_norm = make_norm(model.dim, behind)
+        self.mlp_norm = make_norm(model.dim, None if isinstance(spec.ffn, DenseMoE) else before)
         self.mlp = FFNS[type(spec.ffn)](model.dim, spec.ffn)
-        self.mlp_post_norm = norm(model.dim, behind)
-        self.token = None if model.per_layer is None else TokenGate(model.per_layer, model)
+        self.mlp_post_norm = make_norm(model.dim, behind)
+        self.token = None if model.per_layer is None else PerLayerGate(model.per_layer, model)
         scalar = nn.Parameter(torch.ones(1), requires_grad=False)
         self.register_parameter("layer_scalar", scalar if spec.scaled else None)
 
-    def forward(self, x: Tensor, place: Place, cache: LayerCache | None = None, token: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, place: ForwardContext, cache: LayerCache | None = None, token: Tensor | None = None
+    ) -> Tensor:
         x = self.add(x, self.attn_post_norm(self.attn(self.attn_norm(x), place, cache)))
         x = self.add(x, self.mlp_post_norm(self.mlp(self.mlp_norm(x))))
         x = x if self.token is None else self.token(x, token)
@@ -85,7 +87,7 @@ class Decoder(nn.Module):
     through: Callable[..., Tensor] | None = None  # how a layer is called where gradients are wanted
     flat = False  # show layers all rows as documents of one, whose input has a gradient: they are compiled but once
     compute: torch.dtype | None = None  # dtype of activations and products; None: that of the embedding
-    way: Alone = ALONE  # of tokens between layers, where ranks share these
+    way: NoParallel = ALONE  # of tokens between layers, where ranks share these
     rows: Rows = WHOLE  # which tokens of long rows are for this rank
     compute_device: torch.device | None = None  # where layers run, if weights wait on another device between passes
 
@@ -93,7 +95,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.spec = spec
         self.embed = Embedding(spec.vocab, spec.dim)
-        self.per_layer = None if spec.per_layer is None else TokenInputs(spec.per_layer, spec)
+        self.per_layer = None if spec.per_layer is None else PerLayerEmbedding(spec.per_layer, spec)
         blocks = nn.ModuleList(Block(layer, spec) for layer in spec.layers)
         self.layers = cast("Iterable[Block]", blocks)  # a ModuleList does not tell what it holds
         self.norm = RMSNorm(spec.dim, spec.norm)
@@ -102,7 +104,7 @@ class Decoder(nn.Module):
         self.ropes = self.number_layers()
         # What a checkpoint holds, whatever formats and adapters do to the modules later.
         self.shapes = {name: tuple(p.shape) for name, p in self.named_parameters(remove_duplicate=False)}
-        self.splits: dict[str, tuple[Split, ...]] = {}  # tensors of which this rank has a part, by name
+        self.splits: dict[str, tuple[Shard, ...]] = {}  # tensors of which this rank has a part, by name
 
     def tie(self) -> None:
         """Make a tied head the embedding, again after each move that gives every module tensors of its own."""
@@ -134,7 +136,7 @@ class Decoder(nn.Module):
     def edges(self) -> frozenset[int]:
         """Lengths beyond which a row turns otherwise from its beginning (LongRoPE): its cache must be made anew."""
         scalings = (rope.scaling for rope, _ in self.ropes)
-        return frozenset(scaling.context for scaling in scalings if isinstance(scaling, LongScaling))
+        return frozenset(scaling.context for scaling in scalings if isinstance(scaling, LongRopeScaling))
 
     def shares_prefixes(self, length: int) -> bool:
         """Whether documents of up to so many tokens may go on from others' first ones: these do not know what follows,
@@ -146,7 +148,7 @@ class Decoder(nn.Module):
         tokens: Tensor,
         positions: Tensor | None = None,
         layout: SequenceLayout | None = None,
-        cache: Cache | None = None,
+        cache: KVCache | None = None,
         read: "Callable[[Tensor, Head], Tensor] | None" = None,
         lengths: Tensor | None = None,
         part: bool = False,
@@ -171,10 +173,12 @@ class Decoder(nn.Module):
         if self.flat and cache is None and rows is WHOLE:
             tokens, positions, layout = flattened(tokens, positions, layout)
         prepared = attention_gpu.prepare(layout, tokens.shape, self.chunks, tokens.device)
-        whole = (tables(rope, head_dim, positions, layout, lengths) for rope, head_dim in self.ropes)
+        whole = (rope_tables(rope, head_dim, positions, layout, lengths) for rope, head_dim in self.ropes)
         rotations = tuple(turn._replace(cos=rows.keep(turn.cos), sin=rows.keep(turn.sin)) for turn in whole)
         tokens, positions = rows.keep(tokens), rows.keep(positions)
-        place = Place(positions, layout, lengths, rotations, rows=rows, length=length, before=before, prepared=prepared)
+        place = ForwardContext(
+            positions, layout, lengths, rotations, rows=rows, length=length, before=before, prepared=prepared
+        )
         if cache is not None:
             cache.used = tokens.shape[1]
         return self.finish(tokens, place, cache, read, shape)
@@ -182,8 +186,8 @@ class Decoder(nn.Module):
     def finish(
         self,
         tokens: Tensor,
-        place: Place,
-        cache: Cache | None,
+        place: ForwardContext,
+        cache: KVCache | None,
         read: "Callable[[Tensor, Head], Tensor] | None",
         shape: torch.Size | None = None,
     ) -> Tensor:
@@ -192,23 +196,23 @@ class Decoder(nn.Module):
         hidden = self.way.enter(self.run(tokens, place, cache), tokens.shape).view(*shape, self.spec.dim)
         return self.head(hidden) if read is None else read(hidden, self.head)
 
-    def begin_decoding(self, cache: Cache) -> None:
+    def begin_decoding(self, cache: KVCache) -> None:
         """Prepare a cache that a first pass has filled for passes of one token."""
         slots = torch.arange(cache.num_slots, device=self.device)[:, None]
-        cache.begin_decoding(tuple(tables(rope, head_dim, slots) for rope, head_dim in self.ropes))
+        cache.begin_decoding(tuple(rope_tables(rope, head_dim, slots) for rope, head_dim in self.ropes))
 
     def before(
         self, tokens: Tensor, layout: SequenceLayout | None, rows: Rows
-    ) -> prefix.Prefixes | prefix.Before | None:
+    ) -> shared_prefix.SharedPrefixKV | shared_prefix.PrefixIndex | None:
         """What documents see before their own tokens, in the form in which attention asks for it."""
         if layout is None or layout.prefixes is None:
             return None
         assert self.shares_prefixes(0), "a state does not go on from another"
         if rows is WHOLE:
-            return prefix.keys(layout, tokens.device)
-        return prefix.Before(*map(rows.keep, prefix.of_tokens(layout, tokens)))
+            return shared_prefix.prefix_keys(layout, tokens.device)
+        return shared_prefix.PrefixIndex(*map(rows.keep, shared_prefix.token_prefix_index(layout, tokens)))
 
-    def run(self, tokens: Tensor, place: Place, cache: Cache | None) -> Tensor:
+    def run(self, tokens: Tensor, place: ForwardContext, cache: KVCache | None) -> Tensor:
         """Hidden states (B, S, dim) behind the last norm, of the tokens that are kept here between layers."""
         x = self.embed(tokens)
         x = self.way.leave(x if self.compute is None else x.to(self.compute))
@@ -223,12 +227,12 @@ class Decoder(nn.Module):
                 x = layer(x, place, None if cache is None else cache.layers[i], own[i])
         return self.norm(x)
 
-    def cache(self, batch: int, slots: int) -> Cache:
+    def cache(self, batch: int, slots: int) -> KVCache:
         """Empty room for `slots` positions of `batch` rows."""
         dtype, device = self.compute or self.embed.weight.dtype, self.device
         if has_static_shapes(device):
             slots = -(-slots // SLOTS) * SLOTS
-        return Cache([layer.attn.cache(batch, slots, dtype, device) for layer in self.layers], slots)
+        return KVCache([layer.attn.cache(batch, slots, dtype, device) for layer in self.layers], slots)
 
 
 def flattened(
@@ -242,7 +246,7 @@ def flattened(
 class Head(Linear):
     """Hidden states to logits, scaled and capped where the family does so, or to scores."""
 
-    share: Vocabulary | None = None  # ids whose logits are made here; others make the rest
+    share: VocabShard | None = None  # ids whose logits are made here; others make the rest
 
     def __init__(self, spec: DecoderSpec) -> None:
         super().__init__(spec.dim, spec.outputs, bias=spec.score is not None and spec.score.bias)

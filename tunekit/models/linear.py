@@ -7,23 +7,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tunekit.kernels.experts import grouped
+from tunekit.distributed.collectives import MeshDim, VocabShard
+from tunekit.distributed.sharding import adopt_tensor, copy_to_shard, shard_slice
+from tunekit.kernels.grouped_mm import grouped_mm
 from tunekit.kernels.linear import linear
-from tunekit.models.init import Fresh, normal
-from tunekit.models.weights import Shape
-from tunekit.parallel.exchange import Team, Vocabulary
-from tunekit.parallel.tensors import hand_over, part, put
+from tunekit.models.weight_init import InitMixin, normal_init
+from tunekit.models.weight_map import Shape
 
 Get = Callable[[Tensor], Tensor]  # such as the whole of what a rank has a part of
 CAST = 2**25  # numbers of a weight that are cast at once where nothing is learnt: heads have up to 30 times as many
 
 
-def as_is(tensor: Tensor) -> Tensor:
+def identity(tensor: Tensor) -> Tensor:
     """What of a tensor is on this rank, as it is."""
     return tensor
 
 
-class Linear(nn.Linear, Fresh):
+class Linear(nn.Linear, InitMixin):
     """Weights are cast to the dtype of what comes in: trained weights may be fp32 while products run in bf16.
 
     A format replaces what asks for the weight; an adapter sets `update`. The names of the parameters stay.
@@ -37,8 +37,8 @@ class Linear(nn.Linear, Fresh):
     lora_B0: Tensor
     lora_magnitude_vector: nn.Parameter  # (out,)
     lora_scale: float
-    rows: Team | None = None  # ranks that have the other outputs
-    columns: Team | None = None  # ranks that have the other inputs: what each makes is a part of a sum
+    rows: MeshDim | None = None  # ranks that have the other outputs
+    columns: MeshDim | None = None  # ranks that have the other inputs: what each makes is a part of a sum
 
     def product(self, x: Tensor) -> Tensor:
         """x W^T + b: (..., in) to (..., out)."""
@@ -51,7 +51,7 @@ class Linear(nn.Linear, Fresh):
     @property
     def added(self) -> Tensor | None:
         """The bias, which is added to a sum once."""
-        return once(self.bias, self.columns)
+        return bias_on_first_rank(self.bias, self.columns)
 
     @property
     def frozen(self) -> bool:
@@ -66,9 +66,9 @@ class Linear(nn.Linear, Fresh):
     @property
     def shape(self) -> Shape:
         """That of the whole weight (out, in), whatever part of it is here."""
-        return part(self.weight).shape
+        return shard_slice(self.weight).shape
 
-    def dense(self, get: Get = as_is) -> Tensor:
+    def dense(self, get: Get = identity) -> Tensor:
         """The weight (out, in) as numbers, of what `get` makes of all that it is kept in."""
         return get(self.weight)
 
@@ -78,11 +78,11 @@ class Linear(nn.Linear, Fresh):
 
     def fill(self, weight: Tensor) -> None:
         """Take a weight (out, in) as it stands in a checkpoint, and for good."""
-        hand_over(self.weight, weight)
+        adopt_tensor(self.weight, weight)
 
     def reset(self, generator: torch.Generator, std: float) -> None:
         """A normal weight, no bias."""
-        self.fill(normal(self.shape, std, generator))
+        self.fill(normal_init(self.shape, std, generator))
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
@@ -90,15 +90,15 @@ class Linear(nn.Linear, Fresh):
         return self.product(input) if self.update is None else self.update((self,), input)[0]
 
 
-class Stacked(Fresh):
+class GroupedLinear(InitMixin):
     """The linear layers of all experts in one weight, with the same places for a format and an adapter as Linear."""
 
-    update: "Callable[[Sequence[Stacked], Tensor, Tensor], tuple[Tensor, ...]] | None" = None
+    update: "Callable[[Sequence[GroupedLinear], Tensor, Tensor], tuple[Tensor, ...]] | None" = None
     lora_A: nn.Parameter  # (E, rank, in)
     lora_B: nn.Parameter  # (E, out, rank)
     lora_scale: float
     bias: nn.Parameter | None
-    columns: Team | None = None  # ranks that have the other inputs
+    columns: MeshDim | None = None  # ranks that have the other inputs
 
     def __init__(self, experts: int, in_features: int, out_features: int, bias: bool = False) -> None:
         super().__init__()
@@ -108,29 +108,29 @@ class Stacked(Fresh):
 
     def product(self, x: Tensor, sizes: Tensor) -> Tensor:
         """x W[e]^T + b[e] of rows (N, in) sorted by expert, of which each has `sizes` (E,): (N, out)."""
-        return grouped(x, self.weight, sizes, self.added)
+        return grouped_mm(x, self.weight, sizes, self.added)
 
     @property
     def added(self) -> Tensor | None:
         """The biases, which are added to a sum once."""
-        return once(self.bias, self.columns)
+        return bias_on_first_rank(self.bias, self.columns)
 
     @property
     def shape(self) -> Shape:
         """That of the whole weight (E, out, in), whatever part of it is here."""
-        return part(self.weight).shape
+        return shard_slice(self.weight).shape
 
-    def dense(self, get: Get = as_is) -> Tensor:
+    def dense(self, get: Get = identity) -> Tensor:
         """The weight (E, out, in) as numbers, of what `get` makes of all that it is kept in."""
         return get(self.weight)
 
     def fill(self, weight: Tensor) -> None:
         """Take a weight (E, out, in) as it stands in a checkpoint, and for good."""
-        hand_over(self.weight, weight)
+        adopt_tensor(self.weight, weight)
 
     def reset(self, generator: torch.Generator, std: float) -> None:
         """Normal weights, no biases."""
-        self.fill(normal(self.shape, std, generator))
+        self.fill(normal_init(self.shape, std, generator))
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
@@ -138,12 +138,12 @@ class Stacked(Fresh):
         return self.product(x, sizes) if self.update is None else self.update((self,), x, sizes)[0]
 
 
-def once(bias: Tensor | None, columns: Team | None) -> Tensor | None:
+def bias_on_first_rank(bias: Tensor | None, columns: MeshDim | None) -> Tensor | None:
     """A bias for the first of the ranks that make a sum, zeros for the others."""
     return bias if bias is None or columns is None or columns.index == 0 else bias * 0
 
 
-def together(layers: Sequence[Linear] | Sequence[Stacked], *inputs: Tensor) -> tuple[Tensor, ...]:
+def shared_input_linears(layers: Sequence[Linear] | Sequence[GroupedLinear], *inputs: Tensor) -> tuple[Tensor, ...]:
     """What each layer makes of the same inputs. Updates of one adapter read them once, for all of them."""
     update: Callable[..., tuple[Tensor, ...]] | None = layers[0].update
     if update is None or not all(is_same_method(layer.update, update) for layer in layers):
@@ -158,14 +158,14 @@ def is_same_method(a: object, b: object) -> bool:
     return a.__self__ is b.__self__ and a.__func__ is b.__func__
 
 
-class Embedding(nn.Embedding, Fresh):
+class Embedding(nn.Embedding, InitMixin):
     """Rows of a table; an adapter may set `update` here as well."""
 
     update: "Callable[[Embedding, Tensor], Tensor] | None" = None
     lora_embedding_A: nn.Parameter  # (rank, ids)
     lora_embedding_B: nn.Parameter  # (dim, rank)
     lora_scale: float
-    share: Vocabulary | None = None  # ids that are here: rows of others are zeros
+    share: VocabShard | None = None  # ids that are here: rows of others are zeros
 
     def reset_parameters(self) -> None:
         """Nothing: weights are read, or drawn by `reset`. torch would draw them on no device, and for that load its
@@ -184,7 +184,7 @@ class Embedding(nn.Embedding, Fresh):
         return F.embedding(at.where(here, 0), table).masked_fill(~here[..., None], 0)
 
     def reset(self, generator: torch.Generator, std: float) -> None:
-        put(self.weight, normal(part(self.weight).shape, std, generator))
+        copy_to_shard(self.weight, normal_init(shard_slice(self.weight).shape, std, generator))
 
     def forward(self, input: Tensor) -> Tensor:
         return self.product(input) if self.update is None else self.update(self, input)

@@ -3,12 +3,12 @@
 import torch
 from torch import Tensor, nn
 
-from tunekit.kernels.norm import rms_norm
-from tunekit.models.init import Fresh
+from tunekit.kernels.rms_norm import rms_norm
 from tunekit.models.spec import Norm
+from tunekit.models.weight_init import InitMixin
 
 
-class RMSNorm(Fresh):
+class RMSNorm(InitMixin):
     """Root mean square norm over the last axis (..., dim)."""
 
     weight: nn.Parameter | None
@@ -27,6 +27,6 @@ class RMSNorm(Fresh):
             nn.init.constant_(self.weight, 1 - self.spec.offset)
 
 
-def norm(dim: int, spec: Norm | None) -> nn.Module:
+def make_norm(dim: int, spec: Norm | None) -> nn.Module:
     """A norm, or nothing that does nothing."""
     return nn.Identity() if spec is None else RMSNorm(dim, spec)

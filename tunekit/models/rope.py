@@ -7,21 +7,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tunekit.kernels.device_tensors import DeviceConstants
-from tunekit.kernels.rope import Rotation
+from tunekit.kernels.rope import RopeTables
 from tunekit.kernels.sequence_layout import SequenceLayout
-from tunekit.models.spec import LinearScaling, Llama3Scaling, LongScaling, Rope, YarnScaling
+from tunekit.models.spec import LinearScaling, Llama3Scaling, LongRopeScaling, Rope, YarnScaling
 
 
-def frequencies(rope: Rope, head_dim: int) -> Tensor:
+def inv_freq(rope: Rope, head_dim: int) -> Tensor:
     """Inverse frequencies of the rotated channel pairs (dims / 2,), before what stretches positions."""
     dims = rope.dims or head_dim
     freq = 1.0 / rope.theta ** (torch.arange(0, dims, 2, dtype=torch.float32) / (head_dim if rope.pad else dims))
     return F.pad(freq, (0, (head_dim - dims) // 2)) if rope.pad else freq
 
 
-def scaled(rope: Rope, head_dim: int) -> tuple[Tensor, float]:
+def scaled_inv_freq(rope: Rope, head_dim: int) -> tuple[Tensor, float]:
     """The frequencies as the family stretches them, and the factor on cos and sin."""
-    freq = frequencies(rope, head_dim)
+    freq = inv_freq(rope, head_dim)
     match rope.scaling:
         case None:
             return freq, 1.0
@@ -32,7 +32,7 @@ def scaled(rope: Rope, head_dim: int) -> tuple[Tensor, float]:
             return torch.lerp(freq / s.factor, freq, smooth.clamp(0, 1)), 1.0
         case YarnScaling() as s:
             return yarn(s, rope.theta, rope.dims or head_dim, freq), s.amplitude
-        case LongScaling() as s:
+        case LongRopeScaling() as s:
             return freq / torch.tensor([s.short, s.long]), s.amplitude
 
 
@@ -47,27 +47,27 @@ def yarn(s: YarnScaling, theta: float, dims: int, freq: Tensor) -> Tensor:
 
 def inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:
     """Stretched frequencies (pairs,), of LongRoPE (2, pairs): for short documents and for long ones."""
-    return scaled(rope, head_dim)[0]
+    return scaled_inv_freq(rope, head_dim)[0]
 
 
 FREQUENCIES = DeviceConstants(inverse_frequencies)
 
 
-def tables(
+def rope_tables(
     rope: Rope,
     head_dim: int,
     positions: Tensor,
     layout: SequenceLayout | None = None,
     lengths: Tensor | None = None,
-) -> Rotation:
+) -> RopeTables:
     """Rotation of every position (B, S). `layout` bounds packed documents, `lengths` (B,) padded ones."""
     freq = FREQUENCIES(rope, head_dim, device=positions.device)
-    amplitude = rope.scaling.amplitude if isinstance(rope.scaling, LongScaling | YarnScaling) else 1.0
-    if isinstance(rope.scaling, LongScaling):
+    amplitude = rope.scaling.amplitude if isinstance(rope.scaling, LongRopeScaling | YarnScaling) else 1.0
+    if isinstance(rope.scaling, LongRopeScaling):
         freq = freq[(reach(positions, layout, lengths) > rope.scaling.context).long()]
     angle = positions[..., None].float() * freq
     cos, sin = (turn(angle)[:, :, None] * amplitude for turn in (torch.cos, torch.sin))
-    return Rotation(cos, sin, rope.paired, rope.keep_paired)
+    return RopeTables(cos, sin, rope.paired, rope.keep_paired)
 
 
 def reach(positions: Tensor, layout: SequenceLayout | None, lengths: Tensor | None) -> Tensor:

@@ -47,7 +47,7 @@ class YarnScaling:
 
 
 @dataclass(frozen=True, slots=True)
-class LongScaling:
+class LongRopeScaling:
     """LongRoPE (arXiv:2402.13753): a divisor for each channel pair, others for rows beyond `context`."""
 
     short: tuple[float, ...]
@@ -56,7 +56,7 @@ class LongScaling:
     amplitude: float
 
 
-Scaling = LinearScaling | Llama3Scaling | YarnScaling | LongScaling
+Scaling = LinearScaling | Llama3Scaling | YarnScaling | LongRopeScaling
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class Rope:
 
 
 @dataclass(frozen=True, slots=True)
-class QueryTuning:
+class AttnTemperatureTuning:
     """Llama 4 and Ministral 3: queries grow with the log of their position."""
 
     beta: float
@@ -99,7 +99,7 @@ class Attention:
     softcap: float | None = None  # scores are kept within this by tanh
     sinks: bool = False  # a learnt score of each head that takes probability and gives nothing
     gated: bool = False  # q_proj also makes a sigmoid gate on what comes out
-    tuning: QueryTuning | None = None
+    tuning: AttnTemperatureTuning | None = None
     k_is_v: bool = False  # the values are the keys, before norm and rotation
     kv_from: int | None = None  # the number of an earlier layer, whose keys and values are taken
 
@@ -165,7 +165,7 @@ class MoE:
 
 
 @dataclass(frozen=True, slots=True)
-class Twin:
+class DenseMoE:
     """Gemma 4: a dense layer and experts side by side, each with norms of its own."""
 
     dense: MLP
@@ -183,7 +183,7 @@ class PerLayerInput:
 
 
 Mixer = Attention | LatentAttention | DeltaNet
-FeedForward = MLP | MoE | Twin
+FeedForward = MLP | MoE | DenseMoE
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +198,7 @@ class Layer:
 
 
 @dataclass(frozen=True, slots=True)
-class Score:
+class ScoreHead:
     """A head that scores, in place of the vocabulary's: a document by its last token, or each token."""
 
     labels: int
@@ -223,13 +223,13 @@ class DecoderSpec:
     logit_scale: float = 1.0
     logit_softcap: float | None = None
     per_layer: PerLayerInput | None = None
-    score: Score | None = None  # None: a language model
+    score: ScoreHead | None = None  # None: a language model
 
     @property
     def outputs(self) -> int:
         """What the head makes of a token: a logit for each id of the vocabulary, or its scores."""
         return self.vocab if self.score is None else self.score.labels
 
-    def scoring(self, score: Score) -> "DecoderSpec":
+    def scoring(self, score: ScoreHead) -> "DecoderSpec":
         """The same decoder with a head that scores, of which nothing is scaled, capped or shared."""
         return replace(self, score=score, tied=False, logit_scale=1.0, logit_softcap=None)

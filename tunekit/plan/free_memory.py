@@ -12,14 +12,14 @@ import torch
 
 from tunekit import devices
 from tunekit.config.build import VISIBLE
+from tunekit.distributed.context import DistributedContext
+from tunekit.env_info import available_memory
 from tunekit.errors import UserError
-from tunekit.machine import available_memory
-from tunekit.parallel.run import Run
-from tunekit.plan import explain, outcome
-from tunekit.plan.machine import GIB
-from tunekit.plan.outcome import Plan
-from tunekit.plan.room import DRIVER
-from tunekit.plan.task import task
+from tunekit.plan import estimate, oom_report
+from tunekit.plan.estimate import Estimate
+from tunekit.plan.hardware import GIB
+from tunekit.plan.memory import DRIVER
+from tunekit.plan.workload import make_workload
 
 
 class Free(NamedTuple):
@@ -44,7 +44,7 @@ class Need(NamedTuple):
     weights: int
 
 
-def needed(plan: Plan) -> Need:
+def needed(plan: Estimate) -> Need:
     """The memory of one rank."""
     return Need(plan.peak.total - DRIVER, plan.room.phases["load"].parts["weights"])
 
@@ -70,7 +70,7 @@ def remedy(gpu: Free, need: Need) -> str:
     return f"{others}: stop them, or select another GPU with {gpu.variable}."
 
 
-def check(cfg: Any, run: Run) -> None:
+def check(cfg: Any, run: DistributedContext) -> None:
     """Log the free memory of the fullest GPU of a run, and what the config needs. Does nothing on a CPU."""
     gpu = read_free_memory(run)
     if gpu is not None:
@@ -78,7 +78,7 @@ def check(cfg: Any, run: Run) -> None:
         run.tell(run.shared(partial(planned, cfg, run, fullest)))
 
 
-def read_free_memory(run: Run) -> Free | None:
+def read_free_memory(run: DistributedContext) -> Free | None:
     """The memory of this rank's GPU; None where the system does not report it."""
     devices.empty_cache(run.device)  # memory that torch has cached is free for the run
     info = devices.memory_info(run.device)
@@ -101,17 +101,17 @@ def count_reclaimable(free: int, total: int, available: int | None) -> int:
     return free if available is None else max(free, min(available, total))
 
 
-def name_gpu(device: torch.device, run: Run, variable: str) -> str:
+def name_gpu(device: torch.device, run: DistributedContext, variable: str) -> str:
     """The index of a GPU among those that this process sees, and how they were selected."""
     name = f"GPU {device.index}" if run.size == 1 else f"GPU {device.index} of rank {run.rank}"
     return f"{name} ({variable}={os.environ[variable]})" if os.environ.get(variable) else name
 
 
-def planned(cfg: Any, run: Run, gpu: Free) -> str:
+def planned(cfg: Any, run: DistributedContext, gpu: Free) -> str:
     """`compare` with the plan of a config, as far as it can be planned."""
     try:
-        machine = explain.found(run.device, run.size, run.hosts)
-        need = needed(outcome.plan(task(cfg, machine), machine))
+        machine = oom_report.current_hardware(run.device, run.size, run.hosts)
+        need = needed(estimate.estimate(make_workload(cfg, machine), machine))
     except (UserError, RuntimeError, LookupError, TypeError, ValueError):  # the line is for information only
         need = None
     return compare(gpu, need)

@@ -3,12 +3,12 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from tunekit.plan.advice import Change
-from tunekit.plan.fit import Found
-from tunekit.plan.machine import GIB
-from tunekit.plan.outcome import Plan
-from tunekit.plan.pace import Pace
-from tunekit.plan.room import PARTS, PHASES, Room
+from tunekit.plan.estimate import Estimate
+from tunekit.plan.hardware import GIB
+from tunekit.plan.memory import PARTS, PHASES, MemoryEstimate
+from tunekit.plan.search import SearchResult
+from tunekit.plan.step_time import StepTime
+from tunekit.plan.suggestions import Suggestion
 
 ABOUT = {
     "load": "load the model",
@@ -31,7 +31,7 @@ NAMES = {
 }
 
 
-def text(plan: Plan, changes: Sequence[Change]) -> str:
+def format_report(plan: Estimate, changes: Sequence[Suggestion]) -> str:
     """The whole report."""
     parts = [head(plan), memory(plan), verdict(plan, changes)]
     parts += [traffic(plan)] if plan.pace.flows else []
@@ -39,7 +39,7 @@ def text(plan: Plan, changes: Sequence[Change]) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
-def head(plan: Plan) -> str:
+def head(plan: Estimate) -> str:
     """What is planned, and for what."""
     task, sizes = plan.task, plan.sizes
     books = plan.books
@@ -63,68 +63,72 @@ def numbers(shape: Iterable[int]) -> int:
     return total
 
 
-def memory(plan: Plan) -> str:
+def memory(plan: Estimate) -> str:
     """Each phase at its highest, and what it is made of."""
     room = plan.room
     columns = [part for part in PARTS if any(moment.parts.get(part) for moment in room.phases.values())]
     rows = [["GiB of each rank" if plan.machine.devices > 1 else "GiB", "in all", *columns]]
     for name in PHASES:
         moment = room.phases[name]
-        rows.append([ABOUT[name], gib(moment.total), *(gib(moment.parts.get(part, 0)) for part in columns)])
+        rows.append(
+            [ABOUT[name], format_gib(moment.total), *(format_gib(moment.parts.get(part, 0)) for part in columns)]
+        )
     lines = table(rows)
     if room.host:
-        lines.append(f"and {gib(room.host * plan.machine.per_host)} GiB of the memory of each host")
+        lines.append(f"and {format_gib(room.host * plan.machine.per_host)} GiB of the memory of each host")
     return "\n".join(lines)
 
 
-def verdict(plan: Plan, changes: Sequence[Change]) -> str:
+def verdict(plan: Estimate, changes: Sequence[Suggestion]) -> str:
     """Whether it fits, what is largest, and what to change."""
     room, peak = plan.room, plan.peak
-    part = largest(room)
+    part = largest_component(room)
     at = f"{ABOUT[room.phase]} ({peak.where})" if peak.where not in ABOUT[room.phase] else ABOUT[room.phase]
     share = peak.parts[part] / peak.total
-    lines = [f"at most {gib(peak.total)} GiB, in the {at}; {NAMES[part]} {share:.0%} of it"]
+    lines = [f"at most {format_gib(peak.total)} GiB, in the {at}; {NAMES[part]} {share:.0%} of it"]
     if plan.fits is not None:
         assert plan.machine.memory is not None
         free = plan.machine.memory - peak.total
         lines[0] += (
-            f"\nfits: {gib(free)} GiB are left" if free >= 0 else f"\ndoes not fit: {gib(-free)} GiB are lacking"
+            f"\nfits: {format_gib(free)} GiB are left"
+            if free >= 0
+            else f"\ndoes not fit: {format_gib(-free)} GiB are lacking"
         )
     if changes:
         lines.append("\nto need less")
-        lines += offers(plan, changes)
+        lines += format_suggestions(plan, changes)
     return "\n".join(lines)
 
 
-def offers(plan: Plan, changes: Sequence[Change]) -> list[str]:
+def format_suggestions(plan: Estimate, changes: Sequence[Suggestion]) -> list[str]:
     """A line for each change."""
-    return table([[f"  {c.words}", f"-{gib(c.saves)} GiB", tradeoff(plan, c)] for c in changes], left=(0, 2))
+    return table([[f"  {c.words}", f"-{format_gib(c.saves)} GiB", tradeoff(plan, c)] for c in changes], left=(0, 2))
 
 
-def tradeoff(plan: Plan, change: Change) -> str:
+def tradeoff(plan: Estimate, change: Suggestion) -> str:
     """What a change does, and to the time of a step."""
     now, then = plan.pace.seconds, change.plan.pace.seconds
     slower = "" if not now or then is None or abs(then / now - 1) < 0.02 else f" ({then / now - 1:+.0%} time)"
     return change.does + slower
 
 
-def largest(room: Room) -> str:
+def largest_component(room: MemoryEstimate) -> str:
     """The part that takes most at the highest moment."""
     parts = room.peak.parts
     return max(parts, key=lambda name: parts[name])
 
 
-def traffic(plan: Plan) -> str:
+def traffic(plan: Estimate) -> str:
     """What each rank sends in a step."""
     rows = [["sent by each rank in a step", "GiB", "ranks", "GB/s", "seconds"]]
     for flow in plan.pace.flows:
         speed = plan.machine.bandwidth(flow.ranks, flow.stride)
         known = [] if speed == float("inf") else [f"{speed / 1e9:.0f}", f"{flow.bytes / speed:.2f}"]
-        rows.append([f"{flow.kind}: {flow.what}", gib(flow.bytes), str(flow.ranks), *(known or ["", ""])])
+        rows.append([f"{flow.kind}: {flow.what}", format_gib(flow.bytes), str(flow.ranks), *(known or ["", ""])])
     return "\n".join(table(rows))
 
 
-def time(plan: Plan) -> str:
+def time(plan: Estimate) -> str:
     """How long, how much."""
     pace = plan.pace
     lines = [f"{plan.tokens:,} tokens a step, {pace.flops / 1e12:,.1f} TFLOP on each rank"]
@@ -145,7 +149,7 @@ def time(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def whole(plan: Plan) -> str:
+def whole(plan: Estimate) -> str:
     """What all steps come to."""
     found = plan.extent
     if found is None:
@@ -159,7 +163,7 @@ def whole(plan: Plan) -> str:
     return told if plan.hours is None else f"{told}: {span(3600 * plan.hours)}"
 
 
-def spent(pace: Pace) -> str:
+def spent(pace: StepTime) -> str:
     """What a step's time goes into, as far as it is seen."""
     assert pace.seconds is not None and pace.computing is not None
     parts = {
@@ -190,19 +194,19 @@ LEARNT = {
 }
 
 
-def fitted(found: Found) -> str:
+def format_overrides(found: SearchResult) -> str:
     """The overrides of what fits."""
     if not found.words:
         return "fit: of what fits nothing is faster than what the config says"
     seconds = found.plan.pace.seconds
     told = "" if seconds is None else f", {span(seconds)} a step"
     host = found.plan.room.host * found.plan.machine.per_host
-    away = f", {gib(host)} GiB of the memory of each host" if host else ""
-    text = f"fit: {' '.join(found.words)}\n     {gib(found.plan.peak.total)} GiB at most{away}{told}"
+    away = f", {format_gib(host)} GiB of the memory of each host" if host else ""
+    text = f"fit: {' '.join(found.words)}\n     {format_gib(found.plan.peak.total)} GiB at most{away}{told}"
     return "\n     ".join([text, *(said for word, said in LEARNT.items() if word in found.words)])
 
 
-def gib(bytes: int) -> str:
+def format_gib(bytes: int) -> str:
     """Three digits."""
     size = bytes / GIB
     if abs(size) < 0.005:
@@ -217,7 +221,7 @@ def table(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> list[str
     return ["  ".join(line).rstrip() for line in cells]
 
 
-def data(plan: Plan, changes: Sequence[Change], found: Found | None) -> dict[str, Any]:
+def report_json(plan: Estimate, changes: Sequence[Suggestion], found: SearchResult | None) -> dict[str, Any]:
     """The same for programs: bytes and seconds."""
     pace = plan.pace
     told: dict[str, Any] = {
@@ -226,7 +230,7 @@ def data(plan: Plan, changes: Sequence[Change], found: Found | None) -> dict[str
         "sharing": {name: vars(plan.sizes)[name] for name in ("replicate", "shard", "context", "tensor", "expert")},
         "phases": {n: {"total": m.total, "where": m.where, **m.parts} for n, m in plan.room.phases.items()},
         "peak": plan.peak.total,
-        "largest": largest(plan.room),
+        "largest": largest_component(plan.room),
         "host": plan.room.host,
         "fits": plan.fits,
         "changes": [{"words": c.words, "does": c.does, "saves": c.saves} for c in changes],

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from tunekit.config.suggest import near
+from tunekit.config.suggestions import closest_match
 from tunekit.errors import UserError
 
 TOTAL_SECONDS = 175  # time limit of all checks together
@@ -69,7 +69,7 @@ def select_checks(names: Sequence[str], checks: Sequence[Check] = CHECKS) -> lis
     known = {name for check in checks for name in (check.name, check.short_name)} | groups
     for name in names:
         if name not in known:
-            match = near(name, sorted(known))
+            match = closest_match(name, sorted(known))
             hint = f"; did you mean '{match}'?" if match else f". Known checks: {', '.join(c.name for c in checks)}"
             raise UserError(f"--only: no check '{name}'{hint}")
     return [check for check in checks if not names or is_named(check, names)]

@@ -12,7 +12,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from tunekit.kernels import native
+from tunekit.kernels import cpp_extension
 from tunekit.selftest.context import Context
 from tunekit.selftest.result import CheckFailedError, CheckSkippedError, Result
 
@@ -94,7 +94,7 @@ def require_fast_version(context: Context, module: ModuleType) -> str:
         return "Triton"
     if context.device.type != "cpu":
         raise CheckSkippedError(f"no compiled version for {context.device.type}: torch operations are used")
-    if native.library(module.SOURCE) is None:
+    if cpp_extension.load_library(module.SOURCE) is None:
         raise CheckSkippedError("the C++ version cannot be built (see kernels.compile): torch operations are used")
     if module.compiled() is None:
         raise CheckSkippedError("the C++ version does not support this processor: torch operations are used")

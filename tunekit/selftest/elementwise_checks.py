@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tunekit.kernels import glu, norm, rope
+from tunekit.kernels import glu, rms_norm, rope
 from tunekit.kernels.linear import linear
-from tunekit.kernels.lora import Update, adapted
+from tunekit.kernels.lora import LoRAWeights, lora_linear
 from tunekit.models.linear import Linear
 from tunekit.selftest.compare import (
     BF16,
@@ -35,19 +35,19 @@ def check_glu(context: Context) -> Result:
                 for dtype, label in DTYPE_NAMES.items():
                     inputs = {"gate": torch.randn(shape).to(dtype), "up": torch.randn(shape).to(dtype)}
                     name = f"{act} {label} {list(shape)}"
-                    comparison.check_function(name, partial(glu.gated, act), glu.GATED[act], inputs)
+                    comparison.check_function(name, partial(glu.gated_activation, act), glu.GATED[act], inputs)
     return comparison.result()
 
 
 def check_norm(context: Context) -> Result:
-    comparison = Comparison(context, require_fast_version(context, norm))
+    comparison = Comparison(context, require_fast_version(context, rms_norm))
     with require_triton_launches(context):
         for family, (offset, late) in NORMS.items():
             for shape in SHAPES:
                 for dtype, label in DTYPE_NAMES.items():
                     inputs = {"x": torch.randn(shape).to(dtype), "weight": torch.rand(shape[-1]) + 0.5}
-                    fast = partial(norm.rms_norm, eps=EPS, offset=offset, late=late)
-                    reference = partial(norm.reference, eps=EPS, offset=offset, late=late)
+                    fast = partial(rms_norm.rms_norm, eps=EPS, offset=offset, late=late)
+                    reference = partial(rms_norm.reference, eps=EPS, offset=offset, late=late)
                     comparison.check_function(f"{family} {label} {list(shape)}", fast, reference, inputs)
     return comparison.result()
 
@@ -60,15 +60,15 @@ def check_rope(context: Context) -> Result:
         for layout, options in layouts.items():
             for dtype, label in DTYPE_NAMES.items():
                 angles = torch.rand(2, 57, 1, 16) * 6.28
-                tables = rope.Rotation(angles.cos(), angles.sin(), **options)
+                tables = rope.RopeTables(angles.cos(), angles.sin(), **options)
                 moved = tables._replace(cos=tables.cos.to(context.device), sin=tables.sin.to(context.device))
                 inputs = {"q": torch.randn(2, 57, 6, 48).to(dtype), "k": torch.randn(2, 57, 3, 48).to(dtype)}
-                fast, reference = partial(rope.rotate, rotation=moved), partial(rotate_reference, tables)
+                fast, reference = partial(rope.apply_rope, rotation=moved), partial(rotate_reference, tables)
                 comparison.check_function(f"{layout} {label}", fast, reference, inputs)
     return comparison.result()
 
 
-def rotate_reference(tables: rope.Rotation, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+def rotate_reference(tables: rope.RopeTables, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     return rope.reference(q, tables), rope.reference(k, tables)
 
 
@@ -106,7 +106,7 @@ def frozen_linear(weight: Tensor) -> Linear:
 
 def adapt(bases: list[Linear], x: Tensor, *factors: Tensor) -> tuple[Tensor, ...]:
     pairs = zip(bases, factors[::2], factors[1::2], strict=True)
-    return adapted(x, [Update(base, SCALE, a, b) for base, a, b in pairs])
+    return lora_linear(x, [LoRAWeights(base, SCALE, a, b) for base, a, b in pairs])
 
 
 def adapt_reference(weights: list[Tensor], x: Tensor, *factors: Tensor) -> tuple[Tensor, ...]:

@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tunekit.kernels import adamw8bit, cross_entropy, divergence
-from tunekit.kernels.adamw8bit import BLOCK, Moments, Rule
-from tunekit.kernels.cross_entropy import Terms, chunked_loss, token_losses, token_losses_reference
-from tunekit.kernels.divergence import Dense, Mixture
+from tunekit.kernels import adamw8bit, cross_entropy, kl_divergence
+from tunekit.kernels.adamw8bit import BLOCK, AdamWHyperparams, Moments
+from tunekit.kernels.cross_entropy import CrossEntropyTerms, linear_cross_entropy, token_losses, token_losses_reference
+from tunekit.kernels.kl_divergence import FullTargets, KLMixture
 from tunekit.selftest.compare import BF16, DTYPE_NAMES, Comparison, require_fast_version, require_triton_launches
 from tunekit.selftest.context import CheckFunction, Context
 from tunekit.selftest.result import CheckFailedError, Result
@@ -20,7 +20,11 @@ from tunekit.selftest.result import CheckFailedError, Result
 TOKENS, DIM, VOCAB = 70, 64, 1031
 # Scale, softcap, label smoothing and weight of the z-loss.
 TERMS = {"plain": [1.0, 0.0, 0.0, 0.0], "gemma": [0.7, 30.0, 0.0, 0.0], "smoothed": [1.0, 0.0, 0.1, 1e-3]}
-MIXTURES = {"forward": Mixture(), "reverse": Mixture(0.0, reverse=1.0), "skewed": Mixture(0.5, 0.5, 0.5, 0.5, 1.7)}
+MIXTURES = {
+    "forward": KLMixture(),
+    "reverse": KLMixture(0.0, reverse=1.0),
+    "skewed": KLMixture(0.5, 0.5, 0.5, 0.5, 1.7),
+}
 
 
 def check_cross_entropy(context: Context) -> Result:
@@ -55,7 +59,7 @@ def check_token_losses(comparison: Comparison, name: str, terms: list[float], dt
 
 
 def head_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    return chunked_loss(hidden, targets, PlainHead(weight), Terms())
+    return linear_cross_entropy(hidden, targets, PlainHead(weight), CrossEntropyTerms())
 
 
 def head_loss_reference(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -80,7 +84,7 @@ class PlainHead:
 
 
 def check_divergence(context: Context) -> Result:
-    comparison = Comparison(context, require_fast_version(context, divergence))
+    comparison = Comparison(context, require_fast_version(context, kl_divergence))
     with require_triton_launches(context):
         compare_divergences(context, comparison)
     return comparison.result()
@@ -97,13 +101,13 @@ def compare_divergences(context: Context, comparison: Comparison) -> None:
             comparison.check_function(f"{name} {label}", fast, reference, inputs)
 
 
-def divergence_from(hidden: Tensor, weight: Tensor, teacher: tuple[Tensor, Tensor], mixture: Mixture) -> Tensor:
-    expected = Dense(teacher[0], PlainHead(teacher[1]))
+def divergence_from(hidden: Tensor, weight: Tensor, teacher: tuple[Tensor, Tensor], mixture: KLMixture) -> Tensor:
+    expected = FullTargets(teacher[0], PlainHead(teacher[1]))
     targets = torch.zeros(len(hidden), dtype=torch.long, device=hidden.device)
-    return divergence.divergence(hidden, targets, PlainHead(weight), expected, mixture)[0]
+    return kl_divergence.linear_kl_divergence(hidden, targets, PlainHead(weight), expected, mixture)[0]
 
 
-def divergence_reference(hidden: Tensor, weight: Tensor, teacher: tuple[Tensor, Tensor], mixture: Mixture) -> Tensor:
+def divergence_reference(hidden: Tensor, weight: Tensor, teacher: tuple[Tensor, Tensor], mixture: KLMixture) -> Tensor:
     """KL divergences of the mixture's definition, in fp64."""
     student = (hidden.double() @ weight.double().T / mixture.temperature).log_softmax(-1)
     target = (teacher[0].double() @ teacher[1].double().T / mixture.temperature).log_softmax(-1)
@@ -129,9 +133,9 @@ def check_optimizer_steps(comparison: Comparison, name: str, count: int, dtype: 
     expected, expected_moments = torch.randn(count).to(dtype), zero_moments(count, torch.device("cpu"))
     actual, moments = expected.to(device, copy=True), zero_moments(count, device)
     for step in range(1, 4):
-        rule = Rule(1e-2, 0.1, (0.9, 0.95), 1e-8, step)
+        rule = AdamWHyperparams(1e-2, 0.1, (0.9, 0.95), 1e-8, step)
         gradient = (torch.randn(count) * (2 * torch.randn(count)).exp()).to(dtype)
-        adamw8bit.step(actual, gradient.to(device), moments, rule)
+        adamw8bit.adamw8bit_step(actual, gradient.to(device), moments, rule)
         adamw8bit.step_reference(expected, gradient, expected_moments, rule)
     for code, a, b in (
         ("first moment", moments.first, expected_moments.first),

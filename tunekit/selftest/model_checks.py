@@ -10,15 +10,15 @@ import torch
 from safetensors.torch import load_file
 
 from tunekit import devices
-from tunekit.checkpoint import workspace
-from tunekit.checkpoint.save import VERIFICATION
-from tunekit.generate import Sampling, complete
-from tunekit.leaks import LIMITS, Trial, differences, spans
+from tunekit.checkpoint import run_dir
+from tunekit.checkpoint.final_checkpoint import VERIFICATION
+from tunekit.distributed.context import DistributedContext
+from tunekit.generation.generate import SamplingConfig, generate_batch
 from tunekit.models.decoder import Decoder
-from tunekit.parallel.run import Run
 from tunekit.selftest import nano
 from tunekit.selftest.context import CheckFunction, Context
 from tunekit.selftest.result import CheckFailedError, Result
+from tunekit.training.packing_check import LIMITS, PackingProbe, logit_differences, spans
 
 LENGTHS = (90, 33, 61, 80, 47, 64)  # of documents, three in each row
 PROMPTS = (5, 17, 30)  # lengths
@@ -35,14 +35,14 @@ def check_packing(context: Context) -> Result:
     """Logits of packed documents equal those of each document alone."""
     worst = {}
     for compute in computations(context):
-        with Run(0, context.device.type) as run:
+        with DistributedContext(0, context.device.type) as run:
             model = nano.open_model(run, compute)
             documents = nano.random_documents(model.spec.vocab, LENGTHS)
             rows = [documents[: len(documents) // 2], documents[len(documents) // 2 :]]
             batch, layout = nano.packing(256).written(rows)
-            trial = Trial(batch.to(run.device), documents, spans(batch, layout))
+            trial = PackingProbe(batch.to(run.device), documents, spans(batch, layout))
             with torch.no_grad():
-                errors = differences(model, trial, run)
+                errors = logit_differences(model, trial, run)
         worst[compute], limit = max(errors), LIMITS[model.compute or torch.float32]
         if not all(value <= limit for value in errors):
             position = max(range(len(errors)), key=errors.__getitem__)
@@ -56,11 +56,11 @@ def check_generation(context: Context) -> Result:
     """Tokens that are generated with a cache are those that the model without a cache predicts."""
     gaps, equal = {}, {}
     for compute in computations(context):
-        with Run(0, context.device.type) as run:
+        with DistributedContext(0, context.device.type) as run:
             model = nano.open_model(run, compute)
             documents = nano.random_documents(model.spec.vocab, PROMPTS)
             prompts = [document.tokens.tolist() for document in documents]
-            answers = complete(model, prompts, Sampling(tokens=NEW_TOKENS, temperature=0), frozenset())
+            answers = generate_batch(model, prompts, SamplingConfig(tokens=NEW_TOKENS, temperature=0), frozenset())
             pairs = zip(prompts, answers, strict=True)
             predictions = [prediction_gaps(model, prompt, answer) for prompt, answer in pairs]
         gap = torch.cat(predictions)
@@ -90,13 +90,13 @@ def check_resume(context: Context) -> Result:
     steps = f"steps={STEPS}", f"save_every={SAVED}", f"keep={STEPS}"
     with deterministic(context):
         nano.train(full, context.device.type, *steps)
-        verification = json.loads((full / workspace.FINAL / VERIFICATION).read_text("utf-8"))
+        verification = json.loads((full / run_dir.FINAL / VERIFICATION).read_text("utf-8"))
         if not verification["passed"]:
             raise CheckFailedError(f"saved files do not have the logits of the model: {verification}")
         interrupt(full, resumed)
         nano.train(resumed, context.device.type, *steps)
     losses = [[line["loss"] for line in nano.read_metrics(directory)] for directory in (full, resumed)]
-    check_same_weights(full / workspace.FINAL, resumed / workspace.FINAL)
+    check_same_weights(full / run_dir.FINAL, resumed / run_dir.FINAL)
     if losses[0] != losses[1]:
         raise CheckFailedError(f"losses {losses[0]}, after resuming {losses[1]}")
     values = {"losses": losses[0], "verification": verification}
@@ -120,8 +120,8 @@ def deterministic(context: Context) -> Iterator[None]:
 
 def interrupt(full: Path, resumed: Path) -> None:
     """A copy of a run as it was after step SAVED."""
-    shutil.copytree(full, resumed, ignore=shutil.ignore_patterns(workspace.FINAL))
-    states = sorted((resumed / workspace.STATE).iterdir())
+    shutil.copytree(full, resumed, ignore=shutil.ignore_patterns(run_dir.FINAL))
+    states = sorted((resumed / run_dir.STATE).iterdir())
     if [int(state.name) for state in states] != [SAVED, STEPS]:
         raise CheckFailedError(f"saved states {[state.name for state in states]}, expected steps {SAVED} and {STEPS}")
     shutil.rmtree(states[-1])

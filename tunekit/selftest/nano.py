@@ -7,13 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from tunekit import assemble, launch
-from tunekit.checkpoint import workspace
-from tunekit.data.prepared.documents import Document
-from tunekit.data.steps.batch import Layout
+from tunekit import build
+from tunekit.checkpoint import run_dir
+from tunekit.cli import recipe_loader
+from tunekit.data.dataloader.batch import Collator
+from tunekit.data.preprocess.tokenized_dataset import Document
+from tunekit.distributed.context import DistributedContext
 from tunekit.models.decoder import Decoder
-from tunekit.parallel.run import Run
-from tunekit.precision import Precision
+from tunekit.models.precision import PrecisionConfig
 
 NAME = "tunekit/nano"
 CONFIG = "nano/tools_full"
@@ -22,9 +23,9 @@ ROWS = 2  # of a packed batch
 SHORT_RUN = ("validation=null", "batch=8", "micro_batch=4", "log.every=1")
 
 
-def open_model(run: Run, compute: str) -> Decoder:
+def open_model(run: DistributedContext, compute: str) -> Decoder:
     """The model with its weights as they are stored, and products in `compute`."""
-    return assemble.opened(NAME, Precision(compute), run)[0].eval()  # type: ignore[arg-type]
+    return build.load_for_inference(NAME, PrecisionConfig(compute), run)[0].eval()  # type: ignore[arg-type]
 
 
 def random_documents(vocab: int, lengths: Sequence[int], trained: float = 0.5) -> list[Document]:
@@ -34,9 +35,9 @@ def random_documents(vocab: int, lengths: Sequence[int], trained: float = 0.5) -
     return [Document(ids, np.arange(len(ids)) >= (1 - trained) * len(ids), len(ids)) for ids in tokens]
 
 
-def packing(capacity: int, rows: int = ROWS) -> Layout:
+def packing(capacity: int, rows: int = ROWS) -> Collator:
     """A layout of packed rows."""
-    return Layout(rows, rows, 0, 1, 0, capacity)
+    return Collator(rows, rows, 0, 1, 0, capacity)
 
 
 def overrides(directory: Path, device: str, *more: str) -> tuple[str, ...]:
@@ -46,11 +47,11 @@ def overrides(directory: Path, device: str, *more: str) -> tuple[str, ...]:
 
 def train(directory: Path, device: str, *more: str) -> None:
     """Run `tune run sft` in this process."""
-    recipe = launch.recipe("sft")
-    recipe.main(launch.config(recipe, CONFIG, overrides(directory, device, *more), []))
+    recipe = recipe_loader.load_recipe("sft")
+    recipe.main(recipe_loader.load_checked_config(recipe, CONFIG, overrides(directory, device, *more), []))
 
 
 def read_metrics(directory: Path) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl that have a loss."""
-    lines = (directory / workspace.METRICS).read_text("utf-8").splitlines()
+    lines = (directory / run_dir.METRICS).read_text("utf-8").splitlines()
     return [line for line in map(json.loads, lines) if "loss" in line]

@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from tunekit.adapters import Full
-from tunekit.data.steps.batch import Batch
+from tunekit.adapters.config import NoAdapter
+from tunekit.data.dataloader.batch import Batch
 from tunekit.devices import capabilities, has_fast_bf16
-from tunekit.losses.likelihood import CrossEntropy
+from tunekit.distributed.context import DistributedContext
+from tunekit.losses.cross_entropy import CrossEntropy
 from tunekit.models.decoder import Decoder
-from tunekit.parallel.run import Run
 from tunekit.selftest import nano
 from tunekit.selftest.compare import relative_error
 from tunekit.selftest.context import CheckFunction, Context
@@ -49,7 +49,7 @@ def check_one_rank(context: Context) -> Result:
 
 def loss_and_gradient(context: Context, compute: str, shard: bool) -> tuple[float, float]:
     """Loss and gradient norm of a packed batch."""
-    with Run(0, context.device.type) as run:
+    with DistributedContext(0, context.device.type) as run:
         if shard:
             join(run)
         model = nano.open_model(run, compute)
@@ -65,13 +65,13 @@ def loss_and_gradient(context: Context, compute: str, shard: bool) -> tuple[floa
 def backward(model: Decoder, batch: Batch) -> tuple[float, float]:
     loss = CrossEntropy()(model, batch) / batch.learnt
     loss.backward()
-    parameters = [p for group, _ in Full().trained(model) for p in group]
+    parameters = [p for group, _ in NoAdapter().trained(model) for p in group]
     gradients = [p.grad for p in parameters if p.grad is not None]
     local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
     return float(loss.detach()), float(torch.stack([g.float().norm() for g in local]).norm())
 
 
-def join(run: Run) -> None:
+def join(run: DistributedContext) -> None:
     """Initialize the process group of a run. Sharding tries the other collectives."""
     run.join()
     ones = torch.ones(8, device=run.device)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tunekit.kernels import few, float8, nf4
+from tunekit.kernels import float8, gemv, nf4
 from tunekit.selftest.compare import BF16, DTYPE_NAMES, FP32, Comparison, require_fast_version, require_triton_launches
 from tunekit.selftest.context import CheckFunction, Context
 from tunekit.selftest.result import CheckSkippedError, Result
@@ -37,7 +37,7 @@ def check_four_bits(kind: str, context: Context) -> Result:
     # A device may round a quotient to the other side of a boundary between two codes.
     comparison.check_equal("quantized codes", actual_packed, packed, max_fraction=1e-4)
     comparison.check("scales", actual_scales, scales)
-    codes, outer = nf4.nest(scales)
+    codes, outer = nf4.double_quantize(scales)
     plain = Stored(packed.view(OUT, -1), scales.view(torch.uint8).view(OUT, -1), None)
     nested = Stored(packed.view(OUT, -1), codes.view(OUT, -1), outer.view(torch.uint8))
     with require_triton_launches(context):
@@ -93,13 +93,13 @@ def check_few(context: Context) -> Result:
     """Products of up to eight rows of bf16 on the CPU, as in generation."""
     if context.device.type != "cpu":
         raise CheckSkippedError("a kernel for the CPU")
-    comparison = Comparison(context, require_fast_version(context, few))
+    comparison = Comparison(context, require_fast_version(context, gemv))
     weight, bias = torch.randn(300, INNER).to(BF16), torch.randn(300).to(BF16)
     with torch.no_grad():
-        for rows in range(1, few.FEW + 1):
+        for rows in range(1, gemv.FEW + 1):
             x = torch.randn(rows, INNER).to(BF16)
             expected = F.linear(x.to(FP32), weight.to(FP32), bias.to(FP32))
-            comparison.check(f"{rows} rows", few.linear(x, weight, bias), expected)
+            comparison.check(f"{rows} rows", gemv.gemv(x, weight, bias), expected)
     return comparison.result()
 
 

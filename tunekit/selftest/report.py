@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from tunekit import discreet
+from tunekit.hub import redact as discreet
 from tunekit.selftest.checklist import SYSTEM
 from tunekit.selftest.result import Outcome
 
@@ -51,7 +51,7 @@ def redact(value: Any) -> Any:
 
 
 def redact_text(text: str) -> str:
-    text = PATH.sub(lambda match: Path(match[0]).name, discreet.text(text))
+    text = PATH.sub(lambda match: Path(match[0]).name, discreet.redact_text(text))
     for name in personal_names():
         text = re.sub(rf"\b{re.escape(name)}\b", discreet.HIDDEN, text)
     return text

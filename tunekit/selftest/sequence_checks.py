@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tunekit.kernels import attention_gpu, attention_native, delta, experts
-from tunekit.kernels.attention import Rule, attend
+from tunekit.kernels import attention_cpu, attention_gpu, gated_delta_rule, grouped_mm
+from tunekit.kernels.attention import AttentionParams, attention
 from tunekit.kernels.sequence_layout import SequenceLayout
 from tunekit.selftest.compare import BF16, DTYPE_NAMES, FP32, Comparison
 from tunekit.selftest.context import CheckFunction, Context
@@ -24,19 +24,19 @@ SCALE = DIM**-0.5
 class Case:
     """A kind of attention."""
 
-    rule: Rule
+    rule: AttentionParams
     packed: bool = False
     sinks: bool = False
 
 
 CASES = {
-    "causal": Case(Rule(SCALE)),
-    "packed": Case(Rule(SCALE), packed=True),
-    "window": Case(Rule(SCALE, window=40), packed=True),
-    "chunk": Case(Rule(SCALE, chunk=32), packed=True),
-    "sinks": Case(Rule(SCALE), packed=True, sinks=True),
+    "causal": Case(AttentionParams(SCALE)),
+    "packed": Case(AttentionParams(SCALE), packed=True),
+    "window": Case(AttentionParams(SCALE, window=40), packed=True),
+    "chunk": Case(AttentionParams(SCALE, chunk=32), packed=True),
+    "sinks": Case(AttentionParams(SCALE), packed=True, sinks=True),
 }
-CAPPED = {"softcap": Case(Rule(SCALE, softcap=5.0), packed=True)}
+CAPPED = {"softcap": Case(AttentionParams(SCALE, softcap=5.0), packed=True)}
 
 
 def check_attention(context: Context) -> Result:
@@ -62,9 +62,9 @@ def check_flex_attention(context: Context) -> Result:
 def attention_version(context: Context, dtype: torch.dtype) -> str:
     """The name of the kernel that `attend` uses."""
     q = torch.empty(1, 1, HEADS, DIM, dtype=dtype, device=context.device)
-    if attention_native.fits(q):
+    if attention_cpu.is_supported(q):
         return "C++"
-    return "FlashAttention" if attention_gpu.fits(q, capped=False) else "torch SDPA"
+    return "FlashAttention" if attention_gpu.is_supported(q, capped=False) else "torch SDPA"
 
 
 def check_case(comparison: Comparison, name: str, case: Case, dtype: torch.dtype) -> None:
@@ -83,7 +83,7 @@ def layout_of(bounds: Sequence[int]) -> SequenceLayout:
 
 def attend_case(case: Case, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
     layout = layout_of(BOUNDS) if case.packed else None
-    return attend(q, k, v, case.rule, layout, sinks)
+    return attention(q, k, v, case.rule, layout, sinks)
 
 
 def attend_reference(case: Case, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
@@ -137,7 +137,7 @@ DOCUMENTS = (0, 67, 68, LENGTH)
 
 
 def delta_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
-    return delta.gated_delta_rule(q, k, v, decay, beta, layout_of(DOCUMENTS))[0]
+    return gated_delta_rule.gated_delta_rule(q, k, v, decay, beta, layout_of(DOCUMENTS))[0]
 
 
 def delta_rule_reference(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
@@ -155,7 +155,7 @@ def delta_rule_reference(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: T
 
 
 def convolve(x: Tensor, weight: Tensor) -> Tensor:
-    return delta.short_convolution(x, weight, layout_of(DOCUMENTS))
+    return gated_delta_rule.short_convolution(x, weight, layout_of(DOCUMENTS))
 
 
 def convolve_reference(x: Tensor, weight: Tensor) -> Tensor:
@@ -170,7 +170,7 @@ def convolve_reference(x: Tensor, weight: Tensor) -> Tensor:
 def check_experts(context: Context) -> Result:
     """Products of rows with the weights of their experts, one of which has no rows."""
     x = torch.empty(1, 64, dtype=BF16, device=context.device)
-    comparison = Comparison(context, "Triton" if experts.is_loop(x) else "torch grouped_mm")
+    comparison = Comparison(context, "Triton" if grouped_mm.is_loop(x) else "torch grouped_mm")
     sizes = torch.tensor([17, 0, 40, 8])
     for dtype, label in DTYPE_NAMES.items():
         inputs = {
@@ -178,7 +178,7 @@ def check_experts(context: Context) -> Result:
             "weight": torch.randn(len(sizes), 96, 64).to(dtype),
             "bias": torch.randn(len(sizes), 96).to(dtype),
         }
-        fast = partial(experts_product, experts.grouped, sizes.to(context.device))
+        fast = partial(experts_product, grouped_mm.grouped_mm, sizes.to(context.device))
         comparison.check_function(label, fast, partial(experts_product, experts_reference, sizes), inputs)
     return comparison.result()
 

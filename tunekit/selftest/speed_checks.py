@@ -15,19 +15,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tunekit import bundled, devices, machine
-from tunekit.adapters import Full, LoRA
-from tunekit.checkpoint.folder import read_json
-from tunekit.data.steps.batch import Batch
-from tunekit.formats import NF4, Plain
-from tunekit.losses.likelihood import CrossEntropy
-from tunekit.memory import Memory
+from tunekit import assets, devices, env_info
+from tunekit.adapters.config import LoRAConfig, NoAdapter
+from tunekit.checkpoint.hf_checkpoint import read_json
+from tunekit.data.dataloader.batch import Batch
+from tunekit.losses.cross_entropy import CrossEntropy
+from tunekit.memory.config import MemoryConfig
 from tunekit.models.decoder import Decoder
-from tunekit.models.families.registry import family
+from tunekit.models.families.registry import find_family
 from tunekit.models.linear import Embedding, Linear
+from tunekit.models.precision import PrecisionConfig
 from tunekit.models.spec import Attention, DecoderSpec
-from tunekit.optim import AdamW
-from tunekit.precision import Precision
+from tunekit.optim.config import AdamWConfig
+from tunekit.quantization.config import NF4Config, NoQuantization
 from tunekit.selftest.context import CheckFunction, Context, synchronize
 from tunekit.selftest.nano import packing, random_documents
 from tunekit.selftest.result import CheckSkippedError, Result
@@ -48,12 +48,16 @@ NOISE = 2**20  # random numbers that are repeated to fill weights: to draw a bil
 class Method:
     """A way of training: what is trained, how frozen weights are stored, and operations per weight and token."""
 
-    weights: Plain
-    adapter: Full | LoRA
+    weights: NoQuantization
+    adapter: NoAdapter | LoRAConfig
     operations: int
 
 
-LORA, QLORA, FULL = Method(Plain(), LoRA(16), 4), Method(NF4(), LoRA(16), 4), Method(Plain(), Full(), 6)
+LORA, QLORA, FULL = (
+    Method(NoQuantization(), LoRAConfig(16), 4),
+    Method(NF4Config(), LoRAConfig(16), 4),
+    Method(NoQuantization(), NoAdapter(), 6),
+)
 
 
 class Limits(NamedTuple):
@@ -127,7 +131,7 @@ def check_step(method: Method, context: Context) -> Result:
 def check_on_cpu(method: Method, context: Context, limits: Limits, spec: DecoderSpec) -> Result:
     """A step of a model with fewer layers."""
     needed = HEADROOM * memory_needed(method, spec, CPU_LAYERS, limits.dtype)
-    available = machine.available_memory()
+    available = env_info.available_memory()
     if available is not None and available < needed:
         raise CheckSkippedError(f"needs {needed / 2**30:.1f} GiB of memory, {available / 2**30:.1f} GiB are available")
     smaller, total = replace(spec, layers=spec.layers[:CPU_LAYERS]), len(spec.layers)
@@ -170,9 +174,9 @@ def format_rate(rate: float) -> str:
 
 
 def model_spec() -> DecoderSpec:
-    folder = bundled.model(PRESET)
+    folder = assets.model_dir(PRESET)
     assert folder is not None
-    return family(read_json(folder / "config.json"), "config.json")[1]
+    return find_family(read_json(folder / "config.json"), "config.json")[1]
 
 
 def measure_step(method: Method, spec: DecoderSpec, shape: tuple[int, int], context: Context) -> Step:
@@ -181,7 +185,7 @@ def measure_step(method: Method, spec: DecoderSpec, shape: tuple[int, int], cont
     reset_peak_memory(device)
     model = build_model(method, spec, device)
     batch = build_batch(spec.vocab, *shape).to(device)
-    optimizer, loss = AdamW(lr=1e-5).build(method.adapter.trained(model)), CrossEntropy()
+    optimizer, loss = AdamWConfig(lr=1e-5).build(method.adapter.trained(model)), CrossEntropy()
 
     def train() -> None:
         (loss(model, batch) / batch.learnt).backward()
@@ -210,8 +214,8 @@ def build_model(method: Method, spec: DecoderSpec, device: torch.device) -> Deco
     method.weights.apply(model)
     method.adapter.apply(model)
     dtype = "bf16" if devices.has_fast_bf16(device) else "fp32"
-    Precision("auto", dtype if isinstance(method.adapter, Full) else "fp32", dtype).apply(model, {}, device)
-    Memory().apply(model, device)
+    PrecisionConfig("auto", dtype if isinstance(method.adapter, NoAdapter) else "fp32", dtype).apply(model, {}, device)
+    MemoryConfig().apply(model, device)
     model.to_empty(device=device)
     model.tie()
     noise = torch.randn(NOISE, device=device) * 0.02
@@ -264,7 +268,7 @@ def memory_needed(method: Method, spec: DecoderSpec, layers: int, dtype: torch.d
     """Bytes of weights, gradients and moments of a model with this number of layers."""
     with torch.device("meta"):
         model = Decoder(replace(spec, layers=spec.layers[:layers]))
-    per_weight = 4 if isinstance(method.adapter, Full) else 1
+    per_weight = 4 if isinstance(method.adapter, NoAdapter) else 1
     return per_weight * dtype.itemsize * sum(p.numel() for p in model.parameters())
 
 

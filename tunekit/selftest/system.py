@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch.cuda import nccl
 
-from tunekit import devices, machine
-from tunekit.kernels import native, store
+from tunekit import devices, env_info
+from tunekit.kernels import cache_dir, cpp_extension
 from tunekit.selftest.context import CheckFunction, Context
 from tunekit.selftest.result import CheckFailedError, CheckSkippedError, Result
 
@@ -44,10 +44,10 @@ def collect_versions(context: Context) -> Result:
             "git": torch.version.git_version,
         },
         "compiler": compiler_version(),
-        "cpu": machine.processor(),
+        "cpu": env_info.processor(),
         "cores": len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "memory": ", ".join(machine.memory()),
+        "memory": ", ".join(env_info.memory()),
         "load": round(os.getloadavg()[0], 1),  # other programs slow down the speed checks
         "device": context.device.type,
         "bf16": devices.has_fast_bf16(context.device),
@@ -119,13 +119,15 @@ def compile_kernels(context: Context) -> Result:
     """Build the C++ kernels, or take them from the cache, so that no later check waits for the compiler."""
     if context.device.type != "cpu":
         raise CheckSkippedError("C++ kernels are for the CPU")
-    sources = sorted(Path(native.__file__).parent.glob("*.cpp"))
+    sources = sorted(Path(cpp_extension.__file__).parent.glob("*.cpp"))
     start = time.perf_counter()
     with ThreadPoolExecutor() as pool:
         errors = [*filter(None, pool.map(build_error, sources))]
-    if errors and not store.writable(store.folder()):
-        problem = f"cannot write to the cache directory {store.folder()}: torch operations are used, which are slower"
-        raise CheckSkippedError(f"{problem}. Set {store.HOME} to another directory.")
+    if errors and not cache_dir.is_writable(cache_dir.compile_cache_dir()):
+        raise CheckSkippedError(
+            f"cannot write to the cache directory {cache_dir.compile_cache_dir()}: torch operations are used, which "
+            f"are slower. Set {cache_dir.HOME} to another directory."
+        )
     if errors and all(isinstance(error, FileNotFoundError) for error in errors):
         raise CheckSkippedError(f"{errors[0]}: torch operations are used, which are slower")
     if errors:
@@ -136,7 +138,7 @@ def compile_kernels(context: Context) -> Result:
 def build_error(source: Path) -> Exception | None:
     """The error of the compiler for a file."""
     try:
-        native.built(source)
+        cpp_extension.built(source)
     except FileNotFoundError as error:
         return error
     except (OSError, subprocess.SubprocessError) as error:

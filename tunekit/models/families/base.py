@@ -12,32 +12,32 @@ from tunekit.models.spec import (
     Layer,
     LinearScaling,
     Llama3Scaling,
-    LongScaling,
+    LongRopeScaling,
     Norm,
     Rope,
     Scaling,
     YarnScaling,
 )
-from tunekit.models.weights import Fused, Kept, Row, under
+from tunekit.models.weight_map import Fused, HubOnly, KeyRule, with_prefix
 
 Config = Mapping[str, Any]
 
 LLAMA = (
-    Row("embed", "model.embed_tokens"),
-    Row("norm", "model.norm"),
-    Row("head", "lm_head"),
-    Row("layers.{}.attn", "model.layers.{}.self_attn"),
-    Row("layers.{}.mlp", "model.layers.{}.mlp"),
-    Row("layers.{}.attn_norm", "model.layers.{}.input_layernorm"),
-    Row("layers.{}.mlp_norm", "model.layers.{}.post_attention_layernorm"),
+    KeyRule("embed", "model.embed_tokens"),
+    KeyRule("norm", "model.norm"),
+    KeyRule("head", "lm_head"),
+    KeyRule("layers.{}.attn", "model.layers.{}.self_attn"),
+    KeyRule("layers.{}.mlp", "model.layers.{}.mlp"),
+    KeyRule("layers.{}.attn_norm", "model.layers.{}.input_layernorm"),
+    KeyRule("layers.{}.mlp_norm", "model.layers.{}.post_attention_layernorm"),
 )
 # Norms before and behind, as in Gemma 2 and later.
 SANDWICH = (
-    Row("layers.{}.attn_post_norm", "model.layers.{}.post_attention_layernorm"),
-    Row("layers.{}.mlp_norm", "model.layers.{}.pre_feedforward_layernorm"),
-    Row("layers.{}.mlp_post_norm", "model.layers.{}.post_feedforward_layernorm"),
+    KeyRule("layers.{}.attn_post_norm", "model.layers.{}.post_attention_layernorm"),
+    KeyRule("layers.{}.mlp_norm", "model.layers.{}.pre_feedforward_layernorm"),
+    KeyRule("layers.{}.mlp_post_norm", "model.layers.{}.post_feedforward_layernorm"),
 )
-FUSED_MLP = Row(("layers.{}.mlp.gate_proj", "layers.{}.mlp.up_proj"), "model.layers.{}.mlp.gate_up_proj", Fused())
+FUSED_MLP = KeyRule(("layers.{}.mlp.gate_proj", "layers.{}.mlp.up_proj"), "model.layers.{}.mlp.gate_up_proj", Fused())
 
 NEAR, FAR = "sliding_attention", "full_attention"  # kinds of layers, in the words of config.json
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
@@ -58,7 +58,7 @@ NULLABLE = {"num_key_value_heads", "sliding_window", "attn_logit_softcapping", "
 ACTS: dict[str, Act] = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
 
 
-def complete(c: Config, **defaults: Any) -> dict[str, Any]:
+def with_default_config(c: Config, **defaults: Any) -> dict[str, Any]:
     """config.json with what it leaves out or sets to null filled in."""
     c = OPTIONAL | defaults | {key: value for key, value in c.items() if value is not None or key in NULLABLE}
     for key in SIZES:
@@ -70,37 +70,37 @@ def complete(c: Config, **defaults: Any) -> dict[str, Any]:
     return c
 
 
-def refuse(c: Config, wanted: Config) -> None:
+def reject_config_values(c: Config, wanted: Config) -> None:
     """Values that no published checkpoint changes, and that we would not heed."""
     for key, value in wanted.items():
         if c.get(key, value) != value:
             raise ValueError(f"{key} {c[key]!r} is not supported, only {value!r}")
 
 
-def rope(c: Config) -> Rope:
+def rope_from_config(c: Config) -> Rope:
     """Rotation in either spelling: `rope_parameters` holds all, or `rope_theta` and `rope_scaling` stand apart."""
-    p = {"rope_theta": c["rope_theta"]} | turning(c)
+    p = {"rope_theta": c["rope_theta"]} | rope_scaling_config(c)
     part = p.get("partial_rotary_factor") or c.get("partial_rotary_factor") or 1.0
     dims, stretch = int(head_dim(c) * part), scaling(p, c)
-    if isinstance(stretch, LongScaling) and {len(stretch.short), len(stretch.long)} != {dims // 2}:
+    if isinstance(stretch, LongRopeScaling) and {len(stretch.short), len(stretch.long)} != {dims // 2}:
         raise ValueError(f"short_factor and long_factor need {dims // 2} numbers each, one for every pair of channels")
     return Rope(float(p["rope_theta"]), None if part == 1.0 else dims, stretch)
 
 
-def turning(c: Config) -> dict[str, Any]:
+def rope_scaling_config(c: Config) -> dict[str, Any]:
     """What `rope_scaling` says, or else `rope_parameters`. Where both are, somebody wrote the first into a newer file,
     in which the second holds what is not scaling too."""
     new, old = c.get("rope_parameters") or {}, c.get("rope_scaling")
     return {key: new[key] for key in ("rope_theta", "partial_rotary_factor") if key in new} | old if old else new
 
 
-def rope_of(c: Config, kind: str, **alone: Any) -> Rope:
+def rope_for_layer_type(c: Config, kind: str, **alone: Any) -> Rope:
     """The rotation of one kind of layers: from its entry in `rope_parameters`, or what config.json says of all layers
     but for what this kind has `alone`."""
     told = c.get("rope_parameters")
     if told and kind not in told:
         raise ValueError(f"rope_parameters has no {kind!r}, but this model turns each kind of layers in its own way")
-    return rope({**c, **alone, "rope_parameters": told and told[kind]})
+    return rope_from_config({**c, **alone, "rope_parameters": told and told[kind]})
 
 
 def scaling(p: Config, c: Config) -> Scaling | None:
@@ -121,11 +121,11 @@ def scaling(p: Config, c: Config) -> Scaling | None:
     raise ValueError(f"rope type {kind!r} is not supported: default, linear, llama3, yarn and longrope are")
 
 
-def longrope(p: Config, context: int, longest: int) -> LongScaling:
+def longrope(p: Config, context: int, longest: int) -> LongRopeScaling:
     factor = p.get("factor") or longest / context
     usual = math.sqrt(1 + math.log(factor) / math.log(context)) if factor > 1 else 1.0
     amplitude = p.get("attention_factor")
-    return LongScaling(
+    return LongRopeScaling(
         tuple(p["short_factor"]), tuple(p["long_factor"]), context, usual if amplitude is None else amplitude
     )
 
@@ -133,13 +133,17 @@ def longrope(p: Config, context: int, longest: int) -> LongScaling:
 def yarn(p: Config, context: int, longest: int) -> YarnScaling:
     factor = p.get("factor") or longest / context
     both = p.get("mscale") and p.get("mscale_all_dim")
-    usual = growth(factor, p["mscale"]) / growth(factor, p["mscale_all_dim"]) if both else growth(factor, 1.0)
+    usual = (
+        yarn_mscale(factor, p["mscale"]) / yarn_mscale(factor, p["mscale_all_dim"])
+        if both
+        else yarn_mscale(factor, 1.0)
+    )
     amplitude = p.get("attention_factor")
     fast, slow = p.get("beta_fast") or 32.0, p.get("beta_slow") or 1.0
     return YarnScaling(factor, context, fast, slow, p.get("truncate", True), usual if amplitude is None else amplitude)
 
 
-def growth(factor: float, weight: float) -> float:
+def yarn_mscale(factor: float, weight: float) -> float:
     """YaRN's magnitude of attention for rows `factor` times as long."""
     return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
@@ -148,23 +152,23 @@ def head_dim(c: Config) -> int:
     return c.get("head_dim") or c["hidden_size"] // c["num_attention_heads"]
 
 
-def attention(c: Config, **changes: Any) -> Attention:
+def attention_spec(c: Config, **changes: Any) -> Attention:
     heads = c["num_attention_heads"]
     kv_heads = c.get("num_key_value_heads") or heads
     if heads % kv_heads:
         raise ValueError(f"num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}")
-    plain = {"bias": bool(c["attention_bias"]), "out_bias": bool(c["attention_bias"]), "rope": rope(c)}
+    plain = {"bias": bool(c["attention_bias"]), "out_bias": bool(c["attention_bias"]), "rope": rope_from_config(c)}
     return Attention(heads, kv_heads, head_dim(c), **(plain | changes))
 
 
-def mlp(c: Config) -> MLP:
+def mlp_spec(c: Config) -> MLP:
     act = c["hidden_act"]
     if act not in ACTS:
         raise ValueError(f"hidden_act {act!r} is not supported: {', '.join(ACTS)} are")
     return MLP(c["intermediate_size"], ACTS[act], bool(c["mlp_bias"]))
 
 
-def decoder(c: Config, layers: Iterable[Layer], **changes: Any) -> DecoderSpec:
+def decoder_spec(c: Config, layers: Iterable[Layer], **changes: Any) -> DecoderSpec:
     plain = {
         "vocab": c["vocab_size"],
         "dim": c["hidden_size"],
@@ -177,24 +181,24 @@ def decoder(c: Config, layers: Iterable[Layer], **changes: Any) -> DecoderSpec:
     return DecoderSpec(**(plain | changes))
 
 
-def windows(c: Config) -> list[int | None]:
+def sliding_windows(c: Config) -> list[int | None]:
     """The sliding window of each layer, from `layer_types` or from the flags that older configs use."""
     first = c["max_window_layers"] if c.get("use_sliding_window") else c["num_hidden_layers"]
     usual = [NEAR if i >= first else FAR for i in range(c["num_hidden_layers"])]
-    return [c.get("sliding_window") if kind == NEAR else None for kind in kinds(c, usual)]
+    return [c.get("sliding_window") if kind == NEAR else None for kind in layer_types(c, usual)]
 
 
-def in_turns(c: Config, every: int, near: Attention, far: Attention) -> list[Attention]:
+def alternate_layers(c: Config, every: int, near: Attention, far: Attention) -> list[Attention]:
     """`near` where `layer_types` name a window. Where config.json leaves them out, every n-th layer is `far`."""
-    return [near if kind == NEAR else far for kind in kinds(c, but_every(every, c))]
+    return [near if kind == NEAR else far for kind in layer_types(c, all_but_every_nth(every, c))]
 
 
-def but_every(nth: int, c: Config, near: str = NEAR) -> list[str]:
+def all_but_every_nth(nth: int, c: Config, near: str = NEAR) -> list[str]:
     """The kinds of layers of which each n-th sees everything."""
     return [near if (i + 1) % nth else FAR for i in range(c["num_hidden_layers"])]
 
 
-def kinds(c: Config, usual: list[str], near: str = NEAR) -> list[str]:
+def layer_types(c: Config, usual: list[str], near: str = NEAR) -> list[str]:
     """The kind of each layer, `near` or full attention: of `layer_types`, or `usual` where config.json has none."""
     found = c.get("layer_types") or usual
     if len(found) != c["num_hidden_layers"]:
@@ -204,16 +208,16 @@ def kinds(c: Config, usual: list[str], near: str = NEAR) -> list[str]:
     return found
 
 
-def turned(c: Config) -> list[bool]:
+def layers_with_rope(c: Config) -> list[bool]:
     """Which layers rotate: all but each n-th, or those that `no_rope_layers` gives a 1."""
-    usual = [kind == NEAR for kind in but_every(c["no_rope_layer_interval"], c)]
+    usual = [kind == NEAR for kind in all_but_every_nth(c["no_rope_layer_interval"], c)]
     found, count = c.get("no_rope_layers") or usual, c["num_hidden_layers"]
     if len(found) < count:
         raise ValueError(f"no_rope_layers speaks of {len(found)} layers, num_hidden_layers of {count}")
     return [bool(turns) for turns in found[:count]]
 
 
-def text(config: Config, usual: str) -> Config:
+def text_config(config: Config, usual: str) -> Config:
     """What the config.json of a vision-language model says of its text part, whose `model_type` is usually `usual`.
 
     Some of the first such models said it beside all else.
@@ -223,11 +227,11 @@ def text(config: Config, usual: str) -> Config:
     return {"model_type": usual, **inner, **({} if tied is None else {"tie_word_embeddings": tied})}
 
 
-def beside(table: tuple[Row, ...], *others: str) -> tuple[Row, ...]:
+def text_model_table(table: tuple[KeyRule, ...], *others: str) -> tuple[KeyRule, ...]:
     """Names of a text model that stands beside `others`, which are kept as they are.
 
     First as transformers holds them since version 4.52, then as LLaVA wrote them, which most files of the Hub follow.
     """
-    kept = (Row((), name, Kept()) for other in others for name in (f"model.{other}", other))
-    old = Row("head", "language_model.lm_head")
-    return (*under("model.language_model.", table), *under("language_model.model.", table), old, *kept)
+    kept = (KeyRule((), name, HubOnly()) for other in others for name in (f"model.{other}", other))
+    old = KeyRule("head", "language_model.lm_head")
+    return (*with_prefix("model.language_model.", table), *with_prefix("language_model.model.", table), old, *kept)

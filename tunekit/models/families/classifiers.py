@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from tunekit.models.families.base import Config
-from tunekit.models.spec import Score
-from tunekit.models.weights import Row
+from tunekit.models.spec import ScoreHead
+from tunekit.models.weight_map import KeyRule
 
 DOCUMENTS, TOKENS = "ForSequenceClassification", "ForTokenClassification"
 # What stands before these words, by `model_type`.
@@ -41,13 +41,13 @@ DOCUMENTS_ONLY = {"deepseek_v2", "gemma3", "gemma3_text", "olmo2", "olmo3", "qwe
 HEAD = "score"  # its name there
 
 
-def architecture(kind: str, each: bool) -> str | None:
+def classifier_architecture(kind: str, each: bool) -> str | None:
     """The class of a `model_type` that scores documents, or each token; None: there is none."""
     stem = None if each and kind in DOCUMENTS_ONLY else STEMS.get(kind)
     return None if stem is None else stem + (TOKENS if each else DOCUMENTS)
 
 
-def score(config: Config) -> Score | None:
+def score_head(config: Config) -> ScoreHead | None:
     """The head of the class that config.json names; None: one over the vocabulary."""
     named = config.get("architectures") or [""]
     if not (isinstance(named, list) and str(named[0]).endswith((DOCUMENTS, TOKENS))):
@@ -55,7 +55,7 @@ def score(config: Config) -> Score | None:
     each = named[0].endswith(TOKENS)
     labels = config.get("id2label")
     count = config.get("num_labels") or 2 if labels is None else len(labels)
-    return Score(count, each, each and config.get("token_classification_bias", True), pad(config))
+    return ScoreHead(count, each, each and config.get("token_classification_bias", True), pad(config))
 
 
 def pad(config: Config) -> int | None:
@@ -68,11 +68,11 @@ def inside(config: Config) -> Mapping[str, Any]:
     return config.get("text_config") or config
 
 
-def table(rows: tuple[Row, ...]) -> tuple[Row, ...]:
+def classifier_table(rows: tuple[KeyRule, ...]) -> tuple[KeyRule, ...]:
     """The names of a checkpoint that scores, from those of the language model."""
-    return tuple(Row("head", HEAD) if row.ours == "head" else row for row in rows)
+    return tuple(KeyRule("head", HEAD) if row.ours == "head" else row for row in rows)
 
 
-def heads(rows: tuple[Row, ...]) -> tuple[Row, ...]:
+def lm_head_names(rows: tuple[KeyRule, ...]) -> tuple[KeyRule, ...]:
     """The heads over the vocabulary, which no such checkpoint has."""
     return tuple(row for row in rows if row.ours == "head")

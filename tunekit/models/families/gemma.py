@@ -9,20 +9,20 @@ from tunekit.models.families.base import (
     NEAR,
     SANDWICH,
     Config,
-    attention,
-    beside,
-    complete,
-    decoder,
-    in_turns,
-    mlp,
-    refuse,
-    rope_of,
-    text,
+    alternate_layers,
+    attention_spec,
+    decoder_spec,
+    mlp_spec,
+    reject_config_values,
+    rope_for_layer_type,
+    text_config,
+    text_model_table,
+    with_default_config,
 )
 from tunekit.models.spec import DecoderSpec, Layer, Norm
 
 TABLE = (*SANDWICH, *LLAMA)
-VISION = beside(TABLE, "vision_tower", "multi_modal_projector")
+VISION = text_model_table(TABLE, "vision_tower", "multi_modal_projector")
 
 USUAL = {"head_dim": 256, "max_position_embeddings": 8192, "tie_word_embeddings": True}
 USUAL1 = USUAL | {"num_key_value_heads": 16, "hidden_act": "gelu_pytorch_tanh"}
@@ -37,39 +37,39 @@ USUAL3 |= {"attn_logit_softcapping": None, "final_logit_softcapping": None}
 
 def gemma(config: Config) -> DecoderSpec:
     """The first files call their activation gelu and mean its tanh approximation."""
-    c = complete(config, **USUAL1)
+    c = with_default_config(config, **USUAL1)
     act = "gelu_pytorch_tanh" if c["hidden_act"] == "gelu" else c["hidden_act"]
-    layer = Layer(attention(c), mlp(c | {"hidden_act": act}))
+    layer = Layer(attention_spec(c), mlp_spec(c | {"hidden_act": act}))
     return whole(c, [layer] * c["num_hidden_layers"])
 
 
 def gemma2(config: Config) -> DecoderSpec:
     """Windows in every second layer, norms on both sides, scores and logits capped."""
-    c = complete(config, **USUAL2)
-    far = attention(c, scale=c["query_pre_attn_scalar"] ** -0.5, softcap=c["attn_logit_softcapping"])
+    c = with_default_config(config, **USUAL2)
+    far = attention_spec(c, scale=c["query_pre_attn_scalar"] ** -0.5, softcap=c["attn_logit_softcapping"])
     near = replace(far, window=c["sliding_window"])
-    ffn = mlp(c | {"hidden_act": c["hidden_activation"]})
-    return whole(c, (Layer(mixer, ffn, post_norm=True) for mixer in in_turns(c, 2, near, far)))
+    ffn = mlp_spec(c | {"hidden_act": c["hidden_activation"]})
+    return whole(c, (Layer(mixer, ffn, post_norm=True) for mixer in alternate_layers(c, 2, near, far)))
 
 
 def gemma3(config: Config) -> DecoderSpec:
     """Five layers with windows to one without, each kind with a rotation of its own; norms on q and k."""
-    c = complete(config, **USUAL3)
-    refuse(c, {"attn_logit_softcapping": None})
+    c = with_default_config(config, **USUAL3)
+    reject_config_values(c, {"attn_logit_softcapping": None})
     scale, norm = c["query_pre_attn_scalar"] ** -0.5, Norm(c["rms_norm_eps"], offset=1.0)
-    far = attention(c, rope=rope_of(c, FAR), scale=scale, qk_norm=norm)
-    turns = rope_of(c, NEAR, rope_theta=c["rope_local_base_freq"], rope_scaling=None)
+    far = attention_spec(c, rope=rope_for_layer_type(c, FAR), scale=scale, qk_norm=norm)
+    turns = rope_for_layer_type(c, NEAR, rope_theta=c["rope_local_base_freq"], rope_scaling=None)
     near = replace(far, rope=turns, window=c["sliding_window"])
-    ffn, every = mlp(c | {"hidden_act": c["hidden_activation"]}), c["sliding_window_pattern"]
-    return whole(c, (Layer(mixer, ffn, post_norm=True) for mixer in in_turns(c, every, near, far)))
+    ffn, every = mlp_spec(c | {"hidden_act": c["hidden_activation"]}), c["sliding_window_pattern"]
+    return whole(c, (Layer(mixer, ffn, post_norm=True) for mixer in alternate_layers(c, every, near, far)))
 
 
 def vision(config: Config) -> DecoderSpec:
-    return gemma3(text(config, "gemma3_text"))
+    return gemma3(text_config(config, "gemma3_text"))
 
 
 def whole(c: Config, layers: Iterable[Layer]) -> DecoderSpec:
     """Norms store weight - 1; embeddings are multiplied by the root of their width."""
-    refuse(c, {"use_bidirectional_attention": False})
+    reject_config_values(c, {"use_bidirectional_attention": False})
     norm, cap = Norm(c["rms_norm_eps"], offset=1.0), c.get("final_logit_softcapping")
-    return decoder(c, layers, norm=norm, embed_scale=c["hidden_size"] ** 0.5, logit_softcap=cap)
+    return decoder_spec(c, layers, norm=norm, embed_scale=c["hidden_size"] ** 0.5, logit_softcap=cap)

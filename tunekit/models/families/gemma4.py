@@ -9,42 +9,42 @@ from tunekit.models.families.base import (
     NEAR,
     SANDWICH,
     Config,
-    attention,
-    beside,
-    but_every,
-    complete,
-    decoder,
-    kinds,
-    mlp,
-    refuse,
-    rope,
-    text,
+    all_but_every_nth,
+    attention_spec,
+    decoder_spec,
+    layer_types,
+    mlp_spec,
+    reject_config_values,
+    rope_from_config,
+    text_config,
+    text_model_table,
+    with_default_config,
 )
-from tunekit.models.families.moe import sparse, stacked
-from tunekit.models.spec import Attention, DecoderSpec, Layer, LinearScaling, Norm, PerLayerInput, Rope, Twin
-from tunekit.models.weights import Kept, Row, under
+from tunekit.models.families.moe import moe_spec, stacked_expert_table
+from tunekit.models.spec import Attention, DecoderSpec, DenseMoE, Layer, LinearScaling, Norm, PerLayerInput, Rope
+from tunekit.models.weight_map import HubOnly, KeyRule, with_prefix
 
 HERE, HUB = "layers.{}", "model.layers.{}"
 TOKEN = (
-    Row("per_layer.embed", "model.embed_tokens_per_layer"),
-    Row("per_layer.proj", "model.per_layer_model_projection"),
-    Row("per_layer.norm", "model.per_layer_projection_norm"),
-    Row(f"{HERE}.token.per_layer_input_gate", f"{HUB}.per_layer_input_gate"),
-    Row(f"{HERE}.token.per_layer_projection", f"{HUB}.per_layer_projection"),
-    Row(f"{HERE}.token.norm", f"{HUB}.post_per_layer_input_norm"),
-    Row(f"{HERE}.layer_scalar", f"{HUB}.layer_scalar"),
+    KeyRule("per_layer.embed", "model.embed_tokens_per_layer"),
+    KeyRule("per_layer.proj", "model.per_layer_model_projection"),
+    KeyRule("per_layer.norm", "model.per_layer_projection_norm"),
+    KeyRule(f"{HERE}.token.per_layer_input_gate", f"{HUB}.per_layer_input_gate"),
+    KeyRule(f"{HERE}.token.per_layer_projection", f"{HUB}.per_layer_projection"),
+    KeyRule(f"{HERE}.token.norm", f"{HUB}.post_per_layer_input_norm"),
+    KeyRule(f"{HERE}.layer_scalar", f"{HUB}.layer_scalar"),
 )
 TABLE = (*TOKEN, *SANDWICH, *LLAMA)
-VISION = beside(TABLE, "vision_tower", "embed_vision", "audio_tower", "embed_audio")
+VISION = text_model_table(TABLE, "vision_tower", "embed_vision", "audio_tower", "embed_audio")
 SPARSE = (
-    *stacked(f"{HERE}.mlp.sparse.experts", f"{HUB}.experts"),
-    Row(f"{HERE}.mlp.sparse.router.weight", f"{HUB}.router.proj.weight"),
-    Row(f"{HERE}.mlp.sparse.router", f"{HUB}.router"),
-    Row(f"{HERE}.mlp.dense_norm", f"{HUB}.pre_feedforward_layernorm"),
-    Row(f"{HERE}.mlp.dense_post_norm", f"{HUB}.post_feedforward_layernorm_1"),
-    Row(f"{HERE}.mlp.sparse_norm", f"{HUB}.pre_feedforward_layernorm_2"),
-    Row(f"{HERE}.mlp.sparse_post_norm", f"{HUB}.post_feedforward_layernorm_2"),
-    Row(f"{HERE}.mlp.dense", f"{HUB}.mlp"),
+    *stacked_expert_table(f"{HERE}.mlp.sparse.experts", f"{HUB}.experts"),
+    KeyRule(f"{HERE}.mlp.sparse.router.weight", f"{HUB}.router.proj.weight"),
+    KeyRule(f"{HERE}.mlp.sparse.router", f"{HUB}.router"),
+    KeyRule(f"{HERE}.mlp.dense_norm", f"{HUB}.pre_feedforward_layernorm"),
+    KeyRule(f"{HERE}.mlp.dense_post_norm", f"{HUB}.post_feedforward_layernorm_1"),
+    KeyRule(f"{HERE}.mlp.sparse_norm", f"{HUB}.pre_feedforward_layernorm_2"),
+    KeyRule(f"{HERE}.mlp.sparse_post_norm", f"{HUB}.post_feedforward_layernorm_2"),
+    KeyRule(f"{HERE}.mlp.dense", f"{HUB}.mlp"),
 )
 ROPES = {
     NEAR: {"rope_type": "default", "rope_theta": 10_000.0},
@@ -58,19 +58,21 @@ USUAL |= {"attention_k_eq_v": False, "enable_moe_block": False, "use_double_wide
 
 def spec(config: Config) -> DecoderSpec:
     c = completed(config)
-    refuse(c, {"use_bidirectional_attention": "vision", "rope_scaling": None})  # "vision" is causal for text
+    reject_config_values(
+        c, {"use_bidirectional_attention": "vision", "rope_scaling": None}
+    )  # "vision" is causal for text
     own, norm = owners(c), Norm(c["rms_norm_eps"], late=True)
-    dense = mlp(c)
+    dense = mlp_spec(c)
     wide = replace(dense, hidden=2 * dense.hidden) if c["use_double_wide_mlp"] else dense
 
     def layer(i: int, kind: str) -> Layer:
         ffn = dense if i < len(own) else wide
         taken = None if i < len(own) else len(own) - 1 - own[::-1].index(kind)
-        ffn = Twin(ffn, experts(c), norm) if c["enable_moe_block"] else ffn
+        ffn = DenseMoE(ffn, experts(c), norm) if c["enable_moe_block"] else ffn
         return Layer(mixer(c, i, kind, kv_from=taken), ffn, post_norm=True, scaled=True)
 
     extra = c["hidden_size_per_layer_input"]
-    return decoder(
+    return decoder_spec(
         c,
         map(layer, range(len(c["layer_types"])), c["layer_types"]),
         norm=norm,
@@ -82,13 +84,16 @@ def spec(config: Config) -> DecoderSpec:
 
 def vision(config: Config) -> DecoderSpec:
     """The text part of a model that also sees and hears."""
-    return spec(text(config, "gemma4_text"))
+    return spec(text_config(config, "gemma4_text"))
 
 
 def completed(config: Config) -> dict[str, Any]:
     """config.json with the kinds of all layers, of which the last always sees everything."""
-    c = complete(config, **USUAL)
-    return c | {"hidden_act": c["hidden_activation"], "layer_types": [*kinds(c, but_every(6, c))[:-1], FAR]}
+    c = with_default_config(config, **USUAL)
+    return c | {
+        "hidden_act": c["hidden_activation"],
+        "layer_types": [*layer_types(c, all_but_every_nth(6, c))[:-1], FAR],
+    }
 
 
 def owners(c: Config) -> list[str]:
@@ -109,13 +114,13 @@ def mixer(c: Config, i: int, kind: str, **changes: Any) -> Attention:
     c, norm = {**c, **apart}, Norm(c["rms_norm_eps"], late=True)
     values = {"v_norm": Norm(c["rms_norm_eps"], weight=False), "k_is_v": full and c["attention_k_eq_v"]}
     window = None if full else c["sliding_window"]
-    return attention(c, rope=turns(c, kind), qk_norm=norm, scale=1.0, window=window, **values, **changes)
+    return attention_spec(c, rope=turns(c, kind), qk_norm=norm, scale=1.0, window=window, **values, **changes)
 
 
 def turns(c: Config, kind: str) -> Rope:
     p, head = c["rope_parameters"][kind], c["head_dim"]
     if p["rope_type"] != "proportional":
-        return rope({**c, "rope_parameters": p})
+        return rope_from_config({**c, "rope_parameters": p})
     part, factor = p.get("partial_rotary_factor") or 1.0, p.get("factor") or 1.0
     scaling = None if factor == 1.0 else LinearScaling(factor)
     return Rope(p["rope_theta"], 2 * int(part * head // 2), scaling, pad=part < 1.0)
@@ -123,17 +128,17 @@ def turns(c: Config, kind: str) -> Rope:
 
 def experts(c: Config) -> Any:
     per_token = {"num_experts_per_tok": c["top_k_experts"]}
-    return sparse({**c, **per_token}, c["moe_intermediate_size"], router_norm=Norm(c["rms_norm_eps"], weight=False))
+    return moe_spec({**c, **per_token}, c["moe_intermediate_size"], router_norm=Norm(c["rms_norm_eps"], weight=False))
 
 
-def told(config: Config) -> tuple[Row, ...]:
+def told(config: Config) -> tuple[KeyRule, ...]:
     """Names of experts, where there are some. Files may hold the keys of layers that take those of others."""
     c = completed(config)
     names = ("k_proj", "v_proj", "k_norm", "v_norm")
     shared = range(len(owners(c)), c["num_hidden_layers"])
-    unread = tuple(Row((), f"model.layers.{i}.self_attn.{name}", Kept()) for i in shared for name in names)
+    unread = tuple(KeyRule((), f"model.layers.{i}.self_attn.{name}", HubOnly()) for i in shared for name in names)
     return unread + (SPARSE if c["enable_moe_block"] else ())
 
 
-def told_inside(config: Config) -> tuple[Row, ...]:
-    return under("model.language_model.", told(text(config, "gemma4_text")))
+def told_inside(config: Config) -> tuple[KeyRule, ...]:
+    return with_prefix("model.language_model.", told(text_config(config, "gemma4_text")))

@@ -2,14 +2,23 @@
 
 from dataclasses import replace
 
-from tunekit.models.families.base import FUSED_MLP, LLAMA, Config, attention, complete, decoder, mlp, rope
+from tunekit.models.families.base import (
+    FUSED_MLP,
+    LLAMA,
+    Config,
+    attention_spec,
+    decoder_spec,
+    mlp_spec,
+    rope_from_config,
+    with_default_config,
+)
 from tunekit.models.spec import DecoderSpec, Layer
-from tunekit.models.weights import Row
+from tunekit.models.weight_map import KeyRule
 
 TABLE = (FUSED_MLP, *LLAMA)
 TABLE4 = (
-    Row("layers.{}.attn_post_norm", "model.layers.{}.post_self_attn_layernorm"),
-    Row("layers.{}.mlp_post_norm", "model.layers.{}.post_mlp_layernorm"),
+    KeyRule("layers.{}.attn_post_norm", "model.layers.{}.post_self_attn_layernorm"),
+    KeyRule("layers.{}.mlp_post_norm", "model.layers.{}.post_mlp_layernorm"),
     *TABLE,
 )
 USUAL = {"num_key_value_heads": 2, "head_dim": 128, "max_position_embeddings": 131_072, "rms_norm_eps": 1.5625e-7}
@@ -17,9 +26,9 @@ USUAL |= {"attention_bias": True, "partial_rotary_factor": 0.5}
 
 
 def glm(config: Config) -> DecoderSpec:
-    c = complete(config, **USUAL)
-    mixer = attention(c, rope=replace(rope(c), paired=True), out_bias=False)
-    return decoder(c, [Layer(mixer, mlp(c))] * c["num_hidden_layers"])
+    c = with_default_config(config, **USUAL)
+    mixer = attention_spec(c, rope=replace(rope_from_config(c), paired=True), out_bias=False)
+    return decoder_spec(c, [Layer(mixer, mlp_spec(c))] * c["num_hidden_layers"])
 
 
 def glm4(config: Config) -> DecoderSpec:

@@ -1,6 +1,6 @@
 """GLM-4.5 and GLM-4.6: the plan of DeepSeek V3's experts under grouped attention."""
 
-from tunekit.models.families.base import LLAMA, Config, attention, complete, decoder, mlp
+from tunekit.models.families.base import LLAMA, Config, attention_spec, decoder_spec, mlp_spec, with_default_config
 from tunekit.models.families.deepseek import SHARED, corrected
 from tunekit.models.families.moe import EXPERTS, ROUTER
 from tunekit.models.spec import DecoderSpec, Layer, Norm
@@ -13,8 +13,8 @@ USUAL |= {"partial_rotary_factor": 0.5, "use_qk_norm": False}
 
 
 def spec(config: Config) -> DecoderSpec:
-    c = complete(config, **USUAL)
+    c = with_default_config(config, **USUAL)
     norm = Norm(c["rms_norm_eps"]) if c["use_qk_norm"] else None
-    mixer, moe = attention(c, qk_norm=norm, out_bias=False), corrected(c)
+    mixer, moe = attention_spec(c, qk_norm=norm, out_bias=False), corrected(c)
     dense = c["first_k_dense_replace"]
-    return decoder(c, (Layer(mixer, mlp(c) if i < dense else moe) for i in range(c["num_hidden_layers"])))
+    return decoder_spec(c, (Layer(mixer, mlp_spec(c) if i < dense else moe) for i in range(c["num_hidden_layers"])))

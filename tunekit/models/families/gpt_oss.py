@@ -2,20 +2,29 @@
 
 from dataclasses import replace
 
-from tunekit.models.families.base import LLAMA, Config, attention, complete, decoder, in_turns, refuse, turning
-from tunekit.models.families.moe import HUB, OURS, sparse, stacked
+from tunekit.models.families.base import (
+    LLAMA,
+    Config,
+    alternate_layers,
+    attention_spec,
+    decoder_spec,
+    reject_config_values,
+    rope_scaling_config,
+    with_default_config,
+)
+from tunekit.models.families.moe import HUB, OURS, moe_spec, stacked_expert_table
 from tunekit.models.spec import DecoderSpec, Layer, Norm
-from tunekit.models.weights import Fused, Row
+from tunekit.models.weight_map import Fused, KeyRule
 
 EXPERTS = f"{OURS}.experts", f"{HUB}.experts"
 TABLE = (
-    *stacked(*EXPERTS, transposed=True, interleaved=True),
-    Row(
+    *stacked_expert_table(*EXPERTS, transposed=True, interleaved=True),
+    KeyRule(
         (f"{EXPERTS[0]}.gate_proj.bias", f"{EXPERTS[0]}.up_proj.bias"),
         f"{EXPERTS[1]}.gate_up_proj_bias",
         Fused(dim=1, interleaved=True),
     ),
-    Row(f"{EXPERTS[0]}.down_proj.bias", f"{EXPERTS[1]}.down_proj_bias"),
+    KeyRule(f"{EXPERTS[0]}.down_proj.bias", f"{EXPERTS[1]}.down_proj_bias"),
     *LLAMA,
 )
 SWIGLU = {"swiglu_limit": 7.0, "swiglu_alpha": 1.702}
@@ -26,11 +35,11 @@ USUAL |= {"attention_bias": True, "rms_norm_eps": 1e-5, "rope_theta": 150_000.0,
 
 
 def spec(config: Config) -> DecoderSpec:
-    c = complete(config, **USUAL)
-    c["rope_scaling"] = turning(config) or ROPE
-    refuse(c, SWIGLU)
+    c = with_default_config(config, **USUAL)
+    c["rope_scaling"] = rope_scaling_config(config) or ROPE
+    reject_config_values(c, SWIGLU)
     experts = {"act": "clamped_swiglu", "score": "top_softmax", "normalize": False, "router_bias": True, "bias": True}
-    moe = sparse(c, c["intermediate_size"], **experts)
-    far = attention(c, sinks=True)
-    mixers = in_turns(c, 2, replace(far, window=c["sliding_window"]), far)
-    return decoder(c, [Layer(mixer, moe) for mixer in mixers], norm=Norm(c["rms_norm_eps"], late=True))
+    moe = moe_spec(c, c["intermediate_size"], **experts)
+    far = attention_spec(c, sinks=True)
+    mixers = alternate_layers(c, 2, replace(far, window=c["sliding_window"]), far)
+    return decoder_spec(c, [Layer(mixer, moe) for mixer in mixers], norm=Norm(c["rms_norm_eps"], late=True))

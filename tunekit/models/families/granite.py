@@ -1,15 +1,15 @@
 """Granite, dense: Llama with a factor at every joint."""
 
-from tunekit.models.families.base import Config, attention, complete, decoder, mlp
+from tunekit.models.families.base import Config, attention_spec, decoder_spec, mlp_spec, with_default_config
 from tunekit.models.spec import DecoderSpec, Layer
 
 USUAL = {"embedding_multiplier": 1.0, "residual_multiplier": 1.0, "attention_multiplier": 1.0, "logits_scaling": 1.0}
 
 
 def spec(config: Config) -> DecoderSpec:
-    c = complete(config, **USUAL)
-    layer = Layer(attention(c, scale=c["attention_multiplier"]), mlp(c))
-    return decoder(
+    c = with_default_config(config, **USUAL)
+    layer = Layer(attention_spec(c, scale=c["attention_multiplier"]), mlp_spec(c))
+    return decoder_spec(
         c,
         [layer] * c["num_hidden_layers"],
         embed_scale=c["embedding_multiplier"],

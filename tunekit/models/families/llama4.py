@@ -6,30 +6,30 @@ from tunekit.models.families.base import (
     FAR,
     LLAMA,
     Config,
-    attention,
-    beside,
-    complete,
-    decoder,
-    kinds,
-    mlp,
-    rope,
-    text,
-    turned,
+    attention_spec,
+    decoder_spec,
+    layer_types,
+    layers_with_rope,
+    mlp_spec,
+    rope_from_config,
+    text_config,
+    text_model_table,
+    with_default_config,
 )
-from tunekit.models.families.moe import OURS, sparse, stacked
-from tunekit.models.spec import DecoderSpec, Layer, Norm, QueryTuning
-from tunekit.models.weights import Row, under
+from tunekit.models.families.moe import OURS, moe_spec, stacked_expert_table
+from tunekit.models.spec import AttnTemperatureTuning, DecoderSpec, Layer, Norm
+from tunekit.models.weight_map import KeyRule, with_prefix
 
 CHUNKED = "chunked_attention"
 FFN = "model.layers.{}.feed_forward"
 TABLE = (
-    *stacked(f"{OURS}.experts", f"{FFN}.experts", transposed=True),
-    Row(f"{OURS}.shared", f"{FFN}.shared_expert"),
-    Row(OURS, FFN),
+    *stacked_expert_table(f"{OURS}.experts", f"{FFN}.experts", transposed=True),
+    KeyRule(f"{OURS}.shared", f"{FFN}.shared_expert"),
+    KeyRule(OURS, FFN),
     *LLAMA,
 )
-VISION = beside(TABLE, "vision_model", "multi_modal_projector")
-LIVE = (Row("head", "language_model.lm_head"), *under("language_model.model.", TABLE))
+VISION = text_model_table(TABLE, "vision_model", "multi_modal_projector")
+LIVE = (KeyRule("head", "language_model.lm_head"), *with_prefix("language_model.model.", TABLE))
 USUAL = {"num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5, "rope_theta": 500_000.0}
 USUAL |= {"max_position_embeddings": 131_072, "no_rope_layer_interval": 4, "interleave_moe_layer_step": 1}
 USUAL |= {"use_qk_norm": True, "attn_temperature_tuning": True, "attn_scale": 0.1, "floor_scale": 8192}
@@ -37,22 +37,24 @@ USUAL |= {"attention_chunk_size": 8192, "num_experts_per_tok": 1}
 
 
 def spec(config: Config) -> DecoderSpec:
-    c = complete(config, **USUAL)
+    c = with_default_config(config, **USUAL)
     count, step = c["num_hidden_layers"], c["interleave_moe_layer_step"]
-    turns = turned(c)
-    sees = kinds(c, [CHUNKED if turn else FAR for turn in turns], CHUNKED)
+    turns = layers_with_rope(c)
+    sees = layer_types(c, [CHUNKED if turn else FAR for turn in turns], CHUNKED)
     at = c["moe_layers"] if "moe_layers" in c else range(step - 1, count, step)
 
     norm = Norm(c["rms_norm_eps"], weight=False) if c["use_qk_norm"] else None
-    near = attention(c, rope=replace(rope(c), paired=True), norm_after_rope=True, qk_norm=norm)
-    tuning = QueryTuning(c["attn_scale"], c["floor_scale"], shift=1.0) if c["attn_temperature_tuning"] else None
+    near = attention_spec(c, rope=replace(rope_from_config(c), paired=True), norm_after_rope=True, qk_norm=norm)
+    tuning = (
+        AttnTemperatureTuning(c["attn_scale"], c["floor_scale"], shift=1.0) if c["attn_temperature_tuning"] else None
+    )
     far = replace(near, rope=None, qk_norm=None, tuning=tuning)
 
     hidden = c["intermediate_size"]
-    dense = mlp(c | {"intermediate_size": c["intermediate_size_mlp"]})
-    moe = sparse(c, hidden, score="top_sigmoid", normalize=False, weigh_input=True, shared=hidden)
+    dense = mlp_spec(c | {"intermediate_size": c["intermediate_size_mlp"]})
+    moe = moe_spec(c, hidden, score="top_sigmoid", normalize=False, weigh_input=True, shared=hidden)
     chunks = {CHUNKED: c["attention_chunk_size"]}
-    return decoder(
+    return decoder_spec(
         c,
         (
             Layer(replace(near if turns[i] else far, chunk=chunks.get(sees[i])), moe if i in at else dense)
@@ -62,4 +64,4 @@ def spec(config: Config) -> DecoderSpec:
 
 
 def vision(config: Config) -> DecoderSpec:
-    return spec(text(config, "llama4_text"))
+    return spec(text_config(config, "llama4_text"))

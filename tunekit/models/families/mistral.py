@@ -4,51 +4,53 @@ from tunekit.models.families.base import (
     LLAMA,
     NEAR,
     Config,
-    attention,
-    beside,
-    complete,
-    decoder,
-    kinds,
-    mlp,
-    rope,
-    text,
-    turning,
+    attention_spec,
+    decoder_spec,
+    layer_types,
+    mlp_spec,
+    rope_from_config,
+    rope_scaling_config,
+    text_config,
+    text_model_table,
+    with_default_config,
 )
-from tunekit.models.spec import DecoderSpec, Layer, QueryTuning
+from tunekit.models.spec import AttnTemperatureTuning, DecoderSpec, Layer
 
 USUAL = {"num_key_value_heads": 8, "sliding_window": 4096, "max_position_embeddings": 131_072}
 YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16_384}
 YARN |= {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}
 USUAL3 = {"num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 262_144, "rms_norm_eps": 1e-5}
-VISION = beside(LLAMA, "vision_tower", "multi_modal_projector")
+VISION = text_model_table(LLAMA, "vision_tower", "multi_modal_projector")
 
 
 def mistral(config: Config) -> DecoderSpec:
     """Mistral's first version looks back over a window; later ones set it to null."""
-    c = complete(config, **USUAL)
-    return decoder(c, [Layer(attention(c, window=c["sliding_window"]), mlp(c))] * c["num_hidden_layers"])
+    c = with_default_config(config, **USUAL)
+    return decoder_spec(c, [Layer(attention_spec(c, window=c["sliding_window"]), mlp_spec(c))] * c["num_hidden_layers"])
 
 
 def ministral(config: Config) -> DecoderSpec:
     """Windows in some layers."""
-    c = complete(config, **USUAL)
-    near, far = (attention(c, window=window) for window in (c["sliding_window"], None))
+    c = with_default_config(config, **USUAL)
+    near, far = (attention_spec(c, window=window) for window in (c["sliding_window"], None))
     usual = [NEAR] * c["num_hidden_layers"]
-    return decoder(c, (Layer(near if kind == NEAR else far, mlp(c)) for kind in kinds(c, usual)))
+    return decoder_spec(c, (Layer(near if kind == NEAR else far, mlp_spec(c)) for kind in layer_types(c, usual)))
 
 
 def ministral3(config: Config) -> DecoderSpec:
     """Queries grow beyond the context of the first training."""
-    c = complete(config, **USUAL3)
-    p = turning(c) or YARN
-    tuning = QueryTuning(p["llama_4_scaling_beta"], p["original_max_position_embeddings"])
-    mixer = attention(c, rope=rope(c | {"rope_scaling": p}), window=c.get("sliding_window"), tuning=tuning)
-    return decoder(c, [Layer(mixer, mlp(c))] * c["num_hidden_layers"])
+    c = with_default_config(config, **USUAL3)
+    p = rope_scaling_config(c) or YARN
+    tuning = AttnTemperatureTuning(p["llama_4_scaling_beta"], p["original_max_position_embeddings"])
+    mixer = attention_spec(
+        c, rope=rope_from_config(c | {"rope_scaling": p}), window=c.get("sliding_window"), tuning=tuning
+    )
+    return decoder_spec(c, [Layer(mixer, mlp_spec(c))] * c["num_hidden_layers"])
 
 
 def vision(config: Config) -> DecoderSpec:
     """Mistral Small 3.1 and later, Ministral 3: the text part is one of those above."""
-    c = text(config, "mistral")
+    c = text_config(config, "mistral")
     if c["model_type"] not in TEXTS:
         raise ValueError(f"the text part is of the type {c['model_type']!r}, which is not supported")
     return TEXTS[c["model_type"]](c)

@@ -1,14 +1,14 @@
 """Mixtral: Mistral with experts."""
 
-from tunekit.models.families.base import LLAMA, Config, attention, complete, decoder
-from tunekit.models.families.moe import EXPERTS, OURS, ROUTER, experts, sparse
+from tunekit.models.families.base import LLAMA, Config, attention_spec, decoder_spec, with_default_config
+from tunekit.models.families.moe import EXPERTS, OURS, ROUTER, expert_table, moe_spec
 from tunekit.models.spec import DecoderSpec, Layer
-from tunekit.models.weights import Row
+from tunekit.models.weight_map import KeyRule
 
 OLD = "model.layers.{}.block_sparse_moe"  # as all published checkpoints have it
 TABLE = (
-    Row(f"{OURS}.router", f"{OLD}.gate"),
-    *experts(f"{OURS}.experts", f"{OLD}.experts", ("w1", "w3", "w2")),
+    KeyRule(f"{OURS}.router", f"{OLD}.gate"),
+    *expert_table(f"{OURS}.experts", f"{OLD}.experts", ("w1", "w3", "w2")),
     *ROUTER,
     *EXPERTS,
     *LLAMA,
@@ -17,6 +17,6 @@ USUAL = {"max_position_embeddings": 131_072, "num_key_value_heads": 8, "rms_norm
 
 
 def spec(config: Config) -> DecoderSpec:
-    c = complete(config, **USUAL)
-    layer = Layer(attention(c, window=c.get("sliding_window")), sparse(c, c["intermediate_size"]))
-    return decoder(c, [layer] * c["num_hidden_layers"])
+    c = with_default_config(config, **USUAL)
+    layer = Layer(attention_spec(c, window=c.get("sliding_window")), moe_spec(c, c["intermediate_size"]))
+    return decoder_spec(c, [layer] * c["num_hidden_layers"])

@@ -2,52 +2,54 @@
 
 from typing import Any
 
-from tunekit.models.families.base import Config, mlp
+from tunekit.models.families.base import Config, mlp_spec
 from tunekit.models.spec import MoE
-from tunekit.models.weights import Fused, Kept, Row, Same, Stack, Transposed
+from tunekit.models.weight_map import Fused, HubOnly, Identity, KeyRule, Stack, Transposed
 
 OURS, HUB = "layers.{}.mlp", "model.layers.{}.mlp"
 
 
-def experts(
+def expert_table(
     ours: str, hub: str, names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
-) -> tuple[Row, ...]:
+) -> tuple[KeyRule, ...]:
     """A tensor for each expert, as published with `names`, or stacked ones, as transformers 5 holds them."""
     leaves = ("gate_proj", "up_proj", "down_proj")
-    single = (Row(f"{ours}.{leaf}", f"{hub}.*.{name}", Stack()) for leaf, name in zip(leaves, names, strict=True))
-    return (*single, *stacked(ours, hub))
+    single = (KeyRule(f"{ours}.{leaf}", f"{hub}.*.{name}", Stack()) for leaf, name in zip(leaves, names, strict=True))
+    return (*single, *stacked_expert_table(ours, hub))
 
 
-def stacked(ours: str, hub: str, transposed: bool = False, interleaved: bool = False) -> tuple[Row, ...]:
+def stacked_expert_table(
+    ours: str, hub: str, transposed: bool = False, interleaved: bool = False
+) -> tuple[KeyRule, ...]:
     """Tensors of all experts, with gate and up in one."""
     parts = f"{ours}.gate_proj.weight", f"{ours}.up_proj.weight"
-    down = Transposed() if transposed else Same()
+    down = Transposed() if transposed else Identity()
     return (
-        Row(parts, f"{hub}.gate_up_proj", Fused(dim=1, interleaved=interleaved, transposed=transposed)),
-        Row(f"{ours}.down_proj.weight", f"{hub}.down_proj", down),
+        KeyRule(parts, f"{hub}.gate_up_proj", Fused(dim=1, interleaved=interleaved, transposed=transposed)),
+        KeyRule(f"{ours}.down_proj.weight", f"{hub}.down_proj", down),
     )
 
 
-EXPERTS = experts(f"{OURS}.experts", f"{HUB}.experts")
-ROUTER = (Row(f"{OURS}.router", f"{HUB}.gate"),)
+EXPERTS = expert_table(f"{OURS}.experts", f"{HUB}.experts")
+ROUTER = (KeyRule(f"{OURS}.router", f"{HUB}.gate"),)
 
 
 COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")  # one thing in the words of several families
 
 
-def sparse(c: Config, hidden: int, **changes: Any) -> MoE:
+def moe_spec(c: Config, hidden: int, **changes: Any) -> MoE:
     """A mixture of experts of the width `hidden`."""
     count, top_k = next((c[key] for key in COUNTS if c.get(key)), None), c["num_experts_per_tok"]
     if count is None:
         raise ValueError(f"the number of experts is missing: {', '.join(COUNTS[:-1])} or {COUNTS[-1]}")
     if top_k > count:
         raise ValueError(f"num_experts_per_tok {top_k} is more than the {count} experts")
-    values: dict[str, Any] = {"act": mlp(c).act} | changes
+    values: dict[str, Any] = {"act": mlp_spec(c).act} | changes
     return MoE(count, top_k, hidden, **values)
 
 
-def predictors(c: Config) -> tuple[Row, ...]:
+def mtp_layers(c: Config) -> tuple[KeyRule, ...]:
     """Layers behind the last one predict further tokens: other programs may want them, so they stay as they are."""
     count = c.get("num_nextn_predict_layers") or c.get("num_mtp_layers") or 1
     first = c["num_hidden_layers"]
-    return tuple(Row((), f"model.layers.{i}", Kept()) for i in range(first, first + count))
+    return tuple(KeyRule((), f"model.layers.{i}", HubOnly()) for i in range(first, first + count))

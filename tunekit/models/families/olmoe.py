@@ -1,7 +1,14 @@
 """OLMoE: experts everywhere, norms over all heads of q and k together."""
 
-from tunekit.models.families.base import LLAMA, Config, attention, complete, decoder, refuse
-from tunekit.models.families.moe import EXPERTS, ROUTER, sparse
+from tunekit.models.families.base import (
+    LLAMA,
+    Config,
+    attention_spec,
+    decoder_spec,
+    reject_config_values,
+    with_default_config,
+)
+from tunekit.models.families.moe import EXPERTS, ROUTER, moe_spec
 from tunekit.models.spec import DecoderSpec, Layer, Norm
 
 TABLE = (*EXPERTS, *ROUTER, *LLAMA)
@@ -9,8 +16,8 @@ USUAL = {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "norm_topk_prob"
 
 
 def spec(config: Config) -> DecoderSpec:
-    c = complete(config, **USUAL)
-    refuse(c, {"clip_qkv": None})
-    mixer = attention(c, qk_norm=Norm(c["rms_norm_eps"], across_heads=True))
-    moe = sparse(c, c["intermediate_size"], normalize=c["norm_topk_prob"])
-    return decoder(c, [Layer(mixer, moe)] * c["num_hidden_layers"])
+    c = with_default_config(config, **USUAL)
+    reject_config_values(c, {"clip_qkv": None})
+    mixer = attention_spec(c, qk_norm=Norm(c["rms_norm_eps"], across_heads=True))
+    moe = moe_spec(c, c["intermediate_size"], normalize=c["norm_topk_prob"])
+    return decoder_spec(c, [Layer(mixer, moe)] * c["num_hidden_layers"])

@@ -1,11 +1,20 @@
 """Phi-3, Phi-3.5, Phi-4: Llama with fused projections, and LongRoPE for long rows."""
 
-from tunekit.models.families.base import FUSED_MLP, LLAMA, Config, attention, complete, decoder, mlp, turning
+from tunekit.models.families.base import (
+    FUSED_MLP,
+    LLAMA,
+    Config,
+    attention_spec,
+    decoder_spec,
+    mlp_spec,
+    rope_scaling_config,
+    with_default_config,
+)
 from tunekit.models.spec import DecoderSpec, Layer
-from tunekit.models.weights import Fused, Row
+from tunekit.models.weight_map import Fused, KeyRule
 
 TABLE = (
-    Row(tuple(f"layers.{{}}.attn.{part}_proj" for part in "qkv"), "model.layers.{}.self_attn.qkv_proj", Fused()),
+    KeyRule(tuple(f"layers.{{}}.attn.{part}_proj" for part in "qkv"), "model.layers.{}.self_attn.qkv_proj", Fused()),
     FUSED_MLP,
     *LLAMA,
 )
@@ -14,9 +23,9 @@ OLD = {"su", "yarn"}  # what the first files call longrope
 
 
 def spec(config: Config) -> DecoderSpec:
-    c = complete(config, **USUAL)
-    p = turning(c)
+    c = with_default_config(config, **USUAL)
+    p = rope_scaling_config(c)
     kind = p.get("rope_type") or p.get("type")
     p = p | {"rope_type": "longrope" if kind in OLD else kind}
-    mixer = attention(c | {"rope_scaling": p}, bias=False, out_bias=False, window=c.get("sliding_window"))
-    return decoder(c, [Layer(mixer, mlp(c))] * c["num_hidden_layers"])
+    mixer = attention_spec(c | {"rope_scaling": p}, bias=False, out_bias=False, window=c.get("sliding_window"))
+    return decoder_spec(c, [Layer(mixer, mlp_spec(c))] * c["num_hidden_layers"])

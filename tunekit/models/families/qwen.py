@@ -2,11 +2,21 @@
 
 from typing import Any
 
-from tunekit.models.families.base import LLAMA, Config, attention, beside, complete, decoder, mlp, text, windows
+from tunekit.models.families.base import (
+    LLAMA,
+    Config,
+    attention_spec,
+    decoder_spec,
+    mlp_spec,
+    sliding_windows,
+    text_config,
+    text_model_table,
+    with_default_config,
+)
 from tunekit.models.spec import DecoderSpec, Layer, Norm
 
 # Before transformers 4.52 the text part had the names of a model that only reads; files still have.
-VISION = (*beside(LLAMA, "visual"), *LLAMA)
+VISION = (*text_model_table(LLAMA, "visual"), *LLAMA)
 
 USUAL = {"max_position_embeddings": 32_768, "max_window_layers": 28, "num_key_value_heads": 32, "sliding_window": 4096}
 USUAL2_VISION = {"num_key_value_heads": 8, "max_window_layers": 80, "rms_norm_eps": 1e-5, "rope_theta": 1e6}
@@ -15,21 +25,23 @@ USUAL3_VISION = {"max_position_embeddings": 128_000, "rope_theta": 5e5}
 
 def qwen2(config: Config, **usual: Any) -> DecoderSpec:
     """Biases on q, k and v, whatever config.json says."""
-    c = complete(config, **(USUAL | usual))
-    return decoder(c, (Layer(attention(c, bias=True, out_bias=False, window=w), mlp(c)) for w in windows(c)))
+    c = with_default_config(config, **(USUAL | usual))
+    return decoder_spec(
+        c, (Layer(attention_spec(c, bias=True, out_bias=False, window=w), mlp_spec(c)) for w in sliding_windows(c))
+    )
 
 
 def qwen3(config: Config, **usual: Any) -> DecoderSpec:
     """A norm over each head of q and k."""
-    c = complete(config, head_dim=128, **(USUAL | usual))
+    c = with_default_config(config, head_dim=128, **(USUAL | usual))
     norm = Norm(c["rms_norm_eps"])
-    return decoder(c, (Layer(attention(c, qk_norm=norm, window=w), mlp(c)) for w in windows(c)))
+    return decoder_spec(c, (Layer(attention_spec(c, qk_norm=norm, window=w), mlp_spec(c)) for w in sliding_windows(c)))
 
 
 def qwen2_vision(config: Config) -> DecoderSpec:
     """Qwen2-VL and Qwen2.5-VL."""
-    return qwen2(text(config, "qwen2"), **USUAL2_VISION)
+    return qwen2(text_config(config, "qwen2"), **USUAL2_VISION)
 
 
 def qwen3_vision(config: Config) -> DecoderSpec:
-    return qwen3(text(config, "qwen3"), **USUAL3_VISION)
+    return qwen3(text_config(config, "qwen3"), **USUAL3_VISION)

@@ -1,30 +1,30 @@
 """Qwen3.5, dense and with experts, and the text part of those that also see."""
 
-from tunekit.models.families.base import Config, beside, complete, mlp, text
+from tunekit.models.families.base import Config, mlp_spec, text_config, text_model_table, with_default_config
 from tunekit.models.families.qwen3_next import DENSE, EXPERTS, TABLE, USUAL, experts, hybrid
 from tunekit.models.spec import DecoderSpec
 
 # A text model that transformers took out of a larger one keeps the names that it had there.
-TEXT, MOE_TEXT = (*DENSE, *beside(DENSE, "visual")), (*TABLE, *beside(TABLE, "visual"))
-VISION, MOE_VISION = beside(DENSE, "visual"), beside(TABLE, "visual")
+TEXT, MOE_TEXT = (*DENSE, *text_model_table(DENSE, "visual")), (*TABLE, *text_model_table(TABLE, "visual"))
+VISION, MOE_VISION = text_model_table(DENSE, "visual"), text_model_table(TABLE, "visual")
 EXPERTS = EXPERTS | {"num_experts": 256, "num_experts_per_tok": 8}
 
 
 def dense(config: Config) -> DecoderSpec:
-    c = complete(config, **(USUAL | {"num_key_value_heads": 4}))
-    return hybrid(c, lambda _: mlp(c))
+    c = with_default_config(config, **(USUAL | {"num_key_value_heads": 4}))
+    return hybrid(c, lambda _: mlp_spec(c))
 
 
 def moe(config: Config) -> DecoderSpec:
     """Experts in every layer, whose weights always add up to 1; so no width of a dense one is stated."""
     width = config.get("moe_intermediate_size") or EXPERTS["moe_intermediate_size"]
-    c = complete(config, **USUAL, **EXPERTS, intermediate_size=width)
+    c = with_default_config(config, **USUAL, **EXPERTS, intermediate_size=width)
     return hybrid(c, lambda _: experts(c))
 
 
 def vision(config: Config) -> DecoderSpec:
-    return dense(text(config, "qwen3_5_text"))
+    return dense(text_config(config, "qwen3_5_text"))
 
 
 def moe_vision(config: Config) -> DecoderSpec:
-    return moe(text(config, "qwen3_5_moe_text"))
+    return moe(text_config(config, "qwen3_5_moe_text"))

@@ -2,18 +2,28 @@
 
 from collections.abc import Callable
 
-from tunekit.models.families.base import FAR, LLAMA, Config, attention, but_every, complete, decoder, kinds, refuse
-from tunekit.models.families.moe import sparse
+from tunekit.models.families.base import (
+    FAR,
+    LLAMA,
+    Config,
+    all_but_every_nth,
+    attention_spec,
+    decoder_spec,
+    layer_types,
+    reject_config_values,
+    with_default_config,
+)
+from tunekit.models.families.moe import moe_spec
 from tunekit.models.families.qwen_moe import TABLE as QWEN_MOE
 from tunekit.models.families.qwen_moe import ffn
 from tunekit.models.spec import DecoderSpec, DeltaNet, FeedForward, Layer, MoE, Norm
-from tunekit.models.weights import Kept, Row
+from tunekit.models.weight_map import HubOnly, KeyRule
 
 LINEAR = "linear_attention"  # what config.json calls a delta net
 LEAVES = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "in_proj_qkvz", "in_proj_ba")
 LEAVES += ("conv1d", "A_log", "dt_bias", "norm", "out_proj")
-NET = tuple(Row(f"layers.{{}}.attn.{leaf}", f"model.layers.{{}}.linear_attn.{leaf}") for leaf in LEAVES)
-MTP = (Row((), "mtp", Kept()),)  # predicts further tokens: other programs may want it
+NET = tuple(KeyRule(f"layers.{{}}.attn.{leaf}", f"model.layers.{{}}.linear_attn.{leaf}") for leaf in LEAVES)
+MTP = (KeyRule((), "mtp", HubOnly()),)  # predicts further tokens: other programs may want it
 TABLE = (*NET, *QWEN_MOE, *MTP)
 DENSE = (*NET, *LLAMA, *MTP)
 
@@ -25,13 +35,13 @@ EXPERTS |= {"num_experts": 512, "num_experts_per_tok": 10, "norm_topk_prob": Tru
 
 
 def spec(config: Config) -> DecoderSpec:
-    c = complete(config, **USUAL, **EXPERTS)
+    c = with_default_config(config, **USUAL, **EXPERTS)
     return hybrid(c, lambda i: ffn(c, i, experts(c)), grouped=True)
 
 
 def hybrid(c: Config, feed: Callable[[int], FeedForward], grouped: bool = False) -> DecoderSpec:
     """Delta nets with an attention in every n-th layer; `feed` says what stands behind the mixer of a layer."""
-    refuse(c, {"hidden_act": "silu", "attn_output_gate": True})
+    reject_config_values(c, {"hidden_act": "silu", "attn_output_gate": True})
     norm = Norm(c["rms_norm_eps"], offset=1.0)
     net = DeltaNet(
         k_heads=c["linear_num_key_heads"],
@@ -44,13 +54,13 @@ def hybrid(c: Config, feed: Callable[[int], FeedForward], grouped: bool = False)
     )
     if net.v_heads % net.k_heads:
         raise ValueError(f"linear_num_value_heads {net.v_heads} is no multiple of linear_num_key_heads {net.k_heads}")
-    mixers = {LINEAR: net, FAR: attention(c, qk_norm=norm, gated=True)}
-    found = kinds(c, but_every(c["full_attention_interval"], c, LINEAR), LINEAR)
+    mixers = {LINEAR: net, FAR: attention_spec(c, qk_norm=norm, gated=True)}
+    found = layer_types(c, all_but_every_nth(c["full_attention_interval"], c, LINEAR), LINEAR)
     layers = (Layer(mixers[kind], feed(i)) for i, kind in enumerate(found))
-    return decoder(c, layers, norm=norm)
+    return decoder_spec(c, layers, norm=norm)
 
 
 def experts(c: Config) -> MoE:
     """Experts, and a shared one behind a gate."""
     shared = c["shared_expert_intermediate_size"]
-    return sparse(c, c["moe_intermediate_size"], normalize=c["norm_topk_prob"], shared=shared, shared_gate=True)
+    return moe_spec(c, c["moe_intermediate_size"], normalize=c["norm_topk_prob"], shared=shared, shared_gate=True)

@@ -1,15 +1,25 @@
 """Qwen1.5-MoE, Qwen2-MoE and Qwen3-MoE."""
 
-from tunekit.models.families.base import FAR, LLAMA, NEAR, Config, attention, complete, decoder, kinds, mlp
-from tunekit.models.families.moe import EXPERTS, HUB, OURS, ROUTER, sparse
+from tunekit.models.families.base import (
+    FAR,
+    LLAMA,
+    NEAR,
+    Config,
+    attention_spec,
+    decoder_spec,
+    layer_types,
+    mlp_spec,
+    with_default_config,
+)
+from tunekit.models.families.moe import EXPERTS, HUB, OURS, ROUTER, moe_spec
 from tunekit.models.spec import MLP, DecoderSpec, Layer, MoE, Norm
-from tunekit.models.weights import Row
+from tunekit.models.weight_map import KeyRule
 
 TABLE = (
     *EXPERTS,
     *ROUTER,
-    Row(f"{OURS}.shared", f"{HUB}.shared_expert"),
-    Row(f"{OURS}.shared_gate", f"{HUB}.shared_expert_gate"),
+    KeyRule(f"{OURS}.shared", f"{HUB}.shared_expert"),
+    KeyRule(f"{OURS}.shared_gate", f"{HUB}.shared_expert_gate"),
     *LLAMA,
 )
 USUAL = {"max_position_embeddings": 32_768, "decoder_sparse_step": 1, "norm_topk_prob": False, "sliding_window": 4096}
@@ -19,29 +29,29 @@ USUAL3 = USUAL | {"num_key_value_heads": 4}
 
 def qwen2(config: Config) -> DecoderSpec:
     """A shared expert behind a gate, beside the chosen ones."""
-    c = complete(config, **USUAL2)
+    c = with_default_config(config, **USUAL2)
     shared = {"shared": c["shared_expert_intermediate_size"], "shared_gate": True}
-    moe = sparse(c, c["moe_intermediate_size"], normalize=c["norm_topk_prob"], **shared)
-    mixers = [attention(c, bias=bool(c["qkv_bias"]), out_bias=False, window=w) for w in windows(c)]
-    return decoder(c, (Layer(mixer, ffn(c, i, moe)) for i, mixer in enumerate(mixers)))
+    moe = moe_spec(c, c["moe_intermediate_size"], normalize=c["norm_topk_prob"], **shared)
+    mixers = [attention_spec(c, bias=bool(c["qkv_bias"]), out_bias=False, window=w) for w in windows(c)]
+    return decoder_spec(c, (Layer(mixer, ffn(c, i, moe)) for i, mixer in enumerate(mixers)))
 
 
 def qwen3(config: Config) -> DecoderSpec:
-    c = complete(config, **USUAL3)
-    moe = sparse(c, c["moe_intermediate_size"], normalize=c["norm_topk_prob"])
+    c = with_default_config(config, **USUAL3)
+    moe = moe_spec(c, c["moe_intermediate_size"], normalize=c["norm_topk_prob"])
     window = c["sliding_window"] if c.get("use_sliding_window") else None
-    mixer = attention(c, qk_norm=Norm(c["rms_norm_eps"]), window=window)
-    return decoder(c, (Layer(mixer, ffn(c, i, moe)) for i in range(c["num_hidden_layers"])))
+    mixer = attention_spec(c, qk_norm=Norm(c["rms_norm_eps"]), window=window)
+    return decoder_spec(c, (Layer(mixer, ffn(c, i, moe)) for i in range(c["num_hidden_layers"])))
 
 
 def ffn(c: Config, i: int, moe: MoE) -> MLP | MoE:
     """Experts in every n-th layer, less those that config.json names."""
     dense = i in (c.get("mlp_only_layers") or ()) or (i + 1) % c["decoder_sparse_step"]
-    return mlp(c) if dense else moe
+    return mlp_spec(c) if dense else moe
 
 
 def windows(c: Config) -> list[int | None]:
     """Qwen2-MoE slides in every second of the first layers, where Qwen2 does in all of the last."""
     window = c["sliding_window"] if c.get("use_sliding_window") else None
     usual = [NEAR if i < c["max_window_layers"] and i % 2 == 0 else FAR for i in range(c["num_hidden_layers"])]
-    return [window if kind == NEAR else None for kind in kinds(c, usual)]
+    return [window if kind == NEAR else None for kind in layer_types(c, usual)]

@@ -31,7 +31,7 @@ from tunekit.models.families import (
 )
 from tunekit.models.families.base import LLAMA, Config
 from tunekit.models.spec import DecoderSpec
-from tunekit.models.weights import Row
+from tunekit.models.weight_map import KeyRule
 
 
 @dataclass(frozen=True)
@@ -39,21 +39,23 @@ class Family:
     """A function of config.json and a table of names: all that is particular to an architecture."""
 
     spec: Callable[[Config], DecoderSpec]
-    table: tuple[Row, ...] = LLAMA
-    told: Callable[[Config], tuple[Row, ...]] = lambda _: ()  # rows that config.json decides, before the others
-    live: tuple[Row, ...] = ()  # what transformers calls its modules, where the first rows for them are of older files
+    table: tuple[KeyRule, ...] = LLAMA
+    told: Callable[[Config], tuple[KeyRule, ...]] = lambda _: ()  # rows that config.json decides, before the others
+    live: tuple[
+        KeyRule, ...
+    ] = ()  # what transformers calls its modules, where the first rows for them are of older files
     untold: bool = False  # experts are transposed there, and their module does not tell PEFT so
-    unread: tuple[Row, ...] = ()  # heads in whose place another stands
+    unread: tuple[KeyRule, ...] = ()  # heads in whose place another stands
 
     @property
-    def modules(self) -> tuple[Row, ...]:
+    def modules(self) -> tuple[KeyRule, ...]:
         """The table with the names first that an adapter's files go by."""
         return self.live + self.table
 
 
 FAMILIES = {
     "deepseek_v2": Family(deepseek.v2, deepseek.TABLE),
-    "deepseek_v3": Family(deepseek.v3, deepseek.TABLE, moe.predictors),
+    "deepseek_v3": Family(deepseek.v3, deepseek.TABLE, moe.mtp_layers),
     "gemma": Family(gemma.gemma),
     "gemma2": Family(gemma.gemma2, gemma.TABLE),
     "gemma3": Family(gemma.vision, gemma.VISION),
@@ -62,11 +64,11 @@ FAMILIES = {
     "gemma4_text": Family(gemma4.spec, gemma4.TABLE, gemma4.told),
     "glm": Family(glm.glm, glm.TABLE),
     "glm4": Family(glm.glm4, glm.TABLE4),
-    "glm4_moe": Family(glm_moe.spec, glm_moe.TABLE, moe.predictors),
+    "glm4_moe": Family(glm_moe.spec, glm_moe.TABLE, moe.mtp_layers),
     "gpt_oss": Family(gpt_oss.spec, gpt_oss.TABLE),
     "granite": Family(granite.spec),
     "granitemoe": Family(granite_moe.spec, granite_moe.TABLE, live=granite_moe.LIVE),
-    "kimi_k2": Family(deepseek.v3, deepseek.TABLE, moe.predictors),
+    "kimi_k2": Family(deepseek.v3, deepseek.TABLE, moe.mtp_layers),
     "llama": Family(llama.spec),
     "llama4": Family(llama4.vision, llama4.VISION, live=llama4.LIVE, untold=True),
     "llama4_text": Family(llama4.spec, llama4.TABLE, untold=True),
@@ -95,7 +97,7 @@ FAMILIES = {
 }
 
 
-def family(config: Config, where: str) -> tuple[Family, DecoderSpec]:
+def find_family(config: Config, where: str) -> tuple[Family, DecoderSpec]:
     """Family and spec of the config.json at `where`."""
     kind = config.get("model_type")
     if kind is None:
@@ -108,7 +110,7 @@ def family(config: Config, where: str) -> tuple[Family, DecoderSpec]:
     try:
         spec = found.spec(config)
         found = replace(found, table=found.told(config) + found.table)
-        score = classifiers.score(config)
+        score = classifiers.score_head(config)
         return (found, spec) if score is None else (scoring(found), spec.scoring(score))
     except KeyError as error:
         raise UserError(f"{where}: {error} is missing") from error
@@ -118,5 +120,5 @@ def family(config: Config, where: str) -> tuple[Family, DecoderSpec]:
 
 def scoring(found: Family) -> Family:
     """The family's names with a head that scores."""
-    rows = {"table": classifiers.table(found.table), "live": classifiers.table(found.live)}
-    return replace(found, **rows, unread=classifiers.heads(found.live + found.table))
+    rows = {"table": classifiers.classifier_table(found.table), "live": classifiers.classifier_table(found.live)}
+    return replace(found, **rows, unread=classifiers.lm_head_names(found.live + found.table))

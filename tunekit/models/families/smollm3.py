@@ -2,7 +2,14 @@
 
 from dataclasses import replace
 
-from tunekit.models.families.base import Config, attention, complete, decoder, mlp, turned
+from tunekit.models.families.base import (
+    Config,
+    attention_spec,
+    decoder_spec,
+    layers_with_rope,
+    mlp_spec,
+    with_default_config,
+)
 from tunekit.models.spec import DecoderSpec, Layer
 
 USUAL = {"num_key_value_heads": 4, "rope_theta": 2e6, "max_position_embeddings": 32_768, "no_rope_layer_interval": 4}
@@ -10,7 +17,7 @@ USUAL |= {"tie_word_embeddings": True}
 
 
 def spec(config: Config) -> DecoderSpec:
-    c = complete(config, **USUAL)
-    near = attention(c)
+    c = with_default_config(config, **USUAL)
+    near = attention_spec(c)
     far = replace(near, rope=None, window=c.get("sliding_window") if c.get("use_sliding_window") else None)
-    return decoder(c, (Layer(near if turns else far, mlp(c)) for turns in turned(c)))
+    return decoder_spec(c, (Layer(near if turns else far, mlp_spec(c)) for turns in layers_with_rope(c)))

@@ -1,0 +1,50 @@
+"""Products of a few rows with a matrix, as in generation: on a CPU in bf16, as fast as the matrix is read."""
+
+import ctypes
+from functools import cache
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tunekit.kernels.cpp_extension import load_library
+
+FEW = 8  # rows
+SOURCE = Path(__file__).with_name("few.cpp")
+
+
+def gemv(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x W^T + b: (..., in) to (..., out)."""
+    lib = compiled() if fits(x, weight) else None
+    if lib is None:
+        return F.linear(x, weight, bias)
+    x = x.contiguous()
+    rows, width = weight.shape
+    y = x.new_empty(*x.shape[:-1], rows)
+    places = x.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr(), y.data_ptr()
+    lib.few(*places, x.numel() // width, rows, width, weight.stride(0), torch.get_num_threads())
+    return y
+
+
+def fits(x: Tensor, weight: Tensor) -> bool:
+    """Few rows of bf16 on the CPU of which nobody wants a gradient."""
+    return (
+        x.dtype == weight.dtype == torch.bfloat16
+        and 0 < x.numel() <= FEW * weight.shape[1]
+        and x.device.type == weight.device.type == "cpu"
+        and weight.stride(1) == 1
+        and not torch.is_grad_enabled()
+        and not torch.compiler.is_compiling()
+    )
+
+
+@cache
+def compiled() -> ctypes.CDLL | None:
+    """The compiled function, where it can be had and the processor multiplies pairs of bf16."""
+    lib = load_library(SOURCE)
+    if lib is None:
+        return None
+    lib.able.restype = ctypes.c_bool
+    lib.few.argtypes = [*[ctypes.c_void_p] * 4, *[ctypes.c_int64] * 4, ctypes.c_int]
+    return lib if lib.able() else None

@@ -1,0 +1,434 @@
+"""How far what a student expects is from what a teacher expects, a chunk of tokens at a time.
+
+Logits of neither exist as a whole. As in cross_entropy.py, whose chunks these are, gradients are taken while the logits
+are at hand, and written over those of the student.
+"""
+
+import ctypes
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tunekit.kernels import cross_entropy, fake_mode
+from tunekit.kernels.cpp_extension import load_library
+from tunekit.kernels.cross_entropy import (
+    NATIVE,
+    AutogradHeadChunks,
+    ChunkedSum,
+    LinearHeadChunks,
+    LMHead,
+    TokenChunks,
+    VocabShard,
+    default_terms,
+    prepare_chunks,
+)
+from tunekit.kernels.torch_compile import disable_compile
+from tunekit.kernels.triton_support import uses_triton
+
+SOURCE = Path(__file__).with_name("divergence.cpp")
+FLOOR = -1e4  # of a logarithm: what cannot be is very unlikely, and no sum becomes a NaN by it
+TINY = 1e-37
+ROWS = 64  # whose logits are made fp32 at a time
+# What is told of a chunk, summed over its tokens; all but the second at the temperature of the comparison.
+FIGURES = ("divergence", "cross_entropy", "kl", "entropy", "teacher_entropy", "agreement")
+
+
+@dataclass(frozen=True)
+class KLMixture:
+    """forward KL(q || s q + (1 - s) p) + reverse KL(p || t p + (1 - t) q), of a student's p and a teacher's q.
+
+    Both are of logits over a temperature, and of the ids that both embed. `truth` is the share that the cross-entropy
+    of the tokens which follow has in the loss.
+    """
+
+    forward: float = 1.0
+    forward_skew: float = 0.0
+    reverse: float = 0.0
+    reverse_skew: float = 0.0
+    temperature: float = 1.0
+    truth: float = 0.0
+
+
+@dataclass(frozen=True)
+class KLTerms:
+    """A mixture, what is done to the logits of both first, and which of them both have."""
+
+    by: KLMixture
+    student: tuple[float, float | None]  # scale and softcap
+    teacher: tuple[float, float | None]
+    count: int  # of the student's ids that are here, and that the teacher has too
+    share: VocabShard | None
+
+    @property
+    def weight(self) -> float:
+        return 1 - self.by.truth
+
+    @property
+    def numbers(self) -> list[float]:
+        by = self.by
+        parts = by.forward, by.forward_skew, by.reverse, by.reverse_skew, self.weight
+        return [*(number or 0.0 for number in (*self.student, *self.teacher)), by.temperature, *parts]
+
+
+class TeacherTargets(Protocol):
+    """What a teacher expects on each of N rows."""
+
+    def against(self, logits: Tensor, rows: Tensor, by: KLMixture, head: LMHead, gradient: bool) -> Tensor:
+        """(n, 5) of a student's raw logits (n, vocab) on some rows: the figures but the cross-entropy.
+
+        With `gradient`, the logits become it.
+        """
+        ...
+
+
+@disable_compile  # the number of learnt tokens differs from batch to batch, and each would compile anew
+def linear_kl_divergence(
+    hidden: Tensor, targets: Tensor, head: LMHead, teacher: TeacherTargets, by: KLMixture, rows: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Sum of the loss over tokens, and of each of FIGURES: `hidden` (N, dim) of the student, `targets` (N,).
+
+    Only `rows` count, if they are given. The heads may be anything: plain, adapted, scaled, shared by ranks.
+    """
+    step = KLChunkLoss(by, head, teacher, targets)
+    loss = ChunkedSum.apply(*prepare_chunks(hidden, torch.arange(len(hidden), device=hidden.device), head, step, rows))
+    return loss, sum(step.found, start=torch.zeros(len(FIGURES), device=hidden.device))
+
+
+@dataclass(frozen=True)
+class KLChunkLoss:
+    """A step of chunks, which is told the numbers of rows in place of targets."""
+
+    by: KLMixture
+    head: LMHead
+    teacher: TeacherTargets
+    targets: Tensor
+    found: list[Tensor] = field(default_factory=list)
+
+    def __call__(self, logits: Tensor, targets: Tensor, weights: Tensor | None, gradient: bool) -> Tensor:
+        assert weights is None
+        truth, rows = self.by.truth, targets
+        mixed = gradient and truth > 0
+        own = logits.clone() if mixed else logits
+        weights = torch.full_like(rows, truth, dtype=torch.float32)
+        losses = default_terms(self.head)(own, self.targets.index_select(0, rows), weights, mixed)
+        figures = self.teacher.against(logits, rows, self.by, self.head, gradient)
+        if mixed:
+            logits += own
+        figures = torch.cat([figures[:, :1], losses[:, None], figures[:, 1:]], dim=1)
+        self.found.append(figures.sum(0))
+        return (1 - truth) * figures[:, 0] + truth * losses
+
+
+# A teacher of whose logits all are made
+
+
+class FullTargets:
+    """Hidden states (N, dim) of a teacher, and its head."""
+
+    def __init__(self, hidden: Tensor, head: LMHead) -> None:
+        self.hidden, self.head = hidden, head
+        self.layer: LinearHeadChunks | AutogradHeadChunks | None = None
+
+    def logits(self, rows: Tensor) -> Tensor:
+        """Raw ones (n, ids), in memory that is used again for the next chunk."""
+        x = F.pad(self.hidden.index_select(0, rows), (0, 0, 0, -len(rows) % cross_entropy.MULTIPLE))
+        if self.layer is None or (isinstance(self.layer, LinearHeadChunks) and len(self.layer.room) < len(x)):
+            self.layer = (LinearHeadChunks if self.head.plain else AutogradHeadChunks)(self.head, x, len(x), [])
+        return self.layer.logits(x, False)[: len(rows)]
+
+    def against(self, logits: Tensor, rows: Tensor, by: KLMixture, head: LMHead, gradient: bool) -> Tensor:
+        terms, made = terms_of(by, head, total(self.head), self.head), self.logits(rows)
+        if head.share is not None and total(head) != total(self.head):  # ranks have other parts of the teacher's
+            assert self.head.share is not None
+            made = self.head.share.whole(made)[:, head.share.start :]
+        made = made[:, : terms.count]
+        return kernel_for(logits, made, head.share)(logits, made, terms, gradient)
+
+
+def total(head: LMHead) -> int:
+    """All ids that a head makes logits for."""
+    return len(head.weight) if head.share is None else head.share.total
+
+
+def terms_of(by: KLMixture, head: LMHead, ids: int, teacher: LMHead | None = None) -> KLTerms:
+    """Of a student's head and a teacher who knows so many ids."""
+    start = 0 if head.share is None else head.share.start
+    count = max(0, min(len(head.weight), ids - start))
+    finish = (1.0, None) if teacher is None else (teacher.scale, teacher.softcap)
+    return KLTerms(by, (head.scale, head.softcap), finish, count, head.share)
+
+
+def finished(raw: Tensor, finish: tuple[float, float | None], temperature: float) -> Tensor:
+    """Logits (n, ids) as a product gave them, in fp32, scaled and capped, over the temperature."""
+    scale, softcap = finish
+    x = raw.float() * scale
+    return (softcap * (x / softcap).tanh() if softcap else x) / temperature
+
+
+def kernel_for(student: Tensor, teacher: Tensor, share: VocabShard | None) -> Callable[..., Tensor]:
+    """The fastest function that computes divergences of these logits. Ranks that share a vocabulary use plain torch."""
+    if share is None and student.stride(1) == teacher.stride(1) == 1 and on_gpu(student):
+        return gpu_divergences
+    return fast_divergences if share is None and fits(student, teacher) else torch_divergences
+
+
+def torch_divergences(student: Tensor, teacher: Tensor, terms: KLTerms, gradient: bool) -> Tensor:
+    """Divergence, KL of teacher and student, both entropies, and whether both find the same likeliest, (n, 5)."""
+    whole, student = student, student[:, : terms.count]
+    x, y = (
+        finished(student, terms.student, terms.by.temperature),
+        finished(teacher, terms.teacher, terms.by.temperature),
+    )
+    most = largest(x, terms.share), largest(y, terms.share)
+    both = ((x == most[0]) & (y == most[1])).any(-1)
+    lp, lq = (log_softmax(z, one, terms.share).clamp(min=FLOOR) for z, one in ((x, most[0]), (y, most[1])))
+    p, q = lp.exp(), lq.exp()
+    far, pull = pieces(lp, lq, terms.by)
+    parts = far, q * (lq - lp), -p * lp, -q * lq, both[:, None], pull
+    sums = added(torch.stack([part.sum(-1) for part in parts], dim=1), terms.share)
+    if gradient:
+        whole[:, terms.count :] = 0
+        student.copy_((pull - p * sums[:, 5:]) * slope(x, terms))
+    sums[:, 4].clamp_(max=1)
+    return sums[:, :5]
+
+
+def pieces(lp: Tensor, lq: Tensor, by: KLMixture) -> tuple[Tensor, Tensor]:
+    """What each id adds to the divergence, and the slope of that over p, times p."""
+    p, q = lp.exp(), lq.exp()
+    far, pull = torch.zeros_like(p), torch.zeros_like(p)
+    if by.forward:
+        s = by.forward_skew
+        m = (s * q + (1 - s) * p).clamp(min=TINY)
+        far += by.forward * q * (lq - (m.log() if s else lp))
+        pull -= by.forward * (1 - s) * q * (p / m if s else 1)
+    if by.reverse:
+        t = by.reverse_skew
+        n = (t * p + (1 - t) * q).clamp(min=TINY)
+        own = p * (lp - (n.log() if t else lq))
+        far += by.reverse * own
+        pull += by.reverse * (own - t * p * (p / n))
+    return far, pull
+
+
+def slope(x: Tensor, terms: KLTerms) -> Tensor | float:
+    """Of a finished logit over what the product gave, times the weight of the divergence."""
+    (scale, softcap), temperature = terms.student, terms.by.temperature
+    by = terms.weight * scale / temperature
+    return by * (1 - (x * temperature / softcap).square()) if softcap else by
+
+
+def largest(x: Tensor, share: VocabShard | None) -> Tensor:
+    """(n, 1), over all ids."""
+    most = x.amax(-1, keepdim=True) if x.shape[1] else x.new_full((len(x), 1), -torch.inf)
+    return most if share is None else share.largest(most)
+
+
+def log_softmax(x: Tensor, most: Tensor, share: VocabShard | None) -> Tensor:
+    """Of the ids that are here, where `most` (n, 1) is the largest of all."""
+    x = x - most  # first: sums of what is far from zero are rough
+    return x - added(x.exp().sum(-1, keepdim=True), share).log()
+
+
+def added(x: Tensor, share: VocabShard | None) -> Tensor:
+    return x if share is None else share.add(x)
+
+
+# The same, compiled
+
+
+@cache
+def compiled() -> ctypes.CDLL | None:
+    lib = load_library(SOURCE)
+    if lib is not None:
+        for one in NATIVE.values():
+            for other in NATIVE.values():
+                getattr(lib, f"{one}_{other}").argtypes = [*[ctypes.c_void_p] * 5, ctypes.c_int, ctypes.c_int]
+            getattr(lib, f"top_{one}").argtypes = [*[ctypes.c_void_p] * 6, ctypes.c_int, ctypes.c_int]
+            getattr(lib, f"expected_{one}").argtypes = [*[ctypes.c_void_p] * 5, ctypes.c_int]
+    return lib
+
+
+def fits(*logits: Tensor) -> bool:
+    """Whether there is a compiled function for these."""
+    fit = all(fake_mode.device_type(x) == "cpu" and x.dtype in NATIVE and x.stride(1) == 1 for x in logits)
+    return fit and (fake_mode.is_fake() or compiled() is not None)
+
+
+def fast_divergences(student: Tensor, teacher: Tensor, terms: KLTerms, gradient: bool) -> Tensor:
+    """As `torch_divergences`, of logits on the CPU."""
+    out = torch.empty(len(student), len(FIGURES) - 1)
+    if fake_mode.is_fake():
+        return out
+    numbers = (ctypes.c_float * 10)(*terms.numbers)
+    sizes = (ctypes.c_int64 * 5)(len(student), terms.count, student.shape[1], student.stride(0), teacher.stride(0))
+    work = getattr(compiled(), f"{NATIVE[student.dtype]}_{NATIVE[teacher.dtype]}")
+    work(student.data_ptr(), teacher.data_ptr(), numbers, out.data_ptr(), sizes, gradient, torch.get_num_threads())
+    return out
+
+
+# The same on a GPU, in one launch and without temporary memory
+
+
+def on_gpu(x: Tensor) -> bool:
+    """Whether the Triton kernel takes a tensor, or would take it on the GPU that a plan is for."""
+    return fake_mode.device_type(x) == "cuda" if fake_mode.is_fake() else uses_triton(x)
+
+
+def gpu_divergences(student: Tensor, teacher: Tensor, terms: KLTerms, gradient: bool) -> Tensor:
+    """As `torch_divergences`, of logits on a GPU."""
+    if fake_mode.is_fake():
+        return student.new_empty(len(student), len(FIGURES) - 1, dtype=torch.float32)
+    return gpu().divergences(student, teacher, terms.numbers, terms.count, gradient)
+
+
+@cache
+def gpu() -> ModuleType:
+    """The Triton kernels, loaded only where there is a GPU."""
+    return importlib.import_module("tunekit.kernels.kl_divergence_triton")
+
+
+# A teacher of whose tokens the likeliest are known
+
+
+@dataclass(frozen=True)
+class TopKTargets:
+    """A teacher's likeliest tokens: `ids` (N, k), and `logs` (N, k + 1) of what it expects of each, at a temperature.
+
+    The last is of all other ids that both embed, which count as one. `at` says where a row's are.
+    """
+
+    ids: Tensor
+    logs: Tensor
+    at: Tensor
+    total: int  # ids that the teacher knows
+
+    def against(self, logits: Tensor, rows: Tensor, by: KLMixture, head: LMHead, gradient: bool) -> Tensor:
+        terms, at = terms_of(by, head, self.total), self.at.index_select(0, rows)
+        work = fast_top if head.share is None and head.softcap is None and fits(logits) else torch_top
+        return work(logits, self.ids.index_select(0, at), self.logs.index_select(0, at), terms, gradient)
+
+
+def torch_top(logits: Tensor, ids: Tensor, logs: Tensor, terms: KLTerms, gradient: bool) -> Tensor:
+    """As `torch_divergences`, of the likeliest ids and all others as one. Only the student's entropy is of all ids."""
+    share, whole, logits = terms.share, logits, logits[:, : terms.count]
+    x = finished(logits, terms.student, terms.by.temperature)
+    at = ids.long() - (0 if share is None else share.start)
+    here = (at >= 0) & (at < terms.count)
+    at, most, caps = at.where(here, 0), largest(x, share), slope(x, terms) if gradient else 1.0
+    x = log_softmax(x, most, share)
+    likeliest = largest(x, share)
+    own = x.gather(1, at).where(here, 0) if terms.count else torch.zeros_like(logs[:, :-1])
+    own = added(own, share)
+    entropy = -added((x.exp() * x.clamp(min=FLOOR)).sum(-1, keepdim=True), share)
+    columns, first, some = columns_of(at, here)
+    if terms.count:
+        x.scatter_(1, columns, x.gather(1, columns).masked_fill(some, -torch.inf))
+    left = largest(x, share).clamp(min=FLOOR)  # what is left may be so unlikely that its exponentials are zero
+    rest = left + added((x - left).exp().sum(-1, keepdim=True), share).log()
+    lp, lq = torch.cat([own, rest], dim=1).clamp(min=FLOOR), logs.float().clamp(min=FLOOR)
+    far, pull = pieces(lp, lq, terms.by)
+    if gradient:
+        pull = pull - lp.exp() * pull.sum(-1, keepdim=True)
+        x = (x - rest.clamp(min=FLOOR)).exp_().mul_(pull[:, -1:])
+        if terms.count:
+            own_pull = pull[:, :-1].where(here, pull.gather(1, first))
+            x.scatter_(1, columns, own_pull.where(some, x.gather(1, columns)))
+        whole[:, terms.count :] = 0
+        logits.copy_(x * caps)
+    same = own[:, :1] == likeliest
+    parts = far.sum(-1), (lq.exp() * (lq - lp)).sum(-1), entropy.squeeze(1), -(lq.exp() * lq).sum(-1), same.squeeze(1)
+    return torch.stack([part.float() for part in parts], dim=1)
+
+
+def columns_of(at: Tensor, here: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Columns (N, k) to write to, where `at` counts only if `here`; the others are the row's first one that counts.
+
+    Also which that is (N, 1), and whether there is any (N, 1). A list of those that count would make the host wait.
+    """
+    first, some = here.int().argmax(1, keepdim=True), here.any(1, keepdim=True)
+    return at.where(here, at.gather(1, first)), first, some
+
+
+def fast_top(logits: Tensor, ids: Tensor, logs: Tensor, terms: KLTerms, gradient: bool) -> Tensor:
+    """As `torch_top`, of logits on the CPU that are not capped."""
+    out = torch.empty(len(logits), len(FIGURES) - 1)
+    if fake_mode.is_fake():
+        return out
+    numbers, ids, logs = (ctypes.c_float * 10)(*terms.numbers), within(ids, terms.count), logs.float().contiguous()
+    sizes = (ctypes.c_int64 * 5)(len(logits), terms.count, logits.shape[1], logits.stride(0), ids.shape[1])
+    work = getattr(compiled(), f"top_{NATIVE[logits.dtype]}")
+    places = logits.data_ptr(), ids.data_ptr(), logs.data_ptr(), numbers, out.data_ptr()
+    work(*places, sizes, gradient, torch.get_num_threads())
+    return out
+
+
+def within(ids: Tensor, count: int) -> Tensor:
+    """Ids (n, k) as compiled functions read them."""
+    assert not ids.numel() or 0 <= int(ids.min()) <= int(ids.max()) < count
+    return ids.int().contiguous()
+
+
+@torch.no_grad()
+def top_k_targets(hidden: Tensor, head: LMHead, rows: Tensor, count: int, temperature: float, ids: int) -> TopKTargets:
+    """What `Top` holds of `rows` (n,) of hidden states (N, dim), for a student that embeds the first `ids` ids."""
+    step = TopKChunks(head, count, temperature, ids)
+    TokenChunks(head, step, rows, rows).run(hidden, [], False)
+    found = torch.cat([hidden.new_zeros(0, count, dtype=torch.int32), *(ids for ids, _ in step.found)])
+    logs = torch.cat([hidden.new_zeros(0, count + 1, dtype=torch.float32), *(logs for _, logs in step.found)])
+    return TopKTargets(found, logs, index_in_rows(rows, len(hidden)), total(head))
+
+
+def index_in_rows(rows: Tensor, count: int) -> Tensor:
+    """Which of `rows` (n,) each of so many is, (count,)."""
+    return rows.new_zeros(count).index_copy_(0, rows, torch.arange(len(rows), device=rows.device))
+
+
+@dataclass(frozen=True)
+class TopKChunks:
+    """A step of chunks that keeps the likeliest ids."""
+
+    head: LMHead
+    count: int
+    temperature: float
+    ids: int
+    found: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+    def __call__(self, logits: Tensor, targets: Tensor, weights: Tensor | None, gradient: bool) -> Tensor:
+        whole = logits if self.head.share is None else self.head.share.whole(logits)
+        raw, finish = whole[:, : self.ids], (self.head.scale, self.head.softcap)
+        ids = torch.cat([some.float().topk(self.count, dim=-1).indices.int() for some in raw.split(ROWS)])
+        work = fast_expected if self.head.softcap is None and fits(raw) else torch_expected
+        logs = work(raw, ids, finish, self.temperature)
+        self.found.append((ids, logs))
+        return logs.new_zeros(len(logs))
+
+
+def torch_expected(raw: Tensor, ids: Tensor, finish: tuple[float, float | None], temperature: float) -> Tensor:
+    """What is expected of `ids` (n, k) and of all others as one, (n, k + 1), by logits as a product gave them."""
+    x, at = finished(raw, finish, temperature), ids.long()
+    x -= x.amax(-1, keepdim=True)  # first: sums of what is far from zero are rough
+    normal = x.logsumexp(-1, keepdim=True)
+    logs = x.gather(1, at) - normal
+    return torch.cat([logs, x.scatter_(1, at, -torch.inf).logsumexp(-1, keepdim=True) - normal], dim=1)
+
+
+def fast_expected(raw: Tensor, ids: Tensor, finish: tuple[float, float | None], temperature: float) -> Tensor:
+    """As `torch_expected`, of logits on the CPU that are not capped."""
+    out = torch.empty(len(ids), ids.shape[1] + 1)
+    if fake_mode.is_fake():
+        return out
+    terms = KLTerms(KLMixture(temperature=temperature), (1.0, None), finish, raw.shape[1], None)
+    numbers, ids = (ctypes.c_float * 10)(*terms.numbers), within(ids, terms.count)
+    sizes = (ctypes.c_int64 * 5)(len(raw), terms.count, raw.shape[1], raw.stride(0), ids.shape[1])
+    work = getattr(compiled(), f"expected_{NATIVE[raw.dtype]}")
+    work(raw.data_ptr(), ids.data_ptr(), out.data_ptr(), numbers, sizes, torch.get_num_threads())
+    return out

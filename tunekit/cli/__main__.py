@@ -1,0 +1,8 @@
+"""`python -m tunekit.cli`, for launchers that start modules."""
+
+import sys
+
+from tunekit.cli.main import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,1 +1,0 @@
-"""One module per verb of `tune`: its `main(args)` does what `tunekit.cli` has parsed."""

@@ -1,0 +1,97 @@
+"""A person's own Python files, named on the command line, bring further choices. No config can do this."""
+
+import hashlib
+import importlib.util
+import sys
+import traceback
+from collections.abc import Sequence
+from dataclasses import is_dataclass
+from pathlib import Path
+from types import ModuleType, TracebackType
+
+from tunekit.config.choices import ChoiceRegistry, iter_slots, kind_name
+from tunekit.config.errors import ConfigError, ErrorCollector
+
+
+def load_user_choices(root: type, files: Sequence[Path]) -> ChoiceRegistry:
+    """The choices of a recipe with those that the files define."""
+    problems = ErrorCollector()
+    found: dict[type, Path] = {}
+    for file in files:
+        try:
+            found |= dict.fromkeys(_classes(_module(file)), file)
+        except ConfigError as error:
+            problems.lines |= dict.fromkeys(error.lines)
+    problems.check()
+    _check(root, found, problems)
+    problems.check()
+    return ChoiceRegistry(tuple(found))
+
+
+def _module(file: Path) -> ModuleType:
+    """The file as a module of its own. Equal text in the same place is run once: its classes stay the same classes."""
+    try:
+        text = file.read_bytes()
+    except OSError as error:
+        raise ConfigError([f"{file}: cannot be imported: {error.strerror}"]) from error
+    digest = hashlib.sha256(str(file.resolve()).encode() + b"\0" + text).hexdigest()[:16]
+    name = f"tunekit_import_{file.stem}_{digest}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise ConfigError([f"{file}: cannot be imported: not a Python file (.py)"])
+    module = importlib.util.module_from_spec(spec)
+    with UserCodeErrors(file, name):
+        sys.modules[name] = module  # dataclasses look their module up while they are made
+        spec.loader.exec_module(module)
+    return module
+
+
+class UserCodeErrors:
+    """Whatever a person's file raises becomes one line with the file and its line."""
+
+    def __init__(self, file: Path, name: str) -> None:
+        self.file, self.name = file, name
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if error is None:
+            return
+        sys.modules.pop(self.name, None)
+        if isinstance(error, Exception | SystemExit):
+            said = " ".join(traceback.format_exception_only(error)[-1].split())
+            raise ConfigError([f"{self.file}:{self.line(error)}: cannot be imported: {said}"]) from error
+
+    def line(self, error: BaseException) -> int:
+        if (
+            isinstance(error, SyntaxError)
+            and error.lineno
+            and Path(error.filename or "").resolve() == self.file.resolve()
+        ):
+            return error.lineno
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = (f.lineno for f in reversed(frames) if Path(f.filename).resolve() == self.file.resolve())
+        return next(filter(None, lines), 1)
+
+
+def _classes(module: ModuleType) -> list[type]:
+    """The dataclasses that the file itself defines."""
+    own = [value for value in vars(module).values() if isinstance(value, type) and value.__module__ == module.__name__]
+    return [cls for cls in dict.fromkeys(own) if is_dataclass(cls)]
+
+
+def _check(root: type, files: dict[type, Path], problems: ErrorCollector) -> None:
+    """A kind names one class in each union, and what can be chosen is a frozen dataclass."""
+    for path, slot in iter_slots(root, ChoiceRegistry(tuple(files))):
+        taken = ChoiceRegistry().kinds(slot)
+        for cls in ChoiceRegistry(tuple(files)).fitting([*taken.values()]):
+            kind, at = kind_name(cls), str(files[cls])
+            if kind in taken:
+                said = f"the kind '{kind}' of {'.'.join(path)} exists already; give the class another name"
+                problems.add(at, (), f"class {cls.__name__}: {said}")
+            elif "__dataclass_fields__" not in vars(cls) or not cls.__dataclass_params__.frozen:
+                problems.add(at, (), f"class {cls.__name__} is a choice; write @dataclass(frozen=True) above it")
+            taken[kind] = cls

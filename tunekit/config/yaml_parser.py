@@ -1,0 +1,218 @@
+"""YAML text to nodes that know their line. Built from the parser's events: no tag can make an object, and depth,
+aliases and repeated keys are in our hands."""
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path as File
+from typing import Any, NoReturn
+
+import yaml
+from yaml.events import (
+    AliasEvent,
+    CollectionStartEvent,
+    DocumentStartEvent,
+    Event,
+    MappingEndEvent,
+    MappingStartEvent,
+    ScalarEvent,
+    SequenceEndEvent,
+    StreamEndEvent,
+)
+
+from tunekit.config.errors import ErrorCollector, Path
+from tunekit.config.node import DEPTH, FAILED, YamlNode, to_node
+from tunekit.config.scalar import parse_scalar
+
+Source = File | Mapping[str, Any] | str | None
+_LARGEST = 100_000  # values in a config with its aliases written out
+
+
+class ParseAborted(Exception):
+    """The rest of the text cannot be read; the mistake has been told."""
+
+
+def read_config(source: Source, problems: ErrorCollector) -> YamlNode:
+    """The mapping at the top of a file, of YAML text (a str) or of plain data; an empty one if `source` is None."""
+    if source is None or isinstance(source, Mapping):
+        return to_node(source or {}, "", problems)
+    text, name = (source, "") if isinstance(source, str) else (_text(source, problems), str(source))
+    if text is None:
+        return YamlNode(FAILED, name)
+    root = parse_yaml(text, lambda line: f"{name}:{line}" if name else f"line {line}", problems)
+    if root.value is FAILED:
+        return root
+    if root.value is None:
+        problems.add(name, (), "is empty; write `key: value` lines, or {} to take every default")
+    elif not isinstance(root.value, dict):
+        hint = " (a file is given as a Path)" if isinstance(source, str) else ""
+        problems.add(root.at, (), f"expected `key: value` lines at the top, got {format_value(root.value)}{hint}")
+    else:
+        return YamlNode(root.value, name)
+    return YamlNode(FAILED, name)
+
+
+def format_value(value: Any) -> str:
+    """A value as a person would know it again: at most 60 characters."""
+    if isinstance(value, dict | list):
+        return "a mapping" if isinstance(value, dict) else "a list"
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:56]}..."
+
+
+def parse_yaml(text: str, place: Callable[[int], str], problems: ErrorCollector) -> YamlNode:
+    """The one YAML document in `text`. `place` words a line number (from 1)."""
+    try:
+        return _Parser(text, place, problems).document()
+    except ParseAborted:
+        pass
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line, column = (mark.line, mark.column) if mark else (0, 0)
+        message = error.problem or error.context or "cannot be read"
+        _malformed(text, place, (line, column), message, problems)
+    except yaml.reader.ReaderError as error:
+        before = text[: error.position]
+        where = before.count("\n"), len(before) - before.rfind("\n") - 1
+        _malformed(text, place, where, f"the character {text[error.position]!r} is not allowed", problems)
+    return YamlNode(FAILED, place(1))
+
+
+def _text(file: File, problems: ErrorCollector) -> str | None:
+    """The text of a file, if it can be had."""
+    try:
+        return file.read_bytes().decode("utf-8-sig")
+    except FileNotFoundError:
+        problems.add(str(file), (), "no such file")
+    except OSError as error:
+        problems.add(str(file), (), f"cannot be read: {error.strerror}")
+    except UnicodeDecodeError as error:
+        line = error.object[: error.start].count(b"\n") + 1
+        problems.add(f"{file}:{line}", (), "is not UTF-8 text; save it as UTF-8")
+    return None
+
+
+def _malformed(
+    text: str, place: Callable[[int], str], where: tuple[int, int], message: str, problems: ErrorCollector
+) -> None:
+    line, column = where
+    lines = text.splitlines()
+    written = lines[line] if line < len(lines) else ""
+    hint = ""
+    if "\t" in written[: column + 1]:
+        hint = " (there is a tab: indent with spaces)"
+    elif "${" in written:
+        hint = ' (inside [ ] and { }, write "${...}" with quotes)'
+    problems.add(f"{place(line + 1)}:{column + 1}", (), f"malformed YAML: {message}{hint}")
+
+
+def _measure(node: YamlNode) -> tuple[int, int]:
+    """How many values, and how many levels. The cost is the size, which is what an alias is charged."""
+    below = [_measure(child) for child in node.children()]
+    return 1 + sum(size for size, _ in below), 1 + max((depth for _, depth in below), default=0)
+
+
+class _Parser:
+    def __init__(self, text: str, place: Callable[[int], str], problems: ErrorCollector) -> None:
+        self.events: Iterator[Event] = yaml.parse(text, Loader=yaml.SafeLoader)
+        self.place, self.problems = place, problems
+        self.anchors: dict[str, YamlNode] = {}
+        self.size = 0
+
+    def document(self) -> YamlNode:
+        next(self.events)
+        event = next(self.events)
+        if isinstance(event, StreamEndEvent):
+            return YamlNode(None, self.place(1))
+        root = self.node(next(self.events), ())
+        next(self.events)
+        event = next(self.events)
+        if isinstance(event, DocumentStartEvent):
+            self.stop(event, (), "a second document begins here; a config is one document")
+        return root
+
+    def stop(self, event: Event, path: Path, message: str) -> NoReturn:
+        self.problems.add(self.at(event), path[:4], message)
+        raise ParseAborted
+
+    def at(self, event: Event) -> str:
+        return self.place(event.start_mark.line + 1)
+
+    def node(self, event: Event, path: Path) -> YamlNode:
+        if isinstance(event, AliasEvent):
+            return self.alias(event, path)
+        self.grow(event, path, 1, 1)
+        assert isinstance(event, ScalarEvent | CollectionStartEvent)
+        tag = event.tag
+        if tag is not None:
+            self.problems.add(self.at(event), path, f"the tag {tag!r} is not allowed: a config is plain data")
+        if isinstance(event, ScalarEvent):
+            node = self.scalar(event)
+        elif isinstance(event, MappingStartEvent):
+            node = self.mapping(event, path)
+        else:
+            node = self.sequence(event, path)
+        if event.anchor is not None:
+            self.anchors[event.anchor] = node
+        return node if tag is None else YamlNode(FAILED, node.at)
+
+    def grow(self, event: Event, path: Path, size: int, depth: int) -> None:
+        self.size += size
+        if self.size > _LARGEST:
+            self.stop(event, path, f"the config has more than {_LARGEST} values with its aliases written out")
+        if len(path) + depth > DEPTH:
+            self.stop(event, path, f"nested deeper than {DEPTH} levels")
+
+    def alias(self, event: AliasEvent, path: Path) -> YamlNode:
+        if event.anchor not in self.anchors:  # an anchor is known once its value is complete: no value holds itself
+            self.stop(event, path, f"the alias *{event.anchor} has no anchor &{event.anchor} before it")
+        node = self.anchors[event.anchor]
+        self.grow(event, path, *_measure(node))
+        return node
+
+    def scalar(self, event: ScalarEvent) -> YamlNode:
+        if event.style:
+            return YamlNode(event.value, self.at(event))
+        return YamlNode(parse_scalar(event.value), self.at(event), event.value)
+
+    def sequence(self, event: Event, path: Path) -> YamlNode:
+        items: list[YamlNode] = []
+        while not isinstance(inner := next(self.events), SequenceEndEvent):
+            items.append(self.node(inner, (*path, str(len(items)))))
+        return YamlNode(items, self.at(event))
+
+    def mapping(self, event: Event, path: Path) -> YamlNode:
+        entries: dict[str, YamlNode] = {}
+        lines: dict[str, int] = {}
+        merged: list[YamlNode] = []
+        while not isinstance(inner := next(self.events), MappingEndEvent):
+            key, quoted = self.key(inner, path)
+            value = self.node(next(self.events), (*path, key))
+            if key in lines:
+                self.problems.add(self.at(inner), (*path, key), f"written twice, first on line {lines[key]}")
+                continue
+            lines[key] = inner.start_mark.line + 1
+            if key == "<<" and not quoted:
+                merged += self.merged(value, path)
+            else:
+                entries[key] = YamlNode(value.value, self.at(inner), value.text)
+        for base in merged:
+            entries = {**base.value, **entries}
+        return YamlNode(entries, self.at(event))
+
+    def key(self, event: Event, path: Path) -> tuple[str, bool]:
+        if not isinstance(event, ScalarEvent):
+            self.stop(event, path, "a key is a word; quote it if it is meant to hold brackets or an alias")
+        node = self.node(event, path)
+        if not isinstance(node.value, str) and node.value is not FAILED:
+            said = f"keys are text; quote it: {event.value!r}"
+            self.problems.add(node.at, (*path, event.value), said)
+        return event.value, bool(event.style)
+
+    def merged(self, value: YamlNode, path: Path) -> list[YamlNode]:
+        """The mappings of `<<: *base` or `<<: [*a, *b]`, the weakest last."""
+        bases = value.value if isinstance(value.value, list) else [value]
+        wrong = [base for base in bases if not isinstance(base.value, dict)]
+        for base in wrong:
+            self.problems.add(base.at, (*path, "<<"), f"expected a mapping to merge, got {format_value(base.value)}")
+        return [base for base in bases if base not in wrong]

@@ -1,0 +1,84 @@
+"""What recipes step through, wherever its rows are."""
+
+from abc import ABC, abstractmethod
+from dataclasses import replace
+from typing import Any
+
+from tunekit.data.dataloader.batch import Batch, Collator
+from tunekit.data.dataloader.mixture import MixtureBase
+from tunekit.data.dataloader.sampler import RowOrder
+from tunekit.data.dataloader.summary import DataSummary
+from tunekit.data.preprocess.tokenized_dataset import Document, TokenizedDataset
+
+
+class DataLoader(ABC):
+    """`loader[step]`: the micro-batches of this rank.
+
+    `parts` are the documents of each part of the mix (of a stream, those of its first block), and `order` says which
+    share a row: documents, or units of `mix.each` of them.
+    """
+
+    mix: MixtureBase
+    layout: Collator
+    parts: tuple[TokenizedDataset, ...]
+    order: RowOrder
+
+    @abstractmethod
+    def __getitem__(self, step: int) -> list[Batch]: ...
+
+    def cross(self) -> None:
+        """From now on, batches have `others`: answers that do not belong to their prompts."""
+        self.layout = replace(self.layout, crossed=self.mix.length)
+
+    def share(self) -> bool:
+        """From now on, what documents of a unit begin with is written once in packed rows, which then hold more.
+
+        False where rows are not packed, or documents stand alone.
+        """
+        if self.mix.each == 1 or self.layout.capacity is None:
+            return False
+        self.layout = replace(self.layout, shared=True)
+        self.replan()
+        return True
+
+    @abstractmethod
+    def replan(self) -> None:
+        """Say anew which documents share a row, before the first step."""
+
+    @abstractmethod
+    def steps(self, epochs: int) -> int:
+        """How many steps so many epochs have."""
+
+    @abstractmethod
+    def check(self, vocab: int) -> None:
+        """UserError if the model has no embedding for a token."""
+
+    @abstractmethod
+    def state(self, step: int) -> dict[str, Any]:
+        """What to keep when `step` steps are done: plain values."""
+
+    @abstractmethod
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from there. UserError if these are not the rows that the run began with."""
+
+    @abstractmethod
+    def sample(self, count: int) -> list[tuple[str, Document]]:
+        """Some documents of the first step, and where they are from."""
+
+    @abstractmethod
+    def where(self, step: int) -> list[str]:
+        """Where the documents of a step are from, all ranks' of them. The step was made not long ago."""
+
+    @property
+    @abstractmethod
+    def digest(self) -> str:
+        """Equal for equal rows."""
+
+    @property
+    @abstractmethod
+    def report(self) -> DataSummary:
+        """What an epoch holds, or the first block of a stream."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Nothing more is wanted: what is under way ends."""

@@ -1,0 +1,484 @@
+"""The choices of a recipe's `data:`: what a row is and which of its tokens are learnt."""
+
+import dataclasses
+import math
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from tunekit.config.choices import kind_name
+from tunekit.data import tokenize
+from tunekit.data.chat_template import converters
+from tunekit.data.chat_template.json_values import json_type
+from tunekit.data.chat_template.messages import Conversation, get_column, get_string, make_conversation, parse_json_cell
+from tunekit.data.doc_flags import DocFlags
+from tunekit.data.format_detection import FormatRule, RowFormat, detect_format
+from tunekit.data.preprocess.tokenized_dataset import Document
+from tunekit.data.readers.open_dataset import find_data_files, parse_split
+from tunekit.data.readers.row_reader import BadRow, Row
+from tunekit.data.tokenize import Learn, MaskedText
+from tunekit.data.tokenizer import Tokenizer
+from tunekit.data.transforms import Filter, RenameColumns
+from tunekit.data.truncation import TooLong, fit_documents
+from tunekit.errors import FieldError, UserError
+
+Encoded = list[Document] | BadRow | None
+Fields = dict[str, Any]
+# What a person's own transforms and formats may raise on a row that they did not expect.
+MISTAKES = (TypeError, ValueError, LookupError, ArithmeticError, AttributeError, AssertionError, RuntimeError, OSError)
+
+
+# Rows do not know under which key of the config they stand, or in which part of a mix.
+PASS = "pass over such rows by `bad_rows: skip` beside the `source` that names this file"
+
+
+class DataConfig:
+    """What a recipe's `data:` may be: the rows of one source, or a mix of several."""
+
+
+@dataclass(frozen=True)
+class DatasetConfig(DataConfig):
+    """Rows of a file, a folder, a bundled data set or a Hub name, as documents of tokens.
+
+    `length` bounds the tokens of a row: longer ones are cut at the end, and no end is put there. `pack` fills rows of
+    `length` tokens with whole documents that do not see each other. `limit` takes the first rows only.
+    """
+
+    # Keys that say which rows there are and how they are served, but not what one of them becomes.
+    SERVING: ClassVar = frozenset(
+        {"source", "split", "limit", "pack", "shuffle", "stream", "workers", "bad_rows", "most_bad"}
+    )
+    EACH: ClassVar[int] = 1  # documents of a row that is not split
+    JUDGED: ClassVar[bool] = False  # whether a step asks which document a token is of
+
+    source: str  # a file, a folder, tunekit/tools, a Hub name or an address
+    split: str = "train"  # and the part of it: train[:90%]
+    length: int = 2048  # the most tokens of a row
+    pack: bool = False  # fill rows of `length` tokens with whole documents, which do not see each other
+    shuffle: bool = True
+    limit: int | None = None  # take the first rows only
+    too_long: TooLong = "truncate"  # cut at the end, without an end token; drop; or go on in further rows
+    bad_rows: Literal["stop", "skip"] = "stop"  # what a row does from which nothing can be learnt
+    most_bad: float = 0.01  # share of skipped rows above which the run stops all the same
+    transforms: tuple[RenameColumns | Filter, ...] = ()  # what is done to the columns first
+    stream: bool = False  # read while training, for what does not fit on the disk
+    workers: int | None = None  # processes that prepare rows; null: as many as there are cores
+
+    def __post_init__(self) -> None:
+        if not self.source:
+            raise FieldError("source", "name a file, a folder or a data set")
+        try:
+            parse_split(self.split)
+        except ValueError as error:
+            raise FieldError("split", str(error)) from None
+        if self.length < 2:
+            raise FieldError("length", f"must be 2 or more tokens, not {self.length}")
+        if self.limit is not None and self.limit < 1:
+            raise FieldError("limit", f"must be 1 or more rows, not {self.limit}")
+        if not 0 <= self.most_bad <= 1:
+            raise FieldError("most_bad", f"is a share of the rows, from 0 to 1, not {self.most_bad}")
+        if self.workers is not None and self.workers < 0:
+            raise FieldError("workers", f"must be 0 or more processes, not {self.workers}")
+
+    def check(self) -> None:
+        """UserError if the source is not there or lacks the split, as far as can be told without reading it."""
+        find_data_files(self.source, parse_split(self.split).name)
+
+    def code(self) -> dict[str, Any]:
+        """The keys that decide what a row becomes, with their values."""
+        names = (field.name for field in dataclasses.fields(self))
+        return {name: vars(self)[name] for name in names if name not in self.SERVING}
+
+    def settled(self) -> "DatasetConfig":
+        """What these rows are, where that is for the source to say."""
+        return self
+
+    def says(self, fields: Fields) -> str:
+        """What a row with these columns is, in words."""
+        return f"{kind_name(type(self))}, as `kind` says"
+
+    def prepare(self, tokenizer: Tokenizer) -> Tokenizer:
+        """The tokenizer that these rows want; UserError if they cannot be written with this one."""
+        raise NotImplementedError
+
+    def texts(self, tokenizer: Tokenizer, fields: Fields) -> list[MaskedText]:
+        """What the columns of a row are as text, each text a document; UserError says why they are none."""
+        raise NotImplementedError
+
+    def encode(self, tokenizer: Tokenizer, rows: Sequence[Row | BadRow]) -> list[Encoded]:
+        """What each row becomes, in order.
+
+        Documents; no document, if it was dropped as too long; a fault; or None, if a transform left it out.
+        """
+        read = [self.read(tokenizer, row) for row in rows]
+        texts = [text for found in read if isinstance(found, list) for text in found]
+        documents = iter(tokenize.tokenize_texts(tokenizer, texts))
+        return [
+            self.fit(row, found, [next(documents) for _ in found]) if isinstance(found, list) else found
+            for row, found in zip(rows, read, strict=True)
+        ]
+
+    def read(self, tokenizer: Tokenizer, row: Row | BadRow) -> list[MaskedText] | BadRow | None:
+        """The texts of a row."""
+        if isinstance(row, BadRow):
+            return row
+        try:
+            fields = self.transformed(row.fields)
+            return None if fields is None else self.texts(tokenizer, fields)
+        except UserError as error:
+            return BadRow(row.where, str(error))
+        except MISTAKES as error:
+            said = blame(error, self, *self.transforms)
+            if said is None:
+                raise
+            return BadRow(row.where, said)
+
+    def transformed(self, fields: Fields) -> Fields | None:
+        """The columns behind all transforms; None if one of them leaves the row out."""
+        found: Fields | None = fields
+        for transform in self.transforms:
+            found = None if found is None else transform(found)
+        return found
+
+    def fit(self, row: Row | BadRow, texts: list[MaskedText], whole: list[Document]) -> list[Document] | BadRow:
+        """Documents none of which is longer than `length`; if one is dropped, all of the row are."""
+        try:
+            parts = [self.fitted(text, document) for text, document in zip(texts, whole, strict=True)]
+        except UserError as error:
+            return BadRow(row.where, str(error))
+        return [document for part in parts for document in part] if all(parts) else []
+
+    def fitted(self, text: MaskedText, document: Document) -> list[Document]:
+        """Text that flows goes on from its last token; what answers something, with as much before it as is learnt."""
+        return fit_documents(document, self.length, self.too_long, 1 if text.flows else self.length // 2)
+
+
+@dataclass(frozen=True)
+class ChatTemplateMixin(DatasetConfig):
+    """Rows that a chat template writes. `template` is the path of a Jinja file; None: the checkpoint's own."""
+
+    template: str | None = None  # path of a Jinja file, in place of the checkpoint's own template
+
+    def check(self) -> None:
+        super().check()
+        if self.template is not None and not Path(self.template).expanduser().is_file():
+            raise UserError(f"{self.template}: no such chat template file")
+
+    def prepare(self, tokenizer: Tokenizer) -> Tokenizer:
+        tokenizer = self.dressed(tokenizer)
+        tokenizer.template()
+        return tokenizer
+
+    def dressed(self, tokenizer: Tokenizer) -> Tokenizer:
+        """The tokenizer with the chat template that is named."""
+        return tokenizer if self.template is None else tokenizer.with_template(self.template)
+
+
+@dataclass(frozen=True)
+class ConversationDataset(ChatTemplateMixin):
+    """Rows that a chat template writes.
+
+    `template` is the path of a Jinja file; None: the checkpoint's own. `learn`: what every assistant turn says, what
+    the last one says, all there is, the messages that a row marks (`train: true`, `weight: 1`), or those of the roles
+    in a list. A turn's end token is part of it.
+    """
+
+    learn: Learn = "assistant"  # which turns, each with its end; a list names roles
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.learn:
+            raise FieldError("learn", "name at least one role")
+
+    def texts(self, tokenizer: Tokenizer, fields: Fields) -> list[MaskedText]:
+        return [tokenize.render_conversation(tokenizer, self.talk(fields), self.learn)]
+
+    def talk(self, fields: Fields) -> Conversation:
+        """The conversation that the columns of a row are."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class ChatDataset(ConversationDataset):
+    """Conversations as OpenAI writes them: a column of messages, each with role and content.
+
+    Schemas of tools stand in the column `tools`, if there: a list, or JSON in a string.
+    """
+
+    kind: ClassVar[str] = "chat"
+    messages: str = "messages"  # the column
+
+    def talk(self, fields: Fields) -> Conversation:
+        return make_conversation(get_column(fields, self.messages, "messages"), self.messages, fields.get("tools"))
+
+
+@dataclass(frozen=True)
+class ShareGPTDataset(ConversationDataset):
+    """Conversations as ShareGPT writes them: a column of items, each with `from` and `value`.
+
+    Who speaks is `human`, `gpt`, `system`, `function_call` (whose value is JSON) or `observation`. The columns `system`
+    and `tools` are read, if there.
+    """
+
+    kind: ClassVar[str] = "sharegpt"
+    conversations: str = "conversations"  # the column
+
+    def talk(self, fields: Fields) -> Conversation:
+        found = get_column(fields, self.conversations, "conversations")
+        return converters.from_sharegpt(found, self.conversations, fields.get("system"), fields.get("tools"))
+
+
+@dataclass(frozen=True)
+class InstructDataset(ConversationDataset):
+    """An instruction, an input to it and the response to learn, in a column each: one user and one assistant message.
+
+    An empty input is left out. Rows may lack the column `input`, but not one that was named otherwise. A column
+    `history` holds pairs of earlier turns.
+    """
+
+    kind: ClassVar[str] = "instruct"
+    prompt: str = "instruction"  # the column
+    input: str | None = "input"  # the column
+    response: str = "output"  # the column
+    system: str | None = None  # what the system message says in rows without a column `system`
+
+    def talk(self, fields: Fields) -> Conversation:
+        question = get_string(fields, self.prompt, "prompt")
+        if self.input is not None and (self.input != "input" or fields.get("input") is not None):
+            more = get_string(fields, self.input, "input")
+            question = f"{question}\n\n{more}" if more else question
+        answer = get_string(fields, self.response, "response")
+        return converters.from_instruct(question, answer, fields.get("system") or self.system, fields.get("history"))
+
+
+@dataclass(frozen=True)
+class EosTokenMixin(DatasetConfig):
+    """Rows that may be plain text, which ends with a token."""
+
+    end: str | None = None  # the token that ends a text; null: the tokenizer's end-of-text token
+
+    def end_of_text(self, tokenizer: Tokenizer) -> int:
+        end = tokenizer.eos if self.end is None else tokenizer.model.token_to_id(self.end)
+        if end is None:
+            fault = "names no end-of-text token" if self.end is None else f"has no token {self.end!r}"
+            raise UserError(f"the tokenizer {fault}; name one of its tokens as `end`")
+        return end
+
+
+@dataclass(frozen=True)
+class TextOrChatMixin(EosTokenMixin, ConversationDataset):
+    """Rows that are texts or conversations: whether a template and an end are needed, each row says."""
+
+    def prepare(self, tokenizer: Tokenizer) -> Tokenizer:
+        return self.dressed(tokenizer)
+
+
+@dataclass(frozen=True)
+class CompletionDataset(TextOrChatMixin):
+    """A prompt and the completion to learn, in a column each: texts, or lists of messages that the template writes."""
+
+    kind: ClassVar[str] = "completion"
+    prompt: str = "prompt"  # the column
+    completion: str = "completion"  # the column
+
+    def texts(self, tokenizer: Tokenizer, fields: Fields) -> list[MaskedText]:
+        prompt = parse_json_cell(get_column(fields, self.prompt, "prompt"))
+        completion = parse_json_cell(get_column(fields, self.completion, "completion"))
+        if isinstance(prompt, str) and isinstance(completion, str):
+            start = 0 if self.learn == "all" else len(prompt)
+            return [tokenize.render_plain_text(prompt + completion, self.end_of_text(tokenizer), start)]
+        found = converters.join_prompt(prompt, completion, fields.get("tools"), (self.prompt, self.completion))
+        return [tokenize.render_conversation(tokenizer, found, self.learn)]
+
+
+@dataclass(frozen=True)
+class TextDataset(EosTokenMixin):
+    """Plain text, all of it learnt: one longer than `length` goes on in further rows."""
+
+    kind: ClassVar[str] = "text"
+    too_long: TooLong = "split"  # go on in further rows; drop; or cut at the end
+    column: str = "text"  # the column
+
+    def prepare(self, tokenizer: Tokenizer) -> Tokenizer:
+        self.end_of_text(tokenizer)
+        return tokenizer
+
+    def texts(self, tokenizer: Tokenizer, fields: Fields) -> list[MaskedText]:
+        return [tokenize.render_plain_text(get_string(fields, self.column, "column"), self.end_of_text(tokenizer))]
+
+
+@dataclass(frozen=True)
+class DetectedDataset(TextOrChatMixin):
+    """Rows that are recognised by their columns."""
+
+    open: ClassVar = True  # a kind that is named in its place keeps what is said here
+    KINDS: ClassVar[tuple[type[DatasetConfig], ...]]  # that are told apart
+    WANTS: ClassVar[str]  # what is to be done with others
+    FIRST: ClassVar[tuple[FormatRule, ...]] = ()  # what is asked before all else
+
+    @cached_property
+    def choices(self) -> dict[RowFormat, DatasetConfig]:
+        """The kinds that rows were recognised as, each with what is said here."""
+        return {}
+
+    def choice(self, fields: Fields) -> DatasetConfig:
+        """The kind that a row is."""
+        form = detect_format(fields, self.FIRST)
+        if form not in self.choices:
+            self.choices[form] = self.made(form)
+        return self.choices[form]
+
+    def made(self, form: RowFormat) -> DatasetConfig:
+        cls = next((cls for cls in self.KINDS if kind_name(cls) == form.kind), None)
+        if cls is None:
+            raise UserError(f"these are {form.says}, from which this recipe does not learn: {self.WANTS}")
+        known = {field.name for field in dataclasses.fields(cls)}
+        given: dict[str, Any] = {name: value for name, value in vars(self).items() if name in known}
+        return cls(**given, **dict[str, Any](form.columns))
+
+    def says(self, fields: Fields) -> str:
+        return detect_format(fields, self.FIRST).says
+
+    def texts(self, tokenizer: Tokenizer, fields: Fields) -> list[MaskedText]:
+        return self.choice(fields).texts(tokenizer, fields)
+
+
+@dataclass(frozen=True)
+class AutoDataset(DetectedDataset):
+    """Rows that are recognised by their columns. This is meant where no `kind` is written.
+
+    The first that fits is taken: `messages` or `conversations` (as OpenAI or ShareGPT writes them), `prompt` and
+    `completion`, `instruction` and `output`, `text`. A text goes on in further rows, unless it is dropped.
+    """
+
+    kind: ClassVar[str] = "auto"
+    usual: ClassVar = True
+    KINDS: ClassVar = (ChatDataset, ShareGPTDataset, InstructDataset, CompletionDataset, TextDataset)
+    WANTS: ClassVar = (
+        "name a `kind` that it reads, or take the recipe `preference`, which learns from answers that are compared"
+    )
+
+    def fitted(self, text: MaskedText, document: Document) -> list[Document]:
+        if text.flows and self.too_long == "truncate":
+            return fit_documents(document, self.length, "split", 1)
+        return super().fitted(text, document)
+
+
+OneSource = (
+    AutoDataset | ChatDataset | ShareGPTDataset | InstructDataset | CompletionDataset | TextDataset
+)  # what a recipe that learns from rows may read
+
+
+@dataclass(frozen=True)
+class PreferenceBase(TextOrChatMixin):
+    """Rows whose completions are compared or judged: nothing of a prompt is learnt, and nothing goes on elsewhere."""
+
+    JUDGED: ClassVar = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.too_long == "split":
+            raise FieldError("too_long", "a completion that is compared cannot go on in further rows: truncate or drop")
+        if self.learn == "all":
+            raise FieldError("learn", "a prompt is given to the model, and not learnt from what is preferred")
+
+
+@dataclass(frozen=True)
+class PreferenceDataset(PreferenceBase):
+    """Pairs of answers, of which one is preferred: texts, or conversations. The chosen document comes first.
+
+    What both begin with is their prompt, and a column `prompt` stands before both, if they do not begin with it.
+    `length` bounds each of both, and a packed row has room for two. For a recipe that judges single answers, the chosen
+    one is good and the rejected one bad.
+    """
+
+    kind: ClassVar[str] = "preference"
+    EACH: ClassVar = 2
+
+    prompt: str = "prompt"  # the column
+    chosen: str = "chosen"  # the column
+    rejected: str = "rejected"  # the column
+    margin: str = "margin"  # the column, which rows may lack: by how much the chosen answer is to be the better one
+
+    def says(self, fields: Fields) -> str:
+        return f"preference pairs (columns {self.chosen!r}, {self.rejected!r})"
+
+    def texts(self, tokenizer: Tokenizer, fields: Fields) -> list[MaskedText]:
+        chosen, rejected = answer(fields, self.chosen, "chosen"), answer(fields, self.rejected, "rejected")
+        prompt = parse_json_cell(fields.get(self.prompt))
+        if chosen == rejected:
+            raise UserError(f"{self.chosen} and {self.rejected} are the same: nothing is preferred")
+        if all(isinstance(side, str) for side in (chosen, rejected)) and isinstance(prompt, str | None):
+            head = converters.common_prefix(chosen, rejected) if prompt is None else prompt
+            begun = all(side.startswith(head) for side in (chosen, rejected))
+            sides = (side if begun else head + side for side in (chosen, rejected))
+            texts = [tokenize.render_plain_text(side, self.end_of_text(tokenizer), len(head)) for side in sides]
+        else:
+            talks = converters.split_preference(chosen, rejected, prompt, fields.get("tools"))
+            texts = [tokenize.render_conversation(tokenizer, found, self.learn) for found in talks]
+        good, bad = texts
+        values = () if fields.get(self.margin) is None else (to_number(fields[self.margin], self.margin),)
+        return [
+            good._replace(signs=good.signs | DocFlags.GOOD, values=values),
+            bad._replace(signs=bad.signs | DocFlags.BAD),
+        ]
+
+
+@dataclass(frozen=True)
+class UnpairedPreferenceDataset(PreferenceBase, CompletionDataset):
+    """A prompt, a completion and whether it is a good one, for KTO. The document's signs say which."""
+
+    kind: ClassVar[str] = "marked"
+    label: str = "label"  # the column: true or false
+
+    def says(self, fields: Fields) -> str:
+        return f"completions with marks (columns {self.prompt!r}, {self.completion!r}, {self.label!r})"
+
+    def texts(self, tokenizer: Tokenizer, fields: Fields) -> list[MaskedText]:
+        good = get_column(fields, self.label, "label")
+        if not isinstance(good, bool):
+            raise UserError(f"{self.label}: want true or false, this is {json_type(good)}")
+        (text,) = super().texts(tokenizer, fields)
+        return [text._replace(signs=text.signs | (DocFlags.GOOD if good else DocFlags.BAD))]
+
+
+def answer(fields: Fields, name: str, option: str) -> Any:
+    """A side of a pair; UserError if nothing stands there at all."""
+    found = parse_json_cell(get_column(fields, name, option))
+    if found is None or found == []:
+        told = "null" if found is None else "an empty list"
+        raise UserError(f"{name}: is {told}, and a pair is two answers: write it, or {PASS}")
+    return found
+
+
+def to_number(value: Any, name: str) -> float:
+    """What a column says in numbers; true is 1 and false 0."""
+    if not isinstance(value, int | float) or not math.isfinite(value):
+        raise UserError(
+            f"{name}: want a number, this is {repr(value) if isinstance(value, float) else json_type(value)}"
+        )
+    return float(value)
+
+
+def blame(error: Exception, *choices: object) -> str | None:
+    """What went wrong in which line of a person's own file; None, if it went wrong elsewhere."""
+    modules = {cls.__module__ for choice in choices for cls in type(choice).__mro__}
+    own = {name for name in modules if name != "builtins" and not name.startswith("tunekit.")}
+    trace = traceback.walk_tb(error.__traceback__)
+    places = [(frame.f_code, line) for frame, line in trace if frame.f_globals["__name__"] in own]
+    if not places:
+        return None
+    code, line = places[-1]
+    said = " ".join(traceback.format_exception_only(error)[-1].split())
+    return f"{Path(code.co_filename).name}:{line}: {said}"
+
+
+def with_row_location(row: Row, function, *arguments):
+    """Call a function; what it finds wrong is told with the row's file and line."""
+    try:
+        return function(*arguments)
+    except UserError as error:
+        raise UserError(f"{row.where}: {error}") from None

@@ -1,0 +1,1 @@
+"""Teachers and on-policy sampling."""

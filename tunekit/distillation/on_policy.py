@@ -1,0 +1,179 @@
+"""Rows whose answers the student writes itself while it learns, for a teacher to mark (arXiv:2306.13649)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tunekit.data.dataloader.batch import IGNORE, Batch, Collator
+from tunekit.data.dataloader.unpack import DocumentSpan, unpack_documents
+from tunekit.data.preprocess.tokenized_dataset import Document, TokenizedDataset
+from tunekit.data.row_checks import format_percent
+from tunekit.data.row_stats import iter_blocks
+from tunekit.distributed.context import DistributedContext
+from tunekit.errors import FieldError
+from tunekit.generation.generate import SamplingConfig, generate_tokens
+from tunekit.models.decoder import Decoder
+from tunekit.models.weight_init import named_generator
+
+
+@dataclass(frozen=True)
+class OnPolicyConfig:
+    """Which rows are answered anew in each step, and how. A row's last answer is replaced; plain text has none.
+
+    What a row draws depends on the seed, the step and its tokens alone.
+    """
+
+    share: float = 0.0  # of the rows, the λ of GKD; 1: all
+    tokens: int = 256  # longest answer
+    temperature: float = 1.0
+    top_k: int | None = None  # draw from the likeliest k only
+    top_p: float = 1.0  # of these, draw from the likeliest that have this share of the probability
+    batch: int = 16  # answers that a device writes at once
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.share <= 1:
+            raise FieldError("share", f"a share of the rows from 0 to 1, not {self.share}")
+        if self.batch < 1:
+            raise FieldError("batch", f"must be 1 or more, not {self.batch}")
+        SamplingConfig(self.temperature, self.top_k, self.top_p, self.tokens)  # says what is wrong with these
+
+    def check(self, length: int, truth: float) -> None:
+        """FieldError where no row of so many tokens could hold a prompt and an answer, or where `truth` of the loss is
+        learnt from rows: it would be what the student has drawn."""
+        if self.share and truth:
+            told = "the student would learn what it has drawn itself as if it were true: 0, or on_policy.share=0"
+            raise FieldError("loss.truth", told)
+        if self.share and self.tokens >= length:
+            told = f"answers of {self.tokens:,} tokens leave no room for a prompt in rows of data.length={length:,}"
+            raise FieldError("on_policy.tokens", f"{told}: lower it, or raise data.length")
+
+    def sampling(self, run: DistributedContext, names: Sequence[str]) -> SamplingConfig:
+        return NamedRowSampling(self.temperature, self.top_k, self.top_p, self.tokens, run.seed, tuple(names))
+
+
+def warn_short_room(how: OnPolicyConfig, parts: Sequence[TokenizedDataset], length: int) -> str | None:
+    """What to tell where prompts leave less room than an answer may want: it then ends where the row is full."""
+    if how.share == 0:
+        return None
+    rooms = np.concatenate(
+        [length - answer_starts(part, *place) for part in parts for place in iter_blocks(part.bounds)]
+    )
+    asked = rooms < length
+    short = asked & (rooms < how.tokens)
+    if not short.any():
+        return None
+    rows = f"{short.sum():,} of {asked.sum():,} rows ({format_percent(float(short.sum() / asked.sum()))})"
+    return (
+        f"doubtful: on_policy: {rows} have no room for answers of on_policy.tokens={how.tokens:,} behind their prompt "
+        f"in data.length={length:,}, the fullest for {rooms[short].min():,}: answers are cut there; raise data.length"
+    )
+
+
+def answer_starts(documents: TokenizedDataset, first: int, behind: int) -> np.ndarray:
+    """Where the last answer of each of some documents begins, as `begin` says of one; 0 where none is asked for."""
+    bounds = np.asarray(documents.bounds[first : behind + 1])
+    starts = bounds[:-1] - bounds[0]
+    learnt, places = np.asarray(documents.learnt[bounds[0] : bounds[-1]]), np.arange(bounds[-1] - bounds[0])
+    last = np.maximum.reduceat(np.where(learnt, places, -1), starts)
+    of = np.repeat(np.arange(len(starts)), np.diff(bounds))
+    prompt = ~learnt & (places > starts[of]) & (places < last[of])  # a first token is no target
+    found = np.maximum.reduceat(np.where(prompt, places + 1, -1), starts)
+    return np.where(found < 0, 0, found - starts)
+
+
+@dataclass(frozen=True)
+class NamedRowSampling(SamplingConfig):
+    """What a row draws depends on its name."""
+
+    names: tuple[str, ...] = ()
+
+    def numbers(self, rows: int, first: int = 0) -> Tensor:
+        names = (*self.names, *[""] * (rows - len(self.names)))
+        return torch.stack([torch.rand(self.tokens, generator=named_generator(self.seed, name)) for name in names])
+
+
+@dataclass(frozen=True)
+class StudentSampler:
+    """Puts answers of the student into the micro-batches of a step, in rows of the same layout."""
+
+    how: OnPolicyConfig
+    layout: Collator
+    length: int  # the most tokens of a document
+    stops: frozenset[int]  # ids that end an answer
+
+    def __call__(self, model: Decoder, batches: list[Batch], run: DistributedContext) -> list[Batch]:
+        """All ranks take part: each answers some of its own rows, a token at a time together."""
+        if self.how.share == 0:
+            return batches
+        spans = [list(unpack_documents(batch)) for batch in batches]
+        asked = [span for some in spans for span in some if self.drawn(span, run)]
+        training = model.training
+        found = self.answered(model, asked, run)
+        model.train(training)
+        answers = {id(span): answer for span, answer in zip(asked, found, strict=True)}
+        return [self.laid(batch, some, answers).to(run.device) for batch, some in zip(batches, spans, strict=True)]
+
+    def drawn(self, span: DocumentSpan, run: DistributedContext) -> bool:
+        """Whether a row is answered anew in this step."""
+        if not 0 < answer_start(span) < self.length:
+            return False
+        return (
+            torch.rand(1, generator=named_generator(run.seed, f"{row_name(span, run)} share")).item() < self.how.share
+        )
+
+    def answered(self, model: Decoder, asked: Sequence[DocumentSpan], run: DistributedContext) -> list[np.ndarray]:
+        """The answer of each row, with the token that ended it."""
+        at_once, found = self.how.batch, []
+        (most,) = run.most(len(asked))
+        for first in range(0, int(most), at_once):
+            some = asked[first : first + at_once]
+            prompts = [span.tokens[: answer_start(span)].tolist() for span in some]
+            found += self.written(model, prompts, [row_name(span, run) for span in some], run)
+        return found
+
+    def written(
+        self, model: Decoder, prompts: list[list[int]], names: Sequence[str], run: DistributedContext
+    ) -> list[np.ndarray]:
+        """Where weights are divided, who has no row or has ended goes on until all have."""
+        answers: list[list[int]] = [[] for _ in prompts]
+        finished: set[int] = set()
+        sampling = self.how.sampling(run, names)
+        for tokens in generate_tokens(model, prompts or [[self.layout.pad]], sampling, finished=finished):
+            for row in set(range(len(prompts))) - finished:
+                answers[row].append(tokens[row])
+                if tokens[row] in self.stops or len(prompts[row]) + len(answers[row]) == self.length:
+                    finished.add(row)
+            if not run.most(len(prompts) - len(finished))[0]:
+                break
+        return [np.array(answer, np.int32) for answer in answers]
+
+    def laid(self, batch: Batch, spans: Sequence[DocumentSpan], answers: dict[int, np.ndarray]) -> Batch:
+        """The same rows, with the answers in them."""
+        if not any(id(span) in answers for span in spans):
+            return batch
+        rows: list[list[Document]] = [[] for _ in range(len(batch.tokens))]
+        for span in spans:
+            answer = answers.get(id(span))
+            rows[span.row].append(
+                span.document if answer is None else prompt_with_answer(span.tokens[: answer_start(span)], answer)
+            )
+        return self.layout.collate(rows)
+
+
+def answer_start(span: DocumentSpan) -> int:
+    """Where the last answer of a row begins: how many tokens come before it."""
+    unlearnt = np.flatnonzero(span.targets == IGNORE)
+    return int(unlearnt[-1]) + 2 if len(unlearnt) else 0
+
+
+def row_name(span: DocumentSpan, run: DistributedContext) -> str:
+    return f"{run.step} {span.key}"
+
+
+def prompt_with_answer(prompt: np.ndarray, answer: np.ndarray) -> Document:
+    """A prompt and its answer, which is learnt."""
+    tokens = np.concatenate([prompt, answer]).astype(np.int32)
+    return Document(tokens, np.arange(len(tokens)) >= len(prompt), len(tokens))

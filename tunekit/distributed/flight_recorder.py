@@ -1,0 +1,209 @@
+"""The last collectives of each rank, from the flight recorder of torch. Nothing here imports torch.
+
+Each rank that `tune run` has started waits in a thread for the request to write what its flight recorder holds into
+the folder of the run. It can answer while its main thread is blocked in a collective. Files are pickles, read by an
+unpickler that creates plain values only; `torchfrtrace` reads them as well.
+"""
+
+import os
+import pickle
+import select
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+from tunekit.distributed import worker_env
+
+CHANNEL = "TUNEKIT_RANK_RECORDER"  # file descriptor of the socket on which a rank is asked for its collectives
+SIZE = "2000"  # collectives that the recorder keeps
+# Variables of torch by what they are for, with the names that they had before.
+BUFFER = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
+FILE = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+ON_TIMEOUT = ("TORCH_NCCL_DUMP_ON_TIMEOUT",)
+PREFIX = "nccl-trace-"
+READY, WRITE, WRITTEN = b"r", b"w", b"d"
+BACKENDS = "nccl", "gloo"
+QUOTED = 2  # groups of a rank whose last collectives a report quotes
+
+
+class PlainUnpickler(pickle.Unpickler):
+    """Creates numbers, strings, lists, tuples and dicts, and refuses everything else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise pickle.UnpicklingError(f"{module}.{name} is not a plain value")
+
+    def persistent_load(self, pid: Any) -> Any:
+        raise pickle.UnpicklingError("references to objects outside of the file are not plain values")
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One entry of a flight recorder."""
+
+    group: str  # name, the same on all ranks
+    description: str  # of the group
+    number: int  # of the collectives of its group
+    name: str
+    sizes: tuple[tuple[int, ...], ...]
+    state: str
+    created: int  # ns
+    caller: str
+
+    def __str__(self) -> str:
+        shapes = ", ".join("x".join(map(str, size)) or "scalar" for size in self.sizes)
+        caller = f", from {self.caller}" if self.caller else ""
+        return f"{self.name} #{self.number} of {self.description} ({shapes}), {self.state}{caller}"
+
+
+def variables(prefix: Path, environment: Mapping[str, str]) -> dict[str, str]:
+    """Environment variables that make torch record collectives, and NCCL write them on a timeout of its own to
+    `prefix` and the rank. Those that the user has set remain."""
+    values = {BUFFER: SIZE, ON_TIMEOUT: "1", FILE: str(prefix)}
+    return {names[0]: value for names, value in values.items() if not any(name in environment for name in names)}
+
+
+def record_into(folder: Path) -> None:
+    """Set these variables in a rank that another launcher has started; `tune run` has set them for its own."""
+    if "RANK" in os.environ and worker_env.PARENT not in os.environ:
+        with suppress(OSError):  # a directory that cannot be written is reported when the run claims it
+            folder.mkdir(parents=True, exist_ok=True)
+        os.environ.update(variables(folder / PREFIX, os.environ))
+
+
+def file_of(folder: Path, backend: str, rank: int) -> Path:
+    """File with the collectives of a rank; NCCL appends the rank to a prefix."""
+    return folder / f"{backend}-trace-{rank}"
+
+
+# In a rank
+
+
+def serve(dump: Callable[[], Mapping[str, bytes]], rank: int) -> None:
+    """Write what `dump` returns for each backend whenever the process that has started this rank asks for it."""
+    word = os.environ.pop(CHANNEL, None)  # one thread for a process, and none for those that it starts
+    if word is None:
+        return
+    number, _, folder = word.partition(":")
+    Thread(target=answer, args=(socket.socket(fileno=int(number)), dump, Path(folder), rank), daemon=True).start()
+
+
+def answer(link: socket.socket, dump: Callable[[], Mapping[str, bytes]], folder: Path, rank: int) -> None:
+    """Body of the thread. It ends when the other side is gone."""
+    with suppress(OSError):
+        link.sendall(READY)
+        while link.recv(1) == WRITE:
+            with suppress(OSError):  # a full disk: the report does without
+                for backend, data in dump().items():
+                    file_of(folder, backend, rank).write_bytes(data)
+            link.sendall(WRITTEN)
+
+
+# In the process that has started the ranks
+
+
+class Recorders:
+    """Sockets to the ranks of this machine. A rank without a process group never says that it is ready."""
+
+    def __init__(self, folder: Path, base: int, count: int) -> None:
+        """`base` is the first of `count` ranks. Files of an earlier start are removed."""
+        self.folder = folder
+        for rank in range(base, base + count):
+            for backend in BACKENDS:
+                file_of(folder, backend, rank).unlink(missing_ok=True)
+        self.pairs = [socket.socketpair() for _ in range(count)]
+
+    @property
+    def files(self) -> tuple[int, ...]:
+        """File descriptors that ranks inherit."""
+        return tuple(remote.fileno() for _, remote in self.pairs)
+
+    def environment(self, slot: int) -> dict[str, str]:
+        return {CHANNEL: f"{self.pairs[slot][1].fileno()}:{self.folder}"}
+
+    def request(self, seconds: float) -> None:
+        """Ask all ranks that can answer to write their files, and wait for at most this long."""
+        links = [local for local, _ in self.pairs if is_ready(local)]
+        for link in links:
+            link.sendall(WRITE)
+        end = time.monotonic() + seconds
+        while links and (left := end - time.monotonic()) > 0:
+            done, _, _ = select.select(links, [], [], left)
+            links = [link for link in links if link not in done]
+
+    def close(self) -> None:
+        for pair in self.pairs:
+            for link in pair:
+                link.close()
+
+
+def is_ready(link: socket.socket) -> bool:
+    """Whether the rank at the other end waits for requests."""
+    readable, _, _ = select.select([link], [], [], 0)
+    return bool(readable) and link.recv(1) == READY
+
+
+# Reading
+
+
+def read(file: Path) -> list[Collective]:
+    """Collectives of a file, oldest first; none if it does not exist or is not what the flight recorder writes."""
+    try:
+        content = PlainUnpickler(BytesIO(file.read_bytes())).load()
+        return [collective(entry) for entry in content["entries"]]
+    except (OSError, pickle.UnpicklingError, EOFError, LookupError, TypeError, ValueError, AttributeError):
+        return []
+
+
+def collective(entry: Mapping[str, Any]) -> Collective:
+    name, description = entry["process_group"]
+    return Collective(
+        group=str(name),
+        description=str(description or name),
+        number=int(entry["collective_seq_id"]),
+        name=str(entry["profiling_name"]),
+        sizes=tuple(tuple(map(int, size)) for size in entry["input_sizes"]),
+        state=str(entry["state"]),
+        created=int(entry["time_created_ns"]),
+        caller=caller(entry.get("frames", [])),
+    )
+
+
+def caller(frames: Sequence[Mapping[str, Any]]) -> str:
+    """The innermost frame outside of torch."""
+    for frame in frames:
+        if "/torch/" not in frame["filename"]:
+            return f"{frame['name']} ({'/'.join(Path(frame['filename']).parts[-2:])}:{frame['line']})"
+    return ""
+
+
+def quote(folder: Path, ranks: Sequence[int]) -> list[str]:
+    """Lines for a report: the last collectives of each rank, and groups in which some ranks have issued fewer."""
+    last = {rank: last_of_groups(folder, rank) for rank in ranks}
+    lines = []
+    for rank, collectives in last.items():
+        newest = sorted(collectives.values(), key=lambda item: item.created, reverse=True)[:QUOTED]
+        lines += [f"  rank {rank}: {'; '.join(map(str, newest))}"] if newest else []
+    groups = dict.fromkeys(group for collectives in last.values() for group in collectives)
+    lines += [line for group in groups if (line := lag(group, last))]
+    return ["last collectives:", *lines] if lines else []
+
+
+def lag(group: str, last: Mapping[int, Mapping[str, Collective]]) -> str:
+    """Which ranks have issued fewer collectives of a group than others; empty if none."""
+    items = {rank: collectives[group] for rank, collectives in last.items() if group in collectives}
+    newest = max(item.number for item in items.values())
+    lagging = [f"rank {rank} is at #{item.number}" for rank, item in items.items() if item.number < newest]
+    if not lagging:
+        return ""
+    return f"  {next(iter(items.values())).description}: {', '.join(lagging)}, the others at #{newest}"
+
+
+def last_of_groups(folder: Path, rank: int) -> dict[str, Collective]:
+    """The last collective of each process group of a rank."""
+    return {item.group: item for backend in BACKENDS for item in read(file_of(folder, backend, rank))}

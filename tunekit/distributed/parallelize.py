@@ -1,0 +1,26 @@
+"""Layers, rows and experts that several ranks share, before a model holds numbers."""
+
+from tunekit.distributed import context_parallel, expert_parallel, tensor_parallel
+from tunekit.distributed.collectives import FakeMeshDim
+from tunekit.distributed.context import DistributedContext
+from tunekit.distributed.parallel_dims import ParallelDims
+from tunekit.models.decoder import Decoder
+
+
+def parallelize(model: Decoder, run: DistributedContext) -> None:
+    """Leave of a model what is for this rank, and say so in `model.splits`; UserError where it cannot be divided."""
+    tensor_parallel.apply_tensor_parallel(model, run)
+    context_parallel.apply_context_parallel(model, run)
+    expert_parallel.apply_expert_parallel(model, run)
+    model.tie()
+
+
+def parallelize_fake(model: Decoder, sizes: ParallelDims) -> None:
+    """The same for the first of ranks that are not there: to see what it would have, or what cannot be divided."""
+    if sizes.tensor > 1:
+        tensor_parallel.shard_layers(model, FakeMeshDim(sizes.tensor), sizes.expert > 1)
+    if sizes.context > 1:
+        model.rows = context_parallel.ContextParallelSharding(FakeMeshDim(sizes.context))
+    if sizes.expert > 1:
+        expert_parallel.shard_experts(model, FakeMeshDim(sizes.expert))
+    model.tie()

@@ -1,0 +1,24 @@
+"""Where ranks find each other first."""
+
+import os
+from datetime import timedelta
+from functools import cache
+
+from torch._C._distributed_c10d import Store, TCPStore
+from torch.distributed.rendezvous import rendezvous
+
+from tunekit.distributed import worker_env
+
+
+@cache
+def get_store(timeout: timedelta) -> Store:
+    """The store through which all ranks of the environment meet, one for the life of this process.
+
+    What `tune run` starts finds an open port, so nobody else can have taken it in between.
+    """
+    if not worker_env.is_tune_worker():
+        return next(rendezvous("env://", timeout=timeout))[0]
+    rank, size, port = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+    listener = os.environ.get(worker_env.LISTENS)
+    file = None if listener is None else int(listener)
+    return TCPStore(os.environ["MASTER_ADDR"], port, size, rank == 0, timeout, master_listen_fd=file)

@@ -1,0 +1,78 @@
+"""A plan and a vocabulary as a GGUF file, tensor by tensor: never more of a model in memory than one of them."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+from gguf import GGUFValueType, GGUFWriter
+from tqdm import tqdm
+
+from tunekit.checkpoint.atomic import PARTIAL, check_free_space, find_disk_error, fsync_path, sibling_path, write_error
+from tunekit.errors import UserError
+from tunekit.export.quant_types import encode_tensor, tensor_bytes
+from tunekit.export.tensor_map import TensorMap
+
+TYPES = {bool: GGUFValueType.BOOL, int: GGUFValueType.UINT32, float: GGUFValueType.FLOAT32}
+TYPES |= {str: GGUFValueType.STRING, list: GGUFValueType.ARRAY}
+
+
+def write_gguf(out: Path, plan: TensorMap, said: Mapping[str, Any], quiet: bool = False) -> None:
+    """Write the file: it appears whole or not at all. `said` are fields beside those of the plan."""
+    check_free_space(out, plan.bytes())
+    with appearing(out) as partial:
+        alignment = write_head(partial, plan, plan.said() | dict(said))
+        bar = tqdm(total=plan.bytes(), desc="writing", unit="B", unit_scale=True, disable=quiet or None, leave=False)
+        with partial.open("ab") as file, bar:
+            for part, tensor in plan.tensors():
+                pad(file, alignment)
+                file.write(encode_tensor(tensor, part.kind).data)
+                bar.update(tensor_bytes(part.kind, part.shape))
+            pad(file, alignment)
+
+
+def write_head(file: Path, plan: TensorMap, said: Mapping[str, Any]) -> int:
+    """All that stands before the tensors. Returns the number of bytes of which their places are multiples."""
+    writer = GGUFWriter(file, plan.arch.name)
+    for key, value in said.items():
+        writer.add_key_value(key, value, TYPES[type(value)])
+    for part in plan.parts:
+        writer.add_tensor_info(
+            part.name, part.shape, np.dtype(np.float32), tensor_bytes(part.kind, part.shape), part.kind
+        )
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    writer.close()
+    return writer.data_alignment
+
+
+def pad(file: IO[bytes], alignment: int) -> None:
+    file.write(bytes(-file.tell() % alignment))
+
+
+@contextmanager
+def appearing(out: Path) -> Iterator[Path]:
+    """A place to write a file into, which is `out` in the end; a write that the disk refuses is a UserError."""
+    partial = sibling_path(out, PARTIAL)
+    if out.is_dir():
+        raise UserError(f"{out} is a folder: name a file, such as {out / 'model.gguf'}")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        partial.touch()
+    except OSError as error:
+        raise write_error(out, error) from error
+    try:
+        yield partial
+        fsync_path(partial)
+        partial.replace(out)
+        fsync_path(out.parent)
+    except OSError as error:
+        cause = find_disk_error(error)
+        if cause is None:
+            raise
+        raise write_error(out, cause) from error
+    finally:
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)

@@ -1,0 +1,144 @@
+"""How numbers stand in a GGUF file: the types that the gguf package can write, and how far each may stray."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from difflib import get_close_matches
+from math import prod
+
+import numpy as np
+import torch
+from gguf import GGML_QUANT_SIZES, LlamaFileType, quants
+from gguf import GGMLQuantizationType as Kind
+from torch import Tensor
+
+from tunekit.errors import UserError
+
+ROWS = 2**22  # numbers that are turned into fp32 at once
+DENSE = {Kind.F32: torch.float32, Kind.F16: torch.float16, Kind.BF16: torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class QuantType:
+    """What `--type` names: the types of matrices. Vectors and norms are fp32 always."""
+
+    file: LlamaFileType
+    kind: Kind
+    head: Kind | None = None  # of what makes the logits: the head, or the embedding where it is both; None: as `kind`
+    embed: Kind | None = None  # of an embedding that is no head
+    experts: Kind | None = None
+    drift: float = 0.0  # by how much it may move logits on average, in standard deviations
+
+
+# llama-quantize gives the head of the smaller ones a K-quant, which gguf cannot write: the next larger one is Q8_0.
+# Drifts in the nano are 0.012 with Q8_0, 0.06 with Q5, 0.13 with Q4_0 and 0.74 with TQ2_0, which is for models that
+# were trained with it; unrelated logits are 1.1 apart.
+ENCODINGS = {
+    "f32": QuantType(LlamaFileType.ALL_F32, Kind.F32, drift=1e-4),
+    "f16": QuantType(LlamaFileType.MOSTLY_F16, Kind.F16, drift=0.00625),
+    "bf16": QuantType(LlamaFileType.MOSTLY_BF16, Kind.BF16, drift=0.05),
+    "q8_0": QuantType(LlamaFileType.MOSTLY_Q8_0, Kind.Q8_0, drift=0.15),
+    "q5_1": QuantType(LlamaFileType.MOSTLY_Q5_1, Kind.Q5_1, Kind.Q8_0, drift=0.4),
+    "q5_0": QuantType(LlamaFileType.MOSTLY_Q5_0, Kind.Q5_0, Kind.Q8_0, drift=0.4),
+    "q4_1": QuantType(LlamaFileType.MOSTLY_Q4_1, Kind.Q4_1, Kind.Q8_0, drift=0.6),
+    "q4_0": QuantType(LlamaFileType.MOSTLY_Q4_0, Kind.Q4_0, Kind.Q8_0, drift=0.6),
+    "tq2_0": QuantType(LlamaFileType.MOSTLY_TQ2_0, Kind.TQ2_0, Kind.F16, Kind.F16, drift=0.6),
+    "tq1_0": QuantType(LlamaFileType.MOSTLY_TQ1_0, Kind.TQ1_0, Kind.F16, Kind.F16, drift=0.6),
+    "mxfp4_moe": QuantType(LlamaFileType.MOSTLY_MXFP4_MOE, Kind.Q8_0, experts=Kind.MXFP4, drift=0.6),
+}
+# How far a number may stray, as a share of the largest of its block or of the block's span.
+LARGEST = {Kind.Q8_0: 1 / 254, Kind.Q5_0: 1 / 16, Kind.Q4_0: 1 / 8, Kind.TQ2_0: 1 / 2, Kind.TQ1_0: 1 / 2}
+LARGEST |= {Kind.MXFP4: 1 / 2}
+SPAN = {Kind.Q5_1: 1 / 62, Kind.Q4_1: 1 / 30}
+HALF = 2**-11  # rounding to fp16 by a share, and below by a step
+STEP = 2**-25
+
+
+def parse_quant_type(word: str) -> QuantType:
+    """What a word behind `--type` means."""
+    if word in ENCODINGS:
+        return ENCODINGS[word]
+    told = f"can be written: {', '.join(ENCODINGS)}"
+    if f"MOSTLY_{word.upper()}" in LlamaFileType.__members__ or word.lower().startswith(("q", "iq")):
+        raise UserError(
+            f"--type {word}: the gguf package cannot write this type ({told}); "
+            f"export bf16, then: llama-quantize model-bf16.gguf model-{word}.gguf {word}"
+        )
+    near = get_close_matches(word, ENCODINGS, 1)
+    raise UserError(f"--type {word}: no such type{f', did you mean {near[0]!r}?' if near else ''} ({told})")
+
+
+def type_name_of(dtype: torch.dtype) -> str:
+    """The word of the type that holds such numbers as they are."""
+    return next((word for word, one in ENCODINGS.items() if DENSE.get(one.kind) == dtype), "f32")
+
+
+def fallback_type(kind: Kind, shape: tuple[int, ...]) -> Kind:
+    """The type itself, or fp16 where the rows are no whole blocks of it."""
+    return Kind.F16 if shape[-1] % GGML_QUANT_SIZES[kind][0] else kind
+
+
+def tensor_bytes(kind: Kind, shape: tuple[int, ...]) -> int:
+    """Bytes of a tensor in a file."""
+    block, held = GGML_QUANT_SIZES[kind]
+    return prod(shape) // block * held
+
+
+def encode_tensor(tensor: Tensor, kind: Kind) -> np.ndarray:
+    """The bytes of a tensor."""
+    if kind in DENSE:
+        return tensor.to(DENSE[kind]).contiguous().view(torch.uint8).numpy()
+    rows = tensor.reshape(-1, tensor.shape[-1])
+    coded = np.empty((len(rows), tensor_bytes(kind, tensor.shape) // len(rows)), np.uint8)
+    for part in slices(rows.shape):
+        coded[part] = quants.quantize(rows[part].float().numpy(), kind)
+    return coded
+
+
+def decode_tensor(coded: Tensor, kind: Kind, shape: tuple[int, ...]) -> Tensor:
+    """A tensor from its bytes (N,): fp32, or as it is stored."""
+    if kind in DENSE:
+        return coded.view(DENSE[kind]).view(shape)
+    rows = coded.view(prod(shape[:-1]), -1).numpy()
+    numbers = torch.empty(len(rows), shape[-1])
+    for part in slices(tuple(numbers.shape)):
+        numbers[part] = torch.from_numpy(quants.dequantize(rows[part], kind))
+    return numbers.view(shape)
+
+
+def slices(shape: tuple[int, ...]) -> Iterator[slice]:
+    """Rows that are worked on together."""
+    step = max(ROWS // shape[-1], 1)
+    return (slice(i, i + step) for i in range(0, shape[0], step))
+
+
+def max_rounding_error(source: Tensor, found: Tensor, kind: Kind) -> float:
+    """The largest error as a share of what the type allows: more than 1 is wrong, and so is what is no number."""
+    block = GGML_QUANT_SIZES[kind][0]
+    worst = 0.0
+    for a, b in zip(blocks(source, block), blocks(found, block), strict=True):
+        if not torch.equal(a, b):
+            error = (a - b).abs()
+            ratio = torch.where(error == 0, 0.0, error / allowed(a, kind))
+            worst = max(worst, ratio.nan_to_num(nan=torch.inf, posinf=torch.inf).max().item())
+    return worst
+
+
+def blocks(tensor: Tensor, block: int) -> Iterator[Tensor]:
+    """The numbers of a tensor in fp32, block by block (N, block), some at a time."""
+    flat = tensor.reshape(-1, block)
+    return (flat[part].float() for part in slices(tuple(flat.shape)))
+
+
+def allowed(x: Tensor, kind: Kind) -> Tensor:
+    """The error that a type may make in blocks of numbers (N, block); a thousandth is for the arithmetic."""
+    if kind == Kind.F32:
+        return torch.zeros_like(x)
+    if kind == Kind.BF16:
+        return x.abs() * 2**-8
+    if kind == Kind.F16:
+        return x.abs() * HALF + STEP
+    low, high = x.aminmax(dim=-1, keepdim=True)
+    largest = torch.maximum(-low, high)
+    if kind in LARGEST:
+        return 1.001 * (largest * (LARGEST[kind] + HALF)) + 127 * STEP
+    return 1.001 * ((high - low) * (SPAN[kind] + HALF) + largest * HALF) + 127 * STEP

@@ -1,0 +1,109 @@
+"""Models in memory beside the one that is trained: what preference is measured against, or a teacher."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from tunekit import build
+from tunekit.adapters.config import FrozenModel, LoRAConfig, NoAdapter
+from tunekit.checkpoint import peft_adapter
+from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
+from tunekit.distributed.parallel_dims import ParallelDims
+from tunekit.distributed.parallelize import parallelize_fake
+from tunekit.hub import download
+from tunekit.models.precision import PrecisionConfig
+from tunekit.plan.layer_profile import CPU, ParamSize, ProbeStep, inference_memory, param_sizes
+from tunekit.quantization.config import NoQuantization
+
+CONFIG = download.Files(("config.json", "adapter_config.json", "adapter_model.safetensors"))
+
+
+class AuxiliaryModelMemory(NamedTuple):
+    """What a rank has of a model: weights of the embedding, norm and head, of each layer, and bytes while it is asked
+    beside them."""
+
+    root: list[ParamSize]
+    layers: list[list[ParamSize]]
+    passing: int
+
+
+HELD: dict[
+    tuple[Any, str], AuxiliaryModelMemory
+] = {}  # by all that it depends on: other divisions of the student ask again
+
+
+@dataclass(frozen=True)
+class AuxiliaryModel:
+    """A model that is only asked."""
+
+    name: str
+    source: HFCheckpoint
+    weights: NoQuantization
+    precision: PrecisionConfig
+    adapter: NoAdapter | LoRAConfig = FrozenModel()
+    around: bool = False  # whether the model that is trained runs inside its pass
+
+    def held(self, sizes: ParallelDims, step: ProbeStep) -> AuxiliaryModelMemory:
+        """As a rank has it, which asks about the rows of a step."""
+        how = sizes.tensor, sizes.expert, sizes.context, step.rows, step.length, step.device
+        key = self.source.spec, repr((str(self.source.path), self.weights, self.precision, self.adapter, how))
+        if key not in HELD:
+            HELD[key] = self.looked_at(sizes, step)
+        return HELD[key]
+
+    def looked_at(self, sizes: ParallelDims, step: ProbeStep) -> AuxiliaryModelMemory:
+        net = build.build_meta_model(self.source, self.weights, self.adapter)
+        parallelize_fake(net, sizes)
+        stored = self.source.dtypes if self.source.has_weights else dict.fromkeys(net.shapes, self.source.usual_dtype)
+        self.precision.apply(net.requires_grad_(False), stored, CPU)
+        layers = [list(param_sizes(layer, {})) for layer in net.layers]
+        inner = {id(p) for layer in net.layers for p in layer.parameters()}
+        return AuxiliaryModelMemory(list(param_sizes(net, {}, inner)), layers, inference_memory(net, step))
+
+
+def num_reference_passes(said: dict[str, Any], models: tuple[AuxiliaryModel, ...]) -> int:
+    """Forward passes of the model itself that tell what it would expect without its updates."""
+    reference = said.get("reference")
+    return int(reference is not None and not models and reference.asks(said["loss"]))
+
+
+def auxiliary_models(
+    said: dict[str, Any], source: HFCheckpoint, precision: PrecisionConfig
+) -> Iterator[AuxiliaryModel]:
+    """What a recipe's choices keep: a copy of what training begins with, a teacher that is asked in each step."""
+    reference, teacher = said.get("reference"), said.get("teacher")
+    if reference is not None and reference.copies(said["adapter"], said["loss"]):
+        adapter = said["adapter"] if isinstance(said["adapter"], LoRAConfig) else FrozenModel()
+        yield AuxiliaryModel("the copy", source, said["weights"], precision, without_initial_adapter(adapter))
+    if teacher is not None and "folder" not in vars(teacher):
+        own, adapter = described(teacher.model)
+        yield AuxiliaryModel("the teacher", own, teacher.weights, teacher.precision, adapter, around=True)
+
+
+def described(name: str) -> tuple[HFCheckpoint, NoAdapter | LoRAConfig]:
+    """A checkpoint, an adapter on its base, or what a run has left; no tokenizer is asked for."""
+    path = build.final_dir_of(download.resolve_model_dir(name, CONFIG))
+    if not (path / peft_adapter.CONFIG).is_file():
+        return HFCheckpoint.open(path, name), FrozenModel()
+    base = peft_adapter.base_model_name(path)
+    source = peft_adapter.with_adapter_score_head(
+        path, HFCheckpoint.open(download.resolve_model_dir(base, CONFIG), base)
+    )
+    return source, peft_adapter.read_adapter_config(path, source)
+
+
+def without_initial_adapter(adapter: NoAdapter | LoRAConfig) -> NoAdapter | LoRAConfig:
+    """As large as it is, without the numbers that it begins with."""
+    return adapter if adapter.start is None else replace(adapter, start=None)  # pyright: ignore
+
+
+def list_omissions(said: dict[str, Any]) -> Iterator[str]:
+    """What a plan leaves out, for people."""
+    if (policy := said.get("on_policy")) is not None and policy.share:
+        yield "not planned: the student's own answers, the time they take and the keys and values that they need"
+    if said.get("reference") is not None:
+        yield "planned as if no prompt were shared: those that are computed once save memory and time"
+    if (teacher := said.get("teacher")) is not None and "folder" in vars(teacher):
+        yield "not planned: the teacher, which is in memory only while it writes what it expects, once"
+    if said.get("forgetting") is not None:
+        yield "not planned: the time of looking for what is forgotten"

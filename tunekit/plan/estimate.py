@@ -1,0 +1,85 @@
+"""A plan: memory, traffic and time of a config on a machine."""
+
+from dataclasses import dataclass
+
+from tunekit.distributed.parallel_dims import ParallelDims
+from tunekit.models.decoder import Decoder
+from tunekit.models.spec import DecoderSpec
+from tunekit.plan.hardware import ClusterSpec
+from tunekit.plan.memory import MemoryEstimate, MemoryPeak, RankMemoryModel, build_memory_model, estimate_memory
+from tunekit.plan.num_steps import StepCount
+from tunekit.plan.step_time import StepTime, estimate_step_time
+from tunekit.plan.workload import Workload, build_rank_model
+
+NETS: dict[tuple[DecoderSpec, str], Decoder] = {}
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What one config comes to."""
+
+    task: Workload
+    machine: ClusterSpec
+    sizes: ParallelDims
+    books: RankMemoryModel
+    room: MemoryEstimate
+    pace: StepTime
+    extent: StepCount | None = None
+
+    @property
+    def peak(self) -> MemoryPeak:
+        return self.room.peak
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether it fits; None where nobody said how much there is."""
+        return None if self.machine.memory is None else self.peak.total <= self.machine.memory
+
+    @property
+    def tokens(self) -> int:
+        """Of a step, over all ranks."""
+        return self.task.batch * self.task.each * self.task.length
+
+    @property
+    def hours(self) -> float | None:
+        seconds = self.pace.seconds
+        return None if seconds is None or self.extent is None else seconds * self.extent.steps / 3600
+
+    @property
+    def cost(self) -> float | None:
+        """Of all steps, or of a step where nobody knows how many there are."""
+        if self.pace.seconds is None or self.machine.price is None:
+            return None
+        hours = self.pace.seconds / 3600 if self.hours is None else self.hours
+        return hours * self.machine.devices * self.machine.price
+
+
+def estimate(task: Workload, machine: ClusterSpec) -> Estimate:
+    """Reads no weight, computes nothing."""
+    sizes = resolve_dims(task, machine)
+    books = build_memory_model(task, sizes)
+    return Estimate(
+        task,
+        machine,
+        sizes,
+        books,
+        estimate_memory(books, machine),
+        estimate_step_time(books, meta_model(task, sizes), machine),
+    )
+
+
+def resolve_dims(task: Workload, machine: ClusterSpec) -> ParallelDims:
+    """How ranks share; UserError where they cannot."""
+    sizes = task.parallel.sizes(machine.devices)
+    task.parallel.check("cpu" if machine.kind is None else "cuda", machine.devices)
+    task.memory.check_passes(task.rows(sizes), task.micro_batch)
+    return sizes
+
+
+def meta_model(task: Workload, sizes: ParallelDims) -> Decoder:
+    """The model of a rank, made once."""
+    how = sizes.tensor, sizes.expert, sizes.context, task.adapter, task.weights, task.precision
+    key = task.source.spec, repr((str(task.source.path), *how))
+    if key not in NETS:
+        NETS[key] = build_rank_model(task, sizes)
+    return NETS[key]

@@ -1,0 +1,141 @@
+"""What a run is planned for: devices, their memory, how fast they are and how fast they speak with each other."""
+
+import difflib
+import re
+from dataclasses import dataclass, replace
+
+from tunekit.devices import Capabilities, Device, find_row
+from tunekit.errors import UserError
+
+GIB = 2**30
+VOLTA, TURING, AMPERE, SM86 = (Device("cuda", sm) for sm in ((7, 0), (7, 5), (8, 0), (8, 6)))
+ADA, HOPPER, BLACKWELL, SM120 = (Device("cuda", sm) for sm in ((8, 9), (9, 0), (10, 0), (12, 0)))
+GFX942 = Device("cuda", arch="gfx942")
+
+
+@dataclass(frozen=True)
+class GPUSpec:
+    """A GPU as its maker's datasheet describes it: dense matmuls, and bytes a second in one direction."""
+
+    label: str
+    gib: float  # memory that torch reports: less than the label says
+    tflops: float  # 10^12 operations a second in 16 bits on tensor cores, sums in fp32
+    memory: float  # GB/s of its memory
+    near: float  # GB/s to another device of the host
+    far: float  # GB/s to another host, for each device
+    fp32: float  # 10^12 operations a second in fp32 without TF32
+    tf32: float | None = None  # and with it
+    device: Device = AMPERE  # its row in the table of capabilities
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What this GPU can do."""
+        return find_row(self.device)
+
+    def rate(self, compute: str) -> float:
+        """10^12 operations a second in a `precision.compute`. bf16 without hardware for it runs at the rate of fp32."""
+        if compute == "tf32":
+            return self.fp32 if self.tf32 is None else self.tf32
+        return self.tflops if compute == "bf16" and self.capabilities.bf16 else self.fp32
+
+    def scaled(self, tflops: float) -> "GPUSpec":
+        """A GPU without a name that is faster or slower in proportion."""
+        factor = tflops / self.tflops
+        tf32 = None if self.tf32 is None else factor * self.tf32
+        return replace(self, label="GPU", tflops=tflops, fp32=factor * self.fp32, tf32=tf32)
+
+
+# Rates and bandwidths: NVIDIA's and AMD's datasheets and architecture whitepapers, without sparsity; of H20, B200 and
+# B300 from several public comparison tables of them. GeForce cards: with fp32 sums, which halve their rate in fp16.
+# 16 and 32 GB/s are PCIe 4 and 5 x16 without peer-to-peer copies; `far` assumes the network of a usual server.
+KINDS = {
+    "a10": GPUSpec("A10", 22, 125, 600, 16, 3, 31.2, 62.5, SM86),
+    "a100": GPUSpec("A100 80 GB", 79.2, 312, 2039, 300, 25, 19.5, 156),
+    "a100-40g": GPUSpec("A100 40 GB", 39.4, 312, 1555, 300, 25, 19.5, 156),
+    "a40": GPUSpec("A40", 44.4, 149.7, 696, 16, 12, 37.4, 74.8, SM86),
+    "a6000": GPUSpec("RTX A6000", 47.5, 154.8, 768, 16, 3, 38.7, 77.4, SM86),
+    "b200": GPUSpec("B200", 178, 2250, 8000, 900, 50, 75, 1125, BLACKWELL),
+    "b300": GPUSpec("B300", 268, 2250, 8000, 900, 100, 75, 1125, BLACKWELL),
+    "gh200": GPUSpec("GH200 96 GB", 94.5, 989, 4000, 450, 50, 67, 494, HOPPER),
+    "h100": GPUSpec("H100", 79.2, 989, 3350, 450, 50, 67, 494, HOPPER),
+    "h20": GPUSpec("H20", 95.1, 148, 4000, 450, 50, 44, 74, HOPPER),
+    "h200": GPUSpec("H200", 139.8, 989, 4800, 450, 50, 67, 494, HOPPER),
+    "l4": GPUSpec("L4", 22, 121, 300, 16, 3, 30.3, 60, ADA),
+    "l40": GPUSpec("L40", 44.4, 181, 864, 32, 25, 90.5, 90.5, ADA),
+    "l40s": GPUSpec("L40S", 44.4, 362, 864, 32, 25, 91.6, 183, ADA),
+    "mi300x": GPUSpec("MI300X", 191.5, 1307, 5300, 448, 50, 163.4, None, GFX942),
+    "rtx3060": GPUSpec("RTX 3060 12 GB", 11.6, 25.5, 360, 16, 3, 12.7, 12.7, SM86),
+    "rtx3090": GPUSpec("RTX 3090", 23.6, 71, 936, 16, 3, 35.6, 35.6, SM86),
+    "rtx4080": GPUSpec("RTX 4080", 15.6, 97.5, 717, 16, 3, 48.7, 48.7, ADA),
+    "rtx4090": GPUSpec("RTX 4090", 23.6, 165, 1008, 16, 3, 82.6, 82.6, ADA),
+    "rtx5080": GPUSpec("RTX 5080", 15.5, 112.6, 960, 32, 3, 56.3, 56.3, SM120),
+    "rtx5090": GPUSpec("RTX 5090", 31.4, 209, 1792, 32, 3, 104.8, 104.8, SM120),
+    "rtx6000-ada": GPUSpec("RTX 6000 Ada", 47.5, 364, 960, 16, 3, 91.1, 182, ADA),
+    "rtxpro6000": GPUSpec("RTX PRO 6000", 95, 504, 1792, 32, 3, 126, 252, SM120),
+    "t4": GPUSpec("T4", 14.6, 65, 320, 8, 3, 8.1, None, TURING),
+    "v100": GPUSpec("V100 32 GB", 31.7, 125, 900, 150, 12, 15.7, None, VOLTA),
+    "v100-16g": GPUSpec("V100 16 GB", 15.8, 125, 900, 150, 12, 15.7, None, VOLTA),
+}
+USUAL = "h100"
+HOST = 25.0  # GB/s between a GPU and the memory of its host
+NEAR = 0.08  # by which memory may differ from that of a kind of GPU that is taken for it
+# Seconds of the host, assumed and not yet measured on a machine with a GPU: to launch a kernel from eager PyTorch, with
+# its share of autograd, and more for an operation of tunekit, which runs Python (13 to 39 microseconds on a CPU).
+LAUNCH, CALL = 6e-6, 25e-6
+REACHED = 0.45  # of what the maker tells, in products of large models
+
+
+@dataclass(frozen=True)
+class ClusterSpec:
+    """Where a run is to go. On a CPU nothing is known of speed."""
+
+    devices: int = 1
+    hosts: int = 1
+    kind: GPUSpec | None = None  # None: the CPU
+    memory: int | None = None  # bytes of a device; None: nobody said
+    taken: bool = False  # whether the kind is a guess
+    price: float | None = None  # of a device, an hour
+    reached: float = REACHED
+
+    @property
+    def per_host(self) -> int:
+        return self.devices // self.hosts
+
+    @property
+    def label(self) -> str:
+        """`64 x H100 (80 GiB) on 8 hosts`."""
+        if self.kind is None:
+            return "the CPU" if self.devices == 1 else f"the CPU, {self.devices} processes"
+        size = "" if self.memory is None else f" ({self.memory / GIB:.0f} GiB)"
+        hosts = "" if self.hosts == 1 else f" on {self.hosts} hosts"
+        return f"{self.devices} x {self.kind.label}{size}{hosts}"
+
+    def bandwidth(self, ranks: int, stride: int) -> float:
+        """Bytes a second between `ranks` processes, so many places apart."""
+        if self.kind is None:
+            return float("inf")
+        return 1e9 * (self.kind.near if ranks * stride <= self.per_host else self.kind.far)
+
+
+def parse_memory_size(word: str) -> int:
+    """Bytes of `80G`, `80GiB` or `24000M`: of the powers of two that makers of memory mean."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([GMT])(?:i?B)?", word.strip(), re.IGNORECASE)
+    if found is None or not float(found[1]):
+        raise UserError(f"--gpu-memory {word}: write a number and G, such as 80G")
+    return int(float(found[1]) * {"M": 2**20, "G": GIB, "T": 2**40}[found[2].upper()])
+
+
+def gpu_by_name(word: str) -> GPUSpec:
+    """A kind of GPU by name."""
+    name = word.lower().replace(" ", "").replace("_", "-")
+    if name not in KINDS:
+        near = difflib.get_close_matches(name, KINDS, 1)
+        meant = f"did you mean {near[0]}?" if near else f"known are {', '.join(KINDS)}."
+        raise UserError(f"--gpu {word}: {meant} For others say --gpu-memory and --tflops")
+    return KINDS[name]
+
+
+def gpu_by_memory(memory: int) -> GPUSpec:
+    """The kind of GPU that is taken where only its memory is told: the fastest with about as much."""
+    near = [kind for kind in KINDS.values() if abs(kind.gib * GIB / memory - 1) < NEAR]
+    return max(near, key=lambda kind: kind.tflops, default=KINDS[USUAL])

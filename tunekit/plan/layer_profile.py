@@ -1,0 +1,256 @@
+"""What one layer of each kind needs, measured on shapes alone: the step of the recipe runs, and nothing is computed.
+
+A model of one layer of each kind takes two micro-batches and a step of its optimizer, on tensors that hold no numbers.
+So whatever the layers, an adapter, a format, recompute or an optimizer keep is counted where they keep it.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from tunekit.adapters.config import NoAdapter
+from tunekit.data.dataloader.batch import Batch
+from tunekit.distributed.context import DistributedContext
+from tunekit.kernels import fake_mode
+from tunekit.memory.config import MemoryConfig, TrainOptimizer
+from tunekit.models.decoder import Block, Decoder
+from tunekit.models.moe import Experts
+from tunekit.plan.memory_tracker import MemoryTracker
+from tunekit.plan.operations import Operations
+
+CPU = torch.device("cpu")
+SHORT = 64  # tokens of the row for which an optimizer makes its state
+
+
+class LossFn(Protocol):
+    def __call__(self, model: Decoder, batch: Batch) -> Tensor: ...
+
+
+class OptimizerFactory(Protocol):
+    def build(self, trained: Any, inner: Iterable[nn.Parameter] = ()) -> torch.optim.Optimizer: ...
+
+
+class ProbeStep(NamedTuple):
+    """What a recipe does with a model: all that decides what a step keeps."""
+
+    adapter: NoAdapter
+    memory: MemoryConfig
+    optimizer: OptimizerFactory
+    loss: LossFn
+    clip: float
+    rows: int  # of a micro-batch
+    length: int  # tokens of a row
+    parts: int  # micro-batches of a step
+    device: str = "cpu"  # or cuda
+    flash: bool = False  # whether the device has FlashAttention
+
+
+class MemoryInterval(NamedTuple):
+    """Bytes of tensors over a stretch of a step, above what there was before it: at most, and behind it."""
+
+    most: int
+    left: int
+    operations: Operations = Operations()
+
+
+class ParamSize(NamedTuple):
+    """A parameter, and the bytes that the optimizer keeps for it."""
+
+    name: str
+    shape: tuple[int, ...]
+    bytes: int
+    trained: bool
+    state: int
+    expert: bool = False  # of experts, of which other ranks may have others
+
+
+@dataclass(frozen=True)
+class LayerPass:
+    """One micro-batch forward and back. Layers are by kind."""
+
+    before: MemoryInterval
+    layers: tuple[MemoryInterval, ...]
+    head: MemoryInterval
+    head_back: MemoryInterval
+    layers_back: tuple[MemoryInterval, ...]
+    before_back: MemoryInterval
+
+
+@dataclass(frozen=True)
+class StepProfile:
+    """A step, of a model whose layer i is of kind `kinds[i]`."""
+
+    kinds: tuple[int, ...]
+    layers: tuple[tuple[ParamSize, ...], ...]  # by kind
+    root: tuple[ParamSize, ...]  # embedding, last norm, head
+    first: LayerPass  # without gradients
+    later: LayerPass  # with those of an earlier micro-batch
+    update: MemoryInterval
+
+
+def profile_step(net: Decoder, step: ProbeStep) -> StepProfile:
+    """Measure a step of a model on no device, which is used up by it."""
+    kinds, chosen = sorts(net)
+    every = [*net.layers]
+    with fake_mode.fake_mode(step.device), FakeTensorMode(allow_non_fake_inputs=True):
+        net.layers = cast("Iterable[Block]", nn.ModuleList([every[i] for i in chosen]))
+        embody(net)
+        step.memory.apply(net, CPU, lambda _: None)
+        optimizer = step.optimizer.build(step.adapter.trained(net), (p for m in net.layers for p in m.parameters()))
+        update = step.memory.update(optimizer, step.clip, DistributedContext.alone())
+        with MemoryTracker(step.flash) as live:
+            live.see([*net.parameters(), *net.buffers()])
+            first, later, moved = taken(ForwardWalk(net, live), step, update)
+        owned = [tuple(param_sizes(layer, optimizer.state)) for layer in net.layers]
+        inner = {id(p) for layer in net.layers for p in layer.parameters()}
+        root = tuple(param_sizes(net, optimizer.state, inner))
+    return StepProfile(kinds, tuple(owned), root, first, later, moved)
+
+
+def inference_memory(net: Decoder, step: ProbeStep) -> int:
+    """Bytes at most while a model on no device, which is used up by it, makes hidden states of the rows of a step."""
+    every = [*net.layers]
+    with fake_mode.fake_mode(step.device), FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        net.layers = cast("Iterable[Block]", nn.ModuleList([every[i] for i in sorts(net)[1]]))
+        embody(net)
+        batch = rows(step)
+        with MemoryTracker() as live:
+            live.see([*net.parameters(), *net.buffers()])
+            before = live.bytes
+            net(batch.tokens, batch.positions, batch.layout, read=lambda hidden, _: hidden[:0], part=True)
+            return live.most - before
+
+
+def taken(walk: "ForwardWalk", step: ProbeStep, update: TrainOptimizer) -> tuple[LayerPass, LayerPass, MemoryInterval]:
+    """A step whose optimizer has its state: micro-batches without and with gradients, and the update."""
+    walk.run(step._replace(rows=1, length=min(step.length, SHORT)))
+    update()
+    first = walk.run(step)
+    later = walk.run(step) if step.parts > 1 else first
+    walk.begin()
+    update()
+    return first, later, walk.note("update", 0)
+
+
+def sorts(net: Decoder) -> tuple[tuple[int, ...], list[int]]:
+    """The kind of every layer, and a layer of each kind. The first one stands alone: its input may want no gradient."""
+    found: dict[Any, list[int]] = {}
+    for i, (layer, spec) in enumerate(zip(net.layers, net.spec.layers, strict=True)):
+        held = tuple((name, p.shape, p.dtype, p.requires_grad) for name, p in layer.named_parameters())
+        found.setdefault((spec, i == 0, layer.attn.lends, held), []).append(i)
+    # A layer that takes keys of another wants it before itself; lenders are few.
+    chosen = sorted(members[0] for members in found.values())
+    place = {i: chosen.index(members[0]) for members in found.values() for i in members}
+    return tuple(place[i] for i in range(len(place))), chosen
+
+
+def embody(net: Decoder) -> None:
+    """Parameters on no device become such of the CPU, without numbers."""
+    for module in net.modules():
+        for name, p in module._parameters.items():
+            if p is not None:
+                made = torch.empty(p.shape, dtype=p.dtype, device=CPU)
+                module._parameters[name] = nn.Parameter(made, requires_grad=p.requires_grad)
+        for name, b in module._buffers.items():
+            if b is not None:
+                module._buffers[name] = torch.empty(b.shape, dtype=b.dtype, device=CPU)
+    net.tie()
+
+
+def param_sizes(
+    module: nn.Module, states: Mapping[Tensor, dict[str, Any]], without: Iterable[int] = ()
+) -> Iterable[ParamSize]:
+    """The parameters of a module, each once, with what an optimizer keeps for them."""
+    experts = {id(p) for each in module.modules() if isinstance(each, Experts) for p in each.parameters()}
+    for name, p in module.named_parameters():
+        if id(p) not in without:
+            kept = states[p].values() if p in states else ()
+            state = sum(value.nbytes for value in kept if isinstance(value, Tensor))
+            yield ParamSize(name, tuple(p.shape), p.nbytes, p.requires_grad, state, id(p) in experts)
+
+
+class ForwardWalk:
+    """Marks where a pass goes from one layer into the next, and back."""
+
+    def __init__(self, net: Decoder, live: MemoryTracker) -> None:
+        self.net, self.live = net, live
+        self.count = sum(1 for _ in net.layers)
+        self.events: dict[tuple[str, int], MemoryInterval] = {}
+        self.start, self.forward = live.bytes, False
+        self.before = live.operations
+        for i, layer in enumerate(net.layers):
+            layer.register_forward_pre_hook(self.entering(i))
+            layer.register_forward_hook(self.leaving(i))
+
+    def run(self, step: ProbeStep) -> LayerPass:
+        """One micro-batch."""
+        batch = rows(step)
+        self.begin()
+        self.forward, self.events = True, {}
+        loss = step.loss(self.net, batch)
+        self.forward = False
+        self.note("head", 0)
+        loss.backward()
+        # Where the input of a layer wants no gradient, nobody said when the way back ended, and it did.
+        untold = [i for i in range(self.count) if ("back", i) not in self.events]
+        self.note(*(("back", untold[-1]) if untold else ("before_back", 0)))
+        none, e = MemoryInterval(0, 0), self.events
+        layers, back = (tuple(e.get((name, i), none) for i in range(self.count)) for name in ("layer", "back"))
+        outer = e["before", 0], layers, e["head", 0], e["head_back", 0], back
+        last = e.get(("before_back", 0), none)
+        return LayerPass(*outer, last._replace(most=max(last.left, last.most - self.summed())))
+
+    def summed(self) -> int:
+        """Bytes of a sum that torch makes in place of a gradient of real numbers, but not of shapes alone: of the two
+        gradients of an embedding that is the head."""
+        weight = self.net.embed.weight
+        return weight.nbytes if self.net.spec.tied and weight.requires_grad else 0
+
+    def begin(self) -> None:
+        """A stretch begins here."""
+        self.live.mark()
+        self.start, self.before = self.live.bytes, self.live.operations
+
+    def note(self, name: str, index: int) -> MemoryInterval:
+        """A stretch ends here, and the next one begins."""
+        done = self.live.operations.plus(self.before, -1)
+        found = MemoryInterval(self.live.mark() - self.start, self.live.bytes - self.start, done)
+        self.events[name, index] = found
+        self.start, self.before = self.live.bytes, self.live.operations
+        return found
+
+    def entering(self, i: int) -> Callable[..., None]:
+        def hook(_: nn.Module, inputs: tuple[Any, ...]) -> None:
+            if self.forward and i == 0:
+                self.note("before", 0)
+                if inputs[0].requires_grad:
+                    inputs[0].register_hook(self.behind("back", 0))
+
+        return hook
+
+    def leaving(self, i: int) -> Callable[..., None]:
+        def hook(_: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
+            if self.forward:
+                self.note("layer", i)
+                last = i == self.count - 1
+                if output.requires_grad:
+                    output.register_hook(self.behind(*(("head_back", 0) if last else ("back", i + 1))))
+
+        return hook
+
+    def behind(self, name: str, index: int) -> Callable[[Tensor], None]:
+        def hook(_: Tensor) -> None:
+            self.note(name, index)
+
+        return hook
+
+
+def rows(step: ProbeStep) -> Batch:
+    """Rows of which every token is learnt, but each row's first."""
+    tokens = torch.empty(step.rows, step.length, dtype=torch.long, device=CPU)
+    targets, positions = torch.empty_like(tokens), torch.empty_like(tokens)
+    return Batch(tokens, targets, positions, None, step.rows * (step.length - 1), tokens.numel())

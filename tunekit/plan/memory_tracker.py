@@ -1,0 +1,56 @@
+"""How many bytes of tensors live: every operation is watched, and every memory that it makes until it is gone."""
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from tunekit.plan.operations import Operations, count, flash_workspace
+
+
+class MemoryTracker(TorchDispatchMode):
+    """Bytes that live now, and at most since `mark`. Tensors may be real or shapes alone: both have a storage.
+
+    With `flash`, buffers inside the attention kernels of a GPU are counted too.
+    """
+
+    def __init__(self, flash: bool = False) -> None:
+        super().__init__()
+        self.flash, self.operations = flash, Operations()
+        self.bytes = self.most = 0
+        self.known: dict[int, weakref.ref] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        self.see(leaf for leaf in tree_leaves(made) if isinstance(leaf, Tensor))
+        self.operations = self.operations.plus(count(func))
+        if self.flash:
+            self.most = max(self.most, self.bytes + flash_workspace(func, args))
+        return made
+
+    def see(self, tensors: Iterable[Tensor]) -> None:
+        """Count what they stand on, each memory once."""
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            key, size = storage._cdata, storage.nbytes()
+            if key not in self.known and size:
+                self.known[key] = weakref.ref(storage, self.gone(key, size))
+                self.bytes += size
+        self.most = max(self.most, self.bytes)
+
+    def gone(self, key: int, size: int) -> Any:
+        """What happens when a memory is given back."""
+
+        def forget(_: Any) -> None:
+            del self.known[key]
+            self.bytes -= size
+
+        return forget
+
+    def mark(self) -> int:
+        """The most since the last mark; from here on it is counted anew."""
+        most, self.most = self.most, self.bytes
+        return most

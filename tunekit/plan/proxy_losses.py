@@ -1,0 +1,78 @@
+"""What a loss keeps and needs, of losses that want rows which a plan does not have."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from tunekit.data.dataloader.batch import Batch
+from tunekit.kernels.cross_entropy import token_logps_and_entropies
+from tunekit.kernels.kl_divergence import FullTargets
+from tunekit.losses.cross_entropy import CrossEntropy, local_targets
+from tunekit.losses.kl_divergence import KLDivergenceLoss
+from tunekit.models.decoder import Decoder, Head
+from tunekit.models.spec import DecoderSpec
+
+HEADS: WeakKeyDictionary[Decoder, Head] = WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class ProxyPreferenceLoss:
+    """The log-probability of each token and how uncertain it was, of which preferences are made."""
+
+    def __call__(self, model: Decoder, batch: Batch) -> Tensor:
+        targets, rows = local_targets(model, batch)
+
+        def read(hidden: Tensor, head: Head) -> Tensor:
+            return -token_logps_and_entropies(hidden.flatten(0, 1), targets, head, rows)[0].sum()
+
+        return model(batch.tokens, batch.positions, batch.layout, read=read, part=True)
+
+
+@dataclass(frozen=True)
+class ProxyRewardLoss:
+    """Scores of every token."""
+
+    def __call__(self, model: Decoder, batch: Batch) -> Tensor:
+        def read(hidden: Tensor, head: Head) -> Tensor:
+            return head(hidden).float().sum()
+
+        return model(batch.tokens, batch.positions, batch.layout, read=read, part=True)
+
+
+@dataclass(frozen=True)
+class ProxyDistillLoss:
+    """How far from a teacher, whose head is one more and whose weights are counted elsewhere.
+
+    Of a teacher whose likeliest tokens alone are compared, the others are counted too: it needs less.
+    """
+
+    loss: KLDivergenceLoss
+
+    def __call__(self, model: Decoder, batch: Batch) -> Tensor:
+        head = teacher(model)
+        count = model.rows.keep(batch.tokens).numel()
+        return self.loss(model, batch, FullTargets(head.weight.new_empty(count, model.spec.dim), head))[0]
+
+
+def teacher(model: Decoder) -> Head:
+    """A head like the student's, in the dtype of its products: made once, so that no step seems to make it."""
+    if model not in HEADS:
+        HEADS[model] = head = Head(replace(model.spec, dim=1))
+        dtype = model.compute or model.embed.weight.dtype
+        head.weight = nn.Parameter(torch.empty(model.head.weight.shape, dtype=dtype), requires_grad=False)
+        head.share = model.head.share
+    return HEADS[model]
+
+
+def proxy_loss(said: dict[str, Any], spec: DecoderSpec) -> Any:
+    """Cross-entropy as it is; where answers or models are compared, or scores are made, what stands for it."""
+    if isinstance(said["loss"], CrossEntropy):
+        return said["loss"]
+    if isinstance(said["loss"], KLDivergenceLoss):
+        return ProxyDistillLoss(said["loss"])
+    if spec.score is not None:
+        return ProxyRewardLoss()
+    return ProxyPreferenceLoss() if "reference" in said else CrossEntropy()

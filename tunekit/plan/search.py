@@ -1,0 +1,195 @@
+"""The fastest way to do what a config says, of those that fit: how rows are passed, what is kept, how devices share.
+
+What is learnt stays the same, but for rounding: rows of a step and the adapter are not touched. Only if nothing fits so
+are moments kept in eight bits, then weights moved as soon as their gradients are there, then weights kept in 16 bits.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
+from typing import Any
+
+from tunekit.adapters.config import LoRAConfig
+from tunekit.distributed.parallel_dims import ParallelConfig, ParallelDims
+from tunekit.errors import FieldError, UserError
+from tunekit.optim.config import AdamW8bitConfig, AdamWConfig
+from tunekit.plan.estimate import Estimate, estimate, meta_model, resolve_dims
+from tunekit.plan.hardware import ClusterSpec
+from tunekit.plan.layer_profile import LayerPass, MemoryInterval, StepProfile
+from tunekit.plan.memory import RankMemoryModel, estimate_memory
+from tunekit.plan.step_time import estimate_step_time
+from tunekit.plan.workload import Workload, profile_workload
+
+AGAIN = (False, "selective", True)
+WIDEST = 64  # rows in a forward pass
+TRIED = 6  # of the fastest, that are measured
+SPARE = 0.03  # of the memory, that is left: by so much a plan may be wrong
+NEAR = 0.01  # of a time: what is as fast
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """A way that fits, and what to say for it."""
+
+    words: tuple[str, ...]
+    plan: Estimate
+
+
+def search_config(now: Estimate) -> SearchResult:
+    """UserError if nothing fits."""
+    if now.machine.memory is None:
+        raise UserError("--fit: how much is there? say --gpu h100, or --gpu-memory 80G")
+    for task in milder(now.task):
+        ways = sorted(estimates(replace(now, task=task)), key=partial(rank, now.task))
+        for _, way in ways[:TRIED]:  # what was estimated is measured
+            there = estimate(way, now.machine)
+            if there.peak.total <= room_of(now.machine):
+                return SearchResult(words(now.task, way), there)
+    raise UserError(
+        f"nothing fits: {now.machine.label} has too little memory for this model however it is trained; "
+        "use more devices, adapter=lora weights=nf4, or a shorter data.length"
+    )
+
+
+def room_of(machine: ClusterSpec) -> float:
+    """Bytes that a way may take."""
+    assert machine.memory is not None
+    return (1 - SPARE) * machine.memory
+
+
+def rank(task: Workload, way: tuple[float, Workload]) -> tuple[float, int, float]:
+    """The fastest first; of those that are as fast but for a hundredth, the one that changes least."""
+    seconds, there = way
+    return round(math.log(seconds) / NEAR), len(words(task, there)), seconds
+
+
+def milder(task: Workload) -> Iterator[Workload]:
+    """The task, then ones that are less and less like it: gradients that do not outlive their layer are not clipped."""
+    yield task
+    if type(task.optimizer) is AdamWConfig:
+        chosen = task.optimizer
+        task = replace(task, optimizer=AdamW8bitConfig(chosen.lr, chosen.betas, chosen.eps, chosen.decay))
+        yield task
+    if not isinstance(task.adapter, LoRAConfig) and not task.memory.step_in_backward:
+        task = replace(task, memory=replace(task.memory, step_in_backward=True), clip=0.0)
+        yield task
+        if task.precision.trained == "fp32":
+            yield replace(task, precision=replace(task.precision, trained="bf16"))
+
+
+def estimates(now: Estimate) -> list[tuple[float, Workload]]:
+    """Ways that seem to fit, with the seconds of a step. Layers are measured with one row and with two.
+
+    Devices that share layers wait for each other, and weights that wait on the host take much of it: more of either is
+    tried only where nothing fits without.
+    """
+    first, found = now.task.parallel, []
+    most = max(now.machine.per_host, first.tensor)
+    hosts = now.machine.kind is not None and now.machine.devices > 1
+    stage = {(first.tensor, first.offload)}
+    while stage and not found:
+        shared = (each for tensor, hosted in sorted(stage) for each in sharings(now, tensor, hosted))
+        found = [way for each in shared for way in kept(each, now)]
+        more = {(2 * tensor, hosted) for tensor, hosted in stage if 2 * tensor <= most}
+        stage = more | {(tensor, True) for tensor, hosted in stage if hosts and not hosted}
+    return found
+
+
+def sharings(now: Estimate, tensor: int, hosted: bool) -> Iterator[ParallelConfig]:
+    """How many copies there are of the weights, whether they stay gathered, and in how many bits they travel."""
+    parallel, devices = now.task.parallel, now.machine.devices
+    if devices == 1:
+        yield parallel
+        return
+    rest, more = divmod(devices, parallel.context * tensor)
+    exact = parallel.gather == "compute" or now.task.precision.trained != "fp32"
+    gathers = (parallel.gather,) if exact else ("weights", "compute")
+    for copies in (n for n in range(1, rest + 1) if not more and rest % n == 0):
+        shared = replace(parallel, replicate=copies, shard=None, tensor=tensor, offload=hosted)
+        if shared.sizes(devices) == now.sizes:
+            shared = replace(parallel, offload=hosted)
+        for gather, reshard in product(gathers, (True, False)):
+            yield replace(shared, gather=gather, reshard=reshard)
+
+
+def kept(shared: ParallelConfig, now: Estimate) -> Iterator[tuple[float, Workload]]:
+    """By what a pass keeps, and whether it waits on the host."""
+    for again, away in product(AGAIN, (False, True)):
+        if (again == "selective" and now.task.memory.compile) or (away and now.machine.kind is None):
+            continue
+        memory = replace(now.task.memory, recompute=again, offload=away)
+        yield from sized(replace(now.task, memory=memory, parallel=shared), now)
+
+
+def sized(task: Workload, now: Estimate) -> Iterator[tuple[float, Workload]]:
+    """By rows of a forward pass: the most of which the estimate fits, and half of them."""
+    try:
+        sizes = resolve_dims(whole(task, now), now.machine)
+        some = [books(task, sizes, rows) for rows in (1, 2)]
+    except (UserError, FieldError):
+        return
+    model, most = meta_model(task, sizes), min(task.rows(sizes), WIDEST)
+    counts = [task.rows(sizes)] if task.memory.step_in_backward else [2**n for n in range(most.bit_length())]
+    fits = 0
+    for rows in reversed(counts):
+        way = replace(task, micro_batch=rows)
+        there = replace(some[0], task=way, step=between(some, rows, "step"), travels=between(some, rows, "travels"))
+        if fits < 2 and estimate_memory(there, now.machine).peak.total <= room_of(now.machine):
+            fits += 1
+            seconds = estimate_step_time(there, model, now.machine).seconds
+            yield seconds if seconds is not None else 1.0 / rows, way
+
+
+def whole(task: Workload, now: Estimate) -> Workload:
+    """With all rows in one pass, where it must be so."""
+    rows = task.rows(task.parallel.sizes(now.machine.devices))
+    return replace(task, micro_batch=rows) if task.memory.step_in_backward else task
+
+
+def books(task: Workload, sizes: ParallelDims, rows: int) -> RankMemoryModel:
+    """As measured with so many rows in each of several passes."""
+    passes = 1 if task.memory.step_in_backward else 2
+    probe = replace(task, micro_batch=rows, batch=rows * passes * sizes.readers)
+    step = profile_workload(probe, sizes)
+    light = sizes.averaged > 1 and task.parallel.gather == "compute"
+    return RankMemoryModel(probe, sizes, step, profile_workload(probe, sizes, travels=True) if light else step)
+
+
+def between(some: list[RankMemoryModel], rows: int, name: str) -> StepProfile:
+    """What is needed grows evenly with the rows."""
+    one, two = (vars(each)[name] for each in some)
+
+    def grown(a: MemoryInterval, b: MemoryInterval) -> MemoryInterval:
+        most, left = (x + (rows - 1) * (y - x) for x, y in zip(a[:2], b[:2], strict=True))
+        return MemoryInterval(most, left, a.operations)
+
+    def passed(a: LayerPass, b: LayerPass) -> LayerPass:
+        values = {}
+        for key, x in vars(a).items():
+            y = vars(b)[key]
+            values[key] = grown(x, y) if isinstance(x, MemoryInterval) else tuple(map(grown, x, y))
+        return LayerPass(**values)
+
+    return replace(one, first=passed(one.first, two.first), later=passed(one.later, two.later))
+
+
+def words(task: Workload, new: Workload) -> tuple[str, ...]:
+    """The overrides that lead from a task to another one."""
+    found = []
+    if new.micro_batch != task.micro_batch:
+        found.append(f"micro_batch={new.micro_batch}")
+    if type(new.optimizer) is not type(task.optimizer):
+        found.append("optimizer=adamw8bit")
+    if new.clip != task.clip:
+        found.append(f"clip={new.clip:g}")
+    for part in ("precision", "memory", "parallel"):
+        old, fresh = vars(vars(task)[part]), vars(vars(new)[part])
+        found += [f"{part}.{key}={spelled(value)}" for key, value in fresh.items() if value != old[key]]
+    return tuple(found)
+
+
+def spelled(value: Any) -> str:
+    """As YAML has it."""
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,105 @@
+"""What other choices would change: each is planned too, so that what it saves is no guess."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from tunekit.adapters.config import LoRAConfig
+from tunekit.errors import FieldError, UserError
+from tunekit.optim.config import AdamW8bitConfig, AdamWConfig
+from tunekit.plan.estimate import Estimate, estimate
+from tunekit.plan.workload import Workload
+from tunekit.quantization.config import NF4Config
+
+LEAST = 0.02  # of the highest moment, that a change must save to be worth a line
+
+
+class Alternative(NamedTuple):
+    """A task with one choice changed, the overrides for it, and what they do."""
+
+    words: str
+    does: str
+    task: Workload
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """What another choice would save of the highest moment."""
+
+    words: str
+    does: str
+    saves: int
+    plan: Estimate
+
+
+def suggest_changes(now: Estimate) -> list[Suggestion]:
+    """Choices that would need less, those that save most first."""
+    found = []
+    for other in (*of_step(now), *of_model(now), *of_devices(now)):
+        try:
+            then = estimate(other.task, now.machine)
+        except (UserError, FieldError):  # it does not go with the rest
+            continue
+        if (saves := now.peak.total - then.peak.total) > LEAST * now.peak.total:
+            found.append(Suggestion(other.words, other.does, saves, then))
+    return sorted(found, key=lambda change: -change.saves)
+
+
+def of_step(now: Estimate) -> Iterator[Alternative]:
+    """What a pass keeps, and how large it is."""
+    task, memory = now.task, now.task.memory
+    if not memory.recompute:
+        again = replace(task, memory=replace(memory, recompute=True))
+        yield Alternative("memory.recompute=true", "each layer runs again in the backward pass", again)
+        if not memory.compile:
+            some = replace(task, memory=replace(memory, recompute="selective"))
+            yield Alternative("memory.recompute=selective", "norms, rotations and gates run again", some)
+    if (rows := task.micro(now.sizes)) > 1 and not memory.step_in_backward:
+        yield Alternative(
+            f"micro_batch={rows // 2}", "fewer rows in a forward pass", replace(task, micro_batch=rows // 2)
+        )
+    if now.machine.kind is not None and not memory.offload:
+        away = replace(task, memory=replace(memory, offload=True))
+        yield Alternative("memory.offload=true", "activations wait on the host", away)
+
+
+def of_model(now: Estimate) -> Iterator[Alternative]:
+    """How weights are kept, which are trained, and what is kept for them."""
+    task, full = now.task, not isinstance(now.task.adapter, LoRAConfig)
+    if type(task.optimizer) is AdamWConfig:
+        small = replace(task, optimizer=AdamW8bitConfig())
+        yield Alternative("optimizer=adamw8bit", "two bytes of state a weight in place of eight", small)
+    if full and task.precision.trained == "fp32":
+        half = replace(task, precision=replace(task.precision, trained="bf16"))
+        yield Alternative("precision.trained=bf16", "weights, gradients and state in 16 bits", half)
+    if full and not task.memory.step_in_backward and task.parts(now.sizes) == 1:
+        early = replace(task, memory=replace(task.memory, step_in_backward=True), clip=0.0)
+        yield Alternative("memory.step_in_backward=true clip=0", "no gradient outlives its layer", early)
+    if full and not task.random:
+        yield Alternative(
+            "adapter=lora", "small updates are trained, weights stay", replace(task, adapter=LoRAConfig())
+        )
+    if not full and not isinstance(task.weights, NF4Config):
+        yield Alternative("weights=nf4", "frozen weights in four bits", replace(task, weights=NF4Config()))
+
+
+def of_devices(now: Estimate) -> Iterator[Alternative]:
+    """Where weights wait, and how they are divided."""
+    task, parallel = now.task, now.task.parallel
+    if now.machine.devices == 1:
+        return
+    if now.machine.kind is not None and not parallel.offload:
+        away = replace(task, parallel=replace(parallel, offload=True))
+        yield Alternative("parallel.offload=true", "weights and optimizer wait on the host", away)
+    if not parallel.reshard:
+        freed = replace(task, parallel=replace(parallel, reshard=True))
+        yield Alternative("parallel.reshard=true", "weights are freed behind each layer", freed)
+    if now.sizes.replicate > 1:
+        divided = replace(task, parallel=replace(parallel, replicate=1, shard=None))
+        yield Alternative("parallel.replicate=1 parallel.shard=null", "weights are divided over all devices", divided)
+    if parallel.gather == "weights" and task.precision.trained == "fp32":
+        light = replace(task, parallel=replace(parallel, gather="compute"))
+        yield Alternative("parallel.gather=compute", "weights travel in 16 bits", light)
+    if (ranks := 2 * parallel.tensor) <= now.machine.per_host:
+        split = replace(task, parallel=replace(parallel, tensor=ranks))
+        yield Alternative(f"parallel.tensor={ranks}", "each layer is shared by that many devices", split)
