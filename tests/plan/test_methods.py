@@ -110,11 +110,11 @@ def taken(folder: Path) -> list[tuple[int, int]]:
         place.mkdir()
         module, cfg = config(place, name)
         plan, most = planned(cfg), []
-        step = module.train_step
-        module.train_step = watched(step, most)
+        step = module.forward_backward
+        module.forward_backward = watched(step, most)
         training.check_training(cfg)
         module.main(cfg)
-        module.train_step = step
+        module.forward_backward = step
         moments = (plan.room.phases[phase] for phase in ("forward", "backward", "step"))
         found.append((max(moment.total - moment.parts["process"] for moment in moments), most[-1]))
     return found
