@@ -336,7 +336,7 @@ def test_what_reads_the_same_is_adapted_together(
     model = ours(made(tmp_path, name), LoRAConfig(4, targets=targets, dropout=dropout, ranks={targets[-1]: 6}))
     shuffle_adapter(model)
     calls: list[str] = []
-    for word in ("adapted", "grouped"):
+    for word in ("lora_linear", "grouped_mm"):
         work = vars(adapters)[word]
         monkeypatch.setattr(adapters, word, lambda *args, work=work, word=word: (calls.append(word), work(*args))[1])
     found, counts = [], []

@@ -235,7 +235,7 @@ def test_what_begins_with_random_weights_has_no_base(tmp_path: Path) -> None:
 
 
 def test_it_tells_no_secret_and_no_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Path, "home", lambda: tmp_path / "home/alice")
+    monkeypatch.setenv("HOME", str(tmp_path / "home/alice"))
     monkeypatch.setenv("HF_TOKEN", "hf_never_show_me")
     monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "opensesame")
     folder = tmp_path / "home/alice"
