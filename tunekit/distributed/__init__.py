@@ -1,1 +1,1 @@
-"""Where a run runs: which processes there are, what they exchange, and which part of a tensor each of them has."""
+"""Process groups, sharding, parallelism, launching, and heartbeats."""

@@ -1,1 +1,1 @@
-"""One module per verb of `tune`: its `main(args)` does what `tunekit.cli.main` has parsed."""
+"""One module per subcommand of `tune`: its `main(args)` runs what `tunekit.cli.main` has parsed."""
