@@ -90,10 +90,10 @@ def prepare(
 
 def varlen_bounds(layout: SequenceLayout, chunk: int, device: torch.device) -> Bounds:
     """Bounds of queries and of keys on the device, and the longest stretch of each, which the host knows."""
-    if chunk not in layout.varlen_bounds:
+    if (chunk, device) not in layout.varlen_bounds:
         with torch.inference_mode(False):
-            layout.varlen_bounds[chunk] = place_bounds(layout.cu_seqlens, layout.key_cu_seqlens, chunk, device)
-    return layout.varlen_bounds[chunk]
+            layout.varlen_bounds[chunk, device] = place_bounds(layout.cu_seqlens, layout.key_cu_seqlens, chunk, device)
+    return layout.varlen_bounds[chunk, device]
 
 
 def cut(offsets: Tensor, key_offsets: Tensor, chunk: int) -> tuple[Tensor, Tensor]:

@@ -9,17 +9,25 @@ from contextvars import ContextVar
 
 from torch import Tensor
 
+from tunekit.kernels.torch_compile import assume_constant_result
+
 ASKED: ContextVar[str] = ContextVar("kind of device that only shapes are asked for", default="")
+
+
+@assume_constant_result  # Dynamo cannot trace a ContextVar: graphs would end here. Fake models are never compiled.
+def fake_device() -> str:
+    """Device type of the fake tensors, empty outside fake mode."""
+    return ASKED.get()
 
 
 def is_fake() -> bool:
     """Whether there is nothing but shapes."""
-    return bool(ASKED.get())
+    return bool(fake_device())
 
 
 def device_type(x: Tensor) -> str:
     """The kind of device on which a tensor is, or is thought to be."""
-    return ASKED.get() or x.device.type
+    return fake_device() or x.device.type
 
 
 def count_true(mask: Tensor) -> int:

@@ -37,9 +37,9 @@ class SequenceLayout:
         if key_cu_seqlens is None:
             key_cu_seqlens = cu_seqlens if prefixes is None else with_prefixes(cu_seqlens, prefixes)
         self.key_cu_seqlens = key_cu_seqlens
-        # By size of chunk: what FlashAttention takes. Filled before the layers run, because a compiled layer may only
-        # read it.
-        self.varlen_bounds: dict[int, tuple[Tensor, int, Tensor, int]] = {}
+        # By size of chunk and device: what FlashAttention takes. Filled before the layers run, because a compiled layer
+        # may only read it.
+        self.varlen_bounds: dict[tuple[int, torch.device], tuple[Tensor, int, Tensor, int]] = {}
         self._derived: dict[Hashable, object] = {}
 
     def derive(self, key: Hashable, build: Callable[[], T]) -> T:

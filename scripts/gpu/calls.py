@@ -70,7 +70,8 @@ def smoke(device: str) -> tuple[list[Job], int]:
             if device == "cpu" and FOR_GPUS.intersection(options):
                 continue
             name = f"{config} {' '.join(options)}"
-            out = f"out={RUNS}/{'_'.join(''.join(c for c in word if c.isalnum()) for word in options)}"
+            # Both configs have memory.recompute=true, and a directory belongs to one run.
+            out = f"out={RUNS}/{'_'.join(''.join(c for c in word if c.isalnum()) for word in (config, *options))}"
             jobs.append(tune(name, 150, device, "sft", f"nano/{config}", *STEPS, *PACKED, *options, out))
     return [*jobs, *resume_jobs(device)], 6 if device == "cuda" else 2
 

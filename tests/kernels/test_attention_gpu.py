@@ -13,7 +13,7 @@ from tests.kernels.test_attention_native import BOUNDS, RULES, gradients, made, 
 from tunekit.devices import CDNA
 from tunekit.kernels import attention_gpu
 from tunekit.kernels.attention import AttentionParams, attention
-from tunekit.kernels.sequence_layout import SequenceLayout
+from tunekit.kernels.sequence_layout import SequenceLayout, rows_layout
 
 CPU = torch.device("cpu")
 
@@ -153,6 +153,14 @@ def test_bounds_go_to_the_device_once_a_pass() -> None:
     assert first[0].tolist() == first[2].tolist() == [0, 3, 7, 10] and first[1] == first[3] == 4
     assert attention_gpu.varlen_bounds(layout, 4, CPU) is first
     assert attention_gpu.varlen_bounds(layout, 0, CPU)[0].tolist() == [0, 3, 10]
+
+
+def test_each_device_has_bounds_of_its_own() -> None:
+    """Layouts of rows are cached in a process, where one model may be on each of several devices."""
+    layout, meta = rows_layout(3, 7), torch.device("meta")
+    for device in (CPU, meta, CPU):
+        queries, _, keys, _ = attention_gpu.varlen_bounds(layout, 4, device)
+        assert queries.device == keys.device == device
 
 
 @pytest.mark.gpu
