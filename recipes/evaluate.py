@@ -95,6 +95,7 @@ def check(cfg: EvaluateConfig) -> None:
 def main(cfg: EvaluateConfig) -> list[ModelResult]:
     """Measure each model and print what was found."""
     with DistributedContext(cfg.sampling.seed, cfg.device, cfg.parallel) as run:
+        cfg.parallel.check_inference(run.size)
         if cfg.out is not None:
             run.shared(partial(check_writable, Path(cfg.out)))
         results, questions = [], []

@@ -67,6 +67,7 @@ def check(cfg: GenerateConfig) -> None:
 def main(cfg: GenerateConfig) -> None:
     """Answer all prompts, in their order."""
     with DistributedContext(cfg.sampling.seed, cfg.device, cfg.parallel) as run:
+        cfg.parallel.check_inference(run.size)
         model, tokenizer = build.load_for_inference(cfg.model, cfg.precision, run, cfg.weights)
         texts = list(read_prompts(cfg))
         prompts = [encode_prompt(text, tokenizer, cfg) for text in texts]

@@ -1,6 +1,7 @@
 """Dispatch on devices that are not present: the table of capabilities, and everything that reads it."""
 
 import ast
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from tunekit.cli import main as cli
 from tunekit.cli import recipe_loader
 from tunekit.devices import ACCELERATORS, TABLE, Capabilities, Device, choose_type, find_row
 from tunekit.distributed.context import DistributedContext
-from tunekit.distributed.parallel_dims import ParallelConfig
+from tunekit.distributed.parallel_dims import COPIES, ParallelConfig
 from tunekit.errors import UserError
 from tunekit.memory.config import MemoryConfig
 from tunekit.models.precision import PrecisionConfig
@@ -133,6 +134,23 @@ def test_weights_that_no_devices_share_cannot_wait_on_the_host(parallel: Paralle
     parallel.check("cuda", 2 * count)
     with pytest.raises(UserError, match="parallel.offload: device cpu"):
         DistributedContext(0, "cpu", ParallelConfig(offload=True))
+
+
+@pytest.mark.parametrize(
+    ("parallel", "count"),
+    [(COPIES, 2), (ParallelConfig(replicate=2), 2), (ParallelConfig(replicate=None, shard=1, tensor=2), 4)],
+)
+def test_whole_copies_of_a_model_that_is_not_trained_cannot_wait_on_the_host(
+    parallel: ParallelConfig, count: int
+) -> None:
+    """FSDP leaves them alone, so that all weights used to stay on the device, without a word."""
+    offloaded = replace(parallel, offload=True)
+    offloaded.check("cuda", count)  # training: gradients are averaged over the copies by FSDP
+    with pytest.raises(UserError, match=rf"parallel.offload: .* parallel.shard={count // parallel.tensor}"):
+        offloaded.check_inference(count)
+    parallel.check_inference(count)
+    replace(offloaded, replicate=1, shard=count // parallel.tensor).check_inference(count)
+    offloaded.check_inference(1)  # a process group of one rank shards too
 
 
 def test_only_untested_devices_are_warned_about() -> None:

@@ -106,6 +106,15 @@ class ParallelConfig:
                 "Set it to false, or use more devices."
             )
 
+    def check_inference(self, count: int) -> None:
+        """Raise UserError if `count` devices cannot do so with a model that is not trained: copies exchange nothing,
+        so that only what `shard` and `context` divide can wait on the host."""
+        if self.offload and count > 1 and self.sizes(count).sharded == 1:
+            raise UserError(
+                "parallel.offload: each device has a whole copy of the model, which cannot wait on the host. "
+                f"Set parallel.replicate=1 and parallel.shard={count // self.tensor}, or parallel.offload=false."
+            )
+
 
 COPIES = ParallelConfig(
     replicate=None, shard=1
