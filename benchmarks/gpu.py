@@ -94,7 +94,7 @@ def model(
     memory: MemoryConfig,
     precision: PrecisionConfig,
 ) -> Decoder:
-    """As `assemble.model` builds it, with numbers drawn on the device: on the CPU 8 billion take minutes."""
+    """As `build.build_model` builds it, with numbers drawn on the device: on the CPU 8 billion take minutes."""
     found, spec = find_family(config, "config.json")
     source = HFCheckpoint(Path(), "random", config, found, spec)
     with torch.device("meta"):

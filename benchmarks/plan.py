@@ -147,7 +147,7 @@ def measured(task: Workload) -> int:
     """Bytes of some steps at most, on any rank."""
     one: DecoderSpec = replace(task.source.spec, layers=task.source.spec.layers[:1])
     with DistributedContext(device="cpu", parallel=task.parallel) as run:
-        for threshold in (malloc.TRIM_THRESHOLD, malloc.MMAP_THRESHOLD):  # `Run` has set them for speed
+        for threshold in (malloc.TRIM_THRESHOLD, malloc.MMAP_THRESHOLD):  # `DistributedContext` has set them for speed
             ctypes.CDLL(None).mallopt(threshold, GIVEN_BACK)
         stepped(replace(task, source=replace(task.source, spec=one)), 1, run)
         return int(run.most(float(watched(task, run)))[0])

@@ -41,7 +41,7 @@ TARGETS = "sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx9
 WARP_SIZES = {"gfx942": 64}
 # Constants that do not select code
 BLOCK_SIZES = ("SIZE", "HEADS", "ROWS", "WIDTH", "BLOCKS", "EXPERTS", "COLUMNS", "INNER")
-# GPUs on which a module is never called: `prefers_triton` in experts.py. Nor is it on sm_90, which the oldest Triton
+# GPUs on which a module is never called: `prefers_triton` in grouped_mm.py. Nor is it on sm_90, which the oldest Triton
 # compiles for.
 UNUSED = {"grouped_mm_triton": {"sm_75", "sm_100", "gfx942"}}
 # Their code is much like that of sm_80 and sm_90: quick runs compile a share only
