@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.checkpoints import SHAPES
 from tests.gpu.device_rules import HostWaitError, MixedDevicesError, device_rules
 from tests.gpu.meta_steps import (
     build_model,
@@ -52,10 +53,6 @@ PAIRED = (DPO, SigmoidNorm, Hinge, IPO, Robust, EXOPair, NCAPair, BCOPair, SPPOH
           APOZero, APODown, DiscoPOP, SFTTerm, CPO, SimPO, AlphaPO, ORPO)  # fmt: skip
 UNPAIRED = KTO, BCO, APOZeroUnpaired
 
-
-FAMILIES = ("llama3.2", "llama4", "gemma2", "gemma3-scaled", "gemma4-moe-shared", "phi3-long", "ministral3-sliding",
-            "smollm3", "glm4-moe", "olmo3-yarn", "granite-moe", "gpt-oss", "deepseek-v2", "deepseek-v3", "qwen2-moe",
-            "qwen3-next-mixed", "qwen3.5-moe")  # fmt: skip
 # Every pair of an adapter and a format, and of either and a way to save memory, is near one of these.
 CHOICES: dict[str, tuple[NoAdapter | LoRAConfig, NoQuantization, MemoryConfig, Any]] = {
     "full": (NoAdapter(), NoQuantization(), MemoryConfig(step_in_backward=True), SGDConfig()),
@@ -150,7 +147,7 @@ def test_distillation_losses(loss: Any, top: int | None) -> None:
     assert result.loss.is_meta and not rules.blocking_copies
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", SHAPES)
 def test_families(name: str) -> None:
     run, model = run_on_meta(), build_model(representative_spec(name))
     update = build_update(model, NoAdapter(), run)
