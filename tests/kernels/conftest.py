@@ -24,5 +24,9 @@ def interpreted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     pytest.importorskip("triton")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     name = f"{request.module.KERNEL.__name__}_triton"
-    monkeypatch.delitem(sys.modules, name, raising=False)
+    package, _, leaf = name.rpartition(".")
+    # Recorded first, so that neither of the two references outlives the test: others compile these kernels.
+    monkeypatch.setattr(sys.modules[package], leaf, None, raising=False)
+    monkeypatch.setitem(sys.modules, name, None)
+    del sys.modules[name]
     return importlib.import_module(name)
