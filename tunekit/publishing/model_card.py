@@ -19,7 +19,7 @@ import torch
 from huggingface_hub import ModelCardData
 
 from tunekit import __version__ as VERSION
-from tunekit import env_info
+from tunekit import env_info, system
 from tunekit.checkpoint import atomic
 from tunekit.checkpoint.final_checkpoint import CURVES, VERIFICATION
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint, read_json
@@ -271,7 +271,7 @@ def training(made: ModelCardInfo, lines: Lines, base: BaseModelInfo) -> str:
         "tokens": f"{tokens:,}, of which {learnt:,} were learnt",
         "time": f"{timedelta(seconds=round(seconds))} ({tokens / max(seconds, 1e-9):,.0f} tokens per second)",
         "hardware": env_info.describe_hardware(made.device),
-        "peak memory": atomic.format_bytes(peak),
+        "peak memory": system.format_bytes(peak),
         "versions": ", ".join(f"{name} {version}" for name, version in env_info.package_versions().items()),
     }
     choices = {key.replace("_", "-"): words(made.config[key]) for key in CHOICES if made.config.get(key) is not None}
