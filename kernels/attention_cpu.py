@@ -161,7 +161,15 @@ def run(name: str, rule: list[float], **tensors: Tensor | None) -> None:
 
 
 @attention.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    offsets: Tensor,
+    sinks: Tensor | None,
+    rule: list[float],
+    key_offsets: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     rows, length, heads, _ = q.shape
     return q.new_empty(rows, length, heads, v.shape[3]), q.new_empty(heads, rows * length, dtype=torch.float32)
 
