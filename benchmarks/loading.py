@@ -28,7 +28,7 @@ import torch
 import transformers
 from torch import nn
 
-from tunekit import __version__, assets, build
+from tunekit import __version__, assets, build, env_info
 from tunekit.adapters.config import FrozenModel, NoAdapter
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
 from tunekit.checkpoint.safetensors_io import SafetensorsWriter
@@ -160,7 +160,7 @@ def table(found: dict[str, list[dict[str, float]]], saving: bool) -> str:
 
 
 def report(args: argparse.Namespace, size: int, found: dict[str, list[dict[str, float]]], loads: list[float]) -> str:
-    cpu = next(x.partition(": ")[2] for x in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in x)
+    cpu = env_info.processor()
     versions = f"tunekit {__version__}, torch {torch.__version__}, transformers {transformers.__version__}"
     return f"""# Loading and saving, {date.today().isoformat()}
 

@@ -27,7 +27,7 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 from tests.parallel.ranks import on
-from tunekit import __version__, assets, build
+from tunekit import __version__, assets, build, env_info
 from tunekit.adapters.config import NoAdapter
 from tunekit.checkpoint import atomic, final_checkpoint
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
@@ -143,7 +143,7 @@ def spread(values: list[float]) -> str:
 
 
 def report(args: argparse.Namespace, ranks: list[tuple[int, int, list[Round]]], load: float) -> str:
-    cpu = next(x.partition(": ")[2] for x in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in x)
+    cpu = env_info.processor()
     total, held = ranks[0][0], max(one[1] for one in ranks)
     lines = ["| | seconds | GB/s | memory of a process, MB |", "| --- " * 4 + "|"]
     for kind, told in KINDS.items():

@@ -6,12 +6,12 @@ import os
 import platform
 import shutil
 from functools import cache
-from itertools import takewhile
 from pathlib import Path
 from tempfile import TemporaryDirectory, mkdtemp
 
+from tunekit import system
+
 HOME = "TUNEKIT_CACHE"
-CPU_INFO = Path("/proc/cpuinfo")
 # Lines that tell what a processor is and what instructions it has, on x86 and on Arm; others change by the minute.
 LASTING = ("vendor_id", "cpu family", "model", "flags", "Features", "CPU ")
 
@@ -53,11 +53,8 @@ def is_writable(folder: Path) -> bool:
 
 
 def processor() -> str:
-    """What Linux tells of the first core. An old kernel does not list new instructions: so the model is in it too."""
-    if not CPU_INFO.is_file():
-        return ""
-    with CPU_INFO.open() as lines:  # of all cores of a server it would take long
-        return "".join(line for line in takewhile(str.strip, lines) if line.startswith(LASTING))
+    """Model and instructions of the first core. The model counts because an old kernel lists no new instructions."""
+    return "".join(line for line in system.read_cpu_info() if line.startswith(LASTING))
 
 
 def set_compiler_cache_directories() -> None:

@@ -53,7 +53,7 @@ def test_bf16_is_for_processors_that_multiply_it(flags, fast, tmp_path: Path, mo
     info = tmp_path / "cpuinfo"
     if flags is not None:
         info.write_text(f"processor\t: 0\nflags\t\t: {flags}\n")
-    monkeypatch.setattr("tunekit.devices.CPU_INFO", info)
+    monkeypatch.setattr("tunekit.system.CPU_INFO", info)
     assert devices.has_fast_bf16(torch.device("cpu")) is fast
 
 

@@ -9,12 +9,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
-from pathlib import Path
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from tunekit import system
 from tunekit.errors import UserError
 
 DeviceChoice = Literal["auto", "cpu", "cuda", "xpu", "mps"]
@@ -24,7 +24,6 @@ LABELS = {"cuda": "an NVIDIA or AMD GPU", "xpu": "an Intel GPU", "mps": "an Appl
 # Names of instructions in /proc/cpuinfo, x86 and Arm. Without them bf16 matmuls are slower than fp32: 1024 x 1024 took
 # 21 ms instead of 14 on a processor limited to AVX-512, and 2.4 s instead of 22 ms with AVX2.
 BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
-CPU_INFO = Path("/proc/cpuinfo")
 
 
 class Device(NamedTuple):
@@ -115,7 +114,7 @@ def capabilities(device: torch.device) -> Capabilities:
 def has_fast_bf16(device: torch.device) -> bool:
     """Whether bf16 matmuls are at least as fast as fp32. On a CPU that depends on its instructions."""
     if device.type == "cpu":
-        return CPU_INFO.is_file() and not BF16_FLAGS.isdisjoint(CPU_INFO.read_text().split())
+        return not BF16_FLAGS.isdisjoint(" ".join(system.read_cpu_info()).split())
     return capabilities(device).bf16
 
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import torch
 
-from tunekit import devices
+from tunekit import devices, system
 
 PACKAGES = ("tunekit", "torch", "tokenizers", "safetensors", "huggingface_hub", "numpy")
-CPU_INFO, MEMORY_INFO = Path("/proc/cpuinfo"), Path("/proc/meminfo")
+MEMORY_INFO = Path("/proc/meminfo")
 CGROUP = Path("/sys/fs/cgroup")  # of a container, which may have less memory than the machine
 
 
@@ -24,9 +24,8 @@ def describe_hardware(device: torch.device) -> str:
 
 
 def processor() -> str:
-    """What the processor calls itself."""
-    lines = CPU_INFO.read_text().splitlines() if CPU_INFO.is_file() else []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    """Name of the processor."""
+    names = (line.partition(":")[2].strip() for line in system.read_cpu_info() if line.startswith("model name"))
     return next(names, platform.processor() or platform.machine())
 
 

@@ -9,11 +9,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tunekit import assets, devices
-from tunekit.adapters.config import LoRAConfig, NoAdapter
+from tests.plan.workloads import build_workload, make_checkpoint
+from tunekit import devices
+from tunekit.adapters.config import LoRAConfig
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
 from tunekit.data.datasets import TextDataset
-from tunekit.distributed.parallel_dims import ParallelConfig
 from tunekit.errors import UserError
 from tunekit.kernels import fake_mode
 from tunekit.kernels.gated_delta_rule import CHUNK, gated_delta_rule
@@ -38,30 +38,11 @@ def on(kind: GPUSpec, devices: int = 1) -> ClusterSpec:
 
 
 def small(kv_heads: int = 2, layers: int = 4) -> HFCheckpoint:
-    source = HFCheckpoint.open(assets.PRESETS["tunekit/llama3_2_1b"], "small")
-    layer = Layer(Attention(4, kv_heads, 32, rope=Rope()), MLP(384))
-    return replace(source, spec=DecoderSpec(1024, 128, (layer,) * layers))
+    return make_checkpoint(*(Layer(Attention(4, kv_heads, 32, rope=Rope()), MLP(384)),) * layers)
 
 
 def described(source: HFCheckpoint, **changes: object) -> Workload:
-    base = Workload(
-        source,
-        256,
-        4,
-        2,
-        NoAdapter(),
-        NoQuantization(),
-        PrecisionConfig("bf16"),
-        MemoryConfig(),
-        AdamWConfig(),
-        CrossEntropy(),
-        ParallelConfig(),
-        1.0,
-        True,
-        "cuda",
-        True,
-    )
-    return replace(base, **changes)
+    return build_workload(source, **{"length": 256, "device": "cuda", "flash": True} | changes)
 
 
 def test_kinds_are_plausible() -> None:

@@ -319,7 +319,7 @@ def test_an_organization_and_a_private_model(place: Place) -> None:
     assert place.tune("chat", "acme/nano", "--temperature", "0", text="Hello\n").code == 0
     for env in ({"HF_TOKEN": ""}, {"HF_TOKEN": GUEST}):
         fetched = place.tune("download", "acme/nano", "--to", "there", **env)
-        assert "no model 'acme/nano' that you may see" in fetched.error
+        assert "no model 'acme/nano' that you can access" in fetched.error
     assert not place.search(TOKEN)
 
 

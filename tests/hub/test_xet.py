@@ -63,6 +63,6 @@ def test_a_large_file_is_left_to_the_client(place: Place) -> None:
     fetched = place.tune("download", "ann/large", "--to", "there", **XET)
     assert (Path(fetched.out.strip()) / "model.safetensors").read_bytes() == data
     assert not place.hub.seen("GET", "/storage/ann/")
-    without = place.tune("download", "ann/large", "--to", "here")  # by plain HTTP, piece by piece
+    without = place.tune("download", "ann/large", "--to", "here")  # by plain HTTP
     assert (Path(without.out.strip()) / "model.safetensors").read_bytes() == data
-    assert place.hub.seen("GET", "/storage/ann/")[0].range == "bytes=0-"
+    assert place.hub.seen("GET", "/storage/ann/")

@@ -7,6 +7,7 @@ from typing import NoReturn
 
 import pytest
 
+from tunekit import system
 from tunekit.cli import main as cli
 from tunekit.hub import redact
 from tunekit.kernels import cache_dir, cpp_extension
@@ -27,7 +28,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The folder on a machine of whose cores Linux tells this."""
     info = tmp_path / "cpuinfo"
-    monkeypatch.setattr(cache_dir, "CPU_INFO", info)
+    monkeypatch.setattr(system, "CPU_INFO", info)
 
     def folder(text: str) -> Path:
         info.write_text(text)
@@ -49,7 +50,7 @@ def test_the_same_processor_has_one_folder(tells) -> None:
 
 
 def test_a_system_that_tells_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache_dir, "CPU_INFO", tmp_path / "nowhere")
+    monkeypatch.setattr(system, "CPU_INFO", tmp_path / "nowhere")
     assert cache_dir.compile_cache_dir().parent == tmp_path / "tunekit"
 
 

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.plan.workloads import build_workload, make_checkpoint
 from tunekit import assets
-from tunekit.adapters.config import LoRAConfig, NoAdapter
+from tunekit.adapters.config import LoRAConfig
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
 from tunekit.data.dataloader.batch import Batch
 from tunekit.data.dataloader.mixture import Mixture, MixtureMember
@@ -15,12 +16,11 @@ from tunekit.data.datasets import TextDataset
 from tunekit.distributed.context import DistributedContext
 from tunekit.distributed.parallel_dims import ParallelConfig, ParallelDims
 from tunekit.errors import UserError
-from tunekit.losses.cross_entropy import CrossEntropy
 from tunekit.memory.config import MemoryConfig
 from tunekit.models.decoder import Decoder
 from tunekit.models.precision import PrecisionConfig
-from tunekit.models.spec import MLP, Attention, DecoderSpec, Layer, MoE, Rope
-from tunekit.optim.config import AdamW8bitConfig, AdamWConfig, MuonConfig, SGDConfig
+from tunekit.models.spec import MLP, Attention, Layer, MoE, Rope
+from tunekit.optim.config import AdamW8bitConfig, MuonConfig, SGDConfig
 from tunekit.plan import estimate, hardware, oom_report, report, search, suggestions
 from tunekit.plan.hardware import GIB, KINDS, ClusterSpec
 from tunekit.plan.layer_profile import CPU, ProbeStep, rows
@@ -28,7 +28,7 @@ from tunekit.plan.memory import build_memory_model
 from tunekit.plan.memory_tracker import MemoryTracker
 from tunekit.plan.num_steps import StepCount, count_steps
 from tunekit.plan.workload import Workload, build_rank_model, profile_workload
-from tunekit.quantization.config import NF4Config, NoQuantization
+from tunekit.quantization.config import NF4Config
 
 ATTENTION = Attention(4, 2, 32, rope=Rope())
 DENSE = Layer(ATTENTION, MLP(384))
@@ -36,33 +36,9 @@ SPARSE = Layer(ATTENTION, MoE(4, 2, 96))
 H100 = ClusterSpec(8, 1, KINDS["h100"], 80 * GIB)
 
 
-def small(*layers: Layer, tied: bool = False) -> HFCheckpoint:
-    source = HFCheckpoint.open(assets.PRESETS["tunekit/llama3_2_1b"], "small")
-    return replace(source, spec=DecoderSpec(1024, 128, layers, tied=tied))
-
-
-def task(source: HFCheckpoint, **changes: object) -> Workload:
-    base = Workload(
-        source,
-        64,
-        4,
-        2,
-        NoAdapter(),
-        NoQuantization(),
-        PrecisionConfig("bf16"),
-        MemoryConfig(),
-        AdamWConfig(),
-        CrossEntropy(),
-        ParallelConfig(),
-        1.0,
-        True,
-    )
-    return replace(base, **changes)
-
-
 def llama(name: str, **changes: object) -> Workload:
     source = HFCheckpoint.open(assets.PRESETS[f"tunekit/{name}"], name)
-    return replace(task(source, length=4096, batch=16, micro_batch=1, random=False), **changes)
+    return replace(build_workload(source, length=4096, batch=16, micro_batch=1, random=False), **changes)
 
 
 def lived(task: Workload) -> int:
@@ -107,26 +83,29 @@ def step_of(task: Workload, sizes: ParallelDims) -> ProbeStep:
 
 
 CASES = {
-    "full": (small(DENSE, DENSE, DENSE), {}),
-    "one pass": (small(DENSE, DENSE, DENSE), {"batch": 2}),
-    "recompute": (small(DENSE, DENSE, DENSE), {"memory": MemoryConfig(recompute=True)}),
-    "selective": (small(DENSE, DENSE, DENSE), {"memory": MemoryConfig(recompute="selective")}),
-    "8 bits": (small(DENSE, DENSE, DENSE), {"optimizer": AdamW8bitConfig()}),
-    "muon": (small(DENSE, DENSE, DENSE), {"optimizer": MuonConfig()}),
-    "sgd": (small(DENSE, DENSE, DENSE), {"optimizer": SGDConfig()}),
-    "lora": (small(DENSE, DENSE, DENSE), {"adapter": LoRAConfig(), "random": True}),
-    "qlora": (small(DENSE, DENSE, DENSE), {"adapter": LoRAConfig(), "weights": NF4Config()}),
-    "early": (small(DENSE, DENSE, DENSE), {"memory": MemoryConfig(step_in_backward=True), "clip": 0.0, "batch": 2}),
-    "bf16": (small(DENSE, DENSE, DENSE), {"precision": PrecisionConfig("bf16", trained="bf16")}),
-    "tied": (small(DENSE, DENSE, DENSE, tied=True), {}),
-    "experts": (small(DENSE, SPARSE, SPARSE), {"precision": PrecisionConfig("bf16", trained="bf16")}),
+    "full": (make_checkpoint(DENSE, DENSE, DENSE), {}),
+    "one pass": (make_checkpoint(DENSE, DENSE, DENSE), {"batch": 2}),
+    "recompute": (make_checkpoint(DENSE, DENSE, DENSE), {"memory": MemoryConfig(recompute=True)}),
+    "selective": (make_checkpoint(DENSE, DENSE, DENSE), {"memory": MemoryConfig(recompute="selective")}),
+    "8 bits": (make_checkpoint(DENSE, DENSE, DENSE), {"optimizer": AdamW8bitConfig()}),
+    "muon": (make_checkpoint(DENSE, DENSE, DENSE), {"optimizer": MuonConfig()}),
+    "sgd": (make_checkpoint(DENSE, DENSE, DENSE), {"optimizer": SGDConfig()}),
+    "lora": (make_checkpoint(DENSE, DENSE, DENSE), {"adapter": LoRAConfig(), "random": True}),
+    "qlora": (make_checkpoint(DENSE, DENSE, DENSE), {"adapter": LoRAConfig(), "weights": NF4Config()}),
+    "early": (
+        make_checkpoint(DENSE, DENSE, DENSE),
+        {"memory": MemoryConfig(step_in_backward=True), "clip": 0.0, "batch": 2},
+    ),
+    "bf16": (make_checkpoint(DENSE, DENSE, DENSE), {"precision": PrecisionConfig("bf16", trained="bf16")}),
+    "tied": (make_checkpoint(DENSE, DENSE, DENSE, tied=True), {}),
+    "experts": (make_checkpoint(DENSE, SPARSE, SPARSE), {"precision": PrecisionConfig("bf16", trained="bf16")}),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_step_takes_what_was_planned(name: str) -> None:
     source, changes = CASES[name]
-    wanted = task(source, **changes)
+    wanted = build_workload(source, **changes)
     plan = estimate.estimate(wanted, ClusterSpec())
     moments = (plan.room.phases[phase] for phase in ("forward", "backward", "step"))
     planned = max(moment.total - moment.parts["process"] for moment in moments)
@@ -157,7 +136,9 @@ def test_bytes_that_are_sent_follow_from_the_theory() -> None:
 def test_a_row_that_ranks_share_takes_as_many_products_as_one_that_they_do_not() -> None:
     two, flops = replace(H100, devices=2), []
     for parallel in (ParallelConfig(shard=2), ParallelConfig(context=2)):
-        flops.append(estimate.estimate(task(small(DENSE), length=4096, parallel=parallel), two).pace.flops)
+        flops.append(
+            estimate.estimate(build_workload(make_checkpoint(DENSE), length=4096, parallel=parallel), two).pace.flops
+        )
     assert flops[0] == pytest.approx(flops[1])
 
 
@@ -165,7 +146,11 @@ def test_a_token_goes_through_as_many_experts_wherever_they_are() -> None:
     two, flops = replace(H100, devices=2), []
     for expert in (1, 2):
         layer = Layer(ATTENTION, MoE(2, 2, 96))
-        flops.append(estimate.estimate(task(small(layer), parallel=ParallelConfig(expert=expert)), two).pace.flops)
+        flops.append(
+            estimate.estimate(
+                build_workload(make_checkpoint(layer), parallel=ParallelConfig(expert=expert)), two
+            ).pace.flops
+        )
     assert flops[0] == pytest.approx(flops[1])
 
 
@@ -179,14 +164,16 @@ def test_copies_add_up_what_they_keep() -> None:
 
 
 def test_ranks_that_share_layers_have_a_part_of_them() -> None:
-    whole = numbers(task(small(DENSE)), ParallelDims())
-    assert numbers(task(small(DENSE)), ParallelDims(tensor=2)) == pytest.approx(whole / 2, rel=0.01)  # norms are whole
+    whole = numbers(build_workload(make_checkpoint(DENSE)), ParallelDims())
+    assert numbers(build_workload(make_checkpoint(DENSE)), ParallelDims(tensor=2)) == pytest.approx(
+        whole / 2, rel=0.01
+    )  # norms are whole
     for sizes in (
         ParallelDims(shard=2),
         ParallelDims(shard=2, expert=2),
     ):  # by rows or by experts, each has half of them
-        assert held(task(small(SPARSE)), sizes) == pytest.approx(
-            held(task(small(SPARSE)), ParallelDims()) / 2, rel=0.01
+        assert held(build_workload(make_checkpoint(SPARSE)), sizes) == pytest.approx(
+            held(build_workload(make_checkpoint(SPARSE)), ParallelDims()) / 2, rel=0.01
         )
 
 
@@ -208,7 +195,7 @@ def held(task: Workload, sizes: ParallelDims) -> int:
 )
 def test_what_cannot_be_shared_is_told(changes: dict, devices: int, told: str) -> None:
     with pytest.raises(UserError, match=told):
-        estimate.estimate(task(small(DENSE), **changes), replace(H100, devices=devices))
+        estimate.estimate(build_workload(make_checkpoint(DENSE), **changes), replace(H100, devices=devices))
 
 
 def test_what_a_change_saves_is_what_its_plan_says() -> None:
@@ -221,7 +208,10 @@ def test_what_a_change_saves_is_what_its_plan_says() -> None:
 
 def test_what_fits_is_found_and_said_in_overrides() -> None:
     slow = replace(KINDS["h100"], tflops=1)  # or the host would take longest, to launch the kernels of more passes
-    wanted, one = task(small(DENSE, DENSE), length=4096, micro_batch=16, batch=64), replace(H100, devices=1, kind=slow)
+    wanted, one = (
+        build_workload(make_checkpoint(DENSE, DENSE), length=4096, micro_batch=16, batch=64),
+        replace(H100, devices=1, kind=slow),
+    )
     plan = estimate.estimate(wanted, one)
     plan = estimate.estimate(wanted, replace(one, memory=plan.peak.total - 50 * 2**20))
     assert plan.fits is False
@@ -229,11 +219,16 @@ def test_what_fits_is_found_and_said_in_overrides() -> None:
     assert plan.machine.memory is not None and found.plan.peak.total <= 0.97 * plan.machine.memory
     assert any(word.startswith("micro_batch=") for word in found.words)
     with pytest.raises(UserError, match="nothing fits"):
-        search.search_config(estimate.estimate(task(small(DENSE)), replace(H100, devices=1, memory=GIB // 2)))
+        search.search_config(
+            estimate.estimate(build_workload(make_checkpoint(DENSE)), replace(H100, devices=1, memory=GIB // 2))
+        )
 
 
 def test_weights_wait_on_the_host_only_where_nothing_fits_without() -> None:
-    wanted, two = task(small(*[DENSE] * 8), length=512, batch=2, micro_batch=1), replace(H100, devices=2)
+    wanted, two = (
+        build_workload(make_checkpoint(*[DENSE] * 8), length=512, batch=2, micro_batch=1),
+        replace(H100, devices=2),
+    )
     roomy = search.search_config(estimate.estimate(wanted, two))
     assert not any(word.startswith(("parallel.offload", "parallel.tensor")) for word in roomy.words)
     away = estimate.estimate(replace(wanted, parallel=ParallelConfig(offload=True)), two)
@@ -294,7 +289,10 @@ def test_a_full_memory_is_explained(tmp_path: Path) -> None:
         pass
 
     cfg = Config()
-    vars(cfg).update(vars(task(small(DENSE))) | {"model": "tunekit/nano", "data": TextDataset("rows.jsonl", length=64)})
+    vars(cfg).update(
+        vars(build_workload(make_checkpoint(DENSE)))
+        | {"model": "tunekit/nano", "data": TextDataset("rows.jsonl", length=64)}
+    )
     text = oom_report.format_oom_report(cfg, CPU)
     assert "out of memory: a step needs about" in text and "optimizer=adamw8bit" in text
     assert text.count("\n") < 15
@@ -306,9 +304,9 @@ def test_a_rank_plans_without_the_others(monkeypatch: pytest.MonkeyPatch) -> Non
     """One that finds no memory explains it while the others are in the middle of a step."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
-    assert estimate.estimate(task(small(DENSE), length=96), replace(H100, devices=2)).peak.total > 0
+    assert estimate.estimate(build_workload(make_checkpoint(DENSE), length=96), replace(H100, devices=2)).peak.total > 0
 
 
 def test_layers_are_measured_once() -> None:
-    wanted = task(small(DENSE, DENSE))
+    wanted = build_workload(make_checkpoint(DENSE, DENSE))
     assert profile_workload(wanted, ParallelDims()) is profile_workload(wanted, ParallelDims())

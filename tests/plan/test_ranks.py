@@ -10,42 +10,25 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from tests.parallel.ranks import on
-from tunekit import assets, build
-from tunekit.adapters.config import NoAdapter
-from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
+from tests.plan.workloads import build_workload, make_checkpoint
+from tunekit import build
 from tunekit.distributed.context import DistributedContext
 from tunekit.distributed.fsdp import apply_fsdp
 from tunekit.distributed.parallel_dims import ParallelConfig
 from tunekit.distributed.parallelize import parallelize
 from tunekit.distributed.sharding import register_shards, to_local
-from tunekit.losses.cross_entropy import CrossEntropy
-from tunekit.memory.config import MemoryConfig
-from tunekit.models.precision import PrecisionConfig
-from tunekit.models.spec import Attention, DecoderSpec, Layer, MoE, Rope
-from tunekit.optim.config import AdamWConfig
+from tunekit.models.spec import Attention, Layer, MoE, Rope
 from tunekit.plan import estimate, onednn_cache
 from tunekit.plan.hardware import ClusterSpec
 from tunekit.plan.layer_profile import CPU, rows
 from tunekit.plan.workload import Workload, probe_step
-from tunekit.quantization.config import NoQuantization
 
 # Every expert sees every token: a plan takes experts to have as many as each other.
 LAYER = Layer(Attention(4, 2, 32, rope=Rope()), MoE(4, 4, 384))
 
 
 def task() -> Workload:
-    source = HFCheckpoint.open(assets.PRESETS["tunekit/llama3_2_1b"], "small")
-    source = replace(source, spec=DecoderSpec(1024, 128, (LAYER,) * 4))
-    chosen = (
-        NoAdapter(),
-        NoQuantization(),
-        PrecisionConfig("bf16"),
-        MemoryConfig(),
-        AdamWConfig(),
-        CrossEntropy(),
-        ParallelConfig(tensor=2, expert=2),
-    )
-    return Workload(source, 512, 4, 2, *chosen, clip=1.0, random=True)
+    return build_workload(make_checkpoint(*(LAYER,) * 4), length=512, parallel=ParallelConfig(tensor=2, expert=2))
 
 
 def lived() -> int:

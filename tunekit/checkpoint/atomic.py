@@ -18,6 +18,7 @@ from types import TracebackType
 
 from tunekit.distributed.context import DistributedContext
 from tunekit.errors import UserError
+from tunekit.system import format_bytes, free_bytes, fsync_path
 
 MARK = "complete"
 PARTIAL, PREVIOUS = ".partial", ".previous"
@@ -308,20 +309,6 @@ def sync_tree(folder: Path) -> None:
         fsync_path(Path(root))
 
 
-def fsync_path(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def free_bytes(path: Path) -> int:
-    """Bytes that this user may still write where `path` is or will be."""
-    return shutil.disk_usage(next(place for place in (path, *path.absolute().parents) if place.exists())).free
-
-
 def final_path(path: Path) -> Path:
     """The folder that is there in the end."""
     return path.with_name(path.name.removesuffix(PARTIAL))
@@ -329,12 +316,3 @@ def final_path(path: Path) -> Path:
 
 def sibling_path(path: Path, ending: str) -> Path:
     return path.with_name(path.name + ending)
-
-
-def format_bytes(size: float) -> str:
-    """Bytes for people."""
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.3g} {unit}" if unit != "bytes" else f"{size:.0f} bytes"
-        size /= 1000
-    return f"{size:.3g} TB"

@@ -223,6 +223,8 @@ def make_parser() -> tuple[Parser, dict[str, Parser]]:
 def dispatch(words: Sequence[str]) -> None:
     """Parse the words and do what they say."""
     top, parsers = make_parser()
+    if "_ARGCOMPLETE" in os.environ:  # the shell asks for completions
+        import_module("tunekit.cli.commands.completion").complete(top, parsers)
     if words and not words[0].startswith("-") and words[0] not in VERBS:
         raise UserError(f"no verb '{words[0]}'{registry.did_you_mean(words[0], VERBS) or ';'} `tune --help` lists them")
     args, rest = top.parse_known_args(words)
@@ -232,7 +234,6 @@ def dispatch(words: Sequence[str]) -> None:
     elif args.verb is None:
         top.print_help()
     else:
-        args.tree = top, parsers
         _take(args, rest, parsers[args.verb])
         import_module(f"tunekit.cli.commands.{args.verb}").main(args)
 

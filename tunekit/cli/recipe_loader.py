@@ -1,8 +1,6 @@
 """From two words of the command line to a recipe and a checked config."""
 
 import importlib
-import importlib.util
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
@@ -10,6 +8,7 @@ from typing import Any
 
 from tunekit.cli import registry
 from tunekit.config import load
+from tunekit.config.user_code import import_file
 from tunekit.errors import UserError
 
 PARTS = ("RECIPE", "check", "main")
@@ -46,14 +45,8 @@ def load_recipe_config(module: ModuleType, word: str, overrides: Sequence[str], 
 
 
 def _own(path: Path) -> ModuleType:
-    """Run a person's own file as a module; they typed its name, so they trust it."""
-    name = f"own_{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None, path
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their own module up there
-    spec.loader.exec_module(module)
-    return module
+    """Run a recipe of the user, who typed its name and so trusts it."""
+    return import_file(f"own_{path.stem}", path)
 
 
 def _file(word: str) -> Path:

@@ -38,13 +38,19 @@ def _module(file: Path) -> ModuleType:
     name = f"tunekit_import_{file.stem}_{digest}"
     if name in sys.modules:
         return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, file)
-    if spec is None or spec.loader is None:
+    if file.suffix != ".py":
         raise ConfigError([f"{file}: cannot be imported: not a Python file (.py)"])
-    module = importlib.util.module_from_spec(spec)
     with UserCodeErrors(file, name):
-        sys.modules[name] = module  # dataclasses look their module up while they are made
-        spec.loader.exec_module(module)
+        return import_file(name, file)
+
+
+def import_file(name: str, file: Path) -> ModuleType:
+    """Run a Python file of the user as the module `name`."""
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None and spec.loader is not None, file
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look up their module while they are created
+    spec.loader.exec_module(module)
     return module
 
 

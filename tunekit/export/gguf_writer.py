@@ -9,10 +9,11 @@ import numpy as np
 from gguf import GGUFValueType, GGUFWriter
 from tqdm import tqdm
 
-from tunekit.checkpoint.atomic import PARTIAL, check_free_space, find_disk_error, fsync_path, sibling_path, write_error
+from tunekit.checkpoint.atomic import PARTIAL, check_free_space, find_disk_error, sibling_path, write_error
 from tunekit.errors import UserError
 from tunekit.export.quant_types import encode_tensor, tensor_bytes
 from tunekit.export.tensor_map import TensorMap
+from tunekit.system import fsync_path
 
 TYPES = {bool: GGUFValueType.BOOL, int: GGUFValueType.UINT32, float: GGUFValueType.FLOAT32}
 TYPES |= {str: GGUFValueType.STRING, list: GGUFValueType.ARRAY}

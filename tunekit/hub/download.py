@@ -1,9 +1,11 @@
-"""Models by name: a folder, one that ships with the package, or one of the Hugging Face Hub."""
+"""Models by name: a directory, a model that ships with the package, or a repository of the Hugging Face Hub."""
 
 import re
+from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
-from huggingface_hub import constants, snapshot_download
+from huggingface_hub import HfApi, constants, snapshot_download
 from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
@@ -14,32 +16,43 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
+from huggingface_hub.file_download import repo_folder_name
 
 from tunekit import assets
 from tunekit.errors import UserError
-from tunekit.hub import errors, resumable_download
-from tunekit.hub.resumable_download import Files
+from tunekit.hub import errors
 
-RUNS = "runs/"  # where configs put runs: no such name is asked for on the Hub, which may be slow to say no
-HINT = f"names that begin with {RUNS} are taken for folders of runs, and never looked for on the Hub"
+RUNS = "runs/"  # configs write runs here: such a name is never looked up on the Hub, which can be slow to refuse
+HINT = f"names that begin with {RUNS} are directories of runs and are never looked up on the Hub"
 OURS = "tunekit/"
+# Everything except weights. Model card and license are copied into what is trained from the model.
+NO_WEIGHTS = ("*.json", "*.jinja", "tokenizer.model", "*.txt", "README.md", "LICENSE*", "NOTICE*", "USE_POLICY*")
+
+
+@dataclass(frozen=True)
+class Files:
+    """Files of a repository, as globs over their full paths. The default selects those that tunekit reads."""
+
+    include: tuple[str, ...] = ("*.safetensors", *NO_WEIGHTS)
+    exclude: tuple[str, ...] = ("original/*", "onnx/*", "consolidated*")  # copies for other programs
+
+
 READ = Files()
-# All but the weights of a whole model.
-SMALL = Files((*resumable_download.SMALL, "adapter_model.safetensors"))
-PICKLED = Files(("pytorch_model*.bin", *resumable_download.SMALL))
+SMALL = Files((*NO_WEIGHTS, "adapter_model.safetensors"))  # without the weights of a full model
+PICKLED = Files(("pytorch_model*.bin", *NO_WEIGHTS))
 
 
 def resolve_model_dir(name: str, files: Files = READ) -> Path:
-    """The folder of a model. Nothing is fetched for a name that reads as a path.
+    """Directory of a model; downloads it if `name` is a repository. A name that looks like a path is not looked up.
 
-    A name on the Hub may say a revision: `owner/model@branch`, a tag or a commit.
+    A repository can have a revision: `owner/model@branch`, a tag or a commit.
     """
     ours = assets.model_dir(name)
-    if ours is not None:  # before a folder: in a checkout of this project, `tunekit/nano` is one, but no checkpoint
+    if ours is not None:  # before the directory: in a checkout of this project, `tunekit/nano` is one without weights
         return ours
-    folder = Path(name).expanduser()
-    if folder.is_dir():
-        return folder
+    directory = Path(name).expanduser()
+    if directory.is_dir():
+        return directory
     if name.startswith(OURS):
         raise UserError(assets.suggest_asset(name))
     parts = split_repo_revision(name)
@@ -47,32 +60,35 @@ def resolve_model_dir(name: str, files: Files = READ) -> Path:
         hint = f": train it first, or name another model; {HINT}" if name.startswith(RUNS) else ""
         raise UserError(f"no such folder: {name}{hint}")
     repo, revision = parts
-    place = download_repo(repo, revision, files)
-    if files == READ and not any(place.glob("*.safetensors")):  # an old repository has its weights in another format
+    snapshot = download_repo(repo, revision, files)
+    if files == READ and not any(snapshot.glob("*.safetensors")):  # an old repository that has only pickled weights
         return download_repo(repo, revision, PICKLED)
-    return place
+    return snapshot
 
 
 def split_repo_revision(name: str) -> tuple[str, str | None] | None:
-    """Repository and revision of what can be a name on the Hub; None for a folder, and for what reads as one."""
+    """Repository and revision of a name on the Hub; None for a directory and for a name that looks like a path."""
     repo, _, revision = name.partition("@")
     local = name.startswith((".", "/", "~", RUNS, OURS)) or "\\" in name or repo.count("/") > 1
     return None if local or Path(name).is_dir() else (repo, revision or None)
 
 
 def cached_commit(folder: Path) -> str | None:
-    """The commit of a folder in the Hub's cache; None for any other."""
-    known = folder.parent.name == "snapshots" and re.fullmatch("[0-9a-f]{40}", folder.name)
-    return folder.name if known else None
+    """Commit of a snapshot in the Hub's cache; None for any other directory."""
+    is_snapshot = folder.parent.name == "snapshots" and re.fullmatch("[0-9a-f]{40}", folder.name)
+    return folder.name if is_snapshot else None
 
 
 def download_repo(
     name: str, revision: str | None = None, files: Files = READ, to: Path | None = None, token: str | None = None
 ) -> Path:
-    """Fetch a repository into the Hub's cache, or into the folder `to`. What is there already is not fetched again."""
+    """Download a repository into the Hub's cache or into the directory `to`, except files that exist there.
 
-    def fetched() -> str:
-        resumable_download.fetch(name, revision, files, to, token)
+    The client resumes a file when a connection is closed early, but deletes it when the connection is reset or the
+    server fails. The download is then repeated, without limit as long as every attempt completes a file.
+    """
+
+    def download() -> str:
         return snapshot_download(
             name,
             revision=revision,
@@ -83,38 +99,61 @@ def download_repo(
         )
 
     with errors.wrap_hub_errors(lambda error: explanation(error, name, revision), token):
-        return Path(errors.retry(fetched, name))
+        root = to or Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=name, repo_type="model"), "snapshots")
+        before = list_files(root)
+        snapshot = Path(errors.retry(download, name, progress=lambda: len(list_files(root))))
+        if list_files(root) != before and (constants.HF_HUB_DISABLE_XET or find_spec("hf_xet") is None):
+            errors.retry(lambda: check_files(snapshot, name, revision, token), name)
+        return snapshot
+
+
+def list_files(root: Path) -> dict[Path, int]:
+    """Complete files below a directory, with the times they were written."""
+    paths = (path for path in root.rglob("*") if ".cache" not in path.relative_to(root).parts)
+    return {path: path.stat().st_mtime_ns for path in paths if path.is_file()}
+
+
+def check_files(snapshot: Path, name: str, revision: str | None, token: str | None) -> None:
+    """Compare files with the checksums of the Hub, which the client does for Xet only. Delete those that differ."""
+    revision = cached_commit(snapshot) or revision
+    result = HfApi(token=token).verify_repo_checksums(name, revision=revision, local_dir=snapshot)
+    damaged = [mismatch["path"] for mismatch in result.mismatches]
+    for path in damaged:
+        (snapshot / path).resolve().unlink()
+        (snapshot / path).unlink(missing_ok=True)
+    if damaged:
+        raise UserError(f"{name}: the checksum of {', '.join(damaged)} is wrong. Download it again.")
 
 
 def explanation(error: BaseException, name: str, revision: str | None) -> str:
-    """One line that says what went wrong and how to mend it. The first kind that fits is the most particular."""
+    """Error message of one line with a fix. The first class that matches is the most specific."""
     hub, cause = constants.ENDPOINT, error.__cause__
     lines = {
         HFValidationError: f"'{name}' is neither a folder nor a name on the Hub (owner/model)",
         GatedRepoError: f"{name} is gated: accept its terms at {hub}/{name}, then `hf auth login` or set HF_TOKEN",
         RevisionNotFoundError: f"{name} has no revision '{revision}': see {hub}/{name}/tree/main",
-        RepositoryNotFoundError: f"{hub} has no model '{name}' that you may see: check the name; "
+        RepositoryNotFoundError: f"{hub} has no model '{name}' that you can access: check the name; "
         "a private or gated one needs `hf auth login` or HF_TOKEN",
-        LocalEntryNotFoundError: f"{name} is no folder here, is not whole in the cache, and {unreachable(cause)}",
+        LocalEntryNotFoundError: f"{name} is no local folder, is not complete in the cache, and {unreachable(cause)}",
         OfflineModeIsEnabled: f"{name}: {unreachable(error)}",
         HfHubHTTPError: f"{name}: {unreachable(error)}",
-        HTTPError: f"{name}: lost the connection to {hub}: start again, what has come is kept",
+        HTTPError: f"{name}: lost the connection to {hub}: run the command again, complete files are kept",
         OSError: f"cannot store {name}: {error}",
     }
     return next((line for kind, line in lines.items() if isinstance(error, kind)), f"{name}: {error}")
 
 
 def unreachable(cause: BaseException | None) -> str:
-    """Why nothing came from the Hub."""
+    """Reason why the Hub sent nothing."""
     if isinstance(cause, OfflineModeIsEnabled):
-        return "HF_HUB_OFFLINE forbids to fetch it"
+        return "HF_HUB_OFFLINE forbids downloads"
     if isinstance(cause, HfHubHTTPError):
         return f"{constants.ENDPOINT} answered {cause.response.status_code}: {advice(cause)}"
     return f"{constants.ENDPOINT} cannot be reached"
 
 
 def advice(error: HfHubHTTPError) -> str:
-    """What to do about an answer that is none."""
+    """Fix for an HTTP error."""
     if error.response.status_code in (401, 403):
         return "check the token (`hf auth login` or HF_TOKEN)"
-    return "try again later" if errors.is_transient(error) else "the model's page may say why"
+    return "try again later" if errors.is_transient(error) else "see the model's page"

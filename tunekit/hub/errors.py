@@ -34,20 +34,30 @@ SILENCE = "TUNEKIT_HUB_TIMEOUT"  # seconds without a byte after which a request 
 USUAL = 120.0
 
 
-def retry(act: Callable[[], T], what: str, kinds: tuple[type[Exception], ...] = TROUBLE) -> T:
-    """`act`, again after a while if it fails for a reason that passes; each wait is told in a line."""
+def retry(
+    act: Callable[[], T],
+    what: str,
+    kinds: tuple[type[Exception], ...] = TROUBLE,
+    progress: Callable[[], int] = lambda: 0,
+) -> T:
+    """Call `act`, again after a delay if it fails with a transient error; each delay is printed.
+
+    Gives up after `TRIES` calls in a row that did not increase `progress`.
+    """
     prepare()
-    for attempt in range(1, TRIES):
+    attempt, done = 1, progress()
+    while True:
         try:
             return act()
         except kinds as error:
+            attempt, done = (1 if progress() > done else attempt), progress()
             cause = source(error)
             wait = seconds(cause, attempt)
-            if not is_transient(cause) or wait > PATIENCE:
+            if attempt == TRIES or not is_transient(cause) or wait > PATIENCE:
                 raise
             print_line(f"{what}: {short_reason(cause)}; trying again in {wait:.0f} s ({attempt} of {TRIES - 1})")
             time.sleep(wait)
-    return act()
+            attempt += 1
 
 
 @cache

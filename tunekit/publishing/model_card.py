@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
+from huggingface_hub import ModelCardData
 
 from tunekit import __version__ as VERSION
-from tunekit import env_info
+from tunekit import env_info, system
 from tunekit.checkpoint import atomic
 from tunekit.checkpoint.final_checkpoint import CURVES, VERIFICATION
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint, read_json
@@ -166,26 +166,31 @@ def refresh(run: Path) -> None:
         atomic.write_text_atomic(file, before + redact.redact_text(evaluation(run)) + after)
 
 
-def put(folder: Path, fields: Tree, name: str, sections: Tree) -> None:
+def put(folder: Path, header: ModelCardData, name: str, sections: Tree) -> None:
     body = [
         f"## {title}\n\n{text.strip()}" if title else f"# {name}\n\n{text.strip()}" for title, text in sections.items()
     ]
-    yml = yaml.safe_dump(dict(fields), sort_keys=False, allow_unicode=True)
-    text = "\n\n".join([f"---\n{yml}---", *body]) + "\n"
+    text = "\n\n".join([f"---\n{header.to_yaml()}\n---", *body]) + "\n"
     (folder / CARD).write_text(redact.redact_text(text), encoding="utf-8")
 
 
 def head(
     folder: Path, base: BaseModelInfo | None, tags: list[str], sets: list[str], relation: str = "finetune"
-) -> dict[str, Any]:
-    """What the Hub reads of a card. A base that it does not know is not named."""
-    adapter = snippets.is_adapter(folder)
-    fields: dict[str, Any] = {}
-    if base is not None and base.repo is not None:
-        fields |= {"base_model": base.repo, "base_model_relation": "adapter" if adapter else relation}
-    fields |= {"library_name": "peft" if adapter else "transformers", "pipeline_tag": snippets.pipeline_tag(folder)}
-    fields |= {} if base is None else dict(base.licence)
-    return fields | ({"datasets": sets} if sets else {}) | {"tags": tags}
+) -> ModelCardData:
+    """Metadata of the card for the Hub. A base model that the Hub does not have is not named."""
+    adapter, repo = snippets.is_adapter(folder), None if base is None else base.repo
+    licence = {} if base is None else base.licence
+    return ModelCardData(
+        base_model=repo,
+        base_model_relation=None if repo is None else "adapter" if adapter else relation,
+        library_name="peft" if adapter else "transformers",
+        pipeline_tag=snippets.pipeline_tag(folder),
+        datasets=sets or None,
+        tags=tags,
+        license=licence.get("license"),
+        license_name=licence.get("license_name"),
+        license_link=licence.get("license_link"),
+    )
 
 
 def summary(made: ModelCardInfo, base: BaseModelInfo) -> str:
@@ -266,7 +271,7 @@ def training(made: ModelCardInfo, lines: Lines, base: BaseModelInfo) -> str:
         "tokens": f"{tokens:,}, of which {learnt:,} were learnt",
         "time": f"{timedelta(seconds=round(seconds))} ({tokens / max(seconds, 1e-9):,.0f} tokens per second)",
         "hardware": env_info.describe_hardware(made.device),
-        "peak memory": atomic.format_bytes(peak),
+        "peak memory": system.format_bytes(peak),
         "versions": ", ".join(f"{name} {version}" for name, version in env_info.package_versions().items()),
     }
     choices = {key.replace("_", "-"): words(made.config[key]) for key in CHOICES if made.config.get(key) is not None}

@@ -8,6 +8,7 @@ from pathlib import Path
 from tunekit.data.preprocess import cache
 from tunekit.errors import UserError
 from tunekit.kernels import cache_dir
+from tunekit.system import format_bytes
 
 UNITS = {"m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 AGE = re.compile(r"(\d+)([mhdw])")
@@ -33,9 +34,9 @@ def show(entries: list[cache.CacheEntry], halves: list[Path], place: Path) -> st
     lines = [head, *map(line, entries)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     text = ["  ".join(f"{word:{width}}" for word, width in zip(words, widths, strict=True)).rstrip() for words in lines]
-    total = f"{cache.format_bytes(sum(entry.size for entry in entries))} in {place}"
+    total = f"{format_bytes(sum(entry.size for entry in entries))} in {place}"
     if halves:
-        total += f", and {cache.format_bytes(sum(map(cache.dir_bytes, halves)))} in {len(halves)} unfinished"
+        total += f", and {format_bytes(sum(map(cache.dir_bytes, halves)))} in {len(halves)} unfinished"
     return "\n".join([*(text if entries else ["nothing is kept"]), total])
 
 
@@ -43,7 +44,7 @@ def line(entry: cache.CacheEntry) -> tuple[str, ...]:
     about = entry.about
     source = about["source"] if about["split"] == "train" else f"{about['source']} ({about['split']})"
     counts = f"{about['prepared']['rows']:,}", f"{about['tokens']:,}"
-    return entry.key[:SHOWN], cache.format_bytes(entry.size), *counts, ago(about["made"]), ago(entry.used), source
+    return entry.key[:SHOWN], format_bytes(entry.size), *counts, ago(about["made"]), ago(entry.used), source
 
 
 def ago(when: float) -> str:
@@ -66,7 +67,7 @@ def clear(args: argparse.Namespace, place: Path) -> str:
     sizes = {path: cache.dir_bytes(path) for path in chosen}
     gone = [path for path in chosen if cache.remove_entry(path)]
     left = f"; {len(chosen) - len(gone)} in use left" if len(gone) < len(chosen) else ""
-    return f"removed {len(gone)}, {cache.format_bytes(sum(sizes[path] for path in gone))}{left}"
+    return f"removed {len(gone)}, {format_bytes(sum(sizes[path] for path in gone))}{left}"
 
 
 def keys(words: list[str], entries: list[cache.CacheEntry], place: Path) -> set[str]:

@@ -12,7 +12,7 @@ from types import ModuleType
 from tunekit import build
 from tunekit.adapters.config import FrozenModel
 from tunekit.checkpoint import layerwise_forward, verify
-from tunekit.checkpoint.atomic import AtomicDir, format_bytes
+from tunekit.checkpoint.atomic import AtomicDir
 from tunekit.checkpoint.classification_head import require_language_model
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
 from tunekit.distributed.context import DistributedContext
@@ -21,6 +21,7 @@ from tunekit.export import bitsandbytes_export
 from tunekit.hub.errors import print_line
 from tunekit.publishing import model_card
 from tunekit.quantization.config import NF4Config
+from tunekit.system import format_bytes
 
 # What layers that are one tensor in files may change: there their scales are packed together. 0.006 was measured.
 NESTED = 0.05, 1.0

@@ -23,6 +23,7 @@ from tunekit.data.preprocess.tokenized_dataset import ABOUT, TokenizedDataset, i
 from tunekit.distributed import worker_env
 from tunekit.errors import UserError
 from tunekit.kernels import cache_dir as store
+from tunekit.system import format_bytes, free_bytes, fsync_path
 
 OFF = "off"
 LOCK, PARTIAL = ".lock", ".partial"
@@ -85,7 +86,7 @@ def publish(entry: Path, make: Make) -> None:
         make(partial)
         with raise_disk_full(entry):
             for file in (*partial.iterdir(), partial):
-                sync(file)
+                fsync_path(file)
             partial.rename(entry)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -109,31 +110,12 @@ def raise_disk_full(place: Path, wanted: Callable[[], float | None] = lambda: No
         yield
     except OSError as error:
         reason, size = os.strerror(error.errno or errno.EIO).lower(), wanted()
-        there = next(path for path in place.absolute().parents if path.exists())
-        room = format_bytes(shutil.disk_usage(there).free) + " free"
+        room = format_bytes(free_bytes(place)) + " free"
         room += "" if size is None else f", about {format_bytes(size)} wanted"
         raise UserError(
             f"cannot write prepared rows to {place.parent}: {reason} ({room}); make room (`tune cache clear`), or "
             f"name another folder as {store.HOME}"
         ) from error
-
-
-def sync(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def format_bytes(size: float) -> str:
-    """Bytes for people."""
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.3g} {unit}" if unit != "bytes" else f"{size:.0f} bytes"
-        size /= 1000
-    return f"{size:.3g} TB"
 
 
 class CacheLock:

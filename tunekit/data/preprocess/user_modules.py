@@ -2,7 +2,6 @@
 
 import ast
 import hashlib
-import importlib.util
 import sys
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
@@ -10,6 +9,7 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
+from tunekit.config.user_code import import_file
 from tunekit.errors import UserError
 
 
@@ -30,11 +30,7 @@ class UserModule(NamedTuple):
         """Have the module under its name, from the text that was meant."""
         if hash_file(Path(self.file)) != self.text:
             raise UserError(f"{self.file}: has changed since this command began; start it again")
-        spec = importlib.util.spec_from_file_location(self.name, self.file)
-        assert spec is not None and spec.loader is not None, self.file
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[self.name] = module  # dataclasses look their own module up there
-        spec.loader.exec_module(module)
+        import_file(self.name, Path(self.file))
 
 
 def user_modules(choice: Any) -> list[UserModule]:

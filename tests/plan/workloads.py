@@ -1,0 +1,41 @@
+"""Small models and workloads for tests of plans."""
+
+from dataclasses import replace
+
+from tunekit import assets
+from tunekit.adapters.config import NoAdapter
+from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
+from tunekit.distributed.parallel_dims import ParallelConfig
+from tunekit.losses.cross_entropy import CrossEntropy
+from tunekit.memory.config import MemoryConfig
+from tunekit.models.precision import PrecisionConfig
+from tunekit.models.spec import DecoderSpec, Layer
+from tunekit.optim.config import AdamWConfig
+from tunekit.plan.workload import Workload
+from tunekit.quantization.config import NoQuantization
+
+
+def make_checkpoint(*layers: Layer, tied: bool = False) -> HFCheckpoint:
+    """A checkpoint of 1024 tokens and width 128, without weights."""
+    checkpoint = HFCheckpoint.open(assets.PRESETS["tunekit/llama3_2_1b"], "small")
+    return replace(checkpoint, spec=DecoderSpec(1024, 128, layers, tied=tied))
+
+
+def build_workload(checkpoint: HFCheckpoint, **changes: object) -> Workload:
+    """Full fine-tuning in bf16 with AdamW: rows of 64 tokens, batch 4 in micro-batches of 2."""
+    workload = Workload(
+        checkpoint,
+        64,
+        4,
+        2,
+        NoAdapter(),
+        NoQuantization(),
+        PrecisionConfig("bf16"),
+        MemoryConfig(),
+        AdamWConfig(),
+        CrossEntropy(),
+        ParallelConfig(),
+        clip=1.0,
+        random=True,
+    )
+    return replace(workload, **changes)
