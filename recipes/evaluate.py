@@ -127,7 +127,8 @@ def report(cfg: EvaluateConfig, questions: list[Question], results: list[ModelRe
     print_completions(questions, results, cfg.examples)
     print(results_table(results, changed))
     if cfg.out is not None:
-        content = {"models": [result.to_dict() for result in results], "changes": [asdict(change) for change in changed]}
+        models = [result.to_dict() for result in results]
+        content = {"models": models, "changes": [asdict(change) for change in changed]}
         write_text_atomic(Path(cfg.out), json.dumps(content, indent=2, ensure_ascii=False) + "\n")
     if cfg.data is not None:
         figures = [

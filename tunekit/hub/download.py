@@ -35,7 +35,7 @@ def resolve_model_dir(name: str, files: Files = READ) -> Path:
     A name on the Hub may say a revision: `owner/model@branch`, a tag or a commit.
     """
     ours = assets.model_dir(name)
-    if ours is not None:  # before a folder: in a checkout of this project, `tunekit/nano` is one, but no checkpoint
+    if ours is not None:  # a directory with the same name does not shadow a bundled model
         return ours
     folder = Path(name).expanduser()
     if folder.is_dir():
