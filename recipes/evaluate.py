@@ -108,7 +108,7 @@ def main(cfg: EvaluateConfig) -> list[ModelResult]:
 
 def evaluate_model(name: str, cfg: EvaluateConfig, run: DistributedContext) -> tuple[list[Question], ModelResult]:
     """Questions of the rows, and all figures of one model, which is in memory only in here."""
-    tasks = cfg.named.opened()  # before weights are read: some rows are far away
+    tasks = cfg.named.load()  # before weights are read: some rows are far away
     model, tokenizer = build.load_for_inference(name, cfg.precision, run, cfg.weights)
     asker = GenerationEvaluator(model, tokenizer, cfg.sampling, cfg.batch, run)
     questions, found = [], []
@@ -119,7 +119,7 @@ def evaluate_model(name: str, cfg: EvaluateConfig, run: DistributedContext) -> t
             data_checks.warn_data(cfg, data, tokenizer, run)
         questions, made = asker(dataset_title(cfg.data), islice(with_source(data.parts), cfg.limit))
         found.append(made)
-    return questions, ModelResult(name, (*found, *cfg.named.ask(asker, name, tasks)))
+    return questions, ModelResult(name, (*found, *cfg.named.evaluate(asker, name, tasks)))
 
 
 def report(cfg: EvaluateConfig, questions: list[Question], results: list[ModelResult]) -> None:
@@ -128,11 +128,13 @@ def report(cfg: EvaluateConfig, questions: list[Question], results: list[ModelRe
     print_completions(questions, results, cfg.examples)
     print(results_table(results, changed))
     if cfg.out is not None:
-        content = {"models": [one.written() for one in results], "changes": [asdict(change) for change in changed]}
+        models = [result.to_dict() for result in results]
+        content = {"models": models, "changes": [asdict(change) for change in changed]}
         write_text_atomic(Path(cfg.out), json.dumps(content, indent=2, ensure_ascii=False) + "\n")
     if cfg.data is not None:
         figures = [
-            {"model": one.model, "loss": one.loss, "perplexity": one.perplexity, "right": one.right} for one in results
+            {"model": result.model, "loss": result.loss, "perplexity": result.perplexity, "right": result.num_correct}
+            for result in results
         ]
         model_card.add_evaluation(Path(cfg.model), dataset_title(cfg.data), figures, len(questions))
 
@@ -141,7 +143,7 @@ def print_completions(questions: list[Question], results: list[ModelResult], exa
     """A few answers."""
     width = max(len(name) for name in ("question", *(result.model for result in results)))
     for i, question in enumerate(questions[:examples]):
-        lines = {"question": question.text, "wanted": question.wanted}
+        lines = {"question": question.text, "wanted": question.expected}
         for name, text in {**lines, **{result.model: result.answers[i] for result in results}}.items():
             print(f"{name:{width}}  {text}")
         print()

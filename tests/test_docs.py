@@ -36,7 +36,7 @@ from tunekit.recipes.sft import SFTConfig
 ROOT = Path(__file__).parent.parent
 PAGES = {
     path.relative_to(ROOT).as_posix(): path.read_text()
-    for path in (*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "tunekit/nano/README.md")
+    for path in (*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "tunekit/bundled/README.md")
 }
 OPTIONS = {path.stem: path for path in (ROOT / "docs/options").glob("*.md")}
 BASE = {"model": "tunekit/nano", "data": {"kind": "text", "source": "rows.jsonl"}, "out": "runs/docs"}

@@ -75,7 +75,7 @@ def test_the_wheel_holds_every_file_and_only_under_its_own_name(wheel: Path) -> 
             assert (f"tunekit/{inside}" if part == "tunekit" else f"tunekit/{part}/{inside}") in held
     data = [
         path
-        for folder in ("nano", "models/presets", "look")
+        for folder in ("bundled", "models/presets", "data/inspect")
         for path in (ROOT / "tunekit" / folder).rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     ]

@@ -1,29 +1,31 @@
-"""What ships with the package, under names that read as Hub names: a small model, a data set, and presets.
+"""Files that ship with the package, by names in the form of Hub names: a small model, its datasets and tasks, presets.
 
-A preset is the config.json of a public model and nothing more: what to train from scratch, or to plan with.
+A preset is the config.json of a public model without weights, for training from scratch and for planning.
 """
 
 import difflib
 from pathlib import Path
 
-HOME = Path(__file__).parent / "nano"
-MODELS = {"tunekit/nano": HOME / "model"}
-PRESETS = {f"tunekit/{folder.name}": folder for folder in sorted((HOME.parent / "models/presets").iterdir())}
-DATA = {f"tunekit/{name}": HOME / name for name in ("preferences", "tools")}
+BUNDLED = Path(__file__).parent / "bundled"  # written by scripts/nano/
+MODELS = {"tunekit/nano": BUNDLED / "model"}
+PRESETS = {f"tunekit/{folder.name}": folder for folder in sorted((BUNDLED.parent / "models/presets").iterdir())}
+DATA = {f"tunekit/{name}": BUNDLED / name for name in ("preferences", "tools")}
+TASKS = {f"nano/{name}": BUNDLED / f"tasks/{name}.jsonl" for name in ("facts", "copying", "stories")}
+TASKS["nano/tools"] = BUNDLED / "tools/test.jsonl"
 
 
 def model_dir(name: str) -> Path | None:
-    """Folder of a bundled checkpoint or preset; None if `name` is neither."""
+    """Directory of a bundled checkpoint or preset; None if `name` is neither."""
     return MODELS.get(name) or PRESETS.get(name)
 
 
 def suggest_asset(name: str) -> str:
-    """What a name under `tunekit/` that is not known may have been meant to be."""
+    """Error message for an unknown name under `tunekit/`, with similar names."""
     names = {known.partition("/")[2]: known for known in (*MODELS, *PRESETS)}
-    near = [names[one] for one in difflib.get_close_matches(name.partition("/")[2], names)]
-    return f"no bundled model {name}: did you mean {' or '.join(near)}?" if near else f"no bundled model {name}"
+    matches = [names[match] for match in difflib.get_close_matches(name.partition("/")[2], names)]
+    return f"no bundled model {name}: did you mean {' or '.join(matches)}?" if matches else f"no bundled model {name}"
 
 
 def dataset_dir(name: str) -> Path | None:
-    """Folder with one `<split>.jsonl` for each split of a bundled data set; None if `name` is no bundled data set."""
+    """Directory of a bundled dataset, with one `<split>.jsonl` per split; None if `name` is not a bundled dataset."""
     return DATA.get(name)

@@ -8,7 +8,7 @@ import pytest
 from scipy import stats
 
 from tunekit.evaluation.results import Metric, ModelResult, TaskResult
-from tunekit.evaluation.significance import bounds, compared, mcnemar, paired_differences
+from tunekit.evaluation.significance import bootstrap_interval, compare_metric, mcnemar, paired_differences
 from tunekit.evaluation.table import results_table
 
 
@@ -22,10 +22,10 @@ def test_bounds_of_means_are_those_of_a_paired_t_test() -> None:
     draw = np.random.default_rng(0)
     one = draw.normal(size=400)
     other = one + draw.normal(0.1, 0.5, size=400)
-    low, high = bounds(Metric.mean("loss", [*one]), Metric.mean("loss", [*other]), seed=1)
+    low, high = bootstrap_interval(Metric.mean("loss", [*one]), Metric.mean("loss", [*other]), seed=1)
     wanted = stats.ttest_rel(other, one).confidence_interval(0.95)
     assert (low, high) == pytest.approx((wanted.low, wanted.high), abs=0.01)
-    assert bounds(Metric.mean("loss", [*one]), Metric.mean("loss", [*other]), seed=1) == (low, high)
+    assert bootstrap_interval(Metric.mean("loss", [*one]), Metric.mean("loss", [*other]), seed=1) == (low, high)
 
 
 def test_rows_weigh_as_their_tokens_do() -> None:
@@ -33,7 +33,7 @@ def test_rows_weigh_as_their_tokens_do() -> None:
     tokens = [10.0, 1.0] * 50
     before = Metric.mean("loss", tokens, tokens, higher=False)
     after = Metric.mean("loss", [count + (1 if count > 1 else -10) for count in tokens], tokens, higher=False)
-    change = compared("rows", before, after)
+    change = compare_metric("rows", before, after)
     assert change is not None
     assert change.difference == pytest.approx(-9 * 50 / (11 * 50))
     assert change.better is True
@@ -44,7 +44,7 @@ def test_noise_is_rarely_a_change() -> None:
     draw, clear = np.random.default_rng(0), 0
     for _ in range(40):
         one, other = ((draw.random(50) < 0.6).astype(float).tolist() for _ in range(2))
-        change = compared("rows", Metric.mean("acc", one), Metric.mean("acc", other))
+        change = compare_metric("rows", Metric.mean("acc", one), Metric.mean("acc", other))
         assert change is not None
         assert change.won == tuple(i for i in range(50) if other[i] > one[i])
         assert change.lost == tuple(i for i in range(50) if other[i] < one[i])
@@ -52,12 +52,12 @@ def test_noise_is_rarely_a_change() -> None:
     assert clear <= 4
 
 
-def test_what_does_not_come_of_the_same_rows_is_not_compared() -> None:
+def test_what_does_not_come_of_the_same_rows_is_not_compare_metric() -> None:
     three, four = Metric.mean("acc", [1.0, 0.0, 1.0]), Metric.mean("acc", [1.0, 0.0, 1.0, 1.0])
-    assert compared("rows", three, four) is None
-    assert compared("rows", Metric("word_perplexity", 9.0), Metric("word_perplexity", 8.0)) is None
+    assert compare_metric("rows", three, four) is None
+    assert compare_metric("rows", Metric("word_perplexity", 9.0), Metric("word_perplexity", 8.0)) is None
     one, other = (Metric.mean("loss", [1.0], [tokens]) for tokens in (3.0, 4.0))
-    assert compared("rows", one, other) is None
+    assert compare_metric("rows", one, other) is None
     results = [
         ModelResult(name, (TaskResult("rows", (figure,)),)) for name, figure in (("base", one), ("tuned", other))
     ]
@@ -72,9 +72,9 @@ def test_rows_are_compared_by_what_they_are() -> None:
         return Metric.mean("acc", values, rows=rows)
 
     one = figure("a.jsonl:1", "a.jsonl:2", "a.jsonl:3")
-    assert compared("rows", one, figure("a.jsonl:1", "a.jsonl:2", "a.jsonl:3")) is not None
+    assert compare_metric("rows", one, figure("a.jsonl:1", "a.jsonl:2", "a.jsonl:3")) is not None
     for other in (figure("b.jsonl:1", "b.jsonl:2", "b.jsonl:3"), figure("a.jsonl:1", "a.jsonl:3", "a.jsonl:2")):
-        assert compared("rows", one, other) is None
+        assert compare_metric("rows", one, other) is None
         results = [
             ModelResult(name, (TaskResult("rows", (some,)),)) for name, some in (("base", one), ("tuned", other))
         ]
@@ -85,9 +85,9 @@ def test_rows_are_compared_by_what_they_are() -> None:
 
 def test_a_mean_of_no_row_is_no_number() -> None:
     figure = Metric.mean("loss", [], higher=False)
-    assert math.isnan(figure.value) and not figure.counted
-    assert json.loads(json.dumps(figure.written(), allow_nan=False)) == {"value": None, "values": []}
-    assert compared("rows", figure, figure) is None
+    assert math.isnan(figure.value) and not figure.is_binary
+    assert json.loads(json.dumps(figure.to_dict(), allow_nan=False)) == {"value": None, "values": []}
+    assert compare_metric("rows", figure, figure) is None
     assert math.isnan(ModelResult("base", (TaskResult("rows", ()),)).loss)
 
 

@@ -7,7 +7,7 @@ from tunekit.data.datasets import ChatDataset
 from tunekit.data.readers.row_reader import Row
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.data.truncation import TooLong
-from tunekit.evaluation.generation_eval import asked
+from tunekit.evaluation.generation_eval import iter_questions
 
 TALK = [
     {"role": role, "content": text}
@@ -34,4 +34,6 @@ def test_parts_of_a_row_ask_nothing(length: int, too_long: TooLong, wanted: list
     rows = ChatDataset("rows.jsonl", length=length, too_long=too_long)
     found = rows.encode(rows.prepare(tokenizer), [Row("rows.jsonl:1", {"messages": TALK})])[0]
     assert isinstance(found, list) and (len(found) > 1) == (length == 12 and too_long == "split")
-    assert [question.wanted for question in asked([("rows.jsonl:1", one) for one in found], tokenizer)] == wanted
+    assert [
+        question.expected for question in iter_questions([("rows.jsonl:1", one) for one in found], tokenizer)
+    ] == wanted

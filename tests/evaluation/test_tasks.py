@@ -1,8 +1,7 @@
-"""Tasks by name: those of the nano need nothing but the package, and their rows are none that it was trained on."""
+"""Task selection by name, and the rows of the bundled tasks."""
 
 import json
 import sys
-from itertools import islice
 from typing import Any
 
 import pytest
@@ -18,10 +17,10 @@ NANO = assets.MODELS["tunekit/nano"]
 
 def test_rows_are_the_same_each_time_and_none_comes_twice() -> None:
     tokenizer = Tokenizer.open(NANO)
-    for task in bundled_tasks.TASKS:
+    for task in assets.TASKS:
         one, other = (bundled_tasks.task_documents(task, tokenizer, None) for _ in range(2))
         texts = [tuple(document.tokens.tolist()) for _, document in one]
-        assert len(set(texts)) == bundled_tasks.ROWS
+        assert len(set(texts)) == 200
         assert texts == [tuple(document.tokens.tolist()) for _, document in other]
         assert [row for row, _ in one] == [row for row, _ in other]
         assert len(bundled_tasks.task_documents(task, tokenizer, 7)) == 7
@@ -30,18 +29,19 @@ def test_rows_are_the_same_each_time_and_none_comes_twice() -> None:
 
 def test_calls_are_none_that_were_trained_on() -> None:
     rows = map(json.loads, (assets.DATA["tunekit/tools"] / "train.jsonl").read_text().splitlines())
-    learnt = {row["messages"][-1]["content"] for row in rows}
-    asked = {turns[-1].answer for turns in islice(bundled_tasks.TASKS["nano/tools"](), 300)}
-    assert len(asked) == 300
-    assert not asked & learnt
+    train_calls = {row["messages"][-1]["content"] for row in rows}
+    rows = map(json.loads, assets.TASKS["nano/tools"].read_text().splitlines())
+    test_calls = {row["messages"][-1]["content"] for row in rows}
+    assert len(test_calls) == 200
+    assert not test_calls & train_calls
 
 
 def test_what_is_meant() -> None:
-    assert TaskSelection(("nano",)).own == list(bundled_tasks.TASKS)
-    assert TaskSelection(("arc_easy", "nano/tools")).own == ["nano/tools"]
-    assert TaskSelection(("arc_easy", "nano/tools")).others == ["arc_easy"]
+    assert TaskSelection(("nano",)).bundled == list(assets.TASKS)
+    assert TaskSelection(("arc_easy", "nano/tools")).bundled == ["nano/tools"]
+    assert TaskSelection(("arc_easy", "nano/tools")).harness_tasks == ["arc_easy"]
     TaskSelection(("nano", "nano/facts")).check()
-    with pytest.raises(UserError, match="no task 'nano/fact'; did you mean 'nano/facts'?"):
+    with pytest.raises(UserError, match="unknown task 'nano/fact'. Did you mean 'nano/facts'?"):
         TaskSelection(("nano/fact",)).check()
     refused: list[dict[str, Any]] = [{"shots": -1}, {"limit": 0}, {"names": ("nano", "nano")}]
     for how in refused:
@@ -49,7 +49,7 @@ def test_what_is_meant() -> None:
             TaskSelection(**how)
     idle: list[dict[str, Any]] = [{"shots": 0}, {"chat": True}, {"include": "tasks"}]
     for how in idle:
-        with pytest.raises(FieldError, match="is for tasks of lm-evaluation-harness, and `tasks` names none"):
+        with pytest.raises(FieldError, match="applies to tasks of lm-evaluation-harness"):
             TaskSelection(("nano",), **how)
 
 
@@ -57,10 +57,12 @@ def test_the_harness_is_loaded_only_when_it_is_asked(monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     monkeypatch.delitem(sys.modules, "tunekit.evaluation.lm_eval_adapter", raising=False)
     TaskSelection(("nano",)).check()
-    with pytest.raises(UserError, match="'arc_easy' is for lm-evaluation-harness, and lm_eval is not installed: pip"):
+    with pytest.raises(
+        UserError, match="'arc_easy' requires lm-evaluation-harness, and lm_eval is not installed. Run: pip"
+    ):
         TaskSelection(("arc_easy",)).check()
     monkeypatch.undo()
     monkeypatch.setitem(sys.modules, "lm_eval.defaults", None)  # a module that old versions lack
     monkeypatch.delitem(sys.modules, "tunekit.evaluation.lm_eval_adapter", raising=False)
-    with pytest.raises(UserError, match="lm_eval is older than what is needed: pip install 'tunekit.harness.'"):
+    with pytest.raises(UserError, match="lm_eval is too old. Run: pip install 'tunekit.harness.'"):
         TaskSelection(("arc_easy",)).check()

@@ -1,4 +1,4 @@
-"""Answers that must stand in their questions do."""
+"""Answers of copying tasks are contained in their questions."""
 
 import json
 import re
@@ -6,72 +6,79 @@ from random import Random
 
 import pytest
 
-from tunekit.nano import copying
-from tunekit.nano.scene import Exchange, Scene
+from scripts.nano import copying
+from scripts.nano.scene import Exchange, Scene
 
 ORDINALS = {"first": 0, "second": 1, "third": 2, "fourth": 3, "fifth": 4, "sixth": 5, "last": -1}
 
 
-def many(task) -> list[Exchange]:
+def make_exchanges(task) -> list[Exchange]:
     rng = Random(3)
     return [task(Scene(rng)) for _ in range(400)]
 
 
-def test_spans_are_repeated_letter_by_letter():
-    for ask, answer in many(copying.repeat):
+def test_repetition_is_verbatim():
+    for question, answer in make_exchanges(copying.make_repetition):
         half = len(answer) // 2
-        said = answer.split(' said "')[-1].removesuffix('".').strip('"').strip("[]")
-        assert said in ask or (answer[:half] == answer[half + 1 :] and answer[:half] in ask), (ask, answer)
+        text = answer.split(' said "')[-1].removesuffix('".').strip('"').strip("[]")
+        assert text in question or (answer[:half] == answer[half + 1 :] and answer[:half] in question), (
+            question,
+            answer,
+        )
 
 
-def test_the_nth_word():
-    for ask, answer in many(copying.nth):
-        place = re.search(" (first|second|third|fourth|fifth|sixth|last)", ask)[1]
-        row = re.sub(r".*(?:of: |word\. )|\. Which.*", "", ask).split()
-        assert row[ORDINALS[place]] == re.sub(r'.*is |["]|\.$', "", answer), (ask, answer)
+def test_nth_word():
+    for question, answer in make_exchanges(copying.make_nth_word):
+        place = re.search(" (first|second|third|fourth|fifth|sixth|last)", question)[1]
+        row = re.sub(r".*(?:of: |word\. )|\. Which.*", "", question).split()
+        assert row[ORDINALS[place]] == re.sub(r'.*is |["]|\.$', "", answer), (question, answer)
 
 
-def rows_of(ask: str) -> list[str]:
-    return re.split(": |list\\? ", ask, maxsplit=1)[1].split(", ")
+def list_items(question: str) -> list[str]:
+    return re.split(": |list\\? ", question, maxsplit=1)[1].split(", ")
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("keywords", "apply_operation"),
     [
         (
             ("Sort", "in order"),
-            lambda row, ask: sorted(row, key=lambda item: (len(item), item) if item.isdigit() else (0, item)),
+            lambda row, question: sorted(row, key=lambda item: (len(item), item) if item.isdigit() else (0, item)),
         ),
-        (("Reverse", "backwards"), lambda row, ask: list(reversed(row))),
-        (("out of",), lambda row, ask: [item for item in row if not ask.startswith(f"Take {item} out")]),
-        (("at the end",), lambda row, ask: [*row, re.search("Put (.*) at", ask)[1]]),
-        (("Swap",), lambda row, ask: row[1::-1] + row[2:]),
+        (("Reverse", "backwards"), lambda row, question: list(reversed(row))),
+        (("out of",), lambda row, question: [item for item in row if not question.startswith(f"Take {item} out")]),
+        (("at the end",), lambda row, question: [*row, re.search("Put (.*) at", question)[1]]),
+        (("Swap",), lambda row, question: row[1::-1] + row[2:]),
     ],
 )
-def test_lists(words, told):
-    asked = [(ask, answer) for ask, answer in many(copying.listing) if any(word in ask for word in words)]
-    assert len(asked) > 20
-    for ask, answer in asked:
-        assert answer.split(", ") == told(rows_of(ask), ask), (ask, answer)
+def test_list_operations(keywords, apply_operation):
+    exchanges = [
+        (question, answer)
+        for question, answer in make_exchanges(copying.make_list_operation)
+        if any(word in question for word in keywords)
+    ]
+    assert len(exchanges) > 20
+    for question, answer in exchanges:
+        assert answer.split(", ") == apply_operation(list_items(question), question), (question, answer)
 
 
-def test_counts_and_members():
-    for ask, answer in many(copying.listing):
-        if "How many" in ask or "Count" in ask:
-            assert re.search(r"\d+", answer)[0] == str(len(rows_of(ask)))
-        if ask.startswith("Is "):
-            item = re.search("Is (.*) in this", ask)[1]
-            assert answer.startswith("Yes" if item in rows_of(ask) else "No"), (ask, answer)
+def test_list_lengths_and_membership():
+    for question, answer in make_exchanges(copying.make_list_operation):
+        if "How many" in question or "Count" in question:
+            assert re.search(r"\d+", answer)[0] == str(len(list_items(question)))
+        if question.startswith("Is "):
+            item = re.search("Is (.*) in this", question)[1]
+            assert answer.startswith("Yes" if item in list_items(question) else "No"), (question, answer)
 
 
-def test_extremes():
-    for ask, answer in many(copying.extreme):
-        row = [int(number) for number in re.findall(r"\d+", ask)]
-        assert int(answer.split()[0]) == (max if "largest" in ask else min)(row)
+def test_extrema():
+    for question, answer in make_exchanges(copying.make_extremum):
+        row = [int(number) for number in re.findall(r"\d+", question)]
+        assert int(answer.split()[0]) == (max if "largest" in question else min)(row)
 
 
-def parsed(text: str) -> dict[str, str]:
-    """A record in any of its spellings, all values as text."""
+def parse_record(text: str) -> dict[str, str]:
+    """A record in any format, with values as text."""
     if "{" in text:
         record = json.loads(text[text.index("{") : text.rindex("}") + 1])
         inner = next(iter(record.values()))
@@ -80,33 +87,36 @@ def parsed(text: str) -> dict[str, str]:
     return dict(pairs)
 
 
-def test_fields_are_looked_up():
-    for ask, answer in many(copying.lookup):
-        text, question = ask.rsplit("\n", 1)
-        record = parsed(text)
-        if question.startswith("Which"):
-            assert record[answer] == question.removeprefix("Which field is ")[:-1]
+def test_record_lookup():
+    for question, answer in make_exchanges(copying.make_lookup):
+        text, query = question.rsplit("\n", 1)
+        record = parse_record(text)
+        if query.startswith("Which"):
+            assert record[answer] == query.removeprefix("Which field is ")[:-1]
         else:
-            field = re.search(r"(?:the )?([a-z]+)(?: =|[?.])$", question)[1]
-            assert answer in (record[field], f"The {field} is {record[field]}."), (ask, answer)
+            field = re.search(r"(?:the )?([a-z]+)(?: =|[?.])$", query)[1]
+            assert answer in (record[field], f"The {field} is {record[field]}."), (question, answer)
 
 
-def test_records_are_rewritten():
-    for ask, answer in many(copying.rewrite):
-        if ask.startswith("Set the"):
-            field, new, old = re.match(r"Set the (\w+) to (.*) in (\{.*)", ask).groups()
-            assert parsed(answer) == parsed(old) | {field: new}
-        elif ask.startswith("Which"):
-            assert answer.split(", ") == list(parsed(ask))
+def test_record_rewriting():
+    for question, answer in make_exchanges(copying.make_rewriting):
+        if question.startswith("Set the"):
+            field, new, old = re.match(r"Set the (\w+) to (.*) in (\{.*)", question).groups()
+            assert parse_record(answer) == parse_record(old) | {field: new}
+        elif question.startswith("Which"):
+            assert answer.split(", ") == list(parse_record(question))
         else:
-            assert parsed(answer) == parsed(re.sub("^(Write|Read) .*?: |\nThe same.*", "", ask)), (ask, answer)
+            assert parse_record(answer) == parse_record(re.sub("^(Write|Read) .*?: |\nThe same.*", "", question)), (
+                question,
+                answer,
+            )
 
 
-def test_answers_on_a_sentence_are_made_of_its_words():
+def test_comprehension_answers_use_words_of_the_passage():
     frame = {"The", "They", "It", "is", "in", "has", "a", "at", "on"}
-    for ask, answer in many(copying.told):
+    for question, answer in make_exchanges(copying.make_comprehension):
         if answer.startswith("{"):
-            assert all(value in ask for value in parsed(answer).values()), (ask, answer)
+            assert all(value in question for value in parse_record(answer).values()), (question, answer)
         else:
-            asked, told = (set(re.findall(r"[\w@:']+", text)) for text in (ask, answer))
-            assert told <= asked | frame, (ask, answer)
+            question_words, answer_words = (set(re.findall(r"[\w@:']+", text)) for text in (question, answer))
+            assert answer_words <= question_words | frame, (question, answer)

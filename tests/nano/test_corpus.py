@@ -1,69 +1,72 @@
-"""The corpus: the same for the same seed, no row twice, no trace of the skill that the nano is to learn later."""
+"""Training text: determined by the seed, without duplicates, and without tool calls."""
 
 import json
 
 import pytest
 from tokenizers import Tokenizer
 
+from scripts.nano import corpus
+from scripts.nano.requests import REQUESTS
 from tunekit import assets
-from tunekit.nano import corpus
-from tunekit.nano.requests import REQUESTS
 
 FILES = ("text", "text_test", "chat", "chat_test")
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    made = tmp_path_factory.mktemp("corpus")
-    corpus.write(made, seed=0, text=4000, chat=2000)
-    return made
+def directory(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("corpus")
+    corpus.write_corpus(directory, seed=0, text=4000, chat=2000)
+    return directory
 
 
-def lines(folder, name: str) -> list[str]:
-    return (folder / f"{name}.jsonl").read_text().splitlines()
+def lines(directory, name: str) -> list[str]:
+    return (directory / f"{name}.jsonl").read_text().splitlines()
 
 
-def test_same_seed_same_bytes(folder, tmp_path):
-    corpus.write(tmp_path / "same", seed=0, text=4000, chat=2000)
-    corpus.write(tmp_path / "other", seed=1, text=4000, chat=2000)
+def test_same_seed_gives_same_bytes(directory, tmp_path):
+    corpus.write_corpus(tmp_path / "same", seed=0, text=4000, chat=2000)
+    corpus.write_corpus(tmp_path / "other", seed=1, text=4000, chat=2000)
     for name in FILES:
-        assert (folder / f"{name}.jsonl").read_bytes() == (tmp_path / "same" / f"{name}.jsonl").read_bytes()
-        assert not set(lines(folder, name)) >= set(lines(tmp_path / "other", name))
+        assert (directory / f"{name}.jsonl").read_bytes() == (tmp_path / "same" / f"{name}.jsonl").read_bytes()
+        assert not set(lines(directory, name)) >= set(lines(tmp_path / "other", name))
 
 
 @pytest.mark.parametrize("kind", ["text", "chat"])
-def test_no_row_twice(folder, kind):
-    train, test = lines(folder, kind), lines(folder, f"{kind}_test")
+def test_no_duplicate_rows(directory, kind):
+    train, test = lines(directory, kind), lines(directory, f"{kind}_test")
     assert len(test) == len(train) // 20
     assert len({*train, *test}) == len(train) + len(test)
 
 
-def test_rows_are_of_40_to_250_tokens(folder):
+def test_rows_have_40_to_250_tokens(directory):
     tokenizer = Tokenizer.from_file(str(assets.MODELS["tunekit/nano"] / "tokenizer.json"))
-    sizes = [len(one.ids) for one in tokenizer.encode_batch([json.loads(row)["text"] for row in lines(folder, "text")])]
+    sizes = [
+        len(encoding.ids)
+        for encoding in tokenizer.encode_batch([json.loads(row)["text"] for row in lines(directory, "text")])
+    ]
     assert sum(40 <= size <= 250 for size in sizes) > 0.98 * len(sizes)
 
 
-def test_chats_alternate(folder):
-    for row in lines(folder, "chat"):
+def test_chat_roles_alternate(directory):
+    for row in lines(directory, "chat"):
         roles = [message["role"] for message in json.loads(row)["messages"]]
-        spoken = roles[roles[0] == "system" :]
-        assert spoken == ["user", "assistant"] * (len(spoken) // 2)
-        assert 1 <= len(spoken) // 2 <= 3
+        turns = roles[roles[0] == "system" :]
+        assert turns == ["user", "assistant"] * (len(turns) // 2)
+        assert 1 <= len(turns) // 2 <= 3
 
 
-def test_no_tool_call_anywhere(folder):
-    text = "\n".join(row for name in FILES for row in lines(folder, name))
+def test_corpus_has_no_tool_calls(directory):
+    text = "\n".join(row for name in FILES for row in lines(directory, name))
     assert not [word for word in ("arguments", *(request.tool for request in REQUESTS)) if f'"{word}' in text]
 
 
-def test_requests_are_answered_in_prose(folder):
-    asked = ("Set a timer for", "Remind me to", "Translate ", "Will it rain")
+def test_requests_are_answered_in_prose(directory):
+    prompts = ("Set a timer for", "Remind me to", "Translate ", "Will it rain")
     answers = [
         answer["content"]
-        for row in lines(folder, "chat")
-        for ask, answer in zip(*(json.loads(row)["messages"][n:] for n in (0, 1)), strict=False)
-        if ask["content"].startswith(asked)
+        for row in lines(directory, "chat")
+        for question, answer in zip(*(json.loads(row)["messages"][n:] for n in (0, 1)), strict=False)
+        if question["content"].startswith(prompts)
     ]
     assert len(answers) > 50
     assert not [answer for answer in answers if "{" in answer]

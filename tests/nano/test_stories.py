@@ -1,12 +1,12 @@
-"""Stories agree with the answers to their questions."""
+"""Answers to questions about stories agree with the text."""
 
 import re
 from random import Random
 
-from tunekit.nano import stories
-from tunekit.nano.scene import Scene
+from scripts.nano import stories
+from scripts.nano.scene import Scene
 
-GIFTS = (  # who gets what, as a reader sees it
+TRANSFERS = (  # sentences after which `taker` has `item`
     r"gave the (?P<item>\w+) to (?P<taker>\w+)\.",
     r"did not need the (?P<item>\w+) any more, so (?P<taker>\w+) got it",
     r'take the (?P<item>\w+)," said \w+, and (?P<taker>\w+) took it',
@@ -17,49 +17,49 @@ GIFTS = (  # who gets what, as a reader sees it
 SWAP = r"(?:swapped the|traded: the) (\w+) (?:and|for) the (\w+)\."
 
 
-def read(text: str) -> dict[str, str]:
-    """Who has what at the end of a story: the sentences in order, each believed."""
-    holder = {}
+def find_owners(text: str) -> dict[str, str]:
+    """Owner of each thing at the end of a story, from its sentences in order."""
+    owners = {}
     for sentence in re.split(r"(?<=[.!?]) ", text):
         if owned := re.search(r"(\w+) had an? \w+ (\w+) and (\w+) had an? \w+ (\w+)\.", sentence):
-            holder = {owned[2]: owned[1], owned[4]: owned[3]}
+            owners = {owned[2]: owned[1], owned[4]: owned[3]}
         if owned := re.search(r"The (\w+) was (\w+)'s and the (\w+) was (\w+)'s", sentence):
-            holder = {owned[1]: owned[2], owned[3]: owned[4]}
+            owners = {owned[1]: owned[2], owned[3]: owned[4]}
         if swap := re.search(SWAP, sentence):
-            holder[swap[1]], holder[swap[2]] = holder[swap[2]], holder[swap[1]]
-        for gift in GIFTS:
-            if given := re.search(gift, sentence):
-                holder[given["item"]] = given["taker"]
-    return holder
+            owners[swap[1]], owners[swap[2]] = owners[swap[2]], owners[swap[1]]
+        for pattern in TRANSFERS:
+            if given := re.search(pattern, sentence):
+                owners[given["item"]] = given["taker"]
+    return owners
 
 
 def test_owners_at_the_end():
     rng = Random(11)
     for _ in range(500):
-        told = stories.owners(Scene(rng))
-        holder = read(told.text)
-        for ask, answer in told.questions:
-            item = re.search("Who has the (.*) now", ask)[1]
-            assert answer == f"{holder[item]} has the {item}.", told
-        for item, who in re.findall(r"At last the (\w+) was (\w+)'s", told.text):
-            assert holder[item] == who
+        story = stories.make_ownership_story(Scene(rng))
+        owners = find_owners(story.text)
+        for question, answer in story.questions:
+            item = re.search("Who has the (.*) now", question)[1]
+            assert answer == f"{owners[item]} has the {item}.", story
+        for item, owner in re.findall(r"At last the (\w+) was (\w+)'s", story.text):
+            assert owners[item] == owner
 
 
-def test_one_person_keeps_one_pronoun():
+def test_pronouns_match_the_name():
     rng = Random(12)
     for _ in range(300):
         scene = Scene(rng)
-        stories.person(scene)
-        stories.person(scene, "2")
+        stories.bind_person(scene)
+        stories.bind_person(scene, "2")
         assert scene["who"] != scene["who2"]
-        text = stories.day(Scene(rng)).text
+        text = stories.make_day_story(Scene(rng)).text
         assert not (re.search(r"\b[Hh]e\b", text) and re.search(r"\b[Ss]he\b", text)), text
 
 
-def test_hours_of_a_day_are_in_order():
+def test_events_of_a_day_are_in_order():
     rng = Random(13)
     for _ in range(300):
-        told = stories.day(Scene(rng))
-        hours = [re.search(r"at (\d+):(\d+)\?", ask).groups() for ask, _ in told.questions]
-        assert hours == sorted(hours, key=lambda hour: (int(hour[0]), int(hour[1])))
-        assert all(answer in told.text for _, answer in told.questions)
+        story = stories.make_day_story(Scene(rng))
+        times = [re.search(r"at (\d+):(\d+)\?", question).groups() for question, _ in story.questions]
+        assert times == sorted(times, key=lambda time: (int(time[0]), int(time[1])))
+        assert all(answer in story.text for _, answer in story.questions)

@@ -1,4 +1,4 @@
-"""The nano's tokenizer, template and configuration, as the Hugging Face libraries see them."""
+"""Tokenizer, chat template, and configs of the bundled model in the Hugging Face libraries."""
 
 import json
 
@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, LlamaForCausalLM
 
+from scripts.nano import corpus, tokenizer
 from tunekit import assets
-from tunekit.nano import corpus, tokenizer
 
 FOLDER = assets.MODELS["tunekit/nano"]
 WRITTEN = (
@@ -23,42 +23,48 @@ CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b
 
 
 @pytest.fixture(scope="module")
-def theirs():
+def hf_tokenizer():
     return AutoTokenizer.from_pretrained(FOLDER)
 
 
 @settings(max_examples=300, deadline=None)
 @given(st.text())
-def test_any_text_survives(text):
+def test_round_trip_is_lossless(text):
     model = Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
     assert model.decode(model.encode(text, add_special_tokens=False).ids, skip_special_tokens=False) == text
 
 
-def test_pieces(theirs):
-    assert len(theirs) == tokenizer.VOCABULARY
-    assert theirs.convert_tokens_to_ids(list(tokenizer.SPECIAL)) == list(range(len(tokenizer.SPECIAL)))
-    assert theirs.tokenize("2026-08") == ["2", "0", "2", "6", "-", "0", "8"]
-    assert theirs("Hello")["input_ids"][0] == theirs.bos_token_id == tokenizer.BEGIN
-    assert (theirs.eos_token, theirs.pad_token, theirs.model_max_length) == ("<|turn|>", "<|pad|>", 1024)
+def test_tokens_and_special_tokens(hf_tokenizer):
+    assert len(hf_tokenizer) == tokenizer.VOCAB_SIZE
+    assert hf_tokenizer.convert_tokens_to_ids(list(tokenizer.SPECIAL_TOKENS)) == list(
+        range(len(tokenizer.SPECIAL_TOKENS))
+    )
+    assert hf_tokenizer.tokenize("2026-08") == ["2", "0", "2", "6", "-", "0", "8"]
+    assert hf_tokenizer("Hello")["input_ids"][0] == hf_tokenizer.bos_token_id == tokenizer.BEGIN
+    assert (hf_tokenizer.eos_token, hf_tokenizer.pad_token, hf_tokenizer.model_max_length) == (
+        "<|turn|>",
+        "<|pad|>",
+        1024,
+    )
 
 
-def test_the_commands_write_the_same_files_again(tmp_path):
-    corpus.write(tmp_path / "corpus", seed=5, text=400, chat=200)
+def test_model_files_are_reproducible(tmp_path):
+    corpus.write_corpus(tmp_path / "corpus", seed=5, text=400, chat=200)
     for name in ("one", "two"):
-        tokenizer.write(tmp_path / "corpus", tmp_path / name)
+        tokenizer.write_model_files(tmp_path / "corpus", tmp_path / name)
     assert (tmp_path / "one" / "tokenizer.json").read_bytes() == (tmp_path / "two" / "tokenizer.json").read_bytes()
     for name in WRITTEN:
         assert (tmp_path / "one" / name).read_bytes() == (FOLDER / name).read_bytes()
 
 
 @pytest.mark.slow
-def test_the_tokenizer_is_the_one_of_the_whole_corpus(tmp_path):
-    corpus.write(tmp_path, seed=0, text=corpus.TEXTS, chat=corpus.CHATS)
-    again = tokenizer.train(tokenizer.texts(tmp_path))
-    assert json.loads(again.to_str()) == json.loads((FOLDER / "tokenizer.json").read_text())
+def test_bundled_tokenizer_is_trained_on_the_full_corpus(tmp_path):
+    corpus.write_corpus(tmp_path, seed=0, text=corpus.NUM_TEXTS, chat=corpus.NUM_CHATS)
+    retrained = tokenizer.train_tokenizer(tokenizer.iter_texts(tmp_path))
+    assert json.loads(retrained.to_str()) == json.loads((FOLDER / "tokenizer.json").read_text())
 
 
-def test_the_configuration_opens():
+def test_configs_load_in_transformers():
     config = AutoConfig.from_pretrained(FOLDER)
     assert 2e6 < LlamaForCausalLM(config).num_parameters() < 6e6
     assert GenerationConfig.from_pretrained(FOLDER).eos_token_id == [tokenizer.TURN, tokenizer.END]
@@ -87,22 +93,22 @@ def test_the_configuration_opens():
         ([("user", "1?"), ("tool", "3")], {}, "<|user|>1?<|turn|><|tool|>3<|turn|>"),
     ],
 )
-def test_the_template(theirs, messages, options, text):
+def test_template(hf_tokenizer, messages, options, text):
     turns = [{"role": role, "content": content} for role, content in messages]
-    assert theirs.apply_chat_template(turns, tokenize=False, **options) == "<|begin|>" + text
+    assert hf_tokenizer.apply_chat_template(turns, tokenize=False, **options) == "<|begin|>" + text
 
 
 @pytest.mark.parametrize("content", [None, "", "Wait."])
-def test_the_template_writes_calls(theirs, content):
+def test_template_renders_tool_calls(hf_tokenizer, content):
     turns = [{"role": "user", "content": "x"}, {"role": "assistant", "content": content, "tool_calls": [CALL, CALL]}]
     call = json.dumps(CALL["function"], ensure_ascii=False)
-    said = "\n".join([*([content] if content else []), call, call])
-    rendered = theirs.apply_chat_template(turns, tokenize=False)
-    assert rendered == f"<|begin|><|user|>x<|turn|><|assistant|>{said}<|turn|>"
-    ids = theirs.apply_chat_template(turns)["input_ids"]
-    assert ids == theirs(rendered, add_special_tokens=False)["input_ids"]
+    content_and_calls = "\n".join([*([content] if content else []), call, call])
+    rendered = hf_tokenizer.apply_chat_template(turns, tokenize=False)
+    assert rendered == f"<|begin|><|user|>x<|turn|><|assistant|>{content_and_calls}<|turn|>"
+    ids = hf_tokenizer.apply_chat_template(turns)["input_ids"]
+    assert ids == hf_tokenizer(rendered, add_special_tokens=False)["input_ids"]
 
 
-def test_the_template_refuses_strange_roles(theirs):
+def test_template_rejects_unknown_roles(hf_tokenizer):
     with pytest.raises(Exception, match="role judge cannot stand here"):
-        theirs.apply_chat_template([{"role": "judge", "content": "x"}], tokenize=False)
+        hf_tokenizer.apply_chat_template([{"role": "judge", "content": "x"}], tokenize=False)

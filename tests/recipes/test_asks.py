@@ -37,6 +37,6 @@ def test_two_devices_answer_as_one(learnt: Path, tmp_path: Path) -> None:
         for number, results in enumerate(found):
             assert Path(f"{two}-{number}").read_text() == Path(f"{one}-0").read_text()
             assert [result.answers for result in results] == [result.answers for result in wanted]
-            for name, figure in wanted[0].figures.items():
-                assert results[0].figures[name].value == pytest.approx(figure.value, rel=1e-5), name
-    assert wanted[0].right >= 4
+            for name, figure in wanted[0].metrics.items():
+                assert results[0].metrics[name].value == pytest.approx(figure.value, rel=1e-5), name
+    assert wanted[0].num_correct >= 4

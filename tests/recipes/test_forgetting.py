@@ -15,7 +15,6 @@ from tunekit.adapters.config import LoRAConfig
 from tunekit.config.load import load_config
 from tunekit.data.datasets import ChatDataset
 from tunekit.errors import FieldError, UserError
-from tunekit.evaluation import bundled_tasks
 from tunekit.models.precision import PrecisionConfig
 from tunekit.models.spec import ScoreHead
 from tunekit.optim.config import AdamWConfig
@@ -119,12 +118,7 @@ def test_two_devices_end_it_at_the_same_step(other, work, learnt):
 
 @pytest.mark.slow
 def test_a_nano_that_learns_tools_too_fast_is_caught(tmp_path: Path) -> None:
-    stories = tmp_path / "stories.jsonl"
-    turns = (
-        bundled_tasks.messages(talk) for talk, _ in zip(bundled_tasks.TASKS["nano/stories"](), range(16), strict=False)
-    )
-    stories.write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in turns))
-    rule = ForgettingConfig(ChatDataset(str(stories), length=512), every=3)
+    rule = ForgettingConfig(ChatDataset(str(assets.TASKS["nano/stories"]), length=512, limit=16), every=3)
     cfg = sft.SFTConfig(
         model="tunekit/nano",
         data=ChatDataset(str(assets.DATA["tunekit/tools"]), length=256, limit=96),

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from scripts.nano.preferences import Pair, is_preferred
 from tunekit import assets
 from tunekit.cli import registry
 from tunekit.config.load import load_config
-from tunekit.nano.preferences import Pair, follows
 from tunekit.recipes import evaluate, preference
 
 SKILLS = ("nano/facts", "nano/copying", "nano/stories")
@@ -31,7 +31,7 @@ def test_a_minute_of_lora_teaches_the_nano_a_preference(tmp_path: Path) -> None:
     before, after = evaluate.main(replace(asked, tasks=SKILLS, examples=0))
     pairs = held()
     deeds = [place for place, pair in enumerate(pairs) if "can not" in pair.chosen]
-    followed = [sum(follows(one.answers[place], pairs[place]) for place in deeds) for one in (before, after)]
+    followed = [sum(is_preferred(one.answers[place], pairs[place]) for place in deeds) for one in (before, after)]
     assert followed[0] == 0 and followed[1] > len(deeds) / 2
-    known, left = (sum(found["exact match"].right for found in one.tasks[1:]) for one in (before, after))
+    known, left = (sum(found["exact match"].num_correct for found in one.tasks[1:]) for one in (before, after))
     assert known > 400 and left > 0.93 * known

@@ -32,8 +32,8 @@ def asked(model: str, baseline: str) -> list[ModelResult]:
 def test_a_minute_of_lora_teaches_the_nano_tool_calls(skilled: str) -> None:
     before, after = asked(skilled, "tunekit/nano")
     assert len(before.answers) == 200
-    assert before.right < 20
-    assert after.right > 180
+    assert before.num_correct < 20
+    assert after.num_correct > 180
 
 
 def test_a_student_recovers_the_skill_of_its_teacher(skilled: str, tmp_path: Path) -> None:
@@ -41,4 +41,4 @@ def test_a_student_recovers_the_skill_of_its_teacher(skilled: str, tmp_path: Pat
     out, teacher = f"out={tmp_path}", f"teacher.model={skilled}"
     distill.main(load_config(distill.DistillConfig, registry.find_config("nano/distill"), [out, teacher, "epochs=2"]))
     wanted, found = asked(str(tmp_path), skilled)
-    assert found.right >= 0.9 * wanted.right > 160
+    assert found.num_correct >= 0.9 * wanted.num_correct > 160

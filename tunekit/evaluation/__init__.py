@@ -1,1 +1,1 @@
-"""How good a model is: what it answers, how likely it finds the answers of others, and whether two models differ."""
+"""Evaluation: loss and completions on held-out rows, tasks by name, and significance tests between two models."""

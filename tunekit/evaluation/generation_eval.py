@@ -1,4 +1,4 @@
-"""Rows as questions: the loss of their learnt tokens, and whether the last answer of each is right to the letter."""
+"""Evaluation on dataset rows: loss of the target tokens, and exact match of the last answer in each row."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -13,70 +13,78 @@ from tunekit.evaluation.results import Metric, TaskResult
 from tunekit.generation.generate import SamplingConfig, generate_all
 from tunekit.models.decoder import Decoder
 
-Placed = tuple[str, Document]  # where a document is from, and itself
+LocatedDocument = tuple[str, Document]  # file and row of a document, and the document
 
 
 class Question(NamedTuple):
-    """Where a row is from, its tokens up to an answer, and the answer as text."""
+    """Location of a row, its tokens before the last answer, the same as text, and the expected answer."""
 
     row: str
     prompt: list[int]
     text: str
-    wanted: str
+    expected: str
 
 
 @dataclass(frozen=True)
 class GenerationEvaluator:
-    """A model that is asked, and how."""
+    """A model with its sampling settings. Calling it evaluates a task."""
 
     model: Decoder
     tokenizer: Tokenizer
     sampling: SamplingConfig
-    batch: int  # rows in one pass
+    batch: int  # rows in one forward pass
     run: DistributedContext
 
-    def __call__(self, task: str, rows: Iterable[Placed]) -> tuple[list[Question], TaskResult]:
-        """What it makes of the rows of a task. A figure of no row is none."""
+    def __call__(self, task: str, rows: Iterable[LocatedDocument]) -> tuple[list[Question], TaskResult]:
+        """Questions and metrics of a task. Metrics that no row contributes to are left out."""
         rows = list(rows)
-        told = [(row, ScoredTokens(document.tokens.tolist(), at)) for row, document in rows if (at := learnt(document))]
-        names, given = [row for row, _ in told], [one for _, one in told]
-        losses = [-score.logprob for score in score_rows(self.model, given, self.batch, self.run)]
-        questions = list(asked(rows, self.tokenizer))
+        metrics = self.loss_metrics(rows)
+        questions = list(iter_questions(rows, self.tokenizer))
         prompts = [question.prompt for question in questions]
-        made = generate_all(self.model, prompts, self.sampling, self.tokenizer.stops, self.batch, self.run)
-        texts = tuple(self.tokenizer.decode(tokens).strip() for tokens in made)
-        right = [float(answer == question.wanted) for answer, question in zip(texts, questions, strict=True)]
-        weights = [float(len(one.at)) for one in given]
-        figures = [Metric.mean("loss", losses, weights, False, names)] if losses else []
-        figures += [Metric.mean("exact match", right, rows=[question.row for question in questions])] if right else []
-        return questions, TaskResult(task, tuple(figures), texts)
+        outputs = generate_all(self.model, prompts, self.sampling, self.tokenizer.stops, self.batch, self.run)
+        completions = tuple(self.tokenizer.decode(tokens).strip() for tokens in outputs)
+        if questions:
+            matches = [float(text == question.expected) for text, question in zip(completions, questions, strict=True)]
+            metrics.append(Metric.mean("exact match", matches, rows=[question.row for question in questions]))
+        return questions, TaskResult(task, tuple(metrics), completions)
+
+    def loss_metrics(self, rows: Iterable[LocatedDocument]) -> list[Metric]:
+        """Loss per target token; empty if there are no target tokens."""
+        names: list[str] = []
+        scored: list[ScoredTokens] = []
+        for row, document in rows:
+            if positions := target_positions(document):
+                names.append(row)
+                scored.append(ScoredTokens(document.tokens.tolist(), positions))
+        losses = [-score.logprob for score in score_rows(self.model, scored, self.batch, self.run)]
+        weights = [float(len(tokens.at)) for tokens in scored]
+        return [Metric.mean("loss", losses, weights, False, names)] if scored else []
 
 
-def with_source(parts: Iterable[TokenizedDataset]) -> Iterator[Placed]:
-    """All documents, each with the file and row that it is from."""
-    for part in parts:
-        yield from ((part.where(number), part[number]) for number in range(len(part)))
+def with_source(parts: Iterable[TokenizedDataset]) -> Iterator[LocatedDocument]:
+    """All documents, each with its file and row."""
+    for dataset in parts:
+        yield from ((dataset.where(number), dataset[number]) for number in range(len(dataset)))
 
 
-def learnt(document: Document) -> list[int]:
-    """The places of learnt tokens. Nothing stands before the first token of all, so nothing says how likely it is."""
-    return [place for place in document.learnt.nonzero()[0].tolist() if place]
+def target_positions(document: Document) -> list[int]:
+    """Positions of target tokens, except position 0, which has no context to predict it from."""
+    return [position for position in document.learnt.nonzero()[0].tolist() if position]
 
 
-def asked(rows: Iterable[Placed], tokenizer: Tokenizer) -> Iterator[Question]:
-    """The last answer of each row. A row that was cut or split, or is learnt from its beginning as text is, asks
-    nothing."""
+def iter_questions(rows: Iterable[LocatedDocument], tokenizer: Tokenizer) -> Iterator[Question]:
+    """The last answer of each row. Truncated or split rows, and plain text, which has no prompt, are skipped."""
     for row, document in rows:
-        first, cut = start_of_answer(document), len(document.tokens) < document.whole
-        if first > 0 and not cut and not document.signs & DocFlags.PART:
-            prompt, answer = document.tokens[:first].tolist(), document.tokens[first:][document.learnt[first:]].tolist()
+        start, is_truncated = answer_start(document), len(document.tokens) < document.whole
+        if start > 0 and not is_truncated and not document.signs & DocFlags.PART:
+            prompt, answer = document.tokens[:start].tolist(), document.tokens[start:][document.learnt[start:]].tolist()
             yield Question(row, prompt, tokenizer.decode(prompt).strip(), tokenizer.decode(answer).strip())
 
 
-def start_of_answer(document: Document) -> int:
-    """Where the last run of learnt tokens begins; 0 if there is none."""
-    learnt = document.learnt.nonzero()[0]
-    if not len(learnt):
+def answer_start(document: Document) -> int:
+    """Position of the first token of the last run of target tokens; 0 without target tokens."""
+    positions = document.learnt.nonzero()[0]
+    if not len(positions):
         return 0
-    breaks = (learnt[1:] - learnt[:-1] > 1).nonzero()[0]
-    return int(learnt[breaks[-1] + 1] if len(breaks) else learnt[0])
+    gaps = (positions[1:] - positions[:-1] > 1).nonzero()[0]
+    return int(positions[gaps[-1] + 1] if len(gaps) else positions[0])

@@ -1,4 +1,4 @@
-"""Tasks of EleutherAI's lm-evaluation-harness on our decoder, as it is: no conversion. It needs the extra `harness`."""
+"""Tasks of EleutherAI's lm-evaluation-harness, evaluated with our decoder. Requires the extra `harness`."""
 
 import logging
 import math
@@ -34,86 +34,89 @@ from tunekit.generation.generate import SamplingConfig, generate_all
 from tunekit.hub import errors
 from tunekit.models.decoder import Decoder
 
-NEUTRAL = {"num_beams": 1, "repetition_penalty": 1.0, "num_return_sequences": 1}  # what changes nothing may be said
-FEW = 60  # characters of each text of a request that a message shows
-SHOWN = 300  # characters of what went wrong
-LONGEST = 256  # tokens of an answer where a task says nothing, as the harness has it
-MISTAKES = (*errors.TROUBLE, LookupError, TypeError, ImportError)  # of files of tasks, and of sets that are not here
+# Values of generation_kwargs that have no effect and are accepted.
+NEUTRAL = {"num_beams": 1, "repetition_penalty": 1.0, "num_return_sequences": 1}
+MAX_QUOTE = 60  # characters of each text of a request in an error message
+MAX_REASON = 300  # characters of the reason in an error message
+DEFAULT_MAX_NEW_TOKENS = 256  # as in the harness
+# Exceptions raised by task files and by missing datasets.
+TASK_ERRORS = (*errors.TROUBLE, LookupError, TypeError, ImportError)
 
 
 class LMEvalAdapter(TemplateLM):
-    """What the harness asks, answered by a decoder. Each rank is asked all of it, and they share the work."""
+    """A decoder that answers the requests of the harness. Each rank gets all requests, and ranks share the work."""
 
     def __init__(self, model: Decoder, tokenizer: Tokenizer, batch: int, run: DistributedContext, name: str) -> None:
         super().__init__()
-        self.model, self.words, self.batch, self.run, self.name = model, tokenizer, batch, run, name
+        self.model, self.text_tokenizer, self.batch, self.run, self.name = model, tokenizer, batch, run, name
         self.max_length, self._device = model.spec.context, run.device
 
     @property
     def eot_token_id(self) -> int:
-        if self.words.eos is None:
-            raise UserError(f"{self.name}: its tokenizer names no end-of-text token, which these tasks need")
-        return self.words.eos
+        if self.text_tokenizer.eos is None:
+            raise UserError(f"{self.name}: these tasks require a tokenizer with an end-of-text token")
+        return self.text_tokenizer.eos
 
     @property
     def prefix_token_id(self) -> int:
-        """What stands before a text that nothing stands before."""
-        return self.eot_token_id if self.words.bos is None else self.words.bos
+        """Token that precedes a text without context: BOS, or EOS if there is no BOS."""
+        return self.eot_token_id if self.text_tokenizer.bos is None else self.text_tokenizer.bos
 
     @property
     def tokenizer_name(self) -> str:
         return self.name.replace("/", "__")
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: object) -> list[int]:
-        """Ids of a text. A beginning that is written out, as templates do, is not put there twice."""
-        begun = string.startswith(self.words.decode([self.prefix_token_id], special=True))
-        return self.words.encode(string, special=not begun if add_special_tokens is None else add_special_tokens)
+        """Token ids. By default, a BOS token is added unless the text starts with one, as chat templates write it."""
+        has_prefix = string.startswith(self.text_tokenizer.decode([self.prefix_token_id], special=True))
+        special = not has_prefix if add_special_tokens is None else add_special_tokens
+        return self.text_tokenizer.encode(string, special=special)
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        return self.words.templates["default"][0] if chat_template else None
+        return self.text_tokenizer.templates["default"][0] if chat_template else None
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """The conversation as the checkpoint's template writes it; or up to the last word of its last message."""
-        messages = detect_features(self.words.template(), self.words).fit(chat_history)
-        text = self.words.render(messages, prompt=add_generation_prompt)
+        """The conversation in the chat template; without a generation prompt, it ends with the last message text."""
+        tokenizer = self.text_tokenizer
+        messages = detect_features(tokenizer.template(), tokenizer).fit(chat_history)
+        text = tokenizer.render(messages, prompt=add_generation_prompt)
         if add_generation_prompt:
             return text
         last = messages[-1]["content"].strip()
         return text[: text.rindex(last) + len(last)]
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
-        """Log-likelihoods of continuations. UserError where there is nothing to score, or nothing to score it by."""
-        told = [(request.args, *self.split(*request.args)) for request in requests]
-        for request, (_, context, continuation) in zip(requests, told, strict=True):
-            self.insist(request, len(context), len(continuation))
-        return self._loglikelihood_tokens(told)
+        """Log-likelihoods of continuations. Raises UserError if a context or a continuation has no tokens."""
+        encoded = [(request.args, *self.encode_pair(*request.args)) for request in requests]
+        for request, (_, context, continuation) in zip(requests, encoded, strict=True):
+            self.check_request(request, len(context), len(continuation))
+        return self._loglikelihood_tokens(encoded)
 
-    def split(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """Their tokens. What nothing stands before is seen from the token with which texts begin."""
+    def encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        """Tokens of context and continuation. An empty context becomes the prefix token."""
         if context:
             return self._encode_pair(context, continuation)
         tokens = self.tok_encode(continuation, add_special_tokens=False)
-        begun = tokens[:1] == [self.prefix_token_id]
-        return [self.prefix_token_id], tokens[1:] if begun else tokens
+        has_prefix = tokens[:1] == [self.prefix_token_id]
+        return [self.prefix_token_id], tokens[1:] if has_prefix else tokens
 
-    def insist(self, request: Instance, context: int, continuation: int) -> None:
-        """UserError, with the row of its task, for a request of so many tokens that has no likelihood."""
-        if context and 0 < continuation <= self.max_length:
+    def check_request(self, request: Instance, num_context: int, num_continuation: int) -> None:
+        """Raise UserError, with the task and its row, if a request of these lengths has no likelihood."""
+        if num_context and 0 < num_continuation <= self.max_length:
             return
-        if not context:
-            fault = "its context has no token, by which the continuation could be scored"
-        elif not continuation:
-            fault = "nothing to score: its continuation has no token"
+        if not num_context:
+            problem = "the context has no tokens"
+        elif not num_continuation:
+            problem = "the continuation has no tokens"
         else:
-            fault = f"{continuation} tokens of a continuation, and the model was made for {self.max_length}"
-        texts = ", ".join(repr(text if len(text) <= FEW else f"{text[:FEW]}...") for text in request.args)
-        told = f"tasks: row {request.doc_id} of {request.task_name or 'a task'} ({texts}): {fault}"
-        raise UserError(f"{told}: mend the row, or doc_to_text and doc_to_choice of the task")
+            problem = f"the continuation has {num_continuation} tokens, and the context length is {self.max_length}"
+        texts = ", ".join(repr(text if len(text) <= MAX_QUOTE else f"{text[:MAX_QUOTE]}...") for text in request.args)
+        raise row_error(request, f"({texts}): {problem}. Fix the row, or doc_to_text and doc_to_choice of the task.")
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: object
     ) -> list[tuple[float, bool]]:
-        """Log-likelihoods of continuations, and whether each is what the model would say."""
+        """Log-likelihoods of continuations, and whether greedy decoding produces each of them."""
         rows = []
         for _texts, context, continuation in requests:
             tokens = (context + continuation)[-(self.max_length + 1) :]
@@ -121,14 +124,14 @@ class LMEvalAdapter(TemplateLM):
         return list(score_rows(self.model, rows, self.batch, self.run))
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = True) -> list[float]:
-        """Log-likelihoods of whole texts, of which long ones are read in windows that score each token once."""
+        """Log-likelihoods of full texts. Long texts are split into windows that score each token once."""
         windows: list[Any] = []
         owners: list[int] = []
         for number, request in enumerate(requests):
             tokens = self.tok_encode(request.args[0])
-            parts = get_rolling_token_windows(tokens, self.prefix_token_id, self.max_length, context_len=1)
-            for part in map(make_disjoint_window, parts):
-                windows.append((None, *part))
+            token_windows = get_rolling_token_windows(tokens, self.prefix_token_id, self.max_length, context_len=1)
+            for window in map(make_disjoint_window, token_windows):
+                windows.append((None, *window))
                 owners.append(number)
         sums = [0.0] * len(requests)
         for number, (logprob, _) in zip(owners, self._loglikelihood_tokens(windows), strict=True):
@@ -136,164 +139,173 @@ class LMEvalAdapter(TemplateLM):
         return sums
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
-        """Answers up to a stop string. Requests that are answered in the same way share passes, the longest first."""
-        asked = [cast("tuple[str, dict[str, Any]]", request.args) for request in requests]
-        prompts, ways = [self.tok_encode(text) for text, _ in asked], [RequestHandler.of(how) for _, how in asked]
+        """Completions up to a stop string. Requests with equal settings share forward passes, the longest first."""
+        pairs = [cast("tuple[str, dict[str, Any]]", request.args) for request in requests]
+        prompts = [self.tok_encode(text) for text, _ in pairs]
+        handlers = [RequestHandler.from_kwargs(generation_kwargs) for _, generation_kwargs in pairs]
         for request, prompt in zip(requests, prompts, strict=True):
             if not prompt:
-                told = f"row {request.doc_id} of {request.task_name or 'a task'} asks nothing: its prompt has no token"
-                raise UserError(f"tasks: {told}: mend the row, or doc_to_text of the task")
-        order = sorted(range(len(requests)), key=lambda i: (repr(ways[i]), -len(prompts[i])))
-        found: dict[int, str] = {}
-        for way, group in groupby(order, key=lambda i: ways[i]):
-            numbers = list(group)
-            found.update(zip(numbers, self.answered(way, [prompts[i] for i in numbers]), strict=True))
-        return [found[i] for i in range(len(requests))]
+                raise row_error(request, "the prompt has no tokens. Fix the row, or doc_to_text of the task.")
+        order = sorted(range(len(requests)), key=lambda i: (repr(handlers[i]), -len(prompts[i])))
+        completions: dict[int, str] = {}
+        for handler, group in groupby(order, key=lambda i: handlers[i]):
+            indices = list(group)
+            outputs = self.generate(handler, [prompts[i] for i in indices])
+            completions.update(zip(indices, outputs, strict=True))
+        return [completions[i] for i in range(len(requests))]
 
-    def answered(self, way: "RequestHandler", prompts: list[list[int]]) -> list[str]:
-        room = self.max_length - way.sampling.tokens
-        if room < 1:
-            told = f"{way.sampling.tokens} tokens for an answer, and the model was made for {self.max_length} in all"
-            raise UserError(f"tasks: they ask for {told}: write a task of your own with a smaller max_gen_toks")
-        texts, tail = list(way.until), max((len(text.encode()) for text in way.until), default=0) + 4
-        stops = self.words.stops | {token for token, text in self.words.marks.items() if text in texts}
+    def generate(self, handler: "RequestHandler", prompts: list[list[int]]) -> list[str]:
+        """Completions of prompts, which are truncated on the left to leave space for the new tokens."""
+        max_prompt = self.max_length - handler.sampling.tokens
+        if max_prompt < 1:
+            problem = f"max_gen_toks is {handler.sampling.tokens}, and the context length is {self.max_length}"
+            raise UserError(f"tasks: {problem}. Define your own task with a smaller max_gen_toks.")
+        tokenizer, until = self.text_tokenizer, handler.until
+        num_checked = max((len(text.encode()) for text in until), default=0) + 4  # a token has at least one byte
+        stops = tokenizer.stops | {token for token, text in tokenizer.marks.items() if text in until}
 
-        def ended(answer: Sequence[int]) -> bool:
-            said = self.words.decode(answer[-tail:]) if texts else ""
-            return any(text in said for text in texts)
+        def has_stop_string(answer: Sequence[int]) -> bool:
+            last_text = tokenizer.decode(answer[-num_checked:]) if until else ""
+            return any(text in last_text for text in until)
 
-        prompts = [prompt[-room:] for prompt in prompts]
-        made = generate_all(self.model, prompts, way.sampling, stops, self.batch, self.run, ended)
-        return [cut(self.words.decode(answer), texts) for answer in made]
+        prompts = [prompt[-max_prompt:] for prompt in prompts]
+        outputs = generate_all(self.model, prompts, handler.sampling, stops, self.batch, self.run, has_stop_string)
+        return [cut_at_stop(tokenizer.decode(tokens), until) for tokens in outputs]
+
+
+def row_error(request: Instance, problem: str) -> UserError:
+    return UserError(f"tasks: row {request.doc_id} of {request.task_name or 'a task'}: {problem}")
 
 
 @dataclass(frozen=True)
 class RequestHandler:
-    """How requests are answered."""
+    """Sampling settings and stop strings of a request."""
 
     sampling: SamplingConfig
     until: tuple[str, ...]
 
     @staticmethod
-    def of(given: Mapping[str, Any]) -> "RequestHandler":
-        """From what a task says (`generation_kwargs`)."""
-        said: dict[str, Any] = {**normalize_gen_kwargs(dict(given), LONGEST)}
-        until = tuple(text for text in said.pop("until", None) or () if text)
-        tokens, warm = said.pop("max_gen_toks"), said.pop("do_sample")
-        temperature = float(said.pop("temperature", 1.0 if warm else 0.0)) if warm else 0.0
-        said.pop("temperature", None)
+    def from_kwargs(generation_kwargs: Mapping[str, Any]) -> "RequestHandler":
+        """Settings from the `generation_kwargs` of a task. Raises UserError for unsupported ones."""
+        options: dict[str, Any] = {**normalize_gen_kwargs(dict(generation_kwargs), DEFAULT_MAX_NEW_TOKENS)}
+        until = tuple(text for text in options.pop("until", None) or () if text)
+        max_new_tokens, do_sample = options.pop("max_gen_toks"), options.pop("do_sample")
+        temperature = float(options.pop("temperature", 1.0 if do_sample else 0.0)) if do_sample else 0.0
+        options.pop("temperature", None)
         sampling = SamplingConfig(
-            temperature, said.pop("top_k", None) or None, float(said.pop("top_p", 1.0)), int(tokens)
+            temperature, options.pop("top_k", None) or None, float(options.pop("top_p", 1.0)), int(max_new_tokens)
         )
-        if unknown := [name for name, value in said.items() if NEUTRAL.get(name) != value]:
-            raise UserError(f"tasks: {unknown[0]} of generation_kwargs is not known: write a task of your own without")
+        if unknown := [name for name, value in options.items() if NEUTRAL.get(name) != value]:
+            raise UserError(
+                f"tasks: {unknown[0]} in generation_kwargs is not supported. Define your own task without it."
+            )
         return RequestHandler(sampling, until)
 
 
-def cut(text: str, until: Sequence[str]) -> str:
-    """What stands before the first stop string."""
+def cut_at_stop(text: str, until: Sequence[str]) -> str:
+    """The text before the first stop string."""
     for stop in until:
         text = text.split(stop)[0]
     return text
 
 
 @cache
-def manager(include: str | None, own: bool = False) -> TaskManager:
-    """All tasks by name; with `own`, only those of a person's folder. The harness' own are some thousand files."""
-    return TaskManager(include_path=include, include_defaults=not own)
+def task_manager(include: str | None, include_defaults: bool = True) -> TaskManager:
+    """Index of tasks by name. The defaults of the harness are some thousand files."""
+    return TaskManager(include_path=include, include_defaults=include_defaults)
 
 
-def fitting(tasks: Sequence[str], include: str | None) -> TaskManager:
-    """One that knows the tasks: a person's own, if they are but that. Groups may hold tasks from everywhere."""
+def find_task_manager(tasks: Sequence[str], include: str | None) -> TaskManager:
+    """The smallest index that has the tasks. User groups may contain tasks of the harness."""
     if include is not None and not Path(include).is_dir():
-        raise UserError(f"include: {include} is no folder: name one with YAML files of tasks")
-    alone = include is not None and set(tasks) <= set(manager(include, own=True).all_subtasks)
-    return manager(include, own=alone)
+        raise UserError(f"include: {include} is not a directory. Set it to a directory with YAML files of tasks.")
+    all_included = include is not None and set(tasks) <= set(task_manager(include, False).all_subtasks)
+    return task_manager(include, not all_included)
 
 
-def check(tasks: Sequence[str], include: str | None) -> None:
-    """UserError if one of these tasks is none."""
-    known = fitting(tasks, include).task_index
+def check_tasks(tasks: Sequence[str], include: str | None) -> None:
+    """Raise UserError if a task does not exist."""
+    index = find_task_manager(tasks, include).task_index
     for task in tasks:
-        if task not in known:
-            mine = manager(include, own=True).all_tasks if include is not None else ()
-            meant = closest_match(task, mine) or closest_match(task, known)
-            told = f"did you mean '{meant}'?" if meant else "`lm-eval ls tasks` lists those of the harness"
-            raise UserError(f"tasks: there is no task '{task}'; {told}")
+        if task not in index:
+            user_tasks = task_manager(include, False).all_tasks if include is not None else ()
+            match = closest_match(task, user_tasks) or closest_match(task, index)
+            hint = f"Did you mean '{match}'?" if match else "List the tasks of the harness with: lm-eval ls tasks"
+            raise UserError(f"tasks: unknown task '{task}'. {hint}")
 
 
-def loaded(tasks: Sequence[str], shots: int | None, include: str | None) -> dict[str, Any]:
-    """Tasks with their rows, and with as many examples in each prompt, as the harness' own command would have them.
+def load_tasks(tasks: Sequence[str], shots: int | None, include: str | None) -> dict[str, Any]:
+    """Tasks with their rows and few-shot settings, as in the command line of the harness.
 
-    A task that is meant to have no examples gets none. What has been asked once is loaded anew for another model: its
-    draws of examples go on where they ended.
+    Tasks that define 0 shots keep them. Load tasks again for each model, because drawing few-shot examples advances
+    the random state of a task.
     """
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     random.seed(DEFAULT_RANDOM_SEED)
     np.random.seed(DEFAULT_OTHER_SEED)
     torch.manual_seed(DEFAULT_OTHER_SEED)
-    with explained(tasks), quiet(sys.stderr.isatty()):
-        found: Any = fitting(tasks, include).load(list(tasks))
-    for name, task in found["tasks"].items():
+    with wrap_task_errors(tasks), hide_progress_bars(sys.stderr.isatty()):
+        loaded: Any = find_task_manager(tasks, include).load(list(tasks))
+    for name, task in loaded["tasks"].items():
         if task.get_config("unsafe_code"):
-            raise UserError(f"tasks: {name} runs code that a model has written, which is not done here")
-        own = task.get_config("num_fewshot")
-        if own is None or (shots is not None and own != 0):
+            raise UserError(f"tasks: {name} runs code generated by the model, which is not supported")
+        num_fewshot = task.get_config("num_fewshot")
+        if num_fewshot is None or (shots is not None and num_fewshot != 0):
             task.set_config(key="num_fewshot", value=shots or 0)
         task.set_fewshot_seed(seed=DEFAULT_OTHER_SEED)
-    return found
+    return loaded
 
 
-def said(error: Exception) -> str:
-    """What went wrong, in a line that is not too long."""
-    return (" ".join(str(error).split()) or type(error).__name__)[:SHOWN]
+def short_reason(error: Exception) -> str:
+    """Message of an exception in one line of limited length."""
+    return (" ".join(str(error).split()) or type(error).__name__)[:MAX_REASON]
 
 
 @contextmanager
-def explained(tasks: Iterable[str]) -> Iterator[None]:
-    """What the harness and the files of its tasks raise, told in one line."""
+def wrap_task_errors(tasks: Iterable[str]) -> Iterator[None]:
+    """Turn exceptions of the harness and of its task files into a UserError."""
     try:
         yield
-    except MISTAKES as error:
-        gone = isinstance(error, ConnectionError)  # of the Hub, as the sets of rows tell it
-        mend = "; what was fetched once stays here, and `include` names tasks with rows of your own" if gone else ""
-        raise UserError(f"tasks: {', '.join(tasks)} cannot be asked: {said(error)}{mend}") from error
+    except TASK_ERRORS as error:
+        is_offline = isinstance(error, ConnectionError)  # raised by datasets if the Hub cannot be reached
+        hint = ". Downloaded datasets are cached; `include` adds tasks with local rows." if is_offline else ""
+        raise UserError(f"tasks: cannot evaluate {', '.join(tasks)}: {short_reason(error)}{hint}") from error
 
 
-def quiet(shows: bool) -> AbstractContextManager[Any]:
-    """Bars are for terminals, and drawn once."""
-    return nullcontext() if shows else redirect_stderr(StringIO())
+def hide_progress_bars(is_terminal: bool) -> AbstractContextManager[Any]:
+    """Discard stderr unless it is a terminal."""
+    return nullcontext() if is_terminal else redirect_stderr(StringIO())
 
 
-def measured(
-    asked: LMEvalAdapter, tasks: Sequence[str], opened: dict[str, Any], limit: int | None, chat: bool
+def evaluate_tasks(
+    adapter: LMEvalAdapter, tasks: Sequence[str], loaded_tasks: dict[str, Any], limit: int | None, chat: bool
 ) -> list[TaskResult]:
-    """What the model makes of tasks that were just loaded. All ranks know it."""
-    how: dict[str, Any] = {"apply_chat_template": chat, "fewshot_as_multiturn": chat, "bootstrap_iters": 0}
-    with explained(tasks), quiet(asked.run.is_main and sys.stderr.isatty()):
-        made: Any = evaluator.evaluate(asked, opened, limit=limit, **how)
-    return [found(task, made) for task in made["results"]]
+    """Results on freshly loaded tasks, the same on all ranks."""
+    options: dict[str, Any] = {"apply_chat_template": chat, "fewshot_as_multiturn": chat, "bootstrap_iters": 0}
+    with wrap_task_errors(tasks), hide_progress_bars(adapter.run.is_main and sys.stderr.isatty()):
+        output: Any = evaluator.evaluate(adapter, loaded_tasks, limit=limit, **options)
+    return [parse_result(task, output) for task in output["results"]]
 
 
-def found(task: str, made: Mapping[str, Any]) -> TaskResult:
-    """The figures of a task, or of a group of them."""
-    rows = sorted(made["samples"].get(task, ()), key=lambda row: row["doc_id"])
+def parse_result(task: str, output: Mapping[str, Any]) -> TaskResult:
+    """Metrics and answers of a task or a group from the output of the harness."""
+    rows = sorted(output["samples"].get(task, ()), key=lambda row: row["doc_id"])
     answers = [row["resps"][0][0] for row in rows if row["filter"] == rows[0]["filter"]]
-    higher = made["higher_is_better"].get(task, {})
-    figures = []
-    for key, value in made["results"][task].items():
-        metric, comma, way = key.partition(",")
+    higher_is_better = output["higher_is_better"].get(task, {})
+    metrics = []
+    for key, value in output["results"][task].items():
+        metric, comma, filter_name = key.partition(",")
         if not comma or metric.endswith("_stderr") or not isinstance(value, int | float):
             continue
-        own = [(row["doc_hash"], row.get(metric)) for row in rows if row["filter"] == way]
-        name = metric if way == "none" else f"{metric} ({way})"
-        figures.append(figure(name, float(value), own, higher.get(metric)))
-    return TaskResult(task, tuple(figures), tuple(text for text in answers if isinstance(text, str)))
+        values = [(row["doc_hash"], row.get(metric)) for row in rows if row["filter"] == filter_name]
+        name = metric if filter_name == "none" else f"{metric} ({filter_name})"
+        metrics.append(make_metric(name, float(value), values, higher_is_better.get(metric)))
+    return TaskResult(task, tuple(metrics), tuple(text for text in answers if isinstance(text, str)))
 
 
-def figure(name: str, value: float, own: Sequence[tuple[str, object]], higher: bool | None) -> Metric:
-    """With the values of its rows, where it is their mean."""
-    values = [float(one) for _, one in own if isinstance(one, int | float)]
-    mean = Metric.mean(name, values, higher=higher, rows=[row for row, _ in own])
-    whole = len(values) == len(own) and math.isclose(mean.value, value, rel_tol=1e-9, abs_tol=1e-12)
-    return replace(mean, value=value) if whole else Metric(name, value, higher)
+def make_metric(name: str, value: float, row_values: Sequence[tuple[str, object]], higher: bool | None) -> Metric:
+    """A metric, with the values of its rows if it is their mean."""
+    values = [float(number) for _, number in row_values if isinstance(number, int | float)]
+    mean = Metric.mean(name, values, higher=higher, rows=[row for row, _ in row_values])
+    is_mean = len(values) == len(row_values) and math.isclose(mean.value, value, rel_tol=1e-9, abs_tol=1e-12)
+    return replace(mean, value=value) if is_mean else Metric(name, value, higher)

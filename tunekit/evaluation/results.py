@@ -1,4 +1,4 @@
-"""What is found of a model on a task: figures, each with the values of the rows that it is a mean of."""
+"""Results of a model on its tasks: metrics with the values of the rows that they are computed from."""
 
 import math
 from collections.abc import Sequence
@@ -10,10 +10,10 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Metric:
-    """One number. Where it is a mean over rows, `values` are sums of each row and `weights` what they are divided by.
+    """One number. If it is a mean over rows, `values` are the sums of the rows and `weights` their divisors.
 
-    `higher`: whether more is better; None: nobody has said. `rows` names each row: figures are compared row by row
-    where they come of the same ones.
+    `higher`: whether higher is better; None if unknown. `rows` identifies each row: two metrics are compared row by row
+    if they have the same rows.
     """
 
     name: str
@@ -31,52 +31,52 @@ class Metric:
         higher: bool | None = True,
         rows: Sequence[str] = (),
     ) -> "Metric":
-        """The mean over rows that weigh `weights`: where none are given, all alike. Of no row it is NaN."""
+        """Mean over rows with the given weights (default: 1). NaN without rows."""
         weights = weights or [1.0] * len(values)
         total = math.fsum(weights)
         value = math.fsum(values) / total if total else math.nan
         return Metric(name, value, higher, tuple(values), tuple(weights), tuple(rows))
 
     @property
-    def counted(self) -> bool:
-        """Whether each row is right or wrong."""
+    def is_binary(self) -> bool:
+        """Whether each row is either correct or incorrect."""
         return bool(self.values) and set(self.values) <= {0.0, 1.0} and set(self.weights) == {1.0}
 
     @property
-    def right(self) -> int:
-        """Rows that are right."""
+    def num_correct(self) -> int:
+        """Number of correct rows of a binary metric."""
         return int(sum(self.values))
 
-    def written(self) -> dict[str, Any]:
-        """For a file: weights only where rows differ in them. JSON knows no number that is not finite."""
-        value, *values = (one if math.isfinite(one) else None for one in (self.value, *self.values))
-        whole = {"value": value, "values": values, "weights": list(self.weights)}
-        return {name: part for name, part in whole.items() if name != "weights" or set(self.weights) - {1.0}}
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-serializable form. Weights are left out if all are 1; non-finite values become None."""
+        value, *values = (number if math.isfinite(number) else None for number in (self.value, *self.values))
+        content: dict[str, Any] = {"value": value, "values": values}
+        return content | ({"weights": list(self.weights)} if set(self.weights) - {1.0} else {})
 
 
 @dataclass(frozen=True)
 class TaskResult:
-    """What one model made of one task."""
+    """Metrics and completions of one model on one task."""
 
     task: str
-    figures: tuple[Metric, ...]
+    metrics: tuple[Metric, ...]
     answers: tuple[str, ...] = ()  # in the order of the questions
 
     def __getitem__(self, name: str) -> Metric:
-        return next(figure for figure in self.figures if figure.name == name)
+        return next(metric for metric in self.metrics if metric.name == name)
 
 
 @dataclass(frozen=True)
 class ModelResult:
-    """All that was found of one model. Without a task's name, it is told of the first."""
+    """Results of one model on all tasks. Properties without a task name refer to the first task."""
 
     model: str
     tasks: tuple[TaskResult, ...]
 
     @property
     def loss(self) -> float:
-        """Nats per learnt token; NaN if nothing was learnt of any row."""
-        return next((figure.value for figure in self.tasks[0].figures if figure.name == "loss"), math.nan)
+        """Loss in nats per target token; NaN if no row has target tokens."""
+        return next((metric.value for metric in self.tasks[0].metrics if metric.name == "loss"), math.nan)
 
     @property
     def perplexity(self) -> float:
@@ -87,24 +87,25 @@ class ModelResult:
         return self.tasks[0].answers
 
     @property
-    def right(self) -> int:
-        """Answers that are right to the letter."""
-        return self.tasks[0]["exact match"].right if self.answers else 0
+    def num_correct(self) -> int:
+        """Number of answers that match exactly."""
+        return self.tasks[0]["exact match"].num_correct if self.answers else 0
 
-    def written(self) -> dict[str, Any]:
-        """For a file."""
-        parts = {
-            found.task: {figure.name: figure.written() for figure in found.figures} | {"answers": list(found.answers)}
-            for found in self.tasks
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-serializable form."""
+        tasks = {
+            result.task: {metric.name: metric.to_dict() for metric in result.metrics}
+            | {"answers": list(result.answers)}
+            for result in self.tasks
         }
-        return {"model": self.model, "tasks": parts}
+        return {"model": self.model, "tasks": tasks}
 
     @property
-    def figures(self) -> dict[tuple[str, str], Metric]:
-        """All of them, by the names of their task and their own."""
-        return {(found.task, figure.name): figure for found in self.tasks for figure in found.figures}
+    def metrics(self) -> dict[tuple[str, str], Metric]:
+        """All metrics by task and name."""
+        return {(result.task, metric.name): metric for result in self.tasks for metric in result.metrics}
 
 
 def perplexity(loss: float) -> float:
-    """Of a loss in nats per token."""
-    return float(np.exp(min(loss, 700.0)))  # beyond that, a float is infinite
+    """Perplexity of a loss in nats per token."""
+    return float(np.exp(min(loss, 700.0)))  # exp overflows a float beyond 709

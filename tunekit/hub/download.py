@@ -48,7 +48,7 @@ def resolve_model_dir(name: str, files: Files = READ) -> Path:
     A repository can have a revision: `owner/model@branch`, a tag or a commit.
     """
     ours = assets.model_dir(name)
-    if ours is not None:  # before the directory: in a checkout of this project, `tunekit/nano` is one without weights
+    if ours is not None:  # a directory with the same name does not shadow a bundled model
         return ours
     directory = Path(name).expanduser()
     if directory.is_dir():

@@ -1,9 +1,9 @@
-"""Questions answered from what stands in them: words to repeat, lists to order, records and passages to look into."""
+"""Questions whose answers are contained in the question: copying, lists, records, and reading comprehension."""
 
 import json
 
-from tunekit.nano import words
-from tunekit.nano.scene import Exchange, Scene
+from scripts.nano import words
+from scripts.nano.scene import Exchange, Scene
 
 REPEAT = (
     ("Repeat: {span}", "{span}"),
@@ -36,77 +36,81 @@ SPANS = (
 )
 
 
-def repeat(scene: Scene) -> Exchange:
-    """A span of any kind, word for word."""
-    return scene.pair(REPEAT, span=scene.fill(scene.rng.choice(SPANS)), rest=scene.fill(scene.rng.choice(SPANS)))
+def make_repetition(scene: Scene) -> Exchange:
+    """Verbatim repetition of a text."""
+    return scene.fill_exchange(
+        REPEAT, span=scene.fill(scene.rng.choice(SPANS)), rest=scene.fill(scene.rng.choice(SPANS))
+    )
 
 
-NTH = (
+NTH_WORD = (
     ("What is the {place} word of: {row}", "{item}"),
     ("Quote the {place} word. {row}", '"{item}"'),
     ("{row}. Which word is the {place}?", 'The {place} word is "{item}".'),
 )
 
 
-def nth(scene: Scene) -> Exchange:
-    """The n-th word of a row that only copying can give."""
-    row = _row(scene, ("word", "word", "thing", "name", "color", "number", "animal", "food"))
-    at = scene.rng.randrange(-1, len(row))
-    return scene.pair(NTH, row=" ".join(row), item=row[at], place="last" if at == -1 else words.ORDER[at])
+def make_nth_word(scene: Scene) -> Exchange:
+    """The n-th word of a list."""
+    items = draw_items(scene, ("word", "word", "thing", "name", "color", "number", "animal", "food"))
+    index = scene.rng.randrange(-1, len(items))
+    ordinal = "last" if index == -1 else words.ORDINALS[index]
+    return scene.fill_exchange(NTH_WORD, row=" ".join(items), item=items[index], place=ordinal)
 
 
-def _row(scene: Scene, kinds: tuple[str, ...]) -> list[str]:
-    return scene.several(scene.rng.choice(kinds), scene.rng.randint(3, 6))
+def draw_items(scene: Scene, kinds: tuple[str, ...]) -> list[str]:
+    return scene.draw_words(scene.rng.choice(kinds), scene.rng.randint(3, 6))
 
 
-ORDER = (
+LIST = (
     ("Sort: {row}", "{sorted}"),
     ("Put these in order: {row}", "{sorted}"),
     ("Reverse this list: {row}", "{reversed}"),
     ("Say this list backwards: {row}", "{reversed}"),
     ("How many items are in this list? {row}", "There are {count} items in the list."),
     ("Count: {row}", "{count}"),
-    ("Take {gone} out of this list: {row}", "{kept}"),
-    ("Put {more} at the end of this list: {row}", "{row}, {more}"),
+    ("Take {removed} out of this list: {row}", "{remaining}"),
+    ("Put {added} at the end of this list: {row}", "{row}, {added}"),
     ("Give me the first and the last item of: {row}", "{first} and {last}"),
     ("Swap the first two: {row}", "{swapped}"),
 )
-MEMBER = (
+MEMBERSHIP = (
     ("Is {item} in this list? {row}", "Yes, {item} is in the list."),
-    ("Is {more} in this list? {row}", "No, {more} is not in the list."),
+    ("Is {added} in this list? {row}", "No, {added} is not in the list."),
 )
 
 
-def listing(scene: Scene) -> Exchange:
-    """A list sorted, reversed, counted, cut, joined or asked about."""
-    row = _row(scene, ("word", "thing", "name", "city", "color", "number", "email", "song"))
-    key = int if row[0].isdigit() else str
-    gone = scene.rng.choice(row)
-    known = {
-        "row": row,
-        "sorted": sorted(row, key=key),
-        "reversed": row[::-1],
-        "kept": [item for item in row if item != gone],
-        "swapped": [row[1], row[0], *row[2:]],
+def make_list_operation(scene: Scene) -> Exchange:
+    """A list that is sorted, reversed, counted, shortened, extended, or searched."""
+    items = draw_items(scene, ("word", "thing", "name", "city", "color", "number", "email", "song"))
+    is_numeric = items[0].isdigit()
+    removed = scene.rng.choice(items)
+    lists = {
+        "row": items,
+        "sorted": sorted(items, key=int if is_numeric else str),
+        "reversed": items[::-1],
+        "remaining": [item for item in items if item != removed],
+        "swapped": [items[1], items[0], *items[2:]],
     }
-    more = str(scene.rng.randint(1000, 1099)) if key is int else scene["word9"]
-    plain = {"gone": gone, "item": gone, "more": more, "first": row[0], "last": row[-1], "count": len(row)}
-    return scene.pair(ORDER + MEMBER, **{slot: ", ".join(items) for slot, items in known.items()}, **plain)
+    added = str(scene.rng.randint(1000, 1099)) if is_numeric else scene["word9"]
+    values = {"removed": removed, "item": removed, "added": added, "first": items[0], "last": items[-1]}
+    formatted = {slot: ", ".join(row) for slot, row in lists.items()}
+    return scene.fill_exchange(LIST + MEMBERSHIP, **formatted, **values, count=len(items))
 
 
-EXTREME = (
-    ("Which number is the largest: {row}?", "{most} is the largest."),
-    ("Which number is the smallest: {row}?", "{least} is the smallest."),
+EXTREMUM = (
+    ("Which number is the largest: {row}?", "{largest} is the largest."),
+    ("Which number is the smallest: {row}?", "{smallest} is the smallest."),
 )
 
 
-def extreme(scene: Scene) -> Exchange:
-    """The largest or smallest of some numbers."""
-    row = scene.rng.sample(range(scene.rng.choice((20, 100, 1000))), scene.rng.randint(3, 5))
-    return scene.pair(EXTREME, row=", ".join(map(str, row)), most=max(row), least=min(row))
+def make_extremum(scene: Scene) -> Exchange:
+    """The largest or the smallest of some numbers."""
+    numbers = scene.rng.sample(range(scene.rng.choice((20, 100, 1000))), scene.rng.randint(3, 5))
+    return scene.fill_exchange(EXTREMUM, row=", ".join(map(str, numbers)), largest=max(numbers), smallest=min(numbers))
 
 
-FIELDS = {  # field of a record: the slot of its value
+FIELDS = {  # field of a record: slot of its value
     "name": "name",
     "city": "city",
     "day": "day",
@@ -150,45 +154,50 @@ REWRITE = (
 )
 
 
-def lookup(scene: Scene) -> Exchange:
-    """One field of a record, in one of several spellings."""
-    record = _record(scene)
+def make_lookup(scene: Scene) -> Exchange:
+    """One field of a record in one of several formats."""
+    record = draw_record(scene)
     field = scene.rng.choice(tuple(record))
-    text = scene.rng.choice((_plain(record), _lines(record), _json(record), _json({scene["word"]: _typed(record)})))
-    return scene.pair(LOOKUP, record=text, field=field, value=record[field])
+    nested = {scene["word"]: convert_numbers(record)}
+    texts = (format_inline(record), format_lines(record), format_json(record), format_json(nested))
+    return scene.fill_exchange(LOOKUP, record=scene.rng.choice(texts), field=field, value=record[field])
 
 
-def rewrite(scene: Scene) -> Exchange:
-    """A record from one spelling to the other, or with one field changed."""
-    record = _record(scene)
+def make_rewriting(scene: Scene) -> Exchange:
+    """A record converted to another format, or with one field changed."""
+    record = draw_record(scene)
     field = scene.rng.choice(tuple(record))
     new = scene[f"{FIELDS[field]}9"]
-    known = {"plain": _plain(record), "json": _json(record), "changed": _json(record | {field: new})}
-    return scene.pair(REWRITE, fields=", ".join(record), field=field, new=new, **known)
+    values = {
+        "plain": format_inline(record),
+        "json": format_json(record),
+        "changed": format_json(record | {field: new}),
+    }
+    return scene.fill_exchange(REWRITE, fields=", ".join(record), field=field, new=new, **values)
 
 
-def _record(scene: Scene) -> dict[str, str]:
+def draw_record(scene: Scene) -> dict[str, str]:
     fields = scene.rng.sample(tuple(FIELDS), scene.rng.randint(2, 4))
-    return {field: scene[f"{FIELDS[field]}{n}"] for n, field in enumerate(fields, 1)}
+    return {field: scene[f"{FIELDS[field]}{number}"] for number, field in enumerate(fields, 1)}
 
 
-def _plain(record: dict[str, str]) -> str:
+def format_inline(record: dict[str, str]) -> str:
     return ", ".join(f"{field}: {value}" for field, value in record.items())
 
 
-def _lines(record: dict[str, str]) -> str:
+def format_lines(record: dict[str, str]) -> str:
     return "\n".join(f"{field} = {value}" for field, value in record.items())
 
 
-def _json(record: dict) -> str:
-    return json.dumps(_typed(record), ensure_ascii=False)
+def format_json(record: dict) -> str:
+    return json.dumps(convert_numbers(record), ensure_ascii=False)
 
 
-def _typed(record: dict) -> dict:
+def convert_numbers(record: dict) -> dict:
     return {field: int(value) if str(value).isdigit() else value for field, value in record.items()}
 
 
-TOLD = (  # what is told; what can be asked about it; the record that says the same
+PASSAGES = (  # sentence; questions and answers; fields of the equivalent record
     (
         "{name} lives in {city} and has a {color} {thing}.",
         (
@@ -265,14 +274,22 @@ TOLD = (  # what is told; what can be asked about it; the record that says the s
 )
 
 
-def told(scene: Scene) -> Exchange:
-    """A question on one sentence, or the sentence as a record."""
-    sentence, pairs, fields = scene.rng.choice(TOLD)
+def make_comprehension(scene: Scene) -> Exchange:
+    """A question about one sentence, or the sentence as a record."""
+    sentence, questions, fields = scene.rng.choice(PASSAGES)
     sentence = scene.fill(sentence)
     if scene.rng.random() < 0.4:
-        return Exchange(f"{sentence} As a record:", _json({field: scene[field] for field in fields}))
-    ask, answer = scene.pair(pairs)
-    return Exchange(f"{sentence} {ask}", answer)
+        return Exchange(f"{sentence} As a record:", format_json({field: scene[field] for field in fields}))
+    question, answer = scene.fill_exchange(questions)
+    return Exchange(f"{sentence} {question}", answer)
 
 
-TASKS = {repeat: 4, nth: 2, listing: 3, extreme: 1, lookup: 4, rewrite: 3, told: 4}
+TASKS = {  # with relative frequencies
+    make_repetition: 4,
+    make_nth_word: 2,
+    make_list_operation: 3,
+    make_extremum: 1,
+    make_lookup: 4,
+    make_rewriting: 3,
+    make_comprehension: 4,
+}

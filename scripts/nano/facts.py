@@ -1,11 +1,11 @@
-"""Questions whose answers are true: arithmetic, dates and times, units, general knowledge."""
+"""Questions with true answers: arithmetic, dates and times, units, general knowledge."""
 
 from datetime import date, timedelta
 
-from tunekit.nano import words
-from tunekit.nano.scene import Exchange, Scene
+from scripts.nano import words
+from scripts.nano.scene import Exchange, Scene
 
-PLUS = (
+ADDITION = (
     ("What is {a} + {b}?", "{a} + {b} = {c}."),
     ("How much is {a} plus {b}?", "{a} plus {b} is {c}."),
     ("Add {a} and {b}.", "The sum of {a} and {b} is {c}."),
@@ -15,7 +15,7 @@ PLUS = (
     ),
     ("There are {a} cups {spot} and {b} cups {spot2}. How many cups are there?", "There are {a} + {b} = {c} cups."),
 )
-MINUS = (
+SUBTRACTION = (
     ("What is {a} - {b}?", "{a} - {b} = {c}."),
     ("How much is {a} minus {b}?", "{a} minus {b} is {c}."),
     ("Take {b} away from {a}.", "{a} minus {b} is {c}."),
@@ -24,43 +24,43 @@ MINUS = (
         "{a} - {b} = {c}, so {c} stamps are left.",
     ),
 )
-TIMES = (
+MULTIPLICATION = (
     ("What is {a} * {b}?", "{a} * {b} = {c}."),
     ("How much is {a} times {b}?", "{a} times {b} is {c}."),
     ("{name} fills {a} bags with {b} nuts each. How many nuts is that?", "{a} * {b} = {c}, so that is {c} nuts."),
 )
-COMPARE = (
+COMPARISON = (
     ("Which is larger, {a} or {b}?", "{more} is larger than {less}."),
     ("Which is smaller, {a} or {b}?", "{less} is smaller than {more}."),
     ("{name} has {a} points and {name2} has {b} points. What is the higher score?", "{more} is the higher score."),
 )
 
 
-def plus(scene: Scene) -> Exchange:
-    """A sum of two numbers of one or two digits."""
-    a, b = _operands(scene)
-    return scene.pair(PLUS, a=a, b=b, c=a + b)
+def make_addition(scene: Scene) -> Exchange:
+    """The sum of two numbers of one or two digits."""
+    a, b = draw_operands(scene)
+    return scene.fill_exchange(ADDITION, a=a, b=b, c=a + b)
 
 
-def minus(scene: Scene) -> Exchange:
-    """A difference that is not negative."""
-    b, a = sorted(_operands(scene))
-    return scene.pair(MINUS, a=a, b=b, c=a - b)
+def make_subtraction(scene: Scene) -> Exchange:
+    """The difference of two numbers; never negative."""
+    b, a = sorted(draw_operands(scene))
+    return scene.fill_exchange(SUBTRACTION, a=a, b=b, c=a - b)
 
 
-def times(scene: Scene) -> Exchange:
-    """A product from the table of twelve."""
+def make_multiplication(scene: Scene) -> Exchange:
+    """A product of two factors up to 12."""
     a, b = scene.rng.randint(0, 12), scene.rng.randint(0, 12)
-    return scene.pair(TIMES, a=a, b=b, c=a * b)
+    return scene.fill_exchange(MULTIPLICATION, a=a, b=b, c=a * b)
 
 
-def compare(scene: Scene) -> Exchange:
-    """The larger or smaller one of two different numbers."""
+def make_comparison(scene: Scene) -> Exchange:
+    """The larger or the smaller of two different numbers."""
     a, b = scene.rng.sample(range(scene.rng.choice((20, 100, 1000))), 2)
-    return scene.pair(COMPARE, a=a, b=b, more=max(a, b), less=min(a, b))
+    return scene.fill_exchange(COMPARISON, a=a, b=b, more=max(a, b), less=min(a, b))
 
 
-def _operands(scene: Scene) -> tuple[int, int]:
+def draw_operands(scene: Scene) -> tuple[int, int]:
     high = scene.rng.choice((9, 20, 99))
     return scene.rng.randint(0, high), scene.rng.randint(0, high)
 
@@ -71,11 +71,11 @@ SEQUENCE = (
 )
 
 
-def sequence(scene: Scene) -> Exchange:
-    """The next number of a row with equal steps."""
+def make_sequence(scene: Scene) -> Exchange:
+    """The next number of an arithmetic sequence."""
     start, step = scene.rng.randint(0, 30), scene.rng.choice((1, 2, 3, 5, 10))
     shown = [start + step * n for n in range(scene.rng.randint(3, 5))]
-    return scene.pair(SEQUENCE, shown=", ".join(map(str, shown)), last=shown[-1], next=shown[-1] + step)
+    return scene.fill_exchange(SEQUENCE, shown=", ".join(map(str, shown)), last=shown[-1], next=shown[-1] + step)
 
 
 PARITY = (
@@ -84,22 +84,22 @@ PARITY = (
 )
 
 
-def parity(scene: Scene) -> Exchange:
-    """Whether a number is even."""
+def make_parity(scene: Scene) -> Exchange:
+    """Even or odd numbers."""
     a = scene.rng.randint(0, 999)
-    return scene.pair(PARITY, a=a, kind="odd" if a % 2 else "even")
+    return scene.fill_exchange(PARITY, a=a, kind="odd" if a % 2 else "even")
 
 
-SPELT = (("Write {a} as a word.", "{a} is {word}."), ("Which number is {word}?", "{word} is {a}."))
+NUMBER_WORD = (("Write {a} as a word.", "{a} is {word}."), ("Which number is {word}?", "{word} is {a}."))
 
 
-def spelt(scene: Scene) -> Exchange:
-    """A number up to twenty and its name."""
+def make_number_word(scene: Scene) -> Exchange:
+    """Numbers up to 20 as words."""
     a = scene.rng.randint(0, 20)
-    return scene.pair(SPELT, a=a, word=words.NUMBERS[a])
+    return scene.fill_exchange(NUMBER_WORD, a=a, word=words.NUMBER_WORDS[a])
 
 
-WEEK = (
+DAYS_LATER = (
     ("What day comes {count} days after {start}?", "{count} days after {start} comes {end}."),
     ("Today is {start}. What day is it in {count} days?", "If today is {start}, in {count} days it is {end}."),
     ("What day was {count} days before {end}?", "{count} days before {end} was {start}."),
@@ -112,14 +112,14 @@ NEXT_DAY = (
 )
 
 
-def week(scene: Scene) -> Exchange:
-    """Steps of days through the week."""
+def make_weekday(scene: Scene) -> Exchange:
+    """Weekdays some days before or after another."""
     start, count = scene.rng.randrange(7), scene.rng.randint(1, 7)
     end = words.DAYS[(start + count) % 7]
-    return scene.pair(NEXT_DAY if count == 1 else WEEK, start=words.DAYS[start], count=count, end=end)
+    return scene.fill_exchange(NEXT_DAY if count == 1 else DAYS_LATER, start=words.DAYS[start], count=count, end=end)
 
 
-YEAR = (
+MONTH = (
     ("Which month comes after {start}?", "After {start} comes {end}."),
     ("Which month comes before {end}?", "Before {end} comes {start}."),
     ("Which month is number {number} of the year?", "Month number {number} is {start}."),
@@ -127,15 +127,15 @@ YEAR = (
 )
 
 
-def year(scene: Scene) -> Exchange:
-    """Order and length of the months, February in a common year."""
+def make_month(scene: Scene) -> Exchange:
+    """Order and length of the months."""
     month = scene.rng.randrange(12)
-    days = "28 or 29" if month == 1 else words.LENGTHS[month]
+    days = "28 or 29" if month == 1 else words.MONTH_LENGTHS[month]
     end = words.MONTHS[(month + 1) % 12]
-    return scene.pair(YEAR, start=words.MONTHS[month], end=end, number=month + 1, days=days)
+    return scene.fill_exchange(MONTH, start=words.MONTHS[month], end=end, number=month + 1, days=days)
 
 
-CALENDAR = (
+DATE = (
     ("What date is {count} days after {start}?", "{count} days after {start} is {end}."),
     (
         "{name} leaves on {start} and comes back {count} days later. When does {name} come back?",
@@ -148,51 +148,53 @@ EARLIER = (
 )
 
 
-def calendar(scene: Scene) -> Exchange:
-    """Dates of a common year: some days later, and which is earlier."""
+def make_date(scene: Scene) -> Exchange:
+    """Date arithmetic and order of dates, in a year without a leap day."""
     start = date(2023, 1, 1) + timedelta(days=scene.rng.randrange(345))
     count = scene.rng.randint(2, 20)
     end = start + timedelta(days=count)
     if scene.rng.random() < 0.5:
-        return scene.pair(CALENDAR, start=_spoken(start), end=_spoken(end), count=count)
+        return scene.fill_exchange(DATE, start=format_date(start), end=format_date(end), count=count)
     x, y = scene.rng.sample((start, end), 2)
-    return scene.pair(EARLIER, x=_spoken(x), y=_spoken(y), first=_spoken(start), last=_spoken(end))
+    return scene.fill_exchange(
+        EARLIER, x=format_date(x), y=format_date(y), first=format_date(start), last=format_date(end)
+    )
 
 
-def _spoken(day: date) -> str:
+def format_date(day: date) -> str:
     return f"{words.MONTHS[day.month - 1]} {day.day}"
 
 
-CLOCK = (
+TIME = (
     ("It is {start}. What time is it in {count} minutes?", "{count} minutes after {start} it is {end}."),
     ("The train leaves at {start} and takes {count} minutes. When does it arrive?", "It arrives at {end}."),
     ("What time is {count} minutes before {end}?", "{count} minutes before {end} it is {start}."),
 )
 
 
-def clock(scene: Scene) -> Exchange:
-    """Minutes after and before a time of the day."""
+def make_time(scene: Scene) -> Exchange:
+    """Times some minutes before or after another."""
     start, count = scene.rng.randrange(0, 23 * 60, 5), scene.rng.choice((5, 10, 15, 20, 30, 45))
-    return scene.pair(CLOCK, start=_hands(start), end=_hands(start + count), count=count)
+    return scene.fill_exchange(TIME, start=format_time(start), end=format_time(start + count), count=count)
 
 
-def _hands(minutes: int) -> str:
+def format_time(minutes: int) -> str:
     return f"{minutes // 60}:{minutes % 60:02d}"
 
 
-DOWN = (
+TO_SMALLER = (
     ("How many {small} are {n} {large}?", "{n} {large} are {m} {small}."),
     ("Convert {n} {large} to {small}.", "{n} {large} = {m} {small}."),
-    ("{name} needs {n} {large}. How many {small} is that?", "That is {n} * {each} = {m} {small}."),
+    ("{name} needs {n} {large}. How many {small} is that?", "That is {n} * {factor} = {m} {small}."),
 )
-UP = (("How many {large} are {m} {small}?", "{m} {small} are {n} {large}."),)
+TO_LARGER = (("How many {large} are {m} {small}?", "{m} {small} are {n} {large}."),)
 
 
-def units(scene: Scene) -> Exchange:
-    """Small amounts from one unit to another."""
-    (large, small), each = scene.rng.choice(tuple(words.UNITS.items()))
+def make_unit_conversion(scene: Scene) -> Exchange:
+    """Conversions between two units."""
+    (large, small), factor = scene.rng.choice(tuple(words.UNITS.items()))
     n = scene.rng.randint(2, 12)
-    return scene.pair(DOWN + UP, n=n, large=large, small=small, each=each, m=n * each)
+    return scene.fill_exchange(TO_SMALLER + TO_LARGER, n=n, large=large, small=small, factor=factor, m=n * factor)
 
 
 CAPITAL = (
@@ -203,46 +205,48 @@ OPPOSITE = (
     ("What is the opposite of {x}?", "The opposite of {x} is {y}."),
     ("Give me a word that means the opposite of {y}.", "The opposite of {y} is {x}."),
 )
-FOREIGN = (
+TRANSLATION = (
     ("What is {english} in {tongue}?", 'In {tongue}, {english} is "{foreign}".'),
     ('What does "{foreign}" mean in {tongue}?', 'The {tongue} word "{foreign}" means {english}.'),
 )
-SOUND = (
+ANIMAL_SOUND = (
     ("Which animal {sound}?", "The {animal} {sound}."),
     ("What sound does a {animal} make?", "A {animal} {sound}."),
 )
 
 
-def knowledge(scene: Scene) -> Exchange:
-    """Capitals, opposites, foreign words, sounds of animals."""
+def make_knowledge(scene: Scene) -> Exchange:
+    """Capitals, opposites, translations, and animal sounds."""
     rng = scene.rng
     city, country = rng.choice(tuple(words.CAPITALS.items()))
     x, y = rng.choice(tuple(words.OPPOSITES.items()))
     english, foreign = rng.choice(tuple(words.DICTIONARY.items()))
     tongue = rng.randrange(3)
     animal, sound = rng.choice(tuple(words.SOUNDS.items()))
-    known = {
+    values = {
         "english": english,
         "foreign": foreign[tongue],
         "tongue": words.LANGUAGES[tongue],
         "animal": animal,
         "sound": sound,
     }
-    return scene.pair(rng.choice((CAPITAL, OPPOSITE, FOREIGN, SOUND)), city=city, country=country, x=x, y=y, **known)
+    return scene.fill_exchange(
+        rng.choice((CAPITAL, OPPOSITE, TRANSLATION, ANIMAL_SOUND)), city=city, country=country, x=x, y=y, **values
+    )
 
 
-TASKS = {
-    plus: 3,
-    minus: 3,
-    times: 2,
-    compare: 2,
-    sequence: 1,
-    parity: 1,
-    spelt: 1,
-    week: 2,
-    year: 2,
-    calendar: 2,
-    clock: 2,
-    units: 2,
-    knowledge: 3,
+TASKS = {  # with relative frequencies
+    make_addition: 3,
+    make_subtraction: 3,
+    make_multiplication: 2,
+    make_comparison: 2,
+    make_sequence: 1,
+    make_parity: 1,
+    make_number_word: 1,
+    make_weekday: 2,
+    make_month: 2,
+    make_date: 2,
+    make_time: 2,
+    make_unit_conversion: 2,
+    make_knowledge: 3,
 }

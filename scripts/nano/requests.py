@@ -1,15 +1,15 @@
-"""Requests to an assistant, and what they ask for. The corpus answers them in prose, the tools data set in JSON."""
+"""Requests that tools can handle. The corpus answers them in prose, the dataset `tunekit/tools` in JSON."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Request:
-    """A tool by name, the slots of its arguments in order, how people ask, and how a chatty model answers."""
+    """Name of a tool, slots of its arguments in order, prompts, and replies in prose."""
 
     tool: str
     arguments: dict[str, str]
-    asks: tuple[str, ...]
+    prompts: tuple[str, ...]
     replies: tuple[str, ...]
 
 

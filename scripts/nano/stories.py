@@ -1,11 +1,11 @@
-"""Small stories: people who own, give, lose and find things, go to places, and feel something about it."""
+"""Short stories about people who own, give, lose and find things, go to places, and have feelings about it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
 
-from tunekit.nano import words
-from tunekit.nano.scene import Exchange, Scene
+from scripts.nano import words
+from scripts.nano.scene import Exchange, Scene, choose_weighted
 
 
 @dataclass(frozen=True)
@@ -16,14 +16,14 @@ class Story:
     questions: list[Exchange] = field(default_factory=list)
 
 
-def person(scene: Scene, slot: str = "") -> None:
-    """Binds `who`, `he`, `He`, `his` and `him` (with `slot` behind each) to one person."""
-    girl = scene.rng.random() < 0.5
-    names = [name for name in (words.GIRLS if girl else words.BOYS) if name not in scene.values()]
-    pronouns = ("she", "She", "her", "her") if girl else ("he", "He", "his", "him")
-    bound = (scene.rng.choice(names), *pronouns)
-    slots = (part + slot for part in ("who", "he", "He", "his", "him"))
-    scene.update(zip(slots, bound, strict=True))
+def bind_person(scene: Scene, suffix: str = "") -> None:
+    """Bind `who`, `he`, `He`, `his` and `him`, each followed by `suffix`, to one name."""
+    is_girl = scene.rng.random() < 0.5
+    names = [name for name in (words.GIRLS if is_girl else words.BOYS) if name not in scene.values()]
+    pronouns = ("she", "She", "her", "her") if is_girl else ("he", "He", "his", "him")
+    values = (scene.rng.choice(names), *pronouns)
+    slots = (slot + suffix for slot in ("who", "he", "He", "his", "him"))
+    scene.update(zip(slots, values, strict=True))
 
 
 OPENINGS = (
@@ -54,7 +54,7 @@ FILLERS = (
     "{who2} told {who} about {city2}.",
     "They talked until {time2}.",
 )
-HOLDS = (
+OWNERS_AT_END = (
     "In the end, {holder} had the {item}.",
     "So now {holder} has the {item}.",
     "At last the {item} was {holder}'s.",
@@ -62,36 +62,39 @@ HOLDS = (
 MOODS = ("{who} felt {mood2}.", "Both of them were {mood2}.", "{who2} was {mood2} and went home.", "It was a good day.")
 
 
-def owners(scene: Scene) -> Story:
-    """Two people, two things, and who has what at the end."""
-    person(scene)
-    person(scene, "2")
-    one, two = scene["who"], scene["who2"]
-    holder = {scene["thing"]: one, scene["thing2"]: two}
-    told = [scene.say(*OPENINGS), scene.say(*OWNS)]
+def make_ownership_story(scene: Scene) -> Story:
+    """Two people exchange two things; the questions are who has them at the end."""
+    bind_person(scene)
+    bind_person(scene, "2")
+    owners = {scene["thing"]: scene["who"], scene["thing2"]: scene["who2"]}
+    sentences = [scene.fill_sentence(*OPENINGS), scene.fill_sentence(*OWNS)]
     for _ in range(scene.rng.randint(1, 3)):
-        told.append(_event(scene, holder))
+        sentences.append(add_transfer(scene, owners))
         if scene.rng.random() < 0.4:
-            told.append(scene.say(*FILLERS))
+            sentences.append(scene.fill_sentence(*FILLERS))
     if scene.rng.random() < 0.6:
-        told += [scene.say(*HOLDS) for item in holder if scene.update(item=item, holder=holder[item]) is None]
+        sentences += [
+            scene.fill_sentence(*OWNERS_AT_END)
+            for item in owners
+            if scene.update(item=item, holder=owners[item]) is None
+        ]
     if scene.rng.random() < 0.5:
-        told.append(scene.say(*MOODS))
-    asked = [Exchange(f"Who has the {item} now?", f"{who} has the {item}.") for item, who in holder.items()]
-    return Story(" ".join(told), asked)
+        sentences.append(scene.fill_sentence(*MOODS))
+    questions = [Exchange(f"Who has the {item} now?", f"{owner} has the {item}.") for item, owner in owners.items()]
+    return Story(" ".join(sentences), questions)
 
 
-def _event(scene: Scene, holder: dict[str, str]) -> str:
-    """Something that changes who holds what; `holder` changes with it."""
-    one, two = scene["who"], scene["who2"]
-    other = {one: two, two: one}
-    if len(set(holder.values())) == 2 and scene.rng.random() < 0.3:
-        holder.update({item: other[who] for item, who in holder.items()})
-        return scene.say(*SWAPS)
-    item = scene.rng.choice(tuple(holder))
-    scene.update(item=item, giver=holder[item], taker=other[holder[item]], feeling=scene.rng.choice(words.MOODS))
-    holder[item] = scene["taker"]
-    return scene.say(*GIVES)
+def add_transfer(scene: Scene, owners: dict[str, str]) -> str:
+    """A sentence about a gift, a sale, or a swap. Updates `owners`, the owner of each thing."""
+    first, second = scene["who"], scene["who2"]
+    other = {first: second, second: first}
+    if len(set(owners.values())) == 2 and scene.rng.random() < 0.3:
+        owners.update({item: other[owner] for item, owner in owners.items()})
+        return scene.fill_sentence(*SWAPS)
+    item = scene.rng.choice(tuple(owners))
+    scene.update(item=item, giver=owners[item], taker=other[owners[item]], feeling=scene.rng.choice(words.MOODS))
+    owners[item] = scene["taker"]
+    return scene.fill_sentence(*GIVES)
 
 
 LOST = (
@@ -104,7 +107,7 @@ LOOKS = (
     "First {he} looked {tried}. There was only a {other}.",
     "{who} asked the {job}, but the {job} had not seen it.",
 )
-FOUND = (
+FINDS = (
     "Then {he} looked {spot}, and there it was.",
     "At {time} {who2} found it {spot} and called {him}.",
     "A {animal} had carried it off, and now it lay {spot}.",
@@ -116,25 +119,25 @@ THANKS = (
 )
 
 
-def search(scene: Scene) -> Story:
-    """Something lost, looked for and found."""
-    person(scene)
-    person(scene, "2")
-    told = [scene.say(*LOST)]
+def make_search_story(scene: Scene) -> Story:
+    """Something is lost, searched for, and found."""
+    bind_person(scene)
+    bind_person(scene, "2")
+    sentences = [scene.fill_sentence(*LOST)]
     for n in range(scene.rng.randint(1, 3)):
         scene.update(tried=scene[f"spot{n + 3}"], other=scene[f"thing{n + 3}"])
-        told.append(scene.say(*LOOKS))
-    told += [scene.say(*FOUND), scene.say(*THANKS)]
-    asked = [
-        scene.pair(
+        sentences.append(scene.fill_sentence(*LOOKS))
+    sentences += [scene.fill_sentence(*FINDS), scene.fill_sentence(*THANKS)]
+    questions = [
+        scene.fill_exchange(
             (
                 ("What did {who} lose?", "{who} lost {his} {thing}."),
                 ("Whose {thing} was lost?", "It was {who}'s {thing}."),
             )
         ),
-        scene.pair((("Where was the {thing}?", "The {thing} was {spot}."),)),
+        scene.fill_exchange((("Where was the {thing}?", "The {thing} was {spot}."),)),
     ]
-    return Story(" ".join(told), asked)
+    return Story(" ".join(sentences), questions)
 
 
 ERRANDS = (
@@ -159,26 +162,26 @@ PAYS = (
 )
 
 
-def errand(scene: Scene) -> Story:
-    """Somebody needs a thing, goes somewhere, and gets it."""
-    person(scene)
-    person(scene, "2")
+def make_errand_story(scene: Scene) -> Story:
+    """A character needs something, goes somewhere, and gets it."""
+    bind_person(scene)
+    bind_person(scene, "2")
     scene.update(
         way=scene.rng.choice(("bus", "train", "bike", "boat")), some=scene.rng.choice(("some", "a bag of", "a box of"))
     )
-    told = [scene.say(*part) for part in (ERRANDS, GOES, DEALS, PAYS, MOODS)]
-    asked = [
-        scene.pair(
+    sentences = [scene.fill_sentence(*templates) for templates in (ERRANDS, GOES, DEALS, PAYS, MOODS)]
+    questions = [
+        scene.fill_exchange(
             (("Who needed a {thing}?", "{who} needed a {thing}."), ("What did {who} need?", "{who} needed a {thing}."))
         ),
-        scene.pair(
+        scene.fill_exchange(
             (
                 ("Where did {who} go?", "{who} went to the {place}."),
                 ("Who gave {who} the {thing}?", "{who2} gave {who} the {thing}."),
             )
         ),
     ]
-    return Story(" ".join(told), asked)
+    return Story(" ".join(sentences), questions)
 
 
 MORNING = ("{who} got up at {clock}.", "At {clock} {who} woke up in {city}.", "{who}'s day began at {clock}.")
@@ -196,25 +199,28 @@ EVENING = (
 )
 
 
-def day(scene: Scene) -> Story:
-    """A day with its hours, in order."""
-    person(scene)
-    person(scene, "2")
+def make_day_story(scene: Scene) -> Story:
+    """The events of a day in temporal order."""
+    bind_person(scene)
+    bind_person(scene, "2")
     hours = sorted(scene.rng.sample(range(6 * 60, 22 * 60, 15), scene.rng.randint(3, 5)))
-    told = [scene.say("{day}.", "It was {date}.", "It was {day}.", "On {day} it was {weather}.")]
-    asked = []
-    for n, minutes in enumerate(hours):
+    sentences = [scene.fill_sentence("{day}.", "It was {date}.", "It was {day}.", "On {day} it was {weather}.")]
+    questions = []
+    for number, minutes in enumerate(hours):
         scene["clock"] = f"{minutes // 60}:{minutes % 60:02d}"
         scene.update(
-            task=scene[f"chore{n}"], plan=scene[f"event{n}"], friend=scene[f"name{n}"], where=scene[f"place{n}"]
+            task=scene[f"chore{number}"],
+            plan=scene[f"event{number}"],
+            friend=scene[f"name{number}"],
+            where=scene[f"place{number}"],
         )
-        told.append(scene.say(*(HOURS if n else MORNING)))
-        asked.append(Exchange(scene.fill("What happened at {clock}?"), told[-1]))
-    told.append(scene.say(*EVENING))
-    return Story(" ".join(told), asked[1:])
+        sentences.append(scene.fill_sentence(*(HOURS if number else MORNING)))
+        questions.append(Exchange(scene.fill("What happened at {clock}?"), sentences[-1]))
+    sentences.append(scene.fill_sentence(*EVENING))
+    return Story(" ".join(sentences), questions[1:])
 
 
-PARTS = (
+PORTRAIT_SENTENCES = (
     "In {city} there was a {trait} {place}.",
     "{who} has a {animal} called {word}.",
     "{word} is a {trait} {animal} and likes {food}.",
@@ -229,22 +235,27 @@ PARTS = (
 )
 
 
-def portrait(scene: Scene) -> Story:
-    """Who somebody is, where and with whom."""
-    person(scene)
-    person(scene, "2")
-    parts = scene.rng.sample(PARTS, scene.rng.randint(3, 6))
-    told = [
-        scene.say("{who} is a {job} in {city}.", "{who} lives in {city} with {who2}."),
-        *(scene.say(part) for part in parts),
+def make_portrait(scene: Scene) -> Story:
+    """A description of a character and a place."""
+    bind_person(scene)
+    bind_person(scene, "2")
+    templates = scene.rng.sample(PORTRAIT_SENTENCES, scene.rng.randint(3, 6))
+    sentences = [
+        scene.fill_sentence("{who} is a {job} in {city}.", "{who} lives in {city} with {who2}."),
+        *(scene.fill_sentence(template) for template in templates),
     ]
-    return Story(" ".join(told), [scene.pair((("Where does {who} live?", "{who} lives in {city}."),))])
+    return Story(" ".join(sentences), [scene.fill_exchange((("Where does {who} live?", "{who} lives in {city}."),))])
 
 
-STORIES: dict[Callable[[Scene], Story], int] = {owners: 4, search: 2, errand: 2, day: 2, portrait: 2}
+STORIES: dict[Callable[[Scene], Story], int] = {  # with relative frequencies
+    make_ownership_story: 4,
+    make_search_story: 2,
+    make_errand_story: 2,
+    make_day_story: 2,
+    make_portrait: 2,
+}
 
 
-def story(rng: Random) -> Story:
+def make_story(rng: Random) -> Story:
     """A story of any kind."""
-    (tell,) = rng.choices(tuple(STORIES), tuple(STORIES.values()))
-    return tell(Scene(rng))
+    return choose_weighted(rng, STORIES)(Scene(rng))

@@ -1,0 +1,22 @@
+"""Write the data files of `tunekit/bundled/`: python -m scripts.nano.bundle tunekit/bundled"""
+
+import argparse
+from pathlib import Path
+
+from scripts.nano.preferences import write_preferences
+from scripts.nano.tasks import write_tasks
+from scripts.nano.tools import write_tools
+
+WRITERS = {"preferences": write_preferences, "tasks": write_tasks, "tools": write_tools}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("directory", type=Path)
+    directory = parser.parse_args().directory
+    for name, write in WRITERS.items():
+        write(directory / name)
+
+
+if __name__ == "__main__":
+    main()

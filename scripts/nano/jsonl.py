@@ -1,0 +1,12 @@
+"""Writing datasets as JSON lines."""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+
+def write_rows(path: Path, rows: Iterable[dict]) -> None:
+    """Write one JSON object per line and create missing directories."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", encoding="utf-8") as file:
+        file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
