@@ -32,7 +32,7 @@ METHODS = ("lora", "qlora", "full")
 def tunekit(given: Given, work: Work, folder: Path, more: tuple[str, ...] = ()) -> tuple[dict, int]:
     """One `tune run sft`, of which each word of `more` changes the config."""
     source, length = str(folder / "texts.jsonl"), work.length
-    data = {"kind": "text", "source": source, "length": length, "pack": True, "shuffle": False}
+    data = {"kind": "text", "source": source, "max_length": length, "packing": True, "shuffle": False}
     lora = {"kind": "lora", "rank": work.rank, "alpha": work.alpha, "start": str(given.folder / "adapter")}
     adapter = "full" if work.method == "full" else lora
     sft = config(given, work, recipe="sft", data=data, adapter=adapter)

@@ -82,13 +82,13 @@ def config(given: Given, work: Task, **own: Any) -> dict:
     full = work.method == "full"
     return {
         "model": str(given.folder / "model"),
-        "weights": "nf4" if work.method == "qlora" else "plain",
+        "quantization": "nf4" if work.method == "qlora" else "plain",
         "optimizer": {"kind": "adamw", "lr": work.lr, "betas": [0.9, 0.999]},
-        "schedule": "constant",
+        "lr_scheduler": "constant",
         "precision": {"compute": "bf16", "trained": "bf16" if full else "fp32", "frozen": "bf16"},
-        "batch": work.batch,
-        "micro_batch": work.batch,
-        "steps": work.steps,
+        "global_batch_size": work.batch,
+        "micro_batch_size": work.batch,
+        "max_steps": work.steps,
         "device": "cpu",
     } | own
 
@@ -99,13 +99,13 @@ def tune(given: Given, told: dict, folder: Path, more: tuple[str, ...] = ()) -> 
     file = folder / f"{recipe}.yaml"
     write(file, told)  # JSON is YAML
     command = Path(sys.executable).with_name("tune")
-    whole = start(given, [str(command), "run", recipe, str(file), f"out={out}", *more])
+    whole = start(given, [str(command), "run", recipe, str(file), f"output_dir={out}", *more])
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "seconds" in line]
     names = {"seconds": "seconds", "losses": "loss", "learnt": "learnt"}
     shown = {name: [step[key] for step in steps] for name, key in names.items()}
     shutil.rmtree(out)  # gigabytes a run
-    peak, threads = steps[-1]["memory_peak_bytes"], torch.get_num_threads()
+    peak, threads = steps[-1]["peak_memory"], torch.get_num_threads()
     return shown | {"peak": peak, "versions": package_versions(), "threads": threads}, whole
 
 
@@ -121,7 +121,7 @@ def other(given: Given, name: str, what: str, folder: Path) -> tuple[dict, int]:
 
 def start(given: Given, line: list[str]) -> int:
     """Run a command to its end; bytes that it had resident at most."""
-    log = given.folder / "log.txt"
+    log = given.folder / "txt"
     with log.open("w") as stream:
         process = subprocess.Popen([*given.under, *line], stdout=stream, stderr=stream, cwd=given.folder)
         _, status, used = os.wait4(process.pid, 0)

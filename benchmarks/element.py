@@ -92,7 +92,10 @@ def token(_: int, rounds: int) -> None:
     x, weight, table = random(1, 1, DIM), torch.rand(DIM).to(BF16), rotation(1)
     q, k, gate = random(1, 1, HEADS, HEAD), random(1, 1, KV_HEADS, HEAD), random(1, 1, HIDDEN)
     works: dict[str, tuple[Work, Work]] = {
-        "norm": (lambda: rms_norm.rms_norm(x, weight, 1e-5), lambda: rms_norm.reference(x, weight, 1e-5, 0.0, False)),
+        "grad_norm": (
+            lambda: rms_norm.rms_norm(x, weight, 1e-5),
+            lambda: rms_norm.reference(x, weight, 1e-5, 0.0, False),
+        ),
         "rope": (lambda: rope.apply_rope(q, k, table), lambda: (rope.reference(q, table), rope.reference(k, table))),
         "silu": (lambda: glu.gated_activation("silu", gate, gate), lambda: reference("silu", gate, gate)),
     }
@@ -119,7 +122,7 @@ def rotation(tokens: int) -> rope.RopeTables:
 
 
 def main() -> None:
-    known = {"norm": norms, "rope": ropes, "glu": glus, "token": token}
+    known = {"grad_norm": norms, "rope": ropes, "glu": glus, "token": token}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", nargs="*", default=[*known])
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())

@@ -45,7 +45,7 @@ def checkpoint(folder: Path) -> Path:
 
 
 def ours(model: Decoder, tokens: int) -> Answer:
-    return lambda rows: generate_batch(model, rows, SamplingConfig(tokens=tokens), NONE)
+    return lambda rows: generate_batch(model, rows, SamplingConfig(max_new_tokens=tokens), NONE)
 
 
 def theirs(folder: Path, tokens: int) -> Answer:
@@ -110,13 +110,13 @@ def main() -> None:
     print(f"{describe_hardware(torch.device('cpu'))}, {args.threads} threads, torch {torch.__version__}, "
           f"transformers {transformers.__version__}, Python {platform.python_version()}; "
           f"load {os.getloadavg()[0]:.1f}; memory is read at {rate / 1e9:.1f} GB/s\n")  # fmt: skip
-    precision = PrecisionConfig("bf16", frozen="bf16")
+    precision = PrecisionConfig("bf16", frozen_dtype="bf16")
     with tempfile.TemporaryDirectory() as place:
         folder = checkpoint(Path(place))
         kinds = {
             "tunekit": NoQuantization(),
             "tunekit, nf4": NF4Config(),
-            "tunekit, nf4 nested": NF4Config(nested=True),
+            "tunekit, nf4 nested": NF4Config(double_quant=True),
         }
         models = {
             name: build.build_model(

@@ -152,9 +152,9 @@ def flops(net: Decoder, rows: Batch, factor: int) -> float:
 
 def steps(size: Size, preset: str, weights: NoQuantization, adapter: NoAdapter | LoRAConfig, **how) -> dict[str, float]:
     """Steps of tunekit on a preset; `how`: rows, length, recompute, factor, packed."""
-    config, memory = size.config(preset), MemoryConfig(recompute=how.get("recompute", False))
+    config, memory = size.config(preset), MemoryConfig(activation_checkpointing=how.get("recompute", "none"))
     trained = "bf16" if type(adapter) is NoAdapter else "fp32"
-    net = model(config, weights, adapter, memory, PrecisionConfig("bf16", trained=trained, frozen="bf16"))
+    net = model(config, weights, adapter, memory, PrecisionConfig("bf16", master_dtype=trained, frozen_dtype="bf16"))
     rows = batch(net.spec.vocab, *size.tokens(how["rows"], how["length"]), how.get("packed", True))
     found = outcome(train(net, adapter, rows), size)
     rate = max(multiplying(DEVICE, sides(size)).values())
@@ -223,7 +223,7 @@ def full(size: Size) -> dict[str, float]:
 
 def memory(size: Size) -> dict[str, float]:
     """8B QLoRA at 2 x 2,048 with nested scales and layers that run twice."""
-    how = {"rows": 2, "length": 2048, "recompute": True, "factor": 4}
+    how = {"rows": 2, "length": 2048, "recompute": "full", "factor": 4}
     return steps(size, "tunekit/llama3_1_8b", NF4Config(True), LoRAConfig(16), **how)
 
 

@@ -29,21 +29,24 @@ class Rung:
     words: tuple[str, ...]
 
 
-FIRST = Rung("full, fp32, padded rows", ("precision.compute=fp32", "precision.trained=fp32"))
-DEFAULT = Rung("full, bf16 products, packed", ("precision.trained=fp32",))
+FIRST = Rung("full, fp32, padded rows", ("precision.compute_dtype=fp32", "precision.master_dtype=fp32"))
+DEFAULT = Rung("full, bf16 products, packed", ("precision.master_dtype=fp32",))
 PACKED = "packed rows"
 PLAIN = ("optimizer=adamw", "optimizer.lr=1e-4")
 RUNGS = (
-    Rung("bf16 products", ("precision.compute=bf16",)),
+    Rung("bf16 products", ("precision.compute_dtype=bf16",)),
     Rung(PACKED, ()),
     Rung("8-bit AdamW", ("optimizer=adamw8bit", "optimizer.lr=1e-4")),
-    Rung("bf16 weights", ("precision.trained=bf16",)),
-    Rung("step in backward", ("memory.step_in_backward=true", "clip=0")),
-    Rung("selective recompute", ("memory.recompute=selective",)),
-    Rung("recompute of layers", ("memory.recompute=layer",)),
-    Rung("LoRA", ("adapter=lora", *PLAIN, "precision.trained=fp32", "memory.step_in_backward=false", "clip=1")),
-    Rung("QLoRA", ("weights=nf4", "adapter=lora")),
-    Rung("compile", ("memory.compile=true",)),
+    Rung("bf16 weights", ("precision.master_dtype=bf16",)),
+    Rung("step in backward", ("memory.optimizer_in_bwd=true", "max_grad_norm=0")),
+    Rung("selective recompute", ("memory.activation_checkpointing=selective",)),
+    Rung("recompute of layers", ("memory.activation_checkpointing=full",)),
+    Rung(
+        "LoRA",
+        ("adapter=lora", *PLAIN, "precision.master_dtype=fp32", "memory.optimizer_in_bwd=false", "max_grad_norm=1"),
+    ),
+    Rung("QLoRA", ("quantization=nf4", "adapter=lora")),
+    Rung("compile", ("compile=true",)),
 )
 
 
@@ -60,7 +63,7 @@ def climb(given: Given, base: Work, rung: Rung, words: tuple[str, ...], drop: in
 def padded(work: Work) -> tuple[str, ...]:
     """As many documents in rows of their own."""
     documents = work.batch * len(work.documents)
-    return "data.pack=false", f"batch={documents}", f"micro_batch={documents}"
+    return "data.packing=false", f"global_batch_size={documents}", f"micro_batch_size={documents}"
 
 
 def main() -> None:

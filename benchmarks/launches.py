@@ -66,14 +66,14 @@ def tunekit_step(method: str, num_layers: int) -> Step:
     spec = find_family(SHAPE | {"num_hidden_layers": num_layers}, "config.json")[1]
     adapter = NoAdapter() if method == "full" else LoRAConfig(RANK)
     model = assemble.build_meta_model(
-        SimpleNamespace(spec=spec), NF4Config(nested=True) if method == "qlora" else NoQuantization(), adapter
+        SimpleNamespace(spec=spec), NF4Config(double_quant=True) if method == "qlora" else NoQuantization(), adapter
     )
     run = DistributedContext.alone()
     run.device = CUDA
-    PrecisionConfig("bf16", frozen="bf16").apply(model, {}, CUDA)
+    PrecisionConfig("bf16", frozen_dtype="bf16").apply(model, {}, CUDA)
     MemoryConfig().apply(model, CUDA)
     optimizer = AdamWConfig().build(adapter.trained(model))
-    update = MemoryConfig().update(optimizer, 1.0, run, StepGuard(StepGuardConfig(nan="off"), CUDA).allows)
+    update = MemoryConfig().update(optimizer, 1.0, run, StepGuard(StepGuardConfig(on_nan="off"), CUDA).allows)
     config = SimpleNamespace(loss=CrossEntropy())
     tokens, positions = torch.zeros(1, LENGTH, dtype=torch.long), torch.arange(LENGTH)[None]
     offsets = torch.tensor([0, 700, 1500, LENGTH], dtype=torch.int32)

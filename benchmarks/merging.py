@@ -34,9 +34,9 @@ MODEL |= {"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128
 MODEL |= {"architectures": ["LlamaForCausalLM"], "dtype": "bfloat16", "rms_norm_eps": 1e-5}
 ADAPTERS = {
     "LoRA of all layers, rank 16": LoRAConfig(16),
-    "LoRA of all layers and the head, rank 64": LoRAConfig(64, targets=("all", "head")),
+    "LoRA of all layers and the head, rank 64": LoRAConfig(64, target_modules=("all-linear", "head")),
     "DoRA of all layers, rank 16": DoRAConfig(16),
-    "LoRA, embedding and head whole": LoRAConfig(16, whole=("embed", "head")),
+    "LoRA, embedding and head whole": LoRAConfig(16, modules_to_save=("embed", "head")),
 }
 MB = 1e6
 
@@ -124,7 +124,7 @@ def child(way: str, base: Path, adapter: Path, out: Path) -> dict[str, float]:
         merge.merge_adapter(source, adapter, out, quiet=True)
         if way == "tune merge":
             choice = peft_adapter.read_adapter_config(adapter, source)
-            verify.verify_merge(out, source, replace(choice, start=str(adapter)), torch.device("cpu"))
+            verify.verify_merge(out, source, replace(choice, adapter_path=str(adapter)), torch.device("cpu"))
     return watch.found
 
 

@@ -192,7 +192,7 @@ def step(source: HFCheckpoint, weights: NoQuantization, adapter: NoAdapter | LoR
         source,
         weights,
         adapter,
-        PrecisionConfig("bf16", frozen="bf16"),
+        PrecisionConfig("bf16", frozen_dtype="bf16"),
         MemoryConfig(),
         DistributedContext(0, "cpu"),
         fresh=True,

@@ -55,25 +55,25 @@ MODEL = "tunekit/smollm2_135m"
 WAYS: dict[str, dict[str, Any]] = {
     "full": {},
     "full, 2 passes a step": {"batch": 4},
-    "full, recompute": {"memory": MemoryConfig(recompute=True)},
-    "full, selective recompute": {"memory": MemoryConfig(recompute="selective")},
+    "full, recompute": {"memory": MemoryConfig(activation_checkpointing="full")},
+    "full, selective recompute": {"memory": MemoryConfig(activation_checkpointing="selective")},
     "full, 8-bit AdamW": {"optimizer": AdamW8bitConfig()},
-    "full, bf16 weights": {"precision": PrecisionConfig("bf16", trained="bf16")},
-    "full, step in backward": {"memory": MemoryConfig(step_in_backward=True), "clip": 0.0},
+    "full, bf16 weights": {"precision": PrecisionConfig("bf16", master_dtype="bf16")},
+    "full, step in backward": {"memory": MemoryConfig(optimizer_in_bwd=True), "clip": 0.0},
     "full, Muon": {"optimizer": MuonConfig()},
     "lora": {"adapter": LoRAConfig()},
     "lora, nf4": {"adapter": LoRAConfig(), "weights": NF4Config()},
     "2 ranks": {"parallel": ParallelConfig()},
-    "2 ranks, bf16 travels": {"parallel": ParallelConfig(gather="compute")},
-    "2 ranks, 2 copies": {"parallel": ParallelConfig(replicate=2)},
+    "2 ranks, bf16 travels": {"parallel": ParallelConfig(all_gather_dtype="compute")},
+    "2 ranks, 2 copies": {"parallel": ParallelConfig(dp_replicate=2)},
     "2 ranks, lora": {"parallel": ParallelConfig(), "adapter": LoRAConfig()},
-    "tensor 2": {"parallel": ParallelConfig(tensor=2)},
-    "tensor 2, lora": {"parallel": ParallelConfig(tensor=2), "adapter": LoRAConfig()},
-    "context 2": {"parallel": ParallelConfig(context=2)},
+    "tensor 2": {"parallel": ParallelConfig(tp=2)},
+    "tensor 2, lora": {"parallel": ParallelConfig(tp=2), "adapter": LoRAConfig()},
+    "context 2": {"parallel": ParallelConfig(cp=2)},
     "experts on 1 rank": {},
     "experts on 2 ranks": {"parallel": ParallelConfig()},
-    "expert 2": {"parallel": ParallelConfig(expert=2)},
-    "tensor 2, expert 2": {"parallel": ParallelConfig(tensor=2, expert=2)},
+    "expert 2": {"parallel": ParallelConfig(ep=2)},
+    "tensor 2, expert 2": {"parallel": ParallelConfig(tp=2, ep=2)},
 }
 EXPERTS = MoE(8, 6, 384)
 FILLING = range(400, 400 + onednn_cache.KEPT // onednn_cache.EACH + 1)  # tokens of an expert in steps before
@@ -88,9 +88,9 @@ def task(way: str, layers: int) -> Workload:
     if "tensor" in way:  # which nine heads are not divided by
         chosen = tuple(replace(layer, mixer=replace(layer.mixer, heads=8, kv_heads=4)) for layer in chosen)
     source = replace(source, spec=replace(source.spec, layers=chosen))
-    precision = PrecisionConfig("bf16", frozen="bf16")
+    precision = PrecisionConfig("bf16", frozen_dtype="bf16")
     how = NoAdapter(), NoQuantization(), precision, MemoryConfig(), AdamWConfig(), CrossEntropy(), ParallelConfig()
-    plain = Workload(source, 512, 2, 2, *how, clip=1.0, random=False)
+    plain = Workload(source, 512, 2, 2, *how, max_grad_norm=1.0, random=False)
     return replace(plain, **WAYS[way])
 
 
@@ -101,7 +101,7 @@ def sparse(task: Workload) -> bool:
 def ranks(way: str) -> int:
     """Processes that a way takes."""
     parallel: ParallelConfig | None = WAYS[way].get("parallel")
-    return 1 if parallel is None else parallel.tensor * (1 if parallel.tensor > 1 == parallel.expert else 2)
+    return 1 if parallel is None else parallel.tp * (1 if parallel.tp > 1 == parallel.ep else 2)
 
 
 def planned(task: Workload, count: int) -> int:
@@ -113,7 +113,7 @@ def planned(task: Workload, count: int) -> int:
 def stepped(task: Workload, steps: int, run: DistributedContext) -> None:
     """Steps of a model of random weights, in the order of assemble.model."""
     sizes = run.sizes
-    net = build.build_meta_model(task.source, task.weights, task.adapter)
+    net = build.build_meta_model(task.source, task.quantization, task.adapter)
     parallelize(net, run)
     task.precision.apply(net, dtypes(task.source, net), CPU)
     task.memory.apply(net, CPU)
@@ -125,15 +125,15 @@ def stepped(task: Workload, steps: int, run: DistributedContext) -> None:
         here = to_local(parameter.data)
         here.normal_(std=0.02) if parameter.is_floating_point() else here.zero_()
     optimizer = task.optimizer.build(task.adapter.trained(net), [p for each in net.layers for p in each.parameters()])
-    update = task.memory.update(optimizer, task.clip, run)
+    update = task.memory.update(optimizer, task.max_grad_norm, run)
     shape = ProbeStep(
-        task.adapter, task.memory, task.optimizer, task.loss, task.clip, task.micro(sizes), task.length, 1
+        task.adapter, task.memory, task.optimizer, task.loss, task.max_grad_norm, task.micro(sizes), task.max_length, 1
     )
     batch = rows(shape)
     tokens = torch.randint(0, task.source.spec.vocab, batch.tokens.shape)
     targets = tokens.clone()
     targets[:, 0] = -100
-    places = torch.arange(task.length).expand_as(tokens)
+    places = torch.arange(task.max_length).expand_as(tokens)
     batch = replace(batch, tokens=tokens, targets=targets, positions=places)
     passes = task.parts(sizes)
     for _ in range(steps):

@@ -70,7 +70,7 @@ def rows(folder: Path, shape: Shape, work: Pairs) -> None:
 def tunekit(given: Given, work: Pairs, folder: Path) -> tuple[dict, int]:
     """One `tune run preference`, with the pairs of its steps."""
     source, length = str(folder / "pairs.jsonl"), PROMPT + LONG
-    data = {"kind": "preference", "source": source, "length": length, "pack": True, "shuffle": False}
+    data = {"kind": "preference", "source": source, "max_length": length, "packing": True, "shuffle": False}
     adapter = {"kind": "lora", "rank": work.rank, "alpha": work.alpha}
     loss = {"kind": "dpo", "beta": work.beta}
     dpo = config(given, work, recipe="preference", data=data, adapter=adapter, loss=loss)

@@ -78,7 +78,7 @@ def resident(first: int) -> int:
 
 def run(line: list[str], folder: Path) -> int:
     """Run a command to its end; the most memory that it had."""
-    log = folder / "log.txt"
+    log = folder / "txt"
     more = {"TUNEKIT_CACHE": str(folder / "kept"), "HF_DATASETS_CACHE": str(folder / "datasets"), "HF_HUB_OFFLINE": "1"}
     with log.open("w") as stream:
         process = subprocess.Popen(line, stdout=stream, stderr=stream, cwd=folder, env=os.environ | more)
@@ -169,7 +169,7 @@ def stream(args: argparse.Namespace, given: Path) -> None:
     (given / "many").mkdir()
     for number in range(-(-args.stream // PART)):
         os.link(given / "part.jsonl", given / "many" / f"train-{number:05d}.jsonl")
-    rows = TextDataset(source=str(given / "many"), length=2048, pack=True, stream=True)
+    rows = TextDataset(source=str(given / "many"), max_length=2048, packing=True, streaming=True)
     data = build.build_dataloader(
         rows, Tokenizer.open(given / "words" / args.templates[0]), STEP, STEP, DistributedContext()
     )

@@ -89,7 +89,7 @@ def child(args: argparse.Namespace) -> None:
         source, fp32 = HFCheckpoint.open(args.folder), PrecisionConfig("fp32", "fp32", "fp32")
         model = build.build_model(source, NoQuantization(), NoAdapter(), fp32, MemoryConfig(), run, True)
         sizes = {name: p.numel() * 4 for name, p in model.named_parameters()}
-        cfg = sft.SFTConfig(model="m", data=TextDataset("t"), out="o")
+        cfg = sft.SFTConfig(model="m", data=TextDataset("t"), output_dir="o")
         update = MemoryConfig().update(AdamWConfig().build(NoAdapter().trained(model)), 1.0, run)
 
         def step(number: int) -> float:

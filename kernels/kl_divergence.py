@@ -38,7 +38,7 @@ FLOOR = -1e4  # of a logarithm: what cannot be is very unlikely, and no sum beco
 TINY = 1e-37
 ROWS = 64  # whose logits are made fp32 at a time
 # What is told of a chunk, summed over its tokens; all but the second at the temperature of the comparison.
-FIGURES = ("divergence", "cross_entropy", "kl", "entropy", "teacher_entropy", "agreement")
+FIGURES = ("divergence", "cross_entropy", "kl", "entropy", "teacher_entropy", "top1_agreement")
 
 
 @dataclass(frozen=True)

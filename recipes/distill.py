@@ -1,8 +1,8 @@
 """Distillation: a student learns to expect what a teacher expects, from a live teacher, from files, or on its own rows.
 
 tune run distill nano/distill
-tune run distill qwen3/0_6b_distill teacher.weights=nf4
-tune run distill llama3_2/1b_distill on_policy.share=0.5 loss=jensenshannon
+tune run distill qwen3/0_6b_distill teacher.quantization=nf4
+tune run distill llama3_2/1b_distill on_policy.lmbda=0.5 loss=jensen_shannon
 """
 
 from dataclasses import dataclass
@@ -28,18 +28,18 @@ class DistillConfig(TrainConfig):
     """Everything this recipe can be told: what every training can, who teaches, and what is compared."""
 
     data: Learnable  # what to learn
-    validation: Learnable | None = None  # held-out rows
+    eval_data: Learnable | None = None  # held-out rows
     teacher: OnlineTeacherConfig | OfflineTeacherConfig  # a model in memory, or files that one has written
     loss: ForwardKL | ReverseKL | SymmetricKL | SkewedKL | SkewedReverseKL | JensenShannon = ForwardKL()
     on_policy: OnPolicyConfig = OnPolicyConfig()  # rows whose answers the student writes itself
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.teacher, OfflineTeacherConfig) and self.on_policy.share:
-            raise FieldError("on_policy.share", "what the student writes is stored nowhere: `teacher: {kind: live}`")
+        if isinstance(self.teacher, OfflineTeacherConfig) and self.on_policy.lmbda:
+            raise FieldError("on_policy.lmbda", "what the student writes is stored nowhere: `teacher: {kind: online}`")
         if isinstance(self.teacher, OfflineTeacherConfig) and is_streaming(self.data):
-            raise FieldError("teacher", "rows of a stream are not there to be asked about beforehand: kind: live")
-        self.on_policy.check(self.data.length, self.loss.truth)
+            raise FieldError("teacher", "rows of a stream are not there to be asked about beforehand: kind: online")
+        self.on_policy.check(self.data.max_length, self.loss.kd_ratio)
 
 
 RECIPE = DistillConfig
@@ -56,18 +56,18 @@ def check(cfg: DistillConfig) -> None:
     cfg.teacher.check(words(cfg))
 
 
-def main(cfg: DistillConfig, fresh: bool = False) -> None:
+def main(cfg: DistillConfig, overwrite: bool = False) -> None:
     """Train until the last step, a signal, or the end of patience, and leave a checkpoint for others."""
-    training.run(cfg, Method("distill", forward_backward, evaluate, beside), fresh)
+    training.run(cfg, Method("distill", forward_backward, evaluate, beside), overwrite)
 
 
 def beside(job: Job) -> dict[str, Teacher | StudentSampler]:
     """The teacher, and who puts answers into rows."""
     tokenizer, loaders = training.open_tokenizer(job.source), [job.data, *filter(None, [job.held])]
     job.cfg.teacher.check(tokenizer)
-    if (told := warn_short_room(job.cfg.on_policy, job.data.parts, job.data.mix.length)) is not None:
+    if (told := warn_short_room(job.cfg.on_policy, job.data.parts, job.data.mix.max_length)) is not None:
         job.run.tell(told)
-    writer = StudentSampler(job.cfg.on_policy, job.data.layout, job.data.mix.length, tokenizer.stops)
+    writer = StudentSampler(job.cfg.on_policy, job.data.layout, job.data.mix.max_length, tokenizer.stops)
     teacher = job.cfg.teacher.open(job.cfg.loss, job.model, tokenizer, loaders, job.run)
     return {"teacher": teacher, "writer": writer}
 

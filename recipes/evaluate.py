@@ -1,7 +1,7 @@
 """How good a model is: loss and answers on held-out rows, tasks by name, and whether it differs from another model.
 
 tune run evaluate nano/tools
-tune run evaluate nano/tools model=runs/nano-tools baseline=tunekit/nano data.split=test examples=10
+tune run evaluate nano/tools model=runs/nano-tools baseline=tunekit/nano data.split=test num_completions_to_print=10
 tune run evaluate nano/known tasks=[nano,arc_easy] limit=100
 """
 
@@ -41,25 +41,25 @@ class EvaluateConfig:
     model: str  # folder of a checkpoint, an adapter or a run; a Hub name; tunekit/nano
     data: Learnable | None = None  # held-out rows; the last learnt turn of each is the answer to match
     tasks: tuple[str, ...] = ()  # nano, nano/facts, ...; or tasks of lm-evaluation-harness: [arc_easy, hellaswag]
-    shots: int | None = None  # examples in front of a question of the harness; none: as many as its task says
-    include: str | None = None  # a folder with tasks of your own, as the harness reads them: its code is run
-    chat: bool = False  # write the questions of the harness with the model's chat template
-    limit: int | None = None  # take the first rows only, of `data` and of each task
+    num_fewshot: int | None = None  # Few-shot examples per question; null: as the task defines
+    include_path: str | None = None  # Directory with your own lm-evaluation-harness tasks; their code is executed
+    apply_chat_template: bool = False  # Format harness questions with the chat template
+    limit: int | None = None  # First N rows of `data` and of each task
     baseline: str | None = None  # a second model, such as the one before training
     sampling: SamplingConfig = SamplingConfig()
-    weights: NoQuantization | NF4Config | FP4Config | Float8Config = (
+    quantization: NoQuantization | NF4Config | FP4Config | Float8Config = (
         NoQuantization()
     )  # how the weights of both are stored
     precision: PrecisionConfig = PrecisionConfig()
-    batch: int = 32  # rows in one forward pass
-    examples: int = 3  # answers to print
-    out: str | None = None  # JSON file for the figures, every answer, and which rows were won and lost
+    batch_size: int = 32  # rows in one forward pass
+    num_completions_to_print: int = 3  # answers to print
+    output_path: str | None = None  # JSON file (evaluate), JSONL file (generate)
     parallel: ParallelConfig = COPIES  # how several devices share the rows, or the weights
     device: DeviceChoice = "auto"  # auto: the first of cuda, xpu, mps that torch finds, else cpu
 
     def __post_init__(self) -> None:
-        if self.batch < 1:
-            raise FieldError("batch", f"must be 1 or more, not {self.batch}")
+        if self.batch_size < 1:
+            raise FieldError("batch_size", f"must be 1 or more, not {self.batch_size}")
         if self.data is None and not self.tasks:
             raise FieldError("data", "nothing to ask: give rows, or tasks by name")
         if self.data is not None and is_streaming(self.data):
@@ -68,7 +68,7 @@ class EvaluateConfig:
 
     @property
     def named(self) -> TaskSelection:
-        return TaskSelection(self.tasks, self.shots, self.include, self.limit, self.chat)
+        return TaskSelection(self.tasks, self.num_fewshot, self.include_path, self.limit, self.apply_chat_template)
 
 
 RECIPE = EvaluateConfig
@@ -84,7 +84,7 @@ def check(cfg: EvaluateConfig) -> None:
     for name in filter(None, (cfg.model, cfg.baseline)):
         source, adapter, tokenizer = build.resolve_model(name, download.SMALL)
         require_language_model(source, name)
-        build.check_parallelizable(source, cfg.weights, adapter, cfg.parallel)
+        build.check_parallelizable(source, cfg.quantization, adapter, cfg.parallel)
         if cfg.data is not None:
             cfg.data.prepare(tokenizer)
     if cfg.data is not None:
@@ -96,8 +96,8 @@ def main(cfg: EvaluateConfig) -> list[ModelResult]:
     """Measure each model and print what was found."""
     with DistributedContext(cfg.sampling.seed, cfg.device, cfg.parallel) as run:
         cfg.parallel.check_inference(run.size)
-        if cfg.out is not None:
-            run.shared(partial(check_writable, Path(cfg.out)))
+        if cfg.output_path is not None:
+            run.shared(partial(check_writable, Path(cfg.output_path)))
         results, questions = [], []
         for name in filter(None, (cfg.baseline, cfg.model)):
             questions, result = evaluate_model(name, cfg, run)
@@ -109,11 +109,11 @@ def main(cfg: EvaluateConfig) -> list[ModelResult]:
 def evaluate_model(name: str, cfg: EvaluateConfig, run: DistributedContext) -> tuple[list[Question], ModelResult]:
     """Questions of the rows, and all figures of one model, which is in memory only in here."""
     tasks = cfg.named.load()  # before weights are read: some rows are far away
-    model, tokenizer = build.load_for_inference(name, cfg.precision, run, cfg.weights)
-    asker = GenerationEvaluator(model, tokenizer, cfg.sampling, cfg.batch, run)
+    model, tokenizer = build.load_for_inference(name, cfg.precision, run, cfg.quantization)
+    asker = GenerationEvaluator(model, tokenizer, cfg.sampling, cfg.batch_size, run)
     questions, found = [], []
     if cfg.data is not None:
-        data = build_dataloader(cfg.data, tokenizer, cfg.batch, cfg.batch, run)
+        data = build_dataloader(cfg.data, tokenizer, cfg.batch_size, cfg.batch_size, run)
         data.check(model.spec.vocab)
         if name == cfg.model:
             data_checks.warn_data(cfg, data, tokenizer, run)
@@ -125,15 +125,15 @@ def evaluate_model(name: str, cfg: EvaluateConfig, run: DistributedContext) -> t
 def report(cfg: EvaluateConfig, questions: list[Question], results: list[ModelResult]) -> None:
     """Print what was found, and put it into a file and onto the model's card."""
     changed = paired_differences(results[0], results[-1], cfg.sampling.seed) if cfg.baseline is not None else []
-    print_completions(questions, results, cfg.examples)
+    print_completions(questions, results, cfg.num_completions_to_print)
     print(results_table(results, changed))
-    if cfg.out is not None:
+    if cfg.output_path is not None:
         models = [result.to_dict() for result in results]
         content = {"models": models, "changes": [asdict(change) for change in changed]}
-        write_text_atomic(Path(cfg.out), json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+        write_text_atomic(Path(cfg.output_path), json.dumps(content, indent=2, ensure_ascii=False) + "\n")
     if cfg.data is not None:
         figures = [
-            {"model": result.model, "loss": result.loss, "perplexity": result.perplexity, "right": result.num_correct}
+            {"model": result.model, "loss": result.loss, "perplexity": result.perplexity, "correct": result.num_correct}
             for result in results
         ]
         model_card.add_evaluation(Path(cfg.model), dataset_title(cfg.data), figures, len(questions))
@@ -143,7 +143,7 @@ def print_completions(questions: list[Question], results: list[ModelResult], exa
     """A few answers."""
     width = max(len(name) for name in ("question", *(result.model for result in results)))
     for i, question in enumerate(questions[:examples]):
-        lines = {"question": question.text, "wanted": question.expected}
+        lines = {"question": question.text, "expected": question.expected}
         for name, text in {**lines, **{result.model: result.answers[i] for result in results}}.items():
             print(f"{name:{width}}  {text}")
         print()

@@ -1,7 +1,7 @@
 """Answers to prompts, many at once: from the command line or from a file.
 
 tune run generate nano/generate 'prompts=["What is 3 plus 4?"]'
-tune run generate nano/generate source=questions.jsonl out=answers.jsonl sampling.temperature=0.7
+tune run generate nano/generate source=questions.jsonl output_path=answers.jsonl sampling.temperature=0.7
 """
 
 import json
@@ -36,21 +36,21 @@ class GenerateConfig:
     prompts: tuple[str, ...] = ()  # what a user says
     source: str | None = None  # rows with `messages` (up to what is to be answered) or `prompt`
     split: str = "train"  # of the source
-    system: str | None = None  # what the system message says
-    raw: bool = False  # go on from the prompt as it stands, without the chat template
+    system_prompt: str | None = None  # what the system message says
+    apply_chat_template: bool = True  # Format harness questions with the chat template
     sampling: SamplingConfig = SamplingConfig()
-    weights: NoQuantization | NF4Config | FP4Config | Float8Config = NoQuantization()  # how its weights are stored
+    quantization: NoQuantization | NF4Config | FP4Config | Float8Config = NoQuantization()  # how its weights are stored
     precision: PrecisionConfig = PrecisionConfig()
-    batch: int = 16  # prompts that are answered at once
-    out: str | None = None  # JSONL file with a prompt and an answer a line; None: print them
+    batch_size: int = 16  # prompts that are answered at once
+    output_path: str | None = None  # JSON file (evaluate), JSONL file (generate)
     parallel: ParallelConfig = COPIES  # how several devices share the prompts, or the weights
     device: DeviceChoice = "auto"  # auto: the first of cuda, xpu, mps that torch finds, else cpu
 
     def __post_init__(self) -> None:
         if not self.prompts and self.source is None:
             raise FieldError("prompts", "nothing to answer: give prompts, or a source with rows of them")
-        if self.batch < 1:
-            raise FieldError("batch", f"must be 1 or more, not {self.batch}")
+        if self.batch_size < 1:
+            raise FieldError("batch_size", f"must be 1 or more, not {self.batch_size}")
 
 
 RECIPE = GenerateConfig
@@ -59,7 +59,7 @@ RECIPE = GenerateConfig
 def check(cfg: GenerateConfig) -> None:
     """Whether the model and the rows are there."""
     source, adapter, _ = build.resolve_model(cfg.model, download.SMALL)
-    build.check_parallelizable(source, cfg.weights, adapter, cfg.parallel)
+    build.check_parallelizable(source, cfg.quantization, adapter, cfg.parallel)
     if cfg.source is not None:
         find_data_files(cfg.source, cfg.split)
 
@@ -68,10 +68,10 @@ def main(cfg: GenerateConfig) -> None:
     """Answer all prompts, in their order."""
     with DistributedContext(cfg.sampling.seed, cfg.device, cfg.parallel) as run:
         cfg.parallel.check_inference(run.size)
-        model, tokenizer = build.load_for_inference(cfg.model, cfg.precision, run, cfg.weights)
+        model, tokenizer = build.load_for_inference(cfg.model, cfg.precision, run, cfg.quantization)
         texts = list(read_prompts(cfg))
         prompts = [encode_prompt(text, tokenizer, cfg) for text in texts]
-        found = generate_all(model, prompts, cfg.sampling, tokenizer.stops, cfg.batch, run)
+        found = generate_all(model, prompts, cfg.sampling, tokenizer.stops, cfg.batch_size, run)
         pairs = zip(texts, found, strict=True)
         lines = [{"prompt": text, "answer": tokenizer.decode(answer)} for text, answer in pairs]
         run.shared(partial(write_answers, cfg, lines))
@@ -89,21 +89,21 @@ def read_prompts(cfg: GenerateConfig) -> Iterator[str | list]:
 
 def encode_prompt(prompt: str | list, tokenizer: Tokenizer, cfg: GenerateConfig) -> list[int]:
     """The tokens to go on from."""
-    if isinstance(prompt, str) and cfg.raw:
+    if isinstance(prompt, str) and not cfg.apply_chat_template:
         return tokenizer.encode(prompt, special=True)
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if messages[-1].get("role") == "assistant":
         messages = messages[:-1]
-    system = [{"role": "system", "content": cfg.system}] if cfg.system else []
+    system = [{"role": "system", "content": cfg.system_prompt}] if cfg.system_prompt else []
     messages = [*system, *messages]
     return tokenizer.prompt(detect_features(tokenizer.template(), tokenizer).fit(messages))
 
 
 def write_answers(cfg: GenerateConfig, lines: list[dict]) -> None:
-    if cfg.out is not None:
+    if cfg.output_path is not None:
         text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
-        write_text_atomic(Path(cfg.out), text)
-        print(f"{len(lines)} answers in {cfg.out}")
+        write_text_atomic(Path(cfg.output_path), text)
+        print(f"{len(lines)} answers in {cfg.output_path}")
         return
     for line in lines:
         prompt = line["prompt"] if isinstance(line["prompt"], str) else line["prompt"][-1]["content"]

@@ -66,23 +66,24 @@ class PreferenceConfig(TrainConfig):
     """Everything this recipe can be told: what every training can, what is minimised, and against which reference."""
 
     data: Comparable  # pairs of answers, or answers with marks
-    validation: Comparable | None = None  # held-out rows
+    eval_data: Comparable | None = None  # held-out rows
     loss: tuple[OfPairs | OfMarks, ...] = (DPO(),)  # what is minimised: one term, or several that are added up
-    reference: AutoReference | DisableAdapterReference | CopiedReference | PrecomputedReference = (
-        AutoReference()
-    )  # where losses compare with the model that training began with
-    tail: float = 1.0  # LD-DPO: weight of the tokens by which an answer is longer than the other one
+    # Reference model; `auto`: the cheapest that works
+    reference: AutoReference | DisableAdapterReference | CopiedReference | PrecomputedReference = AutoReference()
+    ld_alpha: float = 1.0  # LD-DPO: weight of the tokens beyond the shorter answer (arXiv:2409.06411)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.loss:
             raise FieldError("loss", "name at least one term")
-        if not 0 <= self.tail <= 1:
-            raise FieldError("tail", f"a weight from 0 to 1, not {self.tail}")
+        if not 0 <= self.ld_alpha <= 1:
+            raise FieldError("ld_alpha", f"a weight from 0 to 1, not {self.ld_alpha}")
         others = [kind_of(term) for term in self.loss if term.each == 1 or not term.compares]
-        if self.tail < 1 and others:
-            raise FieldError("tail", f"is for pairs that are compared with a reference, and {others[0]} does not do so")
-        self.reference.check(self, PreferenceObjective(self.loss, self.tail))
+        if self.ld_alpha < 1 and others:
+            raise FieldError(
+                "ld_alpha", f"is for pairs that are compared with a reference, and {others[0]} does not do so"
+            )
+        self.reference.check(self, PreferenceObjective(self.loss, self.ld_alpha))
 
 
 RECIPE = PreferenceConfig
@@ -101,7 +102,7 @@ def words(cfg: PreferenceConfig) -> Tokenizer:
 def check(cfg: PreferenceConfig) -> None:
     """What can be known without reading weights."""
     training.check_training(cfg)
-    held = None if cfg.validation is None else MixtureBase.of(cfg.validation).settled()
+    held = None if cfg.eval_data is None else MixtureBase.of(cfg.eval_data).settled()
     check_terms(cfg.loss, MixtureBase.of(cfg.data).settled(), held)
 
 
@@ -110,22 +111,22 @@ def check_terms(loss: Sequence[PreferenceLoss], data: MixtureBase, held: Mixture
     if data.each == 1 and (paired := [kind_of(term) for term in loss if term.each == 2]):
         raise UserError(f"loss: {paired[0]} compares pairs, and these rows are single answers: use kto, bco or pairs")
     if held is not None and held.each < data.each:
-        raise UserError("validation: these rows are single answers, and those of `data` are pairs: make both alike")
+        raise UserError("eval_data: these rows are single answers, and those of `data` are pairs: make both alike")
 
 
-def main(cfg: PreferenceConfig, fresh: bool = False) -> None:
+def main(cfg: PreferenceConfig, overwrite: bool = False) -> None:
     """Train until the last step, a signal, or the end of patience, and leave a checkpoint for others."""
-    training.run(cfg, Method("preference", forward_backward, evaluate, beside), fresh)
+    training.run(cfg, Method("preference", forward_backward, evaluate, beside), overwrite)
 
 
 def beside(job: Job) -> dict[str, Any]:
     """The objective for these rows, its reference, and what BCO remembers."""
-    goal = PreferenceObjective(job.cfg.loss, job.cfg.tail, job.data.mix.each == 2)
+    goal = PreferenceObjective(job.cfg.loss, job.cfg.ld_alpha, job.data.mix.each == 2)
     check_terms(goal.terms, job.data.mix, job.held and job.held.mix)
     for data in filter(None, (job.data, job.held)):
         if any(term.others for term in goal.terms):
             data.cross()
-        if job.model.shares_prefixes(data.mix.length) and data.share() and data is job.data:
+        if job.model.shares_prefixes(data.mix.max_length) and data.share() and data is job.data:
             found = data.report
             job.run.tell(f"data: prompts are computed once: {found.tokens:,} tokens, packed into {found.packed:,} rows")
     return {"goal": replace(goal, judges=job.cfg.reference.open(job, goal)), "shift": RunningMean()}

@@ -1,7 +1,7 @@
 """Models that score: rewards from pairs, classes or values of documents, and whether each step of an answer is right.
 
 tune run reward nano/reward
-tune run reward llama3_2/1b_reward data.length=1024 loss.center=0.01
+tune run reward llama3_2/1b_reward data.max_length=1024 loss.center_rewards_coefficient=0.01
 """
 
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ from tunekit.training.config import Job, Method, Taken, TrainConfig
 
 def class_names(rows: DatasetConfig | MixtureBase) -> tuple[str, ...]:
     """The names that rows have for classes."""
-    return next((rows.classes for rows in MixtureBase.of(rows).sources if isinstance(rows, LabeledDataset)), ())
+    return next((rows.class_names for rows in MixtureBase.of(rows).sources if isinstance(rows, LabeledDataset)), ())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,19 +37,19 @@ class RewardConfig(TrainConfig):
     """Everything this recipe can be told: what every training can, and what scores are to say."""
 
     data: Scored  # pairs, texts with labels, or answers whose steps have labels
-    validation: Scored | None = None  # held-out rows
+    eval_data: Scored | None = None  # held-out rows
     loss: BradleyTerry | Classification | Regression | ProcessReward = BradleyTerry()  # what scores are to say
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.parallel.tensor > 1:
-            raise FieldError("parallel.tensor", "a head that scores is too small to be divided: use parallel.shard")
+        if self.parallel.tp > 1:
+            raise FieldError("parallel.tp", "a head that scores is too small to be divided: use parallel.dp_shard")
         self.loss.check(MixtureBase.of(self.data), "data")
         self.loss.score(0, len(self.names))
-        if self.validation is not None:
-            self.loss.check(MixtureBase.of(self.validation), "validation")
-            if (held := class_names(self.validation)) and held != self.names:
-                raise FieldError("validation.classes", "are not those of `data`, in their order")
+        if self.eval_data is not None:
+            self.loss.check(MixtureBase.of(self.eval_data), "eval_data")
+            if (held := class_names(self.eval_data)) and held != self.names:
+                raise FieldError("eval_data.class_names", "are not those of `data`, in their order")
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -73,23 +73,23 @@ def words(cfg: RewardConfig) -> Tokenizer:
 def check(cfg: RewardConfig) -> None:
     """Whether checkpoint, rows and adapter are there and fit each other."""
     training.check_training(cfg)
-    for key, rows in (("data", cfg.data), ("validation", cfg.validation)):
+    for key, rows in (("data", cfg.data), ("eval_data", cfg.eval_data)):
         if rows is not None:
             cfg.loss.check(MixtureBase.of(rows).settled(), key)
 
 
-def main(cfg: RewardConfig, fresh: bool = False) -> None:
+def main(cfg: RewardConfig, overwrite: bool = False) -> None:
     """Train, and leave what transformers opens as a model for sequence or token classification."""
-    training.run(cfg, Method("reward", forward_backward, evaluate, beside), fresh)
+    training.run(cfg, Method("reward", forward_backward, evaluate, beside), overwrite)
 
 
 def beside(job: Job) -> dict[str, object]:
     """Nothing; people are told of a head that knows nothing yet."""
-    for key, data in (("data", job.data), ("validation", job.held)):
+    for key, data in (("data", job.data), ("eval_data", job.held)):
         if data is not None:
             job.cfg.loss.check(data.mix, key)
             job.cfg.loss.check_labels(data.parts, job.model.spec.outputs)
-            if job.model.shares_prefixes(data.mix.length):
+            if job.model.shares_prefixes(data.mix.max_length):
                 data.share()
     if job.source.fresh is not None or job.cfg.init == "random":
         shape = "{} x {}".format(*job.model.shapes["head.weight"])

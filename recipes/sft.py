@@ -1,8 +1,8 @@
 """Supervised fine-tuning: full or with adapters, on conversations, instructions or plain text.
 
 tune run sft nano/tools_lora
-tune run sft llama3_2/1b_lora data.length=2048 optimizer.lr=1e-4
-tune run sft llama3_2/1b_full --gpus 8
+tune run sft llama3_2/1b_lora data.max_length=2048 optimizer.lr=1e-4
+tune run sft llama3_2/1b_full --nproc-per-node 8
 """
 
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ class SFTConfig(TrainConfig):
     """Everything this recipe can be told: what every training can, and what is minimised."""
 
     data: Learnable  # what to learn
-    validation: Learnable | None = None  # held-out rows
+    eval_data: Learnable | None = None  # held-out rows
     loss: CrossEntropy = CrossEntropy()
 
 
@@ -44,9 +44,9 @@ def check(cfg: SFTConfig) -> None:
     training.check_training(cfg)
 
 
-def main(cfg: SFTConfig, fresh: bool = False) -> None:
+def main(cfg: SFTConfig, overwrite: bool = False) -> None:
     """Train until the last step, a signal, or the end of patience, and leave a checkpoint for others."""
-    training.run(cfg, Method("sft", forward_backward, evaluate), fresh)
+    training.run(cfg, Method("sft", forward_backward, evaluate), overwrite)
 
 
 def forward_backward(

@@ -165,10 +165,12 @@ def ours(
     precision: PrecisionConfig = FP32,
     memory: MemoryConfig = PLAINLY,
     seed: int = 0,
+    compile: bool = False,
 ) -> Decoder:
     """The checkpoint as we read it."""
+    run = DistributedContext(seed, "cpu")
     return assemble.build_model(
-        HFCheckpoint.open(folder), NoQuantization(), adapter, precision, memory, DistributedContext(seed, "cpu")
+        HFCheckpoint.open(folder), NoQuantization(), adapter, precision, memory, run, compile=compile
     )
 
 

@@ -75,9 +75,9 @@ def worst_gradient(mine: Decoder, other: Theirs, source: HFCheckpoint) -> float:
 
 def generation(mine: Decoder, other: Theirs) -> str:
     """Answers of several prompts at once, of one alone, without a cache, and of transformers, token by token."""
-    together = generate_batch(mine, PROMPTS, SamplingConfig(tokens=STEPS), frozenset())
+    together = generate_batch(mine, PROMPTS, SamplingConfig(max_new_tokens=STEPS), frozenset())
     prompt, answer = PROMPTS[0], together[0]
-    routes = {"alone": generate_batch(mine, [prompt], SamplingConfig(tokens=STEPS), frozenset())[0]}
+    routes = {"alone": generate_batch(mine, [prompt], SamplingConfig(max_new_tokens=STEPS), frozenset())[0]}
     routes["transformers"] = other.generate(
         torch.tensor([prompt]),
         do_sample=False,

@@ -28,13 +28,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 FRESH = [
     LoRAConfig(4),
-    LoRAConfig(4, targets=("all", "head", "embed"), rslora=True),
+    LoRAConfig(4, target_modules=("all-linear", "head", "embed"), use_rslora=True),
     DoRAConfig(4),
-    DoRAConfig(4, targets=("all", "head")),
+    DoRAConfig(4, target_modules=("all-linear", "head")),
     LoRAConfig(4, init="pissa"),
-    DoRAConfig(4, init="pissa", targets=("all", "head")),
-    LoRAConfig(4, init="pissa", targets=("all", "embed")),
-    LoRAConfig(4, init="pissa", ranks={"q_proj": 7, "mlp": 2}, alphas={"v_proj": 3.0}),
+    DoRAConfig(4, init="pissa", target_modules=("all-linear", "head")),
+    LoRAConfig(4, init="pissa", target_modules=("all-linear", "embed")),
+    LoRAConfig(4, init="pissa", rank_pattern={"q_proj": 7, "mlp": 2}, alpha_pattern={"v_proj": 3.0}),
 ]
 
 
@@ -64,7 +64,7 @@ def test_full_trains_all_and_frozen_nothing(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("adapter", "scale"), [
-    (LoRAConfig(4, 6.0), 1.5), (LoRAConfig(4, 6.0, rslora=True), 3.0), (DoRAConfig(4, 6.0), 1.5),
+    (LoRAConfig(4, 6.0), 1.5), (LoRAConfig(4, 6.0, use_rslora=True), 3.0), (DoRAConfig(4, 6.0), 1.5),
 ])  # fmt: skip
 def test_the_update_is_the_product_of_its_factors(adapter: LoRAConfig, scale: float) -> None:
     """The layer is that of W + s B A; DoRA's has rows as long as its magnitudes."""
@@ -80,7 +80,9 @@ def test_the_update_is_the_product_of_its_factors(adapter: LoRAConfig, scale: fl
 
 
 @pytest.mark.parametrize("shape", [(40, 22), (23, 90), (200, 150)])
-@pytest.mark.parametrize("adapter", [LoRAConfig(8, 3.0, init="pissa"), DoRAConfig(8, 3.0, init="pissa", rslora=True)])
+@pytest.mark.parametrize(
+    "adapter", [LoRAConfig(8, 3.0, init="pissa"), DoRAConfig(8, 3.0, init="pissa", use_rslora=True)]
+)
 def test_pissa_begins_with_the_best_approximation(adapter: LoRAConfig, shape: tuple[int, int]) -> None:
     layer = Linear(*reversed(shape), bias=False)
     torch.manual_seed(0)
@@ -119,7 +121,7 @@ def test_first_values_depend_on_seed_and_name_alone(folder: Path) -> None:
         return {n: p.detach() for n, p in ours(folder, adapter, seed=seed).named_parameters() if "lora_" in n}
 
     torch.manual_seed(5)
-    narrow = values(LoRAConfig(4, targets="attn"), 0)
+    narrow = values(LoRAConfig(4, target_modules="attn"), 0)
     torch.manual_seed(6)
     wide = values(LoRAConfig(4), 0)
     assert all(torch.equal(wide[name], p) for name, p in narrow.items())
@@ -134,10 +136,10 @@ ATTN = {f"layers.{i}.attn.{x}_proj" for i in range(3) for x in "qkvo"}
 MLP = {f"layers.{i}.mlp.{x}_proj" for i in range(3) for x in ("gate", "up", "down")}
 
 
-@pytest.mark.parametrize(("targets", "wanted"), [
+@pytest.mark.parametrize(("target_modules", "wanted"), [
     ("attn", ATTN),
     ("mlp", MLP),
-    ("all", ATTN | MLP),
+    ("all-linear", ATTN | MLP),
     ("head", {"head"}),
     (("embed", "head"), {"embed", "head"}),
     ("q_proj", {f"layers.{i}.attn.q_proj" for i in range(3)}),
@@ -146,8 +148,8 @@ MLP = {f"layers.{i}.mlp.{x}_proj" for i in range(3) for x in ("gate", "up", "dow
      {"layers.0.mlp.up_proj"} | {n for n in ATTN if n[-6] in "kv"}),
 ])  # fmt: skip
 def test_targets(targets: str | tuple[str, ...], wanted: set[str], folder: Path) -> None:
-    assert LoRAConfig(targets=targets).layers(ours(folder)).keys() == wanted
-    adapter = LoRAConfig(4, targets=targets)
+    assert LoRAConfig(target_modules=targets).layers(ours(folder)).keys() == wanted
+    adapter = LoRAConfig(4, target_modules=targets)
     model = ours(folder, adapter)
     assert adapter.layers(model).keys() == wanted, "the same when it is applied"
     assert {n.partition(".lora_")[0] for n, _ in model.named_parameters() if ".lora_" in n} == wanted
@@ -155,25 +157,31 @@ def test_targets(targets: str | tuple[str, ...], wanted: set[str], folder: Path)
 
 def test_targets_that_hit_nothing_are_told(folder: Path) -> None:
     with pytest.raises(UserError, match="no layer is called 'qproj'; this model has embed, q_proj, k_proj"):
-        ours(folder, LoRAConfig(targets=("k_proj", "qproj")))
+        ours(folder, LoRAConfig(target_modules=("k_proj", "qproj")))
     with pytest.raises(UserError, match="dora does not adapt embed"):
-        ours(folder, DoRAConfig(targets=("attn", "embed")))
-    with pytest.raises(UserError, match="adapter.ranks: no adapted layer is called 'up_proj'; this model has q_proj"):
-        ours(folder, LoRAConfig(targets="attn", ranks={"up_proj": 3}))
-    with pytest.raises(UserError, match="adapter.alphas: no adapted layer is called 'head'"):
-        ours(folder, LoRAConfig(alphas={"head": 3.0}))
-    with pytest.raises(UserError, match="adapter.whole: no module is called 'router'; this model has embed, attn_norm"):
-        ours(folder, LoRAConfig(whole=("router",)))
-    with pytest.raises(UserError, match="adapter.whole: layers.0.attn.q_proj is adapted too; leave it out"):
-        ours(folder, LoRAConfig(whole=("q_proj",)))
+        ours(folder, DoRAConfig(target_modules=("attn", "embed")))
+    with pytest.raises(
+        UserError, match="adapter.rank_pattern: no adapted layer is called 'up_proj'; this model has q_proj"
+    ):
+        ours(folder, LoRAConfig(target_modules="attn", rank_pattern={"up_proj": 3}))
+    with pytest.raises(UserError, match="adapter.alpha_pattern: no adapted layer is called 'head'"):
+        ours(folder, LoRAConfig(alpha_pattern={"head": 3.0}))
+    with pytest.raises(
+        UserError, match="adapter.modules_to_save: no module is called 'router'; this model has embed, attn_norm"
+    ):
+        ours(folder, LoRAConfig(modules_to_save=("router",)))
+    with pytest.raises(UserError, match="adapter.modules_to_save: layers.0.attn.q_proj is adapted too; leave it out"):
+        ours(folder, LoRAConfig(modules_to_save=("q_proj",)))
 
 
 @pytest.mark.parametrize(("values", "field"), [
-    ({"rank": 0}, "rank"), ({"alpha": 0.0}, "alpha"), ({"targets": ()}, "targets"),
-    ({"dropout": 1.0}, "dropout"), ({"dropout": -0.1}, "dropout"), ({"plus": 0.0}, "plus"),
-    ({"targets": "(q"}, "targets"), ({"targets": ("attn", "*")}, "targets"), ({"init": "pissa", "start": "x"}, "start"),
-    ({"ranks": {"q": 0}}, "ranks"), ({"ranks": {"(": 2}}, "ranks"), ({"alphas": {"q": 0.0}}, "alphas"),
-    ({"alphas": {"*": 2.0}}, "alphas"), ({"whole": ("norm", ")")}, "whole"),
+    ({"rank": 0}, "rank"), ({"alpha": 0.0}, "alpha"), ({"target_modules": ()}, "target_modules"),
+    ({"dropout": 1.0}, "dropout"), ({"dropout": -0.1}, "dropout"), ({"loraplus_lr_ratio": 0.0}, "loraplus_lr_ratio"),
+    ({"target_modules": "(q"}, "target_modules"), ({"target_modules": ("attn", "*")}, "target_modules"),
+    ({"init": "pissa", "adapter_path": "x"}, "adapter_path"),
+    ({"rank_pattern": {"q": 0}}, "rank_pattern"), ({"rank_pattern": {"(": 2}}, "rank_pattern"),
+    ({"alpha_pattern": {"q": 0.0}}, "alpha_pattern"),
+    ({"alpha_pattern": {"*": 2.0}}, "alpha_pattern"), ({"modules_to_save": ("norm", ")")}, "modules_to_save"),
 ])  # fmt: skip
 def test_values_that_make_no_sense(values: dict, field: str) -> None:
     for kind in (LoRAConfig, DoRAConfig):
@@ -184,14 +192,22 @@ def test_values_that_make_no_sense(values: dict, field: str) -> None:
 
 def test_ranks_and_alphas_by_pattern(folder: Path) -> None:
     """The first pattern that fits counts."""
-    patterns = {"ranks": {r"layers\.0\..*q_proj": 3, "[qk]_proj": 5, "mlp": 6}, "alphas": {"k_proj": 5.0, "head": 9.0}}
-    adapter = LoRAConfig(4, 8.0, targets=("all", "head"), **patterns)
+    patterns = {
+        "rank_pattern": {r"layers\.0\..*q_proj": 3, "[qk]_proj": 5, "mlp": 6},
+        "alpha_pattern": {"k_proj": 5.0, "head": 9.0},
+    }
+    adapter = LoRAConfig(4, 8.0, target_modules=("all-linear", "head"), **patterns)
     found = {n: (m.lora_A.out_features, m.lora_scale) for n, m in adapter.layers(ours(folder, adapter)).items()}
     wanted = {n: (4, 2.0) for n in ATTN} | {n: (6, 8 / 6) for n in MLP} | {"head": (4, 9 / 4)}
     wanted |= {f"layers.{i}.attn.q_proj": (5, 8 / 5) for i in (1, 2)} | {"layers.0.attn.q_proj": (3, 8 / 3)}
     assert found == wanted | {f"layers.{i}.attn.k_proj": (5, 1.0) for i in range(3)}
     roots = LoRAConfig(
-        4, 8.0, targets="q_proj", rslora=True, ranks={r"layers\.0\..*": 9}, alphas={r"layers\.1\..*": 3.0}
+        4,
+        8.0,
+        target_modules="q_proj",
+        use_rslora=True,
+        rank_pattern={r"layers\.0\..*": 9},
+        alpha_pattern={r"layers\.1\..*": 3.0},
     )
     scales = [layer.lora_scale for layer in roots.layers(ours(folder, roots)).values()]
     assert scales == pytest.approx([8 / 3, 3 / 2, 8 / 2])
@@ -201,19 +217,19 @@ NORMS = {f"layers.{i}.{x}_norm" for i in range(3) for x in ("attn", "mlp")} | {"
 
 
 @pytest.mark.parametrize(("choice", "wanted"), [
-    ({"whole": ("head",)}, {"head.weight"}),
-    ({"whole": ("embed", "norm")}, {"embed.weight", "norm.weight"}),
-    ({"whole": ("norms",)}, {f"{name}.weight" for name in NORMS}),
-    ({"whole": (r"layers\.1\.mlp\.up_proj",)}, {"layers.1.mlp.up_proj.weight", "layers.1.mlp.up_proj.bias"}),
+    ({"modules_to_save": ("head",)}, {"head.weight"}),
+    ({"modules_to_save": ("embed", "norm")}, {"embed.weight", "norm.weight"}),
+    ({"modules_to_save": ("norms",)}, {f"{name}.weight" for name in NORMS}),
+    ({"modules_to_save": (r"layers\.1\.mlp\.up_proj",)}, {"layers.1.mlp.up_proj.weight", "layers.1.mlp.up_proj.bias"}),
     ({"bias": "lora_only"}, {f"{name}.bias" for name in ATTN}),
     ({"bias": "all"}, {f"{name}.bias" for name in ATTN | MLP}),
-    ({"bias": "all", "whole": ("norm",)}, {f"{name}.bias" for name in ATTN | MLP} | {"norm.weight"}),
+    ({"bias": "all", "modules_to_save": ("norm",)}, {f"{name}.bias" for name in ATTN | MLP} | {"norm.weight"}),
 ])  # fmt: skip
 @pytest.mark.parametrize("kind", [LoRAConfig, DoRAConfig])
 def test_what_is_trained_beside_the_updates(
     kind: type[LoRAConfig], choice: dict, wanted: set[str], folder: Path
 ) -> None:
-    adapter = kind(4, targets="attn", **choice)
+    adapter = kind(4, target_modules="attn", **choice)
     model = ours(folder, adapter, PrecisionConfig("fp32"))
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     assert trained == wanted | {name for name, _ in model.named_parameters() if ".lora_" in name}
@@ -228,27 +244,29 @@ def test_what_is_trained_beside_the_updates(
 
 def test_what_is_packed_is_not_trained() -> None:
     base = HFCheckpoint.open(download.resolve_model_dir("tunekit/nano"))
-    model = build.build_meta_model(base, NF4Config(), LoRAConfig(4, targets="attn", whole=("norms", "head")))
+    model = build.build_meta_model(
+        base, NF4Config(), LoRAConfig(4, target_modules="attn", modules_to_save=("norms", "head"))
+    )
     assert model.head.weight.requires_grad
-    with pytest.raises(UserError, match=r"adapter.whole: layers.0.mlp.up_proj is kept in few bits"):
-        build.build_meta_model(base, NF4Config(), LoRAConfig(4, targets="attn", whole="up_proj"))
+    with pytest.raises(UserError, match=r"adapter.modules_to_save: layers.0.mlp.up_proj is kept in few bits"):
+        build.build_meta_model(base, NF4Config(), LoRAConfig(4, target_modules="attn", modules_to_save="up_proj"))
 
 
 def test_a_tied_head_is_trained_with_the_embedding_unless_it_is_untied(tmp_path: Path) -> None:
     base = made(tmp_path, "llama3.2")
     for word in ("embed", "head"):
-        model = ours(base, LoRAConfig(4, whole=(word,)))
+        model = ours(base, LoRAConfig(4, modules_to_save=(word,)))
         assert model.head.weight is model.embed.weight
         assert model.head.weight.requires_grad
     for word, other in (("embed", "head"), ("head", "embed")):
-        model = ours(base, LoRAConfig(4, whole=(word,), untie=True))
+        model = ours(base, LoRAConfig(4, modules_to_save=(word,), untie_embeddings=True))
         assert torch.equal(model.head.weight, model.embed.weight)
         assert model.head.weight is not model.embed.weight
         assert model.get_submodule(word).weight.requires_grad
         assert not model.get_submodule(other).weight.requires_grad
-    with pytest.raises(UserError, match="adapter.whole: embed is adapted too"):
-        ours(base, LoRAConfig(4, targets="head", whole=("embed",)))
-    ours(base, LoRAConfig(4, targets="head", whole=("embed",), untie=True))
+    with pytest.raises(UserError, match="adapter.modules_to_save: embed is adapted too"):
+        ours(base, LoRAConfig(4, target_modules="head", modules_to_save=("embed",)))
+    ours(base, LoRAConfig(4, target_modules="head", modules_to_save=("embed",), untie_embeddings=True))
 
 
 EXPERTS = {f"layers.{i}.mlp.experts.{x}_proj" for i in range(3) for x in ("gate", "up", "down")}
@@ -256,11 +274,11 @@ SHARED = {f"layers.{i}.mlp.shared.{x}_proj" for i in range(3) for x in ("gate", 
 GATES = {f"layers.{i}.mlp.shared_gate" for i in range(3)}
 
 
-@pytest.mark.parametrize(("targets", "wanted"), [
-    ("all", ATTN | SHARED | GATES), ("mlp", SHARED | GATES), ("experts", EXPERTS), (("up_proj",), None),
+@pytest.mark.parametrize(("target_modules", "wanted"), [
+    ("all-linear", ATTN | SHARED | GATES), ("mlp", SHARED | GATES), ("experts", EXPERTS), (("up_proj",), None),
 ])  # fmt: skip
 def test_experts_are_adapted_when_they_are_named(targets: str, wanted: set[str] | None, tmp_path: Path) -> None:
-    model = ours(made(tmp_path, "qwen2-moe-sliding"), adapter := LoRAConfig(4, targets=targets))
+    model = ours(made(tmp_path, "qwen2-moe-sliding"), adapter := LoRAConfig(4, target_modules=targets))
     ups = {name for name in EXPERTS | SHARED if "up_proj" in name}
     assert adapter.layers(model).keys() == (wanted or ups)
 
@@ -278,15 +296,15 @@ def test_the_update_of_experts_is_the_product_of_their_factors() -> None:
 
 def test_experts_and_other_kinds(tmp_path: Path) -> None:
     base = made(tmp_path, "mixtral")
-    model = ours(base, adapter := LoRAConfig(4, targets="experts", plus=8.0))
+    model = ours(base, adapter := LoRAConfig(4, target_modules="experts", loraplus_lr_ratio=8.0))
     factor = {id(p): factor for parameters, factor in adapter.trained(model) for p in parameters}
     named = {name: factor[id(p)] for name, p in model.named_parameters() if p.requires_grad}
     assert named == {name: 8.0 if "lora_B" in name else 1.0 for name in named}
     assert error(model(tokens()).detach(), ours(base)(tokens()).detach()) < 1e-6, "a fresh update changes nothing"
     with pytest.raises(UserError, match="dora does not adapt experts; leave that out, or use lora"):
-        ours(base, DoRAConfig(targets="experts"))
+        ours(base, DoRAConfig(target_modules="experts"))
     with pytest.raises(UserError, match="pissa begins with no experts; leave them out"):
-        ours(base, LoRAConfig(targets="experts", init="pissa"))
+        ours(base, LoRAConfig(target_modules="experts", init="pissa"))
 
 
 def test_pissa_wants_as_many_directions_as_its_rank(folder: Path) -> None:
@@ -298,8 +316,8 @@ def test_pissa_wants_as_many_directions_as_its_rank(folder: Path) -> None:
 @pytest.mark.parametrize(
     "adapter",
     [
-        LoRAConfig(4, targets=("all", "head", "embed"), dropout=0.3),
-        DoRAConfig(4, targets=("all", "head")),
+        LoRAConfig(4, target_modules=("all-linear", "head", "embed"), dropout=0.3),
+        DoRAConfig(4, target_modules=("all-linear", "head")),
         LoRAConfig(4, init="pissa"),
     ],
 )
@@ -333,7 +351,9 @@ def test_what_reads_the_same_is_adapted_together(
 ) -> None:
     """One A for all of them, and the gradients of one by one; with dropout each has a mask of its own."""
     targets = tuple(rf".*\.{leaf}" for leaf in READERS[name])
-    model = ours(made(tmp_path, name), LoRAConfig(4, targets=targets, dropout=dropout, ranks={targets[-1]: 6}))
+    model = ours(
+        made(tmp_path, name), LoRAConfig(4, target_modules=targets, dropout=dropout, rank_pattern={targets[-1]: 6})
+    )
     shuffle_adapter(model)
     calls: list[str] = []
     for word in ("lora_linear", "grouped_mm"):
@@ -358,12 +378,13 @@ def test_what_reads_the_same_is_adapted_together(
 
 @torch.no_grad()
 def test_pissa_begins_at_zero_in_bf16(folder: Path) -> None:
-    model = ours(folder, LoRAConfig(4, init="pissa"), PrecisionConfig("fp32", trained="bf16"))
+    model = ours(folder, LoRAConfig(4, init="pissa"), PrecisionConfig("fp32", master_dtype="bf16"))
     assert error(model.eval()(tokens()), ours(folder)(tokens())) < 3e-6
 
 
 @pytest.mark.parametrize("adapter", [
-    LoRAConfig(4, plus=8.0, targets=("all", "head")), LoRAConfig(4, plus=8.0, targets="embed"), DoRAConfig(4, plus=8.0),
+    LoRAConfig(4, loraplus_lr_ratio=8.0, target_modules=("all-linear", "head")),
+    LoRAConfig(4, loraplus_lr_ratio=8.0, target_modules="embed"), DoRAConfig(4, loraplus_lr_ratio=8.0),
 ])  # fmt: skip
 def test_lora_plus_moves_b_faster(adapter: LoRAConfig, folder: Path) -> None:
     model = ours(folder, adapter)

@@ -52,18 +52,18 @@ def config(folder: Path, **changes: Any) -> sft.SFTConfig:
         (base / "README.md").write_text(
             "---\nlicense: apache-2.0\nlicense_link: LICENSE\n---\n\n# The card of the base\n"
         )
-    choices = {"adapter": LoRAConfig(4), "validation": ChatDataset(rows(folder / "held.jsonl", 30, 3))} | changes
+    choices = {"adapter": LoRAConfig(4), "eval_data": ChatDataset(rows(folder / "held.jsonl", 30, 3))} | changes
     return sft.SFTConfig(
         model=str(base),
         data=ChatDataset(rows(folder / "rows.jsonl", 0, 6)),
-        out=str(folder / "runs/my-run"),
+        output_dir=str(folder / "runs/my-run"),
         optimizer=AdamWConfig(lr=1e-2),
         precision=FP32,
         device="cpu",
-        batch=3,
-        micro_batch=3,
-        steps=STEPS,
-        validate_every=2,
+        global_batch_size=3,
+        micro_batch_size=3,
+        max_steps=STEPS,
+        eval_every=2,
         **choices,
     )
 
@@ -111,7 +111,7 @@ def test_the_hub_reads_what_it_is(run: Path) -> None:
 
 
 def test_losses_before_and_after_are_those_of_the_metrics(run: Path) -> None:
-    held = {line["step"]: line["validation"] for line in metric_logger.read_metrics(run) if "validation" in line}
+    held = {line["step"]: line["eval/loss"] for line in metric_logger.read_metrics(run) if "eval/loss" in line}
     assert list(held) == [0, 2, 4]
     assert held[0] != held[4]
     shown = cells(run / "final", "loss on held-out rows, in nats per learnt token")
@@ -132,7 +132,7 @@ def test_data_have_counts_and_hashes(run: Path) -> None:
     )
     report = data.report
     assert cells(run / "final", "data") == ["`rows.jsonl`", "train", "6", str(report.tokens), str(report.learnt)]
-    for key, name in (("data", "rows.jsonl"), ("validation", "held.jsonl")):
+    for key, name in (("data", "rows.jsonl"), ("eval_data", "held.jsonl")):
         wanted = hashlib.sha256((folder / name).read_bytes()).hexdigest()
         assert f"| {key} | `{name}` | `{wanted}` |" in text(run / "final")
 
@@ -143,10 +143,10 @@ def test_counts_and_choices(run: Path) -> None:
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     whole = sum(p.numel() for p in model.parameters()) - trained
     (told,) = cells(run / "final", "trained")
-    assert told.startswith("lora, rank 4, alpha 32, targets all")
+    assert told.startswith("lora, rank 4, alpha 32, target_modules all-linear")
     assert f"{trained:,} parameters beside the {whole:,} of the base" in told
     assert cells(run / "final", "steps") == [str(STEPS)]
-    tokens = sum(line["tokens"] for line in metric_logger.read_metrics(run) if "loss" in line)
+    tokens = max(line["num_tokens"] for line in metric_logger.read_metrics(run) if "loss" in line)
     assert cells(run / "final", "tokens")[0].startswith(f"{tokens:,}, of which")
     assert cells(run / "final", "optimizer") == ["adamw, lr 0.01, betas 0.9 0.95, eps 1e-08"]
     assert cells(run / "final", "seed") == ["0"]
@@ -167,7 +167,12 @@ def test_verification_is_told(run: Path) -> None:
     assert found["passed"]
     assert cells(run / "final", "same likeliest token") == [f"100.0% of {found['tokens']}"]
     line = metric_logger.read_metrics(run)[-1]
-    assert line == {"step": STEPS, "verify_largest": 0.0, "verify_mean": 0.0, "verify_top1": 1.0}
+    assert line == {
+        "step": STEPS,
+        "verify/max_logit_diff": 0.0,
+        "verify/mean_logit_diff": 0.0,
+        "verify/top1_agreement": 1.0,
+    }
 
 
 def test_the_config_in_it_runs_again(run: Path, tmp_path: Path) -> None:
@@ -179,8 +184,8 @@ def test_the_config_in_it_runs_again(run: Path, tmp_path: Path) -> None:
         meant,
         model=COMMIT,
         data=replace(meant.data, source="rows.jsonl"),
-        validation=replace(meant.validation, source="held.jsonl"),
-        out="my-run",
+        eval_data=replace(meant.eval_data, source="held.jsonl"),
+        output_dir="my-run",
     )
 
 
@@ -203,7 +208,7 @@ def test_the_code_in_it_works(run: Path) -> None:
 
 
 def test_an_adapter_beside_four_bits_is_opened_beside_four_bits(tmp_path: Path) -> None:
-    sft.main(config(tmp_path, weights=NF4Config(nested=True)))
+    sft.main(config(tmp_path, quantization=NF4Config(double_quant=True)))
     final = tmp_path / "runs/my-run/final"
     code = re.findall(r"^```python\n(.*?)^```", text(final), re.M | re.S)[0]
     given = re.search(r"BitsAndBytesConfig\((.*)\)", code).group(1)
@@ -214,7 +219,7 @@ def test_an_adapter_beside_four_bits_is_opened_beside_four_bits(tmp_path: Path) 
 
 
 def test_a_whole_model(tmp_path: Path) -> None:
-    sft.main(config(tmp_path, adapter=NoAdapter(), validation=None))
+    sft.main(config(tmp_path, adapter=NoAdapter(), eval_data=None))
     final = tmp_path / "runs/my-run/final"
     told = front(final)
     assert (told["base_model_relation"], told["library_name"], told["tags"]) == (
@@ -228,7 +233,7 @@ def test_a_whole_model(tmp_path: Path) -> None:
 
 
 def test_what_begins_with_random_weights_has_no_base(tmp_path: Path) -> None:
-    sft.main(config(tmp_path, adapter=NoAdapter(), validation=None, init="random"))
+    sft.main(config(tmp_path, adapter=NoAdapter(), eval_data=None, init="random"))
     final = tmp_path / "runs/my-run/final"
     assert {"base_model", "base_model_relation", "license"}.isdisjoint(front(final))
     assert "from random weights" in text(final)
@@ -242,7 +247,7 @@ def test_it_tells_no_secret_and_no_place(tmp_path: Path, monkeypatch: pytest.Mon
     folder.mkdir(parents=True)
     cfg = config(folder)
     sft.main(cfg)
-    source, run = HFCheckpoint.open(Path(cfg.model)), Path(cfg.out)
+    source, run = HFCheckpoint.open(Path(cfg.model)), Path(cfg.output_dir)
     data = build.build_dataloader(cfg.data, Tokenizer.open(source.path), 3, 3, DistributedContext(0, "cpu"))
     service = {"kind": "mlflow", "uri": "https://alice:opensesame@mlflow.example.com?token=hf_never_show_me"}
     extra = {"log": {"every": 1, "to": [service]}, "note": f"see {folder}/notes.txt", "name": "hf_never_show_me"}
@@ -271,7 +276,7 @@ def test_data_sets_of_the_hub_are_named(tmp_path: Path) -> None:
     cfg = config(tmp_path)
     rows = build.build_dataloader(cfg.data, Tokenizer.open(Path(cfg.model)), 3, 3, DistributedContext(0, "cpu"))
     plain = to_plain_config(replace(cfg, data=replace(cfg.data, source="acme/chats:part")), "sft")
-    told = SimpleNamespace(config=plain, rows={"data": rows, "validation": None})
+    told = SimpleNamespace(config=plain, rows={"data": rows, "eval_data": None})
     assert model_card.hub_sets(told) == ["acme/chats"]
     assert f"| data | all tokens | `{rows.rows.digest}` |" in model_card.data(told)
 
@@ -279,7 +284,8 @@ def test_data_sets_of_the_hub_are_named(tmp_path: Path) -> None:
 def test_every_source_of_a_mix_is_told(tmp_path: Path) -> None:
     cfg = config(tmp_path)
     mix = Mixture(
-        (MixtureMember(cfg.data, epochs=2), MixtureMember(replace(cfg.data, split="train[:1]"))), length=cfg.data.length
+        (MixtureMember(cfg.data, repeat=2), MixtureMember(replace(cfg.data, split="train[:1]"))),
+        max_length=cfg.data.max_length,
     )
     rows = build.build_dataloader(mix, Tokenizer.open(Path(cfg.model)), 3, 3, DistributedContext(0, "cpu"))
     plain = to_plain_config(replace(cfg, data=mix), "sft")
@@ -290,12 +296,12 @@ def test_every_source_of_a_mix_is_told(tmp_path: Path) -> None:
 
 
 def test_what_evaluate_finds_comes_into_it(copy: Path, tmp_path: Path) -> None:
-    found = [{"model": "base", "loss": 2.0, "perplexity": 7.389, "right": 0, "answers": ["no"]},
-             {"model": str(copy), "loss": 1.0, "perplexity": 2.718, "right": 3, "answers": ["yes"]}]  # fmt: skip
+    found = [{"model": "base", "loss": 2.0, "perplexity": 7.389, "correct": 0, "answers": ["no"]},
+             {"model": str(copy), "loss": 1.0, "perplexity": 2.718, "correct": 3, "answers": ["yes"]}]  # fmt: skip
     before = text(copy / "final")
     for _ in range(2):
         model_card.add_evaluation(copy, "held.jsonl (test)", found, 4)
-        assert cells(copy / "final", "on held.jsonl (test)") == ["loss", "perplexity", "exact match"]
+        assert cells(copy / "final", "on held.jsonl (test)") == ["loss", "perplexity", "exact_match"]
         assert cells(copy / "final", "base") == ["2.0000", "7.389", "0.0% (0 of 4)"]
         assert cells(copy / "final", "my-run") == ["1.0000", "2.718", "75.0% (3 of 4)"]
     assert "yes" not in (copy / "evaluation.json").read_text()

@@ -9,15 +9,20 @@ from PIL import Image
 
 from tunekit.publishing import plots
 
-STEP = {"loss": 2.0, "rate": 1e-4, "norm": 1.0}
-LONG = [{"step": i, "loss": 3 - i / 400, "rate": 1e-4, "norm": 1.0} for i in range(1, 1000)]
+STEP = {"loss": 2.0, "lr": 1e-4, "grad_norm": 1.0}
+LONG = [{"step": i, "loss": 3 - i / 400, "lr": 1e-4, "grad_norm": 1.0} for i in range(1, 1000)]
 
 
 @pytest.mark.parametrize("lines", [
     [],
     [{"step": 1} | STEP],
-    [{"step": 0, "validation": None}, {"step": 1, "loss": None, "rate": 0.0, "norm": None}],
-    [{"step": 0, "validation": 5.0}, *LONG, {"step": 999, "validation": 0.01}, {"step": 999, "verify_mean": 0.0}],
+    [{"step": 0, "eval/loss": None}, {"step": 1, "loss": None, "lr": 0.0, "grad_norm": None}],
+    [
+        {"step": 0, "eval/loss": 5.0},
+        *LONG,
+        {"step": 999, "eval/loss": 0.01},
+        {"step": 999, "verify/mean_logit_diff": 0.0},
+    ],
 ], ids=["none", "one", "not finite", "long"])  # fmt: skip
 def test_a_picture_comes_of_whatever_was_measured(lines: list[dict[str, Any]], tmp_path: Path) -> None:
     plots.plot_metrics(lines, tmp_path / "curves.png")
@@ -25,11 +30,11 @@ def test_a_picture_comes_of_whatever_was_measured(lines: list[dict[str, Any]], t
         assert image.size == (1080, 720)
         orange = np.array([int(plots.ORANGE[i : i + 2], 16) for i in (1, 3, 5)])
         seen = (np.asarray(image.convert("RGB")) == orange).all(-1).any()
-    assert seen == any("validation" in line for line in lines), "what was held out has a colour of its own"
+    assert seen == any("eval/loss" in line for line in lines), "what was held out has a colour of its own"
 
 
 def test_what_is_not_there_is_a_gap() -> None:
-    lines = [{"step": 2, "loss": 1.0}, {"step": 2, "validation": 9.0}, {"step": 4, "loss": None}]
+    lines = [{"step": 2, "loss": 1.0}, {"step": 2, "eval/loss": 9.0}, {"step": 4, "loss": None}]
     steps, values = plots.series(lines, "loss")
     np.testing.assert_equal(steps, [2, 4])
     np.testing.assert_equal(values, [1.0, np.nan])

@@ -39,7 +39,7 @@ PAGES = {
     for path in (*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "tunekit/bundled/README.md")
 }
 OPTIONS = {path.stem: path for path in (ROOT / "docs/options").glob("*.md")}
-BASE = {"model": "tunekit/nano", "data": {"kind": "text", "source": "rows.jsonl"}, "out": "runs/docs"}
+BASE = {"model": "tunekit/nano", "data": {"kind": "text", "source": "rows.jsonl"}, "output_dir": "runs/docs"}
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SHOWN = ("ls", "cp", "cat", "options", "completion")  # verbs that are quick and fetch nothing: they are carried out
 
@@ -86,7 +86,9 @@ def write_files(page: str) -> None:
 def resolved() -> dict[str, str]:
     """The config.yaml that a run of each config leaves, by the folder of the run."""
     written = {name: path for name, path in registry.list_configs().items() if registry.recipe_of_config(path) == "sft"}
-    return {cfg.out: dump_yaml(cfg, "sft") for cfg in (load_config(SFTConfig, path) for path in written.values())}
+    return {
+        cfg.output_dir: dump_yaml(cfg, "sft") for cfg in (load_config(SFTConfig, path) for path in written.values())
+    }
 
 
 def follow(words: list[str]) -> None:
@@ -140,14 +142,14 @@ def fragments(page: str) -> Iterator[dict[str, Any]]:
     keys = tuple(f"{key}: " for key in SFTConfig.__dataclass_fields__)
     shown = [*blocks(page, "yaml"), *(text for text in inline(page) if text.startswith(keys))]
     for text in shown:
-        if not text.startswith("batch: 16, micro_batch"):  # two keys in a sentence
+        if not text.startswith("global_batch_size: 16, micro_batch"):  # two keys in a sentence
             yield yaml.safe_load(text)
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_configs_load(page: str) -> None:
     for part in fragments(page):
-        load_config(SFTConfig, BASE | ({"adapter": "lora"} if "weights" in part else {}) | part)
+        load_config(SFTConfig, BASE | ({"adapter": "lora"} if "quantization" in part else {}) | part)
 
 
 @cache
@@ -209,11 +211,11 @@ def test_rows_are_read_as_the_configs_beside_them_say(place: Path) -> None:
 
 
 def test_mixes_and_streams_are_configs() -> None:
-    texts = [text for text in blocks("docs/data.md", "yaml") if "kind: mix" in text or "stream: true" in text]
+    texts = [text for text in blocks("docs/data.md", "yaml") if "kind: mixture" in text or "streaming: true" in text]
     assert len(texts) == 2
     for text in texts:
         part = yaml.safe_load(text)
-        assert load_config(SFTConfig, BASE | part).data.pack
+        assert load_config(SFTConfig, BASE | part).data.packing
 
 
 def test_the_loss_of_the_example_is_cross_entropy_without_gamma(place: Path) -> None:

@@ -57,11 +57,11 @@ def test_the_ends_of_the_numbers_draw_what_may_be_drawn() -> None:
 
 
 def test_numbers_depend_on_seed_and_row_alone() -> None:
-    sampling = SamplingConfig(1.0, tokens=200)
+    sampling = SamplingConfig(1.0, max_new_tokens=200)
     numbers = sampling.numbers(6)
     assert torch.equal(sampling.numbers(2, first=3), numbers[3:5])
-    assert torch.equal(SamplingConfig(1.0, tokens=50).numbers(6), numbers[:, :50])
-    seeds = [SamplingConfig(1.0, tokens=200, seed=seed).numbers(6) for seed in (0, 1, 2, 2**32, 2**40)]
+    assert torch.equal(SamplingConfig(1.0, max_new_tokens=50).numbers(6), numbers[:, :50])
+    seeds = [SamplingConfig(1.0, max_new_tokens=200, seed=seed).numbers(6) for seed in (0, 1, 2, 2**32, 2**40)]
     assert torch.equal(seeds[0], numbers)
     rows = torch.cat(seeds)
     assert len(rows.unique(dim=0)) == len(rows), "no seed and no row repeats another"
@@ -72,20 +72,20 @@ def test_numbers_depend_on_seed_and_row_alone() -> None:
 @pytest.mark.parametrize("name", ["llama-biases", "mistral"])
 def test_a_row_does_not_depend_on_the_others(name: str, tmp_path: Path) -> None:
     model = ours(made(tmp_path, name))
-    sampling = SamplingConfig(1.3, top_k=20, top_p=0.95, tokens=10, seed=5)
+    sampling = SamplingConfig(1.3, top_k=20, top_p=0.95, max_new_tokens=10, seed=5)
     prompts = [tokens(1, length, seed=length)[0].tolist() for length in (7, 1, 12, 3)]
     together = generate_batch(model, prompts, sampling, frozenset())
     for row, prompt in enumerate(prompts):
         assert generate_batch(model, [prompt], sampling, frozenset(), first=row) == [together[row]]
-    assert generate_batch(model, prompts, SamplingConfig(1.3, tokens=10, seed=6), frozenset()) != together
+    assert generate_batch(model, prompts, SamplingConfig(1.3, max_new_tokens=10, seed=6), frozenset()) != together
 
 
 def test_rows_end_at_their_own_stops(tmp_path: Path) -> None:
     model = ours(made(tmp_path, "qwen2"))
     prompts = [tokens(1, length, seed=length)[0].tolist() for length in (7, 2, 5)]
-    whole = generate_batch(model, prompts, SamplingConfig(tokens=15), frozenset())
+    whole = generate_batch(model, prompts, SamplingConfig(max_new_tokens=15), frozenset())
     stops = frozenset({whole[0][4], whole[2][0]})
-    ended = generate_batch(model, prompts, SamplingConfig(tokens=15), stops)
+    ended = generate_batch(model, prompts, SamplingConfig(max_new_tokens=15), stops)
     for long, short in zip(whole, ended, strict=True):
         first = next((i for i, token in enumerate(long) if token in stops), len(long))
         assert short == long[:first]
@@ -94,7 +94,7 @@ def test_rows_end_at_their_own_stops(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("values", "field"), [
     ({"temperature": -1.0}, "temperature"), ({"top_k": 0}, "top_k"), ({"top_p": 0.0}, "top_p"),
-    ({"top_p": 1.1}, "top_p"), ({"tokens": 0}, "tokens"),
+    ({"top_p": 1.1}, "top_p"), ({"max_new_tokens": 0}, "max_new_tokens"),
 ])  # fmt: skip
 def test_values_that_make_no_sense(values: dict, field: str) -> None:
     with pytest.raises(FieldError) as caught:

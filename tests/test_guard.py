@@ -34,7 +34,7 @@ def test_what_is_no_number_is_told(bad: float, where: str) -> None:
     assert watch.fault is not None
     assert (watch.fault.step, watch.fault.answer, step) == (6, "stop", 6)
     assert str(bad) in watch.fault.told(["a.jsonl:1"], "mend")
-    assert StepGuard(StepGuardConfig("off"), CPU).allows(numbers["loss"], numbers["norm"])
+    assert StepGuard(StepGuardConfig("ignore"), CPU).allows(numbers["loss"], numbers["norm"])
 
 
 class Watched(Tensor):
@@ -60,22 +60,30 @@ def test_a_device_is_read_when_it_is_due_and_no_sooner() -> None:
     assert Watched.reads == 5
     assert watch.fault is not None
     assert watch.fault.step == 2, "the first one is told"
-    for rule in (StepGuardConfig("skip"), StepGuardConfig(spike=3.0)):
+    for rule in (StepGuardConfig("skip"), StepGuardConfig(spike_factor=3.0)):
         assert not StepGuard(rule, FAR).allows(torch.tensor(math.nan), torch.tensor(1.0))
 
 
 def test_a_spike_is_so_many_times_the_median_of_the_last_good_steps() -> None:
-    rule = StepGuardConfig(spike=3.0, window=8, most=9)
+    rule = StepGuardConfig(spike_factor=3.0, spike_window=8, max_interventions=9)
     norms = [1.0, 5.0] * 2 + [1.0] * 4 + [2.9, 3.1, 1.0, 30.0, 1.0]
     assert seen(StepGuard(rule, CPU), [1.0] * len(norms), norms) == [True] * 9 + [False, True, False, True]
     growing = [1.5**n for n in range(40)]  # the median follows what is good
-    assert all(seen(StepGuard(StepGuardConfig(spike=20.0, window=8), CPU), [1.0] * 40, growing))
-    assert all(seen(StepGuard(StepGuardConfig(spike=3.0, window=8, of="loss"), CPU), [1.0] * 10, [1.0] * 9 + [99.0]))
-    assert not all(seen(StepGuard(StepGuardConfig(spike=3.0, window=8, of="loss"), CPU), [1.0] * 9 + [4.0]))
+    assert all(seen(StepGuard(StepGuardConfig(spike_factor=20.0, spike_window=8), CPU), [1.0] * 40, growing))
+    assert all(
+        seen(
+            StepGuard(StepGuardConfig(spike_factor=3.0, spike_window=8, spike_metric="loss"), CPU),
+            [1.0] * 10,
+            [1.0] * 9 + [99.0],
+        )
+    )
+    assert not all(
+        seen(StepGuard(StepGuardConfig(spike_factor=3.0, spike_window=8, spike_metric="loss"), CPU), [1.0] * 9 + [4.0])
+    )
 
 
 def test_steps_that_are_passed_over_come_to_an_end() -> None:
-    watch, answers = StepGuard(StepGuardConfig("skip", most=2), CPU), []
+    watch, answers = StepGuard(StepGuardConfig("skip", max_interventions=2), CPU), []
     for step in watch.over(0, 9):
         watch.allows(torch.tensor(1.0 if step in (0, 2) else math.nan), torch.tensor(1.0))
         answers.append(watch.fault and watch.fault.answer)
@@ -84,7 +92,7 @@ def test_steps_that_are_passed_over_come_to_an_end() -> None:
 
 
 def test_a_way_back_leaves_rows_behind_and_is_remembered() -> None:
-    watch = StepGuard(StepGuardConfig(spike=3.0, window=8, answer="back"), CPU)
+    watch = StepGuard(StepGuardConfig(spike_factor=3.0, spike_window=8, on_spike="rollback"), CPU)
     kept, read = watch.state_dict(), []
 
     def restore() -> int:
@@ -112,11 +120,16 @@ def test_rows_are_named_by_their_files() -> None:
 
 
 def test_what_makes_no_sense_is_refused() -> None:
-    for field, value in (("spike", 1.0), ("spike", math.nan), ("window", 7), ("most", 0)):
+    for field, value in (
+        ("spike_factor", 1.0),
+        ("spike_factor", math.nan),
+        ("spike_window", 7),
+        ("max_interventions", 0),
+    ):
         with pytest.raises(FieldError, match=field):
             StepGuardConfig(**{field: value})
     assert StepGuardConfig("skip").refusal(early=True)
-    assert StepGuardConfig(spike=2.0).refusal(early=True)
+    assert StepGuardConfig(spike_factor=2.0).refusal(early=True)
     assert not StepGuardConfig().refusal(early=True)
     assert not StepGuardConfig("skip").refusal(early=False)
 

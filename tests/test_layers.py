@@ -6,7 +6,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 LAYERS = (
-    {"errors", "assets", "devices", "env_info", "config", "kernels"},
+    {"errors", "assets", "devices", "env_info", "system", "config", "kernels"},
     {"models", "distributed"},
     {"data", "losses", "optim", "adapters", "quantization", "checkpoint", "generation", "memory", "loggers", "hub"},
     {"build", "training", "distillation", "evaluation", "plan", "export", "publishing"},

@@ -29,7 +29,7 @@ def opened(folder: Path, **options: Any) -> DataLoader:
     draw = torch.Generator().manual_seed(0)
     rows = [[f"w{int(i)}" for i in torch.randint(0, 60, (n,), generator=draw)] for n in range(8, 50, 3)]
     (folder / "rows.jsonl").write_text("".join(json.dumps({"text": " ".join(row)}) + "\n" for row in rows))
-    choice = TextDataset(str(folder / "rows.jsonl"), length=120, **options)
+    choice = TextDataset(str(folder / "rows.jsonl"), max_length=120, **options)
     return build_dataloader(choice, Tokenizer.open(folder), 4, 2, DistributedContext(0, "cpu"))
 
 
@@ -65,7 +65,7 @@ def test_what_is_right_goes_on_and_what_leaks_is_refused(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model, data = ours(made(tmp_path, name), precision=PrecisionConfig(compute)).train(), opened(tmp_path, pack=True)
+    model, data = ours(made(tmp_path, name), precision=PrecisionConfig(compute)).train(), opened(tmp_path, packing=True)
     check(model, data)
     told = re.fullmatch(
         r"packing: 6 documents together are what each is alone, to (\S+) of .*\n", capsys.readouterr().err
@@ -74,7 +74,7 @@ def test_what_is_right_goes_on_and_what_leaks_is_refused(
     assert float(told[1]) < {"fp32": 1e-5, "bf16": 0.03}[compute]
     assert model.training
     plant(monkeypatch, without_bounds)
-    with pytest.raises(UserError, match=r"packing: \S+rows.jsonl:\d+ .* layer 0 on, .*`data.pack: false`") as error:
+    with pytest.raises(UserError, match=r"packing: \S+rows.jsonl:\d+ .* layer 0 on, .*`data.packing: false`") as error:
         check(model, data)
     assert "\n" not in str(error.value)
 
@@ -83,7 +83,7 @@ def test_what_is_right_goes_on_and_what_leaks_is_refused(
 def test_positions_that_go_on_are_refused_where_they_matter(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, data = ours(made(tmp_path, name)), opened(tmp_path, pack=True)
+    model, data = ours(made(tmp_path, name)), opened(tmp_path, packing=True)
     plant(monkeypatch, without_beginnings)
     with pytest.raises(UserError, match="packing: "):
         check(model, data)
@@ -91,7 +91,7 @@ def test_positions_that_go_on_are_refused_where_they_matter(
 
 def test_the_kind_of_layer_that_leaks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two kinds, the states of delta nets go on from one document to the next."""
-    model, data = ours(made(tmp_path, "qwen3.5")), opened(tmp_path, pack=True)
+    model, data = ours(made(tmp_path, "qwen3.5")), opened(tmp_path, packing=True)
     mixed = GatedDeltaNet.mixed
 
     def leaking(self: GatedDeltaNet, qkv: Tensor, decay: Tensor, beta: Tensor, offsets: Tensor | None) -> Tensor:
@@ -103,7 +103,7 @@ def test_the_kind_of_layer_that_leaks_is_named(tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_number_that_is_none_is_no_agreement(tmp_path: Path) -> None:
-    model, data = ours(made(tmp_path, "llama3.2")), opened(tmp_path, pack=True)
+    model, data = ours(made(tmp_path, "llama3.2")), opened(tmp_path, packing=True)
     with torch.no_grad():
         model.embed.weight.fill_(torch.nan)
     with pytest.raises(UserError, match="packing: .* differ by nan"):
@@ -111,7 +111,7 @@ def test_a_number_that_is_none_is_no_agreement(tmp_path: Path) -> None:
 
 
 def test_of_several_documents_one_number_that_is_none_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, data = ours(made(tmp_path, "llama3.2")), opened(tmp_path, pack=True)
+    model, data = ours(made(tmp_path, "llama3.2")), opened(tmp_path, packing=True)
     monkeypatch.setattr(packing_check, "logit_differences", lambda *_: [0.0, float("nan"), 0.0])
     with pytest.raises(UserError, match="packing: .* differ by nan"):
         check(model, data)
@@ -119,7 +119,7 @@ def test_of_several_documents_one_number_that_is_none_is_found(tmp_path: Path, m
 
 @pytest.mark.filterwarnings("error")
 def test_rows_that_are_mapped_are_read_without_a_warning(tmp_path: Path) -> None:
-    model, data = ours(made(tmp_path, "llama3.2")), opened(tmp_path, pack=True)
+    model, data = ours(made(tmp_path, "llama3.2")), opened(tmp_path, packing=True)
     assert not data.parts[0].tokens.flags.writeable
     check(model, data)
 
@@ -127,7 +127,7 @@ def test_rows_that_are_mapped_are_read_without_a_warning(tmp_path: Path) -> None
 def test_there_is_nothing_to_compare_without_packing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = ours(made(tmp_path, "llama3.2"))
     check(model, opened(tmp_path))
-    check(model, opened(tmp_path, pack=True, limit=1))
+    check(model, opened(tmp_path, packing=True, max_samples=1))
     assert capsys.readouterr().err == ""
 
 
@@ -144,7 +144,7 @@ def test_answers_that_go_on_from_one_prompt_are_asked_too(
     model, words = ours(made(tmp_path, name)), [f"w{i}" for i in range(60)]
     rows = [{"prompt": " ".join(words[i : i + 20]), "chosen": " w1 w2", "rejected": " w3"} for i in range(9)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    choice = PreferenceDataset(str(tmp_path / "rows.jsonl"), length=60, pack=True)
+    choice = PreferenceDataset(str(tmp_path / "rows.jsonl"), max_length=60, packing=True)
     data = build_dataloader(choice, Tokenizer.open(tmp_path), 4, 2, DistributedContext(0, "cpu"))
     data.share()
     check(model, data)
@@ -156,7 +156,7 @@ def test_answers_that_go_on_from_one_prompt_are_asked_too(
 
 
 def test_a_stream_is_asked_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model, data = ours(made(tmp_path, "llama3.2")), opened(tmp_path, pack=True, stream=True, workers=0)
+    model, data = ours(made(tmp_path, "llama3.2")), opened(tmp_path, packing=True, streaming=True, num_proc=0)
     check(model, data)
     assert "6 documents together" in capsys.readouterr().err
     data.close()

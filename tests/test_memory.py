@@ -20,7 +20,8 @@ from tunekit.kernels.attention_cpu import able
 from tunekit.losses.cross_entropy import CrossEntropy
 from tunekit.memory import activation_offloading
 from tunekit.memory.activation_offloading import ActivationOffloader
-from tunekit.memory.config import KEPT, MemoryConfig
+from tunekit.memory.config import MemoryConfig
+from tunekit.models.compile import INDUCTOR_CACHE, compile_layers
 from tunekit.models.decoder import Decoder
 from tunekit.models.precision import PrecisionConfig
 from tunekit.optim.config import AdamW8bitConfig, AdamWConfig, MuonConfig, SGDConfig
@@ -37,10 +38,12 @@ def gradients(model: Decoder, part: Batch | None = None) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("adapter", [NoAdapter(), LoRAConfig(4)], ids=["full", "lora"])
-@pytest.mark.parametrize("recompute", [True, "layer", "selective"])
+@pytest.mark.parametrize("recompute", ["full", "selective"])
 def test_recompute_changes_no_bit(name: str, adapter, recompute, tmp_path: Path) -> None:
     folder = made(tmp_path, name)
-    plain, again = (ours(folder, adapter, memory=MemoryConfig(recompute=how)) for how in (False, recompute))
+    plain, again = (
+        ours(folder, adapter, memory=MemoryConfig(activation_checkpointing=how)) for how in ("none", recompute)
+    )
     assert all(map(torch.equal, gradients(plain), gradients(again)))
 
 
@@ -55,7 +58,9 @@ def kept(model: Decoder) -> int:
 
 def test_what_is_kept_is_less_and_less(tmp_path: Path) -> None:
     folder = made(tmp_path, "llama3.2")
-    sizes = [kept(ours(folder, memory=MemoryConfig(recompute=how))) for how in (False, "selective", "layer")]
+    sizes = [
+        kept(ours(folder, memory=MemoryConfig(activation_checkpointing=how))) for how in ("none", "selective", "full")
+    ]
     assert sizes[0] > 1.2 * sizes[1]
     assert sizes[1] > 1.2 * sizes[2]
 
@@ -78,10 +83,10 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("recompute", [False, "layer"])
+@pytest.mark.parametrize("recompute", ["none", "full"])
 def test_offload_changes_no_bit(name: str, recompute, host: list[int], tmp_path: Path) -> None:
     folder = made(tmp_path, name)
-    plain, away = ours(folder), ours(folder, memory=MemoryConfig(recompute=recompute))
+    plain, away = ours(folder), ours(folder, memory=MemoryConfig(activation_checkpointing=recompute))
     mover = ActivationOffloader(away)
     away.through = mover.around(away.through or (lambda layer, *inputs: layer(*inputs)))
     for _ in range(2):
@@ -115,18 +120,18 @@ def test_what_several_operations_keep_goes_once(host: list[int], tmp_path: Path)
 
 def test_offload_is_for_gpus(tmp_path: Path) -> None:
     folder = made(tmp_path, "llama3.2")
-    with pytest.raises(UserError, match="memory.offload"):
-        ours(folder, memory=MemoryConfig(offload=True))
+    with pytest.raises(UserError, match="memory.activation_offloading"):
+        ours(folder, memory=MemoryConfig(activation_offloading=True))
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-@pytest.mark.parametrize("recompute", [False, "layer", "selective"])
+@pytest.mark.parametrize("recompute", ["none", "full", "selective"])
 def test_offload_on_a_gpu(recompute, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(activation_offloading, "LEAST", 1)
     folder = made(tmp_path, "llama3.2")
     models = [ours(folder).cuda() for _ in range(2)]
-    MemoryConfig(recompute, offload=True).apply(models[1], torch.device("cuda"))
+    MemoryConfig(recompute, activation_offloading=True).apply(models[1], torch.device("cuda"))
     part = batch(tokens(4, 64)).to(torch.device("cuda"))
     for _ in range(3):
         for model in models:
@@ -151,12 +156,12 @@ slow = pytest.mark.slow
 
 
 @pytest.mark.parametrize(("name", "adapter", "recompute", "precision"), [
-    ("llama3.2", NoAdapter(), False, FP32),
-    pytest.param("llama3.2", LoRAConfig(4, plus=4.0), "layer", BF16, marks=slow),
-    pytest.param("gemma2", LoRAConfig(4), False, FP32, marks=slow),
-    pytest.param("qwen3-sliding", NoAdapter(), "layer", BF16, marks=slow),
-    pytest.param("qwen3-moe", NoAdapter(), False, FP32, marks=slow),
-    pytest.param("qwen3-moe", LoRAConfig(4), False, BF16, marks=slow),
+    ("llama3.2", NoAdapter(), "none", FP32),
+    pytest.param("llama3.2", LoRAConfig(4, loraplus_lr_ratio=4.0), "full", BF16, marks=slow),
+    pytest.param("gemma2", LoRAConfig(4), "none", FP32, marks=slow),
+    pytest.param("qwen3-sliding", NoAdapter(), "full", BF16, marks=slow),
+    pytest.param("qwen3-moe", NoAdapter(), "none", FP32, marks=slow),
+    pytest.param("qwen3-moe", LoRAConfig(4), "none", BF16, marks=slow),
 ])  # fmt: skip
 def test_nothing_is_compiled_for_a_new_length(
     name, adapter, recompute, precision: PrecisionConfig, tmp_path: Path
@@ -164,7 +169,7 @@ def test_nothing_is_compiled_for_a_new_length(
     """One graph for training and one for validation of each kind of layer, whatever comes; and they give the same."""
     torch.compiler.reset()
     folder, near = made(tmp_path, name), 1e-5 if precision is FP32 else 3e-2
-    plain, model = (ours(folder, adapter, precision, MemoryConfig(recompute, compile=on)) for on in (False, True))
+    plain, model = (ours(folder, adapter, precision, MemoryConfig(recompute), compile=on) for on in (False, True))
     for layer in model.layers:
         layer.compile(dynamic=True, backend="aot_eager")  # what comes behind the graphs takes long, and makes none
 
@@ -191,20 +196,15 @@ def test_it_is_told_when_compiling_begins(monkeypatch: pytest.MonkeyPatch, tmp_p
     """Once, when the first rows come and not before, and where the work is kept, if somebody says where."""
     folder, told = made(tmp_path, "llama3.2"), []
     for kept in ("/home/me/.cache", None):
-        monkeypatch.setenv(KEPT, kept) if kept else monkeypatch.delenv(KEPT)
+        monkeypatch.setenv(INDUCTOR_CACHE, kept) if kept else monkeypatch.delenv(INDUCTOR_CACHE)
         model = ours(folder)
-        MemoryConfig(compile=True).apply(model, tell=told.append)
+        compile_layers(model, told.append)
         for layer in model.layers:
             layer.compile(backend="eager")
         assert not told
         for _ in range(2):
             gradients(model)
-        assert len(told) == 1 and ("kept in /home/me/.cache" in told.pop()) == (kept is not None)
-
-
-def test_a_compiler_selects_by_itself() -> None:
-    with pytest.raises(FieldError, match="layer"):
-        MemoryConfig("selective", compile=True)
+        assert len(told) == 1 and ("cached in /home/me/.cache" in told.pop()) == (kept is not None)
 
 
 def trained(folder: Path, adapter, choice, memory: MemoryConfig) -> tuple[Decoder, torch.optim.Optimizer, list[float]]:
@@ -227,12 +227,12 @@ def trained(folder: Path, adapter, choice, memory: MemoryConfig) -> tuple[Decode
     [AdamWConfig(1e-3), AdamW8bitConfig(1e-3), MuonConfig(1e-3), SGDConfig(1e-3, 0.9)],
     ids=lambda c: type(c).__name__,
 )
-@pytest.mark.parametrize("adapter", [NoAdapter(), LoRAConfig(4, plus=4.0)], ids=["full", "lora"])
-@pytest.mark.parametrize("recompute", [False, True])
-def test_steps_in_backward_are_the_same_steps(choice, adapter, recompute: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("adapter", [NoAdapter(), LoRAConfig(4, loraplus_lr_ratio=4.0)], ids=["full", "lora"])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_steps_in_backward_are_the_same_steps(choice, adapter, recompute: str, tmp_path: Path) -> None:
     folder = made(tmp_path, "llama3.2")
     plain = trained(folder, adapter, choice, MemoryConfig(recompute))
-    early = trained(folder, adapter, choice, MemoryConfig(recompute, step_in_backward=True))
+    early = trained(folder, adapter, choice, MemoryConfig(recompute, optimizer_in_bwd=True))
     assert early[2] == plain[2]
     weights = [*zip(plain[0].parameters(), early[0].parameters(), strict=True)]
     assert all(torch.equal(p, q) for p, q in weights)
@@ -246,7 +246,7 @@ def test_gradients_are_freed_at_once(tmp_path: Path) -> None:
     """Never more than two weights have one: that which steps, and that which comes next."""
     model = ours(made(tmp_path, "llama3.2"))
     optimizer, most = AdamWConfig().build(NoAdapter().trained(model)), []
-    MemoryConfig(step_in_backward=True).update(optimizer, 0.0, DistributedContext())
+    MemoryConfig(optimizer_in_bwd=True).update(optimizer, 0.0, DistributedContext())
     for p in model.parameters():
         p.register_hook(lambda grad: most.append(sum(q.grad is not None for q in model.parameters())))
     CrossEntropy()(model, batch(tokens())).backward()
@@ -254,13 +254,13 @@ def test_gradients_are_freed_at_once(tmp_path: Path) -> None:
 
 
 def test_where_it_cannot_hold_it_is_refused() -> None:
-    options = {"clip": 1.0, "batch": 4, "micro_batch": 4}
-    assert sft.SFTConfig(model="m", data=TextDataset("t"), out="o", **options).memory.refusal(1.0) is None
-    early = MemoryConfig(step_in_backward=True)
-    with pytest.raises(FieldError, match="clip=0") as caught:
-        sft.SFTConfig(model="m", data=TextDataset("t"), out="o", memory=early, **options)
-    assert caught.value.field == "memory.step_in_backward"
+    options = {"max_grad_norm": 1.0, "global_batch_size": 4, "micro_batch_size": 4}
+    assert sft.SFTConfig(model="m", data=TextDataset("t"), output_dir="o", **options).memory.refusal(1.0) is None
+    early = MemoryConfig(optimizer_in_bwd=True)
+    with pytest.raises(FieldError, match="max_grad_norm=0") as caught:
+        sft.SFTConfig(model="m", data=TextDataset("t"), output_dir="o", memory=early, **options)
+    assert caught.value.field == "memory.optimizer_in_bwd"
     early.check_passes(4, 4)
     MemoryConfig().check_passes(4, 2)
-    with pytest.raises(UserError, match="micro_batch to 4"):
+    with pytest.raises(UserError, match="micro_batch_size to 4"):
         early.check_passes(4, 2)

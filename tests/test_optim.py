@@ -49,21 +49,21 @@ def theirs(name: str, warmup: int, steps: int, **options: object) -> list[float]
 ])  # fmt: skip
 def test_schedules_are_those_of_transformers(schedule: type[LRSchedulerConfig], name: str, warmup: int) -> None:
     wanted = theirs(name, warmup, 50, num_training_steps=50)
-    found = rates(schedule(warmup=warmup), 50)
+    found = rates(schedule(warmup_steps=warmup), 50)
     assert found[warmup:] == pytest.approx(wanted[warmup:50], abs=1e-9)
     assert found[:warmup] == pytest.approx(wanted[1 : warmup + 1], abs=1e-9)
 
 
 def test_constant_with_warmup() -> None:
     wanted = theirs("get_constant_schedule_with_warmup", 8, 30)
-    assert rates(ConstantLRConfig(warmup=8), 30)[:8] == pytest.approx(wanted[1:9])
-    assert rates(ConstantLRConfig(warmup=8), 30)[8:] == [1.0] * 22
+    assert rates(ConstantLRConfig(warmup_steps=8), 30)[:8] == pytest.approx(wanted[1:9])
+    assert rates(ConstantLRConfig(warmup_steps=8), 30)[8:] == [1.0] * 22
     assert rates(ConstantLRConfig(), 5) == [1.0] * 5
 
 
 @pytest.mark.parametrize("floor", [0.0, 0.1])
 def test_wsd(floor: float) -> None:
-    found = rates(WSDConfig(warmup=10, decay=0.25, floor=floor), 50)
+    found = rates(WSDConfig(warmup_steps=10, decay_ratio=0.25, min_lr_ratio=floor), 50)
     assert found[:10] == pytest.approx([(i + 1) / 10 for i in range(10)])
     assert found[10:41] == pytest.approx([1.0] * 31)
     assert found[40:] == pytest.approx([1 - (1 - floor) * i / 10 for i in range(10)])
@@ -71,29 +71,30 @@ def test_wsd(floor: float) -> None:
 
 @pytest.mark.parametrize("kind", [CosineLRConfig, LinearLRConfig])
 def test_a_floor_is_where_it_ends(kind: type) -> None:
-    plain, raised = rates(kind(warmup=5), 40), rates(kind(warmup=5, floor=0.2), 40)
+    plain, raised = rates(kind(warmup_steps=5), 40), rates(kind(warmup_steps=5, min_lr_ratio=0.2), 40)
     assert raised[5:] == pytest.approx([0.2 + 0.8 * rate for rate in plain[5:]])
-    assert kind(floor=0.2).factors(40)(40) == pytest.approx(0.2)
-    assert kind(floor=0.2).factors(40)(90) == pytest.approx(0.2)
+    assert kind(min_lr_ratio=0.2).factors(40)(40) == pytest.approx(0.2)
+    assert kind(min_lr_ratio=0.2).factors(40)(90) == pytest.approx(0.2)
 
 
 def test_a_warmup_below_one_is_a_share() -> None:
     for kind in (CosineLRConfig, LinearLRConfig, ConstantLRConfig, WSDConfig):
-        assert rates(kind(warmup=0.1), 50) == rates(kind(warmup=5), 50)
-    assert all(math.isfinite(rate) for rate in rates(CosineLRConfig(warmup=80), 50)), "longer than the run"
-    assert rates(CosineLRConfig(warmup=80), 50)[-1] == pytest.approx(50 / 80)
+        assert rates(kind(warmup_steps=0.1), 50) == rates(kind(warmup_steps=5), 50)
+    assert all(math.isfinite(rate) for rate in rates(CosineLRConfig(warmup_steps=80), 50)), "longer than the run"
+    assert rates(CosineLRConfig(warmup_steps=80), 50)[-1] == pytest.approx(50 / 80)
 
 
 @pytest.mark.parametrize(
-    "adapter", [NoAdapter(), LoRAConfig(2, targets=("all", "embed", "head"), plus=4.0), DoRAConfig(2)]
+    "adapter",
+    [NoAdapter(), LoRAConfig(2, target_modules=("all-linear", "embed", "head"), loraplus_lr_ratio=4.0), DoRAConfig(2)],
 )
 def test_vectors_are_not_decayed(adapter: NoAdapter | LoRAConfig, tmp_path: Path) -> None:
     model = ours(made(tmp_path, "llama-biases"), adapter)
     for kind in (
-        AdamWConfig(lr=0.5, decay=0.1),
-        SGDConfig(lr=0.5, decay=0.1),
-        AdamW8bitConfig(0.5, decay=0.1),
-        MuonConfig(0.5, decay=0.1),
+        AdamWConfig(lr=0.5, weight_decay=0.1),
+        SGDConfig(lr=0.5, weight_decay=0.1),
+        AdamW8bitConfig(0.5, weight_decay=0.1),
+        MuonConfig(0.5, weight_decay=0.1),
     ):
         inner = (p for layer in model.layers for p in layer.parameters())
         groups = kind.build(adapter.trained(model), inner).param_groups
@@ -104,7 +105,7 @@ def test_vectors_are_not_decayed(adapter: NoAdapter | LoRAConfig, tmp_path: Path
             if p.requires_grad:
                 group = group_of[id(p)]
                 assert group["weight_decay"] == (0.0 if "norm" in name or "bias" in name or "magn" in name else 0.1)
-                fast = isinstance(adapter, LoRAConfig) and adapter.plus > 1 and "_B" in name
+                fast = isinstance(adapter, LoRAConfig) and adapter.loraplus_lr_ratio > 1 and "_B" in name
                 assert group["lr"] == (2.0 if fast else 0.5), name
 
 
@@ -143,13 +144,13 @@ def test_patience_ends_after_some_validations_without_a_better_one() -> None:
         (lambda: AdamWConfig(betas=(0.9,)), "betas"),
         (lambda: AdamWConfig(betas=(0.9, 1.0)), "betas"),
         (lambda: SGDConfig(lr=-1.0), "lr"),
-        (lambda: CosineLRConfig(warmup=-1.0), "warmup"),
+        (lambda: CosineLRConfig(warmup_steps=-1.0), "warmup_steps"),
         (lambda: MuonConfig(momentum=1.0), "momentum"),
         (lambda: AdamW8bitConfig(betas=(0.9,)), "betas"),
         (lambda: MuonConfig(0.0), "lr"),
-        (lambda: WSDConfig(decay=0.0), "decay"),
-        (lambda: WSDConfig(decay=1.5), "decay"),
-        (lambda: WSDConfig(warmup=-1.0), "warmup"),
+        (lambda: WSDConfig(decay_ratio=0.0), "decay"),
+        (lambda: WSDConfig(decay_ratio=1.5), "decay"),
+        (lambda: WSDConfig(warmup_steps=-1.0), "warmup_steps"),
     ],
 )
 def test_values_that_make_no_sense(make, field: str) -> None:

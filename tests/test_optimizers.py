@@ -60,7 +60,7 @@ def test_orthogonal(shape: tuple[int, ...]) -> None:
 def test_muon_is_that_of_torch() -> None:
     ours, theirs = (nn.Parameter(torch.randn(48, 64, generator=torch.Generator().manual_seed(0))) for _ in range(2))
     start = ours.detach().clone()
-    mine = MuonConfig(lr=0.1, decay=0.3).build([([ours], 1.0)], [ours])
+    mine = MuonConfig(lr=0.1, weight_decay=0.3).build([([ours], 1.0)], [ours])
     other = torch.optim.Muon([theirs], 0.1, 0.3, 0.95, adjust_lr_fn="match_rms_adamw")
     for step in range(5):
         for p, optimizer in ((ours, mine), (theirs, other)):
@@ -86,8 +86,8 @@ def test_muon_leaves_vectors_filters_and_the_rest_to_adamw() -> None:
     vector, filters, outer = (nn.Parameter(torch.randn(*shape)) for shape in ((8,), (8, 1, 4), (16, 8)))
     weights = [matrix, experts, vector, filters, outer]
     both = [copy.deepcopy(weights), weights]
-    muon = MuonConfig(lr=0.1, decay=0.2).build([(weights, 1.0)], weights[:4])
-    adamw = AdamWConfig(lr=0.1, decay=0.2).build([(both[0], 1.0)])
+    muon = MuonConfig(lr=0.1, weight_decay=0.2).build([(weights, 1.0)], weights[:4])
+    adamw = AdamWConfig(lr=0.1, weight_decay=0.2).build([(both[0], 1.0)])
     for optimizer, ps in ((adamw, both[0]), (muon, weights)):
         for p in ps:
             p.grad = p.detach().cos()
@@ -148,7 +148,7 @@ def test_a_gradient_may_lie_in_memory_as_it_likes() -> None:
 
 def test_what_has_no_gradient_stays() -> None:
     used, unused = nn.Parameter(torch.ones(80, 80)), nn.Parameter(torch.ones(80, 80))
-    for choice in (AdamW8bitConfig(decay=0.5), MuonConfig(decay=0.5)):
+    for choice in (AdamW8bitConfig(weight_decay=0.5), MuonConfig(weight_decay=0.5)):
         optimizer = choice.build([([used, unused], 1.0)], [used, unused])
         used.grad = torch.ones(80, 80)
         optimizer.step()

@@ -91,7 +91,7 @@ def test_the_installed_command_lists_what_ships(tune: Path, tmp_path: Path) -> N
 
 @pytest.mark.skipif("nano/tools_lora" not in registry.list_configs(), reason="needs the nano")
 def test_the_installed_command_trains(tune: Path, tmp_path: Path) -> None:
-    run(tune, "run", "sft", "nano/tools_lora", "steps=1", "out=here", cwd=tmp_path)
+    run(tune, "run", "sft", "nano/tools_lora", "max_steps=1", "output_dir=here", cwd=tmp_path)
     assert list((tmp_path / "here" / "final").glob("*.safetensors"))
 
 

@@ -12,7 +12,6 @@ from tunekit import devices
 from tunekit.adapters.config import FrozenModel, LoRAConfig
 from tunekit.checkpoint.hf_checkpoint import WEIGHTS
 from tunekit.losses.cross_entropy import CrossEntropy
-from tunekit.memory.config import MemoryConfig
 from tunekit.models.precision import PrecisionConfig
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -41,7 +40,7 @@ def test_each_weight_has_the_dtype_that_was_asked(precision, trained, frozen, mi
     assert {p.dtype for p in ours(mixed, FULL, precision).parameters()} == {trained}
     logits = model(tokens())
     best = BF16 if devices.has_fast_bf16(torch.device("cpu")) else FP32
-    assert logits.dtype == {"bf16": BF16, "fp32": FP32, "auto": best}[precision.compute]
+    assert logits.dtype == {"bf16": BF16, "fp32": FP32, "auto": best}[precision.compute_dtype]
     wanted = theirs(mixed)(tokens()).logits
     assert error(logits.float().detach(), wanted.detach()) < (0.1 if BF16 in (logits.dtype, frozen) else 1e-5)
 
@@ -58,8 +57,10 @@ def test_bf16_is_for_processors_that_multiply_it(flags, fast, tmp_path: Path, mo
 
 
 def test_products_of_fp32_do_not_care_how_frozen_weights_are_kept(mixed: Path) -> None:
-    kept = ours(mixed, FrozenModel(), PrecisionConfig("fp32", frozen="checkpoint"))
-    assert torch.equal(kept(tokens()), ours(mixed, FrozenModel(), PrecisionConfig("fp32", frozen="fp32"))(tokens()))
+    kept = ours(mixed, FrozenModel(), PrecisionConfig("fp32", frozen_dtype="checkpoint"))
+    assert torch.equal(
+        kept(tokens()), ours(mixed, FrozenModel(), PrecisionConfig("fp32", frozen_dtype="fp32"))(tokens())
+    )
 
 
 def test_gradients_of_bf16_products_are_fp32(mixed: Path) -> None:
@@ -88,7 +89,7 @@ def test_compiled_layers_give_the_same(tmp_path: Path) -> None:
     folder = made(tmp_path, "qwen3-sliding")
     results = []
     for on in (False, True):
-        model = ours(folder, memory=MemoryConfig(compile=on))
+        model = ours(folder, compile=on)
         for rows in (tokens(2, 11), tokens(2, 17)):
             part = batch(rows)
             loss = CrossEntropy()(model, part) / part.learnt

@@ -180,7 +180,7 @@ def test_the_steps_that_were_chosen(
     tmp_path: Path, capsys: pytest.CaptureFixture, steps: int, first: int, count: int
 ) -> None:
     """Also where the run ends before they do."""
-    looked(tmp_path, ProfilerConfig(start=3, steps=2), steps)
+    looked(tmp_path, ProfilerConfig(skip_first=3, active=2), steps)
     with gzip.open(tmp_path / FOLDER / "rank-0.json.gz", "rt") as lines:
         events = json.load(lines)["traceEvents"]
     found = step_breakdown(events)
@@ -196,51 +196,51 @@ def test_the_steps_that_were_chosen(
 def test_a_run_too_short_leaves_nothing_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     for steps in (1, 2, 3):
         looked(tmp_path, True, steps)
-        told = f"no step was looked at: profile.start=3 lets so many steps go by, and this start had {steps}\n"
+        told = f"no step was profiled: profiler.skip_first=3 steps are skipped, and this start had {steps}\n"
         assert capsys.readouterr().err.endswith(told)
     looked(tmp_path, False, 9)
     assert not (tmp_path / FOLDER).exists()
     looked(tmp_path, True, 4)
-    assert "no step was looked at" not in capsys.readouterr().err
+    assert "no step was profiled" not in capsys.readouterr().err
 
 
 def test_a_run_whose_steps_are_known_is_long_enough_or_not() -> None:
     """The first step that is looked at comes behind `start` others."""
-    assert ProfilerConfig(start=3).refusal(4) is None and ProfilerConfig(start=3).refusal(None) is None
-    assert "`steps` is 3" in (ProfilerConfig(start=3).refusal(3) or "")
+    assert ProfilerConfig(skip_first=3).refusal(4) is None and ProfilerConfig(skip_first=3).refusal(None) is None
+    assert "`max_steps` is 3" in (ProfilerConfig(skip_first=3).refusal(3) or "")
 
 
 @pytest.mark.parametrize("left", [2, 3, 4])
 def test_a_run_that_is_left_closes_its_profile(tmp_path: Path, left: int) -> None:
     with pytest.raises(KeyError):
-        looked(tmp_path, ProfilerConfig(start=3, steps=3), 9, left)
+        looked(tmp_path, ProfilerConfig(skip_first=3, active=3), 9, left)
     assert not (tmp_path / FOLDER / TABLE).exists()
-    looked(tmp_path, ProfilerConfig(start=1, steps=1), 3)  # another may begin
+    looked(tmp_path, ProfilerConfig(skip_first=1, active=1), 3)  # another may begin
     assert (tmp_path / FOLDER / TABLE).exists()
 
 
 def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
-    for name in ("start", "steps"):
+    for name in ("skip_first", "active"):
         with pytest.raises(FieldError, match="1 or more"):
             ProfilerConfig(**{name: 0})
     with pytest.raises(FieldErrors) as caught:
-        ProfilerConfig(start=0, steps=-1)
-    assert [one.field for one in caught.value.errors] == ["start", "steps"]
-    with pytest.raises(UserError, match="profile.memory"):
-        Profiler(ProfilerConfig(memory=True), tmp_path, DistributedContext(0, "cpu"))
+        ProfilerConfig(skip_first=0, active=-1)
+    assert [one.field for one in caught.value.errors] == ["skip_first", "active"]
+    with pytest.raises(UserError, match="profiler.profile_memory"):
+        Profiler(ProfilerConfig(profile_memory=True), tmp_path, DistributedContext(0, "cpu"))
     (tmp_path / FOLDER).write_text("in the way")
     with pytest.raises(UserError, match="cannot write"):
-        looked(tmp_path, ProfilerConfig(start=1, steps=1), 3)
+        looked(tmp_path, ProfilerConfig(skip_first=1, active=1), 3)
 
 
 def at_work(folder: str) -> list[float]:
     """On one of two ranks: a profile, the most of both, and a line of metrics."""
     torch.set_num_threads(1)
-    looked(Path(folder), ProfilerConfig(start=1, steps=2), 4)
+    looked(Path(folder), ProfilerConfig(skip_first=1, active=2), 4)
     with DistributedContext(0, "cpu") as run:
         most = run.most(run.rank, -run.rank, math.pi)
-        with metric_logger.Log().open(Path(folder), run, total=1) as meter:
-            meter.step(1, {"loss": 1.0, "norm": 1.0, "rate": 1.0}, tokens=7, learnt=5, wait=0.25 + run.rank)
+        with metric_logger.MetricLogger(Path(folder), run, total=1) as meter:
+            meter.step(1, {"loss": 1.0, "grad_norm": 1.0, "lr": 1.0}, tokens=7, learnt=5, wait=0.25 + run.rank)
     return most
 
 
@@ -259,7 +259,7 @@ def test_two_ranks(tmp_path: Path) -> None:
     assert len(re.findall(r"^\| [01] \|", text, re.MULTILINE)) == 2
     assert "| all-reduce | 2 |" in text
     (line,) = metric_logger.read_metrics(tmp_path)
-    assert (line["wait"], line["tokens"]) == (1.25, 7)
+    assert (line["data_time"], line["num_tokens"]) == (1.25, 7)
 
 
 def test_the_names_that_are_looked_for_are_those_of_torch(tmp_path: Path) -> None:

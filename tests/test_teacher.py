@@ -25,7 +25,7 @@ def test_a_run_that_is_not_there_is_not_looked_for_on_the_hub(
     assert cli.main(["validate", "nano/distill"]) == 2
     told = capsys.readouterr().err
     assert "error: teacher.model: no such folder: runs/nano-tools: train it first" in told
-    assert "names that begin with runs/ are taken for folders of runs, and never looked for on the Hub" in told
+    assert "names that begin with runs/ are directories of runs and are never looked up on the Hub" in told
     assert not asked
     (tmp_path / "runs/nano-tools").mkdir(parents=True)
     assert cli.main(["validate", "nano/distill"]) == 2
@@ -67,7 +67,7 @@ def sets(folder: Path, *seen: dict[str, Any], blocks: int = 0, model: str = "own
 
 
 def there(places: list[Path], now: dict[str, Any], model: str = "owner/t") -> teacher_logits.TopKLogits | None:
-    return teacher.OfflineTeacherConfig(model=model, folder="kept").there(places, now, DistributedContext.alone())
+    return teacher.OfflineTeacherConfig(model=model, logits_dir="kept").there(places, now, DistributedContext.alone())
 
 
 def test_whole_files_of_an_earlier_commit_are_gone_on_with(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -77,7 +77,7 @@ def test_whole_files_of_an_earlier_commit_are_gone_on_with(tmp_path: Path, capsy
     assert told.count("\n") == 1 and all(text in told for text in (*A.values(), *B.values(), "going on with them"))
     for now in (A, {}):
         assert there(whole, now) and not capsys.readouterr().err
-    with pytest.raises(UserError, match="these files are of a+: give another teacher.folder, or delete them"):
+    with pytest.raises(UserError, match="these files are of a+: give another teacher.logits_dir, or delete them"):
         there(whole, B, model="owner/t@v2")
 
 
@@ -89,7 +89,7 @@ def test_a_branch_that_has_moved_is_as_a_name_without_one(tmp_path: Path, capsys
 @pytest.mark.parametrize("seen", [(A, A), (A, B), ({}, A)], ids=["one", "two", "unknown"])
 def test_where_some_is_missing_no_other_commit_goes_on(tmp_path: Path, seen: tuple[dict[str, Any], ...]) -> None:
     half = sets(tmp_path, *seen, blocks=1)
-    with pytest.raises(UserError, match="these files are of a+: give another teacher.folder"):
+    with pytest.raises(UserError, match="these files are of a+: give another teacher.logits_dir"):
         there(half, B)
     (tmp_path / "other").mkdir()
     whole = sets(tmp_path / "other", *seen)
@@ -107,5 +107,7 @@ def test_what_was_not_written_down_is_not_compared(tmp_path: Path, capsys: pytes
 def test_a_folder_that_has_changed_is_refused(tmp_path: Path) -> None:
     places = sets(tmp_path, FILES, model="teacher")
     assert there(places, FILES, model="teacher")
-    with pytest.raises(UserError, match="another teacher wrote these files: give another teacher.folder, or delete"):
+    with pytest.raises(
+        UserError, match="another teacher wrote these files: give another teacher.logits_dir, or delete"
+    ):
         there(places, {"model.safetensors": [10, 2]}, model="teacher")

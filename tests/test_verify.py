@@ -67,9 +67,9 @@ def test_a_model_that_was_saved_passes(name: str, dtype: torch.dtype, tmp_path: 
 
 @pytest.mark.parametrize("adapter", [
     LoRAConfig(4, 8.0),
-    LoRAConfig(4, rslora=True, targets=("q_proj", "embed", "head")),
+    LoRAConfig(4, use_rslora=True, target_modules=("q_proj", "embed", "head")),
     LoRAConfig(4, init="pissa"),
-    DoRAConfig(3, targets=("attn", "head")),
+    DoRAConfig(3, target_modules=("attn", "head")),
 ], ids=str)  # fmt: skip
 @pytest.mark.parametrize("precision", [FP32, BF16], ids=["fp32", "bf16"])
 def test_an_adapter_that_was_saved_passes(adapter: LoRAConfig, precision: PrecisionConfig, tmp_path: Path) -> None:
@@ -171,12 +171,12 @@ def test_a_wrong_scale_of_an_adapter_is_found(tmp_path: Path) -> None:
 
 
 ADAPTERS = {
-    "llama-biases": LoRAConfig(4, rslora=True, bias="all"),
-    "llama3.2": LoRAConfig(4, targets=("all", "embed")),
-    "qwen3": DoRAConfig(3, targets=("all", "head")),
-    "phi3": LoRAConfig(4, ranks={"q_proj": 2}),
+    "llama-biases": LoRAConfig(4, use_rslora=True, bias="all"),
+    "llama3.2": LoRAConfig(4, target_modules=("all-linear", "embed")),
+    "qwen3": DoRAConfig(3, target_modules=("all-linear", "head")),
+    "phi3": LoRAConfig(4, rank_pattern={"q_proj": 2}),
     "mixtral": LoRAConfig(2),
-    "gemma2": LoRAConfig(2, targets="attn", whole=("norms", "embed")),
+    "gemma2": LoRAConfig(2, target_modules="attn", modules_to_save=("norms", "embed")),
 }
 
 
@@ -185,7 +185,7 @@ def test_a_merged_model_passes_and_one_with_a_mistake_does_not(name: str, dtype:
     model, source = trained(tmp_path, name, dtype, ADAPTERS[name])
     shuffle_adapter(model)
     start = written(tmp_path, model, source, ADAPTERS[name])
-    adapter = replace(peft_adapter.read_adapter_config(start, source), start=str(start))
+    adapter = replace(peft_adapter.read_adapter_config(start, source), adapter_path=str(start))
     result = merged(tmp_path / "merged", source, adapter, start)
     assert result.passed, result
     assert result.unexplained < max(1e-6, 0.01 * result.mean)

@@ -20,6 +20,7 @@ from tunekit.distributed.sharding import register_shards
 from tunekit.errors import UserError
 from tunekit.hub import download
 from tunekit.memory.config import MemoryConfig
+from tunekit.models.compile import check_compile, compile_layers
 from tunekit.models.decoder import Decoder
 from tunekit.models.precision import PrecisionConfig
 from tunekit.models.weight_init import init_weights
@@ -28,7 +29,7 @@ from tunekit.quantization.config import NoQuantization
 PLAIN = NoQuantization()
 
 
-def build_model(
+def build_model(  # noqa: PLR0913
     source: HFCheckpoint,
     weights: NoQuantization,
     adapter: NoAdapter | LoRAConfig,
@@ -36,6 +37,7 @@ def build_model(
     memory: MemoryConfig,
     run: DistributedContext,
     fresh: bool = False,
+    compile: bool = False,
 ) -> Decoder:
     """Build on no device, then fill in place. With `fresh`, weights are drawn and not read."""
     net = build_meta_model(source, weights, adapter)
@@ -44,7 +46,10 @@ def build_model(
     parallelize(net, run)  # layers, rows and experts that ranks share
     precision.set_matmul_precision(run.device)
     precision.apply(net, {} if fresh else source.dtypes, run.device)  # how exact it is
-    memory.apply(net, run.device, run.tell)  # what is kept
+    memory.apply(net, run.device)  # what is kept
+    if compile:
+        check_compile(run.device)
+        compile_layers(net, run.tell)
     apply_fsdp(net, run)  # where it is
     allocate(net, run)
     net.tie()
@@ -54,8 +59,8 @@ def build_model(
     else:
         load_weights(replace(source, exact=True) if weights.exact else source, net, run=run)
     adapter.initialize(net, run.seed)
-    if adapter.start is not None:
-        peft_adapter.load_adapter(Path(adapter.start), net, adapter, source)
+    if adapter.adapter_path is not None:
+        peft_adapter.load_adapter(Path(adapter.adapter_path), net, adapter, source)
     return net
 
 
@@ -65,8 +70,8 @@ def build_meta_model(source: HFCheckpoint, weights: NoQuantization, adapter: NoA
         net = Decoder(source.spec)
     weights.apply(net)  # what a weight is
     adapter.apply(net)  # what is trained
-    if adapter.start is not None:
-        peft_adapter.check_adapter_fits(Path(adapter.start), net, adapter, source)
+    if adapter.adapter_path is not None:
+        peft_adapter.check_adapter_fits(Path(adapter.adapter_path), net, adapter, source)
     return net
 
 
@@ -104,7 +109,7 @@ def resolve_model(
     source = peft_adapter.with_adapter_score_head(
         path, HFCheckpoint.open(download.resolve_model_dir(base, files=files), base)
     )
-    adapter = replace(peft_adapter.read_adapter_config(path, source), start=str(path))
+    adapter = replace(peft_adapter.read_adapter_config(path, source), adapter_path=str(path))
     own = path if (path / "tokenizer.json").is_file() else source.path
     return source, adapter, Tokenizer.open(own).fitted(source.spec.vocab, own)
 

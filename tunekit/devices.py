@@ -40,7 +40,7 @@ class Capabilities:
 
     name: str
     tested: bool = False
-    bf16: bool = False  # bf16 matmuls in hardware: what `precision.compute: auto` selects
+    bf16: bool = False  # bf16 matmuls in hardware: what `precision.compute_dtype: auto` selects
     fp16: bool = False  # fp16 matmuls in hardware
     tf32: bool = False  # fp32 matmuls on tensor cores with 10 bits of mantissa
     fp64: bool = True  # float64 tensors exist
@@ -302,6 +302,6 @@ def check_tf32(name: str, row: Capabilities) -> None:
     """Raise UserError where fp32 matmuls cannot use TF32. `name`: the device, for the message."""
     if not row.tf32:
         raise UserError(
-            f"precision.compute: tf32 needs an NVIDIA GPU of compute capability 8.0 or newer, got {name}. "
-            "Set precision.compute=fp32 or auto."
+            f"precision.compute_dtype: tf32 needs an NVIDIA GPU of compute capability 8.0 or newer, got {name}. "
+            "Set precision.compute_dtype=fp32 or auto."
         )

@@ -24,7 +24,7 @@ def main() -> None:
     rows, folder, out = map(Path, sys.argv[1:4])
     tokenizer = Tokenizer.open(folder)
     began = time.perf_counter()
-    found = preprocess.preprocess_dataset(ChatDataset(source=str(rows), length=2048), tokenizer, Alone())
+    found = preprocess.preprocess_dataset(ChatDataset(source=str(rows), max_length=2048), tokenizer, Alone())
     told = {"seconds": time.perf_counter() - began, "rows": len(found), "tokens": len(found.tokens)}
     out.write_text(json.dumps({**told, "learnt": found.targets, "versions": {"tunekit": __version__}}))
 

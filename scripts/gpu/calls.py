@@ -18,30 +18,30 @@ from jobs import Call, Job
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "scripts/gpu"
 RUNS = Path("/tmp/tunekit-gpu-runs")
-STEPS = ("steps=4", "validate_every=2")
-PACKED = ("data.pack=true", "data.length=1024", "micro_batch=4", "batch=8")
+STEPS = ("max_steps=4", "eval_every=2")
+PACKED = ("data.packing=true", "data.max_length=1024", "micro_batch_size=4", "global_batch_size=8")
 FULL_OPTIONS = (
-    ("memory.recompute=true",),
-    ("memory.recompute=selective",),
-    ("memory.offload=true",),
-    ("memory.compile=true",),
+    ("memory.activation_checkpointing=full",),
+    ("memory.activation_checkpointing=selective",),
+    ("memory.activation_offloading=true",),
+    ("compile=true",),
     ("optimizer=adamw8bit",),
     ("optimizer=muon",),
-    ("precision.compute=fp32",),
-    ("precision.trained=bf16",),
+    ("precision.compute_dtype=fp32",),
+    ("precision.master_dtype=bf16",),
     ("save_every=2",),
-    ("profile=true",),
-    ("memory.step_in_backward=true", "clip=0", "batch=4"),
+    ("profiler=true",),
+    ("memory.optimizer_in_bwd=true", "max_grad_norm=0", "global_batch_size=4"),
 )
 QLORA_OPTIONS = (
-    ("weights=float8",),
-    ("weights=fp4",),
-    ("weights={kind: nf4, nested: true}",),
+    ("quantization=float8",),
+    ("quantization=fp4",),
+    ("quantization={kind: nf4, double_quant: true}",),
     ("adapter.kind=dora",),
     ("adapter.init=pissa",),
-    ("memory.recompute=true",),
+    ("memory.activation_checkpointing=full",),
 )
-FOR_GPUS = {"memory.offload=true"}  # options that a CPU refuses
+FOR_GPUS = {"memory.activation_offloading=true"}  # options that a CPU refuses
 PREFERENCE_LOSSES = ("simpo", "orpo", "kto")
 
 
@@ -63,24 +63,26 @@ def smoke(device: str) -> tuple[list[Job], int]:
     command = ("tune", "selftest", "--device", device, *only, "--output", report)
     jobs = [Job("selftest kernels", command, 190, summary_lines=40)]
     for name, config in (("lora", "tools_lora"), ("full", "tools_full"), ("qlora", "tools_qlora")):
-        jobs.append(tune(f"sft {name}", 120, device, "sft", f"nano/{config}", *STEPS, f"out={RUNS}/{name}"))
+        jobs.append(tune(f"sft {name}", 120, device, "sft", f"nano/{config}", *STEPS, f"output_dir={RUNS}/{name}"))
     jobs += recipe_jobs(device)
     for config, choices in (("tools_full", FULL_OPTIONS), ("tools_qlora", QLORA_OPTIONS)):
         for options in choices:
             if device == "cpu" and FOR_GPUS.intersection(options):
                 continue
             name = f"{config} {' '.join(options)}"
-            # Both configs have memory.recompute=true, and a directory belongs to one run.
-            out = f"out={RUNS}/{'_'.join(''.join(c for c in word if c.isalnum()) for word in (config, *options))}"
+            # Both configs have memory.activation_checkpointing=full, and a directory belongs to one run.
+            out = (
+                f"output_dir={RUNS}/{'_'.join(''.join(c for c in word if c.isalnum()) for word in (config, *options))}"
+            )
             jobs.append(tune(name, 150, device, "sft", f"nano/{config}", *STEPS, *PACKED, *options, out))
     return [*jobs, *resume_jobs(device)], 6 if device == "cuda" else 2
 
 
 def recipe_jobs(device: str) -> list[Job]:
     """Each recipe but sft."""
-    out = [f"out={RUNS}/{name}" for name in ("packed", "dpo", "dpo_packed", "reward", "distill", "on_policy")]
+    out = [f"output_dir={RUNS}/{name}" for name in ("packed", "dpo", "dpo_packed", "reward", "distill", "on_policy")]
     teacher = "teacher.model=tunekit/nano"
-    on_policy = ("steps=3", teacher, "on_policy.share=1.0", "on_policy.tokens=32")
+    on_policy = ("max_steps=3", teacher, "on_policy.lmbda=1.0", "on_policy.max_new_tokens=32")
     jobs = [
         tune("sft packed", 120, device, "sft", "nano/tools_lora", *STEPS, *PACKED, out[0]),
         tune("generate", 90, device, "generate", "nano/generate"),
@@ -89,17 +91,17 @@ def recipe_jobs(device: str) -> list[Job]:
         tune("reward", 120, device, "reward", "nano/reward", *STEPS, out[3]),
         tune("distill", 150, device, "distill", "nano/distill", *STEPS, teacher, out[4]),
         tune("distill on policy", 150, device, "distill", "nano/distill", *on_policy, out[5]),
-        tune("evaluate", 150, device, "evaluate", "nano/preferred", "model=tunekit/nano", "sampling.tokens=16"),
+        tune("evaluate", 150, device, "evaluate", "nano/preferred", "model=tunekit/nano", "sampling.max_new_tokens=16"),
     ]
     for loss in PREFERENCE_LOSSES:
-        words = ("preference", "nano/dpo", *STEPS, f"loss={loss}", f"out={RUNS}/{loss}")
+        words = ("preference", "nano/dpo", *STEPS, f"loss={loss}", f"output_dir={RUNS}/{loss}")
         jobs.append(tune(f"preference {loss}", 120, device, *words))
     return jobs
 
 
 def resume_jobs(device: str) -> list[Job]:
     """A run that is interrupted after its first saved state, then resumed."""
-    words = ("sft", "nano/tools_lora", "steps=40", "save_every=4", "validation=null", f"out={RUNS}/resume")
+    words = ("sft", "nano/tools_lora", "max_steps=40", "save_every=4", "eval_data=null", f"output_dir={RUNS}/resume")
     first = tune("interrupted", 150, device, *words)
     first = Job(first.name, first.command, first.seconds, 1, interrupt_when=f"{RUNS}/resume/state/00000004/complete")
     return [first, tune("resumed", 150, device, *words, stage=2)]

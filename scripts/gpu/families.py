@@ -63,7 +63,7 @@ def check_family(name: str, device: str, folder: Path) -> bool:
         near = abs(actual - expected) < MAX_DIFFERENCE * (abs(expected) + 1) and cosine > MIN_COSINE
         good = good and near
         print(f"{name} {layout}: loss {expected:.4f} {actual:.4f}, cosine {cosine:.4f}{'' if near else ' FAIL'}")
-    sampling = SamplingConfig(tokens=6, temperature=0)
+    sampling = SamplingConfig(max_new_tokens=6, temperature=0)
     answers = [generate_batch(net, PROMPTS, sampling, frozenset()) for net in (reference, model)]
     print(f"{name}: generated tokens {'equal' if answers[0] == answers[1] else f'differ: {answers}'}", flush=True)
     return good

@@ -35,7 +35,7 @@ def generate(model: Decoder, name: str, device: torch.device) -> None:
         for rows, tokens in CASES:
             synchronize(device)
             start = time.perf_counter()
-            generate_batch(model, [PROMPT] * rows, SamplingConfig(tokens=tokens, temperature=0), frozenset())
+            generate_batch(model, [PROMPT] * rows, SamplingConfig(max_new_tokens=tokens, temperature=0), frozenset())
             synchronize(device)
             seconds = time.perf_counter() - start
             text = f"{tokens} tokens in {seconds:.2f} s, {1e3 * seconds / tokens:.1f} ms per token"
@@ -76,7 +76,7 @@ def main() -> None:
     gpu.DEVICE = device
     for weights in (NoQuantization(), NF4Config()):
         name = type(weights).__name__
-        precision = PrecisionConfig("bf16", trained="fp32", frozen="bf16")
+        precision = PrecisionConfig("bf16", master_dtype="fp32", frozen_dtype="bf16")
         model = gpu.model(size.config("tunekit/llama3_1_8b"), weights, LoRAConfig(16), MemoryConfig(), precision)
         generate(model, name, device)
         if device.type == "cuda":

@@ -32,10 +32,10 @@ LENGTHS = (20, 22, 18, 30)
 CASES: dict[str, tuple[NoAdapter | LoRAConfig, MemoryConfig, ParallelConfig]] = {
     "full": (NoAdapter(), MemoryConfig(), ParallelConfig()),
     "lora": (LoRAConfig(4), MemoryConfig(), ParallelConfig()),
-    "gather=compute": (NoAdapter(), MemoryConfig(), ParallelConfig(gather="compute")),
-    "recompute": (NoAdapter(), MemoryConfig(recompute=True), ParallelConfig()),
-    "memory.offload": (LoRAConfig(4), MemoryConfig(offload=True), ParallelConfig()),
-    "parallel.offload": (NoAdapter(), MemoryConfig(), ParallelConfig(offload=True)),
+    "gather=compute": (NoAdapter(), MemoryConfig(), ParallelConfig(all_gather_dtype="compute")),
+    "recompute": (NoAdapter(), MemoryConfig(activation_checkpointing="full"), ParallelConfig()),
+    "memory.activation_offloading": (LoRAConfig(4), MemoryConfig(activation_offloading=True), ParallelConfig()),
+    "parallel.cpu_offload": (NoAdapter(), MemoryConfig(), ParallelConfig(cpu_offload=True)),
 }
 
 
@@ -58,7 +58,7 @@ def numbers(source: HFCheckpoint, case: str, run: DistributedContext) -> list[fl
 def cases(names: list[str], device: str) -> Iterator[tuple[str, str]]:
     for name in names:
         for case, (_, memory, parallel) in CASES.items():
-            if device == "cuda" or not (memory.offload or parallel.offload):
+            if device == "cuda" or not (memory.activation_offloading or parallel.cpu_offload):
                 yield name, case
 
 

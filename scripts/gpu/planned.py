@@ -23,16 +23,20 @@ HOME = Path("/tmp/tunekit-gpu-planned")
 PRESET, TOKENIZER = "tunekit/llama3_2_1b", "tunekit/nano"
 SMALL = {"num_hidden_layers": 2, "hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
 SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2}
-DATA = ("data={kind: chat, source: tunekit/tools, length: LENGTH, pack: true}", "batch=8", "validation=null")
+DATA = (
+    "data={kind: chat, source: tunekit/tools, max_length: LENGTH, packing: true}",
+    "global_batch_size=8",
+    "eval_data=null",
+)
 LENGTHS = {"cuda": "2048", "cpu": "256"}
 RUNS = {
-    "lora": ("1b_lora", "micro_batch=2"),
-    "lora, recompute": ("1b_lora", "micro_batch=4", "memory.recompute=true"),
-    "lora, no recompute": ("1b_lora", "micro_batch=4", "memory.recompute=false"),
-    "qlora": ("1b_qlora", "micro_batch=4"),
-    "full": ("1b_full", "micro_batch=2"),
-    "full, recompute": ("1b_full", "micro_batch=4", "memory.recompute=true"),
-    "full, 8-bit AdamW": ("1b_full", "micro_batch=2", "optimizer=adamw8bit"),
+    "lora": ("1b_lora", "micro_batch_size=2"),
+    "lora, recompute": ("1b_lora", "micro_batch_size=4", "memory.activation_checkpointing=full"),
+    "lora, no recompute": ("1b_lora", "micro_batch_size=4", "memory.activation_checkpointing=none"),
+    "qlora": ("1b_qlora", "micro_batch_size=4"),
+    "full": ("1b_full", "micro_batch_size=2"),
+    "full, recompute": ("1b_full", "micro_batch_size=4", "memory.activation_checkpointing=full"),
+    "full, 8-bit AdamW": ("1b_full", "micro_batch_size=2", "optimizer=adamw8bit"),
 }
 GIB = 2**30
 
@@ -83,13 +87,13 @@ def compare(name: str, checkpoint: Path, device: str, steps: int) -> bool:
     """Plan, run, and print both. Whether both worked."""
     config, *more = RUNS[name]
     out = HOME / name.replace(" ", "_").replace(",", "")
-    words = [f"llama3_2/{config}", f"model={checkpoint}", f"out={out}", f"steps={steps}", *DATA, *more]
+    words = [f"llama3_2/{config}", f"model={checkpoint}", f"output_dir={out}", f"max_steps={steps}", *DATA, *more]
     words = [word.replace("LENGTH", LENGTHS[device]) for word in words]
-    words += [f"device={device}", "log.every=1"]
-    where = ["--gpus", "1", "--gpu", "h200"] if device == "cuda" else []
+    words += [f"device={device}", "log_every=1"]
+    where = ["--nproc-per-node", "1", "--gpu-type", "h200"] if device == "cuda" else []
     plan = run(["tune", "plan", *words, "--json", *where])
     print(f"{name}: running", flush=True)
-    run(["tune", "run", "sft", *words, "--fresh"])
+    run(["tune", "run", "sft", *words, "--overwrite"])
     metrics = out / "metrics.jsonl"
     lines = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.is_file() else []
     lines = [line for line in lines if "loss" in line]

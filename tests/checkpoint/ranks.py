@@ -72,12 +72,12 @@ OPTIMIZERS = {"adamw": AdamWConfig(lr=0.01), "adamw8bit": AdamW8bitConfig(lr=0.0
 RESULTS = {
     "dense": NoAdapter(),
     "experts": NoAdapter(),
-    "fused": LoRAConfig(2, targets=("q_proj", "v_proj", "mlp", "embed"), whole=("head", "norms")),
-    "experts-lora": LoRAConfig(2, targets=("attn", "experts", "head")),
-    "dense-dora": DoRAConfig(3, targets="attn"),
+    "fused": LoRAConfig(2, target_modules=("q_proj", "v_proj", "mlp", "embed"), modules_to_save=("head", "norms")),
+    "experts-lora": LoRAConfig(2, target_modules=("attn", "experts", "head")),
+    "dense-dora": DoRAConfig(3, target_modules="attn"),
     "dense-pissa": LoRAConfig(4, init="pissa"),
     "dense-nf4": LoRAConfig(2),
-    "fused-dora-nf4": DoRAConfig(2, targets=("v_proj", "gate_proj")),
+    "fused-dora-nf4": DoRAConfig(2, target_modules=("v_proj", "gate_proj")),
 }
 
 

@@ -102,7 +102,8 @@ def test_a_folder_without_config_or_weights(folder: Path) -> None:
 def test_what_is_taken_for_a_checkpoint(folder: Path) -> None:
     (folder / "config.json").rename(folder / "adapter_config.json")
     refused(
-        f"no checkpoint folder but an adapter: `tune merge BASE {folder} OUT` makes one, and `adapter.start`", folder
+        f"no checkpoint folder but an adapter: `tune merge BASE {folder} OUT` makes one, and `adapter.adapter_path`",
+        folder,
     )
     run = folder.parent / "run"
     run.mkdir()

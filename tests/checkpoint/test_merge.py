@@ -44,7 +44,7 @@ def adapted(path: Path, base: Path, adapter: LoRAConfig) -> Path:
 
 FAMILIES = ("llama3.1", "smollm2", "gemma2", "phi3", "glm4", "mixtral", "gpt-oss", "qwen2-moe", "deepseek-v3", "llama4")
 FAMILIES += ("gemma4-moe-shared", "qwen3-next", "gemma3-vision", "qwen3.5-moe-vision")
-ENDS = LoRAConfig(4, targets=("o_proj", "embed", "head"))
+ENDS = LoRAConfig(4, target_modules=("o_proj", "embed", "head"))
 KINDS = {"all": (DENSE, SPARSE), "dora": (DoRAConfig(4), DoRAConfig(4)), "ends": (ENDS, ENDS)}
 
 
@@ -73,13 +73,15 @@ def test_the_model_is_that_of_base_and_adapter_in_every_family(shape: str, kind:
 
 
 @pytest.mark.parametrize(("shape", "adapter"), [
-    ("llama3.1", LoRAConfig(4, targets=("all", "head", "embed"), rslora=True)),
-    ("llama-biases", DoRAConfig(4, targets=("all", "head"))),
-    ("llama-biases", LoRAConfig(4, bias="all", whole=("head", "norms"))),
-    ("phi3", DoRAConfig(4, targets=("q_proj", "up_proj", "o_proj"))),
-    ("mixtral", LoRAConfig(4, targets=("all", "experts"), ranks={"up_proj": 2}, alphas={"o_proj": 3.0})),
-    ("gpt-oss", LoRAConfig(4, targets=("all", "experts"))),
-    ("llama4", LoRAConfig(4, targets=("all", "experts"))),
+    ("llama3.1", LoRAConfig(4, target_modules=("all-linear", "head", "embed"), use_rslora=True)),
+    ("llama-biases", DoRAConfig(4, target_modules=("all-linear", "head"))),
+    ("llama-biases", LoRAConfig(4, bias="all", modules_to_save=("head", "norms"))),
+    ("phi3", DoRAConfig(4, target_modules=("q_proj", "up_proj", "o_proj"))),
+    ("mixtral", LoRAConfig(
+        4, target_modules=("all-linear", "experts"), rank_pattern={"up_proj": 2}, alpha_pattern={"o_proj": 3.0}
+    )),
+    ("gpt-oss", LoRAConfig(4, target_modules=("all-linear", "experts"))),
+    ("llama4", LoRAConfig(4, target_modules=("all-linear", "experts"))),
     ("qwen3-next", LoRAConfig(4)),
 ])  # fmt: skip
 @torch.no_grad()
@@ -96,15 +98,15 @@ def test_the_weights_are_those_of_peft(shape: str, adapter: LoRAConfig, tmp_path
 @pytest.mark.parametrize(
     ("adapter", "untied"),
     [
-        (LoRAConfig(4, targets="head"), True),
-        (LoRAConfig(4, targets="embed"), True),
-        (DoRAConfig(4, targets="head"), True),
-        (LoRAConfig(4, targets=("head", "embed", "q_proj")), True),
-        (LoRAConfig(4, whole=("embed",)), False),
+        (LoRAConfig(4, target_modules="head"), True),
+        (LoRAConfig(4, target_modules="embed"), True),
+        (DoRAConfig(4, target_modules="head"), True),
+        (LoRAConfig(4, target_modules=("head", "embed", "q_proj")), True),
+        (LoRAConfig(4, modules_to_save=("embed",)), False),
         (LoRAConfig(4), False),
-        (LoRAConfig(4, whole=("head",), untie=True), True),
-        (LoRAConfig(4, whole=("embed",), untie=True), True),
-        (LoRAConfig(4, whole=("embed",), targets="head", untie=True), True),
+        (LoRAConfig(4, modules_to_save=("head",), untie_embeddings=True), True),
+        (LoRAConfig(4, modules_to_save=("embed",), untie_embeddings=True), True),
+        (LoRAConfig(4, modules_to_save=("embed",), target_modules="head", untie_embeddings=True), True),
     ],
 )
 @pytest.mark.parametrize("stored", ["embed", "head", "both"])
@@ -147,7 +149,7 @@ def sharded(path: Path, shape: str, dtype: torch.dtype, size: str) -> Path:
 def test_sums_are_exact_and_what_is_not_touched_is_copied(dtype: torch.dtype, tmp_path: Path) -> None:
     base = sharded(tmp_path, "llama3.1", dtype, "40KB")
     with torch.enable_grad():
-        folder = adapted(tmp_path, base, LoRAConfig(4, targets=("q_proj", "down_proj")))
+        folder = adapted(tmp_path, base, LoRAConfig(4, target_modules=("q_proj", "down_proj")))
     out, updates = merged(tmp_path), load_file(folder / peft_adapter.TENSORS)
     files = sorted(base.glob("*.safetensors"))
     assert len(files) == 3
@@ -189,7 +191,7 @@ def test_files_beside(tmp_path: Path) -> None:
 
 @torch.no_grad()
 def test_a_base_of_pickles(tmp_path: Path) -> None:
-    trained(tmp_path, "smollm2", LoRAConfig(4, targets=("all", "head", "embed")))
+    trained(tmp_path, "smollm2", LoRAConfig(4, target_modules=("all-linear", "head", "embed")))
     wanted = load_file(merged(tmp_path) / WEIGHTS)
     shutil.rmtree(tmp_path / "merged")
     file = tmp_path / "base" / WEIGHTS
@@ -212,9 +214,9 @@ PACKED = {
 def test_a_packed_base_gives_a_plain_model(case: str, tmp_path: Path) -> None:
     """The same as if it had been unpacked before."""
     base = packed(tmp_path / "base", *PACKED[case])
-    targets = ("all", "experts") if case == "mxfp4" else "all"
+    targets = ("all-linear", "experts") if case == "mxfp4" else "all-linear"
     with torch.enable_grad():
-        adapted(tmp_path, base, LoRAConfig(2, 0.01, targets=targets))
+        adapted(tmp_path, base, LoRAConfig(2, 0.01, target_modules=targets))
     out = merged(tmp_path)
     assert "quantization_config" not in json.loads((out / "config.json").read_text())
     (tmp_path / "plain").mkdir()
@@ -240,7 +242,7 @@ def same(found: Tensor, wanted: Tensor) -> bool:
 
 @torch.no_grad()
 def test_parts_that_see_are_copied(tmp_path: Path) -> None:
-    trained(tmp_path, "gemma3-vision", LoRAConfig(4, whole=("norms",)))
+    trained(tmp_path, "gemma3-vision", LoRAConfig(4, modules_to_save=("norms",)))
     before, after = load_file(tmp_path / "base" / WEIGHTS), load_file(merged(tmp_path) / WEIGHTS)
     seeing = [name for name in before if "vision" in name or "projector" in name]
     assert seeing
@@ -257,7 +259,7 @@ def tune(*words: object) -> None:
 
 def test_the_command_verifies_what_it_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     base = sharded(tmp_path, "llama3.1", torch.bfloat16, "5GB")
-    adapter = adapted(tmp_path, base, LoRAConfig(4, targets=("all", "head")))
+    adapter = adapted(tmp_path, base, LoRAConfig(4, target_modules=("all-linear", "head")))
     tune("merge", base, adapter, tmp_path / "out")
     printed = capsys.readouterr()
     assert printed.out == f"{tmp_path / 'out'}\n", "the folder alone, for scripts"
@@ -312,7 +314,7 @@ def test_an_adapter_goes_into_another_model_of_its_shape(tmp_path: Path, capsys:
 def test_what_fails_its_verification_is_kept_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The merged weights are too large for fp16, those of base and adapter apart are not."""
     base = sharded(tmp_path, "llama3.1", torch.float16, "5GB")
-    adapter = adapted(tmp_path, base, LoRAConfig(4, targets="head"))
+    adapter = adapted(tmp_path, base, LoRAConfig(4, target_modules="head"))
     file = adapter / peft_adapter.TENSORS
     held = load_file(file)
     save_file({name: t * (1e6 if "lora_B" in name else 1) for name, t in held.items()}, tmp_path / "more")

@@ -22,43 +22,61 @@ from tunekit.models.spec import DecoderSpec, DenseMoE, MoE
 
 CASES = {
     "lora": ("llama-biases", LoRAConfig(4)),
-    "rslora": ("qwen2", LoRAConfig(4, 6.0, rslora=True)),
+    "rslora": ("qwen2", LoRAConfig(4, 6.0, use_rslora=True)),
     "dora": ("llama-biases", DoRAConfig(4)),
-    "dora head": ("qwen3", DoRAConfig(3, targets=("mlp", "head"))),
+    "dora head": ("qwen3", DoRAConfig(3, target_modules=("mlp", "head"))),
     "pissa": ("qwen3-biases", LoRAConfig(4, 4.0, init="pissa")),
-    "rslora pissa": ("qwen2", LoRAConfig(4, 4.0, init="pissa", rslora=True)),
+    "rslora pissa": ("qwen2", LoRAConfig(4, 4.0, init="pissa", use_rslora=True)),
     "dora pissa": ("llama-biases", DoRAConfig(4, 4.0, init="pissa")),
-    "pissa embed": ("llama3.1", LoRAConfig(4, 4.0, init="pissa", targets=("attn", "embed", "head"))),
-    "lora+ dropout": ("mistral", LoRAConfig(4, plus=4.0, dropout=0.2)),
-    "some layers": ("llama3.1", LoRAConfig(4, targets=(r"layers\.[02]\..*\.(q|v)_proj", "down_proj"))),
-    "tied": ("llama3.2", LoRAConfig(4, targets=("attn", "head", "embed"))),
-    "tied head": ("smollm2", LoRAConfig(4, targets="head")),
-    "tied embed": ("smollm2", LoRAConfig(4, targets="embed")),
-    "patterns": ("llama3.1", LoRAConfig(4, ranks={"mlp": 2, "[qk]_proj": 6}, alphas={"v_proj": 3.0, "mlp": 9.0})),
-    "rslora patterns": ("qwen2", LoRAConfig(4, rslora=True, ranks={r"layers\.1\..*": 7}, alphas={"q_proj": 3.0})),
-    "dora patterns": ("qwen3", DoRAConfig(4, ranks={"o_proj": 2, "up_proj": 9}, alphas={"o_proj": 9.0})),
-    "pissa patterns": ("llama3.1", LoRAConfig(4, 4.0, init="pissa", ranks={"mlp": 2}, alphas={"q_proj": 9.0})),
-    "whole": ("llama3.1", LoRAConfig(4, whole=("head", "embed", "norms"))),
-    "one norm": ("llama3.1", LoRAConfig(4, whole=("norm",))),
-    "some norms": ("qwen3-biases", DoRAConfig(4, whole=(r"layers\.1\..*norm", "q_norm"))),
-    "tied whole": ("llama3.2", LoRAConfig(4, whole=("embed",))),
-    "untied": ("llama3.2", LoRAConfig(4, whole=("embed", "head"), untie=True)),
-    "untied head": ("smollm2", LoRAConfig(4, whole=("head",), untie=True)),
-    "untied embed": ("smollm2", DoRAConfig(4, whole=("embed",), untie=True)),
-    "biases": ("llama-biases", LoRAConfig(4, targets="attn", bias="all")),
-    "biases of adapted": ("llama-biases", LoRAConfig(4, targets=("attn", "up_proj"), bias="lora_only")),
-    "biases that are whole": ("qwen2", LoRAConfig(4, targets="mlp", bias="all", whole=("q_proj", "norms"))),
+    "pissa embed": ("llama3.1", LoRAConfig(4, 4.0, init="pissa", target_modules=("attn", "embed", "head"))),
+    "lora+ dropout": ("mistral", LoRAConfig(4, loraplus_lr_ratio=4.0, dropout=0.2)),
+    "some layers": ("llama3.1", LoRAConfig(4, target_modules=(r"layers\.[02]\..*\.(q|v)_proj", "down_proj"))),
+    "tied": ("llama3.2", LoRAConfig(4, target_modules=("attn", "head", "embed"))),
+    "tied head": ("smollm2", LoRAConfig(4, target_modules="head")),
+    "tied embed": ("smollm2", LoRAConfig(4, target_modules="embed")),
+    "patterns": (
+        "llama3.1",
+        LoRAConfig(4, rank_pattern={"mlp": 2, "[qk]_proj": 6}, alpha_pattern={"v_proj": 3.0, "mlp": 9.0}),
+    ),
+    "rslora patterns": (
+        "qwen2",
+        LoRAConfig(4, use_rslora=True, rank_pattern={r"layers\.1\..*": 7}, alpha_pattern={"q_proj": 3.0}),
+    ),
+    "dora patterns": ("qwen3", DoRAConfig(4, rank_pattern={"o_proj": 2, "up_proj": 9}, alpha_pattern={"o_proj": 9.0})),
+    "pissa patterns": (
+        "llama3.1",
+        LoRAConfig(4, 4.0, init="pissa", rank_pattern={"mlp": 2}, alpha_pattern={"q_proj": 9.0}),
+    ),
+    "whole": ("llama3.1", LoRAConfig(4, modules_to_save=("head", "embed", "norms"))),
+    "one norm": ("llama3.1", LoRAConfig(4, modules_to_save=("norm",))),
+    "some norms": ("qwen3-biases", DoRAConfig(4, modules_to_save=(r"layers\.1\..*norm", "q_norm"))),
+    "tied whole": ("llama3.2", LoRAConfig(4, modules_to_save=("embed",))),
+    "untied": ("llama3.2", LoRAConfig(4, modules_to_save=("embed", "head"), untie_embeddings=True)),
+    "untied head": ("smollm2", LoRAConfig(4, modules_to_save=("head",), untie_embeddings=True)),
+    "untied embed": ("smollm2", DoRAConfig(4, modules_to_save=("embed",), untie_embeddings=True)),
+    "biases": ("llama-biases", LoRAConfig(4, target_modules="attn", bias="all-linear")),
+    "biases of adapted": ("llama-biases", LoRAConfig(4, target_modules=("attn", "up_proj"), bias="lora_only")),
+    "biases that are whole": (
+        "qwen2",
+        LoRAConfig(4, target_modules="mlp", bias="all-linear", modules_to_save=("q_proj", "norms")),
+    ),
     "fused": ("phi3", LoRAConfig(4)),
-    "fused rslora patterns": ("phi4-mini", LoRAConfig(4, rslora=True, ranks={"q_proj": 2}, alphas={"v_proj": 5.0})),
+    "fused rslora patterns": (
+        "phi4-mini",
+        LoRAConfig(4, use_rslora=True, rank_pattern={"q_proj": 2}, alpha_pattern={"v_proj": 5.0}),
+    ),
     "fused dora": ("glm4", DoRAConfig(3)),
     "fused pissa": ("phi3", LoRAConfig(4, 4.0, init="pissa")),
-    "parts of fused": ("phi3", LoRAConfig(4, targets=("v_proj", "up_proj"))),
-    "parts of fused dora": ("phi3", DoRAConfig(4, targets=("q_proj", "gate_proj", "o_proj"))),
-    "fused whole": ("phi3", LoRAConfig(4, targets="mlp", whole=("k_proj",))),
-    "experts": ("mixtral", LoRAConfig(4, targets=("experts", "attn"), ranks={"down_proj": 2})),
-    "some experts": ("mixtral", LoRAConfig(4, targets=(r"layers\.[02]\.mlp\.experts\.up_proj",))),
-    "experts and shared": ("qwen2-moe", LoRAConfig(4, targets=("experts", "all"), alphas={"experts": 3.0})),
-    "experts whole": ("qwen3-moe", LoRAConfig(4, targets="attn", whole=("experts", "router"))),
+    "parts of fused": ("phi3", LoRAConfig(4, target_modules=("v_proj", "up_proj"))),
+    "parts of fused dora": ("phi3", DoRAConfig(4, target_modules=("q_proj", "gate_proj", "o_proj"))),
+    "fused whole": ("phi3", LoRAConfig(4, target_modules="mlp", modules_to_save=("k_proj",))),
+    "experts": ("mixtral", LoRAConfig(4, target_modules=("experts", "attn"), rank_pattern={"down_proj": 2})),
+    "some experts": ("mixtral", LoRAConfig(4, target_modules=(r"layers\.[02]\.mlp\.experts\.up_proj",))),
+    "experts and shared": (
+        "qwen2-moe",
+        LoRAConfig(4, target_modules=("experts", "all-linear"), alpha_pattern={"experts": 3.0}),
+    ),
+    "experts whole": ("qwen3-moe", LoRAConfig(4, target_modules="attn", modules_to_save=("experts", "router"))),
     "dora beside experts": ("mixtral", DoRAConfig(4)),
 }
 
@@ -102,21 +120,39 @@ def has_experts(spec: DecoderSpec) -> bool:
 
 
 # All at once, so that each family needs one run. PEFT has no DoRA for experts, and none beside some of them.
-DENSE = LoRAConfig(4, rslora=True, ranks={"gate_proj": 5}, alphas={"o_proj": 3.0}, whole=("head", "embed", "norms"))
+DENSE = LoRAConfig(
+    4,
+    use_rslora=True,
+    rank_pattern={"gate_proj": 5},
+    alpha_pattern={"o_proj": 3.0},
+    modules_to_save=("head", "embed", "norms"),
+)
 SPARSE = LoRAConfig(
-    4, targets=("all", "experts"), rslora=True, alphas={"o_proj": 3.0}, whole=("router", "norms", "head")
+    4,
+    target_modules=("all-linear", "experts"),
+    use_rslora=True,
+    alpha_pattern={"o_proj": 3.0},
+    modules_to_save=("router", "norms", "head"),
 )
 KINDS = {
-    "lora": (LoRAConfig(4), LoRAConfig(4, targets=("all", "experts"))),
-    "dora": (DoRAConfig(4), DoRAConfig(4, targets="attn")),
-    "rslora": (LoRAConfig(4, rslora=True), LoRAConfig(4, targets=("all", "experts"), rslora=True)),
+    "lora": (LoRAConfig(4), LoRAConfig(4, target_modules=("all-linear", "experts"))),
+    "dora": (DoRAConfig(4), DoRAConfig(4, target_modules="attn")),
+    "rslora": (
+        LoRAConfig(4, use_rslora=True),
+        LoRAConfig(4, target_modules=("all-linear", "experts"), use_rslora=True),
+    ),
     "whole": (
-        LoRAConfig(4, whole=("head", "embed", "norms")),
-        LoRAConfig(4, targets="attn", whole=("router", "norms", "embed")),
+        LoRAConfig(4, modules_to_save=("head", "embed", "norms")),
+        LoRAConfig(4, target_modules="attn", modules_to_save=("router", "norms", "embed")),
     ),
     "patterns": (
-        LoRAConfig(4, ranks={"gate_proj": 5}, alphas={"o_proj": 3.0}),
-        LoRAConfig(4, targets=("all", "experts"), ranks={"experts": 2, "o_proj": 5}, alphas={"down_proj": 9.0}),
+        LoRAConfig(4, rank_pattern={"gate_proj": 5}, alpha_pattern={"o_proj": 3.0}),
+        LoRAConfig(
+            4,
+            target_modules=("all-linear", "experts"),
+            rank_pattern={"experts": 2, "o_proj": 5},
+            alpha_pattern={"down_proj": 9.0},
+        ),
     ),
 }
 
@@ -144,7 +180,7 @@ def test_peft_opens_every_kind_of_every_family(shape: str, kind: str, tmp_path: 
 @pytest.mark.parametrize("shape", ["qwen2", "qwen2-tied", "qwen3", "qwen2-moe", "qwen3-moe", "qwen3-next", "qwen3.5"])
 def test_q_and_k_of_qwen_are_exported_unpermuted(shape: str, tmp_path: Path) -> None:
     """torchtune permuted lora_B of q and k for a rotation that Qwen does not have: each such adapter was corrupt."""
-    folder, model = trained(tmp_path, shape, LoRAConfig(4, targets=("[qk]_proj",)))
+    folder, model = trained(tmp_path, shape, LoRAConfig(4, target_modules=("[qk]_proj",)))
     files = load_file(folder / "adapter_model.safetensors")
     found = [name for name in files if name.endswith("lora_B.weight")]
     assert found
@@ -338,7 +374,7 @@ def test_transposed_experts_of_an_older_peft(tmp_path: Path, monkeypatch: pytest
 @torch.no_grad()
 def test_training_goes_on_from_an_adapter(tmp_path: Path) -> None:
     folder, other = foreign(tmp_path, "qwen3", target_modules="all-linear", use_dora=True, lora_alpha=5)
-    model = ours(tmp_path / "base", DoRAConfig(3, 5.0, start=str(folder)))
+    model = ours(tmp_path / "base", DoRAConfig(3, 5.0, adapter_path=str(folder)))
     assert error(model.eval()(tokens()), other(tokens()).logits) < 1e-5
 
 
@@ -347,11 +383,11 @@ def test_training_goes_on_from_an_adapter(tmp_path: Path) -> None:
     [
         (LoRAConfig(4, 5.0), "adapter.rank: 4, but the adapter in {folder} has 3"),
         (LoRAConfig(3, 6.0), "adapter.alpha: 6.0, but the adapter in {folder} has 5.0"),
-        (LoRAConfig(3, 5.0, rslora=True), "adapter.rslora: True, but"),
+        (LoRAConfig(3, 5.0, use_rslora=True), "adapter.use_rslora: True, but"),
         (DoRAConfig(3, 5.0), "adapter.kind: dora, but the adapter in {folder} has lora"),
-        (LoRAConfig(3, 5.0, targets="attn"), "weight has no place in this model; this adapter was trained"),
+        (LoRAConfig(3, 5.0, target_modules="attn"), "weight has no place in this model; this adapter was trained"),
         (
-            LoRAConfig(3, 5.0, targets=("all", "head")),
+            LoRAConfig(3, 5.0, target_modules=("all-linear", "head")),
             "nothing for lm_head.weight; this adapter was trained for {base}, or",
         ),
     ],
@@ -363,24 +399,24 @@ def test_an_adapter_must_be_the_one_that_was_chosen(adapter: LoRAConfig, told: s
 
 
 @pytest.mark.parametrize(("shape", "adapter", "changes"), [
-    ("phi3", LoRAConfig(4), {"targets": ("qkv_proj",)}), ("phi3", DoRAConfig(4, targets=("v_proj", "mlp")), {}),
-    ("phi4-mini", LoRAConfig(4, 6.0, rslora=True, ranks={"k_proj": 2}, whole="norms"), {}),
-    ("llama3.2", LoRAConfig(4, whole="head", untie=True), {"untie": False}),
-    ("llama-biases", LoRAConfig(4, targets="attn", bias="lora_only"), {"bias": "none"}),
-    ("llama3.1", LoRAConfig(4, ranks={"v_proj": 2}), {"ranks": {"v_proj": 3}}),
-    ("mixtral", LoRAConfig(4, targets="experts", alphas={"up_proj": 3.0}), {"alphas": {"up_proj": 4.0}}),
+    ("phi3", LoRAConfig(4), {"targets": ("qkv_proj",)}), ("phi3", DoRAConfig(4, target_modules=("v_proj", "mlp")), {}),
+    ("phi4-mini", LoRAConfig(4, 6.0, use_rslora=True, rank_pattern={"k_proj": 2}, modules_to_save="norms"), {}),
+    ("llama3.2", LoRAConfig(4, modules_to_save="head", untie_embeddings=True), {"untie": False}),
+    ("llama-biases", LoRAConfig(4, target_modules="attn", bias="lora_only"), {"bias": "none"}),
+    ("llama3.1", LoRAConfig(4, rank_pattern={"v_proj": 2}), {"ranks": {"v_proj": 3}}),
+    ("mixtral", LoRAConfig(4, target_modules="experts", alpha_pattern={"up_proj": 3.0}), {"alphas": {"up_proj": 4.0}}),
 ])  # fmt: skip
 @torch.no_grad()
 def test_training_goes_on_from_ours(shape: str, adapter: LoRAConfig, changes: dict, tmp_path: Path) -> None:
     """The same choice fits, layer by layer, though some layers share an update in the file; another does not."""
     folder, model = trained(tmp_path, shape, adapter)
-    again = ours(tmp_path / "base", replace(adapter, start=str(folder)))
-    exact = 1e-6 if adapter.alphas or adapter.ranks else 0  # of several scales, one is in the file
+    again = ours(tmp_path / "base", replace(adapter, adapter_path=str(folder)))
+    exact = 1e-6 if adapter.alpha_pattern or adapter.rank_pattern else 0  # of several scales, one is in the file
     for name, p in model.named_parameters():
         torch.testing.assert_close(again.get_parameter(name), p, rtol=exact, atol=0)
     if changes:
         with pytest.raises(UserError):
-            ours(tmp_path / "base", replace(adapter, start=str(folder), **changes))
+            ours(tmp_path / "base", replace(adapter, adapter_path=str(folder), **changes))
 
 
 @pytest.mark.parametrize("shape", ["llama2", "qwen2"])
@@ -431,7 +467,10 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
     save_file({name: t for name, t in tensors.items() if name != first}, file)
     refused(f"{file}: model.layers.0.self_attn.q_proj: no lora_A", lambda: opened(folder))
     save_file({name: t for name, t in tensors.items() if "layers.0.self_attn.q_proj" not in name}, file)
-    refused("nothing for model.layers.0.self_attn.q_proj.weight", lambda: ours(base, LoRAConfig(2, start=str(folder))))
+    refused(
+        "nothing for model.layers.0.self_attn.q_proj.weight",
+        lambda: ours(base, LoRAConfig(2, adapter_path=str(folder))),
+    )
     save_file(tensors | {"base_model.model.visual.lora_A.weight": tensors[first].clone()}, file)
     refused(f"{file}: visual belongs to no layer of a llama model", lambda: opened(folder))
     save_file(tensors | {"unet.lora_A.weight": tensors[first].clone()}, file)

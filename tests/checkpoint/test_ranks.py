@@ -97,8 +97,8 @@ def test_two_ranks(base: Path, tmp_path: Path) -> None:
 
 
 LAYOUTS = {
-    "copies": (ParallelConfig(replicate=2, shard=2), "dense"),
-    "layers and experts": (ParallelConfig(tensor=2, expert=2), "experts"),
+    "copies": (ParallelConfig(dp_replicate=2, dp_shard=2), "dense"),
+    "layers and experts": (ParallelConfig(tp=2, ep=2), "experts"),
 }
 
 
@@ -113,7 +113,7 @@ def test_four_ranks(layout: str, base: Path, tmp_path: Path) -> None:
         same(found["adamw"], wanted["adamw"])
         same(found["muon"], wanted["muon"])
         assert found[model] == verdict
-        assert ("where no block of 256 ends" in found.get("refused", "")) == (parallel.tensor > 1)
+        assert ("where no block of 256 ends" in found.get("refused", "")) == (parallel.tp > 1)
     same_files(tmp_path / "one" / model, tmp_path / "four" / model)
     for name in ("adamw", "muon"):
         case = Case(base / model, optimizer=OPTIMIZERS[name])

@@ -31,12 +31,12 @@ PLAIN = NoQuantization()
 TASKS = {False: "SEQ_CLS", True: "TOKEN_CLS"}
 CASES = {
     "lora": ("llama3.1", LoRAConfig(4), DOCUMENT),
-    "tied": ("llama3.2", LoRAConfig(4, targets="attn", whole="norms"), DOCUMENT),
+    "tied": ("llama3.2", LoRAConfig(4, target_modules="attn", modules_to_save="norms"), DOCUMENT),
     "dora": ("qwen3", DoRAConfig(4), replace(DOCUMENT, labels=3)),
     "fused": ("phi3", LoRAConfig(4), DOCUMENT),
     "biases": ("llama-biases", LoRAConfig(4, bias="all"), EACH),
     "tokens": ("mistral", DoRAConfig(4), EACH),
-    "experts": ("mixtral", LoRAConfig(4, targets=("experts", "attn")), DOCUMENT),
+    "experts": ("mixtral", LoRAConfig(4, target_modules=("experts", "attn")), DOCUMENT),
     "gemma": ("gemma3", LoRAConfig(4), DOCUMENT),
 }
 
@@ -165,13 +165,15 @@ def test_what_goes_wrong(tmp_path: Path) -> None:
     trained(tmp_path, "llama3.1", adapter, score)
     with pytest.raises(UserError, match="gives 1 score to a document and writes no text"):
         assemble.load_for_inference(str(tmp_path / "adapter"), FP32, DistributedContext(0, "cpu"))
-    with pytest.raises(UserError, match="adapter.whole: head is adapted too"):
-        build(with_score_head(HFCheckpoint.open(tmp_path / "base"), score), LoRAConfig(4, targets=("attn", "head")))
+    with pytest.raises(UserError, match="adapter.modules_to_save: head is adapted too"):
+        build(
+            with_score_head(HFCheckpoint.open(tmp_path / "base"), score), LoRAConfig(4, target_modules=("attn", "head"))
+        )
     with pytest.raises(UserError, match="score.weight belongs to no layer of a llama model"):
-        ours(tmp_path / "base", replace(adapter, start=str(tmp_path / "adapter")))
+        ours(tmp_path / "base", replace(adapter, adapter_path=str(tmp_path / "adapter")))
     two = with_score_head(HFCheckpoint.open(tmp_path / "base"), replace(score, labels=2))
     with pytest.raises(UserError, match=r"score.weight is \[1, 48\], wanted \[2, 48\]"):
-        assemble.build_meta_model(two, NoQuantization(), replace(adapter, start=str(tmp_path / "adapter")))
+        assemble.build_meta_model(two, NoQuantization(), replace(adapter, adapter_path=str(tmp_path / "adapter")))
     file = tmp_path / "adapter" / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"task_type": "CAUSAL_LM"}))
     with pytest.raises(UserError, match="score.weight belongs to no layer"):

@@ -321,7 +321,7 @@ def test_state_of_another_model(tmp_path):
     started(tmp_path).save(1)
     state = started(tmp_path)
     state.model.second = nn.Linear(7, 4)
-    with pytest.raises(UserError, match=r"model\.second\.bias: \(3,\) there, \(4,\) here.*--fresh"):
+    with pytest.raises(UserError, match=r"model\.second\.bias: \(3,\) there, \(4,\) here.*--overwrite"):
         Checkpointer(tmp_path, state.model, OPTIMIZERS["adamw"](state.model), state.schedule, 1, state.run).restore()
 
 
@@ -339,7 +339,7 @@ def test_state_of_another_version(tmp_path):
     state = started(tmp_path)
     before = copy.deepcopy(state.model.state_dict())
     state.extra = (state.schedule,)
-    with pytest.raises(UserError, match=r"00000001 is the state of another version of tunekit.*--fresh"):
+    with pytest.raises(UserError, match=r"00000001 is the state of another version of tunekit.*--overwrite"):
         state.restore()
     assert_same(dict(state.model.state_dict()), dict(before))
 

@@ -45,13 +45,13 @@ def test_rows_of_any_length_are_asked_together(name: str, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("name", "adapter"),
     [
-        ("llama3.2", LoRAConfig(3, targets=("all", "embed", "head"))),
-        ("llama-biases", LoRAConfig(4, rslora=True, targets=("q_proj", "down_proj"))),
-        ("qwen3-biases", DoRAConfig(2, targets=("all", "head"))),
-        ("mixtral", LoRAConfig(2, targets="all")),
-        ("gemma2", LoRAConfig(2, targets="attn", whole=("norms", "embed"))),
-        ("llama3.2", LoRAConfig(2, targets="attn", whole=("head",), untie=True)),
-        ("phi3", LoRAConfig(2, alphas={"down_proj": 5.0})),
+        ("llama3.2", LoRAConfig(3, target_modules=("all-linear", "embed", "head"))),
+        ("llama-biases", LoRAConfig(4, use_rslora=True, target_modules=("q_proj", "down_proj"))),
+        ("qwen3-biases", DoRAConfig(2, target_modules=("all-linear", "head"))),
+        ("mixtral", LoRAConfig(2, target_modules="all-linear")),
+        ("gemma2", LoRAConfig(2, target_modules="attn", modules_to_save=("norms", "embed"))),
+        ("llama3.2", LoRAConfig(2, target_modules="attn", modules_to_save=("head",), untie_embeddings=True)),
+        ("phi3", LoRAConfig(2, alpha_pattern={"down_proj": 5.0})),
     ],
 )
 def test_an_adapter_takes_part(name: str, adapter: LoRAConfig, precision: PrecisionConfig, tmp_path: Path) -> None:
@@ -60,7 +60,7 @@ def test_an_adapter_takes_part(name: str, adapter: LoRAConfig, precision: Precis
     shuffle_adapter(model)
     start.mkdir()
     peft_adapter.save_adapter(start, model, adapter, source)
-    there = replace(peft_adapter.read_adapter_config(start, source), start=str(start))
+    there = replace(peft_adapter.read_adapter_config(start, source), adapter_path=str(start))
     found = layerwise_forward.checkpoint_logits(source, there, ROWS, precision, CPU).whole()
     assert torch.equal(found, layerwise_forward.forward_logits(model, ROWS, CPU).whole())
     plain = layerwise_forward.checkpoint_logits(source, FrozenModel(), ROWS, precision, CPU).whole()
@@ -124,12 +124,12 @@ def parts_of_a_large_vocabulary(tmp_path: Path) -> None:
     """An embedding and a head of 92 MB each, a head that was adapted, and 40 MB of logits."""
     wide = SHAPES["llama2"] | {"hidden_size": 384, "num_hidden_layers": 1, "vocab_size": 60_000}
     base, start, out = save(build(wide), tmp_path / "base"), tmp_path / "adapter", tmp_path / "out"
-    adapter = LoRAConfig(2, targets=("embed", "head"))
+    adapter = LoRAConfig(2, target_modules=("embed", "head"))
     model, source = ours(base, adapter), HFCheckpoint.open(base)
     start.mkdir(), out.mkdir()
     peft_adapter.save_adapter(start, model, adapter, source)
     merge.merge_adapter(source, start, out, quiet=True)
-    there, rows = replace(adapter, start=str(start)), [list(range(20))] * 8
+    there, rows = replace(adapter, adapter_path=str(start)), [list(range(20))] * 8
 
     def compare() -> None:
         wanted = layerwise_forward.checkpoint_logits(source, there, rows, FP32, CPU)

@@ -56,8 +56,8 @@ def test_another_config_names_every_key(tmp_path):
         assert "seed: 1 there, 2 now" in text
         assert "optimizer.lr: 0.0001 there, 0.0003 now" in text
         assert "every" not in text
-        assert "--fresh" in text
-        assert "out=" in text
+        assert "--overwrite" in text
+        assert "output_dir=" in text
         assert "\n" not in text
         assert body(space) == CONFIG
 
@@ -81,15 +81,15 @@ def test_config_that_is_no_yaml(tmp_path):
     with open_run_dir(tmp_path / "a", CONFIG, LIVE) as space:
         leave_results(space)
     space.config.write_text("a: [1\n")
-    with pytest.raises(UserError, match=r"config\.yaml.*--fresh"):
+    with pytest.raises(UserError, match=r"config\.yaml.*--overwrite"):
         open_run_dir(tmp_path / "a", CONFIG, LIVE)
 
 
 def test_foreign_files_are_left_alone(tmp_path):
     (tmp_path / "thesis.tex").write_text("x")
-    with pytest.raises(UserError, match="out="):
+    with pytest.raises(UserError, match="output_dir="):
         open_run_dir(tmp_path, CONFIG, LIVE)
-    with pytest.raises(UserError, match="out="):
+    with pytest.raises(UserError, match="output_dir="):
         open_run_dir(tmp_path, CONFIG, LIVE, fresh=True)
     assert names(tmp_path) == {"thesis.tex"}
 
@@ -97,7 +97,7 @@ def test_foreign_files_are_left_alone(tmp_path):
 def test_a_file_in_the_way(tmp_path):
     (tmp_path / "a").write_text("x")
     for out in (tmp_path / "a", tmp_path / "a" / "b"):
-        with pytest.raises(UserError, match="out="):
+        with pytest.raises(UserError, match="output_dir="):
             open_run_dir(out, CONFIG, LIVE)
 
 
@@ -153,7 +153,7 @@ def test_read_only_place(tmp_path):
             leave_results(space)
         subprocess.run(["mount", "-o", "remount,ro", str(place)], check=True)
         for act in (lambda: open_run_dir(place / "a", CONFIG, LIVE), lambda: open_run_dir(place / "b", CONFIG, LIVE)):
-            with pytest.raises(UserError, match=r"Read-only file system.*out="):
+            with pytest.raises(UserError, match=r"Read-only file system.*output_dir="):
                 act()
         with pytest.raises(UserError, match="Read-only"):
             open_run_dir(place / "a", CONFIG, LIVE, fresh=True)

@@ -17,7 +17,7 @@ from tunekit.errors import UserError
 class Count:
     word: str
     to: int = 3
-    out: str = "counted"
+    output_dir: str = "counted"
 
 
 RECIPE = Count
@@ -28,9 +28,9 @@ def check(cfg):
         raise UserError(f"to: {cfg.to} takes too long")
 
 
-def main(cfg, fresh=False):
-    if fresh:
-        erase_results(Path(cfg.out))
+def main(cfg, overwrite=False):
+    if overwrite:
+        erase_results(Path(cfg.output_dir))
     if cfg.to == 0:
         raise KeyboardInterrupt
     print(" ".join([cfg.word] * cfg.to))

@@ -69,11 +69,13 @@ def test_clears_what_it_is_told(place: Path, capsys: pytest.CaptureFixture[str])
     assert "clear what? name keys" in tune(capsys, "clear")
     assert "'ab': several keys begin so" in tune(capsys, "clear", "ab")
     assert "'x': no key begins so" in tune(capsys, "clear", "ab1", "x")
-    assert "--older 3: write a number and m, h, d or w" in tune(capsys, "clear", "--older", "3")
+    assert "--older-than: must be a number and m, h, d or w, such as 30d, got '3'" in tune(
+        capsys, "clear", "--older-than", "3"
+    )
     assert "only `tune cache clear` takes keys" in tune(capsys, "--all")
     assert len(cache.list_entries()) == 5, "a mistake removes nothing"
     assert re.fullmatch(r"removed 1, 5.\d+ kB\n", tune(capsys, "clear", "ab1"))
-    assert re.fullmatch(r"removed 1, 5.\d+ kB; 1 in use left\n", tune(capsys, "clear", "--older", "25d"))
+    assert re.fullmatch(r"removed 1, 5.\d+ kB; 1 in use left\n", tune(capsys, "clear", "--older-than", "25d"))
     assert [entry.key for entry in cache.list_entries()] == ["ab2", "ac3", "ae5"]
     (place / "af6-1234.partial").mkdir()
     assert ", and 0 bytes in 1 unfinished" in tune(capsys)

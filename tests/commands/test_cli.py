@@ -87,12 +87,12 @@ def test_version_names_what_a_report_needs(capsys: pytest.CaptureFixture[str]) -
         (["run", "sft", "qwen3/8b_lora", "epochs"], "key=value"),
         (["run", "sft", "--config"], "--config"),
         (["run", "nope.py", "qwen3/8b_lora"], "no recipe 'nope.py'"),
-        (["run", "sft", "--gpus", "0", "qwen3/8b_lora"], "from 1 up"),
+        (["run", "sft", "--nproc-per-node", "0", "qwen3/8b_lora"], "must be a positive integer, got '0'"),
         (["run"], "RECIPE"),
         (["validate", "qwen3/8b_lora", "--import", "nope.py"], "nope.py: no such file"),
-        (["validate", "nano/tools_full", "parallel.expert=2"], "parallel.expert: this model has no experts"),
-        (["validate", "nano/tools_full", "parallel.tensor=5"], "parallel.tensor: "),
-        (["validate", "nano/generate", "parallel.tensor=5"], "parallel.tensor: "),
+        (["validate", "nano/tools_full", "parallel.ep=2"], "parallel.ep: this model has no experts"),
+        (["validate", "nano/tools_full", "parallel.tp=5"], "parallel.tp: "),
+        (["validate", "nano/generate", "parallel.tp=5"], "parallel.tp: "),
         (["completion", "tcsh"], "bash"),
     ],
 )
@@ -200,13 +200,13 @@ def test_config_and_recipe_must_fit(count: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_more_gpus_than_there_are(count: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "--gpus 400" in mistake(capsys, "run", "count.py", "count", "--gpus", "400")
+    assert "--nproc-per-node 400" in mistake(capsys, "run", "count.py", "count", "--nproc-per-node", "400")
 
 
 def test_fresh_erases_the_run(count: Path) -> None:
     (count / "counted" / "state").mkdir(parents=True)
     (count / "counted" / "config.yaml").write_text("word: sheep\n")
-    assert cli.main(["run", "count.py", "count", "--fresh"]) == 0
+    assert cli.main(["run", "count.py", "count", "--overwrite"]) == 0
     assert not (count / "counted" / "state").exists()
 
 
@@ -218,9 +218,9 @@ def test_ctrl_c_ends_quietly(count: Path, capsys: pytest.CaptureFixture[str]) ->
 def test_options_name_every_field(count: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["options", "count.py"]) == 0
     reference = capsys.readouterr().out
-    assert all(name in reference for name in ("word", "to", "out"))
+    assert all(name in reference for name in ("word", "to", "output_dir"))
     assert cli.main(["options", "count.py", "--schema"]) == 0
-    assert set(json.loads(capsys.readouterr().out)["properties"]) >= {"word", "to", "out"}
+    assert set(json.loads(capsys.readouterr().out)["properties"]) >= {"word", "to", "output_dir"}
 
 
 def test_an_error_of_a_program_keeps_its_traceback(count: Path) -> None:

@@ -39,7 +39,7 @@ def test_completes_commands_options_and_names(shell: str) -> None:
     assert complete(shell, ["tune", "run", "sf"]) == {"sft"}
     assert complete(shell, ["tune", "run", "sft", "qwen3/8"]) == {"qwen3/8b_full", "qwen3/8b_lora", "qwen3/8b_qlora"}
     assert complete(shell, ["tune", "run", "--config", "qwen3/8b_f"]) == {"qwen3/8b_full"}
-    assert complete(shell, ["tune", "data", "qwen3/8b_full", "--ro"]) == {"--row", "--rows"}
+    assert complete(shell, ["tune", "data", "qwen3/8b_full", "--ro"]) == {"--row"}
     assert complete(shell, ["tune", "completion", "z"]) == {"zsh"}
     assert complete(shell, ["tune", "selftest", "--device", "cu"]) == {"cuda"}
 

@@ -48,6 +48,6 @@ def test_shipped_configs_say_what_they_are(name: str) -> None:
 
 
 def test_no_two_configs_share_a_run_folder() -> None:
-    folders = [yaml.safe_load(path.read_text()).get("out") for path in CONFIGS.values()]
+    folders = [yaml.safe_load(path.read_text()).get("output_dir") for path in CONFIGS.values()]
     named = [folder for folder in folders if folder]
     assert len(named) == len(set(named))

@@ -11,8 +11,8 @@ from tunekit.cli import main as cli
 CONFIG = """\
 recipe: sft
 model: tunekit/nano
-data: {{source: {source}, length: {length}}}
-out: out
+data: {{source: {source}, max_length: {length}}}
+output_dir: out
 """
 
 
@@ -37,7 +37,7 @@ def told(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> tupl
 
 
 def test_a_config_is_shown_and_no_run_begins(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out, err = told(capsys, "sft.yaml", "--rows", "2")
+    out, err = told(capsys, "sft.yaml", "--num-rows", "2")
     assert "30 documents, " in out and "OpenAI messages (column 'messages')\n" in out and "tokens in a row" in out
     assert "data row 2  rows.jsonl:2  " in out and "data row 3" not in out
     assert "⟦It is 2.<|turn|>⟧" in out.replace("\n", "") and "\x1b" not in out
@@ -52,13 +52,13 @@ def test_a_row_is_found_by_number_and_by_place(place: Path, capsys: pytest.Captu
 
 
 def test_what_is_cut_is_shown(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out, _ = told(capsys, "sft.yaml", "data.length=15", "--row", "30")
+    out, _ = told(capsys, "sft.yaml", "data.max_length=15", "--row", "30")
     assert "cut: " in out and "⟪" in out and "cut at 15 tokens: 30 documents" in out
     assert "answers of all 30 rows are cut at 15 tokens" in out
 
 
 def test_programs_get_json(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = json.loads(told(capsys, "sft.yaml", "--json", "--rows", "1")[0])
+    found = json.loads(told(capsys, "sft.yaml", "--json", "--num-rows", "1")[0])
     (part,), (row,) = found["parts"], found["rows"]
     assert part["rows"] == 30 and sum(part["lengths"]["counts"]) == 30 and found["findings"] == []
     assert len(row["stretches"][0]["tokens"]) == len(row["stretches"][0]["states"]) and row["where"] == "rows.jsonl:1"
@@ -77,40 +77,42 @@ def test_what_is_doubtful_is_no_mistake_and_what_is_wrong_is(place: Path, capsys
     out, err = told(capsys, "sft.yaml", code=2)
     assert err.startswith("error: this data cannot be trained on: data: 2 of 33 rows are bad") and err.count("\n") == 1
     assert "bad: rows.jsonl:31: " in out and "bad: rows.jsonl:32: " in out and "rows.jsonl:31" in err
-    _, err = told(capsys, "sft.yaml", "data.bad_rows=skip", code=2)
-    assert "2 of 33 rows are bad (6.1%, `most_bad` allows 1.0%): " in err
-    out, _ = told(capsys, "sft.yaml", "data.bad_rows=skip", "data.most_bad=0.1")
-    assert "2 of 33 rows are bad (6.1%, `most_bad` allows 10%): " in out
+    _, err = told(capsys, "sft.yaml", "data.on_bad_row=skip", code=2)
+    assert "2 of 33 rows are bad (6.1%, `max_bad_row_fraction` allows 1.0%): " in err
+    out, _ = told(capsys, "sft.yaml", "data.on_bad_row=skip", "data.max_bad_row_fraction=0.1")
+    assert "2 of 33 rows are bad (6.1%, `max_bad_row_fraction` allows 10%): " in out
 
 
 def test_held_out_rows_that_are_learnt_are_wrong(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ("sft.yaml", "validation.kind=chat", "validation.source=rows.jsonl", "validation.length=64")
+    words = ("sft.yaml", "eval_data.kind=chat", "eval_data.source=rows.jsonl", "eval_data.max_length=64")
     _, err = told(capsys, *words, code=2)
-    assert "validation: all 30 rows are in `data` too" in err
+    assert "eval_data: all 30 rows are in `data` too" in err
 
 
 def test_a_mix_shows_its_shares_and_the_rows_of_each_source(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("text.jsonl").write_text("".join(json.dumps({"text": f"Once there were {n} cats."}) + "\n" for n in range(9)))
-    parts = "{rows: {source: rows.jsonl}}, {rows: {source: text.jsonl}}"
-    Path("mix.yaml").write_text(f"recipe: sft\nmodel: tunekit/nano\ndata: {{kind: mix, parts: [{parts}]}}\nout: out\n")
-    out, _ = told(capsys, "mix.yaml", "--rows", "1")
+    datasets = "{dataset: {source: rows.jsonl}}, {dataset: {source: text.jsonl}}"
+    Path("mix.yaml").write_text(
+        f"recipe: sft\nmodel: tunekit/nano\ndata: {{kind: mixture, datasets: [{datasets}]}}\noutput_dir: out\n"
+    )
+    out, _ = told(capsys, "mix.yaml", "--num-rows", "1")
     assert "39 documents, " in out and "text.jsonl: plain text (column 'text'); 23% of the documents" in out
     assert "rows.jsonl:1" in out and "text.jsonl:1" in out
 
 
 def test_the_rows_of_an_evaluation_are_shown_too(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    told(capsys, "nano/tools", "model=tunekit/nano", "--rows", "0")
+    told(capsys, "nano/tools", "model=tunekit/nano", "--num-rows", "0")
 
 
 def test_other_rows_than_those_held_out_are_told_how_to_go_without_these(
     place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("rows.jsonl").write_text("".join(f'{{"text": "It is {n}.", "label": {n % 2}}}\n' for n in range(9)))
-    words = ("nano/reward", "data.source=rows.jsonl", "data.kind=labelled", "loss=classification")
+    words = ("nano/reward", "data.source=rows.jsonl", "data.kind=labeled", "loss=classification")
     _, err = told(capsys, *words, code=2)
-    assert "validation: these are preference rows, and `loss: classification` learns from labelled rows" in err
-    assert ": leave them out by validation=null, or take other rows by validation.source and validation.kind=" in err
-    assert "texts with labels" in told(capsys, *words, "validation=null")[0]
+    assert "eval_data: these are preference rows, and `loss: classification` learns from labeled rows" in err
+    assert ": leave them out by eval_data=null, or take other rows by eval_data.source and eval_data.kind=" in err
+    assert "texts with labels" in told(capsys, *words, "eval_data=null")[0]
 
 
 @pytest.mark.parametrize(("recipe", "row", "says"), [
@@ -126,7 +128,7 @@ def test_what_a_row_says_of_its_documents_is_shown(
     place: Path, capsys: pytest.CaptureFixture[str], recipe: str, row: dict[str, object], says: tuple[str, ...]
 ) -> None:
     Path("rows.jsonl").write_text(json.dumps(row) + "\n")
-    kinds = {"completions": "process", "label": "{kind: regression}"}
+    kinds = {"completions": "process_reward", "label": "{kind: regression}"}
     loss = [f"loss={kinds[name]}" for name in row if name in kinds and recipe == "reward"]
     assert cli.main(["data", "sft.yaml", "--recipe", recipe, *loss, "--html"]) == 0
     out, _ = capsys.readouterr()
@@ -143,9 +145,9 @@ def test_what_a_row_says_of_its_documents_is_shown(
         (["sft.yaml", "--row", "rows.jsonl:99"], "there is no such row"),
         (["sft.yaml", "--html", "page.txt"], "name a file that ends in .html"),
         (["sft.yaml", "--html", "no/such/folder.html"], "cannot be written"),
-        (["sft.yaml", "data.lenght=3"], "did you mean 'length'"),
+        (["sft.yaml", "data.lenght=3"], "did you mean 'max_length'"),
         (["sft.yaml", "data.source=no.jsonl"], "no.jsonl"),
-        (["sft.yaml", "--rows", "-1"], "-1"),
+        (["sft.yaml", "--num-rows", "-1"], "-1"),
         (["nano/generate"], "learns from no rows"),
         (["nosuch"], "nosuch"),
     ],
@@ -162,21 +164,21 @@ def test_training_begins_with_the_checks(place: Path, capsys: pytest.CaptureFixt
     rows = Path("rows.jsonl").read_text()
     Path("rows.jsonl").write_text(rows + rows)
     Path("held.jsonl").write_text(rows)
-    held = ("validation.kind=chat", "validation.source=held.jsonl", "validation.length=64")
-    words = ["run", "sft", "sft.yaml", "device=cpu", "steps=1", *held]
+    held = ("eval_data.kind=chat", "eval_data.source=held.jsonl", "eval_data.max_length=64")
+    words = ["run", "sft", "sft.yaml", "device=cpu", "max_steps=1", *held]
     assert cli.main(words) == 2
     err = capsys.readouterr().err
     assert "doubtful: data: 30 of 60 rows (50%) are copies" in err
     last = err.splitlines()[-1]
-    assert last.startswith("error: validation: all 30 rows are in `data` too") and "`checks: tell`" in last
+    assert last.startswith("error: eval_data: all 30 rows are in `data` too") and "`data_checks: warn`" in last
     assert not Path("out/final").exists()
-    assert cli.main([*words, "checks=tell"]) == 0
-    assert "wrong: validation: all 30 rows" in capsys.readouterr().err and Path("out/final").is_dir()
+    assert cli.main([*words, "data_checks=warn"]) == 0
+    assert "wrong: eval_data: all 30 rows" in capsys.readouterr().err and Path("out/final").is_dir()
 
 
 def test_of_a_stream_the_first_block_is_shown_and_another_pass_is_no_copy(
     place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out, _ = told(capsys, "sft.yaml", "data.stream=true", "steps=2", "--rows", "1")
+    out, _ = told(capsys, "sft.yaml", "data.streaming=true", "max_steps=2", "--num-rows", "1")
     assert "a stream, of which this is the first block" in out and "data row 1  rows.jsonl:1  " in out
     assert "copies" not in out and "nothing wrong was found" in out

@@ -39,7 +39,7 @@ def test_it_says_what_was_written_and_how_far_it_is_off(
 
 
 def test_an_adapter_is_merged(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    adapter = LoRAConfig(3, targets=("all",))
+    adapter = LoRAConfig(3, target_modules=("all-linear",))
     net = ours(model, adapter)
     shuffle_adapter(net)
     beside = tmp_path / "adapter"
@@ -89,5 +89,8 @@ def test_without_the_extra_it_is_named(
 
     monkeypatch.setattr(importlib, "import_module", without)
     assert cli.main(["export", str(model), str(tmp_path / "x.gguf")]) == 2
-    told = "error: gguf is not installed, which every --type but nf4, nf4-nested, fp4, fp4-nested needs: pip install "
+    told = (
+        "error: gguf is not installed, which every --type but nf4, nf4-double-quant, fp4, fp4-double-quant "
+        "needs: pip install "
+    )
     assert capsys.readouterr().err == f"{told}'tunekit[gguf]'\n"

@@ -7,7 +7,10 @@ import pytest
 
 from tunekit.cli import main as cli
 
-CONFIG = "model: tunekit/llama3_2_1b\ndata: {kind: text, source: rows.jsonl, length: 512}\nout: run\nrecipe: sft\n"
+CONFIG = (
+    "model: tunekit/llama3_2_1b\ndata: {kind: text, source: rows.jsonl, max_length: 512}\n"
+    "output_dir: run\nrecipe: sft\n"
+)
 
 
 @pytest.fixture
@@ -18,7 +21,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_a_plan_needs_neither_weights_nor_rows_nor_a_gpu(config: str, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["plan", config, "steps=10", "--gpus", "2", "--gpu", "a100", "--price", "2"]
+    words = ["plan", config, "max_steps=10", "--nproc-per-node", "2", "--gpu-type", "a100", "--gpu-hour-price", "2"]
     assert cli.main(words) == 0
     text = capsys.readouterr().out
     assert "tunekit/llama3_2_1b on 2 x A100 80 GB (79 GiB)" in text and "to need less" in text
@@ -26,23 +29,25 @@ def test_a_plan_needs_neither_weights_nor_rows_nor_a_gpu(config: str, capsys: py
 
 
 def test_a_plan_says_which_gpu_is_taken_where_none_is_named(config: str, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["plan", config, "steps=10"]
-    taken = "no --gpu is named: H100 with 79 GiB is taken; --gpu names another kind, --gpu-memory another size\n"
-    speed = "no --gpu is named: the speed of RTX 4090 is taken; --gpu names another kind\n"
-    for more, told in ((["--gpus", "2"], taken), (["--gpus", "2", "--gpu-memory", "24G"], speed)):
+    words = ["plan", config, "max_steps=10"]
+    taken = (
+        "no --gpu-type is named: H100 with 79 GiB is taken; --gpu-type names another kind, --gpu-memory another size\n"
+    )
+    speed = "no --gpu-type is named: the speed of RTX 4090 is taken; --gpu-type names another kind\n"
+    for more, told in ((["--nproc-per-node", "2"], taken), (["--nproc-per-node", "2", "--gpu-memory", "24G"], speed)):
         assert cli.main([*words, *more]) == 0
         assert capsys.readouterr().out.startswith(f"{told}\ntunekit/llama3_2_1b on 2 x ")
-    assert cli.main([*words, "--nodes", "2", "--json"]) == 0
+    assert cli.main([*words, "--nnodes", "2", "--json"]) == 0
     out, err = capsys.readouterr()
     assert json.loads(out)["machine"] == "2 x H100 (79 GiB) on 2 hosts" and err == f"{taken}\n"
-    for more in ([], ["--gpus", "2", "--gpu", "h100"], ["--gpus", "2", "--tflops", "99"]):
+    for more in ([], ["--nproc-per-node", "2", "--gpu-type", "h100"], ["--nproc-per-node", "2", "--gpu-tflops", "99"]):
         assert cli.main([*words, *more]) == 0
         out, err = capsys.readouterr()
         assert "is taken" not in out + err
 
 
 def test_a_plan_for_programs_and_one_that_fits(config: str, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["plan", config, "micro_batch=16", "--gpu-memory", "24G", "--write", "b.yaml", "--json"]
+    words = ["plan", config, "micro_batch_size=16", "--gpu-memory", "24G", "--output", "b.yaml", "--json"]
     assert cli.main(words) == 0
     told = json.loads(capsys.readouterr().out)
     assert (
@@ -53,23 +58,23 @@ def test_a_plan_for_programs_and_one_that_fits(config: str, capsys: pytest.Captu
 
 
 def test_a_plan_that_does_not_fit_is_told_and_leaves_with_2(config: str, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["plan", config, "steps=10", "--gpu", "rtx4090", "--gpu-memory"]
+    words = ["plan", config, "max_steps=10", "--gpu-type", "rtx4090", "--gpu-memory"]
     assert cli.main([*words, "2G"]) == 2
     out, err = capsys.readouterr()
     assert "does not fit: " in out and "to need less" in out
-    assert err == "error: a.yaml does not fit 1 x RTX 4090 (2 GiB): --fit looks for the fastest way that does\n"
+    assert err == "error: a.yaml does not fit 1 x RTX 4090 (2 GiB): --auto looks for the fastest way that does\n"
     assert cli.main([*words, "2G", "--json"]) == 2
     assert json.loads(capsys.readouterr().out)["fits"] is False
     assert cli.main([*words, "80G"]) == 0
-    assert cli.main(["plan", config, "steps=10"]) == 0, "nobody says how much memory the CPU has"
+    assert cli.main(["plan", config, "max_steps=10"]) == 0, "nobody says how much memory the CPU has"
     capsys.readouterr()
-    tight = [*words[:-1], "micro_batch=16", "--gpu-memory", "24G"]
+    tight = [*words[:-1], "micro_batch_size=16", "--gpu-memory", "24G"]
     assert cli.main(tight) == 2
-    assert cli.main([*tight, "--fit"]) == 0, "what fits was found"
+    assert cli.main([*tight, "--auto"]) == 0, "what fits was found"
 
 
 def test_a_preset_that_is_written_lacks_weights(config: str, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["plan", config, "--gpu-memory", "80G", "--write", "b.yaml"]
+    words = ["plan", config, "--gpu-memory", "80G", "--output", "b.yaml"]
     lacks = "tunekit/llama3_2_1b has no weights: before it runs, name a checkpoint with model=, or say init=random"
     for more, told in (
         ([], f"written: b.yaml; {lacks}\n"),
@@ -83,11 +88,11 @@ def test_a_preset_that_is_written_lacks_weights(config: str, capsys: pytest.Capt
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--gpu", "h10"], "did you mean h100?"),
+        (["--gpu-type", "h10"], "did you mean h100?"),
         (["--gpu-memory", "much"], "--gpu-memory much: write a number and G, such as 80G"),
-        (["--gpus", "8", "parallel.tensor=3"], "there are 8 processes"),
-        (["--fit"], "--fit: how much is there?"),
-        (["--tflops", "0"], "no number above 0"),
+        (["--nproc-per-node", "8", "parallel.tp=3"], "there are 8 processes"),
+        (["--auto"], "--auto: how much is there?"),
+        (["--gpu-tflops", "0"], "must be a positive number, got '0'"),
     ],
 )
 def test_mistakes_are_told_in_a_line(

@@ -68,7 +68,7 @@ def test_files_that_cannot_be_read(tmp_path):
 
 def test_a_wrong_file_is_all_that_is_told(tmp_path, tree):
     with pytest.raises(ConfigError) as caught:
-        load_config(tree.SFT, tmp_path / "no.yaml", ["batch=x"])
+        load_config(tree.SFT, tmp_path / "no.yaml", ["global_batch_size=x"])
     assert caught.value.lines == (f"{tmp_path / 'no.yaml'}: no such file",)
 
 

@@ -212,7 +212,7 @@ class Place:
 
     @property
     def sizes(self) -> ParallelDims:
-        return ParallelDims(shard=self.size)
+        return ParallelDims(dp_shard=self.size)
 
     def tell(self, text: str) -> None:
         print(text, file=sys.stderr)

@@ -54,7 +54,7 @@ def found(tokenizer: Tokenizer, documents: list[Document], **use) -> dict[str, F
 
 
 def test_ordinary_rows_show_nothing(nano: Tokenizer) -> None:
-    assert not run_data_checks(subject(nano, ordinary(nano)), subject(nano, ordinary(nano, 8, 100), "validation"))
+    assert not run_data_checks(subject(nano, ordinary(nano)), subject(nano, ordinary(nano, 8, 100), "eval_data"))
 
 
 def unmasked(document: Document, *, drop: int) -> Document:
@@ -283,9 +283,11 @@ def test_labels_that_are_the_same(nano: Tokenizer, same: int, severity: str | No
 
 
 @pytest.mark.parametrize(("there", "classes", "told"), [
-    ([0, 1], 5, "2, 3, 4: 3 of 5 classes (`loss.classes`) cannot be learnt; is that meant? loss.classes=2 would do"),
-    ([1, 2], 9, "0, 3, 4, ..: 7 of 9 classes (`loss.classes`) cannot be learnt; is that meant? loss.classes=3 would"),
-    ([0, 2], 3, "1: 1 of 3 classes (`loss.classes`) cannot be learnt; is that meant?"),
+    ([0, 1], 5, "2, 3, 4: 3 of 5 classes (`loss.num_labels`) cannot be learnt; is that meant? loss.num_labels=2 "
+                "would do"),
+    ([1, 2], 9, "0, 3, 4, ..: 7 of 9 classes (`loss.num_labels`) cannot be learnt; is that meant? "
+                "loss.num_labels=3 would"),
+    ([0, 2], 3, "1: 1 of 3 classes (`loss.num_labels`) cannot be learnt; is that meant?"),
     ([0, 1, 2], 3, None),
     ([0, 1], None, None),
     ([1], 2, None),
@@ -299,19 +301,19 @@ def test_classes_that_no_row_has(nano: Tokenizer, there: list[float], classes: i
     assert finding is None or str(finding).startswith(f"data: no row has the label {told}")
     assert finding is None or finding.severity == "doubtful"
     all_there = labelled(nano, [number % (classes or 2) for number in range(100, 160)])
-    held = subject(nano, rows, "validation", **use)
+    held = subject(nano, rows, "eval_data", **use)
     assert "absent classes" not in {one.kind for one in run_data_checks(subject(nano, all_there, **use), held)}
 
 
 def overlap(tokenizer: Tokenizer, held: list[Document]) -> dict[str, Finding]:
-    told = run_data_checks(subject(tokenizer, ordinary(tokenizer)), subject(tokenizer, held, "validation"))
+    told = run_data_checks(subject(tokenizer, ordinary(tokenizer)), subject(tokenizer, held, "eval_data"))
     return {one.kind: one for one in told}
 
 
 def test_held_out_rows_that_are_learnt(nano: Tokenizer) -> None:
     rows, new = ordinary(nano), ordinary(nano, 10, 100)
     told = overlap(nano, rows[:6] + new[:4])["overlap"]
-    assert (told.severity, told.count, told.where[0]) == ("wrong", 6, "validation.jsonl:1")
+    assert (told.severity, told.count, told.where[0]) == ("wrong", 6, "eval_data.jsonl:1")
     assert overlap(nano, rows[:2] + new)["overlap"].severity == "doubtful"
     assert not overlap(nano, new)
 
@@ -324,7 +326,7 @@ def test_held_out_prompts_that_are_learnt_with_another_answer(nano: Tokenizer) -
 
 def test_a_prompt_that_begins_many_rows_is_nobodys(nano: Tokenizer) -> None:
     rows = [turn(nano, ("Tell me a story.", f"There was a cat called {row}.")) for row in range(60)]
-    told = run_data_checks(subject(nano, rows[:50]), subject(nano, rows[50:], "validation"))
+    told = run_data_checks(subject(nano, rows[:50]), subject(nano, rows[50:], "eval_data"))
     assert not told
 
 
@@ -387,7 +389,7 @@ def by_hand(row: Document, marks: set[int], bos: int | None) -> dict[str, int | 
 
 def encoded(choice: ChatDataset, tokenizer: Tokenizer) -> TokenizedDataset:
     prepared = choice.prepare(tokenizer)
-    rows = list(open_dataset(choice.source, choice.split, choice.limit).rows)
+    rows = list(open_dataset(choice.source, choice.split, choice.max_samples).rows)
     kept = list(pairs(choice.encode(prepared, rows), [row.where for row in rows]))
     return TokenizedDataset([document for document, _ in kept], [where for _, where in kept])
 
@@ -399,7 +401,7 @@ def pairs(results, places: list[str]) -> Iterator[tuple[Document, str]]:
 
 
 def test_nothing_is_wrong_with_the_tools_that_ship(nano: Tokenizer) -> None:
-    parts = [encoded(ChatDataset("tunekit/tools", split=split, length=256), nano) for split in ("train", "test")]
+    parts = [encoded(ChatDataset("tunekit/tools", split=split, max_length=256), nano) for split in ("train", "test")]
     told = run_data_checks(
         *(CheckTarget(name, [one], nano, CheckContext(256, 2048)) for name, one in zip("dv", parts, strict=True))
     )
@@ -422,7 +424,7 @@ def talks(count: int, system: bool) -> str:
 
 def test_nothing_is_wrong_with_chats_as_people_write_them(tmp_path: Path, nano: Tokenizer) -> None:
     (tmp_path / "rows.jsonl").write_text(talks(200, system=True))
-    rows = encoded(ChatDataset(str(tmp_path / "rows.jsonl"), length=256), nano)
+    rows = encoded(ChatDataset(str(tmp_path / "rows.jsonl"), max_length=256), nano)
     assert not [
         str(one)
         for one in run_data_checks(CheckTarget("data", [rows], nano, CheckContext(256, 2048)))
@@ -447,7 +449,7 @@ ODD = {
 def test_templates_of_families_are_in_order(tmp_path: Path, name: str) -> None:
     tokenizer = Tokenizer.open(folder(tmp_path, name))
     (tmp_path / "rows.jsonl").write_text(talks(40, FAMILIES[name].system))
-    rows = encoded(ChatDataset(str(tmp_path / "rows.jsonl"), length=4096), tokenizer)
+    rows = encoded(ChatDataset(str(tmp_path / "rows.jsonl"), max_length=4096), tokenizer)
     told = [
         one
         for one in run_data_checks(CheckTarget("data", [rows], tokenizer, CheckContext(4096)))
@@ -461,6 +463,6 @@ def test_a_template_that_ends_no_single_turn_is_wrong(tmp_path: Path) -> None:
     tokenizer = Tokenizer.open(folder(tmp_path, "glm4"))
     said = [[{"role": "user", "content": f"And {n}?"}, {"role": "assistant", "content": f"So {n}."}] for n in range(20)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"messages": turns}) + "\n" for turns in said))
-    rows = encoded(ChatDataset(str(tmp_path / "rows.jsonl"), length=4096), tokenizer)
+    rows = encoded(ChatDataset(str(tmp_path / "rows.jsonl"), max_length=4096), tokenizer)
     (told,) = run_data_checks(CheckTarget("data", [rows], tokenizer, CheckContext(4096)))
     assert (told.kind, told.severity, told.count) == ("terminators", "wrong", 20)

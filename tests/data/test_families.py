@@ -142,7 +142,9 @@ def test_reasoning_within_the_content_is_learnt_where_it_is_written(families: di
 
 @pytest.mark.parametrize("name", UNSURE)
 def test_where_no_mask_is_sure_the_reason_and_the_way_out_are_told(name: str, families: dict[str, Path]) -> None:
-    with pytest.raises(UserError, match=r"messages\[1\]: no mask is sure: .* otherwise when it prompts .* `template`"):
+    with pytest.raises(
+        UserError, match=r"messages\[1\]: no mask is sure: .* otherwise when it prompts .* `chat_template`"
+    ):
         learnt(opened(families, name), TALK)
 
 

@@ -78,7 +78,7 @@ SAID = st.fixed_dictionaries(
     {"from": mostly(st.sampled_from(["human", "gpt", "function_call"])), "value": mostly(ANY_TEXT)}
 )
 SIDE = mostly(st.one_of(ANY_TEXT, TALK))
-LEARN = st.sampled_from(["assistant", "last", "all", "marked", ("user", "tool"), ("assistant",)])
+LEARN = st.sampled_from(["assistant", "last", "all", "per_message", ("user", "tool"), ("assistant",)])
 FIELDS = st.fixed_dictionaries(
     {},
     optional={
@@ -103,12 +103,13 @@ FIELDS = st.fixed_dictionaries(
 def kinds(learn: Any) -> list[DatasetConfig]:
     compared = "assistant" if learn == "all" else learn
     conversations = [
-        cls("x", learn=learn) for cls in (AutoDataset, ChatDataset, ShareGPTDataset, InstructDataset, CompletionDataset)
+        cls("x", train_on=learn)
+        for cls in (AutoDataset, ChatDataset, ShareGPTDataset, InstructDataset, CompletionDataset)
     ]
     return [
         *conversations,
-        PreferenceDataset("x", learn=compared),
-        UnpairedPreferenceDataset("x", learn=compared),
+        PreferenceDataset("x", train_on=compared),
+        UnpairedPreferenceDataset("x", train_on=compared),
         TextDataset("x"),
     ]
 
@@ -159,7 +160,9 @@ def test_a_long_message_and_deep_nesting(kind: type[DatasetConfig], folders: dic
     for _ in range(900):
         deep = [deep]
     rows = [{"messages": long}, {"messages": deep}, {"messages": [{"role": "user", "content": deep}]}, {"x": deep}]
-    first, *rest = kind("x", too_long="split").encode(tokenizer, [Row(f"x:{n}", row) for n, row in enumerate(rows)])
+    first, *rest = kind("x", excess_length_strategy="split").encode(
+        tokenizer, [Row(f"x:{n}", row) for n, row in enumerate(rows)]
+    )
     assert isinstance(first, list)
     assert [tokenizer.decode(part.tokens[part.learnt].tolist(), special=True) for part in first] == ["Yes.<|im_end|>"]
     assert all(isinstance(fault, BadRow) and len(fault.reason) < 1000 for fault in rest)

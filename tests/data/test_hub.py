@@ -108,4 +108,4 @@ def test_what_the_hub_does_not_have_is_told_in_a_line(hub: Hub, tmp_path: Path) 
     told = ask(hub, tmp_path, *cases, ("ann/other", "train", True))
     for (*_, says), line in zip((one for one in asked for _ in range(2)), told, strict=False):
         assert isinstance(line, str) and re.match(says, line), line
-    assert told[-1] == "ann/other: files such as train.txt cannot be streamed; leave out `stream`"
+    assert told[-1] == "ann/other: files such as train.txt cannot be streamed; leave out `streaming`"

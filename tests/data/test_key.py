@@ -37,7 +37,7 @@ class Step(RowTransform):
 
 
 def key(rows: DatasetConfig, tokenizer: Tokenizer) -> str | None:
-    return keys.fingerprint(rows, rows.prepare(tokenizer), open_dataset(rows.source, rows.split, rows.limit))
+    return keys.fingerprint(rows, rows.prepare(tokenizer), open_dataset(rows.source, rows.split, rows.max_samples))
 
 
 def write(path: Path, words: list[str]) -> str:
@@ -58,8 +58,14 @@ def tokenizer(folders: dict[str, Path]) -> Tokenizer:
 
 @pytest.mark.parametrize(
     "change",
-    [{"length": 100}, {"learn": "last"}, {"too_long": "drop"}, {"split": "train[1:]"}, {"limit": 2}]
-    + [{"transforms": (RenameColumns({"text": "more"}),)}, {"messages": "text"}],
+    [
+        {"max_length": 100},
+        {"train_on": "last"},
+        {"excess_length_strategy": "drop"},
+        {"split": "train[1:]"},
+        {"max_samples": 2},
+    ]
+    + [{"transforms": (RenameColumns({"text": "more"}),)}, {"messages_column": "text"}],
     ids=str,
 )
 def test_what_decides_gives_another_key(rows: ChatDataset, tokenizer: Tokenizer, change: dict[str, Any]) -> None:
@@ -70,10 +76,10 @@ def test_what_decides_gives_another_key(rows: ChatDataset, tokenizer: Tokenizer,
     "change",
     [
         {"shuffle": False},
-        {"pack": True},
-        {"workers": 3},
-        {"bad_rows": "skip"},
-        {"most_bad": 0.5},
+        {"packing": True},
+        {"num_proc": 3},
+        {"on_bad_row": "skip"},
+        {"max_bad_row_fraction": 0.5},
         {"split": "train[:]"},
     ],
     ids=str,
@@ -101,7 +107,7 @@ def test_the_tokenizer_and_its_template_decide(rows: ChatDataset, folders: dict[
     assert len({key(rows, tokenizer) for tokenizer in tokenizers.values()}) == len(tokenizers)
     own, text = tmp_path / "own.jinja", tokenizers["chatml"].templates["default"][0]
     own.write_text(text)
-    one, other = replace(rows, template=str(own)), key(rows, tokenizers["chatml"])
+    one, other = replace(rows, chat_template=str(own)), key(rows, tokenizers["chatml"])
     same = key(one, tokenizers["chatml"])
     own.write_text(text + " ")
     assert len({same, other, key(one, tokenizers["chatml"])}) == 3
@@ -209,5 +215,5 @@ def test_serving_rows_otherwise_prepares_nothing(
     monkeypatch.setenv("TUNEKIT_CACHE", str(tmp_path / "cache"))
     first = preprocess.preprocess_dataset(rows, tokenizer, place())
     monkeypatch.setattr(preprocess, "tokenize_chunks", pytest.fail)
-    again = preprocess.preprocess_dataset(replace(rows, shuffle=False, pack=True), tokenizer, place(seed=1))
+    again = preprocess.preprocess_dataset(replace(rows, shuffle=False, packing=True), tokenizer, place(seed=1))
     assert again.digest == first.digest

@@ -58,7 +58,7 @@ STEPS = {"prompt": "What is 2 + 2?", "completions": ["It is so: 2 + 2", "Hello t
 @pytest.mark.parametrize("pack", [False, True])
 def test_labels_of_texts(pack: bool, tokenizer, place, tmp_path) -> None:
     lines = [{"text": "The fox " * (1 + number % 5), "label": number / 4} for number in range(7)]
-    loader = opened(LabeledDataset, tokenizer, place(), tmp_path, lines, pack=pack, length=64)
+    loader = opened(LabeledDataset, tokenizer, place(), tmp_path, lines, packing=pack, max_length=64)
     assert by_number(loader[0]) == {number: number / 4 for number in range(7)}
     for batch in loader[0]:
         for index in range(len(batch.numbers)):
@@ -67,7 +67,7 @@ def test_labels_of_texts(pack: bool, tokenizer, place, tmp_path) -> None:
 
 
 def test_labels_are_names_numbers_or_truths(tokenizer) -> None:
-    named = LabeledDataset("x", classes=("bad", "good"))
+    named = LabeledDataset("x", class_names=("bad", "good"))
     for label, want in (("good", 1.0), (0, 0.0), (True, 1.0)):
         assert document(named, tokenizer, {"text": "fox", "label": label}).value == want
     assert document(LabeledDataset("x"), tokenizer, {"text": "fox", "label": -0.5}).value == -0.5
@@ -79,8 +79,10 @@ def test_labels_are_names_numbers_or_truths(tokenizer) -> None:
 
 def test_what_is_cut_keeps_its_label(tokenizer) -> None:
     fields = {"text": "The fox jumps over lazy dogs", "label": 3}
-    assert document(LabeledDataset("x", length=3), tokenizer, fields).value == 3
-    whole, cut = (document(StepwiseDataset("x", length=n), tokenizer, STEPS | {"labels": [1, 0, 1]}) for n in (99, 20))
+    assert document(LabeledDataset("x", max_length=3), tokenizer, fields).value == 3
+    whole, cut = (
+        document(StepwiseDataset("x", max_length=n), tokenizer, STEPS | {"labels": [1, 0, 1]}) for n in (99, 20)
+    )
     assert len(cut.tokens) == 20
     assert 0 < cut.learnt.sum() == len(cut.values) < 3
     assert cut.values.tolist() == whole.values[: len(cut.values)].tolist()
@@ -91,7 +93,7 @@ def test_steps_have_their_label_at_their_last_token(pack: bool, tokenizer, place
     """As if the prompt and each step were encoded alone."""
     labels = [[True, False, True], [False, False, True], [True, True, True]]
     lines = [STEPS | {"labels": each} for each in labels]
-    loader = opened(StepwiseDataset, tokenizer, place(), tmp_path, lines, pack=pack, length=128)
+    loader = opened(StepwiseDataset, tokenizer, place(), tmp_path, lines, packing=pack, max_length=128)
     tokens, ends = [tokenizer.bos, *tokenizer.encode_texts([STEPS["prompt"]], False)[0]], []
     for step in STEPS["completions"]:
         tokens += tokenizer.encode_texts([step + "\n"], False)[0]
@@ -115,7 +117,7 @@ def test_steps_have_their_label_at_their_last_token(pack: bool, tokenizer, place
 def test_steps_are_what_the_assistant_says_to_messages(tokenizer) -> None:
     """As if what the template writes before the answer were the prompt, behind its own beginning."""
     labels = {"labels": [True, False, True]}
-    rows = StepwiseDataset("x", separator=" ;")
+    rows = StepwiseDataset("x", step_separator=" ;")
     found = document(rows, tokenizer, STEPS | {"prompt": ASKED} | labels)
     text = tokenizer.render(ASKED, None, prompt=True)
     bare = document(rows, tokenizer, STEPS | {"prompt": text.removeprefix("<|begin|>")} | labels)
@@ -162,19 +164,27 @@ BAD = {
     "a null": (
         LabeledDataset("x"),
         {"text": "fox", "label": None},
-        "label: is null, and a row needs its label: write it, or pass over such rows by `bad_rows: skip` beside the",
+        "label: is null, and a row needs its label: write it, or pass over such rows by `on_bad_row: skip` beside the",
     ),
-    "a name without classes": (LabeledDataset("x"), {"text": "fox", "label": "good"}, "label: 'good' needs `classes`"),
-    "a long one": (LabeledDataset("x"), {"text": "fox", "label": "a" * 99}, f"label: '{'a' * 40}..' needs `classes`"),
+    "a name without classes": (
+        LabeledDataset("x"),
+        {"text": "fox", "label": "good"},
+        "label: 'good' needs `class_names`",
+    ),
+    "a long one": (
+        LabeledDataset("x"),
+        {"text": "fox", "label": "a" * 99},
+        f"label: '{'a' * 40}..' needs `class_names`",
+    ),
     "no class": (
-        LabeledDataset("x", classes=("a", "b")),
+        LabeledDataset("x", class_names=("a", "b")),
         {"text": "fox", "label": "c"},
-        "'c' is none of the `classes`: a, b",
+        "'c' is none of the `class_names`: a, b",
     ),
     "too high": (
-        LabeledDataset("x", classes=("a", "b")),
+        LabeledDataset("x", class_names=("a", "b")),
         {"text": "fox", "label": 2},
-        "2 counts none of the 2 `classes`",
+        "2 counts none of the 2 `class_names`",
     ),
     "not finite": (LabeledDataset("x"), {"text": "fox", "label": math.inf}, "label: want a number"),
     "a list": (LabeledDataset("x"), {"text": "fox", "label": [1]}, "label: want a number"),
@@ -241,6 +251,6 @@ def test_rows_are_what_the_first_says(tokenizer, place, tmp_path) -> None:
 
 def test_choices_that_make_no_sense() -> None:
     with pytest.raises(FieldError, match="not said of its parts"):
-        StepwiseDataset("x", too_long="split")
+        StepwiseDataset("x", excess_length_strategy="split")
     with pytest.raises(FieldError, match="name each once"):
-        LabeledDataset("x", classes=("a", "a"))
+        LabeledDataset("x", class_names=("a", "a"))

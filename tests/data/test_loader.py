@@ -29,7 +29,7 @@ def documents() -> TokenizedDataset:
 
 def loader(place, micro: int = BATCH, packed: bool = False, shuffle: bool = True) -> MapDataLoader:
     rows = documents()
-    mix = Mixture.of(TextDataset("rows", length=CAPACITY, pack=packed, shuffle=shuffle))
+    mix = Mixture.of(TextDataset("rows", max_length=CAPACITY, packing=packed, shuffle=shuffle))
     layout = Collator(BATCH, micro, place.rank, place.size, PAD, mix.capacity)
     return MapDataLoader(mix, (rows,), layout, place.seed)
 

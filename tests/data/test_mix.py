@@ -24,35 +24,35 @@ def mix(*parts: dict, **options) -> Mixture:
 
 def test_without_weights_an_epoch_holds_what_its_parts_give() -> None:
     assert mix({}, {}).counts([10, 1000]) == (10, 1000)
-    assert mix({"epochs": 3}, {"epochs": 0.5}).counts([10, 1000]) == (30, 500)
-    assert mix({"cap": 20}, {"cap": 20, "epochs": 4}).counts([10, 1000]) == (10, 20)
+    assert mix({"repeat": 3}, {"repeat": 0.5}).counts([10, 1000]) == (30, 500)
+    assert mix({"max_samples_per_epoch": 20}, {"max_samples_per_epoch": 20, "repeat": 4}).counts([10, 1000]) == (10, 20)
 
 
 def test_weights_are_shares_of_the_rows_until_one_part_has_given_all() -> None:
     assert mix({"weight": 1}, {"weight": 3}).counts([10, 1000]) == (10, 30)
     assert mix({"weight": 0.3}, {"weight": 0.1}).counts([1000, 10]) == (30, 10)
-    assert mix({"weight": 1, "epochs": 5}, {"weight": 3}).counts([10, 1000]) == (50, 150)
-    assert mix({"weight": 1}, {"weight": 1, "cap": 7}).counts([10, 1000]) == (7, 7)
+    assert mix({"weight": 1, "repeat": 5}, {"weight": 3}).counts([10, 1000]) == (50, 150)
+    assert mix({"weight": 1}, {"weight": 1, "max_samples_per_epoch": 7}).counts([10, 1000]) == (7, 7)
 
 
 def test_a_temperature_evens_shares_out() -> None:
     assert mix({}, {}, temperature=2).counts([100, 10_000]) == (100, 1000)  # 10 to 100
     assert mix({}, {}, temperature=1e9).counts([100, 10_000]) == (100, 100)
-    assert mix({}, {"cap": 400}, temperature=2).counts([100, 10_000]) == (100, 200)
+    assert mix({}, {"max_samples_per_epoch": 400}, temperature=2).counts([100, 10_000]) == (100, 200)
 
 
 @pytest.mark.parametrize(
     ("parts", "options", "field", "message"),
     [
-        ([], {}, "parts", "name at least one"),
-        ([{"weight": 1}, {}], {}, "parts.1", "has no weight, but others have"),
+        ([], {}, "datasets", "name at least one"),
+        ([{"weight": 1}, {}], {}, "datasets.1", "has no weight, but others have"),
         ([{"weight": 1}], {"temperature": 2.0}, "temperature", "weights say the shares already"),
         ([{}], {"temperature": 0.5}, "temperature", "must be 1"),
-        ([{}], {"length": 1}, "length", "2 or more tokens"),
+        ([{}], {"max_length": 1}, "max_length", "2 or more tokens"),
         ([{"weight": 0}], {}, "weight", "must be above 0, not 0: take the part out"),
         ([{"weight": float("nan")}], {}, "weight", "must be above 0, not nan"),
-        ([{"epochs": 0.0}], {}, "epochs", "must be above 0"),
-        ([{"cap": 0}], {}, "cap", "1 or more rows"),
+        ([{"repeat": 0.0}], {}, "repeat", "must be above 0"),
+        ([{"max_samples_per_epoch": 0}], {}, "max_samples_per_epoch", "1 or more rows"),
     ],
 )
 def test_what_makes_no_sense_is_refused(parts, options, field, message) -> None:
@@ -62,13 +62,13 @@ def test_what_makes_no_sense_is_refused(parts, options, field, message) -> None:
 
 
 def test_what_is_the_same_for_all_parts_is_said_once() -> None:
-    with pytest.raises(FieldError, match="write it beside `parts`") as told:
-        Mixture((MixtureMember(TextDataset("a")), MixtureMember(ChatDataset("b", length=100))), length=50)
-    assert told.value.field == "parts.1.rows.length"
-    one = Mixture((MixtureMember(ChatDataset("b", length=100, pack=True)),), length=100, pack=True)
-    assert one.sources == (ChatDataset("b", length=100, pack=True),)
-    assert Mixture((MixtureMember(TextDataset("a")),), length=9, shuffle=False).sources == (
-        TextDataset("a", length=9, shuffle=False),
+    with pytest.raises(FieldError, match="Set it next to `datasets`") as told:
+        Mixture((MixtureMember(TextDataset("a")), MixtureMember(ChatDataset("b", max_length=100))), max_length=50)
+    assert told.value.field == "datasets.1.dataset.max_length"
+    one = Mixture((MixtureMember(ChatDataset("b", max_length=100, packing=True)),), max_length=100, packing=True)
+    assert one.sources == (ChatDataset("b", max_length=100, packing=True),)
+    assert Mixture((MixtureMember(TextDataset("a")),), max_length=9, shuffle=False).sources == (
+        TextDataset("a", max_length=9, shuffle=False),
     )
 
 
@@ -116,8 +116,8 @@ def texts(folder: Path, name: str, count: int) -> str:
 
 def opened(tokenizer, folder: Path, place, micro: int = 4, **options) -> DataLoader:
     parts = (
-        MixtureMember(TextDataset(texts(folder, "a", 11)), epochs=2),
-        MixtureMember(TextDataset(texts(folder, "b", 30)), cap=17),
+        MixtureMember(TextDataset(texts(folder, "a", 11)), repeat=2),
+        MixtureMember(TextDataset(texts(folder, "b", 30)), max_samples_per_epoch=17),
     )
     return build_dataloader(Mixture(parts, **options), tokenizer, 4, micro, place)
 
@@ -136,8 +136,8 @@ def rows(loaders: list[DataLoader], tokenizer, step: int) -> Counter[str]:
 @pytest.mark.parametrize("pack", [False, True])
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_steps_hold_the_same_rows_on_any_layout(pack: bool, size: int, tokenizer, place, tmp_path: Path) -> None:
-    want = opened(tokenizer, tmp_path, place(), pack=pack, length=60)
-    ranks = [opened(tokenizer, tmp_path, place(rank, size), 3, pack=pack, length=60) for rank in range(size)]
+    want = opened(tokenizer, tmp_path, place(), packing=pack, max_length=60)
+    ranks = [opened(tokenizer, tmp_path, place(rank, size), 3, packing=pack, max_length=60) for rank in range(size)]
     steps = want.steps(3)
     assert steps == sum(want.steps(1 + epoch) - want.steps(epoch) for epoch in range(3))
     for step in range(steps):
@@ -150,7 +150,7 @@ def test_steps_hold_the_same_rows_on_any_layout(pack: bool, size: int, tokenizer
 
 
 def test_the_report_tells_what_each_part_gives(tokenizer, place, tmp_path: Path) -> None:
-    loader = opened(tokenizer, tmp_path, place(), pack=True, length=60)
+    loader = opened(tokenizer, tmp_path, place(), packing=True, max_length=60)
     batches = [batch for step in range(loader.steps(1)) for batch in loader[step]]
     report = loader.report
     assert [(share.rows, share.passes) for share in report.shares] == [(22, 2), (17, 17 / 30)]
@@ -162,7 +162,7 @@ def test_the_report_tells_what_each_part_gives(tokenizer, place, tmp_path: Path)
 
 
 def test_what_is_split_is_counted_in_documents(tokenizer, place, tmp_path: Path) -> None:
-    loader = opened(tokenizer, tmp_path, place(), pack=True, length=8)
+    loader = opened(tokenizer, tmp_path, place(), packing=True, max_length=8)
     one, other = loader.report.shares
     assert (one.rows, other.rows) == (2 * len(loader.parts[0]), 17) and len(loader.parts[0]) > 11
     head, *lines = str(loader.report).splitlines()
@@ -171,8 +171,8 @@ def test_what_is_split_is_counted_in_documents(tokenizer, place, tmp_path: Path)
 
 
 def test_a_run_goes_on_only_with_its_own_rows(tokenizer, place, tmp_path: Path) -> None:
-    one, other = opened(tokenizer, tmp_path, place()), opened(tokenizer, tmp_path, place(), length=6)
-    other.restore(opened(tokenizer, tmp_path, place(), length=6).state(0))
+    one, other = opened(tokenizer, tmp_path, place()), opened(tokenizer, tmp_path, place(), max_length=6)
+    other.restore(opened(tokenizer, tmp_path, place(), max_length=6).state(0))
     assert one.state(0) != other.state(0)
     documents = list(one.rows)
     assert len(documents) == len(one.rows) == 41

@@ -85,7 +85,7 @@ def test_rows_are_filled(name: str) -> None:
 
 def test_the_rows_that_ship_with_the_package_are_filled() -> None:
     tokenizer = Tokenizer.open(assets.model_dir("tunekit/nano"))
-    source = ChatDataset("tunekit/tools", length=256)
+    source = ChatDataset("tunekit/tools", max_length=256)
     lines = assets.dataset_dir("tunekit/tools").joinpath("train.jsonl").read_text("utf-8").splitlines()
     rows = [Row(f"row {number}", json.loads(line)) for number, line in enumerate(lines)]
     lengths = np.array([len(document.tokens) for found in source.encode(tokenizer, rows) for document in found])

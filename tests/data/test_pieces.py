@@ -139,7 +139,7 @@ def test_what_differs_later_is_an_error(folders: dict[str, Path]) -> None:
     pieces.encode(["hello there " * 20])
     pieces.model = model(folders["chatml"], OVER)  # as if it had not been found out
     pieces.words.clear()
-    with pytest.raises(UserError, match="otherwise alone than in it; set `workers: 0`"):
+    with pytest.raises(UserError, match="otherwise alone than in it; set `num_proc: 0`"):
         for _ in range(1000):
             pieces.encode(["hello there, hello there hello"] * 2)
 

@@ -91,7 +91,7 @@ def flat(rows: ChatDataset | TextDataset, tokenizer: Tokenizer, workers: int) ->
 
 @pytest.mark.parametrize("workers", [1, 2, 3])
 def test_any_number_of_processes_gives_the_same(tmp_path: Path, tokenizer: Tokenizer, workers: int) -> None:
-    rows = ChatDataset(source=str(write(tmp_path / "rows.jsonl", chats(1800))), length=40)
+    rows = ChatDataset(source=str(write(tmp_path / "rows.jsonl", chats(1800))), max_length=40)
     want, got = flat(rows, tokenizer, 0), flat(rows, tokenizer, workers)
     assert want["where"][-1] == f"{rows.source}:1800"
     assert want["learnt"].any()
@@ -102,7 +102,7 @@ def test_any_number_of_processes_gives_the_same(tmp_path: Path, tokenizer: Token
 def test_documents_are_mapped_and_counted(tmp_path: Path, tokenizer: Tokenizer, place, monkeypatch) -> None:
     monkeypatch.setenv("TUNEKIT_CACHE", str(tmp_path / "cache"))
     source = write(tmp_path / "rows.jsonl", [*chats(5), {"messages": []}, "{", *chats(600)[5:]])
-    rows = ChatDataset(source=str(source), bad_rows="skip", length=60, too_long="drop")
+    rows = ChatDataset(source=str(source), on_bad_row="skip", max_length=60, excess_length_strategy="drop")
     found = preprocess.preprocess_dataset(rows, tokenizer, place())
     prepared = found.prepared
     assert (prepared.rows, prepared.skipped) == (602, 2)
@@ -118,7 +118,7 @@ def test_documents_are_mapped_and_counted(tmp_path: Path, tokenizer: Tokenizer, 
 
 def test_rows_left_out_and_gone_on_with_are_counted(tmp_path: Path, tokenizer: Tokenizer, place, odd) -> None:
     source = write(tmp_path / "rows.jsonl", texts(40, row3={"leave": True}, row9={"text": "long " * 40}))
-    rows = TextDataset(source=str(source), length=30, transforms=(odd(),))
+    rows = TextDataset(source=str(source), max_length=30, transforms=(odd(),))
     prepared = preprocess.preprocess_dataset(rows, tokenizer, place()).prepared
     assert (prepared.rows, prepared.left_out, prepared.split) == (40, 1, 1)
     pairs = [{"prompt": "Hi. ", "chosen": "Hello.", "rejected": "No."}] * 3
@@ -136,7 +136,7 @@ def test_rows_left_out_and_gone_on_with_are_counted(tmp_path: Path, tokenizer: T
 
 def test_why_nothing_is_left_is_told_by_the_first_row(tmp_path: Path, tokenizer: Tokenizer, place) -> None:
     source = write(tmp_path / "rows.jsonl", [{"text": 1}, {"text": None}])
-    rows = TextDataset(source=str(source), bad_rows="skip", most_bad=1.0)
+    rows = TextDataset(source=str(source), on_bad_row="skip", max_bad_row_fraction=1.0)
     with pytest.raises(UserError, match=re.escape(f"; the first is {source}:1: text: want a string, this is a number")):
         preprocess.preprocess_dataset(rows, tokenizer, place())
 
@@ -144,7 +144,7 @@ def test_why_nothing_is_left_is_told_by_the_first_row(tmp_path: Path, tokenizer:
 @pytest.mark.parametrize("many", [False, True])
 def test_a_full_disk_is_told_in_one_line(tmp_path: Path, tokenizer: Tokenizer, place, monkeypatch, many: bool) -> None:
     monkeypatch.setenv("TUNEKIT_CACHE", str(tmp_path / "cache"))
-    rows = TextDataset(source=str(write(tmp_path / "rows.jsonl", texts(3000 if many else 300))), workers=0)
+    rows = TextDataset(source=str(write(tmp_path / "rows.jsonl", texts(3000 if many else 300))), num_proc=0)
     old = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000 if many else 10_000, old[1]))
@@ -165,7 +165,7 @@ def test_the_first_bad_row_is_told_whoever_finds_one_first(
 ) -> None:
     bad = {"row600": {"sleep": 0.5, "text": 3}, "row1200": {"text": None}, "row1700": {"text": 5}}
     source = write(tmp_path / "rows.jsonl", texts(1800, **bad))
-    rows = TextDataset(source=str(source), workers=workers)
+    rows = TextDataset(source=str(source), num_proc=workers)
     for _ in range(2):
         with pytest.raises(UserError, match=f"{source}:601: text: want a string"):
             preprocess.preprocess_dataset(rows, tokenizer, place())
@@ -176,17 +176,26 @@ def test_too_many_bad_rows_are_too_many(tmp_path: Path, tokenizer: Tokenizer, pl
     rows = [{"text": f"row {number}"} if number % 10 else {"text": number} for number in range(100)]
     source = str(write(tmp_path / "rows.jsonl", [*rows[:55], {"no": 1}, *rows[56:]]))
     with pytest.raises(UserError) as caught:
-        preprocess.preprocess_dataset(TextDataset(source=source, bad_rows="skip", most_bad=0.1), tokenizer, place())
+        preprocess.preprocess_dataset(
+            TextDataset(source=source, on_bad_row="skip", max_bad_row_fraction=0.1), tokenizer, place()
+        )
     told = str(caught.value)
-    assert "11 of 100 rows cannot be learnt from, and `most_bad` allows 10.00%; 10 times: text: want a string" in told
+    assert (
+        "11 of 100 rows cannot be learnt from, and `max_bad_row_fraction` allows 10.00%; 10 times: text: want a string"
+        in told
+    )
     assert f"the first is {source}:1)" in told
     assert "\n" not in told
-    kept = preprocess.preprocess_dataset(TextDataset(source=source, bad_rows="skip", most_bad=0.11), tokenizer, place())
+    kept = preprocess.preprocess_dataset(
+        TextDataset(source=source, on_bad_row="skip", max_bad_row_fraction=0.11), tokenizer, place()
+    )
     assert (len(kept), kept.prepared.skipped) == (89, 11)
     with pytest.raises(UserError, match=f"{source}:1: text: want a string"):  # although what was skipped is kept
         preprocess.preprocess_dataset(TextDataset(source=source), tokenizer, place())
     with pytest.raises(UserError, match="11 of 100 rows cannot be learnt from"):
-        preprocess.preprocess_dataset(TextDataset(source=source, bad_rows="skip", most_bad=0.1), tokenizer, place())
+        preprocess.preprocess_dataset(
+            TextDataset(source=source, on_bad_row="skip", max_bad_row_fraction=0.1), tokenizer, place()
+        )
 
 
 def test_own_steps_work_in_other_processes(tmp_path: Path, tokenizer: Tokenizer, odd, capfd) -> None:
@@ -250,12 +259,12 @@ def test_few_rows_and_classes_of_a_notebook_stay_here(tmp_path: Path, odd, monke
         number: preprocess.num_workers(TextDataset(source=source), number) for number in (3, 1999, 2000, 10**6, None)
     }
     assert count == {3: 0, 1999: 0, 2000: 4, 10**6: 8, None: 8}
-    assert preprocess.num_workers(TextDataset(source=source, workers=0), 10**6) == 0
-    assert preprocess.num_workers(TextDataset(source=source, workers=5), 3) == 5
+    assert preprocess.num_workers(TextDataset(source=source, num_proc=0), 10**6) == 0
+    assert preprocess.num_workers(TextDataset(source=source, num_proc=5), 3) == 5
     monkeypatch.setattr(worker_pool, "num_cpus", lambda: 1)
     assert preprocess.num_workers(TextDataset(source=source), 10**6) == 0
     odd.__module__ = "__main__"
-    assert preprocess.num_workers(TextDataset(source=source, workers=5, transforms=(odd(),)), 10**6) == 0
+    assert preprocess.num_workers(TextDataset(source=source, num_proc=5, transforms=(odd(),)), 10**6) == 0
 
 
 START = """import sys, {}
@@ -342,7 +351,7 @@ def most():
     return int(line.split()[1]) / 1024
 
 tokenizer = Tokenizer.open(Path(sys.argv[1]))
-found = preprocess.preprocess_dataset(ChatDataset(source=sys.argv[2], workers=2), tokenizer, Alone())
+found = preprocess.preprocess_dataset(ChatDataset(source=sys.argv[2], num_proc=2), tokenizer, Alone())
 print(json.dumps([len(found), most()]))
 """
 

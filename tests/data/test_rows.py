@@ -95,10 +95,10 @@ def test_chat_teaches_what_the_assistant_says(tokenizer: Tokenizer) -> None:
     rows = {"messages": TALK, "tools": None}, {"messages": TALK[:2], "tools": []}
     assert taught(ChatDataset("x"), tokenizer, *rows) == [BOTH, "It is 4.<|im_end|>"]
     assert whole(ChatDataset("x"), tokenizer, *rows) == [tokenizer.render(TALK), tokenizer.render(TALK[:2])]
-    assert taught(ChatDataset("x", learn="last"), tokenizer, rows[0]) == ["Hello there 😀<|im_end|>"]
+    assert taught(ChatDataset("x", train_on="last"), tokenizer, rows[0]) == ["Hello there 😀<|im_end|>"]
     everything = tokenizer.render(TALK).removeprefix("<|im_start|>")
-    assert taught(ChatDataset("x", learn="all"), tokenizer, rows[0]) == [everything]
-    assert taught(ChatDataset("x", learn="all"), tokenizer, {"messages": TALK[:1]}) == [
+    assert taught(ChatDataset("x", train_on="all"), tokenizer, rows[0]) == [everything]
+    assert taught(ChatDataset("x", train_on="all"), tokenizer, {"messages": TALK[:1]}) == [
         "user\nWhat is 2 + 2?<|im_end|>\n"
     ]
 
@@ -127,10 +127,10 @@ def test_messages_may_stand_in_a_cell_as_json(tokenizer: Tokenizer) -> None:
 def test_roles_may_be_named(tokenizer: Tokenizer) -> None:
     talk = [{"role": "system", "content": "Be kind."}, *TALK]
     users = "What is 2 + 2?<|im_end|>Thanks.<|im_end|>"
-    assert taught(ChatDataset("x", learn=("user",)), tokenizer, {"messages": talk}) == [users]
+    assert taught(ChatDataset("x", train_on=("user",)), tokenizer, {"messages": talk}) == [users]
     both = "Be kind.<|im_end|>" + BOTH
-    assert taught(ChatDataset("x", learn=("system", "assistant")), tokenizer, {"messages": talk}) == [both]
-    assert fault(ChatDataset("x", learn=("tool",)), tokenizer, {"messages": talk}) == (
+    assert taught(ChatDataset("x", train_on=("system", "assistant")), tokenizer, {"messages": talk}) == [both]
+    assert fault(ChatDataset("x", train_on=("tool",)), tokenizer, {"messages": talk}) == (
         "nothing to learn: the conversation has no tool message"
     )
 
@@ -141,7 +141,7 @@ def flagged(*flags: object, key: str = "train") -> dict:
 
 
 def test_messages_may_say_for_themselves(tokenizer: Tokenizer) -> None:
-    rows = ChatDataset("x", learn="marked")
+    rows = ChatDataset("x", train_on="per_message")
     cases = {
         (None, True, None, None): "It is 4.<|im_end|>",
         (None, False, None, None): "Hello there 😀<|im_end|>",
@@ -166,26 +166,30 @@ def test_marks_in_a_prompt_say_nothing(answers: dict, tokenizer: Tokenizer) -> N
         {"prompt": prompt, "chosen": [yes], "rejected": [no]},
         {"chosen": [*prompt, yes], "rejected": [*prompt, no]},
     ):
-        assert taught(PreferenceDataset("x", learn="marked"), tokenizer, row) == ends
+        assert taught(PreferenceDataset("x", train_on="per_message"), tokenizer, row) == ends
         assert taught(PreferenceDataset("x"), tokenizer, row) == ends
     single = {"prompt": prompt, "completion": [yes]}
-    assert taught(CompletionDataset("x", learn="marked"), tokenizer, single) == ends[:1]
-    assert taught(UnpairedPreferenceDataset("x", learn="marked"), tokenizer, {**single, "label": True}) == ends[:1]
+    assert taught(CompletionDataset("x", train_on="per_message"), tokenizer, single) == ends[:1]
+    assert (
+        taught(UnpairedPreferenceDataset("x", train_on="per_message"), tokenizer, {**single, "label": True}) == ends[:1]
+    )
 
 
 def test_flags_are_not_passed_over(tokenizer: Tokenizer) -> None:
     assert fault(ChatDataset("x"), tokenizer, flagged(None, False, None, True)) == (
-        "messages[1]: is marked not to be learnt, against `learn: assistant`; set `learn: marked`"
+        "messages[1]: is marked not to be learnt, against `train_on: assistant`; set `train_on: per_message`"
     )
     assert fault(ChatDataset("x"), tokenizer, flagged(True, True, None, None)) == (
-        "messages[0]: is marked to be learnt, against `learn: assistant`; set `learn: marked`"
+        "messages[0]: is marked to be learnt, against `train_on: assistant`; set `train_on: per_message`"
     )
-    assert "against `learn: [user]`" in fault(
-        ChatDataset("x", learn=("user",)), tokenizer, flagged(False, None, None, None)
+    assert "against `train_on: [user]`" in fault(
+        ChatDataset("x", train_on=("user",)), tokenizer, flagged(False, None, None, None)
     )
-    assert "against `learn: all`" in fault(ChatDataset("x", learn="all"), tokenizer, flagged(False, None, None, None))
+    assert "against `train_on: all`" in fault(
+        ChatDataset("x", train_on="all"), tokenizer, flagged(False, None, None, None)
+    )
     assert taught(ChatDataset("x"), tokenizer, flagged(False, True, False, True)) == [BOTH], "they agree"
-    assert taught(ChatDataset("x", learn="last"), tokenizer, flagged(None, True, None, True)) == [
+    assert taught(ChatDataset("x", train_on="last"), tokenizer, flagged(None, True, None, True)) == [
         "Hello there 😀<|im_end|>"
     ]
 
@@ -250,7 +254,7 @@ def test_sharegpt_is_the_same_conversation(tools: Tokenizer) -> None:
     assert taught(ShareGPTDataset("x"), tools, rows) == taught(ChatDataset("x"), tools, want)
     assert whole(AutoDataset("x"), tools, {"conversations": TALK}) == [tools.render(TALK)], "roles under another column"
     marked = [*rows["conversations"][:3], {**rows["conversations"][3], "weight": 0}]
-    assert taught(ShareGPTDataset("x", learn="marked"), tools, {"conversations": marked}) == [
+    assert taught(ShareGPTDataset("x", train_on="per_message"), tools, {"conversations": marked}) == [
         f"{json.dumps(CALL)}<|im_end|>"
     ]
 
@@ -300,13 +304,13 @@ def test_instruct_writes_a_question_and_an_answer(tokenizer: Tokenizer) -> None:
     ]
     roles = ("system", "user", "assistant", "user", "assistant")
     talks = [[{"role": r, "content": c} for r, c in zip(roles, texts, strict=False)] for texts in said]
-    choice = InstructDataset("x", system="Be brief.")
+    choice = InstructDataset("x", system_prompt="Be brief.")
     assert whole(choice, tokenizer, *rows) == [tokenizer.render(talk) for talk in talks]
     assert taught(choice, tokenizer, *rows) == [*["4<|im_end|>"] * 3, "b<|im_end|>4<|im_end|>"]
-    assert taught(replace(choice, learn="last"), tokenizer, rows[3]) == ["4<|im_end|>"]
-    other = InstructDataset("x", prompt="input", input=None, response="instruction")
+    assert taught(replace(choice, train_on="last"), tokenizer, rows[3]) == ["4<|im_end|>"]
+    other = InstructDataset("x", prompt_column="input", input_column=None, response_column="instruction")
     assert taught(other, tokenizer, rows[0]) == ["Add.<|im_end|>"]
-    assert fault(InstructDataset("x", input="contxt"), tokenizer, rows[0]).startswith(
+    assert fault(InstructDataset("x", input_column="contxt"), tokenizer, rows[0]).startswith(
         "the row has no column 'contxt'; name the right one as `input` ("
     )
     for history, message in (
@@ -323,8 +327,8 @@ def test_a_completion_is_learnt_and_its_prompt_is_not(folders: dict[str, Path], 
     (found,) = documents(CompletionDataset("x"), headers, row)
     assert headers.decode(found.tokens[found.learnt].tolist(), special=True) == " It is 4.<|end_of_text|>"
     assert found.tokens[1:-1].tolist() == headers.encode(row["prompt"] + row["completion"]), "one text, one way"
-    assert taught(CompletionDataset("x", learn="all"), headers, row) == [row["prompt"] + " It is 4.<|end_of_text|>"]
-    assert taught(CompletionDataset("x", end="<|endoftext|>"), tokenizer, row) == [" It is 4.<|endoftext|>"]
+    assert taught(CompletionDataset("x", train_on="all"), headers, row) == [row["prompt"] + " It is 4.<|end_of_text|>"]
+    assert taught(CompletionDataset("x", eos_token="<|endoftext|>"), tokenizer, row) == [" It is 4.<|endoftext|>"]
     lists = {"prompt": TALK[:3], "completion": TALK[3:]}
     assert taught(CompletionDataset("x"), tokenizer, lists) == ["Hello there 😀<|im_end|>"]
     assert whole(CompletionDataset("x"), tokenizer, lists) == [tokenizer.render(TALK)]
@@ -340,10 +344,10 @@ def test_text_is_learnt_whole_between_bos_and_an_end(folders: dict[str, Path], t
     headers = Tokenizer.open(folders["headers"])
     assert whole(TextDataset("x"), headers, row) == ["<|begin|>Hello there. 😀<|end_of_text|>"]
     assert taught(TextDataset("x"), headers, row) == ["Hello there. 😀<|end_of_text|>"]
-    assert whole(TextDataset("x", end="<|endoftext|>"), tokenizer, row) == ["Hello there. 😀<|endoftext|>"]
+    assert whole(TextDataset("x", eos_token="<|endoftext|>"), tokenizer, row) == ["Hello there. 😀<|endoftext|>"]
     assert whole(TextDataset("x"), tokenizer, {"text": "Hello.<|im_end|>"}) == ["Hello.<|im_end|>"], "no second end"
     with pytest.raises(UserError, match="the tokenizer has no token '<end>'; name one of its tokens as `end`"):
-        TextDataset("x", end="<end>").prepare(tokenizer)
+        TextDataset("x", eos_token="<end>").prepare(tokenizer)
     tokenizer.eos = None
     with pytest.raises(UserError, match="the tokenizer names no end-of-text token"):
         TextDataset("x").prepare(tokenizer)
@@ -353,19 +357,19 @@ def test_text_is_learnt_whole_between_bos_and_an_end(folders: dict[str, Path], t
 def test_every_token_of_a_long_text_is_learnt_once(length: int, tokenizer: Tokenizer) -> None:
     rows = {"text": "Hello there. Thanks"}, {"text": "Hello"}
     for choice in (TextDataset, AutoDataset):
-        parts = [*documents(choice("x", length=length), tokenizer, *rows)]
+        parts = [*documents(choice("x", max_length=length), tokenizer, *rows)]
         assert all(len(part.tokens) <= length and part.whole == len(part.tokens) for part in parts)
         targets = [token for part in parts for token in part.tokens[1:].tolist()]
         texts = [tokenizer.encode(row["text"]) + [tokenizer.eos] for row in rows]
         assert targets == [token for text in texts for token in text[1:]]
-    cut = [*documents(TextDataset("x", length=length, too_long="truncate"), tokenizer, *rows)]
+    cut = [*documents(TextDataset("x", max_length=length, excess_length_strategy="truncate"), tokenizer, *rows)]
     assert [part.tokens.tolist() for part in cut] == [text[:length] for text in texts]
     assert [part.whole for part in cut] == [len(text) for text in texts]
 
 
 def test_a_row_that_is_cut_has_no_false_end(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode(tokenizer.render(TALK))
-    rows = ChatDataset("x", length=len(ids) - 4)
+    rows = ChatDataset("x", max_length=len(ids) - 4)
     cut, short = documents(rows, tokenizer, {"messages": TALK}, {"messages": TALK[:2]})
     assert cut.tokens.tolist() == ids[:-4] and cut.whole == len(ids)
     assert cut.learnt[-1] and cut.tokens[-1] != tokenizer.eos
@@ -374,10 +378,20 @@ def test_a_row_that_is_cut_has_no_false_end(tokenizer: Tokenizer) -> None:
 
 def test_what_is_too_long_may_be_dropped_or_gone_on_with(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode(tokenizer.render(TALK))
-    assert [*documents(ChatDataset("x", length=len(ids) - 1, too_long="drop"), tokenizer, {"messages": TALK})] == []
-    (kept,) = documents(ChatDataset("x", length=len(ids), too_long="drop"), tokenizer, {"messages": TALK})
+    assert [
+        *documents(
+            ChatDataset("x", max_length=len(ids) - 1, excess_length_strategy="drop"), tokenizer, {"messages": TALK}
+        )
+    ] == []
+    (kept,) = documents(
+        ChatDataset("x", max_length=len(ids), excess_length_strategy="drop"), tokenizer, {"messages": TALK}
+    )
     assert kept.tokens.tolist() == ids
-    parts = [*documents(ChatDataset("x", length=len(ids) // 2, too_long="split"), tokenizer, {"messages": TALK})]
+    parts = [
+        *documents(
+            ChatDataset("x", max_length=len(ids) // 2, excess_length_strategy="split"), tokenizer, {"messages": TALK}
+        )
+    ]
     assert len(parts) > 1
     learnt = [token for part in parts for token in part.tokens[1:][part.learnt[1:]].tolist()]
     assert tokenizer.decode(learnt, special=True) == BOTH
@@ -386,7 +400,10 @@ def test_what_is_too_long_may_be_dropped_or_gone_on_with(tokenizer: Tokenizer) -
 def test_rows_are_recognised_by_their_columns(tokenizer: Tokenizer) -> None:
     rows = {
         "OpenAI messages (column 'messages')": ({"messages": TALK, "text": "a"}, ChatDataset("x")),
-        "OpenAI messages (column 'conversation')": ({"conversation": TALK}, ChatDataset("x", messages="conversation")),
+        "OpenAI messages (column 'conversation')": (
+            {"conversation": TALK},
+            ChatDataset("x", messages_column="conversation"),
+        ),
         "ShareGPT (column 'conversations')": (
             {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]},
             ShareGPTDataset("x"),
@@ -401,9 +418,9 @@ def test_rows_are_recognised_by_their_columns(tokenizer: Tokenizer) -> None:
     for says, (row, choice) in rows.items():
         assert AutoDataset("x").says(row) == says
         assert taught(AutoDataset("x"), tokenizer, row) == taught(choice, tokenizer, row)
-    named = AutoDataset("x", learn="last", length=1000, template="a.jinja")
+    named = AutoDataset("x", train_on="last", max_length=1000, chat_template="a.jinja")
     (chat,) = (named.choice({"messages": TALK}),)
-    assert chat == ChatDataset("x", learn="last", length=1000, template="a.jinja")
+    assert chat == ChatDataset("x", train_on="last", max_length=1000, chat_template="a.jinja")
 
 
 @pytest.mark.parametrize(
@@ -456,7 +473,9 @@ def test_preferences_may_be_texts(tokenizer: Tokenizer) -> None:
     implicit = {"chosen": "2 + 2 = four", "rejected": "2 + 2 = five"}
     assert taught(PreferenceDataset("x"), tokenizer, implicit) == [" four<|im_end|>", " five<|im_end|>"]
     assert whole(PreferenceDataset("x"), tokenizer, implicit) == whole(PreferenceDataset("x"), tokenizer, said)
-    assert [*documents(PreferenceDataset("x", too_long="drop", length=3), tokenizer, said)] == [], "both or none"
+    assert [*documents(PreferenceDataset("x", excess_length_strategy="drop", max_length=3), tokenizer, said)] == [], (
+        "both or none"
+    )
     both = {**said, **implicit}
     assert taught(PreferenceDataset("x"), tokenizer, both) == [" four<|im_end|>", " five<|im_end|>"], (
         "it stands there once"
@@ -481,7 +500,8 @@ def test_a_question_that_sides_repeat_is_asked_once(tokenizer: Tokenizer) -> Non
         ({"chosen": [ASK], "rejected": [ASK, SAY]}, "nothing to learn: the conversation has no assistant message"),
         (
             {"prompt": "a", "chosen": "b", "rejected": None},
-            "rejected: is null, and a pair is two answers: write it, or pass over such rows by `bad_rows: skip` beside",
+            "rejected: is null, and a pair is two answers: write it, or pass over such rows by `on_bad_row: "
+            "skip` beside",
         ),
         ({"prompt": [ASK], "chosen": [], "rejected": [SAY]}, "chosen: is an empty list, and a pair is two answers"),
         ({"chosen": 3, "rejected": "a"}, "chosen: want a string or a list of messages, this is a number"),
@@ -528,7 +548,7 @@ def test_a_row_that_cannot_be_learnt_from_is_a_fault_among_others(
     row: dict, message: str, tokenizer: Tokenizer
 ) -> None:
     fine = Row("a:1", {"messages": TALK})
-    found = ChatDataset("x", length=64).encode(tokenizer, [fine, Row("a:2", row), fine, BadRow("a:4", "no JSON")])
+    found = ChatDataset("x", max_length=64).encode(tokenizer, [fine, Row("a:2", row), fine, BadRow("a:4", "no JSON")])
     assert isinstance(found[1], BadRow) and found[1].where == "a:2" and found[1].reason.startswith(message)
     assert "\n" not in found[1].reason
     assert found[3] == BadRow("a:4", "no JSON")
@@ -555,7 +575,7 @@ def test_a_template_that_refuses_is_told(folders: dict[str, Path]) -> None:
 
 def test_a_tokenizer_without_a_template_is_told_before_any_row(tokenizer: Tokenizer) -> None:
     tokenizer.templates = {}
-    with pytest.raises(UserError, match="^the tokenizer has no chat template; name a Jinja file as `template`"):
+    with pytest.raises(UserError, match="^the tokenizer has no chat template; name a Jinja file as `chat_template`"):
         ChatDataset("x").prepare(tokenizer)
     assert len([*documents(AutoDataset("x"), tokenizer, {"text": "Hello there"})]) == 1
     assert fault(AutoDataset("x"), tokenizer, {"messages": TALK}).startswith(
@@ -568,11 +588,11 @@ def test_a_template_may_be_named(folders: dict[str, Path], tokenizer: Tokenizer,
         "{{ tools[0].name }}{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>{% endif %}"
     )
-    rows = ChatDataset("x", messages="talk", template=str(tmp_path / "own.jinja"))
+    rows = ChatDataset("x", messages_column="talk", chat_template=str(tmp_path / "own.jinja"))
     row = {"talk": TALK[:2], "tools": [{"name": "add"}]}
     want = "add<|im_start|>What is 2 + 2?<|im_end|><|im_start|>It is 4.<|im_end|>"
     assert whole(rows, tokenizer, row) == whole(
-        AutoDataset("x", template=rows.template), tokenizer, {**row, "messages": TALK[:2]}
+        AutoDataset("x", chat_template=rows.chat_template), tokenizer, {**row, "messages": TALK[:2]}
     )
     assert whole(rows, tokenizer, row) == [want]
 
@@ -582,10 +602,10 @@ def test_a_template_may_be_named(folders: dict[str, Path], tokenizer: Tokenizer,
     [
         ({"source": ""}, "source"),
         ({"split": "train["}, "split"),
-        ({"length": 1}, "length"),
-        ({"limit": 0}, "limit"),
-        ({"most_bad": 1.5}, "most_bad"),
-        ({"workers": -1}, "workers"),
+        ({"max_length": 1}, "max_length"),
+        ({"max_samples": 0}, "max_samples"),
+        ({"max_bad_row_fraction": 1.5}, "max_bad_row_fraction"),
+        ({"num_proc": -1}, "num_proc"),
     ],
 )
 def test_a_choice_refuses_what_makes_no_sense(fields: dict, field: str) -> None:
@@ -593,12 +613,12 @@ def test_a_choice_refuses_what_makes_no_sense(fields: dict, field: str) -> None:
         with pytest.raises(FieldError) as told:
             choice(**{"source": "rows.jsonl", **fields})
         assert told.value.field == field
-    with pytest.raises(FieldError, match="learn: name at least one role"):
-        ChatDataset("rows.jsonl", learn=())
+    with pytest.raises(FieldError, match="train_on: name at least one role"):
+        ChatDataset("rows.jsonl", train_on=())
 
 
 def test_what_is_compared_cannot_be_split_or_learnt_whole() -> None:
-    for fields in ({"too_long": "split"}, {"learn": "all"}):
+    for fields in ({"excess_length_strategy": "split"}, {"train_on": "all"}):
         for choice in (PreferenceDataset, UnpairedPreferenceDataset):
             with pytest.raises(FieldError):
                 choice("x", **fields)
@@ -606,16 +626,22 @@ def test_what_is_compared_cannot_be_split_or_learnt_whole() -> None:
 
 def test_the_code_of_rows_is_what_decides_what_they_become() -> None:
     served = {
-        "limit": 3,
-        "pack": True,
+        "max_samples": 3,
+        "packing": True,
         "shuffle": False,
-        "workers": 2,
-        "bad_rows": "skip",
-        "stream": True,
+        "num_proc": 2,
+        "on_bad_row": "skip",
+        "streaming": True,
         "split": "a",
     }
     assert AutoDataset("x").code() == AutoDataset("y", **served).code()
-    for other in ({"length": 7}, {"learn": "last"}, {"too_long": "drop"}, {"template": "a"}, {"end": "a"}):
+    for other in (
+        {"max_length": 7},
+        {"train_on": "last"},
+        {"excess_length_strategy": "drop"},
+        {"chat_template": "a"},
+        {"eos_token": "a"},
+    ):
         assert AutoDataset("x").code() != AutoDataset("x", **other).code()
 
 
@@ -626,4 +652,4 @@ def test_a_source_can_be_checked_without_reading_it(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no such file or folder"):
         ChatDataset(str(tmp_path / "gone.jsonl")).check()
     with pytest.raises(UserError, match="gone.jinja: no such chat template file"):
-        InstructDataset(str(path), template="gone.jinja").check()
+        InstructDataset(str(path), chat_template="gone.jinja").check()

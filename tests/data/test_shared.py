@@ -40,7 +40,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def opened(source: str, tokenizer: Tokenizer, place, micro: int = 2, share: bool = True, **options) -> DataLoader:
     found = build_dataloader(
-        PreferenceDataset(source, length=LENGTH, **({"pack": True} | options)), tokenizer, 4, micro, place
+        PreferenceDataset(source, max_length=LENGTH, **({"packing": True} | options)), tokenizer, 4, micro, place
     )
     if share:
         found.share()
@@ -132,7 +132,7 @@ def test_steps_are_the_same_on_any_layout(
     streamed: bool, size: int, source: str, tokenizer: Tokenizer, place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stream_blocks, "DOCUMENTS", 40)
-    options = {"stream": True, "workers": 0} if streamed else {}
+    options = {"streaming": True, "num_proc": 0} if streamed else {}
     one = opened(source, tokenizer, place(), **options)
     several = [opened(source, tokenizer, place(rank, size), micro=1, **options) for rank in range(size)]
     assert steps([one], 4) == steps(several, 4)
@@ -149,7 +149,7 @@ def test_steps_are_the_same_on_any_layout(
 
 
 def test_rows_of_their_own_are_whole(source: str, tokenizer: Tokenizer, place) -> None:
-    once, twice = (opened(source, tokenizer, place(), pack=False, share=share) for share in (True, False))
+    once, twice = (opened(source, tokenizer, place(), packing=False, share=share) for share in (True, False))
     for mine, other in zip(once[0], twice[0], strict=True):
         assert mine.prefixes is None and torch.equal(mine.tokens, other.tokens)
 

@@ -44,7 +44,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def opened(source: Path, tokenizer: Tokenizer, place, micro: int = 4, **options) -> DataLoader:
-    rows = TextDataset(str(source), length=LENGTH, stream=True, workers=0, **options)
+    rows = TextDataset(str(source), max_length=LENGTH, streaming=True, num_proc=0, **options)
     return build_dataloader(rows, tokenizer, 4, micro, place)
 
 
@@ -62,8 +62,8 @@ def texts(loaders: list[DataLoader], tokenizer: Tokenizer, step: int) -> list[st
 @pytest.mark.parametrize("pack", [False, True])
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_steps_hold_the_same_rows_on_any_layout(pack: bool, size: int, source, tokenizer, place) -> None:
-    want = opened(source, tokenizer, place(), pack=pack)
-    ranks = [opened(source, tokenizer, place(rank, size), 1 + size // 2, pack=pack) for rank in range(size)]
+    want = opened(source, tokenizer, place(), packing=pack)
+    ranks = [opened(source, tokenizer, place(rank, size), 1 + size // 2, packing=pack) for rank in range(size)]
     for step in range(25):
         assert texts(ranks, tokenizer, step) == texts([want], tokenizer, step)
     for loader in (want, *ranks):
@@ -72,7 +72,7 @@ def test_steps_hold_the_same_rows_on_any_layout(pack: bool, size: int, source, t
 
 @pytest.mark.parametrize("pack", [False, True])
 def test_a_row_comes_again_only_when_all_have_come(pack: bool, source, tokenizer, place) -> None:
-    loader, seen = opened(source, tokenizer, place(), pack=pack), Counter()
+    loader, seen = opened(source, tokenizer, place(), packing=pack), Counter()
     orders = []
     for step in range(60):
         found = texts([loader], tokenizer, step)
@@ -92,7 +92,7 @@ def test_packed_steps_are_nearly_as_large_as_a_batch(
 ) -> None:
     monkeypatch.undo()
     monkeypatch.setattr(stream_blocks, "DOCUMENTS", 50)  # one row of 400 holds nearly as many
-    rows = TextDataset(str(source), length=length, stream=True, workers=0, pack=True)
+    rows = TextDataset(str(source), max_length=length, streaming=True, num_proc=0, packing=True)
     loader = build_dataloader(rows, tokenizer, batch, batch, place())
     first = loader.report.packed
     assert first is not None and first >= 8 * 0.95 * batch
@@ -127,13 +127,13 @@ def test_rows_stay_in_order_where_they_are_not_shuffled(source, tokenizer, place
 def test_it_goes_on_from_any_step_on_any_layout(data: st.DataObject, source, tokenizer, place) -> None:
     pack, seed = data.draw(st.booleans()), data.draw(st.integers(0, 3))
     stops = sorted(data.draw(st.lists(st.integers(0, 24), max_size=3)))
-    whole = opened(source, tokenizer, place(seed=seed), pack=pack)
+    whole = opened(source, tokenizer, place(seed=seed), packing=pack)
     want = [texts([whole], tokenizer, step) for step in range(25)]
     whole.close()
     found, state = [], None
     for first, last in zip([0, *stops], [*stops, 25], strict=True):
         size, micro = data.draw(st.sampled_from([1, 2, 4])), data.draw(st.integers(1, 4))
-        ranks = [opened(source, tokenizer, place(rank, size, seed), micro, pack=pack) for rank in range(size)]
+        ranks = [opened(source, tokenizer, place(rank, size, seed), micro, packing=pack) for rank in range(size)]
         if state is not None:
             for loader in ranks:
                 loader.restore(json.loads(json.dumps(state)))
@@ -150,10 +150,10 @@ def test_it_goes_on_from_any_step_on_any_layout(data: st.DataObject, source, tok
 def test_a_mix_keeps_its_shares_from_block_to_block(source, tokenizer, place, tmp_path: Path) -> None:
     (tmp_path / "few.jsonl").write_text("".join(json.dumps({"text": f"few {n}"}) + "\n" for n in range(5)))
     parts = (
-        MixtureMember(TextDataset(str(source), stream=True, workers=0), weight=7),
+        MixtureMember(TextDataset(str(source), streaming=True, num_proc=0), weight=7),
         MixtureMember(TextDataset(str(tmp_path / "few.jsonl")), weight=3),
     )
-    mix = Mixture(parts, length=LENGTH)
+    mix = Mixture(parts, max_length=LENGTH)
     loader = build_dataloader(mix, tokenizer, 4, 4, place())
     seen = [texts([loader], tokenizer, step) for step in range(37)]
     state = loader.state(37)
@@ -174,16 +174,16 @@ def test_a_mix_keeps_its_shares_from_block_to_block(source, tokenizer, place, tm
 
 
 def test_a_mix_with_a_stream_has_no_epochs(source) -> None:
-    streamed = TextDataset(str(source), stream=True)
+    streamed = TextDataset(str(source), streaming=True)
     with pytest.raises(FieldError, match="so the mix has no epochs: give all parts a weight"):
         Mixture((MixtureMember(streamed), MixtureMember(TextDataset("b"))))
     with pytest.raises(FieldError, match="epochs and caps say nothing"):
-        Mixture((MixtureMember(streamed, weight=1), MixtureMember(TextDataset("b"), weight=1, cap=3)))
+        Mixture((MixtureMember(streamed, weight=1), MixtureMember(TextDataset("b"), weight=1, max_samples_per_epoch=3)))
 
 
 def test_what_goes_wrong_is_told(source, tokenizer, place, tmp_path: Path) -> None:
     loader = opened(source, tokenizer, place())
-    with pytest.raises(UserError, match="nobody knows how many steps a stream has: set `steps`"):
+    with pytest.raises(UserError, match="nobody knows how many steps a stream has: set `max_steps`"):
         loader.steps(1)
     with pytest.raises(UserError, match="this tokenizer is another model's"):
         loader.check(10)
@@ -198,7 +198,7 @@ def test_what_goes_wrong_is_told(source, tokenizer, place, tmp_path: Path) -> No
         other.restore(state)
     (tmp_path / "none.jsonl").write_text(rows[-1])
     with pytest.raises(UserError, match="nothing is left to learn from in any of its rows"):
-        opened(tmp_path / "none.jsonl", tokenizer, place(), bad_rows="skip")
+        opened(tmp_path / "none.jsonl", tokenizer, place(), on_bad_row="skip")
     for one in (loader, other):
         one.close()
 
@@ -206,7 +206,7 @@ def test_what_goes_wrong_is_told(source, tokenizer, place, tmp_path: Path) -> No
 def test_rows_that_are_skipped_are_listed(tokenizer, place, tmp_path: Path) -> None:
     rows = [json.dumps({"text": f"row {number}"}) + "\n" for number in range(25)]
     (tmp_path / "rows.jsonl").write_text("".join([*rows[:9], "{\n", *rows[9:]]))
-    choice = TextDataset(str(tmp_path / "rows.jsonl"), stream=True, workers=0, bad_rows="skip")
+    choice = TextDataset(str(tmp_path / "rows.jsonl"), streaming=True, num_proc=0, on_bad_row="skip")
     loader = build_dataloader(choice, tokenizer, 4, 4, place(), tmp_path / "run")
     (fault,) = map(json.loads, (tmp_path / "run" / "bad_rows.jsonl").read_text().splitlines())
     assert fault["where"] == f"{tmp_path}/rows.jsonl:10"
@@ -224,7 +224,7 @@ def test_rows_that_are_skipped_are_listed(tokenizer, place, tmp_path: Path) -> N
 
 @pytest.mark.slow
 def test_processes_prepare_the_same(source, tokenizer, place) -> None:
-    rows = TextDataset(str(source), length=LENGTH, stream=True, workers=2)
+    rows = TextDataset(str(source), max_length=LENGTH, streaming=True, num_proc=2)
     here, there = opened(source, tokenizer, place()), build_dataloader(rows, tokenizer, 4, 4, place())
     assert [texts([here], tokenizer, step) for step in range(25)] == [
         texts([there], tokenizer, step) for step in range(25)

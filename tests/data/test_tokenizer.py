@@ -88,7 +88,7 @@ def test_templates_come_from_a_file_a_list_or_a_name(folders: dict[str, Path], t
     assert Tokenizer.open(folder).render(TALK) == theirs == "from a file"
     (tmp_path / "own.jinja").write_text("my own")
     assert Tokenizer.open(folder, str(tmp_path / "own.jinja")).render(TALK) == "my own"
-    with pytest.raises(UserError, match="gone.jinja: no such file; name a Jinja file as `template`"):
+    with pytest.raises(UserError, match="gone.jinja: no such file; name a Jinja file as `chat_template`"):
         Tokenizer.open(folder, "gone.jinja")
 
 

@@ -19,7 +19,7 @@ def test_rows_that_are_dropped_as_too_long(nano: Tokenizer, dropped: int, told: 
     for one in seen:
         assert (one.severity, one.count, one.share) == ("doubtful", dropped, dropped / 20)
         assert str(one).startswith(f"data: {dropped} of 20 rows ({5 * dropped}%) are longer than {LIMIT} tokens, ")
-        assert "raise `length`" in str(one)
+        assert "raise `max_length`" in str(one)
 
 
 def stories(tokenizer: Tokenizer, *lengths: int) -> list[Document]:
@@ -36,7 +36,7 @@ def test_rows_that_are_alike_once_cut_are_no_copies(nano: Tokenizer) -> None:
     one = told["alike once cut"]
     assert (one.severity, one.count, one.where[0]) == ("doubtful", 11, "data.jsonl:14")
     assert f"11 of 24 rows (46%) are like earlier ones once cut at {LIMIT} tokens" in str(one)
-    assert str(one).endswith("raise `length`: data.jsonl:14 begins as data.jsonl:13 does")
+    assert str(one).endswith("raise `max_length`: data.jsonl:14 begins as data.jsonl:13 does")
     assert not {"alike once cut", "duplicates"} & set(found(nano, ordinary(nano) + cut[:1]))
 
 

@@ -124,14 +124,20 @@ def test_a_persons_own_transforms_and_formats(tmp_path: Path, capsys: pytest.Cap
     (tmp_path / "own.py").write_text(OWN)
     rows = [{"ask": f"{number} and 1?", "answer": f"{number + 1}"} for number in range(40)] + [{"ask": ""}]
     (tmp_path / "threads.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    data = {"kind": "forum", "source": str(tmp_path / "threads.jsonl"), "workers": 1}
+    data = {"kind": "forum", "source": str(tmp_path / "threads.jsonl"), "num_proc": 1}
     data["transforms"] = [{"kind": "shout", "mark": "?!"}]
-    config = {"model": "tunekit/nano", "data": data, "out": str(tmp_path / "out"), "device": "cpu", "batch": 40}
+    config = {
+        "model": "tunekit/nano",
+        "data": data,
+        "output_dir": str(tmp_path / "out"),
+        "device": "cpu",
+        "global_batch_size": 40,
+    }
     (tmp_path / "c.yaml").write_text(yaml.safe_dump({"recipe": "sft"}) + yaml.safe_dump(config))
     own = ["--import", str(tmp_path / "own.py")]
     assert cli.main(["validate", str(tmp_path / "c.yaml"), *own]) == 0
     assert cli.main(["run", "sft", str(tmp_path / "c.yaml"), *own]) == 0
     assert "40 rows" in capsys.readouterr().err
-    other = ["data.kind=chat", f"data.source={data['source']}", f"out={tmp_path / 'other'}"]
+    other = ["data.kind=chat", f"data.source={data['source']}", f"output_dir={tmp_path / 'other'}"]
     assert cli.main(["run", "sft", str(tmp_path / "c.yaml"), *other]) == 2
     assert "the row has no column 'messages'" in capsys.readouterr().err

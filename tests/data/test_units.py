@@ -40,7 +40,7 @@ def opened(place, rows: DatasetConfig, micro: int = BATCH) -> MapDataLoader:
 
 
 def pairs(place, packed: bool, micro: int = BATCH) -> MapDataLoader:
-    return opened(place, PreferenceDataset("rows", length=LENGTH, pack=packed), micro)
+    return opened(place, PreferenceDataset("rows", max_length=LENGTH, packing=packed), micro)
 
 
 def held(batch: Batch) -> list[tuple[int, list[int], list[int]]]:
@@ -120,10 +120,10 @@ def test_a_rank_without_pairs_owns_nothing(place, packed: bool) -> None:
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(
-    "rows", [PreferenceDataset("rows", length=LENGTH), UnpairedPreferenceDataset("rows", length=LENGTH)]
+    "rows", [PreferenceDataset("rows", max_length=LENGTH), UnpairedPreferenceDataset("rows", max_length=LENGTH)]
 )
 def test_mismatched_answers_are_those_of_the_next_row_of_the_step(place, rows: DatasetConfig, packed: bool) -> None:
-    choice = type(rows)("rows", length=LENGTH, pack=packed)
+    choice = type(rows)("rows", max_length=LENGTH, packing=packed)
     for size, micro in ((1, BATCH), (2, 1), (3, 4)):
         ranks = [opened(place(rank, size), choice, micro) for rank in range(size)]
         for rank in ranks:
@@ -146,7 +146,7 @@ def test_mismatched_answers_are_those_of_the_next_row_of_the_step(place, rows: D
 
 
 def test_mismatched_answers_of_one_row_are_its_own(place) -> None:
-    loader = opened(place(), UnpairedPreferenceDataset("rows", length=LENGTH))
+    loader = opened(place(), UnpairedPreferenceDataset("rows", max_length=LENGTH))
     loader.layout = Collator(1, 1, 0, 1, PAD, None, owned=True)
     loader.cross()
     (batch,) = loader.layout.batches(loader.rows, [np.array([5])])
@@ -187,7 +187,7 @@ def spoken(batches: list[Batch], tokenizer: Tokenizer) -> list[tuple[str, str]]:
 def test_a_stream_of_pairs_is_never_torn(pack, size, tokenizer, place, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(stream_blocks, "DOCUMENTS", 20)
     source = file(tmp_path, "rows", [pair(number) for number in range(31)])
-    rows = PreferenceDataset(source, length=50, pack=pack, stream=True, workers=0)
+    rows = PreferenceDataset(source, max_length=50, packing=pack, streaming=True, num_proc=0)
     want = build_dataloader(rows, tokenizer, 4, 4, place())
     ranks = [build_dataloader(rows, tokenizer, 4, 1, place(rank, size)) for rank in range(size)]
     seen, numbers, states = Counter(), [], []
@@ -222,11 +222,11 @@ def test_a_mix_of_pairs_counts_pairs(pack: bool, tokenizer, place, tmp_path) -> 
     other = file(tmp_path, "other", [pair(number, "other") for number in range(20)])
     mix = PreferenceMixture(
         (
-            PreferenceMixtureMember(AutoPreferenceDataset(one), epochs=2),
-            PreferenceMixtureMember(PreferenceDataset(other), cap=7),
+            PreferenceMixtureMember(AutoPreferenceDataset(one), repeat=2),
+            PreferenceMixtureMember(PreferenceDataset(other), max_samples_per_epoch=7),
         ),
-        length=50,
-        pack=pack,
+        max_length=50,
+        packing=pack,
     )
     loader = build_dataloader(mix, tokenizer, 4, 2, place())
     assert [(share.rows, share.passes) for share in loader.report.shares] == [(18, 2), (7, 7 / 20)]
@@ -260,7 +260,9 @@ def test_rows_are_what_the_first_says(tokenizer, place, tmp_path) -> None:
 
 def test_pairs_and_marks_do_not_mix(tokenizer, place, tmp_path) -> None:
     one, other = file(tmp_path, "one", [pair(1)]), file(tmp_path, "other", [mark(1)])
-    with pytest.raises(UserError, match="all give pairs, or all give single answers; here .* gives marked rows"):
+    with pytest.raises(
+        UserError, match="all give pairs, or all give single answers; here .* gives unpaired_preference rows"
+    ):
         build_dataloader(
             PreferenceMixture(
                 (
@@ -274,4 +276,4 @@ def test_pairs_and_marks_do_not_mix(tokenizer, place, tmp_path) -> None:
             place(),
         )
     with pytest.raises(FieldError, match="cannot go on in further rows"):
-        preference_data.AutoPreferenceDataset(one, too_long="split")
+        preference_data.AutoPreferenceDataset(one, excess_length_strategy="split")

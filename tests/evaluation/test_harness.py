@@ -67,11 +67,11 @@ def asked(
     model: lm_eval_adapter.LMEvalAdapter,
     folder: Path,
     *names: str,
-    shots: int | None = None,
+    num_fewshot: int | None = None,
     limit: int | None = None,
     chat=False,
 ) -> dict[str, TaskResult]:
-    opened = lm_eval_adapter.load_tasks(names, shots, str(folder))
+    opened = lm_eval_adapter.load_tasks(names, num_fewshot, str(folder))
     return {one.task: one for one in lm_eval_adapter.evaluate_tasks(model, names, opened, limit, chat)}
 
 
@@ -86,7 +86,7 @@ def test_figures_are_those_of_transformers(
         "num_fewshot": 2 if chat else None,
     }
     wanted: Any = evaluator.simple_evaluate(theirs, tasks=[*own.TASKS], task_manager=tasks, bootstrap_iters=0, **how)
-    found = asked(ours, folder, *own.TASKS, shots=how["num_fewshot"], chat=chat)
+    found = asked(ours, folder, *own.TASKS, num_fewshot=how["num_fewshot"], chat=chat)
     results = wanted["results"]
     for task, names in {"sums": ("acc", "acc_norm"), "said": ("exact_match",)}.items():
         for name in names:
@@ -190,19 +190,19 @@ def test_an_adapter_is_asked_as_peft_has_it(folder: Path, tmp_path: Path, bits: 
 
 def test_rows_of_our_own_are_known_by_where_they_are_from(ours: lm_eval_adapter.LMEvalAdapter) -> None:
     """Also where there is nothing to score or to answer, and so no figure."""
-    ask = GenerationEvaluator(ours.model, ours.text_tokenizer, SamplingConfig(tokens=4), 4, ours.run)
+    ask = GenerationEvaluator(ours.model, ours.text_tokenizer, SamplingConfig(max_new_tokens=4), 4, ours.run)
     rows = bundled_tasks.task_documents("nano/facts", ours.text_tokenizer, 3)
     silent = rows[1][1]._replace(learnt=np.zeros_like(rows[1][1].learnt))
     first, second = ask("facts", rows)[1], ask("facts", [rows[0], ("nothing", silent), rows[2]])[1]
     for found, wanted in ((first, [1, 2, 3]), (second, [1, 3])):
         assert list(found["loss"].rows) == [f"nano/facts row {n}" for n in wanted]
-        assert found["exact match"].rows == found["loss"].rows
+        assert found["exact_match"].rows == found["loss"].rows
     assert ask("facts", [("nothing", silent)])[1] == TaskResult("facts", ())
 
 
 def test_another_model_is_asked_the_same(ours: lm_eval_adapter.LMEvalAdapter, folder: Path) -> None:
     """Examples in front of its questions are those of the first."""
-    one, other = (asked(ours, folder, "sums", "said", shots=2, chat=True) for _ in range(2))
+    one, other = (asked(ours, folder, "sums", "said", num_fewshot=2, chat=True) for _ in range(2))
     assert one == other
 
 
@@ -214,9 +214,9 @@ def test_what_is_asked_wrongly(
 
     monkeypatch.setattr(lm_eval_adapter, "task_manager", few)
     with pytest.raises(UserError, match="tasks: unknown task 'sumz'. Did you mean 'sums'"):
-        TaskSelection(("sumz",), include=str(folder)).check()
-    with pytest.raises(UserError, match="include: nowhere is not a directory"):
-        TaskSelection(("sums",), include="nowhere").check()
+        TaskSelection(("sumz",), include_path=str(folder)).check()
+    with pytest.raises(UserError, match="include_path: nowhere is not a directory"):
+        TaskSelection(("sums",), include_path="nowhere").check()
     (folder / "warm.yaml").write_text((folder / "said.yaml").read_text().replace("task: said", "task: warm"))
     text = (folder / "warm.yaml").read_text().replace("do_sample: false", "do_sample: true, typical_p: 0.5")
     (folder / "warm.yaml").write_text(text)
@@ -224,14 +224,14 @@ def test_what_is_asked_wrongly(
         asked(ours, folder, "warm", limit=2)
     (folder / "warm.yaml").write_text(text + "unsafe_code: true\n")
     with pytest.raises(UserError, match="warm runs code"):
-        TaskSelection(("warm",), include=str(folder)).load()
+        TaskSelection(("warm",), include_path=str(folder)).load()
     (folder / "warm.yaml").write_text(text.replace("rows.jsonl", "gone.jsonl"))
     with pytest.raises(UserError, match="cannot evaluate warm: .*gone.jsonl"):
-        TaskSelection(("warm",), include=str(folder)).load()
+        TaskSelection(("warm",), include_path=str(folder)).load()
 
     def cut_off(*_: object) -> None:
         raise ConnectionError("Couldn't reach 'warm' on the Hub")
 
     monkeypatch.setattr(TaskManager, "load", cut_off)
-    with pytest.raises(UserError, match="cannot evaluate warm: Couldn't reach .*`include`"):
-        TaskSelection(("warm",), include=str(folder)).load()
+    with pytest.raises(UserError, match="cannot evaluate warm: Couldn't reach .*`include_path`"):
+        TaskSelection(("warm",), include_path=str(folder)).load()

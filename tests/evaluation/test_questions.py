@@ -31,7 +31,7 @@ def tokenizer() -> Tokenizer:
     ],
 )
 def test_parts_of_a_row_ask_nothing(length: int, too_long: TooLong, wanted: list[str], tokenizer: Tokenizer) -> None:
-    rows = ChatDataset("rows.jsonl", length=length, too_long=too_long)
+    rows = ChatDataset("rows.jsonl", max_length=length, excess_length_strategy=too_long)
     found = rows.encode(rows.prepare(tokenizer), [Row("rows.jsonl:1", {"messages": TALK})])[0]
     assert isinstance(found, list) and (len(found) > 1) == (length == 12 and too_long == "split")
     assert [

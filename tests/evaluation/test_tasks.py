@@ -43,11 +43,11 @@ def test_what_is_meant() -> None:
     TaskSelection(("nano", "nano/facts")).check()
     with pytest.raises(UserError, match="unknown task 'nano/fact'. Did you mean 'nano/facts'?"):
         TaskSelection(("nano/fact",)).check()
-    refused: list[dict[str, Any]] = [{"shots": -1}, {"limit": 0}, {"names": ("nano", "nano")}]
+    refused: list[dict[str, Any]] = [{"num_fewshot": -1}, {"limit": 0}, {"names": ("nano", "nano")}]
     for how in refused:
         with pytest.raises(FieldError):
             TaskSelection(**how)
-    idle: list[dict[str, Any]] = [{"shots": 0}, {"chat": True}, {"include": "tasks"}]
+    idle: list[dict[str, Any]] = [{"num_fewshot": 0}, {"apply_chat_template": True}, {"include_path": "tasks"}]
     for how in idle:
         with pytest.raises(FieldError, match="applies to tasks of lm-evaluation-harness"):
             TaskSelection(("nano",), **how)

@@ -87,7 +87,9 @@ def test_the_nano_answers_alike(nano: tuple[str, Path]) -> None:
     theirs.close()
     assert (
         answer.strip()
-        == "".join(generate.stream_text(model, tokenizer, question, generate.SamplingConfig(0.0, tokens=24))).strip()
+        == "".join(
+            generate.stream_text(model, tokenizer, question, generate.SamplingConfig(0.0, max_new_tokens=24))
+        ).strip()
     )
 
 

@@ -153,11 +153,11 @@ def test_numbers_that_fp16_does_not_hold_are_found(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "adapter"),
     [
-        ("llama3.2", LoRAConfig(3, targets=("all",))),
-        ("llama3.2", LoRAConfig(3, targets=("attn", "embed"))),
-        ("phi3-long", LoRAConfig(2, targets=("all",))),
-        ("qwen3", DoRAConfig(2, targets=("all",))),
-        ("mixtral", LoRAConfig(2, targets=("all",))),
+        ("llama3.2", LoRAConfig(3, target_modules=("all-linear",))),
+        ("llama3.2", LoRAConfig(3, target_modules=("attn", "embed"))),
+        ("phi3-long", LoRAConfig(2, target_modules=("all-linear",))),
+        ("qwen3", DoRAConfig(2, target_modules=("all-linear",))),
+        ("mixtral", LoRAConfig(2, target_modules=("all-linear",))),
     ],
 )
 def test_an_adapter_is_merged_on_the_way(name: str, adapter: LoRAConfig, tmp_path: Path) -> None:

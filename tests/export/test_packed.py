@@ -36,7 +36,7 @@ def exported(source: Path, out: Path, word: str) -> Path:
 
 
 @pytest.mark.parametrize(("name", "word"), [
-    ("llama", "nf4"), ("llama", "nf4-nested"), ("llama", "fp4"), ("llama", "fp4-nested"),
+    ("llama", "nf4"), ("llama", "nf4-double-quant"), ("llama", "fp4"), ("llama", "fp4-double-quant"),
     ("qwen3-moe", "nf4"), ("gpt-oss", "nf4"), ("qwen3-next", "nf4"), ("phi3", "nf4"),
 ])  # fmt: skip
 def test_what_is_written_is_the_packed_model(name: str, word: str, tmp_path: Path, capsys) -> None:
@@ -45,7 +45,7 @@ def test_what_is_written_is_the_packed_model(name: str, word: str, tmp_path: Pat
     told = capsys.readouterr()
     assert told.out == f"{out}\n"
     assert "verified: model in four bits and files give the same logits to the last bit" in told.err
-    packed, again = ours(source, weights), ours(out, replace(weights, nested=False))
+    packed, again = ours(source, weights), ours(out, replace(weights, double_quant=False))
     layers = {name: layer for name, layer in packed.named_modules() if isinstance(layer, QuantizedLinear)}
     assert layers
     for key, layer in layers.items():
@@ -68,8 +68,8 @@ def theirs(folder: Path) -> torch.nn.Module:
 
 
 @pytest.mark.parametrize(("name", "word"), [
-    ("llama", "nf4"), ("llama", "nf4-nested"), ("llama", "fp4"), ("qwen3-moe", "nf4"), ("qwen3-next", "nf4"),
-    ("phi3", "nf4-nested"),
+    ("llama", "nf4"), ("llama", "nf4-double-quant"), ("llama", "fp4"), ("qwen3-moe", "nf4"), ("qwen3-next", "nf4"),
+    ("phi3", "nf4-double-quant"),
 ])  # fmt: skip
 def test_transformers_opens_it_with_bitsandbytes(name: str, word: str, tmp_path: Path) -> None:
     functional = pytest.importorskip("bitsandbytes.functional")

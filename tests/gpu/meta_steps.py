@@ -127,7 +127,7 @@ def build_update(
     """With SGD: torch has no fused AdamW for meta."""
     blocks = (p for layer in model.layers for p in layer.parameters())
     built = (optimizer or SGDConfig()).build(adapter.trained(model), blocks)
-    return (memory or MemoryConfig()).update(built, 0.0 if memory and memory.step_in_backward else 1.0, run)
+    return (memory or MemoryConfig()).update(built, 0.0 if memory and memory.optimizer_in_bwd else 1.0, run)
 
 
 def sft_step(model: Decoder, loss: Any, batches: list[Batch], update: Any, run: DistributedContext) -> Taken:

@@ -44,10 +44,10 @@ MAX_KERNELS = {
     "qwen3-next": (78, 13),
 }
 SAMPLINGS = {
-    "greedy": SamplingConfig(tokens=64),
-    "temperature": SamplingConfig(1.0, tokens=64),
-    "top-k and top-p": SamplingConfig(0.7, top_k=50, top_p=0.9, tokens=64),
-    "top-p": SamplingConfig(0.7, top_p=0.9, tokens=64),
+    "greedy": SamplingConfig(max_new_tokens=64),
+    "temperature": SamplingConfig(1.0, max_new_tokens=64),
+    "top-k and top-p": SamplingConfig(0.7, top_k=50, top_p=0.9, max_new_tokens=64),
+    "top-p": SamplingConfig(0.7, top_p=0.9, max_new_tokens=64),
 }
 
 
@@ -55,7 +55,7 @@ def step_ops(name: str, sampling: SamplingConfig, *used: int, rows: int = 4) -> 
     """The operators of steps with these numbers of slots in use."""
     model = build_model(build_config(name, **WIDE[name]))
     cache = model.cache(rows, 4000)
-    numbers = torch.empty(rows, sampling.tokens, device="meta")
+    numbers = torch.empty(rows, sampling.max_new_tokens, device="meta")
     loop = DecodeLoop(model, cache, [used[0]] * rows, numbers, sampling.choose)
     recorded = []
     for count in used:
@@ -187,7 +187,7 @@ def test_a_replayed_step_draws_the_tokens_of_eager_steps(
     name: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     model = ours(made(tmp_path, name))
-    samplings = SamplingConfig(tokens=16), SamplingConfig(1.3, top_k=20, top_p=0.9, tokens=16, seed=5)
+    samplings = SamplingConfig(max_new_tokens=16), SamplingConfig(1.3, top_k=20, top_p=0.9, max_new_tokens=16, seed=5)
     expected = [generate_batch(model, PROMPTS, sampling, frozenset()) for sampling in samplings]
     captures = request.getfixturevalue("simulated")
     answers = [generate_batch(model, PROMPTS, sampling, frozenset()) for sampling in samplings]
@@ -201,10 +201,10 @@ def test_a_larger_cache_is_captured_again(
     monkeypatch.setattr(forward_context, "MIN_VISIBLE", 16)
     monkeypatch.setattr(decode, "MIN_REPLAYS", 1)
     model = ours(made(tmp_path, "mistral"))
-    answers = generate_batch(model, PROMPTS, SamplingConfig(tokens=60), frozenset())
+    answers = generate_batch(model, PROMPTS, SamplingConfig(max_new_tokens=60), frozenset())
     assert len(simulated) == 4  # 16, 32, 64 and all 72 slots after a prompt of 12 tokens
     monkeypatch.undo()
-    assert answers == generate_batch(model, PROMPTS, SamplingConfig(tokens=60), frozenset())
+    assert answers == generate_batch(model, PROMPTS, SamplingConfig(max_new_tokens=60), frozenset())
 
 
 # ---- When a step is captured ----
@@ -300,13 +300,13 @@ def test_only_waits_are_detected_and_other_warnings_are_shown(waits: bool, debug
 
 def test_batches_shrink_when_rows_end(tmp_path: Path) -> None:
     model = ours(made(tmp_path, "qwen2"))
-    full = generate_batch(model, PROMPTS, SamplingConfig(tokens=40), frozenset())
+    full = generate_batch(model, PROMPTS, SamplingConfig(max_new_tokens=40), frozenset())
     ends = {0: 3, 1: 5, 2: 40, 3: 20}
     sizes: list[int] = []
     handle = model.register_forward_pre_hook(lambda module, args: sizes.append(len(args[0])))
     counts = {tuple(answer[:length]): length for answer, length in zip(full, ends.values(), strict=True)}
     answers = generate_batch(
-        model, PROMPTS, SamplingConfig(tokens=40), frozenset(), ended=lambda answer: tuple(answer) in counts
+        model, PROMPTS, SamplingConfig(max_new_tokens=40), frozenset(), ended=lambda answer: tuple(answer) in counts
     )
     handle.remove()
     assert answers == [answer[: ends[row]] for row, answer in enumerate(full)]

@@ -15,6 +15,7 @@ from tunekit.distributed.context import DistributedContext
 from tunekit.distributed.parallel_dims import COPIES, ParallelConfig
 from tunekit.errors import UserError
 from tunekit.memory.config import MemoryConfig
+from tunekit.models.compile import check_compile
 from tunekit.models.precision import PrecisionConfig
 from tunekit.recipes import sft
 
@@ -118,38 +119,38 @@ def test_backends_of_processes() -> None:
     with pytest.raises(UserError, match="several processes"):
         ParallelConfig().check("mps", 2)
     ParallelConfig().check("mps", 1)
-    ParallelConfig(offload=True).check("cuda", 2)
+    ParallelConfig(cpu_offload=True).check("cuda", 2)
     for count in (1, 2):
-        with pytest.raises(UserError, match="parallel.offload"):
-            ParallelConfig(offload=True).check("cpu", count)
+        with pytest.raises(UserError, match="parallel.cpu_offload"):
+            ParallelConfig(cpu_offload=True).check("cpu", count)
 
 
 @pytest.mark.parametrize(
-    ("parallel", "count"), [(ParallelConfig(offload=True), 1), (ParallelConfig(offload=True, tensor=2), 2)]
+    ("parallel", "count"), [(ParallelConfig(cpu_offload=True), 1), (ParallelConfig(cpu_offload=True, tp=2), 2)]
 )
 def test_weights_that_no_devices_share_cannot_wait_on_the_host(parallel: ParallelConfig, count: int) -> None:
     """It used to change nothing, without a word."""
-    with pytest.raises(UserError, match="parallel.offload: only weights that several devices share"):
+    with pytest.raises(UserError, match="parallel.cpu_offload: only weights that several devices share"):
         parallel.check("cuda", count)
     parallel.check("cuda", 2 * count)
-    with pytest.raises(UserError, match="parallel.offload: device cpu"):
-        DistributedContext(0, "cpu", ParallelConfig(offload=True))
+    with pytest.raises(UserError, match="parallel.cpu_offload: device cpu"):
+        DistributedContext(0, "cpu", ParallelConfig(cpu_offload=True))
 
 
 @pytest.mark.parametrize(
     ("parallel", "count"),
-    [(COPIES, 2), (ParallelConfig(replicate=2), 2), (ParallelConfig(replicate=None, shard=1, tensor=2), 4)],
+    [(COPIES, 2), (ParallelConfig(dp_replicate=2), 2), (ParallelConfig(dp_replicate=None, dp_shard=1, tp=2), 4)],
 )
 def test_whole_copies_of_a_model_that_is_not_trained_cannot_wait_on_the_host(
     parallel: ParallelConfig, count: int
 ) -> None:
     """FSDP leaves them alone, so that all weights used to stay on the device, without a word."""
-    offloaded = replace(parallel, offload=True)
+    offloaded = replace(parallel, cpu_offload=True)
     offloaded.check("cuda", count)  # training: gradients are averaged over the copies by FSDP
-    with pytest.raises(UserError, match=rf"parallel.offload: .* parallel.shard={count // parallel.tensor}"):
+    with pytest.raises(UserError, match=rf"parallel.cpu_offload: .* parallel.dp_shard={count // parallel.tp}"):
         offloaded.check_inference(count)
     parallel.check_inference(count)
-    replace(offloaded, replicate=1, shard=count // parallel.tensor).check_inference(count)
+    replace(offloaded, dp_replicate=1, dp_shard=count // parallel.tp).check_inference(count)
     offloaded.check_inference(1)  # a process group of one rank shards too
 
 
@@ -161,11 +162,14 @@ def test_only_untested_devices_are_warned_about() -> None:
 
 
 def test_what_a_device_lacks_is_refused_before_weights_are_read() -> None:
-    for choice, key in ((MemoryConfig(offload=True), "memory.offload"), (PrecisionConfig("tf32"), "precision.compute")):
+    for choice, key in (
+        (MemoryConfig(activation_offloading=True), "memory.activation_offloading"),
+        (PrecisionConfig("tf32"), "precision.compute_dtype"),
+    ):
         with pytest.raises(UserError, match=key):
             choice.check(CPU)
-    with pytest.raises(UserError, match="memory.compile"):
-        MemoryConfig(compile=True).check(torch.device("meta"))
+    with pytest.raises(UserError, match="compile"):
+        check_compile(torch.device("meta"))
     for name in ("A100", "RTX 5090"):
         devices.check_tf32(name, find_row(DEVICES[name]))
     for name in ("cpu", "T4", "V100", "MI300X", "Arc", "M3"):
@@ -175,15 +179,18 @@ def test_what_a_device_lacks_is_refused_before_weights_are_read() -> None:
 
 @pytest.mark.parametrize("device", ["auto", "cpu"])
 def test_tf32_is_refused_by_the_check_of_a_config(device: str) -> None:
-    with pytest.raises(UserError, match="precision.compute"):
-        recipe_loader.load_checked_config(sft, "nano/tools_lora", ["precision.compute=tf32", f"device={device}"], [])
-    recipe_loader.load_checked_config(sft, "nano/tools_lora", ["precision.compute=tf32", "device=cuda"], [])
+    with pytest.raises(UserError, match="precision.compute_dtype"):
+        recipe_loader.load_checked_config(
+            sft, "nano/tools_lora", ["precision.compute_dtype=tf32", f"device={device}"], []
+        )
+    recipe_loader.load_checked_config(sft, "nano/tools_lora", ["precision.compute_dtype=tf32", "device=cuda"], [])
 
 
 @pytest.mark.parametrize(
     "override",
-    ["device=gpu", "device=cuda:1", "deterministic=maybe", "parallel.offload=true", "memory.offload=true",
-     "precision.compute=fp16", "precision.compute=tf32"],
+    ["device=gpu", "device=cuda:1", "deterministic=maybe", "parallel.cpu_offload=true",
+     "memory.activation_offloading=true",
+     "precision.compute_dtype=fp16", "precision.compute_dtype=tf32"],
 )  # fmt: skip
 def test_mistakes_of_device_options_name_the_key(override: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["validate", "nano/tools_lora", override]) == 2
@@ -195,7 +202,7 @@ def test_a_device_that_is_not_present_is_an_error_of_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    words = ["sft", "nano/tools_lora", "device=cuda", f"out={tmp_path / 'run'}"]
+    words = ["sft", "nano/tools_lora", "device=cuda", f"output_dir={tmp_path / 'run'}"]
     assert cli.main(["validate", "nano/tools_lora", "device=cuda"]) == 0, "it may be for another machine"
     assert cli.main(["run", *words]) == 2
     error = capsys.readouterr().err

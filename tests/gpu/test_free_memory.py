@@ -54,7 +54,7 @@ def test_the_driver_of_this_process_is_not_counted_twice() -> None:
     need = needed(plan)
     assert need.peak == plan.peak.total - DRIVER and 0 < need.weights < need.peak
     assert Free("GPU 0", gib(24) - DRIVER, gib(24)).used_by_others == 0
-    sharded = estimate.estimate(described(small(), batch=8), replace(on(KINDS["l4"], 2)))
+    sharded = estimate.estimate(described(small(), global_batch_size=8), replace(on(KINDS["l4"], 2)))
     assert needed(sharded).weights < need.weights
 
 

@@ -34,7 +34,7 @@ def flash_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize("name", ["llama3.2", "phi3-long", "llama4"])
 def test_training_after_generation(name: str, tmp_path: Path) -> None:
     model, rows = ours(made(tmp_path, name)), tokens(2, 12)
-    answers = generate_batch(model, rows.tolist(), SamplingConfig(tokens=2), frozenset())
+    answers = generate_batch(model, rows.tolist(), SamplingConfig(max_new_tokens=2), frozenset())
     assert all(len(answer) == 2 for answer in answers)
     CrossEntropy()(model.train(), batch(rows)).backward()
     assert all(p.grad is not None for p in model.parameters() if p.requires_grad)

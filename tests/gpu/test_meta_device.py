@@ -55,23 +55,33 @@ UNPAIRED = KTO, BCO, APOZeroUnpaired
 
 # Every pair of an adapter and a format, and of either and a way to save memory, is near one of these.
 CHOICES: dict[str, tuple[NoAdapter | LoRAConfig, NoQuantization, MemoryConfig, Any]] = {
-    "full": (NoAdapter(), NoQuantization(), MemoryConfig(step_in_backward=True), SGDConfig()),
-    "full, recomputed": (NoAdapter(), NoQuantization(), MemoryConfig(recompute=True), SGDConfig()),
-    "lora": (LoRAConfig(4, dropout=0.1), NoQuantization(), MemoryConfig(recompute="selective"), MuonConfig()),
+    "full": (NoAdapter(), NoQuantization(), MemoryConfig(optimizer_in_bwd=True), SGDConfig()),
+    "full, recomputed": (NoAdapter(), NoQuantization(), MemoryConfig(activation_checkpointing="full"), SGDConfig()),
+    "lora": (
+        LoRAConfig(4, dropout=0.1),
+        NoQuantization(),
+        MemoryConfig(activation_checkpointing="selective"),
+        MuonConfig(),
+    ),
     "lora of all, nf4": (
-        LoRAConfig(4, targets=("all", "embed", "head"), plus=4.0),
+        LoRAConfig(4, target_modules=("all-linear", "embed", "head"), loraplus_lr_ratio=4.0),
         NF4Config(True),
         MemoryConfig(),
         SGDConfig(),
     ),
     "lora with norms, fp4": (
-        LoRAConfig(4, whole=("norms",), bias="all"),
+        LoRAConfig(4, modules_to_save=("norms",), bias="all"),
         FP4Config(),
-        MemoryConfig(recompute=True),
+        MemoryConfig(activation_checkpointing="full"),
         SGDConfig(),
     ),
-    "pissa, nf4": (LoRAConfig(4, init="pissa"), NF4Config(), MemoryConfig(recompute="selective"), SGDConfig()),
-    "dora": (DoRAConfig(4), NoQuantization(), MemoryConfig(recompute=True), SGDConfig()),
+    "pissa, nf4": (
+        LoRAConfig(4, init="pissa"),
+        NF4Config(),
+        MemoryConfig(activation_checkpointing="selective"),
+        SGDConfig(),
+    ),
+    "dora": (DoRAConfig(4), NoQuantization(), MemoryConfig(activation_checkpointing="full"), SGDConfig()),
     "dora, float8": (DoRAConfig(4, dropout=0.1), Float8Config(), MemoryConfig(), SGDConfig()),
 }
 
@@ -123,7 +133,9 @@ def test_mismatched_answers_and_prompts(terms: tuple[PreferenceLoss, ...], packe
     assert not rules.blocking_copies
 
 
-@pytest.mark.parametrize("loss", [BradleyTerry(center=0.1), Classification(), Regression(), ProcessReward()], ids=str)
+@pytest.mark.parametrize(
+    "loss", [BradleyTerry(center_rewards_coefficient=0.1), Classification(), Regression(), ProcessReward()], ids=str
+)
 def test_reward_losses(loss: RewardLoss) -> None:
     run, score = run_on_meta(), loss.score(0)
     model = build_model(read_spec("llama3.2", score, layers=1))
@@ -164,7 +176,7 @@ def test_adapters_formats_and_memory(choice: str) -> None:
     spec = replace(read_spec("llama-biases", layers=1), dim=64)
     model = build_model(spec, weights, adapter, memory)
     update = build_update(model, adapter, run, memory, optimizer)
-    loss = CrossEntropy(smoothing=0.1, z_loss=1e-4)
+    loss = CrossEntropy(label_smoothing=0.1, z_loss=1e-4)
     with device_rules() as rules:
         sft_step(model, loss, make_batches(True, model.spec.vocab)[:1], update, run)
     assert not rules.blocking_copies

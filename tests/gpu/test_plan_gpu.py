@@ -42,7 +42,7 @@ def small(kv_heads: int = 2, layers: int = 4) -> HFCheckpoint:
 
 
 def described(source: HFCheckpoint, **changes: object) -> Workload:
-    return build_workload(source, **{"length": 256, "device": "cuda", "flash": True} | changes)
+    return build_workload(source, **{"max_length": 256, "device": "cuda", "flash": True} | changes)
 
 
 def test_kinds_are_plausible() -> None:
@@ -72,31 +72,31 @@ def test_a_gpu_without_a_name_keeps_the_proportions() -> None:
 
 @pytest.mark.parametrize(("name", "dtype"), [("t4", "fp32"), ("v100", "fp32"), ("a100", "bf16"), ("mi300x", "bf16")])
 def test_auto_is_what_the_card_can_do(name: str, dtype: str) -> None:
-    assert settled_precision(PrecisionConfig(), on(KINDS[name])).compute == dtype
+    assert settled_precision(PrecisionConfig(), on(KINDS[name])).compute_dtype == dtype
     assert bool(without_flash(on(KINDS[name]))) == (name in ("t4", "v100"))
     best = "bf16" if devices.has_fast_bf16(torch.device("cpu")) else "fp32"
-    assert settled_precision(PrecisionConfig(), ClusterSpec()).compute == best
+    assert settled_precision(PrecisionConfig(), ClusterSpec()).compute_dtype == best
 
 
 def test_tf32_is_refused_where_there_is_none() -> None:
     for where in (ClusterSpec(), on(KINDS["t4"]), on(KINDS["mi300x"])):
-        with pytest.raises(UserError, match="precision.compute: tf32"):
+        with pytest.raises(UserError, match="precision.compute_dtype: tf32"):
             settled_precision(PrecisionConfig("tf32"), where)
-    assert settled_precision(PrecisionConfig("tf32"), on(KINDS["a100"])).compute == "tf32"
+    assert settled_precision(PrecisionConfig("tf32"), on(KINDS["a100"])).compute_dtype == "tf32"
 
 
 def config(**changes: object) -> SimpleNamespace:
     values = {
         "model": "tunekit/nano",
-        "data": TextDataset("rows.jsonl", length=64),
+        "data": TextDataset("rows.jsonl", max_length=64),
         "adapter": LoRAConfig(),
-        "weights": NoQuantization(),
+        "quantization": NoQuantization(),
         "precision": PrecisionConfig(),
         "memory": MemoryConfig(),
         "optimizer": AdamWConfig(),
         "loss": CrossEntropy(),
-        "batch": 4,
-        "micro_batch": 2,
+        "global_batch_size": 4,
+        "micro_batch_size": 2,
     }
     return SimpleNamespace(**{**values, **changes})
 
@@ -136,16 +136,16 @@ def test_launches_grow_with_layers_passes_and_adapters() -> None:
     h100 = on(KINDS["h100"])
     plain, twice = (estimate.estimate(described(small(layers=n)), h100).pace for n in (4, 8))
     assert 1.4 * plain.launches < twice.launches < 2 * plain.launches
-    passes = estimate.estimate(described(small(), micro_batch=1), h100).pace
+    passes = estimate.estimate(described(small(), micro_batch_size=1), h100).pace
     assert 1.3 * plain.launches < passes.launches < 2 * plain.launches
-    for changes in ({"adapter": LoRAConfig()}, {"memory": MemoryConfig(recompute=True)}):
+    for changes in ({"adapter": LoRAConfig()}, {"memory": MemoryConfig(activation_checkpointing="full")}):
         assert estimate.estimate(described(small(), **changes), h100).pace.launches > plain.launches, changes
     lora, qlora = (
-        estimate.estimate(described(small(), adapter=LoRAConfig(), weights=w), h100).pace
+        estimate.estimate(described(small(), adapter=LoRAConfig(), quantization=w), h100).pace
         for w in (NoQuantization(), NF4Config())
     )
     assert qlora.launching > lora.launching
-    compiled = estimate.estimate(described(small(), adapter=LoRAConfig(), memory=MemoryConfig(compile=True)), h100).pace
+    compiled = estimate.estimate(described(small(), adapter=LoRAConfig(), compile=True), h100).pace
     assert compiled.launching < lora.launching
 
 
@@ -172,7 +172,7 @@ def test_a_small_model_is_limited_by_the_host() -> None:
         "limited by the host" in report.format_report(plan, [])
         and report.report_json(plan, [], None)["launches"] == step.launches
     )
-    large = estimate.estimate(described(small(), length=2**17), on(KINDS["h200"])).pace
+    large = estimate.estimate(described(small(), max_length=2**17), on(KINDS["h200"])).pace
     assert large.seconds is not None and large.seconds > large.launching
     assert estimate.estimate(described(small(), device="cpu", flash=False), ClusterSpec()).pace.seconds is None
 
@@ -205,7 +205,7 @@ def test_buffers_of_attention_are_in_the_backward_pass_of_a_gpu() -> None:
     source = replace(small(), spec=DecoderSpec(64, 32, (layer,) * 2))
     with_flash, without = (
         estimate.estimate(
-            described(source, length=1024, adapter=LoRAConfig(), flash=flash), on(KINDS["a100"])
+            described(source, max_length=1024, adapter=LoRAConfig(), flash=flash), on(KINDS["a100"])
         ).room.phases
         for flash in (True, False)
     )

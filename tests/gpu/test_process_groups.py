@@ -31,7 +31,7 @@ from tunekit.quantization.config import NoQuantization
 
 @pytest.mark.multi
 def test_all_groups_have_the_timeout_of_the_config() -> None:
-    for collectives, waits, warned in on(2, timeouts, ParallelConfig(context=2, timeout=77)):
+    for collectives, waits, warned in on(2, timeouts, ParallelConfig(cp=2, hang_timeout_seconds=77)):
         assert collectives == {timedelta(seconds=77 + LATER)} and waits == {PATIENT}
         assert not warned
 
@@ -60,7 +60,7 @@ def test_offloaded_parameters_are_on_the_cpu_and_buffers_on_the_device(
     one_rank: DistributedContext, tmp_path: Path
 ) -> None:
     """Placement that FSDP requires before the first forward pass of a model with CPUOffloadPolicy."""
-    one_rank.parallel = ParallelConfig(offload=True)
+    one_rank.parallel = ParallelConfig(cpu_offload=True)
     source = HFCheckpoint.open(made(tmp_path, "llama3.2"))
     model = build.build_meta_model(source, NoQuantization(), LoRAConfig(4, init="pissa"))
     assert list(model.buffers()), "PiSSA has some"
@@ -84,7 +84,7 @@ def test_generation_from_offloaded_weights_is_on_the_device_of_the_run(
     one_rank: DistributedContext, tmp_path: Path
 ) -> None:
     """Tokens, caches and rotations; the embedding, from which the device used to be taken, is on the CPU."""
-    one_rank.parallel = ParallelConfig(offload=True)
+    one_rank.parallel = ParallelConfig(cpu_offload=True)
     source = HFCheckpoint.open(made(tmp_path, "llama3.2"))
     model = build.build_meta_model(source, NoQuantization(), NoAdapter())
     FP32.apply(model, source.dtypes, one_rank.device)
@@ -102,14 +102,14 @@ def test_generation_from_offloaded_weights_is_on_the_device_of_the_run(
 
     model.register_forward_pre_hook(see, prepend=True, with_kwargs=True)
     with pytest.raises(Seen):
-        next(launch_steps(model, [[1, 2], [3]], SamplingConfig(tokens=2), 0, ()))
+        next(launch_steps(model, [[1, 2], [3]], SamplingConfig(max_new_tokens=2), 0, ()))
     assert len(given) >= 7 and all(x.is_meta for x in given)
 
 
 def test_offload_changes_no_number(one_rank: DistributedContext, tmp_path: Path) -> None:
     """Fused AdamW, the norm and clipping on the weights that FSDP offloads."""
     results = []
-    for parallel in (ParallelConfig(), ParallelConfig(offload=True)):
+    for parallel in (ParallelConfig(), ParallelConfig(cpu_offload=True)):
         one_rank.parallel = parallel
         model = built(tmp_path, one_rank)
         update = MemoryConfig().update(AdamWConfig().build([([*model.parameters()], 1.0)]), 1.0, one_rank)

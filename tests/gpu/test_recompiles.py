@@ -28,7 +28,7 @@ LENGTHS = 30
 
 @pytest.fixture(autouse=True)
 def fresh_compiler() -> Iterator[None]:
-    """With the settings of `memory.compile`, and a limit for FlexAttention that is soon reached."""
+    """With the settings of `compile`, and a limit for FlexAttention that is soon reached."""
     torch._dynamo.reset()
     with torch._dynamo.config.patch(specialize_float=True, recompile_limit=8), shapes.patch(use_duck_shape=False):
         yield
@@ -53,7 +53,7 @@ def packed_batch(draw: random.Random, vocab: int) -> Batch:
 
 
 def compiled_model(name: str, memory: MemoryConfig, backend: CompileCounterWithBackend, fullgraph: bool) -> Decoder:
-    """Layers as `memory.compile` compiles them, run as torch traced them."""
+    """Layers as `compile` compiles them, run as torch traced them."""
     model = build_model(read_spec(name, layers=2), memory=memory, device=CPU)
     init_weights(model, 0)
     model.compute, model.flat = torch.float32, True
@@ -63,11 +63,14 @@ def compiled_model(name: str, memory: MemoryConfig, backend: CompileCounterWithB
 
 
 @pytest.mark.usefixtures("flash_on_cpu")
-@pytest.mark.parametrize(("name", "recompute"), [("llama3.2", False), ("gemma3", True)])
-def test_lengths_compile_nothing_new(name: str, recompute: bool) -> None:
+@pytest.mark.parametrize(("name", "recompute"), [("llama3.2", "none"), ("gemma3", "full")])
+def test_lengths_compile_nothing_new(name: str, recompute: str) -> None:
     """Each layer is one graph, FlashAttention in it, with bounds that differ in every batch."""
     backend = CompileCounterWithBackend("aot_eager")
-    model, draw = compiled_model(name, MemoryConfig(recompute=recompute), backend, fullgraph=True), random.Random(0)
+    model, draw = (
+        compiled_model(name, MemoryConfig(activation_checkpointing=recompute), backend, fullgraph=True),
+        random.Random(0),
+    )
     for number in range(LENGTHS):
         batch = packed_batch(draw, model.spec.vocab)
         (CrossEntropy()(model, batch) / batch.learnt).backward()

@@ -26,7 +26,7 @@ from tunekit.quantization.config import NoQuantization
 
 
 def sharded(folder: Path, name: str, run: DistributedContext) -> Decoder:
-    """A model whose experts are sharded apart from their layers, as with parallel.expert."""
+    """A model whose experts are sharded apart from their layers, as with parallel.ep."""
     source = HFCheckpoint.open(made(folder, name))
     model = build.build_meta_model(source, NoQuantization(), NoAdapter())
     FP32.apply(model, source.dtypes, run.device)
@@ -46,9 +46,9 @@ def gradients(model: Decoder) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("name", ["llama3.2", "qwen3-moe"])
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("recompute", ["none", "full"])
 def test_sharded_models_offload_activations_and_no_weight(
-    name: str, recompute: bool, one_rank: DistributedContext, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    name: str, recompute: str, one_rank: DistributedContext, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     model = sharded(tmp_path, name, one_rank)
     plain, sizes = gradients(model), []
@@ -63,7 +63,7 @@ def test_sharded_models_offload_activations_and_no_weight(
 
     monkeypatch.setattr(activation_offloading, "LEAST", 1)
     monkeypatch.setattr(activation_offloading, "OffloadedTensor", Counted)
-    model.through = MemoryConfig(recompute=recompute).through()
+    model.through = MemoryConfig(activation_checkpointing=recompute).through()
     model.through = ActivationOffloader(model).around(model.through or (lambda layer, *inputs: layer(*inputs)))
     for _ in range(2):  # gathered weights have other addresses in each step
         assert all(map(torch.equal, plain, gradients(model)))

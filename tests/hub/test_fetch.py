@@ -65,7 +65,7 @@ def test_the_command_itself(place: Place) -> None:
 
 def test_files_can_be_chosen(place: Place) -> None:
     place.hub.put("owner/model", FILES)
-    words = ("--include", "*.bin", "--include", "original/*", "--to", "here")
+    words = ("--include", "*.bin", "--include", "original/*", "--local-dir", "here")
     done = place.tune("download", "owner/model", *words)
     assert done.out == f"{place.folder / 'here'}\n" and set(fetched(done)) == {
         "pytorch_model.bin",
@@ -75,7 +75,7 @@ def test_files_can_be_chosen(place: Place) -> None:
     assert set(fetched(without)) == {"model.safetensors"}
 
 
-@pytest.mark.parametrize("to", [(), ("--to", "here")])
+@pytest.mark.parametrize("to", [(), ("--local-dir", "here")])
 def test_a_file_resumes_after_its_connection_is_closed(to: tuple[str, ...], place: Place) -> None:
     """The client asks only for the rest."""
     data = {"model.safetensors": os.urandom(LARGE), "config.json": b"{}"}
@@ -92,7 +92,7 @@ def test_a_file_resumes_after_its_connection_is_closed(to: tuple[str, ...], plac
     assert not any(seen.token for seen in place.hub.seen(path="/storage/"))
 
 
-@pytest.mark.parametrize("to", [(), ("--to", "here")])
+@pytest.mark.parametrize("to", [(), ("--local-dir", "here")])
 def test_a_reset_connection_costs_only_its_file(to: tuple[str, ...], place: Place) -> None:
     data = {"a.safetensors": os.urandom(LARGE // 3), "b.safetensors": os.urandom(LARGE // 3), "config.json": b"{}"}
     repo = place.hub.put("ann/large", data)
@@ -130,7 +130,7 @@ def test_a_killed_download_keeps_complete_files(place: Place) -> None:
     assert len(place.hub.seen("GET", "/resolve/.*config.json")) == 1
 
 
-@pytest.mark.parametrize("to", [(), ("--to", "here")])
+@pytest.mark.parametrize("to", [(), ("--local-dir", "here")])
 def test_a_damaged_file_is_deleted(to: tuple[str, ...], place: Place) -> None:
     repo = place.hub.put("ann/large", {"model.safetensors": (data := os.urandom(LARGE))})
     (oid,) = repo.objects
@@ -188,7 +188,7 @@ def test_a_refusal_is_one_line(words: list[str], env: dict[str, str], says: str,
 def test_who_was_let_in_gets_a_gated_model(place: Place) -> None:
     place.hub.put("owner/gated", FILES, gated=True, members={"bob"})
     assert fetched(place.tune("download", "owner/gated", HF_TOKEN=GUEST)).keys() == set(WANTED)
-    assert fetched(place.tune("download", "owner/gated", "--token", GUEST, "--to", "x")).keys() == set(WANTED)
+    assert fetched(place.tune("download", "owner/gated", "--token", GUEST, "--local-dir", "x")).keys() == set(WANTED)
 
 
 def test_a_name_may_say_a_revision(place: Place) -> None:

@@ -19,8 +19,17 @@ from tunekit import assets
 from tunekit.publishing.publish import list_files
 
 NANO = assets.MODELS["tunekit/nano"]
-WORDS = ["run", "sft", "nano/tools_lora", "steps=6", "batch=2", "micro_batch=2", "save_every=6", "validation=null"]
-WORDS += ["out=run", "device=cpu", "adapter.rank=2", "push.repo=ann/tools"]
+WORDS = [
+    "run",
+    "sft",
+    "nano/tools_lora",
+    "max_steps=6",
+    "global_batch_size=2",
+    "micro_batch_size=2",
+    "save_every=6",
+    "eval_data=null",
+]
+WORDS += ["output_dir=run", "device=cpu", "adapter.rank=2", "push_to_hub.repo_id=ann/tools"]
 ADAPTER = "adapter_model.safetensors"
 
 
@@ -34,7 +43,7 @@ def result(place: Place) -> dict[str, bytes]:
 
 
 def test_checkpoints_on_the_way_and_the_result(place: Place) -> None:
-    done = train(place, "push.every=3")
+    done = train(place, "push_to_hub.push_every=3")
     assert done.code == 0, done.err
     repo = place.hub.repos["ann/tools"]
     assert repo.private and repo.files == result(place)
@@ -78,7 +87,7 @@ assert torch.equal(wanted, found) and not torch.allclose(plain, found, atol=0.1)
 def test_training_goes_on_while_a_checkpoint_is_sent(place: Place) -> None:
     sent = Event()
     place.hub.faults = [Fault("PUT", "/storage/", cut="lost", hold=sent)]
-    place.start(*WORDS, "push.every=2")
+    place.start(*WORDS, "push_to_hub.push_every=2")
     until((place.folder / "run/final/complete").exists)
     assert not sent.is_set()
     assert not place.hub.repos["ann/tools"].files, "a part is visible"
@@ -92,7 +101,7 @@ def test_training_goes_on_while_a_checkpoint_is_sent(place: Place) -> None:
 @pytest.mark.slow
 def test_a_checkpoint_that_is_not_taken_does_no_harm(place: Place) -> None:
     place.hub.faults = [Fault("POST", "/commit/", 403)]
-    done = train(place, "push.every=4")
+    done = train(place, "push_to_hub.push_every=4")
     assert done.code == 0 and "Step 4 was not sent: " in done.err, done.err
     assert place.hub.repos["ann/tools"].files == result(place)
     assert not (place.folder / "run/upload").exists()
@@ -101,16 +110,16 @@ def test_a_checkpoint_that_is_not_taken_does_no_harm(place: Place) -> None:
 @pytest.mark.slow
 def test_a_result_that_is_not_taken_can_be_sent_later(place: Place) -> None:
     place.hub.faults = [Fault("POST", "/commit/", 403, times=2)]
-    error = train(place, "push.branch=new").error
+    error = train(place, "push_to_hub.revision=new").error
     assert "the result stays in run/final" in error
     words = shlex.split(error.partition("to send it: ")[2])
-    assert words == ["tune", "push", "run", "ann/tools", "--private", "--branch", "new"]
-    again = train(place, "push.branch=new")  # the run is over, and nothing is trained again
+    assert words == ["tune", "push", "run", "ann/tools", "--private", "--revision", "new"]
+    again = train(place, "push_to_hub.revision=new")  # the run is over, and nothing is trained again
     assert "refuses to write ann/tools" in again.error and "nothing is left to do" in again.err
     assert place.tune(*words[1:]).code == 0
     repo = place.hub.repos["ann/tools"]
     assert {path: blob.data for path, blob in repo.find("new").files.items() if path[0] != "."} == result(place)
-    assert train(place, "push.branch=new").code == 0 and len(repo.history("new")) == 2
+    assert train(place, "push_to_hub.revision=new").code == 0 and len(repo.history("new")) == 2
 
 
 def test_who_may_not_send_is_told_before_training(place: Place) -> None:
@@ -127,7 +136,7 @@ def test_who_may_not_send_is_told_before_training(place: Place) -> None:
 
 @pytest.mark.slow
 def test_the_whole_model_in_place_of_the_adapter(place: Place) -> None:
-    done = train(place, "push.merged=true", "push.every=4")
+    done = train(place, "push_to_hub.merge_adapter=true", "push_to_hub.push_every=4")
     assert done.code == 0, done.err
     repo = place.hub.repos["ann/tools"]
     step, final = (load(commit.files["model.safetensors"].data) for commit in repo.history("main")[1::-1])

@@ -28,17 +28,17 @@ PAGE = {"Content-Type": "text/html"}
 # What passes by itself, by what one sees of it. The first requests and the commit are repeated by us, others by the
 # client; either goes on where it was.
 PASSING = {
-    "push: 429 at first": [Fault("POST", "/api/repos/create", 429, {"Retry-After": "1"})],
-    "push: 500 at first": [Fault("GET", "/api/models/ann/nano$", 500)],
-    "push: 502 of a listing": [Fault("GET", "/tree/", 502, PAGE)],
+    "push_to_hub: 429 at first": [Fault("POST", "/api/repos/create", 429, {"Retry-After": "1"})],
+    "push_to_hub: 500 at first": [Fault("GET", "/api/models/ann/nano$", 500)],
+    "push_to_hub: 502 of a listing": [Fault("GET", "/tree/", 502, PAGE)],
     "push: a page of a proxy in place of JSON": [Fault("POST", "/validate-yaml", 502, PAGE, body="<html>Bad Gateway")],
-    "push: 429 before uploading": [Fault("POST", "/preupload/", 429, SOON)],
-    "push: 503 before uploading": [Fault("POST", "/objects/batch", 503)],
-    "push: 500 of the storage": [Fault("PUT", "/storage/", 500)],
+    "push_to_hub: 429 before uploading": [Fault("POST", "/preupload/", 429, SOON)],
+    "push_to_hub: 503 before uploading": [Fault("POST", "/objects/batch", 503)],
+    "push_to_hub: 500 of the storage": [Fault("PUT", "/storage/", 500)],
     "push: closed in mid-upload": [Fault("PUT", "/storage/", cut="request", at=2_000_000)],
     "push: broken in mid-upload": [Fault("PUT", "/storage/", cut="request", at=2_000_000, reset=True)],
     "push: uploaded, no answer": [Fault("PUT", "/storage/", cut="lost")],
-    "push: 503 at the commit": [Fault("POST", "/commit/", 503)],
+    "push_to_hub: 503 at the commit": [Fault("POST", "/commit/", 503)],
     "push: broken in the commit": [Fault("POST", "/commit/", cut="request", at=1000)],
     "push: made, no answer": [Fault("POST", "/api/repos/create", cut="lost")],
     "push: committed, no answer": [Fault("POST", "/commit/", cut="lost", reset=True)],
@@ -158,9 +158,9 @@ def test_what_did_not_pass_ends_in_one_line(place: Place) -> None:
         (["ann/nano.git"], {}, "ann/nano.git"),
         (["ann/open", "--private"], {}, "is there already and public"),
         (["ann/nano"], {"HF_HUB_OFFLINE": "1"}, "HF_HUB_OFFLINE forbids to push"),
-        (["ann/nano", "--pr", "--branch", "x"], {}, "leave --branch out"),
-        (["ann/nano", "--merged"], {}, "is no adapter"),
-        (["ann/nano", "--merge-to", "x"], {}, "say both"),
+        (["ann/nano", "--create-pr", "--revision", "x"], {}, "creates its own branch. Remove --revision"),
+        (["ann/nano", "--merge-adapter"], {}, "is no adapter"),
+        (["ann/nano", "--merged-dir", "x"], {}, "requires --merge-adapter"),
     ],
 )
 def test_a_refusal_is_one_line(words: list[str], env: dict[str, str], says: str, place: Place) -> None:
@@ -213,7 +213,7 @@ def test_a_real_commit_made_meanwhile(place: Place, mine: Path) -> None:
 
 
 def test_only_what_changed_is_sent(place: Place, mine: Path) -> None:
-    assert place.tune("push", "mine", "nano", "--message", "First").code == 0  # the token's owner is meant
+    assert place.tune("push", "mine", "nano", "--commit-message", "First").code == 0  # the token's owner is meant
     repo = place.hub.repos["ann/nano"]
     assert repo.find("main").title == "First" and uploaded(place.hub) == WEIGHTS
     place.hub.log.clear()
@@ -288,16 +288,16 @@ def test_a_killed_push_leaves_nothing_half(place: Place) -> None:
 
 def test_a_branch(place: Place) -> None:
     place.hub.put("ann/nano", {"config.json": b"old"})
-    done = place.tune("push", "tunekit/nano", "ann/nano", "--branch", "try/1")
+    done = place.tune("push", "tunekit/nano", "ann/nano", "--revision", "try/1")
     assert done.out == f"{place.hub.endpoint}/ann/nano/tree/try%2F1\n" and "new branch try/1" in done.err
     repo = place.hub.repos["ann/nano"]
     assert repo.files == {"config.json": b"old"} and len(repo.history("try/1")) == 3
     assert repo.find("try/1").files["config.json"].data == SENT["config.json"]
     fetched = place.tune("download", "ann/nano", "--revision", "try/1", "--include", "config.json")
     assert (Path(fetched.out.strip()) / "config.json").read_bytes() == SENT["config.json"]
-    assert "there is no branch" not in place.tune("push", "tunekit/nano", "ann/nano", "--branch", "try/1").err
+    assert "there is no branch" not in place.tune("push", "tunekit/nano", "ann/nano", "--revision", "try/1").err
     commit = repo.find("main").oid
-    assert "has no branch" in place.tune("push", "tunekit/nano", "ann/nano", "--branch", commit).error
+    assert "has no branch" in place.tune("push", "tunekit/nano", "ann/nano", "--revision", commit).error
 
 
 @pytest.mark.parametrize("lost", [False, True])
@@ -305,7 +305,7 @@ def test_a_pull_request(lost: bool, place: Place) -> None:
     """Who may not write may propose. If the answer is lost, there is one proposal all the same."""
     place.hub.put("bob/nano", {"config.json": b"old"})
     place.hub.faults = [Fault("POST", "/commit/", cut="lost")] * lost
-    done = place.tune("push", "tunekit/nano", "bob/nano", "--pr", "--message", "Mine")
+    done = place.tune("push", "tunekit/nano", "bob/nano", "--create-pr", "--commit-message", "Mine")
     assert done.out == f"{place.hub.endpoint}/bob/nano/discussions/1\n", done.err
     repo = place.hub.repos["bob/nano"]
     assert repo.files == {"config.json": b"old"} and set(repo.refs) == {"main", "refs/pr/1"}
@@ -318,7 +318,7 @@ def test_an_organization_and_a_private_model(place: Place) -> None:
     assert place.hub.repos["acme/nano"].private
     assert place.tune("chat", "acme/nano", "--temperature", "0", text="Hello\n").code == 0
     for env in ({"HF_TOKEN": ""}, {"HF_TOKEN": GUEST}):
-        fetched = place.tune("download", "acme/nano", "--to", "there", **env)
+        fetched = place.tune("download", "acme/nano", "--local-dir", "there", **env)
         assert "no model 'acme/nano' that you can access" in fetched.error
     assert not place.search(TOKEN)
 

@@ -8,9 +8,9 @@ from tests.hub.conftest import Place
 from tunekit import assets
 
 NANO = {file.name: file.read_bytes() for file in assets.MODELS["tunekit/nano"].iterdir()}
-WORDS = ("run", "distill", "nano/distill", "model=tunekit/nano", "data.limit=4", "device=cpu", "out=out")
-WORDS += ("validation={kind: chat, source: tunekit/tools, split: test, limit: 2, length: 256}",)
-WORDS += ("steps=2", "batch=2", "micro_batch=2", "save_every=1")
+WORDS = ("run", "distill", "nano/distill", "model=tunekit/nano", "data.max_samples=4", "device=cpu", "output_dir=out")
+WORDS += ("eval_data={kind: chat, source: tunekit/tools, split: test, max_samples: 2, max_length: 256}",)
+WORDS += ("max_steps=2", "global_batch_size=2", "micro_batch_size=2", "save_every=1")
 # `tune`, told to stop when it has saved the first step.
 STOPPED = """
 import signal, sys
@@ -27,7 +27,7 @@ sys.exit(cli.main(sys.argv[1:]))
 
 
 def kept(model: str) -> tuple[str, ...]:
-    return *WORDS, f"teacher={{kind: stored, model: {model}, folder: kept, top: 4}}"
+    return *WORDS, f"teacher={{kind: offline, model: {model}, logits_dir: kept, top_k: 4}}"
 
 
 def times(place: Place) -> dict[str, int]:
@@ -57,14 +57,14 @@ def test_two_commits_are_never_mixed(place: Place) -> None:
     before = place.hub.put("owner/teacher", NANO).refs["main"]
     assert place.tune(*kept("owner/teacher")).code == 0
     files, now = times(place), moved(place)
-    asked = place.tune(*kept(f"owner/teacher@{now}"), "--fresh").error
-    assert f"owner/teacher@{now} is at {now}, and these files are of {before}: give another teacher.folder" in asked
+    asked = place.tune(*kept(f"owner/teacher@{now}"), "--overwrite").error
+    assert f"owner/teacher@{now} is at {now}, and these files are of {before}: give another teacher.logits_dir" in asked
     gone = next(place.folder.glob("kept/*/00000"))
     shutil.rmtree(gone)
-    half = place.tune(*kept("owner/teacher"), "--fresh").error
-    assert f"owner/teacher is at {now}, and these files are of {before}: give another teacher.folder, or " in half
+    half = place.tune(*kept("owner/teacher"), "--overwrite").error
+    assert f"owner/teacher is at {now}, and these files are of {before}: give another teacher.logits_dir, or " in half
     assert f"delete them; a new run may go on with them as teacher.model=owner/teacher@{before}" in half
-    pinned = place.tune(*kept(f"owner/teacher@{before}"), "--fresh")
+    pinned = place.tune(*kept(f"owner/teacher@{before}"), "--overwrite")
     assert pinned.code == 0 and "asking" in pinned.err, pinned.err
     found = times(place)
     changed = {file for file in files if found[file] != files[file]}
@@ -77,5 +77,5 @@ def test_without_the_hub_files_are_taken_as_they_are(place: Place) -> None:
     place.hub.put("owner/teacher", {"config.json": b"{}"})
     for cache in ("home", "elsewhere"):
         offline = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(place.folder / cache)}
-        done = place.tune(*kept("owner/teacher"), "--fresh", **offline)
+        done = place.tune(*kept("owner/teacher"), "--overwrite", **offline)
         assert done.code == 0 and "asking" not in done.err, done.err

@@ -60,9 +60,9 @@ def test_a_large_file_is_left_to_the_client(place: Place) -> None:
     (folder / "model.safetensors").write_bytes(data := os.urandom(12_000_000))
     place.hub.xet = Store()
     assert place.tune("push", "large", "ann/large", **XET).code == 0
-    fetched = place.tune("download", "ann/large", "--to", "there", **XET)
+    fetched = place.tune("download", "ann/large", "--local-dir", "there", **XET)
     assert (Path(fetched.out.strip()) / "model.safetensors").read_bytes() == data
     assert not place.hub.seen("GET", "/storage/ann/")
-    without = place.tune("download", "ann/large", "--to", "here")  # by plain HTTP
+    without = place.tune("download", "ann/large", "--local-dir", "here")  # by plain HTTP
     assert (Path(without.out.strip()) / "model.safetensors").read_bytes() == data
     assert place.hub.seen("GET", "/storage/ann/")

@@ -73,4 +73,4 @@ def test_norms_and_gates_are_not_kept(
     spec, dense = model.spec, name != "qwen3-moe"
     wide = len(spec.layers) * (1 + dense) * spec.dim - spec.dim
     wide += sum(layer.ffn.hidden for layer in spec.layers) if dense else 0
-    assert more - less >= 4 * 64 * wide * (2 if precision.compute == "bf16" else 4)
+    assert more - less >= 4 * 64 * wide * (2 if precision.compute_dtype == "bf16" else 4)

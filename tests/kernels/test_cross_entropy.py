@@ -450,7 +450,7 @@ class Definition(CrossEntropy):
     """The same, of the logits of a chunk in fp32."""
 
     def measure(self, logits: Tensor, targets: Tensor) -> Tensor:
-        return each(CrossEntropyTerms(smoothing=self.smoothing, z_loss=self.z_loss), logits, targets).sum()
+        return each(CrossEntropyTerms(smoothing=self.label_smoothing, z_loss=self.z_loss), logits, targets).sum()
 
 
 @pytest.mark.parametrize("kind", [CrossEntropy, Definition])
@@ -468,9 +468,9 @@ def whole_of(model: Decoder, part: Batch, loss: CrossEntropy) -> Tensor:
     learnt = targets != IGNORE
     logits = model(part.tokens, part.positions, part.layout).flatten(0, 1)
     plain = F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum")
-    terms = CrossEntropyTerms(smoothing=loss.smoothing, z_loss=loss.z_loss)
+    terms = CrossEntropyTerms(smoothing=loss.label_smoothing, z_loss=loss.z_loss)
     exact = each(terms, logits[learnt], targets[learnt]).sum()
-    assert loss.smoothing or loss.z_loss or plain.item() == pytest.approx(exact.item(), rel=1e-5)
+    assert loss.label_smoothing or loss.z_loss or plain.item() == pytest.approx(exact.item(), rel=1e-5)
     return exact
 
 

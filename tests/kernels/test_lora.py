@@ -23,14 +23,14 @@ BF16, FP32 = torch.bfloat16, torch.float32
 INNER, OUTER, RANKS = 64, (64, 128, 96), (4, 3, 5)
 ADAPTERS = {
     "lora": LoRAConfig(4, 6.0),
-    "rslora": LoRAConfig(4, 6.0, rslora=True),
+    "rslora": LoRAConfig(4, 6.0, use_rslora=True),
     "dropout": LoRAConfig(4, 6.0, dropout=0.4),
     "pissa": LoRAConfig(4, 6.0, init="pissa"),
     "pissa, dropout": LoRAConfig(4, 6.0, init="pissa", dropout=0.4),
     "dora": DoRAConfig(4, 6.0),
     "dora, pissa, dropout": DoRAConfig(4, 6.0, init="pissa", dropout=0.4),
 }
-FORMATS = {"plain": NoQuantization(), "nf4": NF4Config(), "nested": NF4Config(nested=True)}
+FORMATS = {"plain": NoQuantization(), "nf4": NF4Config(), "nested": NF4Config(double_quant=True)}
 
 
 def layers_of(

@@ -27,7 +27,7 @@ class Lesson(Case):
     """What a student learns from a teacher."""
 
     teacher: Path
-    loss: KLDivergenceLoss = field(default_factory=lambda: JensenShannon(beta=0.3, truth=0.2, temperature=1.5))
+    loss: KLDivergenceLoss = field(default_factory=lambda: JensenShannon(beta=0.3, kd_ratio=0.8, temperature=1.5))
     top: int | None = None
     share: float = 0.0  # of rows that the student answers itself
 
@@ -38,21 +38,21 @@ def taught(case: Lesson) -> Outcome:
     with DistributedContext(7, "cpu", case.parallel) as run:
         source = HFCheckpoint.open(case.folder)
         model = build.build_model(source, case.weights, case.adapter, case.precision, case.memory, run)
-        teacher = OnlineTeacherConfig(model=str(case.teacher), precision=FP32, top=case.top)
+        teacher = OnlineTeacherConfig(model=str(case.teacher), precision=FP32, top_k=case.top)
         cfg = distill.DistillConfig(
             model="m",
             data=TextDataset("t"),
-            out="o",
+            output_dir="o",
             teacher=teacher,
             loss=case.loss,
             adapter=case.adapter,
-            clip=case.clip,
+            max_grad_norm=case.clip,
         )
         layout = Collator(4, case.micro_batch, run.reader, run.sizes.readers, 0, case.length if case.packed else None)
         beside = {
             "teacher": teacher.open(case.loss, model, WORDS, [], run),
             "writer": StudentSampler(
-                OnPolicyConfig(case.share, tokens=6, batch=2), layout, case.length, frozenset({3, 4, 5})
+                OnPolicyConfig(case.share, max_new_tokens=6, batch_size=2), layout, case.length, frozenset({3, 4, 5})
             ),
         }
         optimizer = case.optimizer.build(case.adapter.trained(model))

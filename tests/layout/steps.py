@@ -89,7 +89,9 @@ def trained(case: Case) -> Outcome:
     with DistributedContext(7, "cpu", case.parallel) as run:
         source = HFCheckpoint.open(case.folder)
         model = build.build_model(source, case.weights, case.adapter, case.precision, case.memory, run)
-        cfg = sft.SFTConfig(model="m", data=TextDataset("t"), out="o", adapter=case.adapter, clip=case.clip)
+        cfg = sft.SFTConfig(
+            model="m", data=TextDataset("t"), output_dir="o", adapter=case.adapter, max_grad_norm=case.clip
+        )
         cfg = replace(cfg, optimizer=case.optimizer)
         optimizer = case.optimizer.build(case.adapter.trained(model))
         update = case.memory.update(optimizer, case.clip, run)
@@ -115,7 +117,9 @@ def answer(folder: Path, parallel: ParallelConfig) -> tuple[Tensor, list[list[in
             HFCheckpoint.open(folder), NoQuantization(), NoAdapter(), FP32, MemoryConfig(), run
         ).eval()
         logits = model(torch.arange(14).view(2, 7))
-        return logits, generate_batch(model, [[1, 2, 3], [5, 6, 7, 8, 9]], SamplingConfig(tokens=6), frozenset())
+        return logits, generate_batch(
+            model, [[1, 2, 3], [5, 6, 7, 8, 9]], SamplingConfig(max_new_tokens=6), frozenset()
+        )
 
 
 def several(cases: list[Case]) -> list[Outcome]:

@@ -48,7 +48,7 @@ def test_rows_that_the_student_writes_are_others(lesson: Lesson) -> None:
 @pytest.mark.multi
 @pytest.mark.slow
 def test_two_ranks(lesson: Lesson) -> None:
-    shard, tensor, context = ParallelConfig(), ParallelConfig(tensor=2), ParallelConfig(context=2)
+    shard, tensor, context = ParallelConfig(), ParallelConfig(tp=2), ParallelConfig(cp=2)
     cases = {
         "shard": replace(lesson, parallel=shard),
         "shard, packed": replace(lesson, parallel=shard, packed=True, micro_batch=2, loss=ReverseKL()),
@@ -56,8 +56,8 @@ def test_two_ranks(lesson: Lesson) -> None:
         "shard, lora": replace(lesson, parallel=shard, adapter=LoRAConfig(4, 8.0), weights=NF4Config()),
         "shard, own answers": replace(lesson, parallel=shard, share=0.6),
         "tensor": replace(lesson, parallel=tensor),
-        "tensor, skewed": replace(lesson, parallel=tensor, loss=SkewedKL(truth=0.3)),
-        "tensor, top": replace(lesson, parallel=tensor, top=9, loss=ForwardKL(truth=0.1)),
+        "tensor, skewed": replace(lesson, parallel=tensor, loss=SkewedKL(kd_ratio=0.7)),
+        "tensor, top": replace(lesson, parallel=tensor, top=9, loss=ForwardKL(kd_ratio=0.9)),
         "tensor, own answers": replace(lesson, parallel=tensor, share=0.6),
         "context": replace(lesson, parallel=context),
         "context, top": replace(lesson, parallel=context, packed=True, top=9),

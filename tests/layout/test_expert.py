@@ -15,7 +15,7 @@ from tunekit.quantization.config import NF4Config, NoQuantization
 
 REFUSED = [
     ("sparse", 3, NoQuantization(), "3 devices cannot share the 4 experts of layers.0.mlp.experts.gate_proj alike"),
-    ("sparse", 2, NF4Config(nested=True), "set weights.nested to false"),
+    ("sparse", 2, NF4Config(double_quant=True), "set quantization.double_quant to false"),
     ("dense", 2, NoQuantization(), "this model has no experts"),
 ]
 
@@ -25,4 +25,4 @@ def test_what_cannot_be_divided(name: str, count: int, weights: NoQuantization, 
     model = build.build_meta_model(HFCheckpoint.open(folder(tmp_path, name)), weights, LoRAConfig(4))
     with pytest.raises(UserError, match=told) as refused:
         shard_experts(model, MeshDim(None, count, 0))  # type: ignore[arg-type] (nothing is sent)
-    assert str(refused.value).startswith("parallel.expert: ")
+    assert str(refused.value).startswith("parallel.ep: ")

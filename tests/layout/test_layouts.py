@@ -58,23 +58,23 @@ ADAPTED = {
 }
 EXPERTS = {
     "full": {},
-    "lora": {"adapter": LoRAConfig(4, targets=EVERYWHERE)},
-    "qlora": {"adapter": LoRAConfig(4, targets=EVERYWHERE), "weights": NF4Config()},
-    "lora, 8 bits": {"adapter": LoRAConfig(4, targets=EVERYWHERE), "weights": Float8Config()},
+    "lora": {"adapter": LoRAConfig(4, target_modules=EVERYWHERE)},
+    "qlora": {"adapter": LoRAConfig(4, target_modules=EVERYWHERE), "weights": NF4Config()},
+    "lora, 8 bits": {"adapter": LoRAConfig(4, target_modules=EVERYWHERE), "weights": Float8Config()},
 }
 TWO = {
     "fsdp 2": ParallelConfig(),
-    "copies 2": ParallelConfig(replicate=2),
-    "tensor 2": ParallelConfig(tensor=2),
-    "context 2": ParallelConfig(context=2),
+    "copies 2": ParallelConfig(dp_replicate=2),
+    "tensor 2": ParallelConfig(tp=2),
+    "context 2": ParallelConfig(cp=2),
 }
 FOUR = {
     "fsdp 4": ParallelConfig(),
-    "hsdp 2 x 2": ParallelConfig(replicate=2),
-    "tensor 2 x fsdp 2": ParallelConfig(tensor=2),
+    "hsdp 2 x 2": ParallelConfig(dp_replicate=2),
+    "tensor 2 x fsdp 2": ParallelConfig(tp=2),
 }
-SPARSE_TWO = {"fsdp 2": ParallelConfig(), "expert 2": ParallelConfig(expert=2)}
-SPARSE_FOUR = {"expert 2 x fsdp 2": ParallelConfig(expert=2)}
+SPARSE_TWO = {"fsdp 2": ParallelConfig(), "expert 2": ParallelConfig(ep=2)}
+SPARSE_FOUR = {"expert 2 x fsdp 2": ParallelConfig(ep=2)}
 
 
 @pytest.fixture(scope="module")
@@ -152,11 +152,13 @@ def test_experts(count: int, layouts: dict[str, ParallelConfig], folders: dict[s
 def test_what_a_layout_may_be_told(folders: dict[str, Path]) -> None:
     """Packed rows, rows in several passes or one, and weights that travel in other ways."""
     rows = cases(folders["dense"], {"fsdp 2": ParallelConfig()}, {"full": {}}, packed=True, micro_batch=2)
-    rows += cases(folders["dense"], {"kept whole": ParallelConfig(reshard=False, prefetch=2)}, {"full": {}})
+    rows += cases(
+        folders["dense"], {"kept whole": ParallelConfig(reshard_after_forward=False, prefetch_layers=2)}, {"full": {}}
+    )
     rows += cases(
         folders["dense"],
         {"nested": ParallelConfig()},
-        {"qdora": {"adapter": DoRAConfig(4), "weights": NF4Config(nested=True)}},
+        {"qdora": {"adapter": DoRAConfig(4), "weights": NF4Config(double_quant=True)}},
     )
     rows += cases(folders["dense"], {"pissa": ParallelConfig()}, {"lora": {"adapter": LoRAConfig(4, init="pissa")}})
     compare(2, rows, 1e-5)

@@ -24,12 +24,12 @@ def test_two_ranks(tmp_path: Path) -> None:
     cases = {
         "fsdp": case,
         "copies, qlora": replace(
-            case, parallel=ParallelConfig(replicate=2), adapter=LoRAConfig(4), weights=NF4Config()
+            case, parallel=ParallelConfig(dp_replicate=2), adapter=LoRAConfig(4), weights=NF4Config()
         ),
-        "fsdp, run again": replace(case, memory=MemoryConfig(recompute=True), micro_batch=2),
-        "tensor": replace(case, parallel=ParallelConfig(tensor=2)),
-        "context": replace(case, parallel=ParallelConfig(context=2)),
-        "context, windows and caps": replace(case, folder=windows, parallel=ParallelConfig(context=2), micro_batch=2),
+        "fsdp, run again": replace(case, memory=MemoryConfig(activation_checkpointing="full"), micro_batch=2),
+        "tensor": replace(case, parallel=ParallelConfig(tp=2)),
+        "context": replace(case, parallel=ParallelConfig(cp=2)),
+        "context, windows and caps": replace(case, folder=windows, parallel=ParallelConfig(cp=2), micro_batch=2),
     }
     torch.set_num_threads(1)
     found = on(2, several, list(cases.values()), limit=300)

@@ -26,12 +26,12 @@ from tunekit.recipes import preference
 from tunekit.training.reference_model import CopiedReference, DisableAdapterReference, PrecomputedReference
 
 PAIRS, HELD, LENGTH = 7, 3, 40
-FIGURES = ("loss", "norm", "rewards/chosen", "rewards/margins", "logps/rejected", "entropy")
+FIGURES = ("loss", "grad_norm", "rewards/chosen", "rewards/margins", "logps/rejected", "entropy")
 ADAPTED: dict[str, dict[str, Any]] = {
     "full": {},
     "lora": {"adapter": LoRAConfig(4)},
     "dora": {"adapter": DoRAConfig(4)},
-    "qlora": {"adapter": LoRAConfig(4), "weights": NF4Config()},
+    "qlora": {"adapter": LoRAConfig(4), "quantization": NF4Config()},
 }
 
 
@@ -45,8 +45,8 @@ class Ended:
     @classmethod
     def of(cls, out: Path) -> "Ended":
         lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-        steps = [line for line in lines if "loss" in line or "validation" in line]
-        names = dict.fromkeys(name for line in steps for name in line if name in FIGURES or "validation" in name)
+        steps = [line for line in lines if "loss" in line or "eval/loss" in line]
+        names = dict.fromkeys(name for line in steps for name in line if name in FIGURES or "eval/loss" in name)
         figures = {name: [line[name] for line in steps if name in line] for name in names}
         files = sorted((out / "final").glob("*.safetensors"))
         return cls(figures, {name: tensor for file in files for name, tensor in load_file(file).items()})
@@ -85,27 +85,27 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> preference.PreferenceConfi
     held.write_text("".join(lines[PAIRS:]))
     return preference.PreferenceConfig(
         model=str(save(build(DENSE), folder / "model")),
-        data=Pairs(str(source), length=LENGTH),
-        validation=Pairs(str(held), length=LENGTH),
-        out=str(folder / "out"),
+        data=Pairs(str(source), max_length=LENGTH),
+        eval_data=Pairs(str(held), max_length=LENGTH),
+        output_dir=str(folder / "out"),
         optimizer=AdamWConfig(lr=0.003, eps=0.1),
-        schedule=ConstantLRConfig(),
+        lr_scheduler=ConstantLRConfig(),
         precision=FP32,
         device="cpu",
-        batch=64,
+        global_batch_size=64,
         epochs=3,
-        validate_every=2,
+        eval_every=2,
     )
 
 
 def packed(cfg: preference.PreferenceConfig) -> preference.PreferenceConfig:
     # What is packed has room for two rows of this length, and prompts are written once.
-    return replace(cfg, data=replace(cfg.data, pack=True), validation=replace(cfg.validation, pack=True))
+    return replace(cfg, data=replace(cfg.data, packing=True), eval_data=replace(cfg.eval_data, packing=True))
 
 
 def marked(cfg: preference.PreferenceConfig) -> preference.PreferenceConfig:
-    data, held = (UnpairedPreferenceDataset(rows.source, length=LENGTH) for rows in (cfg.data, cfg.validation))
-    return replace(cfg, data=data, validation=held)
+    data, held = (UnpairedPreferenceDataset(rows.source, max_length=LENGTH) for rows in (cfg.data, cfg.eval_data))
+    return replace(cfg, data=data, eval_data=held)
 
 
 ENDED: dict[str, Ended] = {}
@@ -113,9 +113,9 @@ ENDED: dict[str, Ended] = {}
 
 def alone(cfg: preference.PreferenceConfig, folder: Path) -> Ended:
     """What a run on this process comes to, computed once."""
-    key = repr(replace(cfg, out=""))
+    key = repr(replace(cfg, output_dir=""))
     if key not in ENDED:
-        preference.main(replace(cfg, out=str(folder)))
+        preference.main(replace(cfg, output_dir=str(folder)))
         ENDED[key] = Ended.of(folder)
     return ENDED[key]
 
@@ -132,7 +132,7 @@ def test_packed_and_padded_and_in_any_micro_batches(
 ) -> None:
     cfg = replace(base, **ADAPTED[kind])
     wanted = alone(cfg, tmp_path / "one")
-    assert alone(packed(replace(cfg, micro_batch=2)), tmp_path / "packed").apart(wanted) < 1e-5
+    assert alone(packed(replace(cfg, micro_batch_size=2)), tmp_path / "packed").apart(wanted) < 1e-5
     assert wanted.figures["loss"][0] == pytest.approx(0.6931472, rel=1e-6)
     assert wanted.figures["loss"][-1] < 0.69
 
@@ -143,7 +143,7 @@ def test_packed_and_padded_and_in_any_micro_batches(
     ("full", (CopiedReference(), PrecomputedReference())),
 ])  # fmt: skip
 def test_every_reference_is_the_same(kind: str, ways: tuple, base: preference.PreferenceConfig, tmp_path: Path) -> None:
-    cfg = packed(replace(base, micro_batch=2, **ADAPTED[kind]))
+    cfg = packed(replace(base, micro_batch_size=2, **ADAPTED[kind]))
     wanted = alone(cfg, tmp_path / "auto")
     for way in ways:
         found = alone(replace(cfg, reference=way), tmp_path / type(way).__name__)
@@ -158,8 +158,8 @@ def test_a_loss_of_a_whole_step_sees_all_micro_batches(
     kind: str, base: preference.PreferenceConfig, tmp_path: Path
 ) -> None:
     cfg = replace(base, loss=(LOSSES[kind],), adapter=LoRAConfig(4))
-    wanted = alone(replace(cfg, micro_batch=PAIRS), tmp_path / "one")
-    assert alone(replace(cfg, micro_batch=2), tmp_path / "more").apart(wanted) < 1e-5
+    wanted = alone(replace(cfg, micro_batch_size=PAIRS), tmp_path / "one")
+    assert alone(replace(cfg, micro_batch_size=2), tmp_path / "more").apart(wanted) < 1e-5
     if kind != "kto":  # packing puts rows in another order, and so another one is the next
         assert alone(packed(cfg), tmp_path / "packed").apart(wanted) < 1e-5
 
@@ -171,13 +171,13 @@ def two(base: preference.PreferenceConfig) -> dict[str, preference.PreferenceCon
     found |= {f"{kind}, packed": packed(replace(base, **more)) for kind, more in ADAPTED.items()}
     found |= {kind: replace(lora, loss=(loss,)) for kind, loss in LOSSES.items()}
     found |= {"marks": marked(replace(lora, loss=(KTO(), BCO(weight=0.5))))}
-    found |= {"cached": replace(lora, reference=PrecomputedReference()), "tail": replace(lora, tail=0.5)}
+    found |= {"cached": replace(lora, reference=PrecomputedReference()), "tail": replace(lora, ld_alpha=0.5)}
     found |= {"full, cached": replace(base, reference=PrecomputedReference())}
-    for way in (ParallelConfig(tensor=2), ParallelConfig(context=2)):
-        name = "tensor" if way.tensor > 1 else "context"
+    for way in (ParallelConfig(tp=2), ParallelConfig(cp=2)):
+        name = "tensor" if way.tp > 1 else "context"
         found |= {name: replace(packed(base), parallel=way), f"{name}, lora": replace(lora, parallel=way)}
-        found |= {f"{name}, qlora": replace(lora, weights=NF4Config(), parallel=way)}
-        found |= {f"{name}, float8": replace(lora, weights=Float8Config(), parallel=way)}
+        found |= {f"{name}, qlora": replace(lora, quantization=NF4Config(), parallel=way)}
+        found |= {f"{name}, float8": replace(lora, quantization=Float8Config(), parallel=way)}
         found |= {f"{name}, kto": replace(lora, parallel=way, loss=(KTO(), DPO()))}
         found |= {f"{name}, orpo": replace(lora, parallel=way, loss=(ORPO(), AOT()))}
     return found
@@ -186,10 +186,12 @@ def two(base: preference.PreferenceConfig) -> dict[str, preference.PreferenceCon
 @pytest.mark.multi
 @pytest.mark.slow
 def test_two_ranks(base: preference.PreferenceConfig, tmp_path: Path) -> None:
-    cases = {name: replace(cfg, out=str(tmp_path / name)) for name, cfg in two(base).items()}
+    cases = {name: replace(cfg, output_dir=str(tmp_path / name)) for name, cfg in two(base).items()}
     on(2, ran, list(cases.values()))
     apart = {
-        name: Ended.of(Path(cfg.out)).apart(alone(replace(cfg, parallel=ParallelConfig()), tmp_path / f"{name} alone"))
+        name: Ended.of(Path(cfg.output_dir)).apart(
+            alone(replace(cfg, parallel=ParallelConfig()), tmp_path / f"{name} alone")
+        )
         for name, cfg in cases.items()
     }
     print("\n".join(f"{name:20} {value:.1e}" for name, value in apart.items()))

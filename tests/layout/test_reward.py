@@ -41,33 +41,36 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> reward.RewardConfig:
         (folder / f"{name}.jsonl").write_text("".join(lines))
     return reward.RewardConfig(
         model=str(save(build(DENSE), folder / "model")),
-        data=LabeledDataset(str(folder / "rows.jsonl"), length=LENGTH),
-        validation=LabeledDataset(str(folder / "held.jsonl"), length=LENGTH),
+        data=LabeledDataset(str(folder / "rows.jsonl"), max_length=LENGTH),
+        eval_data=LabeledDataset(str(folder / "held.jsonl"), max_length=LENGTH),
         loss=Regression(),
-        out=str(folder / "out"),
+        output_dir=str(folder / "out"),
         optimizer=AdamWConfig(lr=0.003, eps=0.1),
-        schedule=ConstantLRConfig(),
+        lr_scheduler=ConstantLRConfig(),
         precision=FP32,
-        checks="tell",
+        data_checks="warn",
         device="cpu",
-        batch=64,
+        global_batch_size=64,
         epochs=3,
-        validate_every=2,
+        eval_every=2,
     )
 
 
 def cases(base: reward.RewardConfig) -> dict[str, reward.RewardConfig]:
-    rows, held = base.data, base.validation
+    rows, held = base.data, base.eval_data
     assert isinstance(rows, LabeledDataset) and isinstance(held, LabeledDataset)
-    steps, others = (StepwiseDataset(one.source, length=LENGTH, separator=" w7 ") for one in (rows, held))
+    steps, others = (StepwiseDataset(one.source, max_length=LENGTH, step_separator=" w7 ") for one in (rows, held))
     found = {
         "values": base,
-        "classes": replace(base, loss=Classification(3), adapter=LoRAConfig(4), weights=NF4Config()),
-        "steps": replace(base, loss=ProcessReward(), data=steps, validation=others, adapter=DoRAConfig(4)),
+        "classes": replace(base, loss=Classification(3), adapter=LoRAConfig(4), quantization=NF4Config()),
+        "steps": replace(base, loss=ProcessReward(), data=steps, eval_data=others, adapter=DoRAConfig(4)),
     }
     packed = {
         f"{name}, packed": replace(
-            cfg, data=replace(cfg.data, pack=True), validation=replace(cfg.validation, pack=True), micro_batch=2
+            cfg,
+            data=replace(cfg.data, packing=True),
+            eval_data=replace(cfg.eval_data, packing=True),
+            micro_batch_size=2,
         )
         for name, cfg in found.items()
     }
@@ -83,16 +86,16 @@ def ran(cfgs: list[reward.RewardConfig]) -> None:
 @pytest.mark.multi
 @pytest.mark.slow
 def test_two_ranks(base: reward.RewardConfig, tmp_path: Path) -> None:
-    alone = {name: replace(cfg, out=str(tmp_path / "alone" / name)) for name, cfg in cases(base).items()}
-    two = {name: replace(cfg, out=str(tmp_path / "two" / name)) for name, cfg in cases(base).items()}
+    alone = {name: replace(cfg, output_dir=str(tmp_path / "alone" / name)) for name, cfg in cases(base).items()}
+    two = {name: replace(cfg, output_dir=str(tmp_path / "two" / name)) for name, cfg in cases(base).items()}
     two["steps, context"] = replace(
-        two["steps"], out=str(tmp_path / "two" / "context"), parallel=ParallelConfig(context=2)
+        two["steps"], output_dir=str(tmp_path / "two" / "context"), parallel=ParallelConfig(cp=2)
     )
     ran(list(alone.values()))
     on(2, ran, list(two.values()))
-    ended = {name: Ended.of(Path(cfg.out)) for name, cfg in alone.items()}
+    ended = {name: Ended.of(Path(cfg.output_dir)) for name, cfg in alone.items()}
     for name, wanted in ended.items():
         assert wanted.figures["loss"][-1] < wanted.figures["loss"][0], "something was learnt"
         assert wanted.apart(ended[name.removesuffix(", packed")]) < 1e-5, name
     for name, cfg in two.items():
-        assert Ended.of(Path(cfg.out)).apart(ended[name.removesuffix(", context")]) < 1e-5, name
+        assert Ended.of(Path(cfg.output_dir)).apart(ended[name.removesuffix(", context")]) < 1e-5, name

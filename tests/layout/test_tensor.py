@@ -32,7 +32,7 @@ REFUSED = [
         "layers.1.mlp has 27 hidden channels in an expert, which 2",
     ),
     ("dense", {}, 4, NF4Config(), "down_proj reads 128 channels in blocks of 64, which 4 devices"),
-    ("dense", {}, 2, NF4Config(nested=True), "set weights.nested to false"),
+    ("dense", {}, 2, NF4Config(double_quant=True), "set quantization.double_quant to false"),
     ("olmo2", {}, 2, NoQuantization(), "layers.2.attn norms all heads together, and 2 devices would share them"),
 ]
 
@@ -44,4 +44,4 @@ def test_what_cannot_be_divided(
     model = build.build_meta_model(HFCheckpoint.open(folder(tmp_path, name, **changes)), weights, LoRAConfig(4))
     with pytest.raises(UserError, match=re.escape(told)) as refused:
         shard_layers(model, MeshDim(None, count, 0), False)  # type: ignore[arg-type] (nothing is sent)
-    assert str(refused.value).startswith("parallel.tensor: ")
+    assert str(refused.value).startswith("parallel.tp: ")

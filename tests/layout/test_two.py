@@ -13,12 +13,12 @@ from tunekit.distributed.parallel_dims import ParallelConfig
 from tunekit.memory.config import MemoryConfig
 from tunekit.quantization.config import NF4Config
 
-TENSOR, CONTEXT, EXPERT = ParallelConfig(tensor=2), ParallelConfig(context=2), ParallelConfig(expert=2)
+TENSOR, CONTEXT, EXPERT = ParallelConfig(tp=2), ParallelConfig(cp=2), ParallelConfig(ep=2)
 # One pass of each thing that families do: windows, caps, sinks, chunks, latents, states, gates, lent keys, twins.
 FAMILIES = ["gemma2", "gpt-oss", "deepseek-v3", "qwen3.5", "qwen3-next", "llama4", "gemma4", "gemma4-moe-shared"]
 SHARED = [*FAMILIES, "gemma3", "deepseek-v3-plain", "granite-moe", "phi4-mini", "llama-biases"]
 ROWS = [*FAMILIES, "phi4-mini", "ministral3-sliding", "olmo3", "smollm2"]
-EXPERTS = LoRAConfig(4, 8.0, targets=("attn", "experts"))
+EXPERTS = LoRAConfig(4, 8.0, target_modules=("attn", "experts"))
 
 
 @pytest.mark.multi
@@ -42,27 +42,29 @@ def test_two_ranks(tmp_path: Path) -> None:
 
 def layers(case: Case, sparse: Path) -> dict[str, Case]:
     """Layers that both share: each has some heads, a part of the width and of the ids."""
-    every = LoRAConfig(4, 8.0, targets=("all", "embed"), bias="all", whole="norms")
-    early = MemoryConfig(step_in_backward=True)
+    every = LoRAConfig(4, 8.0, target_modules=("all-linear", "embed"), bias="all", modules_to_save="norms")
+    early = MemoryConfig(optimizer_in_bwd=True)
     return {
         "layers": replace(case, steps=5),
         "layers, packed": replace(case, packed=True, micro_batch=2),
         "layers, lora": replace(case, adapter=every),
         "layers, head": replace(
-            case, folder=sparse, adapter=LoRAConfig(4, targets=("all", "head", "experts"), bias="all")
+            case, folder=sparse, adapter=LoRAConfig(4, target_modules=("all-linear", "head", "experts"), bias="all")
         ),
         "layers, dora": replace(case, adapter=DoRAConfig(4, bias="all")),
         "layers, pissa": replace(case, adapter=LoRAConfig(4, init="pissa")),
         "layers, qlora": replace(case, folder=sparse, adapter=EXPERTS, weights=NF4Config()),
         "layers, qdora": replace(case, adapter=DoRAConfig(4), weights=NF4Config()),
-        "layers, run again": replace(case, folder=sparse, memory=MemoryConfig(recompute=True), packed=True),
+        "layers, run again": replace(
+            case, folder=sparse, memory=MemoryConfig(activation_checkpointing="full"), packed=True
+        ),
         "layers, moved early": replace(case, memory=early, clip=0.0, micro_batch=4, steps=1),
     }
 
 
 def rows(case: Case, sparse: Path) -> dict[str, Case]:
     """Rows that both share."""
-    some = LoRAConfig(4, targets=("attn", "experts", "head"))
+    some = LoRAConfig(4, target_modules=("attn", "experts", "head"))
     return {
         "rows": replace(case, steps=5),
         "rows, odd": replace(case, packed=True, micro_batch=2, length=23),
@@ -78,7 +80,7 @@ def experts(case: Case) -> dict[str, Case]:
         "experts": replace(case, steps=5),
         "experts, lora": replace(case, adapter=EXPERTS, packed=True),
         "experts, qlora": replace(case, adapter=EXPERTS, weights=NF4Config()),
-        "experts and rows": replace(case, parallel=ParallelConfig(context=2, expert=2), packed=True),
+        "experts and rows": replace(case, parallel=ParallelConfig(cp=2, ep=2), packed=True),
         "experts, few tokens": replace(case, length=2),
     }
 

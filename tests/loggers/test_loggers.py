@@ -15,7 +15,7 @@ from tunekit.errors import UserError
 from tunekit.loggers.metric_logger import (
     MODULES,
     CometConfig,
-    Log,
+    MetricLogger,
     MLflowConfig,
     TensorBoardConfig,
     TrackioConfig,
@@ -34,9 +34,9 @@ PACKAGES = {
 
 
 def train(folder, choice, first, last, resolved=RESOLVED):
-    with Log(to=(choice,)).open(folder, MAIN, total=4, start=first, resolved=resolved) as meter:
+    with MetricLogger(folder, MAIN, total=4, report_to=(choice,), start=first, resolved=resolved) as meter:
         for step in range(first + 1, last + 1):
-            meter.step(step, {"loss": 1 / step, "norm": 2.0, "rate": 1e-4}, tokens=10, learnt=4, wait=0.0)
+            meter.step(step, {"loss": 1 / step, "grad_norm": 2.0, "lr": 1e-4}, tokens=10, learnt=4, wait=0.0)
         meter.note(last, validation_loss=0.5)
 
 
@@ -53,9 +53,9 @@ def test_missing_package_names_the_extra(tmp_path, monkeypatch, kind):
     if kind is TensorBoardConfig:
         monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
     monkeypatch.setitem(sys.modules, package, None)
-    expected = rf"log\.to: {package} is not installed: pip install 'tunekit\[{MODULES[kind]}\]'"
+    expected = rf"report_to: {package} is not installed: pip install 'tunekit\[{MODULES[kind]}\]'"
     with pytest.raises(UserError, match=expected):
-        Log(to=(kind(),)).open(tmp_path / "run", MAIN, total=1)
+        MetricLogger(tmp_path / "run", MAIN, total=1, report_to=(kind(),))
     assert not (tmp_path / "run").exists()
 
 
@@ -87,9 +87,9 @@ def test_mlflow(tmp_path, monkeypatch):
     from mlflow import MlflowClient
 
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    train(tmp_path / "run", MLflowConfig(experiment="tries"), 0, 2)
+    train(tmp_path / "run", MLflowConfig(experiment_name="tries"), 0, 2)
     train(
-        tmp_path / "run", MLflowConfig(experiment="tries"), 2, 4, RESOLVED | {"seed": 2}
+        tmp_path / "run", MLflowConfig(experiment_name="tries"), 2, 4, RESOLVED | {"seed": 2}
     )  # mlflow takes no other value
     client = MlflowClient(f"sqlite:///{tmp_path}/run/mlflow/mlflow.db")
     (run,) = client.search_runs([client.get_experiment_by_name("tries").experiment_id])
@@ -102,8 +102,8 @@ def test_mlflow(tmp_path, monkeypatch):
 @installed("mlflow")
 def test_service_that_does_not_answer(tmp_path, monkeypatch):
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-    with pytest.raises(UserError, match=r"log\.to: mlflow cannot be opened: .*127\.0\.0\.1") as caught:
-        train(tmp_path / "run", MLflowConfig(uri="http://127.0.0.1:9"), 0, 2)
+    with pytest.raises(UserError, match=r"report_to: mlflow cannot be opened: .*127\.0\.0\.1") as caught:
+        train(tmp_path / "run", MLflowConfig(tracking_uri="http://127.0.0.1:9"), 0, 2)
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
@@ -138,7 +138,7 @@ def test_wandb_offline(tmp_path):
 def test_service_without_a_token(tmp_path, monkeypatch):
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
-    with pytest.raises(UserError, match=r"log\.to: wandb cannot be opened: .*wandb login"):
+    with pytest.raises(UserError, match=r"report_to: wandb cannot be opened: .*wandb login"):
         train(tmp_path / "run", WandBConfig(), 0, 2)
 
 

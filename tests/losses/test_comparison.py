@@ -58,16 +58,16 @@ PAIRED: dict[str, tuple[PreferenceLoss, dict[str, Any]]] = {
     "sigmoid": (Sigmoid(), {}),
     "hinge": (Hinge(beta=0.4), {}),
     "ipo": (IPO(beta=0.3), {}),
-    "exo_pair": (EXOPair(smoothing=0.05), {"label_smoothing": 0.05}),
+    "exo_pair": (EXOPair(label_smoothing=0.05), {"label_smoothing": 0.05}),
     "nca_pair": (NCAPair(), {}),
-    "robust": (Robust(smoothing=0.2), {"label_smoothing": 0.2}),
+    "robust": (Robust(label_smoothing=0.2), {"label_smoothing": 0.2}),
     "bco_pair": (BCOPair(), {}),
     "sppo_hard": (SPPOHard(), {}),
-    "aot": (AOT(smoothing=0.1), {"label_smoothing": 0.1}),
+    "aot": (AOT(label_smoothing=0.1), {"label_smoothing": 0.1}),
     "aot_unpaired": (AOTUnpaired(beta=0.3), {}),
     "apo_zero": (APOZero(), {}),
     "apo_down": (APODown(), {}),
-    "discopop": (DiscoPOP(tau=0.2), {"args": SimpleNamespace(discopop_tau=0.2)}),
+    "discopop": (DiscoPOP(discopop_tau=0.2), {"args": SimpleNamespace(discopop_tau=0.2)}),
     "sft": (SFTTerm(), {}),
     "sigmoid_norm": (SigmoidNorm(beta=2.0), {}),
 }
@@ -104,7 +104,7 @@ def test_divergences(kind: str, divergence: str) -> None:
     tokens, reference = logps(2), logps(3)
     changes = {**changes, **more, "f_divergence_type": divergence}
     wanted = dpo(tokens, reference, loss_types=[kind], **told(loss), **changes)
-    same(ours([replace(loss, divergence=chosen)], tokens, reference), wanted, tokens)
+    same(ours([replace(loss, f_divergence=chosen)], tokens, reference), wanted, tokens)
 
 
 def test_terms_are_weighted() -> None:
@@ -117,9 +117,9 @@ def test_terms_are_weighted() -> None:
 
 
 @pytest.mark.parametrize("loss", [
-    KTO(good=0.7, bad=1.3),
+    KTO(desirable_weight=0.7, undesirable_weight=1.3),
     KTO(beta=0.5),
-    APOZeroUnpaired(good=1.2),
+    APOZeroUnpaired(desirable_weight=1.2),
 ], ids=["weighted", "kto", "apo_zero_unpaired"])  # fmt: skip
 @pytest.mark.parametrize("off", [0.4, -0.4])
 def test_marks(loss: KTO, off: float) -> None:
@@ -129,7 +129,7 @@ def test_marks(loss: KTO, off: float) -> None:
     others = torch.randn(2 * PAIRS, generator=draw) + off
     tokens, reference = logps(7), logps(8)
     kind = kind_name(type(loss))
-    weights = {"desirable_weight": loss.good, "undesirable_weight": loss.bad}
+    weights = {"desirable_weight": loss.desirable_weight, "undesirable_weight": loss.undesirable_weight}
     wanted = kto(tokens, reference, good, others, loss_type=kind, calculate_KL=loss.others, **told(loss), **weights)
     answers = answered(tokens, reference, interleaved(good))
     same(loss.mean(answers, step(answers, max(0.0, float(others.mean())))), wanted, tokens)
@@ -143,10 +143,10 @@ def test_bco_around_zero_is_that_of_pairs() -> None:
 
 @pytest.mark.parametrize(("loss", "kind", "changes"), [
     (CPO(), "cpo", {}),
-    (CPO(nll=0.0, smoothing=0.1), "cpo", {"cpo_alpha": 0, "label_smoothing": 0.1}),
-    (SimPO(gamma=0.5), "cpo", {"cpo_alpha": 0, "loss_type": "simpo"}),
-    (AlphaPO(alpha=0.25, gamma=0.5), "cpo", {"cpo_alpha": 0, "loss_type": "simpo", "alpha": 0.25}),
-    (AlphaPO(alpha=0.0, gamma=0.5), "cpo", {"cpo_alpha": 0, "loss_type": "simpo"}),
+    (CPO(cpo_alpha=0.0, label_smoothing=0.1), "cpo", {"cpo_alpha": 0, "label_smoothing": 0.1}),
+    (SimPO(simpo_gamma=0.5), "cpo", {"cpo_alpha": 0, "loss_type": "simpo"}),
+    (AlphaPO(alpha=0.25, simpo_gamma=0.5), "cpo", {"cpo_alpha": 0, "loss_type": "simpo", "alpha": 0.25}),
+    (AlphaPO(alpha=0.0, simpo_gamma=0.5), "cpo", {"cpo_alpha": 0, "loss_type": "simpo"}),
     (ORPO(beta=0.2), "orpo", {}),
 ], ids=["cpo", "conservative", "simpo", "alphapo", "alphapo0", "orpo"])  # fmt: skip
 def test_without_a_reference(loss: PreferenceLoss, kind: str, changes: dict[str, Any]) -> None:
@@ -162,7 +162,7 @@ def test_conservative_dpo() -> None:
     chosen, rejected = counted(tokens - reference.detach()).sum(1).chunk(2)
     told = trainer(alpha=0.0, loss_type="sigmoid", label_smoothing=0.3)
     wanted = CPOTrainer.cpo_loss(told, chosen, rejected)[0].mean()
-    same(ours([DPO(smoothing=0.3)], tokens, reference), wanted, tokens)
+    same(ours([DPO(label_smoothing=0.3)], tokens, reference), wanted, tokens)
 
 
 def test_odds_of_very_likely_and_very_unlikely_tokens() -> None:

@@ -78,7 +78,7 @@ def test_micro_batches_and_packing_change_nothing(name: str, tmp_path: Path) -> 
         assert other == pytest.approx(loss, rel=1e-5)
         assert max(map(apart, found, wanted)) < MAX_GRADIENT_ERROR
     for length, micro_batch in ((40, 8), (40, 1), (33, 2), (120, 1)):
-        parts = batches(folder, source, micro_batch, pack=True, length=length)
+        parts = batches(folder, source, micro_batch, packing=True, max_length=length)
         assert sum(part.learnt for part in parts) == sum(LENGTHS)
         other, found = step(model, parts)
         assert other == pytest.approx(loss, rel=1e-5)
@@ -114,9 +114,11 @@ def test_documents_do_not_leak(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["mistral", "qwen3"])
 def test_recompute_changes_no_bit(name: str, tmp_path: Path) -> None:
     folder, source = made(tmp_path / "model", name), texts(tmp_path)
-    for options in ({}, {"pack": True, "length": 40}):
+    for options in ({}, {"packing": True, "max_length": 40}):
         parts = batches(folder, source, 4, **options)
-        plain, saved = (step(ours(folder, memory=MemoryConfig(recompute=on)), parts) for on in (False, True))
+        plain, saved = (
+            step(ours(folder, memory=MemoryConfig(activation_checkpointing=mode)), parts) for mode in ("none", "full")
+        )
         assert plain[0] == saved[0]
         assert all(map(torch.equal, plain[1], saved[1]))
 

@@ -33,7 +33,7 @@ from tunekit.quantization.config import NoQuantization
 PAD = 1
 LENGTHS = (9, 14, 5, 21, 1, 13)  # the last one has padding of its own at its end
 LOSSES: dict[str, RewardLoss] = {
-    "pairs": BradleyTerry(center=0.1),
+    "pairs": BradleyTerry(center_rewards_coefficient=0.1),
     "classes": Classification(3),
     "values": Regression(),
     "steps": ProcessReward(3),
@@ -147,7 +147,7 @@ def shared(folder: Path) -> list[tuple[float, dict[str, Tensor]]]:
     """What ranks that share rows make of them."""
     torch.set_num_threads(1)
     found = []
-    with DistributedContext(0, "cpu", ParallelConfig(context=2)) as run:
+    with DistributedContext(0, "cpu", ParallelConfig(cp=2)) as run:
         for loss in LOSSES.values():
             source = with_score_head(HFCheckpoint.open(folder), loss.score(PAD))
             net = build.build_model(source, NoQuantization(), FULL, FP32, PLAINLY, run)
@@ -167,7 +167,7 @@ def test_ranks_that_share_rows_tell_the_same(tmp_path: Path) -> None:
 
 def test_labels_that_cannot_be(tmp_path: Path) -> None:
     for kind, what in (("classes", "the label 2 is none of 2 classes"), ("steps", "the label 2 is none of 2 classes")):
-        loss = replace(LOSSES[kind], classes=2)
+        loss = replace(LOSSES[kind], num_labels=2)
         with pytest.raises(UserError, match=what):
             [loss.units(part, 2) for part in batches(loss)]
         with pytest.raises(UserError, match=what):
@@ -181,20 +181,21 @@ def test_rows_of_another_kind_are_told_with_their_source_and_a_cure() -> None:
     with pytest.raises(UserError) as caught:
         Classification().check(pairs, "data")
     assert str(caught.value) == (
-        "data: these are preference rows, and `loss: classification` learns from labelled rows (pairs.jsonl): "
-        "take loss=bradleyterry, or other rows by data.source and data.kind=labelled"
+        "data: these are preference rows, and `loss: classification` learns from labeled rows (pairs.jsonl): "
+        "take loss=bradley_terry, or other rows by data.source and data.kind=labeled"
     )
     with pytest.raises(UserError, match=r"\(texts.jsonl\): take loss=classification or regression, or other rows by"):
         ProcessReward().check(labels, "data")
     with pytest.raises(UserError) as caught:
-        ProcessReward().check(labels, "validation")
+        ProcessReward().check(labels, "eval_data")
     assert str(caught.value) == (
-        "validation: these are labelled rows, and `loss: process` learns from stepped rows (texts.jsonl): leave them "
-        "out by validation=null, or take other rows by validation.source and validation.kind=stepped"
+        "eval_data: these are labeled rows, and `loss: process_reward` learns from stepwise rows (texts.jsonl): "
+        "leave them "
+        "out by eval_data=null, or take other rows by eval_data.source and eval_data.kind=stepwise"
     )
 
 
 def test_rows_that_no_loss_learns_from_have_no_loss_as_a_cure() -> None:
     with pytest.raises(UserError) as caught:
         Regression().check(MixtureBase.of(TextDataset("prose.txt")), "data")
-    assert str(caught.value).endswith("(prose.txt): take other rows by data.source and data.kind=labelled")
+    assert str(caught.value).endswith("(prose.txt): take other rows by data.source and data.kind=labeled")

@@ -202,8 +202,8 @@ MIXED = ["qwen2-moe-sliding", "gpt-oss", "deepseek-v3", "glm4-moe", "llama4", "g
 def test_layers_that_are_computed_twice_have_the_same_gradients(name: str, tmp_path: Path) -> None:
     folder = made(tmp_path, name)
     grads = []
-    for recompute in (False, True):
-        model = ours(folder, memory=MemoryConfig(recompute=recompute))
+    for recompute in ("none", "full"):
+        model = ours(folder, memory=MemoryConfig(activation_checkpointing=recompute))
         model(tokens(), read=lambda hidden, head: head(hidden)).float().square().mean().backward()
         grads.append({name: p.grad for name, p in model.named_parameters() if p.requires_grad})
     assert all(torch.equal(grads[1][name], grad) for name, grad in grads[0].items())
@@ -302,7 +302,7 @@ def test_corrections_and_routers_stay_as_exact_as_they_were(frozen: str, tmp_pat
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if ".mlp.gate." in name:
             tensor.data = tensor.data.float()
-    mine = ours(save(model, tmp_path), FrozenModel(), PrecisionConfig("bf16", frozen=frozen))
+    mine = ours(save(model, tmp_path), FrozenModel(), PrecisionConfig("bf16", frozen_dtype=frozen))
     kinds = {name: p.dtype for name, p in mine.named_parameters()}
     exact = {name for name, kind in kinds.items() if kind == torch.float32}
     assert exact == {f"layers.{i}.mlp.router.{leaf}" for i in (1, 2) for leaf in ("weight", "selection_bias")}

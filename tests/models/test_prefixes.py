@@ -57,11 +57,11 @@ def test_without_a_compiler(name: str, tmp_path: Path, monkeypatch: pytest.Monke
     same(model, model, micro_batch=3)
 
 
-@pytest.mark.parametrize("recompute", [True, "selective"])
+@pytest.mark.parametrize("recompute", ["full", "selective"])
 @pytest.mark.parametrize("name", ["gemma2", "gemma4-shared"])
-def test_layers_that_are_run_again(name: str, recompute: bool, tmp_path: Path) -> None:
+def test_layers_that_are_run_again(name: str, recompute: str, tmp_path: Path) -> None:
     folder = made(tmp_path, name)
-    same(ours(folder, memory=MemoryConfig(recompute=recompute)), ours(folder))
+    same(ours(folder, memory=MemoryConfig(activation_checkpointing=recompute)), ours(folder))
 
 
 @pytest.mark.slow

@@ -141,7 +141,7 @@ from tunekit.distributed import launch_workers
 
 def found_out(words, wishes):
     words = dict(word.partition("=")[::2] for word in words)
-    limit = float(words.get("parallel.timeout", 60))
+    limit = float(words.get("parallel.hang_timeout_seconds", 60))
     return {"folder": words.get("out", "out"), "finished": False, "digest": words.get("beads"), "timeout": limit}
 
 launch_workers.check_in_subprocess = found_out

@@ -14,7 +14,7 @@ from tests.parallel.beads import Beads, gone
 from tests.waiting import until
 
 pytestmark = [pytest.mark.multi, pytest.mark.slow]
-MEET = ("--nodes", "2", "--rendezvous", "10.213.7.1:29400")
+MEET = ("--nnodes", "2", "--rdzv-endpoint", "10.213.7.1:29400")
 # Ranks that exchange something over the network in each step.
 RING = '''"""Adding up over the network."""
 
@@ -99,7 +99,7 @@ def machines(net: Net, tmp_path: Path) -> list[Beads]:
 def test_a_cable_that_is_out_for_a_while_is_waited_for(net: Net, machines: list[Beads]) -> None:
     folder = machines[0].folder
     (folder / "beads.py").write_text(RING)
-    (folder / "beads.yaml").write_text("out: out\n")
+    (folder / "beads.yaml").write_text("output_dir: out\n")
     (folder / "out").mkdir()
     started = [machine.start(*MEET) for machine in machines]
     until(lambda: all((folder / f"out/step.{rank}").exists() for rank in range(2)))
@@ -115,7 +115,7 @@ def test_a_cable_that_is_out_for_a_while_is_waited_for(net: Net, machines: list[
 
 
 def test_a_cable_that_stays_out_ends_both_and_they_meet_again(net: Net, machines: list[Beads]) -> None:
-    limit = "parallel.timeout=20"
+    limit = "parallel.hang_timeout_seconds=20"
     started = [machine.start(*MEET, "--max-restarts", "1", "beads=100000", limit) for machine in machines]
     folder = machines[0]
     until(lambda: list(folder.folder.glob("out/5.*")))

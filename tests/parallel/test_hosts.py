@@ -53,7 +53,7 @@ def port() -> str:
 
 def both(beads: Beads, *words: str, second: tuple[str, ...] = ()) -> list[subprocess.Popen[str]]:
     """Two machines with the same command, but for `second`."""
-    meet = ("--nodes", "2", "--rendezvous", port())
+    meet = ("--nnodes", "2", "--rdzv-endpoint", port())
     return [beads.start(*meet, *words), beads.start(*meet, *words, *second)]
 
 
@@ -62,7 +62,7 @@ def ends(beads: Beads, machines: list[subprocess.Popen[str]]) -> list[Outcome]:
 
 
 def test_machines_meet_and_divide_the_ranks(beads: Beads) -> None:
-    ended = ends(beads, both(beads, "--gpus", "2"))
+    ended = ends(beads, both(beads, "--nproc-per-node", "2"))
     assert [one.code for one in ended] == [0, 0], ended
     name = socket.gethostname()
     assert all(f"starting 2 processes of 4 on 2 machines: {name}, {name}" in one.err for one in ended)
@@ -71,9 +71,9 @@ def test_machines_meet_and_divide_the_ranks(beads: Beads) -> None:
 
 
 def test_places_may_be_given_and_numbers_of_processes_differ(beads: Beads) -> None:
-    meet = ("--nodes", "2", "--rendezvous", port())
+    meet = ("--nnodes", "2", "--rdzv-endpoint", port())
     last = beads.start(*meet, "--node-rank", "1")
-    first = beads.start(*meet, "--node-rank", "0", "--gpus", "2")
+    first = beads.start(*meet, "--node-rank", "0", "--nproc-per-node", "2")
     ended = ends(beads, [first, last])
     assert [one.code for one in ended] == [0, 0], ended
     assert "rank 0 is here" in ended[0].out
@@ -85,14 +85,14 @@ def test_machines_that_do_not_agree_are_told(beads: Beads) -> None:
         assert ended.code == 2 and "run different configs" in ended.err
     one = {"name": "a", "nodes": 3, "digest": "x", "want": 0}
     assert disagreement([one, {**one, "want": None}]) is None
-    assert "a and b say --nodes 3 and 4" in (disagreement([one, {**one, "name": "b", "nodes": 4}]) or "")
+    assert "a and b say --nnodes 3 and 4" in (disagreement([one, {**one, "name": "b", "nodes": 4}]) or "")
     assert "two machines say --node-rank 0" in (disagreement([one, one]) or "")
 
 
 def test_who_did_not_come_is_named(beads: Beads) -> None:
-    limit, name = "parallel.timeout=10", socket.gethostname()
-    meet = ("--nodes", "3", "--rendezvous", port(), limit)
-    nobody = beads.start("--nodes", "2", "--rendezvous", "192.0.2.1:9", limit, "--node-rank", "1")
+    limit, name = "parallel.hang_timeout_seconds=10", socket.gethostname()
+    meet = ("--nnodes", "3", "--rdzv-endpoint", port(), limit)
+    nobody = beads.start("--nnodes", "2", "--rdzv-endpoint", "192.0.2.1:9", limit, "--node-rank", "1")
     for ended in ends(beads, [beads.start(*meet), beads.start(*meet)]):
         assert ended.code == 1
         assert f"2 of 3 machines came within 10 s: {name}, {name}" in ended.err
@@ -108,7 +108,7 @@ def test_a_rank_that_dies_ends_all_machines(beads: Beads) -> None:
 
 
 def test_all_machines_start_again(beads: Beads) -> None:
-    ended = ends(beads, both(beads, "bad=error", "--max-restarts", "1", "--fresh"))
+    ended = ends(beads, both(beads, "bad=error", "--max-restarts", "1", "--overwrite"))
     assert [one.code for one in ended] == [0, 0], ended
     assert all("rank 1 failed: ValueError: a bead is lost" in one.err for one in ended)
     assert len(beads.started()) == 4 and beads.strings(2) == [4, 4]
@@ -151,7 +151,7 @@ def test_a_machine_that_comes_back_is_taken_in(beads: Beads) -> None:
 
 
 def test_a_rank_that_hangs_is_named_on_its_machine(beads: Beads) -> None:
-    ended = ends(beads, both(beads, "bad=hang", "parallel.timeout=10"))
+    ended = ends(beads, both(beads, "bad=hang", "parallel.hang_timeout_seconds=10"))
     assert [one.code for one in ended] == [1, 1], ended
     assert any("rank 0: step 2, step; in wait_for_all" in one.err for one in ended), ended
     assert any("rank 1: step 2, step; in go_wrong" in one.err for one in ended), ended

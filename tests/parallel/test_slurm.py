@@ -13,7 +13,7 @@ from tunekit.errors import UserError
 SBATCH = """#!/bin/bash
 # Takes a script and runs it at once, as the first of the machines.
 log=$(sed -n 's/^#SBATCH --output=//p' "$1" | sed 's/%j/17/')
-nodes=$(sed -n 's/^#SBATCH --nodes=//p' "$1")
+nodes=$(sed -n 's/^#SBATCH --nnodes=//p' "$1")
 SLURM_JOB_ID=17 SLURM_JOB_NODELIST='n[1-2]' NODES=$nodes bash "$1" > "$log" 2>&1
 echo "Submitted batch job 17"
 """
@@ -41,7 +41,7 @@ def beads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Beads:
 
 @pytest.mark.multi
 def test_a_job_runs_the_ranks_of_all_machines(beads: Beads) -> None:
-    ended = beads.run("--slurm", "nodes=2,gpus=2,time=1:00:00", "--max-restarts", "1", "--fresh", "bad=SIGKILL")
+    ended = beads.run("--slurm", "nodes=2,gpus=2,time=1:00:00", "--max-restarts", "1", "--overwrite", "bad=SIGKILL")
     assert (ended.code, ended.out) == (0, "Submitted batch job 17: out/logs/job.sh\n"), ended
     log = (beads.folder / "out/logs/slurm-17.log").read_text()
     assert "starting 2 processes of 4 on 2 machines" in log and "restart 1 of 1" in log, log
@@ -57,7 +57,7 @@ def test_a_script_may_be_written_alone(beads: Beads) -> None:
     script = (beads.folder / "out/logs/job.sh").read_text()
     asked = {line.removeprefix("#SBATCH --") for line in script.splitlines() if line.startswith("#SBATCH")}
     assert asked >= {"nodes=1", "gpus-per-node=8", "time=4:00:00", "partition=x", "exclude=a,b", "signal=TERM@120"}
-    assert "--rendezvous" not in script and "--gpus 8" in script and "beads=5" in script
+    assert "--rdzv-endpoint" not in script and "--nproc-per-node 8" in script and "beads=5" in script
     assert subprocess.run(["bash", "-n", beads.folder / "out/logs/job.sh"], check=False).returncode == 0
     (beads.folder / "bin/sbatch").write_text("#!/bin/bash\necho 'invalid partition' >&2; exit 1\n")
     refused = beads.run("--slurm", "gpus=8,partition=y")

@@ -24,30 +24,30 @@ def told(text: str) -> list[str]:
 
 
 def test_ranks_start_with_what_torchrun_tells_and_only_the_first_is_heard(beads: Beads) -> None:
-    ended = beads.run("--gpus", "3", "ends=true", look=True)
+    ended = beads.run("--nproc-per-node", "3", "ends=true", look=True)
     assert (ended.code, ended.out, told(ended.err)) == (0, "rank 0 is here\n", ["starting 3 processes"])
     cores = len(os.sched_getaffinity(0))
     found = sorted((one.rank, one.size, one.local, one.threads) for one in beads.started())
     assert found == [(rank, 3, rank, max(1, cores // 3)) for rank in range(3)]
     assert beads.strings(3) == [4, 4, 4]
     assert beads.log(2) == "rank 2 is here\nrank 2 warns\n"
-    again = beads.run("--gpus", "2", "ends=true", look=True)
+    again = beads.run("--nproc-per-node", "2", "ends=true", look=True)
     assert (again.code, again.out, again.err) == (0, "nothing is left to do\n", ""), "it starts no ranks"
 
 
 def test_mistakes_are_told_once_before_ranks_start(beads: Beads) -> None:
     for words, (text, look) in {
         ("beads=1001",): ("error: beads: 1001 are too many\n", True),
-        ("parallel.tensor=3",): ("there are 2 processes", True),
-        ("parallel.offload=true",): ("parallel.offload: device cpu", True),
-        ("--gpus", "400"): ("--gpus 400", True),
+        ("parallel.tp=3",): ("there are 2 processes", True),
+        ("parallel.cpu_offload=true",): ("parallel.cpu_offload: device cpu", True),
+        ("--nproc-per-node", "400"): ("--nproc-per-node 400", True),
         ("--max-restarts", "-1"): ("'-1' is no number from 0 up", False),
-        ("--nodes", "2"): ("--rendezvous HOST:PORT", False),
-        ("--rendezvous", "a:1"): ("--nodes", False),
-        ("--nodes", "2", "--rendezvous", "here"): ("HOST:PORT", False),
-        ("--nodes", "2", "--rendezvous", "here:1", "--node-rank", "2"): ("the last is 1", False),
+        ("--nnodes", "2"): ("--rdzv-endpoint HOST:PORT", False),
+        ("--rdzv-endpoint", "a:1"): ("--nnodes", False),
+        ("--nnodes", "2", "--rdzv-endpoint", "here"): ("HOST:PORT", False),
+        ("--nnodes", "2", "--rdzv-endpoint", "here:1", "--node-rank", "2"): ("the last is 1", False),
     }.items():
-        ended = beads.run("--gpus", "2", *words, look=look)
+        ended = beads.run("--nproc-per-node", "2", *words, look=look)
         assert ended.code == 2 and text in ended.err, ended
         assert ended.err.startswith("error: ") and "starting" not in ended.err
     assert not (beads.folder / "out").exists()
@@ -55,8 +55,8 @@ def test_mistakes_are_told_once_before_ranks_start(beads: Beads) -> None:
 
 def test_a_mistake_of_one_rank_is_told_once_and_never_tried_again(beads: Beads) -> None:
     for bad, who in (("mistake", "0"), ("mistake", "1"), ("late", "0")):  # late: Python takes its time to end
-        words = (f"bad={bad}", "once=false", f"who={who}", f"out={bad}{who}")
-        ended = beads.run("--gpus", "2", "--max-restarts", "3", *words)
+        words = (f"bad={bad}", "once=false", f"who={who}", f"output_dir={bad}{who}")
+        ended = beads.run("--nproc-per-node", "2", "--max-restarts", "3", *words)
         assert ended.code == 2
         wanted = ["starting 2 processes", "error: the string is too short: take another one"]
         assert told(ended.err) == wanted
@@ -71,7 +71,7 @@ def test_a_mistake_of_one_rank_is_told_once_and_never_tried_again(beads: Beads) 
     ],
 )
 def test_a_rank_that_dies_ends_all_and_says_why(beads: Beads, bad: str, reason: str) -> None:
-    ended = beads.run("--gpus", "3", f"bad={bad}")
+    ended = beads.run("--nproc-per-node", "3", f"bad={bad}")
     assert ended.code == 1
     assert reason in ended.err and "--max-restarts" in ended.err
     assert "rank 1: about to go wrong" in ended.err and "rank 2: " not in ended.err
@@ -80,7 +80,7 @@ def test_a_rank_that_dies_ends_all_and_says_why(beads: Beads, bad: str, reason: 
 
 
 def test_what_has_died_starts_again_from_where_it_was(beads: Beads) -> None:
-    ended = beads.run("--gpus", "2", "--max-restarts", "2", "--fresh", "bad=SIGKILL")
+    ended = beads.run("--nproc-per-node", "2", "--max-restarts", "2", "--overwrite", "bad=SIGKILL")
     assert ended.code == 0, ended
     assert "(restart 1 of 2)" in ended.err and "restart 2" not in ended.err
     assert sorted((one.rank, one.fresh) for one in beads.started()) == [(0, False), (0, True), (1, False), (1, True)]
@@ -97,7 +97,7 @@ def test_restarts_come_to_an_end(beads: Beads) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
 def test_a_signal_reaches_all_and_they_save(beads: Beads, number: signal.Signals) -> None:
-    process = beads.start("--gpus", "2", "--max-restarts", "3", LONG)
+    process = beads.start("--nproc-per-node", "2", "--max-restarts", "3", LONG)
     until(lambda: list(beads.folder.glob("out/5.*")))
     process.send_signal(number)
     ended = beads.end(process)
@@ -107,7 +107,7 @@ def test_a_signal_reaches_all_and_they_save(beads: Beads, number: signal.Signals
 
 
 def test_a_file_stops_the_run(beads: Beads) -> None:
-    process = beads.start("--gpus", "2", LONG)
+    process = beads.start("--nproc-per-node", "2", LONG)
     until(lambda: list(beads.folder.glob("out/5.*")))
     (beads.folder / "out/stop").touch()
     ended = beads.end(process)
@@ -116,13 +116,13 @@ def test_a_file_stops_the_run(beads: Beads) -> None:
 
 
 def test_a_second_signal_ends_at_once_and_one_while_loading_does(beads: Beads) -> None:
-    process = beads.start("--gpus", "2", "bad=hang")
+    process = beads.start("--nproc-per-node", "2", "bad=hang")
     until(lambda: (beads.folder / "out/wrong").exists())
     process.send_signal(signal.SIGINT)
     process.send_signal(signal.SIGTERM)
     ended = beads.end(process)
     assert ended.code in (130, 143) and "again: ended at once" in ended.err
-    process = beads.start("--gpus", "2", "--max-restarts", "1", "slow=1000", "out=slow")
+    process = beads.start("--nproc-per-node", "2", "--max-restarts", "1", "slow=1000", "output_dir=slow")
     until(lambda: len(beads.started("slow")) == 2)
     process.send_signal(signal.SIGTERM)
     ended = beads.end(process)
@@ -131,7 +131,7 @@ def test_a_second_signal_ends_at_once_and_one_while_loading_does(beads: Beads) -
 
 
 def test_a_file_that_comes_while_loading_ends_at_once_and_is_named(beads: Beads) -> None:
-    process = beads.start("--gpus", "2", "slow=1000")
+    process = beads.start("--nproc-per-node", "2", "slow=1000")
     until(lambda: len(beads.started()) == 2)
     (beads.folder / "out/stop").touch()
     ended = beads.end(process)
@@ -140,7 +140,7 @@ def test_a_file_that_comes_while_loading_ends_at_once_and_is_named(beads: Beads)
 
 
 def test_ranks_do_not_outlive_the_one_that_started_them(beads: Beads) -> None:
-    process = beads.start("--gpus", "2", LONG)
+    process = beads.start("--nproc-per-node", "2", LONG)
     until(lambda: list(beads.folder.glob("out/5.*")))
     process.kill()
     until(lambda: all(gone(one.pid) for one in beads.started()))

@@ -82,7 +82,7 @@ def test_beats_are_read_and_long_phases_have_patience(monkeypatch: pytest.Monkey
 @pytest.mark.multi
 def test_a_rank_that_hangs_is_named_and_all_start_again(tmp_path: Path) -> None:
     beads = Beads.make(tmp_path)
-    ended = beads.run("--gpus", "2", "--max-restarts", "1", "bad=hang", "parallel.timeout=5")
+    ended = beads.run("--nproc-per-node", "2", "--max-restarts", "1", "bad=hang", "parallel.hang_timeout_seconds=5")
     assert ended.code == 0, ended
     assert "no rank has gone on for 5 s" in ended.err and "rank 1: step 2, step; in go_wrong" in ended.err
     assert "rank 0: step 2, step; in wait_for_all" in ended.err
@@ -94,9 +94,9 @@ def test_a_rank_that_hangs_is_named_and_all_start_again(tmp_path: Path) -> None:
 def test_the_others_are_seen_to_wait_in_an_exchange(tmp_path: Path) -> None:
     beads = Beads.make(tmp_path)
     (tmp_path / "beads.py").write_text(RING)
-    (tmp_path / "beads.yaml").write_text("out: out\n")
+    (tmp_path / "beads.yaml").write_text("output_dir: out\n")
     (tmp_path / "out").mkdir()
-    process = beads.start("--gpus", "2", "parallel.timeout=10")
+    process = beads.start("--nproc-per-node", "2", "parallel.hang_timeout_seconds=10")
     until(lambda: all((tmp_path / f"out/step.{rank}").exists() for rank in range(2)))
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     os.kill(int(children[1]), signal.SIGSTOP)

@@ -28,24 +28,24 @@ from tunekit.training import config as training
 LENGTH = 256
 SAID = """\
 model: tunekit/nano
-data: {{kind: {kind}, source: {folder}/rows.jsonl, length: {length}}}
-out: {folder}/run
-batch: {batch}
-micro_batch: {batch}
-steps: 2
-log: {{every: 1}}
+data: {{kind: {kind}, source: {folder}/rows.jsonl, max_length: {length}}}
+output_dir: {folder}/run
+global_batch_size: {batch}
+micro_batch_size: {batch}
+max_steps: 2
+log_every: 1
 adapter: {adapter}
-precision: {{compute: bf16}}
+precision: {{compute_dtype: bf16}}
 device: cpu
 """
-TEACHER = "teacher: {model: tunekit/nano, precision: {compute: bf16}}\n"
+TEACHER = "teacher: {model: tunekit/nano, precision: {compute_dtype: bf16}}\n"
 CASES = {
-    "dpo": ("preference", "preference", "full", ""),
+    "dpo": ("preference", "preference", "none", ""),
     "dpo, lora": ("preference", "preference", "lora", ""),
-    "dpo, cached": ("preference", "preference", "full", "reference: cached\n"),
-    "orpo": ("preference", "preference", "full", "loss: orpo\n"),
-    "reward": ("reward", "preference", "full", ""),
-    "distill": ("distill", "chat", "full", TEACHER),
+    "dpo, cached": ("preference", "preference", "none", "reference: precomputed\n"),
+    "orpo": ("preference", "preference", "none", "loss: orpo\n"),
+    "reward": ("reward", "preference", "none", ""),
+    "distill": ("distill", "chat", "none", TEACHER),
     "distill, lora": ("distill", "chat", "lora", TEACHER),
 }
 

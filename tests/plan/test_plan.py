@@ -38,7 +38,9 @@ H100 = ClusterSpec(8, 1, KINDS["h100"], 80 * GIB)
 
 def llama(name: str, **changes: object) -> Workload:
     source = HFCheckpoint.open(assets.PRESETS[f"tunekit/{name}"], name)
-    return replace(build_workload(source, length=4096, batch=16, micro_batch=1, random=False), **changes)
+    return replace(
+        build_workload(source, max_length=4096, global_batch_size=16, micro_batch_size=1, random=False), **changes
+    )
 
 
 def lived(task: Workload) -> int:
@@ -46,7 +48,7 @@ def lived(task: Workload) -> int:
     run = DistributedContext(device="cpu")
     net = filled(task)
     optimizer = task.optimizer.build(task.adapter.trained(net), [p for each in net.layers for p in each.parameters()])
-    update = task.memory.update(optimizer, task.clip, run)
+    update = task.memory.update(optimizer, task.max_grad_norm, run)
     sizes = ParallelDims()
     step = rows_of(task, sizes)
     with MemoryTracker() as live:
@@ -75,30 +77,32 @@ def rows_of(task: Workload, sizes: ParallelDims) -> Batch:
     tokens = torch.randint(0, task.source.spec.vocab, made.tokens.shape)
     targets = tokens.clone()
     targets[:, 0] = -100
-    return replace(made, tokens=tokens, targets=targets, positions=torch.arange(task.length).expand_as(tokens))
+    return replace(made, tokens=tokens, targets=targets, positions=torch.arange(task.max_length).expand_as(tokens))
 
 
 def step_of(task: Workload, sizes: ParallelDims) -> ProbeStep:
-    return ProbeStep(task.adapter, task.memory, task.optimizer, task.loss, task.clip, task.micro(sizes), task.length, 1)
+    return ProbeStep(
+        task.adapter, task.memory, task.optimizer, task.loss, task.max_grad_norm, task.micro(sizes), task.max_length, 1
+    )
 
 
 CASES = {
     "full": (make_checkpoint(DENSE, DENSE, DENSE), {}),
-    "one pass": (make_checkpoint(DENSE, DENSE, DENSE), {"batch": 2}),
-    "recompute": (make_checkpoint(DENSE, DENSE, DENSE), {"memory": MemoryConfig(recompute=True)}),
-    "selective": (make_checkpoint(DENSE, DENSE, DENSE), {"memory": MemoryConfig(recompute="selective")}),
+    "one pass": (make_checkpoint(DENSE, DENSE, DENSE), {"global_batch_size": 2}),
+    "recompute": (make_checkpoint(DENSE, DENSE, DENSE), {"memory": MemoryConfig(activation_checkpointing="full")}),
+    "selective": (make_checkpoint(DENSE, DENSE, DENSE), {"memory": MemoryConfig(activation_checkpointing="selective")}),
     "8 bits": (make_checkpoint(DENSE, DENSE, DENSE), {"optimizer": AdamW8bitConfig()}),
     "muon": (make_checkpoint(DENSE, DENSE, DENSE), {"optimizer": MuonConfig()}),
     "sgd": (make_checkpoint(DENSE, DENSE, DENSE), {"optimizer": SGDConfig()}),
     "lora": (make_checkpoint(DENSE, DENSE, DENSE), {"adapter": LoRAConfig(), "random": True}),
-    "qlora": (make_checkpoint(DENSE, DENSE, DENSE), {"adapter": LoRAConfig(), "weights": NF4Config()}),
+    "qlora": (make_checkpoint(DENSE, DENSE, DENSE), {"adapter": LoRAConfig(), "quantization": NF4Config()}),
     "early": (
         make_checkpoint(DENSE, DENSE, DENSE),
-        {"memory": MemoryConfig(step_in_backward=True), "clip": 0.0, "batch": 2},
+        {"memory": MemoryConfig(optimizer_in_bwd=True), "max_grad_norm": 0.0, "global_batch_size": 2},
     ),
-    "bf16": (make_checkpoint(DENSE, DENSE, DENSE), {"precision": PrecisionConfig("bf16", trained="bf16")}),
+    "bf16": (make_checkpoint(DENSE, DENSE, DENSE), {"precision": PrecisionConfig("bf16", master_dtype="bf16")}),
     "tied": (make_checkpoint(DENSE, DENSE, DENSE, tied=True), {}),
-    "experts": (make_checkpoint(DENSE, SPARSE, SPARSE), {"precision": PrecisionConfig("bf16", trained="bf16")}),
+    "experts": (make_checkpoint(DENSE, SPARSE, SPARSE), {"precision": PrecisionConfig("bf16", master_dtype="bf16")}),
 }
 
 
@@ -122,7 +126,7 @@ def test_a_layer_that_is_sharded_leaves_its_part_on_each_rank() -> None:
 
 
 def test_bytes_that_are_sent_follow_from_the_theory() -> None:
-    wanted = llama("llama3_1_8b", batch=8)
+    wanted = llama("llama3_1_8b", global_batch_size=8)
     plan = estimate.estimate(wanted, H100)
     weights = 8_030_261_248 * 4
     sent = {flow.what: flow.bytes for flow in plan.pace.flows}
@@ -135,9 +139,11 @@ def test_bytes_that_are_sent_follow_from_the_theory() -> None:
 
 def test_a_row_that_ranks_share_takes_as_many_products_as_one_that_they_do_not() -> None:
     two, flops = replace(H100, devices=2), []
-    for parallel in (ParallelConfig(shard=2), ParallelConfig(context=2)):
+    for parallel in (ParallelConfig(dp_shard=2), ParallelConfig(cp=2)):
         flops.append(
-            estimate.estimate(build_workload(make_checkpoint(DENSE), length=4096, parallel=parallel), two).pace.flops
+            estimate.estimate(
+                build_workload(make_checkpoint(DENSE), max_length=4096, parallel=parallel), two
+            ).pace.flops
         )
     assert flops[0] == pytest.approx(flops[1])
 
@@ -148,7 +154,7 @@ def test_a_token_goes_through_as_many_experts_wherever_they_are() -> None:
         layer = Layer(ATTENTION, MoE(2, 2, 96))
         flops.append(
             estimate.estimate(
-                build_workload(make_checkpoint(layer), parallel=ParallelConfig(expert=expert)), two
+                build_workload(make_checkpoint(layer), parallel=ParallelConfig(ep=expert)), two
             ).pace.flops
         )
     assert flops[0] == pytest.approx(flops[1])
@@ -156,7 +162,7 @@ def test_a_token_goes_through_as_many_experts_wherever_they_are() -> None:
 
 def test_copies_add_up_what_they_keep() -> None:
     plan = estimate.estimate(
-        llama("llama3_1_8b", parallel=ParallelConfig(replicate=2)), replace(H100, devices=16, hosts=2)
+        llama("llama3_1_8b", parallel=ParallelConfig(dp_replicate=2)), replace(H100, devices=16, hosts=2)
     )
     (flow,) = (flow for flow in plan.pace.flows if flow.kind == "all-reduce")
     assert flow.ranks == 2 and flow.stride == 8
@@ -165,12 +171,12 @@ def test_copies_add_up_what_they_keep() -> None:
 
 def test_ranks_that_share_layers_have_a_part_of_them() -> None:
     whole = numbers(build_workload(make_checkpoint(DENSE)), ParallelDims())
-    assert numbers(build_workload(make_checkpoint(DENSE)), ParallelDims(tensor=2)) == pytest.approx(
+    assert numbers(build_workload(make_checkpoint(DENSE)), ParallelDims(tp=2)) == pytest.approx(
         whole / 2, rel=0.01
     )  # norms are whole
     for sizes in (
-        ParallelDims(shard=2),
-        ParallelDims(shard=2, expert=2),
+        ParallelDims(dp_shard=2),
+        ParallelDims(dp_shard=2, ep=2),
     ):  # by rows or by experts, each has half of them
         assert held(build_workload(make_checkpoint(SPARSE)), sizes) == pytest.approx(
             held(build_workload(make_checkpoint(SPARSE)), ParallelDims()) / 2, rel=0.01
@@ -188,9 +194,9 @@ def held(task: Workload, sizes: ParallelDims) -> int:
 @pytest.mark.parametrize(
     ("changes", "devices", "told"),
     [
-        ({"parallel": ParallelConfig(tensor=3)}, 3, "parallel.tensor: .* 4 heads, which 3 devices cannot share"),
-        ({"parallel": ParallelConfig(expert=2)}, 2, "no experts"),
-        ({"parallel": ParallelConfig(shard=3)}, 8, "there are 8 processes"),
+        ({"parallel": ParallelConfig(tp=3)}, 3, "parallel.tp: .* 4 heads, which 3 devices cannot share"),
+        ({"parallel": ParallelConfig(ep=2)}, 2, "no experts"),
+        ({"parallel": ParallelConfig(dp_shard=3)}, 8, "there are 8 processes"),
     ],
 )
 def test_what_cannot_be_shared_is_told(changes: dict, devices: int, told: str) -> None:
@@ -201,15 +207,15 @@ def test_what_cannot_be_shared_is_told(changes: dict, devices: int, told: str) -
 def test_what_a_change_saves_is_what_its_plan_says() -> None:
     plan = estimate.estimate(llama("llama3_2_1b"), replace(H100, devices=1))
     found = {change.words: change for change in suggestions.suggest_changes(plan)}
-    assert {"optimizer=adamw8bit", "precision.trained=bf16", "adapter=lora"} <= set(found)
-    half = found["precision.trained=bf16"]
+    assert {"optimizer=adamw8bit", "precision.master_dtype=bf16", "adapter=lora"} <= set(found)
+    half = found["precision.master_dtype=bf16"]
     assert half.saves == plan.peak.total - half.plan.peak.total > 6 * GIB
 
 
 def test_what_fits_is_found_and_said_in_overrides() -> None:
     slow = replace(KINDS["h100"], tflops=1)  # or the host would take longest, to launch the kernels of more passes
     wanted, one = (
-        build_workload(make_checkpoint(DENSE, DENSE), length=4096, micro_batch=16, batch=64),
+        build_workload(make_checkpoint(DENSE, DENSE), max_length=4096, micro_batch_size=16, global_batch_size=64),
         replace(H100, devices=1, kind=slow),
     )
     plan = estimate.estimate(wanted, one)
@@ -217,7 +223,7 @@ def test_what_fits_is_found_and_said_in_overrides() -> None:
     assert plan.fits is False
     found = search.search_config(plan)
     assert plan.machine.memory is not None and found.plan.peak.total <= 0.97 * plan.machine.memory
-    assert any(word.startswith("micro_batch=") for word in found.words)
+    assert any(word.startswith("micro_batch_size=") for word in found.words)
     with pytest.raises(UserError, match="nothing fits"):
         search.search_config(
             estimate.estimate(build_workload(make_checkpoint(DENSE)), replace(H100, devices=1, memory=GIB // 2))
@@ -226,18 +232,18 @@ def test_what_fits_is_found_and_said_in_overrides() -> None:
 
 def test_weights_wait_on_the_host_only_where_nothing_fits_without() -> None:
     wanted, two = (
-        build_workload(make_checkpoint(*[DENSE] * 8), length=512, batch=2, micro_batch=1),
+        build_workload(make_checkpoint(*[DENSE] * 8), max_length=512, global_batch_size=2, micro_batch_size=1),
         replace(H100, devices=2),
     )
     roomy = search.search_config(estimate.estimate(wanted, two))
-    assert not any(word.startswith(("parallel.offload", "parallel.tensor")) for word in roomy.words)
-    away = estimate.estimate(replace(wanted, parallel=ParallelConfig(offload=True)), two)
+    assert not any(word.startswith(("parallel.cpu_offload", "parallel.tp")) for word in roomy.words)
+    away = estimate.estimate(replace(wanted, parallel=ParallelConfig(cpu_offload=True)), two)
     least = min(
-        estimate.estimate(replace(wanted, parallel=ParallelConfig(tensor=2)), two).peak.total, roomy.plan.peak.total
+        estimate.estimate(replace(wanted, parallel=ParallelConfig(tp=2)), two).peak.total, roomy.plan.peak.total
     )
     assert away.room.host > 0 and away.peak.total < least
-    with pytest.raises(UserError, match="parallel.offload: device cpu"):
-        estimate.estimate(replace(wanted, parallel=ParallelConfig(offload=True)), ClusterSpec(2))
+    with pytest.raises(UserError, match="parallel.cpu_offload: device cpu"):
+        estimate.estimate(replace(wanted, parallel=ParallelConfig(cpu_offload=True)), ClusterSpec(2))
 
 
 def test_a_report_tells_all_of_it_in_lines_that_fit_a_screen() -> None:
@@ -263,15 +269,17 @@ def test_as_many_steps_are_told_as_a_run_then_takes(tmp_path: Path) -> None:
 
     class Config:
         def __init__(self, **said: object) -> None:
-            vars(self).update({"batch": 4, "epochs": 2, "steps": None, **said})
+            vars(self).update({"global_batch_size": 4, "epochs": 2, "max_steps": None, **said})
 
-    mixed = Mixture((MixtureMember(TextDataset(str(file))), MixtureMember(TextDataset(str(file)), cap=10)))
+    mixed = Mixture(
+        (MixtureMember(TextDataset(str(file))), MixtureMember(TextDataset(str(file)), max_samples_per_epoch=10))
+    )
     for data, count in ((TextDataset(str(file)), 90), (TextDataset(str(file), split="train[:10]"), 10), (mixed, 100)):
         assert count_steps(Config(data=data)) == StepCount(2 * -(-count // 4), count, 2)
-    packed = count_steps(Config(data=TextDataset(str(file), pack=True, length=100)))
+    packed = count_steps(Config(data=TextDataset(str(file), packing=True, max_length=100)))
     assert packed is not None and not packed.exact and 0 < packed.steps < 46
     assert count_steps(Config(data=TextDataset("owner/name"))) is None and count_steps(
-        Config(data=TextDataset("owner/name"), steps=7)
+        Config(data=TextDataset("owner/name"), max_steps=7)
     ) == StepCount(7)
 
 
@@ -291,7 +299,7 @@ def test_a_full_memory_is_explained(tmp_path: Path) -> None:
     cfg = Config()
     vars(cfg).update(
         vars(build_workload(make_checkpoint(DENSE)))
-        | {"model": "tunekit/nano", "data": TextDataset("rows.jsonl", length=64)}
+        | {"model": "tunekit/nano", "data": TextDataset("rows.jsonl", max_length=64)}
     )
     text = oom_report.format_oom_report(cfg, CPU)
     assert "out of memory: a step needs about" in text and "optimizer=adamw8bit" in text
@@ -304,7 +312,10 @@ def test_a_rank_plans_without_the_others(monkeypatch: pytest.MonkeyPatch) -> Non
     """One that finds no memory explains it while the others are in the middle of a step."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
-    assert estimate.estimate(build_workload(make_checkpoint(DENSE), length=96), replace(H100, devices=2)).peak.total > 0
+    assert (
+        estimate.estimate(build_workload(make_checkpoint(DENSE), max_length=96), replace(H100, devices=2)).peak.total
+        > 0
+    )
 
 
 def test_layers_are_measured_once() -> None:

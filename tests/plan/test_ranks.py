@@ -28,7 +28,7 @@ LAYER = Layer(Attention(4, 2, 32, rope=Rope()), MoE(4, 4, 384))
 
 
 def task() -> Workload:
-    return build_workload(make_checkpoint(*(LAYER,) * 4), length=512, parallel=ParallelConfig(tensor=2, expert=2))
+    return build_workload(make_checkpoint(*(LAYER,) * 4), max_length=512, parallel=ParallelConfig(tp=2, ep=2))
 
 
 def lived() -> int:
@@ -49,7 +49,7 @@ def lived() -> int:
 
 def stepped(task: Workload, run: DistributedContext) -> None:
     """Two steps of the recipes, of a model of random weights."""
-    net = build.build_meta_model(task.source, task.weights, task.adapter)
+    net = build.build_meta_model(task.source, task.quantization, task.adapter)
     parallelize(net, run)
     task.precision.apply(net, {}, CPU)
     apply_fsdp(net, run)
@@ -59,10 +59,10 @@ def stepped(task: Workload, run: DistributedContext) -> None:
     for parameter in net.parameters():
         to_local(parameter.data).normal_(std=0.02)
     optimizer = task.optimizer.build(task.adapter.trained(net), [p for each in net.layers for p in each.parameters()])
-    update = task.memory.update(optimizer, task.clip, run)
+    update = task.memory.update(optimizer, task.max_grad_norm, run)
     batch = rows(probe_step(task, run.sizes))
     tokens = torch.randint(0, task.source.spec.vocab, batch.tokens.shape)
-    batch = replace(batch, tokens=tokens, targets=tokens, positions=torch.arange(task.length).expand_as(tokens))
+    batch = replace(batch, tokens=tokens, targets=tokens, positions=torch.arange(task.max_length).expand_as(tokens))
     for _ in range(2):
         (task.loss(net, batch) / batch.learnt).backward()
         update()

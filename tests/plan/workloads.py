@@ -35,7 +35,7 @@ def build_workload(checkpoint: HFCheckpoint, **changes: object) -> Workload:
         AdamWConfig(),
         CrossEntropy(),
         ParallelConfig(),
-        clip=1.0,
+        max_grad_norm=1.0,
         random=True,
     )
     return replace(workload, **changes)

@@ -15,6 +15,6 @@ def both(
     torch.set_num_threads(1)
     found = []
     for number, parallel in enumerate(layouts):
-        generate.main(replace(asked, parallel=parallel, out=f"{asked.out}-{number}"))
+        generate.main(replace(asked, parallel=parallel, output_path=f"{asked.output_path}-{number}"))
         found.append(evaluate.main(replace(measured, parallel=parallel)))
     return found

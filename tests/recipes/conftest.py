@@ -30,20 +30,20 @@ SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "nu
 SMALL |= {"num_key_value_heads": 2, "head_dim": 8, "torch_dtype": "float32"}
 # What the configs of all recipes say here.
 SHORT = """\
-precision: {{compute: fp32}}
+precision: {{compute_dtype: fp32}}
 device: cpu
-out: out
-batch: 4
-micro_batch: 2
+output_dir: out
+global_batch_size: 4
+micro_batch_size: 2
 save_every: 1
-validate_every: 3
+eval_every: 3
 """
 CONFIG = """\
 recipe: sft
 model: {model}
-data: {{kind: chat, source: rows.jsonl, length: 64}}
-validation: {{kind: chat, source: held.jsonl, length: 64}}
-steps: 6
+data: {{kind: chat, source: rows.jsonl, max_length: 64}}
+eval_data: {{kind: chat, source: held.jsonl, max_length: 64}}
+max_steps: 6
 """
 # What runs in a process of its own. Its exit code is that of the command.
 # A shell starts what it puts into the background with Ctrl-C ignored, and so all that is started from there.
@@ -103,7 +103,16 @@ class Work:
 
     def numbers(self, out: str) -> list[dict]:
         """The lines of a run's metrics, without what depends on the clock."""
-        timeless = {"step", "loss", "norm", "rate", "validation", "verify_largest", "verify_mean", "verify_top1"}
+        timeless = {
+            "step",
+            "loss",
+            "grad_norm",
+            "lr",
+            "eval/loss",
+            "verify/max_logit_diff",
+            "verify/mean_logit_diff",
+            "verify/top1_agreement",
+        }
         rows = map(json.loads, (self.folder / out / "metrics.jsonl").read_text().splitlines())
         return [{name: value for name, value in row.items() if name in timeless} for row in rows]
 
@@ -148,18 +157,18 @@ def learnt(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run folder of a model that knows four rows by heart."""
     folder = tmp_path_factory.mktemp("learnt")
     (folder / "rows.jsonl").write_text(sums(1, 4))
-    data = ChatDataset(str(folder / "rows.jsonl"), length=64)
+    data = ChatDataset(str(folder / "rows.jsonl"), max_length=64)
     sft.main(
         sft.SFTConfig(
             model=str(tiny),
             data=data,
-            out=str(folder / "out"),
+            output_dir=str(folder / "out"),
             optimizer=AdamWConfig(lr=1e-2),
             precision=PrecisionConfig("fp32"),
             device="cpu",
-            batch=4,
-            micro_batch=4,
-            steps=80,
+            global_batch_size=4,
+            micro_batch_size=4,
+            max_steps=80,
         )
     )
     return folder / "out"

@@ -12,8 +12,8 @@ from tunekit.loggers import metric_logger
 from tunekit.training import config as training
 
 # What a config says beside what all of them say: of which recipe, and which rows it reads.
-CHATS = "data: {{kind: chat, source: {folder}/chats.jsonl, length: 64, pack: {pack}}}"
-PAIRS = "data: {{kind: preference, source: {folder}/pairs.jsonl, length: 64, pack: {pack}}}"
+CHATS = "data: {{kind: chat, source: {folder}/chats.jsonl, max_length: 64, packing: {pack}}}"
+PAIRS = "data: {{kind: preference, source: {folder}/pairs.jsonl, max_length: 64, packing: {pack}}}"
 METHODS = {
     "sft": ("sft", CHATS),
     "dpo": ("preference", PAIRS),
@@ -21,13 +21,13 @@ METHODS = {
     "orpo": ("preference", PAIRS + "\nloss: orpo"),
     "kto": ("preference", PAIRS + "\nloss: kto"),
     "reward": ("reward", PAIRS),
-    "distill": ("distill", CHATS + "\nteacher: {{model: {folder}/teacher/model, precision: {{compute: fp32}}}}"),
+    "distill": ("distill", CHATS + "\nteacher: {{model: {folder}/teacher/model, precision: {{compute_dtype: fp32}}}}"),
 }
 ADAPTERS = {
-    "full": "adapter: full",
+    "full": "adapter: none",
     "lora": "adapter: {kind: lora, rank: 4}",
     "dora": "adapter: {kind: dora, rank: 4}",
-    "qlora": "adapter: {kind: lora, rank: 4}\nweights: nf4",
+    "qlora": "adapter: {kind: lora, rank: 4}\nquantization: nf4",
 }
 # All rows are one step, so that packing does not change what a step is. A large epsilon of Adam keeps steps in
 # proportion where gradients are nearly zero and rounding would decide their direction.
@@ -35,14 +35,14 @@ CONFIG = """\
 model: {model}
 {rows}
 {adapter}
-out: {out}
-precision: {{compute: fp32, trained: fp32, frozen: fp32}}
+output_dir: {out}
+precision: {{compute_dtype: fp32, master_dtype: fp32, frozen_dtype: fp32}}
 optimizer: {{kind: adamw, lr: 0.01, eps: 0.1}}
-schedule: constant
+lr_scheduler: constant
 device: cpu
-batch: 64
-micro_batch: 3
-steps: 3
+global_batch_size: 64
+micro_batch_size: 3
+max_steps: 3
 """
 
 
@@ -90,4 +90,4 @@ def shown(case: Case, folder: Path, model: Path, out: Path) -> dict[str, list[fl
 
 def timeless(name: str) -> bool:
     """Whether a figure says what was learnt, and not how long that took."""
-    return name in ("loss", "norm", "kl", "entropy") or "/" in name
+    return name in ("loss", "grad_norm", "kl", "entropy") or "/" in name

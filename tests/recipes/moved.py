@@ -48,6 +48,6 @@ def stretches(found: list[Stretch]) -> None:
         step: Callable = partial(stopped_after, steps)
         cfg = replace(load.load_config(sft.SFTConfig, text), parallel=parallel)
         try:
-            training.run(cfg, Method("sft", step, sft.evaluate), fresh=False)
+            training.run(cfg, Method("sft", step, sft.evaluate), overwrite=False)
         except RunStopped:
             assert steps is not None

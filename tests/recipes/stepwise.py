@@ -20,12 +20,12 @@ from tunekit.training.config import TrainConfig
 STEPS, BATCH = 3, 4
 # What the configs say, whatever the method.
 PLAIN: dict[str, Any] = {
-    "schedule": ConstantLRConfig(),
+    "lr_scheduler": ConstantLRConfig(),
     "precision": FP32,
     "device": "cpu",
-    "batch": BATCH,
-    "micro_batch": 2,
-    "steps": STEPS,
+    "global_batch_size": BATCH,
+    "micro_batch_size": 2,
+    "max_steps": STEPS,
 }
 # A larger epsilon leaves steps of Adam in proportion where gradients are nearly zero.
 STEADY = AdamWConfig(lr=0.05, eps=0.1)
@@ -51,7 +51,11 @@ def written(folder: Path, rows: Iterable[dict[str, Any]]) -> str:
 def whole_steps(cfg: TrainConfig) -> DataLoader:
     """The rows of a config, of which a step is one micro-batch."""
     return build_dataloader(
-        cfg.data, Tokenizer.open(Path(cfg.model)), cfg.batch, cfg.batch, DistributedContext(cfg.seed, "cpu")
+        cfg.data,
+        Tokenizer.open(Path(cfg.model)),
+        cfg.global_batch_size,
+        cfg.global_batch_size,
+        DistributedContext(cfg.seed, "cpu"),
     )
 
 
@@ -66,14 +70,14 @@ def told(cfg: TrainConfig) -> dict[str, Any]:
     if isinstance(cfg.optimizer, AdamWConfig):
         optimizer = {"adam_beta1": 0.9, "adam_beta2": 0.95, "adam_epsilon": cfg.optimizer.eps}
     return {
-        "output_dir": str(Path(cfg.out).with_name("theirs")),
-        "per_device_train_batch_size": cfg.batch,
-        "max_steps": cfg.steps,
+        "output_dir": str(Path(cfg.output_dir).with_name("theirs")),
+        "per_device_train_batch_size": cfg.global_batch_size,
+        "max_steps": cfg.max_steps,
         "learning_rate": cfg.optimizer.lr,
         "lr_scheduler_type": "constant",
         **optimizer,
         "weight_decay": 0.0,
-        "max_grad_norm": cfg.clip,
+        "max_grad_norm": cfg.max_grad_norm,
         "bf16": False,
         "gradient_checkpointing": False,
         "use_cpu": True,

@@ -23,11 +23,12 @@ from tunekit.recipes import evaluate, generate, sft
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("steps", 0), ("steps", -3), ("patience", 0), ("clip", -1.0), ("epochs", 0)]
+    ("name", "value"),
+    [("max_steps", 0), ("max_steps", -3), ("early_stopping_patience", 0), ("max_grad_norm", -1.0), ("epochs", 0)],
 )
 def test_numbers_that_make_no_sense(name: str, value: float) -> None:
     rows = ChatDataset("rows.jsonl")
-    options: dict[str, Any] = {"model": "m", "data": rows, "out": "o", "validation": rows, name: value}
+    options: dict[str, Any] = {"model": "m", "data": rows, "output_dir": "o", "eval_data": rows, name: value}
     with pytest.raises(FieldError) as caught:
         sft.SFTConfig(**options)
     assert caught.value.field == name
@@ -38,12 +39,12 @@ def test_an_adapter_to_start_from_is_looked_at_before_weights(tmp_path: Path) ->
     with atomic.AtomicDir(tmp_path / "adapter") as folder:
         final_checkpoint.save_final(adapter, folder, ours(base, adapter), HFCheckpoint.open(base))
     (base / "model.safetensors").unlink()
-    fits = LoRAConfig(2, start=str(tmp_path / "adapter"))
+    fits = LoRAConfig(2, adapter_path=str(tmp_path / "adapter"))
     build.build_meta_model(HFCheckpoint.open(base), NoQuantization(), fits)
     for start, rank, says in [("nowhere", 2, "nowhere"), ("adapter", 3, "adapter.rank: 3, but"), ("base", 2, "base")]:
         with pytest.raises(UserError, match=re.escape(says)):
             build.build_meta_model(
-                HFCheckpoint.open(base), NoQuantization(), LoRAConfig(rank, start=str(tmp_path / start))
+                HFCheckpoint.open(base), NoQuantization(), LoRAConfig(rank, adapter_path=str(tmp_path / start))
             )
 
 
@@ -64,8 +65,8 @@ def test_models_to_ask_are_looked_at_before_weights(tmp_path: Path) -> None:
 
 def test_weights_that_are_not_whole_are_told_before_rows_are_read(tmp_path: Path) -> None:
     folder = made(tmp_path / "model", "llama2")
-    options = [f"model={folder}", f"tokenizer={assets.MODELS['tunekit/nano']}", f"out={tmp_path / 'out'}"]
-    options += ["data={kind: text, source: nowhere.txt}", "validation=null"]
+    options = [f"model={folder}", f"tokenizer={assets.MODELS['tunekit/nano']}", f"output_dir={tmp_path / 'out'}"]
+    options += ["data={kind: text, source: nowhere.txt}", "eval_data=null"]
     file = folder / "model.safetensors"
     whole = file.read_bytes()
     for data, says in [(whole[:-8], "cut off"), (None, "no weights to read")]:
@@ -81,7 +82,7 @@ def test_a_preset_is_no_model_to_go_on_with() -> None:
     with pytest.raises(UserError, match="no weights to read .init: random needs none"):
         recipe_loader.load_checked_config(sft, "nano/tools_lora", options, [])
     with pytest.raises(UserError, match="no tokenizer.json"):
-        recipe_loader.load_checked_config(sft, "nano/tools_lora", [*options[:1], "init=random", "adapter=full"], [])
+        recipe_loader.load_checked_config(sft, "nano/tools_lora", [*options[:1], "init=random", "adapter=none"], [])
 
 
 def test_a_seed_has_64_bits() -> None:
@@ -103,19 +104,23 @@ def test_starting_over_keeps_what_the_run_reads(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").touch()
     rows = ChatDataset("rows.jsonl")
     for cfg in (
-        sft.SFTConfig(model=str(final), data=rows, out=str(tmp_path)),
-        sft.SFTConfig(model="m", data=rows, out=str(tmp_path), adapter=LoRAConfig(start=f"{final}")),
+        sft.SFTConfig(model=str(final), data=rows, output_dir=str(tmp_path)),
+        sft.SFTConfig(model="m", data=rows, output_dir=str(tmp_path), adapter=LoRAConfig(adapter_path=f"{final}")),
     ):
         with pytest.raises(UserError, match="would erase .*final, which this run reads"):
             run_worker.check_overwrite(sft, cfg)
         assert final.is_dir()
-    run_worker.check_overwrite(sft, sft.SFTConfig(model="m", data=rows, out=str(tmp_path)))
+    run_worker.check_overwrite(sft, sft.SFTConfig(model="m", data=rows, output_dir=str(tmp_path)))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="auto is a GPU here")
 def test_what_only_a_gpu_can_do_is_refused_where_there_is_none() -> None:
     for device in ("cpu", "auto"):
-        with pytest.raises(UserError, match="memory.offload: "):
-            recipe_loader.load_checked_config(sft, "nano/tools_lora", ["memory.offload=true", f"device={device}"], [])
-    cfg = recipe_loader.load_checked_config(sft, "nano/tools_lora", ["memory.offload=true", "device=cuda"], [])
-    assert cfg.memory.offload, "checked here, and run where there is one"
+        with pytest.raises(UserError, match="memory.activation_offloading: "):
+            recipe_loader.load_checked_config(
+                sft, "nano/tools_lora", ["memory.activation_offloading=true", f"device={device}"], []
+            )
+    cfg = recipe_loader.load_checked_config(
+        sft, "nano/tools_lora", ["memory.activation_offloading=true", "device=cuda"], []
+    )
+    assert cfg.memory.activation_offloading, "checked here, and run where there is one"

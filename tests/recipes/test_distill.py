@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
@@ -22,14 +23,14 @@ from tunekit.models.decoder import Decoder
 CONFIG = """\
 recipe: distill
 model: {model}
-teacher: {{model: {teacher}, precision: {{compute: fp32}}}}
-data: {{kind: chat, source: rows.jsonl, length: 64}}
-validation: {{kind: chat, source: held.jsonl, length: 64}}
-steps: 6
+teacher: {{model: {teacher}, precision: {{compute_dtype: fp32}}}}
+data: {{kind: chat, source: rows.jsonl, max_length: 64}}
+eval_data: {{kind: chat, source: held.jsonl, max_length: 64}}
+max_steps: 6
 """
 RUN = ("run", "distill", "distill.yaml")
-STORED = ("teacher={kind: stored, model: teacher, folder: kept, precision: {compute: fp32}}",)
-OWN = ("on_policy={share: 0.7, tokens: 8}",)
+STORED = ("teacher={kind: offline, model: teacher, logits_dir: kept, precision: {compute_dtype: fp32}}",)
+OWN = ("on_policy={lmbda: 0.7, max_new_tokens: 8}",)
 
 
 @pytest.fixture(scope="module")
@@ -48,8 +49,8 @@ def taught(work, teacher: Path):
 def figures(work, out: str) -> list[dict[str, float]]:
     """All that the steps and validations of a run say, but for the clock."""
     lines = map(json.loads, (work.folder / out / "metrics.jsonl").read_text().splitlines())
-    names = ("loss", "norm", "kl", "agreement", "entropy", "teacher_entropy", "cross_entropy", "divergence")
-    names += tuple(f"validation/{name}" for name in names[2:]) + ("validation",)
+    names = ("loss", "grad_norm", "kl", "top1_agreement", "entropy", "teacher_entropy", "cross_entropy", "divergence")
+    names += tuple(f"eval/{name}" for name in names[2:]) + ("eval/loss",)
     return [{name: line[name] for name in names if name in line} for line in lines]
 
 
@@ -61,26 +62,26 @@ def near(found: list[dict[str, float]], wanted: list[dict[str, float]]) -> None:
 def test_a_stored_teacher_says_what_a_live_one_does(taught) -> None:
     """In every step and validation, in four bits too; and then it is needed no more."""
     vocab = json.loads(Path("teacher/config.json").read_text())["vocab_size"]
-    for top, weights in ((vocab, "plain"), (5, "nf4")):
-        kept = f"teacher.weights={weights}"
-        live = "teacher.top=null" if top == vocab else f"teacher.top={top}"
-        assert taught.tune(*RUN, live, kept, f"out=live{top}").code == 0
-        stored = (*STORED, kept, f"teacher.top={top}")
-        done = taught.tune(*RUN, *stored, f"out=stored{top}")
+    for top, weights in ((vocab, "none"), (5, "nf4")):
+        kept = f"teacher.quantization={weights}"
+        live = "teacher.top_k=null" if top == vocab else f"teacher.top_k={top}"
+        assert taught.tune(*RUN, live, kept, f"output_dir=live{top}").code == 0
+        stored = (*STORED, kept, f"teacher.top_k={top}")
+        done = taught.tune(*RUN, *stored, f"output_dir=stored{top}")
         assert done.code == 0, done.err
         near(figures(taught, f"stored{top}"), figures(taught, f"live{top}"))
     Path("teacher").rename("away")
-    packed = ("data.pack=true", "validation.pack=true", "batch=1", "micro_batch=1", "seed=4")
-    done = taught.tune(*RUN, *stored, "out=again", *packed)
+    packed = ("data.packing=true", "eval_data.packing=true", "global_batch_size=1", "micro_batch_size=1", "seed=4")
+    done = taught.tune(*RUN, *stored, "output_dir=again", *packed)
     assert done.code == 0, done.err
-    done = taught.tune(*RUN, *stored, "out=more", "teacher.top=6")
+    done = taught.tune(*RUN, *stored, "output_dir=more", "teacher.top_k=6")
     assert done.code == 2 and "teacher.model: " in done.err and "not there yet: asking teacher" in done.err + done.out
 
 
 def test_what_is_half_stored_is_gone_on_with(taught, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(teacher_logits, "BLOCK", 64)
-    words = (*RUN, *STORED, "teacher.top=9")
-    assert taught.tune(*words, "out=one").code == 0
+    words = (*RUN, *STORED, "teacher.top_k=9")
+    assert taught.tune(*words, "output_dir=one").code == 0
     place = max(
         (file.parent for file in Path("kept").glob("*/about.json")),
         key=lambda folder: teacher_logits.read_info(folder)["blocks"],
@@ -89,12 +90,12 @@ def test_what_is_half_stored_is_gone_on_with(taught, monkeypatch: pytest.MonkeyP
     kept = {file: file.stat().st_mtime_ns for file in place.glob("*/*")}
     gone = place / "00001"
     shutil.rmtree(gone)
-    assert taught.tune(*words, "out=two").code == 0
+    assert taught.tune(*words, "output_dir=two").code == 0
     assert figures(taught, "one") == figures(taught, "two")
     same = {file for file, time in kept.items() if file.stat().st_mtime_ns == time}
     assert same == {file for file in kept if gone not in file.parents}
     Path("teacher/model.safetensors").touch()
-    refused = taught.tune(*words, "out=three")
+    refused = taught.tune(*words, "output_dir=three")
     assert refused.code == 2 and "another teacher wrote these files" in refused.err
 
 
@@ -102,8 +103,8 @@ def test_what_is_half_stored_is_gone_on_with(taught, monkeypatch: pytest.MonkeyP
 def test_stopped_runs_go_on_to_the_same_end(taught, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]) -> None:
     assert taught.tune(*RUN, *words).code == 0
     stop_after(monkeypatch, 3)
-    assert taught.tune(*RUN, *words, "out=broken").code == 143
-    assert taught.tune(*RUN, *words, "out=broken").code == 0
+    assert taught.tune(*RUN, *words, "output_dir=broken").code == 143
+    assert taught.tune(*RUN, *words, "output_dir=broken").code == 0
     assert taught.same("out", "broken")
     assert figures(taught, "out") == figures(taught, "broken")
 
@@ -121,13 +122,15 @@ def test_tokens_that_are_counted_are_those_that_are_learnt(taught, monkeypatch: 
         return written
 
     monkeypatch.setattr(StudentSampler, "__call__", counted)
-    assert taught.tune(*RUN, "on_policy={share: 1, tokens: 8}", "data.learn=last").code == 0
+    assert taught.tune(*RUN, "on_policy={lmbda: 1, max_new_tokens: 8}", "data.train_on=last").code == 0
     lines = [line for line in map(json.loads, Path("out/metrics.jsonl").read_text().splitlines()) if "loss" in line]
-    assert [line["learnt"] for line in lines] == [learnt for _, learnt in counts["written"]]
-    assert [line["tokens"] for line in lines] == [tokens for tokens, _ in counts["written"]]
+    assert [line["num_target_tokens"] for line in lines] == list(
+        accumulate(targets for _, targets in counts["written"])
+    )
+    assert [line["num_tokens"] for line in lines] == list(accumulate(tokens for tokens, _ in counts["written"]))
     assert all(learnt != own for (_, learnt), (_, own) in zip(counts["written"], counts["came"], strict=True))
-    for line in lines:
-        assert line["learnt_per_second"] == pytest.approx(line["learnt"] / line["seconds"])
+    for line, (_, targets) in zip(lines, counts["written"], strict=True):
+        assert line["target_tokens_per_second"] == pytest.approx(targets / line["step_time"])
 
 
 def swapped(model: Path, folder: str) -> str:
@@ -143,16 +146,19 @@ def swapped(model: Path, folder: str) -> str:
 
 def test_files_for_one_vocabulary_do_not_vouch_for_another(taught) -> None:
     """Where they are there for the first student, its teacher is not looked at; for another it is."""
-    assert taught.tune(*RUN, *STORED, "steps=1").code == 0
+    assert taught.tune(*RUN, *STORED, "max_steps=1").code == 0
     model = swapped(taught.model, "student")
-    done = taught.tune(*RUN, *STORED, "out=two", f"model={model}")
+    done = taught.tune(*RUN, *STORED, "output_dir=two", f"model={model}")
     assert done.code == 2 and "another vocabulary" in done.err
 
 
 def test_what_cannot_be_is_told_in_a_line(taught) -> None:
     swapped(Path("teacher"), "other")
     vocab = json.loads(Path("teacher/config.json").read_text())["vocab_size"]
-    many, above = f"teacher.top={vocab + 1}", f"teacher.top: {vocab + 1:,} tokens are more than the {vocab:,} of the "
+    many, above = (
+        f"teacher.top_k={vocab + 1}",
+        f"teacher.top_k: {vocab + 1:,} tokens are more than the {vocab:,} of the ",
+    )
     Path("begun").mkdir()
     for name in ("config.yaml", "metrics.jsonl"):
         (Path("begun") / name).touch()
@@ -160,19 +166,24 @@ def test_what_cannot_be_is_told_in_a_line(taught) -> None:
         ("teacher.model=other",): "has another vocabulary than the student",
         ("teacher.model=nowhere/else/here",): "teacher.model: no such folder",
         ("teacher.model=begun",): "teacher.model: begun: this run has not ended",
-        (*STORED, *OWN): "on_policy.share",
-        (*STORED, "data.stream=true"): "teacher: rows of a stream",
-        ("teacher.top=0",): "top: must be 1 or more",
+        (*STORED, *OWN): "on_policy.lmbda",
+        (*STORED, "data.streaming=true"): "teacher: rows of a stream",
+        ("teacher.top_k=0",): "top_k: must be 1 or more",
         (many,): f"{above}vocabulary that student and teacher share: say {vocab} at most, or null, for each token",
         (*STORED, many): above,
-        ("on_policy={share: 1, tokens: 64}",): "on_policy.tokens: answers of 64 tokens leave no room for a prompt in "
-        "rows of data.length=64: lower it, or raise data.length",
-        ("on_policy.share=0.1",): "on_policy.tokens: answers of 256 tokens leave no room",
-        ("on_policy={share: 0.5, tokens: 8}", "loss.truth=0.1"): "loss.truth: the student would learn what it",
-        ("on_policy.share=2",): "share",
-        ("loss={kind: skewedkl, alpha: 1}",): "alpha",
+        (
+            "on_policy={lmbda: 1, max_new_tokens: 64}",
+        ): "on_policy.max_new_tokens: answers of 64 tokens leave no room for a prompt in "
+        "rows of data.max_length=64: lower it, or raise data.max_length",
+        ("on_policy.lmbda=0.1",): "on_policy.max_new_tokens: answers of 256 tokens leave no room",
+        (
+            "on_policy={lmbda: 0.5, max_new_tokens: 8}",
+            "loss.kd_ratio=0.9",
+        ): "loss.kd_ratio: cross-entropy on answers that the student generated",
+        ("on_policy.lmbda=2",): "lmbda",
+        ("loss={kind: skewed_kl, alpha: 1}",): "alpha",
         ("loss.temperature=0",): "temperature",
-        ("loss.truth=1",): "truth",
+        ("loss.kd_ratio=0",): "kd_ratio",
     }.items():
         done = taught.tune(*RUN, *words)
         assert done.code == 2 and told in done.err and len(done.err.splitlines()) <= 3, done.err
@@ -180,11 +191,14 @@ def test_what_cannot_be_is_told_in_a_line(taught) -> None:
 
 
 def test_files_tell_the_vocabulary_of_a_teacher_that_is_gone(taught) -> None:
-    assert taught.tune(*RUN, *STORED, "teacher.top=3", "steps=1").code == 0
+    assert taught.tune(*RUN, *STORED, "teacher.top_k=3", "max_steps=1").code == 0
     vocab = json.loads(Path("teacher/config.json").read_text())["vocab_size"]
     Path("teacher").rename("away")
-    for top, told in ((vocab + 1, f"teacher.top: {vocab + 1:,} tokens are more than the {vocab:,} of"), (vocab, None)):
-        done = taught.tune("validate", *RUN[2:], *STORED, f"teacher.top={top}")
+    for top, told in (
+        (vocab + 1, f"teacher.top_k: {vocab + 1:,} tokens are more than the {vocab:,} of"),
+        (vocab, None),
+    ):
+        done = taught.tune("validate", *RUN[2:], *STORED, f"teacher.top_k={top}")
         assert done.code == (2 if told else 0) and (told or "") in done.err, done.err
 
 
@@ -197,13 +211,18 @@ def test_answers_without_room_are_told(taught) -> None:
     rooms = sorted(64 - len(tokenizer.prompt(line["messages"][:1])) for line in lines)
     tokens = rooms[0] + 1
     assert 0 < rooms[0] < tokens <= rooms[1]
-    words = (*RUN, "steps=1", "data.learn=last")
-    done = taught.tune(*words, f"on_policy={{share: 0.5, tokens: {tokens}}}")
-    told = f"doubtful: on_policy: 1 of 6 rows (17%) have no room for answers of on_policy.tokens={tokens} behind their "
-    assert told + f"prompt in data.length=64, the fullest for {rooms[0]}: answers are cut there" in done.err + done.out
-    done = taught.tune(*words, f"on_policy={{share: 0.5, tokens: {rooms[0]}}}", "out=fits")
+    words = (*RUN, "max_steps=1", "data.train_on=last")
+    done = taught.tune(*words, f"on_policy={{lmbda: 0.5, max_new_tokens: {tokens}}}")
+    told = (
+        f"doubtful: on_policy: 1 of 6 rows (17%) have no room for answers of "
+        f"on_policy.max_new_tokens={tokens} behind their "
+    )
+    assert (
+        told + f"prompt in data.max_length=64, the fullest for {rooms[0]}: answers are cut there" in done.err + done.out
+    )
+    done = taught.tune(*words, f"on_policy={{lmbda: 0.5, max_new_tokens: {rooms[0]}}}", "output_dir=fits")
     assert done.code == 0 and "no room" not in done.err + done.out
-    done = taught.tune(*words, f"on_policy={{share: 0, tokens: {tokens}}}", "out=none")
+    done = taught.tune(*words, f"on_policy={{lmbda: 0, max_new_tokens: {tokens}}}", "output_dir=none")
     assert done.code == 0 and "no room" not in done.err + done.out
 
 

@@ -31,7 +31,7 @@ def config(folder: Path, loss: ForwardKL | ReverseKL | JensenShannon) -> distill
         teacher=OnlineTeacherConfig(model=str(made(folder / "teacher", "mistral", seed=1)), precision=FP32),
         data=CompletionDataset(source),
         loss=loss,
-        out=str(folder / "run"),
+        output_dir=str(folder / "run"),
         optimizer=STEADY,
         **PLAIN,
     )
@@ -45,11 +45,11 @@ def batches(cfg: distill.DistillConfig) -> list[Batch]:
 def compare(cfg: distill.DistillConfig, wanted: dict[str, list[float]], model: nn.Module) -> None:
     """The figures of every step, and the student behind the last."""
     distill.main(cfg)
-    found = figures(cfg.out)
+    found = figures(cfg.output_dir)
     for name, values in wanted.items():
         assert [line[name] for line in found] == pytest.approx(values, rel=1e-5)
     with torch.no_grad():
-        assert error(opened(Path(cfg.out))(tokens()), model.eval()(tokens()).logits) < 1e-4
+        assert error(opened(Path(cfg.output_dir))(tokens()), model.eval()(tokens()).logits) < 1e-4
 
 
 class Fed(GKDTrainer):
@@ -80,15 +80,15 @@ def test_steps_are_those_of_trl(beta: float, tmp_path: Path) -> None:
     ]
     trainer.train()
     wanted = {name: [line[theirs] for line in trainer.state.log_history if theirs in line]
-              for name, theirs in (("loss", "loss"), ("norm", "grad_norm"))}  # fmt: skip
+              for name, theirs in (("loss", "loss"), ("grad_norm", "grad_norm"))}  # fmt: skip
     compare(cfg, wanted, trainer.model)
 
 
 def test_figures_are_those_of_a_plain_loop(tmp_path: Path) -> None:
-    cfg = config(tmp_path, ReverseKL(temperature=2.0, truth=0.25))
+    cfg = config(tmp_path, ReverseKL(temperature=2.0, kd_ratio=0.75))
     student, teacher = theirs(Path(cfg.model)).train(), theirs(Path(cfg.teacher.model))
     optimizer = torch.optim.AdamW(student.parameters(), STEADY.lr, (0.9, 0.95), STEADY.eps, 0.0)
-    names = ("loss", "divergence", "kl", "cross_entropy", "entropy", "teacher_entropy", "agreement")
+    names = ("loss", "divergence", "kl", "cross_entropy", "entropy", "teacher_entropy", "top1_agreement")
     wanted: dict[str, list[float]] = {name: [] for name in names}
     for part in batches(cfg):
         learnt = part.targets != IGNORE
@@ -99,7 +99,7 @@ def test_figures_are_those_of_a_plain_loop(tmp_path: Path) -> None:
         far, truth = (p.exp() * (p - q)).sum(-1).mean(), F.cross_entropy(raw, part.targets[learnt])
         loss = 0.75 * far + 0.25 * truth
         loss.backward()
-        nn.utils.clip_grad_norm_(student.parameters(), cfg.clip)
+        nn.utils.clip_grad_norm_(student.parameters(), cfg.max_grad_norm)
         optimizer.step(), optimizer.zero_grad()
         entropies = [-(x.exp() * x).sum(-1).mean() for x in (p, q)]
         same = (p.argmax(-1) == q.argmax(-1)).float().mean()
@@ -112,6 +112,6 @@ def test_figures_are_those_of_a_plain_loop(tmp_path: Path) -> None:
 def test_a_student_comes_near_its_teacher(tmp_path: Path) -> None:
     """Of another family, which expects other things at first."""
     cfg = config(tmp_path, ForwardKL())
-    distill.main(replace(cfg, steps=40))
-    first, *_, last = [line["kl"] for line in figures(cfg.out)]
+    distill.main(replace(cfg, max_steps=40))
+    first, *_, last = [line["kl"] for line in figures(cfg.output_dir)]
     assert last < first / 2

@@ -36,24 +36,36 @@ def refused(work, *words, says=()):
 
 
 CONFIGS = {
-    "misspelt": (("bacth=4",), ("bacth", "did you mean", "batch")),
+    "misspelt": (("global_bacth_size=4",), ("global_bacth_size", "did you mean", "global_batch_size")),
     "misspelt below": (("optimizer.lrr=1",), ("optimizer.lrr", "lr")),
-    "misspelt in a flow": (("data={kind: chat, source: rows.jsonl, lenght: 8}",), ("data.lenght", "length")),
-    "wrong type": (("batch=many",), ("batch", "many")),
+    "misspelt in a flow": (("data={kind: chat, source: rows.jsonl, lenght: 8}",), ("data.lenght", "max_length")),
+    "wrong type": (("global_batch_size=many",), ("global_batch_size", "many")),
     "wrong type below": (("optimizer.lr=fast",), ("optimizer.lr", "fast")),
-    "out of range": (("batch=0",), ("batch", "1 or more")),
+    "out of range": (("global_batch_size=0",), ("global_batch_size", "1 or more")),
     "unknown kind": (("adapter=lorra",), ("adapter", "lorra", "lora")),
-    "no value": (("out=null",), ("out",)),
-    "no override": (("batch",), ("batch", "key=value")),
-    "patience without validation": (("validation=null", "patience=1"), ("patience", "validation")),
+    "no value": (("output_dir=null",), ("output_dir",)),
+    "no override": (("global_batch_size",), ("global_batch_size", "key=value")),
+    "patience without validation": (
+        ("eval_data=null", "early_stopping_patience=1"),
+        ("early_stopping_patience", "eval_data"),
+    ),
     "missing model": (("model=./nowhere",), ("./nowhere",)),
     "missing rows": (("data.source=nowhere.jsonl",), ("nowhere.jsonl",)),
-    "missing template": (("data.template=nowhere.jinja",), ("nowhere.jinja",)),
+    "missing template": (("data.chat_template=nowhere.jinja",), ("nowhere.jinja",)),
     "missing split": (("data.split=test",), ("rows.jsonl", "test")),
-    "a profile that never begins": (("steps=6", "profile.start=6"), ("profile.start", "`steps` is 6")),
-    "a usual profile that never begins": (("steps=3", "profile=true"), ("profile.start", "`steps` is 3")),
-    "no such layer": (("adapter={kind: lora, targets: q_porj}",), ("adapter.targets", "q_porj", "q_proj")),
-    "more GPUs than there are": (("--gpus", "64"), ("--gpus 64",)),
+    "a profile that never begins": (
+        ("max_steps=6", "profiler.skip_first=6"),
+        ("profiler.skip_first", "`max_steps` is 6"),
+    ),
+    "a usual profile that never begins": (
+        ("max_steps=3", "profiler=true"),
+        ("profiler.skip_first", "`max_steps` is 3"),
+    ),
+    "no such layer": (
+        ("adapter={kind: lora, target_modules: q_porj}",),
+        ("adapter.target_modules", "q_porj", "q_proj"),
+    ),
+    "more GPUs than there are": (("--nproc-per-node", "64"), ("--nproc-per-node 64",)),
     "unknown word": (("--epochs", "3"), ("--epochs",)),
 }
 
@@ -81,11 +93,11 @@ def test_several_mistakes_are_told_at_once(work):
 
 
 def test_numbers_out_of_range_are_told_at_once(work):
-    low = {"batch": -1, "micro_batch": 0, "epochs": 0, "steps": 0, "save_every": -2}
-    done = work.tune("validate", "sft.yaml", *(f"{name}={value}" for name, value in low.items()), "clip=-1")
+    low = {"global_batch_size": -1, "micro_batch_size": 0, "epochs": 0, "max_steps": 0, "save_every": -2}
+    done = work.tune("validate", "sft.yaml", *(f"{name}={value}" for name, value in low.items()), "max_grad_norm=-1")
     assert done.code == 2
     told = [f"command line: {name}: must be 1 or more, not {value}" for name, value in low.items()]
-    told.append("command line: clip: must not be below 0, not -1.0")
+    told.append("command line: max_grad_norm: must not be below 0, not -1.0")
     assert done.err.removeprefix("error: ").splitlines() == told
 
 
@@ -133,7 +145,7 @@ TEMPLATES = {
 @pytest.mark.parametrize("template, says", TEMPLATES.values(), ids=TEMPLATES)
 def test_template(work, template, says):
     (work.folder / "my.jinja").write_text(template)
-    refused(work, *RUN, "data.template=my.jinja", says=("my.jinja", *says))
+    refused(work, *RUN, "data.chat_template=my.jinja", says=("my.jinja", *says))
 
 
 def config(**changes: object) -> Callable[[Path], None]:
@@ -194,25 +206,25 @@ def test_checkpoint(work, change, says):
 
 
 def test_adapter_of_another_model(work, make):
-    assert work.tune(*RUN, "adapter={kind: lora, rank: 4}", "out=first").code == 0
-    lora = "adapter={kind: lora, rank: 4, start: first/final}"
+    assert work.tune(*RUN, "adapter={kind: lora, rank: 4}", "output_dir=first").code == 0
+    lora = "adapter={kind: lora, rank: 4, adapter_path: first/final}"
     refused(work, *RUN, lora.replace("first", "nowhere"), says=("nowhere/final",))
     wider = make(work.folder / "wider", hidden_size=40)
     refused(work, *RUN, lora, f"model={wider}", says=("adapter_model.safetensors", "[32, 4]", "[40, 4]"))
     deeper = make(work.folder / "deeper", num_hidden_layers=3)
-    refused(work, *RUN, lora, f"model={deeper}", "out=second", says=("layers.2.",))
-    refused(work, *RUN, lora.replace("rank: 4", "rank: 8"), "out=third", says=("adapter.rank", "8", "4"))
+    refused(work, *RUN, lora, f"model={deeper}", "output_dir=second", says=("layers.2.",))
+    refused(work, *RUN, lora.replace("rank: 4", "rank: 8"), "output_dir=third", says=("adapter.rank", "8", "4"))
     os.truncate("first/final/adapter_model.safetensors", 100)
-    refused(work, *RUN, lora, "out=fourth", says=("adapter_model.safetensors", "damaged"))
+    refused(work, *RUN, lora, "output_dir=fourth", says=("adapter_model.safetensors", "damaged"))
 
 
 def test_folder_of_something_else(work):
     (work.folder / "thesis").mkdir()
     (work.folder / "thesis/chapter.tex").write_text("x")
-    for fresh in ((), ("--fresh",)):
-        refused(work, *RUN, "out=thesis", *fresh, says=("thesis", "not the folder of a run"))
+    for fresh in ((), ("--overwrite",)):
+        refused(work, *RUN, "output_dir=thesis", *fresh, says=("thesis", "not the folder of a run"))
         assert [path.name for path in (work.folder / "thesis").iterdir()] == ["chapter.tex"]
-    refused(work, *RUN, "out=rows.jsonl", says=("rows.jsonl",))
+    refused(work, *RUN, "output_dir=rows.jsonl", says=("rows.jsonl",))
 
 
 @pytest.fixture
@@ -224,19 +236,19 @@ def limit():
 
 
 @pytest.mark.parametrize(
-    "adapter, size", [("full", 150_000), ("{kind: lora, rank: 64}", 300_000)], ids=["full", "lora"]
+    "adapter, size", [("none", 150_000), ("{kind: lora, rank: 64}", 300_000)], ids=["full", "lora"]
 )
 def test_a_write_that_the_disk_refuses(work, limit, adapter, size):
     """The state, with its moments, is refused; with room again, the end is that of an unbroken run."""
     words = (*RUN, f"adapter={adapter}")
-    assert work.tune(*words, "out=unbroken").code == 0
+    assert work.tune(*words, "output_dir=unbroken").code == 0
     biggest = max(path.stat().st_size for path in work.folder.glob("unbroken/state/*/*"))
     assert biggest > size
     limit(size)
-    refused(work, *words, "out=small", says=("cannot write small", "nothing old was touched"))
+    refused(work, *words, "output_dir=small", says=("cannot write small", "nothing old was touched"))
     limit(None)
     assert not list(work.folder.glob("small/**/*.partial"))
-    assert work.tune(*words, "out=small").code == 0
+    assert work.tune(*words, "output_dir=small").code == 0
     assert work.same("small", "unbroken")
 
 
@@ -253,33 +265,35 @@ def disk(work):
 
 def test_full_disk(work, disk):
     """The state before the disk was full is intact, and with room again the run goes on from it."""
-    assert work.tune(*RUN, "out=unbroken").code == 0
+    assert work.tune(*RUN, "output_dir=unbroken").code == 0
     state = sum(path.stat().st_size for path in work.folder.glob("unbroken/state/*/*"))
     disk(f"size={int(2.5 * state) // 4096 * 4}k")
-    told = refused(work, *RUN, "out=disk/run", "keep=9", says=("cannot write disk/run/state", "make room"))
+    told = refused(
+        work, *RUN, "output_dir=disk/run", "save_total_limit=9", says=("cannot write disk/run/state", "make room")
+    )
     step = int(re.search(r"last complete state is disk/run/state/(\d+)", told)[1])
     assert step >= 1
     assert not list(work.folder.glob("disk/run/**/*.partial"))
     disk("size=9m")
-    assert work.tune(*RUN, "out=disk/run", "keep=9").code == 0
+    assert work.tune(*RUN, "output_dir=disk/run", "save_total_limit=9").code == 0
     assert work.same("disk/run", "unbroken")
 
 
 def test_read_only_disk(work, disk):
     disk("ro")
-    refused(work, *RUN, "out=disk/run", says=("disk/run", "read-only"))
+    refused(work, *RUN, "output_dir=disk/run", says=("disk/run", "read-only"))
 
 
 def test_evaluate_and_generate(work):
-    data = "{kind: chat, source: rows.jsonl, length: 64}"
+    data = "{kind: chat, source: rows.jsonl, max_length: 64}"
     Path("ask.yaml").write_text(f"recipe: evaluate\nmodel: {work.model}\ndata: {data}\ndevice: cpu\n")
     Path("say.yaml").write_text(f"recipe: generate\nmodel: {work.model}\nsource: bad.jsonl\ndevice: cpu\n")
     refused(work, "run", "evaluate", "ask.yaml", "model=./nowhere", says=("./nowhere",))
-    refused(work, "run", "evaluate", "ask.yaml", "--fresh", says=("--fresh",))
+    refused(work, "run", "evaluate", "ask.yaml", "--overwrite", says=("--overwrite",))
     refused(work, "run", "generate", "say.yaml", says=("bad.jsonl",))
     for line, says in [('{"text": 1}', "bad.jsonl:1"), ("{", "bad.jsonl:1"), ('{"messages": [3]}', "bad.jsonl:1")]:
         Path("bad.jsonl").write_text(line + "\n")
-        refused(work, "run", "generate", "say.yaml", "out=answers.jsonl", says=(says,))
+        refused(work, "run", "generate", "say.yaml", "output_path=answers.jsonl", says=(says,))
         assert not Path("answers.jsonl").exists()
     refused(work, "run", "generate", "say.yaml", "source=null", says=("prompts",))
     Path("run/state").mkdir(parents=True)
@@ -288,6 +302,6 @@ def test_evaluate_and_generate(work):
 
 def test_a_config_left_behind_is_still_a_config(work):
     """What a refused run leaves is its config at most, and any other config may follow."""
-    refused(work, *RUN, "data.source=held.jsonl", "data.length=2", says=("held.jsonl:1",))
-    assert yaml.safe_load(Path("out/config.yaml").read_text())["data"]["length"] == 2
+    refused(work, *RUN, "data.source=held.jsonl", "data.max_length=2", says=("held.jsonl:1",))
+    assert yaml.safe_load(Path("out/config.yaml").read_text())["data"]["max_length"] == 2
     assert work.tune(*RUN).code == 0

@@ -25,9 +25,9 @@ def rows(work) -> list[list[dict]]:
 @pytest.fixture
 def evaluate(work, learnt, rows):
     """Evaluate what has been learnt, before and after, with some options; what was printed and the file it wrote."""
-    data = "{kind: chat, source: asked.jsonl, length: 256}"
-    lines = [f"model: {learnt}", f"baseline: {work.model}", f"data: {data}", "precision: {compute: fp32}"]
-    lines += ["sampling: {tokens: 12}", "device: cpu", "out: found/figures.json", "recipe: evaluate"]
+    data = "{kind: chat, source: asked.jsonl, max_length: 256}"
+    lines = [f"model: {learnt}", f"baseline: {work.model}", f"data: {data}", "precision: {compute_dtype: fp32}"]
+    lines += ["sampling: {max_new_tokens: 12}", "device: cpu", "output_path: found/figures.json", "recipe: evaluate"]
     (work.folder / "evaluate.yaml").write_text("\n".join(lines))
 
     def call(*words):
@@ -43,7 +43,7 @@ def evaluate(work, learnt, rows):
 def flat(model: dict) -> dict:
     """The figures of the first task."""
     task = next(iter(model["tasks"].values()))
-    right = task["exact match"]["values"] if task["answers"] else []
+    right = task["exact_match"]["values"] if task["answers"] else []
     return {"loss": task["loss"]["value"], "answers": task["answers"], "right": sum(right), "each": task}
 
 
@@ -69,7 +69,7 @@ def theirs(folder: Path, rows: list[list[dict]]) -> tuple[float, list[str]]:
 
 
 def test_loss_and_answers_are_those_of_transformers(evaluate, work, learnt, rows):
-    printed, (before, after), changes = evaluate("examples=1")
+    printed, (before, after), changes = evaluate("num_completions_to_print=1")
     for found, folder in ((before, work.model), (after, learnt / "final")):
         loss, answers = theirs(folder, rows)
         assert found["loss"] == pytest.approx(loss, rel=1e-5)
@@ -79,8 +79,8 @@ def test_loss_and_answers_are_those_of_transformers(evaluate, work, learnt, rows
     assert before["right"] == 0
     assert 4 <= after["right"] < 6
     assert f"{after['right'] / 6:.1%} ({after['right']:.0f} of 6)" in printed
-    won = next(change["won"] for change in changes if change["name"] == "exact match")
-    assert won == [i for i, right in enumerate(after["each"]["exact match"]["values"]) if right]
+    won = next(change["won"] for change in changes if change["name"] == "exact_match")
+    assert won == [i for i, right in enumerate(after["each"]["exact_match"]["values"]) if right]
     assert f"{len(won)} won, 0 lost" in printed
     assert "0.0% (0 of 6)" in printed
     assert printed.count("question") == 1
@@ -88,9 +88,9 @@ def test_loss_and_answers_are_those_of_transformers(evaluate, work, learnt, rows
 
 
 def test_the_size_of_a_batch_changes_nothing(evaluate):
-    whole = evaluate("batch=6")[1]
+    whole = evaluate("batch_size=6")[1]
     for batch in (1, 4):
-        for one, other in zip(whole, evaluate(f"batch={batch}")[1], strict=True):
+        for one, other in zip(whole, evaluate(f"batch_size={batch}")[1], strict=True):
             assert one["loss"] == pytest.approx(other["loss"], rel=1e-6)
             assert one["answers"] == other["answers"]
 
@@ -100,12 +100,19 @@ def test_text_asks_nothing(evaluate, work):
     printed, figures, changes = evaluate("data={kind: text, source: text.jsonl}", "baseline=null")
     assert len(figures) == 1
     assert figures[0]["answers"] == changes == []
-    assert "exact match" not in printed
+    assert "exact_match" not in printed
 
 
 def test_an_adapter_is_asked_on_its_base(evaluate, work):
-    data = "data={kind: chat, source: asked.jsonl, length: 256}"
-    words = ("adapter={kind: lora, rank: 8}", "optimizer.lr=1e-2", data, "validation=null", "steps=4", "out=lora")
+    data = "data={kind: chat, source: asked.jsonl, max_length: 256}"
+    words = (
+        "adapter={kind: lora, rank: 8}",
+        "optimizer.lr=1e-2",
+        data,
+        "eval_data=null",
+        "max_steps=4",
+        "output_dir=lora",
+    )
     assert work.tune("run", "sft", "sft.yaml", *words).code == 0
     before, after = evaluate("model=lora")[1]
     assert after["loss"] < before["loss"]
@@ -114,7 +121,7 @@ def test_an_adapter_is_asked_on_its_base(evaluate, work):
 
 def test_the_figures_stay_with_the_run(evaluate, learnt):
     """And come into its card; a model that no run has made keeps nothing."""
-    _, (before, after), _ = evaluate("examples=0")
+    _, (before, after), _ = evaluate("num_completions_to_print=0")
     told = json.loads((learnt / "evaluation.json").read_text())
     assert told["data"] == "asked.jsonl (train)"
     assert [one["loss"] for one in told["results"]] == [before["loss"], after["loss"]]
@@ -138,6 +145,6 @@ def test_what_cannot_be_is_told_before_anything_is_measured(evaluate, work, lear
     monkeypatch.setattr("tunekit.build.build_model", lambda *_: pytest.fail("weights are read"))
     assert "writes no text: name a language model" in tune(f"baseline={scores}")
     (work.folder / "file").write_text("")
-    assert "cannot write file/figures.json" in tune("out=file/figures.json")
-    assert "it is a folder; name a file in it" in tune("out=.")
-    assert "`tasks` names none" in tune("shots=3")
+    assert "cannot write file/figures.json" in tune("output_path=file/figures.json")
+    assert "it is a folder; name a file in it" in tune("output_path=.")
+    assert "`tasks` contains none" in tune("num_fewshot=3")

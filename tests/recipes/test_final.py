@@ -37,9 +37,9 @@ def test_the_result_is_verified_and_described(work, words):
     last = work.numbers("out")[-1]
     assert last == {
         "step": 6,
-        "verify_largest": told["largest"],
-        "verify_mean": told["mean"],
-        "verify_top1": told["top1"],
+        "verify/max_logit_diff": told["largest"],
+        "verify/mean_logit_diff": told["mean"],
+        "verify/top1_agreement": told["top1"],
     }
 
 
@@ -56,14 +56,14 @@ def test_files_with_a_mistake_are_kept_and_told(work, words, monkeypatch):
     assert (final / "complete").is_file(), "they can be looked at"
     assert json.loads((final / "verification.json").read_text())["passed"] is False
     assert "**failed**" in (final / "README.md").read_text()
-    assert work.numbers("out")[-1]["verify_largest"] > 0
+    assert work.numbers("out")[-1]["verify/max_logit_diff"] > 0
     again = work.tune(*words)
     assert again.code == 2, "it is not forgotten"
     assert again.err.splitlines()[-1] == line
 
 
 def test_a_run_that_was_cut_off_behind_its_last_step_ends_as_any_other(work, monkeypatch):
-    assert work.tune(*RUN, "out=whole").code == 0
+    assert work.tune(*RUN, "output_dir=whole").code == 0
 
     def cut(*_):
         raise KeyboardInterrupt
@@ -72,6 +72,6 @@ def test_a_run_that_was_cut_off_behind_its_last_step_ends_as_any_other(work, mon
         patch.setattr("tunekit.publishing.model_card.write_model_card", cut)
         assert work.tune(*RUN).code == 130
     assert not (work.folder / "out/final").exists()
-    assert "verify_mean" in work.numbers("out")[-1]
+    assert "verify/mean_logit_diff" in work.numbers("out")[-1]
     assert work.tune(*RUN).code == 0
     assert work.same("whole", "out")

@@ -21,7 +21,7 @@ from tunekit.optim.config import AdamWConfig
 from tunekit.recipes import evaluate, sft
 from tunekit.training.forgetting import ForgettingConfig
 
-RULE = "forgetting={data: {kind: chat, source: known.jsonl, length: 64}, every: 2, most: 0.2}"
+RULE = "forgetting={data: {kind: chat, source: known.jsonl, max_length: 64}, eval_every: 2, max_loss_increase: 0.2}"
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def other(work, learnt: Path):
     (work.folder / "rows.jsonl").write_text(8 * (json.dumps({"messages": rows}) + "\n"))
 
     def tune(*words: str):
-        return work.tune("run", "sft", "sft.yaml", f"model={learnt}/final", RULE, "validation=null", *words)
+        return work.tune("run", "sft", "sft.yaml", f"model={learnt}/final", RULE, "eval_data=null", *words)
 
     return tune
 
@@ -43,7 +43,7 @@ def measured(folder: Path) -> dict[int, float]:
 
 
 def test_a_run_that_forgets_is_ended(other, work):
-    done = other("optimizer.lr=3e-2", "steps=9", "save_every=100")
+    done = other("optimizer.lr=3e-2", "max_steps=9", "save_every=100")
     assert done.code == 2
     found = measured(work.folder / "out")
     first, *_, last = found.values()
@@ -51,21 +51,21 @@ def test_a_run_that_forgets_is_ended(other, work):
     assert last - first > 0.2
     assert f"step {max(found)}: the loss on known.jsonl (train) rose from {first:.4f} to {last:.4f} nats" in done.err
     assert (work.folder / f"out/state/{max(found):08d}").is_dir()
-    assert "its state is in out/state: start over (--fresh) with a lower optimizer.lr" in done.err
-    again = other("optimizer.lr=3e-2", "steps=9", "save_every=100")
+    assert "its state is in out/state: start over (--overwrite) with a lower optimizer.lr" in done.err
+    again = other("optimizer.lr=3e-2", "max_steps=9", "save_every=100")
     assert again.code == 2, "it does not go on unasked"
     assert f"step {max(found)}: the loss on known.jsonl" in again.err
-    on_it_goes = other("optimizer.lr=3e-2", "steps=9", "save_every=100", "forgetting.answer=tell")
+    on_it_goes = other("optimizer.lr=3e-2", "max_steps=9", "save_every=100", "forgetting.on_exceed=warn")
     assert on_it_goes.code == 0, on_it_goes.err
     assert "step 8: the loss on known.jsonl (train) rose" in on_it_goes.err
     assert list(measured(work.folder / "out")) == [0, 2, 4, 6, 8, 9]
 
 
 def test_the_loss_is_that_of_evaluate(other, work, learnt):
-    assert other("optimizer.lr=1e-5", "steps=3").code == 0, "a gentle run goes to its end"
+    assert other("optimizer.lr=1e-5", "max_steps=3").code == 0, "a gentle run goes to its end"
     found = measured(work.folder / "out")
     assert list(found) == [0, 2, 3]
-    data = ChatDataset("known.jsonl", length=64)
+    data = ChatDataset("known.jsonl", max_length=64)
     asked = evaluate.EvaluateConfig(
         model="out", baseline=str(learnt), data=data, precision=PrecisionConfig("fp32"), device="cpu"
     )
@@ -75,7 +75,14 @@ def test_the_loss_is_that_of_evaluate(other, work, learnt):
 
 
 def test_a_stopped_run_compares_with_its_beginning(other, work):
-    gentle = ("optimizer.lr=1e-3", "forgetting.most=100", "steps=6", "schedule=constant", "out=parts", "keep=9")
+    gentle = (
+        "optimizer.lr=1e-3",
+        "forgetting.max_loss_increase=100",
+        "max_steps=6",
+        "lr_scheduler=constant",
+        "output_dir=parts",
+        "save_total_limit=9",
+    )
     assert other(*gentle).code == 0
     whole = measured(work.folder / "parts")
     shutil.rmtree(work.folder / "parts/final")
@@ -91,14 +98,18 @@ def test_a_stopped_run_compares_with_its_beginning(other, work):
 
 
 def test_what_makes_no_sense():
-    for name, value in (("every", 0), ("most", 0.0), ("data", ChatDataset("rows.jsonl", stream=True))):
+    for name, value in (
+        ("eval_every", 0),
+        ("max_loss_increase", 0.0),
+        ("data", ChatDataset("rows.jsonl", streaming=True)),
+    ):
         with pytest.raises(FieldError) as caught:
             ForgettingConfig(**{"data": ChatDataset("rows.jsonl"), name: value})
         assert caught.value.field == name
 
 
 def test_a_model_that_scores_has_no_likelihood(learnt):
-    cfg = sft.SFTConfig(model=str(learnt / "final"), data=ChatDataset("rows.jsonl"), out="out")
+    cfg = sft.SFTConfig(model=str(learnt / "final"), data=ChatDataset("rows.jsonl"), output_dir="out")
     spec = sft.training.open_checkpoint(cfg).spec.scoring(ScoreHead(1))
     with pytest.raises(UserError, match="a model that scores"):
         ForgettingConfig(ChatDataset("rows.jsonl")).check(spec, sft.words(cfg))
@@ -106,11 +117,11 @@ def test_a_model_that_scores_has_no_likelihood(learnt):
 
 @pytest.mark.multi
 def test_two_devices_end_it_at_the_same_step(other, work, learnt):
-    words = [f"model={learnt}/final", RULE, "validation=null", "optimizer.lr=3e-2", "steps=9", "out=one"]
+    words = [f"model={learnt}/final", RULE, "eval_data=null", "optimizer.lr=3e-2", "max_steps=9", "output_dir=one"]
     cfg = load_config(sft.SFTConfig, Path("sft.yaml"), words)
     alone = trained(cfg)
     assert "the loss on" in alone
-    assert on(2, trained, replace(cfg, out="two")) == [alone, alone]
+    assert on(2, trained, replace(cfg, output_dir="two")) == [alone, alone]
     found = measured(work.folder / "two")
     for step, loss in measured(work.folder / "one").items():
         assert found[step] == pytest.approx(loss, rel=1e-4)
@@ -118,20 +129,22 @@ def test_two_devices_end_it_at_the_same_step(other, work, learnt):
 
 @pytest.mark.slow
 def test_a_nano_that_learns_tools_too_fast_is_caught(tmp_path: Path) -> None:
-    rule = ForgettingConfig(ChatDataset(str(assets.TASKS["nano/stories"]), length=512, limit=16), every=3)
+    rule = ForgettingConfig(
+        ChatDataset(str(assets.TASKS["nano/stories"]), max_length=512, max_samples=16), eval_every=3
+    )
     cfg = sft.SFTConfig(
         model="tunekit/nano",
-        data=ChatDataset(str(assets.DATA["tunekit/tools"]), length=256, limit=96),
-        out=str(tmp_path / "fast"),
+        data=ChatDataset(str(assets.DATA["tunekit/tools"]), max_length=256, max_samples=96),
+        output_dir=str(tmp_path / "fast"),
         adapter=LoRAConfig(),
         optimizer=AdamWConfig(lr=1e-2),
         forgetting=rule,
-        batch=8,
-        micro_batch=8,
-        steps=12,
+        global_batch_size=8,
+        micro_batch_size=8,
+        max_steps=12,
     )
     with pytest.raises(UserError, match="the loss on .*stories.jsonl .train. rose from"):
         sft.main(cfg)
-    gentle = replace(cfg, out=str(tmp_path / "slow"), optimizer=AdamWConfig(lr=1e-4))
+    gentle = replace(cfg, output_dir=str(tmp_path / "slow"), optimizer=AdamWConfig(lr=1e-4))
     sft.main(gentle)
     assert (tmp_path / "slow/final").is_dir()

@@ -10,12 +10,12 @@ PROMPTS = ["What is 1 plus 1?", "What is 4 plus 16?", "Why?", "What is a day? " 
 @pytest.fixture
 def generate(work, learnt):
     """The answers that are written with some options, in the order of the prompts."""
-    lines = [f"model: {learnt}", f"prompts: {json.dumps(PROMPTS)}", "device: cpu", "precision: {compute: fp32}"]
-    lines += ["sampling: {tokens: 12}", "recipe: generate"]
+    lines = [f"model: {learnt}", f"prompts: {json.dumps(PROMPTS)}", "device: cpu", "precision: {compute_dtype: fp32}"]
+    lines += ["sampling: {max_new_tokens: 12}", "recipe: generate"]
     (work.folder / "generate.yaml").write_text("\n".join(lines))
 
     def call(*words):
-        done = work.tune("run", "generate", "generate.yaml", "out=new/answers.jsonl", *words)
+        done = work.tune("run", "generate", "generate.yaml", "output_path=new/answers.jsonl", *words)
         assert done.code == 0, done.err
         assert done.err == "", "bars are for terminals"
         rows = [json.loads(line) for line in (work.folder / "new/answers.jsonl").read_text().splitlines()]
@@ -34,16 +34,16 @@ def test_what_was_learnt_is_answered(generate):
 def test_greedy_answers_do_not_depend_on_their_company(generate):
     rows = generate()
     for batch in (1, 2, 3):
-        assert generate(f"batch={batch}") == rows
+        assert generate(f"batch_size={batch}") == rows
     (last,) = generate(f"prompts={json.dumps(PROMPTS[3:])}")
     assert last == rows[3]
 
 
 def test_a_seed_gives_the_same_draws(generate):
-    drawn = ("sampling={temperature: 1.5, tokens: 12, seed: 5}", "batch=4")
+    drawn = ("sampling={temperature: 1.5, max_new_tokens: 12, seed: 5}", "batch_size=4")
     rows = generate(*drawn)
     assert generate(*drawn) == rows
-    assert generate(*drawn, "batch=1") == rows
+    assert generate(*drawn, "batch_size=1") == rows
     assert generate(*drawn, "sampling.seed=6") != rows
     twice = generate(*drawn, f"prompts={json.dumps(PROMPTS[2:3] * 2)}")
     assert twice[0]["answer"] != twice[1]["answer"], "the same question twice is two draws"
@@ -70,4 +70,4 @@ def test_printed(work, generate):
 def test_raw_prompts_go_on(work, generate):
     """Without the template there is no turn, and other text comes."""
     template = generate("prompts=[It is]")
-    assert generate("prompts=[It is]", "raw=true") != template
+    assert generate("prompts=[It is]", "apply_chat_template=false") != template

@@ -49,14 +49,18 @@ def test_a_line_of_the_log_asks_once() -> None:
 
 @pytest.mark.parametrize("optimizer", [AdamWConfig(), MuonConfig()], ids=lambda c: type(c).__name__)
 @pytest.mark.parametrize("adapter", [NoAdapter(), LoRAConfig(4, dropout=0.1)], ids=["full", "lora"])
-@pytest.mark.parametrize("memory", [MemoryConfig(), MemoryConfig(True), MemoryConfig(step_in_backward=True)], ids=str)
+@pytest.mark.parametrize("memory", [MemoryConfig(), MemoryConfig("full"), MemoryConfig(optimizer_in_bwd=True)], ids=str)
 def test_a_step_asks_nothing(optimizer, adapter, memory: MemoryConfig, tmp_path: Path) -> None:
-    early = memory.step_in_backward
-    sizes = {"clip": 0.0, "batch": 2, "micro_batch": 2} if early else {"clip": 1.0, "batch": 4, "micro_batch": 2}
-    cfg = sft.SFTConfig(model="m", data=TextDataset("t"), out="o", optimizer=optimizer, memory=memory, **sizes)
+    early = memory.optimizer_in_bwd
+    sizes = (
+        {"max_grad_norm": 0.0, "global_batch_size": 2, "micro_batch_size": 2}
+        if early
+        else {"max_grad_norm": 1.0, "global_batch_size": 4, "micro_batch_size": 2}
+    )
+    cfg = sft.SFTConfig(model="m", data=TextDataset("t"), output_dir="o", optimizer=optimizer, memory=memory, **sizes)
     model, run = ours(made(tmp_path, "llama3.2"), adapter, memory=memory), DistributedContext(0, "cpu")
     inner = (p for layer in model.layers for p in layer.parameters())
-    update = memory.update(optimizer.build(adapter.trained(model), inner), cfg.clip, run)
+    update = memory.update(optimizer.build(adapter.trained(model), inner), cfg.max_grad_norm, run)
     steps = [[batch(tokens(seed=step))] * (1 if early else 2) for step in range(2)]
     with Asked() as asked:
         for batches in steps:

@@ -8,7 +8,7 @@ from tests.recipes.test_resume import stop_after
 from tunekit.loggers import metric_logger
 from tunekit.training.step_guard import StepGuard
 
-RUN = ("run", "sft", "sft.yaml", "steps=7", "save_every=3")
+RUN = ("run", "sft", "sft.yaml", "max_steps=7", "save_every=3")
 
 
 def read_late(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -21,17 +21,17 @@ def read_late(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "words",
     [
-        ("validate_every=2", "log.every=1"),
-        ("validation=null", "log.every=2"),
-        ("optimizer.lr=0.5", "steps=20", "validate_every=1", "patience=2"),
-        ("forgetting={data: {source: held.jsonl, length: 64}, every: 2}", "log.every=3"),
+        ("eval_every=2", "log_every=1"),
+        ("eval_data=null", "log_every=2"),
+        ("optimizer.lr=0.5", "max_steps=20", "eval_every=1", "early_stopping_patience=2"),
+        ("forgetting={data: {source: held.jsonl, max_length: 64}, eval_every: 2}", "log_every=3"),
     ],
     ids=["validation", "every second step", "patience", "forgetting"],
 )
 def test_lines_are_the_same(work, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]) -> None:
-    assert work.tune(*RUN, *words, "out=near").code == 0
+    assert work.tune(*RUN, *words, "output_dir=near").code == 0
     read_late(monkeypatch)
-    done = work.tune(*RUN, *words, "out=far")
+    done = work.tune(*RUN, *words, "output_dir=far")
     assert done.code == 0, done.err
     assert work.same("far", "near")
 
@@ -42,11 +42,11 @@ def test_a_loss_that_is_not_finite_ends_both_at_the_same_step(
     work, monkeypatch: pytest.MonkeyPatch, bad: int, log_every: int
 ) -> None:
     """Counted from 0; the last step of the run too."""
-    words = (*RUN, "validation=null", f"log.every={log_every}", "save_every=2")
+    words = (*RUN, "eval_data=null", f"log_every={log_every}", "save_every=2")
     plant(monkeypatch, float("nan"), bad)
-    near = work.tune(*words, "out=near")
+    near = work.tune(*words, "output_dir=near")
     read_late(monkeypatch)
-    far = work.tune(*words, "out=far")
+    far = work.tune(*words, "output_dir=far")
     assert near.code == far.code == 2
     for done in (near, far):
         assert f"step {bad + 1}: the loss is nan" in done.err
@@ -57,20 +57,27 @@ def test_a_loss_that_is_not_finite_ends_both_at_the_same_step(
 
 
 def test_a_run_that_is_stopped_goes_on(work, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert work.tune(*RUN, "out=near").code == 0
+    assert work.tune(*RUN, "output_dir=near").code == 0
     read_late(monkeypatch)
     with monkeypatch.context() as stops:
         stop_after(stops, 3)
-        assert work.tune(*RUN, "out=far").code == 143
+        assert work.tune(*RUN, "output_dir=far").code == 143
     assert [line["step"] for line in work.numbers("far") if "loss" in line] == [1, 2, 3]
-    assert work.tune(*RUN, "out=far").code == 0
+    assert work.tune(*RUN, "output_dir=far").code == 0
     assert work.same("far", "near")
 
 
 def test_a_way_back_leaves_the_same_lines(work, monkeypatch: pytest.MonkeyPatch) -> None:
-    words = (*RUN, "steps=14", "validation=null", "guard.window=8", "guard.spike=20", "guard.answer=back")
+    words = (
+        *RUN,
+        "max_steps=14",
+        "eval_data=null",
+        "step_guard.spike_window=8",
+        "step_guard.spike_factor=20",
+        "step_guard.on_spike=rollback",
+    )
     plant(monkeypatch, 1000.0, 10)
-    assert work.tune(*words, "out=near").code == 0
+    assert work.tune(*words, "output_dir=near").code == 0
     read_late(monkeypatch)
-    assert work.tune(*words, "out=far").code == 0
+    assert work.tune(*words, "output_dir=far").code == 0
     assert work.same("far", "near")

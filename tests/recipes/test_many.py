@@ -13,13 +13,13 @@ from tests.recipes.kills import KILLS, SEED, SIZE, asked, killed, ranks
 from tests.waiting import LIMIT, until
 
 pytestmark = [pytest.mark.multi, pytest.mark.slow]
-RUN = ("run", "sft", "sft.yaml", "adapter={kind: lora, rank: 4, dropout: 0.3}", "steps=8", "validate_every=4")
+RUN = ("run", "sft", "sft.yaml", "adapter={kind: lora, rank: 4, dropout: 0.3}", "max_steps=8", "eval_every=4")
 
 
 def start(work, *words, size=2):
-    """`tune run --gpus`, as a person starts it."""
+    """`tune run --nproc-per-node`, as a person starts it."""
     env = {name: word for name, word in os.environ.items() if name != "OMP_NUM_THREADS"}
-    command = [sys.executable, "-P", "-m", "tunekit.cli", *RUN, "--gpus", str(size), *words]
+    command = [sys.executable, "-P", "-m", "tunekit.cli", *RUN, "--nproc-per-node", str(size), *words]
     return subprocess.Popen(command, cwd=work.folder, env=env, stderr=subprocess.PIPE, text=True)
 
 
@@ -41,7 +41,7 @@ def test_killed_at_random_moments(work):
     """Whichever rank dies, and when: all start again by themselves."""
     left, size, seed = asked(KILLS, 4), asked(SIZE, 2), asked(SEED, 0)
     dice, count, runs = random.Random(seed), left, 0
-    process = start(work, "out=unbroken", "save_every=1", size=size)
+    process = start(work, "output_dir=unbroken", "save_every=1", size=size)
     until(lambda: ranks(process.pid), process)
     began = time.monotonic()
     code, err = end(process)
@@ -49,7 +49,7 @@ def test_killed_at_random_moments(work):
     whole = time.monotonic() - began
     while left:
         out = f"out{runs}"
-        process = start(work, f"out={out}", "save_every=1", "--max-restarts", "1000", size=size)
+        process = start(work, f"output_dir={out}", "save_every=1", "--max-restarts", "1000", size=size)
         kills = killed(process, work.folder / out, left, size, whole, dice)
         code, err = end(process, LIMIT + count)
         assert code == 0, err
@@ -60,7 +60,7 @@ def test_killed_at_random_moments(work):
 
 
 def test_stopped_by_a_signal_and_by_a_file(work):
-    long = "steps=2000", "validate_every=2000", "save_every=2000"
+    long = "max_steps=2000", "eval_every=2000", "save_every=2000"
     process = start(work, *long)
     until(lambda: steps(work, "out") >= 2, process)
     process.send_signal(signal.SIGTERM)

@@ -39,7 +39,7 @@ def config(
     return preference.PreferenceConfig(
         model=str(made(folder / "model", "llama3.2")),
         data=data,
-        out=str(folder / "run"),
+        output_dir=str(folder / "run"),
         loss=(loss,),
         optimizer=STEADY,
         **PLAIN,
@@ -77,17 +77,17 @@ def trained(kind: Any, settings: type, cfg: preference.PreferenceConfig, lines: 
 def compare(cfg: preference.PreferenceConfig, trainer: Any, names: tuple[str, ...]) -> None:
     """Every step's figures, and the model behind the last."""
     preference.main(cfg)
-    found = figures(cfg.out)
+    found = figures(cfg.output_dir)
     wanted = [line for line in trainer.state.log_history if "loss" in line]
     assert len(found) == len(wanted) == STEPS
     for ours, them in zip(found, wanted, strict=True):
-        assert ours["norm"] == pytest.approx(float(them["grad_norm"]), rel=1e-5)
+        assert ours["grad_norm"] == pytest.approx(float(them["grad_norm"]), rel=1e-5)
         for name in names:
             bound = 1e-6 * abs(ours.get("logps/chosen", 1.0))  # rewards are differences of log-probabilities
             assert ours[name] == pytest.approx(float(them[name]), rel=1e-5, abs=max(1e-5, bound)), name
     assert abs(found[-1]["loss"] - found[0]["loss"]) > 1e-2, "something was learnt"
     with torch.no_grad():
-        assert error(opened(Path(cfg.out))(tokens()), trainer.model.eval()(tokens()).logits) < 1e-5
+        assert error(opened(Path(cfg.output_dir))(tokens()), trainer.model.eval()(tokens()).logits) < 1e-5
 
 
 FIGURES = ("loss", "rewards/chosen", "rewards/rejected", "rewards/margins", "logps/chosen", "logps/rejected")
@@ -97,7 +97,7 @@ FIGURES = ("loss", "rewards/chosen", "rewards/rejected", "rewards/margins", "log
 def test_dpo(tail: float | None, tmp_path: Path) -> None:
     """And LD-DPO, for which a token counts less where the other answer has ended."""
     cfg = config(tmp_path, Pairs(rows(tmp_path), shuffle=False), DPO())
-    cfg = cfg if tail is None else replace(cfg, tail=tail)
+    cfg = cfg if tail is None else replace(cfg, ld_alpha=tail)
     answers = documents(cfg)
     pairs = zip(answers[::2], answers[1::2], strict=True)
     lines = [{"prompt_ids": p, "chosen_ids": c, "rejected_ids": r} for (p, c), (_, r) in pairs]
@@ -107,7 +107,9 @@ def test_dpo(tail: float | None, tmp_path: Path) -> None:
 
 def test_kto(tmp_path: Path) -> None:
     """A mismatched answer is that of the next row of the step, on both sides."""
-    cfg = config(tmp_path, UnpairedPreferenceDataset(rows(tmp_path), shuffle=False), KTO(good=1.2, beta=0.3))
+    cfg = config(
+        tmp_path, UnpairedPreferenceDataset(rows(tmp_path), shuffle=False), KTO(desirable_weight=1.2, beta=0.3)
+    )
     answers = documents(cfg)
     nexts = [(i + 1) % BATCH + i // BATCH * BATCH for i in range(len(answers))]
     lines = [

@@ -10,7 +10,7 @@ from tunekit import assets, build
 from tunekit.checkpoint.hf_checkpoint import WEIGHTS
 from tunekit.data.tokenizer import Tokenizer
 
-RUN = ("run", "sft", "sft.yaml", "model=tunekit/tiny", "steps=2", "validate_every=2")
+RUN = ("run", "sft", "sft.yaml", "model=tunekit/tiny", "max_steps=2", "eval_every=2")
 NANO = "tokenizer=tunekit/nano"
 
 
@@ -26,7 +26,7 @@ def preset(work, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_from_scratch(work, preset: Path) -> None:
-    done = work.tune(*RUN, NANO, "init=random", "out=one")
+    done = work.tune(*RUN, NANO, "init=random", "output_dir=one")
     assert done.code == 0, done.err
     final, nano = work.folder / "one/final", assets.MODELS["tunekit/nano"]
     assert (final / WEIGHTS).is_file()
@@ -42,10 +42,10 @@ def test_from_scratch(work, preset: Path) -> None:
 
 def test_an_adapter_goes_with_the_tokenizer_it_was_trained_on(work, preset: Path) -> None:
     adapter = "adapter={kind: lora, rank: 2, alpha: 4}"
-    done = work.tune(*RUN, NANO, "init=random", "out=two", adapter)
+    done = work.tune(*RUN, NANO, "init=random", "output_dir=two", adapter)
     assert done.code == 2
     assert "init: random weights under an adapter are kept nowhere" in done.err
-    done = work.tune(*RUN, NANO, f"model={work.model}", "out=two", adapter)
+    done = work.tune(*RUN, NANO, f"model={work.model}", "output_dir=two", adapter)
     assert done.code == 0, done.err
     held = {file.name for file in (work.folder / "two/final").iterdir()}
     assert {"adapter_config.json", "tokenizer.json", "chat_template.jinja"} <= held
@@ -59,7 +59,7 @@ def test_an_adapter_goes_with_the_tokenizer_it_was_trained_on(work, preset: Path
     (("init=random", "tokenizer=./nowhere"), "no such folder: ./nowhere"),
 ])  # fmt: skip
 def test_what_is_missing_is_told_in_a_line(words: tuple[str, ...], told: str, work, preset: Path) -> None:
-    done = work.tune(*RUN, *words, "out=three")
+    done = work.tune(*RUN, *words, "output_dir=three")
     assert done.code == 2
     assert told in done.err
     assert len(done.err.strip().splitlines()) <= 2, done.err
@@ -68,6 +68,6 @@ def test_what_is_missing_is_told_in_a_line(words: tuple[str, ...], told: str, wo
 def test_a_tokenizer_that_is_too_large(work, preset: Path) -> None:
     config = preset / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"vocab_size": 20}))
-    done = work.tune(*RUN, NANO, "init=random", "out=three")
+    done = work.tune(*RUN, NANO, "init=random", "output_dir=three")
     assert done.code == 2
     assert "and its model 20: the tokenizer is another model's" in done.err

@@ -43,7 +43,7 @@ def config(folder: Path, shape: str = "llama3.2", **changes: Any) -> reward.Rewa
     cfg = reward.RewardConfig(
         model=str(made(folder / "model", shape)),
         data=PreferenceDataset(rows(folder)),
-        out=str(folder / "run"),
+        output_dir=str(folder / "run"),
         optimizer=SGDConfig(lr=0.05, momentum=0.0),
         **PLAIN,
     )
@@ -54,7 +54,7 @@ def started(cfg: reward.RewardConfig, folder: Path) -> transformers.PreTrainedMo
     """The model that training begins with, as transformers opens it."""
     source = training.open_checkpoint(cfg)
     model = build.build_model(
-        source, cfg.weights, NoAdapter(), cfg.precision, cfg.memory, DistributedContext(cfg.seed, "cpu")
+        source, cfg.quantization, NoAdapter(), cfg.precision, cfg.memory, DistributedContext(cfg.seed, "cpu")
     )
     with atomic.AtomicDir(folder / "start") as out:
         save_model.save_model(out, model, source, quiet=True)
@@ -78,7 +78,9 @@ def trl_steps(cfg: reward.RewardConfig, model: transformers.PreTrainedModel, fol
         pairs = zip(texts[::2], texts[1::2], part.margins.tolist(), strict=True)
         lines += [{"chosen_ids": one, "rejected_ids": other, "margin": margin} for one, other, margin in pairs]
     assert isinstance(cfg.loss, BradleyTerry)
-    args = RewardConfig(**told(cfg), max_length=None, center_rewards_coefficient=cfg.loss.center or None)
+    args = RewardConfig(
+        **told(cfg), max_length=None, center_rewards_coefficient=cfg.loss.center_rewards_coefficient or None
+    )
     words = transformers.AutoTokenizer.from_pretrained(cfg.model)
     words.pad_token = words.convert_ids_to_tokens(PAD)
     rows = datasets.Dataset.from_list(lines)
@@ -91,8 +93,8 @@ def agrees(cfg: reward.RewardConfig, folder: Path) -> None:
     model = started(cfg, folder)
     wanted, other = trl_steps(cfg, model, folder)
     reward.main(cfg)
-    found = figures(cfg.out)
-    names = {"loss": "loss", "norm": "grad_norm", "rewards/accuracies": "accuracy", "rewards/margins": "margin"}
+    found = figures(cfg.output_dir)
+    names = {"loss": "loss", "grad_norm": "grad_norm", "rewards/accuracies": "accuracy", "rewards/margins": "margin"}
     names |= {"rewards/max": "max_reward", "rewards/mean": "mean_reward", "rewards/min": "min_reward"}
     for ours, theirs in names.items():
         exact = [line[ours] for line in found]
@@ -120,10 +122,10 @@ def torch_steps(cfg: reward.RewardConfig, model: transformers.PreTrainedModel) -
         labels = part.targets if isinstance(cfg.loss, ProcessReward) else labels
         loss = model(part.tokens, attention_mask=(part.owner >= 0).long(), labels=labels).loss
         loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.clip)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.max_grad_norm)
         optimizer.step()
         optimizer.zero_grad()
-        lines.append({"loss": loss.item(), "norm": norm.item()})
+        lines.append({"loss": loss.item(), "grad_norm": norm.item()})
     return lines
 
 
@@ -131,13 +133,13 @@ def torch_steps(cfg: reward.RewardConfig, model: transformers.PreTrainedModel) -
 def test_a_step_of_labels_is_that_of_transformers(loss: RewardLoss, tmp_path: Path) -> None:
     """IGNORE is what transformers ignores; a mean of documents of one batch is that of a step."""
     source = rows(tmp_path)
-    data = StepwiseDataset(source, separator=" w7 ") if isinstance(loss, ProcessReward) else LabeledDataset(source)
+    data = StepwiseDataset(source, step_separator=" w7 ") if isinstance(loss, ProcessReward) else LabeledDataset(source)
     cfg = config(tmp_path, loss=loss, data=data)
     other = started(cfg, tmp_path)
     wanted = torch_steps(cfg, other)
     reward.main(cfg)
-    found = figures(cfg.out)
-    for name in ("loss", "norm"):
+    found = figures(cfg.output_dir)
+    for name in ("loss", "grad_norm"):
         exact = [line[name] for line in found]
         assert exact == pytest.approx([line[name] for line in wanted], rel=1e-5), name
     mine = opened(tmp_path / "run" / "final").state_dict()

@@ -53,7 +53,7 @@ def plain_loop(cfg: sft.SFTConfig, folder: Path) -> tuple[list[float], nn.Module
         logits = model(part.tokens).logits
         loss = F.cross_entropy(logits.flatten(0, 1), part.targets.flatten(), ignore_index=IGNORE)
         loss.backward()
-        nn.utils.clip_grad_norm_(trained, cfg.clip)
+        nn.utils.clip_grad_norm_(trained, cfg.max_grad_norm)
         optimizer.step(), schedule.step(), optimizer.zero_grad()
         losses.append(loss.item())
     return losses, model.eval()
@@ -63,26 +63,26 @@ def plain_loop(cfg: sft.SFTConfig, folder: Path) -> tuple[list[float], nn.Module
     ("llama3.2", ChatDataset, NoAdapter()),
     ("qwen3-biases", TextDataset, NoAdapter()),
     ("llama-biases", ChatDataset, LoRAConfig(4, 8.0)),
-    ("mistral", TextDataset, LoRAConfig(4, 8.0, targets=("all", "head", "embed"))),
+    ("mistral", TextDataset, LoRAConfig(4, 8.0, target_modules=("all-linear", "head", "embed"))),
     ("qwen2", ChatDataset, DoRAConfig(4, 8.0)),
 ])  # fmt: skip
 def test_losses_are_those_of_transformers_and_peft(name: str, kind: type, adapter, tmp_path: Path) -> None:
     cfg = sft.SFTConfig(
         model=str(made(tmp_path / "model", name)),
         data=kind(rows(tmp_path)),
-        out=str(tmp_path / "run"),
+        output_dir=str(tmp_path / "run"),
         adapter=adapter,
         optimizer=AdamWConfig(lr=3e-3),
-        schedule=CosineLRConfig(),
+        lr_scheduler=CosineLRConfig(),
         precision=FP32,
         device="cpu",
-        batch=BATCH,
-        micro_batch=2,
-        steps=STEPS,
+        global_batch_size=BATCH,
+        micro_batch_size=2,
+        max_steps=STEPS,
     )
     sft.main(cfg)
     wanted, model = plain_loop(cfg, tmp_path)
-    assert [line["loss"] for line in figures(cfg.out)] == pytest.approx(wanted, rel=1e-5)
+    assert [line["loss"] for line in figures(cfg.output_dir)] == pytest.approx(wanted, rel=1e-5)
     assert abs(wanted[-1] - wanted[0]) > 1e-2, "something was learnt"
     with torch.no_grad():
         found = opened(tmp_path / "run")(tokens())

@@ -8,7 +8,7 @@ import pytest
 from tests.waiting import LIMIT, until
 
 RUN = ("run", "sft", "sft.yaml")
-LONG = (*RUN, "steps=60", "save_every=100", "validate_every=100")
+LONG = (*RUN, "max_steps=60", "save_every=100", "eval_every=100")
 # Steps take their time: whoever sends a signal behind the first comes before the last.
 SLOW = """
 import time
@@ -46,14 +46,14 @@ def test_a_signal_saves_and_the_same_command_goes_on(work, number):
     assert "Traceback" not in work.log
     assert not (work.folder / "out/final").exists()
     assert work.tune(*LONG).code == 0
-    assert work.tune(*LONG, "out=unbroken").code == 0
+    assert work.tune(*LONG, "output_dir=unbroken").code == 0
     assert work.same("out", "unbroken")
 
 
 def test_the_second_one_leaves_at_once(work):
     """While validation takes long, nobody has to wait for it."""
     (work.folder / "held.jsonl").write_text((work.folder / "held.jsonl").read_text() * 2000)
-    process = work.start(*RUN, "validate_every=1", "save_every=1")
+    process = work.start(*RUN, "eval_every=1", "save_every=1")
     until(lambda: begun(work), process)
     os.kill(process.pid, signal.SIGINT)
     until(lambda: "once more leaves at once" in work.log, process)
@@ -79,9 +79,10 @@ def test_before_the_first_step_a_signal_leaves_at_once(work):
 def test_asking_a_model_can_be_stopped(work):
     """Recipes that have nothing to save end at the first signal."""
     questions = ", ".join(["Why"] * 400)
-    config = f"model: {work.model}\nprompts: [{questions}]\nbatch: 1\ndevice: cpu\nsampling: {{tokens: 500}}\n"
+    config = f"model: {work.model}\nprompts: [{questions}]\nbatch_size: 1\ndevice: cpu\n"
+    config += "sampling: {max_new_tokens: 500}\n"
     (work.folder / "generate.yaml").write_text(config)
-    process = work.start("run", "generate", "generate.yaml", "out=answers.jsonl", first=TOLD)
+    process = work.start("run", "generate", "generate.yaml", "output_path=answers.jsonl", first=TOLD)
     until((work.folder / "answering").exists, process)
     os.kill(process.pid, signal.SIGINT)
     process.join(LIMIT)

@@ -32,10 +32,10 @@ START = {"lora_A0": "lora_A.weight", "lora_B0": "lora_B.weight"}  # what was the
 WORDS = {  # what they mean, as patterns over whole names
     "attn": r"layers\.\d+\.attn\..+",
     "mlp": r"layers\.\d+\.mlp\.(?!(.+\.)?experts\.).+",
-    "all": r"layers\.\d+\.(attn|mlp)\.(?!(.+\.)?experts\.).+",
+    "all-linear": r"layers\.\d+\.(attn|mlp)\.(?!(.+\.)?experts\.).+",
     "experts": r"layers\.\d+\.mlp\.(.+\.)?experts\..+",
-    "head": "head",
-    "embed": "embed",
+    "lm_head": "head",
+    "embed_tokens": "embed",
     "norm": "norm",
     "norms": r"(.+\.)?\w*norm",
 }
@@ -45,8 +45,8 @@ WORDS = {  # what they mean, as patterns over whole names
 class NoAdapter:
     """Train every weight."""
 
-    kind: ClassVar[str] = "full"
-    start: ClassVar[None] = None  # the checkpoint is all there is to start from
+    kind: ClassVar[str] = "none"
+    adapter_path: ClassVar[None] = None  # the checkpoint is all there is to start from
 
     def apply(self, model: Decoder) -> None:
         """Nothing is added and nothing frozen."""
@@ -72,19 +72,26 @@ class LoRAConfig:
     """Low-rank updates W + s B A of frozen layers (arXiv:2106.09685), under the names that PEFT gives them."""
 
     kind: ClassVar[str] = "lora"
-    rank: int = 16
+    rank: int = 16  # Rank; scale = alpha / rank; dropout on the adapter input; which biases to train
     alpha: float = 32.0  # s = alpha / rank
     dropout: float = 0.0  # on the input of the update
-    targets: str | tuple[str, ...] = "all"  # attn, mlp, all, experts, head, embed; or regular expressions
-    rslora: bool = False  # s = alpha / sqrt(rank): the update does not fade at high ranks (arXiv:2312.03732)
-    init: Literal["zero", "pissa"] = "zero"  # zero: B = 0; pissa: the strongest directions of W (arXiv:2404.02948)
-    plus: float = 1.0  # LoRA+: the learning rate of B as a multiple of that of A (arXiv:2402.12354)
-    start: str | None = None  # folder of a PEFT adapter to go on from
-    ranks: dict[str, int] = field(default_factory=dict)  # ranks of layers that differ, by patterns as in `targets`
-    alphas: dict[str, float] = field(default_factory=dict)  # and their alphas; the first pattern that fits counts
-    whole: str | tuple[str, ...] = ()  # modules that are trained whole: head, embed, norms, router, or patterns
+    target_modules: str | tuple[str, ...] = "all-linear"  # Module groups, names or regular expressions
+    use_rslora: bool = False  # scale = alpha / sqrt(rank) (rsLoRA, arXiv:2312.03732)
+    # `default`: Kaiming A, zero B. `pissa`: principal singular vectors (arXiv:2404.02948)
+    init: Literal["default", "pissa"] = (
+        "default"  # zero: B = 0; pissa: the strongest directions of W (arXiv:2404.02948)
+    )
+    loraplus_lr_ratio: float = 1.0  # LoRA+: learning rate of B relative to A (arXiv:2402.12354)
+    adapter_path: str | None = None  # folder of a PEFT adapter to go on from
+    # Ranks and alphas by module pattern; the first match wins
+    rank_pattern: dict[str, int] = field(default_factory=dict)
+    alpha_pattern: dict[str, float] = field(
+        default_factory=dict
+    )  # and their alphas; the first pattern that fits counts
+    # Modules that are trained in full and saved with the adapter
+    modules_to_save: str | tuple[str, ...] = ()
     bias: Literal["none", "lora_only", "all"] = "none"  # biases that are trained: of adapted layers, or all
-    untie: bool = False  # a head that is the embedding gets weights of its own, if `whole` names one of them
+    untie_embeddings: bool = False  # Give lm_head its own weights if it shares the embedding's
 
     def __post_init__(self) -> None:
         if self.rank < 1:
@@ -93,24 +100,26 @@ class LoRAConfig:
             raise FieldError("alpha", f"must be above 0, not {self.alpha}")
         if not 0 <= self.dropout < 1:
             raise FieldError("dropout", f"a share from 0 to below 1, not {self.dropout}")
-        if self.plus <= 0:
-            raise FieldError("plus", f"must be above 0, not {self.plus}")
-        if self.start is not None and self.init != "zero":
-            raise FieldError("start", f"{self.init} begins with the weights and no adapter: leave one of them out")
-        if not self.targets:
-            raise FieldError("targets", "name at least one layer")
+        if self.loraplus_lr_ratio <= 0:
+            raise FieldError("loraplus_lr_ratio", f"must be above 0, not {self.loraplus_lr_ratio}")
+        if self.adapter_path is not None and self.init != "default":
+            raise FieldError(
+                "adapter_path", f"{self.init} begins with the weights and no adapter: leave one of them out"
+            )
+        if not self.target_modules:
+            raise FieldError("target_modules", "name at least one layer")
         self.check_patterns()
 
     def check_patterns(self) -> None:
         """Every pattern compiles, and what stands behind it makes sense."""
-        for pattern, rank in self.ranks.items():
+        for pattern, rank in self.rank_pattern.items():
             if rank < 1:
-                raise FieldError("ranks", f"{pattern}: must be 1 or more, not {rank}")
-        for pattern, alpha in self.alphas.items():
+                raise FieldError("rank_pattern", f"{pattern}: must be 1 or more, not {rank}")
+        for pattern, alpha in self.alpha_pattern.items():
             if alpha <= 0:
-                raise FieldError("alphas", f"{pattern}: must be above 0, not {alpha}")
-        fields = {"ranks": self.ranks, "alphas": self.alphas}
-        fields |= {"targets": as_tuple(self.targets), "whole": as_tuple(self.whole)}
+                raise FieldError("alpha_pattern", f"{pattern}: must be above 0, not {alpha}")
+        fields = {"rank_pattern": self.rank_pattern, "alpha_pattern": self.alpha_pattern}
+        fields |= {"target_modules": as_tuple(self.target_modules), "modules_to_save": as_tuple(self.modules_to_save)}
         for key, pattern in ((key, pattern) for key, patterns in fields.items() for pattern in patterns):
             try:
                 re.compile(pattern)
@@ -121,24 +130,29 @@ class LoRAConfig:
         """The layers to adapt, by name."""
         names = {n: m for n, m in model.named_modules() if isinstance(m, Layer) and ".lora_" not in n}
         return {
-            name: names[name] for pattern in as_tuple(self.targets) for name in match_modules("targets", pattern, names)
+            name: names[name]
+            for pattern in as_tuple(self.target_modules)
+            for name in match_modules("target_modules", pattern, names)
         }
 
     def sizes(self, names: Iterable[str]) -> dict[str, tuple[int, float]]:
         """Rank and alpha of adapted layers, by name."""
         names = list(names)
-        ranks, alphas = values_by_module("ranks", self.ranks, names), values_by_module("alphas", self.alphas, names)
+        ranks, alphas = (
+            values_by_module("rank_pattern", self.rank_pattern, names),
+            values_by_module("alpha_pattern", self.alpha_pattern, names),
+        )
         return {name: (ranks.get(name, self.rank), alphas.get(name, self.alpha)) for name in names}
 
     def scale(self, rank: int, alpha: float) -> float:
         """The factor on an update of this rank."""
-        return alpha / (rank**0.5 if self.rslora else rank)
+        return alpha / (rank**0.5 if self.use_rslora else rank)
 
     def apply(self, model: Decoder) -> None:
         """Freeze the model and hang the updates beside its layers."""
         trainable = {parameter for parameter in model.parameters() if parameter.requires_grad}
         model.requires_grad_(False)
-        if self.untie:
+        if self.untie_embeddings:
             model.spec = replace(model.spec, tied=False)
             model.head.weight = nn.Parameter(torch.empty_like(model.head.weight), requires_grad=False)
             trainable.add(model.head.weight)
@@ -153,13 +167,21 @@ class LoRAConfig:
         """The parameters of the model itself that are saved with the updates of `layers`, most of them trained."""
         adapted = {*layers}
         own = {n: m for n, m in model.named_modules() if ".lora_" not in n and [*m.parameters(recurse=False)]}
-        whole = dict.fromkeys(name for pattern in as_tuple(self.whole) for name in match_modules("whole", pattern, own))
+        whole = dict.fromkeys(
+            name
+            for pattern in as_tuple(self.modules_to_save)
+            for name in match_modules("modules_to_save", pattern, own)
+        )
         whole |= {} if model.spec.score is None else {"head": None}  # one that scores is new, or begins as it was
         shared = TIED if model.spec.tied and not TIED.isdisjoint(adapted) else set()
         if both := [n for n in whole if n in adapted | shared or any(layer.startswith(f"{n}.") for layer in adapted)]:
-            raise UserError(f"adapter.whole: {both[0]} is adapted too; leave it out of whole or of targets")
+            raise UserError(
+                f"adapter.modules_to_save: {both[0]} is adapted too; remove it from modules_to_save or target_modules"
+            )
         if packed := [n for n in whole if not all(p.is_floating_point() for p in own[n].parameters(recurse=False))]:
-            raise UserError(f"adapter.whole: {packed[0]} is kept in few bits, which no step can change; leave it out")
+            raise UserError(
+                f"adapter.modules_to_save: {packed[0]} is kept in few bits, which no step can change; leave it out"
+            )
         names = [f"{name}.{key}" for name in whole for key, _ in own[name].named_parameters(recurse=False)]
         biased = {"none": set(), "lora_only": adapted, "all": set(own)}[self.bias]
         names += [f"{n}.bias" for n, m in own.items() if n in biased and isinstance(m, Linear) and m.bias is not None]
@@ -174,7 +196,10 @@ class LoRAConfig:
             layer.update = self.embed
         elif isinstance(layer, GroupedLinear):
             if self.init == "pissa":
-                raise UserError("adapter.init: pissa begins with no experts; leave them out of targets, or use zero")
+                raise UserError(
+                    "adapter.init: pissa begins with no experts; remove them from target_modules, or set "
+                    "adapter.init=default"
+                )
             layer.lora_A = empty(layer.experts, rank, layer.in_features)
             layer.lora_B = empty(layer.experts, layer.out_features, rank)
             layer.update = self.by_expert
@@ -276,7 +301,7 @@ class LoRAConfig:
         """A and the rest, then B, which LoRA+ moves faster."""
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         yield [p for name, p in named if "_B" not in leaf(name.removesuffix(".weight"))], 1.0
-        yield [p for name, p in named if "_B" in leaf(name.removesuffix(".weight"))], self.plus
+        yield [p for name, p in named if "_B" in leaf(name.removesuffix(".weight"))], self.loraplus_lr_ratio
 
 
 @dataclass(frozen=True)
@@ -288,7 +313,7 @@ class DoRAConfig(LoRAConfig):
     def attach(self, layer: Layer, rank: int, alpha: float) -> None:
         if not isinstance(layer, Linear):
             kind = "embed" if isinstance(layer, Embedding) else "experts"
-            raise UserError(f"adapter.targets: dora does not adapt {kind}; leave that out, or use lora")
+            raise UserError(f"adapter.target_modules: dora does not adapt {kind}; leave that out, or use lora")
         super().attach(layer, rank, alpha)
         layer.lora_magnitude_vector = nn.Parameter(torch.empty(layer.out_features, device="meta"))
 
@@ -386,7 +411,7 @@ def match_modules(key: str, word: str, names: Iterable[str]) -> list[str]:
     hits = [n for n in names if re.fullmatch(pattern, n) or (not whole and re.fullmatch(pattern, leaf(n)))]
     if not hits:
         leaves = ", ".join(dict.fromkeys(leaf(name) for name in names))
-        kind = {"targets": "layer", "whole": "module"}.get(key, "adapted layer")
+        kind = {"target_modules": "layer", "modules_to_save": "module"}.get(key, "adapted layer")
         raise UserError(f"adapter.{key}: no {kind} is called {word!r}; this model has {leaves}")
     return hits
 

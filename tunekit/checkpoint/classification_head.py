@@ -39,7 +39,9 @@ def described(source: HFCheckpoint, score: ScoreHead, names: Sequence[str], prob
         raise UserError(f"{source.name}: transformers has no {kind} model that scores {what}, so none could open it")
     there = known(source, score)
     if names and list(names) != list(there) and set(names) & set(there):
-        raise UserError(f"{source.name}: its classes are {', '.join(there)}: name them in `data.classes` in this order")
+        raise UserError(
+            f"{source.name}: its classes are {', '.join(there)}: name them in `data.class_names` in this order"
+        )
     labels = {str(i): name for i, name in enumerate(names or there)}
     config = {key: value for key, value in source.config.items() if key != "num_labels"}
     config |= {"architectures": [architecture], "id2label": labels, "problem_type": problem}

@@ -52,7 +52,7 @@ def instead(path: Path) -> str:
     """What a folder is that people take for a checkpoint, and what to do with it."""
     final = path / "final"
     if (path / "adapter_config.json").is_file():
-        return f" but an adapter: `tune merge BASE {path} OUT` makes one, and `adapter.start` goes on from it"
+        return f" but an adapter: `tune merge BASE {path} OUT` makes one, and `adapter.adapter_path` goes on from it"
     if (final / "adapter_config.json").is_file():
         return f" but a run whose result is an adapter: `tune merge BASE {path} OUT` makes one"
     return f" but a run: name its result, {final}" if (final / "config.json").is_file() else ""

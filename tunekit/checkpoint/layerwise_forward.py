@@ -224,12 +224,12 @@ def start(
     net: Decoder, adapter: NoAdapter | LoRAConfig, source: HFCheckpoint, device: torch.device, opened: ExitStack
 ) -> list[Load]:
     """Fill the updates that an adapter starts from. What it holds whole comes in later, as these moves say."""
-    if adapter.start is None:
+    if adapter.adapter_path is None:
         return []
     allocate(net, [name for name in named_tensors(net) if ".lora_" in name], device)
     net.tie()
-    peft_adapter.check_adapter_fits(Path(adapter.start), net, adapter, source)
-    there = read_contents(Path(adapter.start), source)
+    peft_adapter.check_adapter_fits(Path(adapter.adapter_path), net, adapter, source)
+    there = read_contents(Path(adapter.adapter_path), source)
     tensors = opened.enter_context(TensorReader(there.tensors))
     peft_adapter.load_lora_weights(net, there, tensors)
     return [(move, lambda name: tensors.lend(there.names[name])) for move in there.kept]

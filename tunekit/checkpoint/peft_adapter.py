@@ -257,7 +257,7 @@ def config(
         "target_modules": short(modules, {tail(tensor.removesuffix(WEIGHT)) for tensor in rest} | beside),
         "target_parameters": short(parameters, {tail(tensor, 2) for tensor in rest}, parts=2) or None,
         "modules_to_save": endings(whole, {owner_module(tensor) for tensor in tensors} - whole | beside) or None,
-        "use_rslora": adapter.rslora,
+        "use_rslora": adapter.use_rslora,
         "use_dora": isinstance(adapter, DoRAConfig),
         "bias": adapter.bias,
         "fan_in_fan_out": False,
@@ -273,7 +273,7 @@ def task_type(score: ScoreHead | None) -> str:
 
 def alpha(update: LoRADelta, adapter: LoRAConfig) -> float:
     """The alpha that gives an update its scale, without what the root of a rank leaves behind."""
-    return float(f"{update.scale * (update.rank**0.5 if adapter.rslora else update.rank):.12g}")
+    return float(f"{update.scale * (update.rank**0.5 if adapter.use_rslora else update.rank):.12g}")
 
 
 def places(model: Decoder, source: HFCheckpoint) -> dict[str, KeyMatch]:
@@ -373,11 +373,11 @@ def read_adapter_config(folder: Path, source: HFCheckpoint) -> LoRAConfig:
         plain,
         rank=rank,
         alpha=usual,
-        targets=tuple(map(re.escape, updates)),
-        ranks={re.escape(name): size[0] for name, size in sizes.items() if size[0] != rank},
-        alphas={re.escape(name): size[1] for name, size in sizes.items() if size[1] != usual},
-        whole=tuple(map(re.escape, sorted(whole))),
-        untie=source.spec.tied and not keeps_tied_head(held),
+        target_modules=tuple(map(re.escape, updates)),
+        rank_pattern={re.escape(name): size[0] for name, size in sizes.items() if size[0] != rank},
+        alpha_pattern={re.escape(name): size[1] for name, size in sizes.items() if size[1] != usual},
+        modules_to_save=tuple(map(re.escape, sorted(whole))),
+        untie_embeddings=source.spec.tied and not keeps_tied_head(held),
     )
 
 
@@ -437,7 +437,7 @@ def check_adapter_fits(folder: Path, model: Decoder, adapter: LoRAConfig, source
     if missing := [*(name + WEIGHT for name in mine if name not in theirs), *sorted(wanted - names - optional)]:
         raise UserError(f"{folder / TENSORS}: nothing for {transformers_key(missing[0], family).hub[0]}; {other}")
     there = read_adapter_config(folder, source)
-    agree(folder, adapter, there if source.spec.tied else replace(there, untie=adapter.untie))
+    agree(folder, adapter, there if source.spec.tied else replace(there, untie_embeddings=adapter.untie_embeddings))
     sizes = adapter.sizes(mine)
     for name, found in theirs.items():
         for key, one, another in zip(("rank", "alpha"), sizes[name], (found.rank, alpha(found, adapter)), strict=True):
@@ -449,6 +449,6 @@ def check_adapter_fits(folder: Path, model: Decoder, adapter: LoRAConfig, source
 def agree(folder: Path, adapter: LoRAConfig, there: LoRAConfig) -> None:
     """Kind and scale of a choice are those of the files."""
     mine, theirs = ({"kind": kind_name(type(one)), **vars(one)} for one in (adapter, there))
-    for key in ("kind", "rslora", "bias", "untie"):
+    for key in ("kind", "use_rslora", "bias", "untie_embeddings"):
         if mine[key] != theirs[key]:
             raise UserError(f"adapter.{key}: {mine[key]}, but the adapter in {folder} has {theirs[key]}")

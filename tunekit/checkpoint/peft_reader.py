@@ -95,7 +95,7 @@ class PeftConfigFile:
         kind = DoRAConfig if c.get("use_dora") else LoRAConfig
         try:
             dropout, bias = float(c.get("lora_dropout") or 0), c.get("bias") or "none"
-            return kind(int(c["r"]), float(c["lora_alpha"]), dropout, rslora=bool(c.get("use_rslora")), bias=bias)
+            return kind(int(c["r"]), float(c["lora_alpha"]), dropout, use_rslora=bool(c.get("use_rslora")), bias=bias)
         except KeyError as error:
             raise UserError(f"{self.file}: {error} is missing") from error
         except (TypeError, ValueError) as error:

@@ -21,7 +21,7 @@ from tunekit.errors import UserError
 CONFIG, METRICS, STATE, FINAL, LOCK = "config.yaml", "metrics.jsonl", "state", "final", ".lock"
 EVALUATION = "evaluation.json"  # what `evaluate` found about the run's model
 UPLOAD = "upload"  # checkpoints on their way to the Hub
-LONGER = {"steps", "epochs"}  # keys by which a person wants more of a run that has finished
+LONGER = {"max_steps", "epochs"}  # keys by which a person wants more of a run that has finished
 # What the loggers write; see `tunekit.loggers.metric_logger`.
 LOGS = ("tensorboard", "wandb", "mlflow", "comet")
 BEGAN = "# began on "
@@ -101,7 +101,7 @@ def lock_run_dir(held: ExitStack, out: Path, resolved: str, live: frozenset[str]
         held.enter_context(acquire_lock(out))
         day = date.today() if fresh else start_date(out)
     except OSError as error:
-        raise UserError(f"out: cannot write in {out}: {error.strerror}: give another out=") from error
+        raise UserError(f"output_dir: cannot write in {out}: {error.strerror}: give another output_dir=") from error
     if not fresh and has_results(out):
         check_same_config(out, resolved, live, further)
     if not fresh or not (out / CONFIG).is_file():
@@ -118,7 +118,7 @@ def write_config(out: Path, day: date, resolved: str, fresh: bool) -> None:
 def check_is_run_dir(out: Path) -> None:
     """Whether a folder is that of a run, or may become one."""
     if out.is_dir() and not (out / CONFIG).is_file() and {path.name for path in out.iterdir()} - BEFORE_CONFIG:
-        raise UserError(f"{out} holds files and is not the folder of a run: give another out=")
+        raise UserError(f"{out} holds files and is not the folder of a run: give another output_dir=")
 
 
 def start_date(out: Path) -> date:
@@ -137,7 +137,7 @@ def erase_results(out: Path) -> None:
         for name in (METRICS, EVALUATION):
             (out / name).unlink(missing_ok=True)
     except OSError as error:
-        raise UserError(f"out: cannot erase {out}: {error.strerror}: give another out=") from error
+        raise UserError(f"output_dir: cannot erase {out}: {error.strerror}: give another output_dir=") from error
 
 
 def has_results(out: Path) -> bool:
@@ -150,15 +150,19 @@ def check_same_config(out: Path, resolved: str, live: frozenset[str], further: s
     try:
         old, new = yaml.safe_load((out / CONFIG).read_text(encoding="utf-8")), yaml.safe_load(resolved)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read {out / CONFIG}: mend it, start over with --fresh or give another out=") from error
+        raise UserError(
+            f"cannot read {out / CONFIG}: mend it, start over with --overwrite or give another output_dir="
+        ) from error
     changed = [found for found in diff_configs(old, new) if found[0].partition(".")[0] not in live]
     told = partial(json.dumps, ensure_ascii=False, default=str)  # an edited file may hold a date
     found = "; ".join(f"{key}: {told(before)} there, {told(now)} now" for key, before, now in changed)
     if found and further and {key for key, *_ in changed} <= LONGER and atomic.is_complete(out / FINAL):
-        mend = f"{further} and another out= train on what it made, --fresh starts over"
+        mend = f"{further} and another output_dir= train on what it made, --overwrite starts over"
         raise UserError(f"{out} has finished ({found}): {mend}")
     if found:
-        raise UserError(f"{out} is the run of another config ({found}): --fresh starts over, or give another out=")
+        raise UserError(
+            f"{out} is the run of another config ({found}): --overwrite starts over, or give another output_dir="
+        )
 
 
 def acquire_lock(out: Path) -> IO[str]:
@@ -170,7 +174,7 @@ def acquire_lock(out: Path) -> IO[str]:
         file.seek(0)
         holder = file.read().strip()
         file.close()
-        raise UserError(f"{out} is in use by process {holder}: wait for it, or give another out=") from None
+        raise UserError(f"{out} is in use by process {holder}: wait for it, or give another output_dir=") from None
     file.seek(0)
     file.truncate()
     file.write(str(os.getpid()))

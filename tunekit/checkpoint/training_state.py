@@ -152,7 +152,7 @@ class Checkpointer:
         if lacks:
             self.background = False
             self.run.tell(
-                "save_async: not enough host memory for a copy of the state; training waits while it is saved"
+                "async_save: not enough host memory for a copy of the state; training waits while it is saved"
             )
         return not lacks
 
@@ -214,7 +214,7 @@ class Checkpointer:
         """Everything is checked before the first number of the model changes."""
         reshard(self.model)
         if len(there.progress["extra"]) != len(self.extra):
-            raise UserError(f"{there.folder} is the state of another version of tunekit: start over with --fresh")
+            raise UserError(f"{there.folder} is the state of another version of tunekit: start over with --overwrite")
         held = self.fitting(there.metadata.state_dict_metadata, there.progress["groups"], there.folder)
         dcp_planner.load_shards(there.folder, held, there.metadata)
         for group, values in zip(self.optimizer.param_groups, there.progress["groups"], strict=True):
@@ -268,7 +268,9 @@ class Checkpointer:
         odd = sorted(n for n in here.keys() | there.keys() if here.get(n) != there.get(n))
         if odd or [g["params"] for g in groups] != [g["params"] for g in self.groups()]:
             what = f"{odd[0]}: {there.get(odd[0])} there, {here.get(odd[0])} here" if odd else "other parameter groups"
-            raise UserError(f"{folder} is the state of another model or optimizer ({what}): start over with --fresh")
+            raise UserError(
+                f"{folder} is the state of another model or optimizer ({what}): start over with --overwrite"
+            )
         return held
 
 

@@ -105,7 +105,11 @@ class VerificationResult:
     @property
     def figures(self) -> dict[str, float]:
         """What goes into the metrics of a run."""
-        return {"verify_largest": self.largest, "verify_mean": self.mean, "verify_top1": self.top1}
+        return {
+            "verify/max_logit_diff": self.largest,
+            "verify/mean_logit_diff": self.mean,
+            "verify/top1_agreement": self.top1,
+        }
 
     def write(self, folder: Path) -> None:
         """Leave it beside the files that it is about. A number that is not finite is null."""
@@ -128,16 +132,16 @@ class ModelSource:
             net = Decoder(self.source.spec)
         self.weights.apply(net)
         self.adapter.apply(net)
-        replace(self.precision, compute="fp32").apply(net, self.source.dtypes, device)
+        replace(self.precision, compute_dtype="fp32").apply(net, self.source.dtypes, device)
         return net
 
 
 def verify_saved(folder: Path, model: Decoder, made: ModelSource, run: DistributedContext) -> VerificationResult:
     """The files of a model or adapter against the live model. All ranks take part, and get the verdict."""
-    source, how, device = made.source, replace(made.precision, compute="fp32"), run.device
+    source, how, device = made.source, replace(made.precision, compute_dtype="fp32"), run.device
     rows = run.shared(partial(probe_prompts, folder, source.spec))
     if (folder / peft_adapter.CONFIG).is_file():  # it was written as it was trained: nothing was rounded
-        adapter = replace(peft_adapter.read_adapter_config(folder, source), start=str(folder))
+        adapter = replace(peft_adapter.read_adapter_config(folder, source), adapter_path=str(folder))
         found = partial(layerwise_forward.checkpoint_logits, source, adapter, rows, how, device, made.weights)
         wanted, rounded = live(model, made, rows, run), None
     else:

@@ -24,7 +24,7 @@ class Parser(argparse.ArgumentParser):
 
 def _ls(verb: Parser) -> None:
     verb.add_argument("filter", nargs="?", default="", metavar="FILTER", help="part of a name; or `presets`")
-    verb.add_argument("--json", action="store_true", help="for programs")
+    verb.add_argument("--json", action="store_true", help="machine-readable JSON output")
 
 
 def _cp(verb: Parser) -> None:
@@ -47,16 +47,23 @@ def _validate(verb: Parser) -> None:
 def _plan(verb: Parser) -> None:
     verb.add_argument("config", metavar="CONFIG", help="name or file of a config")
     verb.add_argument("overrides", nargs="*", metavar="key=value", help="values that replace those of the config")
-    verb.add_argument("--gpus", type=_count, metavar="N", help="GPUs of each machine (default: none, the CPU)")
-    verb.add_argument("--nodes", type=_count, default=1, metavar="N", help="how many machines (default: 1)")
-    verb.add_argument("--gpu", metavar="KIND", help="such as h100, a100, b200, l40s, t4, rtx4090, mi300x")
-    verb.add_argument("--gpu-memory", metavar="SIZE", help="memory of a GPU, such as 80G (default: that of its kind)")
-    verb.add_argument("--tflops", type=_positive, metavar="N", help="bf16 products of a GPU, if it has no name here")
-    verb.add_argument("--reached", type=_positive, default=0.45, metavar="P", help="share of them (default: 0.45)")
-    verb.add_argument("--price", type=_positive, metavar="N", help="of a GPU, an hour")
-    verb.add_argument("--fit", action="store_true", help="find the fastest way that fits, and print its overrides")
-    verb.add_argument("--write", metavar="FILE", help="the same, written as a config")
-    verb.add_argument("--json", action="store_true", help="for programs: bytes and seconds")
+    gpus = {"dest": "gpus", "type": _count, "metavar": "N", "help": "GPUs per node (default: none, the CPU)"}
+    verb.add_argument("--nproc-per-node", "--gpus", **gpus)
+    verb.add_argument(
+        "--nnodes", dest="nodes", type=_count, default=1, metavar="N", help="number of nodes (default: 1)"
+    )
+    verb.add_argument("--gpu-type", metavar="NAME", help="such as h100, a100, b200, l40s, t4, rtx4090, mi300x")
+    verb.add_argument("--gpu-memory", metavar="SIZE", help="memory of a GPU, such as 80G (default: that of its type)")
+    verb.add_argument("--gpu-tflops", type=_positive, metavar="N", help="bf16 peak of a GPU of unknown type")
+    verb.add_argument(
+        "--mfu", type=_positive, default=0.45, metavar="P", help="model FLOPs utilization (default: 0.45)"
+    )
+    verb.add_argument("--gpu-hour-price", type=_positive, metavar="N", help="price of one GPU for one hour")
+    verb.add_argument(
+        "--auto", action="store_true", help="search for the fastest config that fits; print its overrides"
+    )
+    verb.add_argument("--output", metavar="FILE", help="write the config found by --auto to a file")
+    verb.add_argument("--json", action="store_true", help="machine-readable JSON output")
     verb.add_argument("--recipe", metavar="RECIPE", help="name or file (default: what the config says)")
     _imports(verb)
 
@@ -64,11 +71,11 @@ def _plan(verb: Parser) -> None:
 def _data(verb: Parser) -> None:
     verb.add_argument("config", metavar="CONFIG", help="name or file of a config")
     verb.add_argument("overrides", nargs="*", metavar="key=value", help="values that replace those of the config")
-    verb.add_argument("--rows", type=_number, metavar="N", help="how many rows to show (default: 3, in a page 30)")
+    verb.add_argument("--num-rows", type=_number, metavar="N", help="number of rows to show (default: 3; in HTML 30)")
     verb.add_argument("--row", action="append", default=[], metavar="K", help="show this row: number or file:line")
-    verb.add_argument("--plain", action="store_true", help="brackets, not colours")
+    verb.add_argument("--no-color", action="store_true", help="plain text without colors")
     verb.add_argument("--html", nargs="?", const="data.html", metavar="FILE", help="also a page (default: data.html)")
-    verb.add_argument("--json", action="store_true", help="for programs")
+    verb.add_argument("--json", action="store_true", help="machine-readable JSON output")
     verb.add_argument("--recipe", metavar="RECIPE", help="name or file (default: what the config says)")
     _imports(verb)
 
@@ -77,14 +84,19 @@ def _run(verb: Parser) -> None:
     verb.add_argument("recipe", metavar="RECIPE", help="name of a recipe, or a file of your own")
     verb.add_argument("overrides", nargs="*", metavar="CONFIG key=value", help="config (name or file), then overrides")
     verb.add_argument("--config", metavar="CONFIG", help="the config, if it is not the second word")
-    verb.add_argument("--fresh", action="store_true", help="start over: erase what the run folder holds")
-    verb.add_argument("--gpus", type=_count, metavar="N", help="processes, one for each GPU (default: 1)")
-    verb.add_argument("--nodes", type=_count, default=1, metavar="N", help="machines, each with the same command")
-    verb.add_argument("--rendezvous", metavar="HOST:PORT", help="where they meet: one of them, and a free port of it")
-    verb.add_argument("--node-rank", type=_number, metavar="K", help="0 for the first machine (default: by arrival)")
-    restarts = "how often to start again from the last state by itself, should a process die (default: 0)"
+    verb.add_argument("--overwrite", action="store_true", help="train again: delete the results in the run directory")
+    gpus = {"dest": "gpus", "type": _count, "metavar": "N", "help": "processes per node, one per GPU (default: 1)"}
+    verb.add_argument("--nproc-per-node", "--gpus", **gpus)
+    nodes = {"dest": "nodes", "type": _count, "default": 1, "metavar": "N"}
+    verb.add_argument("--nnodes", help="number of nodes; each runs the same command (default: 1)", **nodes)
+    endpoint = "one of the nodes and a free port on it"
+    verb.add_argument("--rdzv-endpoint", dest="rendezvous", metavar="HOST:PORT", help=endpoint)
+    verb.add_argument("--node-rank", type=_number, metavar="K", help="0 for the first node (default: by arrival)")
+    restarts = "restarts from the last training state after a process fails (default: 0)"
     verb.add_argument("--max-restarts", type=_number, default=0, metavar="N", help=restarts)
-    verb.add_argument("--slurm", metavar="WORDS", help="submit to Slurm: nodes=4,gpus=8,time=4:00:00,partition=x")
+    verb.add_argument(
+        "--slurm", metavar="KEY=VALUE,...", help="submit to Slurm: nodes=4,gpus=8,time=4:00:00,partition=x"
+    )
     verb.add_argument("--dry-run", action="store_true", help="with --slurm: write the script, submit nothing")
     _imports(verb)
 
@@ -94,7 +106,7 @@ def _download(verb: Parser) -> None:
     verb.add_argument("--revision", metavar="NAME", help="branch, tag or commit")
     verb.add_argument("--include", action="append", default=[], metavar="GLOB", help="only such files; repeatable")
     verb.add_argument("--exclude", action="append", default=[], metavar="GLOB", help="not such files; repeatable")
-    verb.add_argument("--to", metavar="DIR", help="a folder of your own (default: the cache of the Hub)")
+    verb.add_argument("--local-dir", metavar="DIR", help="target directory (default: the Hugging Face cache)")
     verb.add_argument("--token", metavar="TOKEN", help="access token (default: $HF_TOKEN, or that of `hf auth login`)")
 
 
@@ -102,11 +114,13 @@ def _push(verb: Parser) -> None:
     verb.add_argument("folder", metavar="FOLDER", help="folder of a run, a model or an adapter")
     verb.add_argument("repo", metavar="REPO", help="name on the Hugging Face Hub: owner/name; made if it is not there")
     verb.add_argument("--private", action="store_true", help="only for you and your organization")
-    verb.add_argument("--branch", metavar="NAME", help="made if it is not there (default: main)")
-    verb.add_argument("--pr", action="store_true", help="open a pull request instead of changing the branch")
-    verb.add_argument("--message", metavar="TEXT", help="what the commit says")
-    verb.add_argument("--merged", action="store_true", help="the whole model in place of an adapter")
-    verb.add_argument("--merge-to", metavar="DIR", help="where to keep it (default: it is removed afterwards)")
+    verb.add_argument("--revision", metavar="NAME", help="branch; created if it does not exist (default: main)")
+    verb.add_argument("--create-pr", action="store_true", help="open a pull request instead of changing the branch")
+    verb.add_argument("--commit-message", metavar="TEXT", help="commit message")
+    verb.add_argument("--merge-adapter", action="store_true", help="upload the merged model instead of the adapter")
+    verb.add_argument(
+        "--merged-dir", metavar="DIR", help="keep the merged model here (default: deleted after the upload)"
+    )
     verb.add_argument("--force", action="store_true", help="also what was not verified; the model card says so")
     verb.add_argument("--dry-run", action="store_true", help="list the files, send nothing")
     verb.add_argument("--token", metavar="TOKEN", help="access token (default: $HF_TOKEN, or that of `hf auth login`)")
@@ -122,16 +136,22 @@ def _merge(verb: Parser) -> None:
 def _export(verb: Parser) -> None:
     verb.add_argument("model", metavar="MODEL", help="folder of a model or a run, or a name on the Hub")
     verb.add_argument("out", metavar="OUT", help="file to write, such as model.gguf; for nf4 and fp4 a folder")
-    kinds = "bf16, f16, f32, q8_0, q4_0 .. (default: as the model is stored); bitsandbytes: nf4, fp4, also -nested"
+    kinds = (
+        "bf16, f16, f32, q8_0, q4_0 .. (default: as the model is stored); bitsandbytes: nf4, fp4, also -double-quant"
+    )
     verb.add_argument("--type", metavar="TYPE", help=kinds)
 
 
 def _chat(verb: Parser) -> None:
     verb.add_argument("model", metavar="MODEL", help="folder of a model or a run, or a name on the Hub")
-    verb.add_argument("--system", metavar="TEXT", help="what the system message says")
-    verb.add_argument("--temperature", type=float, default=0.7, metavar="T", help="0: likeliest token (default: 0.7)")
-    verb.add_argument("--top-p", type=float, default=0.95, metavar="P", help="draw from this share (default: 0.95)")
-    verb.add_argument("--max-tokens", type=_count, default=1024, metavar="N", help="longest answer (default: 1024)")
+    verb.add_argument("--system-prompt", metavar="TEXT", help="system message")
+    verb.add_argument("--temperature", type=float, default=0.7, metavar="T", help="0: greedy decoding (default: 0.7)")
+    verb.add_argument(
+        "--top-p", type=float, default=0.95, metavar="P", help="nucleus sampling probability (default: 0.95)"
+    )
+    verb.add_argument(
+        "--max-new-tokens", type=_count, default=1024, metavar="N", help="maximum answer length (default: 1024)"
+    )
     verb.add_argument("--seed", type=int, default=0, metavar="N", help="the same seed gives the same answers")
 
 
@@ -154,7 +174,7 @@ def _options(verb: Parser) -> None:
 def _cache(verb: Parser) -> None:
     verb.add_argument("action", nargs="?", choices=("show", "clear"), default="show", help="default: show")
     verb.add_argument("keys", nargs="*", metavar="KEY", help="what to clear: keys, or how they begin")
-    verb.add_argument("--older", metavar="AGE", help="what was not used for that long, such as 30d, 12h")
+    verb.add_argument("--older-than", metavar="AGE", help="entries not used for AGE, such as 30d or 12h")
     verb.add_argument("--all", action="store_true", help="all of it")
 
 
@@ -169,19 +189,19 @@ def _imports(verb: Parser) -> None:
 
 def _count(word: str) -> int:
     if not word.isdecimal() or int(word) < 1:
-        raise argparse.ArgumentTypeError(f"'{word}' is no number from 1 up")
+        raise argparse.ArgumentTypeError(f"must be a positive integer, got '{word}'")
     return int(word)
 
 
 def _positive(word: str) -> float:
     if not re.fullmatch(r"\d+(\.\d+)?", word) or not float(word):
-        raise argparse.ArgumentTypeError(f"'{word}' is no number above 0")
+        raise argparse.ArgumentTypeError(f"must be a positive number, got '{word}'")
     return float(word)
 
 
 def _number(word: str) -> int:
     if not word.isdecimal():
-        raise argparse.ArgumentTypeError(f"'{word}' is no number from 0 up")
+        raise argparse.ArgumentTypeError(f"must be a non-negative integer, got '{word}'")
     return int(word)
 
 

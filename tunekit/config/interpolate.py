@@ -1,4 +1,4 @@
-"""`${out}` and `${data.length}` become the values of those keys. OmegaConf does it; this file decides what it may see.
+"""Interpolation of `${key}` in configs by OmegaConf, such as `${output_dir}` and `${data.max_length}`.
 
 OmegaConf's grammar can also call resolvers (`${oc.env:TOKEN}` reads the environment): everything that is not the plain
 name of a key is refused before OmegaConf is asked, and so is what refers to itself or grows without bound.

@@ -1,240 +1,374 @@
-"""What other trainers (TRL, torchtune, axolotl) call a key or a recipe, and what stands for it here."""
+"""Keys and recipes of other trainers (TRL, PEFT, torchtune, axolotl, LLaMA-Factory) and of tunekit 0.1, and what
+replaces them.
 
-from collections.abc import Collection
+Names that are identical need no entry: they work, or the error names the section that has the key.
+"""
+
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-Key = str  # a key from the top of a config, as people write it on the command line
+Key = str  # a key with its sections, as in a command-line override
 
 
 class KeyHint(NamedTuple):
-    """A line of the table. Of several lines of a name, the first that fits a recipe tells what is meant there.
+    """One row of the table. Of several rows for a name, the first that applies to the recipe is used.
 
-    One fits where the recipe has the key, and the key `where`; a line without a key fits everywhere.
+    A row applies if the recipe has `key` and `where`; a row without a key applies to every recipe.
     """
 
-    names: str  # with spaces between
+    names: str  # separated by spaces; `section.key` matches in this section only
     key: Key
-    how: str = ""  # in what its meaning or use differs
+    how: str = ""  # difference in meaning or usage
     where: Key | None = None
 
 
-# Names of several trainers stand side by side where they mean the same.
 TABLE = (
     KeyHint("learning_rate", "optimizer.lr"),
-    KeyHint("weight_decay", "optimizer.decay", "norms and biases never decay"),
     KeyHint("optim", "optimizer", "adamw, adamw8bit, muon or sgd"),
-    KeyHint("lr_scheduler lr_scheduler_type", "schedule", "cosine, linear, constant or wsd"),
-    KeyHint("warmup_ratio warmup_steps num_warmup_steps", "schedule.warmup", "steps, or below 1 a share of all steps"),
-    KeyHint("max_grad_norm clip_grad_norm gradient_clipping", "clip", "0 turns it off"),
+    KeyHint("lr_scheduler_type", "lr_scheduler", "cosine, linear, constant or wsd"),
+    KeyHint("warmup_ratio num_warmup_steps", "lr_scheduler.warmup_steps", "a value below 1 is a fraction of all steps"),
+    KeyHint("clip_grad_norm gradient_clipping", "max_grad_norm", "0 disables clipping"),
     KeyHint(
-        "per_device_train_batch_size train_batch_size batch_size micro_batch_size",
-        "micro_batch",
-        "`batch` is the rows of one optimizer step over all devices",
+        "per_device_train_batch_size train_batch_size batch_size",
+        "micro_batch_size",
+        "`global_batch_size` is the number of rows per optimizer step over all devices",
     ),
     KeyHint(
         "gradient_accumulation_steps accumulation_steps",
-        "batch",
-        "the rows of one optimizer step over all devices: `micro_batch` times the devices times the accumulated passes",
-        "micro_batch",
+        "global_batch_size",
+        "rows per optimizer step over all devices: `micro_batch_size` x devices x accumulation steps",
+        "micro_batch_size",
     ),
     KeyHint("num_train_epochs num_epochs", "epochs"),
-    KeyHint("max_steps", "steps", "optimizer steps, in place of `epochs`"),
-    KeyHint("max_steps_per_epoch", "steps", "optimizer steps of the whole run, not of an epoch"),
+    KeyHint("max_steps_per_epoch", "max_steps", "optimizer steps of the whole run"),
     KeyHint("save_steps", "save_every"),
-    KeyHint("save_total_limit", "keep", "states to resume from; the result is kept beside them"),
-    KeyHint("eval_steps run_val_every_n_steps", "validate_every", "in optimizer steps; it needs `validation`"),
-    KeyHint("logging_steps log_every_n_steps", "log.every"),
-    KeyHint("report_to metric_logger", "log.to", "a list, such as [wandb]"),
-    KeyHint("wandb_project", "log.to", "[{kind: wandb, project: NAME}]"),
-    KeyHint("output_dir", "out"),
-    KeyHint("hub_model_id", "push.repo"),
+    KeyHint("eval_steps run_val_every_n_steps", "eval_every", "in optimizer steps; requires `eval_data`"),
+    KeyHint("logging_steps log_every_n_steps", "log_every"),
+    KeyHint("metric_logger", "report_to", "a list, such as [wandb]"),
+    KeyHint("wandb_project", "report_to", "[{kind: wandb, project: NAME}]"),
+    KeyHint("hub_model_id", "push_to_hub.repo_id"),
     KeyHint("model_name_or_path base_model pretrained_model_name_or_path", "model"),
-    KeyHint("model_max_length max_seq_len max_seq_length sequence_len cutoff_len", "data.length", "in tokens"),
-    KeyHint(
-        "max_length", "data.length", "it bounds each answer with its prompt; what is longer is cut at the end", "tail"
-    ),
-    KeyHint(
-        "max_length", "data.length", "`too_long` says what becomes of longer rows: data.too_long=drop leaves them out"
-    ),
-    KeyHint(
-        "max_prompt_length", "data.length", "it bounds prompt and answer together, and nothing bounds a prompt alone"
-    ),
-    KeyHint("max_completion_length max_new_tokens", "on_policy.tokens", "the longest answer that the student writes"),
-    KeyHint("max_completion_length max_new_tokens max_target_length", "sampling.tokens", "the longest answer"),
+    KeyHint("model_max_length max_seq_len max_seq_length sequence_len cutoff_len", "data.max_length", "in tokens"),
+    KeyHint("max_prompt_length", "data.max_length", "limits prompt and answer together; prompts have no own limit"),
+    KeyHint("max_completion_length", "on_policy.max_new_tokens", "limits the answers that the student generates"),
+    KeyHint("max_completion_length max_target_length", "sampling.max_new_tokens", "limits generated answers"),
     KeyHint(
         "max_completion_length max_target_length",
-        "data.length",
-        "it bounds prompt and answer together, and nothing bounds an answer alone",
+        "data.max_length",
+        "limits prompt and answer together; answers have no own limit",
     ),
     KeyHint("dataset datasets dataset_name dataset_path train_file", "data.source"),
-    KeyHint("eval_dataset dataset_val val_set_size", "validation", "rows as in `data`, perhaps another `split`"),
-    KeyHint("packing packed sample_packing", "data.pack"),
-    KeyHint("chat_template chat_template_path", "data.template", "a Jinja file; by default the checkpoint's own"),
+    KeyHint("eval_dataset dataset_val val_set_size", "eval_data", "rows as in `data`, with another `split`"),
+    KeyHint("packed sample_packing", "data.packing"),
+    KeyHint("chat_template_path", "data.chat_template"),
     KeyHint(
-        "train_on_inputs train_on_input completion_only_loss assistant_only_loss masking_strategy",
-        "data.learn",
-        "nothing of a prompt is learnt; of what is behind it: assistant, last, marked, or a list of roles",
-        "data.chosen",
+        "train_on_inputs train_on_input completion_only_loss assistant_only_loss masking_strategy roles_to_train",
+        "data.train_on",
+        "prompts are never trained on; of the answers: assistant, last, per_message, or a list of roles",
+        "data.chosen_column",
     ),
     KeyHint(
-        "train_on_inputs train_on_input completion_only_loss assistant_only_loss masking_strategy",
-        "data.learn",
-        "assistant, last, all, marked, or a list of roles",
+        "train_on_inputs train_on_input completion_only_loss assistant_only_loss masking_strategy roles_to_train",
+        "data.train_on",
+        "assistant, last, all, per_message, or a list of roles",
     ),
-    KeyHint("peft_config use_peft use_lora", "adapter", "write adapter=lora"),
-    KeyHint("lora_r lora_rank", "adapter.rank", "with adapter=lora"),
-    KeyHint("lora_alpha", "adapter.alpha", "with adapter=lora"),
-    KeyHint("lora_dropout", "adapter.dropout", "with adapter=lora"),
+    KeyHint("peft_config use_peft use_lora", "adapter", "set adapter=lora"),
+    KeyHint("lora_r lora_rank", "adapter.rank", "requires adapter=lora"),
+    KeyHint("lora_alpha", "adapter.alpha", "requires adapter=lora"),
+    KeyHint("lora_dropout", "adapter.dropout", "requires adapter=lora"),
     KeyHint(
-        "lora_target_modules target_modules lora_attn_modules", "adapter.targets", "with adapter=lora; a list, or `all`"
+        "lora_target_modules lora_attn_modules",
+        "adapter.target_modules",
+        "requires adapter=lora; a list, or `all-linear`",
     ),
-    KeyHint("use_dora", "adapter", "write adapter=dora"),
-    KeyHint("use_rslora", "adapter.rslora", "with adapter=lora"),
+    KeyHint("use_dora", "adapter", "set adapter=dora"),
     KeyHint(
         "load_in_4bit quantize_base quantization_config",
-        "weights",
-        "write weights=nf4 adapter=lora, which is QLoRA",
+        "quantization",
+        "set quantization=nf4 adapter=lora for QLoRA",
         "adapter",
     ),
-    KeyHint("load_in_4bit quantize_base quantization_config", "weights", "write weights=nf4"),
-    KeyHint("gradient_checkpointing enable_activation_checkpointing", "memory.recompute"),
-    KeyHint("activation_offloading enable_activation_offloading", "memory.offload"),
-    KeyHint("optimizer_in_bwd", "memory.step_in_backward"),
-    KeyHint("torch_compile", "memory.compile"),
-    KeyHint("bf16 fp16 dtype torch_dtype", "precision.compute", "bf16 or fp32"),
+    KeyHint("load_in_4bit quantize_base quantization_config", "quantization", "set quantization=nf4"),
+    KeyHint(
+        "gradient_checkpointing enable_activation_checkpointing",
+        "memory.activation_checkpointing",
+        "none, full or selective",
+    ),
+    KeyHint("enable_activation_offloading", "memory.activation_offloading"),
+    KeyHint("torch_compile", "compile"),
+    KeyHint("bf16 fp16 dtype torch_dtype", "precision.compute_dtype", "bf16 or fp32"),
     KeyHint(
         "resume_from_checkpoint auto_resume",
         "",
-        "the same command goes on by itself, and --fresh starts over",
+        "the same command resumes the run; --overwrite trains again",
         "save_every",
     ),
     KeyHint(
         "deepspeed fsdp fsdp_config",
         "parallel",
-        "several devices share the weights by themselves: tune run --gpus N",
-        "micro_batch",
+        "weights are sharded with FSDP2 by default: tune run --nproc-per-node N",
+        "micro_batch_size",
     ),
     KeyHint(
         "deepspeed fsdp fsdp_config",
         "parallel",
-        "several devices share the rows by themselves: tune run --gpus N; with parallel.shard=N they share the weights",
+        "each device has a copy of the model by default: tune run --nproc-per-node N; parallel.dp_shard=N shards it",
     ),
-    # preferences
+    # preference
     KeyHint(
         "ref_model ref_model_name_or_path reference_model",
         "reference",
-        "not another model, but what training began with: off, copy or cached",
+        "always the initial policy, never another model: disable_adapter, copy or precomputed",
     ),
-    KeyHint("precompute_ref_log_probs", "reference", "write reference=cached"),
-    KeyHint("precompute_ref_batch_size", "reference", "write reference=cached; it asks `micro_batch` rows at once"),
+    KeyHint("precompute_ref_log_probs", "reference", "set reference=precomputed"),
+    KeyHint("precompute_ref_batch_size", "reference", "set reference=precomputed; uses `micro_batch_size`"),
     KeyHint(
         "sync_ref_model ref_model_mixup_alpha ref_model_sync_steps",
         "reference",
-        "the reference stays what training began with, and follows nothing",
+        "the reference is always the initial policy and is never updated",
     ),
-    KeyHint("loss_type rl", "loss", "write loss=ipo, or a list of several", "reference"),
-    KeyHint("loss_type", "loss", "forwardkl, reversekl, jensenshannon or another divergence", "teacher"),
+    KeyHint("loss_type rl", "loss", "set loss=ipo, or a list of losses", "reference"),
+    KeyHint("loss_type", "loss", "forward_kl, reverse_kl, jensen_shannon or another divergence", "teacher"),
     KeyHint("loss_type", "loss"),
-    KeyHint("loss_weights", "loss.weight", "each term has its own: loss='[{kind: dpo, weight: 0.8}, sft]'"),
+    KeyHint("loss_weights", "loss.weight", "one per loss: loss='[{kind: dpo, weight: 0.8}, sft]'"),
     KeyHint("rl_beta", "loss.beta", "", "reference"),
     KeyHint(
         "reward_weights reward_funcs",
         "",
-        "reward functions are of GRPO, which is not here; a sum of losses (recipe "
-        "preference) has a `weight` in each term",
+        "reward functions belong to GRPO, which is not supported; in a sum of losses (recipe preference) each loss "
+        "has a `weight`",
     ),
-    KeyHint(
-        "label_smoothing label_smoothing_factor",
-        "loss.smoothing",
-        "the share of the target that is spread over the whole vocabulary",
-        "loss.z_loss",
-    ),
-    KeyHint("label_smoothing", "loss.smoothing", "the share of pairs that are the wrong way round", "reference"),
+    KeyHint("label_smoothing_factor", "loss.label_smoothing", "of cross-entropy", "loss.z_loss"),
     KeyHint(
         "label_smoothing_factor",
         "",
-        "it spreads the target of a token over the vocabulary, and no loss of this "
-        "recipe does; that of the recipe sft has loss.smoothing",
+        "smooths the targets of cross-entropy, which this recipe does not use; recipe sft has loss.label_smoothing",
     ),
-    KeyHint("f_divergence_type", "loss.divergence"),
-    KeyHint("f_alpha_divergence_coef", "loss.divergence", "{kind: alpha_divergence, alpha: 0.5}"),
-    KeyHint("ld_alpha", "tail"),
-    KeyHint("discopop_tau", "loss.tau", "with loss=discopop"),
-    KeyHint("desirable_weight", "loss.good", "with loss=kto"),
-    KeyHint("undesirable_weight", "loss.bad", "with loss=kto"),
-    KeyHint("simpo_gamma", "loss.gamma", "with loss=simpo"),
-    KeyHint("cpo_alpha", "loss.nll", "with loss=cpo"),
-    # scores
-    KeyHint("num_labels", "loss.classes", "with loss=classification; or name the classes in data.classes"),
-    KeyHint("num_labels", "", "classes are counted by the recipe reward: loss=classification loss.classes=N"),
+    KeyHint("f_divergence_type", "loss.f_divergence"),
+    KeyHint("f_alpha_divergence_coef", "loss.f_divergence", "{kind: alpha_divergence, alpha: 0.5}"),
+    # reward
+    KeyHint("num_labels", "", "only recipe reward has classes: loss=classification loss.num_labels=N"),
     KeyHint(
-        "id2label label2id", "data.classes", "the names in their order, with loss=classification data.kind=labelled"
+        "id2label label2id",
+        "data.class_names",
+        "the names in their order; requires loss=classification data.kind=labeled",
     ),
-    KeyHint("center_rewards_coefficient", "loss.center", "with loss=bradleyterry; TRL recommends 0.01"),
-    KeyHint("step_separator", "data.separator", "with loss=process data.kind=stepped; a line break by default"),
-    # teachers
+    # distill
     KeyHint("teacher_model_name_or_path teacher_model", "teacher.model"),
     KeyHint("teacher_model_revision", "teacher.model", "NAME@REVISION"),
-    KeyHint("teacher_model_init_kwargs", "teacher", "its `weights` and `precision` say how it is kept"),
-    KeyHint("lmbda", "on_policy.share", "the share of the rows of each step, where TRL draws for a whole batch"),
-    KeyHint("seq_kd", "", "write the teacher's answers by the recipe generate first, and learn from those rows"),
+    KeyHint("teacher_model_init_kwargs", "teacher", "its `quantization` and `precision` define how it is stored"),
+    KeyHint("seq_kd", "", "generate the teacher's answers with recipe generate first, then train on these rows"),
     KeyHint(
         "temperature",
         "loss.temperature",
-        "of what both models expect; answers of the student are drawn at "
-        "on_policy.temperature, which is what GKDTrainer means, while DistillationTrainer means both",
+        "of both token distributions; the student samples with on_policy.temperature, which is what GKDTrainer calls "
+        "temperature, while DistillationTrainer uses one value for both",
         "teacher",
     ),
     KeyHint("top_p", "on_policy.top_p", "", "teacher"),
-    KeyHint("top_k", "on_policy.top_k", "null for all tokens, where TRL says 0"),
-    KeyHint("beta", "loss.beta", "with loss=jensenshannon; 0 is forwardkl and 1 reversekl", "teacher"),
-    KeyHint("kd_ratio", "loss.truth", "1 - kd_ratio"),
+    KeyHint("top_k", "on_policy.top_k", "null for all tokens, where TRL uses 0"),
+    KeyHint("beta", "loss.beta", "requires loss=jensen_shannon; 0 is forward_kl and 1 reverse_kl", "teacher"),
     KeyHint(
         "alpha",
-        "loss.truth",
-        "the share of the rows' own tokens in the loss; loss.alpha is the skew of skewedkl, "
-        "adapter.alpha the scale of a LoRA",
+        "loss.kd_ratio",
+        "the weight of the distillation loss; loss.alpha is the skew of skewed_kl, adapter.alpha the scale of LoRA",
         "teacher",
     ),
+    # tunekit 0.1, top level
+    KeyHint("out", "output_dir"),
+    KeyHint("out", "output_path"),
+    KeyHint("validation", "eval_data"),
+    KeyHint("checks", "data_checks", "error or warn"),
+    KeyHint("weights", "quantization"),
+    KeyHint("schedule", "lr_scheduler"),
+    KeyHint("log.every", "log_every"),
+    KeyHint("log.to", "report_to"),
+    KeyHint("log", "log_every", "and `report_to`"),
+    KeyHint("guard", "step_guard"),
+    KeyHint("profile", "profiler"),
+    KeyHint("push", "push_to_hub"),
+    KeyHint("micro_batch", "micro_batch_size"),
+    KeyHint("on_policy.batch", "on_policy.batch_size"),
+    KeyHint("batch", "global_batch_size"),
+    KeyHint("batch", "batch_size"),
+    KeyHint("profiler.steps", "profiler.active"),
+    KeyHint("steps", "max_steps"),
+    KeyHint("clip", "max_grad_norm"),
+    KeyHint("save_async", "async_save"),
+    KeyHint("keep", "save_total_limit"),
+    KeyHint("validate_every", "eval_every"),
+    KeyHint("patience", "early_stopping_patience"),
+    KeyHint("tail", "ld_alpha"),
+    KeyHint("shots", "num_fewshot"),
+    KeyHint("include", "include_path"),
+    KeyHint("chat", "apply_chat_template"),
+    KeyHint("raw", "apply_chat_template", "negated: set apply_chat_template=false"),
+    KeyHint("examples", "num_completions_to_print"),
+    # tunekit 0.1, sections
+    KeyHint("memory.recompute recompute", "memory.activation_checkpointing", "none, full or selective"),
+    KeyHint("memory.offload", "memory.activation_offloading"),
+    KeyHint("step_in_backward", "memory.optimizer_in_bwd"),
+    KeyHint("memory.compile", "compile"),
+    KeyHint("compute", "precision.compute_dtype"),
+    KeyHint("trained", "precision.master_dtype"),
+    KeyHint("frozen", "precision.frozen_dtype"),
+    KeyHint("nested", "quantization.double_quant"),
+    KeyHint("targets", "adapter.target_modules"),
+    KeyHint("rslora", "adapter.use_rslora"),
+    KeyHint("plus", "adapter.loraplus_lr_ratio"),
+    KeyHint("adapter.start", "adapter.adapter_path"),
+    KeyHint("ranks", "adapter.rank_pattern"),
+    KeyHint("alphas", "adapter.alpha_pattern"),
+    KeyHint("whole", "adapter.modules_to_save"),
+    KeyHint("untie", "adapter.untie_embeddings"),
+    KeyHint("optimizer.decay", "optimizer.weight_decay"),
+    KeyHint("lr_scheduler.decay", "lr_scheduler.decay_ratio"),
+    KeyHint("warmup", "lr_scheduler.warmup_steps"),
+    KeyHint("floor", "lr_scheduler.min_lr_ratio"),
+    KeyHint("replicate", "parallel.dp_replicate"),
+    KeyHint("shard", "parallel.dp_shard"),
+    KeyHint("context", "parallel.cp"),
+    KeyHint("tensor", "parallel.tp"),
+    KeyHint("expert", "parallel.ep"),
+    KeyHint("reshard", "parallel.reshard_after_forward"),
+    KeyHint("prefetch", "parallel.prefetch_layers"),
+    KeyHint("gather", "parallel.all_gather_dtype", "param or compute"),
+    KeyHint("parallel.offload", "parallel.cpu_offload"),
+    KeyHint("timeout", "parallel.hang_timeout_seconds"),
+    KeyHint("nan", "step_guard.on_nan"),
+    KeyHint("spike", "step_guard.spike_factor"),
+    KeyHint("of", "step_guard.spike_metric"),
+    KeyHint("window", "step_guard.spike_window"),
+    KeyHint("step_guard.answer", "step_guard.on_spike"),
+    KeyHint("step_guard.most", "step_guard.max_interventions"),
+    KeyHint("forgetting.every", "forgetting.eval_every"),
+    KeyHint("forgetting.most", "forgetting.max_loss_increase"),
+    KeyHint("forgetting.answer", "forgetting.on_exceed"),
+    KeyHint("profiler.start", "profiler.skip_first"),
+    KeyHint("profiler.memory", "profiler.profile_memory"),
+    KeyHint("repo", "push_to_hub.repo_id"),
+    KeyHint("push_to_hub.every", "push_to_hub.push_every"),
+    KeyHint("branch", "push_to_hub.revision"),
+    KeyHint("merged", "push_to_hub.merge_adapter"),
+    # tunekit 0.1, data
+    KeyHint("length", "data.max_length"),
+    KeyHint("pack", "data.packing"),
+    KeyHint("data.limit", "data.max_samples"),
+    KeyHint("too_long", "data.excess_length_strategy"),
+    KeyHint("bad_rows", "data.on_bad_row", "error or skip"),
+    KeyHint("most_bad", "data.max_bad_row_fraction"),
+    KeyHint("stream", "data.streaming"),
+    KeyHint("workers", "data.num_proc"),
+    KeyHint("data.template", "data.chat_template"),
+    KeyHint("learn", "data.train_on"),
+    KeyHint("data.end", "data.eos_token"),
+    KeyHint("data.parts parts", "data.datasets"),
+    KeyHint("data.messages", "data.messages_column"),
+    KeyHint("data.conversations", "data.conversations_column"),
+    KeyHint("data.prompt", "data.prompt_column"),
+    KeyHint("data.completion", "data.completion_column"),
+    KeyHint("data.completions", "data.completions_column"),
+    KeyHint("data.response", "data.response_column"),
+    KeyHint("data.input", "data.input_column"),
+    KeyHint("data.system", "data.system_prompt"),
+    KeyHint("system", "system_prompt"),
+    KeyHint("data.column", "data.text_column"),
+    KeyHint("data.text", "data.text_column"),
+    KeyHint("data.chosen", "data.chosen_column"),
+    KeyHint("data.rejected", "data.rejected_column"),
+    KeyHint("data.margin", "data.margin_column"),
+    KeyHint("data.label", "data.label_column"),
+    KeyHint("data.labels", "data.labels_column"),
+    KeyHint("data.classes", "data.class_names"),
+    KeyHint("separator", "data.step_separator"),
+    # tunekit 0.1, losses, teachers, sampling
+    KeyHint("loss.smoothing", "loss.label_smoothing"),
+    KeyHint("loss.divergence", "loss.f_divergence"),
+    KeyHint("loss.tau", "loss.discopop_tau"),
+    KeyHint("loss.per", "loss.reduction", "token_mean or sequence_mean"),
+    KeyHint("loss.nll", "loss.cpo_alpha"),
+    KeyHint("loss.gamma", "loss.simpo_gamma"),
+    KeyHint("loss.good", "loss.desirable_weight"),
+    KeyHint("loss.bad", "loss.undesirable_weight"),
+    KeyHint("loss.center", "loss.center_rewards_coefficient"),
+    KeyHint("loss.classes", "loss.num_labels"),
+    KeyHint("truth", "loss.kd_ratio", "1 - truth"),
+    KeyHint("teacher.weights", "teacher.quantization"),
+    KeyHint("teacher.top", "teacher.top_k"),
+    KeyHint("teacher.folder", "teacher.logits_dir"),
+    KeyHint("on_policy.share", "on_policy.lmbda"),
+    KeyHint("on_policy.tokens", "on_policy.max_new_tokens"),
+    KeyHint("sampling.tokens", "sampling.max_new_tokens"),
 )
 
-PREFERENCE = "it is a loss of the recipe preference: tune run preference CONFIG loss={name}"
-REWARD = "it is a loss of the recipe reward: tune run reward CONFIG loss={name}"
+RENAMED_KINDS = {
+    "full": "none",
+    "plain": "none",
+    "marked": "unpaired_preference",
+    "labelled": "labeled",
+    "stepped": "stepwise",
+    "mix": "mixture",
+    "rename": "rename_columns",
+    "where": "filter",
+    "initial": "auto",
+    "off": "disable_adapter",
+    "cached": "precomputed",
+    "bradleyterry": "bradley_terry",
+    "process": "process_reward",
+    "live": "online",
+    "stored": "offline",
+    "forwardkl": "forward_kl",
+    "reversekl": "reverse_kl",
+    "symmetrickl": "symmetric_kl",
+    "skewedkl": "skewed_kl",
+    "skewedreversekl": "skewed_reverse_kl",
+    "jensenshannon": "jensen_shannon",
+}
+
+PREFERENCE = "it is a loss of recipe preference: tune run preference CONFIG loss={name}"
+REWARD = "it is a loss of recipe reward: tune run reward CONFIG loss={name}"
 ONLINE = (
-    "it rewards answers that are drawn in training, which is not here: there is preference (dpo, kto, orpo, simpo and \
-others) for pairs and marks, and reward for reward models"
+    "online reinforcement learning is not supported; recipe preference trains on pairs and labels (dpo, kto, orpo, "
+    "simpo and others), recipe reward trains reward models"
 )
 RECIPES = (
     ("dpo ipo kto orpo simpo cpo bco alphapo discopop robust hinge exo_pair sppo_hard apo_zero apo_down", PREFERENCE),
-    ("rpo mpo", "it is a sum of losses of the recipe preference, such as tune run preference CONFIG loss=[dpo,sft]"),
+    ("rpo mpo", "it is a sum of losses of recipe preference, such as tune run preference CONFIG loss=[dpo,sft]"),
     ("lora_dpo_single_device lora_dpo_distributed",
-     "it is the recipe preference: tune run preference llama3_2/1b_dpo_lora"),
+     "it is recipe preference: tune run preference llama3_2/1b_dpo_lora"),
     ("full_dpo_distributed",
-     "it is the recipe preference with adapter=full, which wants a lower optimizer.lr than an adapter: "
-     "tune run preference llama3_2/1b_dpo_lora adapter=full optimizer.lr=1e-6"),
+     "it is recipe preference with adapter=none, which needs a lower optimizer.lr than an adapter: "
+     "tune run preference llama3_2/1b_dpo_lora adapter=none optimizer.lr=1e-6"),
     ("grpo ppo rloo reinforce gspo dapo gmpo dr_grpo online_dpo nash_md xpo rlhf rlvr", ONLINE),
     ("ppo_full_finetune_single_device grpo_full_finetune_distributed", ONLINE),
-    ("rm reward_model reward_modeling", REWARD.format(name="bradleyterry")),
-    ("bradleyterry classification regression process", REWARD),
-    ("prm", REWARD.format(name="process")),
+    ("rm reward_model reward_modeling", REWARD.format(name="bradley_terry")),
+    ("bradley_terry classification regression process_reward", REWARD),
+    ("prm", REWARD.format(name="process_reward")),
     ("gkd kd distillation minillm knowledge_distillation_single_device knowledge_distillation_distributed",
-     "it is the recipe distill: tune run distill CONFIG"),
+     "it is recipe distill: tune run distill CONFIG"),
     ("finetune train full full_finetune_single_device full_finetune_distributed",
-     "it is the recipe sft with adapter=full, as in tune run sft llama3_2/1b_full"),
+     "it is recipe sft with adapter=none, as in tune run sft llama3_2/1b_full"),
     ("lora dora lora_finetune_single_device lora_finetune_distributed",
-     "it is the recipe sft with adapter=lora or dora, as in tune run sft llama3_2/1b_lora"),
-    ("qlora qdora", "it is the recipe sft with adapter=lora weights=nf4, as in tune run sft llama3_2/1b_qlora"),
-    ("eval eleuther_eval", "it is the recipe evaluate: tune run evaluate CONFIG"),
+     "it is recipe sft with adapter=lora or dora, as in tune run sft llama3_2/1b_lora"),
+    ("qlora qdora", "it is recipe sft with adapter=lora quantization=nf4, as in tune run sft llama3_2/1b_qlora"),
+    ("eval eleuther_eval", "it is recipe evaluate: tune run evaluate CONFIG"),
 )  # fmt: skip
+DATA_SECTIONS = frozenset({"eval_data", "dataset"})
 
 
-def find_hint(name: str, keys: Collection[Key]) -> KeyHint | None:
-    """The line that tells what a key of another trainer is in a recipe with these keys; None for an unknown one."""
-    fitting = (row for row in TABLE if row.key in ("", *keys) and row.where in (None, *keys))
-    return next((row for row in fitting if name in row.names.split()), None)
+def find_hint(path: Sequence[str], keys: Collection[Key]) -> KeyHint | None:
+    """The row for an unknown key, given by its path, in a recipe with these keys; None if no row applies."""
+    names = [*(name for name in path[:-1] if not name.isdecimal()), path[-1]]
+    section = "data" if names[:-1] and names[-2] in DATA_SECTIONS else ".".join(names[-2:-1])
+    qualified = f"{section}.{names[-1]}" if section else names[-1]
+    rows = [row for row in TABLE if row.key in ("", *keys) and row.where in (None, *keys)]
+    for name in dict.fromkeys((qualified, names[-1])):
+        if row := next((row for row in rows if name in row.names.split()), None):
+            return row
+    return None
 
 
 def suggest_recipe(name: str) -> str | None:
-    """What a recipe of another trainer is here; None for an unknown one."""
-    told = (how for names, how in RECIPES if name.lower() in names.split())
-    return next((how.format(name=name.lower()) for how in told), None)
+    """The replacement for a recipe of another trainer; None if it is unknown."""
+    hints = (how for names, how in RECIPES if name.lower() in names.split())
+    return next((how.format(name=name.lower()) for how in hints), None)

@@ -13,7 +13,7 @@ from tunekit.config.choices import (
     union_members,
 )
 from tunekit.config.errors import Path
-from tunekit.config.migration_hints import find_hint
+from tunekit.config.migration_hints import RENAMED_KINDS, find_hint
 from tunekit.config.node import YamlNode
 
 _SHOWN = 12  # names that still help when they are listed
@@ -28,7 +28,8 @@ def closest_match(word: str, words: Iterable[str]) -> str | None:
 
 def unknown_kind_message(kind: str, kinds: Mapping[str, type]) -> str:
     """All kinds are told, by what they say they are `about` where there are many."""
-    nearest = closest_match(kind, kinds)
+    renamed = RENAMED_KINDS.get(kind)
+    nearest = renamed if renamed in kinds else closest_match(kind, kinds)
     meant = f", did you mean '{nearest}'?" if nearest else ";"
     groups: dict[str, list[str]] = {}
     for name, cls in kinds.items() if len(kinds) > _SHOWN else ():
@@ -66,7 +67,7 @@ def unknown_key_message(
     below = [(*path[:-1], *rest) for rest, _ in iter_slots(kind, choices, 2) if rest[-1] == key]
     whole = [place for place, _ in iter_slots(root, choices)]
     keys = {".".join(part for part in place if part != "0") for place in whole}
-    if (len(path) == 1 or not below) and (meant := find_hint(key, keys)):
+    if (len(path) == 1 or not below) and (meant := find_hint(path, keys)):
         if not meant.key:
             return f"unknown key; {meant.how}"
         return f"unknown key; here it is {placed(meant.key, path, root, choices, node)}{meant.how and ': '}{meant.how}"

@@ -32,7 +32,7 @@ MISTAKES = (TypeError, ValueError, LookupError, ArithmeticError, AttributeError,
 
 
 # Rows do not know under which key of the config they stand, or in which part of a mix.
-PASS = "pass over such rows by `bad_rows: skip` beside the `source` that names this file"
+PASS = "pass over such rows by `on_bad_row: skip` beside the `source` that names this file"
 
 
 class DataConfig:
@@ -43,29 +43,40 @@ class DataConfig:
 class DatasetConfig(DataConfig):
     """Rows of a file, a folder, a bundled data set or a Hub name, as documents of tokens.
 
-    `length` bounds the tokens of a row: longer ones are cut at the end, and no end is put there. `pack` fills rows of
-    `length` tokens with whole documents that do not see each other. `limit` takes the first rows only.
+    `max_length` is the maximum number of tokens per row: longer rows are truncated, without an EOS token. `packing`
+    fills rows of `max_length` tokens with whole documents, without cross-document attention. `max_samples` uses the
+    first rows only.
     """
 
     # Keys that say which rows there are and how they are served, but not what one of them becomes.
     SERVING: ClassVar = frozenset(
-        {"source", "split", "limit", "pack", "shuffle", "stream", "workers", "bad_rows", "most_bad"}
+        {
+            "source",
+            "split",
+            "max_samples",
+            "packing",
+            "shuffle",
+            "streaming",
+            "num_proc",
+            "on_bad_row",
+            "max_bad_row_fraction",
+        }
     )
     EACH: ClassVar[int] = 1  # documents of a row that is not split
     JUDGED: ClassVar[bool] = False  # whether a step asks which document a token is of
 
     source: str  # a file, a folder, tunekit/tools, a Hub name or an address
     split: str = "train"  # and the part of it: train[:90%]
-    length: int = 2048  # the most tokens of a row
-    pack: bool = False  # fill rows of `length` tokens with whole documents, which do not see each other
+    max_length: int = 2048  # Maximum tokens per row
+    packing: bool = False  # Pack whole documents into rows of `max_length` tokens, without cross-document attention
     shuffle: bool = True
-    limit: int | None = None  # take the first rows only
-    too_long: TooLong = "truncate"  # cut at the end, without an end token; drop; or go on in further rows
-    bad_rows: Literal["stop", "skip"] = "stop"  # what a row does from which nothing can be learnt
-    most_bad: float = 0.01  # share of skipped rows above which the run stops all the same
+    max_samples: int | None = None  # Use only the first N rows
+    excess_length_strategy: TooLong = "truncate"  # cut at the end, without an end token; drop; or go on in further rows
+    on_bad_row: Literal["error", "skip"] = "error"  # Rows that cannot be parsed or have no target tokens
+    max_bad_row_fraction: float = 0.01  # Stop if more rows than this are skipped
     transforms: tuple[RenameColumns | Filter, ...] = ()  # what is done to the columns first
-    stream: bool = False  # read while training, for what does not fit on the disk
-    workers: int | None = None  # processes that prepare rows; null: as many as there are cores
+    streaming: bool = False  # Read and tokenize rows during training
+    num_proc: int | None = None  # Preprocessing processes; null: one per core
 
     def __post_init__(self) -> None:
         if not self.source:
@@ -74,14 +85,16 @@ class DatasetConfig(DataConfig):
             parse_split(self.split)
         except ValueError as error:
             raise FieldError("split", str(error)) from None
-        if self.length < 2:
-            raise FieldError("length", f"must be 2 or more tokens, not {self.length}")
-        if self.limit is not None and self.limit < 1:
-            raise FieldError("limit", f"must be 1 or more rows, not {self.limit}")
-        if not 0 <= self.most_bad <= 1:
-            raise FieldError("most_bad", f"is a share of the rows, from 0 to 1, not {self.most_bad}")
-        if self.workers is not None and self.workers < 0:
-            raise FieldError("workers", f"must be 0 or more processes, not {self.workers}")
+        if self.max_length < 2:
+            raise FieldError("max_length", f"must be 2 or more tokens, not {self.max_length}")
+        if self.max_samples is not None and self.max_samples < 1:
+            raise FieldError("max_samples", f"must be 1 or more rows, not {self.max_samples}")
+        if not 0 <= self.max_bad_row_fraction <= 1:
+            raise FieldError(
+                "max_bad_row_fraction", f"is a share of the rows, from 0 to 1, not {self.max_bad_row_fraction}"
+            )
+        if self.num_proc is not None and self.num_proc < 0:
+            raise FieldError("num_proc", f"must be 0 or more processes, not {self.num_proc}")
 
     def check(self) -> None:
         """UserError if the source is not there or lacks the split, as far as can be told without reading it."""
@@ -153,19 +166,22 @@ class DatasetConfig(DataConfig):
 
     def fitted(self, text: MaskedText, document: Document) -> list[Document]:
         """Text that flows goes on from its last token; what answers something, with as much before it as is learnt."""
-        return fit_documents(document, self.length, self.too_long, 1 if text.flows else self.length // 2)
+        return fit_documents(
+            document, self.max_length, self.excess_length_strategy, 1 if text.flows else self.max_length // 2
+        )
 
 
 @dataclass(frozen=True)
 class ChatTemplateMixin(DatasetConfig):
     """Rows that a chat template writes. `template` is the path of a Jinja file; None: the checkpoint's own."""
 
-    template: str | None = None  # path of a Jinja file, in place of the checkpoint's own template
+    # Jinja file, or the name of a bundled template, that replaces the checkpoint's chat template
+    chat_template: str | None = None
 
     def check(self) -> None:
         super().check()
-        if self.template is not None and not Path(self.template).expanduser().is_file():
-            raise UserError(f"{self.template}: no such chat template file")
+        if self.chat_template is not None and not Path(self.chat_template).expanduser().is_file():
+            raise UserError(f"{self.chat_template}: no such chat template file")
 
     def prepare(self, tokenizer: Tokenizer) -> Tokenizer:
         tokenizer = self.dressed(tokenizer)
@@ -174,27 +190,27 @@ class ChatTemplateMixin(DatasetConfig):
 
     def dressed(self, tokenizer: Tokenizer) -> Tokenizer:
         """The tokenizer with the chat template that is named."""
-        return tokenizer if self.template is None else tokenizer.with_template(self.template)
+        return tokenizer if self.chat_template is None else tokenizer.with_template(self.chat_template)
 
 
 @dataclass(frozen=True)
 class ConversationDataset(ChatTemplateMixin):
     """Rows that a chat template writes.
 
-    `template` is the path of a Jinja file; None: the checkpoint's own. `learn`: what every assistant turn says, what
-    the last one says, all there is, the messages that a row marks (`train: true`, `weight: 1`), or those of the roles
-    in a list. A turn's end token is part of it.
+    `chat_template` is the path of a Jinja file; None: the checkpoint's own. `train_on` selects the target tokens: all
+    assistant turns, the last one, everything, messages marked by the row (`train: true`, `weight: 1`), or the turns of
+    a list of roles. The end-of-turn token of a turn is included.
     """
 
-    learn: Learn = "assistant"  # which turns, each with its end; a list names roles
+    train_on: Learn = "assistant"  # which turns, each with its end; a list names roles
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.learn:
-            raise FieldError("learn", "name at least one role")
+        if not self.train_on:
+            raise FieldError("train_on", "name at least one role")
 
     def texts(self, tokenizer: Tokenizer, fields: Fields) -> list[MaskedText]:
-        return [tokenize.render_conversation(tokenizer, self.talk(fields), self.learn)]
+        return [tokenize.render_conversation(tokenizer, self.talk(fields), self.train_on)]
 
     def talk(self, fields: Fields) -> Conversation:
         """The conversation that the columns of a row are."""
@@ -209,10 +225,12 @@ class ChatDataset(ConversationDataset):
     """
 
     kind: ClassVar[str] = "chat"
-    messages: str = "messages"  # the column
+    messages_column: str = "messages"  # the column
 
     def talk(self, fields: Fields) -> Conversation:
-        return make_conversation(get_column(fields, self.messages, "messages"), self.messages, fields.get("tools"))
+        return make_conversation(
+            get_column(fields, self.messages_column, "messages"), self.messages_column, fields.get("tools")
+        )
 
 
 @dataclass(frozen=True)
@@ -224,11 +242,11 @@ class ShareGPTDataset(ConversationDataset):
     """
 
     kind: ClassVar[str] = "sharegpt"
-    conversations: str = "conversations"  # the column
+    conversations_column: str = "conversations"  # the column
 
     def talk(self, fields: Fields) -> Conversation:
-        found = get_column(fields, self.conversations, "conversations")
-        return converters.from_sharegpt(found, self.conversations, fields.get("system"), fields.get("tools"))
+        found = get_column(fields, self.conversations_column, "conversations")
+        return converters.from_sharegpt(found, self.conversations_column, fields.get("system"), fields.get("tools"))
 
 
 @dataclass(frozen=True)
@@ -240,30 +258,32 @@ class InstructDataset(ConversationDataset):
     """
 
     kind: ClassVar[str] = "instruct"
-    prompt: str = "instruction"  # the column
-    input: str | None = "input"  # the column
-    response: str = "output"  # the column
-    system: str | None = None  # what the system message says in rows without a column `system`
+    prompt_column: str = "instruction"  # the column
+    input_column: str | None = "input"  # the column
+    response_column: str = "output"  # the column
+    system_prompt: str | None = None  # what the system message says in rows without a column `system`
 
     def talk(self, fields: Fields) -> Conversation:
-        question = get_string(fields, self.prompt, "prompt")
-        if self.input is not None and (self.input != "input" or fields.get("input") is not None):
-            more = get_string(fields, self.input, "input")
+        question = get_string(fields, self.prompt_column, "prompt")
+        if self.input_column is not None and (self.input_column != "input" or fields.get("input") is not None):
+            more = get_string(fields, self.input_column, "input")
             question = f"{question}\n\n{more}" if more else question
-        answer = get_string(fields, self.response, "response")
-        return converters.from_instruct(question, answer, fields.get("system") or self.system, fields.get("history"))
+        answer = get_string(fields, self.response_column, "response")
+        return converters.from_instruct(
+            question, answer, fields.get("system") or self.system_prompt, fields.get("history")
+        )
 
 
 @dataclass(frozen=True)
 class EosTokenMixin(DatasetConfig):
     """Rows that may be plain text, which ends with a token."""
 
-    end: str | None = None  # the token that ends a text; null: the tokenizer's end-of-text token
+    eos_token: str | None = None  # Token that ends a text; null: the tokenizer's EOS token
 
     def end_of_text(self, tokenizer: Tokenizer) -> int:
-        end = tokenizer.eos if self.end is None else tokenizer.model.token_to_id(self.end)
+        end = tokenizer.eos if self.eos_token is None else tokenizer.model.token_to_id(self.eos_token)
         if end is None:
-            fault = "names no end-of-text token" if self.end is None else f"has no token {self.end!r}"
+            fault = "names no end-of-text token" if self.eos_token is None else f"has no token {self.eos_token!r}"
             raise UserError(f"the tokenizer {fault}; name one of its tokens as `end`")
         return end
 
@@ -281,33 +301,35 @@ class CompletionDataset(TextOrChatMixin):
     """A prompt and the completion to learn, in a column each: texts, or lists of messages that the template writes."""
 
     kind: ClassVar[str] = "completion"
-    prompt: str = "prompt"  # the column
-    completion: str = "completion"  # the column
+    prompt_column: str = "prompt"  # the column
+    completion_column: str = "completion"  # the column
 
     def texts(self, tokenizer: Tokenizer, fields: Fields) -> list[MaskedText]:
-        prompt = parse_json_cell(get_column(fields, self.prompt, "prompt"))
-        completion = parse_json_cell(get_column(fields, self.completion, "completion"))
+        prompt = parse_json_cell(get_column(fields, self.prompt_column, "prompt"))
+        completion = parse_json_cell(get_column(fields, self.completion_column, "completion"))
         if isinstance(prompt, str) and isinstance(completion, str):
-            start = 0 if self.learn == "all" else len(prompt)
+            start = 0 if self.train_on == "all" else len(prompt)
             return [tokenize.render_plain_text(prompt + completion, self.end_of_text(tokenizer), start)]
-        found = converters.join_prompt(prompt, completion, fields.get("tools"), (self.prompt, self.completion))
-        return [tokenize.render_conversation(tokenizer, found, self.learn)]
+        found = converters.join_prompt(
+            prompt, completion, fields.get("tools"), (self.prompt_column, self.completion_column)
+        )
+        return [tokenize.render_conversation(tokenizer, found, self.train_on)]
 
 
 @dataclass(frozen=True)
 class TextDataset(EosTokenMixin):
-    """Plain text, all of it learnt: one longer than `length` goes on in further rows."""
+    """Plain text, all of it learnt: one longer than `max_length` goes on in further rows."""
 
     kind: ClassVar[str] = "text"
-    too_long: TooLong = "split"  # go on in further rows; drop; or cut at the end
-    column: str = "text"  # the column
+    excess_length_strategy: TooLong = "split"  # go on in further rows; drop; or cut at the end
+    text_column: str = "text"  # the column
 
     def prepare(self, tokenizer: Tokenizer) -> Tokenizer:
         self.end_of_text(tokenizer)
         return tokenizer
 
     def texts(self, tokenizer: Tokenizer, fields: Fields) -> list[MaskedText]:
-        return [tokenize.render_plain_text(get_string(fields, self.column, "column"), self.end_of_text(tokenizer))]
+        return [tokenize.render_plain_text(get_string(fields, self.text_column, "column"), self.end_of_text(tokenizer))]
 
 
 @dataclass(frozen=True)
@@ -362,8 +384,8 @@ class AutoDataset(DetectedDataset):
     )
 
     def fitted(self, text: MaskedText, document: Document) -> list[Document]:
-        if text.flows and self.too_long == "truncate":
-            return fit_documents(document, self.length, "split", 1)
+        if text.flows and self.excess_length_strategy == "truncate":
+            return fit_documents(document, self.max_length, "split", 1)
         return super().fitted(text, document)
 
 
@@ -380,10 +402,12 @@ class PreferenceBase(TextOrChatMixin):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.too_long == "split":
-            raise FieldError("too_long", "a completion that is compared cannot go on in further rows: truncate or drop")
-        if self.learn == "all":
-            raise FieldError("learn", "a prompt is given to the model, and not learnt from what is preferred")
+        if self.excess_length_strategy == "split":
+            raise FieldError(
+                "excess_length_strategy", "a completion that is compared cannot go on in further rows: truncate or drop"
+            )
+        if self.train_on == "all":
+            raise FieldError("train_on", "a prompt is given to the model, and not learnt from what is preferred")
 
 
 @dataclass(frozen=True)
@@ -391,26 +415,31 @@ class PreferenceDataset(PreferenceBase):
     """Pairs of answers, of which one is preferred: texts, or conversations. The chosen document comes first.
 
     What both begin with is their prompt, and a column `prompt` stands before both, if they do not begin with it.
-    `length` bounds each of both, and a packed row has room for two. For a recipe that judges single answers, the chosen
-    one is good and the rejected one bad.
+    `max_length` limits each answer with its prompt, and a packed row has room for both. Losses on unpaired answers take
+    the chosen answer as desirable and the rejected one as undesirable.
     """
 
     kind: ClassVar[str] = "preference"
     EACH: ClassVar = 2
 
-    prompt: str = "prompt"  # the column
-    chosen: str = "chosen"  # the column
-    rejected: str = "rejected"  # the column
-    margin: str = "margin"  # the column, which rows may lack: by how much the chosen answer is to be the better one
+    prompt_column: str = "prompt"  # the column
+    chosen_column: str = "chosen"  # the column
+    rejected_column: str = "rejected"  # the column
+    margin_column: str = (
+        "margin"  # the column, which rows may lack: by how much the chosen answer is to be the better one
+    )
 
     def says(self, fields: Fields) -> str:
-        return f"preference pairs (columns {self.chosen!r}, {self.rejected!r})"
+        return f"preference pairs (columns {self.chosen_column!r}, {self.rejected_column!r})"
 
     def texts(self, tokenizer: Tokenizer, fields: Fields) -> list[MaskedText]:
-        chosen, rejected = answer(fields, self.chosen, "chosen"), answer(fields, self.rejected, "rejected")
-        prompt = parse_json_cell(fields.get(self.prompt))
+        chosen, rejected = (
+            answer(fields, self.chosen_column, "chosen"),
+            answer(fields, self.rejected_column, "rejected"),
+        )
+        prompt = parse_json_cell(fields.get(self.prompt_column))
         if chosen == rejected:
-            raise UserError(f"{self.chosen} and {self.rejected} are the same: nothing is preferred")
+            raise UserError(f"{self.chosen_column} and {self.rejected_column} are the same: nothing is preferred")
         if all(isinstance(side, str) for side in (chosen, rejected)) and isinstance(prompt, str | None):
             head = converters.common_prefix(chosen, rejected) if prompt is None else prompt
             begun = all(side.startswith(head) for side in (chosen, rejected))
@@ -418,9 +447,13 @@ class PreferenceDataset(PreferenceBase):
             texts = [tokenize.render_plain_text(side, self.end_of_text(tokenizer), len(head)) for side in sides]
         else:
             talks = converters.split_preference(chosen, rejected, prompt, fields.get("tools"))
-            texts = [tokenize.render_conversation(tokenizer, found, self.learn) for found in talks]
+            texts = [tokenize.render_conversation(tokenizer, found, self.train_on) for found in talks]
         good, bad = texts
-        values = () if fields.get(self.margin) is None else (to_number(fields[self.margin], self.margin),)
+        values = (
+            ()
+            if fields.get(self.margin_column) is None
+            else (to_number(fields[self.margin_column], self.margin_column),)
+        )
         return [
             good._replace(signs=good.signs | DocFlags.GOOD, values=values),
             bad._replace(signs=bad.signs | DocFlags.BAD),
@@ -431,16 +464,19 @@ class PreferenceDataset(PreferenceBase):
 class UnpairedPreferenceDataset(PreferenceBase, CompletionDataset):
     """A prompt, a completion and whether it is a good one, for KTO. The document's signs say which."""
 
-    kind: ClassVar[str] = "marked"
-    label: str = "label"  # the column: true or false
+    kind: ClassVar[str] = "unpaired_preference"
+    label_column: str = "label"  # the column: true or false
 
     def says(self, fields: Fields) -> str:
-        return f"completions with marks (columns {self.prompt!r}, {self.completion!r}, {self.label!r})"
+        return (
+            f"completions with marks (columns {self.prompt_column!r}, {self.completion_column!r}, "
+            f"{self.label_column!r})"
+        )
 
     def texts(self, tokenizer: Tokenizer, fields: Fields) -> list[MaskedText]:
-        good = get_column(fields, self.label, "label")
+        good = get_column(fields, self.label_column, "label")
         if not isinstance(good, bool):
-            raise UserError(f"{self.label}: want true or false, this is {json_type(good)}")
+            raise UserError(f"{self.label_column}: want true or false, this is {json_type(good)}")
         (text,) = super().texts(tokenizer, fields)
         return [text._replace(signs=text.signs | (DocFlags.GOOD if good else DocFlags.BAD))]
 

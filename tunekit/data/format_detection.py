@@ -34,24 +34,24 @@ def line(kind: str, says: str, types: Mapping[str, type | tuple[type, ...]], key
 
 
 TEXTS = (str, list)
-CHAT = {name: line("chat", "OpenAI messages", {name: list}, "messages").form for name in TURNS}
-SHAREGPT = {name: line("sharegpt", "ShareGPT", {name: list}, "conversations").form for name in TURNS}
+CHAT = {name: line("chat", "OpenAI messages", {name: list}, "messages_column").form for name in TURNS}
+SHAREGPT = {name: line("sharegpt", "ShareGPT", {name: list}, "conversations_column").form for name in TURNS}
 TABLE = (
     line("preference", "preference pairs", {"chosen": TEXTS, "rejected": TEXTS}),
-    line("marked", "completions with marks", {"prompt": TEXTS, "completion": TEXTS, "label": bool}),
+    line("unpaired_preference", "completions with marks", {"prompt": TEXTS, "completion": TEXTS, "label": bool}),
     line("completion", "prompts with completions", {"prompt": TEXTS, "completion": TEXTS}),
     line("instruct", "Alpaca", {"instruction": str, "output": str}),
     line("text", "plain text", {"text": str}),
 )
 NUMBERED = (bool, int, float, str)
 # What answers are compared in: a label that is no mark is told as what it is.
-COMPARED = (TABLE[0], line("marked", "completions with marks", {**TABLE[1].types, "label": NUMBERED}))
+COMPARED = (TABLE[0], line("unpaired_preference", "completions with marks", {**TABLE[1].types, "label": NUMBERED}))
 # What models that score learn from. Others read some of these rows too, without their labels.
 SCORED = (
     TABLE[0],
-    line("stepped", "steps with labels", {"prompt": TEXTS, "completions": list, "labels": list}),
-    line("labelled", "conversations with labels", {"messages": list, "label": NUMBERED}),
-    line("labelled", "texts with labels", {"text": str, "label": NUMBERED}),
+    line("stepwise", "steps with labels", {"prompt": TEXTS, "completions": list, "labels": list}),
+    line("labeled", "conversations with labels", {"messages": list, "label": NUMBERED}),
+    line("labeled", "texts with labels", {"text": str, "label": NUMBERED}),
 )
 
 

@@ -26,64 +26,70 @@ class LabeledBase(DatasetConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.too_long == "split":
-            raise FieldError("too_long", "what is said of a text is not said of its parts: truncate or drop")
+        if self.excess_length_strategy == "split":
+            raise FieldError(
+                "excess_length_strategy", "what is said of a text is not said of its parts: truncate or drop"
+            )
 
 
 @dataclass(frozen=True)
 class LabeledDataset(EosTokenMixin, ChatTemplateMixin, LabeledBase):
     """Texts, or conversations that the chat template writes, each with a label.
 
-    It is a number, or one of the names in `classes`, which stands for its place among them.
+    It is a number, or one of the names in `class_names`, which stands for its place among them.
     """
 
-    kind: ClassVar[str] = "labelled"
-    text: str = "text"  # the column
-    messages: str = "messages"  # the column
-    label: str = "label"  # the column: a number, true or false, or a name
-    classes: tuple[str, ...] = ()  # the names; a label that is a number then counts them from 0
+    kind: ClassVar[str] = "labeled"
+    text_column: str = "text"  # the column
+    messages_column: str = "messages"  # the column
+    label_column: str = "label"  # the column: a number, true or false, or a name
+    class_names: tuple[str, ...] = ()  # the names; a label that is a number then counts them from 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if len(set(self.classes)) < len(self.classes):
-            raise FieldError("classes", "name each once")
+        if len(set(self.class_names)) < len(self.class_names):
+            raise FieldError("class_names", "name each once")
 
     def prepare(self, tokenizer: Tokenizer) -> Tokenizer:
         return self.dressed(tokenizer)
 
     def says(self, fields: Fields) -> str:
-        return f"texts with labels (column {self.label!r})"
+        return f"texts with labels (column {self.label_column!r})"
 
     def texts(self, tokenizer: Tokenizer, fields: Fields) -> list[MaskedText]:
-        value = self.value(get_column(fields, self.label, "label"))
-        found = parse_json_cell(fields.get(self.messages))
+        value = self.value(get_column(fields, self.label_column, "label"))
+        found = parse_json_cell(fields.get(self.messages_column))
         if found is not None:
             text = tokenize.render_conversation(
-                tokenizer, make_conversation(found, self.messages, fields.get("tools")), "all"
+                tokenizer, make_conversation(found, self.messages_column, fields.get("tools")), "all"
             )
         else:
-            text = tokenize.render_plain_text(get_string(fields, self.text, "text"), self.end_of_text(tokenizer))
+            text = tokenize.render_plain_text(get_string(fields, self.text_column, "text"), self.end_of_text(tokenizer))
         return [text._replace(values=(value,))]
 
     def value(self, label: Any) -> float:
         """What a label is in numbers."""
         if label is None:
-            raise UserError(f"{self.label}: is null, and a row needs its label: write it, or {PASS}")
+            raise UserError(f"{self.label_column}: is null, and a row needs its label: write it, or {PASS}")
         if isinstance(label, str):
-            if label not in self.classes:
-                raise UserError(f"{self.label}: {shortened(label)} {self.strange}")
-            return float(self.classes.index(label))
-        value = to_number(label, self.label)
-        if self.classes and value not in range(len(self.classes)):
-            raise UserError(f"{self.label}: {label} counts none of the {len(self.classes)} `classes`, from 0 on")
+            if label not in self.class_names:
+                raise UserError(f"{self.label_column}: {shortened(label)} {self.strange}")
+            return float(self.class_names.index(label))
+        value = to_number(label, self.label_column)
+        if self.class_names and value not in range(len(self.class_names)):
+            raise UserError(
+                f"{self.label_column}: {label} counts none of the {len(self.class_names)} `class_names`, from 0 on"
+            )
         return value
 
     @property
     def strange(self) -> str:
         """What is wrong with a label that is a text, and what to do."""
-        if self.classes:
-            return f"is none of the `classes`: {', '.join(self.classes)}"
-        return "needs `classes`, the names of all (loss=classification), as it is text; a value is a number, unquoted"
+        if self.class_names:
+            return f"is none of the `class_names`: {', '.join(self.class_names)}"
+        return (
+            "needs `class_names`, the names of all (loss=classification), as it is text; a value is a number, unquoted"
+        )
 
 
 def shortened(text: str) -> str:
@@ -99,50 +105,55 @@ class StepwiseDataset(EosTokenMixin, ChatTemplateMixin, LabeledBase):
     next. No token is put behind the last step.
     """
 
-    kind: ClassVar[str] = "stepped"
-    prompt: str = "prompt"  # the column: a text, or a list of messages
-    completions: str = "completions"  # the column: a list of texts
-    labels: str = "labels"  # the column: a list of true or false, or of classes from 0 on
-    separator: str = "\n"  # what ends each step
+    kind: ClassVar[str] = "stepwise"
+    prompt_column: str = "prompt"  # the column: a text, or a list of messages
+    completions_column: str = "completions"  # the column: a list of texts
+    labels_column: str = "labels"  # the column: a list of true or false, or of classes from 0 on
+    step_separator: str = "\n"  # what ends each step
 
     def prepare(self, tokenizer: Tokenizer) -> Tokenizer:
         return self.dressed(tokenizer)
 
     def says(self, fields: Fields) -> str:
-        return f"steps with labels (columns {self.completions!r}, {self.labels!r})"
+        return f"steps with labels (columns {self.completions_column!r}, {self.labels_column!r})"
 
     def texts(self, tokenizer: Tokenizer, fields: Fields) -> list[MaskedText]:
-        steps, labels = get_column(fields, self.completions, "completions"), get_column(fields, self.labels, "labels")
-        values, said = self.values(steps, labels), "".join(step + self.separator for step in steps)
+        steps, labels = (
+            get_column(fields, self.completions_column, "completions"),
+            get_column(fields, self.labels_column, "labels"),
+        )
+        values, said = self.values(steps, labels), "".join(step + self.step_separator for step in steps)
         found = self.answered(tokenizer, fields, said)
-        ends = [*accumulate((len(step + self.separator) for step in steps), initial=len(found.text) - len(said))]
+        ends = [*accumulate((len(step + self.step_separator) for step in steps), initial=len(found.text) - len(said))]
         return [found._replace(learnt=[*pairwise(ends)], signs=found.signs | DocFlags.STEPS, values=values)]
 
     def answered(self, tokenizer: Tokenizer, fields: Fields, said: str) -> MaskedText:
         """The prompt of a row, and behind it the answer as it is."""
-        prompt = parse_json_cell(get_column(fields, self.prompt, "prompt"))
+        prompt = parse_json_cell(get_column(fields, self.prompt_column, "prompt"))
         if isinstance(prompt, str):
             return tokenize.render_plain_text(prompt + said, self.end_of_text(tokenizer))
         if not isinstance(prompt, list):
-            raise UserError(f"{self.prompt}: want a string or a list of messages, this is {json_type(prompt)}")
-        found = converters.join_prompt(prompt, said, fields.get("tools"), (self.prompt, self.completions))
+            raise UserError(f"{self.prompt_column}: want a string or a list of messages, this is {json_type(prompt)}")
+        found = converters.join_prompt(prompt, said, fields.get("tools"), (self.prompt_column, self.completions_column))
         if [message["role"] for message in found.messages[-2:]] == ["assistant"] * 2:
-            raise UserError(f"{self.prompt}: ends with an assistant message: what it says is the first of the steps")
+            raise UserError(
+                f"{self.prompt_column}: ends with an assistant message: what it says is the first of the steps"
+            )
         return tokenize.render_prompt(tokenizer, found)
 
     def values(self, steps: Any, labels: Any) -> tuple[float, ...]:
         """The labels of steps, in numbers."""
         if not isinstance(steps, list) or not steps or not all(isinstance(step, str) and step for step in steps):
-            raise UserError(f"{self.completions}: want a list of texts, none of them empty")
+            raise UserError(f"{self.completions_column}: want a list of texts, none of them empty")
         if not isinstance(labels, list) or len(labels) != len(steps):
             count = len(labels) if isinstance(labels, list) else json_type(labels)
-            raise UserError(f"{self.labels}: want a list of {len(steps)}, one for each step, this is {count}")
-        values = tuple(to_number(label, self.labels) for label in labels)
+            raise UserError(f"{self.labels_column}: want a list of {len(steps)}, one for each step, this is {count}")
+        values = tuple(to_number(label, self.labels_column) for label in labels)
         if wrong := [value for value in values if value < 0 or value != int(value)]:
-            raise UserError(f"{self.labels}: want true or false, or classes from 0 on, not {wrong[0]:g}")
+            raise UserError(f"{self.labels_column}: want true or false, or classes from 0 on, not {wrong[0]:g}")
         return values
 
     def fitted(self, text: MaskedText, document: Document) -> list[Document]:
         if document.learnt[1:].sum() < len(text.values):
-            raise UserError("two steps end in one token, or the first token ends one: name another `separator`")
+            raise UserError("two steps end in one token, or the first token ends one: name another `step_separator`")
         return super().fitted(text, document)

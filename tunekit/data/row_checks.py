@@ -137,9 +137,13 @@ def format_percent(share: float) -> str:
 def nothing_learnt(of: CheckTarget) -> Iterator[Finding]:
     rows = of.measured.targets == 0
     if rows.all():
-        yield from of.finding("wrong", "nothing learnt", rows, "nothing is learnt in {rows}", "see `learn`")
+        yield from of.finding("wrong", "nothing learnt", rows, "nothing is learnt in {rows}", "see `train_on`")
     yield from of.finding(
-        "doubtful", "nothing learnt", rows & ~rows.all(), "nothing is learnt in {rows}", "take them out, or see `learn`"
+        "doubtful",
+        "nothing learnt",
+        rows & ~rows.all(),
+        "nothing is learnt in {rows}",
+        "take them out, or see `train_on`",
     )
 
 
@@ -158,7 +162,7 @@ def terminators(of: CheckTarget) -> Iterator[Finding]:
     never = bool(turns.any()) and not seen.ended.any()
     says = "the end of no answer is learnt" if never else "answers of {rows} are learnt without their end"
     says += ": the model is not taught to stop"
-    mend = "end turns with a special token in the chat template, or name another `template`"
+    mend = "end turns with a special token in the chat template, or name another `chat_template`"
     yield from of.finding(
         "wrong" if never else "doubtful", "terminators", unended & (turns | (seen.targets > 0)), says, mend
     )
@@ -191,15 +195,15 @@ def cut_answers(of: CheckTarget) -> Iterator[Finding]:
     rows = of.measured.cut & (of.lengths < of.whole)
     severity: Severity = "doubtful" if rows.mean() >= 0.01 else "note"
     says = f"answers of {{rows}} are cut at {of.use.limit:,} tokens, and their end is not learnt"
-    yield from of.finding(severity, "cut answers", rows, says, "raise `length`, or `too_long: drop`")
+    yield from of.finding(severity, "cut answers", rows, says, "raise `max_length`, or `excess_length_strategy: drop`")
 
 
 def dropped_rows(of: CheckTarget) -> Iterator[Finding]:
     for made in (documents.prepared for documents in of.parts):
         rows = made.rows - made.left_out - made.skipped
         if made.dropped and made.dropped >= 0.1 * rows:
-            says = f"{{rows}} {{are}} longer than {of.use.limit:,} tokens, and dropped as `too_long` says"
-            told, mend = worded(says, made.dropped, rows), "raise `length`, or `too_long: truncate`"
+            says = f"{{rows}} {{are}} longer than {of.use.limit:,} tokens, and dropped as `excess_length_strategy` says"
+            told, mend = worded(says, made.dropped, rows), "raise `max_length`, or `excess_length_strategy: truncate`"
             yield Finding("doubtful", "dropped rows", of.part, told, mend, made.dropped, made.dropped / rows)
 
 
@@ -219,7 +223,7 @@ def duplicates(of: CheckTarget) -> Iterator[Finding]:
     alike = f"{{rows}} {{are}} like earlier ones once cut at {of.use.limit:,} tokens"
     for kind, found, says, mend in (
         ("duplicates", rows & ~cut, "{rows} {are} {copies} of earlier ones", COPY),
-        ("alike once cut", rows & cut, alike, "raise `length`: {} begins as {} does"),
+        ("alike once cut", rows & cut, alike, "raise `max_length`: {} begins as {} does"),
     ):
         if found.any():
             severity: Severity = "doubtful" if found.mean() >= 0.05 else "note"
@@ -264,8 +268,8 @@ def absent_classes(of: CheckTarget) -> Iterator[Finding]:
     if absent and len(values) > 1:  # the same label everywhere is told as that
         enough = max(int(values.max()) + 1, 2)
         names = ", ".join(map(str, absent[:SHOWN])) + ", .." * (len(absent) > SHOWN)
-        says = f"no row has the label {names}: {len(absent)} of {classes} classes (`loss.classes`) cannot be learnt"
-        mend = "is that meant?" if enough > absent[-1] else f"is that meant? loss.classes={enough} would do"
+        says = f"no row has the label {names}: {len(absent)} of {classes} classes (`loss.num_labels`) cannot be learnt"
+        mend = "is that meant?" if enough > absent[-1] else f"is that meant? loss.num_labels={enough} would do"
         yield of.remark("doubtful", "absent classes", says, mend)
 
 
@@ -273,7 +277,7 @@ def cut_rows(of: CheckTarget) -> Iterator[Finding]:
     rows = of.lengths < of.whole
     severity: Severity = "doubtful" if rows.mean() >= 0.01 else "note"
     says = f"{{rows}} {{are}} cut at {of.use.limit:,} tokens, and scored without their end"
-    yield from of.finding(severity, "cut rows", rows, says, "raise `length`, or `too_long: drop`")
+    yield from of.finding(severity, "cut rows", rows, says, "raise `max_length`, or `excess_length_strategy: drop`")
 
 
 def short_rows(of: CheckTarget) -> Iterator[Finding]:
@@ -319,19 +323,19 @@ SIGNS: dict[DocFlags, tuple[Severity, str, str, str]] = {
         "doubtful",
         "tools unused",
         "{rows} {have} tools or calls that the chat template does not write",
-        "name a `template` that does, or take them out",
+        "name a `chat_template` that does, or take them out",
     ),
     DocFlags.REASONING_DROPPED: (
         "note",
         "reasoning dropped",
         "the chat template leaves out reasoning of {rows}",
-        "if it is to be learnt, name a `template` that writes it",
+        "if it is to be learnt, name a `chat_template` that writes it",
     ),
     DocFlags.CONTENT_LOST: (
         "doubtful",
         "content lost",
         "the chat template does not write all that {rows} {say}",
-        "name a `template` that does",
+        "name a `chat_template` that does",
     ),
 }
 
@@ -348,14 +352,14 @@ def packing(of: CheckTarget) -> Iterator[Finding]:
         if alone >= 0.9 and filled < 0.9:
             rows, tokens = format_percent(alone), format_percent(filled)
             says = f"{rows} of the packed rows hold one document, and {tokens} of them is filled"
-            yield of.remark("note", "packing", says, "most documents are too long to share: raise `length`")
+            yield of.remark("note", "packing", says, "most documents are too long to share: raise `max_length`")
 
 
 def warm_up(of: CheckTarget) -> Iterator[Finding]:
     steps, warmup = of.use.steps, of.use.warmup
     if steps is not None and warmup is not None and warmup >= steps:
         says = f"the run ends with step {steps:,}, before its warm-up of {warmup:,} steps"
-        yield of.remark("doubtful", "warm-up", says, "lower `schedule.warmup`, or raise `epochs`")
+        yield of.remark("doubtful", "warm-up", says, "lower `lr_scheduler.warmup_steps`, or raise `epochs`")
 
 
 def tokens_named(of: CheckTarget) -> Iterator[Finding]:
@@ -375,7 +379,7 @@ def overlap(data: CheckTarget, held: CheckTarget) -> Iterator[Finding]:
     mend = "take them out of one, or cut a `split` off"
     yield from held.finding(severity, "overlap", same & ~held.cut, says, mend)
     says = f"{{rows}} {{are}} like rows of `data` once cut at {held.use.limit:,} tokens: what is measured says little"
-    mend = "raise `length`, or take them out of one"
+    mend = "raise `max_length`, or take them out of one"
     yield from held.finding("doubtful", "overlap once cut", same & held.cut, says, mend)
     prompts, counts = np.unique(data.measured.prompt[data.measured.first > 0], return_counts=True)
     own = prompts[counts <= max(10, len(data) // 200)]  # a prompt that begins many rows is not theirs

@@ -153,7 +153,7 @@ class TokenCache:
         if self.model.encode(texts[at], add_special_tokens=False).ids != found[at].ids.tolist():
             raise UserError(
                 f"the tokenizer reads words of a text that begins with {texts[at][:40]!r} otherwise alone than in it; "
-                "set `workers: 0`, which encodes each row whole"
+                "set `num_proc: 0`, which encodes each row whole"
             )
 
     def pieced(self, text: str) -> PiecewiseEncoding:

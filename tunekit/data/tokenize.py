@@ -16,7 +16,7 @@ from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import UserError
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
-Learn = Literal["assistant", "last", "all", "marked"] | tuple[Role, ...]
+Learn = Literal["assistant", "last", "all", "per_message"] | tuple[Role, ...]
 
 
 class MaskedText(NamedTuple):
@@ -70,12 +70,12 @@ def learnt_turns(talk: Conversation, learn: Learn) -> list[int]:
         turns = list(range(len(talk.messages)))
     if learn == "last":
         turns = turns[-1:]
-    if learn == "marked":
+    if learn == "per_message":
         turns = marked(talk, turns)
     elif talk.flags is not None:
         agree(talk, turns, learn)
     if not turns:
-        which = "message that is marked" if learn == "marked" else f"{' or '.join(roles)} message"
+        which = "message that is marked" if learn == "per_message" else f"{' or '.join(roles)} message"
         raise UserError(f"nothing to learn: the conversation has no {which}")
     return turns
 
@@ -94,10 +94,12 @@ def agree(talk: Conversation, turns: list[int], learn: Learn) -> None:
     """Flags are not passed over: where they say otherwise, somebody has to decide."""
     for index, flag in enumerate(talk.flags or ()):
         learnt, answer = index in turns, talk.messages[index]["role"] == "assistant"
-        if flag not in (None, learnt) and (learnt or not answer):  # answers may all be marked where `learn` takes some
+        if flag not in (None, learnt) and (
+            learnt or not answer
+        ):  # answers may all be marked where `train_on` takes some
             says = "is marked to be learnt" if flag else "is marked not to be learnt"
             told = learn if isinstance(learn, str) else f"[{', '.join(learn)}]"
-            raise UserError(f"{talk.name}[{index}]: {says}, against `learn: {told}`; set `learn: marked`")
+            raise UserError(f"{talk.name}[{index}]: {says}, against `train_on: {told}`; set `train_on: per_message`")
 
 
 def render_plain_text(text: str, end: int, start: int = 0) -> MaskedText:

@@ -62,7 +62,7 @@ class Tokenizer:
         try:
             text = Path(path).expanduser().read_text(encoding="utf-8")
         except FileNotFoundError:
-            raise UserError(f"{path}: no such file; name a Jinja file as `template`") from None
+            raise UserError(f"{path}: no such file; name a Jinja file as `chat_template`") from None
         except OSError as error:
             reason = (error.strerror or str(error)).lower()
             raise UserError(f"{path}: the chat template cannot be read: {reason}") from None
@@ -168,7 +168,7 @@ class Tokenizer:
         if name not in self.templates:
             have = f" (it names only {', '.join(self.templates)})" if self.templates else ""
             raise UserError(
-                f"the tokenizer has no chat template{have}; name a Jinja file as `template`, or train on text"
+                f"the tokenizer has no chat template{have}; name a Jinja file as `chat_template`, or train on text"
             )
         if name not in self.compiled:
             self.compiled[name] = ChatTemplate(*self.templates[name])

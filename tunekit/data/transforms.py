@@ -21,26 +21,28 @@ class RowTransform:
 class RenameColumns(RowTransform):
     """Columns under other names: `columns: {question: prompt, answer: completion}`. One that has the name gives way."""
 
-    kind: ClassVar[str] = "rename"
-    columns: dict[str, str]
+    kind: ClassVar[str] = "rename_columns"
+    column_mapping: dict[str, str]
 
     def __post_init__(self) -> None:
-        if len(set(self.columns.values())) < len(self.columns):
-            raise FieldError("columns", "two columns get the same name")
+        if len(set(self.column_mapping.values())) < len(self.column_mapping):
+            raise FieldError("column_mapping", "two columns get the same name")
 
     def __call__(self, fields: Fields) -> Fields | None:
-        if missing := [name for name in self.columns if name not in fields]:
+        if missing := [name for name in self.column_mapping if name not in fields]:
             have = ", ".join(map(str, fields)) or "none"
             raise UserError(f"the row has no column {missing[0]!r} to rename (it has: {have})")
-        named = {new: fields[old] for old, new in self.columns.items()}
-        return {name: value for name, value in fields.items() if name not in self.columns and name not in named} | named
+        named = {new: fields[old] for old, new in self.column_mapping.items()}
+        return {
+            name: value for name, value in fields.items() if name not in self.column_mapping and name not in named
+        } | named
 
 
 @dataclass(frozen=True)
 class Filter(RowTransform):
     """Rows whose columns have these values: `columns: {language: [en, fr], checked: true}`. A list: one of them."""
 
-    kind: ClassVar[str] = "where"
+    kind: ClassVar[str] = "filter"
     columns: dict[str, str | int | float | bool | tuple[str | int | float | bool, ...]]
 
     def __call__(self, fields: Fields) -> Fields | None:

@@ -35,7 +35,7 @@ def insisted(short: Document, document: Document, length: int) -> Document:
         first = int(document.learnt[1:].argmax()) + 2
         raise UserError(
             f"nothing to learn in its first {length:,} tokens: learnt is only from {first:,} "
-            f"of {document.whole:,}; raise `length`, say `too_long: drop`, or take the row out"
+            f"of {document.whole:,}; raise `max_length`, say `excess_length_strategy: drop`, or take the row out"
         )
     raise UserError(f"nothing to learn in its {document.whole:,} tokens; take the row out")
 

@@ -26,49 +26,57 @@ class OnPolicyConfig:
     What a row draws depends on the seed, the step and its tokens alone.
     """
 
-    share: float = 0.0  # of the rows, the λ of GKD; 1: all
-    tokens: int = 256  # longest answer
+    lmbda: float = 0.0  # Fraction of rows whose answers the student generates (GKD)
+    max_new_tokens: int = 256  # longest answer
     temperature: float = 1.0
     top_k: int | None = None  # draw from the likeliest k only
     top_p: float = 1.0  # of these, draw from the likeliest that have this share of the probability
-    batch: int = 16  # answers that a device writes at once
+    batch_size: int = 16  # answers that a device writes at once
 
     def __post_init__(self) -> None:
-        if not 0 <= self.share <= 1:
-            raise FieldError("share", f"a share of the rows from 0 to 1, not {self.share}")
-        if self.batch < 1:
-            raise FieldError("batch", f"must be 1 or more, not {self.batch}")
-        SamplingConfig(self.temperature, self.top_k, self.top_p, self.tokens)  # says what is wrong with these
+        if not 0 <= self.lmbda <= 1:
+            raise FieldError("lmbda", f"a share of the rows from 0 to 1, not {self.lmbda}")
+        if self.batch_size < 1:
+            raise FieldError("batch_size", f"must be 1 or more, not {self.batch_size}")
+        SamplingConfig(self.temperature, self.top_k, self.top_p, self.max_new_tokens)  # says what is wrong with these
 
-    def check(self, length: int, truth: float) -> None:
-        """FieldError where no row of so many tokens could hold a prompt and an answer, or where `truth` of the loss is
-        learnt from rows: it would be what the student has drawn."""
-        if self.share and truth:
-            told = "the student would learn what it has drawn itself as if it were true: 0, or on_policy.share=0"
-            raise FieldError("loss.truth", told)
-        if self.share and self.tokens >= length:
-            told = f"answers of {self.tokens:,} tokens leave no room for a prompt in rows of data.length={length:,}"
-            raise FieldError("on_policy.tokens", f"{told}: lower it, or raise data.length")
+    def check(self, length: int, kd_ratio: float) -> None:
+        """FieldError where no row of so many tokens could hold a prompt and an answer, or where part of the loss is
+        cross-entropy on the data: it would train on the student's own answers."""
+        if self.lmbda and kd_ratio != 1:
+            told = (
+                "cross-entropy on answers that the student generated is not meaningful. Set loss.kd_ratio=1 "
+                "or on_policy.lmbda=0"
+            )
+            raise FieldError("loss.kd_ratio", told)
+        if self.lmbda and self.max_new_tokens >= length:
+            told = (
+                f"answers of {self.max_new_tokens:,} tokens leave no room for a prompt in rows of "
+                f"data.max_length={length:,}"
+            )
+            raise FieldError("on_policy.max_new_tokens", f"{told}: lower it, or raise data.max_length")
 
     def sampling(self, run: DistributedContext, names: Sequence[str]) -> SamplingConfig:
-        return NamedRowSampling(self.temperature, self.top_k, self.top_p, self.tokens, run.seed, tuple(names))
+        return NamedRowSampling(self.temperature, self.top_k, self.top_p, self.max_new_tokens, run.seed, tuple(names))
 
 
 def warn_short_room(how: OnPolicyConfig, parts: Sequence[TokenizedDataset], length: int) -> str | None:
     """What to tell where prompts leave less room than an answer may want: it then ends where the row is full."""
-    if how.share == 0:
+    if how.lmbda == 0:
         return None
     rooms = np.concatenate(
         [length - answer_starts(part, *place) for part in parts for place in iter_blocks(part.bounds)]
     )
     asked = rooms < length
-    short = asked & (rooms < how.tokens)
+    short = asked & (rooms < how.max_new_tokens)
     if not short.any():
         return None
     rows = f"{short.sum():,} of {asked.sum():,} rows ({format_percent(float(short.sum() / asked.sum()))})"
     return (
-        f"doubtful: on_policy: {rows} have no room for answers of on_policy.tokens={how.tokens:,} behind their prompt "
-        f"in data.length={length:,}, the fullest for {rooms[short].min():,}: answers are cut there; raise data.length"
+        f"doubtful: on_policy: {rows} have no room for answers of "
+        f"on_policy.max_new_tokens={how.max_new_tokens:,} behind their prompt "
+        f"in data.max_length={length:,}, the fullest for {rooms[short].min():,}: answers are cut there; raise "
+        "data.max_length"
     )
 
 
@@ -92,7 +100,9 @@ class NamedRowSampling(SamplingConfig):
 
     def numbers(self, rows: int, first: int = 0) -> Tensor:
         names = (*self.names, *[""] * (rows - len(self.names)))
-        return torch.stack([torch.rand(self.tokens, generator=named_generator(self.seed, name)) for name in names])
+        return torch.stack(
+            [torch.rand(self.max_new_tokens, generator=named_generator(self.seed, name)) for name in names]
+        )
 
 
 @dataclass(frozen=True)
@@ -106,7 +116,7 @@ class StudentSampler:
 
     def __call__(self, model: Decoder, batches: list[Batch], run: DistributedContext) -> list[Batch]:
         """All ranks take part: each answers some of its own rows, a token at a time together."""
-        if self.how.share == 0:
+        if self.how.lmbda == 0:
             return batches
         spans = [list(unpack_documents(batch)) for batch in batches]
         asked = [span for some in spans for span in some if self.drawn(span, run)]
@@ -121,12 +131,12 @@ class StudentSampler:
         if not 0 < answer_start(span) < self.length:
             return False
         return (
-            torch.rand(1, generator=named_generator(run.seed, f"{row_name(span, run)} share")).item() < self.how.share
+            torch.rand(1, generator=named_generator(run.seed, f"{row_name(span, run)} share")).item() < self.how.lmbda
         )
 
     def answered(self, model: Decoder, asked: Sequence[DocumentSpan], run: DistributedContext) -> list[np.ndarray]:
         """The answer of each row, with the token that ended it."""
-        at_once, found = self.how.batch, []
+        at_once, found = self.how.batch_size, []
         (most,) = run.most(len(asked))
         for first in range(0, int(most), at_once):
             some = asked[first : first + at_once]

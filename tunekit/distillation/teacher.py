@@ -55,7 +55,7 @@ class Teacher(ABC):
 
 def token_means(tally: MetricSums, run: DistributedContext, tokens: int) -> Figures:
     """Of a learnt token, where this rank had so many: ranks that share rows have added different ones."""
-    return tally.means(run, run.total(tokens) / run.sizes.context)
+    return tally.means(run, run.total(tokens) / run.sizes.cp)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +63,7 @@ class TeacherConfig(ABC):
     """Which model it is, and how it is kept."""
 
     model: str  # folder of a checkpoint, an adapter or a run; a Hub name; tunekit/nano
-    weights: NoQuantization | NF4Config | FP4Config | Float8Config = NoQuantization()  # how its weights are stored
+    quantization: NoQuantization | NF4Config | FP4Config | Float8Config = NoQuantization()  # how its weights are stored
     precision: PrecisionConfig = PrecisionConfig()
 
     @abstractmethod
@@ -83,7 +83,7 @@ class TeacherConfig(ABC):
     def built(self, run: DistributedContext) -> Decoder:
         """The model, over devices as the student is."""
         try:
-            return build.load_for_inference(self.model, self.precision, run, self.weights)[0].eval()
+            return build.load_for_inference(self.model, self.precision, run, self.quantization)[0].eval()
         except UserError as error:
             raise UserError(f"teacher.model: {error}") from None
 
@@ -106,16 +106,16 @@ class OnlineTeacherConfig(TeacherConfig):
     This is meant where no `kind` is written.
     """
 
-    kind: ClassVar[str] = "live"
+    kind: ClassVar[str] = "online"
     usual: ClassVar = True
 
-    top: int | None = None  # compare its likeliest tokens and all others as one; null: each token by itself
+    top_k: int | None = None  # Teacher tokens kept per position; null: the full distribution
 
     def __post_init__(self) -> None:
-        check_top(self.top)
+        check_top(self.top_k)
 
     def check(self, student: Tokenizer) -> None:
-        check_top(self.top, self.shared(student), "or null, for each token by itself")
+        check_top(self.top_k, self.shared(student), "or null, for each token by itself")
 
     def open(
         self,
@@ -128,7 +128,7 @@ class OnlineTeacherConfig(TeacherConfig):
         model = self.built(run)
         for loader in loaders:
             loader.check(model.spec.vocab)
-        return OnlineTeacher(model, self.top, common(student, model))
+        return OnlineTeacher(model, self.top_k, common(student, model))
 
 
 class OnlineTeacher(Teacher):
@@ -165,23 +165,23 @@ class OfflineTeacherConfig(TeacherConfig):
     For each learnt token they hold 8 bytes for each of the likeliest tokens; all others count as one.
     """
 
-    kind: ClassVar[str] = "stored"
-    folder: str  # of the files
-    top: int = 64  # tokens that are kept
+    kind: ClassVar[str] = "offline"
+    logits_dir: str  # Directory of the precomputed teacher logits
+    top_k: int = 64  # Teacher tokens kept per position; null: the full distribution
 
     def __post_init__(self) -> None:
-        check_top(self.top)
+        check_top(self.top_k)
 
     def check(self, student: Tokenizer) -> None:
         """Whoever has written files for this vocabulary was compared with it then, and need not be here."""
         words = digest(student)
         own = (found for found in self.known() if unpinned(found["model"]) == unpinned(self.model))
         vocab = next((found["total"] for found in own if found["words"] == words), None)
-        check_top(self.top, self.shared(student) if vocab is None else ids_of_both(student, vocab))
+        check_top(self.top_k, self.shared(student) if vocab is None else ids_of_both(student, vocab))
 
     def known(self) -> list[dict[str, Any]]:
         """What whole sets of files say of themselves."""
-        places = sorted(file.parent for file in Path(self.folder).expanduser().glob(f"*/{teacher_logits.ABOUT}"))
+        places = sorted(file.parent for file in Path(self.logits_dir).expanduser().glob(f"*/{teacher_logits.ABOUT}"))
         return [teacher_logits.read_info(place) for place in places if teacher_logits.is_complete(place)]
 
     def open(
@@ -196,10 +196,10 @@ class OfflineTeacherConfig(TeacherConfig):
         now = run.shared(lambda: seen(self.model))
         kept = run.shared(lambda: self.there(places, now, run))
         if kept is None:
-            run.tell(f"{self.folder}: what is wanted of some rows is not there yet: asking {self.model}")
+            run.tell(f"{self.logits_dir}: what is wanted of some rows is not there yet: asking {self.model}")
             self.shared(words)
             model = self.built(run)
-            kept = teacher_logits.TopKLogits(self.top, loss.temperature, common(student, model), model.spec.vocab)
+            kept = teacher_logits.TopKLogits(self.top_k, loss.temperature, common(student, model), model.spec.vocab)
             about = {**asdict(kept), "model": self.model, "words": digest(words), "seen": now}
             for place, loader in zip(places, loaders, strict=True):
                 loader.check(model.spec.vocab)
@@ -208,9 +208,9 @@ class OfflineTeacherConfig(TeacherConfig):
 
     def place(self, loss: KLDivergenceLoss, student: Decoder, loader: DataLoader) -> Path:
         """Where the files for some rows are: what decides their numbers is their name."""
-        how = str(self.weights), str(self.precision), self.top, loss.temperature, student.spec.vocab
+        how = str(self.quantization), str(self.precision), self.top_k, loss.temperature, student.spec.vocab
         told = json.dumps([unpinned(self.model), loader.digest, *how])
-        return Path(self.folder).expanduser() / hashlib.sha256(told.encode()).hexdigest()[:16]
+        return Path(self.logits_dir).expanduser() / hashlib.sha256(told.encode()).hexdigest()[:16]
 
     def there(
         self, places: list[Path], now: dict[str, Any], run: DistributedContext
@@ -231,7 +231,7 @@ class OfflineTeacherConfig(TeacherConfig):
         """A line on files of another commit, where a run may go on with them: a branch moves, and a run that was
         stopped must not end there. UserError where they would be mixed with those of the commit that is there now."""
         commits = {about["seen"].get("commit") for about in abouts.values()}
-        places, mend = ", ".join(map(str, abouts)), "give another teacher.folder, or delete them"
+        places, mend = ", ".join(map(str, abouts)), "give another teacher.logits_dir, or delete them"
         if None in commits or "commit" not in now:
             raise UserError(f"{places}: another {self.model} wrote these files: {mend}")
         was, name = " and ".join(sorted(commits)), unpinned(self.model)
@@ -254,10 +254,10 @@ class OfflineTeacher(Teacher):
 def check_top(top: int | None, ids: int | None = None, other: str = "") -> None:
     """FieldError for less than a token; UserError for more than the `ids` that are common, once these are known."""
     if top is not None and top < 1:
-        raise FieldError("top", f"must be 1 or more tokens, not {top}")
+        raise FieldError("top_k", f"must be 1 or more tokens, not {top}")
     if top is not None and ids is not None and top > ids:
         told = f"{top:,} tokens are more than the {ids:,} of the vocabulary that student and teacher share"
-        raise UserError(f"teacher.top: {told}: say {ids} at most{f', {other}' * bool(other)}")
+        raise UserError(f"teacher.top_k: {told}: say {ids} at most{f', {other}' * bool(other)}")
 
 
 def ids_of_both(student: Tokenizer, vocab: int) -> int:

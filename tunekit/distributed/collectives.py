@@ -282,7 +282,7 @@ ALONE = NoParallel()
 @torch.no_grad()
 def all_reduce_tp_gradients(weights: Iterable[Tensor], run: DistributedContext) -> None:
     """Gradients of what is not split over the ranks that share layers: each has seen a part of tokens or of sums."""
-    if run.sizes.tensor == 1:
+    if run.sizes.tp == 1:
         return
     assert run.mesh is not None
     team = MeshDim.along(run.mesh, "tensor")

@@ -115,8 +115,8 @@ class DistributedContext:
         """Meet the other processes."""
         backend = devices.backend_of(self.device.type, devices.capabilities(self.device))
         bound = None if self.device.type == "cpu" else self.device
-        # Whoever has started us is the first to say who hangs, with `parallel.timeout`, and where.
-        timeout = timedelta(seconds=self.parallel.timeout + LATER)
+        # Whoever has started us is the first to say who hangs, with `parallel.hang_timeout_seconds`, and where.
+        timeout = timedelta(seconds=self.parallel.hang_timeout_seconds + LATER)
         dist.init_process_group(
             backend,
             store=PrefixStore(f"run{next(MEETINGS)}", get_store(timeout)),
@@ -129,12 +129,12 @@ class DistributedContext:
         flight_recorder.serve(partial(recorded, self.device), self.rank)
         sizes = self.sizes
         mesh = partial(build_mesh, self.device.type, timeout=timeout, own=[])
-        self.mesh = mesh((sizes.replicate, sizes.sharded, sizes.tensor), ("replicate", "shard", "tensor"))
-        self.sums = mesh((sizes.averaged, sizes.tensor), ("sum", "other"))
-        if sizes.context > 1:
-            self.rows = mesh((sizes.readers, sizes.context, sizes.tensor), ("reader", "context", "other"))
-        if sizes.expert > 1:
-            by = sizes.replicate, sizes.sharded // sizes.expert, sizes.expert, sizes.tensor
+        self.mesh = mesh((sizes.dp_replicate, sizes.sharded, sizes.tp), ("replicate", "shard", "tensor"))
+        self.sums = mesh((sizes.averaged, sizes.tp), ("sum", "other"))
+        if sizes.cp > 1:
+            self.rows = mesh((sizes.readers, sizes.cp, sizes.tp), ("reader", "context", "other"))
+        if sizes.ep > 1:
+            by = sizes.dp_replicate, sizes.sharded // sizes.ep, sizes.ep, sizes.tp
             self.experts = mesh(by, ("replicate", "shard", "expert", "other"))
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
@@ -209,7 +209,7 @@ class DistributedContext:
     @property
     def reader(self) -> int:
         """Which rows are for this rank, of those for `sizes.readers`."""
-        return self.rank // (self.sizes.context * self.sizes.tensor)
+        return self.rank // (self.sizes.cp * self.sizes.tp)
 
     def total(self, count: int) -> int:
         """The sum over all readers of a number that the host knows."""
@@ -224,7 +224,7 @@ class DistributedContext:
         dist.all_reduce(sums, group=self.patient)
         for number, heard in zip(SIGNALS, sums[len(counts) :].tolist(), strict=True):
             self.agreed = number if heard else self.agreed
-        return [count // (self.sizes.context * self.sizes.tensor) for count in sums[: len(counts)].tolist()]
+        return [count // (self.sizes.cp * self.sizes.tp) for count in sums[: len(counts)].tolist()]
 
     def most(self, *values: float) -> list[float]:
         """The largest of each number that the host knows on any rank."""
@@ -319,15 +319,15 @@ class DistributedContext:
 
         Ranks that share the same tokens draw the same; those with other parts of a row draw others.
         """
-        rank = self.rank // self.sizes.tensor
+        rank = self.rank // self.sizes.tp
         torch.manual_seed(random.Random(f"{self.seed} {step} {rank}").getrandbits(63))
 
 
 def rank_coords(rank: int, sizes: ParallelDims) -> RankCoords:
     """Where a rank is."""
-    rest, tensor = divmod(rank, sizes.tensor)
+    rest, tensor = divmod(rank, sizes.tp)
     replicate, shard = divmod(rest, sizes.sharded)
-    return RankCoords(replicate, shard, shard % sizes.context, tensor)
+    return RankCoords(replicate, shard, shard % sizes.cp, tensor)
 
 
 def recorded(device: torch.device) -> dict[str, bytes]:

@@ -30,7 +30,7 @@ def shard_experts(model: Decoder, team: MeshDim) -> None:
     """Leave of all experts those of this rank."""
     found = {name: module for name, module in model.named_modules() if isinstance(module, Experts)}
     if not found:
-        raise UserError("parallel.expert: this model has no experts: leave it out")
+        raise UserError("parallel.ep: this model has no experts: leave it out")
     for name, module in found.items():
         module.travel = TokenDispatcher(team, module.gate_proj.experts)
         for leaf, layer in module.named_children():
@@ -41,9 +41,11 @@ def divide(model: Decoder, name: str, layer: nn.Module, team: MeshDim) -> None:
     assert isinstance(layer, GroupedLinear)
     if layer.experts % team.size:
         told = f"{team.size} devices cannot share the {layer.experts} experts of {name} alike"
-        raise UserError(f"parallel.expert: {told}: choose a number that divides {layer.experts}")
+        raise UserError(f"parallel.ep: {told}: choose a number that divides {layer.experts}")
     if "outer" in dict(layer.named_parameters()):
-        raise UserError(f"parallel.expert: {name} has scales that were packed together: set weights.nested to false")
+        raise UserError(
+            f"parallel.ep: {name} has scales that were packed together: set quantization.double_quant to false"
+        )
     sizes = team.even(layer.experts)
     layer.experts = sizes[team.index]
     shard_parameters(model, name, STACKED, sizes, team, "expert")

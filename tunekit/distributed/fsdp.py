@@ -40,7 +40,7 @@ def apply_fsdp(model: Decoder, run: DistributedContext) -> None:
     blocks = [shard_module(layer, **how) for layer in model.layers]
     how["reshard_after_forward"] = False
     shard_module(model, **how)
-    set_prefetch(blocks, run.parallel.prefetch)
+    set_prefetch(blocks, run.parallel.prefetch_layers)
 
 
 def shard_module(module: nn.Module, **options: Any) -> FSDPModule:
@@ -62,7 +62,7 @@ class IntegersWithoutGradients(TorchFunctionMode):
 def allocate(model: Decoder, run: DistributedContext) -> None:
     """Memory for all tensors of a model on the device of the run. Offloaded parameters are on the CPU: FSDP moves them
     to the device a layer at a time, but not buffers."""
-    offloaded = run.parallel.offload and isinstance(model, FSDPModule)
+    offloaded = run.parallel.cpu_offload and isinstance(model, FSDPModule)
 
     def empty(tensor: Tensor) -> Tensor:
         on_host = offloaded and isinstance(tensor, nn.Parameter)
@@ -77,11 +77,11 @@ def fsdp_kwargs(model: Decoder, run: DistributedContext, mesh: DeviceMesh) -> di
     """What a config says of it, in torch's words."""
     # torch 2.11 would cast quantized weights, too, whose bytes are codes.
     can_cast = all(parameter.is_floating_point() for parameter in model.parameters())
-    travels = model.compute if can_cast and run.parallel.on(run.device.type).gather == "compute" else None
-    offload = CPUOffloadPolicy(is_pinned_on(run.device)) if run.parallel.offload else OffloadPolicy()
+    travels = model.compute if can_cast and run.parallel.on(run.device.type).all_gather_dtype == "compute" else None
+    offload = CPUOffloadPolicy(is_pinned_on(run.device)) if run.parallel.cpu_offload else OffloadPolicy()
     return {
         "mesh": mesh,
-        "reshard_after_forward": run.parallel.reshard,
+        "reshard_after_forward": run.parallel.reshard_after_forward,
         "mp_policy": MixedPrecisionPolicy(travels, torch.float32 if travels else None, cast_forward_inputs=False),
         "offload_policy": offload,
     }

@@ -23,11 +23,13 @@ class LaunchConfig:
         if self.restarts < 0:
             raise UserError(f"--max-restarts {self.restarts}: give a number from 0 up")
         if self.nodes > 1 and self.rendezvous is None:
-            raise UserError(f"--nodes {self.nodes}: where do they meet? --rendezvous HOST:PORT names one of them")
+            raise UserError(f"--nnodes {self.nodes}: where do they meet? --rdzv-endpoint HOST:PORT names one of them")
         if self.nodes == 1 and (self.rendezvous, self.node_rank) != (None, None):
-            raise UserError("--rendezvous and --node-rank are for several machines: --nodes says how many there are")
+            raise UserError(
+                "--rdzv-endpoint and --node-rank are for several machines: --nnodes says how many there are"
+            )
         if self.node_rank is not None and self.node_rank >= self.nodes:
-            raise UserError(f"--node-rank {self.node_rank}: with --nodes {self.nodes} the last is {self.nodes - 1}")
+            raise UserError(f"--node-rank {self.node_rank}: with --nnodes {self.nodes} the last is {self.nodes - 1}")
         self.address()
 
     @property
@@ -43,7 +45,7 @@ class LaunchConfig:
     @property
     def words(self) -> tuple[str, ...]:
         """As they stand on the command line."""
-        found = {"--gpus": self.count, "--nodes": self.nodes, "--rendezvous": self.rendezvous}
+        found = {"--nproc-per-node": self.count, "--nnodes": self.nodes, "--rdzv-endpoint": self.rendezvous}
         found |= {"--node-rank": self.node_rank, "--max-restarts": self.restarts}
         return tuple(word for name, value in found.items() if value is not None for word in (name, str(value)))
 
@@ -53,7 +55,7 @@ class LaunchConfig:
             return "127.0.0.1", 0
         host, _, port = self.rendezvous.rpartition(":")
         if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-            raise UserError(f"--rendezvous {self.rendezvous}: write HOST:PORT, such as node1:29400")
+            raise UserError(f"--rdzv-endpoint {self.rendezvous}: write HOST:PORT, such as node1:29400")
         return host.strip("[]"), int(port)
 
     def check(self, device: str, found: int) -> None:
@@ -61,11 +63,13 @@ class LaunchConfig:
         if self.gpus is None:
             return
         if device != "cpu" and self.gpus > found:
-            raise UserError(f"--gpus {self.gpus}: this machine has {found}; leave --gpus out to use one")
+            raise UserError(
+                f"--nproc-per-node {self.gpus}: this machine has {found}; leave --nproc-per-node out to use one"
+            )
         cores = len(os.sched_getaffinity(0))
         if device == "cpu" and self.gpus > cores * PER_CORE:
             raise UserError(
-                f"--gpus {self.gpus}: without a GPU, {cores} cores carry at most {cores * PER_CORE} processes"
+                f"--nproc-per-node {self.gpus}: without a GPU, {cores} cores carry at most {cores * PER_CORE} processes"
             )
 
 

@@ -79,7 +79,7 @@ class Ranks:
         env |= {} if self.recorders is None else self.recorders.environment(slot)
         recorders = () if self.recorders is None else self.recorders.files
         return subprocess.Popen(
-            tune_command((*self.job.words, *(["--fresh"] if self.job.fresh and self.place.first else []))),
+            tune_command((*self.job.words, *(["--overwrite"] if self.job.fresh and self.place.first else []))),
             stdin=subprocess.DEVNULL,
             stdout=None if plain else log,
             stderr=None if plain else log,

@@ -17,10 +17,10 @@ def parallelize(model: Decoder, run: DistributedContext) -> None:
 
 def parallelize_fake(model: Decoder, sizes: ParallelDims) -> None:
     """The same for the first of ranks that are not there: to see what it would have, or what cannot be divided."""
-    if sizes.tensor > 1:
-        tensor_parallel.shard_layers(model, FakeMeshDim(sizes.tensor), sizes.expert > 1)
-    if sizes.context > 1:
-        model.rows = context_parallel.ContextParallelSharding(FakeMeshDim(sizes.context))
-    if sizes.expert > 1:
-        expert_parallel.shard_experts(model, FakeMeshDim(sizes.expert))
+    if sizes.tp > 1:
+        tensor_parallel.shard_layers(model, FakeMeshDim(sizes.tp), sizes.ep > 1)
+    if sizes.cp > 1:
+        model.rows = context_parallel.ContextParallelSharding(FakeMeshDim(sizes.cp))
+    if sizes.ep > 1:
+        expert_parallel.shard_experts(model, FakeMeshDim(sizes.ep))
     model.tie()

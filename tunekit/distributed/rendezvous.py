@@ -1,6 +1,6 @@
 """Several machines that start one run: they meet, watch each other, and end together. Nothing here imports torch.
 
-Each machine runs the same command. The one that `--rendezvous` names keeps the table: all others, and itself, are
+Each machine runs the same command. The one that `--rdzv-endpoint` names keeps the table: all others, and itself, are
 guests that join it, beat once a second, and tell how their ranks have ended. A machine that says nothing for LOST
 seconds is gone. What happens in between, such as a cable that is out for a quarter of a minute, TCP makes good.
 """
@@ -319,7 +319,7 @@ def disagreement(joined: list[dict[str, Any]]) -> str | None:
     for other in joined[1:]:
         names = f"{first['name']} and {other['name']}"
         if other["nodes"] != first["nodes"]:
-            return f"{names} say --nodes {first['nodes']} and {other['nodes']}: start all with the same command"
+            return f"{names} say --nnodes {first['nodes']} and {other['nodes']}: start all with the same command"
         if other["digest"] != first["digest"]:
             return f"{names} run different configs or versions: start all with the same command"
     wants = [one["want"] for one in joined if one["want"] is not None]
@@ -334,7 +334,7 @@ def table_here(host: str, port: int, node: int | None) -> socket.socket | None:
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except socket.gaierror as error:
-        raise UserError(f"--rendezvous {host}:{port}: no machine of this name: {error.strerror}") from error
+        raise UserError(f"--rdzv-endpoint {host}:{port}: no machine of this name: {error.strerror}") from error
     try:
         with socket.socket(family, kind) as probe:
             probe.bind((address[0], 0))
@@ -346,7 +346,7 @@ def table_here(host: str, port: int, node: int | None) -> socket.socket | None:
     except OSError as error:
         if error.errno == errno.EADDRINUSE and node is None:
             return None  # another process of this machine keeps it
-        raise UserError(f"--rendezvous {host}:{port}: cannot listen there: {error.strerror}") from error
+        raise UserError(f"--rdzv-endpoint {host}:{port}: cannot listen there: {error.strerror}") from error
 
 
 def is_local(link: socket.socket) -> bool:

@@ -18,8 +18,8 @@ first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export TUNEKIT_RENDEZVOUS=$first:$((20000 + SLURM_JOB_ID % 10000))
 """
 # What Slurm itself starts again goes on.
-FRESH = ' $([ "${SLURM_RESTART_COUNT:-0}" = 0 ] && echo --fresh)'
-MEETING = ' --rendezvous "$TUNEKIT_RENDEZVOUS" --node-rank "$SLURM_NODEID"'
+FRESH = ' $([ "${SLURM_RESTART_COUNT:-0}" = 0 ] && echo --overwrite)'
+MEETING = ' --rdzv-endpoint "$TUNEKIT_RENDEZVOUS" --node-rank "$SLURM_NODEID"'
 # Long options of sbatch (its manual, Slurm 25.05) that take a value, and those of pyxis, for containers. What is like
 # none of them may be a site's own.
 OPTIONS = """
@@ -68,11 +68,11 @@ class SlurmJob:
         asks = {"job-name": folder.name, "nodes": self.nodes, "ntasks-per-node": 1, "gpus-per-node": self.gpus}
         asks |= {"output": log, "open-mode": "append", "signal": f"TERM@{NOTICE}"} | self.options
         asks = {name: ask for name, ask in asks.items() if ask != "none"}
-        command = shlex.join([*tune_command(words), "--gpus", str(self.gpus)])
+        command = shlex.join([*tune_command(words), "--nproc-per-node", str(self.gpus)])
         command += FRESH if fresh else ""
         several = self.nodes > 1
         if several:
-            command += f" --nodes {self.nodes}{MEETING}"
+            command += f" --nnodes {self.nodes}{MEETING}"
         lines = ["#!/bin/bash", *(f"#SBATCH --{name}={ask}" for name, ask in asks.items()), "set -eu"]
         lines.append(f"cd {shlex.quote(str(Path.cwd()))}")
         lines += [RENDEZVOUS.rstrip()] if several else []

@@ -39,10 +39,10 @@ IDS = {"weight": 0, "lora_embedding_A": 1}
 
 
 def apply_tensor_parallel(model: Decoder, run: DistributedContext) -> None:
-    if run.sizes.tensor == 1:
+    if run.sizes.tp == 1:
         return
     assert run.mesh is not None
-    shard_layers(model, MeshDim.along(run.mesh, "tensor"), run.sizes.expert > 1)
+    shard_layers(model, MeshDim.along(run.mesh, "tensor"), run.sizes.ep > 1)
 
 
 def shard_layers(model: Decoder, team: MeshDim, travel: bool) -> None:
@@ -98,8 +98,8 @@ class TensorParallelPlan:
         self.count("heads", spec.heads)
         if isinstance(module.q_norm, AllHeadNorm):
             raise UserError(
-                f"parallel.tensor: {self.name} norms all heads together, and {size} devices would share them: "
-                "use parallel.shard or parallel.context"
+                f"parallel.tp: {self.name} norms all heads together, and {size} devices would share them: "
+                "use parallel.dp_shard or parallel.cp"
             )
         module.way = SequenceParallelRegion(self.team)
         if spec.kv_heads % size == 0:
@@ -152,14 +152,14 @@ class TensorParallelPlan:
         packed = dict(layer.named_parameters(recurse=False))
         if "outer" in packed:
             raise UserError(
-                f"parallel.tensor: {name} has scales that were packed together, over all that devices would share: "
-                "set weights.nested to false"
+                f"parallel.tp: {name} has scales that were packed together, over all that devices would share: "
+                "set quantization.double_quant to false"
             )
         if "packed" in packed and (size := layer.in_features) % (parts * BLOCK):
             told = f"{name} reads {size} channels in blocks of {BLOCK}, which {parts} devices cannot share alike"
-            raise UserError(f"parallel.tensor: {told}: choose another number, or plain weights")
+            raise UserError(f"parallel.tp: {told}: choose another number, or plain weights")
 
     def count(self, what: str, count: int) -> None:
         if count % self.team.size:
             told = f"{self.name} has {count} {what}, which {self.team.size} devices cannot share alike"
-            raise UserError(f"parallel.tensor: {told}: choose a number that divides {count}")
+            raise UserError(f"parallel.tp: {told}: choose a number that divides {count}")

@@ -22,7 +22,7 @@ def task_documents(task: str, tokenizer: Tokenizer, limit: int | None) -> list[L
         rows = [
             Row(f"{task} row {number}", json.loads(line)) for number, line in enumerate(islice(file, limit), start=1)
         ]
-    dataset = ChatDataset(task, length=MAX_LENGTH)
+    dataset = ChatDataset(task, max_length=MAX_LENGTH)
     located: list[LocatedDocument] = []
     for row, documents in zip(rows, dataset.encode(dataset.prepare(tokenizer), rows), strict=True):
         if not isinstance(documents, list):

@@ -1,4 +1,4 @@
-"""Evaluation on dataset rows: loss of the target tokens, and exact match of the last answer in each row."""
+"""Evaluation on dataset rows: loss of the target tokens, and exact_match of the last answer in each row."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -45,7 +45,7 @@ class GenerationEvaluator:
         completions = tuple(self.tokenizer.decode(tokens).strip() for tokens in outputs)
         if questions:
             matches = [float(text == question.expected) for text, question in zip(completions, questions, strict=True)]
-            metrics.append(Metric.mean("exact match", matches, rows=[question.row for question in questions]))
+            metrics.append(Metric.mean("exact_match", matches, rows=[question.row for question in questions]))
         return questions, TaskResult(task, tuple(metrics), completions)
 
     def loss_metrics(self, rows: Iterable[LocatedDocument]) -> list[Metric]:

@@ -156,9 +156,9 @@ class LMEvalAdapter(TemplateLM):
 
     def generate(self, handler: "RequestHandler", prompts: list[list[int]]) -> list[str]:
         """Completions of prompts, which are truncated on the left to leave space for the new tokens."""
-        max_prompt = self.max_length - handler.sampling.tokens
+        max_prompt = self.max_length - handler.sampling.max_new_tokens
         if max_prompt < 1:
-            problem = f"max_gen_toks is {handler.sampling.tokens}, and the context length is {self.max_length}"
+            problem = f"max_gen_toks is {handler.sampling.max_new_tokens}, and the context length is {self.max_length}"
             raise UserError(f"tasks: {problem}. Define your own task with a smaller max_gen_toks.")
         tokenizer, until = self.text_tokenizer, handler.until
         num_checked = max((len(text.encode()) for text in until), default=0) + 4  # a token has at least one byte
@@ -218,7 +218,7 @@ def task_manager(include: str | None, include_defaults: bool = True) -> TaskMana
 def find_task_manager(tasks: Sequence[str], include: str | None) -> TaskManager:
     """The smallest index that has the tasks. User groups may contain tasks of the harness."""
     if include is not None and not Path(include).is_dir():
-        raise UserError(f"include: {include} is not a directory. Set it to a directory with YAML files of tasks.")
+        raise UserError(f"include_path: {include} is not a directory. Set it to a directory with YAML files of tasks.")
     all_included = include is not None and set(tasks) <= set(task_manager(include, False).all_subtasks)
     return task_manager(include, not all_included)
 
@@ -268,7 +268,7 @@ def wrap_task_errors(tasks: Iterable[str]) -> Iterator[None]:
         yield
     except TASK_ERRORS as error:
         is_offline = isinstance(error, ConnectionError)  # raised by datasets if the Hub cannot be reached
-        hint = ". Downloaded datasets are cached; `include` adds tasks with local rows." if is_offline else ""
+        hint = ". Downloaded datasets are cached; `include_path` adds tasks with local rows." if is_offline else ""
         raise UserError(f"tasks: cannot evaluate {', '.join(tasks)}: {short_reason(error)}{hint}") from error
 
 

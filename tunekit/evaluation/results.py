@@ -89,7 +89,7 @@ class ModelResult:
     @property
     def num_correct(self) -> int:
         """Number of answers that match exactly."""
-        return self.tasks[0]["exact match"].num_correct if self.answers else 0
+        return self.tasks[0]["exact_match"].num_correct if self.answers else 0
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-serializable form."""

@@ -20,19 +20,23 @@ class TaskSelection:
     """Names of tasks, and options for evaluating them."""
 
     names: tuple[str, ...] = ()
-    shots: int | None = None  # few-shot examples per question; None: as the task defines
-    include: str | None = None  # directory with lm-evaluation-harness tasks of the user
+    num_fewshot: int | None = None  # few-shot examples per question; None: as the task defines
+    include_path: str | None = None  # directory with lm-evaluation-harness tasks of the user
     limit: int | None = None  # first rows of each task
-    chat: bool = False  # format harness questions with the chat template of the model
+    apply_chat_template: bool = False  # format harness questions with the chat template of the model
 
     def __post_init__(self) -> None:
-        if self.shots is not None and self.shots < 0:
-            raise FieldError("shots", f"must be >= 0, got {self.shots}")
+        if self.num_fewshot is not None and self.num_fewshot < 0:
+            raise FieldError("num_fewshot", f"must be >= 0, got {self.num_fewshot}")
         if self.limit is not None and self.limit < 1:
             raise FieldError("limit", f"must be >= 1, got {self.limit}")
         if len(set(self.names)) < len(self.names):
             raise FieldError("tasks", "contains a task twice")
-        options = {"shots": self.shots is not None, "include": self.include is not None, "chat": self.chat}
+        options = {
+            "num_fewshot": self.num_fewshot is not None,
+            "include_path": self.include_path is not None,
+            "apply_chat_template": self.apply_chat_template,
+        }
         if (unused := [name for name, is_set in options.items() if is_set]) and not self.harness_tasks:
             raise FieldError(unused[0], "applies to tasks of lm-evaluation-harness, and `tasks` contains none")
 
@@ -53,13 +57,13 @@ class TaskSelection:
                 match = closest_match(name, assets.TASKS) or ALL_BUNDLED
                 raise UserError(f"tasks: unknown task '{name}'. Did you mean '{match}'?")
         if self.harness_tasks:
-            import_adapter(self.harness_tasks).check_tasks(self.harness_tasks, self.include)
+            import_adapter(self.harness_tasks).check_tasks(self.harness_tasks, self.include_path)
 
     def load(self) -> Any:
         """Harness tasks with their rows, which may be downloaded; None without harness tasks."""
         if not self.harness_tasks:
             return None
-        return import_adapter(self.harness_tasks).load_tasks(self.harness_tasks, self.shots, self.include)
+        return import_adapter(self.harness_tasks).load_tasks(self.harness_tasks, self.num_fewshot, self.include_path)
 
     def evaluate(self, evaluator: GenerationEvaluator, model_name: str, loaded_tasks: Any) -> list[TaskResult]:
         """Results of all selected tasks. `loaded_tasks` is the result of `load`."""
@@ -72,7 +76,9 @@ class TaskSelection:
             adapter = module.LMEvalAdapter(
                 evaluator.model, evaluator.tokenizer, evaluator.batch, evaluator.run, model_name
             )
-            results += module.evaluate_tasks(adapter, self.harness_tasks, loaded_tasks, self.limit, self.chat)
+            results += module.evaluate_tasks(
+                adapter, self.harness_tasks, loaded_tasks, self.limit, self.apply_chat_template
+            )
         return results
 
 

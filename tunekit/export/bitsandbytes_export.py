@@ -33,9 +33,9 @@ from tunekit.quantization.config import FP4Config, NF4Config, QuantizedLinear
 
 TYPES = {
     "nf4": NF4Config(),
-    "nf4-nested": NF4Config(nested=True),
+    "nf4-double-quant": NF4Config(double_quant=True),
     "fp4": FP4Config(),
-    "fp4-nested": FP4Config(nested=True),
+    "fp4-double-quant": FP4Config(double_quant=True),
 }
 WEIGHT = ".weight"
 HEAD = "lm_head"  # whatever a model ties it to, transformers would pack it if it were not named
@@ -47,17 +47,17 @@ def export_bitsandbytes(
     source: HFCheckpoint, adapter: NoAdapter | LoRAConfig, weights: NF4Config, folder: Path, quiet: bool = False
 ) -> HFCheckpoint:
     """Write a model, with its adapter merged, into a folder that is there. Returns what was packed."""
-    whole = source if adapter.start is None else LazyMergedCheckpoint.of(source, Path(adapter.start))
+    whole = source if adapter.adapter_path is None else LazyMergedCheckpoint.of(source, Path(adapter.adapter_path))
     packed = packable(whole, weights)
     if not packed:
         raise UserError(f"{source.path}: no linear layer of this model is a tensor that bitsandbytes packs")
     plain = {name: (stored.shape, stored.dtype) for name, stored in whole.tensors.items()}
     entries = {name: parts(name, *entry, weights) if name in packed else {name: entry} for name, entry in plain.items()}
     check_free_space(folder, sum(tensor_bytes(entry) for made in entries.values() for entry in made.values()))
-    if adapter.start is None:
+    if adapter.adapter_path is None:
         copy_companion_files(whole.path, folder, skip=unrelated_files(whole), tokenizer=whole.words)
     else:
-        write_companion_files(whole, Path(adapter.start), folder)
+        write_companion_files(whole, Path(adapter.adapter_path), folder)
     shards = plan_shards(plain, whole)
     exact = replace(whole, exact=True)
     with exact.reader() as tensors, tqdm(total=len(plain), desc="packing", disable=quiet or None, leave=False) as bar:
@@ -102,11 +102,11 @@ def parts(name: str, shape: tuple[int, ...], dtype: torch.dtype, weights: NF4Con
     blocks = count // nf4.BLOCK
     made: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
         name: ((count // 2, 1), torch.uint8),
-        f"{name}.absmax": ((blocks,), torch.uint8 if weights.nested else torch.float32),
+        f"{name}.absmax": ((blocks,), torch.uint8 if weights.double_quant else torch.float32),
         f"{name}.quant_map": ((16,), torch.float32),
         f"{name}.quant_state.bitsandbytes__{weights.kind}": ((STATE,), torch.uint8),
     }
-    if weights.nested:
+    if weights.double_quant:
         made[f"{name}.nested_absmax"] = (-(-blocks // nf4.NESTED),), torch.float32
         made[f"{name}.nested_quant_map"] = (256,), torch.float32
     return made
@@ -117,7 +117,7 @@ def pack(name: str, weight: Tensor, dtype: torch.dtype, weights: NF4Config) -> I
     packed, scales = nf4.quantize(weight, weights.kind)
     state = {"quant_type": weights.kind, "blocksize": nf4.BLOCK}
     state |= {"dtype": str(dtype).removeprefix("torch."), "shape": list(weight.shape)}
-    if weights.nested:
+    if weights.double_quant:
         scales, outer = nf4.double_quantize(scales)
         state |= {"nested_blocksize": nf4.NESTED, "nested_dtype": "float32", "nested_offset": outer[-1].item()}
         yield f"{name}.nested_absmax", outer[:-1]
@@ -140,7 +140,7 @@ def tell(folder: Path, whole: HFCheckpoint, weights: NF4Config, plain: list[str]
         "quant_method": "bitsandbytes",
         "load_in_4bit": True,
         "bnb_4bit_quant_type": weights.kind,
-        "bnb_4bit_use_double_quant": weights.nested,
+        "bnb_4bit_use_double_quant": weights.double_quant,
         "bnb_4bit_compute_dtype": dtype,
         "bnb_4bit_quant_storage": "uint8",
         "llm_int8_skip_modules": list(kept),

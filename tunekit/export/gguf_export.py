@@ -37,7 +37,7 @@ def export(
     source: HFCheckpoint, adapter: NoAdapter | LoRAConfig, tokenizer: Tokenizer, out: Path, word: str | None, name: str
 ) -> ExportResult:
     """Everything that can be refused is refused before the first byte is written."""
-    whole = source if adapter.start is None else LazyMergedCheckpoint.of(source, Path(adapter.start))
+    whole = source if adapter.adapter_path is None else LazyMergedCheckpoint.of(source, Path(adapter.adapter_path))
     word = type_name_of(source.dtypes[EMBED]) if word is None else word
     plan = build_tensor_map(whole, parse_quant_type(word))
     words, notes = read_vocabulary(tokenizer, plan.spec.vocab, str(source.path))

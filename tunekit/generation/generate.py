@@ -28,7 +28,7 @@ class SamplingConfig:
     temperature: float = 0.0  # 0: the likeliest token
     top_k: int | None = None  # draw from the likeliest k only
     top_p: float = 1.0  # of these, draw from the likeliest that have this share of the probability
-    tokens: int = 256  # longest answer
+    max_new_tokens: int = 256  # longest answer
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -38,13 +38,15 @@ class SamplingConfig:
             raise FieldError("top_k", f"must be 1 or more, not {self.top_k}")
         if not 0 < self.top_p <= 1:
             raise FieldError("top_p", f"a share above 0 and up to 1, not {self.top_p}")
-        if self.tokens < 1:
-            raise FieldError("tokens", f"must be 1 or more, not {self.tokens}")
+        if self.max_new_tokens < 1:
+            raise FieldError("max_new_tokens", f"must be 1 or more, not {self.max_new_tokens}")
 
     def numbers(self, rows: int, first: int = 0) -> Tensor:
         """One uniform number for each token of each row (rows, tokens); `first` is the number of the first row."""
         names = (f"row {first + row}" for row in range(rows))
-        return torch.stack([torch.rand(self.tokens, generator=named_generator(self.seed, name)) for name in names])
+        return torch.stack(
+            [torch.rand(self.max_new_tokens, generator=named_generator(self.seed, name)) for name in names]
+        )
 
     def choose(self, logits: Tensor, numbers: Tensor) -> Tensor:
         """Next tokens (B,) from logits (B, vocab) and a uniform number for each row (B,)."""
@@ -120,13 +122,13 @@ def launch_steps(
     model: Decoder, rows: list[list[int]], sampling: SamplingConfig, first: int, finished: Collection[int]
 ) -> Iterator[DrawnTokens]:
     """Start the work of each token. Rows are read back where positions turn otherwise beyond a length."""
-    slots, edges = max(map(len, rows)) + sampling.tokens, model.edges
+    slots, edges = max(map(len, rows)) + sampling.max_new_tokens, model.edges
     lengths = [len(row) for row in rows]
     numbers = sampling.numbers(len(rows), first).to(model.device)
     logits, cache = prefill(model, rows, slots)
     loop = DecodeLoop(model, cache, lengths, numbers, sampling.choose)
     drawn = loop.take(logits)
-    for i in range(1, sampling.tokens):
+    for i in range(1, sampling.max_new_tokens):
         yield drawn
         if edges:
             for row, token in drawn.read().items():
@@ -136,7 +138,7 @@ def launch_steps(
             loop = DecodeLoop(model, cache, [len(row) for row in rows], numbers, sampling.choose, drawn=i)
             drawn = loop.take(logits)
             continue
-        left = sampling.tokens - i
+        left = sampling.max_new_tokens - i
         if not edges and (selected := select_remaining(loop.rows, finished, left)):
             loop.select_rows(selected)
         drawn = loop.advance(left)
@@ -209,7 +211,7 @@ def generate_all(
     ended: Callable[[Sequence[int]], bool] = never_stop,
 ) -> list[list[int]]:
     """The answers to all prompts in their order, `batch` at once. Copies of the model share them, with a bar."""
-    mine = range(run.place.replicate * batch, len(prompts), run.sizes.replicate * batch)
+    mine = range(run.place.replicate * batch, len(prompts), run.sizes.dp_replicate * batch)
     quiet = None if run.is_main else True
     found = {}
     for first in tqdm(mine, "answering", unit="batch", disable=quiet, leave=False):

@@ -1,10 +1,10 @@
-"""The numbers of a step, and where they go: the terminal, `metrics.jsonl`, services that draw curves.
+"""Metrics of training steps: the terminal, `metrics.jsonl` and experiment trackers.
 
-A line of `metrics.jsonl` is written every `every` steps. `loss`, `norm` and `rate` are those of the line's own step;
-`tokens`, `learnt`, `seconds`, `wait` and `compile_seconds` are sums since the line before, `seconds` without compiling,
-validation and saving. Tokens are those of all ranks; `wait` and what is said of memory are of the rank that has most of
-it, each for itself. A number that is not finite is `null`: JSON knows no other way, and readers take it for NaN.
-Step 0 is the model before training. The last line is about the checkpoint that was written.
+`metrics.jsonl` has one line per `log_every` steps. `loss`, `grad_norm` and `lr` are of this step. `num_tokens` and
+`num_target_tokens` are running totals since step 0, over all ranks. Tokens per second, `step_time` and `data_time` are
+means since the previous line; `step_time` excludes compilation, evaluation and saving. `data_time` and memory are the
+maximum over ranks. Values that are not finite are written as `null`, because JSON has no NaN. Step 0 is the model
+before training; the last line describes the checkpoint that was written.
 """
 
 import importlib
@@ -27,7 +27,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from tunekit import devices
-from tunekit.errors import FieldError, UserError
+from tunekit.errors import UserError
 from tunekit.kernels.device_to_host import HostCopy, read_lag
 
 FILE = "metrics.jsonl"
@@ -36,10 +36,10 @@ PLAIN_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class TensorBoardConfig:
-    """Event files for `tensorboard --logdir`, inside the run's folder unless `folder` says where."""
+    """Event files for `tensorboard --logdir`, inside the run's folder unless `log_dir` says where."""
 
     kind: ClassVar[str] = "tensorboard"
-    folder: str | None = None
+    log_dir: str | None = None
 
 
 @dataclass(frozen=True)
@@ -59,9 +59,9 @@ class MLflowConfig:
     """MLflow, at `uri`, else at MLFLOW_TRACKING_URI, else in the run's folder."""
 
     kind: ClassVar[str] = "mlflow"
-    experiment: str = "tunekit"
-    name: str | None = None
-    uri: str | None = None
+    experiment_name: str = "tunekit"
+    run_name: str | None = None
+    tracking_uri: str | None = None
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class TrackioConfig:
     project: str = "tunekit"
     name: str | None = None
     group: str | None = None
-    space: str | None = None
+    space_id: str | None = None
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class CometConfig:
     offline: bool = False
 
 
-Service = TensorBoardConfig | WandBConfig | MLflowConfig | TrackioConfig | CometConfig
+Tracker = TensorBoardConfig | WandBConfig | MLflowConfig | TrackioConfig | CometConfig
 # The module of each service, which is also the name of its extra.
 MODULES = {
     TensorBoardConfig: "tensorboard",
@@ -97,39 +97,21 @@ MODULES = {
 }
 
 
-@dataclass(frozen=True)
-class Log:
-    """How often numbers are read from the device, and which services get them beside `metrics.jsonl`."""
-
-    every: int = 1
-    to: tuple[Service, ...] = ()
-
-    def __post_init__(self) -> None:
-        if self.every < 1:
-            raise FieldError("every", f"{self.every} is not a number of steps: give 1 or more")
-
-    def open(  # noqa: PLR0913
-        self,
-        folder: Path,
-        run,
-        total: int,
-        start: int = 0,
-        resolved: Mapping | None = None,
-        sums: "ThroughputCounter | None" = None,
-    ) -> "MetricLogger":
-        """Of a run of `total` steps in `folder`, of which `start` are done; `sums` of a line that was begun."""
-        return MetricLogger(self, folder, run, total, start, resolved or {}, sums or ThroughputCounter(start))
-
-
 class ThroughputCounter:
     """What came together since the last line, behind step `last`. A run that goes on from a state has it from there."""
 
     def __init__(self, last: int = 0) -> None:
+        self.num_tokens = self.num_target_tokens = 0  # since step 0
         self.zero(last)
 
     def zero(self, last: int) -> None:
         self.last, self.tokens, self.learnt = last, 0, 0
         self.wait = self.seconds = self.compiling = 0.0
+
+    def add_tokens(self, tokens: int, targets: int) -> None:
+        """Count the tokens of one step, and the target tokens among them."""
+        self.tokens, self.learnt = self.tokens + tokens, self.learnt + targets
+        self.num_tokens, self.num_target_tokens = self.num_tokens + tokens, self.num_target_tokens + targets
 
     def state_dict(self) -> dict[str, float]:
         return dict(vars(self))
@@ -163,10 +145,19 @@ class MetricLogger:
     """
 
     def __init__(  # noqa: PLR0913
-        self, log: Log, folder: Path, run, total: int, start: int, resolved: Mapping, sums: ThroughputCounter
+        self,
+        folder: Path,
+        run,
+        total: int,
+        start: int = 0,
+        resolved: Mapping | None = None,
+        sums: ThroughputCounter | None = None,
+        log_every: int = 1,
+        report_to: Iterable[Tracker] = (),
     ) -> None:
-        self.log, self.run, self.total, self.start, self.sums = log, run, total, start, sums
-        self.services = [open_service(s, folder, start, resolved) for s in log.to] if run.is_main else []
+        self.log_every, self.run, self.total, self.start = log_every, run, total, start
+        self.sums = sums or ThroughputCounter(start)
+        self.services = [open_service(s, folder, start, resolved or {}) for s in report_to] if run.is_main else []
         self.file = open_metrics_file(folder / FILE, start) if run.is_main else None
         self.screen = TerminalLogger(total, start, run.is_main)
         self.clock, self.compiled = time.perf_counter(), compile_seconds()
@@ -197,7 +188,7 @@ class MetricLogger:
     def step(self, step: int, made: Mapping[str, Tensor | float], *, tokens: int, learnt: int, wait: float) -> None:
         """`step` is done: its loss, gradient norm, learning rate and other figures, its tokens, and the seconds it
         waited for data."""
-        self.sums.tokens, self.sums.learnt = self.sums.tokens + int(tokens), self.sums.learnt + int(learnt)
+        self.sums.add_tokens(int(tokens), int(learnt))
         self.sums.wait += float(wait)
         if self.reads(step):
             self.pending.append(self.begin_line(step, made))
@@ -209,7 +200,8 @@ class MetricLogger:
         """What is known of a step, with its numbers on their way from the device, all in one transfer."""
         copy = copy_to_host(made.values())
         known = self.flow(step)
-        here = {"wait": self.sums.wait} | memory_stats(self.run.device)
+        num_steps = max(1, step - self.sums.last)
+        here = {"data_time": self.sums.wait / num_steps} | memory_stats(self.run.device)
         known |= dict(zip(here, self.run.most(*here.values()), strict=True))
         return Line(step, dict(made), copy, known, self.spent * (self.total - step))
 
@@ -227,7 +219,7 @@ class MetricLogger:
 
     def reads(self, step: int) -> bool:
         """Whether a line is written about a step, for which its numbers are read from the device."""
-        return step % self.log.every == 0 or step == self.total
+        return step % self.log_every == 0 or step == self.total
 
     def back(self, step: int) -> None:
         """The run goes on from an earlier step: lines behind it come again. Its sums are there already."""
@@ -267,10 +259,14 @@ class MetricLogger:
         tokens, learnt, seconds = self.sums.tokens, self.sums.learnt, max(self.sums.seconds, 1e-9)
         each = seconds / (step - self.sums.last)
         self.spent = each if self.spent == 0 else 0.9 * self.spent + 0.1 * each
-        values = {"tokens": tokens, "learnt": learnt, "learnt_per_second": learnt / seconds}
-        values |= {"tokens_per_second": tokens / seconds, "seconds": seconds}
+        values = {"num_tokens": self.sums.num_tokens, "num_target_tokens": self.sums.num_target_tokens}
+        values |= {
+            "tokens_per_second": tokens / seconds,
+            "target_tokens_per_second": learnt / seconds,
+            "step_time": each,
+        }
         if self.sums.compiling > 0:
-            values["compile_seconds"] = self.sums.compiling
+            values["compile_time"] = self.sums.compiling
             self.screen.tell(f"step {step}: compiled for {self.sums.compiling:.1f} s")
         return values
 
@@ -316,11 +312,11 @@ class TerminalLogger:
             self.done = step
 
     def show(self, step: int, values: dict[str, float], left: float) -> None:
-        size = f"{format_si(values.get('memory_bytes', 0.0))}B"
-        if "memory_reserved_bytes" in values:
-            size += f" of {format_si(values['memory_reserved_bytes'])}B"
+        size = f"{format_si(values.get('memory_allocated', 0.0))}B"
+        if "memory_reserved" in values:
+            size += f" of {format_si(values['memory_reserved'])}B"
         text = (
-            f"loss {values['loss']:.4f}, {format_si(values['learnt_per_second'])} learnt tok/s, {size}, "
+            f"loss {values['loss']:.4f}, {format_si(values['target_tokens_per_second'])} target tok/s, {size}, "
             f"{tqdm.format_interval(left)} left"
         )
         self.bar.set_description_str(text, refresh=False)
@@ -347,19 +343,19 @@ class TerminalLogger:
         self.bar.close()
 
 
-def open_service(service: Service, folder: Path, start: int, resolved: Mapping):
+def open_service(service: Tracker, folder: Path, start: int, resolved: Mapping):
     """Open a service; its package is imported only here."""
     kind = MODULES[type(service)]
     try:
         module = importlib.import_module(f"tunekit.loggers.{kind}")
     except ImportError as error:
         missing = (error.name or kind).partition(".")[0]
-        raise UserError(f"log.to: {missing} is not installed: pip install 'tunekit[{kind}]'") from error
+        raise UserError(f"report_to: {missing} is not installed: pip install 'tunekit[{kind}]'") from error
     try:
         return module.Logger(service, folder, start, resolved)
     except module.REFUSED as error:
         reason = str(error).strip().partition("\n")[0]
-        raise UserError(f"log.to: {kind} cannot be opened: {reason}") from error
+        raise UserError(f"report_to: {kind} cannot be opened: {reason}") from error
 
 
 def open_metrics_file(file: Path, start: int) -> IO[bytes]:
@@ -373,7 +369,7 @@ def open_metrics_file(file: Path, start: int) -> IO[bytes]:
             os.truncate(file, bytes_up_to_step(file, start) if start else 0)  # one call: it happens or not
         return file.open("ab", buffering=0)
     except OSError as error:
-        raise UserError(f"cannot write {file}: {error.strerror}: give another out=") from error
+        raise UserError(f"cannot write {file}: {error.strerror}: give another output_dir=") from error
 
 
 def write_final_metrics(folder: Path, step: int, **values: float) -> None:
@@ -433,9 +429,9 @@ def memory_stats(device: torch.device) -> dict[str, float]:
     status = Path("/proc/self/status")
     if status.is_file():
         fields = dict(line.split(":", 1) for line in status.read_text().splitlines())
-        sizes = {"memory_bytes": "VmRSS", "memory_peak_bytes": "VmHWM"}
+        sizes = {"memory_allocated": "VmRSS", "peak_memory": "VmHWM"}
         return {name: int(fields[field].split()[0]) * 1024 for name, field in sizes.items()}
-    return {"memory_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}  # macOS: in bytes
+    return {"peak_memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}  # macOS: in bytes
 
 
 def allocator_stats(stats: Mapping[str, int]) -> dict[str, float]:
@@ -446,12 +442,12 @@ def allocator_stats(stats: Mapping[str, int]) -> dict[str, float]:
     """
     allocated, held = stats.get("allocated_bytes.all.current", 0), stats.get("reserved_bytes.all.current", 0)
     return {
-        "memory_bytes": allocated,
-        "memory_peak_bytes": stats.get("allocated_bytes.all.peak", 0),
-        "memory_reserved_bytes": held,
-        "memory_reserved_peak_bytes": stats.get("reserved_bytes.all.peak", 0),
+        "memory_allocated": allocated,
+        "peak_memory": stats.get("allocated_bytes.all.peak", 0),
+        "memory_reserved": held,
+        "peak_memory_reserved": stats.get("reserved_bytes.all.peak", 0),
         "memory_fragmentation": 1 - allocated / held if held else 0.0,
-        "memory_retries": stats.get("num_alloc_retries", 0),
+        "num_alloc_retries": stats.get("num_alloc_retries", 0),
     }
 
 

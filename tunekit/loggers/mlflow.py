@@ -21,10 +21,10 @@ class Logger:
         place = folder / "mlflow"
         place.mkdir(parents=True, exist_ok=True)
         own = f"sqlite:///{place.resolve()}/mlflow.db"
-        self.client = MlflowClient(choice.uri or os.environ.get("MLFLOW_TRACKING_URI") or own)
-        there = self.client.get_experiment_by_name(choice.experiment)
-        experiment = there.experiment_id if there else self.client.create_experiment(choice.experiment)
-        name = choice.name or folder.resolve().name
+        self.client = MlflowClient(choice.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or own)
+        there = self.client.get_experiment_by_name(choice.experiment_name)
+        experiment = there.experiment_id if there else self.client.create_experiment(choice.experiment_name)
+        name = choice.run_name or folder.resolve().name
         self.id = run_id(place, lambda: self.client.create_run(experiment, run_name=name).info.run_id)
         self.sent = None
         known = self.client.get_run(self.id).data.params  # no value may change, and some do between two starts of a run

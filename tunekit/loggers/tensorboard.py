@@ -11,7 +11,7 @@ REFUSED = (OSError,)
 
 class Logger:
     def __init__(self, choice, folder: Path, start: int, resolved: Mapping) -> None:
-        place = folder / "tensorboard" if choice.folder is None else Path(choice.folder)
+        place = folder / "tensorboard" if choice.log_dir is None else Path(choice.log_dir)
         self.writer = SummaryWriter(str(place), purge_step=start + 1)
         self.writer.add_text("config", f"```\n{json.dumps(resolved, indent=2, default=str)}\n```", start)
 

@@ -14,7 +14,7 @@ class Logger:
             project=choice.project,
             name=choice.name or folder.resolve().name,
             group=choice.group,
-            space_id=choice.space,
+            space_id=choice.space_id,
             config=dict(resolved),
             resume="allow",
             embed=False,

@@ -21,15 +21,15 @@ from tunekit.models.decoder import Decoder, Head
 class CrossEntropy:
     """Negative log-likelihood of the learnt tokens, in nats."""
 
-    smoothing: float = 0.0  # share of the target that is spread over the whole vocabulary
+    label_smoothing: float = 0.0  # share of the target that is spread over the whole vocabulary
     z_loss: float = 0.0  # weight of the squared log-normalizer, which keeps logits from drifting
 
     # A class that derives from this may say what fp32 logits (n, vocab) and targets (n,) sum up to instead.
     measure: ClassVar[Callable[..., Tensor] | None] = None
 
     def __post_init__(self) -> None:
-        if not 0 <= self.smoothing < 1:
-            raise FieldError("smoothing", f"a share between 0 and 1, not {self.smoothing}")
+        if not 0 <= self.label_smoothing < 1:
+            raise FieldError("label_smoothing", f"a share between 0 and 1, not {self.label_smoothing}")
 
     def __call__(self, model: Decoder, batch: Batch) -> Tensor:
         """Sum over the learnt tokens of a batch."""
@@ -44,7 +44,7 @@ class CrossEntropy:
         """What is made of the logits of a chunk."""
         if self.measure is not None:
             return CustomChunkLoss(self.measure, head.finish, head.share)
-        return CrossEntropyTerms(head.scale, head.softcap, self.smoothing, self.z_loss, head.share)
+        return CrossEntropyTerms(head.scale, head.softcap, self.label_smoothing, self.z_loss, head.share)
 
 
 def local_targets(model: Decoder, batch: Batch) -> tuple[Tensor, Tensor]:

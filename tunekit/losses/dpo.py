@@ -66,12 +66,12 @@ Divergence = ReverseKLDivergence | ForwardKLDivergence | JSDivergence | AlphaDiv
 class FDivergenceLoss(LogRatioLoss):
     """A loss of the difference of two scores, in which what only depends on the prompt falls away."""
 
-    divergence: Divergence = ReverseKLDivergence()  # how far from the reference is measured
+    f_divergence: Divergence = ReverseKLDivergence()  # Divergence of the DPO objective
 
     def scores(self, answers: SequenceLogps) -> tuple[Tensor, Tensor]:
         """Of the chosen answers and the rejected ones."""
         chosen, rejected = answers.pairs
-        return self.divergence(chosen.ratios), self.divergence(rejected.ratios)
+        return self.f_divergence(chosen.ratios), self.f_divergence(rejected.ratios)
 
     def margins(self, answers: SequenceLogps) -> Tensor:
         """β times by how much the chosen answers score higher."""
@@ -92,14 +92,14 @@ class DPO(FDivergenceLoss):
     """
 
     kind: ClassVar[str] = "dpo"
-    smoothing: float = 0.0  # share of pairs that are the wrong way round
+    label_smoothing: float = 0.0  # share of pairs that are the wrong way round
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_label_smoothing(self.smoothing)
+        check_label_smoothing(self.label_smoothing)
 
     def __call__(self, answers: SequenceLogps, step: StepTotals) -> Tensor:
-        return smoothed_logsigmoid(self.margins(answers), self.smoothing)
+        return smoothed_logsigmoid(self.margins(answers), self.label_smoothing)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +117,7 @@ class SigmoidNorm(DPO):
     beta: float = 5.0  # how much it costs to leave the reference, for a token
 
     def __call__(self, answers: SequenceLogps, step: StepTotals) -> Tensor:
-        return smoothed_logsigmoid(self.beta * self.rates(answers), self.smoothing)
+        return smoothed_logsigmoid(self.beta * self.rates(answers), self.label_smoothing)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,14 +125,14 @@ class Robust(FDivergenceLoss):
     """Robust DPO (arXiv:2403.00409): its mean over labels of which a known share is flipped is DPO's over true ones."""
 
     kind: ClassVar[str] = "robust"
-    smoothing: float = 0.1  # share of pairs that are the wrong way round
+    label_smoothing: float = 0.1  # share of pairs that are the wrong way round
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_label_smoothing(self.smoothing)
+        check_label_smoothing(self.label_smoothing)
 
     def __call__(self, answers: SequenceLogps, step: StepTotals) -> Tensor:
-        margins, wrong = self.margins(answers), self.smoothing
+        margins, wrong = self.margins(answers), self.label_smoothing
         return (wrong * F.logsigmoid(-margins) - (1 - wrong) * F.logsigmoid(margins)) / (1 - 2 * wrong)
 
 
@@ -161,17 +161,17 @@ class EXOPair(FDivergenceLoss):
     """EXO (arXiv:2402.00856): the reverse KL of what the model prefers from what the labels say."""
 
     kind: ClassVar[str] = "exo_pair"
-    smoothing: float = 1e-3  # probability that is left for the rejected answer
+    label_smoothing: float = 1e-3  # probability that is left for the rejected answer
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 < self.smoothing < 1:
-            raise FieldError("smoothing", f"a probability above 0 and below 1, not {self.smoothing}")
+        if not 0 < self.label_smoothing < 1:
+            raise FieldError("label_smoothing", f"a probability above 0 and below 1, not {self.label_smoothing}")
 
     def __call__(self, answers: SequenceLogps, step: StepTotals) -> Tensor:
         margins = self.margins(answers)
         logs = F.logsigmoid(margins), F.logsigmoid(-margins)
-        labels = log(1 - self.smoothing), log(self.smoothing)
+        labels = log(1 - self.label_smoothing), log(self.label_smoothing)
         return sum((x.exp() * (x - wanted) for x, wanted in zip(logs, labels, strict=True)), torch.zeros_like(margins))
 
 
@@ -180,16 +180,16 @@ class DiscoPOP(FDivergenceLoss):
     """DiscoPOP (arXiv:2406.08414): logistic where the margin is small or negative, exponential where it is large."""
 
     kind: ClassVar[str] = "discopop"
-    tau: float = 0.05  # how sharply one passes into the other
+    discopop_tau: float = 0.05  # how sharply one passes into the other
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.tau <= 0:
-            raise FieldError("tau", f"must be above 0, not {self.tau}")
+        if self.discopop_tau <= 0:
+            raise FieldError("discopop_tau", f"must be above 0, not {self.discopop_tau}")
 
     def __call__(self, answers: SequenceLogps, step: StepTotals) -> Tensor:
         margins = self.margins(answers)
-        blend = torch.sigmoid(margins / self.tau)
+        blend = torch.sigmoid(margins / self.discopop_tau)
         return torch.lerp(-F.logsigmoid(margins), torch.exp((-margins).clamp(max=HIGHEST)), blend)
 
 
@@ -255,11 +255,11 @@ class AOT(LogRatioLoss):
     kind: ClassVar[str] = "aot"
     whole: ClassVar[bool] = True
 
-    smoothing: float = 0.0  # share of pairs that are the wrong way round
+    label_smoothing: float = 0.0  # share of pairs that are the wrong way round
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_label_smoothing(self.smoothing)
+        check_label_smoothing(self.label_smoothing)
 
     def __call__(self, answers: SequenceLogps, step: StepTotals) -> Tensor:
         assert step.whole is not None
@@ -267,7 +267,7 @@ class AOT(LogRatioLoss):
         ours = mine[0].logps - mine[1].logps
         theirs = mine[0].reference - mine[1].reference
         lower = partners(ours, theirs, step.first // 2, len(chosen.logps))
-        return smoothed_logsigmoid(self.beta * (chosen.logps - rejected.logps - lower), self.smoothing)
+        return smoothed_logsigmoid(self.beta * (chosen.logps - rejected.logps - lower), self.label_smoothing)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -281,8 +281,8 @@ class AOTUnpaired(AOT):
         above, below = (side.ratios for side in step.whole.pairs)
         chosen, rejected = (side.ratios for side in answers.pairs)
         place = step.first // 2, len(chosen)
-        up = smoothed_logsigmoid(self.beta * (chosen - partners(above, below, *place)), self.smoothing)
-        down = smoothed_logsigmoid(self.beta * (partners(below, above, *place) - rejected), self.smoothing)
+        up = smoothed_logsigmoid(self.beta * (chosen - partners(above, below, *place)), self.label_smoothing)
+        down = smoothed_logsigmoid(self.beta * (partners(below, above, *place) - rejected), self.label_smoothing)
         return up + down - down.detach()  # these are the same pairs, of which the other side learns
 
 

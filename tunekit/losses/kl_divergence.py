@@ -24,13 +24,16 @@ class KLDivergenceLoss:
     """What all of them can be told."""
 
     temperature: float = 1.0  # of both; the loss is not multiplied by its square
-    truth: float = 0.0  # share of the loss that is the cross-entropy of the rows' own tokens
+    # Weight of the distillation loss; the rest is cross-entropy on the data. kd_ratio = 1 - truth
+    kd_ratio: float = 1.0
 
     def __post_init__(self) -> None:
         if self.temperature <= 0:
             raise FieldError("temperature", f"must be above 0, not {self.temperature}")
-        if not 0 <= self.truth < 1:
-            raise FieldError("truth", f"a share from 0 to below 1, not {self.truth}: sft learns from rows alone")
+        if not 0 < self.kd_ratio <= 1:
+            raise FieldError(
+                "kd_ratio", f"must be above 0 and at most 1, got {self.kd_ratio}. For 0, use the recipe sft"
+            )
 
     def __call__(self, model: Decoder, batch: Batch, teacher: TeacherTargets) -> tuple[Tensor, Figures]:
         """The loss and other figures, summed over the learnt tokens of a batch."""
@@ -50,21 +53,21 @@ class KLDivergenceLoss:
 
     def mixture(self, *parts: float) -> KLMixture:
         """Weights and skews of KL(q || p) and KL(p || q)."""
-        return KLMixture(*parts, temperature=self.temperature, truth=self.truth)
+        return KLMixture(*parts, temperature=self.temperature, truth=1.0 - self.kd_ratio)
 
 
 @dataclass(frozen=True)
 class ForwardKL(KLDivergenceLoss):
     """KL(q || p): the student is to expect all that the teacher does (arXiv:1503.02531)."""
 
-    kind: ClassVar[str] = "forwardkl"
+    kind: ClassVar[str] = "forward_kl"
 
 
 @dataclass(frozen=True)
 class ReverseKL(KLDivergenceLoss):
     """KL(p || q): the student is to expect nothing that the teacher does not (arXiv:2306.08543)."""
 
-    kind: ClassVar[str] = "reversekl"
+    kind: ClassVar[str] = "reverse_kl"
 
     def made(self) -> KLMixture:
         return self.mixture(0.0, 0.0, 1.0)
@@ -74,7 +77,7 @@ class ReverseKL(KLDivergenceLoss):
 class SymmetricKL(KLDivergenceLoss):
     """KL(q || p) + KL(p || q), which is Jeffreys' divergence."""
 
-    kind: ClassVar[str] = "symmetrickl"
+    kind: ClassVar[str] = "symmetric_kl"
 
     def made(self) -> KLMixture:
         return self.mixture(1.0, 0.0, 1.0)
@@ -96,7 +99,7 @@ class SkewedBase(KLDivergenceLoss):
 class SkewedKL(SkewedBase):
     """KL(q || α q + (1 - α) p) of DistiLLM (arXiv:2402.03898)."""
 
-    kind: ClassVar[str] = "skewedkl"
+    kind: ClassVar[str] = "skewed_kl"
 
     def made(self) -> KLMixture:
         return self.mixture(1.0, self.alpha)
@@ -106,7 +109,7 @@ class SkewedKL(SkewedBase):
 class SkewedReverseKL(SkewedBase):
     """KL(p || α p + (1 - α) q) of DistiLLM (arXiv:2402.03898)."""
 
-    kind: ClassVar[str] = "skewedreversekl"
+    kind: ClassVar[str] = "skewed_reverse_kl"
 
     def made(self) -> KLMixture:
         return self.mixture(0.0, 0.0, 1.0, self.alpha)
@@ -119,7 +122,7 @@ class JensenShannon(KLDivergenceLoss):
     At the ends, where it is zero, it stands for what it comes near: 0 for KL(q || p), 1 for KL(p || q).
     """
 
-    kind: ClassVar[str] = "jensenshannon"
+    kind: ClassVar[str] = "jensen_shannon"
     beta: float = 0.5
 
     def __post_init__(self) -> None:

@@ -25,5 +25,5 @@ class MetricSums:
         if not self.sums:
             return {}
         names = sorted(self.sums)
-        found = run.sum(torch.stack([self.sums[name] for name in names])) / (count * run.sizes.context)
+        found = run.sum(torch.stack([self.sums[name] for name in names])) / (count * run.sizes.cp)
         return dict(zip(names, found.unbind(), strict=True))

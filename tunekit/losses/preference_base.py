@@ -75,4 +75,4 @@ def smoothed_logsigmoid(margin: Tensor, smoothing: float) -> Tensor:
 
 def check_label_smoothing(value: float, most: float = 0.5) -> None:
     if not 0 <= value < most:
-        raise FieldError("smoothing", f"a share of labels from 0 to below {most}, not {value}")
+        raise FieldError("label_smoothing", f"a share of labels from 0 to below {most}, not {value}")

@@ -86,7 +86,7 @@ class PreferenceObjective:
             found = concat_logps([self.answers(model, part) for part in parts])
         if run.size == 1:  # a gather goes through the host, which would wait for the device
             return found, 0
-        shared = run.sizes.context * run.sizes.tensor  # ranks that have the same rows
+        shared = run.sizes.cp * run.sizes.tp  # ranks that have the same rows
         ranks = run.gather({name: value.cpu() for name, value in vars(found).items()})[::shared]
         first = sum(len(rank["logps"]) for rank in ranks[: run.reader])
         return concat_logps(

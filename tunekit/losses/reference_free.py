@@ -21,11 +21,13 @@ class SFTTerm(PreferenceLoss):
     about: ClassVar[str] = "for pairs, without a reference"
     compares: ClassVar[bool] = False
 
-    per: Literal["token", "answer"] = "token"  # of what the mean is taken: all tokens, or first those of each answer
+    reduction: Literal["token_mean", "sequence_mean"] = (
+        "token_mean"  # of what the mean is taken: all tokens, or first those of each answer
+    )
 
     def __call__(self, answers: SequenceLogps, step: StepTotals) -> Tensor:
         chosen, _ = answers.pairs
-        return -chosen.rates if self.per == "answer" else -chosen.logps * step.answers / 2 / step.tokens
+        return -chosen.rates if self.reduction == "sequence_mean" else -chosen.logps * step.answers / 2 / step.tokens
 
     def rewards(self, answers: SequenceLogps) -> Tensor:
         return answers.logps
@@ -38,11 +40,12 @@ class ReferenceFreeLoss(PreferenceLoss):
     about: ClassVar[str] = "for pairs, without a reference"
     compares: ClassVar[bool] = False
 
-    beta: float = 0.1  # how much is made of a difference
-    smoothing: float = 0.0  # share of pairs that are the wrong way round
+    # Strength of the KL penalty (DPO family, KTO, BCO); reward scale (CPO, SimPO); weight of the odds ratio (ORPO)
+    beta: float = 0.1
+    label_smoothing: float = 0.0  # share of pairs that are the wrong way round
 
     def __post_init__(self) -> None:
-        check_label_smoothing(self.smoothing)
+        check_label_smoothing(self.label_smoothing)
         if self.beta <= 0:
             raise FieldError("beta", f"must be above 0, not {self.beta}")
 
@@ -57,10 +60,12 @@ class CPO(ReferenceFreeLoss):
     """CPO (arXiv:2401.08417): DPO with a reference that finds all answers alike, and the likelihood of the chosen."""
 
     kind: ClassVar[str] = "cpo"
-    nll: float = 1.0  # weight of the negative log-likelihood of chosen answers, for a token
+    cpo_alpha: float = 1.0  # weight of the negative log-likelihood of chosen answers, for a token
 
     def __call__(self, answers: SequenceLogps, step: StepTotals) -> Tensor:
-        return smoothed_logsigmoid(self.margins(answers), self.smoothing) + self.nll * SFTTerm()(answers, step)
+        return smoothed_logsigmoid(self.margins(answers), self.label_smoothing) + self.cpo_alpha * SFTTerm()(
+            answers, step
+        )
 
     def rewards(self, answers: SequenceLogps) -> Tensor:
         return self.beta * answers.logps
@@ -72,10 +77,10 @@ class SimPO(ReferenceFreeLoss):
 
     kind: ClassVar[str] = "simpo"
     beta: float = 2.0  # how much is made of a difference
-    gamma: float = 1.0  # by how much the chosen answer is to be better
+    simpo_gamma: float = 1.0  # by how much the chosen answer is to be better
 
     def __call__(self, answers: SequenceLogps, step: StepTotals) -> Tensor:
-        return smoothed_logsigmoid(self.margins(answers) - self.gamma, self.smoothing)
+        return smoothed_logsigmoid(self.margins(answers) - self.simpo_gamma, self.label_smoothing)
 
     def rewards(self, answers: SequenceLogps) -> Tensor:
         return self.beta * answers.rates
@@ -108,7 +113,7 @@ class ORPO(ReferenceFreeLoss):
         chosen, rejected = answers.pairs
         odds = log_odds(chosen.rates) - log_odds(rejected.rates)
         likelihood = chosen.texts * step.answers / 2 / step.lengths  # of the prompt too, as its authors' code has it
-        return self.beta * smoothed_logsigmoid(odds, self.smoothing) - likelihood
+        return self.beta * smoothed_logsigmoid(odds, self.label_smoothing) - likelihood
 
     def rewards(self, answers: SequenceLogps) -> Tensor:
         return self.beta * answers.rates

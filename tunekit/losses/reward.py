@@ -80,8 +80,8 @@ class RewardLoss:
                 told = f"{key}: these are {found} rows, and `loss: {loss}` learns from {wanted} rows"
                 fit = [kind_name(one) for one in RewardLoss.__subclasses__() if isinstance(rows, one.rows)]
                 other = f"take loss={' or '.join(fit)}, or other rows" if fit else "take other rows"
-                if key == "validation":  # which `data` goes before, and a run may lack
-                    other = "leave them out by validation=null, or take other rows"
+                if key == "eval_data":  # which `data` goes before, and a run may lack
+                    other = "leave them out by eval_data=null, or take other rows"
                 raise UserError(f"{told} ({rows.source}): {other} by {key}.source and {key}.kind={wanted}")
 
     def check_labels(self, parts: Iterable[TokenizedDataset], labels: int) -> None:
@@ -110,21 +110,25 @@ def is_invalid_label(found: Tensor, labels: int) -> Tensor:
 
 
 def invalid_label_message(found: Tensor, labels: int) -> str:
-    return f"the label {float(found[0]):g} is none of {labels} classes, which count from 0: see loss.classes"
+    return f"the label {float(found[0]):g} is none of {labels} classes, which count from 0: see loss.num_labels"
 
 
 @dataclass(frozen=True)
 class BradleyTerry(RewardLoss):
     """-log σ(r_chosen - r_rejected - margin), as of Llama 2's reward models (arXiv:2307.09288, section 3.2.2)."""
 
-    kind: ClassVar[str] = "bradleyterry"
+    kind: ClassVar[str] = "bradley_terry"
     rows: ClassVar = PreferenceDataset
 
-    center: float = 0.0  # weight of (r_chosen + r_rejected)², which keeps rewards around zero (arXiv:2312.09244)
+    center_rewards_coefficient: float = (
+        0.0  # weight of (r_chosen + r_rejected)², which keeps rewards around zero (arXiv:2312.09244)
+    )
 
     def __post_init__(self) -> None:
-        if self.center < 0:
-            raise FieldError("center", f"must not be below 0, not {self.center}")
+        if self.center_rewards_coefficient < 0:
+            raise FieldError(
+                "center_rewards_coefficient", f"must not be below 0, not {self.center_rewards_coefficient}"
+            )
 
     @property
     def told(self) -> RewardTarget:
@@ -137,7 +141,7 @@ class BradleyTerry(RewardLoss):
         rewards = scores(model, batch).squeeze(1)
         chosen, rejected = rewards[::2], rewards[1::2]
         apart = chosen - rejected
-        loss = self.center * (chosen + rejected).square() - F.logsigmoid(apart - batch.margins)
+        loss = self.center_rewards_coefficient * (chosen + rejected).square() - F.logsigmoid(apart - batch.margins)
         sums = {"chosen": chosen, "rejected": rejected, "accuracies": (apart > 0).float(), "margins": apart}
         sums["mean"] = (chosen + rejected) / 2
         return RewardOutput(loss.sum(), {f"rewards/{name}": value.sum() for name, value in sums.items()}, rewards)
@@ -151,26 +155,26 @@ class Classification(RewardLoss):
     problem: ClassVar = "single_label_classification"
     counted: ClassVar = True
 
-    classes: int | None = None  # how many; null: as many as the rows name, or two
+    num_labels: int | None = None  # how many; null: as many as the rows name, or two
 
     def __post_init__(self) -> None:
-        if self.classes is not None and self.classes < 2:
-            raise FieldError("classes", f"must be 2 or more, not {self.classes}")
+        if self.num_labels is not None and self.num_labels < 2:
+            raise FieldError("num_labels", f"must be 2 or more, not {self.num_labels}")
 
     @property
     def told(self) -> RewardTarget:
-        return RewardTarget("labels", self.classes)
+        return RewardTarget("labels", self.num_labels)
 
     def score(self, pad: int, names: int = 0) -> ScoreHead:
-        if self.classes and names and self.classes != names:
-            raise FieldError("loss.classes", f"{self.classes}, but the rows name {names}: leave one of both out")
-        return ScoreHead(self.classes or names or 2, pad=pad)
+        if self.num_labels and names and self.num_labels != names:
+            raise FieldError("loss.num_labels", f"{self.num_labels}, but the rows name {names}: leave one of both out")
+        return ScoreHead(self.num_labels or names or 2, pad=pad)
 
     def __call__(self, model: Decoder, batch: Batch) -> RewardOutput:
         logits, wanted = scores(model, batch), values(batch).long()
         right = logits.argmax(1) == wanted
         loss = F.cross_entropy(logits, wanted, reduction="sum")
-        return RewardOutput(loss, {"accuracies": right.float().sum()})
+        return RewardOutput(loss, {"accuracy": right.float().sum()})
 
 
 @dataclass(frozen=True)
@@ -182,35 +186,37 @@ class Regression(RewardLoss):
 
     def score(self, pad: int, names: int = 0) -> ScoreHead:
         if names:
-            raise FieldError("data.classes", "`loss: regression` learns numbers: leave it out, or loss=classification")
+            raise FieldError(
+                "data.class_names", "`loss: regression` learns numbers: leave it out, or loss=classification"
+            )
         return super().score(pad)
 
     def __call__(self, model: Decoder, batch: Batch) -> RewardOutput:
         found = scores(model, batch).squeeze(1)
         apart = found - values(batch)
-        return RewardOutput(apart.square().sum(), {"errors": apart.abs().sum(), "rewards/mean": found.sum()}, found)
+        return RewardOutput(apart.square().sum(), {"mae": apart.abs().sum(), "rewards/mean": found.sum()}, found)
 
 
 @dataclass(frozen=True)
 class ProcessReward(RewardLoss):
     """Cross-entropy of whether each step of an answer is right, read at the end of the step (arXiv:2305.20050)."""
 
-    kind: ClassVar[str] = "process"
+    kind: ClassVar[str] = "process_reward"
     rows: ClassVar = StepwiseDataset
     counted: ClassVar = True
 
-    classes: int = 2  # wrong and right, or more
+    num_labels: int = 2  # wrong and right, or more
 
     def __post_init__(self) -> None:
-        if self.classes < 2:
-            raise FieldError("classes", f"must be 2 or more, not {self.classes}")
+        if self.num_labels < 2:
+            raise FieldError("num_labels", f"must be 2 or more, not {self.num_labels}")
 
     @property
     def told(self) -> RewardTarget:
-        return RewardTarget("labels", self.classes)
+        return RewardTarget("labels", self.num_labels)
 
     def score(self, pad: int, names: int = 0) -> ScoreHead:
-        return ScoreHead(self.classes, each=True, bias=True, pad=pad)
+        return ScoreHead(self.num_labels, each=True, bias=True, pad=pad)
 
     def units(self, batch: Batch, labels: int) -> int:
         found = batch.targets[batch.targets != IGNORE]
@@ -229,7 +235,7 @@ class ProcessReward(RewardLoss):
         right = (logits.argmax(1) == wanted).float().sum()
         loss = F.cross_entropy(logits, wanted, reduction="sum")
         # Other ranks may have other steps of these documents: all of them tell the same.
-        return RewardOutput(model.rows.sum(loss), {"accuracies": model.rows.sum(right)})
+        return RewardOutput(model.rows.sum(loss), {"accuracy": model.rows.sum(right)})
 
 
 def scores(model: Decoder, batch: Batch) -> Tensor:

@@ -18,15 +18,15 @@ class UnpairedLoss(LogRatioLoss):
     about: ClassVar[str] = "for single answers that are marked"
     each: ClassVar[int] = 1
 
-    good: float = 1.0  # weight of good answers
-    bad: float = 1.0  # weight of bad ones
+    desirable_weight: float = 1.0  # weight of good answers
+    undesirable_weight: float = 1.0  # weight of bad ones
 
     def value(self, reward: Tensor, answers: SequenceLogps) -> Tensor:
         """Rewards of good answers, and bad ones' the other way round: high is right."""
         return torch.where(answers.good, reward, -reward)
 
     def weighted(self, losses: Tensor, answers: SequenceLogps) -> Tensor:
-        return losses * torch.where(answers.good, self.good, self.bad)
+        return losses * torch.where(answers.good, self.desirable_weight, self.undesirable_weight)
 
 
 @dataclass(frozen=True, kw_only=True)

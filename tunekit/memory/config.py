@@ -1,6 +1,5 @@
 """Memory for time, and time for memory: what is kept of a pass and where, when weights move, what is compiled."""
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -8,19 +7,17 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.fx.experimental import _config as shapes
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from tunekit import devices
 from tunekit.distributed.clip_grad import clip_gradients, grad_square_sum, norm_from_squares, total_grad_norm
 from tunekit.distributed.collectives import all_reduce_tp_gradients
 from tunekit.distributed.context import DistributedContext
-from tunekit.errors import FieldError, UserError
+from tunekit.errors import UserError
 from tunekit.memory.activation_offloading import ActivationOffloader
 from tunekit.models.decoder import Decoder
 
 CPU = torch.device("cpu")
-KEPT = "TORCHINDUCTOR_CACHE_DIR"  # where torch keeps what it compiled
 # What `selective` keeps: products and attention. Norms, rotations and gates are run again.
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "_grouped_mm"}
 CHEAP = {"rms_norm", "rotate", "gated"}  # of our own operations
@@ -28,43 +25,34 @@ CHEAP = {"rms_norm", "rotate", "gated"}  # of our own operations
 
 @dataclass(frozen=True)
 class MemoryConfig:
-    # true or layer: keep only the input of each layer, and run the layer again in the backward pass; selective: keep
-    # products and attention too, and run only the cheap rest again
-    recompute: bool | Literal["layer", "selective"] = False
-    offload: bool = False  # what is kept waits in the memory of the host for the backward pass; for GPUs
-    step_in_backward: bool = False  # move a weight as soon as it has its gradient, which is then freed
-    compile: bool = False  # torch.compile on each layer; the first steps then take longer
-
-    def __post_init__(self) -> None:
-        if self.compile and self.recompute == "selective":
-            raise FieldError("recompute", "a compiler chooses by itself what is cheap to run again: false or layer")
+    # full: keep only the input of each layer and recompute the layer in the backward pass; selective: also keep matmul
+    # and attention outputs; recompute norms, RoPE and activations
+    activation_checkpointing: Literal["none", "full", "selective"] = "none"
+    activation_offloading: bool = False  # Keep saved activations in host memory until the backward pass; GPU only
+    optimizer_in_bwd: bool = False  # Update each weight as soon as its gradient is ready, then free the gradient
 
     def check(self, device: torch.device) -> None:
         """Whether the device can do all of it."""
         row = devices.capabilities(device)
-        if self.offload and not row.own_memory:
+        if self.activation_offloading and not row.own_memory:
             raise UserError(
-                f"memory.offload: device {device.type} has no memory apart from the host's. Set memory.offload=false."
+                f"memory.activation_offloading: device {device.type} has no memory of its own. "
+                "Set memory.activation_offloading=false."
             )
-        if self.compile and not row.compile:
-            raise UserError(f"memory.compile: torch.compile is not supported on {row.name}. Set memory.compile=false.")
 
-    def apply(self, model: Decoder, device: torch.device = CPU, tell: Callable[[str], object] = print) -> None:
-        """Fit a model for it; `tell` gets a line when something takes long."""
+    def apply(self, model: Decoder, device: torch.device = CPU) -> None:
+        """Set how the model runs its layers when gradients are required."""
         self.check(device)
         model.through = self.through()
-        if self.offload:
+        if self.activation_offloading:
             model.through = ActivationOffloader(model).around(model.through or call_layer)
-        model.flat = self.compile
-        if self.compile:
-            compile_layers(model, tell)
 
     def through(self) -> Callable[..., Tensor] | None:
         """How a layer is called where gradients are wanted; None: just so."""
-        if not self.recompute:
+        if self.activation_checkpointing == "none":
             return None
         again = partial(checkpoint, use_reentrant=False)
-        if self.recompute == "selective":
+        if self.activation_checkpointing == "selective":
             # What changes a product in place is kept too, so that running a layer again changes it no second time.
             contexts = partial(
                 create_selective_checkpoint_contexts, selective_checkpoint_policy, allow_cache_entry_mutation=True
@@ -76,40 +64,22 @@ class MemoryConfig:
         self, optimizer: torch.optim.Optimizer, clip: float, run: DistributedContext, allowed: "Allowed | None" = None
     ) -> "TrainOptimizer":
         """What moves the weights, each step as far as it is `allowed`."""
-        moved = OptimizerInBackward(optimizer, run) if self.step_in_backward else TrainOptimizer(optimizer, clip, run)
+        moved = OptimizerInBackward(optimizer, run) if self.optimizer_in_bwd else TrainOptimizer(optimizer, clip, run)
         moved.allowed = allowed or moved.allowed
         return moved
 
     def refusal(self, clip: float) -> str | None:
         """Why weights cannot move inside a backward pass, and how to mend it."""
-        if self.step_in_backward and clip > 0:
-            return "a gradient is shortened by the length of all, which comes too late: set clip=0"
+        if self.optimizer_in_bwd and clip > 0:
+            return "a gradient is shortened by the length of all, which comes too late: set max_grad_norm=0"
         return None
 
     def check_passes(self, rows: int, micro_batch: int) -> None:
         """UserError where a step of so many rows on each rank takes several passes and weights move in each."""
         parts = -(-rows // micro_batch)
-        if self.step_in_backward and parts > 1:
-            told = f"gradients of {parts} forward passes would have to be added up: set micro_batch to {rows}"
-            raise UserError(f"memory.step_in_backward: {told}")
-
-
-def compile_layers(model: Decoder, tell: Callable[[str], object]) -> None:
-    """Each kind of layer once, for any number of tokens and documents, when the first rows come."""
-    # As many tokens as channels would be one size with one name, and fixed as the channels are.
-    shapes.use_duck_shape = False
-    # Scales and epsilons are constants. As names they are traced, found to be constants, and all begins anew, which
-    # no cache helps against.
-    torch._dynamo.config.specialize_float = True
-    for layer in model.layers:
-        layer.compile(dynamic=True)
-
-    def begin(*_: Any) -> None:
-        hook.remove()
-        kept = f"; kept in {os.environ[KEPT]} for the next start" if KEPT in os.environ else ""
-        tell(f"compiling the layers: about a minute the first time{kept}")
-
-    hook = model.register_forward_pre_hook(begin)
+        if self.optimizer_in_bwd and parts > 1:
+            told = f"gradients of {parts} forward passes would have to be added up: set micro_batch_size to {rows}"
+            raise UserError(f"memory.optimizer_in_bwd: {told}")
 
 
 def call_layer(layer: nn.Module, *inputs: Any) -> Tensor:

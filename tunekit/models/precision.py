@@ -17,32 +17,32 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "tf32": torch.float32}
 class PrecisionConfig:
     """Frozen weights as small as the checkpoint has them, trained ones in fp32, which small updates need."""
 
-    # activations and products; auto: bf16 where it is the faster; tf32: fp32, multiplied with 10 bits of mantissa on
-    # NVIDIA GPUs from compute capability 8.0 on
-    compute: Literal["auto", "bf16", "fp32", "tf32"] = "auto"
-    trained: Literal["bf16", "fp32"] = "fp32"  # weights that are trained, their gradients and optimizer state
-    frozen: Literal["checkpoint", "bf16", "fp32"] = "checkpoint"  # weights that are not
+    # dtype of activations and matmuls; `auto`: bf16 where the hardware is faster with it
+    compute_dtype: Literal["auto", "bf16", "fp32", "tf32"] = "auto"
+    master_dtype: Literal["bf16", "fp32"] = "fp32"  # dtype of trained weights, their gradients and the optimizer state
+    # dtype of frozen weights; `checkpoint`: as stored
+    frozen_dtype: Literal["checkpoint", "bf16", "fp32"] = "checkpoint"
 
     def check(self, device: torch.device) -> None:
         """Raise UserError if a device cannot compute in this precision."""
-        if self.compute == "tf32":
+        if self.compute_dtype == "tf32":
             devices.check_tf32(device.type, devices.capabilities(device))
 
     def set_matmul_precision(self, device: torch.device) -> None:
         """Let fp32 matmuls use TF32 for the rest of the run, of all models in this process."""
         self.check(device)
-        if self.compute == "tf32":
+        if self.compute_dtype == "tf32":
             torch.set_float32_matmul_precision("high")
 
     def apply(self, model: Decoder, stored: Mapping[str, torch.dtype], device: torch.device) -> None:
         """Set the dtypes of a model that holds no numbers yet; `stored` are those of the checkpoint, by our names."""
         best = torch.bfloat16 if devices.has_fast_bf16(device) else torch.float32
-        model.compute = DTYPES.get(self.compute, best)
+        model.compute = DTYPES.get(self.compute_dtype, best)
         # They are small, decide much, and are often stored finer than all else.
         routers = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, Router))
         for name, parameter in model.named_parameters():
             if not parameter.dtype.is_floating_point:
                 continue
-            frozen = None if name.startswith(routers) else DTYPES.get(self.frozen)
+            frozen = None if name.startswith(routers) else DTYPES.get(self.frozen_dtype)
             kept = frozen or stored.get(name, torch.float32)
-            parameter.data = parameter.data.to(DTYPES[self.trained] if parameter.requires_grad else kept)
+            parameter.data = parameter.data.to(DTYPES[self.master_dtype] if parameter.requires_grad else kept)

@@ -41,8 +41,8 @@ def split_optimizer(
 ) -> torch.optim.Optimizer:
     """What `make` makes for special weights, and AdamW for the others, as one."""
     trained = list(trained)
-    ours = param_groups(trained, choice.lr, choice.decay, special)
-    rest = param_groups(trained, choice.lr, choice.decay, lambda p: not special(p))
+    ours = param_groups(trained, choice.lr, choice.weight_decay, special)
+    rest = param_groups(trained, choice.lr, choice.weight_decay, lambda p: not special(p))
     betas = (choice.betas[0], choice.betas[1])
     plain = partial(torch.optim.AdamW, betas=betas, eps=choice.eps, fused=can_fuse(rest) or None)
     return OptimizerContainer(*(build(found) for build, found in ((make, ours), (plain, rest)) if found))
@@ -71,7 +71,7 @@ class AdamWConfig:
     lr: float = 2e-4
     betas: tuple[float, ...] = (0.9, 0.95)
     eps: float = 1e-8
-    decay: float = 0.0
+    weight_decay: float = 0.0  # Decoupled weight decay; not applied to norms and biases
 
     def __post_init__(self) -> None:
         check_positive("lr", self.lr)
@@ -80,7 +80,7 @@ class AdamWConfig:
     def build(self, trained: Trained, inner: Iterable[nn.Parameter] = ()) -> torch.optim.Optimizer:
         """`inner`: the weights of the blocks, between the embedding and the head, for those who treat them apart."""
         betas = (self.betas[0], self.betas[1])
-        chosen = param_groups(trained, self.lr, self.decay)
+        chosen = param_groups(trained, self.lr, self.weight_decay)
         return torch.optim.AdamW(chosen, betas=betas, eps=self.eps, fused=can_fuse(chosen) or None)
 
 
@@ -110,7 +110,7 @@ class MuonConfig:
     kind: ClassVar[str] = "muon"
     lr: float = 2e-4
     momentum: float = 0.95
-    decay: float = 0.0
+    weight_decay: float = 0.0  # Decoupled weight decay; not applied to norms and biases
     betas: tuple[float, ...] = (0.9, 0.95)  # of AdamW
     eps: float = 1e-8  # of AdamW
 
@@ -133,31 +133,31 @@ class SGDConfig:
     kind: ClassVar[str] = "sgd"
     lr: float = 1e-2
     momentum: float = 0.0
-    decay: float = 0.0
+    weight_decay: float = 0.0  # Decoupled weight decay; not applied to norms and biases
 
     def __post_init__(self) -> None:
         check_positive("lr", self.lr)
 
     def build(self, trained: Trained, inner: Iterable[nn.Parameter] = ()) -> torch.optim.Optimizer:
-        return torch.optim.SGD(param_groups(trained, self.lr, self.decay), momentum=self.momentum)
+        return torch.optim.SGD(param_groups(trained, self.lr, self.weight_decay), momentum=self.momentum)
 
 
 @dataclass(frozen=True)
 class LRSchedulerConfig:
     """A rise over `warmup`, then what `shape` says."""
 
-    warmup: float = 0.0  # steps; below 1, a share of all steps
+    warmup_steps: float = 0.0  # Warmup steps; a value below 1 is a fraction of all steps
 
     def __post_init__(self) -> None:
-        if self.warmup < 0:
-            raise FieldError("warmup", f"must not be below 0, not {self.warmup}")
+        if self.warmup_steps < 0:
+            raise FieldError("warmup_steps", f"must not be below 0, not {self.warmup_steps}")
 
     def build(self, optimizer: torch.optim.Optimizer, steps: int) -> LambdaLR:
         return LambdaLR(optimizer, self.factors(steps))
 
     def factors(self, steps: int) -> Callable[[int], float]:
         """Step (from 0) to the factor on the learning rate."""
-        warmup = resolve_steps(self.warmup, steps)
+        warmup = resolve_steps(self.warmup_steps, steps)
 
         def factor(step: int) -> float:
             if step < warmup:
@@ -191,10 +191,10 @@ class LinearLRConfig(LRSchedulerConfig):
     """Down to `floor` in a straight line."""
 
     kind: ClassVar[str] = "linear"
-    floor: float = 0.0  # last learning rate, as a share of the highest
+    min_lr_ratio: float = 0.0  # Final learning rate as a fraction of the peak
 
     def shape(self, done: float) -> float:
-        return 1 - (1 - self.floor) * min(done, 1.0)
+        return 1 - (1 - self.min_lr_ratio) * min(done, 1.0)
 
 
 @dataclass(frozen=True)
@@ -202,10 +202,10 @@ class CosineLRConfig(LRSchedulerConfig):
     """Down to `floor` along half a cosine."""
 
     kind: ClassVar[str] = "cosine"
-    floor: float = 0.0  # last learning rate, as a share of the highest
+    min_lr_ratio: float = 0.0  # Final learning rate as a fraction of the peak
 
     def shape(self, done: float) -> float:
-        return self.floor + (1 - self.floor) * 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))
+        return self.min_lr_ratio + (1 - self.min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))
 
 
 @dataclass(frozen=True)
@@ -213,17 +213,17 @@ class WSDConfig(LRSchedulerConfig):
     """Warm-up, stable, decay: full until the last `decay`, then down to `floor` in a straight line."""
 
     kind: ClassVar[str] = "wsd"
-    decay: float = 0.2  # share of the steps behind the warm-up
-    floor: float = 0.0  # last learning rate, as a share of the highest
+    decay_ratio: float = 0.2  # Fraction of the steps after warmup that decay
+    min_lr_ratio: float = 0.0  # Final learning rate as a fraction of the peak
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 < self.decay <= 1:
-            raise FieldError("decay", f"a share above 0 and up to 1, not {self.decay}")
+        if not 0 < self.decay_ratio <= 1:
+            raise FieldError("decay_ratio", f"a share above 0 and up to 1, not {self.decay_ratio}")
 
     def shape(self, done: float) -> float:
-        left = min(1.0, (1 - min(done, 1.0)) / self.decay)
-        return self.floor + (1 - self.floor) * left
+        left = min(1.0, (1 - min(done, 1.0)) / self.decay_ratio)
+        return self.min_lr_ratio + (1 - self.min_lr_ratio) * left
 
 
 class EarlyStopping:

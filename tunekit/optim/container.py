@@ -72,7 +72,7 @@ class AdamW8bit(PerParamOptimizer):
             box, columns = shard_slice(weight), to_local(weight).shape[-1]
             if box.offset[-1] % BLOCK or (columns % BLOCK and box.offset[-1] + columns < box.shape[-1]):
                 told = f"rows of {box.shape[-1]} numbers are cut where no block of {BLOCK} ends"
-                raise UserError(f"optimizer: adamw8bit: {told}: use adamw, or another parallel.tensor")
+                raise UserError(f"optimizer: adamw8bit: {told}: use adamw, or another parallel.tp")
 
     def move(self, weight: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
         state, here = self.state[weight], to_local(weight.detach())

@@ -38,21 +38,21 @@ class AuxiliaryModel:
 
     name: str
     source: HFCheckpoint
-    weights: NoQuantization
+    quantization: NoQuantization
     precision: PrecisionConfig
     adapter: NoAdapter | LoRAConfig = FrozenModel()
     around: bool = False  # whether the model that is trained runs inside its pass
 
     def held(self, sizes: ParallelDims, step: ProbeStep) -> AuxiliaryModelMemory:
         """As a rank has it, which asks about the rows of a step."""
-        how = sizes.tensor, sizes.expert, sizes.context, step.rows, step.length, step.device
-        key = self.source.spec, repr((str(self.source.path), self.weights, self.precision, self.adapter, how))
+        how = sizes.tp, sizes.ep, sizes.cp, step.rows, step.length, step.device
+        key = self.source.spec, repr((str(self.source.path), self.quantization, self.precision, self.adapter, how))
         if key not in HELD:
             HELD[key] = self.looked_at(sizes, step)
         return HELD[key]
 
     def looked_at(self, sizes: ParallelDims, step: ProbeStep) -> AuxiliaryModelMemory:
-        net = build.build_meta_model(self.source, self.weights, self.adapter)
+        net = build.build_meta_model(self.source, self.quantization, self.adapter)
         parallelize_fake(net, sizes)
         stored = self.source.dtypes if self.source.has_weights else dict.fromkeys(net.shapes, self.source.usual_dtype)
         self.precision.apply(net.requires_grad_(False), stored, CPU)
@@ -74,10 +74,10 @@ def auxiliary_models(
     reference, teacher = said.get("reference"), said.get("teacher")
     if reference is not None and reference.copies(said["adapter"], said["loss"]):
         adapter = said["adapter"] if isinstance(said["adapter"], LoRAConfig) else FrozenModel()
-        yield AuxiliaryModel("the copy", source, said["weights"], precision, without_initial_adapter(adapter))
-    if teacher is not None and "folder" not in vars(teacher):
+        yield AuxiliaryModel("the copy", source, said["quantization"], precision, without_initial_adapter(adapter))
+    if teacher is not None and "logits_dir" not in vars(teacher):
         own, adapter = described(teacher.model)
-        yield AuxiliaryModel("the teacher", own, teacher.weights, teacher.precision, adapter, around=True)
+        yield AuxiliaryModel("the teacher", own, teacher.quantization, teacher.precision, adapter, around=True)
 
 
 def described(name: str) -> tuple[HFCheckpoint, NoAdapter | LoRAConfig]:
@@ -94,16 +94,16 @@ def described(name: str) -> tuple[HFCheckpoint, NoAdapter | LoRAConfig]:
 
 def without_initial_adapter(adapter: NoAdapter | LoRAConfig) -> NoAdapter | LoRAConfig:
     """As large as it is, without the numbers that it begins with."""
-    return adapter if adapter.start is None else replace(adapter, start=None)  # pyright: ignore
+    return adapter if adapter.adapter_path is None else replace(adapter, adapter_path=None)  # pyright: ignore
 
 
 def list_omissions(said: dict[str, Any]) -> Iterator[str]:
     """What a plan leaves out, for people."""
-    if (policy := said.get("on_policy")) is not None and policy.share:
+    if (policy := said.get("on_policy")) is not None and policy.lmbda:
         yield "not planned: the student's own answers, the time they take and the keys and values that they need"
     if said.get("reference") is not None:
         yield "planned as if no prompt were shared: those that are computed once save memory and time"
-    if (teacher := said.get("teacher")) is not None and "folder" in vars(teacher):
+    if (teacher := said.get("teacher")) is not None and "logits_dir" in vars(teacher):
         yield "not planned: the teacher, which is in memory only while it writes what it expects, once"
     if said.get("forgetting") is not None:
         yield "not planned: the time of looking for what is forgotten"

@@ -38,7 +38,7 @@ class Estimate:
     @property
     def tokens(self) -> int:
         """Of a step, over all ranks."""
-        return self.task.batch * self.task.each * self.task.length
+        return self.task.global_batch_size * self.task.each * self.task.max_length
 
     @property
     def hours(self) -> float | None:
@@ -72,13 +72,13 @@ def resolve_dims(task: Workload, machine: ClusterSpec) -> ParallelDims:
     """How ranks share; UserError where they cannot."""
     sizes = task.parallel.sizes(machine.devices)
     task.parallel.check("cpu" if machine.kind is None else "cuda", machine.devices)
-    task.memory.check_passes(task.rows(sizes), task.micro_batch)
+    task.memory.check_passes(task.rows(sizes), task.micro_batch_size)
     return sizes
 
 
 def meta_model(task: Workload, sizes: ParallelDims) -> Decoder:
     """The model of a rank, made once."""
-    how = sizes.tensor, sizes.expert, sizes.context, task.adapter, task.weights, task.precision
+    how = sizes.tp, sizes.ep, sizes.cp, task.adapter, task.quantization, task.precision
     key = task.source.spec, repr((str(task.source.path), *how))
     if key not in NETS:
         NETS[key] = build_rank_model(task, sizes)

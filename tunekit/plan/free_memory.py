@@ -63,7 +63,7 @@ def compare(gpu: Free, need: Need | None) -> str:
 def remedy(gpu: Free, need: Need) -> str:
     """The advice, which depends on whose memory would be enough if it were free."""
     if need.peak > gpu.free + gpu.used_by_others + gpu.allocated:
-        return "`tune plan --fit` finds settings that need less."
+        return "`tune plan --auto` finds settings that need less."
     if gpu.allocated > gpu.used_by_others:
         return f"This process already uses {gpu.allocated / GIB:.1f} GiB: restart it, or delete its models."
     others = f"Other processes use {gpu.used_by_others / GIB:.1f} GiB"

@@ -33,7 +33,7 @@ class GPUSpec:
         return find_row(self.device)
 
     def rate(self, compute: str) -> float:
-        """10^12 operations a second in a `precision.compute`. bf16 without hardware for it runs at the rate of fp32."""
+        """TFLOP/s in a `precision.compute_dtype`. bf16 without hardware support runs at the rate of fp32."""
         if compute == "tf32":
             return self.fp32 if self.tf32 is None else self.tf32
         return self.tflops if compute == "bf16" and self.capabilities.bf16 else self.fp32
@@ -131,7 +131,7 @@ def gpu_by_name(word: str) -> GPUSpec:
     if name not in KINDS:
         near = difflib.get_close_matches(name, KINDS, 1)
         meant = f"did you mean {near[0]}?" if near else f"known are {', '.join(KINDS)}."
-        raise UserError(f"--gpu {word}: {meant} For others say --gpu-memory and --tflops")
+        raise UserError(f"--gpu-type {word}: {meant} For others say --gpu-memory and --gpu-tflops")
     return KINDS[name]
 
 

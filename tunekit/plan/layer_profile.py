@@ -99,7 +99,7 @@ def profile_step(net: Decoder, step: ProbeStep) -> StepProfile:
     with fake_mode.fake_mode(step.device), FakeTensorMode(allow_non_fake_inputs=True):
         net.layers = cast("Iterable[Block]", nn.ModuleList([every[i] for i in chosen]))
         embody(net)
-        step.memory.apply(net, CPU, lambda _: None)
+        step.memory.apply(net, CPU)
         optimizer = step.optimizer.build(step.adapter.trained(net), (p for m in net.layers for p in m.parameters()))
         update = step.memory.update(optimizer, step.clip, DistributedContext.alone())
         with MemoryTracker(step.flash) as live:

@@ -106,7 +106,7 @@ class RankMemoryModel:
     def own(self, weight: ParamSize, bytes: int) -> int:
         """The part of so many bytes of a weight that a rank keeps: whole rows."""
         rows = weight.shape[0] if weight.shape else 1
-        ranks = self.ranks // self.sizes.expert if weight.expert else self.ranks
+        ranks = self.ranks // self.sizes.ep if weight.expert else self.ranks
         return -(-rows // ranks) * (bytes // rows)
 
     def over_all(self, bytes: Callable[[ParamSize], int]) -> int:
@@ -129,7 +129,7 @@ class RankMemoryModel:
 
     def gradients(self, unit: Sequence[ParamSize]) -> int:
         """The part that a rank keeps of those of a unit, once all were added up, where weights are too."""
-        if self.task.memory.step_in_backward:
+        if self.task.memory.optimizer_in_bwd:
             return 0
         return sum(self.own(weight, weight.bytes) for weight in unit if weight.trained)
 
@@ -156,7 +156,7 @@ class RankMemoryModel:
     def chunk(self) -> int:
         """Bytes of logits at most of a model that is asked."""
         every = self.task.tokens(self.sizes) * self.task.source.spec.vocab * self.task.compute.itemsize
-        return min(ROOM[self.task.device], every // self.sizes.tensor)
+        return min(ROOM[self.task.device], every // self.sizes.tp)
 
     @property
     def flows(self) -> bool:
@@ -166,7 +166,7 @@ class RankMemoryModel:
     @property
     def hosted(self) -> bool:
         """Whether parts of weights wait on the host."""
-        return self.flows and self.task.parallel.offload
+        return self.flows and self.task.parallel.cpu_offload
 
     def gathered(self, kind: int | None) -> int:
         """Bytes of whole weights of a kind of layer, or of the root."""
@@ -190,7 +190,7 @@ class RankMemoryModel:
 
     def exchanged(self, kind: int | None) -> int:
         """The same as they are added up: in fp32 where weights travel in fewer bits."""
-        widening = 4 // self.task.compute.itemsize if self.task.parallel.gather == "compute" else 1
+        widening = 4 // self.task.compute.itemsize if self.task.parallel.all_gather_dtype == "compute" else 1
         return widening * self.whole_gradients(kind)
 
     @cached_property
@@ -204,7 +204,7 @@ def build_memory_model(task: Workload, sizes: ParallelDims) -> RankMemoryModel:
     """The books of one rank, its layers measured."""
     step = profile_workload(task, sizes)
     travels = step
-    if sizes.averaged > 1 and task.parallel.gather == "compute":
+    if sizes.averaged > 1 and task.parallel.all_gather_dtype == "compute":
         travels = profile_workload(task, sizes, travels=True)
     return RankMemoryModel(task, sizes, step, travels)
 
@@ -261,7 +261,7 @@ def loading(books: RankMemoryModel, ledger: MemoryTimeline) -> None:
     every = [weight for unit in books.units for weight in unit]
     widest = max(weight.bytes for weight in every)
     state = ledger.now.pop("optimizer")
-    packed = 8 if books.task.weights.exact else 1  # fp32 in place of half a byte
+    packed = 8 if books.task.quantization.exact else 1  # fp32 in place of half a byte
     ledger.see("load", "reading the largest tensor", "other", widest * packed)
     ledger.now["optimizer"] = state
 
@@ -274,7 +274,7 @@ def saving(books: RankMemoryModel, ledger: MemoryTimeline) -> None:
 
 def offloaded_bytes(books: RankMemoryModel) -> int:
     """Bytes of activations that wait on the host in a pass."""
-    if not books.task.memory.offload:
+    if not books.task.memory.activation_offloading:
         return 0
     return sum(books.travels.first.layers[kind].left for kind in books.step.kinds[:-AHEAD])
 
@@ -292,7 +292,7 @@ def passed(books: RankMemoryModel, ledger: MemoryTimeline, step: LayerPass, mach
                    root + flying(books, kinds, i, 1))  # fmt: skip
         kept.append(here.left)
         ledger.add("activations", kept[-1])
-        if task.memory.offload and i >= AHEAD:
+        if task.memory.activation_offloading and i >= AHEAD:
             ledger.add("activations", -kept[i - AHEAD])
     way_back(books, ledger, step, machine, first)
 
@@ -302,7 +302,7 @@ def way_back(
 ) -> None:
     """From the loss to the embedding."""
     kinds, root = books.step.kinds, books.gathered(None)
-    remaining = 0 if books.task.parallel.reshard or not books.flows else books.before[-1]
+    remaining = 0 if books.task.parallel.reshard_after_forward or not books.flows else books.before[-1]
     ledger.see("forward", "loss", "logits", step.head.most + larger(books, machine), root + remaining)
     ledger.add("logits", step.head.left)
     ledger.see("backward", "loss", "logits", step.head_back.most, root + remaining)
@@ -313,7 +313,7 @@ def way_back(
         more = packed(books.task, books, kind, machine)
         flight = root + flying(books, kinds, i, -1) + before
         ledger.see("backward", f"layer {i + 1} of {len(kinds)}", "other", here.most + more, flight)
-        if books.task.memory.offload and i >= AHEAD:  # comes back from the host
+        if books.task.memory.activation_offloading and i >= AHEAD:  # comes back from the host
             ledger.add("activations", step.layers[kinds[i - AHEAD]].left)
         move(books, ledger, here, kind, first)
         before = books.exchanged(kind) if books.flows else 0
@@ -327,7 +327,7 @@ def move(books: RankMemoryModel, ledger: MemoryTimeline, here: MemoryInterval, k
     if kind is None:
         ledger.add("logits", here.left)
         return
-    whole = books.whole_gradients(kind) if not books.task.memory.step_in_backward else 0
+    whole = books.whole_gradients(kind) if not books.task.memory.optimizer_in_bwd else 0
     fresh = whole if first or books.flows else 0
     ledger.add("activations", here.left - fresh)
     if first:
@@ -347,9 +347,9 @@ def flying(books: RankMemoryModel, kinds: Sequence[int], i: int, direction: int)
     if not books.flows:
         return 0
     parallel, count, before = books.task.parallel, len(kinds), books.before
-    ahead = max(1, parallel.prefetch)
+    ahead = max(1, parallel.prefetch_layers)
     first, last = (i, i + ahead) if direction > 0 else (i - ahead, i)
-    if not parallel.reshard:
+    if not parallel.reshard_after_forward:
         first = 0
     return before[min(count, last + 1)] - before[max(0, first)]
 
@@ -366,7 +366,7 @@ def larger(books: RankMemoryModel, machine: ClusterSpec) -> int:
     """By how much a chunk of logits is larger on a GPU."""
     if machine.kind is None:
         return 0
-    task, vocab = books.task, -(-books.task.source.spec.vocab // books.sizes.tensor)
+    task, vocab = books.task, -(-books.task.source.spec.vocab // books.sizes.tp)
     learnt = any(weight.trained and weight.name.startswith(("embed", "head")) for weight in books.step.root)
     row, parts = vocab * task.compute.itemsize, -(-task.tokens(books.sizes) // MULTIPLE)
     most = {device: (1 + learnt) * bytes // row // MULTIPLE or 1 for device, bytes in ROOM.items()}

@@ -31,8 +31,8 @@ class StepCount:
 def count_steps(cfg: Any) -> StepCount | None:
     """As `steps` says, or as the rows do; None if they are not here, or a stream."""
     said = vars(cfg)
-    if said.get("steps") is not None:
-        return StepCount(said["steps"])
+    if said.get("max_steps") is not None:
+        return StepCount(said["max_steps"])
     mix = MixtureBase.of(said["data"])
     try:
         tables = [opened(rows) for rows in mix.sources]
@@ -44,18 +44,18 @@ def count_steps(cfg: Any) -> StepCount | None:
     taken = mix.counts(counts)
     rows = sum(taken)
     if mix.capacity is not None:
-        shares = [n * sampled(table, mix.length) for n, table in zip(taken, filter(None, tables), strict=True)]
-        rows = max(1, round(sum(shares) / mix.length))
-    steps = StepIndex(lambda _: rows, said["batch"]).until(said["epochs"])
+        shares = [n * sampled(table, mix.max_length) for n, table in zip(taken, filter(None, tables), strict=True)]
+        rows = max(1, round(sum(shares) / mix.max_length))
+    steps = StepIndex(lambda _: rows, said["global_batch_size"]).until(said["epochs"])
     return StepCount(steps, sum(taken), said["epochs"], mix.capacity is None)
 
 
 def opened(rows: DatasetConfig) -> RowReader | None:
     """The rows, if they lie here in files that are soon read."""
     files = find_data_files(rows.source, parse_split(rows.split).name)
-    if rows.stream or not files or sum(Path(file).stat().st_size for file in files) > LARGEST:
+    if rows.streaming or not files or sum(Path(file).stat().st_size for file in files) > LARGEST:
         return None
-    return open_dataset(rows.source, rows.split, rows.limit)
+    return open_dataset(rows.source, rows.split, rows.max_samples)
 
 
 def sampled(table: RowReader, most: int) -> float:

@@ -49,7 +49,7 @@ def format_oom_report(cfg: Any, device: torch.device, devices: int = 1, hosts: i
             if changes
             else ["nothing that is known would need less"]
         ),
-        "`tune plan` tells more, and with --fit finds what fits; --debug shows where memory ended",
+        "`tune plan` tells more, and with --auto finds what fits; --debug shows where memory ended",
     ]
     return "\n".join(lines)
 
@@ -60,7 +60,7 @@ def explain_host() -> str:
     left = "" if free is None else f" ({report.format_gib(free)} GiB available)"
     return (
         f"host memory, or GPU memory outside of torch: out of memory{left}. "
-        "Set save_async=false, memory.offload=false or parallel.offload=false."
+        "Set async_save=false, memory.activation_offloading=false or parallel.cpu_offload=false."
     )
 
 

@@ -47,12 +47,12 @@ def head(plan: Estimate) -> str:
     trained = sum(weight.trained * numbers(weight.shape) for weight in every)
     passes = "1 pass" if task.parts(sizes) == 1 else f"{task.parts(sizes)} passes"
     each = f"{task.micro(sizes)} pairs x 2" if task.each == 2 else str(task.micro(sizes))
-    rows = f"{each} x {task.length:,} tokens in a pass, {passes} a step"
-    shares = {name: vars(sizes)[name] for name in ("replicate", "shard", "context", "tensor", "expert")}
+    rows = f"{each} x {task.max_length:,} tokens in a pass, {passes} a step"
+    shares = {name: vars(sizes)[name] for name in ("dp_replicate", "dp_shard", "cp", "tp", "ep")}
     shared = ", ".join(f"{name} {count}" for name, count in shares.items() if count > 1)
     where = f"{task.source.name} on {plan.machine.label}"
     lines = [where, f"each rank: {rows}" if plan.machine.devices > 1 else rows]
-    lines[1] += f"; {trained:,} weights are trained" if max(sizes.tensor, sizes.expert) == 1 else ""
+    lines[1] += f"; {trained:,} weights are trained" if max(sizes.tp, sizes.ep) == 1 else ""
     return "\n".join([*lines, *([f"shared as: {shared}"] if shared else [])])
 
 
@@ -136,8 +136,8 @@ def time(plan: Estimate) -> str:
         kind = plan.machine.kind
         assert kind is not None
         lines.append(f"about {span(pace.seconds)} a step{spent(pace)}, {plan.tokens / pace.seconds:,.0f} tokens/s")
-        guess = " (no kind is named; --gpu says which)" if plan.machine.taken else ""
-        rate = kind.rate(plan.task.precision.compute)
+        guess = " (no kind is named; --gpu-type says which)" if plan.machine.taken else ""
+        rate = kind.rate(plan.task.precision.compute_dtype)
         lines.append(f"if {plan.machine.reached:.0%} of the {rate:,.0f} TFLOP/s of one {kind.label} are reached{guess}")
         if pace.seconds == pace.launching:
             lines.append(f"limited by the host, which launches {pace.launches:,} kernels: longer passes cost little")
@@ -153,7 +153,7 @@ def whole(plan: Estimate) -> str:
     """What all steps come to."""
     found = plan.extent
     if found is None:
-        return "how many steps is not known before the rows are here: say steps=, or name rows of this machine"
+        return "how many steps is not known before the rows are here: say max_steps=, or name rows of this machine"
     about = "" if found.exact else "about "
     told = f"{about}{found.steps:,} step{'s' * (found.steps != 1)}"
     if found.rows is not None:
@@ -188,9 +188,11 @@ def span(seconds: float) -> str:
 
 # Overrides of a fit that change what is learnt, and not only where and when it is computed.
 LEARNT = {
-    "clip=0": "clip=0: gradients are no longer cut at a length, so watch the loss, or set a lower optimizer.lr",
+    "max_grad_norm=0": "max_grad_norm=0: gradients are no longer cut at a length, so watch the loss, or set a "
+    "lower optimizer.lr",
     "optimizer=adamw8bit": "optimizer=adamw8bit: its moments are rounded to 8 bits, so the course differs a little",
-    "precision.trained=bf16": "precision.trained=bf16: small steps are lost in rounding, so the course differs",
+    "precision.master_dtype=bf16": "precision.master_dtype=bf16: small steps are lost in rounding, so the course "
+    "differs",
 }
 
 
@@ -227,7 +229,7 @@ def report_json(plan: Estimate, changes: Sequence[Suggestion], found: SearchResu
     told: dict[str, Any] = {
         "model": plan.task.source.name,
         "machine": plan.machine.label,
-        "sharing": {name: vars(plan.sizes)[name] for name in ("replicate", "shard", "context", "tensor", "expert")},
+        "sharing": {name: vars(plan.sizes)[name] for name in ("dp_replicate", "dp_shard", "cp", "tp", "ep")},
         "phases": {n: {"total": m.total, "where": m.where, **m.parts} for n, m in plan.room.phases.items()},
         "peak": plan.peak.total,
         "largest": largest_component(plan.room),

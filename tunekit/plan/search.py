@@ -22,7 +22,7 @@ from tunekit.plan.memory import RankMemoryModel, estimate_memory
 from tunekit.plan.step_time import estimate_step_time
 from tunekit.plan.workload import Workload, profile_workload
 
-AGAIN = (False, "selective", True)
+AGAIN = ("none", "selective", "full")
 WIDEST = 64  # rows in a forward pass
 TRIED = 6  # of the fastest, that are measured
 SPARE = 0.03  # of the memory, that is left: by so much a plan may be wrong
@@ -40,7 +40,7 @@ class SearchResult:
 def search_config(now: Estimate) -> SearchResult:
     """UserError if nothing fits."""
     if now.machine.memory is None:
-        raise UserError("--fit: how much is there? say --gpu h100, or --gpu-memory 80G")
+        raise UserError("--auto: how much is there? say --gpu-type h100, or --gpu-memory 80G")
     for task in milder(now.task):
         ways = sorted(estimates(replace(now, task=task)), key=partial(rank, now.task))
         for _, way in ways[:TRIED]:  # what was estimated is measured
@@ -49,7 +49,7 @@ def search_config(now: Estimate) -> SearchResult:
                 return SearchResult(words(now.task, way), there)
     raise UserError(
         f"nothing fits: {now.machine.label} has too little memory for this model however it is trained; "
-        "use more devices, adapter=lora weights=nf4, or a shorter data.length"
+        "use more devices, adapter=lora quantization=nf4, or a shorter data.max_length"
     )
 
 
@@ -70,13 +70,13 @@ def milder(task: Workload) -> Iterator[Workload]:
     yield task
     if type(task.optimizer) is AdamWConfig:
         chosen = task.optimizer
-        task = replace(task, optimizer=AdamW8bitConfig(chosen.lr, chosen.betas, chosen.eps, chosen.decay))
+        task = replace(task, optimizer=AdamW8bitConfig(chosen.lr, chosen.betas, chosen.eps, chosen.weight_decay))
         yield task
-    if not isinstance(task.adapter, LoRAConfig) and not task.memory.step_in_backward:
-        task = replace(task, memory=replace(task.memory, step_in_backward=True), clip=0.0)
+    if not isinstance(task.adapter, LoRAConfig) and not task.memory.optimizer_in_bwd:
+        task = replace(task, memory=replace(task.memory, optimizer_in_bwd=True), max_grad_norm=0.0)
         yield task
-        if task.precision.trained == "fp32":
-            yield replace(task, precision=replace(task.precision, trained="bf16"))
+        if task.precision.master_dtype == "fp32":
+            yield replace(task, precision=replace(task.precision, master_dtype="bf16"))
 
 
 def estimates(now: Estimate) -> list[tuple[float, Workload]]:
@@ -86,9 +86,9 @@ def estimates(now: Estimate) -> list[tuple[float, Workload]]:
     tried only where nothing fits without.
     """
     first, found = now.task.parallel, []
-    most = max(now.machine.per_host, first.tensor)
+    most = max(now.machine.per_host, first.tp)
     hosts = now.machine.kind is not None and now.machine.devices > 1
-    stage = {(first.tensor, first.offload)}
+    stage = {(first.tp, first.cpu_offload)}
     while stage and not found:
         shared = (each for tensor, hosted in sorted(stage) for each in sharings(now, tensor, hosted))
         found = [way for each in shared for way in kept(each, now)]
@@ -103,23 +103,23 @@ def sharings(now: Estimate, tensor: int, hosted: bool) -> Iterator[ParallelConfi
     if devices == 1:
         yield parallel
         return
-    rest, more = divmod(devices, parallel.context * tensor)
-    exact = parallel.gather == "compute" or now.task.precision.trained != "fp32"
-    gathers = (parallel.gather,) if exact else ("weights", "compute")
+    rest, more = divmod(devices, parallel.cp * tensor)
+    exact = parallel.all_gather_dtype == "compute" or now.task.precision.master_dtype != "fp32"
+    gathers = (parallel.all_gather_dtype,) if exact else ("param", "compute")
     for copies in (n for n in range(1, rest + 1) if not more and rest % n == 0):
-        shared = replace(parallel, replicate=copies, shard=None, tensor=tensor, offload=hosted)
+        shared = replace(parallel, dp_replicate=copies, dp_shard=None, tp=tensor, cpu_offload=hosted)
         if shared.sizes(devices) == now.sizes:
-            shared = replace(parallel, offload=hosted)
+            shared = replace(parallel, cpu_offload=hosted)
         for gather, reshard in product(gathers, (True, False)):
-            yield replace(shared, gather=gather, reshard=reshard)
+            yield replace(shared, all_gather_dtype=gather, reshard_after_forward=reshard)
 
 
 def kept(shared: ParallelConfig, now: Estimate) -> Iterator[tuple[float, Workload]]:
     """By what a pass keeps, and whether it waits on the host."""
     for again, away in product(AGAIN, (False, True)):
-        if (again == "selective" and now.task.memory.compile) or (away and now.machine.kind is None):
+        if (again == "selective" and now.task.compile) or (away and now.machine.kind is None):
             continue
-        memory = replace(now.task.memory, recompute=again, offload=away)
+        memory = replace(now.task.memory, activation_checkpointing=again, activation_offloading=away)
         yield from sized(replace(now.task, memory=memory, parallel=shared), now)
 
 
@@ -131,10 +131,10 @@ def sized(task: Workload, now: Estimate) -> Iterator[tuple[float, Workload]]:
     except (UserError, FieldError):
         return
     model, most = meta_model(task, sizes), min(task.rows(sizes), WIDEST)
-    counts = [task.rows(sizes)] if task.memory.step_in_backward else [2**n for n in range(most.bit_length())]
+    counts = [task.rows(sizes)] if task.memory.optimizer_in_bwd else [2**n for n in range(most.bit_length())]
     fits = 0
     for rows in reversed(counts):
-        way = replace(task, micro_batch=rows)
+        way = replace(task, micro_batch_size=rows)
         there = replace(some[0], task=way, step=between(some, rows, "step"), travels=between(some, rows, "travels"))
         if fits < 2 and estimate_memory(there, now.machine).peak.total <= room_of(now.machine):
             fits += 1
@@ -145,15 +145,15 @@ def sized(task: Workload, now: Estimate) -> Iterator[tuple[float, Workload]]:
 def whole(task: Workload, now: Estimate) -> Workload:
     """With all rows in one pass, where it must be so."""
     rows = task.rows(task.parallel.sizes(now.machine.devices))
-    return replace(task, micro_batch=rows) if task.memory.step_in_backward else task
+    return replace(task, micro_batch_size=rows) if task.memory.optimizer_in_bwd else task
 
 
 def books(task: Workload, sizes: ParallelDims, rows: int) -> RankMemoryModel:
     """As measured with so many rows in each of several passes."""
-    passes = 1 if task.memory.step_in_backward else 2
-    probe = replace(task, micro_batch=rows, batch=rows * passes * sizes.readers)
+    passes = 1 if task.memory.optimizer_in_bwd else 2
+    probe = replace(task, micro_batch_size=rows, global_batch_size=rows * passes * sizes.readers)
     step = profile_workload(probe, sizes)
-    light = sizes.averaged > 1 and task.parallel.gather == "compute"
+    light = sizes.averaged > 1 and task.parallel.all_gather_dtype == "compute"
     return RankMemoryModel(probe, sizes, step, profile_workload(probe, sizes, travels=True) if light else step)
 
 
@@ -178,12 +178,12 @@ def between(some: list[RankMemoryModel], rows: int, name: str) -> StepProfile:
 def words(task: Workload, new: Workload) -> tuple[str, ...]:
     """The overrides that lead from a task to another one."""
     found = []
-    if new.micro_batch != task.micro_batch:
-        found.append(f"micro_batch={new.micro_batch}")
+    if new.micro_batch_size != task.micro_batch_size:
+        found.append(f"micro_batch_size={new.micro_batch_size}")
     if type(new.optimizer) is not type(task.optimizer):
         found.append("optimizer=adamw8bit")
-    if new.clip != task.clip:
-        found.append(f"clip={new.clip:g}")
+    if new.max_grad_norm != task.max_grad_norm:
+        found.append(f"max_grad_norm={new.max_grad_norm:g}")
     for part in ("precision", "memory", "parallel"):
         old, fresh = vars(vars(task)[part]), vars(vars(new)[part])
         found += [f"{part}.{key}={spelled(value)}" for key, value in fresh.items() if value != old[key]]

@@ -69,7 +69,7 @@ def estimate_step_time(books: RankMemoryModel, net: Decoder, machine: ClusterSpe
     times = {flow: flow.bytes / machine.bandwidth(flow.ranks, flow.stride) for flow in flows}
     hidden = sum(time for flow, time in times.items() if flow.hidden)
     waiting = sum(time for flow, time in times.items() if not flow.hidden)
-    computing = flops / (machine.kind.rate(books.task.precision.compute) * 1e12 * machine.reached)
+    computing = flops / (machine.kind.rate(books.task.precision.compute_dtype) * 1e12 * machine.reached)
     hosted = to_host(books) / (1e9 * HOST)
     done = operations(books)
     launching = LAUNCH * done.launches + CALL * done.calls
@@ -104,7 +104,7 @@ def passed(books: RankMemoryModel, step: LayerPass) -> Operations:
 
 def fused(books: RankMemoryModel, layer: Operations) -> Operations:
     """The operations of a layer; compiled, one fused kernel follows each matmul, and nothing runs in Python."""
-    return Operations(2 * layer.matmuls, 0, layer.matmuls) if books.task.memory.compile else layer
+    return Operations(2 * layer.matmuls, 0, layer.matmuls) if books.task.compile else layer
 
 
 def to_host(books: RankMemoryModel) -> int:
@@ -113,7 +113,7 @@ def to_host(books: RankMemoryModel) -> int:
     away = 2 * passes * offloaded_bytes(books)
     if not books.hosted:
         return away
-    rounds = 2 if books.task.parallel.reshard else 1
+    rounds = 2 if books.task.parallel.reshard_after_forward else 1
     return away + rounds * passes * books.weights + books.reduced
 
 
@@ -129,18 +129,18 @@ def work(books: RankMemoryModel, net: Decoder) -> float:
     """Products and sums of a rank in a step, twice the products: of what is done again too."""
     task, sizes, known = books.task, books.sizes, {}
     tokens = task.tokens(sizes) * task.parts(sizes)
-    again = {False: 0, True: 1, "layer": 1, "selective": 0}[task.memory.recompute]
+    again = {"none": 0, "full": 1, "selective": 0}[task.memory.activation_checkpointing]
     total = 0.0
     for kind, layer, spec in zip(books.step.kinds, net.layers, net.spec.layers, strict=True):
         if kind not in known:
             known[kind] = products(layer, active(spec))
         forward, back = known[kind]
         # Of a row that ranks share, each has tokens from both ends. What has a state is made by each in whole.
-        heads = 1 if isinstance(spec.mixer, DeltaNet) else sizes.tensor
-        pairs = attention(spec, task.length) / heads
+        heads = 1 if isinstance(spec.mixer, DeltaNet) else sizes.tp
+        pairs = attention(spec, task.max_length) / heads
         total += (1 + task.asks + again) * (forward + pairs) + back + FLASH_BACK * pairs
     head = 2.0 * net.head.in_features * net.head.out_features
-    total += sum(asked(second, task.length) for second in task.beside) / sizes.tensor
+    total += sum(asked(second, task.max_length) for second in task.beside) / sizes.tp
     return tokens * (total + head * (task.asks + (3 if net.head.weight.requires_grad else 2)))
 
 
@@ -199,8 +199,8 @@ def sent(books: RankMemoryModel) -> Iterator[CommVolume]:
     yield from sharded(books, passes)
     width = task.tokens(sizes) * task.source.spec.dim * task.compute.itemsize * passes
     layers = task.source.spec.layers
-    again = 3 if task.memory.recompute in (True, "layer") else 2  # forward, back, and forward again
-    tensor, context, expert = sizes.tensor, sizes.context, sizes.expert
+    again = 3 if task.memory.activation_checkpointing == "full" else 2  # forward, back, and forward again
+    tensor, context, expert = sizes.tp, sizes.cp, sizes.ep
     # Behind the mixer and behind the feed-forward part, and once more for each on the way back.
     bytes = round(2 * again * len(layers) * width * 2 * (tensor - 1) / tensor)
     yield CommVolume("gather and scatter", "tokens, tensor parallel", bytes, tensor, 1, False)
@@ -216,10 +216,10 @@ def sent(books: RankMemoryModel) -> Iterator[CommVolume]:
 def sharded(books: RankMemoryModel, passes: int) -> Iterator[CommVolume]:
     """Of FSDP and of copies."""
     sizes, parallel, kinds = books.sizes, books.task.parallel, books.step.kinds
-    ranks, stride = sizes.sharded, sizes.tensor
+    ranks, stride = sizes.sharded, sizes.tp
     blocks, root = sum(books.gathered(kind) for kind in kinds), books.gathered(None)
     part = (ranks - 1) / ranks
-    back = blocks if parallel.reshard else 0
+    back = blocks if parallel.reshard_after_forward else 0
     rounds = 1 if books.waits else passes
     gradients = sum(map(books.exchanged, (None, *kinds)))
     yield CommVolume("all-gather", "weights, forward", round(passes * (blocks + root) * part), ranks, stride, True)
@@ -227,7 +227,7 @@ def sharded(books: RankMemoryModel, passes: int) -> Iterator[CommVolume]:
     asked = round(passes * books.others.every * part)
     yield CommVolume("all-gather", "weights of the other model", asked, ranks, stride, True)
     yield CommVolume("reduce-scatter", "gradients", round(rounds * gradients * part), ranks, stride, True)
-    copies = sizes.replicate
+    copies = sizes.dp_replicate
     bytes = round(rounds * gradients / ranks * 2 * (copies - 1) / copies)
     yield CommVolume("all-reduce", "gradients of copies", bytes, copies, stride * ranks, True)
 

@@ -48,19 +48,19 @@ def suggest_changes(now: Estimate) -> list[Suggestion]:
 def of_step(now: Estimate) -> Iterator[Alternative]:
     """What a pass keeps, and how large it is."""
     task, memory = now.task, now.task.memory
-    if not memory.recompute:
-        again = replace(task, memory=replace(memory, recompute=True))
-        yield Alternative("memory.recompute=true", "each layer runs again in the backward pass", again)
-        if not memory.compile:
-            some = replace(task, memory=replace(memory, recompute="selective"))
-            yield Alternative("memory.recompute=selective", "norms, rotations and gates run again", some)
-    if (rows := task.micro(now.sizes)) > 1 and not memory.step_in_backward:
+    if memory.activation_checkpointing == "none":
+        again = replace(task, memory=replace(memory, activation_checkpointing="full"))
+        yield Alternative("memory.activation_checkpointing=full", "each layer runs again in the backward pass", again)
+        if not task.compile:
+            some = replace(task, memory=replace(memory, activation_checkpointing="selective"))
+            yield Alternative("memory.activation_checkpointing=selective", "norms, rotations and gates run again", some)
+    if (rows := task.micro(now.sizes)) > 1 and not memory.optimizer_in_bwd:
         yield Alternative(
-            f"micro_batch={rows // 2}", "fewer rows in a forward pass", replace(task, micro_batch=rows // 2)
+            f"micro_batch_size={rows // 2}", "fewer rows in a forward pass", replace(task, micro_batch_size=rows // 2)
         )
-    if now.machine.kind is not None and not memory.offload:
-        away = replace(task, memory=replace(memory, offload=True))
-        yield Alternative("memory.offload=true", "activations wait on the host", away)
+    if now.machine.kind is not None and not memory.activation_offloading:
+        away = replace(task, memory=replace(memory, activation_offloading=True))
+        yield Alternative("memory.activation_offloading=true", "activations wait on the host", away)
 
 
 def of_model(now: Estimate) -> Iterator[Alternative]:
@@ -69,18 +69,18 @@ def of_model(now: Estimate) -> Iterator[Alternative]:
     if type(task.optimizer) is AdamWConfig:
         small = replace(task, optimizer=AdamW8bitConfig())
         yield Alternative("optimizer=adamw8bit", "two bytes of state a weight in place of eight", small)
-    if full and task.precision.trained == "fp32":
-        half = replace(task, precision=replace(task.precision, trained="bf16"))
-        yield Alternative("precision.trained=bf16", "weights, gradients and state in 16 bits", half)
-    if full and not task.memory.step_in_backward and task.parts(now.sizes) == 1:
-        early = replace(task, memory=replace(task.memory, step_in_backward=True), clip=0.0)
-        yield Alternative("memory.step_in_backward=true clip=0", "no gradient outlives its layer", early)
+    if full and task.precision.master_dtype == "fp32":
+        half = replace(task, precision=replace(task.precision, master_dtype="bf16"))
+        yield Alternative("precision.master_dtype=bf16", "weights, gradients and state in 16 bits", half)
+    if full and not task.memory.optimizer_in_bwd and task.parts(now.sizes) == 1:
+        early = replace(task, memory=replace(task.memory, optimizer_in_bwd=True), max_grad_norm=0.0)
+        yield Alternative("memory.optimizer_in_bwd=true max_grad_norm=0", "no gradient outlives its layer", early)
     if full and not task.random:
         yield Alternative(
             "adapter=lora", "small updates are trained, weights stay", replace(task, adapter=LoRAConfig())
         )
-    if not full and not isinstance(task.weights, NF4Config):
-        yield Alternative("weights=nf4", "frozen weights in four bits", replace(task, weights=NF4Config()))
+    if not full and not isinstance(task.quantization, NF4Config):
+        yield Alternative("quantization=nf4", "frozen weights in four bits", replace(task, quantization=NF4Config()))
 
 
 def of_devices(now: Estimate) -> Iterator[Alternative]:
@@ -88,18 +88,20 @@ def of_devices(now: Estimate) -> Iterator[Alternative]:
     task, parallel = now.task, now.task.parallel
     if now.machine.devices == 1:
         return
-    if now.machine.kind is not None and not parallel.offload:
-        away = replace(task, parallel=replace(parallel, offload=True))
-        yield Alternative("parallel.offload=true", "weights and optimizer wait on the host", away)
-    if not parallel.reshard:
-        freed = replace(task, parallel=replace(parallel, reshard=True))
-        yield Alternative("parallel.reshard=true", "weights are freed behind each layer", freed)
-    if now.sizes.replicate > 1:
-        divided = replace(task, parallel=replace(parallel, replicate=1, shard=None))
-        yield Alternative("parallel.replicate=1 parallel.shard=null", "weights are divided over all devices", divided)
-    if parallel.gather == "weights" and task.precision.trained == "fp32":
-        light = replace(task, parallel=replace(parallel, gather="compute"))
-        yield Alternative("parallel.gather=compute", "weights travel in 16 bits", light)
-    if (ranks := 2 * parallel.tensor) <= now.machine.per_host:
-        split = replace(task, parallel=replace(parallel, tensor=ranks))
-        yield Alternative(f"parallel.tensor={ranks}", "each layer is shared by that many devices", split)
+    if now.machine.kind is not None and not parallel.cpu_offload:
+        away = replace(task, parallel=replace(parallel, cpu_offload=True))
+        yield Alternative("parallel.cpu_offload=true", "weights and optimizer wait on the host", away)
+    if not parallel.reshard_after_forward:
+        freed = replace(task, parallel=replace(parallel, reshard_after_forward=True))
+        yield Alternative("parallel.reshard_after_forward=true", "weights are freed behind each layer", freed)
+    if now.sizes.dp_replicate > 1:
+        divided = replace(task, parallel=replace(parallel, dp_replicate=1, dp_shard=None))
+        yield Alternative(
+            "parallel.dp_replicate=1 parallel.dp_shard=null", "weights are divided over all devices", divided
+        )
+    if parallel.all_gather_dtype == "param" and task.precision.master_dtype == "fp32":
+        light = replace(task, parallel=replace(parallel, all_gather_dtype="compute"))
+        yield Alternative("parallel.all_gather_dtype=compute", "weights travel in 16 bits", light)
+    if (ranks := 2 * parallel.tp) <= now.machine.per_host:
+        split = replace(task, parallel=replace(parallel, tp=ranks))
+        yield Alternative(f"parallel.tp={ranks}", "each layer is shared by that many devices", split)

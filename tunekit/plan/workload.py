@@ -30,7 +30,18 @@ from tunekit.plan.layer_profile import CPU, LossFn, OptimizerFactory, ProbeStep,
 from tunekit.plan.proxy_losses import proxy_loss
 from tunekit.quantization.config import NoQuantization
 
-NEEDED = ("model", "data", "adapter", "weights", "precision", "memory", "optimizer", "loss", "batch", "micro_batch")
+NEEDED = (
+    "model",
+    "data",
+    "adapter",
+    "quantization",
+    "precision",
+    "memory",
+    "optimizer",
+    "loss",
+    "global_batch_size",
+    "micro_batch_size",
+)
 CONFIG = download.Files(("config.json",))
 MEASURED: dict[
     tuple[DecoderSpec, str], StepProfile
@@ -42,17 +53,17 @@ class Workload:
     """A recipe's choices, with the model they are for."""
 
     source: HFCheckpoint
-    length: int  # tokens of a row
-    batch: int
-    micro_batch: int
+    max_length: int  # tokens of a row
+    global_batch_size: int
+    micro_batch_size: int
     adapter: NoAdapter
-    weights: NoQuantization
+    quantization: NoQuantization
     precision: PrecisionConfig
     memory: MemoryConfig
     optimizer: OptimizerFactory
     loss: LossFn
     parallel: ParallelConfig
-    clip: float
+    max_grad_norm: float
     random: bool  # whether weights are drawn and not read
     device: str = "cpu"  # or cuda
     flash: bool = False  # whether the device has FlashAttention
@@ -60,27 +71,28 @@ class Workload:
     beside: tuple[AuxiliaryModel, ...] = ()  # models that are asked
     asks: int = 0  # forward passes beside those that learn, of the same model
     untold: tuple[str, ...] = ()  # what is not planned
+    compile: bool = False
 
     @property
     def compute(self) -> torch.dtype:
         """The dtype of matmuls; `settled_precision` has replaced `auto`, since this knows no device."""
-        return torch.bfloat16 if self.precision.compute == "bf16" else torch.float32
+        return torch.bfloat16 if self.precision.compute_dtype == "bf16" else torch.float32
 
     def rows(self, sizes: ParallelDims) -> int:
         """Rows of a rank in a step."""
-        return -(-self.batch // sizes.readers)
+        return -(-self.global_batch_size // sizes.readers)
 
     def micro(self, sizes: ParallelDims) -> int:
         """Rows in one forward pass."""
-        return min(self.micro_batch, self.rows(sizes))
+        return min(self.micro_batch_size, self.rows(sizes))
 
     def parts(self, sizes: ParallelDims) -> int:
         """Forward passes of a step."""
-        return -(-self.rows(sizes) // self.micro_batch)
+        return -(-self.rows(sizes) // self.micro_batch_size)
 
     def tokens(self, sizes: ParallelDims) -> int:
         """Tokens of a rank in one forward pass."""
-        part = self.length if sizes.context == 1 else 2 * -(-self.length // (2 * sizes.context))
+        part = self.max_length if sizes.cp == 1 else 2 * -(-self.max_length // (2 * sizes.cp))
         return self.micro(sizes) * self.each * part
 
 
@@ -92,23 +104,27 @@ def make_workload(cfg: Any, machine: ClusterSpec) -> Workload:
     source = headed(cfg, HFCheckpoint.open(download.resolve_model_dir(said["model"], CONFIG), said["model"]))
     precision = settled_precision(said["precision"], machine)
     device = "cpu" if machine.kind is None else "cuda"
-    taken = ("batch", "micro_batch", "adapter", "weights", "memory", "optimizer")
+    taken = ("adapter", "memory", "optimizer")
     mix = settled(MixtureBase.of(said["data"]))
     models = tuple(auxiliary_models(said, source, precision))
     return Workload(
         source=source,
-        length=mix.capacity or mix.length,
-        each=1 if mix.pack else mix.each,
+        max_length=mix.capacity or mix.max_length,
+        each=1 if mix.packing else mix.each,
         loss=proxy_loss(said, source.spec),
         beside=models,
         asks=num_reference_passes(said, models),
         untold=(*list_omissions(said), *without_flash(machine)),
         precision=precision,
         parallel=said.get("parallel", ParallelConfig()).on(device),
-        clip=said.get("clip", 0.0),
+        max_grad_norm=said.get("max_grad_norm", 0.0),
         random=said.get("init") == "random",
         device=device,
         flash=machine.kind is not None and machine.kind.capabilities.flash,
+        global_batch_size=said["global_batch_size"],
+        micro_batch_size=said["micro_batch_size"],
+        quantization=said["quantization"],
+        compile=said.get("compile", False),
         **{name: said[name] for name in taken},
     )
 
@@ -117,12 +133,12 @@ def settled_precision(precision: PrecisionConfig, machine: ClusterSpec) -> Preci
     """The precision on a machine, without `auto`. Raise UserError if it cannot compute so."""
     if machine.kind is None:
         precision.check(CPU)
-    elif precision.compute == "tf32":
+    elif precision.compute_dtype == "tf32":
         check_tf32(machine.kind.label, machine.kind.capabilities)
-    if precision.compute != "auto":
+    if precision.compute_dtype != "auto":
         return precision
     fast = has_fast_bf16(CPU) if machine.kind is None else machine.kind.capabilities.bf16
-    return replace(precision, compute="bf16" if fast else "fp32")
+    return replace(precision, compute_dtype="bf16" if fast else "fp32")
 
 
 def without_flash(machine: ClusterSpec) -> list[str]:
@@ -155,7 +171,7 @@ def settled(mix: MixtureBase) -> MixtureBase:
 
 def build_rank_model(task: Workload, sizes: ParallelDims) -> Decoder:
     """The model of one rank, on no device, with the dtypes it has there."""
-    net = build.build_meta_model(task.source, task.weights, without_initial_adapter(task.adapter))
+    net = build.build_meta_model(task.source, task.quantization, without_initial_adapter(task.adapter))
     parallelize_fake(net, sizes)
     stored = {} if task.random else dtypes(task.source, net)
     task.precision.apply(net, stored, CPU)
@@ -172,8 +188,8 @@ def dtypes(source: HFCheckpoint, net: Decoder) -> dict[str, torch.dtype]:
 def profile_workload(task: Workload, sizes: ParallelDims, travels: bool = False) -> StepProfile:
     """What a step needs on one rank. `travels`: weights have the dtype of products, in which they are gathered."""
     step = probe_step(task, sizes)
-    divided = sizes.tensor, sizes.expert, sizes.context
-    key = task.source.spec, repr((str(task.source.path), divided, task.weights, task.precision, step, travels))
+    divided = sizes.tp, sizes.ep, sizes.cp
+    key = task.source.spec, repr((str(task.source.path), divided, task.quantization, task.precision, step, travels))
     if key not in MEASURED:
         net = build_rank_model(task, sizes)
         if travels:
@@ -184,10 +200,19 @@ def profile_workload(task: Workload, sizes: ParallelDims, travels: bool = False)
 
 def probe_step(task: Workload, sizes: ParallelDims) -> ProbeStep:
     """What is measured of a step."""
-    memory = replace(task.memory, offload=False, compile=False)
+    memory = replace(task.memory, activation_offloading=False)
     rows, parts = task.micro(sizes) * task.each, min(task.parts(sizes), 2)
     return ProbeStep(
-        task.adapter, memory, task.optimizer, task.loss, task.clip, rows, task.length, parts, task.device, task.flash
+        task.adapter,
+        memory,
+        task.optimizer,
+        task.loss,
+        task.max_grad_norm,
+        rows,
+        task.max_length,
+        parts,
+        task.device,
+        task.flash,
     )
 
 

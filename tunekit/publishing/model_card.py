@@ -40,10 +40,21 @@ Lines = Sequence[Tree]
 WARNING = "> **Not verified.**"
 EVALUATED = ("<!-- evaluation -->", "<!-- /evaluation -->")
 # What of a config says how it was trained, where a recipe has it.
-CHOICES = ("weights", "loss", "optimizer", "schedule", "precision", "batch", "micro_batch", "epochs", "steps")
-CHOICES += ("clip", "seed")
+CHOICES = (
+    "quantization",
+    "loss",
+    "optimizer",
+    "lr_scheduler",
+    "precision",
+    "global_batch_size",
+    "micro_batch_size",
+    "epochs",
+    "max_steps",
+    "max_grad_norm",
+    "seed",
+)
 # Of held-out rows, where there are answers that are compared or classes: their loss is not that of a token.
-ACCURACIES = ("validation/rewards/accuracies", "validation/accuracies")
+ACCURACIES = ("eval/rewards/accuracies", "eval/accuracy")
 UNKNOWN = PromptFormat()
 OFF = (None, False, 0, "none", "", (), [], {})
 
@@ -67,8 +78,8 @@ class ModelCardInfo:
 
     @property
     def kind(self) -> str:
-        """What was trained: `full`, or the kind of the adapter."""
-        return self.config["adapter"]["kind"] if "adapter" in self.config else "full"
+        """What was trained: `none`, or the kind of the adapter."""
+        return self.config["adapter"]["kind"] if "adapter" in self.config else "none"
 
 
 def write_model_card(folder: Path, made: ModelCardInfo) -> None:
@@ -77,14 +88,14 @@ def write_model_card(folder: Path, made: ModelCardInfo) -> None:
     importlib.import_module("tunekit.publishing.plots").plot_metrics(lines, folder / CURVES)
     sections = {
         "": summary(made, base) + snippets.describe_scores(folder),
-        "Use": use(folder, name, base, made.config.get("weights"), written(made)),
+        "Use": use(folder, name, base, made.config.get("quantization"), written(made)),
         "Results": results(lines) + evaluation(made.run),
         "Training": training(made, lines, base),
         "Data": data(made),
         "Verification": verification(folder),
         "Repeat": repeat(made),
     }
-    tags = ["tunekit", made.recipe] + [made.kind] * (made.kind != "full")
+    tags = ["tunekit", made.recipe] + [made.kind] * (made.kind != "none")
     put(folder, head(folder, None if made.fresh else base, tags, hub_sets(made)), name, sections)
 
 
@@ -149,7 +160,7 @@ def add_evaluation(run: Path, data: str, results: Sequence[Tree], questions: int
     if not (run / FINAL / CARD).is_file():
         return
     kept = [
-        {"model": one["model"], "right": one["right"], "questions": questions}
+        {"model": one["model"], "correct": one["correct"], "questions": questions}
         | {key: one[key] if math.isfinite(one[key]) else None for key in ("loss", "perplexity")}
         for one in results
     ]
@@ -194,7 +205,7 @@ def head(
 
 
 def summary(made: ModelCardInfo, base: BaseModelInfo) -> str:
-    what = f"An adapter ({made.kind}) for" if made.kind != "full" else "A fine-tuned"
+    what = f"An adapter ({made.kind}) for" if made.kind != "none" else "A fine-tuned"
     what = "A model trained from random weights in the shape of" if made.fresh else what
     return f"{what} {base.link}, made by the recipe `{made.recipe}` of tunekit {VERSION}."
 
@@ -215,12 +226,12 @@ def written(made: ModelCardInfo) -> PromptFormat:
     ((_, document),) = loader.sample(1)
     tokenizer, tokens = Tokenizer.open(made.source.tokenizer), document.tokens[:-1].tolist()
     again = tokenizer.encode_texts([tokenizer.decode(tokens)], True)[0][: len(tokens)]
-    return PromptFormat(again != tokens, made.config["data"].get("separator", UNKNOWN.separator))
+    return PromptFormat(again != tokens, made.config["data"].get("step_separator", UNKNOWN.separator))
 
 
 def results(lines: Lines) -> str:
     """The loss on held-out rows before and after, and the curves."""
-    held = [(line["step"], line["validation"]) for line in lines if line.get("validation") is not None]
+    held = [(line["step"], line["eval/loss"]) for line in lines if line.get("eval/loss") is not None]
     picture = f"![loss, learning rate and gradient norm]({CURVES})\n\n"
     if not held:
         return picture
@@ -247,11 +258,11 @@ def evaluation(run: Path) -> str:
             redact.redact_path(one["model"]),
             "-" if one["loss"] is None else f"{one['loss']:.4f}",
             "-" if one["perplexity"] is None else f"{one['perplexity']:.4g}",
-            share(one["right"], one["questions"]),
+            share(one["correct"], one["questions"]),
         ]
         for one in told["results"]
     ]
-    found = table([f"on {redact.redact_path(told['data'])}", "loss", "perplexity", "exact match"], rows)
+    found = table([f"on {redact.redact_path(told['data'])}", "loss", "perplexity", "exact_match"], rows)
     return f"{EVALUATED[0]}\n\n{found}\n\n{EVALUATED[1]}"
 
 
@@ -262,13 +273,15 @@ def share(part: int, whole: int) -> str:
 def training(made: ModelCardInfo, lines: Lines, base: BaseModelInfo) -> str:
     """What was trained by which choices, for how long, on what."""
     steps = [line for line in lines if "loss" in line]
-    tokens, learnt, seconds = (sum(line[key] for line in steps) for key in ("tokens", "learnt", "seconds"))
-    peak = max((line["memory_peak_bytes"] for line in steps if "memory_peak_bytes" in line), default=0)
+    tokens, targets = (max((line[key] for line in steps), default=0) for key in ("num_tokens", "num_target_tokens"))
+    starts = [0, *(line["step"] for line in steps)]
+    seconds = sum(line["step_time"] * (line["step"] - start) for start, line in zip(starts, steps, strict=False))
+    peak = max((line["peak_memory"] for line in steps if "peak_memory" in line), default=0)
     facts = {
         "base model" if not made.fresh else "shape": base.link,
         "trained": trained(made),
         "steps": f"{max((line['step'] for line in steps), default=0):,}",
-        "tokens": f"{tokens:,}, of which {learnt:,} were learnt",
+        "tokens": f"{tokens:,}, of which {targets:,} are target tokens",
         "time": f"{timedelta(seconds=round(seconds))} ({tokens / max(seconds, 1e-9):,.0f} tokens per second)",
         "hardware": env_info.describe_hardware(made.device),
         "peak memory": system.format_bytes(peak),
@@ -282,7 +295,7 @@ def trained(made: ModelCardInfo) -> str:
     shapes = {name: shape for name, shape in made.model.shapes.items() if not (made.model.spec.tied and name == TIED)}
     whole = sum(math.prod(shape) for shape in shapes.values())
     part = sum(p.numel() for p in made.model.parameters() if p.requires_grad)
-    if made.kind == "full":
+    if made.kind == "none":
         return f"all {whole:,} parameters"
     return f"{words(made.config['adapter'])}: {part:,} parameters beside the {whole:,} of the base ({part / whole:.2%})"
 
@@ -318,7 +331,7 @@ def data(made: ModelCardInfo) -> str:
 
 def choices(data: Tree) -> list[Tree]:
     """The sources of `data:`, one or those of a mix."""
-    return [part["rows"] for part in data["parts"]] if "parts" in data else [data]
+    return [part["dataset"] for part in data["datasets"]] if "datasets" in data else [data]
 
 
 def opened(made: ModelCardInfo) -> dict[str, DataLoader]:
@@ -363,7 +376,9 @@ def number(value: float | None) -> str:
 
 
 def repeat(made: ModelCardInfo) -> str:
-    config = {key: value for key, value in made.config.items() if key != "push"}  # others have no right to push there
+    config = {
+        key: value for key, value in made.config.items() if key != "push_to_hub"
+    }  # others have no right to push there
     text = dump.to_yaml(redact.redact_tree(config))
     return (
         f"```sh\ntune run {made.recipe} config.yaml\n```\n\nwith this config. Paths in it are shortened to their last "

@@ -21,15 +21,15 @@ def plot_metrics(lines: Lines, file: Path) -> None:
     """Loss, learning rate and gradient norm over the steps of a run, from the lines of its metrics, as a PNG."""
     figure = Figure(figsize=(9, 6), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
-    panels = figure.subplot_mosaic([["loss", "loss"], ["rate", "norm"]], height_ratios=[3, 2])
+    panels = figure.subplot_mosaic([["loss", "loss"], ["lr", "grad_norm"]], height_ratios=[3, 2])
     curve(panels["loss"], *series(lines, "loss"), BLUE, "training")
-    held = series(lines, "validation")
+    held = series(lines, "eval/loss")
     if len(held[0]):
-        panels["loss"].plot(*held, color=ORANGE, marker="o", markersize=4, linewidth=1.4, label="validation")
+        panels["loss"].plot(*held, color=ORANGE, marker="o", markersize=4, linewidth=1.4, label="eval/loss")
         panels["loss"].legend(frameon=False, labelcolor=GREY)
-    panels["rate"].plot(*series(lines, "rate"), color=GREEN, linewidth=1.6)  # a schedule has no noise
-    curve(panels["norm"], *series(lines, "norm"), RED)
-    titles = {"loss": LOSS, "rate": RATE, "norm": "gradient norm"}
+    panels["lr"].plot(*series(lines, "lr"), color=GREEN, linewidth=1.6)  # a schedule has no noise
+    curve(panels["grad_norm"], *series(lines, "grad_norm"), RED)
+    titles = {"loss": LOSS, "lr": RATE, "grad_norm": "gradient norm"}
     for name, title in titles.items():
         dress(panels[name], title)
     figure.savefig(file, metadata={"Software": "tunekit"})

@@ -38,26 +38,26 @@ class PushToHubConfig:
     """Send the result of a run to the Hub when it ends, and checkpoints in its course. The token is never in a config:
     it comes from `hf auth login` or HF_TOKEN."""
 
-    kind: ClassVar[str] = "push"
-    repo: str  # owner/name; made if it is not there
-    every: int | None = None  # steps between two checkpoints that are sent; none: only the result
+    kind: ClassVar[str] = "push_to_hub"
+    repo_id: str  # owner/name; created if it does not exist
+    push_every: int | None = None  # Steps between two uploaded checkpoints; null: only the result
     private: bool = True  # who may see it
-    branch: str | None = None  # made if it is not there; none: main
-    merged: bool = False  # the whole model in place of an adapter
+    revision: str | None = None  # Branch; created if it does not exist; null: main
+    merge_adapter: bool = False  # Upload the merged model instead of the adapter
 
     def __post_init__(self) -> None:
-        if self.every is not None and self.every < 1:
-            raise FieldError("every", f"must be 1 or more, not {self.every}")
+        if self.push_every is not None and self.push_every < 1:
+            raise FieldError("push_every", f"must be 1 or more, not {self.push_every}")
 
     @property
     def target(self) -> upload.UploadTarget:
-        return upload.UploadTarget(self.repo, self.private, self.branch)
+        return upload.UploadTarget(self.repo_id, self.private, self.revision)
 
     @property
     def options(self) -> str:
         """The same choice in words of `tune push`."""
-        words = ["--private"] * self.private + ["--merged"] * self.merged
-        return shlex.join([self.repo, *words, *(["--branch", self.branch] if self.branch else [])])
+        words = ["--private"] * self.private + ["--merge-adapter"] * self.merge_adapter
+        return shlex.join([self.repo_id, *words, *(["--revision", self.revision] if self.revision else [])])
 
 
 class HubUploader:
@@ -80,7 +80,7 @@ class HubUploader:
 
     def due(self, step: int, steps: int) -> bool:
         """Whether a copy is to be sent behind a step."""
-        every = None if self.choice is None else self.choice.every
+        every = None if self.choice is None else self.choice.push_every
         return every is not None and step % every == 0 and step != steps
 
     def step(self, step: int, steps: int) -> None:
@@ -88,7 +88,7 @@ class HubUploader:
         if self.choice is None or not self.due(step, steps):
             return
         if self.run.shared(self.is_busy):
-            self.run.tell(f"step {step} is not sent: an earlier one is still on its way to {self.choice.repo}")
+            self.run.tell(f"step {step} is not sent: an earlier one is still on its way to {self.choice.repo_id}")
             return
         folder = self.folder / UPLOAD / f"{step:08d}"
         with atomic.SharedAtomicDir(folder, self.run) as place:
@@ -148,7 +148,7 @@ def send(choice: PushToHubConfig, folder: Path, message: str, about: str = "") -
     """One commit; in place of an adapter the whole model, if that was chosen. `about` makes a card that says so."""
     if about:
         model_card.write_minimal_card(folder, base_of(folder), about=about)
-    if not choice.merged or not (folder / peft_adapter.CONFIG).is_file():
+    if not choice.merge_adapter or not (folder / peft_adapter.CONFIG).is_file():
         warn_local_base(folder)
         return upload.upload_files(list_files(folder), choice.target, message)
     with merged_dir(folder, device="cpu") as whole:  # the run may need all that the GPU has
@@ -174,9 +174,9 @@ def find_result_dir(word: str) -> tuple[Path, bool]:
 def merged_dir(folder: Path, out: Path | None = None, device: str = "auto") -> Iterator[Path]:
     """The whole model that an adapter makes of its base: in `out`, or beside the adapter for as long as it is used."""
     if not (folder / peft_adapter.CONFIG).is_file():
-        raise UserError(f"{folder} is no adapter, so there is nothing to merge: leave --merged out")
+        raise UserError(f"{folder} is no adapter, so there is nothing to merge: leave --merge-adapter out")
     if out is not None and out.exists():
-        raise UserError(f"{out} is there already: give --merge-to another folder")
+        raise UserError(f"{out} is there already: give --merged-dir another folder")
     source, adapter, _ = build.resolve_model(str(folder))
     assert isinstance(adapter, LoRAConfig)
     with ExitStack() as stack:
@@ -184,7 +184,7 @@ def merged_dir(folder: Path, out: Path | None = None, device: str = "auto") -> I
             try:
                 out = Path(stack.enter_context(TemporaryDirectory(prefix=".merged-", dir=folder.parent)), folder.name)
             except OSError as error:
-                raise UserError(f"cannot write in {folder.parent}: {error.strerror}: use --merge-to") from error
+                raise UserError(f"cannot write in {folder.parent}: {error.strerror}: use --merged-dir") from error
         with atomic.AtomicDir(out) as place:
             merge.merge_adapter(source, folder, place)
             print_line(str(verify.verify_merge(place, source, adapter, DistributedContext(device=device).device)))
@@ -231,7 +231,7 @@ def warn_local_base(folder: Path) -> None:
     if Path(base).is_absolute():
         print_line(
             f"{peft_adapter.CONFIG} names a base on this machine, {base}: others cannot open the adapter; "
-            "`--merged` helps"
+            "`--merge-adapter` helps"
         )
 
 

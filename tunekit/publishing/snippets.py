@@ -176,8 +176,8 @@ def usage_snippet(
     )
     if is_adapter(folder):
         base, load = base or redact.redact_path(peft_adapter.base_model_name(folder)), LOAD_ADAPTER
-        if weights is not None and "nested" in weights:  # what bitsandbytes knows
-            load = LOAD_PACKED.replace("{kind}", weights["kind"]).replace("{nested}", str(weights["nested"]))
+        if weights is not None and "double_quant" in weights:  # what bitsandbytes knows
+            load = LOAD_PACKED.replace("{kind}", weights["kind"]).replace("{nested}", str(weights["double_quant"]))
         where += "" if public else f" `{base}` stands for the folder of the base."
     auto = "AutoModelForCausalLM" if head is None else SCORING[head.task][0]
     code = load.format(auto=auto, base=base, name=name, head="" if head is None else head.told)

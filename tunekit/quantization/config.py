@@ -20,7 +20,7 @@ WITHIN = "layers."  # embedding and head decide much, and a trained head could n
 class NoQuantization:
     """Numbers as they come; `precision` says in which dtype."""
 
-    kind: ClassVar[str] = "plain"
+    kind: ClassVar[str] = "none"
     exact: ClassVar[bool] = False  # whether numbers that were packed are wanted before they are rounded
     trainable: ClassVar[bool] = True  # whether a step can change them
 
@@ -61,7 +61,8 @@ class Float8Config(NoQuantization):
         odd = [name for name, layer in quantizable_layers(model).items() if layer.in_features % nf4.BLOCK]
         leaves = ", ".join(sorted({name.rpartition(".")[2] for name in odd}))
         told = (
-            f"weights: {len(odd)} layers stay plain, for {nf4.BLOCK} does not divide the size of their input: {leaves}"
+            f"quantization: {len(odd)} layers stay plain, for {nf4.BLOCK} does not divide the size of their "
+            f"input: {leaves}"
         )
         return [told] if odd else []
 
@@ -70,14 +71,14 @@ class Float8Config(NoQuantization):
 class NF4Config(Float8Config):
     """Linear layers of the blocks in four bits, as QLoRA has it (arXiv:2305.14314), byte for byte as bitsandbytes."""
 
-    nested: bool = False  # the scales of the blocks in 8 bits: 4.13 bits a number in all, and not 4.5
+    double_quant: bool = False  # Quantize the block scales to 8 bits: 4.13 instead of 4.5 bits per weight
     kind: ClassVar[str] = "nf4"
     each: ClassVar[int] = 2
     codec: ClassVar[ModuleType] = nf4
 
     @property
     def packs_scales(self) -> bool:
-        return self.nested
+        return self.double_quant
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,9 @@ def check_generation(context: Context) -> Result:
             model = nano.open_model(run, compute)
             documents = nano.random_documents(model.spec.vocab, PROMPTS)
             prompts = [document.tokens.tolist() for document in documents]
-            answers = generate_batch(model, prompts, SamplingConfig(tokens=NEW_TOKENS, temperature=0), frozenset())
+            answers = generate_batch(
+                model, prompts, SamplingConfig(max_new_tokens=NEW_TOKENS, temperature=0), frozenset()
+            )
             pairs = zip(prompts, answers, strict=True)
             predictions = [prediction_gaps(model, prompt, answer) for prompt, answer in pairs]
         gap = torch.cat(predictions)
@@ -87,7 +89,7 @@ def prediction_gaps(model: Decoder, prompt: list[int], answer: list[int]) -> tor
 def check_resume(context: Context) -> Result:
     """A run that is interrupted and resumed writes the same files, bit for bit, and they are verified."""
     full, resumed = context.directory / "full", context.directory / "resumed"
-    steps = f"steps={STEPS}", f"save_every={SAVED}", f"keep={STEPS}"
+    steps = f"max_steps={STEPS}", f"save_every={SAVED}", f"save_total_limit={STEPS}"
     with deterministic(context):
         nano.train(full, context.device.type, *steps)
         verification = json.loads((full / run_dir.FINAL / VERIFICATION).read_text("utf-8"))

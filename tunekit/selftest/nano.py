@@ -20,7 +20,7 @@ NAME = "tunekit/nano"
 CONFIG = "nano/tools_full"
 ROWS = 2  # of a packed batch
 # A run that reads, trains, validates nothing and saves within seconds.
-SHORT_RUN = ("validation=null", "batch=8", "micro_batch=4", "log.every=1")
+SHORT_RUN = ("eval_data=null", "global_batch_size=8", "micro_batch_size=4", "log_every=1")
 
 
 def open_model(run: DistributedContext, compute: str) -> Decoder:
@@ -42,7 +42,7 @@ def packing(capacity: int, rows: int = ROWS) -> Collator:
 
 def overrides(directory: Path, device: str, *more: str) -> tuple[str, ...]:
     """The arguments of a short run."""
-    return (*SHORT_RUN, f"device={device}", f"out={directory}", *more)
+    return (*SHORT_RUN, f"device={device}", f"output_dir={directory}", *more)
 
 
 def train(directory: Path, device: str, *more: str) -> None:

@@ -100,7 +100,7 @@ def one_rank_environment() -> Iterator[None]:
 def check_several_ranks(context: Context) -> Result:
     """Losses of N processes equal those of one process."""
     count, kind = num_ranks(context)
-    batch = f"batch={max(8, 2 * count)}", "micro_batch=1", f"steps={STEPS}"
+    batch = f"global_batch_size={max(8, 2 * count)}", "micro_batch_size=1", f"max_steps={STEPS}"
     nano.train(context.directory / "alone", context.device.type, *batch)
     run_ranks(context.directory / "ranks", context.device.type, count, batch)
     alone, ranks = (nano.read_metrics(context.directory / name) for name in ("alone", "ranks"))
@@ -143,8 +143,8 @@ def require_backend(context: Context) -> str:
 
 
 def run_ranks(directory: Path, device: str, count: int, more: tuple[str, ...]) -> None:
-    """`tune run --gpus N`, as a user starts it."""
-    words: list[Any] = ["run", "sft", nano.CONFIG, *nano.overrides(directory, device, *more), "--gpus", count]
+    """`tune run --nproc-per-node N`, as a user starts it."""
+    words: list[Any] = ["run", "sft", nano.CONFIG, *nano.overrides(directory, device, *more), "--nproc-per-node", count]
     command = [sys.executable, "-P", "-m", "tunekit.cli", *map(str, words)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:

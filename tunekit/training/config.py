@@ -33,8 +33,9 @@ from tunekit.distributed.parallel_dims import ParallelConfig
 from tunekit.errors import FieldError, UserError
 from tunekit.hub import download
 from tunekit.loggers import metric_logger
-from tunekit.loggers.metric_logger import Log, MetricLogger, ThroughputCounter
+from tunekit.loggers.metric_logger import MetricLogger, ThroughputCounter, Tracker
 from tunekit.memory.config import MemoryConfig, TrainOptimizer
+from tunekit.models.compile import check_compile
 from tunekit.models.decoder import Decoder
 from tunekit.models.precision import PrecisionConfig
 from tunekit.optim.config import (
@@ -60,23 +61,24 @@ from tunekit.training.step_guard import StepGuard, StepGuardConfig
 # Choices that may change between two starts of one run: they do not change what is learnt.
 LIVE = frozenset(
     {
-        "out",
-        "log",
-        "keep",
+        "output_dir",
+        "log_every",
+        "report_to",
+        "save_total_limit",
         "save_every",
-        "save_async",
-        "push",
-        "checks",
+        "async_save",
+        "push_to_hub",
+        "data_checks",
         "parallel",
-        "guard",
-        "profile",
+        "step_guard",
+        "profiler",
         "forgetting",
         "deterministic",
     }
 )
 
 # How to go on behind a step that has ended a run.
-MEND = "look at them, lower optimizer.lr, or go on without such steps: guard.nan=skip, guard.answer=skip"
+MEND = "look at them, lower optimizer.lr, or go on without such steps: step_guard.on_nan=skip, step_guard.on_spike=skip"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,62 +87,80 @@ class TrainConfig:
 
     model: str  # folder of a checkpoint, a Hub name, or tunekit/nano
     data: DatasetConfig | MixtureBase  # what to learn; each recipe says which rows it reads
-    out: str  # folder of this run: config, metrics, state and the final checkpoint
-    validation: DatasetConfig | MixtureBase | None = None  # held-out rows
-    checks: Literal["stop", "tell"] = "stop"  # rows that nothing useful can be learnt from: no training, or a warning
-    weights: NoQuantization | NF4Config | FP4Config | Float8Config = (
-        NoQuantization()
-    )  # how frozen weights are stored; nf4 with an adapter is QLoRA
+    output_dir: str  # Run directory: config, metrics, training states and the final checkpoint
+    eval_data: DatasetConfig | MixtureBase | None = None  # held-out rows
+    # What to do when the data checks find unusable data
+    data_checks: Literal["error", "warn"] = (
+        "error"  # rows that nothing useful can be learnt from: no training, or a warning
+    )
+    # How frozen weights are stored; `nf4` with an adapter is QLoRA
+    quantization: NoQuantization | NF4Config | FP4Config | Float8Config = NoQuantization()
     adapter: NoAdapter | LoRAConfig | DoRAConfig = NoAdapter()  # what is trained
     optimizer: AdamWConfig | AdamW8bitConfig | MuonConfig | SGDConfig = AdamWConfig()
-    schedule: CosineLRConfig | LinearLRConfig | ConstantLRConfig | WSDConfig = CosineLRConfig()
+    # Learning rate schedule
+    lr_scheduler: CosineLRConfig | LinearLRConfig | ConstantLRConfig | WSDConfig = CosineLRConfig()
     precision: PrecisionConfig = PrecisionConfig()
     memory: MemoryConfig = MemoryConfig()
     parallel: ParallelConfig = ParallelConfig()  # how the devices share the work
-    log: Log = Log()
-    guard: StepGuardConfig = StepGuardConfig()  # steps whose loss or gradient is no number, or a spike
-    forgetting: ForgettingConfig | None = None  # a skill that is to stay: end the run when it goes
-    profile: ProfilerConfig | bool = False  # where the time of a step goes; true: of three steps
-    push: PushToHubConfig | None = None  # send the result to the Hub
-    init: Literal["checkpoint", "random"] = "checkpoint"  # random: train from scratch what config.json describes
+    step_guard: StepGuardConfig = StepGuardConfig()  # Detect NaN, Inf and loss spikes
+    forgetting: ForgettingConfig | None = None  # Stop when the loss on a held-out task rises (catastrophic forgetting)
+    profiler: ProfilerConfig | bool = False  # Profile some steps with torch.profiler; `true` uses the defaults
+    push_to_hub: PushToHubConfig | None = None  # Upload the result to the Hugging Face Hub
+    init: Literal["pretrained", "random"] = "pretrained"  # `random`: train from scratch what config.json describes
     tokenizer: str | None = None  # folder or name of the model whose tokenizer is used, if not its own
     device: DeviceChoice = "auto"  # auto: the first of cuda, xpu, mps that torch finds, else cpu
-    batch: int = 16  # rows in one optimizer step, over all devices
-    micro_batch: int = 1  # rows in one forward pass, on one device
+    global_batch_size: int = 16  # Rows per optimizer step, over all devices
+    micro_batch_size: int = 1  # Rows per forward pass on one device
     epochs: int = 1  # passes over the rows
-    steps: int | None = None  # optimizer steps, in place of epochs
-    clip: float = 1.0  # longest gradient; 0: never shortened
+    max_steps: int | None = None  # Optimizer steps; overrides `epochs`
+    max_grad_norm: float = 1.0  # Maximum gradient norm; 0 disables clipping
     save_every: int = 500  # steps between two states to resume from
-    # training goes on while a state is written, from a copy in the memory of the host; auto: where there is a GPU
-    save_async: bool | Literal["auto"] = "auto"
-    keep: int = 1  # states to keep
-    validate_every: int = 500  # steps between two validations
-    patience: int | None = None  # validations without a better loss before the run ends early
+    # Write training states in the background, from a copy in host memory; `auto`: on GPUs
+    async_save: bool | Literal["auto"] = "auto"
+    save_total_limit: int = 1  # Number of training states to keep
+    eval_every: int = 500  # Steps between two evaluations
+    early_stopping_patience: int | None = None  # Evaluations without a lower loss before the run stops
+    log_every: int = 1  # Steps between two metric lines; the device is only read then
+    report_to: tuple[Tracker, ...] = ()  # Experiment trackers that receive the metrics, such as `[wandb]`
+    compile: bool = False
     seed: int = 0
     # repeat a run bit for bit on the same device: slower on GPUs, and an error where torch has no such operation
     deterministic: bool = False
 
     def __post_init__(self) -> None:
-        counts = ("batch", "micro_batch", "epochs", "steps", "save_every", "keep", "validate_every", "patience")
+        counts = (
+            "global_batch_size",
+            "micro_batch_size",
+            "epochs",
+            "max_steps",
+            "save_every",
+            "save_total_limit",
+            "eval_every",
+            "early_stopping_patience",
+            "log_every",
+        )
         low = [name for name in counts if vars(self)[name] is not None and vars(self)[name] < 1]
         wrong = [FieldError(name, f"must be 1 or more, not {vars(self)[name]}") for name in low]
-        if self.clip < 0:
-            wrong.append(FieldError("clip", f"must not be below 0, not {self.clip}"))
+        if self.max_grad_norm < 0:
+            wrong.append(FieldError("max_grad_norm", f"must not be below 0, not {self.max_grad_norm}"))
         if wrong:
             raise FieldErrors(wrong)
-        if self.patience is not None and self.validation is None:
-            raise FieldError("patience", "needs `validation` to watch")
-        check_finite(self.data, self.steps, self.validation)
-        if not self.weights.trainable and isinstance(self.adapter, NoAdapter):
-            told = "few bits are for frozen weights, and `adapter: full` trains all of them: use lora or dora"
-            raise FieldError("weights", told)
-        if refused := self.memory.refusal(self.clip):
-            raise FieldError("memory.step_in_backward", refused)
-        if refused := self.guard.refusal(self.memory.step_in_backward):
-            raise FieldError("guard", refused)
-        looked = resolve_profiler(self.profile)
-        if looked is not None and (refused := looked.refusal(self.steps)):
-            raise FieldError("profile.start", refused)
+        if self.early_stopping_patience is not None and self.eval_data is None:
+            raise FieldError("early_stopping_patience", "requires eval_data")
+        check_finite(self.data, self.max_steps, self.eval_data)
+        if not self.quantization.trainable and isinstance(self.adapter, NoAdapter):
+            told = "quantized weights cannot be trained. Set adapter=lora or adapter=dora"
+            raise FieldError("quantization", told)
+        if self.compile and self.memory.activation_checkpointing == "selective":
+            told = "torch.compile decides itself what to recompute. Set it to none or full, or set compile=false"
+            raise FieldError("memory.activation_checkpointing", told)
+        if refused := self.memory.refusal(self.max_grad_norm):
+            raise FieldError("memory.optimizer_in_bwd", refused)
+        if refused := self.step_guard.refusal(self.memory.optimizer_in_bwd):
+            raise FieldError("step_guard", refused)
+        looked = resolve_profiler(self.profiler)
+        if looked is not None and (refused := looked.refusal(self.max_steps)):
+            raise FieldError("profiler.skip_first", refused)
         if self.init == "random" and not isinstance(self.adapter, NoAdapter):
             raise FieldError("init", "random weights under an adapter are kept nowhere: train all of them")
 
@@ -214,15 +234,17 @@ def check_training(cfg: TrainConfig) -> None:
     if cfg.device in ("auto", "cpu"):  # a config for a GPU may be checked on a machine without one
         device = devices.select(cfg.device)
         cfg.memory.check(device)
+        if cfg.compile:
+            check_compile(device)
         cfg.precision.check(device)
         cfg.parallel.check(device.type, 1)
     source = open_checkpoint(cfg, download.SMALL)
-    shapes = build.build_meta_model(source, cfg.weights, cfg.adapter).shapes
-    build.check_parallelizable(source, cfg.weights, cfg.adapter, cfg.parallel)
-    if cfg.init == "checkpoint" and download.cached_commit(source.path) is None:  # the Hub's weights are not here yet
+    shapes = build.build_meta_model(source, cfg.quantization, cfg.adapter).shapes
+    build.check_parallelizable(source, cfg.quantization, cfg.adapter, cfg.parallel)
+    if cfg.init == "pretrained" and download.cached_commit(source.path) is None:  # the Hub's weights are not here yet
         load_model.check_tensors(source, shapes)
     tokenizer = open_tokenizer(source)
-    for rows in filter(None, (cfg.data, cfg.validation)):
+    for rows in filter(None, (cfg.data, cfg.eval_data)):
         rows.check()
         rows.prepare(tokenizer)
     if cfg.forgetting is not None:
@@ -249,25 +271,25 @@ class Job:
         final_checkpoint.save_final(self.cfg.adapter, folder, self.model, self.source, self.run)
 
 
-def run(cfg: Any, method: Method, fresh: bool) -> None:
+def run(cfg: Any, method: Method, overwrite: bool) -> None:
     """Train until the last step, a signal, or the end of patience, and leave a checkpoint for others."""
-    flight_recorder.record_into(Path(cfg.out) / LOGS)
+    flight_recorder.record_into(Path(cfg.output_dir) / LOGS)
     with (
         DistributedContext(cfg.seed, cfg.device, cfg.parallel, cfg.deterministic) as here,
         oom_report.report_oom(cfg, here.device, here.size, here.hosts),
         run_dir.open_run_dir(
-            Path(cfg.out), dump_yaml(cfg, method.name), LIVE, fresh, here, continue_training_hint(cfg)
+            Path(cfg.output_dir), dump_yaml(cfg, method.name), LIVE, overwrite, here, continue_training_hint(cfg)
         ) as space,
     ):
-        here.shared(partial(publish.check_push, cfg.push))
-        cfg.memory.check_passes(-(-cfg.batch // here.sizes.readers), cfg.micro_batch)
-        if not fresh and here.shared(partial(atomic.is_complete, space.final)):
+        here.shared(partial(publish.check_push, cfg.push_to_hub))
+        cfg.memory.check_passes(-(-cfg.global_batch_size // here.sizes.readers), cfg.micro_batch_size)
+        if not overwrite and here.shared(partial(atomic.is_complete, space.final)):
             verify.raise_if_failed(space.final)
-            here.tell(f"{space.final} is there: nothing is left to do; --fresh starts over")
-            here.shared(partial(publish.push_result, cfg.push, space.folder, space.final))
+            here.tell(f"{space.final} is there: nothing is left to do; --overwrite trains again")
+            here.shared(partial(publish.push_result, cfg.push_to_hub, space.folder, space.final))
             return
         job = begun(cfg, method, here, space)
-        sender = HubUploader(cfg.push, space.folder, job.write, here)
+        sender = HubUploader(cfg.push_to_hub, space.folder, job.write, here)
         steps = train(job, sender)
         export_final(job, steps)
         sender.finish(space.final)
@@ -275,11 +297,11 @@ def run(cfg: Any, method: Method, fresh: bool) -> None:
 
 def continue_training_hint(cfg: TrainConfig) -> str:
     """What to say for a run that begins with what this one has made."""
-    final = Path(cfg.out) / run_dir.FINAL
+    final = Path(cfg.output_dir) / run_dir.FINAL
     if isinstance(cfg.adapter, NoAdapter):
-        return f"model={final}" + (" init=checkpoint" if cfg.init == "random" else "")
-    if cfg.adapter.init == "zero":
-        return f"adapter.start={final}"
+        return f"model={final}" + (" init=pretrained" if cfg.init == "random" else "")
+    if cfg.adapter.init == "default":
+        return f"adapter.adapter_path={final}"
     return f"`tune merge {cfg.model} {final} OUT`, then model=OUT"  # what was added is stored as twice the rank
 
 
@@ -287,21 +309,23 @@ def begun(cfg: Any, method: Method, run: DistributedContext, space: run_dir.RunD
     """Rows prepared and looked at, weights read: what an earlier run has left there goes only now."""
     run.beats.beat(0, "prepare")
     source = open_checkpoint(cfg)
-    if cfg.init == "checkpoint":  # before rows are prepared, which may take long
-        load_model.check_tensors(source, build.build_meta_model(source, cfg.weights, cfg.adapter).shapes)
+    if cfg.init == "pretrained":  # before rows are prepared, which may take long
+        load_model.check_tensors(source, build.build_meta_model(source, cfg.quantization, cfg.adapter).shapes)
     tokenizer = open_tokenizer(source).dated(space.day)
-    how = tokenizer, cfg.batch, cfg.micro_batch, run
+    how = tokenizer, cfg.global_batch_size, cfg.micro_batch_size, run
     data = build_dataloader(cfg.data, *how, space.folder, space.fresh)
-    held = cfg.validation and build_dataloader(cfg.validation, *how, space.folder / "validation", space.fresh)
+    held = cfg.eval_data and build_dataloader(cfg.eval_data, *how, space.folder / "eval", space.fresh)
     skill = ForgettingMonitor.open(
-        cfg.forgetting, tokenizer, (cfg.batch, cfg.micro_batch), run, space.folder, space.fresh
+        cfg.forgetting, tokenizer, (cfg.global_batch_size, cfg.micro_batch_size), run, space.folder, space.fresh
     )
     run.tell(f"data: {data.report}")
-    data_checks.check_data(cfg, {"data": data, "validation": held}, tokenizer, run)
+    data_checks.check_data(cfg, {"data": data, "eval_data": held}, tokenizer, run)
     scratch = cfg.init == "random"
     run.beats.beat(0, "load")
     free_memory.check(cfg, run)
-    model = build.build_model(source, cfg.weights, cfg.adapter, cfg.precision, cfg.memory, run, scratch)
+    model = build.build_model(
+        source, cfg.quantization, cfg.adapter, cfg.precision, cfg.memory, run, scratch, cfg.compile
+    )
     job = Job(cfg, method, run, space, source, data, held, model, skill)
     job.beside = method.beside(job)
     reshard(model)  # what it was asked there has gathered weights: an optimizer wants those that live here
@@ -326,35 +350,39 @@ def parts(job: Job, steps: int) -> Parts:
     cfg, model = job.cfg, job.model
     inner = (p for layer in model.layers for p in layer.parameters())
     optimizer = cfg.optimizer.build(cfg.adapter.trained(model), inner)
-    schedule, patience = cfg.schedule.build(optimizer, steps), EarlyStopping(cfg.patience)
+    schedule, patience = cfg.lr_scheduler.build(optimizer, steps), EarlyStopping(cfg.early_stopping_patience)
     ahead = Prefetcher(job.data, job.run.device)
-    watch, sums = StepGuard(cfg.guard, job.run.device), ThroughputCounter()
+    watch, sums = StepGuard(cfg.step_guard, job.run.device), ThroughputCounter()
     own = [one for one in job.beside.values() if isinstance(one, Stateful)]
-    kept = optimizer, schedule, cfg.keep, job.run, patience, ahead, watch, sums, job.skill, *own
-    background = job.run.device.type != "cpu" if cfg.save_async == "auto" else cfg.save_async
+    kept = optimizer, schedule, cfg.save_total_limit, job.run, patience, ahead, watch, sums, job.skill, *own
+    background = job.run.device.type != "cpu" if cfg.async_save == "auto" else cfg.async_save
     state = Checkpointer(job.space.state, model, *kept, background=background)
-    update = cfg.memory.update(optimizer, cfg.clip, job.run, watch.allows)
+    update = cfg.memory.update(optimizer, cfg.max_grad_norm, job.run, watch.allows)
     return Parts(update, schedule, patience, ahead, state, watch, sums)
 
 
 def train(job: Job, sender: HubUploader) -> int:
     """Every step from the last saved one on; how many there were in all."""
-    cfg, run, steps = job.cfg, job.run, job.cfg.steps or job.data.steps(job.cfg.epochs)
+    cfg, run, steps = job.cfg, job.run, job.cfg.max_steps or job.data.steps(job.cfg.epochs)
     update, schedule, patience, ahead, state, watch, sums = moving = parts(job, steps)
     done = start = state.restore()
     packing_check.check_packing(job.model, job.data, run, start, steps)
-    log = cfg.log.open(job.space.folder, run, steps, start, to_plain_config(cfg, job.method.name), sums)
-    profiler = Profiler(cfg.profile, job.space.folder, run)
+    resolved = to_plain_config(cfg, job.method.name)
+    log = MetricLogger(job.space.folder, run, steps, start, resolved, sums, cfg.log_every, cfg.report_to)
+    profiler = Profiler(cfg.profiler, job.space.folder, run)
     with state, log, profiler, ahead.over(watch.data(start), watch.data(steps)):
         if start == 0 and job.held:
             evaluate(job, 0, log)
         job.skill.begin(job.model, run, log.note, start)
-        if start == 0 and cfg.guard.returns:
+        if start == 0 and cfg.step_guard.returns:
             state.save(0)
         run.listen(job.space.folder / run_dir.STOP)
         for step in watch.over(start, steps):
             if patience.over:
-                run.tell(f"the validation loss got no better {cfg.patience} times: ended after step {step}")
+                run.tell(
+                    f"early stopping: eval/loss did not improve in {cfg.early_stopping_patience} evaluations; "
+                    f"stopped after step {step}"
+                )
                 break
             with log.aside():
                 profiler.at(step)
@@ -367,7 +395,7 @@ def train(job: Job, sender: HubUploader) -> int:
                 continue  # from an earlier step on
             schedule.step()
             done, (real, learnt) = step + 1, run.totals(*taken.counts(batches))
-            made = {"loss": taken.loss, "norm": taken.norm, "rate": rate, **taken.figures}
+            made = {"loss": taken.loss, "grad_norm": taken.norm, "lr": rate, **taken.figures}
             log.step(done, made, tokens=real, learnt=learnt, wait=ahead.wait)
             with log.aside():
                 if sender.due(done, steps):
@@ -396,7 +424,7 @@ def settle(job: Job, parts: Parts, log: MetricLogger, last: bool = True) -> bool
     if watch.fault.answer == "stop":
         log.drop(after=watch.fault.step)
         raise UserError(told("earlier states stay as they are; " + MEND))
-    if back := watch.fault.answer == "back":
+    if back := watch.fault.answer == "rollback":
         parts.state.wait()
         at = watch.go_back(parts.state.restore)
         run.tell(told(f"back to step {at}, from which its rows and those before it are passed over"))
@@ -412,7 +440,7 @@ def settle(job: Job, parts: Parts, log: MetricLogger, last: bool = True) -> bool
 def between(job: Job, parts: Parts, done: int, steps: int, log: MetricLogger) -> None:
     """Behind a step: validate, save and leave, when it is time for it."""
     cfg, run, last = job.cfg, job.run, done == steps
-    if job.held and (last or done % cfg.validate_every == 0):
+    if job.held and (last or done % cfg.eval_every == 0):
         settle(job, parts, log)
         parts.patience.watch(evaluate(job, done, log))
     if job.skill.due(done, last):
@@ -433,8 +461,8 @@ def evaluate(job: Job, done: int, log: MetricLogger) -> float:
     job.run.beats.beat(done, "validate")
     with log.aside():
         found = job.method.validate(job.model, job.held, job.cfg, job.run, **job.beside)
-        others = {f"validation/{name}": value for name, value in found.items() if name != "loss"}
-        log.note(done, validation=found["loss"], **others)
+        others = {f"eval/{name}": value for name, value in found.items() if name != "loss"}
+        log.note(done, **{"eval/loss": found["loss"]}, **others)
     return found["loss"]
 
 
@@ -442,7 +470,7 @@ def export_final(job: Job, steps: int) -> None:
     """The result: for others, compared with the model that it was made of, and described."""
     cfg, space, run = job.cfg, job.space, job.run
     run.beats.beat(steps, "finish")
-    made = verify.ModelSource(job.source, cfg.weights, cfg.adapter, cfg.precision)
+    made = verify.ModelSource(job.source, cfg.quantization, cfg.adapter, cfg.precision)
     with atomic.SharedAtomicDir(space.final, run) as folder:
         job.write(folder)
         with devices.full_fp32_matmuls():
@@ -455,7 +483,7 @@ def export_final(job: Job, steps: int) -> None:
 def write_model_card(job: Job, folder: Path, steps: int, found: verify.VerificationResult) -> None:
     """What people want to know of the result: figures and a card."""
     cfg, space = job.cfg, job.space
-    rows, told = {"data": job.data, "validation": job.held}, to_plain_config(cfg, job.method.name)
+    rows, told = {"data": job.data, "eval_data": job.held}, to_plain_config(cfg, job.method.name)
     with atomic.wrap_write_errors(folder):
         metric_logger.write_final_metrics(space.folder, steps, **found.figures)
         model_card.write_model_card(

@@ -26,24 +26,26 @@ def check_targets(cfg: Any, loaders: Mapping[str, DataLoader | None], tokenizer:
 
 def check_context(cfg: Any, part: str, loader: DataLoader, vocab: int | None) -> CheckContext:
     """What the config does with rows. Not every recipe has a schedule."""
-    told, limit = vars(cfg), vars(cfg)[part].length
+    told, limit = vars(cfg), vars(cfg)[part].max_length
     packed = None if loader.order.capacity is None else np.diff(loader.order.plan(0).bounds)
     loss = told.get("loss")
     scored = loss.told if isinstance(loss, RewardLoss) else None
-    if part != "data" or not isinstance(told.get("schedule"), LRSchedulerConfig):
+    if part != "data" or not isinstance(told.get("lr_scheduler"), LRSchedulerConfig):
         return CheckContext(limit, vocab, packed, scored=scored)
-    steps = told["steps"] or loader.steps(told["epochs"])  # a stream has no epochs: a config without steps is refused
-    return CheckContext(limit, vocab, packed, steps, resolve_steps(told["schedule"].warmup, steps), scored)
+    steps = told["max_steps"] or loader.steps(
+        told["epochs"]
+    )  # a stream has no epochs: a config without steps is refused
+    return CheckContext(limit, vocab, packed, steps, resolve_steps(told["lr_scheduler"].warmup_steps, steps), scored)
 
 
 def check_data(cfg: Any, loaders: Mapping[str, DataLoader | None], tokenizer: Tokenizer, run) -> None:
-    """Tell what the rows show. UserError, unless `checks: tell`, if nothing useful can come of training on them."""
+    """Print the findings. Raise UserError if the data is unusable, unless `data_checks: warn`."""
     found = run_data_checks(*check_targets(cfg, loaders, tokenizer))
-    wrong = [finding for finding in found if finding.severity == "wrong" and cfg.checks == "stop"]
+    wrong = [finding for finding in found if finding.severity == "wrong" and cfg.data_checks == "error"]
     print_findings([finding for finding in found if finding not in wrong], run)
     if wrong:
         more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
-        raise UserError(f"{wrong[0]}{more}; `tune data` shows it, `checks: tell` goes on all the same")
+        raise UserError(f"{wrong[0]}{more}; `tune data` shows it, `data_checks: warn` goes on all the same")
 
 
 def warn_data(cfg: Any, data: DataLoader, tokenizer: Tokenizer, run) -> None:

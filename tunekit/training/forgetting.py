@@ -17,8 +17,8 @@ from tunekit.losses.cross_entropy import CrossEntropy
 from tunekit.models.decoder import Decoder
 from tunekit.models.spec import DecoderSpec
 
-AGAIN = "start over (--fresh) with a lower optimizer.lr or with such rows in data"
-ON = "the same command with forgetting.answer=tell, or a higher forgetting.most, goes on"
+AGAIN = "start over (--overwrite) with a lower optimizer.lr or with such rows in data"
+ON = "the same command with forgetting.on_exceed=warn, or a higher forgetting.max_loss_increase, goes on"
 
 
 @dataclass(frozen=True)
@@ -26,17 +26,17 @@ class ForgettingConfig:
     """Held-out rows of a skill that is to stay. Their loss is measured before the first step and every so often."""
 
     data: Learnable  # what the model could do before
-    every: int = 100  # steps between two measurements; there is one behind the last step too
-    most: float = 0.1  # nats per token that the loss may rise above that before the first step
-    answer: Literal["stop", "tell"] = "stop"  # to a loss that rose by more: save and end, or a line
+    eval_every: int = 100  # Steps between two evaluations; one more after the last step
+    max_loss_increase: float = 0.1  # Allowed increase over the loss before training, in nats per token
+    on_exceed: Literal["stop", "warn"] = "stop"  # to a loss that rose by more: save and end, or a line
 
     def __post_init__(self) -> None:
-        if self.every < 1:
-            raise FieldError("every", f"must be 1 or more steps, not {self.every}")
-        if not self.most > 0:
-            raise FieldError("most", f"must be above 0 nats, not {self.most}")
+        if self.eval_every < 1:
+            raise FieldError("eval_every", f"must be 1 or more steps, not {self.eval_every}")
+        if not self.max_loss_increase > 0:
+            raise FieldError("max_loss_increase", f"must be above 0 nats, not {self.max_loss_increase}")
         if is_streaming(self.data):
-            raise FieldError("data", "is measured whole: it cannot be a stream; `limit` takes the first rows")
+            raise FieldError("data", "is measured whole: it cannot be a stream; `max_samples` takes the first rows")
 
     def check(self, spec: DecoderSpec, tokenizer: Tokenizer) -> None:
         """UserError if its rows are not there, or mean nothing to the model."""
@@ -78,7 +78,7 @@ class ForgettingMonitor:
         self.insist(step)
 
     def due(self, step: int, last: bool) -> bool:
-        return self.rule is not None and (last or step % self.rule.every == 0)
+        return self.rule is not None and (last or step % self.rule.eval_every == 0)
 
     def measure(self, model: Decoder, run: DistributedContext, note: Callable[..., None], step: int) -> None:
         """Read all rows, and tell."""
@@ -86,13 +86,13 @@ class ForgettingMonitor:
         run.beats.beat(step, "validate")
         start = time.perf_counter()
         self.last = cross_entropy.eval_loss(CrossEntropy(), model, self.rows, run)
-        taken = {"forgetting/seconds": round(time.perf_counter() - start, 3)}
+        taken = {"forgetting/eval_time": round(time.perf_counter() - start, 3)}
         if self.first is None:
             self.first = self.last
             note(step, **{"forgetting/loss": self.last, **taken})
             return
-        note(step, **{"forgetting/loss": self.last, "forgetting/rise": self.last - self.first, **taken})
-        if self.lost and self.rule.answer == "tell":
+        note(step, **{"forgetting/loss": self.last, "forgetting/loss_increase": self.last - self.first, **taken})
+        if self.lost and self.rule.on_exceed == "warn":
             run.tell(self.told(step))
 
     @property
@@ -100,12 +100,12 @@ class ForgettingMonitor:
         """Whether the loss has risen by more than it may, or is no number."""
         if self.rule is None or self.first is None or self.last is None:
             return False
-        return not self.last - self.first <= self.rule.most
+        return not self.last - self.first <= self.rule.max_loss_increase
 
     @property
     def ends(self) -> bool:
         """Whether the run is to end for it."""
-        return self.rule is not None and self.lost and self.rule.answer == "stop"
+        return self.rule is not None and self.lost and self.rule.on_exceed == "stop"
 
     def insist(self, step: int) -> None:
         """UserError if the run is to end. Its state is saved."""
@@ -114,8 +114,8 @@ class ForgettingMonitor:
 
     def told(self, step: int) -> str:
         assert self.rule is not None and self.first is not None and self.last is not None
-        rise = f"from {self.first:.4f} to {self.last:.4f} nats per token, by more than {self.rule.most:g}"
-        return f"step {step}: the loss on {dataset_title(self.rule.data)} rose {rise} (forgetting.most)"
+        rise = f"from {self.first:.4f} to {self.last:.4f} nats per token, by more than {self.rule.max_loss_increase:g}"
+        return f"step {step}: the loss on {dataset_title(self.rule.data)} rose {rise} (forgetting.max_loss_increase)"
 
     def state_dict(self) -> dict[str, Any]:
         return {"digest": self.digest, "first": self.first, "last": self.last}

@@ -63,7 +63,7 @@ def check(model: Decoder, data: DataLoader, run: DistributedContext) -> None:
             raise UserError(
                 f"packing: {sample[worst][0]} is not the same beside other documents as alone: its logits differ by "
                 f"{found[worst]:.2g} of their spread, and rounding by less than {LIMITS[dtype]:g}{layer}; "
-                "set `data.pack: false` and report it"
+                "set `data.packing: false` and report it"
             )
     kind = str(dtype).removeprefix("torch.")
     run.tell(

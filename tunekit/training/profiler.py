@@ -23,13 +23,15 @@ FOLDER, TABLE = "profile", "table.md"
 EVENTS = 200_000  # allocations of a GPU that a snapshot tells of
 MUCH = 0.15  # of a step: from there on it is worth a change
 ADVICE = {
-    "all-gather": "weights come late: as far as memory goes, take more rows at once (`micro_batch`) or keep what was "
-    "gathered (`parallel.reshard=false`); else try `parallel.prefetch=2`",
-    "reduce-scatter": "gradients are slow to add up: take more rows at once (`micro_batch`), so that a step has fewer "
+    "all-gather": "weights come late: as far as memory goes, take more rows at once (`micro_batch_size`) or keep "
+    "what was "
+    "gathered (`parallel.reshard_after_forward=false`); else try `parallel.prefetch_layers=2`",
+    "reduce-scatter": "gradients are slow to add up: take more rows at once (`micro_batch_size`), so that a step "
+    "has fewer "
     "passes",
-    "all-to-all": "tokens travel to their experts: lower `parallel.expert`, or keep its ranks on one machine",
-    "all-reduce": "sums are waited for: lower `parallel.tensor` or keep its ranks on one machine; with copies, take "
-    "more rows at once (`micro_batch`)",
+    "all-to-all": "tokens travel to their experts: lower `parallel.ep`, or keep its ranks on one machine",
+    "all-reduce": "sums are waited for: lower `parallel.tp` or keep its ranks on one machine; with copies, take "
+    "more rows at once (`micro_batch_size`)",
 }
 
 
@@ -37,26 +39,31 @@ ADVICE = {
 class ProfilerConfig:
     """Which steps are looked at. Everything goes into the folder of the run, under `profile`."""
 
-    kind: ClassVar[str] = "profile"
-    start: int = 3  # steps of this start that go by before
-    steps: int = 3
-    memory: bool = False  # also what lies in the memory of a GPU, for pytorch.org/memory_viz
+    kind: ClassVar[str] = "profiler"
+    skip_first: int = 3  # Steps before profiling starts
+    active: int = 3  # Steps to profile
+    profile_memory: bool = False  # Also record a CUDA memory snapshot
 
     def __post_init__(self) -> None:
-        low = [name for name in ("start", "steps") if vars(self)[name] < 1]
+        low = [name for name in ("skip_first", "active") if vars(self)[name] < 1]
         if low:
             raise FieldErrors([FieldError(name, f"must be 1 or more, not {vars(self)[name]}") for name in low])
 
     def refusal(self, steps: int | None) -> str | None:
         """Why a run of so many steps has none to look at, if that is known."""
-        if steps is None or self.start < steps:
+        if steps is None or self.skip_first < steps:
             return None
-        return f"the first {self.start} go by, and `steps` is {steps}, so none is left to look at: lower profile.start"
+        return (
+            f"the first {self.skip_first} go by, and `max_steps` is {steps}, so none is left to look at: "
+            "lower profiler.skip_first"
+        )
 
     def check(self, device: torch.device) -> None:
         """Whether the device has what is asked for."""
-        if self.memory and device.type != "cuda":
-            raise UserError(f"profile.memory: torch records the memory of CUDA devices only, got {device.type}")
+        if self.profile_memory and device.type != "cuda":
+            raise UserError(
+                f"profiler.profile_memory: torch records the memory of CUDA devices only, got {device.type}"
+            )
 
 
 def resolve_profiler(choice: ProfilerConfig | bool) -> ProfilerConfig | None:
@@ -102,8 +109,10 @@ class Profiler:
         if kind is None:
             self.end()
             if self.choice is not None and not self.written:
-                went = f"profile.start={self.choice.start} lets so many steps go by, and this start had {self.begun}"
-                self.run.tell(f"profile: no step was looked at: {went}")
+                self.run.tell(
+                    f"profiler: no step was profiled: profiler.skip_first={self.choice.skip_first} steps are skipped, "
+                    f"and this start had {self.begun}"
+                )
         elif self.trace is not None:  # others may be in the middle of an exchange: what was seen is not put together
             trace, self.trace = self.trace, None
             trace.stop()
@@ -112,22 +121,22 @@ class Profiler:
         """A step begins."""
         if self.choice is None:
             return
-        if self.begun == self.choice.start - 1:
+        if self.begun == self.choice.skip_first - 1:
             self.begin()
         elif self.trace is not None:
             self.trace.step()
-        if self.begun == self.choice.start:
+        if self.begun == self.choice.skip_first:
             self.first = step + 1
         self.begun += 1
-        if self.begun > self.choice.start + self.choice.steps:
+        if self.begun > self.choice.skip_first + self.choice.active:
             self.end()
 
     def begin(self) -> None:
         """One step before those that count: what looks warms up too."""
         assert self.choice is not None
-        if self.choice.memory:
+        if self.choice.profile_memory:
             torch.cuda.memory._record_memory_history(max_entries=EVENTS)
-        how = schedule(wait=0, warmup=1, active=self.choice.steps, repeat=1)
+        how = schedule(wait=0, warmup=1, active=self.choice.active, repeat=1)
         self.trace = profile(schedule=how, on_trace_ready=self.write, record_shapes=True)
         self.trace.start()
 
@@ -137,12 +146,12 @@ class Profiler:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             trace.export_chrome_trace(str(self.file))
-            if self.choice.memory:
+            if self.choice.profile_memory:
                 torch.cuda.memory._dump_snapshot(str(self.folder / f"memory-{self.run.rank}.pickle"))
                 torch.cuda.memory._record_memory_history(enabled=None)
         except OSError as error:
             raise UserError(
-                f"cannot write {self.folder}: {error.strerror}: make room, or leave `profile` out"
+                f"cannot write {self.folder}: {error.strerror}: make room, or leave `profiler` out"
             ) from error
         self.written = True
 
@@ -236,12 +245,14 @@ def verdict(seen: Sequence[StepTimeBreakdown]) -> str:
             f"Bottleneck: compute, {busy:.0%} of a step. Little is lost; see docs/memory.md for what makes it cheaper."
         )
     if worst == "data":
-        return f"Bottleneck: data, {share}. Rows are made too slowly: prepare them (`data.stream=false`), or pack them."
+        return (
+            f"Bottleneck: data, {share}. Rows are made too slowly: prepare them (`data.streaming=false`), or pack them."
+        )
     if worst == "exposed":
         return f"Bottleneck: exposed exchanges, {share}. {advice(seen)}."
     return (
         f"Bottleneck: the time between operations, {share}. They are too small for the device: take more rows at once "
-        "(`micro_batch`), or try `memory.compile=true`."
+        "(`micro_batch_size`), or try `compile=true`."
     )
 
 
@@ -250,7 +261,7 @@ def advice(seen: Sequence[StepTimeBreakdown]) -> str:
     busy = [one.compute + one.optimizer + one.data for one in seen]
     if max(busy) - min(busy) > 0.5 * max(one.exposed for one in seen):
         slow = busy.index(max(busy))
-        return f"The others wait for rank {slow}: rows of unlike length, or a slower device; try `data.pack=true`"
+        return f"The others wait for rank {slow}: rows of unlike length, or a slower device; try `data.packing=true`"
     kinds = [each.kind for one in seen for each in one.exchanges if each.kind in ADVICE]
     if not kinds:
         return "Let more be computed between two of them"

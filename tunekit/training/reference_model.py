@@ -35,7 +35,7 @@ FILE = "reference.npz"
 class DisableAdapterReference:
     """The same model with its updates off: no memory, and one more pass forward."""
 
-    kind: ClassVar[str] = "off"
+    kind: ClassVar[str] = "disable_adapter"
 
     def copies(self, adapter: NoAdapter | LoRAConfig, loss: Sequence[PreferenceLoss]) -> bool:
         """Whether a second model is in memory."""
@@ -46,9 +46,9 @@ class DisableAdapterReference:
         return True
 
     def check(self, cfg: TrainConfig, terms: PreferenceObjective) -> None:
-        check_reference_is_used("off", terms)
+        check_reference_is_used("disable_adapter", terms)
         if (reason := disable_adapter_problem(cfg.adapter)) is not None:
-            raise FieldError("reference", f"{reason}: `copy` or `cached` keeps what training began with")
+            raise FieldError("reference", f"{reason}: `copy` or `precomputed` keeps what training began with")
 
     def open(self, job: Job, terms: PreferenceObjective) -> ReferenceLogps:
         judge = terms.judged(job.model)
@@ -79,7 +79,7 @@ class CopiedReference:
         cfg = job.cfg
         adapter = FrozenModel() if isinstance(cfg.adapter, NoAdapter) else cfg.adapter
         copy = build.build_model(
-            job.source, cfg.weights, adapter, cfg.precision, MemoryConfig(), job.run, cfg.init == "random"
+            job.source, cfg.quantization, adapter, cfg.precision, MemoryConfig(), job.run, cfg.init == "random"
         )
         judge = terms.judged(copy.requires_grad_(False).eval())
         return ReferenceLogps(judge, judge)
@@ -89,7 +89,7 @@ class CopiedReference:
 class PrecomputedReference:
     """Log-probabilities that are computed once, before the first step, and kept in the run's folder."""
 
-    kind: ClassVar[str] = "cached"
+    kind: ClassVar[str] = "precomputed"
 
     def copies(self, adapter: NoAdapter | LoRAConfig, loss: Sequence[PreferenceLoss]) -> bool:
         return False
@@ -98,24 +98,28 @@ class PrecomputedReference:
         return False
 
     def check(self, cfg: TrainConfig, terms: PreferenceObjective) -> None:
-        check_reference_is_used("cached", terms)
+        check_reference_is_used("precomputed", terms)
         if is_streaming(cfg.data):
-            raise FieldError("reference", "cached: nobody knows all rows of a stream before: use off or copy")
+            raise FieldError(
+                "reference", "precomputed: nobody knows all rows of a stream before: use disable_adapter or copy"
+            )
         if any(term.others for term in terms.terms):
-            raise FieldError("reference", "cached: kto asks for other answers in each step: use off or copy")
+            raise FieldError(
+                "reference", "precomputed: kto asks for other answers in each step: use disable_adapter or copy"
+            )
 
     def open(self, job: Job, terms: PreferenceObjective) -> ReferenceLogps:
         """The model is still the one that training begins with, whatever state comes next."""
         whole = [(job.data, job.space.folder, num_precompute_epochs(job))]
-        whole += [(job.held, job.space.folder / "validation", 1)] if job.held else []
+        whole += [(job.held, job.space.folder / "eval", 1)] if job.held else []
         return ReferenceLogps(*(ReferenceLogpTable.of(job, terms, *one).judge for one in whole))
 
 
 def num_precompute_epochs(job: Job) -> int:
     """Epochs of which the run may see rows: those that it begins, and those that ways back lead on to."""
     cfg, data = job.cfg, job.data
-    steps = cfg.steps or data.steps(cfg.epochs)
-    passed = cfg.guard.most * min(cfg.save_every, steps) if cfg.guard.returns else 0
+    steps = cfg.max_steps or data.steps(cfg.epochs)
+    passed = cfg.step_guard.max_interventions * min(cfg.save_every, steps) if cfg.step_guard.returns else 0
     return next(n for n in count(1) if data.steps(n) >= steps + passed)
 
 
@@ -123,7 +127,7 @@ def num_precompute_epochs(job: Job) -> int:
 class AutoReference:
     """What training began with as it costs least: updates off where the model is that without them; else a copy."""
 
-    kind: ClassVar[str] = "initial"
+    kind: ClassVar[str] = "auto"
 
     def copies(self, adapter: NoAdapter | LoRAConfig, loss: Sequence[PreferenceLoss]) -> bool:
         return self.asks(loss) and disable_adapter_problem(adapter) is not None
@@ -179,11 +183,11 @@ def check_reference_is_used(kind: str, terms: PreferenceObjective) -> None:
 def disable_adapter_problem(adapter: NoAdapter | LoRAConfig) -> str | None:
     """Why a model without its updates is not the one that training began with; None, if it is."""
     if not isinstance(adapter, LoRAConfig):
-        return "off: all weights are trained, so there is nothing to turn off"
-    if adapter.start is not None:
-        return "off: training begins with an adapter, and without it the model is another"
-    if adapter.whole or adapter.bias != "none":
-        return "off: some weights are trained whole, and cannot be turned off"
+        return "disable_adapter: all weights are trained, so there is nothing to turn off"
+    if adapter.adapter_path is not None:
+        return "disable_adapter: training begins with an adapter, and without it the model is another"
+    if adapter.modules_to_save or adapter.bias != "none":
+        return "disable_adapter: some weights are trained whole, and cannot be turned off"
     return None
 
 
@@ -202,7 +206,7 @@ class ReferenceLogpTable:
         """As a file has it, or computed now and put there: always so where a run starts over."""
         key, run = reference_fingerprint(job, terms, data), job.run
         # Epochs of a mix may each hold some documents only: what is not whole is good for as many epochs of that mix.
-        portions = [(part.weight, part.epochs, part.cap) for part in data.mix.parts]
+        portions = [(part.weight, part.repeat, part.max_samples_per_epoch) for part in data.mix.datasets]
         some = f"{key} {portions} {data.mix.temperature} {data.mix.shuffle}"
         found = None if job.space.fresh else run.shared(partial(read_cached_logps, folder / FILE, key, some, epochs))
         if found is None:
@@ -216,10 +220,10 @@ class ReferenceLogpTable:
 def reference_fingerprint(job: Job, terms: PreferenceObjective, data: DataLoader) -> str:
     """Of all that log-probabilities depend on."""
     cfg = job.cfg
-    folders = [job.source.path, *(Path(start) for start in [cfg.adapter.start] if start is not None)]
+    folders = [job.source.path, *(Path(start) for start in [cfg.adapter.adapter_path] if start is not None)]
     paths = [path for folder in folders for path in sorted(folder.iterdir())]
     files = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
-    choices = [asdict(choice) for choice in (cfg.adapter, cfg.weights, cfg.precision)]
+    choices = [asdict(choice) for choice in (cfg.adapter, cfg.quantization, cfg.precision)]
     told = [data.digest, str(job.source.path), files, choices, terms.tail, cfg.init, cfg.seed]
     return hashlib.sha256(json.dumps(told).encode()).hexdigest()
 

@@ -25,37 +25,51 @@ SHOWN = 16  # rows that a message names
 class StepGuardConfig:
     """What becomes of a step that would spoil the weights."""
 
-    kind: ClassVar[str] = "guard"
-    nan: Literal["stop", "skip", "off"] = "stop"  # a loss or gradient that is no number: end, pass the step over, go on
-    spike: float | None = None  # a step is a spike from so many times the median of the last ones on; none: never
-    of: Literal["norm", "loss"] = "norm"  # what is watched for spikes: the length of the gradient, or the loss
-    window: int = 50  # steps that the median is of
-    answer: Literal["stop", "skip", "back"] = "skip"  # to a spike; back: to the last state, past the rows since then
-    most: int = 3  # steps passed over in a row, or ways back in a run; one more ends it
+    kind: ClassVar[str] = "step_guard"
+    # NaN or Inf in loss or gradient norm
+    on_nan: Literal["stop", "skip", "ignore"] = (
+        "stop"  # a loss or gradient that is no number: end, pass the step over, go on
+    )
+    # A step is a spike above this multiple of the running median; null: off
+    spike_factor: float | None = (
+        None  # a step is a spike from so many times the median of the last ones on; none: never
+    )
+    # Metric that is checked for spikes
+    spike_metric: Literal["grad_norm", "loss"] = (
+        "grad_norm"  # what is watched for spikes: the length of the gradient, or the loss
+    )
+    spike_window: int = 50  # Steps in the running median
+    # `rollback`: restore the last training state and skip the data since then
+    on_spike: Literal["stop", "skip", "rollback"] = (
+        "skip"  # to a spike; back: to the last state, past the rows since then
+    )
+    max_interventions: int = 3  # Consecutive skipped steps, or rollbacks per run, before the run stops
 
     def __post_init__(self) -> None:
-        if self.spike is not None and not 1 < self.spike < math.inf:
-            raise FieldError("spike", f"must be above 1, not {self.spike}: it is so many times the median")
-        if self.window < FEW:
-            raise FieldError("window", f"must be {FEW} steps or more, not {self.window}")
-        if self.most < 1:
-            raise FieldError("most", f"must be 1 or more, not {self.most}")
+        if self.spike_factor is not None and not 1 < self.spike_factor < math.inf:
+            raise FieldError(
+                "spike_factor", f"must be above 1, not {self.spike_factor}: it is so many times the median"
+            )
+        if self.spike_window < FEW:
+            raise FieldError("spike_window", f"must be {FEW} steps or more, not {self.spike_window}")
+        if self.max_interventions < 1:
+            raise FieldError("max_interventions", f"must be 1 or more, not {self.max_interventions}")
 
     @property
     def holds(self) -> bool:
         """Whether there is more to decide than the end of the run."""
-        return self.nan == "skip" or self.spike is not None
+        return self.on_nan == "skip" or self.spike_factor is not None
 
     @property
     def returns(self) -> bool:
         """Whether a run may go back to a state, for which there must be one from the start on."""
-        return self.spike is not None and self.answer == "back"
+        return self.spike_factor is not None and self.on_spike == "rollback"
 
     def refusal(self, early: bool) -> str | None:
         """Why nothing can be held where weights move inside a backward pass, and how to mend it."""
         if early and self.holds:
-            what = "nan: skip" if self.nan == "skip" else "spike"
-            return f"{what} comes too late with memory.step_in_backward, which moves weights at once: leave one out"
+            what = "on_nan: skip" if self.on_nan == "skip" else "spike_factor"
+            return f"{what} comes too late with memory.optimizer_in_bwd, which moves weights at once: leave one out"
         return None
 
 
@@ -83,7 +97,7 @@ class StepGuard:
         self.passed = 0  # steps whose rows ways back have left behind
         self.times = 0  # ways back
         self.row = 0  # steps passed over in a row
-        self.last: deque[float] = deque(maxlen=rule.window)
+        self.last: deque[float] = deque(maxlen=rule.spike_window)
 
     def over(self, start: int, end: int) -> Iterator[int]:
         """The steps of a run, some of them again after a way back."""
@@ -98,7 +112,7 @@ class StepGuard:
 
     def allows(self, loss: Tensor | None, norm: Tensor) -> bool:
         """Whether the weights may move, asked when all gradients are there."""
-        if self.rule.nan == "off" and self.rule.spike is None:
+        if self.rule.on_nan == "ignore" and self.rule.spike_factor is None:
             return True
         self.unread.append((self.step, HostCopy(torch.stack([norm if loss is None else loss.to(norm), norm]))))
         if self.early:
@@ -117,14 +131,18 @@ class StepGuard:
             self.fault = self.fault or self.judged(step, loss, norm)
 
     def judged(self, step: int, loss: float, norm: float) -> Anomaly | None:
-        value = loss if self.rule.of == "loss" else norm
+        value = loss if self.rule.spike_metric == "loss" else norm
         if not (math.isfinite(loss) and math.isfinite(norm)):
             what = f"the loss is {loss}" if not math.isfinite(loss) else f"the length of the gradient is {norm}"
-            return None if self.rule.nan == "off" else self.bad(step, what, self.rule.nan)
-        if self.rule.spike is not None and len(self.last) >= FEW and value > self.rule.spike * median(self.last):
-            times, word = value / median(self.last), {"loss": "loss", "norm": "length of the gradient"}[self.rule.of]
+            return None if self.rule.on_nan == "ignore" else self.bad(step, what, self.rule.on_nan)
+        if (
+            self.rule.spike_factor is not None
+            and len(self.last) >= FEW
+            and value > self.rule.spike_factor * median(self.last)
+        ):
+            times, word = value / median(self.last), {"loss": "loss", "grad_norm": "grad_norm"}[self.rule.spike_metric]
             what = f"the {word} is {value:.4g}, {times:.3g} times the median of the last {len(self.last)} steps"
-            return self.bad(step, what, self.rule.answer)
+            return self.bad(step, what, self.rule.on_spike)
         self.last.append(value)
         self.row = 0
         return None
@@ -132,9 +150,9 @@ class StepGuard:
     def bad(self, step: int, what: str, answer: str) -> Anomaly:
         """With the answer to it, as long as it did not come too often."""
         self.row += answer == "skip"
-        often = {"skip": self.row, "back": self.times + 1}.get(answer, 0)
-        if often > self.rule.most:
-            what, answer = f"{what}, behind {self.rule.most} {WAYS[answer]}", "stop"
+        often = {"skip": self.row, "rollback": self.times + 1}.get(answer, 0)
+        if often > self.rule.max_interventions:
+            what, answer = f"{what}, behind {self.rule.max_interventions} {WAYS[answer]}", "stop"
         return Anomaly(step, what, answer)
 
     def go_back(self, restore: Callable[[], int]) -> int:
@@ -150,10 +168,10 @@ class StepGuard:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.passed, self.times, self.row = state["passed"], state["times"], state["row"]
-        self.last = deque(state["last"], self.rule.window)
+        self.last = deque(state["last"], self.rule.spike_window)
 
 
-WAYS = {"skip": "that were passed over in a row", "back": "ways back"}
+WAYS = {"skip": "that were passed over in a row", "rollback": "rollbacks"}
 
 
 def format_rows(rows: Sequence[str]) -> str:

@@ -22,8 +22,8 @@ def main(args: argparse.Namespace) -> None:
         raise UserError(f"{cache_dir.HOME}={cache.OFF}: prepared rows are not kept")
     if args.action == "clear":
         print(clear(args, place))
-    elif args.keys or args.older or args.all:
-        raise UserError("only `tune cache clear` takes keys, --older and --all")
+    elif args.keys or args.older_than or args.all:
+        raise UserError("only `tune cache clear` takes keys, --older-than and --all")
     else:
         print(show(cache.list_entries(), cache.list_unfinished(), place))
 
@@ -56,14 +56,14 @@ def ago(when: float) -> str:
 
 def clear(args: argparse.Namespace, place: Path) -> str:
     """Remove what is named, what was not used for a time, or all of it; not what is in use."""
-    if not (args.keys or args.older or args.all):
-        raise UserError("clear what? name keys of `tune cache`, or give --older 30d or --all")
+    if not (args.keys or args.older_than or args.all):
+        raise UserError("clear what? name keys of `tune cache`, or give --older-than 30d or --all")
     entries = cache.list_entries()
     chosen = [entry.path for entry in entries if args.all or entry.key in keys(args.keys, entries, place)]
-    if args.older:
-        before = time.time() - age(args.older)
+    if args.older_than:
+        before = time.time() - age(args.older_than)
         chosen += [entry.path for entry in entries if entry.used < before and entry.path not in chosen]
-    chosen += cache.list_unfinished() if args.all or args.older else []
+    chosen += cache.list_unfinished() if args.all or args.older_than else []
     sizes = {path: cache.dir_bytes(path) for path in chosen}
     gone = [path for path in chosen if cache.remove_entry(path)]
     left = f"; {len(chosen) - len(gone)} in use left" if len(gone) < len(chosen) else ""
@@ -86,5 +86,5 @@ def age(word: str) -> int:
     """Seconds of `30d`, `12h` and the like."""
     match = AGE.fullmatch(word)
     if match is None:
-        raise UserError(f"--older {word}: write a number and m, h, d or w, such as 30d")
+        raise UserError(f"--older-than: must be a number and m, h, d or w, such as 30d, got '{word}'")
     return int(match[1]) * UNITS[match[2]]

@@ -18,11 +18,13 @@ Answer = Callable[[list[Message]], Iterator[str]]  # the pieces of an answer to 
 def main(args: argparse.Namespace) -> None:
     """Open the model and talk until the input ends."""
     try:
-        sampling = generate.SamplingConfig(args.temperature, top_p=args.top_p, tokens=args.max_tokens, seed=args.seed)
+        sampling = generate.SamplingConfig(
+            args.temperature, top_p=args.top_p, max_new_tokens=args.max_new_tokens, seed=args.seed
+        )
     except FieldError as error:
         raise UserError(f"--{error.field.replace('_', '-')} {error.message}") from error
     model, tokenizer = build.load_for_inference(args.model, PrecisionConfig(), DistributedContext())
-    talk(lambda messages: generate.stream_text(model, tokenizer, messages, sampling), args.system)
+    talk(lambda messages: generate.stream_text(model, tokenizer, messages, sampling), args.system_prompt)
 
 
 def talk(answer: Answer, system: str | None = None) -> None:

@@ -22,13 +22,13 @@ FEW, MORE = 3, 30  # rows in a terminal and on a page
 def main(args: argparse.Namespace) -> None:
     """Show the data; UserError if nothing useful can come of training on it."""
     usual = FEW if args.html is None else MORE
-    rows = args.row or (usual if args.rows is None else args.rows)
+    rows = args.row or (usual if args.num_rows is None else args.num_rows)
     view = build_report(*config(args), rows, check_targets)
     if args.json:
         print(json.dumps(view.plain(), indent=2, ensure_ascii=False))
     else:
-        rows = view.rows if args.row or args.rows is not None else view.rows[:FEW]
-        show(replace(view, rows=rows), screen(args.plain), whole=bool(args.row))
+        rows = view.rows if args.row or args.num_rows is not None else view.rows[:FEW]
+        show(replace(view, rows=rows), screen(args.no_color), whole=bool(args.row))
     if args.html:
         write(Path(args.html).expanduser(), view, args.config)
     if wrong := [finding for finding in view.findings if finding.severity == "wrong"]:

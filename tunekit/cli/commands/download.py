@@ -11,7 +11,7 @@ from tunekit.hub import download
 def main(args: argparse.Namespace) -> None:
     """Fetch the files, and print the folder alone on standard output, so that scripts can use it."""
     place = download.download_repo(
-        args.repo, args.revision, wanted(args), args.to and Path(args.to).expanduser(), args.token
+        args.repo, args.revision, wanted(args), args.local_dir and Path(args.local_dir).expanduser(), args.token
     )
     files = [path for path in place.rglob("*") if path.is_file() and ".cache" not in path.relative_to(place).parts]
     if not files:

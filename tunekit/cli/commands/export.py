@@ -46,13 +46,13 @@ def folder(model: str, out: Path, weights: NF4Config) -> None:
     with AtomicDir(out) as made:
         read = bitsandbytes_export.export_bitsandbytes(source, adapter, weights, made)
         # Scales that are packed too come out as other ones when they are packed again: here they stay what they became.
-        kinds = (read, weights), (HFCheckpoint.open(made), replace(weights, nested=False))
+        kinds = (read, weights), (HFCheckpoint.open(made), replace(weights, double_quant=False))
         rows, device = verify.probe_prompts(made, source.spec), DistributedContext().device
         wanted, found = (
             layerwise_forward.checkpoint_logits(one, FrozenModel(), rows, verify.EXACT, device, kind)
             for one, kind in kinds
         )
-        tolerance, peak = NESTED if weights.nested else (verify.FINEST, verify.PEAK * verify.FINEST)
+        tolerance, peak = NESTED if weights.double_quant else (verify.FINEST, verify.PEAK * verify.FINEST)
         what = "model in four bits and files"
         result = verify.compare_logits(what, wanted, found, tolerance=tolerance, peak=peak)
         verify.kept(made, result)

@@ -29,7 +29,7 @@ def main(args: argparse.Namespace) -> None:
             f"{args.base} is an adapter itself: name the model that it is for, {peft_adapter.base_model_name(base)}"
         )
     source = peft_adapter.with_adapter_score_head(adapter, HFCheckpoint.open(base, args.base))
-    choice = replace(peft_adapter.read_adapter_config(adapter, source), start=str(adapter))
+    choice = replace(peft_adapter.read_adapter_config(adapter, source), adapter_path=str(adapter))
     if peft_adapter.read_base_name(adapter) not in (None, args.base, peft_adapter.base_model_ref(source)[0]):
         print_line(
             f"{args.adapter} was trained for {peft_adapter.read_base_name(adapter)}; its updates fit {args.base} too"

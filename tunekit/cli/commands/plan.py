@@ -34,17 +34,17 @@ def main(args: argparse.Namespace) -> None:
         print(guessed(args, where), file=sys.stderr if args.json else sys.stdout)
     if not args.json:
         print(report.format_report(now, changes))
-    found = search.search_config(now) if args.fit or args.write else None
+    found = search.search_config(now) if args.auto or args.output else None
     if args.json:
         print(json.dumps(report.report_json(now, changes, found), indent=2))
     elif found is not None:
         print(f"\n{report.format_overrides(found)}")
-    if args.write and found is not None:
+    if args.output and found is not None:
         there = recipe_loader.load_recipe_config(recipe, args.config, [*args.overrides, *found.words], args.imports)
-        atomic.write_text_atomic(Path(args.write), dump_yaml(there, name))
-        print(f"written: {args.write}{unread(there, now.task.source)}", file=sys.stderr)
+        atomic.write_text_atomic(Path(args.output), dump_yaml(there, name))
+        print(f"written: {args.output}{unread(there, now.task.source)}", file=sys.stderr)
     if now.fits is False and found is None:
-        raise UserError(f"{path} does not fit {where.label}: --fit looks for the fastest way that does")
+        raise UserError(f"{path} does not fit {where.label}: --auto looks for the fastest way that does")
 
 
 def unread(cfg: Any, source: HFCheckpoint) -> str:
@@ -58,20 +58,22 @@ def guessed(args: argparse.Namespace, where: ClusterSpec) -> str:
     """Which GPU is planned for where nobody has named one."""
     assert where.kind is not None and where.memory is not None
     if args.gpu_memory is not None:
-        return f"no --gpu is named: the speed of {where.kind.label} is taken; --gpu names another kind\n"
+        return f"no --gpu-type is named: the speed of {where.kind.label} is taken; --gpu-type names another kind\n"
     taken = f"{where.kind.label} with {where.memory / GIB:.0f} GiB is taken"
-    return f"no --gpu is named: {taken}; --gpu names another kind, --gpu-memory another size\n"
+    return f"no --gpu-type is named: {taken}; --gpu-type names another kind, --gpu-memory another size\n"
 
 
 def described(args: argparse.Namespace) -> ClusterSpec:
     """The machine that the words tell of; without any, the CPU."""
     memory = None if args.gpu_memory is None else hardware.parse_memory_size(args.gpu_memory)
-    if (args.gpus, args.gpu, memory, args.tflops) == (None, None, None, None) and args.nodes == 1:
-        return ClusterSpec(price=args.price)
-    named = args.gpu is not None
-    kind = hardware.gpu_by_name(args.gpu) if named else hardware.gpu_by_memory(memory or 80 * GIB)
-    if args.tflops is not None:
-        kind = kind.scaled(args.tflops)
+    if (args.gpus, args.gpu_type, memory, args.gpu_tflops) == (None, None, None, None) and args.nodes == 1:
+        return ClusterSpec(price=args.gpu_hour_price)
+    named = args.gpu_type is not None
+    kind = hardware.gpu_by_name(args.gpu_type) if named else hardware.gpu_by_memory(memory or 80 * GIB)
+    if args.gpu_tflops is not None:
+        kind = kind.scaled(args.gpu_tflops)
     devices = (args.gpus or 1) * args.nodes
     size = memory or int(kind.gib * GIB)
-    return ClusterSpec(devices, args.nodes, kind, size, not named and args.tflops is None, args.price, args.reached)
+    return ClusterSpec(
+        devices, args.nodes, kind, size, not named and args.gpu_tflops is None, args.gpu_hour_price, args.mfu
+    )

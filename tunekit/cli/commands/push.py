@@ -12,18 +12,20 @@ from tunekit.publishing import publish
 
 def main(args: argparse.Namespace) -> None:
     """Send the files, and print the address alone on standard output, so that scripts can use it."""
-    if args.pr and args.branch:
-        raise UserError("--pr opens a branch of its own: leave --branch out")
-    if args.merge_to and not args.merged:
-        raise UserError("--merge-to is where --merged writes: say both")
+    if args.create_pr and args.revision:
+        raise UserError("--create-pr: creates its own branch. Remove --revision")
+    if args.merged_dir and not args.merge_adapter:
+        raise UserError("--merged-dir: requires --merge-adapter")
     folder, ours = publish.find_result_dir(args.folder)
     doubtful = accept(folder, ours, args.force)
-    if not args.merged:
+    if not args.merge_adapter:
         send(folder, doubtful, args)
     elif args.dry_run:
-        raise UserError("--dry-run does not merge, so it cannot know what --merged sends: use `tune merge` first")
+        raise UserError(
+            "--dry-run: does not merge, so the files of --merge-adapter are unknown. Run `tune merge` first"
+        )
     else:
-        with publish.merged_dir(folder, args.merge_to and Path(args.merge_to).expanduser()) as whole:
+        with publish.merged_dir(folder, args.merged_dir and Path(args.merged_dir).expanduser()) as whole:
             send(whole, accept(whole, True, args.force) or doubtful, args)
 
 
@@ -42,8 +44,8 @@ def send(folder: Path, doubtful: bool, args: argparse.Namespace) -> None:
         if args.dry_run:
             show(files)
             return
-        target = upload.UploadTarget(args.repo, args.private, args.branch, args.pr, args.token)
-        pushed = upload.upload_files(files, target, args.message or f"Upload with tunekit {__version__}")
+        target = upload.UploadTarget(args.repo, args.private, args.revision, args.create_pr, args.token)
+        pushed = upload.upload_files(files, target, args.commit_message or f"Upload with tunekit {__version__}")
     print_line(f"commit {pushed.commit}" if pushed.changed else f"nothing has changed since commit {pushed.commit}")
     print(pushed.url)
 

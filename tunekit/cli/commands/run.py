@@ -34,7 +34,7 @@ def run_worker(args: argparse.Namespace) -> None:
     with HeartbeatWriter.open():
         recipe = recipe_loader.load_recipe(args.recipe)
         cfg = recipe_loader.load_recipe_config(recipe, args.config, args.overrides, args.imports)
-        recipe.main(cfg, **({"fresh": True} if args.fresh else {}))
+        recipe.main(cfg, **({"overwrite": True} if args.overwrite else {}))
 
 
 def launch_config(args: argparse.Namespace) -> LaunchConfig:
@@ -44,7 +44,7 @@ def launch_config(args: argparse.Namespace) -> LaunchConfig:
             raise UserError("--dry-run is for --slurm: it writes the script and submits nothing")
         return LaunchConfig(args.gpus, args.nodes, args.rendezvous, args.node_rank, args.max_restarts)
     if (args.gpus, args.nodes, args.rendezvous, args.node_rank) != (None, 1, None, None):
-        raise UserError("--slurm says how many: write --slurm nodes=4,gpus=8 in place of --nodes and --gpus")
+        raise UserError("--slurm says how many: write --slurm nodes=4,gpus=8 in place of --nnodes and --nproc-per-node")
     wanted = SlurmJob.read(args.slurm)
     meeting = "the first of them:1" if wanted.nodes > 1 else None
     return LaunchConfig(wanted.gpus, wanted.nodes, meeting, restarts=args.max_restarts)
@@ -52,7 +52,7 @@ def launch_config(args: argparse.Namespace) -> LaunchConfig:
 
 def launch(args: argparse.Namespace, wishes: StopRequests) -> None:
     """Have all checked in a process of its own, for torch takes long to import, and start the ranks."""
-    fresh = ["--fresh"] if args.fresh else []
+    fresh = ["--overwrite"] if args.overwrite else []
     where = ("--slurm", args.slurm) if args.slurm else args.asked.words
     found = launch_workers.check_in_subprocess((*worker_args(args), *where, *fresh), wishes)
     folder = found["folder"] and Path(found["folder"])
@@ -61,14 +61,14 @@ def launch(args: argparse.Namespace, wishes: StopRequests) -> None:
     if args.slurm:
         again = ["--max-restarts", str(args.max_restarts)] if args.max_restarts else []
         words = (*worker_args(args), *again)
-        print(SlurmJob.read(args.slurm).submit(words, folder or Path(), args.fresh, args.dry_run))
+        print(SlurmJob.read(args.slurm).submit(words, folder or Path(), args.overwrite, args.dry_run))
     else:
-        job = WorkerSpec(worker_args(args), args.asked, folder, found["timeout"], found["digest"], args.fresh)
+        job = WorkerSpec(worker_args(args), args.asked, folder, found["timeout"], found["digest"], args.overwrite)
         launch_workers.launch_workers(job, wishes)
 
 
 def worker_args(args: argparse.Namespace) -> tuple[str, ...]:
-    """The words of `tune` without those that say what runs where, nor `--fresh`: for each of the processes."""
+    """The words of `tune` without those that say what runs where, nor `--overwrite`: for each of the processes."""
     imports = [word for file in args.imports for word in ("--import", file)]
     debug = ["--debug"] if args.debug else []
     return ("run", args.recipe, "--config", args.config, *args.overrides, *imports, *debug)

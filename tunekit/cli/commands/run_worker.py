@@ -34,22 +34,22 @@ def main(args: argparse.Namespace) -> None:
     recipe, cfg = load_and_check(args)
     if worker_env.is_worker():  # by torchrun, or one for each machine
         if args.asked.several:
-            raise UserError("who starts the processes? `tune run --gpus` does so itself, without torchrun")
+            raise UserError("who starts the processes? `tune run --nproc-per-node` does so itself, without torchrun")
     else:
         device, found = available_devices(cfg)
         args.asked.check(device, found)
         if found > 1 and args.gpus is None and "parallel" in vars(cfg):
-            print(f"1 of {found} GPUs is used: --gpus {found} takes all", file=sys.stderr)
+            print(f"1 of {found} GPUs is used: --nproc-per-node {found} takes all", file=sys.stderr)
     folder = run_dir_of(recipe, cfg)
     with nullcontext() if folder is None else StopFile(folder):
-        recipe.main(cfg, **({"fresh": True} if args.fresh else {}))
+        recipe.main(cfg, **({"overwrite": True} if args.overwrite else {}))
 
 
 def load_and_check(args: argparse.Namespace) -> tuple[ModuleType, Any]:
     """The recipe and its config, with all checked that can be before weights are read."""
     recipe = recipe_loader.load_recipe(args.recipe)
     cfg = recipe_loader.load_checked_config(recipe, args.config, args.overrides, args.imports)
-    if args.fresh:
+    if args.overwrite:
         check_overwrite(recipe, cfg)
     return recipe, cfg
 
@@ -75,18 +75,20 @@ def run_summary(args: argparse.Namespace) -> dict[str, Any]:
     if shares is not None:
         shares.sizes(count)
     elif count > 1:
-        raise UserError(f"--gpus {asked.count}: '{args.recipe}' runs in one process: its config has no `parallel`")
+        raise UserError(
+            f"--nproc-per-node {asked.count}: '{args.recipe}' runs in one process: its config has no `parallel`"
+        )
     if not args.slurm:
         device, found = available_devices(cfg)
         asked.check(device, found)
         if shares is not None:
             shares.check(device, count)
-    finished = folder is not None and not args.fresh and atomic.is_complete(folder / run_dir.FINAL)
+    finished = folder is not None and not args.overwrite and atomic.is_complete(folder / run_dir.FINAL)
     if finished:
         recipe.main(cfg if shares is None else replace(cfg, parallel=type(shares)()))
     elif folder is not None:
         run_dir.check_is_run_dir(folder)
-    timeout = TIMEOUT if shares is None else shares.timeout
+    timeout = TIMEOUT if shares is None else shares.hang_timeout_seconds
     return {"folder": folder and str(folder), "finished": finished, "digest": config_digest(cfg), "timeout": timeout}
 
 
@@ -106,19 +108,19 @@ def available_devices(cfg: Any) -> tuple[str, int]:
 
 def run_dir_of(recipe: ModuleType, cfg: Any) -> Path | None:
     """The folder of a run that can go on, if the recipe's are such."""
-    return Path(cfg.out) if "fresh" in inspect.signature(recipe.main).parameters else None
+    return Path(cfg.output_dir) if "overwrite" in inspect.signature(recipe.main).parameters else None
 
 
 def check_overwrite(recipe: ModuleType, cfg: Any) -> None:
-    """Whether a recipe can start over: `main(cfg, fresh=True)` erases what its folder holds once all is checked."""
-    if "fresh" not in inspect.signature(recipe.main).parameters:
+    """Whether a recipe can start over: `main(cfg, overwrite=True)` erases what its folder holds once all is checked."""
+    if "overwrite" not in inspect.signature(recipe.main).parameters:
         name = recipe.__name__.rpartition(".")[2]
-        raise UserError(f"--fresh: the recipe '{name}' keeps nothing to continue from; leave it out")
-    out = Path(cfg.out)
+        raise UserError(f"--overwrite: the recipe '{name}' keeps nothing to continue from; leave it out")
+    out = Path(cfg.output_dir)
     gone = [(out / name).resolve() for name in (run_dir.FINAL, run_dir.STATE)]
     for text in texts(to_plain_config(cfg)):  # whatever the key: a model, an adapter to start from
         if any(Path(text).resolve().is_relative_to(folder) for folder in gone):
-            raise UserError(f"--fresh would erase {text}, which this run reads: give another out=")
+            raise UserError(f"--overwrite would erase {text}, which this run reads: give another output_dir=")
 
 
 def texts(tree: Any) -> Iterator[str]:

@@ -24,7 +24,7 @@ MOST = 6000  # of them
 HIDES = re.compile(f"([{chr(HIDDEN)}-{chr(HIDDEN + MOST - 1)}])\\1*")
 NUMBER = 7310584926_000_000  # hides the first number; a text cannot stand for one where JSON is written
 NUMBERS = re.compile(r"7310584926(\d{6})")
-WAY_OUT = "leave this turn out (`learn: last`), or name a `template` with {% generation %} blocks"
+WAY_OUT = "leave this turn out (`train_on: last`), or name a `chat_template` with {% generation %} blocks"
 
 
 class AmbiguousMaskError(UserError):

@@ -28,7 +28,7 @@ class DataLoader(ABC):
 
     def cross(self) -> None:
         """From now on, batches have `others`: answers that do not belong to their prompts."""
-        self.layout = replace(self.layout, crossed=self.mix.length)
+        self.layout = replace(self.layout, crossed=self.mix.max_length)
 
     def share(self) -> bool:
         """From now on, what documents of a unit begin with is written once in packed rows, which then hold more.

@@ -59,7 +59,7 @@ def make_feeds(mix: MixtureBase, tokenizer: Tokenizer, run, listed: Path | None)
     """The sources of a mix of which some at least are streams."""
     found: list[DocumentFeed] = []
     for part, rows in enumerate(mix.sources):
-        if rows.stream:
+        if rows.streaming:
             found.append(StreamFeed(rows, tokenizer, listed))
         else:
             documents = preprocess.preprocess_dataset(rows, tokenizer, run)

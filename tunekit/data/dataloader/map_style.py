@@ -65,7 +65,7 @@ class MapDataLoader(DataLoader):
 
     def restore(self, state: dict[str, Any]) -> None:
         if state != self.state(0):
-            raise UserError("data: these are not the rows that the run began with: bring them back, or use --fresh")
+            raise UserError("data: these are not the rows that the run began with: bring them back, or use --overwrite")
 
     def close(self) -> None:
         """Nothing is under way."""

@@ -15,99 +15,106 @@ from tunekit.data.preprocess.tokenized_dataset import Document, TokenizedDataset
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import FieldError, UserError
 
-SHARED = ("length", "pack", "shuffle")  # keys that the mix says for all of its parts
+SHARED = ("max_length", "packing", "shuffle")  # keys that the mix says for all of its parts
 
 
 @dataclass(frozen=True)
 class MixtureMemberBase:
     """One source of a mix, and how much of it an epoch takes."""
 
-    rows: DatasetConfig
+    dataset: DatasetConfig
     weight: float | None = None  # share of the mix's rows, relative to the weights of the others
-    epochs: float = 1.0  # passes in an epoch of the mix; 0.5 takes half of the rows, the other half comes next
-    cap: int | None = None  # rows in an epoch of the mix at most, others in each epoch
+    repeat: float = 1.0  # passes in an epoch of the mix; 0.5 takes half of the rows, the other half comes next
+    max_samples_per_epoch: int | None = None  # rows in an epoch of the mix at most, others in each epoch
 
     def __post_init__(self) -> None:
         if self.weight is not None and not 0 < self.weight < math.inf:
             raise FieldError("weight", f"must be above 0, not {self.weight}: take the part out")
-        if not 0 < self.epochs < math.inf:
-            raise FieldError("epochs", f"must be above 0, not {self.epochs}")
-        if self.cap is not None and self.cap < 1:
-            raise FieldError("cap", f"must be 1 or more rows, not {self.cap}")
+        if not 0 < self.repeat < math.inf:
+            raise FieldError("repeat", f"must be above 0, not {self.repeat}")
+        if self.max_samples_per_epoch is not None and self.max_samples_per_epoch < 1:
+            raise FieldError("max_samples_per_epoch", f"must be 1 or more rows, not {self.max_samples_per_epoch}")
 
     def size(self, count: int) -> float:
         """Rows that an epoch may take, where the part has `count`."""
-        return min(max(1.0, self.epochs * count), math.inf if self.cap is None else self.cap)
+        return min(
+            max(1.0, self.repeat * count),
+            math.inf if self.max_samples_per_epoch is None else self.max_samples_per_epoch,
+        )
 
 
 @dataclass(frozen=True)
 class MixtureBase(DataConfig):
     """Rows of several sources, whatever they are."""
 
-    parts: tuple[MixtureMemberBase, ...]
+    datasets: tuple[MixtureMemberBase, ...]
     temperature: float = 1.0  # 1: as many rows as there are; above: shares that are more even
-    length: int = 2048  # the most tokens of a row, in all parts
-    pack: bool = False  # fill rows of `length` tokens with whole documents, of all parts together
+    max_length: int = 2048  # Maximum tokens per row
+    packing: bool = False  # Pack whole documents into rows of `max_length` tokens, without cross-document attention
     shuffle: bool = True  # false: one part after the other, each in its order
 
     def __post_init__(self) -> None:
-        if not self.parts:
-            raise FieldError("parts", "name at least one: [{rows: {kind: chat, source: ...}}]")
-        if self.length < 2:
-            raise FieldError("length", f"must be 2 or more tokens, not {self.length}")
+        if not self.datasets:
+            raise FieldError("datasets", "name at least one: [{dataset: {kind: chat, source: ...}}]")
+        if self.max_length < 2:
+            raise FieldError("max_length", f"must be 2 or more tokens, not {self.max_length}")
         if not 1 <= self.temperature < math.inf:
             raise FieldError("temperature", f"must be 1 (as many as there are) or above, not {self.temperature}")
         self.check_shares()
         usual = {field.name: field.default for field in fields(DatasetConfig)}
-        for i, part in enumerate(self.parts):
+        for i, part in enumerate(self.datasets):
             for name in SHARED:
-                if vars(part.rows)[name] not in (usual[name], vars(self)[name]):
-                    raise FieldError(f"parts.{i}.rows.{name}", "is the same for all parts: write it beside `parts`")
+                if vars(part.dataset)[name] not in (usual[name], vars(self)[name]):
+                    raise FieldError(
+                        f"datasets.{i}.dataset.{name}", "must be the same for all datasets. Set it next to `datasets`"
+                    )
 
     def check_shares(self) -> None:
         """All parts have a weight, or none."""
-        without = [i for i, part in enumerate(self.parts) if part.weight is None]
-        if 0 < len(without) < len(self.parts):
-            raise FieldError(f"parts.{without[0]}", "has no weight, but others have: give one to each, or to none")
+        without = [i for i, part in enumerate(self.datasets) if part.weight is None]
+        if 0 < len(without) < len(self.datasets):
+            raise FieldError(f"datasets.{without[0]}", "has no weight, but others have: give one to each, or to none")
         if not without and self.temperature != 1:
             raise FieldError("temperature", "weights say the shares already: leave one of both out")
-        if len(self.parts) > 1 and any(part.rows.stream for part in self.parts):
+        if len(self.datasets) > 1 and any(part.dataset.streaming for part in self.datasets):
             if without:
-                raise FieldError("parts", "one is a stream, so the mix has no epochs: give all parts a weight")
-            for i, part in enumerate(self.parts):
-                if (part.epochs, part.cap) != (1, None):
-                    raise FieldError(f"parts.{i}", "a mix with a stream has no epochs: epochs and caps say nothing")
+                raise FieldError("datasets", "one is a stream, so the mix has no epochs: give all parts a weight")
+            for i, part in enumerate(self.datasets):
+                if (part.repeat, part.max_samples_per_epoch) != (1, None):
+                    raise FieldError(f"datasets.{i}", "a mix with a stream has no epochs: epochs and caps say nothing")
 
     @staticmethod
     def of(choice: "DatasetConfig | MixtureBase") -> "MixtureBase":
         """A mix as it is, and rows as a mix of one part."""
         if isinstance(choice, MixtureBase):
             return choice
-        return MixtureBase((MixtureMemberBase(choice),), length=choice.length, pack=choice.pack, shuffle=choice.shuffle)
+        return MixtureBase(
+            (MixtureMemberBase(choice),), max_length=choice.max_length, packing=choice.packing, shuffle=choice.shuffle
+        )
 
     @property
     def each(self) -> int:
         """Documents that are never torn: of one, or of a pair."""
-        return self.parts[0].rows.EACH
+        return self.datasets[0].dataset.EACH
 
     @property
     def capacity(self) -> int | None:
         """Tokens of a packed row, in which a pair fits too; None: each document is a row of its own."""
-        return self.each * self.length if self.pack else None
+        return self.each * self.max_length if self.packing else None
 
     @property
     def sources(self) -> tuple[DatasetConfig, ...]:
         """The choices of the parts, with what the mix says for all of them."""
         shared = {name: vars(self)[name] for name in SHARED}
-        return tuple(replace(part.rows, **shared) for part in self.parts)
+        return tuple(replace(part.dataset, **shared) for part in self.datasets)
 
     def settled(self) -> "MixtureBase":
         """With every part as what its rows turn out to be. UserError if some are pairs and others are not."""
-        parts = tuple(replace(part, rows=part.rows.settled()) for part in self.parts)
-        if len({part.rows.EACH for part in parts}) > 1:
-            found = ", ".join(f"{part.rows.source} gives {kind_name(type(part.rows))} rows" for part in parts)
-            raise UserError(f"parts: all give pairs, or all give single answers; here {found}")
-        return replace(self, parts=parts)
+        parts = tuple(replace(part, dataset=part.dataset.settled()) for part in self.datasets)
+        if len({part.dataset.EACH for part in parts}) > 1:
+            found = ", ".join(f"{part.dataset.source} gives {kind_name(type(part.dataset))} rows" for part in parts)
+            raise UserError(f"datasets: all give pairs, or all give single answers; here {found}")
+        return replace(self, datasets=parts)
 
     def check(self) -> None:
         """UserError if a source is not there, as far as can be told without reading it."""
@@ -122,8 +129,8 @@ class MixtureBase(DataConfig):
 
     def counts(self, rows: Sequence[int]) -> tuple[int, ...]:
         """Rows of each part in an epoch, where the parts have so many."""
-        sizes = [part.size(count) for part, count in zip(self.parts, rows, strict=True)]
-        shares = [part.weight for part in self.parts if part.weight is not None]
+        sizes = [part.size(count) for part, count in zip(self.datasets, rows, strict=True)]
+        shares = [part.weight for part in self.datasets if part.weight is not None]
         shares = shares or [size ** (1 / self.temperature) for size in sizes]
         epoch = min(size / share for size, share in zip(sizes, shares, strict=True))
         return tuple(max(1, round(epoch * share)) for share in shares)
@@ -137,7 +144,7 @@ class MixtureMember(MixtureMemberBase):
     """
 
     kind: ClassVar[str] = "part"
-    rows: OneSource
+    dataset: OneSource
 
 
 @dataclass(frozen=True)
@@ -149,8 +156,8 @@ class Mixture(MixtureBase):
     has first given all it may. What an epoch leaves of a part comes in the next ones, before any of it comes again.
     """
 
-    kind: ClassVar[str] = "mix"
-    parts: tuple[MixtureMember, ...]
+    kind: ClassVar[str] = "mixture"
+    datasets: tuple[MixtureMember, ...]
 
 
 Learnable = OneSource | Mixture  # what a recipe that learns from rows may read
@@ -158,7 +165,7 @@ Learnable = OneSource | Mixture  # what a recipe that learns from rows may read
 
 def is_streaming(choice: DatasetConfig | MixtureBase) -> bool:
     """Whether rows are read while they are trained on, so that nobody knows how many there are."""
-    return any(part.rows.stream for part in MixtureBase.of(choice).parts)
+    return any(part.dataset.streaming for part in MixtureBase.of(choice).datasets)
 
 
 def check_finite(
@@ -166,9 +173,9 @@ def check_finite(
 ) -> None:
     """FieldError if nobody knows when a run on a stream, or a validation, is to end."""
     if steps is None and is_streaming(data):
-        raise FieldError("steps", "is needed, as nobody knows how many steps a stream has")
+        raise FieldError("max_steps", "is needed, as nobody knows how many steps a stream has")
     if validation is not None and is_streaming(validation):
-        raise FieldError("validation", "is measured whole: it cannot be a stream; `limit` takes the first rows")
+        raise FieldError("eval_data", "is measured whole: it cannot be a stream; `max_samples` takes the first rows")
 
 
 def dataset_title(choice: DatasetConfig | MixtureBase) -> str:

@@ -29,7 +29,7 @@ class FirstRowDetected(DetectedDataset):
     def settled(self) -> DatasetConfig:
         """UserError if no row tells."""
         fault = "holds no row"
-        for row in islice(open_dataset(self.source, self.split, self.limit, self.stream).rows, FIRST):
+        for row in islice(open_dataset(self.source, self.split, self.max_samples, self.streaming).rows, FIRST):
             try:
                 fields = self.transformed(row.fields) if isinstance(row, Row) else None
                 if fields is not None:
@@ -61,7 +61,7 @@ class PreferenceMixtureMember(MixtureMemberBase):
     """
 
     kind: ClassVar[str] = "part"
-    rows: AutoPreferenceDataset | PreferenceDataset | UnpairedPreferenceDataset
+    dataset: AutoPreferenceDataset | PreferenceDataset | UnpairedPreferenceDataset
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,8 @@ class PreferenceMixture(MixtureBase):
     a temperature above 1 evens them out (rows to the power of 1 / temperature).
     """
 
-    kind: ClassVar[str] = "mix"
-    parts: tuple[PreferenceMixtureMember, ...]
+    kind: ClassVar[str] = "mixture"
+    datasets: tuple[PreferenceMixtureMember, ...]
 
 
 Comparable = (

@@ -71,7 +71,7 @@ class StreamFeed:
 
     def __init__(self, rows: DatasetConfig, tokenizer: Tokenizer, bad_rows: Path | None) -> None:
         self.rows, self.tokenizer, self.bad_rows = rows, rows.prepare(tokenizer), bad_rows
-        self.table = open_dataset(rows.source, rows.split, rows.limit, stream=True)
+        self.table = open_dataset(rows.source, rows.split, rows.max_samples, stream=True)
         self.about = f"{describe_format(rows, self.table)}, a stream".removeprefix(", ")
         self.bad, self.listed = BadRowPolicy(rows, None), known(bad_rows)
         self.closed = False
@@ -196,9 +196,9 @@ class BlockStream:
 
     def __init__(self, mix: MixtureBase, feeds: Sequence[DocumentFeed], seed: int, batch: int) -> None:
         self.mix, self.feeds, self.seed, self.batch, self.number = mix, feeds, seed, batch, 0
-        weights = np.array([1.0 if part.weight is None else part.weight for part in mix.parts])
+        weights = np.array([1.0 if part.weight is None else part.weight for part in mix.datasets])
         self.shares = weights / weights.sum()
-        most = max(1, min(DOCUMENTS, TOKENS // mix.length) // mix.each)
+        most = max(1, min(DOCUMENTS, TOKENS // mix.max_length) // mix.each)
         self.size = -(-most // batch) * batch  # units in a round
         self.shared = False  # whether documents of a unit that begin alike take less room
 

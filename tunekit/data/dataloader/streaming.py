@@ -105,7 +105,7 @@ class StreamingDataLoader(DataLoader):
         self.begin(self.block)
 
     def steps(self, epochs: int) -> int:
-        raise UserError("data: nobody knows how many steps a stream has: set `steps`")
+        raise UserError("data: nobody knows how many steps a stream has: set `max_steps`")
 
     def state(self, step: int) -> dict[str, Any]:
         """Where the sources stood when the block of a step began, and which of its steps comes next."""
@@ -116,7 +116,7 @@ class StreamingDataLoader(DataLoader):
 
     def restore(self, state: dict[str, Any]) -> None:
         if state["rows"] != self.digests:
-            raise UserError("data: these are not the rows that the run began with: bring them back, or use --fresh")
+            raise UserError("data: these are not the rows that the run began with: bring them back, or use --overwrite")
         if self.coming is not None:
             self.coming.result()
         marks = [

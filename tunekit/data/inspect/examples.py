@@ -63,7 +63,7 @@ class ExampleSampler:
 
     @property
     def table(self) -> RowReader:
-        return open_dataset(self.choice.source, self.choice.split, self.choice.limit, self.choice.stream)
+        return open_dataset(self.choice.source, self.choice.split, self.choice.max_samples, self.choice.streaming)
 
     def first(self, count: int) -> Iterator[ExampleView]:
         """The first rows."""
@@ -83,9 +83,9 @@ class ExampleSampler:
     def show(self, row: Row | BadRow, number: int | None) -> ExampleView:
         """What a row becomes."""
         (kept,), (whole,) = (
-            one.encode(self.tokenizer, [row]) for one in (self.choice, replace(self.choice, length=EVER))
+            one.encode(self.tokenizer, [row]) for one in (self.choice, replace(self.choice, max_length=EVER))
         )
-        stretches, remark = compared(kept, whole, self.choice.length)
+        stretches, remark = compared(kept, whole, self.choice.max_length)
         return ExampleView(self.part, row.where, tuple(stretches), remark, number)
 
 

@@ -19,7 +19,7 @@ from tunekit.data.tokenizer import Tokenizer
 from tunekit.distributed.context import DistributedContext
 from tunekit.errors import UserError
 
-PARTS = ("data", "validation")
+PARTS = ("data", "eval_data")
 BAD = 5  # bad rows that are told with their reasons
 MakeTargets = Callable[[Any, Mapping[str, DataLoader], Tokenizer], list[CheckTarget]]
 
@@ -55,8 +55,9 @@ def build_report(recipe: Any, cfg: Any, rows: int | list[str], make_targets: Mak
     words, told = recipe.words(cfg), vars(cfg)
     mixes = {part: MixtureBase.of(told[part]) for part in PARTS if told.get(part) is not None}
     run = DistributedContext(told.get("seed", 0), "cpu")
-    micro = told.get("micro_batch", told["batch"])
-    loaders = {part: build_dataloader(lenient(mix), words, told["batch"], micro, run) for part, mix in mixes.items()}
+    batch_size = told["global_batch_size" if "global_batch_size" in told else "batch_size"]
+    micro = told.get("micro_batch_size", batch_size)
+    loaders = {part: build_dataloader(lenient(mix), words, batch_size, micro, run) for part, mix in mixes.items()}
     seen = make_targets(cfg, loaders, words)
     samples = {
         part: [ExampleSampler(part, one, one.prepare(words)) for one in mix.sources] for part, mix in mixes.items()
@@ -71,8 +72,11 @@ def build_report(recipe: Any, cfg: Any, rows: int | list[str], make_targets: Mak
 
 def lenient(mix: MixtureBase) -> MixtureBase:
     """The same rows, of which bad ones are counted: here all of them are to be told, not the first."""
-    parts = (replace(part, rows=replace(part.rows, bad_rows="skip", most_bad=1.0)) for part in mix.parts)
-    return replace(mix, parts=tuple(parts))
+    parts = (
+        replace(part, dataset=replace(part.dataset, on_bad_row="skip", max_bad_row_fraction=1.0))
+        for part in mix.datasets
+    )
+    return replace(mix, datasets=tuple(parts))
 
 
 def bad_rows(mixes: Mapping[str, MixtureBase], loaders: Mapping[str, DataLoader]) -> Iterator[Finding]:
@@ -81,9 +85,13 @@ def bad_rows(mixes: Mapping[str, MixtureBase], loaders: Mapping[str, DataLoader]
         for choice, documents in zip(mix.sources, loaders[part].parts, strict=False):  # a stream has one for all
             count, rows = documents.prepared.skipped, documents.prepared.rows
             for first in islice(bad(documents), 1):
-                fatal = choice.bad_rows == "stop" or count > choice.most_bad * rows
-                mend = "mend them, or take them out" if fatal else "they are left out, as `bad_rows: skip` says"
-                allowed = f", `most_bad` allows {format_percent(choice.most_bad)}" if choice.bad_rows == "skip" else ""
+                fatal = choice.on_bad_row == "error" or count > choice.max_bad_row_fraction * rows
+                mend = "mend them, or take them out" if fatal else "they are left out, as `on_bad_row: skip` says"
+                allowed = (
+                    f", `max_bad_row_fraction` allows {format_percent(choice.max_bad_row_fraction)}"
+                    if choice.on_bad_row == "skip"
+                    else ""
+                )
                 told = f"{count:,} of {rows:,} rows {'is' if count == 1 else 'are'} bad"
                 says = f"{told} ({format_percent(count / rows)}{allowed}): {first.reason}"
                 severity = "wrong" if fatal else "note"

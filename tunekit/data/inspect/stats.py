@@ -123,7 +123,7 @@ def shares(mix: MixtureBase, loader: DataLoader) -> tuple[DatasetSummary, ...]:
     found = loader.report.shares
     if loader.report.streamed:
         return found
-    words = ("bad" if rows.bad_rows == "stop" else "skipped" for rows in mix.sources)
+    words = ("bad" if rows.on_bad_row == "error" else "skipped" for rows in mix.sources)
     columns = zip(found, loader.parts, words, strict=True)
     return tuple(share._replace(about=describe_rows(part, share.passes == 1, word)) for share, part, word in columns)
 

@@ -29,7 +29,7 @@ REASONS = 1_000  # kinds of faults that are counted apart
 def preprocess_dataset(rows: DatasetConfig, tokenizer: Tokenizer, run) -> TokenizedDataset:
     """All rows as documents, mapped; UserError names the first that cannot be learnt from. Rank 0 shows a bar."""
     tokenizer = rows.prepare(tokenizer)
-    table = open_dataset(rows.source, rows.split, rows.limit)
+    table = open_dataset(rows.source, rows.split, rows.max_samples)
     found = cache.get_or_build(
         fingerprint(rows, tokenizer, table), PreprocessJob(rows, tokenizer, table, run), run.tell
     )
@@ -60,8 +60,8 @@ def num_workers(rows: DatasetConfig, count: int | None) -> int:
         module.name == "__main__" for module in user_modules.user_modules(rows)
     ):  # a notebook's own classes are nowhere else
         return 0
-    if rows.workers is not None:
-        return rows.workers
+    if rows.num_proc is not None:
+        return rows.num_proc
     found = min(worker_pool.num_cpus(), worker_pool.MOST)
     if count is not None:
         found = min(found, -(-count // ROWS)) if count >= FEW else 0
@@ -127,17 +127,17 @@ class BadRowPolicy:
         """Some of these `rows`. UserError as soon as it is sure that there are too many."""
         self.read += rows
         for fault in faults:
-            if self.rows.bad_rows == "stop":
+            if self.rows.on_bad_row == "error":
                 raise UserError(f"{fault.where}: {fault.reason}")
             kind = NUMBER.sub("N", fault.reason)
             self.reasons[kind if kind in self.reasons or len(self.reasons) < REASONS else "others"] += 1
             self.count, self.first = self.count + 1, self.first or fault
-        if self.total is not None and self.count > self.rows.most_bad * self.total:
+        if self.total is not None and self.count > self.rows.max_bad_row_fraction * self.total:
             self.refuse()
 
     def check(self) -> None:
         """UserError if they are more than the share that is allowed."""
-        if self.count > self.rows.most_bad * self.read:
+        if self.count > self.rows.max_bad_row_fraction * self.read:
             self.refuse()
 
     @property
@@ -148,6 +148,8 @@ class BadRowPolicy:
     def refuse(self) -> None:
         common = "; ".join(f"{count:,} times: {reason}" for reason, count in self.reasons.most_common(3))
         raise UserError(
-            f"{self.rows.source}: {self.count:,} of {self.read:,} rows cannot be learnt from, and `most_bad` allows "
-            f"{self.rows.most_bad:.2%}; {common} (the first is {self.first.where if self.first else 'unknown'})"
+            f"{self.rows.source}: {self.count:,} of {self.read:,} rows cannot be learnt from, and "
+            "`max_bad_row_fraction` allows "
+            f"{self.rows.max_bad_row_fraction:.2%}; {common} (the first is "
+            f"{self.first.where if self.first else 'unknown'})"
         )

@@ -74,10 +74,10 @@ class WorkerProcess:
         code = self.process.wait()
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         if self.chunk is None:
-            return f"a process that prepares rows {how} before it began; `workers: 0` does without"
+            return f"a process that prepares rows {how} before it began; `num_proc: 0` does without"
         rows = list(self.chunk.rows())
         place = f"{rows[0].where} and the {len(rows) - 1:,} rows behind it" if rows else "no rows"
-        hint = "; if memory ran out, set `workers` to fewer" if code == -signal.SIGKILL else ""
+        hint = "; if memory ran out, set `num_proc` to fewer" if code == -signal.SIGKILL else ""
         return f"{place}: the process that prepared them {how}{hint}"
 
     def stop(self) -> None:

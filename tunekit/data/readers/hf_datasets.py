@@ -57,7 +57,7 @@ def hub_files(name: str, split: str) -> list[RemoteFile]:
         raise UserError(f"{name}: no split {split!r} on the Hub; it has {', '.join(sorted(map(str, files))) or 'none'}")
     for url in files[split]:
         if not file_format(url):
-            raise UserError(f"{name}: files such as {url.rpartition('/')[2]} cannot be streamed; leave out `stream`")
+            raise UserError(f"{name}: files such as {url.rpartition('/')[2]} cannot be streamed; leave out `streaming`")
     return [open_remote(url, COMMIT.sub("/", url)) for url in files[split]]
 
 
