@@ -13,11 +13,9 @@ quickstart: .venv/core  ## fine-tune a small model, then ask it what it has lear
 	$(BIN)/tune run sft nano/tools_lora
 	$(BIN)/tune run evaluate nano/tools
 
-# One thread for each worker, or they fight for the cores. What fails gets one more try, as a machine with other work may
-# starve real processes and clocks; the summary lists it as a RERUN all the same.
+# One thread for each worker, or they fight for the cores.
 test: .venv/dev $(OLDEST_TRITON)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests --numprocesses $(WORKERS) --dist worksteal --reruns 1 \
-		--durations 15 $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests --numprocesses $(WORKERS) --dist worksteal --durations 15 $(ARGS)
 
 lint: .venv/dev
 	$(BIN)/ruff check

@@ -14,9 +14,9 @@ from tunekit import build
 from tunekit.checkpoint.atomic import write_text_atomic
 from tunekit.data.chat_template.messages import parse_messages
 from tunekit.data.chat_template.template_features import detect_features
-from tunekit.data.datasets import with_row_location
 from tunekit.data.readers.open_dataset import find_data_files, open_dataset
 from tunekit.data.readers.row_reader import require_row
+from tunekit.data.row_errors import with_row_location
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.devices import DeviceChoice
 from tunekit.distributed.context import DistributedContext

@@ -370,7 +370,7 @@ def test_a_run_goes_on_to_the_same_bits(tmp_path: Path, monkeypatch: pytest.Monk
 def test_qlora_ends_where_lora_ends(tmp_path: Path) -> None:
     """The nano with its layers in four bits learns its tools as well: held-out losses within 2 %, or both next to 0."""
     losses = []
-    for name, weights in (("four", "nf4"), ("plain", "plain")):
+    for name, weights in (("four", "nf4"), ("plain", "none")):
         run(tmp_path / name, f"quantization={weights}", "device=cpu", "epochs=1")
         lines = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
         losses.append([line["eval/loss"] for line in lines if "eval/loss" in line])

@@ -148,8 +148,8 @@ def test_patience_ends_after_some_validations_without_a_better_one() -> None:
         (lambda: MuonConfig(momentum=1.0), "momentum"),
         (lambda: AdamW8bitConfig(betas=(0.9,)), "betas"),
         (lambda: MuonConfig(0.0), "lr"),
-        (lambda: WSDConfig(decay_ratio=0.0), "decay"),
-        (lambda: WSDConfig(decay_ratio=1.5), "decay"),
+        (lambda: WSDConfig(decay_ratio=0.0), "decay_ratio"),
+        (lambda: WSDConfig(decay_ratio=1.5), "decay_ratio"),
         (lambda: WSDConfig(warmup_steps=-1.0), "warmup_steps"),
     ],
 )

@@ -200,7 +200,7 @@ def sent(case: Case, folder: Path, run: DistributedContext, patch: Any) -> list[
     patch.aside = lambda choice, place, message, about: found.extend(sorted(file.name for file in place.iterdir()))
     model = case.model(run)
     sender = patch.HubUploader(
-        patch.PushToHubConfig("ann/model", every=2),
+        patch.PushToHubConfig("ann/model", push_every=2),
         folder,
         lambda place: final_checkpoint.save_final(case.adapter, place, model, case.source, run),
         run,

@@ -54,11 +54,11 @@ CASES = {
     "untied": ("llama3.2", LoRAConfig(4, modules_to_save=("embed", "head"), untie_embeddings=True)),
     "untied head": ("smollm2", LoRAConfig(4, modules_to_save=("head",), untie_embeddings=True)),
     "untied embed": ("smollm2", DoRAConfig(4, modules_to_save=("embed",), untie_embeddings=True)),
-    "biases": ("llama-biases", LoRAConfig(4, target_modules="attn", bias="all-linear")),
+    "biases": ("llama-biases", LoRAConfig(4, target_modules="attn", bias="all")),
     "biases of adapted": ("llama-biases", LoRAConfig(4, target_modules=("attn", "up_proj"), bias="lora_only")),
     "biases that are whole": (
         "qwen2",
-        LoRAConfig(4, target_modules="mlp", bias="all-linear", modules_to_save=("q_proj", "norms")),
+        LoRAConfig(4, target_modules="mlp", bias="all", modules_to_save=("q_proj", "norms")),
     ),
     "fused": ("phi3", LoRAConfig(4)),
     "fused rslora patterns": (
@@ -394,17 +394,19 @@ def test_training_goes_on_from_an_adapter(tmp_path: Path) -> None:
 )
 def test_an_adapter_must_be_the_one_that_was_chosen(adapter: LoRAConfig, told: str, tmp_path: Path) -> None:
     folder, _ = foreign(tmp_path, "llama3.1", target_modules="all-linear", lora_alpha=5)
-    adapter = type(adapter)(**(vars(adapter) | {"start": str(folder)}))
+    adapter = type(adapter)(**(vars(adapter) | {"adapter_path": str(folder)}))
     refused(told.format(folder=folder, base=tmp_path / "base"), lambda: ours(tmp_path / "base", adapter))
 
 
 @pytest.mark.parametrize(("shape", "adapter", "changes"), [
-    ("phi3", LoRAConfig(4), {"targets": ("qkv_proj",)}), ("phi3", DoRAConfig(4, target_modules=("v_proj", "mlp")), {}),
+    ("phi3", LoRAConfig(4), {"target_modules": ("qkv_proj",)}),
+    ("phi3", DoRAConfig(4, target_modules=("v_proj", "mlp")), {}),
     ("phi4-mini", LoRAConfig(4, 6.0, use_rslora=True, rank_pattern={"k_proj": 2}, modules_to_save="norms"), {}),
-    ("llama3.2", LoRAConfig(4, modules_to_save="head", untie_embeddings=True), {"untie": False}),
+    ("llama3.2", LoRAConfig(4, modules_to_save="head", untie_embeddings=True), {"untie_embeddings": False}),
     ("llama-biases", LoRAConfig(4, target_modules="attn", bias="lora_only"), {"bias": "none"}),
-    ("llama3.1", LoRAConfig(4, rank_pattern={"v_proj": 2}), {"ranks": {"v_proj": 3}}),
-    ("mixtral", LoRAConfig(4, target_modules="experts", alpha_pattern={"up_proj": 3.0}), {"alphas": {"up_proj": 4.0}}),
+    ("llama3.1", LoRAConfig(4, rank_pattern={"v_proj": 2}), {"rank_pattern": {"v_proj": 3}}),
+    ("mixtral", LoRAConfig(4, target_modules="experts", alpha_pattern={"up_proj": 3.0}),
+     {"alpha_pattern": {"up_proj": 4.0}}),
 ])  # fmt: skip
 @torch.no_grad()
 def test_training_goes_on_from_ours(shape: str, adapter: LoRAConfig, changes: dict, tmp_path: Path) -> None:

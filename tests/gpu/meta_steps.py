@@ -91,7 +91,7 @@ def build_model(
     source = HFCheckpoint(Path("meta"), "meta", {}, find_family(SHAPES["llama3.2"], "meta")[0], spec)
     model = build.build_meta_model(source, weights, adapter)
     BF16.apply(model, {}, META)
-    memory.apply(model, META, lambda _: None)
+    memory.apply(model, META)
     model.to_empty(device=device)
     model.tie()
     return model

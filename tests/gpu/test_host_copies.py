@@ -71,7 +71,7 @@ def test_a_state_is_saved_in_the_foreground_where_memory_is_short(
     ) as state:
         state.save(1)
         assert (state.writing is None) == (available != "enough")
-        assert ("save_async" in capsys.readouterr().err) == (available != "enough")
+        assert ("async_save" in capsys.readouterr().err) == (available != "enough")
     assert (tmp_path / "state/00000001").is_dir()
 
 
@@ -79,7 +79,7 @@ def test_host_memory_is_not_reported_as_that_of_the_gpu() -> None:
     for error in (PINNED, MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")):
         with pytest.raises(UserError, match="host memory") as caught, oom_report.report_oom(None, GPU):
             raise error
-        assert "save_async" in str(caught.value)
+        assert "async_save" in str(caught.value)
     assert not oom_report.host_is_full(torch.OutOfMemoryError("CUDA out of memory"))
 
 

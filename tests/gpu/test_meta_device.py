@@ -148,7 +148,9 @@ def test_reward_losses(loss: RewardLoss) -> None:
 
 @pytest.mark.parametrize("top", [None, 5])
 @pytest.mark.parametrize(
-    "loss", [ForwardKL(), ReverseKL(truth=0.2), SymmetricKL(), SkewedKL(), SkewedReverseKL(), JensenShannon()], ids=str
+    "loss",
+    [ForwardKL(), ReverseKL(kd_ratio=0.8), SymmetricKL(), SkewedKL(), SkewedReverseKL(), JensenShannon()],
+    ids=str,
 )
 def test_distillation_losses(loss: Any, top: int | None) -> None:
     run = run_on_meta()

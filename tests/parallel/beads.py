@@ -31,7 +31,7 @@ from tunekit.distributed.heartbeat import HeartbeatWriter
 
 @dataclass(frozen=True)
 class Beads:
-    out: str = "out"
+    output_dir: str = "out"
     beads: int = 4
     ends: bool = False
     bad: str = ""  # what goes wrong at bead 2
@@ -83,15 +83,15 @@ def leave_together(out, rank, bead, asked):
             raise RunStopped(f"stopped by {signal.Signals(number).name} after {bead + 1}", 128 + number)
 
 
-def main(cfg, fresh=False):
+def main(cfg, overwrite=False):
     rank, size, asked = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)), []
-    beats, out = HeartbeatWriter.open(), Path(cfg.out)
+    beats, out = HeartbeatWriter.open(), Path(cfg.output_dir)
     if (out / "final").exists():
         print("nothing is left to do")
         return
     out.mkdir(exist_ok=True)
     with (out / "starts").open("a") as file:
-        file.write(f"{rank} {size} {os.getpid()} {os.environ['LOCAL_RANK']} {os.environ['OMP_NUM_THREADS']} {fresh}\\n")
+        file.write(f"{rank} {size} {os.getpid()} {os.environ['LOCAL_RANK']} {os.environ['OMP_NUM_THREADS']} {overwrite}\\n")
     print(f"rank {rank} is here", flush=True)
     print(f"rank {rank} warns", file=sys.stderr, flush=True)
     time.sleep(cfg.slow)
@@ -99,7 +99,7 @@ def main(cfg, fresh=False):
         signal.signal(number, lambda number, frame: asked.append(signal.Signals(number)))
     (out / f"listens.{rank}").touch()
     string = out / f"string.{rank}"
-    begin = 0 if fresh or not string.exists() else int(string.read_text())
+    begin = 0 if overwrite or not string.exists() else int(string.read_text())
     for bead in range(begin, cfg.beads):
         beats.beat(bead, "step")
         if bead == 2 and rank == cfg.who and cfg.bad and not (cfg.once and (out / "wrong").exists()):
@@ -142,7 +142,7 @@ from tunekit.distributed import launch_workers
 def found_out(words, wishes):
     words = dict(word.partition("=")[::2] for word in words)
     limit = float(words.get("parallel.hang_timeout_seconds", 60))
-    return {"folder": words.get("out", "out"), "finished": False, "digest": words.get("beads"), "timeout": limit}
+    return {"folder": words.get("output_dir", "out"), "finished": False, "digest": words.get("beads"), "timeout": limit}
 
 launch_workers.check_in_subprocess = found_out
 sys.exit(cli.main())

@@ -41,7 +41,7 @@ def test_mistakes_are_told_once_before_ranks_start(beads: Beads) -> None:
         ("parallel.tp=3",): ("there are 2 processes", True),
         ("parallel.cpu_offload=true",): ("parallel.cpu_offload: device cpu", True),
         ("--nproc-per-node", "400"): ("--nproc-per-node 400", True),
-        ("--max-restarts", "-1"): ("'-1' is no number from 0 up", False),
+        ("--max-restarts", "-1"): ("must be a non-negative integer, got '-1'", False),
         ("--nnodes", "2"): ("--rdzv-endpoint HOST:PORT", False),
         ("--rdzv-endpoint", "a:1"): ("--nnodes", False),
         ("--nnodes", "2", "--rdzv-endpoint", "here"): ("HOST:PORT", False),

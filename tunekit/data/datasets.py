@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,6 +18,7 @@ from tunekit.data.format_detection import FormatRule, RowFormat, detect_format
 from tunekit.data.preprocess.tokenized_dataset import Document
 from tunekit.data.readers.open_dataset import find_data_files, parse_split
 from tunekit.data.readers.row_reader import BadRow, Row
+from tunekit.data.row_errors import blame
 from tunekit.data.tokenize import Learn, MaskedText
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.data.transforms import Filter, RenameColumns
@@ -497,24 +497,3 @@ def to_number(value: Any, name: str) -> float:
             f"{name}: want a number, this is {repr(value) if isinstance(value, float) else json_type(value)}"
         )
     return float(value)
-
-
-def blame(error: Exception, *choices: object) -> str | None:
-    """What went wrong in which line of a person's own file; None, if it went wrong elsewhere."""
-    modules = {cls.__module__ for choice in choices for cls in type(choice).__mro__}
-    own = {name for name in modules if name != "builtins" and not name.startswith("tunekit.")}
-    trace = traceback.walk_tb(error.__traceback__)
-    places = [(frame.f_code, line) for frame, line in trace if frame.f_globals["__name__"] in own]
-    if not places:
-        return None
-    code, line = places[-1]
-    said = " ".join(traceback.format_exception_only(error)[-1].split())
-    return f"{Path(code.co_filename).name}:{line}: {said}"
-
-
-def with_row_location(row: Row, function, *arguments):
-    """Call a function; what it finds wrong is told with the row's file and line."""
-    try:
-        return function(*arguments)
-    except UserError as error:
-        raise UserError(f"{row.where}: {error}") from None

@@ -379,10 +379,7 @@ def train(job: Job, sender: HubUploader) -> int:
         run.listen(job.space.folder / run_dir.STOP)
         for step in watch.over(start, steps):
             if patience.over:
-                run.tell(
-                    f"early stopping: eval/loss did not improve in {cfg.early_stopping_patience} evaluations; "
-                    f"stopped after step {step}"
-                )
+                run.tell(f"early stopping at step {step}: {cfg.early_stopping_patience} evaluations, no lower loss")
                 break
             with log.aside():
                 profiler.at(step)
