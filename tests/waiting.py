@@ -6,7 +6,7 @@ from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-LIMIT = 600.0  # seconds after which something hangs
+LIMIT = 180.0  # seconds after which something hangs
 
 
 def until(found: Callable[[], object], *processes: subprocess.Popen[Any] | BaseProcess) -> None:

@@ -91,7 +91,8 @@ def main(cfg, overwrite=False):
         return
     out.mkdir(exist_ok=True)
     with (out / "starts").open("a") as file:
-        file.write(f"{rank} {size} {os.getpid()} {os.environ['LOCAL_RANK']} {os.environ['OMP_NUM_THREADS']} {overwrite}\\n")
+        local, threads = os.environ["LOCAL_RANK"], os.environ["OMP_NUM_THREADS"]
+        file.write(f"{rank} {size} {os.getpid()} {local} {threads} {overwrite}\\n")
     print(f"rank {rank} is here", flush=True)
     print(f"rank {rank} warns", file=sys.stderr, flush=True)
     time.sleep(cfg.slow)
@@ -158,7 +159,7 @@ class Started:
     pid: int
     local: int
     threads: int
-    fresh: bool
+    overwrite: bool
 
 
 @dataclass(frozen=True)

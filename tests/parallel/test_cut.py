@@ -42,7 +42,7 @@ def check(cfg):
     pass
 
 
-def main(cfg, fresh=False):
+def main(cfg, overwrite=False):
     beats, out, step = HeartbeatWriter.open(), Path(cfg.out), 0
     with DistributedContext(0, cfg.device, cfg.parallel) as run:
         while run.total(int((out / "enough").exists())) < 2:

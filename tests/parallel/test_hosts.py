@@ -112,7 +112,7 @@ def test_all_machines_start_again(beads: Beads) -> None:
     assert [one.code for one in ended] == [0, 0], ended
     assert all("rank 1 failed: ValueError: a bead is lost" in one.err for one in ended)
     assert len(beads.started()) == 4 and beads.strings(2) == [4, 4]
-    assert sum(one.fresh for one in beads.started()) == 2
+    assert sum(one.overwrite for one in beads.started()) == 2
 
 
 def test_a_signal_to_one_machine_ends_all(beads: Beads) -> None:

@@ -13,7 +13,7 @@ from tunekit.errors import UserError
 SBATCH = """#!/bin/bash
 # Takes a script and runs it at once, as the first of the machines.
 log=$(sed -n 's/^#SBATCH --output=//p' "$1" | sed 's/%j/17/')
-nodes=$(sed -n 's/^#SBATCH --nnodes=//p' "$1")
+nodes=$(sed -n 's/^#SBATCH --nodes=//p' "$1")
 SLURM_JOB_ID=17 SLURM_JOB_NODELIST='n[1-2]' NODES=$nodes bash "$1" > "$log" 2>&1
 echo "Submitted batch job 17"
 """
@@ -45,8 +45,8 @@ def test_a_job_runs_the_ranks_of_all_machines(beads: Beads) -> None:
     assert (ended.code, ended.out) == (0, "Submitted batch job 17: out/logs/job.sh\n"), ended
     log = (beads.folder / "out/logs/slurm-17.log").read_text()
     assert "starting 2 processes of 4 on 2 machines" in log and "restart 1 of 1" in log, log
-    assert sorted((one.rank, one.size, one.fresh) for one in beads.started()) == sorted(
-        (rank, 4, fresh) for rank in range(4) for fresh in (True, False)
+    assert sorted((one.rank, one.size, one.overwrite) for one in beads.started()) == sorted(
+        (rank, 4, overwrite) for rank in range(4) for overwrite in (True, False)
     )
 
 

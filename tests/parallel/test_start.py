@@ -83,7 +83,12 @@ def test_what_has_died_starts_again_from_where_it_was(beads: Beads) -> None:
     ended = beads.run("--nproc-per-node", "2", "--max-restarts", "2", "--overwrite", "bad=SIGKILL")
     assert ended.code == 0, ended
     assert "(restart 1 of 2)" in ended.err and "restart 2" not in ended.err
-    assert sorted((one.rank, one.fresh) for one in beads.started()) == [(0, False), (0, True), (1, False), (1, True)]
+    assert sorted((one.rank, one.overwrite) for one in beads.started()) == [
+        (0, False),
+        (0, True),
+        (1, False),
+        (1, True),
+    ]
     assert beads.strings(2) == [4, 4]
 
 
