@@ -30,7 +30,7 @@ from tunekit.distributed.heartbeat import HeartbeatWriter
 
 @dataclass(frozen=True)
 class Ring:
-    out: str = "out"
+    output_dir: str = "out"
     parallel: ParallelConfig = ParallelConfig()
     device: str = "cpu"
 
@@ -43,7 +43,7 @@ def check(cfg):
 
 
 def main(cfg, overwrite=False):
-    beats, out, step = HeartbeatWriter.open(), Path(cfg.out), 0
+    beats, out, step = HeartbeatWriter.open(), Path(cfg.output_dir), 0
     with DistributedContext(0, cfg.device, cfg.parallel) as run:
         while run.total(int((out / "enough").exists())) < 2:
             step += 1
