@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from tunekit.data.dataloader.batch import Batch
 from tunekit.data.dataloader.build import DataLoader
-from tunekit.data.dataloader.mixture import Learnable, is_streaming
+from tunekit.data.dataloader.mixture import SFTData, is_streaming
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.distillation.on_policy import OnPolicyConfig, StudentSampler, warn_short_room
 from tunekit.distillation.teacher import OfflineTeacherConfig, OnlineTeacherConfig, Teacher, token_means
@@ -27,8 +27,8 @@ from tunekit.training.config import Job, Method, Taken, TrainConfig
 class DistillConfig(TrainConfig):
     """Everything this recipe can be told: what every training can, who teaches, and what is compared."""
 
-    data: Learnable  # what to learn
-    eval_data: Learnable | None = None  # held-out rows
+    data: SFTData  # what to learn
+    eval_data: SFTData | None = None  # held-out rows
     teacher: OnlineTeacherConfig | OfflineTeacherConfig  # a model in memory, or files that one has written
     loss: ForwardKL | ReverseKL | SymmetricKL | SkewedKL | SkewedReverseKL | JensenShannon = ForwardKL()
     on_policy: OnPolicyConfig = OnPolicyConfig()  # rows whose answers the student writes itself
@@ -65,9 +65,9 @@ def beside(job: Job) -> dict[str, Teacher | StudentSampler]:
     """The teacher, and who puts answers into rows."""
     tokenizer, loaders = training.open_tokenizer(job.source), [job.data, *filter(None, [job.held])]
     job.cfg.teacher.check(tokenizer)
-    if (told := warn_short_room(job.cfg.on_policy, job.data.parts, job.data.mix.max_length)) is not None:
-        job.run.tell(told)
-    writer = StudentSampler(job.cfg.on_policy, job.data.layout, job.data.mix.max_length, tokenizer.stops)
+    if (told := warn_short_room(job.cfg.on_policy, job.data.datasets, job.data.mixture.max_length)) is not None:
+        job.run.log(told)
+    writer = StudentSampler(job.cfg.on_policy, job.data.collator, job.data.mixture.max_length, tokenizer.stops)
     teacher = job.cfg.teacher.open(job.cfg.loss, job.model, tokenizer, loaders, job.run)
     return {"teacher": teacher, "writer": writer}
 
@@ -83,12 +83,12 @@ def forward_backward(
 ) -> Taken:
     """One optimizer step. A learnt token weighs the same in every micro-batch, on every rank, whoever wrote it."""
     batches = writer(model, batches, run)
-    own, tally = sum(batch.learnt for batch in batches), MetricSums()
-    tokens = run.total(own)
+    own, tally = sum(batch.num_target_tokens for batch in batches), MetricSums()
+    tokens = run.sum_counts(own)
     for i, batch in enumerate(batches, start=1):
-        run.sync_gradients(model, on=i == len(batches))
-        loss, figures = teacher.compare(cfg.loss, model, batch.to(run.device))
-        (loss / tokens * run.averaged).backward()
+        run.set_gradient_sync(model, enabled=i == len(batches))
+        loss, figures = teacher.compute_loss(cfg.loss, model, batch.to(run.device))
+        (loss / tokens * run.grad_scale).backward()
         tally.add({"loss": loss, **figures})
     figures = token_means(tally, run, own)
     loss = figures.pop("loss")
@@ -104,4 +104,4 @@ def evaluate(
     writer: StudentSampler,
 ) -> dict[str, float]:
     """The loss and other figures of a learnt token of held-out rows, as they are."""
-    return teacher.means(cfg.loss, model, held, run)
+    return teacher.evaluate(cfg.loss, model, held, run)

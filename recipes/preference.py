@@ -16,7 +16,7 @@ from tunekit.config.choices import kind_name
 from tunekit.data.dataloader.batch import Batch
 from tunekit.data.dataloader.build import DataLoader
 from tunekit.data.dataloader.mixture import MixtureBase
-from tunekit.data.dataloader.preference_data import Comparable
+from tunekit.data.dataloader.preference_data import PreferenceData
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.distributed.context import DistributedContext
 from tunekit.errors import FieldError, UserError
@@ -65,8 +65,8 @@ OfMarks = KTO | BCO | APOZeroUnpaired
 class PreferenceConfig(TrainConfig):
     """Everything this recipe can be told: what every training can, what is minimised, and against which reference."""
 
-    data: Comparable  # pairs of answers, or answers with marks
-    eval_data: Comparable | None = None  # held-out rows
+    data: PreferenceData  # pairs of answers, or answers with marks
+    eval_data: PreferenceData | None = None  # held-out rows
     loss: tuple[OfPairs | OfMarks, ...] = (DPO(),)  # what is minimised: one term, or several that are added up
     # Reference model; `auto`: the cheapest that works
     reference: AutoReference | DisableAdapterReference | CopiedReference | PrecomputedReference = AutoReference()
@@ -78,7 +78,7 @@ class PreferenceConfig(TrainConfig):
             raise FieldError("loss", "name at least one term")
         if not 0 <= self.ld_alpha <= 1:
             raise FieldError("ld_alpha", f"a weight from 0 to 1, not {self.ld_alpha}")
-        others = [kind_of(term) for term in self.loss if term.each == 1 or not term.compares]
+        others = [kind_of(term) for term in self.loss if term.docs_per_item == 1 or not term.needs_reference]
         if self.ld_alpha < 1 and others:
             raise FieldError(
                 "ld_alpha", f"is for pairs that are compared with a reference, and {others[0]} does not do so"
@@ -102,15 +102,15 @@ def words(cfg: PreferenceConfig) -> Tokenizer:
 def check(cfg: PreferenceConfig) -> None:
     """What can be known without reading weights."""
     training.check_training(cfg)
-    held = None if cfg.eval_data is None else MixtureBase.of(cfg.eval_data).settled()
-    check_terms(cfg.loss, MixtureBase.of(cfg.data).settled(), held)
+    held = None if cfg.eval_data is None else MixtureBase.from_config(cfg.eval_data).resolve()
+    check_terms(cfg.loss, MixtureBase.from_config(cfg.data).resolve(), held)
 
 
 def check_terms(loss: Sequence[PreferenceLoss], data: MixtureBase, held: MixtureBase | None) -> None:
     """UserError if the terms, or the figures, compare pairs and rows are single answers."""
-    if data.each == 1 and (paired := [kind_of(term) for term in loss if term.each == 2]):
+    if data.docs_per_row == 1 and (paired := [kind_of(term) for term in loss if term.docs_per_item == 2]):
         raise UserError(f"loss: {paired[0]} compares pairs, and these rows are single answers: use kto, bco or pairs")
-    if held is not None and held.each < data.each:
+    if held is not None and held.docs_per_row < data.docs_per_row:
         raise UserError("eval_data: these rows are single answers, and those of `data` are pairs: make both alike")
 
 
@@ -121,14 +121,14 @@ def main(cfg: PreferenceConfig, overwrite: bool = False) -> None:
 
 def beside(job: Job) -> dict[str, Any]:
     """The objective for these rows, its reference, and what BCO remembers."""
-    goal = PreferenceObjective(job.cfg.loss, job.cfg.ld_alpha, job.data.mix.each == 2)
-    check_terms(goal.terms, job.data.mix, job.held and job.held.mix)
+    goal = PreferenceObjective(job.cfg.loss, job.cfg.ld_alpha, job.data.mixture.docs_per_row == 2)
+    check_terms(goal.terms, job.data.mixture, job.held and job.held.mixture)
     for data in filter(None, (job.data, job.held)):
-        if any(term.others for term in goal.terms):
-            data.cross()
-        if job.model.shares_prefixes(data.mix.max_length) and data.share() and data is job.data:
-            found = data.report
-            job.run.tell(f"data: prompts are computed once: {found.tokens:,} tokens, packed into {found.packed:,} rows")
+        if any(term.needs_mismatched for term in goal.terms):
+            data.add_mismatched()
+        if job.model.shares_prefixes(data.mixture.max_length) and data.share_prefixes() and data is job.data:
+            found = data.summary
+            job.run.log(f"data: prompts are computed once: {found.tokens:,} tokens, packed into {found.num_packed_rows:,} rows")
     return {"goal": replace(goal, judges=job.cfg.reference.open(job, goal)), "shift": RunningMean()}
 
 
@@ -142,17 +142,17 @@ def forward_backward(
     shift: RunningMean,
 ) -> Taken:
     """One optimizer step. Chosen and rejected answers go through the model side by side."""
-    tally, judge = MetricSums(), goal.judges.data
-    parts = goal.parts(batches, judge, run)
-    step = goal.begin(model, parts, judge, run, shift.take)
+    tally, judge = MetricSums(), goal.reference.train
+    parts = goal.prepare_batches(batches, judge, run)
+    step = goal.step_totals(model, parts, judge, run, shift.take)
     for i, part in enumerate(parts, start=1):
-        run.sync_gradients(model, on=i == len(parts))
-        found = goal.answers(model, part)
+        run.set_gradient_sync(model, enabled=i == len(parts))
+        found = goal.compute_logps(model, part)
         loss = goal.loss(found, step)
-        (loss * run.averaged).backward()  # sharding averages gradients over the ranks
-        tally.add(goal.figures(found, loss, step))
-        step = step.behind(found)
-    figures = goal.shown(tally.means(run, 1))
+        (loss * run.grad_scale).backward()  # sharding averages gradients over the ranks
+        tally.add(goal.metric_sums(found, loss, step))
+        step = step.after(found)
+    figures = goal.to_metrics(tally.means(run, 1))
     loss = figures.pop("loss")
     return Taken(loss, update(loss), figures)
 
@@ -167,14 +167,14 @@ def evaluate(
     shift: RunningMean,
 ) -> dict[str, float]:
     """The loss and all figures of held-out rows."""
-    training, tally, judge = model.training, MetricSums(), goal.judges.held
+    training, tally, judge = model.training, MetricSums(), goal.reference.eval
     model.eval()
-    for number in tqdm(range(held.steps(1)), "validating", disable=not run.is_main or None, leave=False):
-        parts = goal.parts(held[number], judge, run)
-        step = goal.begin(model, parts, judge, run, shift.mean)
+    for number in tqdm(range(held.num_steps(1)), "validating", disable=not run.is_main_process or None, leave=False):
+        parts = goal.prepare_batches(held[number], judge, run)
+        step = goal.step_totals(model, parts, judge, run, shift.mean)
         for part in parts:
-            found = goal.answers(model, part)
-            tally.add(goal.figures(found, goal.loss(found, step), step))
-            step = step.behind(found)
+            found = goal.compute_logps(model, part)
+            tally.add(goal.metric_sums(found, goal.loss(found, step), step))
+            step = step.after(found)
     model.train(training)
-    return {name: float(value) for name, value in goal.shown(tally.means(run, 1)).items()}
+    return {name: float(value) for name, value in goal.to_metrics(tally.means(run, 1)).items()}

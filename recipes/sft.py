@@ -11,7 +11,7 @@ import torch
 
 from tunekit.data.dataloader.batch import Batch
 from tunekit.data.dataloader.build import DataLoader
-from tunekit.data.dataloader.mixture import Learnable
+from tunekit.data.dataloader.mixture import SFTData
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.distributed.context import DistributedContext
 from tunekit.losses import cross_entropy
@@ -26,8 +26,8 @@ from tunekit.training.config import Method, Taken, TrainConfig
 class SFTConfig(TrainConfig):
     """Everything this recipe can be told: what every training can, and what is minimised."""
 
-    data: Learnable  # what to learn
-    eval_data: Learnable | None = None  # held-out rows
+    data: SFTData  # what to learn
+    eval_data: SFTData | None = None  # held-out rows
     loss: CrossEntropy = CrossEntropy()
 
 
@@ -53,14 +53,14 @@ def forward_backward(
     model: Decoder, batches: list[Batch], cfg: SFTConfig, update: TrainOptimizer, run: DistributedContext
 ) -> Taken:
     """One optimizer step. A learnt token weighs the same in every micro-batch and on every rank."""
-    tokens = run.total(sum(batch.learnt for batch in batches))
+    tokens = run.sum_counts(sum(batch.num_target_tokens for batch in batches))
     total = torch.zeros((), device=run.device)
     for i, batch in enumerate(batches, start=1):
-        run.sync_gradients(model, on=i == len(batches))
+        run.set_gradient_sync(model, enabled=i == len(batches))
         loss = cfg.loss(model, batch.to(run.device)) / tokens
-        (loss * run.averaged).backward()  # sharding averages gradients over the ranks
+        (loss * run.grad_scale).backward()  # sharding averages gradients over the ranks
         total += loss.detach()
-    loss = run.sum(total)
+    loss = run.all_reduce_sum(total)
     return Taken(loss, update(loss))
 
 

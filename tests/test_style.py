@@ -1,4 +1,4 @@
-"""What a reader may count on: short files, short functions, and no word that hides a missing decision."""
+"""Style rules for the library: short files and functions, no hasattr, no getattr defaults, no broad except clauses."""
 
 import ast
 import subprocess
@@ -16,7 +16,7 @@ FILES = {
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_files_and_functions_are_short(file: str) -> None:
+def test_files_and_functions_are_within_length_limits(file: str) -> None:
     text = FILES[file].read_text("utf-8")
     assert text.count("\n") <= 500
     for node in ast.walk(ast.parse(text)):
@@ -25,33 +25,35 @@ def test_files_and_functions_are_short(file: str) -> None:
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_no_word_hides_a_decision(file: str) -> None:
+def test_no_hasattr_no_getattr_default_no_bare_except(file: str) -> None:
     for node in ast.walk(ast.parse(FILES[file].read_text("utf-8"))):
-        where = f"{file}:{node.lineno}" if isinstance(node, (ast.expr, ast.ExceptHandler)) else file
+        location = f"{file}:{node.lineno}" if isinstance(node, (ast.expr, ast.ExceptHandler)) else file
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-            assert node.func.id != "hasattr", where
-            assert node.func.id != "getattr" or len(node.args) == 2, where
+            assert node.func.id != "hasattr", location
+            assert node.func.id != "getattr" or len(node.args) == 2, location
         if isinstance(node, ast.ExceptHandler):
             names = (
                 {name.id for name in ast.walk(node.type) if isinstance(name, ast.Name)} if node.type else {"Exception"}
             )
-            assert not names & {"Exception", "BaseException"}, where
+            assert not names & {"Exception", "BaseException"}, location
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_modules_say_what_they_are_for(file: str) -> None:
+def test_modules_have_docstrings(file: str) -> None:
     assert ast.get_docstring(ast.parse(FILES[file].read_text("utf-8")))
 
 
-def test_only_the_spec_of_a_package_stands_in_its_init() -> None:
+def test_init_files_contain_only_docstrings_and_assignments() -> None:
     for file, path in FILES.items():
         if path.stem == "__init__":
             body = ast.parse(path.read_text("utf-8")).body
-            assert all(isinstance(node, (ast.Expr, ast.Assign)) for node in body), f"{file} holds more than a docstring"
+            assert all(isinstance(node, (ast.Expr, ast.Assign)) for node in body), (
+                f"{file} contains more than docstring and assignments"
+            )
 
 
 @pytest.mark.parametrize("check", [["check"], ["format", "--check"]], ids=" ".join)
 def test_ruff_passes(check: list[str]) -> None:
     pytest.importorskip("ruff")
-    done = subprocess.run([sys.executable, "-m", "ruff", *check, ROOT], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    result = subprocess.run([sys.executable, "-m", "ruff", *check, ROOT], capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr

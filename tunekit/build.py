@@ -41,24 +41,24 @@ def build_model(  # noqa: PLR0913
 ) -> Decoder:
     """Build on no device, then fill in place. With `fresh`, weights are drawn and not read."""
     net = build_meta_model(source, weights, adapter)
-    for line in weights.remarks(net):
-        run.tell(line)
+    for line in weights.warnings(net):
+        run.log(line)
     parallelize(net, run)  # layers, rows and experts that ranks share
     precision.set_matmul_precision(run.device)
     precision.apply(net, {} if fresh else source.dtypes, run.device)  # how exact it is
     memory.apply(net, run.device)  # what is kept
     if compile:
         check_compile(run.device)
-        compile_layers(net, run.tell)
+        compile_layers(net, run.log)
     apply_fsdp(net, run)  # where it is
     allocate(net, run)
     net.tie()
-    register_shards((*net.named_parameters(), *net.named_buffers()), net.splits)
+    register_shards((*net.named_parameters(), *net.named_buffers()), net.shards)
     if fresh:
         init_weights(net, run.seed)
     else:
-        load_weights(replace(source, exact=True) if weights.exact else source, net, run=run)
-    adapter.initialize(net, run.seed)
+        load_weights(replace(source, keeps_prequantized=True) if weights.keeps_prequantized else source, net, run=run)
+    adapter.init_weights(net, run.seed)
     if adapter.adapter_path is not None:
         peft_adapter.load_adapter(Path(adapter.adapter_path), net, adapter, source)
     return net
@@ -79,8 +79,8 @@ def check_parallelizable(
     source: HFCheckpoint, weights: NoQuantization, adapter: NoAdapter | LoRAConfig, parallel: ParallelConfig
 ) -> None:
     """UserError where devices cannot share the model so, however many there are."""
-    if parallel.least != ParallelDims():
-        parallelize_fake(build_meta_model(source, weights, adapter), parallel.least)
+    if parallel.minimal_dims != ParallelDims():
+        parallelize_fake(build_meta_model(source, weights, adapter), parallel.minimal_dims)
 
 
 def load_for_inference(
@@ -104,14 +104,14 @@ def resolve_model(
     path = final_dir_of(download.resolve_model_dir(name, files=files))
     if not (path / peft_adapter.CONFIG).is_file():
         source = HFCheckpoint.open(path, name)
-        return source, FrozenModel(), Tokenizer.open(path).fitted(source.spec.vocab, path)
+        return source, FrozenModel(), Tokenizer.open(path).with_vocab_size(source.spec.vocab, path)
     base = peft_adapter.base_model_name(path)
     source = peft_adapter.with_adapter_score_head(
         path, HFCheckpoint.open(download.resolve_model_dir(base, files=files), base)
     )
     adapter = replace(peft_adapter.read_adapter_config(path, source), adapter_path=str(path))
     own = path if (path / "tokenizer.json").is_file() else source.path
-    return source, adapter, Tokenizer.open(own).fitted(source.spec.vocab, own)
+    return source, adapter, Tokenizer.open(own).with_vocab_size(source.spec.vocab, own)
 
 
 def final_dir_of(path: Path) -> Path:

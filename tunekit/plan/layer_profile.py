@@ -100,8 +100,8 @@ def profile_step(net: Decoder, step: ProbeStep) -> StepProfile:
         net.layers = cast("Iterable[Block]", nn.ModuleList([every[i] for i in chosen]))
         embody(net)
         step.memory.apply(net, CPU)
-        optimizer = step.optimizer.build(step.adapter.trained(net), (p for m in net.layers for p in m.parameters()))
-        update = step.memory.update(optimizer, step.clip, DistributedContext.alone())
+        optimizer = step.optimizer.build(step.adapter.param_groups(net), (p for m in net.layers for p in m.parameters()))
+        update = step.memory.update(optimizer, step.clip, DistributedContext.single_process())
         with MemoryTracker(step.flash) as live:
             live.see([*net.parameters(), *net.buffers()])
             first, later, moved = taken(ForwardWalk(net, live), step, update)
@@ -141,7 +141,7 @@ def sorts(net: Decoder) -> tuple[tuple[int, ...], list[int]]:
     found: dict[Any, list[int]] = {}
     for i, (layer, spec) in enumerate(zip(net.layers, net.spec.layers, strict=True)):
         held = tuple((name, p.shape, p.dtype, p.requires_grad) for name, p in layer.named_parameters())
-        found.setdefault((spec, i == 0, layer.attn.lends, held), []).append(i)
+        found.setdefault((spec, i == 0, layer.attn.shares_kv, held), []).append(i)
     # A layer that takes keys of another wants it before itself; lenders are few.
     chosen = sorted(members[0] for members in found.values())
     place = {i: chosen.index(members[0]) for members in found.values() for i in members}
@@ -208,7 +208,7 @@ class ForwardWalk:
         """Bytes of a sum that torch makes in place of a gradient of real numbers, but not of shapes alone: of the two
         gradients of an embedding that is the head."""
         weight = self.net.embed.weight
-        return weight.nbytes if self.net.spec.tied and weight.requires_grad else 0
+        return weight.nbytes if self.net.spec.tie_word_embeddings and weight.requires_grad else 0
 
     def begin(self) -> None:
         """A stretch begins here."""

@@ -193,7 +193,7 @@ class Taken(NamedTuple):
     def counts(self, came: Sequence[Batch]) -> tuple[int, int]:
         """Tokens of this rank, and how many of them are learnt."""
         batches = came if self.batches is None else self.batches
-        return sum(batch.real for batch in batches), sum(batch.learnt for batch in batches)
+        return sum(batch.num_tokens for batch in batches), sum(batch.num_target_tokens for batch in batches)
 
 
 def nothing(job: "Job") -> dict[str, Any]:
@@ -226,7 +226,7 @@ def get_tokenizer(cfg: TrainConfig) -> Tokenizer:
 
 
 def open_tokenizer(source: HFCheckpoint) -> Tokenizer:
-    return Tokenizer.open(source.tokenizer).fitted(source.spec.vocab, source.tokenizer)
+    return Tokenizer.open(source.tokenizer_path).with_vocab_size(source.spec.vocab, source.tokenizer_path)
 
 
 def check_training(cfg: TrainConfig) -> None:
@@ -245,8 +245,8 @@ def check_training(cfg: TrainConfig) -> None:
         load_model.check_tensors(source, shapes)
     tokenizer = open_tokenizer(source)
     for rows in filter(None, (cfg.data, cfg.eval_data)):
-        rows.check()
-        rows.prepare(tokenizer)
+        rows.check_source()
+        rows.prepare_tokenizer(tokenizer)
     if cfg.forgetting is not None:
         cfg.forgetting.check(source.spec, tokenizer)
 
@@ -276,17 +276,17 @@ def run(cfg: Any, method: Method, overwrite: bool) -> None:
     flight_recorder.record_into(Path(cfg.output_dir) / LOGS)
     with (
         DistributedContext(cfg.seed, cfg.device, cfg.parallel, cfg.deterministic) as here,
-        oom_report.report_oom(cfg, here.device, here.size, here.hosts),
+        oom_report.report_oom(cfg, here.device, here.world_size, here.num_nodes),
         run_dir.open_run_dir(
             Path(cfg.output_dir), dump_yaml(cfg, method.name), LIVE, overwrite, here, continue_training_hint(cfg)
         ) as space,
     ):
-        here.shared(partial(publish.check_push, cfg.push_to_hub))
-        cfg.memory.check_passes(-(-cfg.global_batch_size // here.sizes.readers), cfg.micro_batch_size)
-        if not overwrite and here.shared(partial(atomic.is_complete, space.final)):
+        here.run_on_main(partial(publish.check_push, cfg.push_to_hub))
+        cfg.memory.check_passes(-(-cfg.global_batch_size // here.dims.dp_size), cfg.micro_batch_size)
+        if not overwrite and here.run_on_main(partial(atomic.is_complete, space.final)):
             verify.raise_if_failed(space.final)
-            here.tell(f"{space.final} is there: nothing is left to do; --overwrite trains again")
-            here.shared(partial(publish.push_result, cfg.push_to_hub, space.folder, space.final))
+            here.log(f"{space.final} is there: nothing is left to do; --overwrite trains again")
+            here.run_on_main(partial(publish.push_result, cfg.push_to_hub, space.folder, space.final))
             return
         job = begun(cfg, method, here, space)
         sender = HubUploader(cfg.push_to_hub, space.folder, job.write, here)
@@ -307,21 +307,21 @@ def continue_training_hint(cfg: TrainConfig) -> str:
 
 def begun(cfg: Any, method: Method, run: DistributedContext, space: run_dir.RunDir) -> Job:
     """Rows prepared and looked at, weights read: what an earlier run has left there goes only now."""
-    run.beats.beat(0, "prepare")
+    run.heartbeat.beat(0, "prepare")
     source = open_checkpoint(cfg)
     if cfg.init == "pretrained":  # before rows are prepared, which may take long
         load_model.check_tensors(source, build.build_meta_model(source, cfg.quantization, cfg.adapter).shapes)
-    tokenizer = open_tokenizer(source).dated(space.day)
+    tokenizer = open_tokenizer(source).with_date(space.started_on)
     how = tokenizer, cfg.global_batch_size, cfg.micro_batch_size, run
-    data = build_dataloader(cfg.data, *how, space.folder, space.fresh)
-    held = cfg.eval_data and build_dataloader(cfg.eval_data, *how, space.folder / "eval", space.fresh)
+    data = build_dataloader(cfg.data, *how, space.folder, space.overwrite)
+    held = cfg.eval_data and build_dataloader(cfg.eval_data, *how, space.folder / "eval", space.overwrite)
     skill = ForgettingMonitor.open(
-        cfg.forgetting, tokenizer, (cfg.global_batch_size, cfg.micro_batch_size), run, space.folder, space.fresh
+        cfg.forgetting, tokenizer, (cfg.global_batch_size, cfg.micro_batch_size), run, space.folder, space.overwrite
     )
-    run.tell(f"data: {data.report}")
+    run.log(f"data: {data.summary}")
     data_checks.check_data(cfg, {"data": data, "eval_data": held}, tokenizer, run)
     scratch = cfg.init == "random"
-    run.beats.beat(0, "load")
+    run.heartbeat.beat(0, "load")
     free_memory.check(cfg, run)
     model = build.build_model(
         source, cfg.quantization, cfg.adapter, cfg.precision, cfg.memory, run, scratch, cfg.compile
@@ -329,7 +329,7 @@ def begun(cfg: Any, method: Method, run: DistributedContext, space: run_dir.RunD
     job = Job(cfg, method, run, space, source, data, held, model, skill)
     job.beside = method.beside(job)
     reshard(model)  # what it was asked there has gathered weights: an optimizer wants those that live here
-    space.begin()
+    space.start()
     return job
 
 
@@ -349,7 +349,7 @@ def parts(job: Job, steps: int) -> Parts:
     """As they are before the first of so many steps."""
     cfg, model = job.cfg, job.model
     inner = (p for layer in model.layers for p in layer.parameters())
-    optimizer = cfg.optimizer.build(cfg.adapter.trained(model), inner)
+    optimizer = cfg.optimizer.build(cfg.adapter.param_groups(model), inner)
     schedule, patience = cfg.lr_scheduler.build(optimizer, steps), EarlyStopping(cfg.early_stopping_patience)
     ahead = Prefetcher(job.data, job.run.device)
     watch, sums = StepGuard(cfg.step_guard, job.run.device), ThroughputCounter()
@@ -363,41 +363,41 @@ def parts(job: Job, steps: int) -> Parts:
 
 def train(job: Job, sender: HubUploader) -> int:
     """Every step from the last saved one on; how many there were in all."""
-    cfg, run, steps = job.cfg, job.run, job.cfg.max_steps or job.data.steps(job.cfg.epochs)
+    cfg, run, steps = job.cfg, job.run, job.cfg.max_steps or job.data.num_steps(job.cfg.epochs)
     update, schedule, patience, ahead, state, watch, sums = moving = parts(job, steps)
     done = start = state.restore()
     packing_check.check_packing(job.model, job.data, run, start, steps)
     resolved = to_plain_config(cfg, job.method.name)
     log = MetricLogger(job.space.folder, run, steps, start, resolved, sums, cfg.log_every, cfg.report_to)
     profiler = Profiler(cfg.profiler, job.space.folder, run)
-    with state, log, profiler, ahead.over(watch.data(start), watch.data(steps)):
+    with state, log, profiler, ahead.start(watch.data(start), watch.data(steps)):
         if start == 0 and job.held:
             evaluate(job, 0, log)
-        job.skill.begin(job.model, run, log.note, start)
+        job.skill.begin(job.model, run, log.log, start)
         if start == 0 and cfg.step_guard.returns:
             state.save(0)
         run.listen(job.space.folder / run_dir.STOP)
         for step in watch.over(start, steps):
             if patience.over:
-                run.tell(f"early stopping at step {step}: {cfg.early_stopping_patience} evaluations, no lower loss")
+                run.log(f"early stopping at step {step}: {cfg.early_stopping_patience} evaluations, no lower loss")
                 break
-            with log.aside():
+            with log.pause():
                 profiler.at(step)
             run.begin_step(step)
             with record_data_wait():
-                batches = ahead.take()
+                batches = ahead.next()
             rate = schedule.get_last_lr()[0]
             taken = job.method.step(job.model, batches, cfg, update, run, **job.beside)
             if settle(job, moving, log, last=False):
                 continue  # from an earlier step on
             schedule.step()
-            done, (real, learnt) = step + 1, run.totals(*taken.counts(batches))
+            done, (real, learnt) = step + 1, run.sum_each_count(*taken.counts(batches))
             made = {"loss": taken.loss, "grad_norm": taken.norm, "lr": rate, **taken.figures}
-            log.step(done, made, tokens=real, learnt=learnt, wait=ahead.wait)
-            with log.aside():
-                if sender.due(done, steps):
+            log.log_step(done, made, num_tokens=real, num_target_tokens=learnt, data_time=ahead.data_time)
+            with log.pause():
+                if sender.is_due(done, steps):
                     settle(job, moving, log)
-                    sender.step(done, steps)
+                    sender.push_if_due(done, steps)
                 between(job, moving, done, steps, log)
     return done
 
@@ -410,27 +410,27 @@ def settle(job: Job, parts: Parts, log: MetricLogger, last: bool = True) -> bool
     watch, run = parts.watch, job.run
     if last:
         watch.look()
-    elif log.pending or (log.reads(watch.step + 1) and not log.lag):
+    elif log.pending or (log.is_due(watch.step + 1) and not log.lag):
         watch.look(log.lag)
     if watch.fault is None:
         if last:
             log.flush()
         return False
-    parts.ahead.rest()
-    told = partial(watch.fault.told, job.data.where(watch.data(watch.fault.step)))
+    parts.ahead.pause()
+    told = partial(watch.fault.told, job.data.row_locations(watch.data(watch.fault.step)))
     if watch.fault.answer == "stop":
-        log.drop(after=watch.fault.step)
+        log.discard_after(step=watch.fault.step)
         raise UserError(told("earlier states stay as they are; " + MEND))
     if back := watch.fault.answer == "rollback":
         parts.state.wait()
         at = watch.go_back(parts.state.restore)
-        run.tell(told(f"back to step {at}, from which its rows and those before it are passed over"))
-        parts.ahead.over(watch.data(at), watch.data(log.total))
-        log.back(at)
+        run.log(told(f"back to step {at}, from which its rows and those before it are passed over"))
+        parts.ahead.start(watch.data(at), watch.data(log.total))
+        log.rewind(at)
     else:
-        run.tell(told("it moves no weight"))
+        run.log(told("it moves no weight"))
         watch.fault = None
-    parts.ahead.begin()
+    parts.ahead.resume()
     return back
 
 
@@ -442,38 +442,38 @@ def between(job: Job, parts: Parts, done: int, steps: int, log: MetricLogger) ->
         parts.patience.watch(evaluate(job, done, log))
     if job.skill.due(done, last):
         settle(job, parts, log)
-        job.skill.measure(job.model, run, log.note, done)
+        job.skill.measure(job.model, run, log.log, done)
     if last or done % cfg.save_every == 0 or parts.patience.over or job.skill.ends or run.stopping:
         settle(job, parts, log)
-        run.beats.beat(done, "save")
+        run.heartbeat.beat(done, "save")
         parts.state.save(done)
         run.leave(done, steps)  # in here: a signal that comes behind the `if` is for the next step
         job.skill.insist(done)
-    parts.state.look()
+    parts.state.poll()
 
 
 def evaluate(job: Job, done: int, log: MetricLogger) -> float:
     """The loss on held-out rows, which goes into the log with what else there is to say of them."""
     assert job.held is not None
-    job.run.beats.beat(done, "validate")
-    with log.aside():
+    job.run.heartbeat.beat(done, "validate")
+    with log.pause():
         found = job.method.validate(job.model, job.held, job.cfg, job.run, **job.beside)
         others = {f"eval/{name}": value for name, value in found.items() if name != "loss"}
-        log.note(done, **{"eval/loss": found["loss"]}, **others)
+        log.log(done, **{"eval/loss": found["loss"]}, **others)
     return found["loss"]
 
 
 def export_final(job: Job, steps: int) -> None:
     """The result: for others, compared with the model that it was made of, and described."""
     cfg, space, run = job.cfg, job.space, job.run
-    run.beats.beat(steps, "finish")
+    run.heartbeat.beat(steps, "finish")
     made = verify.ModelSource(job.source, cfg.quantization, cfg.adapter, cfg.precision)
     with atomic.SharedAtomicDir(space.final, run) as folder:
         job.write(folder)
         with devices.full_fp32_matmuls():
             found = verify.verify_saved(folder, job.model, made, run)
-        run.shared(partial(write_model_card, job, folder, steps, found))
-    run.tell(f"finished: {space.final}\n{found}")
+        run.run_on_main(partial(write_model_card, job, folder, steps, found))
+    run.log(f"finished: {space.final}\n{found}")
     verify.raise_if_failed(space.final)
 
 
@@ -482,7 +482,7 @@ def write_model_card(job: Job, folder: Path, steps: int, found: verify.Verificat
     cfg, space = job.cfg, job.space
     rows, told = {"data": job.data, "eval_data": job.held}, to_plain_config(cfg, job.method.name)
     with atomic.wrap_write_errors(folder):
-        metric_logger.write_final_metrics(space.folder, steps, **found.figures)
+        metric_logger.write_final_metrics(space.folder, steps, **found.metrics)
         model_card.write_model_card(
             folder,
             model_card.ModelCardInfo(job.method.name, told, space.folder, job.source, job.model, rows, job.run.device),

@@ -18,7 +18,7 @@ MOST = 8  # lines in the log
 def check_targets(cfg: Any, loaders: Mapping[str, DataLoader | None], tokenizer: Tokenizer) -> list[CheckTarget]:
     """The parts of a config, measured: what is learnt first."""
     return [
-        CheckTarget(part, loader.parts, tokenizer, check_context(cfg, part, loader, tokenizer.vocab))
+        CheckTarget(part, loader.datasets, tokenizer, check_context(cfg, part, loader, tokenizer.vocab))
         for part, loader in loaders.items()
         if loader is not None
     ]
@@ -29,10 +29,10 @@ def check_context(cfg: Any, part: str, loader: DataLoader, vocab: int | None) ->
     told, limit = vars(cfg), vars(cfg)[part].max_length
     packed = None if loader.order.capacity is None else np.diff(loader.order.plan(0).bounds)
     loss = told.get("loss")
-    scored = loss.told if isinstance(loss, RewardLoss) else None
+    scored = loss.target if isinstance(loss, RewardLoss) else None
     if part != "data" or not isinstance(told.get("lr_scheduler"), LRSchedulerConfig):
-        return CheckContext(limit, vocab, packed, scored=scored)
-    steps = told["max_steps"] or loader.steps(
+        return CheckContext(limit, vocab, packed, reward_target=scored)
+    steps = told["max_steps"] or loader.num_steps(
         told["epochs"]
     )  # a stream has no epochs: a config without steps is refused
     return CheckContext(limit, vocab, packed, steps, resolve_steps(told["lr_scheduler"].warmup_steps, steps), scored)

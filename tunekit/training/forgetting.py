@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from tunekit.checkpoint.run_dir import STATE
 from tunekit.data.dataloader.build import DataLoader, build_dataloader
-from tunekit.data.dataloader.mixture import Learnable, dataset_title, is_streaming
+from tunekit.data.dataloader.mixture import SFTData, dataset_title, is_streaming
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.distributed.context import DistributedContext
 from tunekit.errors import FieldError, UserError
@@ -25,7 +25,7 @@ ON = "the same command with forgetting.on_exceed=warn, or a higher forgetting.ma
 class ForgettingConfig:
     """Held-out rows of a skill that is to stay. Their loss is measured before the first step and every so often."""
 
-    data: Learnable  # what the model could do before
+    data: SFTData  # what the model could do before
     eval_every: int = 100  # Steps between two evaluations; one more after the last step
     max_loss_increase: float = 0.1  # Allowed increase over the loss before training, in nats per token
     on_exceed: Literal["stop", "warn"] = "stop"  # to a loss that rose by more: save and end, or a line
@@ -42,8 +42,8 @@ class ForgettingConfig:
         """UserError if its rows are not there, or mean nothing to the model."""
         if spec.score is not None:
             raise UserError("forgetting: a model that scores writes nothing whose likelihood could be watched")
-        self.data.check()
-        self.data.prepare(tokenizer)
+        self.data.check_source()
+        self.data.prepare_tokenizer(tokenizer)
 
 
 class ForgettingMonitor:
@@ -51,7 +51,7 @@ class ForgettingMonitor:
 
     def __init__(self, rule: ForgettingConfig | None, rows: DataLoader | None, folder: Path) -> None:
         self.rule, self.rows, self.folder = rule, rows, folder
-        self.digest: str | None = None if rows is None else rows.digest
+        self.digest: str | None = None if rows is None else rows.fingerprint
         self.first: float | None = None  # loss before the first step
         self.last: float | None = None
 
@@ -83,7 +83,7 @@ class ForgettingMonitor:
     def measure(self, model: Decoder, run: DistributedContext, note: Callable[..., None], step: int) -> None:
         """Read all rows, and tell."""
         assert self.rule is not None and self.rows is not None
-        run.beats.beat(step, "validate")
+        run.heartbeat.beat(step, "validate")
         start = time.perf_counter()
         self.last = cross_entropy.eval_loss(CrossEntropy(), model, self.rows, run)
         taken = {"forgetting/eval_time": round(time.perf_counter() - start, 3)}
@@ -93,7 +93,7 @@ class ForgettingMonitor:
             return
         note(step, **{"forgetting/loss": self.last, "forgetting/loss_increase": self.last - self.first, **taken})
         if self.lost and self.rule.on_exceed == "warn":
-            run.tell(self.told(step))
+            run.log(self.told(step))
 
     @property
     def lost(self) -> bool:

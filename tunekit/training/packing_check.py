@@ -37,7 +37,7 @@ class PackingProbe(NamedTuple):
 def check_packing(model: Decoder, data: DataLoader, run: DistributedContext, start: int, steps: int) -> None:
     """Check what begins; of what goes on, tell from where: it was checked then."""
     if start:
-        run.tell(f"goes on from step {start} of {steps}")
+        run.log(f"goes on from step {start} of {steps}")
     else:
         check(model, data, run)
 
@@ -45,16 +45,16 @@ def check_packing(model: Decoder, data: DataLoader, run: DistributedContext, sta
 @torch.no_grad()
 def check(model: Decoder, data: DataLoader, run: DistributedContext) -> None:
     """UserError if documents are not the same together and alone; a line for the log if they are."""
-    each = EACH * data.mix.each
-    sample = data.sample(ROWS * each)
-    if data.layout.capacity is None or len(sample) < 2:
+    each = EACH * data.mixture.docs_per_row
+    sample = data.sample_documents(ROWS * each)
+    if data.collator.capacity is None or len(sample) < 2:
         return
     cut = [
         truncate_document(document, TOKENS - 7 * i) for i, (_, document) in enumerate(sample)
     ]  # bounds where no block ends
-    batch, written = data.layout.written([cut[first : first + each] for first in range(0, len(cut), each)])
+    batch, written = data.collator.collate_rows([cut[first : first + each] for first in range(0, len(cut), each)])
     trial = PackingProbe(batch.to(run.device), cut, spans(batch, written))
-    dtype = model.compute or model.embed.weight.dtype
+    dtype = model.compute_dtype or model.embed.weight.dtype
     with evaluating(model):
         found = logit_differences(model, trial, run)
         worst = int(np.argmax(found))  # of what is no number, the first
@@ -66,7 +66,7 @@ def check(model: Decoder, data: DataLoader, run: DistributedContext) -> None:
                 "set `data.packing: false` and report it"
             )
     kind = str(dtype).removeprefix("torch.")
-    run.tell(
+    run.log(
         f"packing: {len(cut)} documents together are what each is alone, to {found[worst]:.1g} of the spread of their "
         f"logits ({LIMITS[dtype]:g} is the limit in {kind})"
     )
@@ -74,7 +74,7 @@ def check(model: Decoder, data: DataLoader, run: DistributedContext) -> None:
 
 def truncate_document(document: Document, most: int) -> Document:
     """The beginning of a document, which does not depend on what follows."""
-    return document.begun(most)
+    return document.prefix(most)
 
 
 @contextmanager

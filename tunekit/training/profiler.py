@@ -109,7 +109,7 @@ class Profiler:
         if kind is None:
             self.end()
             if self.choice is not None and not self.written:
-                self.run.tell(
+                self.run.log(
                     f"profiler: no step was profiled: profiler.skip_first={self.choice.skip_first} steps are skipped, "
                     f"and this start had {self.begun}"
                 )
@@ -165,11 +165,11 @@ class Profiler:
         if trace is None:
             return
         trace.stop()
-        seen = self.run.gather(self.seen())
-        if self.run.is_main and self.written:
+        seen = self.run.all_gather_objects(self.seen())
+        if self.run.is_main_process and self.written:
             text = table(seen, self.first)
             (self.folder / TABLE).write_text(text, "utf-8")
-            self.run.tell(f"{text}\ntraces for ui.perfetto.dev: {self.folder}")
+            self.run.log(f"{text}\ntraces for ui.perfetto.dev: {self.folder}")
 
     def seen(self) -> RankProfile:
         """What the trace of this rank says."""

@@ -23,7 +23,7 @@ from tunekit.data.dataloader.mixture import is_streaming
 from tunekit.distributed.context import DistributedContext
 from tunekit.errors import FieldError, UserError
 from tunekit.losses.preference_base import PreferenceLoss
-from tunekit.losses.preference_objective import Judge, PreferenceObjective, ReferenceLogps
+from tunekit.losses.preference_objective import RefLogpsFn, PreferenceObjective, ReferenceLogps
 from tunekit.memory.config import MemoryConfig
 from tunekit.models.decoder import Decoder
 from tunekit.training.config import Job, Stateful, TrainConfig
@@ -51,10 +51,10 @@ class DisableAdapterReference:
             raise FieldError("reference", f"{reason}: `copy` or `precomputed` keeps what training began with")
 
     def open(self, job: Job, terms: PreferenceObjective) -> ReferenceLogps:
-        judge = terms.judged(job.model)
+        judge = terms.logps_fn(job.model)
 
         def asked(batch: Batch) -> Tensor:
-            with job.cfg.adapter.off(job.model):
+            with job.cfg.adapter.disabled(job.model):
                 return judge(batch)
 
         return ReferenceLogps(asked, asked)
@@ -81,7 +81,7 @@ class CopiedReference:
         copy = build.build_model(
             job.source, cfg.quantization, adapter, cfg.precision, MemoryConfig(), job.run, cfg.init == "random"
         )
-        judge = terms.judged(copy.requires_grad_(False).eval())
+        judge = terms.logps_fn(copy.requires_grad_(False).eval())
         return ReferenceLogps(judge, judge)
 
 
@@ -103,7 +103,7 @@ class PrecomputedReference:
             raise FieldError(
                 "reference", "precomputed: nobody knows all rows of a stream before: use disable_adapter or copy"
             )
-        if any(term.others for term in terms.terms):
+        if any(term.needs_mismatched for term in terms.terms):
             raise FieldError(
                 "reference", "precomputed: kto asks for other answers in each step: use disable_adapter or copy"
             )
@@ -118,9 +118,9 @@ class PrecomputedReference:
 def num_precompute_epochs(job: Job) -> int:
     """Epochs of which the run may see rows: those that it begins, and those that ways back lead on to."""
     cfg, data = job.cfg, job.data
-    steps = cfg.max_steps or data.steps(cfg.epochs)
+    steps = cfg.max_steps or data.num_steps(cfg.epochs)
     passed = cfg.step_guard.max_interventions * min(cfg.save_every, steps) if cfg.step_guard.returns else 0
-    return next(n for n in count(1) if data.steps(n) >= steps + passed)
+    return next(n for n in count(1) if data.num_steps(n) >= steps + passed)
 
 
 @dataclass(frozen=True)
@@ -133,13 +133,13 @@ class AutoReference:
         return self.asks(loss) and disable_adapter_problem(adapter) is not None
 
     def asks(self, loss: Sequence[PreferenceLoss]) -> bool:
-        return any(term.compares for term in loss)
+        return any(term.needs_reference for term in loss)
 
     def check(self, cfg: TrainConfig, terms: PreferenceObjective) -> None:
         """One of both always can."""
 
     def open(self, job: Job, terms: PreferenceObjective) -> ReferenceLogps:
-        if not any(term.compares for term in terms.terms):
+        if not any(term.needs_reference for term in terms.terms):
             return ReferenceLogps()
         return (
             DisableAdapterReference() if disable_adapter_problem(job.cfg.adapter) is None else CopiedReference()
@@ -175,7 +175,7 @@ class RunningMean(Stateful):
 
 def check_reference_is_used(kind: str, terms: PreferenceObjective) -> None:
     """FieldError if there is nothing that a reference is asked for."""
-    if not any(term.compares for term in terms.terms):
+    if not any(term.needs_reference for term in terms.terms):
         losses = " and ".join(kind_name(type(term)) for term in terms.terms)
         raise FieldError("reference", f"{kind}: nothing is compared with a reference by {losses}: leave it out")
 
@@ -198,20 +198,20 @@ class ReferenceLogpTable:
     logps: Tensor  # (documents,) fp32, on the device
 
     def judge(self, batch: Batch) -> Tensor:
-        assert batch.numbers is not None
-        return self.logps[batch.numbers]
+        assert batch.document_indices is not None
+        return self.logps[batch.document_indices]
 
     @staticmethod
     def of(job: Job, terms: PreferenceObjective, data: DataLoader, folder: Path, epochs: int) -> "ReferenceLogpTable":
         """As a file has it, or computed now and put there: always so where a run starts over."""
         key, run = reference_fingerprint(job, terms, data), job.run
         # Epochs of a mix may each hold some documents only: what is not whole is good for as many epochs of that mix.
-        portions = [(part.weight, part.repeat, part.max_samples_per_epoch) for part in data.mix.datasets]
-        some = f"{key} {portions} {data.mix.temperature} {data.mix.shuffle}"
-        found = None if job.space.fresh else run.shared(partial(read_cached_logps, folder / FILE, key, some, epochs))
+        portions = [(part.weight, part.repeat, part.max_samples_per_epoch) for part in data.mixture.datasets]
+        some = f"{key} {portions} {data.mixture.temperature} {data.mixture.shuffle}"
+        found = None if job.space.overwrite else run.run_on_main(partial(read_cached_logps, folder / FILE, key, some, epochs))
         if found is None:
-            found = compute_reference_logps(job.model, terms.judged(job.model), data, epochs, run)
-            run.shared(
+            found = compute_reference_logps(job.model, terms.logps_fn(job.model), data, epochs, run)
+            run.run_on_main(
                 partial(write_cached_logps, folder / FILE, some if np.isnan(found).any() else key, epochs, found)
             )
         return ReferenceLogpTable(torch.from_numpy(found).to(run.device))
@@ -224,23 +224,23 @@ def reference_fingerprint(job: Job, terms: PreferenceObjective, data: DataLoader
     paths = [path for folder in folders for path in sorted(folder.iterdir())]
     files = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
     choices = [asdict(choice) for choice in (cfg.adapter, cfg.quantization, cfg.precision)]
-    told = [data.digest, str(job.source.path), files, choices, terms.tail, cfg.init, cfg.seed]
+    told = [data.fingerprint, str(job.source.path), files, choices, terms.ld_alpha, cfg.init, cfg.seed]
     return hashlib.sha256(json.dumps(told).encode()).hexdigest()
 
 
 def compute_reference_logps(
-    model: Decoder, judge: Judge, data: DataLoader, epochs: int, run: DistributedContext
+    model: Decoder, judge: RefLogpsFn, data: DataLoader, epochs: int, run: DistributedContext
 ) -> np.ndarray:
     """What a model makes of all documents that some epochs bring, (documents,)."""
-    found = np.full(sum(len(part) for part in data.parts), np.nan, np.float32)
+    found = np.full(sum(len(part) for part in data.datasets), np.nan, np.float32)
     for epoch in range(epochs):
-        steps = range(data.steps(epoch), data.steps(epoch + 1))
-        for step in tqdm(steps, "asking the reference", disable=not run.is_main or None, leave=False):
-            run.beats.beat(0, "prepare")
+        steps = range(data.num_steps(epoch), data.num_steps(epoch + 1))
+        for step in tqdm(steps, "asking the reference", disable=not run.is_main_process or None, leave=False):
+            run.heartbeat.beat(0, "prepare")
             for batch in data[step]:
-                assert batch.numbers is not None
-                found[batch.numbers.numpy()] = judge(batch.to(run.device)).float().cpu().numpy()
-        for other in run.gather(found):
+                assert batch.document_indices is not None
+                found[batch.document_indices.numpy()] = judge(batch.to(run.device)).float().cpu().numpy()
+        for other in run.all_gather_objects(found):
             found = np.where(np.isnan(found), other, found)
         if not np.isnan(found).any():
             break
