@@ -125,7 +125,7 @@ def test_mismatched_answers_and_prompts(terms: tuple[PreferenceLoss, ...], packe
     for batch in batches:
         assert batch.num_full_targets == int((batch.full_targets != IGNORE).sum()) > batch.num_target_tokens
         if batch.mismatched is not None:
-            assert batch.mismatched.learnt == int((batch.mismatched.targets != IGNORE).sum()) > 0
+            assert batch.mismatched.num_target_tokens == int((batch.mismatched.targets != IGNORE).sum()) > 0
     update = build_update(model, adapter, run)
     with device_rules() as rules:
         preference_step(model, terms, batches, update, run)

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from tests.checkpoints import FP32, make_batch, make_checkpoint, random_tokens
 from tests.gpu.device_rules import META
 from tests.gpu.process_groups import timeouts
-from tests.parallel.ranks import on
+from tests.parallel.ranks import run_ranks
 from tunekit import build
 from tunekit.adapters.config import LoRAConfig, NoAdapter
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
@@ -31,7 +31,7 @@ from tunekit.quantization.config import NoQuantization
 
 @pytest.mark.multi
 def test_all_groups_have_the_timeout_of_the_config() -> None:
-    for collectives, waits, warned in on(2, timeouts, ParallelConfig(cp=2, hang_timeout_seconds=77)):
+    for collectives, waits, warned in run_ranks(2, timeouts, ParallelConfig(cp=2, hang_timeout_seconds=77)):
         assert collectives == {timedelta(seconds=77 + LATER)} and waits == {PATIENT}
         assert not warned
 

@@ -1,4 +1,4 @@
-"""A training that is stopped and goes on with other devices. Lean: every rank imports it."""
+"""Training that stops and resumes on other devices. Has few imports because each rank loads it."""
 
 import signal
 from collections.abc import Callable
@@ -18,10 +18,11 @@ from tunekit.recipes import sft
 from tunekit.training import config as training
 from tunekit.training.config import Method, Taken
 
-Stretch = tuple[str, ParallelConfig, int | None]  # the config, the layout, and after how many steps it is told to stop
+# config, layout, and the number of steps after which the run is stopped
+RunSegment = tuple[str, ParallelConfig, int | None]
 
 
-def stopped_after(
+def step_and_stop(
     steps: int | None,
     model: Decoder,
     batches: list[Batch],
@@ -29,23 +30,23 @@ def stopped_after(
     update: TrainOptimizer,
     run: DistributedContext,
 ) -> Taken:
-    """A step, and from a certain one on the wish to stop, as a scheduler sends it."""
+    """Train one step. After `steps` steps, send SIGTERM as a scheduler does."""
     taken = sft.forward_backward(model, batches, cfg, update, run)
-    DONE.append(1)
-    if steps is not None and len(DONE) == steps and run.is_main_process:
+    STEPS_DONE.append(1)
+    if steps is not None and len(STEPS_DONE) == steps and run.is_main_process:
         signal.raise_signal(signal.SIGTERM)
     return taken
 
 
-DONE: list[int] = []
+STEPS_DONE: list[int] = []
 
 
-def stretches(found: list[Stretch]) -> None:
-    """Each in turn: a run from its last state on."""
+def run_segments(segments: list[RunSegment]) -> None:
+    """Run the segments in order; each resumes from the last state."""
     torch.set_num_threads(1)
-    for text, parallel, steps in found:
-        DONE.clear()
-        step: Callable = partial(stopped_after, steps)
+    for text, parallel, steps in segments:
+        STEPS_DONE.clear()
+        step: Callable = partial(step_and_stop, steps)
         cfg = replace(load.load_config(sft.SFTConfig, text), parallel=parallel)
         try:
             training.run(cfg, Method("sft", step, sft.evaluate), overwrite=False)

@@ -39,7 +39,9 @@ def load_weights(
                 non_finite[name, offset] = count
 
         is_quiet = quiet or not run.is_main_process
-        for mapping in tqdm(key_mappings(source, model), "loading", unit="tensor", disable=is_quiet or None, leave=False):
+        for mapping in tqdm(
+            key_mappings(source, model), "loading", unit="tensor", disable=is_quiet or None, leave=False
+        ):
             if TIED in mapping.ours and model.spec.tie_word_embeddings:
                 check_tied_head(source, mapping, tensors)
             else:
@@ -54,17 +56,23 @@ def key_mappings(source: HFCheckpoint, model: Decoder) -> list[KeyMapping]:
     mappings = source.key_mappings
     if model.spec.tie_word_embeddings or any(TIED in mapping.ours for mapping in mappings):
         return mappings
-    return [*mappings, *(KeyMapping((TIED,), mapping.hub, mapping.op) for mapping in mappings if mapping.ours == ("embed.weight",))]
+    return [
+        *mappings,
+        *(KeyMapping((TIED,), mapping.hub, mapping.op) for mapping in mappings if mapping.ours == ("embed.weight",)),
+    ]
 
 
 def skip_inspection(name: str, offset: Offset, values: Tensor) -> None:
     """Default of `apply_mapping`: do not inspect tensors."""
 
 
-def apply_mapping(model: Decoder, mapping: KeyMapping, read: ReadTensor, store: StoreTensor, inspect: InspectTensor = skip_inspection) -> None:
-    """Read the checkpoint tensors of a mapping, convert them, and pass them to `store`. `inspect` sees the local shards.
+def apply_mapping(
+    model: Decoder, mapping: KeyMapping, read: ReadTensor, store: StoreTensor, inspect: InspectTensor = skip_inspection
+) -> None:
+    """Read the checkpoint tensors of a mapping, convert them, and pass them to `store`.
 
-    Of stacked experts, only the local ones are read, one at a time. Weights that a layer quantizes are read in full.
+    `inspect` is called with the local shards. Of stacked experts, only the local ones are read, one at a time. Weights
+    that a layer quantizes are read in full.
     """
     if isinstance(mapping.op, Stack) and (stack := find_parameter(model, mapping.ours[0])) is not None:
         location = shard_slice(stack)
@@ -73,7 +81,9 @@ def apply_mapping(model: Decoder, mapping: KeyMapping, read: ReadTensor, store: 
             inspect(mapping.hub[i], location.offset[1:], values)
             upload(expert, values)
         return
-    for name, tensor in zip(mapping.ours, mapping.load([read(name) for name in mapping.hub], model.shapes), strict=True):
+    for name, tensor in zip(
+        mapping.ours, mapping.load([read(name) for name in mapping.hub], model.shapes), strict=True
+    ):
         target = find_parameter(model, name)
         offset, values = (), tensor
         if target is not None:
@@ -105,9 +115,9 @@ def count_non_finite(tensor: Tensor) -> int:
 
 def warn_non_finite(counts: Mapping[tuple[str, Offset], int], source: HFCheckpoint) -> None:
     """Warn about non-finite weights in a checkpoint."""
-    name, *more = sorted({name for name, _ in counts}, key=[*source.tensors].index)
-    where = f"{name}{f' and {len(more)} more tensors' if more else ''}"
-    message = f"warning: {source.tensors[name].file}: {sum(counts.values())} weights are NaN or Inf, in {where}"
+    name, *other_names = sorted({name for name, _ in counts}, key=[*source.tensors].index)
+    location = f"{name}{f' and {len(other_names)} other_names tensors' if other_names else ''}"
+    message = f"warning: {source.tensors[name].file}: {sum(counts.values())} weights are NaN or Inf, in {location}"
     tqdm.write(message, file=sys.stderr)
 
 
@@ -124,8 +134,8 @@ def check_tensors(source: HFCheckpoint, shapes: Mapping[str, Shape]) -> None:
     optional = {TIED} if source.spec.tie_word_embeddings else set()
     if missing := [name for name in shapes if name not in seen | optional]:
         hub = to_hub_name(missing[0], source.family.table)
-        more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
-        raise UserError(f"{source.path}: incomplete checkpoint, {hub}{more} is missing")
+        suffix = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
+        raise UserError(f"{source.path}: incomplete checkpoint, {hub}{suffix} is missing")
 
 
 def check_shapes(source: HFCheckpoint, mapping: KeyMapping, shapes: Mapping[str, Shape]) -> None:

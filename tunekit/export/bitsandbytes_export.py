@@ -1,4 +1,4 @@
-"""A model in four bits as a folder that transformers opens with bitsandbytes: its bytes, its names, its config."""
+"""Exports a model as a 4-bit bitsandbytes checkpoint for transformers."""
 
 import json
 import math
@@ -38,42 +38,60 @@ TYPES = {
     "fp4-double-quant": FP4Config(double_quant=True),
 }
 WEIGHT = ".weight"
-LM_HEAD = "lm_head"  # whatever a model ties it to, transformers would pack it if it were not named
-STATE_BYTES = 256  # bytes of the JSON text beside each weight: how long a number in it is, is known when it is made
+LM_HEAD = "lm_head"  # transformers quantizes it unless it is listed, even if it is tied
+STATE_BYTES = (
+    256  # bytes of the JSON state of each weight, padded, because the length of its numbers is not known in advance
+)
 
 
 @torch.no_grad()
 def export_bitsandbytes(
     source: HFCheckpoint, adapter: NoAdapter | LoRAConfig, quantization: NF4Config, folder: Path, quiet: bool = False
 ) -> HFCheckpoint:
-    """Write a model, with its adapter merged, into a folder that is there. Returns what was packed."""
-    model = source if adapter.adapter_path is None else LazyMergedCheckpoint.from_adapter(source, Path(adapter.adapter_path))
+    """Quantize a model, with its adapter merged, into an existing directory. Returns the unquantized checkpoint."""
+    model = (
+        source
+        if adapter.adapter_path is None
+        else LazyMergedCheckpoint.from_adapter(source, Path(adapter.adapter_path))
+    )
     quantized = packable_weights(model, quantization)
     if not quantized:
-        raise UserError(f"{source.path}: no linear layer of this model is a tensor that bitsandbytes packs")
+        raise UserError(f"{source.path}: this model has no linear layers that bitsandbytes can quantize")
     unquantized_entries = {name: (meta.shape, meta.dtype) for name, meta in model.tensors.items()}
-    entries = {name: packed_entries(name, *shape_and_dtype, quantization) if name in quantized else {name: shape_and_dtype} for name, shape_and_dtype in unquantized_entries.items()}
-    check_free_space(folder, sum(tensor_bytes(shape_and_dtype) for made in entries.values() for shape_and_dtype in made.values()))
+    entries = {
+        name: packed_entries(name, *shape_and_dtype, quantization) if name in quantized else {name: shape_and_dtype}
+        for name, shape_and_dtype in unquantized_entries.items()
+    }
+    check_free_space(
+        folder, sum(tensor_bytes(shape_and_dtype) for group in entries.values() for shape_and_dtype in group.values())
+    )
     if adapter.adapter_path is None:
         copy_companion_files(model.path, folder, skip=unrelated_files(model), tokenizer=model.tokenizer_dir)
     else:
         write_companion_files(model, Path(adapter.adapter_path), folder)
     shards = plan_shards(unquantized_entries, model)
     fp32_model = replace(model, keeps_prequantized=True)
-    with fp32_model.reader() as tensors, tqdm(total=len(unquantized_entries), desc="packing", disable=quiet or None, leave=False) as progress:
+    with (
+        fp32_model.reader() as tensors,
+        tqdm(total=len(unquantized_entries), desc="packing", disable=quiet or None, leave=False) as progress,
+    ):
         for file, names in shards.items():
             with SafetensorsWriter(
                 folder / file, merge_entries(entries[name] for name in names), source_layout(model, file)
             ) as writer:
                 for name in names:
                     tensor, dtype = tensors[name], unquantized_entries[name][1]
-                    made = quantize_weight(name, tensor, dtype, quantization) if name in quantized else [(name, tensor)]
-                    for key, tensor in made:
-                        writer[key] = tensor
+                    group = [(name, tensor)]
+                    if name in quantized:
+                        group = quantize_weight(name, tensor, dtype, quantization)
+                    for key, value in group:
+                        writer[key] = value
                     progress.update()
     file_entries = {file: [key for name in names for key in entries[name]] for file, names in shards.items()}
     write_index(folder, file_entries, merge_entries(entries.values()), model)
-    write_quantization_config(folder, model, quantization, [name for name in unquantized_entries if name not in quantized])
+    write_quantization_config(
+        folder, model, quantization, [name for name in unquantized_entries if name not in quantized]
+    )
     return model
 
 
@@ -82,22 +100,27 @@ def merge_entries(entries: Iterable[Entries]) -> Entries:
 
 
 def packable_weights(model: HFCheckpoint, quantization: NF4Config) -> frozenset[str]:
-    """Tensors that are the weights of linear layers there and here. Experts are none in transformers."""
+    """Weights of linear layers in both tunekit and transformers, which excludes stacked experts."""
     with torch.device("meta"):
         meta_model = Decoder(model.spec)
     quantization.apply(meta_model)
     names = {name + WEIGHT for name, layer in meta_model.named_modules() if isinstance(layer, QuantizedLinear)}
-    return frozenset(key for mapping in model.key_mappings if keeps_row_order(mapping) and names.issuperset(mapping.ours) for key in mapping.hub)
+    return frozenset(
+        key
+        for mapping in model.key_mappings
+        if keeps_row_order(mapping) and names.issuperset(mapping.ours)
+        for key in mapping.hub
+    )
 
 
 def keeps_row_order(mapping: KeyMapping) -> bool:
-    """Whether rows are there what they are here, so that blocks are the same."""
+    """Whether a mapping keeps the rows of a weight, so that quantization blocks are the same."""
     op = mapping.op
     return op == Identity() or (isinstance(op, Fused) and op.dim == 0 and not op.transposed)
 
 
 def packed_entries(name: str, shape: tuple[int, ...], dtype: torch.dtype, quantization: NF4Config) -> Entries:
-    """What bitsandbytes keeps of a weight, and under which names."""
+    """Names, shapes and dtypes of the tensors of a quantized weight."""
     count = math.prod(shape)
     blocks = count // nf4.BLOCK
     entries: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
@@ -112,8 +135,10 @@ def packed_entries(name: str, shape: tuple[int, ...], dtype: torch.dtype, quanti
     return entries
 
 
-def quantize_weight(name: str, weight: Tensor, dtype: torch.dtype, quantization: NF4Config) -> Iterator[tuple[str, Tensor]]:
-    """These tensors. `dtype` is what the weight becomes again when it is decoded."""
+def quantize_weight(
+    name: str, weight: Tensor, dtype: torch.dtype, quantization: NF4Config
+) -> Iterator[tuple[str, Tensor]]:
+    """Quantize a weight to the tensors of `packed_entries`. `dtype` is that of the dequantized weight."""
     packed, scales = nf4.quantize(weight, quantization.kind)
     state = {"quant_type": quantization.kind, "blocksize": nf4.BLOCK}
     state |= {"dtype": str(dtype).removeprefix("torch."), "shape": list(weight.shape)}
@@ -129,11 +154,21 @@ def quantize_weight(name: str, weight: Tensor, dtype: torch.dtype, quantization:
     yield f"{name}.quant_state.bitsandbytes__{quantization.kind}", torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
 
-def write_quantization_config(folder: Path, model: HFCheckpoint, quantization: NF4Config, unquantized: list[str]) -> None:
-    """Say in config.json what is packed, and which modules are not: transformers packs whatever it is not told of."""
-    if isinstance(model, LazyMergedCheckpoint) and model.base.spec.tie_word_embeddings and not model.spec.tie_word_embeddings:
+def write_quantization_config(
+    folder: Path, model: HFCheckpoint, quantization: NF4Config, unquantized: list[str]
+) -> None:
+    """Write the quantization config, with the modules that are not quantized: transformers quantizes all others."""
+    if (
+        isinstance(model, LazyMergedCheckpoint)
+        and model.base.spec.tie_word_embeddings
+        and not model.spec.tie_word_embeddings
+    ):
         mark_untied(folder / CONFIG)
-    matrices = (name.removesuffix(WEIGHT) for name in unquantized if name.endswith(WEIGHT) and len(model.tensors[name].shape) == 2)
+    matrices = (
+        name.removesuffix(WEIGHT)
+        for name in unquantized
+        if name.endswith(WEIGHT) and len(model.tensors[name].shape) == 2
+    )
     skipped = dict.fromkeys([LM_HEAD, *map(expert_parent, matrices)])
     dtype = str(model.default_dtype).removeprefix("torch.")
     method = {
@@ -150,6 +185,6 @@ def write_quantization_config(folder: Path, model: HFCheckpoint, quantization: N
 
 
 def expert_parent(module: str) -> str:
-    """A module, or what holds all experts of a layer, which need not be named one by one."""
+    """Name of a module, or of the module that contains all experts of a layer."""
     head, separator, _ = module.partition(".experts.")
     return head + separator.rstrip(".")

@@ -3,8 +3,8 @@
 `metrics.jsonl` has one line per `log_every` steps. `loss`, `grad_norm` and `lr` are of this step. `num_tokens` and
 `num_target_tokens` are running totals since step 0, over all ranks. Tokens per second, `step_time` and `data_time` are
 means since the previous line; `step_time` excludes compilation, evaluation and saving. `data_time` and memory are the
-maximum over ranks. Non-finite values are written as `null`, because JSON has no NaN. Step 0 is the model before training;
-the last line describes the final checkpoint.
+maximum over ranks. Non-finite values are written as `null`, because JSON has no NaN. Step 0 is the model before
+training; the last line describes the final checkpoint.
 """
 
 import importlib
@@ -111,7 +111,10 @@ class ThroughputCounter:
     def add_tokens(self, num_tokens: int, num_target_tokens: int) -> None:
         """Count the tokens of one step, and the target tokens among them."""
         self.tokens, self.target_tokens = self.tokens + num_tokens, self.target_tokens + num_target_tokens
-        self.num_tokens, self.num_target_tokens = self.num_tokens + num_tokens, self.num_target_tokens + num_target_tokens
+        self.num_tokens, self.num_target_tokens = (
+            self.num_tokens + num_tokens,
+            self.num_target_tokens + num_target_tokens,
+        )
 
     def state_dict(self) -> dict[str, float]:
         return dict(vars(self))
@@ -133,15 +136,17 @@ class PendingLine(NamedTuple):
     def values(self) -> dict[str, float]:
         """All values by name. Waits for the device."""
         copied = iter([] if self.copy is None else self.copy.read())
-        metrics = {name: next(copied) if isinstance(value, Tensor) else float(value) for name, value in self.metrics.items()}
+        metrics = {
+            name: next(copied) if isinstance(value, Tensor) else float(value) for name, value in self.metrics.items()
+        }
         return metrics | self.stats
 
 
 class MetricLogger:
     """Writes a metric line every `log_every` steps, on the main process. Must be called on all ranks.
 
-    On a GPU, a line is written one step later, so that the host does not wait for its values, or before anything else is
-    written or saved.
+    On a GPU, a line is written one step later, so that the host does not wait for its values, or before anything
+    else is written or saved.
     """
 
     def __init__(  # noqa: PLR0913
@@ -157,7 +162,9 @@ class MetricLogger:
     ) -> None:
         self.log_every, self.run, self.total, self.start = log_every, run, num_steps, start
         self.counter = counter or ThroughputCounter(start)
-        self.trackers = [open_tracker(tracker, folder, start, resolved or {}) for tracker in report_to] if run.is_main else []
+        self.trackers = (
+            [open_tracker(tracker, folder, start, resolved or {}) for tracker in report_to] if run.is_main else []
+        )
         self.file = open_metrics_file(folder / FILE, start) if run.is_main else None
         self.terminal = TerminalLogger(num_steps, start, run.is_main)
         self.clock, self.compiled = time.perf_counter(), compile_seconds()
@@ -185,8 +192,16 @@ class MetricLogger:
         if self.file is not None:
             self.file.close()
 
-    def log_step(self, step: int, metrics: Mapping[str, Tensor | float], *, num_tokens: int, num_target_tokens: int, data_time: float) -> None:
-        """Log a finished step: its loss, grad_norm, lr and other metrics, its token counts, and `data_time` in seconds."""
+    def log_step(
+        self,
+        step: int,
+        metrics: Mapping[str, Tensor | float],
+        *,
+        num_tokens: int,
+        num_target_tokens: int,
+        data_time: float,
+    ) -> None:
+        """Log a finished step: metrics such as loss, grad_norm and lr, token counts, and `data_time` in seconds."""
         self.counter.add_tokens(int(num_tokens), int(num_target_tokens))
         self.counter.data_time += float(data_time)
         if self.is_due(step):
@@ -255,7 +270,11 @@ class MetricLogger:
     def throughput(self, step: int) -> dict[str, float]:
         """Token totals, rates and times since the last line."""
         self.add_elapsed_time()
-        tokens, target_tokens, seconds = self.counter.tokens, self.counter.target_tokens, max(self.counter.seconds, 1e-9)
+        tokens, target_tokens, seconds = (
+            self.counter.tokens,
+            self.counter.target_tokens,
+            max(self.counter.seconds, 1e-9),
+        )
         step_time = seconds / (step - self.counter.last_step)
         self.mean_step_time = step_time if self.mean_step_time == 0 else 0.9 * self.mean_step_time + 0.1 * step_time
         values = {"num_tokens": self.counter.num_tokens, "num_target_tokens": self.counter.num_target_tokens}
@@ -274,10 +293,10 @@ class MetricLogger:
             return
         line = encode_line(step, values)
         try:
-            written = self.file.write(line)
+            num_bytes = self.file.write(line)
         except OSError as error:
             raise UserError(f"{self.file.name}: write failed, {error.strerror}. Fix the disk and rerun.") from error
-        if written != len(line):
+        if num_bytes != len(line):
             raise UserError(f"{self.file.name}: write failed, the disk is full. Free disk space and rerun.")
         for tracker in self.trackers:
             tracker.log(step, values)

@@ -23,14 +23,18 @@ class Logger:
         default_uri = f"sqlite:///{directory.resolve()}/mlflow.db"
         self.client = MlflowClient(config.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or default_uri)
         experiment_entity = self.client.get_experiment_by_name(config.experiment_name)
-        experiment = experiment_entity.experiment_id if experiment_entity else self.client.create_experiment(config.experiment_name)
+        experiment = (
+            experiment_entity.experiment_id
+            if experiment_entity
+            else self.client.create_experiment(config.experiment_name)
+        )
         name = config.run_name or folder.resolve().name
         self.id = run_id(directory, lambda: self.client.create_run(experiment, run_name=name).info.run_id)
         self.sent = None
         logged = self.client.get_run(self.id).data.params  # immutable, but some differ when a run is resumed
         params = [Param(key, str(value)[:500]) for key, value in flatten(resolved) if key not in logged]
-        for first in range(0, len(params), PARAMS):
-            self.client.log_batch(self.id, params=params[first : first + PARAMS])
+        for offset in range(0, len(params), PARAMS):
+            self.client.log_batch(self.id, params=params[offset : offset + PARAMS])
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         now = int(time.time() * 1000)

@@ -45,7 +45,7 @@ class MemoryConfig:
         self.check(device)
         model.layer_call = self.through()
         if self.activation_offloading:
-            model.layer_call = ActivationOffloader(model).around(model.layer_call or call_layer)
+            model.layer_call = ActivationOffloader(model).wrap_layer_call(model.layer_call or call_layer)
 
     def through(self) -> Callable[..., Tensor] | None:
         """How a layer is called where gradients are wanted; None: just so."""

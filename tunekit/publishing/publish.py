@@ -70,7 +70,11 @@ class HubUploader:
     """
 
     def __init__(
-        self, config: PushToHubConfig | None, folder: Path, write_checkpoint: Callable[[Path], object], run: DistributedContext
+        self,
+        config: PushToHubConfig | None,
+        folder: Path,
+        write_checkpoint: Callable[[Path], object],
+        run: DistributedContext,
     ) -> None:
         """`write_checkpoint` saves the model into a directory, on all ranks. The main process uploads."""
         self.config, self.folder, self.write_checkpoint, self.run = config, folder, write_checkpoint, run
@@ -88,14 +92,18 @@ class HubUploader:
         if self.config is None or not self.is_due(step, num_steps):
             return
         if self.run.run_on_main(self.is_busy):
-            self.run.log(f"warning: step {step} is not uploaded: the previous upload to {self.config.repo_id} is in progress")
+            self.run.log(
+                f"warning: step {step} is not uploaded: the previous upload to {self.config.repo_id} is in progress"
+            )
             return
         folder = self.folder / UPLOAD / f"{step:08d}"
         with atomic.SharedAtomicDir(folder, self.run) as partial_dir:
             self.write_checkpoint(partial_dir)
         description = f"This is step {step:,} of {num_steps:,} of an unfinished run."
         if self.run.is_main_process:
-            self.thread = Thread(target=push_checkpoint, args=(self.config, folder, f"Step {step}", description), daemon=True)
+            self.thread = Thread(
+                target=push_checkpoint, args=(self.config, folder, f"Step {step}", description), daemon=True
+            )
             self.thread.start()
 
     def is_busy(self) -> bool:
@@ -145,7 +153,7 @@ def push_result(config: PushToHubConfig | None, run: Path, final: Path) -> None:
 
 
 def push_dir(config: PushToHubConfig, folder: Path, message: str, description: str = "") -> upload.UploadResult:
-    """Upload a checkpoint directory in one commit, merged if `merge_adapter` is set. `description` adds a model card."""
+    """Upload a checkpoint directory in one commit, merged with `merge_adapter`. `description` adds a model card."""
     if description:
         model_card.write_minimal_card(folder, base_checkpoint(folder), about=description)
     if not config.merge_adapter or not (folder / peft_adapter.CONFIG).is_file():
@@ -159,11 +167,11 @@ def push_dir(config: PushToHubConfig, folder: Path, message: str, description: s
         return upload.upload_files(list_files(merged), config.target, message)
 
 
-def find_result_dir(word: str) -> tuple[Path, bool]:
+def find_result_dir(source: str) -> tuple[Path, bool]:
     """Directory to upload for a run, checkpoint or adapter, and whether a run has written it."""
-    path = assets.model_dir(word) or Path(word).expanduser()
+    path = assets.model_dir(source) or Path(source).expanduser()
     if not path.is_dir():
-        raise UserError(f"{word}: directory not found")
+        raise UserError(f"{source}: directory not found")
     folder = build.final_dir_of(path)
     if not any((folder / name).is_file() for name in ("config.json", peft_adapter.CONFIG)):
         raise UserError(f"{folder}: no config.json and no {peft_adapter.CONFIG}. Specify a run, checkpoint or adapter.")
@@ -184,7 +192,9 @@ def merged_dir(folder: Path, out: Path | None = None, device: str = "auto") -> I
             try:
                 out = Path(stack.enter_context(TemporaryDirectory(prefix=".merged-", dir=folder.parent)), folder.name)
             except OSError as error:
-                raise UserError(f"{folder.parent}: cannot create a directory, {error.strerror}. Set --merged-dir.") from error
+                raise UserError(
+                    f"{folder.parent}: cannot create a directory, {error.strerror}. Set --merged-dir."
+                ) from error
         with atomic.AtomicDir(out) as partial_dir:
             merge.merge_adapter(source, folder, partial_dir)
             print_line(str(verify.verify_merge(partial_dir, source, adapter, DistributedContext(device=device).device)))

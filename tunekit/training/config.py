@@ -378,7 +378,7 @@ def train(job: Job, sender: HubUploader) -> int:
             state.save(0)
         run.listen(job.space.folder / run_dir.STOP)
         for step in watch.over(start, steps):
-            if patience.over:
+            if patience.triggered:
                 run.log(f"early stopping at step {step}: {cfg.early_stopping_patience} evaluations, no lower loss")
                 break
             with log.pause():
@@ -439,11 +439,11 @@ def between(job: Job, parts: Parts, done: int, steps: int, log: MetricLogger) ->
     cfg, run, last = job.cfg, job.run, done == steps
     if job.held and (last or done % cfg.eval_every == 0):
         settle(job, parts, log)
-        parts.patience.watch(evaluate(job, done, log))
+        parts.patience.update(evaluate(job, done, log))
     if job.skill.due(done, last):
         settle(job, parts, log)
         job.skill.measure(job.model, run, log.log, done)
-    if last or done % cfg.save_every == 0 or parts.patience.over or job.skill.ends or run.stopping:
+    if last or done % cfg.save_every == 0 or parts.patience.triggered or job.skill.ends or run.stopping:
         settle(job, parts, log)
         run.heartbeat.beat(done, "save")
         parts.state.save(done)
