@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.parallel.ranks import run_ranks
+from tests.helpers.ranks import run_ranks
 from tunekit.config.errors import FieldErrors
 from tunekit.distributed.context import DistributedContext
 from tunekit.errors import FieldError, UserError

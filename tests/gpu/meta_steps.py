@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from tests.checkpoints import SHAPES
 from tests.gpu.device_rules import META
+from tests.helpers.random_checkpoints import SHAPES
 from tunekit import build
 from tunekit.adapters.config import FrozenModel, LoRAConfig, NoAdapter
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
@@ -67,7 +67,8 @@ def read_spec(name: str, score: ScoreHead | None = None, layers: int | None = No
 def representative_spec(name: str) -> DecoderSpec:
     """The spec of a family, with one layer of each kind, and experts of the sizes that fused products take."""
     spec = read_spec(name)
-    shares_kv = any(isinstance(layer.mixer, Attention) and layer.mixer.kv_shared_layer is not None for layer in spec.layers)
+    mixers = [layer.mixer for layer in spec.layers]
+    shares_kv = any(isinstance(mixer, Attention) and mixer.kv_shared_layer is not None for mixer in mixers)
     layers = spec.layers if shares_kv else tuple(dict.fromkeys(spec.layers))
     return replace(spec, layers=tuple(replace(layer, ffn=aligned(layer.ffn)) for layer in layers))
 
@@ -76,7 +77,9 @@ def aligned(ffn: Any) -> Any:
     """Experts of other sizes are multiplied one by one, for which the host waits for the number of their rows."""
     if isinstance(ffn, DenseMoE):
         return replace(ffn, sparse=aligned(ffn.sparse))
-    return replace(ffn, intermediate_size=-(-ffn.intermediate_size // ALIGNED) * ALIGNED) if isinstance(ffn, MoE) else ffn
+    if not isinstance(ffn, MoE):
+        return ffn
+    return replace(ffn, intermediate_size=-(-ffn.intermediate_size // ALIGNED) * ALIGNED)
 
 
 def build_model(
@@ -113,7 +116,18 @@ def make_batches(packed: bool, vocab: int, sign: DocFlags | None = None, crossed
     if not packed and not owned:
         rows = [np.array([i]) for i in range(len(LENGTHS))]
     shared = owned and packed and not (sign & DocFlags.STEPWISE)
-    layout = Collator(2, 1, 0, 1, 0, 128 if packed else None, 2, with_document_ids=owned, max_mismatched_length=crossed, share_prefixes=shared)
+    layout = Collator(
+        2,
+        1,
+        0,
+        1,
+        0,
+        128 if packed else None,
+        2,
+        with_document_ids=owned,
+        max_mismatched_length=crossed,
+        share_prefixes=shared,
+    )
     return layout.micro_batches(documents, rows)
 
 

@@ -8,19 +8,19 @@ import torch
 import torch.nn.functional as F
 import transformers
 
-from tests.checkpoints import (
+from tests.helpers.dense_shapes import DENSE
+from tests.helpers.random_checkpoints import (
     SHAPES,
     auto_class,
-    make_batch,
     build,
-    relative_error,
-    make_checkpoint,
     load_model,
-    save,
     load_transformers_model,
+    make_batch,
+    make_checkpoint,
     random_tokens,
+    relative_error,
+    save,
 )
-from tests.shapes_dense import DENSE
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
 from tunekit.checkpoint.save_model import full_weight
 from tunekit.data.dataloader.batch import IGNORE

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from tests.parallel.ranks import run_ranks
+from tests.helpers.ranks import run_ranks
 from tests.plan.workloads import build_workload, make_checkpoint
 from tunekit import build
 from tunekit.distributed.context import DistributedContext

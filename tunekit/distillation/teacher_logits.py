@@ -49,7 +49,7 @@ class TopKLogits:
             results.append(top_k_targets(hidden.flatten(0, 1), head, rows, self.top, self.temperature, self.ids))
             return hidden[:0]
 
-        model(batch.tokens, batch.positions, batch.layout, read=read)
+        model(batch.tokens, batch.positions, batch.layout, head_fn=read)
         return results[0]
 
 
@@ -117,7 +117,7 @@ def write_block(directory: Path, dp_rank: int, results: Sequence[tuple[Batch, To
         "keys": [span.key for span in spans],
         "counts": [span.num_target_tokens for span in spans],
         "ids": torch.cat([top.ids for _, top in results]).cpu().numpy(),
-        "logs": torch.cat([top.logs for _, top in results]).float().cpu().numpy(),
+        "logs": torch.cat([top.log_probs for _, top in results]).float().cpu().numpy(),
     }
     for name, column in columns.items():
         np.asarray(column, DTYPES[name]).tofile(directory / f"{dp_rank:05d}.{name}")

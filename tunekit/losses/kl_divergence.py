@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tunekit.data.dataloader.batch import Batch
 from tunekit.errors import FieldError
-from tunekit.kernels.kl_divergence import FIGURES, KLMixture, TeacherTargets, linear_kl_divergence
+from tunekit.kernels.kl_divergence import METRICS, KLMixture, TeacherTargets, linear_kl_divergence
 from tunekit.losses.cross_entropy import local_targets
 from tunekit.models.decoder import Decoder, Head
 
@@ -43,15 +43,15 @@ class KLDivergenceLoss:
             metrics.append(sums)
             return loss
 
-        loss = model(batch.tokens, batch.positions, batch.layout, read=read, part=True)
-        return loss, dict(zip(FIGURES, metrics[0].unbind(), strict=True))
+        loss = model(batch.tokens, batch.positions, batch.layout, head_fn=read, sharded=True)
+        return loss, dict(zip(METRICS, metrics[0].unbind(), strict=True))
 
     def mixture(self) -> KLMixture:
         return self.make_mixture(1.0)
 
     def make_mixture(self, *weights: float) -> KLMixture:
         """Mixture with the given weight and skew of KL(q || p), then weight and skew of KL(p || q)."""
-        return KLMixture(*weights, temperature=self.temperature, truth=1.0 - self.kd_ratio)
+        return KLMixture(*weights, temperature=self.temperature, ce_weight=1.0 - self.kd_ratio)
 
 
 @dataclass(frozen=True)

@@ -90,8 +90,8 @@ class RewardLoss:
         """Raise UserError with the row of the first label that is not one of `labels` classes."""
         for dataset in datasets if self.labels_are_classes else ():
             invalid = is_invalid_label(values := torch.tensor(dataset.values), labels).nonzero().flatten()
-            if len(invalid) and dataset.ends is not None:
-                row = dataset.row_location(int(np.searchsorted(dataset.ends, int(invalid[0]), side="right")))
+            if len(invalid) and dataset.value_ends is not None:
+                row = dataset.row_location(int(np.searchsorted(dataset.value_ends, int(invalid[0]), side="right")))
                 raise UserError(f"{row}: {invalid_label_message(values[invalid], labels)}")
 
     def num_units(self, batch: Batch, labels: int) -> int:
@@ -235,7 +235,7 @@ class ProcessReward(RewardLoss):
         def read(hidden: Tensor, head: Head) -> Tensor:
             return head(hidden.flatten(0, 1)[target_rows].float())
 
-        logits = model(batch.tokens, batch.positions, batch.layout, read=read, part=True)
+        logits = model(batch.tokens, batch.positions, batch.layout, head_fn=read, sharded=True)
         num_correct = (logits.argmax(1) == labels).float().sum()
         loss = F.cross_entropy(logits, labels, reduction="sum")
         # CP ranks may hold different steps of these documents. All of them return the same sums.
@@ -260,7 +260,7 @@ def document_scores(model: Decoder, batch: Batch) -> Tensor:
         scores = head(hidden.flatten(0, 1)[rows].float())  # fp32 costs little for one token per document
         return scores.new_zeros(count, score.labels).index_add(0, doc_ids[rows], scores)
 
-    scores = model(batch.tokens, batch.positions, batch.layout, read=read, part=True)
+    scores = model(batch.tokens, batch.positions, batch.layout, head_fn=read, sharded=True)
     return model.cp_sharding.all_reduce_sum(scores)
 
 

@@ -13,7 +13,7 @@ import torch
 
 from tunekit.distributed.fsdp import MAX_UNREDUCED_FRACTION
 from tunekit.distributed.parallel_dims import ParallelDims
-from tunekit.kernels.cross_entropy import MULTIPLE, ROOM
+from tunekit.kernels.cross_entropy import TOKEN_MULTIPLE, CHUNK_BYTES
 from tunekit.plan import onednn_cache
 from tunekit.plan.hardware import ClusterSpec
 from tunekit.plan.layer_profile import LayerPass, MemoryInterval, ParamSize, StepProfile
@@ -156,7 +156,7 @@ class RankMemoryModel:
     def chunk(self) -> int:
         """Bytes of logits at most of a model that is asked."""
         every = self.task.tokens(self.sizes) * self.task.source.spec.vocab * self.task.compute.itemsize
-        return min(ROOM[self.task.device], every // self.sizes.tp)
+        return min(CHUNK_BYTES[self.task.device], every // self.sizes.tp)
 
     @property
     def flows(self) -> bool:
@@ -368,7 +368,7 @@ def larger(books: RankMemoryModel, machine: ClusterSpec) -> int:
         return 0
     task, vocab = books.task, -(-books.task.source.spec.vocab // books.sizes.tp)
     learnt = any(weight.trained and weight.name.startswith(("embed", "head")) for weight in books.step.root)
-    row, parts = vocab * task.compute.itemsize, -(-task.tokens(books.sizes) // MULTIPLE)
-    most = {device: (1 + learnt) * bytes // row // MULTIPLE or 1 for device, bytes in ROOM.items()}
-    sizes = {device: MULTIPLE * -(-parts // -(-parts // count)) * row for device, count in most.items()}
+    row, parts = vocab * task.compute.itemsize, -(-task.tokens(books.sizes) // TOKEN_MULTIPLE)
+    most = {device: (1 + learnt) * bytes // row // TOKEN_MULTIPLE or 1 for device, bytes in CHUNK_BYTES.items()}
+    sizes = {device: TOKEN_MULTIPLE * -(-parts // -(-parts // count)) * row for device, count in most.items()}
     return sizes["cuda"] - sizes["cpu"]

@@ -77,7 +77,7 @@ def check_float8(context: Context) -> Result:
     comparison = Comparison(context, "Triton" if context.device.type == "cuda" else "torch")
     weight = torch.randn(OUT, INNER)
     blocks = weight.view(-1, nf4.BLOCK)
-    scales = blocks.abs().amax(1) / float8.LARGEST
+    scales = blocks.abs().amax(1) / float8.MAX_VALUE
     codes = (blocks / scales[:, None]).to(torch.float8_e4m3fn)
     packed, actual_scales = float8.quantize(weight.to(context.device))
     comparison.check_equal("quantized codes", packed, codes.view(torch.uint8).flatten(), max_fraction=1e-4)
@@ -96,7 +96,7 @@ def check_few(context: Context) -> Result:
     comparison = Comparison(context, require_fast_version(context, gemv))
     weight, bias = torch.randn(300, INNER).to(BF16), torch.randn(300).to(BF16)
     with torch.no_grad():
-        for rows in range(1, gemv.FEW + 1):
+        for rows in range(1, gemv.MAX_ROWS + 1):
             x = torch.randn(rows, INNER).to(BF16)
             expected = F.linear(x.to(FP32), weight.to(FP32), bias.to(FP32))
             comparison.check(f"{rows} rows", gemv.gemv(x, weight, bias), expected)

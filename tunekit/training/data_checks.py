@@ -18,7 +18,7 @@ MOST = 8  # lines in the log
 def check_targets(cfg: Any, loaders: Mapping[str, DataLoader | None], tokenizer: Tokenizer) -> list[CheckTarget]:
     """The parts of a config, measured: what is learnt first."""
     return [
-        CheckTarget(part, loader.datasets, tokenizer, check_context(cfg, part, loader, tokenizer.vocab))
+        CheckTarget(part, loader.datasets, tokenizer, check_context(cfg, part, loader, tokenizer.vocab_size))
         for part, loader in loaders.items()
         if loader is not None
     ]

@@ -99,7 +99,7 @@ def spans(batch: Batch, rows: Sequence[Sequence[Document]]) -> list[slice]:
 def logit_differences(model: Decoder, trial: PackingProbe, run: DistributedContext) -> list[float]:
     """How far each document's logits are from those alone. Scores are too few to have a spread: there it is what they
     are made of."""
-    alone = [model(to_batch(document, run), read=hidden_states).flatten(0, 1) for document in trial.documents]
+    alone = [model(to_batch(document, run), head_fn=hidden_states).flatten(0, 1) for document in trial.documents]
     found: list[float] = []
 
     def read(hidden: Tensor, head: Head) -> Tensor:  # in here the head is whole where weights are sharded
@@ -115,7 +115,7 @@ def logit_differences(model: Decoder, trial: PackingProbe, run: DistributedConte
 
 
 def forward_packed(model: Decoder, batch: Batch, read: Callable[[Tensor, Head], Tensor]) -> None:
-    model(batch.tokens, batch.positions, batch.layout, read=read)
+    model(batch.tokens, batch.positions, batch.layout, head_fn=read)
 
 
 def to_batch(document: Document, run: DistributedContext) -> Tensor:
@@ -135,7 +135,7 @@ def hidden_states(hidden: Tensor, head: Head) -> Tensor:
 def first_leaking_layer(model: Decoder, trial: PackingProbe, number: int, limit: float, run: DistributedContext) -> str:
     """The first layer behind which a document is another one, in words; nothing if that is none."""
     with record_layer_outputs(model) as outputs:
-        model(to_batch(trial.documents[number], run), read=hidden_states)
+        model(to_batch(trial.documents[number], run), head_fn=hidden_states)
         forward_packed(model, trial.batch, hidden_states)
     half, span = len(outputs) // 2, trial.spans[number]
     for layer, (alone, together) in enumerate(zip(outputs[:half], outputs[half:], strict=True)):

@@ -91,7 +91,7 @@ def build_report(recipe: Any, cfg: Any, rows: int | list[str], make_targets: Mak
     shown = first_examples(samplers, rows) if isinstance(rows, int) else find_examples(samplers, rows)
     stats = tuple(
         compute_stats(target, loaders[key], mixtures[key], first_bad_rows(loaders[key]))
-        for key, target in ((target.part, target) for target in targets)
+        for key, target in ((target.config_key, target) for target in targets)
     )
     findings = [*find_bad_rows(mixtures, loaders), *run_data_checks(*targets)]
     for loader in loaders.values():
@@ -117,14 +117,15 @@ def find_bad_rows(mixtures: Mapping[str, MixtureBase], loaders: Mapping[str, Dat
             count, rows = documents.summary.skipped, documents.summary.rows
             for bad_row in islice(iter_bad_rows(documents), 1):
                 is_error = dataset.on_bad_row == "error" or count > dataset.max_bad_row_fraction * rows
-                hint = "fix or remove them" if is_error else "they are skipped (`on_bad_row: skip`)"
+                hint = "Fix or remove them" if is_error else "They are skipped (`on_bad_row: skip`)"
                 allowed = (
                     f", `max_bad_row_fraction` allows {format_percent(dataset.max_bad_row_fraction)}"
                     if dataset.on_bad_row == "skip"
                     else ""
                 )
                 summary = f"{count:,} of {rows:,} rows {'is' if count == 1 else 'are'} bad"
-                message = f"{summary} ({format_percent(count / rows)}{allowed}): {bad_row.reason}"
+                reason = bad_row.reason.removesuffix(".")  # findings add the period
+                message = f"{summary} ({format_percent(count / rows)}{allowed}): {reason}"
                 severity = "wrong" if is_error else "note"
                 yield Finding(severity, "bad rows", key, message, hint, count, count / rows, (), (bad_row.where,))
 
@@ -161,7 +162,7 @@ def examples_of_findings(
     targets: list[CheckTarget], findings: list[Finding], shown: tuple[ExampleView, ...]
 ) -> Iterator[ExampleView]:
     """Yield the rows that findings refer to, except those that are shown already."""
-    targets_by_key = {target.part: target for target in targets}
+    targets_by_key = {target.config_key: target for target in targets}
     seen = {(example.config_key, example.where) for example in shown}
     for finding in findings:
         key = finding.config_key

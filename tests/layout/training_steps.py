@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests import pairs
+from tests.helpers import preference_pairs
 from tunekit import build
 from tunekit.adapters.config import NoAdapter
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
@@ -60,7 +60,7 @@ class Outcome:
 def make_micro_batches(case: Case, step: int, run: DistributedContext) -> list[Batch]:
     """Micro-batches of this rank for a step. Each row has a different number of target tokens."""
     if case.pairs:
-        return pairs.make_batches(case.pairs == "shared", run.dp_rank, run.dims.dp_size, case.micro_batch)
+        return preference_pairs.make_batches(case.pairs == "shared", run.dp_rank, run.dims.dp_size, case.micro_batch)
     generator = torch.Generator().manual_seed(100 + step)
     rows = torch.randint(0, case.vocab, (ROWS, case.length), generator=generator)
     is_target = torch.rand(rows.shape, generator=generator) < torch.tensor([0.2, 0.9, 0.5, 0.7])[:, None]
@@ -97,9 +97,9 @@ def train_case(case: Case) -> Outcome:
         update = case.memory.update(optimizer, case.clip, run)
         for step in range(case.steps):
             run.seed_step(step)
-            taken = sft.forward_backward(model, make_micro_batches(case, step, run), cfg, update, run)
-            outcome.losses.append(float(taken.loss))
-            outcome.norms.append(float(taken.norm))
+            output = sft.forward_backward(model, make_micro_batches(case, step, run), cfg, update, run)
+            outcome.losses.append(float(output.loss))
+            outcome.norms.append(float(output.norm))
         parameters = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         outcome.tensors = {name: full_tensor(p).clone() for name, p in parameters}
     return outcome

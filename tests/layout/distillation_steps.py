@@ -6,7 +6,7 @@ from pathlib import Path
 import tokenizers
 import torch
 
-from tests.layout.steps import FP32, Case, Outcome, make_micro_batches
+from tests.layout.training_steps import FP32, Case, Outcome, make_micro_batches
 from tunekit import build
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
 from tunekit.data.dataloader.batch import Collator
@@ -60,12 +60,12 @@ def run_distillation(case: DistillCase) -> Outcome:
         metrics = {}
         for step in range(case.steps):
             run.begin_step(step)
-            taken = distill.forward_backward(
+            output = distill.forward_backward(
                 model, make_micro_batches(case, step, run), replace(cfg), update, run, **modules
             )
-            outcome.losses.append(float(taken.loss))
-            outcome.norms.append(float(taken.norm))
-            metrics = {name: float(value) for name, value in taken.figures.items()}
+            outcome.losses.append(float(output.loss))
+            outcome.norms.append(float(output.norm))
+            metrics = {name: float(value) for name, value in output.figures.items()}
         outcome.losses += [metrics[name] for name in sorted(metrics)]
         parameters = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         outcome.tensors = {name: full_tensor(p).clone() for name, p in parameters}

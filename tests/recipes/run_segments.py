@@ -31,11 +31,11 @@ def step_and_stop(
     run: DistributedContext,
 ) -> Taken:
     """Train one step. After `steps` steps, send SIGTERM as a scheduler does."""
-    taken = sft.forward_backward(model, batches, cfg, update, run)
+    output = sft.forward_backward(model, batches, cfg, update, run)
     STEPS_DONE.append(1)
     if steps is not None and len(STEPS_DONE) == steps and run.is_main_process:
         signal.raise_signal(signal.SIGTERM)
-    return taken
+    return output
 
 
 STEPS_DONE: list[int] = []
