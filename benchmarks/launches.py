@@ -68,7 +68,7 @@ def tunekit_step(method: str, num_layers: int) -> Step:
     model = assemble.build_meta_model(
         SimpleNamespace(spec=spec), NF4Config(double_quant=True) if method == "qlora" else NoQuantization(), adapter
     )
-    run = DistributedContext.alone()
+    run = DistributedContext.single_process()
     run.device = CUDA
     PrecisionConfig("bf16", frozen_dtype="bf16").apply(model, {}, CUDA)
     MemoryConfig().apply(model, CUDA)

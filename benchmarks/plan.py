@@ -113,7 +113,7 @@ def planned_bytes(task: Workload, count: int) -> int:
 
 def run_steps(task: Workload, steps: int, run: DistributedContext) -> None:
     """Steps of a model with random weights, set up as in assemble.build_model."""
-    sizes = run.sizes
+    sizes = run.dims
     net = build.build_meta_model(task.source, task.quantization, task.adapter)
     parallelize(net, run)
     task.precision.apply(net, dtypes(task.source, net), CPU)

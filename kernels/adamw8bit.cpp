@@ -1,6 +1,6 @@
-// A step of AdamW with moments of eight bits: one pass over the memory, block by block in the cache. See adamw8bit.py.
+// AdamW step with 8-bit moments: one pass over memory, block by block in the cache. See adamw8bit.py.
 //
-// Products and sums are never fused (-ffp-contract=off): codes are those of the reference, and of the kernel for a GPU.
+// Multiply-adds are not fused (-ffp-contract=off), so that codes equal those of the reference and the Triton kernel.
 
 #include <cmath>
 #include <cstdint>
@@ -12,7 +12,7 @@ namespace {
 
 constexpr int BLOCK = 256, FIRST = 20, SECOND = 19, LOW = 112;
 constexpr uint32_t TURN = 324019;
-constexpr int64_t FEW = 64;  // blocks that are not worth a second thread
+constexpr int64_t FEW = 64;  // blocks per thread, at least
 
 struct Factors {
     float keep, fresh, keep_square, fresh_square, shrink, size, correct, eps;
@@ -32,7 +32,7 @@ inline float real(int32_t x) {
 
 inline int32_t within(int32_t x, int32_t low, int32_t high) { return x < low ? low : x > high ? high : x; }
 
-// Moments of a block out of their codes, by one step further, and the weights with them.
+// Decode the moments of a block, update them, and update the weights.
 template <typename T>
 void move(T* w, const T* g, const uint8_t* first, const uint8_t* second, const float* scales, const Factors& f, int n,
           float* m, float* root) {
@@ -47,7 +47,7 @@ void move(T* w, const T* g, const uint8_t* first, const uint8_t* second, const f
     }
 }
 
-// Sizes compare as whole numbers do, and those are compared many at once. What is no number is above all others.
+// Magnitudes are compared as integers, which vectorizes. NaN is larger than all other values.
 float largest(const float* x, int n) {
     int32_t top = 0;
     for (int i = 0; i < n; i++) {

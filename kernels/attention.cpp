@@ -1,11 +1,11 @@
-// Causal softmax attention of packed documents on the CPU: forward, and backward from the log-sum-exp alone.
+// Causal softmax attention of packed documents on the CPU: forward, and backward from the log-sum-exp.
 //
-// A unit of work is one head of keys and a stretch of one document's queries, for all heads of queries that share the
-// keys. A document may have more keys than queries: these are then its last ones. How documents are cut into units
-// depends on the lengths alone: any number of threads gives the same bits.
+// A unit of work is one key head and a range of the queries of one document, for all query heads that share the key
+// head. If a document has more keys than queries, the queries belong to the last keys. Units depend only on the lengths
+// of documents, so that results do not depend on the number of threads.
 //
-// Products take cells of 32 bits, two bf16 numbers or one fp32: the left side is (rows, cells), the right side
-// (cells, columns), with the two numbers of a cell side by side in the dimension that is summed.
+// Matmuls use cells of 32 bits, two bf16 values or one fp32 value: the left side is (rows, cells), the right side
+// (cells, columns), with the two values of a cell adjacent in the reduced dimension.
 
 #include <algorithm>
 #include <cmath>
@@ -17,18 +17,18 @@
 #include <vector>
 
 extern "C" struct Call {
-    const void *q, *k, *v;     // (T, H, D), (T, H_kv, D), (T, H_kv, V), the last dimension without gaps
+    const void *q, *k, *v;     // (T, H, D), (T, H_kv, D), (T, H_kv, V), last dimension contiguous
     void* y;                   // (T, H, V)
     float* lse;                // (H, T): log2 of the sum of 2^score, scores times log2(e)
-    const float* sinks;        // (H,) or nothing
+    const float* sinks;        // (H,) or null
     const void* grad;          // (T, H, V), as y
-    void *dq, *dk, *dv;        // as q, k, v, without gaps; zero where no query sees a key
-    float* delta;              // (H, T): the product of y and its gradient
+    void *dq, *dk, *dv;        // as q, k, v, contiguous; zero for keys that no query attends to
+    float* delta;              // (H, T): dot products of y and its gradient
     const int64_t* offsets;    // (documents + 1,) bounds of the queries
-    const int64_t* key_offsets;  // (documents + 1,) of the keys, of which the last are those of the queries
+    const int64_t* key_offsets;  // (documents + 1,) bounds of the keys, the last of which belong to the queries
     int64_t documents, tokens, heads, kv_heads, dim, v_dim, window, chunk;
     int64_t q_token, q_head, k_token, k_head, v_token, v_head;  // strides
-    float scale, softcap;      // no softcap: 0
+    float scale, softcap;      // softcap 0: none
     int32_t threads;
 };
 
@@ -40,15 +40,15 @@ namespace {
 // ---- Units ----
 
 struct Unit {
-    int64_t start;         // key where the document begins; what follows counts from there
-    int64_t first;         // where a query of that key would be: those of the first keys may be lacking
-    int64_t query, end;    // the stretch of queries
-    int64_t key;           // the first key that any of them sees
-    int64_t own;           // the first key whose gradients are added up here
-    int64_t head;          // of keys
-    int64_t parts;         // units of this document and head that follow this one, and itself
-    bool alone;            // no other unit has gradients for these keys
-    int64_t room;          // where the sums for them stand, if not
+    int64_t start;         // first key of the document; the following fields are relative to it
+    int64_t first;         // index of the query of the first key, which may not exist
+    int64_t query, end;    // range of queries
+    int64_t key;           // first key that any of them attends to
+    int64_t own;           // first key whose gradients this unit sums up
+    int64_t head;          // key head
+    int64_t parts;         // number of remaining units of this document and head, including this one
+    bool alone;            // no other unit has gradients of these keys
+    int64_t room;          // offset of the partial sums otherwise
     double work;
 
     int64_t keys() const { return up(end - key, LANES); }
@@ -56,7 +56,7 @@ struct Unit {
 
 int64_t oldest(const Call& c, int64_t query) { return std::max<int64_t>(0, query - c.window + 1); }
 
-// A document, or a chunk of one: none sees another. The first `lacking` keys have no queries.
+// A document, or a chunk of one. The first `lacking` keys have no queries.
 struct Piece {
     int64_t start, first, length, lacking;
 
@@ -102,7 +102,7 @@ std::vector<Unit> units(const Call& c) {
     return found;
 }
 
-// The largest first: threads then end together.
+// Largest units first, for load balance.
 std::vector<int64_t> order(const std::vector<Unit>& all) {
     std::vector<int64_t> by(all.size());
     std::iota(by.begin(), by.end(), 0);
@@ -113,10 +113,10 @@ std::vector<int64_t> order(const std::vector<Unit>& all) {
 // ---- Forward ----
 
 struct Line {
-    float most[QUERIES], sum[QUERIES];  // of the scores of a query so far
+    float most[QUERIES], sum[QUERIES];  // running maximum and sum of the scores of a query
 };
 
-// Scores of one query on `columns` keys, of which it sees [from, to), become shares of what it has seen so far.
+// Online softmax: turns the scores of one query on `columns` keys, of which [from, to) are visible, into weights.
 template <typename T>
 void soften(float* scores, T* shares, int64_t columns, int64_t from, int64_t to, const Scale& scale, float& most,
                  float& sum, float* out, int64_t width) {
@@ -201,25 +201,25 @@ void forward(const Call& c, const Unit& u) {
 
 // ---- Backward ----
 
-// A query's numbers along the lanes: its log-sum-exp, and the product of its output and the gradient of that.
+// Values of queries, one per lane: log-sum-exp, and dot product of output and output gradient.
 struct Turned {
     float lse[BACK_QUERIES], delta[BACK_QUERIES];
 };
 
-// From scores and the gradients of shares, keys along the rows and queries along the lanes, to shares and the
-// gradients of scores: both as left sides of products that sum over queries, these also as a right side over keys.
+// Computes probabilities and score gradients from scores and probability gradients, with keys along the rows and
+// queries along the lanes. Both are left sides of matmuls over queries; score gradients also are a right side over keys.
 template <typename T>
 struct Change {
     const float *scores, *changes;  // (BACK_KEYS, BACK_QUERIES)
     T *shares, *left;
     cell* right;
 
-    // `edge`: the query of the first lane less the key of the first row.
+    // `edge`: query of the first lane minus key of the first row.
     __m512 row(const Call& c, const Scale& scale, const Turned& line, int64_t r, int64_t edge, int64_t lane) const {
         const int64_t at = r * BACK_QUERIES + lane;
         const __m512 score = scale.score(_mm512_loadu_ps(scores + at));
         __m512 share = exp2(_mm512_sub_ps(score, _mm512_loadu_ps(line.lse + lane)));
-        const int64_t age = edge + lane - r;  // of the key, for the first of these queries
+        const int64_t age = edge + lane - r;  // distance between the first query and the key
         if (age < 0 || age + LANES > c.window) {
             const __mmask16 young = age >= 0 ? 0xffff : age <= -LANES ? 0 : ~first(-age);
             share = _mm512_maskz_mov_ps(young & first(std::max<int64_t>(0, c.window - age)), share);
@@ -246,7 +246,7 @@ struct Change {
     }
 };
 
-// y (rows, columns) * scale, as numbers without gaps that belong to one head of `heads`.
+// Writes y (rows, columns) * scale contiguously, as one of `heads` heads.
 template <typename T>
 void scatter(const float* from, int64_t stride, int64_t rows, int64_t columns, float scale, T* to, int64_t to_stride) {
     for (int64_t r = 0; r < rows; r++)
@@ -313,7 +313,7 @@ void backward(const Call& c, const Unit& u, float* dk, float* dv) {
             gather(grad, step, n, c.v_dim, raw, v_cells, lanes);
             turn(raw, lanes, v_cells, v_cells, g_turned, lanes);
             pair<T>(raw, lanes, v_cells, g_right);
-            std::fill_n(line.lse, BACK_QUERIES, INFINITY);  // of queries that do not exist: they give no shares
+            std::fill_n(line.lse, BACK_QUERIES, INFINITY);  // queries beyond the end have zero probabilities
             std::fill_n(line.delta, BACK_QUERIES, 0.0f);
             for (int64_t i = 0; i < n; i++) {
                 line.lse[i] = c.lse[head * c.tokens + token + i];
@@ -342,7 +342,7 @@ void backward(const Call& c, const Unit& u, float* dk, float* dv) {
         }
 }
 
-// Gradients of a unit's own keys, mostly those of its queries: the sum over the units behind it, which all see them.
+// Gradients of the keys of a unit, mostly those of its queries: the sum over the following units, which attend to them.
 template <typename T>
 void gathered(const Call& c, const Unit* u, const float* sums, int64_t dim, int64_t width) {
     for (int64_t key = u->own; key < u->end; key++) {
@@ -360,7 +360,7 @@ void gathered(const Call& c, const Unit* u, const float* sums, int64_t dim, int6
     }
 }
 
-// A unit whose keys nobody else sees writes their gradients; the others leave sums in memory of their own.
+// A unit writes the gradients of its keys if no other unit attends to them, else partial sums to separate memory.
 template <typename T>
 void backward_or_part(const Call& c, const Unit& u, float* sums, int64_t dim, int64_t width) {
     float* dk = u.alone ? room[DK].take<float>(u.keys() * dim) : sums + u.room;

@@ -189,7 +189,7 @@ def attend_ranges(
     sinks: Tensor | None,
     layout: SequenceLayout | None,
 ) -> Tensor:
-    """As `attention_sharded`, by kernels for packed documents, without masks."""
+    """`attention_sharded` by kernels for packed documents, without masks."""
     shape, device = (k.shape[0], k.shape[1]), q.device
     layout = rows_layout(*shape) if layout is None else layout
     window = 0 if params.window is None or params.chunk is not None else params.window

@@ -1,7 +1,7 @@
-// What attention.cpp is made of: numbers in registers, layouts, and products whose sides are in the cache.
+// Building blocks of attention.cpp: vector math, layouts, and matmuls of tiles in the cache.
 //
-// Products take cells of 32 bits, two bf16 numbers or one fp32: the left side is (rows, cells), the right side
-// (cells, columns), with the two numbers of a cell side by side in the dimension that is summed.
+// Matmuls use cells of 32 bits, two bf16 values or one fp32 value: the left side is (rows, cells), the right side
+// (cells, columns), with the two values of a cell adjacent in the reduced dimension.
 
 #pragma once
 
@@ -19,19 +19,19 @@ namespace {
 using bf16 = uint16_t;
 using cell = uint32_t;
 constexpr int64_t LANES = 16;                      // cells in a register
-constexpr int64_t ROWS = 4;                        // of a tile that is summed in registers, with 4 registers of columns
-constexpr int64_t QUERIES = 32, KEYS = 256;        // of a block, forward
+constexpr int64_t ROWS = 4;                        // of a tile in registers, with 4 registers of columns
+constexpr int64_t QUERIES = 32, KEYS = 256;        // block sizes of the forward pass
 constexpr int64_t BACK_QUERIES = 64, BACK_KEYS = 64;
-constexpr int64_t UNITS = 16;                      // so many or more, if documents are long
+constexpr int64_t UNITS = 16;                      // minimum number of units, if documents are long enough
 constexpr float LOG2E = 1.44269504088896341f;
 
 template <typename T>
-constexpr int64_t PER = sizeof(cell) / sizeof(T);  // numbers in a cell
+constexpr int64_t PER = sizeof(cell) / sizeof(T);  // values in a cell
 
 int64_t up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
 int64_t down(int64_t n, int64_t step) { return n / step * step; }
 
-// Memory of a thread that stays: in what is new to the process one would wait for its pages.
+// Reusable memory of a thread: new memory would cost page faults.
 class Room {
   public:
     template <typename T>
@@ -56,7 +56,7 @@ enum { RAW, K_LEFT, K_RIGHT, K_TURNED, V_LEFT, V_RIGHT, Q_LEFT, Q_TURNED, Q_RIGH
        CHANGES, LEFT, RIGHT, OUT, LINES, DK, DV, ROOMS };
 thread_local Room room[ROOMS];
 
-// ---- Numbers ----
+// ---- Vector math ----
 
 inline __m512 wide(const float* x) { return _mm512_loadu_ps(x); }
 inline __m512 wide(const bf16* x) {
@@ -68,7 +68,7 @@ inline void store(float* to, __m512 x, __mmask16 some) { _mm512_mask_storeu_ps(t
 inline void store(bf16* to, __m512 x, __mmask16 some) { _mm256_mask_storeu_epi16(to, some, narrow(x)); }
 inline __mmask16 first(int64_t count) { return count >= LANES ? 0xffff : (1u << count) - 1; }
 
-// 2^x for x <= 0 or near it; 0 for what is very small, and for what is not a number.
+// 2^x for x <= 0 or slightly above; 0 for very small x and for NaN.
 inline __m512 exp2(__m512 x) {
     x = _mm512_max_ps(x, _mm512_set1_ps(-200.0f));
     const __m512 whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
@@ -84,7 +84,7 @@ inline __m512 exp2(__m512 x) {
     return _mm512_scalef_ps(y, whole);
 }
 
-// Up to 1 its continued fraction, to five terms; from there on by the exponential function.
+// tanh: continued fraction with five terms up to 1, exponential function above.
 inline __m512 tanh(__m512 x) {
     const __m512 one = _mm512_set1_ps(1.0f), size = _mm512_min_ps(_mm512_abs_ps(x), _mm512_set1_ps(10.0f));
     const __m512 square = _mm512_mul_ps(size, size);
@@ -99,7 +99,7 @@ inline __m512 tanh(__m512 x) {
         _mm512_castps_si512(y), _mm512_castps_si512(x), _mm512_set1_epi32(0x7fffffff), 0xE4));  // the sign of x
 }
 
-// What becomes of a product: a score times log2(e), and the slope of the cap.
+// Transform of a dot product: score times log2(e), and derivative of the softcap.
 struct Scale {
     float plain, cap, inner;
     explicit Scale(const Call& c) : plain(c.scale * LOG2E), cap(c.softcap * LOG2E), inner(c.scale / c.softcap) {}
@@ -115,7 +115,7 @@ struct Scale {
 
 // ---- Layouts ----
 
-// Rows of numbers that lie apart, as rows of cells; what is missing to whole cells and to `total` rows is zero.
+// Copies strided rows to rows of cells, padded with zeros to complete cells and to `total` rows.
 template <typename T>
 void gather(const T* from, int64_t stride, int64_t count, int64_t width, cell* to, int64_t cells, int64_t total) {
     const size_t bytes = width * sizeof(T), all = cells * sizeof(cell);
@@ -127,7 +127,7 @@ void gather(const T* from, int64_t stride, int64_t count, int64_t width, cell* t
     std::memset(to + count * cells, 0, (total - count) * all);
 }
 
-// (rows, columns) to (columns, rows); both are whole registers.
+// Transposes (rows, columns) to (columns, rows); both are multiples of the register width.
 void turn(const cell* from, int64_t rows, int64_t columns, int64_t stride, cell* to, int64_t to_stride) {
     for (int64_t r = 0; r < rows; r += LANES)
         for (int64_t c = 0; c < columns; c += LANES) {
@@ -155,12 +155,12 @@ void turn(const cell* from, int64_t rows, int64_t columns, int64_t stride, cell*
         }
 }
 
-// Two rows of numbers as one row of cells.
+// Interleaves two rows of values to one row of cells.
 inline __m512i mixed(__m256i even, __m256i odd) {
     return _mm512_or_si512(_mm512_cvtepu16_epi32(even), _mm512_slli_epi32(_mm512_cvtepu16_epi32(odd), 16));
 }
 
-// (rows, cells) to the right side of a product that sums over the rows: (rows / PER, columns).
+// (rows, cells) to the right side of a matmul over the rows: (rows / PER, columns).
 template <typename T>
 void pair(const cell* from, int64_t rows, int64_t cells, cell* to) {
     if (PER<T> == 1) {
@@ -178,7 +178,7 @@ void pair(const cell* from, int64_t rows, int64_t cells, cell* to) {
     }
 }
 
-// The turned (cells, rows) to the left side of a product that sums over the rows: (columns, rows / PER).
+// Transposed (cells, rows) to the left side of a matmul over the rows: (columns, rows / PER).
 template <typename T>
 void split(const cell* turned, int64_t cells, int64_t rows, cell* to) {
     if (PER<T> == 1) {
@@ -194,7 +194,7 @@ void split(const cell* turned, int64_t cells, int64_t rows, cell* to) {
         }
 }
 
-// ---- Products ----
+// ---- Matmuls ----
 
 inline __m512 mac(__m512 sum, cell a, __m512i b, bf16) {
     return _mm512_dpbf16_ps(sum, (__m512bh)_mm512_set1_epi32(a), (__m512bh)b);
@@ -240,7 +240,7 @@ void tile(Left a, Right b, Sum c, int64_t cells) {
         for (int n = 0; n < N; n++) _mm512_storeu_ps(c.at + m * c.stride + n * LANES, sum[m][n]);
 }
 
-// c = a b, or c + a b. Rows are a multiple of ROWS, columns of LANES.
+// c = a b, or c += a b. Rows are a multiple of ROWS, columns of LANES.
 template <typename T>
 void product(Left a, Right b, Sum c, int64_t rows, int64_t columns, int64_t cells) {
     for (int64_t n = 0; n < columns; n += 4 * LANES) {

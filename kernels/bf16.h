@@ -1,4 +1,4 @@
-// Numbers of 16 bits with the range of fp32: to fp32 and back, rounded to the nearest and ties to even, as torch does.
+// Conversion between bf16 and fp32, rounding to nearest with ties to even, like torch.
 
 #pragma once
 
@@ -24,7 +24,7 @@ inline void round(float x, bf16& out) {
     out = x == x ? (bits + 0x7fff + (bits >> 16 & 1)) >> 16 : 0x7fc0;
 }
 
-// What is left of a number that was kept as T.
+// Value after rounding to T.
 template <typename T>
 float kept(float x) {
     T out;

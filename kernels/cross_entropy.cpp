@@ -1,7 +1,7 @@
-// Losses of tokens on the CPU, and their gradients in place of the logits: a row is read three times, in the cache.
+// Cross-entropy of tokens on the CPU; gradients are written over the logits. A row is read three times, from the cache.
 //
-// One source for every processor: vectors of sixteen floats, which compilers cut to what the processor has. Sums have
-// one order, so that the number of threads changes no bit. Products and sums are fused, which saves a third of the time.
+// Vectors of 16 floats, which compilers split to the width of the processor. The order of sums is fixed, so results
+// do not depend on the number of threads. Multiply-adds are fused, which saves a third of the time.
 
 #include "logits.h"
 
@@ -12,8 +12,8 @@ struct Terms : Cap {
 };
 
 struct Sums {
-    double exps = 0, logits = 0;  // both of logits less the largest
-    double spread = 0;            // of these, each times its exponential
+    double exps = 0, logits = 0;  // sums of exp(x - max) and of x - max
+    double spread = 0;            // sum of (x - max) exp(x - max)
 };
 
 template <typename T, bool CAP, bool SPREAD = false>
@@ -29,7 +29,7 @@ INLINE Sums sums(const T* logits, int64_t vocab, float most, const Terms& terms)
             const Floats e = exp(x);
             exps += e;
             plain += x;
-            if (SPREAD) spread += e * (x <= LEAST ? Floats{} : x);  // 0 times -inf is no number
+            if (SPREAD) spread += e * (x <= LEAST ? Floats{} : x);  // 0 * -inf is NaN
         }
         for (int k = 0; k < LANES; k++) {
             total.exps += exps[k];
@@ -47,7 +47,7 @@ INLINE Sums sums(const T* logits, int64_t vocab, float most, const Terms& terms)
     return total;
 }
 
-// weight * slope * (share * p - spread), and at the target less `right`, where p sums up to 1.
+// Gradient: weight * slope * (share * p - spread), minus `right` at the target, for probabilities p.
 struct Slopes {
     float most, share, spread, right;
 };
@@ -124,7 +124,7 @@ int64_t losses(T* logits, const int64_t* targets, const float* weights, float* o
 
 extern "C" {
 
-// How many targets the vocabulary does not have. `weights` may be null: each token counts once.
+// Returns the number of targets that are not in the vocabulary. `weights` may be null: all weights are 1.
 int64_t losses_bf16(bf16* logits, const int64_t* targets, const float* weights, float* out, const Terms* terms,
                     int64_t rows, int64_t vocab, int64_t stride, int wanted, int threads) {
     return losses(logits, targets, weights, out, rows, vocab, stride, *terms, wanted, threads);
@@ -135,7 +135,7 @@ int64_t losses_fp32(float* logits, const int64_t* targets, const float* weights,
     return losses(logits, targets, weights, out, rows, vocab, stride, *terms, wanted, threads);
 }
 
-// Of what follows on each row, in nats.
+// Entropy of the prediction of each row, in nats.
 void entropies_bf16(const bf16* logits, float* out, const Terms* terms, int64_t rows, int64_t vocab, int64_t stride,
                     int threads) {
     entropies(logits, out, rows, vocab, stride, *terms, threads);

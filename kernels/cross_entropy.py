@@ -139,7 +139,7 @@ def token_losses_reference(
 def sharded_token_losses(  # noqa: PLR0913 (as above)
     logits: Tensor, targets: Tensor, weights: Tensor | None, terms: list[float], gradient: bool, vocab_shard: VocabShard
 ) -> Tensor:
-    """As `compute_token_losses`, for the logits (n, size) of a vocabulary shard. Communicates four values per token."""
+    """`compute_token_losses` for the logits (n, size) of a vocabulary shard. Communicates four values per token."""
     scale, softcap, smoothing, z_loss = terms
     x = logits.float() * scale
     x = softcap * (x / softcap).tanh() if softcap else x
@@ -438,7 +438,7 @@ def token_logps_and_entropies(
 ) -> tuple[Tensor, Tensor]:
     """Log-probabilities as in `token_logps`, and entropies of the predictions in nats, fp32 (N,), without gradients.
 
-    Uses the same memory, and reads the logits once more.
+    Uses the same memory, and reads the logits an additional time.
     """
     entropies: list[Tensor] = []
 

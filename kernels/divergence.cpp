@@ -1,7 +1,7 @@
-// How far two rows of logits are from each other as distributions, and the gradient in place of the first of them.
+// KL divergences between two rows of logits; the gradient is written over the first row.
 //
-// With p of the student's logits and q of the teacher's: forward KL(q || m) + reverse KL(p || n), where
-// m = s q + (1 - s) p and n = t p + (1 - t) q. Where s and t are 0, no logarithm of a single number is needed.
+// For student p and teacher q: forward KL(q || m) + reverse KL(p || n) with m = s q + (1 - s) p and
+// n = t p + (1 - t) q. If s and t are 0, logarithms of single values are not needed.
 
 #include "logits.h"
 
@@ -9,7 +9,7 @@
 
 namespace {
 
-constexpr float FLOOR = -1e4f;  // of a logarithm: what cannot be is very unlikely, and no sum becomes a NaN by it
+constexpr float FLOOR = -1e4f;  // lower bound of log-probabilities, which avoids NaN from 0 * inf
 constexpr float TINY = 1e-37f;
 
 struct Terms {
@@ -17,7 +17,7 @@ struct Terms {
     float temperature, forward, forward_skew, reverse, reverse_skew, weight;
 };
 
-// The natural logarithm of what is no less than TINY, off by 1e-7.
+// Natural logarithm of values >= TINY, with an error of 1e-7.
 INLINE Floats log(Floats x) {
     const Words bits = (Words)x;
     Floats e = __builtin_convertvector((bits >> 23) & 0xff, Floats) - 126.0f;
@@ -39,7 +39,7 @@ INLINE Floats log(Floats x) {
     return x == x ? found : x;
 }
 
-// Sixteen logits; behind the last there is nothing that could be.
+// Sixteen logits; -inf beyond the last one.
 template <typename T>
 INLINE Floats some(const T* from, int64_t left) {
     if (left >= LANES) return load(from);
@@ -57,10 +57,10 @@ INLINE void put(Floats x, T* to, int64_t left) {
     std::memcpy(to, many, left * sizeof(T));
 }
 
-// One side of the comparison: its logits less the largest, once they are scaled, capped and made flatter.
+// Student or teacher: scaled and softcapped logits over the temperature, minus their maximum.
 struct Side {
     Cap cap;
-    float slope, top, most;  // the largest as the product gave it, scaled, and as it counts
+    float slope, top, most;  // maximum logit: raw, scaled, and after softcap and temperature
 
     template <typename T>
     Side(const T* logits, int64_t count, const Cap& by, float temperature) : cap(by), slope(1.0f / temperature) {
@@ -90,10 +90,10 @@ struct Side {
 };
 
 struct Sums {
-    double p = 0, q = 0;            // of exponentials
-    double own = 0, other = 0;      // of logits, each times its exponential
-    double ahead = 0, behind = 0;   // of how much larger the teacher's logit is, times q, and times p
-    double far = 0, pull = 0;       // of the divergence, and of its slopes times p
+    double p = 0, q = 0;            // sums of exponentials
+    double own = 0, other = 0;      // sums of logits times their exponentials
+    double ahead = 0, behind = 0;   // sums of teacher logit minus student logit, times q and times p
+    double far = 0, pull = 0;       // sums of the divergence, and of its derivatives times p
     bool agree = false;
 };
 
@@ -134,7 +134,7 @@ INLINE Sums sums(const T* student, const U* teacher, int64_t count, const Side& 
     return all;
 }
 
-// What a number adds to the divergence, and its slope times p.
+// Summand of an id in the divergence, and its derivative with respect to p, times p.
 struct Piece {
     Floats far, pull;
 };
@@ -214,15 +214,15 @@ void divergences(T* student, const U* teacher, const Terms& terms, float* out, c
 inline double floored(double x) { return x < FLOOR ? FLOOR : x; }
 inline double least(double x) { return x < TINY ? TINY : x; }
 
-// Of some ids each for itself and all others as one. While their logits are away, those of the others are in the row.
+// Divergence over some ids, with all other ids as one. The logits of these ids are moved out of the row meanwhile.
 template <typename T>
 struct Few {
     int64_t count, some;
     const int32_t* ids;
-    Side all, rest;              // the largest of each
+    Side all, rest;              // maximum over all ids, and over the other ids
     std::vector<T> away;
-    std::vector<double> logs;    // of what is expected of each of the ids, and of all others, at the end
-    double entropy, others = 0;  // of all ids; exponentials of the others, less their largest
+    std::vector<double> logs;    // log-probabilities of the ids; the last one is that of all other ids
+    double entropy, others = 0;  // entropy over all ids; sum of exp(x - max) over the other ids
 
     Few(T* row, int64_t count, const int32_t* ids, int64_t some, const Cap& cap, float temperature)
         : count(count), some(some), ids(ids), all(row, count, cap, temperature), rest(all), away(some), logs(some + 1) {
@@ -248,7 +248,7 @@ struct Few {
         entropy = std::log(p) - own / p;
     }
 
-    // Exponentials of the others are added up; of each times its logit, less the largest.
+    // Sums of exp(x - max) and of (x - max) exp(x - max) over the other ids.
     double sum(const T* row) {
         double own = 0;
         Floats unused;
@@ -272,7 +272,7 @@ struct Few {
     }
 };
 
-// The same as `piece`, of logarithms in double, and the forward KL and q log q.
+// As `piece`, for log-probabilities in double; also forward KL and q log q.
 struct Both {
     double far, pull, forward, own;
 };
@@ -344,7 +344,7 @@ void expected(T* logits, const int32_t* ids, float* logs, const Terms& terms, co
 
 }  // namespace
 
-// Sizes: rows, ids that both have, ids of the student, and the distances of rows of both.
+// Sizes: rows, common ids, ids of the student, row strides of student and teacher.
 #define MADE(NAME, T, U)                                                                                        \
     extern "C" void NAME(T* student, const U* teacher, const Terms* terms, float* out, const int64_t* sizes,    \
                          int wanted, int threads) {                                                             \
@@ -356,8 +356,7 @@ MADE(fp32_bf16, float, bf16)
 MADE(bf16_fp32, bf16, float)
 MADE(bf16_bf16, bf16, bf16)
 
-// Sizes: rows, ids that both have, ids that are here, the distance of rows, and how many likeliest ids each has. No
-// logit is capped.
+// Sizes: rows, common ids, local ids, row stride, and number of top-k ids per row. Without softcap.
 #define MADE_TOP(NAME, T)                                                                                          \
     extern "C" void top_##NAME(T* student, const int32_t* ids, const float* logs, const Terms* terms, float* out,   \
                                const int64_t* sizes, int wanted, int threads) {                                    \

@@ -1,4 +1,4 @@
-// Products of a few rows with a matrix of bf16: as fast as memory is read, where a general product takes twice as long.
+// Matmul of few rows with a bf16 matrix, limited by memory bandwidth; a general matmul takes twice as long.
 
 #include "bf16.h"
 
@@ -8,10 +8,10 @@
 
 namespace {
 
-constexpr int64_t FEW = 1 << 15;  // numbers that are not worth a second thread
-constexpr int MOST = 8;           // rows of x
+constexpr int64_t FEW = 1 << 15;  // elements per thread, at least
+constexpr int MOST = 8;           // maximum rows of x
 
-// M rows of x times one row of the weight, with sums in fp32.
+// Dot products of M rows of x with one row of the weight, accumulated in fp32.
 template <int M>
 PAIRS void dots(const bf16* x, const bf16* weight, float* found, int64_t width) {
     __m512 sums[M];
@@ -45,7 +45,7 @@ bool able() {
            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bf16");
 }
 
-// y = x W^T + b; x (tokens, width), W (rows, width), whose rows are `stride` apart.
+// y = x W^T + b for x (tokens, width) and W (rows, width) with row stride `stride`.
 void few(const bf16* x, const bf16* weight, const bf16* bias, bf16* y, int64_t tokens, int64_t rows, int64_t width,
          int64_t stride, int threads) {
 #pragma omp parallel for num_threads(threads) if (rows * width > FEW)

@@ -1,4 +1,4 @@
-// Gated activations: a(gate) up, where a(x) = x sigmoid(s(x)), forward and backward, in fp32 whatever is kept.
+// Gated activations a(gate) * up with a(x) = x sigmoid(s(x)), forward and backward, computed in fp32.
 
 #include <cmath>
 
@@ -6,10 +6,10 @@
 
 namespace {
 
-constexpr int64_t FEW = 1 << 14;   // numbers that are not worth a second thread
-constexpr int64_t PART = 1 << 12;  // numbers that a thread takes at once
+constexpr int64_t FEW = 1 << 14;   // elements per thread, at least
+constexpr int64_t PART = 1 << 12;  // elements that a thread processes at a time
 
-// Fused where the processor can: elsewhere the library would do it, a number at a time.
+// Fused multiply-add if the processor has it; otherwise std::fma would be a library call per value.
 inline float fma(float a, float b, float c) {
 #if defined(__FMA__) || defined(__ARM_FEATURE_FMA)
     return __builtin_fmaf(a, b, c);
@@ -18,12 +18,12 @@ inline float fma(float a, float b, float c) {
 #endif
 }
 
-// e^x within 2 units of the last place: x = n ln 2 + r, and a series for e^r. The compiler makes vectors of it.
+// e^x with an error of 2 ulp: x = n ln 2 + r, and a series for e^r. Compilers vectorize it.
 inline float power(float x) {
     const bool large = x > 88.37f;
     x = large ? 88.37f : x;
     x = x < -87.0f ? -87.0f : x;
-    const float shifted = fma(x, 1.44269504f, 12582912.0f);  // 1.5 * 2^23: the sum ends in the whole number n
+    const float shifted = fma(x, 1.44269504f, 12582912.0f);  // 1.5 * 2^23: the low bits of the sum are the integer n
     const float n = shifted - 12582912.0f;
     const float r = fma(n, -1.42860682e-6f, fma(n, -0.693145752f, x));
     float series = fma(r, 1.0f / 5040, 1.0f / 720);
@@ -42,7 +42,7 @@ inline float power(float x) {
 
 inline float sigmoid(float x) { return 1 / (1 + power(-x)); }
 
-// Each kind knows its value, rounded to T where its reference rounds, and its gradients to gate and up for a unit.
+// Each kind computes its value, rounded to T like its reference, and the gradients of gate and up for a unit gradient.
 struct Silu {
     template <typename T>
     static float value(float gate, float up) {
@@ -72,7 +72,7 @@ struct GeluTanh {
     }
 };
 
-// (up + 1) gate sigmoid(1.702 gate) of both within 7; no gradient flows where one was brought there.
+// (up + 1) gate sigmoid(1.702 gate), both clamped to 7; clamped values have no gradient.
 struct Clamped {
     static constexpr float RATE = 1.702f, END = 7;
 
@@ -100,7 +100,7 @@ struct Sizes {
     int threads;
 };
 
-// Rows that stand one behind the other are one long row. Each is done in parts.
+// Contiguous rows are processed as one long row. Rows are processed in parts.
 template <typename F>
 void parts(const Sizes& s, F work) {
     const int64_t many = (s.dim + PART - 1) / PART;

@@ -41,7 +41,7 @@ def product_kernel(  # noqa: PLR0913 (kernels take scalars as separate arguments
     x, weight, y, ends, experts, columns, inner, expert_stride, column_stride, inner_stride,
     EXPERTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
-    """y[i] = W[e] x[i] for `x` (N, inner) and `weight` (E, columns, inner) with any strides, where e is the expert of row i."""
+    """y[i] = W[e] x[i] for `x` (N, inner) and `weight` (E, columns, inner) with any strides; row i has expert e."""
     expert, first, end = find_tile(ends, tl.program_id(0), experts, EXPERTS, ROWS)
     if expert >= experts:
         return

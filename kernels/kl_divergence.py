@@ -82,7 +82,7 @@ class KLTerms:
 class TeacherTargets(Protocol):
     """Teacher distribution of each of N tokens."""
 
-    def divergences(self, logits: Tensor, rows: Tensor, by: KLMixture, head: LMHead, gradient: bool) -> Tensor:
+    def divergences(self, logits: Tensor, rows: Tensor, mixture: KLMixture, head: LMHead, gradient: bool) -> Tensor:
         """METRICS except cross_entropy, (n, 5) fp32, for raw student logits (n, vocab) of the given rows (n,).
 
         With `gradient`, the gradient of the weighted divergence is written over the logits.

@@ -1,6 +1,6 @@
-// Logits sixteen at a time: read, scaled, capped, and put back in the dtype they were kept in.
+// Vectors of 16 logits: load, scale, softcap, and store in their dtype.
 //
-// Products and sums may be fused in files that include this: no reference is met bit by bit.
+// Files that include this may fuse multiply-adds: results are not bit-identical to a reference.
 
 #pragma once
 
@@ -17,10 +17,10 @@
 #define INLINE inline __attribute__((always_inline))
 
 constexpr int64_t LANES = 16;
-constexpr int64_t BLOCK = 256 * LANES;  // numbers that are summed in fp32; their sums are added in double
+constexpr int64_t BLOCK = 256 * LANES;  // values that are summed in fp32; the sums are added in double
 constexpr float LOG2E = 1.44269504f, LN2_HIGH = 0.693359375f, LN2_LOW = -2.12194440e-4f;
-constexpr float ROUND = 12582912.0f;  // 1.5 * 2^23: what is added to it is rounded to a whole number
-constexpr float LEAST = -87.0f;       // below, exp is no normal number; zero stands for it
+constexpr float ROUND = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
+constexpr float LEAST = -87.0f;       // exp of smaller values is subnormal and replaced by zero
 
 typedef float Floats __attribute__((vector_size(4 * LANES)));
 typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
@@ -68,7 +68,7 @@ INLINE void put(float x, T* to) {
     *to = many[0];
 }
 
-// 2^n exp(r) with |r| <= ln 2 / 2; the polynomial is off by 4e-9. For x <= 88.
+// 2^n exp(r) with |r| <= ln 2 / 2; the error of the polynomial is 4e-9. For x <= 88.
 INLINE Floats exp(Floats x) {
     const Floats shifted = x * LOG2E + ROUND;
     const Floats n = shifted - ROUND;
@@ -79,10 +79,10 @@ INLINE Floats exp(Floats x) {
     p = p * r + 0.4999999403953552f;
     p = p * (r * r) + r + 1.0f;
     const Floats found = (Floats)((Words)p + ((Words)shifted << 23));
-    return x > LEAST ? found : (x <= LEAST ? Floats{} : x);  // what is no number stays so
+    return x > LEAST ? found : (x <= LEAST ? Floats{} : x);  // propagates NaN
 }
 
-// A polynomial, off by 9e-9, where the other formula would cancel.
+// tanh. Uses a polynomial near zero (error 9e-9), where the other formula cancels.
 INLINE Floats tanh(Floats x) {
     const Floats size = x < 0.0f ? -x : x;
     const Floats z = x * x;
@@ -96,7 +96,7 @@ INLINE Floats tanh(Floats x) {
     return x == x ? found : x;
 }
 
-// The logit that counts, of one that is scaled already, and its slope over what the product gave.
+// Softcapped logit of a scaled one, and its derivative with respect to the raw logit.
 template <bool CAP>
 INLINE Floats capped(Floats x, const Cap& cap, Floats* slope) {
     *slope = same(cap.scale);

@@ -1,8 +1,7 @@
-// Four-bit weights on the CPU: numbers to codes, codes to numbers, and products of a few rows with them.
+// 4-bit weights on the CPU: quantize, dequantize, and matmuls of few rows.
 //
-// A block is 64 numbers, 32 bytes, the first number of each byte in its upper half, and one fp32 scale, or a code of
-// 8 bits for one.
-// Products and sums are never fused (-ffp-contract=off): every number equals that of the reference in nf4.py.
+// A block has 64 values in 32 bytes, the first value of each byte in its upper half, and one scale: fp32, or an 8-bit
+// code. Multiply-adds are not fused (-ffp-contract=off), so that results equal those of the reference in nf4.py.
 
 #include <cmath>
 
@@ -17,19 +16,19 @@
 namespace {
 
 constexpr int64_t BLOCK = 64, BYTES = 32;
-constexpr int64_t FEW = 1 << 15;  // numbers that are not worth a second thread
-constexpr int64_t SOME = 64;      // blocks whose scales are made at a time, where they are codes
-constexpr int MOST = 8;           // rows of a product that has few
+constexpr int64_t FEW = 1 << 15;  // values per thread, at least
+constexpr int64_t SOME = 64;      // blocks whose scales are decoded at a time, if these are quantized
+constexpr int MOST = 8;           // maximum rows of x in the fused matmul
 
-// The scales of a weight (rows, blocks): fp32, or codes in `fine`, with a scale in `outer` for each 256 of them and
-// their mean behind these. Strides are in blocks, so that a part of the columns can be decoded alone; `first` is the
-// place of the first of these blocks among those that `outer` counts.
+// Scales (rows, blocks) of a weight: fp32, or codes of the map `fine`, with a scale in `outer` per 256 codes and their
+// mean as the last element. Strides are in blocks, so that column ranges can be decoded. `first` is the index of the
+// first block among all blocks of the full weight.
 struct Scales {
     const void* at;
     const float *outer, *fine;
     int64_t groups, first, stride;
 
-    // The scales of `count` blocks of a row, from a block on; `room` is where they are made, if they have to be.
+    // Scales of `count` blocks of a row. `room` is memory for decoded scales.
     const float* of(int64_t row, int64_t block, int64_t count, float* room) const {
         const int64_t place = row * stride + block;
         if (outer == nullptr) return (const float*)at + place;
@@ -59,8 +58,8 @@ void row(const uint8_t* packed, const float* scales, const float* table, T* out,
 
 #if defined(__x86_64__)
 
-// Codes of 32 weights in lanes of 16 bits, or of 16 in lanes of 32: the upper half of a byte comes first. Bits above
-// the codes are left as they are; look-ups do not read them.
+// Codes of 32 weights in 16-bit lanes, or of 16 weights in 32-bit lanes, upper halves of bytes first. Bits above the
+// codes are undefined; lookups ignore them.
 WIDE inline __m512i codes32(const uint8_t* packed) {
     const __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)packed));
     return _mm512_or_si512(_mm512_srli_epi32(bytes, 4), _mm512_slli_epi32(bytes, 16));
@@ -71,7 +70,7 @@ WIDE inline __m512i codes16(const uint8_t* packed) {
     return _mm512_or_si512(_mm512_srli_epi64(bytes, 4), _mm512_slli_epi64(bytes, 32));
 }
 
-// All sixteen numbers that a block can hold stand in one register, and every code is looked up there.
+// The 16 values of the codes of a block are in one register, which serves as lookup table.
 WIDE void wide_row(const uint8_t* packed, const float* scales, const float* table, bf16* out, int64_t blocks) {
     const __m512 codes = _mm512_loadu_ps(table);
     for (int64_t b = 0; b < blocks; b++) {
@@ -80,7 +79,7 @@ WIDE void wide_row(const uint8_t* packed, const float* scales, const float* tabl
         const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
         __m512i top = _mm512_srli_epi32(_mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff))), 16);
         top = _mm512_mask_set1_epi32(top, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), 0x7fc0);
-        const __m512i scaled = _mm512_broadcast_i64x4(_mm512_cvtepi32_epi16(top));  // twice: bit 4 of a code is free
+        const __m512i scaled = _mm512_broadcast_i64x4(_mm512_cvtepi32_epi16(top));  // twice: bit 4 is undefined
         for (int half = 0; half < 2; half++) {
             const __m512i at = codes32(packed + b * BYTES + half * 16);
             _mm512_storeu_si512(out + b * BLOCK + half * 32, _mm512_permutexvar_epi16(at, scaled));
@@ -102,7 +101,7 @@ WIDE void wide_row(const uint8_t* packed, const float* scales, const float* tabl
 const bool wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                   __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
 
-// Rows of x that have M of them, times one row of the weight: codes go from memory to registers and to the products.
+// Dot products of M rows of x with one row of the weight. Codes are decoded in registers.
 template <int M>
 PAIRS void dots(const bf16* x, const uint8_t* packed, const float* scales, const float* table, float* sums,
                 int64_t blocks, int64_t width) {
@@ -149,11 +148,11 @@ using Dots = void (*)(const T*, const uint8_t*, const float*, const float*, floa
 template <typename T>
 constexpr Dots<T> DOTS[MOST] = {dots<1>, dots<2>, dots<3>, dots<4>, dots<5>, dots<6>, dots<7>, dots<8>};
 
-// Some processors multiply no pairs of bf16; there and elsewhere a weight is decoded first.
+// Processors without bf16 dot products dequantize the weight first.
 bool able(bf16) { return wide && __builtin_cpu_supports("avx512bf16"); }
 bool able(float) { return wide; }
 
-// y = x W^T + b for up to MOST rows of x (tokens, width), with sums in fp32.
+// y = x W^T + b for up to MOST rows of x (tokens, width), accumulated in fp32.
 template <typename T>
 void few(const T* x, const uint8_t* packed, Scales scales, const float* table, const T* bias, T* y, int64_t tokens,
          int64_t rows, int64_t blocks, int64_t packed_stride, int threads) {
@@ -234,7 +233,7 @@ void decode_fp32(const uint8_t* packed, SCALES, const float* table, float* out, 
     decode(packed, MADE, table, out, rows, blocks, packed_stride, threads);
 }
 
-// The nearest of sixteen numbers: how many of the fifteen bounds between them lie below; `order` tells its code.
+// Nearest of the 16 values: the number of midpoints below x is its rank, and `order` maps ranks to codes.
 void encode(const float* weight, const float* bounds, const uint8_t* order, uint8_t* packed, float* scales,
             int64_t blocks, int threads) {
 #pragma omp parallel for num_threads(threads) if (blocks * BLOCK > FEW)

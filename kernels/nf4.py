@@ -308,7 +308,7 @@ def matmul_tiled(x: Tensor, weight: NF4Weight, y: Tensor, bias: Tensor | None = 
 
 
 def matmul_fused(x: Tensor, weight: NF4Weight, y: Tensor, bias: Tensor | None) -> Tensor:
-    """As `matmul_tiled` for few rows (generation), without writing the dequantized weight to memory."""
+    """`matmul_tiled` for few rows (generation), without writing the dequantized weight to memory."""
     kernel = getattr(compiled(), f"few_{DTYPES[x.dtype]}")
     args = (
         *weight.native_args(),

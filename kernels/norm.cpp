@@ -1,4 +1,4 @@
-// Root mean square norm of rows, forward and backward, in fp32 whatever the rows are kept in.
+// RMSNorm of rows, forward and backward, computed in fp32.
 
 #include <cmath>
 
@@ -6,14 +6,14 @@
 
 namespace {
 
-constexpr int64_t LANES = 32;     // sums that are kept apart: what a compiler may not do by itself
-constexpr int64_t ROWS = 64;      // whose gradients to the weight are added up together, on however many threads
-constexpr int64_t FEW = 1 << 14;  // numbers that are not worth a second thread
+constexpr int64_t LANES = 32;     // independent partial sums, which compilers may not introduce
+constexpr int64_t ROWS = 64;      // rows whose weight gradients are summed together, for any number of threads
+constexpr int64_t FEW = 1 << 14;  // elements per thread, at least
 
 struct Sizes {
     int64_t rows, dim, x_stride, grad_stride;
     float eps, offset;
-    bool late;  // the weight is a factor in fp32, before the row is rounded
+    bool late;  // multiply by the weight in fp32, before rounding
     int threads;
 };
 
@@ -52,8 +52,8 @@ void forward(const T* x, const W* weight, T* y, float* rstd, const Sizes& s) {
     }
 }
 
-// With h = x rstd and g = grad weight, the gradient to x is rstd (g - h mean(g h)), and that to the weight is grad h.
-// `to_weight` (rows / ROWS, dim) takes sums over some rows each: their order is that of the rows on any machine.
+// With h = x rstd and g = grad weight, the gradient of x is rstd (g - h mean(g h)), that of the weight is grad h.
+// `to_weight` (rows / ROWS, dim) receives sums over ROWS rows each, in a fixed order.
 template <typename T, typename W>
 void backward(const T* grad, const T* x, const W* weight, const float* rstd, T* to_x, float* to_weight,
               const Sizes& s) {

@@ -88,6 +88,7 @@ def backward(  # noqa: PLR0913
     size = triton.next_power_of_2(dim)
     if rows:
         backward_kernel[(triton.cdiv(rows, rows_per_program),)](
-            grad, x, x if weight is None else weight, rstd, to_x, parts, grad.stride(0), x.stride(0), rows, rows_per_program, dim,
-            offset, SIZE=size, WEIGHT=weight is not None, LATE=late, WEIGHT_GRAD=len(parts) > 0, num_warps=warps(size),
+            grad, x, x if weight is None else weight, rstd, to_x, parts, grad.stride(0), x.stride(0), rows,
+            rows_per_program, dim, offset,
+            SIZE=size, WEIGHT=weight is not None, LATE=late, WEIGHT_GRAD=len(parts) > 0, num_warps=warps(size),
         )  # fmt: skip

@@ -1,16 +1,16 @@
-// Rotation of pairs of channels by the angle of their token, in fp32 whatever the channels are kept in.
+// RoPE: rotation of channel pairs by the angles of their token, computed in fp32.
 
 #include "bf16.h"
 
 namespace {
 
-constexpr int64_t FEW = 1 << 14;  // numbers that are not worth a second thread
+constexpr int64_t FEW = 1 << 14;  // elements per thread, at least
 
 struct Sizes {
-    int64_t tokens, heads, dim, half, start;  // `half` pairs from channel `start` on turn, the others are copied
-    int64_t token_stride, head_stride;        // of what comes in; what goes out is contiguous
-    float sign;                               // -1 turns back
-    bool paired_in, paired_out;               // whether the two of a pair are neighbours, or half of the channels apart
+    int64_t tokens, heads, dim, half, start;  // `half` pairs from channel `start` are rotated, others copied
+    int64_t token_stride, head_stride;        // of the input; the output is contiguous
+    float sign;                               // -1: inverse rotation
+    bool paired_in, paired_out;               // pairs are adjacent channels, not half of the channels apart
     int threads;
 };
 

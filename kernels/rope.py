@@ -21,9 +21,9 @@ class RopeTables(NamedTuple):
 
     cos: Tensor
     sin: Tensor
-    paired: bool = False  # they are neighbours, and not half of the channels apart
-    keep_paired: bool = True  # and stay so
-    last: bool = False  # the last channels of a head turn, and not the first
+    interleaved: bool = False  # pairs are adjacent channels, not half of the channels apart
+    interleaved_output: bool = True  # keep interleaved pairs interleaved
+    last: bool = False  # rotate the last channels of a head, not the first ones
 
 
 def apply_rope(q: Tensor, k: Tensor, tables: RopeTables) -> tuple[Tensor, Tensor]:
@@ -33,9 +33,9 @@ def apply_rope(q: Tensor, k: Tensor, tables: RopeTables) -> tuple[Tensor, Tensor
     """
     if needs_reference(q, k):
         return reference(q, tables), reference(k, tables)
-    cos, sin, paired, keep_paired, last = tables
-    kernel = rotate_op if torch.is_grad_enabled() or fake_mode.is_fake() else rotate
-    return kernel(q, k, cos, sin, paired, paired and keep_paired, last, False)
+    cos, sin, interleaved, interleaved_output, last = tables
+    kernel = rotate_op if torch.is_grad_enabled() or fake_mode.is_fake() else rotate_forward
+    return kernel(q, k, cos, sin, interleaved, interleaved and interleaved_output, last, False)
 
 
 def needs_reference(q: Tensor, k: Tensor) -> bool:
@@ -43,15 +43,15 @@ def needs_reference(q: Tensor, k: Tensor) -> bool:
 
 
 def reference(x: Tensor, tables: RopeTables) -> Tensor:
-    cos, sin, paired, keep_paired, last = tables
+    cos, sin, interleaved, interleaved_output, last = tables
     num_unrotated = x.shape[-1] - 2 * cos.shape[-1]
     # torch 2.11 cannot multiply a symbolic size by a bool.
     num_before, num_after = (num_unrotated, 0) if last else (0, num_unrotated)
     leading, rotated, trailing = x.split([num_before, 2 * cos.shape[-1], num_after], dim=-1)
     x32 = rotated.float()
-    a, b = (x32[..., ::2], x32[..., 1::2]) if paired else x32.chunk(2, dim=-1)
+    a, b = (x32[..., ::2], x32[..., 1::2]) if interleaved else x32.chunk(2, dim=-1)
     halves = a * cos - b * sin, b * cos + a * sin
-    y = torch.stack(halves, dim=-1).flatten(-2) if paired and keep_paired else torch.cat(halves, dim=-1)
+    y = torch.stack(halves, dim=-1).flatten(-2) if interleaved and interleaved_output else torch.cat(halves, dim=-1)
     return torch.cat([leading, y.type_as(x), trailing], dim=-1) if num_unrotated else y.type_as(x)
 
 
@@ -84,7 +84,7 @@ def gpu() -> Any:
     return importlib.import_module("tunekit.kernels.rope_triton")
 
 
-def rotate(  # noqa: PLR0913 (an operator takes no named tuples)
+def rotate_forward(  # noqa: PLR0913 (an operator takes no named tuples)
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, paired_in: bool, paired_out: bool, last: bool, back: bool
 ) -> tuple[Tensor, Tensor]:
     """Rotate queries and keys, by the negative angles if `back`."""
@@ -105,7 +105,7 @@ def rotate(  # noqa: PLR0913 (an operator takes no named tuples)
     return outputs
 
 
-rotate_op = torch.library.custom_op("tunekit::rotate", rotate, mutates_args=())
+rotate_op = torch.library.custom_op("tunekit::rotate", rotate_forward, mutates_args=())
 
 
 @rotate_op.register_fake

@@ -12,7 +12,7 @@ from tunekit.data.dataloader.build import DataLoader
 from tunekit.data.dataloader.mixture import SFTData, is_streaming
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.distillation.on_policy import OnPolicyConfig, StudentSampler, warn_short_room
-from tunekit.distillation.teacher import OfflineTeacherConfig, OnlineTeacherConfig, Teacher, token_means
+from tunekit.distillation.teacher import BaseTeacher, OfflineTeacherConfig, OnlineTeacherConfig, token_means
 from tunekit.distributed.context import DistributedContext
 from tunekit.errors import FieldError
 from tunekit.losses.kl_divergence import ForwardKL, JensenShannon, ReverseKL, SkewedKL, SkewedReverseKL, SymmetricKL
@@ -61,7 +61,7 @@ def main(cfg: DistillConfig, overwrite: bool = False) -> None:
     training.run(cfg, Method("distill", forward_backward, evaluate, beside), overwrite)
 
 
-def beside(job: Job) -> dict[str, Teacher | StudentSampler]:
+def beside(job: Job) -> dict[str, BaseTeacher | StudentSampler]:
     """The teacher, and who puts answers into rows."""
     tokenizer, loaders = training.open_tokenizer(job.source), [job.data, *filter(None, [job.held])]
     job.cfg.teacher.check(tokenizer)
@@ -78,7 +78,7 @@ def forward_backward(
     cfg: DistillConfig,
     update: TrainOptimizer,
     run: DistributedContext,
-    teacher: Teacher,
+    teacher: BaseTeacher,
     writer: StudentSampler,
 ) -> Taken:
     """One optimizer step. A learnt token weighs the same in every micro-batch, on every rank, whoever wrote it."""
@@ -100,7 +100,7 @@ def evaluate(
     held: DataLoader,
     cfg: DistillConfig,
     run: DistributedContext,
-    teacher: Teacher,
+    teacher: BaseTeacher,
     writer: StudentSampler,
 ) -> dict[str, float]:
     """The loss and other figures of a learnt token of held-out rows, as they are."""

@@ -286,7 +286,7 @@ def test_hub_datasets_are_listed(tmp_path: Path) -> None:
     plain = to_plain_config(replace(cfg, data=replace(cfg.data, source="acme/chats:part")), "sft")
     info = SimpleNamespace(config=plain, loaders={"data": rows, "eval_data": None})
     assert model_card.hub_datasets(info) == ["acme/chats"]
-    assert f"| data | all tokens | `{rows.rows.digest}` |" in model_card.data_section(info)
+    assert f"| data | all tokens | `{rows.documents.fingerprint}` |" in model_card.data_section(info)
 
 
 def test_all_datasets_of_a_mixture_are_listed(tmp_path: Path) -> None:

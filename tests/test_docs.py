@@ -213,7 +213,7 @@ def test_example_rows_match_the_configs_after_them(work_dir: Path) -> None:
         fragment = yaml.safe_load(config)
         Path(fragment["data"]["source"]).write_text(text)
         data = read(load_config(SFTConfig, BASE | fragment).data, Tokenizer.open(folder), 1, 1, DistributedContext())
-        assert len(data.rows) == len(text.splitlines()) and all(json.loads(line) for line in text.splitlines())
+        assert len(data.documents) == len(text.splitlines()) and all(json.loads(line) for line in text.splitlines())
 
 
 def test_mixture_and_streaming_configs_load() -> None:

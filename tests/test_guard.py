@@ -146,7 +146,7 @@ def run_worker_steps() -> tuple[list[float], list[str]]:
             scale = math.nan if step == 1 and dist.rank == 1 else 1.0
             loss = (weight * scale).sum()
             loss.backward()
-            update(dist.sum(loss.detach()))
+            update(dist.all_reduce_sum(loss.detach()))
             actions += [guard.fault.answer] if guard.fault else []
             guard.fault = None
             weights.append(float(weight))

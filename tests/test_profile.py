@@ -194,7 +194,7 @@ def run_profiled(folder: Path, config: ProfilerConfig | bool, steps: int, fail_a
                 y = x + step
             if step == fail_at:
                 raise KeyError
-            run.sum(y @ x)
+            run.all_reduce_sum(y @ x)
             run.sum_each_count(step)
 
 

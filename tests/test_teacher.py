@@ -72,7 +72,7 @@ def resume_logits(
     paths: list[Path], fingerprint: dict[str, Any], model: str = "owner/t"
 ) -> teacher_logits.TopKLogits | None:
     return teacher.OfflineTeacherConfig(model=model, logits_dir="kept").find_existing(
-        paths, fingerprint, DistributedContext.alone()
+        paths, fingerprint, DistributedContext.single_process()
     )
 
 

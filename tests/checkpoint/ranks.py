@@ -199,16 +199,18 @@ def restore_damaged(case: Case, directory: Path, run: DistributedContext) -> lis
 def upload_checkpoint(case: Case, directory: Path, run: DistributedContext, patch: Any) -> list[str]:
     """Names of the files of a checkpoint that this rank uploads. All ranks write it."""
     file_names: list[str] = []
-    patch.aside = lambda choice, place, message, about: file_names.extend(sorted(file.name for file in place.iterdir()))
+    patch.push_checkpoint = lambda config, folder, message, description: file_names.extend(
+        sorted(file.name for file in folder.iterdir())
+    )
     model = case.model(run)
     uploader = patch.HubUploader(
         patch.PushToHubConfig("ann/model", push_every=2),
         directory,
-        lambda place: final_checkpoint.save_final(case.adapter, place, model, case.source, run),
+        lambda folder: final_checkpoint.save_final(case.adapter, folder, model, case.source, run),
         run,
     )
     for step in (1, 2):
-        uploader.step(step, 3)
+        uploader.push_if_due(step, 3)
     if uploader.thread is not None:
         uploader.thread.join()
     run.barrier()

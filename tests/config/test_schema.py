@@ -11,7 +11,7 @@ from tunekit.config.schema import json_schema, options_markdown
 
 
 def test_field_comments_are_read(tree):
-    assert field_comments(tree.Rows) == {"source": "file or Hub name", "length": "tokens in a row | at most"}
+    assert field_comments(tree.Rows) == {"source": "path or Hub name", "length": "tokens in a row | at most"}
     assert field_comments(tree.DoRA) == {"rank": "width of the update", "targets": "which layers: a word, or names"}
 
 
@@ -80,7 +80,7 @@ def test_schema_contains_descriptions_and_defaults(tree):
 def test_reference_contains_all_options(tree):
     text = options_markdown(tree.SFT)
     assert text.startswith("# SFT\n\nAll options of this recipe.\n\n| key | type | default | ")
-    assert "| `model` | text | **required** | folder or Hub name |" in text
+    assert "| `model` | text | **required** | directory or Hub name |" in text
     assert "| `optimizer` | `adamw` or `sgd` | `adamw` with `lr=0.0003` |  |" in text
     assert "| `2048` | tokens in a row &#124; at most |" in text
     assert "\n## `data`, `validation`\n" in text

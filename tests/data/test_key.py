@@ -214,7 +214,8 @@ from tunekit.data.readers.open_dataset import open_dataset
 from tunekit.data.tokenizer import Tokenizer
 
 rows = ChatDataset(source=sys.argv[1])
-print(fingerprint(rows, rows.prepare_tokenizer(Tokenizer.open(Path(sys.argv[2]))), open_dataset(rows.source, rows.split)))
+tokenizer = rows.prepare_tokenizer(Tokenizer.open(Path(sys.argv[2])))
+print(fingerprint(rows, tokenizer, open_dataset(rows.source, rows.split)))
 """
 
 

@@ -38,11 +38,11 @@ def encode_document(dataset: DatasetConfig, tokenizer: Tokenizer, fields: dict) 
 
 
 def build_loader(
-    dataset_class: type[DatasetConfig], tokenizer: Tokenizer, make_dist, directory: Path, lines: list[dict], **options
+    dataset_class: type[DatasetConfig], tokenizer: Tokenizer, dist, directory: Path, lines: list[dict], **options
 ) -> DataLoader:
     path = directory / "rows.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return build_dataloader(dataset_class(str(path), **options), tokenizer, len(lines), 2, make_dist)
+    return build_dataloader(dataset_class(str(path), **options), tokenizer, len(lines), 2, dist)
 
 
 def values_by_number(batches: list[Batch]) -> dict[int, float]:
@@ -106,9 +106,7 @@ def test_step_labels_are_targets_of_last_tokens(pack: bool, tokenizer, make_dist
             is_document = batch.document_ids == index
             assert batch.tokens[is_document].tolist() == tokens
             targets = batch.targets[is_document]
-            assert {make_dist: int(targets[make_dist]) for make_dist in ends} == dict(
-                zip(ends, map(int, labels[number]), strict=True)
-            )
+            assert {end: int(targets[end]) for end in ends} == dict(zip(ends, map(int, labels[number]), strict=True))
             assert int((targets != IGNORE).sum()) == 3
             num_documents += 1
     assert num_documents == 3

@@ -27,11 +27,11 @@ def make_documents() -> TokenizedDataset:
     return TokenizedDataset(rows)
 
 
-def make_loader(make_dist, micro: int = BATCH, packed: bool = False, shuffle: bool = True) -> MapDataLoader:
+def make_loader(dist, micro: int = BATCH, packed: bool = False, shuffle: bool = True) -> MapDataLoader:
     rows = make_documents()
     mix = Mixture.from_config(TextDataset("rows", max_length=CAPACITY, packing=packed, shuffle=shuffle))
-    layout = Collator(BATCH, micro, make_dist.rank, make_dist.size, PAD, mix.capacity)
-    return MapDataLoader(mix, (rows,), layout, make_dist.seed)
+    layout = Collator(BATCH, micro, dist.rank, dist.world_size, PAD, mix.capacity)
+    return MapDataLoader(mix, (rows,), layout, dist.seed)
 
 
 def documents_of(batches: list[Batch]) -> list[tuple[tuple[int, ...], ...]]:

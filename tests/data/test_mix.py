@@ -118,12 +118,12 @@ def write_texts(directory: Path, name: str, count: int) -> str:
     return str(path)
 
 
-def build_loader(tokenizer, directory: Path, make_dist, micro: int = 4, **options) -> DataLoader:
+def build_loader(tokenizer, directory: Path, dist, micro: int = 4, **options) -> DataLoader:
     members = (
         MixtureMember(TextDataset(write_texts(directory, "a", 11)), repeat=2),
         MixtureMember(TextDataset(write_texts(directory, "b", 30)), max_samples_per_epoch=17),
     )
-    return build_dataloader(Mixture(members, **options), tokenizer, 4, micro, make_dist)
+    return build_dataloader(Mixture(members, **options), tokenizer, 4, micro, dist)
 
 
 def count_texts(loaders: list[DataLoader], tokenizer, step: int) -> Counter[str]:
@@ -186,8 +186,10 @@ def test_resuming_with_other_rows_is_an_error(tokenizer, make_dist, tmp_path: Pa
     )
     shorter.load_state_dict(build_loader(tokenizer, tmp_path, make_dist(), max_length=6).state_dict(0))
     assert loader.state_dict(0) != shorter.state_dict(0)
-    documents = list(loader.rows)
-    assert len(documents) == len(loader.rows) == 41
-    assert [document.tokens.tolist() for document in documents] == [loader.rows[i].tokens.tolist() for i in range(41)]
+    documents = list(loader.documents)
+    assert len(documents) == len(loader.documents) == 41
+    assert [document.tokens.tolist() for document in documents] == [
+        loader.documents[i].tokens.tolist() for i in range(41)
+    ]
     with pytest.raises(IndexError):
-        loader.rows[41]
+        loader.documents[41]

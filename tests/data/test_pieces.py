@@ -71,7 +71,7 @@ def trusted_cache(model: Model) -> TokenCache:
     """Build a cache that no longer compares its results with the tokenizer."""
     cache = TokenCache.from_model(model)
     assert cache is not None
-    cache.tried = NUM_VERIFIED
+    cache.num_verified = NUM_VERIFIED
     return cache
 
 
@@ -99,7 +99,9 @@ def test_cached_start_of_text_is_not_used_after_a_space(caches: list[TokenCache]
     for cache in caches:
         cache.encode(earlier)
         expected = cache.model.encode_batch(later, add_special_tokens=False)
-        assert [result.ids.tolist() for result in map(cache.encode_pieces, later)] == [encoding.ids for encoding in expected]
+        assert [result.ids.tolist() for result in map(cache.encode_pieces, later)] == [
+            encoding.ids for encoding in expected
+        ]
 
 
 @pytest.mark.parametrize("name", ["turns", "brackets"])

@@ -188,7 +188,7 @@ def test_max_bad_row_fraction_is_enforced(tmp_path: Path, tokenizer: Tokenizer, 
         )
     message = str(caught.value)
     assert "11 of 100 rows" in message and "`max_bad_row_fraction`" in message and "10.00%" in message
-    assert f"{source}:1)" in message
+    assert f"{source}:1" in message
     assert "\n" not in message
     dataset = preprocess.preprocess_dataset(
         TextDataset(source=source, on_bad_row="skip", max_bad_row_fraction=0.11), tokenizer, make_dist()
@@ -234,7 +234,7 @@ def test_dead_process_is_reported_with_its_rows(
     with pytest.raises(UserError) as caught:
         preprocess_columns(rows, tokenizer, 2)
     message = str(caught.value)
-    assert f"{source}:513 " in message and " 511 rows " in message and number.name in message
+    assert f"{source}:513 " in message and "511 rows" in message and number.name in message
     assert ("memory" in message) == (number is signal.SIGKILL)
 
 

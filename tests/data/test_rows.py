@@ -213,7 +213,9 @@ def test_tool_calls_are_targets_and_their_results_are_not(tools: Tokenizer) -> N
     assert document.doc_flags == DocFlags(0)
 
 
-NUMBERS = st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.integers(0, 9999).map(SENTINEL_NUMBER.__add__)
+NUMBERS = (
+    st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.integers(0, 9999).map(SENTINEL_NUMBER.__add__)
+)
 
 
 @given(st.lists(NUMBERS, min_size=1, max_size=4), st.text("ab", min_size=1))
@@ -359,7 +361,7 @@ def test_text_targets_are_all_tokens_between_bos_and_eos(tokenizer_dirs: dict[st
     with pytest.raises(UserError, match="'<end>'"):
         TextDataset("x", eos_token="<end>").prepare_tokenizer(tokenizer)
     tokenizer.eos = None
-    with pytest.raises(UserError, match="end-of-text"):
+    with pytest.raises(UserError, match="eos_token"):
         TextDataset("x").prepare_tokenizer(tokenizer)
 
 
@@ -368,7 +370,9 @@ def test_every_token_of_a_long_text_is_target_once(length: int, tokenizer: Token
     rows = {"text": "Hello there. Thanks"}, {"text": "Hello"}
     for dataset_class in (TextDataset, AutoDataset):
         windows = [*encode_documents(dataset_class("x", max_length=length), tokenizer, *rows)]
-        assert all(len(document.tokens) <= length and document.full_length == len(document.tokens) for document in windows)
+        assert all(
+            len(document.tokens) <= length and document.full_length == len(document.tokens) for document in windows
+        )
         targets = [token for document in windows for token in document.tokens[1:].tolist()]
         texts = [tokenizer.encode(row["text"]) + [tokenizer.eos] for row in rows]
         assert targets == [token for text in texts for token in text[1:]]
@@ -545,14 +549,16 @@ BAD = [
     ({"messages": CONVERSATION[:1]}, ["assistant"]),
     ({"messages": CONVERSATION, "tools": "["}, ["tools: ", "JSON"]),
     ({"messages": [QUESTION, {"role": "assistant", "content": "\ud800"}]}, ["U+D800"]),
-    ({"messages": [{"role": "user", "content": "what " * 300}, ANSWER]}, ["first 64 tokens"]),
+    ({"messages": [{"role": "user", "content": "what " * 300}, ANSWER]}, ["first 64 of"]),
 ]
 
 
 @pytest.mark.parametrize(("row", "values"), BAD)
 def test_bad_row_does_not_affect_other_rows(row: dict, values: list[str], tokenizer: Tokenizer) -> None:
     good = Row("a:1", {"messages": CONVERSATION})
-    results = ChatDataset("x", max_length=64).encode_rows(tokenizer, [good, Row("a:2", row), good, BadRow("a:4", "no JSON")])
+    results = ChatDataset("x", max_length=64).encode_rows(
+        tokenizer, [good, Row("a:2", row), good, BadRow("a:4", "no JSON")]
+    )
     bad = results[1]
     assert isinstance(bad, BadRow) and bad.where == "a:2" and all(value in bad.reason for value in values)
     assert "\n" not in bad.reason

@@ -173,7 +173,7 @@ def test_digests_differ_if_tokens_can(tmp_path: Path) -> None:
         tokenizers[name] = Tokenizer.open(write_family(tmp_path / name, name))
     plain, dated = tokenizers["llama3"], tokenizers["granite"]
     (tmp_path / "own.jinja").write_text("{{ messages[0].content }}")
-    distinct = [plain, plain.with_template(str(tmp_path / "own.jinja")), plain.with_vocab_size(99_999, "model"), dated,
-              dated.with_date(date(2024, 2, 29)), *(tokenizers[name] for name in ("llama3_tools", "chatml"))]  # fmt: skip
+    distinct = [plain, plain.with_template(str(tmp_path / "own.jinja")), plain.with_vocab_size(99_999, "model"), dated]
+    distinct += [dated.with_date(date(2024, 2, 29)), tokenizers["llama3_tools"], tokenizers["chatml"]]
     assert len({tokenizer.digest for tokenizer in distinct}) == len(distinct)
     assert plain.with_date(date(2024, 2, 29)).digest == plain.digest  # its template prints no date

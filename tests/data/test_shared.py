@@ -39,11 +39,9 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-def build_loader(
-    source: str, tokenizer: Tokenizer, make_dist, micro: int = 2, share: bool = True, **options
-) -> DataLoader:
+def build_loader(source: str, tokenizer: Tokenizer, dist, micro: int = 2, share: bool = True, **options) -> DataLoader:
     loader = build_dataloader(
-        PreferenceDataset(source, max_length=LENGTH, **({"packing": True} | options)), tokenizer, 4, micro, make_dist
+        PreferenceDataset(source, max_length=LENGTH, **({"packing": True} | options)), tokenizer, 4, micro, dist
     )
     if share:
         loader.share_prefixes()

@@ -43,9 +43,9 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream_blocks, "MIN_STEP_FILL", 0)
 
 
-def build_stream(source: Path, tokenizer: Tokenizer, make_dist, micro: int = 4, **options) -> DataLoader:
+def build_stream(source: Path, tokenizer: Tokenizer, dist, micro: int = 4, **options) -> DataLoader:
     dataset = TextDataset(str(source), max_length=LENGTH, streaming=True, num_proc=0, **options)
-    return build_dataloader(dataset, tokenizer, 4, micro, make_dist)
+    return build_dataloader(dataset, tokenizer, 4, micro, dist)
 
 
 def step_texts(loaders: list[DataLoader], tokenizer: Tokenizer, step: int) -> list[str]:

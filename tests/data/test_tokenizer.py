@@ -178,4 +178,4 @@ def test_tokenizer_with_more_tokens_than_the_model(tokenizer_dirs: dict[str, Pat
     assert fitted.encode("hello there") == tokenizer.encode("hello there")
     with pytest.raises(UserError) as error:
         fitted.encode(f"hello {added[last].content}")
-    assert f"{added[last].content!r} ({last})" in str(error.value)
+    assert f"{added[last].content!r} (id {last})" in str(error.value)

@@ -113,7 +113,7 @@ class Shout(RowTransform):
 class Forum(ConversationDataset):
     """Read threads of a question and an answer."""
 
-    def talk(self, fields):
+    def to_conversation(self, fields):
         if "answer" not in fields:
             raise UserError("the thread has no answer")
         turns = [{"role": "user", "content": fields["question"]}, {"role": "assistant", "content": fields["answer"]}]

@@ -33,14 +33,16 @@ def make_documents() -> TokenizedDataset:
     return TokenizedDataset(documents)
 
 
-def build_loader(make_dist, rows: DatasetConfig, micro: int = BATCH) -> MapDataLoader:
+def build_loader(dist, rows: DatasetConfig, micro: int = BATCH) -> MapDataLoader:
     mix = MixtureBase.from_config(rows)
-    layout = Collator(BATCH, micro, make_dist.rank, make_dist.size, PAD, mix.capacity, mix.docs_per_row, with_document_ids=True)
-    return MapDataLoader(mix, (make_documents(),), layout, make_dist.seed)
+    layout = Collator(
+        BATCH, micro, dist.rank, dist.world_size, PAD, mix.capacity, mix.docs_per_row, with_document_ids=True
+    )
+    return MapDataLoader(mix, (make_documents(),), layout, dist.seed)
 
 
-def build_pair_loader(make_dist, packed: bool, micro: int = BATCH) -> MapDataLoader:
-    return build_loader(make_dist, PreferenceDataset("rows", max_length=LENGTH, packing=packed), micro)
+def build_pair_loader(dist, packed: bool, micro: int = BATCH) -> MapDataLoader:
+    return build_loader(dist, PreferenceDataset("rows", max_length=LENGTH, packing=packed), micro)
 
 
 def documents_of(batch: Batch) -> list[tuple[int, list[int], list[int]]]:
@@ -217,8 +219,8 @@ def test_streamed_pairs_stay_together(pack, size, tokenizer, make_dist, tmp_path
         loader.close()
 
 
-def read_up_to(rows: DatasetConfig, tokenizer: Tokenizer, make_dist, step: int) -> list[Batch]:
-    loader = build_dataloader(rows, tokenizer, 4, 4, make_dist)
+def read_up_to(rows: DatasetConfig, tokenizer: Tokenizer, dist, step: int) -> list[Batch]:
+    loader = build_dataloader(rows, tokenizer, 4, 4, dist)
     batches = [loader[i] for i in range(step + 1)][-1]
     loader.close()
     return batches
@@ -245,7 +247,9 @@ def test_mixture_counts_pairs(pack: bool, tokenizer, make_dist, tmp_path) -> Non
     assert loader.summary.tokens == sum(batch.num_tokens for batch in batches)
     if pack:
         assert loader.summary.num_packed_rows == sum(len(batch.tokens) for batch in batches)
-        assert loader.summary.fill_ratio == pytest.approx(loader.summary.tokens / (loader.summary.num_packed_rows * 100))
+        assert loader.summary.fill_ratio == pytest.approx(
+            loader.summary.tokens / (loader.summary.num_packed_rows * 100)
+        )
 
 
 def test_format_is_detected_from_first_row(tokenizer, make_dist, tmp_path) -> None:
@@ -261,7 +265,7 @@ def test_format_is_detected_from_first_row(tokenizer, make_dist, tmp_path) -> No
     assert [flags == DocFlags.DESIRABLE for flags in batch.doc_flags.tolist()] == [
         labels[number] for number in batch.document_indices.tolist()
     ]
-    assert "completions with marks" in str(unpaired.summary)
+    assert "unpaired preferences" in str(unpaired.summary)
     assert "preference pairs" in str(
         build_dataloader(
             AutoPreferenceDataset(write_rows(tmp_path, "a", [make_pair(1)])), tokenizer, 1, 1, make_dist()

@@ -59,7 +59,7 @@ def make_hf_model(directory: Path) -> Any:
 
 
 def make_adapter_model(name: str) -> lm_eval_adapter.LMEvalAdapter:
-    run = DistributedContext.alone()
+    run = DistributedContext.single_process()
     return lm_eval_adapter.LMEvalAdapter(*build.load_for_inference(name, PrecisionConfig("fp32"), run), 4, run, name)
 
 
@@ -182,7 +182,7 @@ def test_adapter_matches_peft(task_dir: Path, tmp_path: Path, quantized: bool) -
     hf_model = model_class(model, tokenizer=AutoTokenizer.from_pretrained(NANO), batch_size=4)
     # In training mode, bitsandbytes uses the same algorithm on CPU and GPU. There is no dropout.
     hf_model.model.train()
-    run, quantization = DistributedContext.alone(), NF4Config() if quantized else NoQuantization()
+    run, quantization = DistributedContext.single_process(), NF4Config() if quantized else NoQuantization()
     adapter_model = lm_eval_adapter.LMEvalAdapter(
         *build.load_for_inference(str(tmp_path / "adapter"), PrecisionConfig("fp32"), run, quantization),
         4,

@@ -52,7 +52,7 @@ class Documents(list[Document]):
 
 
 def run_on_meta() -> DistributedContext:
-    run = DistributedContext.alone()
+    run = DistributedContext.single_process()
     run.device = META
     return run
 

@@ -12,7 +12,7 @@ from tunekit.cli import main as cli
 from tunekit.cli import recipe_loader
 from tunekit.devices import ACCELERATORS, TABLE, Capabilities, Device, choose_type, find_row
 from tunekit.distributed.context import DistributedContext
-from tunekit.distributed.parallel_dims import COPIES, ParallelConfig
+from tunekit.distributed.parallel_dims import REPLICATED, ParallelConfig
 from tunekit.errors import UserError
 from tunekit.memory.config import MemoryConfig
 from tunekit.models.compile import check_compile
@@ -139,7 +139,7 @@ def test_weights_that_no_devices_share_cannot_wait_on_the_host(parallel: Paralle
 
 @pytest.mark.parametrize(
     ("parallel", "count"),
-    [(COPIES, 2), (ParallelConfig(dp_replicate=2), 2), (ParallelConfig(dp_replicate=None, dp_shard=1, tp=2), 4)],
+    [(REPLICATED, 2), (ParallelConfig(dp_replicate=2), 2), (ParallelConfig(dp_replicate=None, dp_shard=1, tp=2), 4)],
 )
 def test_whole_copies_of_a_model_that_is_not_trained_cannot_wait_on_the_host(
     parallel: ParallelConfig, count: int

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.flight_recorder.components.loader import read_dump
 
 from tunekit.distributed import flight_recorder
-from tunekit.distributed.context import DistributedContext, recorded
+from tunekit.distributed.context import DistributedContext, dump_flight_recorders
 from tunekit.distributed.flight_recorder import BACKENDS, CHANNEL, PREFIX, Recorders, file_of, quote, read, variables
 from tunekit.distributed.launch_config import LaunchConfig, Place, WorkerSpec
 from tunekit.distributed.launcher import environment
@@ -44,7 +44,7 @@ def test_a_rank_writes_its_collectives_on_request(
     monkeypatch.setenv(
         CHANNEL, recorders.environment(0)[CHANNEL].replace(f"{recorders.files[0]}:", f"{os.dup(recorders.files[0])}:")
     )
-    flight_recorder.serve(lambda: recorded(one_rank.device), 0)
+    flight_recorder.serve(lambda: dump_flight_recorders(one_rank.device), 0)
     recorders.pairs[0][0].recv(1, 2)  # MSG_PEEK: until the thread is ready
     recorders.request(5.0)
     collectives = read(file_of(tmp_path, "gloo", 0))

@@ -35,7 +35,7 @@ def weights(device: str, count: int = 448, dtype: torch.dtype = torch.float32) -
 
 
 def on(device: str) -> DistributedContext:
-    run = DistributedContext.alone()
+    run = DistributedContext.single_process()
     run.device = torch.device(device)
     return run
 

@@ -18,7 +18,7 @@ from tunekit import build
 from tunekit.adapters.config import LoRAConfig, NoAdapter
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
 from tunekit.distributed.clip_grad import total_grad_norm
-from tunekit.distributed.context import LATER, PATIENT, DistributedContext
+from tunekit.distributed.context import HOST_TIMEOUT, TIMEOUT_MARGIN, DistributedContext
 from tunekit.distributed.fsdp import allocate, apply_fsdp
 from tunekit.distributed.parallel_dims import ParallelConfig
 from tunekit.generation.generate import SamplingConfig, launch_steps
@@ -32,7 +32,7 @@ from tunekit.quantization.config import NoQuantization
 @pytest.mark.multi
 def test_all_groups_have_the_timeout_of_the_config() -> None:
     for collectives, waits, warned in run_ranks(2, timeouts, ParallelConfig(cp=2, hang_timeout_seconds=77)):
-        assert collectives == {timedelta(seconds=77 + LATER)} and waits == {PATIENT}
+        assert collectives == {timedelta(seconds=77 + TIMEOUT_MARGIN)} and waits == {HOST_TIMEOUT}
         assert not warned
 
 
@@ -45,14 +45,15 @@ def built(folder: Path, run: DistributedContext) -> Decoder:
 def test_one_rank_shards_its_model(one_rank: DistributedContext, tmp_path: Path) -> None:
     """A single process can run all of FSDP: the same loss and gradient as without it."""
     assert one_rank.mesh is not None and one_rank.sum_counts(5) == 5 and one_rank.all_gather_objects("a") == ["a"]
-    sharded, plain = built(tmp_path, one_rank), built(tmp_path, DistributedContext.alone())
+    sharded, plain = built(tmp_path, one_rank), built(tmp_path, DistributedContext.single_process())
     assert isinstance(sharded, FSDPModule) and all(isinstance(p, DTensor) for p in sharded.parameters())
     losses = [CrossEntropy()(model, make_batch(random_tokens())) for model in (sharded, plain)]
     for loss in losses:
         loss.backward()
     assert torch.equal(*losses)
     assert torch.equal(
-        total_grad_norm(sharded.parameters(), one_rank), total_grad_norm(plain.parameters(), DistributedContext.alone())
+        total_grad_norm(sharded.parameters(), one_rank),
+        total_grad_norm(plain.parameters(), DistributedContext.single_process()),
     )
 
 

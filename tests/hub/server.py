@@ -2,8 +2,8 @@
 
 It implements whoami, creation of repositories, branches and pull requests, `preupload`, large objects (in one part or
 several), commits, paged listings, and files with ranges. It validates requests like the Hub, and a commit is visible
-only when it is complete. Tests inject failures (`Fault`) and read the requests (`Hub.log`). As on the Hub, large objects
-are on another host, which must never receive an access token.
+only when it is complete. Tests inject failures (`Fault`) and read the requests (`Hub.log`). As on the Hub, large
+objects are on another host, which must never receive an access token.
 """
 
 import base64

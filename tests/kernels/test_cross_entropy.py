@@ -289,7 +289,7 @@ def test_custom_loss_gets_the_logits_of_the_head(chunks_of_four: None) -> None:
         assert logits.dtype == FP32
         return F.cross_entropy(logits, targets, reduction="none").square().sum()
 
-    loss = linear_cross_entropy(hidden, targets, head, CustomChunkLoss(measure, head.finish))
+    loss = linear_cross_entropy(hidden, targets, head, CustomChunkLoss(measure, head.scale_logits))
     assert_same(loss, token_loss_reference(PLAIN, head(hidden.double()), targets).square().sum(), [hidden, head.weight])
 
 

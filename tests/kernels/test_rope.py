@@ -12,7 +12,7 @@ from tunekit.kernels.rope import RopeTables, apply_rope, reference
 
 KERNEL = rope
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-LAYOUTS = [(False, True), (True, True), (True, False)]  # paired, keep_paired
+LAYOUTS = [(False, True), (True, True), (True, False)]  # interleaved, interleaved_output
 PAIRS = 12
 
 
@@ -27,10 +27,10 @@ def rotate_complex(x: Tensor, r: RopeTables) -> Tensor:
     """Rotate as complex numbers in float64."""
     start = x.shape[-1] - 2 * PAIRS if r.last else 0
     rotary = x.double()[..., start : start + 2 * PAIRS]
-    real, imaginary = (rotary[..., ::2], rotary[..., 1::2]) if r.paired else rotary.chunk(2, -1)
+    real, imaginary = (rotary[..., ::2], rotary[..., 1::2]) if r.interleaved else rotary.chunk(2, -1)
     rotated = torch.complex(real, imaginary) * torch.complex(r.cos.double(), r.sin.double())
     y = x.double().clone()
-    joined = torch.view_as_real(rotated).flatten(-2) if r.paired and r.keep_paired else None
+    joined = torch.view_as_real(rotated).flatten(-2) if r.interleaved and r.interleaved_output else None
     y[..., start : start + 2 * PAIRS] = torch.cat([rotated.real, rotated.imag], -1) if joined is None else joined
     return y
 
@@ -114,7 +114,7 @@ def test_unsupported_dtypes_use_torch() -> None:
 def test_interpreted_kernel_equals_compiled(heads, paired_in, paired_out, last, interpreted: ModuleType) -> None:
     x, r = torch.randn(1, 5, 2 * heads, 40)[:, :, ::2], make_tables(1, 5)
     for is_backward in (False, True):
-        expected, _ = rope.rotate(x, x[:, :, :0], r.cos, r.sin, paired_in, paired_out, last, is_backward)
+        expected, _ = rope.rotate_forward(x, x[:, :, :0], r.cos, r.sin, paired_in, paired_out, last, is_backward)
         y, start = torch.empty(5, heads, 40), 40 - 2 * PAIRS if last else 0
         tables = r.cos.view(5, PAIRS), r.sin.view(5, PAIRS)
         interpreted.rotate(x[0], y, *tables, start, -1.0 if is_backward else 1.0, paired_in, paired_out)

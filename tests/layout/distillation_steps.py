@@ -48,7 +48,7 @@ def run_distillation(case: DistillCase) -> Outcome:
             adapter=case.adapter,
             max_grad_norm=case.clip,
         )
-        collator = Collator(4, case.micro_batch, run.reader, run.sizes.readers, 0, case.length if case.packed else None)
+        collator = Collator(4, case.micro_batch, run.dp_rank, run.dims.dp_size, 0, case.length if case.packed else None)
         modules = {
             "teacher": teacher.open(case.loss, model, TOKENIZER, [], run),
             "writer": StudentSampler(

@@ -28,5 +28,5 @@ def test_results_are_returned_in_rank_order() -> None:
 
 
 def test_traceback_of_a_rank_is_shown() -> None:
-    with pytest.raises(AssertionError, match="(?s)--- rank 1 .*one_fails.*broken on rank 1"):
+    with pytest.raises(AssertionError, match="(?s)--- rank 1 .*fail_on_rank_1.*broken on rank 1"):
         run_ranks(2, fail_on_rank_1, group=True)

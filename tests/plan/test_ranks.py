@@ -62,7 +62,7 @@ def run_two_steps(task: Workload, run: DistributedContext) -> None:
         task.adapter.param_groups(decoder), [p for layer in decoder.layers for p in layer.parameters()]
     )
     update = task.memory.update(optimizer, task.max_grad_norm, run)
-    batch = rows(probe_step(task, run.sizes))
+    batch = rows(probe_step(task, run.dims))
     tokens = torch.randint(0, task.source.spec.vocab, batch.tokens.shape)
     batch = replace(batch, tokens=tokens, targets=tokens, positions=torch.arange(task.max_length).expand_as(tokens))
     for _ in range(2):

@@ -117,7 +117,7 @@ ROWS = {
     "no message": ('{"messages": []}', ("rows.jsonl:2", "messages")),
     "unknown role": (make_row({"role": "robot", "content": "x"}), ("rows.jsonl:2", "robot")),
     "content is a number": (make_row({"role": "user", "content": 3}), ("rows.jsonl:2", "content")),
-    "no answer": (make_row(CONVERSATION[0]), ("rows.jsonl:2", "nothing to learn")),
+    "no answer": (make_row(CONVERSATION[0]), ("rows.jsonl:2", "no target tokens")),
     "no UTF-8": (b'{"messages": "\xff"}', ("rows.jsonl:2", "UTF-8")),
     "answer beyond the length": (
         make_row({"role": "user", "content": "w " * 99}, CONVERSATION[1]),

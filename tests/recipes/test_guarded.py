@@ -57,7 +57,7 @@ def test_nan_stops_the_run_with_its_rows(workspace, monkeypatch, immediate):
 
     def record_rows(data, step):
         rows = numbers(data, step)
-        rows_by_step[step] = [data.rows.where(int(n)) for row in rows for n in row]
+        rows_by_step[step] = [data.documents.row_location(int(n)) for row in rows for n in row]
         return rows
 
     monkeypatch.setattr(MapDataLoader, "document_indices", record_rows)

@@ -371,27 +371,29 @@ def adapter_tensors(layer: Layer) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def row_norms(layer: Linear, shapes: Mapping[str, Shape]) -> Tensor:
-    """Norms (out,) of the rows of a weight, in fp32, of which no more than some are there at a time."""
-    found = torch.cat([rows.norm(dim=1) for rows in layer.iter_fp32_rows(max(1, CPU_CHUNK_SIZE // layer.in_features))])
-    return gather_row_shards(layer, combine_column_shards(layer, found), shapes)
+    """Row norms (out,) of the full weight in fp32, computed for chunks of rows."""
+    chunk_rows = max(1, CPU_CHUNK_SIZE // layer.in_features)
+    norms = torch.cat([rows.norm(dim=1) for rows in layer.iter_fp32_rows(chunk_rows)])
+    return gather_row_shards(layer, combine_column_shards(layer, norms), shapes)
 
 
-def combine_column_shards(layer: Linear, found: Tensor) -> Tensor:
-    """Norms of rows, from those of what this rank has of them."""
-    return found if layer.rowwise_mesh is None else layer.rowwise_mesh.all_reduce_sum(found.square()).sqrt()
+def combine_column_shards(layer: Linear, norms: Tensor) -> Tensor:
+    """Norms (out,) of rows whose columns are sharded, from the norms of the local columns."""
+    mesh = layer.rowwise_mesh
+    return norms if mesh is None else mesh.all_reduce_sum(norms.square()).sqrt()
 
 
-def gather_row_shards(layer: Linear, found: Tensor, shapes: Mapping[str, Shape]) -> Tensor:
-    """(..., out), from what each rank has of it."""
-    team = layer.colwise_mesh
-    return found if team is None else team.gather_columns(found, shapes["lora_B.weight"][0])
+def gather_row_shards(layer: Linear, local: Tensor, shapes: Mapping[str, Shape]) -> Tensor:
+    """Gather (..., out) from the local shard (..., out / size)."""
+    mesh = layer.colwise_mesh
+    return local if mesh is None else mesh.gather_columns(local, shapes["lora_B.weight"][0])
 
 
 @torch.no_grad()
 def full_weight(layer: Linear, shapes: Mapping[str, Shape]) -> Tensor:
     """Full, unsharded weight (out, in) in fp32."""
-    found, team = gather_row_shards(layer, layer.dequantize().float().T, shapes).T, layer.rowwise_mesh
-    return found if team is None else team.gather_columns(found, shapes["lora_A.weight"][1])
+    weight, mesh = gather_row_shards(layer, layer.dequantize().float().T, shapes).T, layer.rowwise_mesh
+    return weight if mesh is None else mesh.gather_columns(weight, shapes["lora_A.weight"][1])
 
 
 def empty_param(*shape: int) -> nn.Parameter:

@@ -29,7 +29,7 @@ from tunekit.models.precision import PrecisionConfig
 from tunekit.quantization.config import Float8Config, FP4Config, NF4Config, NoQuantization
 
 
-class Teacher(ABC):
+class BaseTeacher(ABC):
     """Source of teacher distributions for the batches of a run."""
 
     @abstractmethod
@@ -96,7 +96,7 @@ class TeacherConfig(ABC):
         tokenizer: Tokenizer,
         loaders: list[DataLoader],
         run: DistributedContext,
-    ) -> Teacher:
+    ) -> BaseTeacher:
         """Create the teacher for a student and the rows of data loaders, which use the given tokenizer."""
 
 
@@ -122,14 +122,14 @@ class OnlineTeacherConfig(TeacherConfig):
         tokenizer: Tokenizer,
         loaders: list[DataLoader],
         run: DistributedContext,
-    ) -> Teacher:
+    ) -> BaseTeacher:
         model = self.load_model(run)
         for loader in loaders:
             loader.check_vocab(model.spec.vocab)
         return OnlineTeacher(model, self.top_k, num_common_ids(student, model))
 
 
-class OnlineTeacher(Teacher):
+class OnlineTeacher(BaseTeacher):
     """Teacher model that runs in each step."""
 
     def __init__(self, model: Decoder, top_k: int | None, num_ids: int) -> None:
@@ -189,7 +189,7 @@ class OfflineTeacherConfig(TeacherConfig):
         tokenizer: Tokenizer,
         loaders: list[DataLoader],
         run: DistributedContext,
-    ) -> Teacher:
+    ) -> BaseTeacher:
         paths = [self.logits_path(loss, student, loader) for loader in loaders]
         revision = run.run_on_main(lambda: model_revision(self.model))
         logits = run.run_on_main(lambda: self.find_existing(paths, revision, run))
@@ -242,7 +242,7 @@ class OfflineTeacherConfig(TeacherConfig):
         raise UserError(f"{message}. {remedy}. To use them in a new run, set teacher.model={name}@{min(commits)}.")
 
 
-class OfflineTeacher(Teacher):
+class OfflineTeacher(BaseTeacher):
     """Teacher logits that are read from disk in each step."""
 
     def __init__(self, files: teacher_logits.TeacherLogits) -> None:

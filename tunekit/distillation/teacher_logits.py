@@ -165,11 +165,11 @@ class TeacherLogits:
         """Stored logits of the target tokens of a batch on this rank."""
         ranges = [self.find(span.key, span.num_target_tokens) for span in unpack_documents(batch)]
         nth = (batch.targets != IGNORE).flatten().cumsum(0).view_as(batch.targets) - 1
-        here = model.cp_sharding.local_tokens(nth.where(batch.targets != IGNORE, -1), -1).flatten()
-        rows = (here >= 0).nonzero().squeeze(1)
-        some, device = here[rows].cpu(), batch.tokens.device
-        ids, logs = (torch.from_numpy(part.read(ranges))[some].to(device) for part in (self.ids, self.logs))
-        return TopKTargets(ids, logs, index_in_rows(rows, len(here)), self.info.total)
+        local_nth = model.cp_sharding.local_tokens(nth.where(batch.targets != IGNORE, -1), -1).flatten()
+        rows = (local_nth >= 0).nonzero().squeeze(1)
+        selected, device = local_nth[rows].cpu(), batch.tokens.device
+        ids, logs = (torch.from_numpy(shards.read(ranges))[selected].to(device) for shards in (self.ids, self.logs))
+        return TopKTargets(ids, logs, index_in_rows(rows, len(local_nth)), self.info.total)
 
     def find(self, key: int, count: int) -> slice:
         """Rows of the target tokens of a document. Raises UserError if it is not stored."""
@@ -188,7 +188,7 @@ class LogitShards:
         self.arrays, self.firsts = arrays, np.cumsum([0, *(len(array) for array in arrays)])
 
     def read(self, ranges: Sequence[slice]) -> np.ndarray:
-        """Copy of the rows in these ranges, each of which must lie in one array."""
+        """Copy of the rows in these ranges, each of which must not cross arrays."""
         chunks = [np.empty_like(self.arrays[0][:0])]
         for row_range in ranges:
             index = int(np.searchsorted(self.firsts, row_range.start, side="right")) - 1

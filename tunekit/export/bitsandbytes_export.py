@@ -144,7 +144,11 @@ def quantize_weight(
     state |= {"dtype": str(dtype).removeprefix("torch."), "shape": list(weight.shape)}
     if quantization.double_quant:
         scales, outer = nf4.double_quantize(scales)
-        state |= {"nested_blocksize": nf4.DOUBLE_QUANT_BLOCK, "nested_dtype": "float32", "nested_offset": outer[-1].item()}
+        state |= {
+            "nested_blocksize": nf4.DOUBLE_QUANT_BLOCK,
+            "nested_dtype": "float32",
+            "nested_offset": outer[-1].item(),
+        }
         yield f"{name}.nested_absmax", outer[:-1]
         yield f"{name}.nested_quant_map", nf4.dynamic_map(weight.device)
     text = json.dumps(state).encode().ljust(STATE_BYTES)

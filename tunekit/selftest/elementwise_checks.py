@@ -54,7 +54,7 @@ def check_norm(context: Context) -> Result:
 
 def check_rope(context: Context) -> Result:
     comparison = Comparison(context, require_fast_version(context, rope))
-    layouts = {"halves": {}, "pairs": {"paired": True}, "pairs to halves": {"paired": True, "keep_paired": False}}
+    layouts = {"halves": {}, "pairs": {"interleaved": True}, "pairs to halves": {"interleaved": True, "interleaved_output": False}}
     layouts |= {"last channels": {"last": True}}
     with require_triton_launches(context):
         for layout, options in layouts.items():
@@ -63,7 +63,7 @@ def check_rope(context: Context) -> Result:
                 tables = rope.RopeTables(angles.cos(), angles.sin(), **options)
                 moved = tables._replace(cos=tables.cos.to(context.device), sin=tables.sin.to(context.device))
                 inputs = {"q": torch.randn(2, 57, 6, 48).to(dtype), "k": torch.randn(2, 57, 3, 48).to(dtype)}
-                fast, reference = partial(rope.apply_rope, rotation=moved), partial(rotate_reference, tables)
+                fast, reference = partial(rope.apply_rope, tables=moved), partial(rotate_reference, tables)
                 comparison.check_function(f"{layout} {label}", fast, reference, inputs)
     return comparison.result()
 
