@@ -70,13 +70,12 @@ class EvaluateConfig:
     def named(self) -> TaskSelection:
         return TaskSelection(self.tasks, self.num_fewshot, self.include_path, self.limit, self.apply_chat_template)
 
+    def open_tokenizer(self) -> Tokenizer:
+        """The tokenizer of the rows. Reads no weights."""
+        return build.resolve_model(self.model, download.SMALL)[2]
 
-RECIPE = EvaluateConfig
 
-
-def words(cfg: EvaluateConfig) -> Tokenizer:
-    """The tokenizer that rows are written with; no weight is read for it."""
-    return build.resolve_model(cfg.model, download.SMALL)[2]
+CONFIG = EvaluateConfig
 
 
 def check(cfg: EvaluateConfig) -> None:

@@ -53,7 +53,7 @@ class GenerateConfig:
             raise FieldError("batch_size", f"must be 1 or more, not {self.batch_size}")
 
 
-RECIPE = GenerateConfig
+CONFIG = GenerateConfig
 
 
 def check(cfg: GenerateConfig) -> None:

@@ -1,4 +1,4 @@
-"""Learning from preferences, full or with adapters: DPO and its kin, SimPO, ORPO, KTO, and sums of them.
+"""Preference optimization, full or with adapters: DPO and its variants, SimPO, ORPO, KTO, and weighted sums of losses.
 
 tune run preference nano/dpo
 tune run preference llama3_2/1b_dpo_lora loss.beta=0.05
@@ -7,19 +7,21 @@ tune run preference qwen3/1_7b_orpo_lora data.source=mine.jsonl
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
+from torch import Tensor
 from tqdm import tqdm
 
+from tunekit.build import open_checkpoint, open_tokenizer
 from tunekit.config.choices import kind_name
 from tunekit.data.dataloader.batch import Batch
 from tunekit.data.dataloader.build import DataLoader
 from tunekit.data.dataloader.mixture import MixtureBase
 from tunekit.data.dataloader.preference_data import Comparable
-from tunekit.data.tokenizer import Tokenizer
+from tunekit.data.dataloader.prefetch import Prefetcher
 from tunekit.distributed.context import DistributedContext
 from tunekit.errors import FieldError, UserError
+from tunekit.loggers.metric_logger import ThroughputCounter
 from tunekit.losses.dpo import (
     AOT,
     DPO,
@@ -42,10 +44,13 @@ from tunekit.losses.preference_base import PreferenceLoss
 from tunekit.losses.preference_objective import PreferenceObjective
 from tunekit.losses.reference_free import CPO, ORPO, AlphaPO, SFTTerm, SimPO
 from tunekit.losses.unpaired import BCO, KTO, APOZeroUnpaired
-from tunekit.memory.config import TrainOptimizer
 from tunekit.models.decoder import Decoder
-from tunekit.training import config as training
-from tunekit.training.config import Job, Method, Taken, TrainConfig
+from tunekit.training.config import TrainConfig, check_training
+from tunekit.training.data_checks import check_data
+from tunekit.training.early_stopping import EarlyStopping
+from tunekit.training.export import export_final
+from tunekit.training.forgetting import ForgettingMonitor
+from tunekit.training.packing_check import check_packing
 from tunekit.training.reference_model import (
     AutoReference,
     CopiedReference,
@@ -53,21 +58,24 @@ from tunekit.training.reference_model import (
     PrecomputedReference,
     RunningMean,
 )
+from tunekit.training.run_context import RunContext
+from tunekit.training.setup import build_optimizer, load_model, open_dataloader
+from tunekit.training.step_guard import StepGuard
 
-OfPairs = (
+PairLoss = (
     DPO | Sigmoid | SigmoidNorm | Hinge | IPO | Robust | EXOPair | NCAPair | BCOPair | SPPOHard | AOT
     | AOTUnpaired | APOZero | APODown | DiscoPOP | SFTTerm | CPO | SimPO | AlphaPO | ORPO
 )  # fmt: skip
-OfMarks = KTO | BCO | APOZeroUnpaired
+UnpairedLoss = KTO | BCO | APOZeroUnpaired
 
 
 @dataclass(frozen=True, kw_only=True)
 class PreferenceConfig(TrainConfig):
-    """Everything this recipe can be told: what every training can, what is minimised, and against which reference."""
+    """The keys of this recipe."""
 
-    data: Comparable  # pairs of answers, or answers with marks
-    eval_data: Comparable | None = None  # held-out rows
-    loss: tuple[OfPairs | OfMarks, ...] = (DPO(),)  # what is minimised: one term, or several that are added up
+    data: Comparable  # Training rows: preference pairs, or single answers with labels
+    eval_data: Comparable | None = None  # Held-out rows for evaluation during training
+    loss: tuple[PairLoss | UnpairedLoss, ...] = (DPO(),)  # One loss, or several that are added
     # Reference model; `auto`: the cheapest that works
     reference: AutoReference | DisableAdapterReference | CopiedReference | PrecomputedReference = AutoReference()
     ld_alpha: float = 1.0  # LD-DPO: weight of the tokens beyond the shorter answer (arXiv:2409.06411)
@@ -75,106 +83,190 @@ class PreferenceConfig(TrainConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.loss:
-            raise FieldError("loss", "name at least one term")
+            raise FieldError("loss", "must have at least one loss, got none")
         if not 0 <= self.ld_alpha <= 1:
-            raise FieldError("ld_alpha", f"a weight from 0 to 1, not {self.ld_alpha}")
-        others = [kind_of(term) for term in self.loss if term.each == 1 or not term.compares]
-        if self.ld_alpha < 1 and others:
+            raise FieldError("ld_alpha", f"must be in [0, 1], got {self.ld_alpha}")
+        unsupported = [kind_of(loss) for loss in self.loss if loss.each == 1 or not loss.compares]
+        if self.ld_alpha < 1 and unsupported:
             raise FieldError(
-                "ld_alpha", f"is for pairs that are compared with a reference, and {others[0]} does not do so"
+                "ld_alpha", f"needs losses of pairs with a reference, got {unsupported[0]}. Set ld_alpha=1."
             )
         self.reference.check(self, PreferenceObjective(self.loss, self.ld_alpha))
 
 
-RECIPE = PreferenceConfig
+CONFIG = PreferenceConfig
 
 
-def kind_of(term: PreferenceLoss) -> str:
+def kind_of(loss: PreferenceLoss) -> str:
     """The `kind` of a loss."""
-    return kind_name(type(term))
-
-
-def words(cfg: PreferenceConfig) -> Tokenizer:
-    """The tokenizer that rows are written with."""
-    return training.get_tokenizer(cfg)
+    return kind_name(type(loss))
 
 
 def check(cfg: PreferenceConfig) -> None:
-    """What can be known without reading weights."""
-    training.check_training(cfg)
-    held = None if cfg.eval_data is None else MixtureBase.of(cfg.eval_data).settled()
-    check_terms(cfg.loss, MixtureBase.of(cfg.data).settled(), held)
+    """Raise UserError for everything that can be found without reading weights."""
+    check_training(cfg)
+    eval_data = None if cfg.eval_data is None else MixtureBase.of(cfg.eval_data).settled()
+    check_terms(cfg.loss, MixtureBase.of(cfg.data).settled(), eval_data)
 
 
-def check_terms(loss: Sequence[PreferenceLoss], data: MixtureBase, held: MixtureBase | None) -> None:
-    """UserError if the terms, or the figures, compare pairs and rows are single answers."""
-    if data.each == 1 and (paired := [kind_of(term) for term in loss if term.each == 2]):
-        raise UserError(f"loss: {paired[0]} compares pairs, and these rows are single answers: use kto, bco or pairs")
-    if held is not None and held.each < data.each:
-        raise UserError("eval_data: these rows are single answers, and those of `data` are pairs: make both alike")
+def check_terms(losses: Sequence[PreferenceLoss], data: MixtureBase, eval_data: MixtureBase | None) -> None:
+    """Raise UserError if a loss needs pairs and the rows are single answers."""
+    if data.each == 1 and (paired := [kind_of(loss) for loss in losses if loss.each == 2]):
+        raise UserError(
+            f"loss: {paired[0]} needs preference pairs, but data has unpaired rows. Set loss=kto or loss=bco, or use a "
+            "dataset with chosen and rejected."
+        )
+    if eval_data is not None and eval_data.each < data.each:
+        raise UserError("eval_data: has unpaired rows, but data has preference pairs. Use the same format for both.")
 
 
 def main(cfg: PreferenceConfig, overwrite: bool = False) -> None:
-    """Train until the last step, a signal, or the end of patience, and leave a checkpoint for others."""
-    training.run(cfg, Method("preference", forward_backward, evaluate, beside), overwrite)
+    """Train, or resume training, and write the result to `final/` in the run directory."""
+    with RunContext(cfg, "preference", overwrite) as run:
+        if not run.is_complete:
+            train(cfg, run)
+        run.push_result()
 
 
-def beside(job: Job) -> dict[str, Any]:
-    """The objective for these rows, its reference, and what BCO remembers."""
-    goal = PreferenceObjective(job.cfg.loss, job.cfg.ld_alpha, job.data.mix.each == 2)
-    check_terms(goal.terms, job.data.mix, job.held and job.held.mix)
-    for data in filter(None, (job.data, job.held)):
-        if any(term.others for term in goal.terms):
+def train(cfg: PreferenceConfig, run: RunContext) -> None:
+    """Everything between an open run directory and the exported result."""
+    dist = run.dist  # collectives; the identity on one process
+    checkpoint = open_checkpoint(cfg)  # config.json and tensor names; weights are read by load_model
+    tokenizer = open_tokenizer(checkpoint, run.start_date)
+    train_data = open_dataloader(cfg.data, tokenizer, cfg, run)
+    eval_data = cfg.eval_data and open_dataloader(cfg.eval_data, tokenizer, cfg, run, "eval")
+    forgetting = ForgettingMonitor(cfg, tokenizer, dist, run.dir, run.overwrite)
+    loaders = {"data": train_data, "eval_data": eval_data}
+    check_data(cfg, loaders, tokenizer, dist)
+    model = load_model(checkpoint, cfg, dist)
+    objective = prepare_objective(cfg, model, train_data, eval_data, dist)
+    objective = replace(objective, judges=cfg.reference.open(run, checkpoint, model, loaders, objective))
+    running_mean = RunningMean()  # of log-ratios, for BCO
+    run.begin()
+
+    optimizer = build_optimizer(cfg, model, dist)
+    num_steps = cfg.max_steps or train_data.steps(cfg.epochs)
+    lr_scheduler = cfg.lr_scheduler.build(optimizer.inner, num_steps)
+    prefetcher = Prefetcher(train_data, dist.device)
+    guard = StepGuard(cfg.step_guard, dist, prefetcher)
+    early_stopping = EarlyStopping(cfg.early_stopping_patience)
+    throughput = ThroughputCounter()
+    checkpointer = run.open_checkpointer(
+        model, optimizer, lr_scheduler, data=prefetcher, guard=guard, early_stopping=early_stopping,
+        forgetting=forgetting, throughput=throughput, running_mean=running_mean,
+    )  # fmt: skip
+    step = checkpointer.restore()  # 0 in a new run
+    if step == 0:
+        check_packing(model, train_data, dist)
+    logger = run.open_logger(num_steps, step, throughput)
+
+    with checkpointer, logger, run.profiler, prefetcher.over(guard.data_step(step), guard.data_step(num_steps)):
+        if step == 0 and eval_data:
+            run.begin_eval(0)
+            logger.log_eval(0, evaluate(model, eval_data, objective, running_mean, dist))
+        forgetting.begin(model, step, logger)
+        if step == 0 and guard.may_roll_back:
+            checkpointer.save(0)
+        run.handle_signals()
+        while step < num_steps and not early_stopping.triggered:
+            run.begin_step(step, logger)  # heartbeat, profiler, random seed of this step
+            batches = prefetcher.take()  # the micro-batches of this rank
+            loss, metrics = forward_backward(model, batches, objective, running_mean, dist)
+            grad_norm = optimizer.clip_grad_norm(cfg.max_grad_norm)
+            if not guard.accepts(step, loss, grad_norm):  # NaN, Inf or a spike
+                optimizer.zero_grad()  # without gradients, `step` changes no weight
+            optimizer.step()
+            optimizer.zero_grad()
+            lr = lr_scheduler.get_last_lr()[0]
+            lr_scheduler.step()
+            if guard.needs_rollback(logger):
+                step = guard.roll_back(checkpointer, logger)  # to the last training state; skips the data since then
+                continue
+            step += 1
+            logger.log_step(step, batches, prefetcher.wait, loss=loss, grad_norm=grad_norm, lr=lr, **metrics)
+
+            due = run.due_after(step, num_steps)
+            with logger.aside():  # not part of the step time
+                if due.any:
+                    guard.check_all(logger)  # raises if a step was not finite, before its weights are used
+                if due.push:
+                    run.push_checkpoint(step, num_steps, model, checkpoint)
+                if due.eval and eval_data:
+                    run.begin_eval(step)
+                    eval_metrics = evaluate(model, eval_data, objective, running_mean, dist)
+                    early_stopping.update(logger.log_eval(step, eval_metrics))
+                if due.forgetting:
+                    forgetting.evaluate(model, step, logger)
+                if due.save or early_stopping.triggered or forgetting.exceeded:
+                    checkpointer.save(step)
+                    run.exit_if_stop_requested(step, num_steps)
+                    forgetting.raise_if_exceeded(step)
+                checkpointer.look()  # raises if a save in the background has failed
+        run.log_early_stop(step, num_steps)
+    export_final(run, model, checkpoint, loaders, step)
+
+
+def prepare_objective(
+    cfg: PreferenceConfig,
+    model: Decoder,
+    train_data: DataLoader,
+    eval_data: DataLoader | None,
+    dist: DistributedContext,
+) -> PreferenceObjective:
+    """The objective for the format of the rows, without its reference. Prepares the loaders for its losses."""
+    objective = PreferenceObjective(cfg.loss, cfg.ld_alpha, train_data.mix.each == 2)
+    check_terms(objective.terms, train_data.mix, eval_data and eval_data.mix)
+    for data in filter(None, (train_data, eval_data)):
+        if any(loss.others for loss in objective.terms):
             data.cross()
-        if job.model.shares_prefixes(data.mix.max_length) and data.share() and data is job.data:
-            found = data.report
-            job.run.tell(f"data: prompts are computed once: {found.tokens:,} tokens, packed into {found.packed:,} rows")
-    return {"goal": replace(goal, judges=job.cfg.reference.open(job, goal)), "shift": RunningMean()}
+        if model.shares_prefixes(data.mix.max_length) and data.share() and data is train_data:
+            summary = data.report
+            dist.tell(f"data: shared prompts are computed once: {summary.tokens:,} tokens in {summary.packed:,} rows")
+    return objective
 
 
 def forward_backward(
     model: Decoder,
     batches: list[Batch],
-    cfg: PreferenceConfig,
-    update: TrainOptimizer,
-    run: DistributedContext,
-    goal: PreferenceObjective,
-    shift: RunningMean,
-) -> Taken:
-    """One optimizer step. Chosen and rejected answers go through the model side by side."""
-    tally, judge = MetricSums(), goal.judges.data
-    parts = goal.parts(batches, judge, run)
-    step = goal.begin(model, parts, judge, run, shift.take)
-    for i, part in enumerate(parts, start=1):
-        run.sync_gradients(model, on=i == len(parts))
-        found = goal.answers(model, part)
-        loss = goal.loss(found, step)
-        (loss * run.averaged).backward()  # sharding averages gradients over the ranks
-        tally.add(goal.figures(found, loss, step))
-        step = step.behind(found)
-    figures = goal.shown(tally.means(run, 1))
-    loss = figures.pop("loss")
-    return Taken(loss, update(loss), figures)
+    objective: PreferenceObjective,
+    running_mean: RunningMean,
+    dist: DistributedContext,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Compute the gradients of one optimizer step. Returns its loss and its other metrics, over all ranks.
+
+    Chosen and rejected answers are in the same forward pass.
+    """
+    sums, reference = MetricSums(), objective.judges.data
+    micro_batches = objective.parts(batches, reference, dist)
+    state = objective.begin(model, micro_batches, reference, dist, running_mean.take)
+    for i, micro_batch in enumerate(micro_batches, start=1):
+        dist.sync_gradients(model, on=i == len(micro_batches))  # reduce gradients in the last micro-batch only
+        logps = objective.answers(model, micro_batch)
+        loss = objective.loss(logps, state)
+        (loss * dist.averaged).backward()  # FSDP averages gradients over ranks; this makes it a sum
+        sums.add(objective.figures(logps, loss, state))
+        state = state.behind(logps)
+    metrics = objective.shown(sums.means(dist, 1))
+    return metrics.pop("loss"), metrics
 
 
 @torch.no_grad()
 def evaluate(
     model: Decoder,
-    held: DataLoader,
-    cfg: PreferenceConfig,
-    run: DistributedContext,
-    goal: PreferenceObjective,
-    shift: RunningMean,
+    eval_data: DataLoader,
+    objective: PreferenceObjective,
+    running_mean: RunningMean,
+    dist: DistributedContext,
 ) -> dict[str, float]:
-    """The loss and all figures of held-out rows."""
-    training, tally, judge = model.training, MetricSums(), goal.judges.held
+    """The loss and all other metrics of the held-out rows."""
+    was_training, sums, reference = model.training, MetricSums(), objective.judges.held
     model.eval()
-    for number in tqdm(range(held.steps(1)), "validating", disable=not run.is_main or None, leave=False):
-        parts = goal.parts(held[number], judge, run)
-        step = goal.begin(model, parts, judge, run, shift.mean)
-        for part in parts:
-            found = goal.answers(model, part)
-            tally.add(goal.figures(found, goal.loss(found, step), step))
-            step = step.behind(found)
-    model.train(training)
-    return {name: float(value) for name, value in goal.shown(tally.means(run, 1)).items()}
+    for step in tqdm(range(eval_data.steps(1)), "evaluating", disable=not dist.is_main or None, leave=False):
+        micro_batches = objective.parts(eval_data[step], reference, dist)
+        state = objective.begin(model, micro_batches, reference, dist, running_mean.mean)
+        for micro_batch in micro_batches:
+            logps = objective.answers(model, micro_batch)
+            sums.add(objective.figures(logps, objective.loss(logps, state), state))
+            state = state.behind(logps)
+    model.train(was_training)
+    return {name: float(value) for name, value in objective.shown(sums.means(dist, 1)).items()}

@@ -1,7 +1,9 @@
 """From a checkpoint and choices to a model ready to train or to answer. The one place that fixes the order."""
 
 from dataclasses import replace
+from datetime import date
 from pathlib import Path
+from typing import Literal, Protocol
 
 import torch
 
@@ -9,7 +11,7 @@ from tunekit.adapters.config import FrozenModel, LoRAConfig, NoAdapter
 from tunekit.checkpoint import atomic, peft_adapter
 from tunekit.checkpoint.classification_head import require_language_model
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
-from tunekit.checkpoint.load_model import load_weights
+from tunekit.checkpoint.load_model import check_tensors, load_weights
 from tunekit.checkpoint.run_dir import CONFIG, FINAL, METRICS, STATE
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.distributed.context import DistributedContext
@@ -27,6 +29,56 @@ from tunekit.models.weight_init import init_weights
 from tunekit.quantization.config import NoQuantization
 
 PLAIN = NoQuantization()
+
+
+class ModelChoices(Protocol):
+    """The config keys of a training recipe that decide which model is built."""
+
+    @property
+    def model(self) -> str: ...
+    @property
+    def tokenizer(self) -> str | None: ...
+    @property
+    def init(self) -> Literal["pretrained", "random"]: ...
+    @property
+    def quantization(self) -> NoQuantization: ...
+    @property
+    def adapter(self) -> NoAdapter | LoRAConfig: ...
+    @property
+    def precision(self) -> PrecisionConfig: ...
+    @property
+    def memory(self) -> MemoryConfig: ...
+    @property
+    def compile(self) -> bool: ...
+
+    def with_head(self, checkpoint: HFCheckpoint) -> HFCheckpoint:
+        """The checkpoint with the head that the recipe trains. Raises UserError if that is not possible."""
+        ...
+
+
+def open_checkpoint(cfg: ModelChoices) -> HFCheckpoint:
+    """The checkpoint to train and its tokenizer, downloaded if necessary. Reads config.json and tensor names.
+
+    Raises UserError if a tensor of the model is missing or has another shape.
+    """
+    checkpoint = read_checkpoint(cfg, download.READ)
+    if cfg.init == "pretrained":
+        check_tensors(checkpoint, build_meta_model(checkpoint, cfg.quantization, cfg.adapter).shapes)
+    return checkpoint
+
+
+def read_checkpoint(cfg: ModelChoices, files: download.Files = download.SMALL) -> HFCheckpoint:
+    """The checkpoint to train, from its small files: nothing is known about its tensors."""
+    checkpoint = HFCheckpoint.open(download.resolve_model_dir(cfg.model, files), cfg.model)
+    if cfg.tokenizer is not None:
+        checkpoint = replace(checkpoint, words=download.resolve_model_dir(cfg.tokenizer, download.SMALL))
+    return cfg.with_head(checkpoint)
+
+
+def open_tokenizer(checkpoint: HFCheckpoint, today: date | None = None) -> Tokenizer:
+    """The tokenizer of a checkpoint. Chat templates that print the date print `today`."""
+    tokenizer = Tokenizer.open(checkpoint.tokenizer).fitted(checkpoint.spec.vocab, checkpoint.tokenizer)
+    return tokenizer if today is None else tokenizer.dated(today)
 
 
 def build_model(  # noqa: PLR0913

@@ -20,7 +20,7 @@ from io import BytesIO
 from pathlib import Path
 from threading import Thread
 from types import TracebackType
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import numpy
 import torch
@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.optim.lr_scheduler import LRScheduler
 
 from tunekit import devices, env_info
 from tunekit.checkpoint import atomic, dcp_planner
@@ -41,6 +42,18 @@ from tunekit.optim.container import BLOCK
 PROGRESS = "progress.pt"
 SPARE = 0.9  # of the available host memory that copies of a state may take
 WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module"}
+
+
+class Stateful(Protocol):
+    """An object whose state belongs to a run, as in torch.distributed.checkpoint.
+
+    `state_dict` returns plain values and tensors, the tensors by reference: restoring fills them in place and passes
+    the complete state to `load_state_dict`.
+    """
+
+    def state_dict(self) -> Mapping[str, Any]: ...
+
+    def load_state_dict(self, state: Any, /) -> object: ...
 
 
 @dataclass(frozen=True)
@@ -76,16 +89,16 @@ class Checkpointer:
         self,
         folder: Path,
         model: nn.Module,
-        optimizer,
-        schedule,
+        optimizer: torch.optim.Optimizer,
+        schedule: LRScheduler,
         keep: int,
         run: DistributedContext,
-        *extra,
         background: bool = False,
+        **stateful: Stateful,
     ) -> None:
-        """`extra`: what else has a state_dict() of plain values."""
+        """`stateful`: everything else that changes during a run, by its name in the state."""
         assert keep > 0
-        self.extra, self.background = extra, background
+        self.stateful, self.background = stateful, background
         self.folder, self.model, self.optimizer, self.schedule = folder, model, optimizer, schedule
         self.keep, self.run, self.line = keep, run, with_own_process_group(run) if background else run
         self.shares: WritePlan | None = None
@@ -107,6 +120,7 @@ class Checkpointer:
     def save(self, step: int) -> None:
         """Write the state after `step` steps, once an earlier one is written. Those that are not kept go only when
         this one is whole."""
+        self.run.beats.beat(step, "save")
         self.wait()
         job = self.taken(step)
         if self.background and self.has_memory(job):
@@ -132,10 +146,10 @@ class Checkpointer:
     def taken(self, step: int) -> PendingSave:
         """What there is to write, and who writes what. Tensors are still those that are trained."""
         reshard(self.model)
-        held = self.weights() | (self.moments() if self.optimizer.state else {})
+        held = self.weights() | (self.moments() if self.optimizer.state else {}) | self.stateful_tensors()
         self.shares = dcp_planner.plan_writes(held, self.run, self.shares)
         progress = {"step": step, "schedule": self.schedule.state_dict(), "groups": self.groups()}
-        progress["extra"] = [one.state_dict() for one in self.extra]
+        progress["stateful"] = {name: plain_values(obj.state_dict()) for name, obj in self.stateful.items()}
         rest = {PROGRESS: progress} if self.run.is_main else {}
         rest |= {generators_file(self.run): generators(self.run.device)}
         return PendingSave(
@@ -213,15 +227,22 @@ class Checkpointer:
     def load(self, there: LoadedState) -> int:
         """Everything is checked before the first number of the model changes."""
         reshard(self.model)
-        if len(there.progress["extra"]) != len(self.extra):
-            raise UserError(f"{there.folder} is the state of another version of tunekit: start over with --overwrite")
+        names = there.progress.get("stateful", {}).keys()
+        if names != self.stateful.keys():
+            unknown = ", ".join(sorted(names ^ self.stateful.keys()))
+            raise UserError(
+                f"{there.folder}: this state is of another recipe or version of tunekit (differs in: {unknown}). "
+                "Pass --overwrite to start over."
+            )
         held = self.fitting(there.metadata.state_dict_metadata, there.progress["groups"], there.folder)
         dcp_planner.load_shards(there.folder, held, there.metadata)
         for group, values in zip(self.optimizer.param_groups, there.progress["groups"], strict=True):
             restore_group(group, values)
         self.schedule.load_state_dict(there.progress["schedule"])
-        for one, values in zip(self.extra, there.progress["extra"], strict=True):
-            one.load_state_dict(values)
+        tensors = {name: shard.tensor for name, shard in held.items()}
+        for name, obj in self.stateful.items():
+            own = {key: tensors[f"{name}.{key}"] for key in tensor_values(obj.state_dict())}
+            obj.load_state_dict(there.progress["stateful"][name] | own)
         restore_generators(there.generators, self.run.device)
         return there.progress["step"]
 
@@ -238,11 +259,19 @@ class Checkpointer:
         """What the optimizer keeps for each weight, by name. References too; allocated if it took no step yet."""
         if not self.optimizer.state:
             get_optimizer_state_dict(self.model, self.optimizer)
-        names = {parameter: bare(name) for name, parameter in self.model.named_parameters()}
+        names: dict[Tensor, str] = {parameter: bare(name) for name, parameter in self.model.named_parameters()}
         return {
             f"optimizer.{names[weight]}.{key}": LocalShard(to_local(value), optimizer_state_slice(weight, value))
             for weight, values in self.optimizer.state.items()
             for key, value in values.items()
+        }
+
+    def stateful_tensors(self) -> dict[str, LocalShard]:
+        """The tensors in the states of `stateful`, by name. References, which loading fills in place."""
+        return {
+            f"{name}.{key}": LocalShard(to_local(value), shard_slice(value))
+            for name, obj in self.stateful.items()
+            for key, value in tensor_values(obj.state_dict()).items()
         }
 
     def groups(self) -> list[dict]:
@@ -262,7 +291,7 @@ class Checkpointer:
         for name, parameter in self.model.named_parameters():
             if f"optimizer.{bare(name)}" not in kept:
                 self.optimizer.state.pop(parameter, None)
-        held = self.weights() | moments
+        held = self.weights() | moments | self.stateful_tensors()
         here = {name: piece.box.shape for name, piece in held.items()}
         there = {n: tuple(m.size) if isinstance(m, TensorStorageMetadata) else None for n, m in disk.items()}
         odd = sorted(n for n in here.keys() | there.keys() if here.get(n) != there.get(n))
@@ -272,6 +301,14 @@ class Checkpointer:
                 f"{folder} is the state of another model or optimizer ({what}): start over with --overwrite"
             )
         return held
+
+
+def tensor_values(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    return {key: value.detach() for key, value in state.items() if isinstance(value, Tensor)}
+
+
+def plain_values(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in state.items() if not isinstance(value, Tensor)}
 
 
 class AsyncSave(Thread):

@@ -4,14 +4,11 @@ import os
 import random
 import signal
 import sys
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from itertools import count
-from pathlib import Path
-from types import FrameType
 from typing import Any, TypeVar, cast
 
 import torch
@@ -24,17 +21,15 @@ from torch.distributed.fsdp import FSDPModule
 from tqdm import tqdm
 
 from tunekit import devices
-from tunekit.distributed import flight_recorder, worker_env
+from tunekit.distributed import flight_recorder
 from tunekit.distributed.attention_setup import configure_attention
 from tunekit.distributed.heartbeat import HeartbeatWriter
 from tunekit.distributed.mesh import build_mesh
 from tunekit.distributed.parallel_dims import ParallelConfig, ParallelDims
 from tunekit.distributed.rendezvous_store import get_store
-from tunekit.distributed.signals import stop_reason
 from tunekit.errors import RunStopped, UserError
 from tunekit.kernels.malloc import retain_freed_memory
 
-Handler = Callable[[int, FrameType | None], Any] | int | None  # what Python keeps for a signal
 T = TypeVar("T")
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -78,8 +73,6 @@ class DistributedContext:
         self.beats = HeartbeatWriter.open()  # what whoever has started us sees of us
         self.asked: signal.Signals | None = None  # of this process, at any moment
         self.agreed: signal.Signals | None = None  # by all, between two steps
-        self.handlers: dict[int, Handler] = {}
-        self.file: Path | None = None  # with which a person may ask, too
         self.mesh: DeviceMesh | None = None  # replicate x shard x tensor, context being part of shard
         self.rows: DeviceMesh | None = None  # readers x context x tensor
         self.experts: DeviceMesh | None = None  # replicate x shard x expert x tensor, shard without expert
@@ -138,38 +131,11 @@ class DistributedContext:
             self.experts = mesh(by, ("replicate", "shard", "expert", "other"))
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        for number, handler in self.handlers.items():
-            signal.signal(number, handler)
         devices.set_numerics(self.numerics)
         # After an error others may be in the middle of an exchange, for which taking leave would wait.
         if kind in (None, RunStopped) and self.joins:
             dist.barrier(self.patient)
             dist.destroy_process_group()
-
-    # Signals
-
-    def listen(self, file: Path | None = None) -> None:
-        """From now on there is something to save: SIGINT and SIGTERM set `stopping`, which is read between two steps.
-
-        A second signal of the same kind does what it always did. Python hands signals to the main thread alone.
-        Where `file` is there, SIGTERM is told as the file, for which it was sent.
-        """
-        self.file = file
-        if threading.current_thread() is not threading.main_thread():
-            return
-        for number in SIGNALS:
-            self.handlers[number] = signal.signal(number, self.stop)
-
-    def stop(self, number: int, frame: FrameType | None) -> None:
-        again, self.asked = self.asked is not None, signal.Signals(number)
-        if (
-            not worker_env.is_tune_worker()
-        ):  # the process that has started us ends us at the second one; schedulers send it to all
-            signal.signal(number, self.handlers[number])
-        if self.is_main and not again:  # straight to the file: a signal may come in the middle of a print
-            who = stop_reason(self.asked, self.file)
-            again = "once more" if who == self.asked.name else self.asked.name
-            os.write(2, f"\n{who}: ending this step and saving; {again} leaves at once\n".encode())
 
     @property
     def is_single(self) -> bool:
@@ -180,13 +146,6 @@ class DistributedContext:
     def stopping(self) -> signal.Signals | None:
         """The signal that asks to end, once all ranks know of it: they look at the same moment of each step."""
         return self.asked if self.is_single else self.agreed
-
-    def leave(self, done: int, steps: int) -> None:
-        """End the run here if a signal asked for it and steps are left; the state is saved."""
-        if self.stopping is not None and done < steps:
-            who = stop_reason(self.stopping, self.file)
-            text = f"stopped by {who} after step {done} of {steps}; the same command goes on from there"
-            raise RunStopped(text, 128 + self.stopping)
 
     # What all say to each other
 

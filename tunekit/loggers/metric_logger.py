@@ -15,7 +15,7 @@ import resource
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +27,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from tunekit import devices
+from tunekit.data.dataloader.batch import Batch
 from tunekit.errors import UserError
 from tunekit.kernels.device_to_host import HostCopy, read_lag
 
@@ -185,13 +186,18 @@ class MetricLogger:
         if self.file is not None:
             self.file.close()
 
-    def step(self, step: int, made: Mapping[str, Tensor | float], *, tokens: int, learnt: int, wait: float) -> None:
-        """`step` is done: its loss, gradient norm, learning rate and other figures, its tokens, and the seconds it
-        waited for data."""
-        self.sums.add_tokens(int(tokens), int(learnt))
-        self.sums.wait += float(wait)
+    def log_step(self, step: int, batches: Sequence[Batch], data_time: float, **metrics: Tensor | float) -> None:
+        """Count the tokens of a step, over all ranks, and log its metrics if a line is due.
+
+        `batches` are the micro-batches of this rank; `data_time` the seconds that it waited for them.
+        """
+        num_tokens, num_target_tokens = self.run.totals(
+            sum(batch.real for batch in batches), sum(batch.learnt for batch in batches)
+        )
+        self.sums.add_tokens(num_tokens, num_target_tokens)
+        self.sums.wait += data_time
         if self.reads(step):
-            self.pending.append(self.begin_line(step, made))
+            self.pending.append(self.begin_line(step, metrics))
             self.sums.zero(step)
         self.flush(step - self.lag)
         self.screen.advance(step)
@@ -235,6 +241,12 @@ class MetricLogger:
         found = Line(step, values, copy_to_host(values.values()), {}, 0.0).values
         self.write(step, found)
         self.screen.tell(f"step {step}: " + ", ".join(f"{name} {value:.6g}" for name, value in found.items()))
+
+    def log_eval(self, step: int, metrics: Mapping[str, float]) -> float:
+        """Log the metrics of an evaluation as `eval/<name>`, and return its loss."""
+        others = {f"eval/{name}": value for name, value in metrics.items() if name != "loss"}
+        self.note(step, **{"eval/loss": metrics["loss"]}, **others)
+        return metrics["loss"]
 
     @contextmanager
     def aside(self) -> Iterator[None]:

@@ -224,26 +224,3 @@ class WSDConfig(LRSchedulerConfig):
     def shape(self, done: float) -> float:
         left = min(1.0, (1 - min(done, 1.0)) / self.decay_ratio)
         return self.min_lr_ratio + (1 - self.min_lr_ratio) * left
-
-
-class EarlyStopping:
-    """Watches the validation loss, and is over when it has not improved for some validations."""
-
-    def __init__(self, limit: int | None) -> None:
-        self.limit, self.best, self.worse = limit, math.inf, 0
-
-    def watch(self, loss: float) -> float:
-        """Take note of a loss, and hand it on."""
-        self.worse = 0 if loss < self.best else self.worse + 1
-        self.best = min(self.best, loss)
-        return loss
-
-    @property
-    def over(self) -> bool:
-        return self.limit is not None and self.worse >= self.limit
-
-    def state_dict(self) -> dict[str, float]:
-        return {"best": self.best, "worse": self.worse}
-
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        self.best, self.worse = state["best"], int(state["worse"])

@@ -64,16 +64,13 @@ class HubUploader:
     """Sends what a run makes, beside the training. Without a choice it does nothing.
 
     publish.check(cfg.push)                             # first of all: fails if the Hub would refuse what comes later
-    sender = HubUploader(cfg.push, space.folder, write, run)   # `write` puts a checkpoint of the model into a folder
-    sender.step(done, steps)                            # after each step
-    sender.finish(space.final)                          # when `final/` is whole and verified
+    uploader = HubUploader(cfg.push_to_hub, run_dir, dist)
+    uploader.step(step, num_steps, save)                # after each step; `save` writes a checkpoint into a directory
+    uploader.finish(final_dir)                          # when `final/` is complete and verified
     """
 
-    def __init__(
-        self, choice: PushToHubConfig | None, folder: Path, write: Callable[[Path], object], run: DistributedContext
-    ) -> None:
-        """`write` is called on all ranks; the main process sends."""
-        self.choice, self.folder, self.write, self.run = choice, folder, write, run
+    def __init__(self, choice: PushToHubConfig | None, folder: Path, run: DistributedContext) -> None:
+        self.choice, self.folder, self.run = choice, folder, run
         self.thread: Thread | None = None
         if run.is_main:
             atomic.remove_dir(folder / UPLOAD)
@@ -83,8 +80,8 @@ class HubUploader:
         every = None if self.choice is None else self.choice.push_every
         return every is not None and step % every == 0 and step != steps
 
-    def step(self, step: int, steps: int) -> None:
-        """Every so many steps a copy of the model goes on its way, and training goes on."""
+    def step(self, step: int, steps: int, save: Callable[[Path], object]) -> None:
+        """Every `push_every` steps, write a checkpoint with `save` on all ranks and upload it in the background."""
         if self.choice is None or not self.due(step, steps):
             return
         if self.run.shared(self.is_busy):
@@ -92,7 +89,7 @@ class HubUploader:
             return
         folder = self.folder / UPLOAD / f"{step:08d}"
         with atomic.SharedAtomicDir(folder, self.run) as place:
-            self.write(place)
+            save(place)
         about = f"This is step {step:,} of {steps:,} of a run that goes on."
         if self.run.is_main:
             self.thread = Thread(target=aside, args=(self.choice, folder, f"Step {step}", about), daemon=True)

@@ -39,7 +39,10 @@ def check_context(cfg: Any, part: str, loader: DataLoader, vocab: int | None) ->
 
 
 def check_data(cfg: Any, loaders: Mapping[str, DataLoader | None], tokenizer: Tokenizer, run) -> None:
-    """Print the findings. Raise UserError if the data is unusable, unless `data_checks: warn`."""
+    """Log a summary and the findings. Raise UserError if the data is unusable, unless `data_checks: warn`."""
+    training_data = loaders["data"]
+    assert training_data is not None
+    run.tell(f"data: {training_data.report}")
     found = run_data_checks(*check_targets(cfg, loaders, tokenizer))
     wrong = [finding for finding in found if finding.severity == "wrong" and cfg.data_checks == "error"]
     print_findings([finding for finding in found if finding not in wrong], run)

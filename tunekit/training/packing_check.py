@@ -34,16 +34,8 @@ class PackingProbe(NamedTuple):
     spans: list[slice]
 
 
-def check_packing(model: Decoder, data: DataLoader, run: DistributedContext, start: int, steps: int) -> None:
-    """Check what begins; of what goes on, tell from where: it was checked then."""
-    if start:
-        run.tell(f"goes on from step {start} of {steps}")
-    else:
-        check(model, data, run)
-
-
 @torch.no_grad()
-def check(model: Decoder, data: DataLoader, run: DistributedContext) -> None:
+def check_packing(model: Decoder, data: DataLoader, run: DistributedContext) -> None:
     """UserError if documents are not the same together and alone; a line for the log if they are."""
     each = EACH * data.mix.each
     sample = data.sample(ROWS * each)

@@ -11,13 +11,13 @@ from types import TracebackType
 from typing import ClassVar, NamedTuple
 
 import torch
-from torch.profiler import profile, record_function, schedule
+from torch.profiler import profile, schedule
 
 from tunekit import devices
 from tunekit.config.errors import FieldErrors
 from tunekit.distributed.context import DistributedContext
 from tunekit.errors import FieldError, UserError
-from tunekit.training.trace_analysis import DATA, StepTimeBreakdown, step_breakdown
+from tunekit.training.trace_analysis import StepTimeBreakdown, step_breakdown
 
 FOLDER, TABLE = "profile", "table.md"
 EVENTS = 200_000  # allocations of a GPU that a snapshot tells of
@@ -49,14 +49,13 @@ class ProfilerConfig:
         if low:
             raise FieldErrors([FieldError(name, f"must be 1 or more, not {vars(self)[name]}") for name in low])
 
-    def refusal(self, steps: int | None) -> str | None:
-        """Why a run of so many steps has none to look at, if that is known."""
-        if steps is None or self.skip_first < steps:
-            return None
-        return (
-            f"the first {self.skip_first} go by, and `max_steps` is {steps}, so none is left to look at: "
-            "lower profiler.skip_first"
-        )
+    def check_num_steps(self, max_steps: int | None) -> None:
+        """Raise FieldError if a run of `max_steps` steps ends before profiling starts."""
+        if max_steps is not None and self.skip_first >= max_steps:
+            raise FieldError(
+                "profiler.skip_first",
+                f"must be < max_steps, got {self.skip_first} with max_steps={max_steps}: no step would be profiled",
+            )
 
     def check(self, device: torch.device) -> None:
         """Whether the device has what is asked for."""
@@ -76,11 +75,6 @@ class RankProfile(NamedTuple):
 
     figures: StepTimeBreakdown
     memory: int  # bytes at most
-
-
-def record_data_wait() -> record_function:
-    """Around what waits for rows: `with waiting(): batches = ahead.take()`."""
-    return record_function(DATA)
 
 
 class Profiler:

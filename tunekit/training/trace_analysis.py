@@ -11,11 +11,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tunekit.data.dataloader.prefetch import DATA_WAIT
+
 Event = dict[str, Any]
 Span = tuple[float, float]
 Spans = list[Span]
 
-STEP, DATA, MOVE = "ProfilerStep#", "tunekit::data", "Optimizer.step#"
+STEP, MOVE = "ProfilerStep#", "Optimizer.step#"
 ON_GPU = {"kernel", "gpu_memcpy", "gpu_memset"}
 NO_WORK = {"c10d", "autograd", "profiler", "record_param_comms"}  # namespaces of what calls, waits or wraps
 COMPILED = ("Torch-Compiled Region", "CompiledFunction")
@@ -118,7 +120,7 @@ def step_breakdown(events: Iterable[Event]) -> StepTimeBreakdown:
     ops, sent = both(union(map(span, work)), within), both(union(map(span, travel)), within)
     exposed, moving = minus(sent, ops), both(moves(events, ops), within)
     compute, optimizer = minus(ops, moving), minus(moving, exposed)
-    waits = both(union(span(e) for e in events if e["name"] == DATA and e["cat"] != "gpu_user_annotation"), within)
+    waits = both(union(span(e) for e in events if e["name"] == DATA_WAIT and e["cat"] != "gpu_user_annotation"), within)
     data = minus(waits, union([*compute, *optimizer, *exposed]))
     shares = [length(part) * MICRO for part in (compute, optimizer, exposed, data)]
     total = length(within) * MICRO

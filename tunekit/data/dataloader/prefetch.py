@@ -5,9 +5,12 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, Protocol
 
 import torch
+from torch.profiler import record_function
 
 from tunekit import devices
 from tunekit.data.dataloader.batch import Batch
+
+DATA_WAIT = "tunekit::data"  # in profiler traces
 
 
 class BatchSource(Protocol):
@@ -20,6 +23,10 @@ class BatchSource(Protocol):
         ...
 
     def restore(self, state: dict[str, Any]) -> None: ...
+
+    def where(self, step: int) -> list[str]:
+        """Files and lines of the rows of a step, on all ranks. The step was read not long ago."""
+        ...
 
     def close(self) -> None: ...
 
@@ -73,7 +80,8 @@ class Prefetcher:
         """The micro-batches of the next step."""
         assert self.next is not None, "no step is left"
         began = time.perf_counter()
-        batches = self.next.result()
+        with record_function(DATA_WAIT):
+            batches = self.next.result()
         self.wait = time.perf_counter() - began
         self.taken += 1
         self.begin()

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from tunekit.data.dataloader.base import DataLoader
 from tunekit.data.dataloader.build import build_dataloader
@@ -45,14 +45,23 @@ class DataReport:
         }
 
 
-def build_report(recipe: Any, cfg: Any, rows: int | list[str], make_targets: MakeTargets) -> DataReport:
+@runtime_checkable
+class ReadsRows(Protocol):
+    """A config of a recipe that reads rows."""
+
+    def open_tokenizer(self) -> Tokenizer:
+        """The tokenizer of the rows. Reads no weights."""
+        ...
+
+
+def build_report(cfg: Any, rows: int | list[str], make_targets: MakeTargets) -> DataReport:
     """Read and measure the data of a config, and show the first `rows` of each source, or the rows with these numbers.
 
     `make_targets` gives the data checks their input, as in training.
     """
-    if "words" not in vars(recipe):
-        raise UserError("the recipe of this config learns from no rows")
-    words, told = recipe.words(cfg), vars(cfg)
+    if not isinstance(cfg, ReadsRows):
+        raise UserError("the recipe of this config reads no rows")
+    words, told = cfg.open_tokenizer(), vars(cfg)
     mixes = {part: MixtureBase.of(told[part]) for part in PARTS if told.get(part) is not None}
     run = DistributedContext(told.get("seed", 0), "cpu")
     batch_size = told["global_batch_size" if "global_batch_size" in told else "batch_size"]
