@@ -1,4 +1,4 @@
-"""From a checkpoint and choices to a model ready to train or to answer. The one place that fixes the order."""
+"""Construction of models for training and inference. The only place that fixes the order of its steps."""
 
 from dataclasses import replace
 from datetime import date
@@ -28,7 +28,7 @@ from tunekit.models.precision import PrecisionConfig
 from tunekit.models.weight_init import init_weights
 from tunekit.quantization.config import NoQuantization
 
-PLAIN = NoQuantization()
+UNQUANTIZED = NoQuantization()
 
 
 class ModelChoices(Protocol):
@@ -82,100 +82,106 @@ def open_tokenizer(checkpoint: HFCheckpoint, today: date | None = None) -> Token
 
 
 def build_model(  # noqa: PLR0913
-    source: HFCheckpoint,
-    weights: NoQuantization,
+    checkpoint: HFCheckpoint,
+    quantization: NoQuantization,
     adapter: NoAdapter | LoRAConfig,
     precision: PrecisionConfig,
     memory: MemoryConfig,
-    run: DistributedContext,
-    fresh: bool = False,
+    dist: DistributedContext,
+    from_scratch: bool = False,
     compile: bool = False,
 ) -> Decoder:
-    """Build on no device, then fill in place. With `fresh`, weights are drawn and not read."""
-    net = build_meta_model(source, weights, adapter)
-    for line in weights.remarks(net):
-        run.tell(line)
-    parallelize(net, run)  # layers, rows and experts that ranks share
-    precision.set_matmul_precision(run.device)
-    precision.apply(net, {} if fresh else source.dtypes, run.device)  # how exact it is
-    memory.apply(net, run.device)  # what is kept
+    """Build the model on the meta device, allocate this rank's shards, and load or initialize the weights."""
+    model = build_meta_model(checkpoint, quantization, adapter)
+    for warning in quantization.remarks(model):
+        dist.tell(warning)
+    parallelize(model, dist)  # tensor, context and expert parallel
+    precision.set_matmul_precision(dist.device)
+    precision.apply(model, {} if from_scratch else checkpoint.dtypes, dist.device)
+    memory.apply(model, dist.device)
     if compile:
-        check_compile(run.device)
-        compile_layers(net, run.tell)
-    apply_fsdp(net, run)  # where it is
-    allocate(net, run)
-    net.tie()
-    register_shards((*net.named_parameters(), *net.named_buffers()), net.splits)
-    if fresh:
-        init_weights(net, run.seed)
+        check_compile(dist.device)
+        compile_layers(model, dist.tell)
+    apply_fsdp(model, dist)
+    allocate(model, dist)
+    model.tie()
+    register_shards((*model.named_parameters(), *model.named_buffers()), model.splits)
+    if from_scratch:
+        init_weights(model, dist.seed)
     else:
-        load_weights(replace(source, exact=True) if weights.exact else source, net, run=run)
-    adapter.initialize(net, run.seed)
+        load_weights(replace(checkpoint, exact=True) if quantization.exact else checkpoint, model, run=dist)
+    adapter.initialize(model, dist.seed)
     if adapter.adapter_path is not None:
-        peft_adapter.load_adapter(Path(adapter.adapter_path), net, adapter, source)
-    return net
+        peft_adapter.load_adapter(Path(adapter.adapter_path), model, adapter, checkpoint)
+    return model
 
 
-def build_meta_model(source: HFCheckpoint, weights: NoQuantization, adapter: NoAdapter | LoRAConfig) -> Decoder:
-    """The model before it holds a number. An adapter to start from must fit it."""
+def build_meta_model(
+    checkpoint: HFCheckpoint, quantization: NoQuantization, adapter: NoAdapter | LoRAConfig
+) -> Decoder:
+    """The quantized model with its adapter on the meta device. Raises UserError if an existing adapter does not fit."""
     with torch.device("meta"):
-        net = Decoder(source.spec)
-    weights.apply(net)  # what a weight is
-    adapter.apply(net)  # what is trained
+        model = Decoder(checkpoint.spec)
+    quantization.apply(model)
+    adapter.apply(model)
     if adapter.adapter_path is not None:
-        peft_adapter.check_adapter_fits(Path(adapter.adapter_path), net, adapter, source)
-    return net
+        peft_adapter.check_adapter_fits(Path(adapter.adapter_path), model, adapter, checkpoint)
+    return model
 
 
 def check_parallelizable(
-    source: HFCheckpoint, weights: NoQuantization, adapter: NoAdapter | LoRAConfig, parallel: ParallelConfig
+    checkpoint: HFCheckpoint,
+    quantization: NoQuantization,
+    adapter: NoAdapter | LoRAConfig,
+    parallel: ParallelConfig,
 ) -> None:
-    """UserError where devices cannot share the model so, however many there are."""
+    """Raise UserError if the model cannot be split as `parallel` asks, on any number of devices."""
     if parallel.least != ParallelDims():
-        parallelize_fake(build_meta_model(source, weights, adapter), parallel.least)
+        parallelize_fake(build_meta_model(checkpoint, quantization, adapter), parallel.least)
 
 
 def load_for_inference(
     name: str,
     precision: PrecisionConfig,
-    run: DistributedContext,
-    weights: NoQuantization = PLAIN,
-    scores: bool = False,
+    dist: DistributedContext,
+    quantization: NoQuantization = UNQUANTIZED,
+    allow_score_head: bool = False,
 ) -> tuple[Decoder, Tokenizer]:
-    """A model to ask, and its tokenizer: one that writes, or with `scores` any."""
-    source, adapter, tokenizer = resolve_model(name)
-    if not scores:
-        require_language_model(source, name)
-    return build_model(source, weights, adapter, precision, MemoryConfig(), run), tokenizer
+    """The model of a checkpoint, adapter or run, and its tokenizer. Raises UserError without a language model head,
+    unless `allow_score_head`."""
+    checkpoint, adapter, tokenizer = resolve_model(name)
+    if not allow_score_head:
+        require_language_model(checkpoint, name)
+    return build_model(checkpoint, quantization, adapter, precision, MemoryConfig(), dist), tokenizer
 
 
 def resolve_model(
     name: str, files: download.Files = download.READ
 ) -> tuple[HFCheckpoint, NoAdapter | LoRAConfig, Tokenizer]:
-    """What a name stands for: a checkpoint, an adapter on its base, or what a finished run has left."""
+    """Checkpoint, adapter and tokenizer of a directory, Hub name or finished run. An adapter comes with its base."""
     path = final_dir_of(download.resolve_model_dir(name, files=files))
     if not (path / peft_adapter.CONFIG).is_file():
-        source = HFCheckpoint.open(path, name)
-        return source, FrozenModel(), Tokenizer.open(path).fitted(source.spec.vocab, path)
+        checkpoint = HFCheckpoint.open(path, name)
+        return checkpoint, FrozenModel(), Tokenizer.open(path).fitted(checkpoint.spec.vocab, path)
     base = peft_adapter.base_model_name(path)
-    source = peft_adapter.with_adapter_score_head(
+    checkpoint = peft_adapter.with_adapter_score_head(
         path, HFCheckpoint.open(download.resolve_model_dir(base, files=files), base)
     )
-    adapter = replace(peft_adapter.read_adapter_config(path, source), adapter_path=str(path))
-    own = path if (path / "tokenizer.json").is_file() else source.path
-    return source, adapter, Tokenizer.open(own).fitted(source.spec.vocab, own)
+    adapter = replace(peft_adapter.read_adapter_config(path, checkpoint), adapter_path=str(path))
+    tokenizer_dir = path if (path / "tokenizer.json").is_file() else checkpoint.path
+    return checkpoint, adapter, Tokenizer.open(tokenizer_dir).fitted(checkpoint.spec.vocab, tokenizer_dir)
 
 
 def final_dir_of(path: Path) -> Path:
-    """The checkpoint of a run's folder; any other folder is one itself."""
+    """`final/` of a run directory; any other directory as it is. Raises UserError for an unfinished run."""
     if not (path / STATE).is_dir() and not (path / FINAL).is_dir() and not is_unsaved_run(path):
         return path
     final = atomic.find_complete_dir(path / FINAL)
     if final is None:
-        raise UserError(f"{path}: this run has not ended, so there is no result yet: start it again to go on")
+        raise UserError(f"{path}: this run is not complete and has no result. Resume it with the same command.")
     return final
 
 
 def is_unsaved_run(path: Path) -> bool:
-    """Whether this is the folder of a run that has saved nothing yet."""
+    """Whether this is a run directory without any training state."""
     return all((path / name).is_file() for name in (CONFIG, METRICS)) and not (path / "config.json").is_file()
