@@ -132,7 +132,7 @@ class RunContext:
     def begin_step(self, step: int, logger: MetricLogger) -> None:
         """Send a heartbeat, start or stop the profiler, and seed the random numbers of this step."""
         with logger.aside():
-            self.profiler.at(step)
+            self.profiler.begin_step(step)
         self.dist.begin_step(step)
 
     def begin_eval(self, step: int) -> None:
