@@ -108,13 +108,13 @@ def model(
     with torch.no_grad():
         for name, module in net.named_modules():
             if isinstance(module, Linear) and ".lora_" not in name:
-                module.fill(torch.randn(module.out_features, module.in_features, device=DEVICE) * 0.02)
+                module.load_weight(torch.randn(module.out_features, module.in_features, device=DEVICE) * 0.02)
             elif isinstance(module, Embedding):
                 module.weight.normal_(std=0.02)
         for parameter in net.parameters():
             if parameter.ndim == 1 and parameter.is_floating_point():
                 parameter.fill_(1.0)
-    adapter.initialize(net, 0)
+    adapter.init_weights(net, 0)
     return net
 
 
@@ -129,10 +129,10 @@ def batch(vocab: int, rows: int, length: int, packed: bool = True) -> Batch:
 
 def train(net: Decoder, adapter: NoAdapter | LoRAConfig, rows: Batch) -> Callable[[], None]:
     """A whole step: forward, backward, AdamW."""
-    optimizer, loss = AdamWConfig(lr=1e-5).build(adapter.trained(net)), CrossEntropy()
+    optimizer, loss = AdamWConfig(lr=1e-5).build(adapter.param_groups(net)), CrossEntropy()
 
     def step() -> None:
-        (loss(net, rows) / rows.learnt).backward()
+        (loss(net, rows) / rows.num_target_tokens).backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -143,8 +143,8 @@ def flops(net: Decoder, rows: Batch, factor: int) -> float:
     """4 or 6 operations a weight and token, the head's among them, 6 for adapters, and attention within documents."""
     linears = {name: m for name, m in net.named_modules() if isinstance(m, Linear)}
     sizes = {name: m.out_features * m.in_features * (6 if ".lora_" in name else factor) for name, m in linears.items()}
-    assert rows.offsets is not None
-    pairs = sum(n * (n + 1) / 2 for n in rows.offsets.diff().tolist())
+    assert rows.cu_seqlens is not None
+    pairs = sum(n * (n + 1) / 2 for n in rows.cu_seqlens.diff().tolist())
     mixers = [layer.mixer for layer in net.spec.layers]
     heads = sum(m.heads * m.head_dim for m in mixers if isinstance(m, Attention))
     return sum(sizes.values()) * rows.tokens.numel() + 3 * 4 * heads * pairs

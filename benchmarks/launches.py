@@ -72,7 +72,7 @@ def tunekit_step(method: str, num_layers: int) -> Step:
     run.device = CUDA
     PrecisionConfig("bf16", frozen_dtype="bf16").apply(model, {}, CUDA)
     MemoryConfig().apply(model, CUDA)
-    optimizer = AdamWConfig().build(adapter.trained(model))
+    optimizer = AdamWConfig().build(adapter.param_groups(model))
     update = MemoryConfig().update(optimizer, 1.0, run, StepGuard(StepGuardConfig(on_nan="ignore"), CUDA).allows)
     config = SimpleNamespace(loss=CrossEntropy())
     tokens, positions = torch.zeros(1, LENGTH, dtype=torch.long), torch.arange(LENGTH)[None]

@@ -56,14 +56,14 @@ def separate(x: Tensor, updates: Sequence[lora.LoRAWeights], dropout: float = 0.
     ys = []
     for update in updates:
         low = F.linear(F.dropout(x, dropout), update.a.to(x.dtype))
-        ys.append(update.base.product(x) + F.linear(low, update.b.to(x.dtype)) * update.scale)
+        ys.append(update.base.matmul(x) + F.linear(low, update.b.to(x.dtype)) * update.scale)
     return tuple(ys)
 
 
 def whole_lengths(update: lora.LoRAWeights) -> Tensor:
     """Norms of the rows of a whole weight in fp32."""
     with torch.no_grad():
-        weight = torch.cat([*update.base.fine(2**40)])
+        weight = torch.cat([*update.base.iter_fp32_rows(2**40)])
         return (weight + update.scale * (update.b @ update.a)).norm(dim=1)
 
 
@@ -104,7 +104,7 @@ def group_step(adapter: LoRAConfig | None, inner: int, outer: tuple[int, ...]) -
     for layer in made:
         layer.weight.normal_(std=inner**-0.5)
         if adapter is not None:
-            adapter.attach(layer, 16, 32.0)
+            adapter.wrap_layer(layer, 16, 32.0)
             for parameter in layer.parameters():
                 if parameter.is_meta:
                     torch.utils.swap_tensors(parameter, torch.nn.Parameter(torch.randn(parameter.shape) * 0.02))

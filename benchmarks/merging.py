@@ -24,7 +24,7 @@ from tunekit import env_info
 from tunekit.adapters.config import DoRAConfig, LoRAConfig
 from tunekit.checkpoint import layerwise_forward, merge, peft_adapter, verify
 from tunekit.checkpoint.hf_checkpoint import INDEX, HFCheckpoint
-from tunekit.checkpoint.peft_reader import shapes
+from tunekit.checkpoint.peft_reader import model_shapes
 from tunekit.checkpoint.safetensors_io import SafetensorsWriter
 from tunekit.models.decoder import Decoder
 from tunekit.models.weight_map import save_mappings
@@ -48,8 +48,8 @@ def make(folder: Path, shard: float) -> HFCheckpoint:
     source = HFCheckpoint.open(folder)
     files: list[dict[str, tuple[tuple[int, ...], torch.dtype]]] = [{}]
     size = 0.0
-    for move in save_mappings(shapes(source.spec), source.family.table):
-        shape = shapes(source.spec)[move.ours[0]]
+    for move in save_mappings(model_shapes(source.spec), source.family.table):
+        shape = model_shapes(source.spec)[move.ours[0]]
         size += 2 * torch.Size(shape).numel()
         if size > shard and files[-1]:
             files.append({})

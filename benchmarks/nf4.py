@@ -197,7 +197,7 @@ def step(source: HFCheckpoint, weights: NoQuantization, adapter: NoAdapter | LoR
         DistributedContext(0, "cpu"),
         fresh=True,
     )
-    optimizer, loss = AdamWConfig(lr=1e-4).build(adapter.trained(model)), CrossEntropy()
+    optimizer, loss = AdamWConfig(lr=1e-4).build(adapter.param_groups(model)), CrossEntropy()
     rows = torch.randint(0, 49152, (4, 512))
     lengths = torch.tensor([200, 312] * 4)
     offsets = F.pad(lengths.cumsum(0), (1, 0)).int()
@@ -205,7 +205,7 @@ def step(source: HFCheckpoint, weights: NoQuantization, adapter: NoAdapter | LoR
     batch = Batch(rows, rows.roll(-1, 1), positions, offsets, rows.numel(), rows.numel())
 
     def run() -> None:
-        (loss(model, batch) / batch.learnt).backward()
+        (loss(model, batch) / batch.num_target_tokens).backward()
         optimizer.step()
         optimizer.zero_grad()
 

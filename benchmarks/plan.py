@@ -120,11 +120,11 @@ def stepped(task: Workload, steps: int, run: DistributedContext) -> None:
     apply_fsdp(net, run)
     net.to_empty(device="cpu")
     net.tie()
-    register_shards((*net.named_parameters(), *net.named_buffers()), net.splits)
+    register_shards((*net.named_parameters(), *net.named_buffers()), net.shards)
     for parameter in net.parameters():
         here = to_local(parameter.data)
         here.normal_(std=0.02) if parameter.is_floating_point() else here.zero_()
-    optimizer = task.optimizer.build(task.adapter.trained(net), [p for each in net.layers for p in each.parameters()])
+    optimizer = task.optimizer.build(task.adapter.param_groups(net), [p for each in net.layers for p in each.parameters()])
     update = task.memory.update(optimizer, task.max_grad_norm, run)
     shape = ProbeStep(
         task.adapter, task.memory, task.optimizer, task.loss, task.max_grad_norm, task.micro(sizes), task.max_length, 1
@@ -138,8 +138,8 @@ def stepped(task: Workload, steps: int, run: DistributedContext) -> None:
     passes = task.parts(sizes)
     for _ in range(steps):
         for i in range(1, passes + 1):
-            run.sync_gradients(net, on=i == passes)
-            (task.loss(net, batch) / batch.learnt).backward()
+            run.set_gradient_sync(net, enabled=i == passes)
+            (task.loss(net, batch) / batch.num_target_tokens).backward()
         update()
 
 
@@ -150,7 +150,7 @@ def measured(task: Workload) -> int:
         for threshold in (malloc.TRIM_THRESHOLD, malloc.MMAP_THRESHOLD):  # `DistributedContext` has set them for speed
             ctypes.CDLL(None).mallopt(threshold, GIVEN_BACK)
         stepped(replace(task, source=replace(task.source, spec=one)), 1, run)
-        return int(run.most(float(watched(task, run)))[0])
+        return int(run.max_over_ranks(float(watched(task, run)))[0])
 
 
 def watched(task: Workload, run: DistributedContext) -> int:

@@ -178,7 +178,7 @@ def stream(args: argparse.Namespace, given: Path) -> None:
     while done < args.stream:
         batches, step = data[step], step + 1
         done += sum(int(((batch.positions == 0) & (batch.targets != IGNORE)).sum()) for batch in batches)
-        tokens += sum(batch.real for batch in batches)
+        tokens += sum(batch.num_tokens for batch in batches)
         if done >= told:
             spent, used = time.perf_counter() - began, resident(os.getpid()) / 2**20
             print(f"| {done:,} | {tokens:,} | {spent:.0f} | {done / spent:,.0f} | {used:,.0f} |", flush=True)

@@ -55,8 +55,8 @@ def batch(args: argparse.Namespace, vocab: int) -> Batch:
     """All pairs in one packed row."""
     documents = pairs(args, vocab)
     capacity = int(documents.lengths.sum())
-    layout = Collator(1, 1, 0, 1, 0, capacity, 2, owned=True, shared=args.child == "shared")
-    return layout.batches(documents, [np.arange(len(documents))])[0]
+    layout = Collator(1, 1, 0, 1, 0, capacity, 2, with_document_ids=True, share_prefixes=args.child == "shared")
+    return layout.micro_batches(documents, [np.arange(len(documents))])[0]
 
 
 def loss(model: Decoder, rows: Batch) -> Tensor:
@@ -87,7 +87,7 @@ def child(args: argparse.Namespace) -> None:
             found.backward()
             seconds.append(time.perf_counter() - began)
             model.zero_grad()
-    told = {"seconds": seconds[1:], "tokens": rows.real, "memory": resident("VmHWM") - before, "loss": float(found)}
+    told = {"seconds": seconds[1:], "tokens": rows.num_tokens, "memory": resident("VmHWM") - before, "loss": float(found)}
     print(json.dumps(told))
 
 

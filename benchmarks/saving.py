@@ -89,7 +89,7 @@ def measured(name: str, out: Path, rounds: int, trained: Literal["bf16", "fp32"]
         model = build.build_model(
             source, NoQuantization(), NoAdapter(), PrecisionConfig("fp32", trained), MemoryConfig(), run, fresh=True
         )
-        optimizer = AdamWConfig().build(NoAdapter().trained(model))
+        optimizer = AdamWConfig().build(NoAdapter().param_groups(model))
         for weight in model.parameters():
             weight.grad = torch.zeros_like(weight)
         optimizer.step()
@@ -112,7 +112,7 @@ def one_round(out: Path, number: int, total: int, states: list[Checkpointer], ru
 
     def alone() -> Round:
         run.barrier()
-        spent = timed(lambda: disk(out, total)) if run.is_main else (0.0, 0)
+        spent = timed(lambda: disk(out, total)) if run.is_main_process else (0.0, 0)
         run.barrier()
         return {"disk": spent}
 

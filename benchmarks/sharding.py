@@ -77,7 +77,7 @@ def batch(model: str, step: int, run: DistributedContext) -> Batch:
     """All rows of this rank in one pass."""
     *_, vocab, length = MODELS[model]
     draw = torch.Generator().manual_seed(step)
-    rows = torch.randint(0, vocab, (ROWS, length), generator=draw)[run.reader :: run.sizes.readers]
+    rows = torch.randint(0, vocab, (ROWS, length), generator=draw)[run.dp_rank :: run.dims.dp_size]
     return Batch(rows, rows.roll(-1, 1), torch.arange(length).expand_as(rows), None, rows.numel(), rows.numel())
 
 
@@ -90,7 +90,7 @@ def child(args: argparse.Namespace) -> None:
         model = build.build_model(source, NoQuantization(), NoAdapter(), fp32, MemoryConfig(), run, True)
         sizes = {name: p.numel() * 4 for name, p in model.named_parameters()}
         cfg = sft.SFTConfig(model="m", data=TextDataset("t"), output_dir="o")
-        update = MemoryConfig().update(AdamWConfig().build(NoAdapter().trained(model)), 1.0, run)
+        update = MemoryConfig().update(AdamWConfig().build(NoAdapter().param_groups(model)), 1.0, run)
 
         def step(number: int) -> float:
             began = time.perf_counter()
@@ -105,7 +105,7 @@ def child(args: argparse.Namespace) -> None:
             for number in range(3):
                 step(number)
                 p.step()
-        if run.is_main:
+        if run.is_main_process:
             told = {"seconds": seconds, "sizes": sizes, **seen(trace)}
             (args.folder / "told.json").write_text(json.dumps(told))
 

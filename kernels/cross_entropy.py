@@ -48,13 +48,13 @@ class VocabShard(Protocol):
     def total(self) -> int: ...
 
     @property
-    def most(self) -> int: ...  # of the rank that has most
+    def max_size(self) -> int: ...  # of the rank that has most
 
-    def add(self, x: Tensor) -> Tensor: ...  # sum over the ranks, in place
+    def all_reduce_sum(self, x: Tensor) -> Tensor: ...  # sum over the ranks, in place
 
-    def largest(self, x: Tensor) -> Tensor: ...  # maximum over the ranks, in place
+    def all_reduce_max(self, x: Tensor) -> Tensor: ...  # maximum over the ranks, in place
 
-    def whole(self, x: Tensor) -> Tensor: ...  # (n, total) from the columns of each rank
+    def all_gather(self, x: Tensor) -> Tensor: ...  # (n, total) from the columns of each rank
 
 
 class LMHead(Protocol):
@@ -70,14 +70,14 @@ class LMHead(Protocol):
     def softcap(self) -> float | None: ...
 
     @property
-    def share(self) -> VocabShard | None: ...  # ids that `raw` makes logits for; None: all
+    def vocab_shard(self) -> VocabShard | None: ...  # ids that `raw` makes logits for; None: all
 
     @property
-    def plain(self) -> bool:
+    def is_plain_linear(self) -> bool:
         """Whether `raw(x)` is x W^T and nothing else."""
         ...
 
-    def raw(self, x: Tensor) -> Tensor:
+    def raw_logits(self, x: Tensor) -> Tensor:
         """The product alone, (n, dim) to (n, vocab)."""
         ...
 
@@ -145,9 +145,9 @@ def shared_losses(  # noqa: PLR0913 (as above)
     at = targets - share.start
     here = (at >= 0) & (at < x.shape[1]) & (targets >= 0)
     at = at.where(here, 0)[:, None]
-    most = share.largest(x.amax(-1))
+    most = share.all_reduce_max(x.amax(-1))
     wanted = x.gather(1, at).squeeze(1).where(here, 0)
-    sums, wanted, every = share.add(torch.stack([(x - most[:, None]).exp().sum(-1), wanted, x.sum(-1)]))
+    sums, wanted, every = share.all_reduce_sum(torch.stack([(x - most[:, None]).exp().sum(-1), wanted, x.sum(-1)]))
     normal = most + sums.log()
     losses = normal + z_loss * normal.square() - (1 - smoothing) * wanted - smoothing * every / share.total
     if gradient:
@@ -245,7 +245,7 @@ class CustomChunkLoss:
         with torch.set_grad_enabled(gradient):
             raw = logits.detach().requires_grad_(gradient)
             loss = self.measure(
-                self.finish(raw.float() if self.share is None else self.share.whole(raw.float())), targets
+                self.finish(raw.float() if self.share is None else self.share.all_gather(raw.float())), targets
             )
         if gradient:
             logits.copy_(torch.autograd.grad(loss, raw)[0])
@@ -287,7 +287,7 @@ class AutogradHeadChunks:
     def logits(self, x: Tensor, gradient: bool) -> Tensor:
         with torch.set_grad_enabled(gradient):
             self.x = x.detach().requires_grad_(gradient)
-            self.made = self.head.raw(self.x)
+            self.made = self.head.raw_logits(self.x)
         return self.made.detach()
 
     def back(self, x: Tensor, grad: Tensor) -> Tensor:
@@ -359,8 +359,8 @@ class TokenChunks:
 
         `look` sees the logits of each chunk before they become a gradient.
         """
-        way = LinearHeadChunks if self.head.plain else AutogradHeadChunks
-        ids = len(self.head.weight) if self.head.share is None else self.head.share.most  # all ranks take equal chunks
+        way = LinearHeadChunks if self.head.is_plain_linear else AutogradHeadChunks
+        ids = len(self.head.weight) if self.head.vocab_shard is None else self.head.vocab_shard.max_size  # all ranks take equal chunks
         size = chunk(len(self.rows), ids, hidden, way is LinearHeadChunks and gradient and bool(trained))
         layer = way(self.head, hidden, size, trained if gradient else [])
         losses, to_hidden = [], torch.zeros_like(hidden) if gradient else hidden
@@ -424,7 +424,7 @@ def token_logps_and_entropies(
     found: list[Tensor] = []
 
     def look(logits: Tensor) -> None:
-        whole = logits if head.share is None else head.share.whole(logits)
+        whole = logits if head.vocab_shard is None else head.vocab_shard.all_gather(logits)
         found.append(token_entropies(whole, head.scale, head.softcap))
 
     losses = ChunkedPerToken.apply(look, *prepare_chunks(hidden, targets, head, default_terms(head), rows))
@@ -433,7 +433,7 @@ def token_logps_and_entropies(
 
 def default_terms(head: LMHead) -> CrossEntropyTerms:
     """Cross-entropy and nothing else."""
-    return CrossEntropyTerms(head.scale, head.softcap, share=head.share)
+    return CrossEntropyTerms(head.scale, head.softcap, share=head.vocab_shard)
 
 
 def prepare_chunks(

@@ -141,29 +141,29 @@ class FullTargets:
         """Raw ones (n, ids), in memory that is used again for the next chunk."""
         x = F.pad(self.hidden.index_select(0, rows), (0, 0, 0, -len(rows) % cross_entropy.MULTIPLE))
         if self.layer is None or (isinstance(self.layer, LinearHeadChunks) and len(self.layer.room) < len(x)):
-            self.layer = (LinearHeadChunks if self.head.plain else AutogradHeadChunks)(self.head, x, len(x), [])
+            self.layer = (LinearHeadChunks if self.head.is_plain_linear else AutogradHeadChunks)(self.head, x, len(x), [])
         return self.layer.logits(x, False)[: len(rows)]
 
     def against(self, logits: Tensor, rows: Tensor, by: KLMixture, head: LMHead, gradient: bool) -> Tensor:
         terms, made = terms_of(by, head, total(self.head), self.head), self.logits(rows)
-        if head.share is not None and total(head) != total(self.head):  # ranks have other parts of the teacher's
-            assert self.head.share is not None
-            made = self.head.share.whole(made)[:, head.share.start :]
+        if head.vocab_shard is not None and total(head) != total(self.head):  # ranks have other parts of the teacher's
+            assert self.head.vocab_shard is not None
+            made = self.head.vocab_shard.all_gather(made)[:, head.vocab_shard.start :]
         made = made[:, : terms.count]
-        return kernel_for(logits, made, head.share)(logits, made, terms, gradient)
+        return kernel_for(logits, made, head.vocab_shard)(logits, made, terms, gradient)
 
 
 def total(head: LMHead) -> int:
     """All ids that a head makes logits for."""
-    return len(head.weight) if head.share is None else head.share.total
+    return len(head.weight) if head.vocab_shard is None else head.vocab_shard.total
 
 
 def terms_of(by: KLMixture, head: LMHead, ids: int, teacher: LMHead | None = None) -> KLTerms:
     """Of a student's head and a teacher who knows so many ids."""
-    start = 0 if head.share is None else head.share.start
+    start = 0 if head.vocab_shard is None else head.vocab_shard.start
     count = max(0, min(len(head.weight), ids - start))
     finish = (1.0, None) if teacher is None else (teacher.scale, teacher.softcap)
-    return KLTerms(by, (head.scale, head.softcap), finish, count, head.share)
+    return KLTerms(by, (head.scale, head.softcap), finish, count, head.vocab_shard)
 
 
 def finished(raw: Tensor, finish: tuple[float, float | None], temperature: float) -> Tensor:
@@ -229,7 +229,7 @@ def slope(x: Tensor, terms: KLTerms) -> Tensor | float:
 def largest(x: Tensor, share: VocabShard | None) -> Tensor:
     """(n, 1), over all ids."""
     most = x.amax(-1, keepdim=True) if x.shape[1] else x.new_full((len(x), 1), -torch.inf)
-    return most if share is None else share.largest(most)
+    return most if share is None else share.all_reduce_max(most)
 
 
 def log_softmax(x: Tensor, most: Tensor, share: VocabShard | None) -> Tensor:
@@ -239,7 +239,7 @@ def log_softmax(x: Tensor, most: Tensor, share: VocabShard | None) -> Tensor:
 
 
 def added(x: Tensor, share: VocabShard | None) -> Tensor:
-    return x if share is None else share.add(x)
+    return x if share is None else share.all_reduce_sum(x)
 
 
 # The same, compiled
@@ -313,7 +313,7 @@ class TopKTargets:
 
     def against(self, logits: Tensor, rows: Tensor, by: KLMixture, head: LMHead, gradient: bool) -> Tensor:
         terms, at = terms_of(by, head, self.total), self.at.index_select(0, rows)
-        work = fast_top if head.share is None and head.softcap is None and fits(logits) else torch_top
+        work = fast_top if head.vocab_shard is None and head.softcap is None and fits(logits) else torch_top
         return work(logits, self.ids.index_select(0, at), self.logs.index_select(0, at), terms, gradient)
 
 
@@ -403,7 +403,7 @@ class TopKChunks:
     found: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     def __call__(self, logits: Tensor, targets: Tensor, weights: Tensor | None, gradient: bool) -> Tensor:
-        whole = logits if self.head.share is None else self.head.share.whole(logits)
+        whole = logits if self.head.vocab_shard is None else self.head.vocab_shard.all_gather(logits)
         raw, finish = whole[:, : self.ids], (self.head.scale, self.head.softcap)
         ids = torch.cat([some.float().topk(self.count, dim=-1).indices.int() for some in raw.split(ROWS)])
         work = fast_expected if self.head.softcap is None and fits(raw) else torch_expected

@@ -27,22 +27,22 @@ class BaseLinear(Protocol):
     """A layer whose weight (out, in) is frozen, however it is kept. `frozen` says whether it really is."""
 
     @property
-    def added(self) -> Any:
+    def effective_bias(self) -> Any:
         """The bias (out,), or None."""
         ...
 
     @property
-    def frozen(self) -> bool: ...
+    def is_frozen(self) -> bool: ...
 
-    def product(self, x: Tensor) -> Tensor:
+    def matmul(self, x: Tensor) -> Tensor:
         """x W^T + b, in memory of its own."""
         ...
 
-    def back(self, grad: Tensor, into: Tensor | None) -> Tensor:
+    def matmul_backward(self, grad: Tensor, into: Tensor | None) -> Tensor:
         """grad W of `grad` (N, out), added to `into` (N, in) if that is there."""
         ...
 
-    def fine(self, rows: int) -> Iterable[Tensor]:
+    def iter_fp32_rows(self, num_rows: int) -> Iterable[Tensor]:
         """W in fp32, so many rows at a time."""
         ...
 
@@ -60,14 +60,14 @@ class LoRAWeights:
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
-        return self.a, self.b, self.a0, self.b0, self.base.added
+        return self.a, self.b, self.a0, self.b0, self.base.effective_bias
 
 
 def lora_linear(x: Tensor, updates: Sequence[LoRAWeights], dropout: float = 0.0) -> tuple[Tensor, ...]:
     """What each layer makes of `x` (..., in); `dropout` is the share of `x` that an update does not see."""
     if dropout and len(updates) > 1:  # each draws a mask of its own, so that there is no product to share
         return tuple(y for update in updates for y in lora_linear(x, (update,), dropout))
-    if torch.compiler.is_compiling() or not all(update.base.frozen for update in updates):
+    if torch.compiler.is_compiling() or not all(update.base.is_frozen for update in updates):
         return reference(x, updates, dropout)
     tensors = (tensor for update in updates for tensor in update.tensors)
     scales = tuple(u.scale / (1 - dropout) for u in updates)  # what dropout leaves grows, and here by the way
@@ -79,7 +79,7 @@ def reference(x: Tensor, updates: Sequence[LoRAWeights], dropout: float = 0.0) -
     a, bs, places = joined([u.tensors for u in updates], [u.scale for u in updates], x.dtype)
     low = F.linear(F.dropout(x, dropout), a)
     parts = zip(updates, bs, places, strict=True)
-    return tuple(update.base.product(x) + F.linear(low[..., place], b) for update, b, place in parts)
+    return tuple(update.base.matmul(x) + F.linear(low[..., place], b) for update, b, place in parts)
 
 
 def joined(
@@ -149,7 +149,7 @@ class LoRALinearFunction(torch.autograd.Function):
             dropped, mask = rows * noise, noise.bool()
         low, outputs = dropped @ factors.a.T, []
         for base, scale, b, columns in zip(bases, scales, *factors[1:], strict=True):
-            y = base.product(rows).addmm_(low[:, columns], b.T, alpha=scale)
+            y = base.matmul(rows).addmm_(low[:, columns], b.T, alpha=scale)
             # What is a view when it leaves a function may not be changed in place any more.
             outputs.append(torch.ops.aten._unsafe_view(y, [*x.shape[:-1], len(b)]))
         ctx.bases, ctx.scales, ctx.make = bases, scales, origin.make
@@ -207,7 +207,7 @@ def to_input(
     """The gradient of `x`: all layers add to the same memory."""
     back = None
     for base, grad in zip(bases, rows, strict=True):
-        back = base.back(grad, back)
+        back = base.matmul_backward(grad, back)
     assert back is not None
     return back.addmm_(low_grad, a) if noise is None else back.addcmul_(low_grad @ a, noise)
 
@@ -223,5 +223,5 @@ def lora_row_norms(update: LoRAWeights) -> Tensor:
     """Norms (out,) of the rows of a weight with its update in fp32, of which no more than some are there at a time."""
     a, (b,), _ = joined([update.tensors], [update.scale], torch.float32)
     rows = max(1, (CACHED if a.device.type == "cpu" else LARGE) // a.shape[1])
-    parts = zip(update.base.fine(rows), b.split(rows), strict=True)
+    parts = zip(update.base.iter_fp32_rows(rows), b.split(rows), strict=True)
     return torch.cat([torch.addmm(part, some, a).norm(dim=1) for part, some in parts])

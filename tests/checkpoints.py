@@ -1,4 +1,4 @@
-"""Small random checkpoints, made by transformers and read by us: odd shapes, and weights that show errors."""
+"""Small random checkpoints in the format of transformers: odd shapes, and weights that reveal errors."""
 
 import copy
 import json
@@ -30,35 +30,38 @@ from tunekit.models.precision import PrecisionConfig
 from tunekit.optim.config import AdamWConfig
 from tunekit.quantization.config import NoQuantization
 
-# The table of all families is to be read, and not the bars of what it is compared with.
+# Keep the output of the comparison readable.
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
 
-FULL, PLAINLY = NoAdapter(), MemoryConfig()
+FULL, DEFAULT_MEMORY = NoAdapter(), MemoryConfig()
 FP32 = PrecisionConfig("fp32", "fp32", "fp32")
-VOCAB = 67
-MARKS = ("<s>", "</s>", "<user>", "<assistant>")
-WORDS = (*MARKS, *(f"w{i}" for i in range(VOCAB - len(MARKS))))
+VOCAB_SIZE = 67
+SPECIAL_TOKENS = ("<s>", "</s>", "<user>", "<assistant>")
+VOCABULARY = (*SPECIAL_TOKENS, *(f"w{i}" for i in range(VOCAB_SIZE - len(SPECIAL_TOKENS))))
 TEMPLATE = """{% for m in messages %}{{ '<' + m.role + '> ' + m.content + ' </s> ' }}{% endfor %}
 {%- if add_generation_prompt %}{{ '<assistant> ' }}{% endif %}"""
 
 SHAPES: dict[str, dict[str, Any]] = DENSE | EXPERTS | DELTA
 
 
-def auto(config: Mapping[str, Any]) -> Any:
-    """The class of transformers that reads a checkpoint: one whose text model is a part of a larger one, or not."""
+def auto_class(config: Mapping[str, Any]) -> Any:
+    """transformers class that loads the checkpoint: multimodal if the text model is nested in a larger config."""
     return transformers.AutoModelForImageTextToText if "text_config" in config else transformers.AutoModelForCausalLM
 
 
 def build(shape: Mapping[str, Any], seed: int = 0) -> transformers.PreTrainedModel:
-    """A model of transformers with eager attention; norms, biases and weights are far from what a fresh model has."""
+    """Random transformers model with eager attention. Norms, biases and weights are far from their default initial
+    values.
+    """
     torch.manual_seed(seed)
-    plain = {key: value for key, value in shape.items() if key != "model_type"}
-    config = transformers.AutoConfig.for_model(shape["model_type"], **plain)
-    model = auto(shape).from_config(config, attn_implementation="eager").float()
-    stored = [b for name, b in model.named_buffers() if name in model.state_dict()]  # numbers that nobody trains
+    options = {key: value for key, value in shape.items() if key != "model_type"}
+    config = transformers.AutoConfig.for_model(shape["model_type"], **options)
+    model = auto_class(shape).from_config(config, attn_implementation="eager").float()
+    # untrained values that are saved
+    buffers = [buffer for name, buffer in model.named_buffers() if name in model.state_dict()]
     with torch.no_grad():
-        for b in stored:
+        for b in buffers:
             b.uniform_(0.5, 1.5)
         for name, p in model.named_parameters():
             if "norm" in name:
@@ -72,160 +75,174 @@ def build(shape: Mapping[str, Any], seed: int = 0) -> transformers.PreTrainedMod
     return model.eval()
 
 
-def save(model: nn.Module, folder: Path, spelling: int = 5, **options: Any) -> Path:
-    """A checkpoint folder with a tokenizer, and config.json as transformers 5 or 4 writes it."""
+def save(model: nn.Module, folder: Path, config_version: int = 5, **options: Any) -> Path:
+    """Checkpoint directory with a tokenizer. `config_version`: write config.json as transformers 5 or 4 does."""
     model.save_pretrained(folder, **options)
-    (folder / "generation_config.json").unlink(missing_ok=True)  # what sampling it asks for is no part of the model
-    rewrite(folder, lambda c: c if spelling == 5 else older(c))
+    (folder / "generation_config.json").unlink(missing_ok=True)  # sampling options are not part of the model
+    rewrite_config(folder, lambda c: c if config_version == 5 else to_transformers4_config(c))
     write_tokenizer(folder)
     return folder
 
 
-def rewrite(folder: Path, change: Any) -> None:
-    """Replace config.json by what `change` makes of it."""
+def rewrite_config(folder: Path, change: Any) -> None:
+    """Replace the contents of config.json by `change(contents)`."""
     file = folder / "config.json"
     file.write_text(json.dumps(change(json.loads(file.read_text())), indent=2))
 
 
-# What transformers 4 called it, where that is not the same in all families.
-OLDER = {
+# Keys that had another name in transformers 4, by family.
+TRANSFORMERS4_KEYS = {
     "qwen3_moe": {"num_local_experts": "num_experts"},
     "gemma3_text": {"_sliding_window_pattern": "sliding_window_pattern"},
 }
-# Families whose layer types follow from other keys, which was all that transformers 4 knew.
-PATTERNS = {"gemma2", "gemma3_text", "llama4_text", "olmo3", "qwen2", "qwen3", "qwen2_vl_text", "qwen2_5_vl_text"}
+# Families whose layer types follow from other keys in transformers 4.
+FAMILIES_WITHOUT_LAYER_TYPES = {
+    "gemma2",
+    "gemma3_text",
+    "llama4_text",
+    "olmo3",
+    "qwen2",
+    "qwen3",
+    "qwen2_vl_text",
+    "qwen2_5_vl_text",
+}
 
 
-def older(config: dict[str, Any]) -> dict[str, Any]:
-    """The same config.json in the words of transformers 4, if it knew the family."""
+def to_transformers4_config(config: dict[str, Any]) -> dict[str, Any]:
+    """config.json as transformers 4 would have written it; unchanged if transformers 4 does not support the family."""
     if inner := config.get("text_config"):
-        return config | {"text_config": older(inner)}
+        return config | {"text_config": to_transformers4_config(inner)}
     kind = config["model_type"]
     if kind.startswith(("gemma4", "qwen3_5")):
         return config
-    words = {"dtype": "torch_dtype"} | OLDER.get(kind, {})
-    old = {words.get(key, key): value for key, value in config.items()}
-    if kind in PATTERNS and usual(config):
+    new_keys = {"dtype": "torch_dtype"} | TRANSFORMERS4_KEYS.get(kind, {})
+    old = {new_keys.get(key, key): value for key, value in config.items()}
+    if kind in FAMILIES_WITHOUT_LAYER_TYPES and has_default_layer_types(config):
         del old["layer_types"]
     if "rope_parameters" in config:
-        old |= older_rope(old.pop("rope_parameters") or {})
+        old |= to_transformers4_rope(old.pop("rope_parameters") or {})
     return old | {"transformers_version": "4.40.0"}
 
 
-def usual(config: dict[str, Any]) -> bool:
-    """Whether the layers are of the types that they have where `layer_types` says nothing."""
-    plain = {key: value for key, value in config.items() if key != "layer_types"}
-    return transformers.AutoConfig.for_model(**plain).layer_types == config["layer_types"]
+def has_default_layer_types(config: dict[str, Any]) -> bool:
+    """Whether the layers have the types that transformers assigns if `layer_types` is not set."""
+    options = {key: value for key, value in config.items() if key != "layer_types"}
+    return transformers.AutoConfig.for_model(**options).layer_types == config["layer_types"]
 
 
-def older_rope(p: dict[str, Any]) -> dict[str, Any]:
-    """Rotation beside other keys. Of two rotations, the scaling was that of the layers that see all."""
-    if p.keys() == {"full_attention", "sliding_attention"}:
-        far, near = p["full_attention"], p["sliding_attention"]
-        scaled = {key: value for key, value in far.items() if key != "rope_theta"}
-        local = {"rope_local_base_freq": near["rope_theta"]}
-        return local | {"rope_theta": far["rope_theta"], "rope_scaling": scaled if len(scaled) > 1 else None}
-    if "rope_theta" not in p:
-        return {"rope_parameters": p}
-    theta, kind = p["rope_theta"], p["rope_type"]
-    part = {key: value for key, value in p.items() if key == "partial_rotary_factor"}
-    rest = {key: value for key, value in p.items() if key not in ("rope_theta", "rope_type", *part)}
-    word = "type" if kind in ("linear", "longrope") else "rope_type"
-    return part | {"rope_theta": theta, "rope_scaling": rest | {word: kind} if rest else None}
+def to_transformers4_rope(rope: dict[str, Any]) -> dict[str, Any]:
+    """RoPE options as top-level keys. With two kinds of layers, scaling applied to the full-attention layers."""
+    if rope.keys() == {"full_attention", "sliding_attention"}:
+        full, sliding = rope["full_attention"], rope["sliding_attention"]
+        scaling = {key: value for key, value in full.items() if key != "rope_theta"}
+        local_base = {"rope_local_base_freq": sliding["rope_theta"]}
+        return local_base | {"rope_theta": full["rope_theta"], "rope_scaling": scaling if len(scaling) > 1 else None}
+    if "rope_theta" not in rope:
+        return {"rope_parameters": rope}
+    theta, kind = rope["rope_theta"], rope["rope_type"]
+    partial = {key: value for key, value in rope.items() if key == "partial_rotary_factor"}
+    scaling_options = {key: value for key, value in rope.items() if key not in ("rope_theta", "rope_type", *partial)}
+    kind_key = "type" if kind in ("linear", "longrope") else "rope_type"
+    return partial | {
+        "rope_theta": theta,
+        "rope_scaling": scaling_options | {kind_key: kind} if scaling_options else None,
+    }
 
 
 def write_tokenizer(folder: Path) -> None:
-    """Words are tokens: `w7` is token 11."""
-    model = tokenizers.models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="w0")
+    """Word-level tokenizer: `w7` is token 11."""
+    model = tokenizers.models.WordLevel({word: i for i, word in enumerate(VOCABULARY)}, unk_token="w0")
     tokenizer = tokenizers.Tokenizer(model)
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    tokenizer.add_special_tokens(list(MARKS))
+    tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": TEMPLATE}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 
-def made(folder: Path, name: str, spelling: int = 5, seed: int = 0) -> Path:
-    """A checkpoint of one of the SHAPES."""
-    return save(build(SHAPES[name], seed), folder, spelling)
+def make_checkpoint(folder: Path, name: str, config_version: int = 5, seed: int = 0) -> Path:
+    """Checkpoint with one of the SHAPES."""
+    return save(build(SHAPES[name], seed), folder, config_version)
 
 
-def theirs(folder: Path) -> transformers.PreTrainedModel:
-    """The checkpoint as transformers reads it."""
-    plain = json.loads((folder / "config.json").read_text())
-    # Files of Gemma 1 say gelu and mean its tanh approximation. transformers 5.17 takes the word as it is.
-    is_legacy = (plain["model_type"], plain.get("hidden_act")) == ("gemma", "gelu")
-    meant = {"hidden_act": "gelu_pytorch_tanh"} if is_legacy else {}
-    return auto(plain).from_pretrained(folder, dtype=torch.float32, attn_implementation="eager", **meant).eval()
-
-
-def ours(
-    folder: Path,
-    adapter: NoAdapter | LoRAConfig = FULL,
-    precision: PrecisionConfig = FP32,
-    memory: MemoryConfig = PLAINLY,
-    seed: int = 0,
-    compile: bool = False,
-) -> Decoder:
-    """The checkpoint as we read it."""
-    run = DistributedContext(seed, "cpu")
-    return assemble.build_model(
-        HFCheckpoint.open(folder), NoQuantization(), adapter, precision, memory, run, compile=compile
+def load_transformers_model(folder: Path) -> transformers.PreTrainedModel:
+    """The checkpoint, loaded by transformers."""
+    config = json.loads((folder / "config.json").read_text())
+    # Configs of Gemma 1 say gelu and mean its tanh approximation. transformers 5.17 uses exact gelu.
+    is_legacy = (config["model_type"], config.get("hidden_act")) == ("gemma", "gelu")
+    overrides = {"hidden_act": "gelu_pytorch_tanh"} if is_legacy else {}
+    return (
+        auto_class(config).from_pretrained(folder, dtype=torch.float32, attn_implementation="eager", **overrides).eval()
     )
 
 
-def opened(folder: Path) -> Decoder:
-    """A checkpoint, or an adapter on its base, ready to be asked in fp32."""
+def load_model(
+    folder: Path,
+    adapter: NoAdapter | LoRAConfig = FULL,
+    precision: PrecisionConfig = FP32,
+    memory: MemoryConfig = DEFAULT_MEMORY,
+    seed: int = 0,
+    compile: bool = False,
+) -> Decoder:
+    """The checkpoint, loaded by tunekit."""
+    dist = DistributedContext(seed, "cpu")
+    return assemble.build_model(
+        HFCheckpoint.open(folder), NoQuantization(), adapter, precision, memory, dist, compile=compile
+    )
+
+
+def load_inference_model(folder: Path) -> Decoder:
+    """Checkpoint, or adapter with its base model, loaded for inference in fp32."""
     return assemble.load_for_inference(str(folder), FP32, DistributedContext(0, "cpu"))[0].eval()
 
 
-def tokens(rows: int = 2, length: int = 23, seed: int = 1) -> torch.Tensor:
-    return torch.randint(0, VOCAB, (rows, length), generator=torch.Generator().manual_seed(seed))
+def random_tokens(rows: int = 2, length: int = 23, seed: int = 1) -> torch.Tensor:
+    return torch.randint(0, VOCAB_SIZE, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
-def batch(rows: torch.Tensor) -> Batch:
-    """Rows of which every second token is learnt."""
-    targets = F.pad(rows[:, 1:], (0, 1), value=IGNORE)
+def make_batch(tokens: torch.Tensor) -> Batch:
+    """Batch in which every second token is a target token."""
+    targets = F.pad(tokens[:, 1:], (0, 1), value=IGNORE)
     targets[:, ::2] = IGNORE
-    positions = torch.arange(rows.shape[1]).expand_as(rows)
-    return Batch(rows, targets, positions, None, int((targets != IGNORE).sum()), rows.numel())
+    positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+    return Batch(tokens, targets, positions, None, int((targets != IGNORE).sum()), tokens.numel())
 
 
 def train(model: Decoder, adapter: NoAdapter | LoRAConfig, steps: int = 3) -> None:
-    """Some steps of fine-tuning, large ones."""
-    optimizer = AdamWConfig(lr=0.01).build(adapter.trained(model))
+    """Fine-tune for some steps with a large learning rate."""
+    optimizer = AdamWConfig(lr=0.01).build(adapter.param_groups(model))
     for step in range(steps):
-        part = batch(tokens(seed=10 + step))
-        (CrossEntropy()(model, part) / part.learnt).backward()
+        batch = make_batch(random_tokens(seed=10 + step))
+        (CrossEntropy()(model, batch) / batch.num_target_tokens).backward()
         optimizer.step()
         optimizer.zero_grad()
 
 
-def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    """Largest difference, relative to the largest number."""
-    assert found.shape == wanted.shape
-    return ((found - wanted).abs().max() / wanted.abs().max()).item()
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """Maximum absolute difference, relative to the maximum absolute value of `expected`."""
+    assert actual.shape == expected.shape
+    return ((actual - expected).abs().max() / expected.abs().max()).item()
 
 
 def gradients(model: Decoder, source: HFCheckpoint) -> dict[str, torch.Tensor]:
     """Gradients of the trained weights by their Hub names, in the layout of the checkpoint."""
     from_us = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    moves = [move for move in source.moves if move.ours[0] in from_us]
+    moves = [move for move in source.key_mappings if move.ours[0] in from_us]
     return {hub: g for m in moves for hub, g in zip(m.hub, m.op.save([from_us[n] for n in m.ours]), strict=True)}
 
 
-def their_gradients(model: transformers.PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Gradients of a model of transformers as it would write them, were they its weights."""
+def transformers_gradients(model: transformers.PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Gradients of a transformers model by the names under which it saves its weights."""
     twin = copy.deepcopy(model)
     with torch.no_grad(), tempfile.TemporaryDirectory() as folder:
-        for mine, p in zip(twin.parameters(), model.parameters(), strict=True):
-            mine.copy_(torch.zeros_like(p) if p.grad is None else p.grad)
+        for copy_parameter, p in zip(twin.parameters(), model.parameters(), strict=True):
+            copy_parameter.copy_(torch.zeros_like(p) if p.grad is None else p.grad)
         twin.save_pretrained(folder)
         return {name: grad.clone() for name, grad in load_file(Path(folder) / "model.safetensors").items()}
 
 
 def shuffle_adapter(model: nn.Module, seed: int = 2) -> None:
-    """Give every tensor of an adapter numbers of its own; magnitudes stay near what they are."""
+    """Replace the tensors of an adapter by random values; magnitudes change by at most 30%."""
     torch.manual_seed(seed)
     with torch.no_grad():
         for name, p in model.named_parameters():

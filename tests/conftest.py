@@ -1,9 +1,9 @@
-"""Property tests draw the same examples each time; new ones in each run with TUNEKIT_RANDOM=1. None has a deadline.
+"""Seeds of all tests. Property tests use the same examples in each run; set TUNEKIT_RANDOM=1 for new ones.
 
-Every test begins with the same random numbers too, whatever has run before it in its process, and so does every fixture
-that several tests share: what a test draws does not depend on how tests were divided among processes.
+Each test and each shared fixture starts from a fixed seed. Random values therefore do not depend on which tests ran
+before in the same process.
 
-No test leaves prepared rows behind: they are kept only where one names a folder for them.
+The cache of tokenized rows is off unless a test sets its directory.
 """
 
 import os
@@ -14,28 +14,28 @@ import zlib
 import pytest
 from hypothesis import settings
 
-FIXED = os.environ.get("TUNEKIT_RANDOM") != "1"
-settings.register_profile("tunekit", derandomize=FIXED, deadline=None)
+DETERMINISTIC = os.environ.get("TUNEKIT_RANDOM") != "1"
+settings.register_profile("tunekit", derandomize=DETERMINISTIC, deadline=None)
 settings.load_profile("tunekit")
 os.environ["TUNEKIT_CACHE"] = "off"
 
 
-def seed(name: str) -> None:
-    """By a name; 0 by none. Of what a test has not imported it draws nothing."""
-    number = zlib.crc32(name.encode()) if FIXED else random.SystemRandom().getrandbits(32)
-    random.seed(number)
+def set_seed(name: str) -> None:
+    """Seed all random generators that are imported. The seed is a hash of `name`; 0 for the empty name."""
+    value = zlib.crc32(name.encode()) if DETERMINISTIC else random.SystemRandom().getrandbits(32)
+    random.seed(value)
     if numpy := sys.modules.get("numpy"):
-        numpy.random.seed(number)
+        numpy.random.seed(value)
     if torch := sys.modules.get("torch"):
-        torch.manual_seed(number)
+        torch.manual_seed(value)
 
 
 @pytest.fixture(autouse=True)
-def seeded() -> None:
-    seed("")
+def fixed_seed() -> None:
+    set_seed("")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_fixture_setup(fixturedef: pytest.FixtureDef, request: pytest.FixtureRequest) -> None:
     if fixturedef.scope != "function":
-        seed(fixturedef.argname)
+        set_seed(fixturedef.argname)

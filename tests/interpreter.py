@@ -6,7 +6,7 @@ import pytest
 
 
 def version_of(package: str) -> tuple[int, int]:
-    """Major and minor version; (0, 0) without the package."""
+    """Major and minor version; (0, 0) if the package is not installed."""
     try:
         major, minor, *_ = version(package).split(".")
     except PackageNotFoundError:
@@ -14,8 +14,9 @@ def version_of(package: str) -> tuple[int, int]:
     return int(major), int(minor)
 
 
-# Its loop bounds are arrays of one element, which NumPy 2.5 no longer converts to an int. Triton 3.7 squeezes them.
-needs_loops = pytest.mark.skipif(
+# Loop bounds of the interpreter are arrays of one element, which NumPy 2.5 no longer converts to int. Fixed in Triton
+# 3.7.
+requires_interpreter_loops = pytest.mark.skipif(
     version_of("triton") < (3, 7) and version_of("numpy") >= (2, 5),
     reason="the interpreter of Triton 3.6 cannot run loops with NumPy 2.5",
 )

@@ -1,11 +1,11 @@
-"""What a command left."""
+"""Result of a command."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """Its exit code and what it printed."""
+class CommandResult:
+    """Exit code and output of a command."""
 
     code: int
     out: str
@@ -13,7 +13,7 @@ class Outcome:
 
     @property
     def error(self) -> str:
-        """The one line that a mistake is told in."""
+        """The single error line of a usage or config error (exit code 2)."""
         assert self.code == 2 and not self.out, self.out + self.err
         lines = [line for line in self.err.splitlines() if line.startswith("error: ")]
         assert len(lines) == 1 and self.err.endswith(f"{lines[0]}\n") and "Traceback" not in self.err, self.err

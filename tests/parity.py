@@ -1,4 +1,4 @@
-"""How far a family is from transformers, in figures: on a random checkpoint of an odd shape, with both libraries."""
+"""Differences between tunekit and transformers for a family, measured on a random checkpoint of odd shape."""
 
 import warnings
 from collections.abc import Iterator
@@ -15,16 +15,16 @@ import transformers
 from safetensors.torch import load_file
 
 from tests.checkpoints import (
-    error,
+    relative_error,
     gradients,
-    made,
-    older,
-    opened,
-    ours,
-    rewrite,
-    their_gradients,
-    theirs,
-    tokens,
+    make_checkpoint,
+    to_transformers4_config,
+    load_inference_model,
+    load_model,
+    rewrite_config,
+    transformers_gradients,
+    load_transformers_model,
+    random_tokens,
     train,
 )
 from tunekit.adapters.config import LoRAConfig
@@ -33,132 +33,146 @@ from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
 from tunekit.generation.generate import SamplingConfig, generate_batch
 from tunekit.models.decoder import Decoder
 
-Theirs = transformers.PreTrainedModel
-PROMPTS = [tokens(1, length, seed=length)[0].tolist() for length in (13, 1, 6)]
-STEPS = 12  # beyond windows, chunks and the contexts of LongRoPE
+TransformersModel = transformers.PreTrainedModel
+PROMPTS = [random_tokens(1, length, seed=length)[0].tolist() for length in (13, 1, 6)]
+STEPS = 12  # longer than windows, chunks and the short context of LongRoPE
 
 
 @dataclass(frozen=True)
-class Figures:
-    """Errors are relative to the largest number of a tensor; `gradients` is the worst of all tensors."""
+class ParityErrors:
+    """Errors are relative to the largest absolute value of a tensor; `gradients` is the maximum over all tensors."""
 
     logits: float
     gradients: float
-    generation: str  # what is wrong; empty: nothing
+    generation: str  # the differences; empty if there are none
     files: str
-    spelling: str
+    config_versions: str
 
 
 @cache
-def figures(name: str) -> Figures:
-    """Measured once in a session."""
+def measure_parity(name: str) -> ParityErrors:
+    """All errors of a family. Cached."""
     with TemporaryDirectory() as path:
-        folder = made(Path(path) / "model", name)
-        mine, other = ours(folder), theirs(folder)
+        folder = make_checkpoint(Path(path) / "model", name)
+        model, reference = load_model(folder), load_transformers_model(folder)
         with torch.no_grad():
-            logits = error(mine(tokens()), other(tokens()).logits)
-        found = worst_gradient(mine, other, HFCheckpoint.open(folder)), generation(mine, other)
-        return Figures(logits, *found, files(folder, mine, Path(path)), spelling(folder, mine))
+            logits = relative_error(model(random_tokens()), reference(random_tokens()).logits)
+        errors = max_gradient_error(model, reference, HFCheckpoint.open(folder)), compare_generation(model, reference)
+        return ParityErrors(
+            logits, *errors, compare_saved_weights(folder, model, Path(path)), compare_config_versions(folder, model)
+        )
 
 
-def worst_gradient(mine: Decoder, other: Theirs, source: HFCheckpoint) -> float:
-    batch = tokens(3, 17)
-    for logits in (mine(batch), other(batch).logits):
-        F.cross_entropy(logits[:, :-1].flatten(0, 1), batch[:, 1:].flatten()).backward()
-    found, wanted = gradients(mine, source), their_gradients(other)
-    stored = {name for name, p in mine.named_parameters() if not p.requires_grad}  # as with transformers, its buffers
-    untrained = {name for move in source.all_moves if not move.ours or move.ours[0] in stored for name in move.hub}
-    assert found.keys() == wanted.keys() - untrained
-    # A bias on keys moves all scores of a query alike: its gradient is rounding.
-    return max(error(found[name], wanted[name]) for name in found if wanted[name].abs().max() > 1e-6)
+def max_gradient_error(model: Decoder, reference: TransformersModel, source: HFCheckpoint) -> float:
+    rows = random_tokens(3, 17)
+    for logits in (model(rows), reference(rows).logits):
+        F.cross_entropy(logits[:, :-1].flatten(0, 1), rows[:, 1:].flatten()).backward()
+    actual, expected = gradients(model, source), transformers_gradients(reference)
+    frozen = {name for name, p in model.named_parameters() if not p.requires_grad}  # as in transformers, buffers
+    untrained = {
+        name for move in source.all_key_mappings if not move.ours or move.ours[0] in frozen for name in move.hub
+    }
+    assert actual.keys() == expected.keys() - untrained
+    # A bias of the keys adds the same value to all scores of a query: its gradient is only rounding error.
+    return max(relative_error(actual[name], expected[name]) for name in actual if expected[name].abs().max() > 1e-6)
 
 
-def generation(mine: Decoder, other: Theirs) -> str:
-    """Answers of several prompts at once, of one alone, without a cache, and of transformers, token by token."""
-    together = generate_batch(mine, PROMPTS, SamplingConfig(max_new_tokens=STEPS), frozenset())
+def compare_generation(model: Decoder, reference: TransformersModel) -> str:
+    """Compare greedy decoding of a batch with decoding one prompt, without a cache, and with transformers."""
+    together = generate_batch(model, PROMPTS, SamplingConfig(max_new_tokens=STEPS), frozenset())
     prompt, answer = PROMPTS[0], together[0]
-    routes = {"alone": generate_batch(mine, [prompt], SamplingConfig(max_new_tokens=STEPS), frozenset())[0]}
-    routes["transformers"] = other.generate(
+    routes = {"alone": generate_batch(model, [prompt], SamplingConfig(max_new_tokens=STEPS), frozenset())[0]}
+    routes["transformers"] = reference.generate(
         torch.tensor([prompt]),
         do_sample=False,
         max_new_tokens=STEPS,
         eos_token_id=None,
         pad_token_id=0,
-        # transformers 5.17 empties the cache as rows outgrow the short factors, and then reads their last token only
-        use_cache=not mine.edges,
+        # transformers 5.17 clears the cache when a row exceeds the short context, and then attends to the last token
+        # only
+        use_cache=not model.edges,
     )[0, len(prompt) :].tolist()
-    wrong = [f"{route}: {found}, together: {answer}" for route, found in routes.items() if found != answer]
+    problems = [f"{route}: {tokens}, together: {answer}" for route, tokens in routes.items() if tokens != answer]
     for prompt, answer in zip(PROMPTS, together, strict=True):
-        if (found := uncached(other, prompt, answer, bool(mine.edges))) != answer:
-            wrong.append(f"without a cache: {found}, with one: {answer}")
-    return "; ".join(wrong)
+        if (uncached := greedy_tokens_without_cache(reference, prompt, answer, bool(model.edges))) != answer:
+            problems.append(f"without a cache: {uncached}, with one: {answer}")
+    return "; ".join(problems)
 
 
 @torch.no_grad()
-def uncached(model: Theirs, prompt: list[int], answer: list[int], grows: bool) -> list[int]:
-    """The likeliest token behind every part of an answer. Where rows turn otherwise as they grow, each part is read."""
+def greedy_tokens_without_cache(
+    model: TransformersModel, prompt: list[int], answer: list[int], grows: bool
+) -> list[int]:
+    """Most likely token after each prefix of the answer. With `grows`, RoPE depends on the length: run each prefix
+    alone.
+    """
     row = torch.tensor([prompt + answer[:-1]])
     if not grows:
         return model(row).logits[0, len(prompt) - 1 :].argmax(-1).tolist()
     return [int(model(row[:, :end]).logits[0, -1].argmax()) for end in range(len(prompt), row.shape[1] + 1)]
 
 
-def files(source: Path, mine: Decoder, path: Path) -> str:
-    """Whether what we write is bit for bit what we read."""
+def compare_saved_weights(source: Path, model: Decoder, path: Path) -> str:
+    """Compare saved weights bit by bit with those that were loaded."""
     (path / "written").mkdir()
-    save_model.save_model(path / "written", mine, HFCheckpoint.open(source), quiet=True)
-    wanted, found = (load_file(folder / "model.safetensors") for folder in (source, path / "written"))
-    if found.keys() != wanted.keys():
-        return f"names: {sorted(found.keys() ^ wanted.keys())}"
-    return ", ".join(n for n, t in wanted.items() if t.dtype != found[n].dtype or not torch.equal(t, found[n]))
+    save_model.save_model(path / "written", model, HFCheckpoint.open(source), quiet=True)
+    expected, actual = (load_file(folder / "model.safetensors") for folder in (source, path / "written"))
+    if actual.keys() != expected.keys():
+        return f"names: {sorted(actual.keys() ^ expected.keys())}"
+    return ", ".join(n for n, t in expected.items() if t.dtype != actual[n].dtype or not torch.equal(t, actual[n]))
 
 
-def spelling(folder: Path, mine: Decoder) -> str:
-    """Whether config.json in the words of transformers 4 means the same, to transformers and to us."""
+def compare_config_versions(folder: Path, model: Decoder) -> str:
+    """Compare the model of a transformers 4 config.json with that of transformers 5, in transformers and in tunekit."""
     new = transformers.AutoConfig.from_pretrained(folder)
-    rewrite(folder, older)
+    rewrite_config(folder, to_transformers4_config)
     old = transformers.AutoConfig.from_pretrained(folder)
-    if wrong := [*differences(new.to_dict(), old.to_dict())]:
-        return f"to transformers: {wrong}"
-    return "" if HFCheckpoint.open(folder).spec == mine.spec else "to us"
+    if changes := [*diff_configs(new.to_dict(), old.to_dict())]:
+        return f"to transformers: {changes}"
+    return "" if HFCheckpoint.open(folder).spec == model.spec else "to us"
 
 
-# Old words that transformers passes on unread, once it has made new ones of them.
-UNREAD = {"transformers_version", "rope_scaling", "rope_theta", "rope_local_base_freq", "partial_rotary_factor"}
-UNREAD |= {"sliding_window_pattern", "_sliding_window_pattern", "type"}
+# Legacy keys that transformers keeps after it has converted them.
+IGNORED_KEYS = {"transformers_version", "rope_scaling", "rope_theta", "rope_local_base_freq", "partial_rotary_factor"}
+IGNORED_KEYS |= {"sliding_window_pattern", "_sliding_window_pattern", "type"}
 
 
-def differences(new: dict[str, Any], old: dict[str, Any]) -> Iterator[str]:
-    """Keys of two configs that differ, in their parts too."""
-    for key in (new | old).keys() - UNREAD:
+def diff_configs(new: dict[str, Any], old: dict[str, Any]) -> Iterator[str]:
+    """Keys whose values differ, including nested ones."""
+    for key in (new | old).keys() - IGNORED_KEYS:
         a, b = new.get(key), old.get(key)
         if isinstance(a, dict) and isinstance(b, dict):
-            yield from differences(a, b)
+            yield from diff_configs(a, b)
         elif a != b:
             yield f"{key}: {a}, {b}"
 
 
 @dataclass(frozen=True)
-class Adapted:
-    """Errors of logits: of an adapter of ours in peft, and of the one that peft writes then, with us."""
+class AdapterErrors:
+    """Errors of logits: of an adapter saved by tunekit in peft, and of one saved by peft in tunekit."""
 
-    there: float
-    back: float
+    in_peft: float
+    from_peft: float
 
 
-def adapted(name: str, adapter: LoRAConfig) -> Adapted:
-    """After three steps of training."""
+def measure_adapter_parity(name: str, adapter: LoRAConfig) -> AdapterErrors:
+    """Measured after three training steps."""
     with TemporaryDirectory() as path, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*tie_word_embeddings.*")
-        base, folder = made(Path(path) / "base", name), Path(path)
-        model = ours(base, adapter)
+        base, folder = make_checkpoint(Path(path) / "base", name), Path(path)
+        model = load_model(base, adapter)
         train(model, adapter)
         with atomic.AtomicDir(folder / "adapter") as out:
             final_checkpoint.save_final(adapter, out, model, HFCheckpoint.open(base))
-        other = peft.PeftModel.from_pretrained(theirs(base), folder / "adapter").eval()
-        other.save_pretrained(folder / "back")
+        peft_model = peft.PeftModel.from_pretrained(load_transformers_model(base), folder / "adapter").eval()
+        peft_model.save_pretrained(folder / "back")
         with torch.no_grad():
-            wanted, plain = other(tokens()).logits, theirs(base)(tokens()).logits
-            assert error(plain, wanted) > 1e-2, "it learnt something"
-            there = error(model.eval()(tokens()), wanted)
-            return Adapted(there, error(opened(folder / "back")(tokens()), wanted))
+            expected, base_logits = (
+                peft_model(random_tokens()).logits,
+                load_transformers_model(base)(random_tokens()).logits,
+            )
+            assert relative_error(base_logits, expected) > 1e-2, "training changed the logits"
+            in_peft = relative_error(model.eval()(random_tokens()), expected)
+            return AdapterErrors(
+                in_peft, relative_error(load_inference_model(folder / "back")(random_tokens()), expected)
+            )

@@ -1,6 +1,6 @@
-"""config.json of published checkpoints as their publishers wrote it, less what describes no model, and their sizes.
+"""config.json of published checkpoints, reduced to the keys that describe the model, with their parameter counts.
 
-Many others are presets; these are here for what presets have not.
+Most published models are presets; these have features that no preset has.
 """
 
 from typing import Any
@@ -8,7 +8,7 @@ from typing import Any
 from tests import published_experts
 
 FACTORS = {"type": "longrope", "short_factor": [1.0 + i / 50 for i in range(48)]}
-FACTORS |= {"long_factor": [1.0 + i for i in range(48)]}  # of the real length; the numbers are none of theirs
+FACTORS |= {"long_factor": [1.0 + i for i in range(48)]}  # real length, made-up values
 SIGLIP = {"model_type": "siglip_vision_model", "hidden_size": 1152, "image_size": 896, "intermediate_size": 4304}
 SIGLIP |= {"num_attention_heads": 16, "num_hidden_layers": 27, "patch_size": 14, "vision_use_head": False}
 PIXTRAL = {"model_type": "pixtral", "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24}
@@ -22,30 +22,38 @@ QWEN3_5 = DELTA | {"layer_types": (["linear_attention"] * 3 + ["full_attention"]
 QWEN3_5 |= {"mamba_ssm_dtype": "float32", "mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False}
 QWEN3_5 |= {"rope_parameters": {"mrope_interleaved": True, "mrope_section": [11, 11, 10], "rope_type": "default"}
             | {"rope_theta": 10000000, "partial_rotary_factor": 0.25}}  # fmt: skip
-SEEN = {"depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "num_heads": 16, "num_position_embeddings": 2304}
+QWEN_VISION = {
+    "depth": 27,
+    "hidden_size": 1152,
+    "intermediate_size": 4304,
+    "num_heads": 16,
+    "num_position_embeddings": 2304,
+}
 
 
-def sized(kind: str, sizes: tuple[int, int, int, int, int | None, int], **others: Any) -> dict[str, Any]:
-    """Width, hidden width, layers, heads, heads of keys, vocabulary."""
+def config_of_sizes(
+    model_type: str, sizes: tuple[int, int, int, int, int | None, int], **options: Any
+) -> dict[str, Any]:
+    """Hidden size, intermediate size, layers, heads, key-value heads, vocabulary size."""
     keys = "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"
-    return {"model_type": kind} | dict(zip((*keys, "vocab_size"), sizes, strict=True)) | others
+    return {"model_type": model_type} | dict(zip((*keys, "vocab_size"), sizes, strict=True)) | options
 
 
-# With the count of their parameters: for those that also see, of the text part.
+# With parameter counts; for multimodal models, of the text model.
 PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
     "mistralai/Mistral-7B-v0.1": (
-        sized("mistral", (4096, 14336, 32, 32, 8, 32000), rms_norm_eps=1e-5, max_position_embeddings=32768)
+        config_of_sizes("mistral", (4096, 14336, 32, 32, 8, 32000), rms_norm_eps=1e-5, max_position_embeddings=32768)
         | {"sliding_window": 4096, "rope_theta": 10000.0, "tie_word_embeddings": False},
         7_241_732_096,
     ),
     "mistralai/Mistral-Small-3.1-24B-Base-2503": (
         {"model_type": "mistral3", "vision_config": PIXTRAL, "spatial_merge_size": 2, "vision_feature_layer": -1}
-        | {"text_config": sized("mistral", (5120, 32768, 40, 32, 8, 131072), head_dim=128, sliding_window=None)
+        | {"text_config": config_of_sizes("mistral", (5120, 32768, 40, 32, 8, 131072), head_dim=128, sliding_window=None)
            | {"rms_norm_eps": 1e-5, "rope_theta": 1000000000.0, "max_position_embeddings": 131072}},
         23_572_403_200,
     ),
     "Qwen/Qwen2.5-VL-7B-Instruct": (
-        sized("qwen2_5_vl", (3584, 18944, 28, 28, 4, 152064), rms_norm_eps=1e-6, max_position_embeddings=128000)
+        config_of_sizes("qwen2_5_vl", (3584, 18944, 28, 28, 4, 152064), rms_norm_eps=1e-6, max_position_embeddings=128000)
         | {"tie_word_embeddings": False, "rope_theta": 1000000.0, "sliding_window": 32768, "max_window_layers": 28}
         | {"use_sliding_window": False, "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}}
         | {"vision_config": {"depth": 32, "hidden_size": 1280, "out_hidden_size": 3584, "intermediate_size": 3420}},
@@ -53,33 +61,33 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
     ),
     "Qwen/Qwen3-VL-4B-Instruct": (
         {"model_type": "qwen3_vl", "tie_word_embeddings": True}
-        | {"text_config": sized("qwen3_vl_text", (2560, 9728, 36, 32, 8, 151936), head_dim=128, rope_theta=5000000)
+        | {"text_config": config_of_sizes("qwen3_vl_text", (2560, 9728, 36, 32, 8, 151936), head_dim=128, rope_theta=5000000)
            | {"rope_scaling": {"mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default"}}
            | {"max_position_embeddings": 262144, "rms_norm_eps": 1e-6, "tie_word_embeddings": True}}
         | {"vision_config": {"model_type": "qwen3_vl", "depth": 24, "hidden_size": 1024, "out_hidden_size": 2560}},
         4_022_468_096,
     ),
     "Qwen/Qwen3-Next-80B-A3B-Instruct": (
-        sized("qwen3_next", (2048, 5120, 48, 16, 2, 151936), tie_word_embeddings=False, rope_theta=10000000)
+        config_of_sizes("qwen3_next", (2048, 5120, 48, 16, 2, 151936), tie_word_embeddings=False, rope_theta=10000000)
         | DELTA | EXPERTS | {"num_experts": 512, "num_experts_per_tok": 10, "decoder_sparse_step": 1}
         | {"mlp_only_layers": [], "norm_topk_prob": True, "partial_rotary_factor": 0.25, "rope_scaling": None},
         79_674_391_296,
     ),
     "Qwen/Qwen3.5-27B": (
-        {"model_type": "qwen3_5", "tie_word_embeddings": False, "vision_config": SEEN | {"out_hidden_size": 5120}}
-        | {"text_config": sized("qwen3_5_text", (5120, 17408, 64, 24, 4, 248320))
+        {"model_type": "qwen3_5", "tie_word_embeddings": False, "vision_config": QWEN_VISION | {"out_hidden_size": 5120}}
+        | {"text_config": config_of_sizes("qwen3_5_text", (5120, 17408, 64, 24, 4, 248320))
            | QWEN3_5 | {"linear_num_value_heads": 48, "tie_word_embeddings": False}},
         26_895_998_464,
     ),
     "Qwen/Qwen3.5-35B-A3B": (
-        {"model_type": "qwen3_5_moe", "tie_word_embeddings": False, "vision_config": SEEN | {"out_hidden_size": 2048}}
+        {"model_type": "qwen3_5_moe", "tie_word_embeddings": False, "vision_config": QWEN_VISION | {"out_hidden_size": 2048}}
         | {"text_config": {"model_type": "qwen3_5_moe_text", "hidden_size": 2048, "num_hidden_layers": 40}
            | {"num_attention_heads": 16, "num_key_value_heads": 2, "vocab_size": 248320, "num_experts": 256}
            | QWEN3_5 | EXPERTS | {"num_experts_per_tok": 8, "layer_types": QWEN3_5["layer_types"][:40]}},
         34_660_610_688,
     ),
     "google/gemma-2b": (
-        sized("gemma", (2048, 16384, 18, 8, 1, 256000), head_dim=256, rms_norm_eps=1e-6, max_position_embeddings=8192)
+        config_of_sizes("gemma", (2048, 16384, 18, 8, 1, 256000), head_dim=256, rms_norm_eps=1e-6, max_position_embeddings=8192)
         | {"hidden_act": "gelu", "hidden_activation": "gelu_pytorch_tanh", "rope_theta": 10000.0, "rope_scaling": None},
         2_506_172_416,
     ),
@@ -97,19 +105,19 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
         27_009_346_304,
     ),
     "microsoft/Phi-3.5-mini-instruct": (
-        sized("phi3", (3072, 8192, 32, 32, 32, 32064), rms_norm_eps=1e-5, max_position_embeddings=131072)
+        config_of_sizes("phi3", (3072, 8192, 32, 32, 32, 32064), rms_norm_eps=1e-5, max_position_embeddings=131072)
         | {"original_max_position_embeddings": 4096, "rope_scaling": FACTORS, "rope_theta": 10000.0}
         | {"sliding_window": 262144, "attention_bias": False, "tie_word_embeddings": False},
         3_821_079_552,
     ),
     "microsoft/Phi-4-mini-instruct": (
-        sized("phi3", (3072, 8192, 32, 24, 8, 200064), rms_norm_eps=1e-5, max_position_embeddings=131072)
+        config_of_sizes("phi3", (3072, 8192, 32, 24, 8, 200064), rms_norm_eps=1e-5, max_position_embeddings=131072)
         | {"original_max_position_embeddings": 4096, "rope_scaling": FACTORS, "rope_theta": 10000.0}
         | {"partial_rotary_factor": 0.75, "sliding_window": 262144, "tie_word_embeddings": True, "lm_head_bias": False},
         3_836_021_760,
     ),
     "zai-org/glm-4-9b-chat-hf": (
-        sized("glm", (4096, 13696, 40, 32, 2, 151552), rms_norm_eps=1.5625e-07, max_position_embeddings=131072)
+        config_of_sizes("glm", (4096, 13696, 40, 32, 2, 151552), rms_norm_eps=1.5625e-07, max_position_embeddings=131072)
         | {"head_dim": 128, "attention_bias": True, "partial_rotary_factor": 0.5, "rope_theta": 10000.0},
         9_399_951_360,
     ),

@@ -1,4 +1,4 @@
-"""config.json of published checkpoints with experts, as tests.published has those without."""
+"""config.json of published mixture-of-experts checkpoints, in the format of the dense ones."""
 
 from typing import Any
 
@@ -81,12 +81,12 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
     "zai-org/GLM-4.5": (
         GLM | {"hidden_size": 5120, "intermediate_size": 12288, "moe_intermediate_size": 1536, "use_qk_norm": True}
         | {"num_hidden_layers": 92, "first_k_dense_replace": 3, "n_routed_experts": 160, "routed_scaling_factor": 2.5},
-        358_337_791_296 - 5_539_962_272,  # less the layer that predicts a token more
+        358_337_791_296 - 5_539_962_272,  # without the multi-token prediction layer
     ),
     "zai-org/GLM-4.5-Air": (
         GLM | {"hidden_size": 4096, "intermediate_size": 10944, "moe_intermediate_size": 1408, "use_qk_norm": False}
         | {"num_hidden_layers": 46, "first_k_dense_replace": 1, "n_routed_experts": 128, "routed_scaling_factor": 1.0},
-        110_468_824_832 - 3_616_573_568,  # as above
+        110_468_824_832 - 3_616_573_568,  # without the multi-token prediction layer
     ),
     "deepseek-ai/DeepSeek-V2-Lite": (
         DEEPSEEK | {"model_type": "deepseek_v2", "vocab_size": 102400, "hidden_size": 2048, "intermediate_size": 10944}
@@ -111,12 +111,12 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
            | {"max_position_embeddings": 10485760}
            | {"rope_scaling": {"factor": 16.0, "high_freq_factor": 1.0, "low_freq_factor": 1.0, "rope_type": "llama3"}
               | {"original_max_position_embeddings": 8192}}},
-        108_641_793_536 - 871_932_416,  # less what sees
+        108_641_793_536 - 871_932_416,  # without the vision encoder
     ),
     "meta-llama/Llama-4-Maverick-17B-128E": (
         {"model_type": "llama4", "vision_config": {"model_type": "llama4_vision_model"}, "boi_token_index": 200080}
         | {"text_config": LLAMA4 | {"num_local_experts": 128, "interleave_moe_layer_step": 2, "use_qk_norm": False}
            | {"max_position_embeddings": 1048576, "rope_scaling": None}},
-        401_583_781_376 - 871_932_416,  # as above
+        401_583_781_376 - 871_932_416,  # without the vision encoder
     ),
 }  # fmt: skip

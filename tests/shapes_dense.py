@@ -1,10 +1,10 @@
-"""Small dense models, as tests.checkpoints builds them."""
+"""Shapes of small dense models."""
 
 from typing import Any
 
-PLAN = {"vocab_size": 67, "intermediate_size": 52, "num_hidden_layers": 3, "max_position_embeddings": 64}
-PLAN |= {"initializer_range": 0.03, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": None}
-HEADS = PLAN | {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2}
+BASE = {"vocab_size": 67, "intermediate_size": 52, "num_hidden_layers": 3, "max_position_embeddings": 64}
+BASE |= {"initializer_range": 0.03, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": None}
+HEADS = BASE | {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2}
 LLAMA = HEADS | {"model_type": "llama"}
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 |= {"original_max_position_embeddings": 16}
@@ -20,8 +20,8 @@ GEMMA = HEADS | {"head_dim": 10, "pad_token_id": 0}
 GEMMA2 = GEMMA | {"model_type": "gemma2", "sliding_window": 5, "query_pre_attn_scalar": 20}
 GEMMA2 |= {"attn_logit_softcapping": 4.0, "final_logit_softcapping": 15.0}
 GEMMA3 = GEMMA | {"model_type": "gemma3_text", "sliding_window": 5, "query_pre_attn_scalar": 20}
-KINDS3 = {"full_attention": LINEAR | {"rope_theta": 1e6}}
-KINDS3 |= {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
+GEMMA3_ROPE = {"full_attention": LINEAR | {"rope_theta": 1e6}}
+GEMMA3_ROPE |= {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
 PHI = HEADS | {"model_type": "phi3", "pad_token_id": 0}
 LONG = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0, 1.1, 1.3, 1.6]}
 LONG |= {"long_factor": [1.5, 2.0, 4.0, 7.0], "original_max_position_embeddings": 16}
@@ -29,18 +29,18 @@ GLM = HEADS | {"model_type": "glm4", "head_dim": 12, "pad_token_id": 0}
 OLMO2 = HEADS | {"model_type": "olmo2"}
 OLMO3 = HEADS | {"model_type": "olmo3", "sliding_window": 5, "num_hidden_layers": 5}
 FULL3 = YARN | {"rope_theta": 5e5, "attention_factor": 1.2}
-QWEN2 = PLAN | {"model_type": "qwen2", "hidden_size": 60, "num_attention_heads": 5, "num_key_value_heads": 1}
-QWEN3 = PLAN | {"model_type": "qwen3", "hidden_size": 40, "num_attention_heads": 6, "num_key_value_heads": 2}
+QWEN2 = BASE | {"model_type": "qwen2", "hidden_size": 60, "num_attention_heads": 5, "num_key_value_heads": 1}
+QWEN3 = BASE | {"model_type": "qwen3", "hidden_size": 40, "num_attention_heads": 6, "num_key_value_heads": 2}
 QWEN3 |= {"head_dim": 12}
 SLIDING = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
 VIT = {"hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 1, "num_attention_heads": 2}
 VIT |= {"image_size": 8, "patch_size": 4}
-SEEN = {"depth": 1, "hidden_size": 16, "intermediate_size": 20, "num_heads": 2, "patch_size": 4}
+VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 20, "num_heads": 2, "patch_size": 4}
 MROPE = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 1]}
 
 
-def text(shape: dict[str, Any]) -> dict[str, Any]:
-    """The same as the text part of a larger model."""
+def wrap_in_multimodal(shape: dict[str, Any]) -> dict[str, Any]:
+    """Config of a multimodal model with this text model."""
     return {"text_config": shape, "tie_word_embeddings": shape.get("tie_word_embeddings", False)}
 
 
@@ -55,7 +55,7 @@ DENSE: dict[str, dict[str, Any]] = {
     | {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 1.3, "beta_fast": 8.0, "beta_slow": 2.0}},
     "llama-yarn-smooth": LLAMA | {"rope_parameters": YARN | {"attention_factor": 0.8, "truncate": False}},
     "llama-gelu": LLAMA | {"hidden_act": "gelu_pytorch_tanh"},
-    "smollm2": PLAN
+    "smollm2": BASE
     | {"model_type": "llama", "hidden_size": 36, "num_attention_heads": 9, "num_key_value_heads": 3}
     | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e5}, "tie_word_embeddings": True},
     "smollm3": SMOLLM3,
@@ -78,7 +78,7 @@ DENSE: dict[str, dict[str, Any]] = {
     | {"attn_logit_softcapping": None, "final_logit_softcapping": None, "num_hidden_layers": 4},
     "gemma3": GEMMA3 | {"num_hidden_layers": 7},
     "gemma3-scaled": GEMMA3
-    | {"rope_parameters": KINDS3, "layer_types": ["full_attention", "sliding_attention", "full_attention"]}
+    | {"rope_parameters": GEMMA3_ROPE, "layer_types": ["full_attention", "sliding_attention", "full_attention"]}
     | {"tie_word_embeddings": False, "final_logit_softcapping": 15.0},
     "phi3": PHI | {"sliding_window": 7, "tie_word_embeddings": True},
     "phi3-long": PHI | {"rope_parameters": LONG, "original_max_position_embeddings": 16},
@@ -100,16 +100,21 @@ DENSE: dict[str, dict[str, Any]] = {
     "qwen3-biases": QWEN3 | {"attention_bias": True, "num_key_value_heads": 1},
     "qwen3-sliding": QWEN3 | SLIDING,
     "gemma3-vision": {"model_type": "gemma3", "vision_config": VIT, "mm_tokens_per_image": 4}
-    | text(GEMMA3 | {"num_hidden_layers": 7, "tie_word_embeddings": True}),
+    | wrap_in_multimodal(GEMMA3 | {"num_hidden_layers": 7, "tie_word_embeddings": True}),
     "mistral3-vision": {"model_type": "mistral3", "vision_config": VIT | {"model_type": "pixtral", "head_dim": 8}}
-    | text(MISTRAL | {"sliding_window": None, "head_dim": 12}),
+    | wrap_in_multimodal(MISTRAL | {"sliding_window": None, "head_dim": 12}),
     "ministral3-vision": {"model_type": "mistral3", "vision_config": VIT | {"model_type": "pixtral", "head_dim": 8}}
-    | text(MINISTRAL3 | {"rope_parameters": TUNED, "tie_word_embeddings": True}),
-    "qwen2-vl": {"model_type": "qwen2_vl", "vision_config": SEEN | {"embed_dim": 16, "hidden_size": 60}}
-    | text(QWEN2 | {"model_type": "qwen2_vl_text", "rope_parameters": MROPE, "tie_word_embeddings": True}),
-    "qwen2.5-vl": {"model_type": "qwen2_5_vl", "vision_config": SEEN | {"out_hidden_size": 60}}
-    | text(QWEN2 | SLIDING | {"model_type": "qwen2_5_vl_text", "rope_parameters": MROPE}),
+    | wrap_in_multimodal(MINISTRAL3 | {"rope_parameters": TUNED, "tie_word_embeddings": True}),
+    "qwen2-vl": {"model_type": "qwen2_vl", "vision_config": VISION | {"embed_dim": 16, "hidden_size": 60}}
+    | wrap_in_multimodal(
+        QWEN2 | {"model_type": "qwen2_vl_text", "rope_parameters": MROPE, "tie_word_embeddings": True}
+    ),
+    "qwen2.5-vl": {"model_type": "qwen2_5_vl", "vision_config": VISION | {"out_hidden_size": 60}}
+    | wrap_in_multimodal(QWEN2 | SLIDING | {"model_type": "qwen2_5_vl_text", "rope_parameters": MROPE}),
     "qwen3-vl": {"model_type": "qwen3_vl"}
-    | {"vision_config": SEEN | {"out_hidden_size": 40, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}}
-    | text(QWEN3 | {"model_type": "qwen3_vl_text", "rope_parameters": MROPE}),
+    | {
+        "vision_config": VISION
+        | {"out_hidden_size": 40, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
+    }
+    | wrap_in_multimodal(QWEN3 | {"model_type": "qwen3_vl_text", "rope_parameters": MROPE}),
 }

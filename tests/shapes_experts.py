@@ -1,10 +1,10 @@
-"""Small models with experts, latent attention or layers of several kinds, as tests.checkpoints builds them."""
+"""Shapes of small models with experts, latent attention or layers of several kinds."""
 
 from typing import Any
 
-PLAN = {"vocab_size": 67, "intermediate_size": 52, "num_hidden_layers": 3, "max_position_embeddings": 64}
-PLAN |= {"initializer_range": 0.03, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": None}
-HEADS = PLAN | {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2}
+BASE = {"vocab_size": 67, "intermediate_size": 52, "num_hidden_layers": 3, "max_position_embeddings": 64}
+BASE |= {"initializer_range": 0.03, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": None}
+HEADS = BASE | {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2}
 MOE = {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 20}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
 YARN |= {"beta_fast": 32.0, "beta_slow": 1.0}
@@ -23,7 +23,7 @@ GRANITE = HEADS | {"model_type": "granitemoe", "num_local_experts": 5, "num_expe
 GRANITE |= {"attention_multiplier": 0.2, "embedding_multiplier": 3.0, "residual_multiplier": 0.6}
 GRANITE |= {"logits_scaling": 1.7, "tie_word_embeddings": True}
 GLM = HEADS | SHARED | {"model_type": "glm4_moe", "head_dim": 12, "routed_scaling_factor": 1.7}
-DEEPSEEK = PLAN | SHARED | {"model_type": "deepseek_v3", "hidden_size": 48, "num_attention_heads": 4}
+DEEPSEEK = BASE | SHARED | {"model_type": "deepseek_v3", "hidden_size": 48, "num_attention_heads": 4}
 DEEPSEEK |= {"num_key_value_heads": 4, "q_lora_rank": 18, "kv_lora_rank": 14, "n_group": 4, "topk_group": 2}
 DEEPSEEK |= {"qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "v_head_dim": 12}
 DEEPSEEK2 = DEEPSEEK | {"model_type": "deepseek_v2", "topk_method": "group_limited_greedy"}
@@ -36,12 +36,12 @@ GEMMA4_MOE = GEMMA4 | {"num_hidden_layers": 4, "layer_types": ["sliding_attentio
 GEMMA4_MOE |= {"hidden_size_per_layer_input": 0, "enable_moe_block": True, "num_experts": 7, "top_k_experts": 3}
 GEMMA4_MOE |= {"moe_intermediate_size": 20, "attention_k_eq_v": True, "num_global_key_value_heads": 1}
 
-GEMMA4_EYES = {"hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 1, "num_attention_heads": 2}
-GEMMA4_EYES |= {"num_key_value_heads": 2, "head_dim": 8, "position_embedding_size": 8}
-GEMMA4_EARS = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "output_proj_dims": 12}
-GEMMA4_EARS |= {"subsampling_conv_channels": [4, 4]}
-LLAMA4_EYES = {"hidden_size": 16, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
-LLAMA4_EYES |= {"vision_output_dim": 16, "image_size": 28, "projector_input_dim": 16, "projector_output_dim": 16}
+GEMMA4_VISION = {"hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 1, "num_attention_heads": 2}
+GEMMA4_VISION |= {"num_key_value_heads": 2, "head_dim": 8, "position_embedding_size": 8}
+GEMMA4_AUDIO = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "output_proj_dims": 12}
+GEMMA4_AUDIO |= {"subsampling_conv_channels": [4, 4]}
+LLAMA4_VISION = {"hidden_size": 16, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+LLAMA4_VISION |= {"vision_output_dim": 16, "image_size": 28, "projector_input_dim": 16, "projector_output_dim": 16}
 
 EXPERTS: dict[str, dict[str, Any]] = {
     "mixtral": MIXTRAL,
@@ -72,7 +72,7 @@ EXPERTS: dict[str, dict[str, Any]] = {
     "gemma4-moe": GEMMA4_MOE,
     "gemma4-moe-shared": GEMMA4_MOE | {"num_kv_shared_layers": 2, "hidden_size_per_layer_input": 6},
     "gemma4-vision": {"model_type": "gemma4", "text_config": GEMMA4 | {"num_kv_shared_layers": 4}}
-    | {"vision_config": GEMMA4_EYES, "audio_config": GEMMA4_EARS},
-    "gemma4-vision-moe": {"model_type": "gemma4", "text_config": GEMMA4_MOE, "vision_config": GEMMA4_EYES},
-    "llama4-vision": {"model_type": "llama4", "text_config": LLAMA4, "vision_config": LLAMA4_EYES},
+    | {"vision_config": GEMMA4_VISION, "audio_config": GEMMA4_AUDIO},
+    "gemma4-vision-moe": {"model_type": "gemma4", "text_config": GEMMA4_MOE, "vision_config": GEMMA4_VISION},
+    "llama4-vision": {"model_type": "llama4", "text_config": LLAMA4, "vision_config": LLAMA4_VISION},
 }  # fmt: skip

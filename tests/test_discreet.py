@@ -1,4 +1,4 @@
-"""Secrets and places of this machine, planted where a card could pick them up."""
+"""Redaction of secrets and of local paths."""
 
 from pathlib import Path
 
@@ -23,7 +23,7 @@ def secrets(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, value)
 
 
-@pytest.mark.parametrize(("text", "wanted"), [
+@pytest.mark.parametrize(("text", "expected"), [
     ("push with hf_never_show_me", "push with ***"),
     ("0123456789abcdef correct horse wJalrXUtnFEMI", "*** *** ***"),
     ("hf_" + "a1B2" * 8, "***"),
@@ -34,17 +34,17 @@ def secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     (f"sqlite:///{HOME}/mlruns.db", "sqlite:///mlruns.db"),
     ("lr 2e-4, https://huggingface.co/acme/tiny", "lr 2e-4, https://huggingface.co/acme/tiny"),
 ])  # fmt: skip
-def test_texts(text: str, wanted: str) -> None:
-    assert redact.redact_text(text) == wanted
+def test_redact_text(text: str, expected: str) -> None:
+    assert redact.redact_text(text) == expected
 
 
-def test_a_longer_secret_is_hidden_before_its_part(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_longer_secret_is_redacted_before_its_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("A_TOKEN", "abcdef")
     monkeypatch.setenv("B_TOKEN", "abcdefghij")
     assert redact.redact_text("abcdefghij abcdef") == "*** ***"
 
 
-def test_trees() -> None:
+def test_redact_tree() -> None:
     tree = {
         "model": "/data/alice/models/llama",
         "rows": ["~/rows.jsonl", "rows.jsonl"],
@@ -52,8 +52,8 @@ def test_trees() -> None:
         "on": True,
         "no": None,
     }
-    found = redact.redact_tree(tree | {"uri": "http://a:b@host"})
-    assert found == {
+    redacted = redact.redact_tree(tree | {"uri": "http://a:b@host"})
+    assert redacted == {
         "model": "llama",
         "rows": ["rows.jsonl"] * 2,
         "lr": 0.1,
@@ -64,8 +64,8 @@ def test_trees() -> None:
     assert redact.redact_path("meta-llama/Llama-3.2-1B") == "meta-llama/Llama-3.2-1B"
 
 
-def test_a_home_that_cannot_be_read_has_no_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The Hub's library raises NotADirectoryError or PermissionError for the file of its token."""
+def test_unreadable_token_file_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """huggingface_hub raises NotADirectoryError or PermissionError for the token file."""
     (tmp_path / "file").touch()
     for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
         monkeypatch.delenv(name, raising=False)

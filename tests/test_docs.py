@@ -1,4 +1,6 @@
-"""What the pages show is true: commands parse and name what exists, configs load, links lead somewhere, code runs."""
+"""Examples in the docs are correct: commands parse and name existing files, configs load, links have targets, code
+runs.
+"""
 
 import json
 import re
@@ -41,67 +43,69 @@ PAGES = {
 OPTIONS = {path.stem: path for path in (ROOT / "docs/options").glob("*.md")}
 BASE = {"model": "tunekit/nano", "data": {"kind": "text", "source": "rows.jsonl"}, "output_dir": "runs/docs"}
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-SHOWN = ("ls", "cp", "cat", "options", "completion")  # verbs that are quick and fetch nothing: they are carried out
+EXECUTED_VERBS = ("ls", "cp", "cat", "options", "completion")  # fast verbs without downloads: the tests run them
 
 
-def blocks(page: str, *kinds: str) -> list[str]:
+def code_blocks(page: str, *kinds: str) -> list[str]:
     return [text for kind, text in FENCE.findall(PAGES[page]) if kind in kinds]
 
 
-def inline(page: str) -> list[str]:
-    """Code within sentences. The first column of the page for torchtune's users is torchtune's."""
+def inline_code(page: str) -> list[str]:
+    """Inline code. On from_torchtune.md the first table column shows torchtune syntax and is skipped."""
     text = FENCE.sub("", PAGES[page])
     text = re.sub(r"^\|[^|]*\|", "|", text, flags=re.MULTILINE) if page.endswith("from_torchtune.md") else text
     return [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", text)]
 
 
-def commands(page: str) -> list[list[str]]:
-    """What follows `tune` in every command that a page shows, up to a redirection or the next command."""
-    lines = [line for block in blocks(page, "sh") for line in block.splitlines()]
-    lines += [line[2:] for block in blocks(page, "") for line in block.splitlines() if line.startswith("$ ")]
-    found = []
-    for line in [*lines, *inline(page)]:
+def tune_commands(page: str) -> list[list[str]]:
+    """Arguments of each `tune` command of a page, up to a redirection or the next command."""
+    lines = [line for block in code_blocks(page, "sh") for line in block.splitlines()]
+    lines += [line[2:] for block in code_blocks(page, "") for line in block.splitlines() if line.startswith("$ ")]
+    commands = []
+    for line in [*lines, *inline_code(page)]:
         if line.startswith("tune ") and "..." not in line:
-            words = shlex.split(line, comments=True)[1:]
-            end = next((i for i, word in enumerate(words) if word in (">", "&&", "|")), len(words))
-            found.append(words[:end])
-    return found
+            args = shlex.split(line, comments=True)[1:]
+            end = next((i for i, word in enumerate(args) if word in (">", "&&", "|")), len(args))
+            commands.append(args[:end])
+    return commands
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder to work in."""
+def work_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Empty working directory."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
 def write_files(page: str) -> None:
-    """The files that a page shows: blocks whose first line is a comment with a name."""
-    for text in blocks(page, "yaml", "python"):
+    """Write the files of a page: code blocks whose first line is a comment with a file name."""
+    for text in code_blocks(page, "yaml", "python"):
         if name := re.match(r"# (\w+\.(?:yaml|py))\n", text):
             Path(name[1]).write_text(text)
 
 
 @cache
-def resolved() -> dict[str, str]:
-    """The config.yaml that a run of each config leaves, by the folder of the run."""
-    written = {name: path for name, path in registry.list_configs().items() if registry.recipe_of_config(path) == "sft"}
+def resolved_configs() -> dict[str, str]:
+    """Resolved config of each sft config, by output directory."""
+    sft_configs = {
+        name: path for name, path in registry.list_configs().items() if registry.recipe_of_config(path) == "sft"
+    }
     return {
-        cfg.output_dir: dump_yaml(cfg, "sft") for cfg in (load_config(SFTConfig, path) for path in written.values())
+        cfg.output_dir: dump_yaml(cfg, "sft") for cfg in (load_config(SFTConfig, path) for path in sft_configs.values())
     }
 
 
-def follow(words: list[str]) -> None:
-    """Do what a command says if that is quick; check its words, its names and its config otherwise."""
-    if words[0] in cli.VERBS and len(words) == 1 or words[0] == "run" and len(words) == 2:  # the name of a verb
+def check_command(words: list[str]) -> None:
+    """Run the command if it is fast. Otherwise parse its arguments and load its config."""
+    if words[0] in cli.VERBS and len(words) == 1 or words[0] == "run" and len(words) == 2:  # only the name of a verb
         assert words[0] != "run" or words[-1] in ("run", *registry.list_recipes())
         return
     top, parsers = cli.make_parser()
-    args, rest = top.parse_known_args(words)
+    args, unknown_args = top.parse_known_args(words)
     if args.verb is None:
         return
-    cli._take(args, rest, parsers[args.verb])
-    if args.verb in SHOWN:
+    cli._take(args, unknown_args, parsers[args.verb])
+    if args.verb in EXECUTED_VERBS:
         cli.dispatch(words)
     elif args.verb in ("run", "validate"):
         config, overrides = (
@@ -115,46 +119,46 @@ def follow(words: list[str]) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_commands_are_understood(page: str, place: Path) -> None:
+def test_commands_parse_and_name_existing_files(page: str, work_dir: Path) -> None:
     write_files(page)
-    for out, text in resolved().items():
-        (place / out).mkdir(parents=True)
-        (place / out / "config.yaml").write_text(text)
-    for words in commands(page):
-        if "rnk" not in str(words):  # the mistake that the README shows; see below
-            follow(words)
+    for directory, text in resolved_configs().items():
+        (work_dir / directory).mkdir(parents=True)
+        (work_dir / directory / "config.yaml").write_text(text)
+    for args in tune_commands(page):
+        if "rnk" not in str(args):  # the error in the README is checked by another test
+            check_command(args)
 
 
-def test_the_readme_tells_each_verb() -> None:
-    told = {words[0] for words in commands("README.md") if words}
-    assert set(cli.VERBS) <= told
+def test_readme_shows_each_verb() -> None:
+    verbs = {args[0] for args in tune_commands("README.md") if args}
+    assert set(cli.VERBS) <= verbs
 
 
-def test_the_mistake_in_the_readme_is_told_so(capsys: pytest.CaptureFixture[str]) -> None:
-    (text,) = (block for block in blocks("README.md", "") if "rnk" in block)
-    command, _, said = text.partition("\n")
+def test_error_in_the_readme_matches_the_output(capsys: pytest.CaptureFixture[str]) -> None:
+    (text,) = (block for block in code_blocks("README.md", "") if "rnk" in block)
+    command, _, expected = text.partition("\n")
     assert cli.main(shlex.split(command)[2:]) == 2
-    assert capsys.readouterr().err == said
+    assert capsys.readouterr().err == expected
 
 
-def fragments(page: str) -> Iterator[dict[str, Any]]:
-    """Configs and parts of them, as plain data: YAML blocks, and code such as `adapter: lora`."""
+def config_fragments(page: str) -> Iterator[dict[str, Any]]:
+    """Configs and parts of configs as data: YAML blocks, and inline code such as `adapter: lora`."""
     keys = tuple(f"{key}: " for key in SFTConfig.__dataclass_fields__)
-    shown = [*blocks(page, "yaml"), *(text for text in inline(page) if text.startswith(keys))]
-    for text in shown:
+    texts = [*code_blocks(page, "yaml"), *(text for text in inline_code(page) if text.startswith(keys))]
+    for text in texts:
         if not text.startswith("global_batch_size: 16, micro_batch"):  # two keys in a sentence
             yield yaml.safe_load(text)
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_configs_load(page: str) -> None:
-    for part in fragments(page):
-        load_config(SFTConfig, BASE | ({"adapter": "lora"} if "quantization" in part else {}) | part)
+    for fragment in config_fragments(page):
+        load_config(SFTConfig, BASE | ({"adapter": "lora"} if "quantization" in fragment else {}) | fragment)
 
 
 @cache
 def known_keys() -> frozenset[str]:
-    """Those of all recipes."""
+    """Config keys of all recipes."""
     slots = (
         slot
         for name in registry.list_recipes()
@@ -166,15 +170,15 @@ def known_keys() -> frozenset[str]:
 @pytest.mark.parametrize("page", PAGES)
 def test_keys_exist(page: str) -> None:
     known = known_keys()
-    first = {key.partition(".")[0] for key in known}
-    told = [text for text in inline(page) if re.fullmatch(r"[a-z_]+(\.[a-z_]+)+", text)]
-    unknown = [text for text in told if text.partition(".")[0] in first and text not in known]
+    sections = {key.partition(".")[0] for key in known}
+    keys = [text for text in inline_code(page) if re.fullmatch(r"[a-z_]+(\.[a-z_]+)+", text)]
+    unknown = [text for text in keys if text.partition(".")[0] in sections and text not in known]
     files = (".yaml", ".json", ".jsonl", ".py", ".safetensors")
     assert not [text for text in unknown if Path(text).suffix not in files]
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_links_lead_somewhere(page: str) -> None:
+def test_links_have_targets(page: str) -> None:
     for target in re.findall(r"\]\(([^)\s]+)\)", FENCE.sub("", PAGES[page])):
         file, _, anchor = target.partition("#")
         if "://" in target:
@@ -188,61 +192,61 @@ def test_links_lead_somewhere(page: str) -> None:
 def test_option_pages_are_current() -> None:
     assert set(OPTIONS) == set(registry.list_recipes())
     for name, path in OPTIONS.items():
-        wanted = schema.options_markdown(recipe_loader.load_recipe(name).RECIPE) + "\n"
-        assert path.read_text() == wanted, f"tune options {name} > docs/options/{name}.md"
+        expected = schema.options_markdown(recipe_loader.load_recipe(name).RECIPE) + "\n"
+        assert path.read_text() == expected, f"tune options {name} > docs/options/{name}.md"
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.startswith("docs/")])
-def test_python_runs(page: str, place: Path) -> None:
-    for text in blocks(page, "python"):
+def test_python_blocks_run(page: str, work_dir: Path) -> None:
+    for text in code_blocks(page, "python"):
         exec(compile(text, page, "exec"), {"__name__": f"docs_{len(text)}"})
 
 
-def test_rows_are_read_as_the_configs_beside_them_say(place: Path) -> None:
-    configs = [text for text in blocks("docs/data.md", "yaml") if text.startswith("data:")]
-    rows = blocks("docs/data.md", "json")
+def test_example_rows_match_the_configs_after_them(work_dir: Path) -> None:
+    configs = [text for text in code_blocks("docs/data.md", "yaml") if text.startswith("data:")]
+    rows = code_blocks("docs/data.md", "json")
     folder = assets.model_dir("tunekit/nano")
     assert folder is not None and len(configs) == len(rows)
     for config, text in zip(configs, rows, strict=True):
-        part = yaml.safe_load(config)
-        Path(part["data"]["source"]).write_text(text)
-        data = read(load_config(SFTConfig, BASE | part).data, Tokenizer.open(folder), 1, 1, DistributedContext())
+        fragment = yaml.safe_load(config)
+        Path(fragment["data"]["source"]).write_text(text)
+        data = read(load_config(SFTConfig, BASE | fragment).data, Tokenizer.open(folder), 1, 1, DistributedContext())
         assert len(data.rows) == len(text.splitlines()) and all(json.loads(line) for line in text.splitlines())
 
 
-def test_mixes_and_streams_are_configs() -> None:
-    texts = [text for text in blocks("docs/data.md", "yaml") if "kind: mixture" in text or "streaming: true" in text]
+def test_mixture_and_streaming_configs_load() -> None:
+    texts = [
+        text for text in code_blocks("docs/data.md", "yaml") if "kind: mixture" in text or "streaming: true" in text
+    ]
     assert len(texts) == 2
     for text in texts:
-        part = yaml.safe_load(text)
-        assert load_config(SFTConfig, BASE | part).data.packing
+        fragment = yaml.safe_load(text)
+        assert load_config(SFTConfig, BASE | fragment).data.packing
 
 
-def test_the_loss_of_the_example_is_cross_entropy_without_gamma(place: Path) -> None:
+def test_example_loss_with_gamma_0_is_cross_entropy(work_dir: Path) -> None:
     write_files("docs/configs.md")
     imports = [Path("my_losses.py")]
     torch.manual_seed(0)
     logits, targets = torch.randn(5, 11), torch.randint(11, (5,))
-    plain, focal = (
+    unfocused, focal = (
         load_config(SFTConfig, BASE, ["loss=focal", f"loss.gamma={gamma}"], imports).loss.measure(logits, targets)
         for gamma in (0, 2)
     )
-    torch.testing.assert_close(plain, F.cross_entropy(logits, targets, reduction="sum"))
+    torch.testing.assert_close(unfocused, F.cross_entropy(logits, targets, reduction="sum"))
     p = logits.softmax(-1)[torch.arange(5), targets]
     torch.testing.assert_close(focal, (-((1 - p) ** 2) * p.log()).sum())
 
 
-def test_the_table_of_models_is_complete() -> None:
+def test_readme_lists_all_model_families() -> None:
     rows = {
         code for line in PAGES["README.md"].splitlines() if line.startswith("|") for code in re.findall("`(.+?)`", line)
     }
     assert FAMILIES.keys() <= rows
 
 
-def test_the_family_of_the_example_gives_the_logits_of_transformers(
-    place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (text,) = blocks("docs/families.md", "python")
+def test_example_family_matches_transformers(work_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (text,) = code_blocks("docs/families.md", "python")
     names: dict[str, Any] = {}
     exec(compile(text, "families.md", "exec"), names)
     monkeypatch.setitem(FAMILIES, "seed_oss", Family(names["spec"]))
@@ -260,9 +264,9 @@ def test_the_family_of_the_example_gives_the_logits_of_transformers(
     theirs = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     for name, parameter in theirs.named_parameters():
         if name.endswith("bias"):
-            torch.nn.init.normal_(parameter)  # zeros would hide a bias in the wrong place
-    theirs.save_pretrained(place / "seed")
-    source, run = HFCheckpoint.open(place / "seed"), DistributedContext(device="cpu")
+            torch.nn.init.normal_(parameter)  # zeros would hide a bias that is added at the wrong position
+    theirs.save_pretrained(work_dir / "seed")
+    source, run = HFCheckpoint.open(work_dir / "seed"), DistributedContext(device="cpu")
     ours = build.build_model(source, NoQuantization(), NoAdapter(), PrecisionConfig("fp32"), MemoryConfig(), run).eval()
     tokens = torch.randint(97, (2, 17))
     with torch.no_grad():

@@ -16,7 +16,7 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from tests.checkpoints import FP32, PLAINLY, SHAPES, build, error, rewrite, save, shuffle_adapter, tokens, train
+from tests.checkpoints import FP32, DEFAULT_MEMORY, SHAPES, build, relative_error, rewrite_config, save, shuffle_adapter, random_tokens, train
 from tunekit import assets
 from tunekit import build as assemble
 from tunekit.adapters.config import DoRAConfig, FrozenModel, LoRAConfig, NoAdapter
@@ -69,7 +69,7 @@ def opened(
     weights: NoQuantization,
     adapter: NoAdapter | LoRAConfig,
     precision: PrecisionConfig = FP32,
-    memory: MemoryConfig = PLAINLY,
+    memory: MemoryConfig = DEFAULT_MEMORY,
 ) -> Decoder:
     return assemble.build_model(
         HFCheckpoint.open(folder), weights, adapter, precision, memory, DistributedContext(0, "cpu")
@@ -95,7 +95,7 @@ def test_the_linear_layers_of_blocks_and_nothing_else(family: Path) -> None:
             layer = model.get_submodule(owner)
             rows = p.view(-1, 64)
             assert torch.equal(layer.scales.view(torch.float32).flatten(), rows.abs().amax(1))
-            assert ((layer.dense().view(-1, 64) - rows).abs().amax(1) <= 0.16 * rows.abs().amax(1)).all()
+            assert ((layer.dequantize().view(-1, 64) - rows).abs().amax(1) <= 0.16 * rows.abs().amax(1)).all()
         else:
             assert torch.equal(model.get_parameter(name), p)
 
@@ -104,8 +104,8 @@ def test_nothing_of_it_can_be_trained_or_cast(llama: Path) -> None:
     for adapter in (LoRAConfig(2), FrozenModel()):
         model = opened(llama, NF4Config(double_quant=True), adapter, PrecisionConfig("bf16", "fp32", "bf16"))
         for _, layer in packed(model):
-            assert {p.dtype for p in (layer.packed, layer.scales, layer.outer)} == {torch.uint8}
-            assert not any(p.requires_grad for p in (layer.packed, layer.scales, layer.outer))
+            assert {p.dtype for p in (layer.quantized_weight, layer.scales, layer.double_quant_state)} == {torch.uint8}
+            assert not any(p.requires_grad for p in (layer.quantized_weight, layer.scales, layer.double_quant_state))
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def twin(folder: Path, model: Decoder, adapter: NoAdapter | LoRAConfig, precisio
     for name, layer in packed(model):
         layer_there = plain.get_submodule(name)
         assert isinstance(layer_there, Linear | GroupedLinear)
-        layer_there.weight.data = layer.dense()
+        layer_there.weight.data = layer.dequantize()
     return plain
 
 
@@ -149,8 +149,8 @@ def test_logits_and_gradients(weights: Float8Config, family: Path) -> None:
     plain = twin(family, model, adapter)
     for one in (model, plain):
         shuffle_adapter(one)
-    logits, wanted = model(tokens()), plain(tokens())
-    assert error(logits.detach(), wanted.detach()) < 1e-5
+    logits, wanted = model(random_tokens()), plain(random_tokens())
+    assert relative_error(logits.detach(), wanted.detach()) < 1e-5
     for one in (logits, wanted):
         one.square().sum().backward()
     grads = {name: p.grad for name, p in plain.named_parameters() if p.requires_grad}
@@ -165,7 +165,7 @@ def test_logits_and_gradients(weights: Float8Config, family: Path) -> None:
 def test_bf16_is_as_exact_as_of_plain_layers(family: Path) -> None:
     model = opened(family, NF4Config(), FrozenModel(), BF16)
     twins = [twin(family, model, FrozenModel(), precision) for precision in (BF16, FP32)]
-    found, plain, exact = (one(tokens()).float() for one in (model, *twins))
+    found, plain, exact = (one(random_tokens()).float() for one in (model, *twins))
     assert (found - exact).abs().mean() <= 2 * (plain - exact).abs().mean()
 
 
@@ -187,13 +187,13 @@ def test_training(kind: str, family: Path) -> None:
         opened(family, NF4Config(), adapter, memory=MemoryConfig(activation_checkpointing="full")),
         twin(family, model, adapter),
     )
-    before = model(tokens()).detach()
-    adapter.initialize(plain, 0)
+    before = model(random_tokens()).detach()
+    adapter.init_weights(plain, 0)
     for one in (model, again, plain):
         train(one, adapter)
-    assert error(model(tokens()).detach(), before) > 1e-3
-    assert torch.equal(model(tokens()), again(tokens()))
-    actual, expected = model(tokens()).detach(), plain(tokens()).detach()
+    assert relative_error(model(random_tokens()).detach(), before) > 1e-3
+    assert torch.equal(model(random_tokens()), again(random_tokens()))
+    actual, expected = model(random_tokens()).detach(), plain(random_tokens()).detach()
     errors = (actual - expected).abs().amax(-1) / expected.abs().max()
     near_ties = 0 if "llama" in family.name else 1  # rounding may route one token to another expert
     assert (errors >= 1e-3).sum() <= near_ties
@@ -202,10 +202,10 @@ def test_training(kind: str, family: Path) -> None:
 @pytest.mark.slow
 def test_compiled_layers_give_the_same(llama: Path) -> None:
     model = opened(llama, NF4Config(), LoRAConfig(4))
-    wanted = model(tokens())
+    wanted = model(random_tokens())
     for layer in model.layers:
         layer.compile(backend="aot_eager")
-    assert error(model(tokens()).detach(), wanted.detach()) < 1e-5
+    assert relative_error(model(random_tokens()).detach(), wanted.detach()) < 1e-5
 
 
 def test_generation_is_that_of_the_numbers(family: Path) -> None:
@@ -227,11 +227,11 @@ def test_logits_from_files_are_those_of_the_model(family: Path, tmp_path: Path) 
     shuffle_adapter(model)
     source = HFCheckpoint.open(family)
     peft_adapter.save_adapter(tmp_path, model, adapter, source)
-    rows = tokens(3, 9).tolist()
+    rows = random_tokens(3, 9).tolist()
     started = replace(peft_adapter.read_adapter_config(tmp_path, source), adapter_path=str(tmp_path))
-    found = layerwise_forward.checkpoint_logits(source, started, rows, FP32, CPU, NF4Config()).whole()
-    assert torch.equal(found, layerwise_forward.forward_logits(model, rows, CPU).whole())
-    assert error(found, layerwise_forward.checkpoint_logits(source, started, rows, FP32, CPU).whole()) > 1e-3
+    found = layerwise_forward.checkpoint_logits(source, started, rows, FP32, CPU, NF4Config()).full()
+    assert torch.equal(found, layerwise_forward.forward_logits(model, rows, CPU).full())
+    assert relative_error(found, layerwise_forward.checkpoint_logits(source, started, rows, FP32, CPU).full()) > 1e-3
 
 
 def pack(held: dict[str, Tensor], nested: bool, kind: str = "nf4") -> dict[str, Tensor]:
@@ -263,7 +263,7 @@ def test_a_checkpoint_of_four_bits_comes_in_as_it_is(weights: NF4Config, nested:
     folder = save(build(FAMILIES["llama"]), tmp_path)
     held = pack(load_file(folder / WEIGHTS), nested, weights.kind)
     save_file(held, folder / WEIGHTS, metadata={"format": "pt"})
-    rewrite(folder, lambda c: c | {"quantization_config": {"quant_method": "bitsandbytes"}, "dtype": "bfloat16"})
+    rewrite_config(folder, lambda c: c | {"quantization_config": {"quant_method": "bitsandbytes"}, "dtype": "bfloat16"})
     model = opened(folder, weights, FrozenModel())
     name, layer = "model.layers.1.self_attn.o_proj.weight", model.layers[1].attn.o_proj
     scales = held[f"{name}.absmax"]
@@ -274,10 +274,10 @@ def test_a_checkpoint_of_four_bits_comes_in_as_it_is(weights: NF4Config, nested:
         scales = nf4.unnest(scales, outer)
     assert torch.equal(layer.scales.view(torch.float32).flatten(), scales)
     assert torch.equal(
-        layer.dense(), nf4.dequantize_reference(held[name].view(64, -1), scales.view(64, -1), weights.kind)
+        layer.dequantize(), nf4.dequantize_reference(held[name].view(64, -1), scales.view(64, -1), weights.kind)
     )
     if weights.kind == "nf4":  # a float of four bits has two zeros
-        assert torch.equal(layer.packed.flatten(), held[name].flatten())
+        assert torch.equal(layer.quantized_weight.flatten(), held[name].flatten())
 
 
 # Against bitsandbytes
@@ -307,10 +307,10 @@ def test_an_adapter_gives_the_same_on_a_base_of_bitsandbytes(llama: Path, tmp_pa
     model = opened(llama, NF4Config(), adapter)
     train(model, adapter)
     peft_adapter.save_adapter(tmp_path, model, adapter, HFCheckpoint.open(llama))
-    found = PeftModel.from_pretrained(theirs(llama), tmp_path).train()(tokens()).logits
-    assert error(model(tokens()).detach(), found.detach()) < 1e-5
+    found = PeftModel.from_pretrained(theirs(llama), tmp_path).train()(random_tokens()).logits
+    assert relative_error(model(random_tokens()).detach(), found.detach()) < 1e-5
     plain = PeftModel.from_pretrained(transformers.AutoModelForCausalLM.from_pretrained(llama), tmp_path)
-    assert error(model(tokens()).detach(), plain(tokens()).logits.detach()) > 1e-3
+    assert relative_error(model(random_tokens()).detach(), plain(random_tokens()).logits.detach()) > 1e-3
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Layers: imports point down, are at the top of the file, and never reach for an oracle."""
+"""Imports point to lower layers, are at the top of the file, and never include the libraries that tests compare with."""
 
 import ast
 from collections.abc import Iterator
@@ -13,9 +13,9 @@ LAYERS = (
     {"recipes", "cli", "selftest"},
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
-ORACLES = {"transformers", "peft", "trl", "bitsandbytes"}
-# Pairs of packages that import each other: models shard themselves, and the self-test runs recipes as the command does.
-CIRCLES = {("models", "distributed"), ("selftest", "cli")}
+ORACLE_PACKAGES = {"transformers", "peft", "trl", "bitsandbytes"}
+# Packages that import each other: models shard themselves, and the self-test runs recipes as the command line does.
+ALLOWED_CYCLES = {("models", "distributed"), ("selftest", "cli")}
 FILES = {f"{folder}/{path.relative_to(ROOT / folder)}": path for folder in ("tunekit", "recipes", "kernels")
          for path in sorted((ROOT / folder).rglob("*.py"))}  # fmt: skip
 
@@ -37,7 +37,7 @@ def imports(path: Path) -> Iterator[str]:
 
 
 def package_imports() -> Iterator[tuple[str, str, str]]:
-    """(file, its package, imported package) of imports between packages."""
+    """(file, its package, imported package) of each import between packages."""
     for file, path in FILES.items():
         for name in imports(path):
             first, _, rest = name.partition(".")
@@ -51,10 +51,10 @@ def test_imports_point_down_or_sideways() -> None:
     assert not upward
 
 
-def test_packages_have_no_import_circles() -> None:
+def test_packages_have_no_import_cycles() -> None:
     graph: dict[str, set[str]] = {}
     for _, package, to in package_imports():
-        if (package, to) not in CIRCLES:
+        if (package, to) not in ALLOWED_CYCLES:
             graph.setdefault(package, set()).add(to)
     while leaves := {to for targets in graph.values() for to in targets} - graph.keys():
         graph = {package: targets - leaves for package, targets in graph.items()}
@@ -62,12 +62,14 @@ def test_packages_have_no_import_circles() -> None:
     assert not graph
 
 
-def test_the_package_itself_imports_nothing() -> None:
+def test_tunekit_init_imports_nothing() -> None:
     assert not list(imports(FILES["tunekit/__init__.py"]))
 
 
-def test_no_oracle_is_imported() -> None:
-    assert not [(file, name) for file, path in FILES.items() for name in imports(path) if name.split(".")[0] in ORACLES]
+def test_oracle_packages_are_not_imported() -> None:
+    assert not [
+        (file, name) for file, path in FILES.items() for name in imports(path) if name.split(".")[0] in ORACLE_PACKAGES
+    ]
 
 
 def test_imports_are_at_the_top_of_the_file() -> None:

@@ -1,4 +1,4 @@
-"""What saves memory changes no bit of a step, and saves memory."""
+"""Memory options reduce memory and do not change results."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch._dynamo.utils import counters
 from torch.profiler import ProfilerActivity, profile
 
-from tests.checkpoints import FP32, batch, made, ours, tokens
+from tests.checkpoints import FP32, make_batch, make_checkpoint, load_model, random_tokens
 from tunekit.adapters.config import LoRAConfig, NoAdapter
 from tunekit.data.dataloader.batch import Batch
 from tunekit.data.datasets import TextDataset
@@ -30,127 +30,138 @@ from tunekit.recipes import sft
 FAMILIES = ["llama3.2", "qwen3-moe", "gemma2", "qwen3-next"]
 
 
-def gradients(model: Decoder, part: Batch | None = None) -> list[torch.Tensor]:
+def gradients(model: Decoder, micro_batch: Batch | None = None) -> list[torch.Tensor]:
     model.zero_grad()
-    CrossEntropy()(model, part or batch(tokens())).backward()
+    CrossEntropy()(model, micro_batch or make_batch(random_tokens())).backward()
     return [p.grad for p in model.parameters() if p.grad is not None]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("adapter", [NoAdapter(), LoRAConfig(4)], ids=["full", "lora"])
 @pytest.mark.parametrize("recompute", ["full", "selective"])
-def test_recompute_changes_no_bit(name: str, adapter, recompute, tmp_path: Path) -> None:
-    folder = made(tmp_path, name)
-    plain, again = (
-        ours(folder, adapter, memory=MemoryConfig(activation_checkpointing=how)) for how in ("none", recompute)
+def test_activation_checkpointing_is_bit_exact(name: str, adapter, recompute, tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, name)
+    uncheckpointed, checkpointed = (
+        load_model(folder, adapter, memory=MemoryConfig(activation_checkpointing=mode)) for mode in ("none", recompute)
     )
-    assert all(map(torch.equal, gradients(plain), gradients(again)))
+    assert all(map(torch.equal, gradients(uncheckpointed), gradients(checkpointed)))
 
 
-def kept(model: Decoder) -> int:
-    """Bytes that a forward pass leaves behind for the backward pass."""
-    part = batch(tokens(8, 64))
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
-        loss = CrossEntropy()(model, part)
+def saved_bytes(model: Decoder) -> int:
+    """Bytes that the forward pass saves for the backward pass."""
+    micro_batch = make_batch(random_tokens(8, 64))
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        loss = CrossEntropy()(model, micro_batch)
     loss.backward()
-    return sum(event.self_cpu_memory_usage for event in seen.key_averages())
+    return sum(event.self_cpu_memory_usage for event in profiler.key_averages())
 
 
-def test_what_is_kept_is_less_and_less(tmp_path: Path) -> None:
-    folder = made(tmp_path, "llama3.2")
-    sizes = [
-        kept(ours(folder, memory=MemoryConfig(activation_checkpointing=how))) for how in ("none", "selective", "full")
+def test_activation_checkpointing_saves_memory(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, "llama3.2")
+    num_bytes = [
+        saved_bytes(load_model(folder, memory=MemoryConfig(activation_checkpointing=mode)))
+        for mode in ("none", "selective", "full")
     ]
-    assert sizes[0] > 1.2 * sizes[1]
-    assert sizes[1] > 1.2 * sizes[2]
+    assert num_bytes[0] > 1.2 * num_bytes[1]
+    assert num_bytes[1] > 1.2 * num_bytes[2]
 
 
 @pytest.fixture
-def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """Sizes of what goes to the host, on a machine that has nothing else."""
-    sent = []
-    away = activation_offloading.OffloadedTensor
+def offloaded_sizes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Sizes of offloaded tensors. The CPU plays the role of the GPU."""
+    sizes = []
+    base_class = activation_offloading.OffloadedTensor
 
-    class Counted(away):
+    class Counted(base_class):
         def __init__(self, x: torch.Tensor, *rest) -> None:
-            sent.append(x.nbytes)
+            sizes.append(x.nbytes)
             super().__init__(x, *rest)
 
     monkeypatch.setattr(activation_offloading, "LEAST", 1)
     monkeypatch.setattr(activation_offloading, "OffloadedTensor", Counted)
-    yield sent
-    assert sent
+    yield sizes
+    assert sizes
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("recompute", ["none", "full"])
-def test_offload_changes_no_bit(name: str, recompute, host: list[int], tmp_path: Path) -> None:
-    folder = made(tmp_path, name)
-    plain, away = ours(folder), ours(folder, memory=MemoryConfig(activation_checkpointing=recompute))
-    mover = ActivationOffloader(away)
-    away.through = mover.around(away.through or (lambda layer, *inputs: layer(*inputs)))
+def test_activation_offloading_is_bit_exact(name: str, recompute, offloaded_sizes: list[int], tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, name)
+    resident, offloaded = (
+        load_model(folder),
+        load_model(folder, memory=MemoryConfig(activation_checkpointing=recompute)),
+    )
+    offloader = ActivationOffloader(offloaded)
+    offloaded.layer_call = offloader.around(offloaded.layer_call or (lambda layer, *inputs: layer(*inputs)))
     for _ in range(2):
-        assert all(map(torch.equal, gradients(plain), gradients(away)))
-        assert mover.last is None and not mover.known, "nothing stays behind"
+        assert all(map(torch.equal, gradients(resident), gradients(offloaded)))
+        assert offloader.last is None and not offloader.known, "all offloaded tensors are released"
 
 
-def test_offload_leaves_weights_where_they_are(
-    host: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    model = ours(made(tmp_path, "llama3.2"))
+def test_weights_are_not_offloaded(offloaded_sizes: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    model = load_model(make_checkpoint(tmp_path, "llama3.2"))
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    counted = activation_offloading.OffloadedTensor
+    base_class = activation_offloading.OffloadedTensor
 
     def check(x: torch.Tensor, *rest) -> activation_offloading.OffloadedTensor:
         assert x.untyped_storage().data_ptr() not in weights
-        return counted(x, *rest)
+        return base_class(x, *rest)
 
     monkeypatch.setattr(activation_offloading, "OffloadedTensor", check)
-    model.through = ActivationOffloader(model).around(lambda layer, *inputs: layer(*inputs))
+    model.layer_call = ActivationOffloader(model).around(lambda layer, *inputs: layer(*inputs))
     gradients(model)
 
 
-def test_what_several_operations_keep_goes_once(host: list[int], tmp_path: Path) -> None:
-    """The input of q, k and v, and that of gate and up."""
-    model = ours(made(tmp_path, "llama3.2"))
-    model.through = ActivationOffloader(model).around(lambda layer, *inputs: layer(*inputs))
+def test_tensor_saved_by_several_ops_is_offloaded_once(offloaded_sizes: list[int], tmp_path: Path) -> None:
+    """The input of q, k and v, and the input of gate and up, are offloaded once."""
+    model = load_model(make_checkpoint(tmp_path, "llama3.2"))
+    model.layer_call = ActivationOffloader(model).around(lambda layer, *inputs: layer(*inputs))
     gradients(model)
-    assert len(host) < 20 * len(model.spec.layers)
+    assert len(offloaded_sizes) < 20 * len(model.spec.layers)
 
 
-def test_offload_is_for_gpus(tmp_path: Path) -> None:
-    folder = made(tmp_path, "llama3.2")
+def test_activation_offloading_requires_a_gpu(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, "llama3.2")
     with pytest.raises(UserError, match="memory.activation_offloading"):
-        ours(folder, memory=MemoryConfig(activation_offloading=True))
+        load_model(folder, memory=MemoryConfig(activation_offloading=True))
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("recompute", ["none", "full", "selective"])
-def test_offload_on_a_gpu(recompute, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_activation_offloading_on_a_gpu_is_bit_exact(
+    recompute, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(activation_offloading, "LEAST", 1)
-    folder = made(tmp_path, "llama3.2")
-    models = [ours(folder).cuda() for _ in range(2)]
+    folder = make_checkpoint(tmp_path, "llama3.2")
+    models = [load_model(folder).cuda() for _ in range(2)]
     MemoryConfig(recompute, activation_offloading=True).apply(models[1], torch.device("cuda"))
-    part = batch(tokens(4, 64)).to(torch.device("cuda"))
+    micro_batch = make_batch(random_tokens(4, 64)).to(torch.device("cuda"))
     for _ in range(3):
         for model in models:
             model.zero_grad()
-            CrossEntropy()(model, part).backward()
+            CrossEntropy()(model, micro_batch).backward()
         assert all(torch.equal(p.grad, q.grad) for p, q in zip(*(m.parameters() for m in models), strict=True))
 
 
-def packed(rows: int, length: int, *documents: int) -> Batch:
-    """Rows in which documents of these lengths lie behind each other; none: rows of their own."""
-    part = batch(tokens(rows, length))
+def packed_batch(rows: int, length: int, *documents: int) -> Batch:
+    """Rows that contain documents of these lengths; one document per row if there are none."""
+    micro_batch = make_batch(random_tokens(rows, length))
     if not documents:
-        return part
+        return micro_batch
     positions = torch.cat([torch.arange(n) for n in documents]).view(rows, length)
-    return replace(part, positions=positions, offsets=F.pad(torch.tensor(documents).cumsum(0), (1, 0)).int())
+    return replace(micro_batch, positions=positions, offsets=F.pad(torch.tensor(documents).cumsum(0), (1, 0)).int())
 
 
-SEEN = [packed(2, 24), packed(1, 24), packed(3, 17), packed(2, 24, 20, 20, 8), packed(1, 40, 40), packed(1, 40, 3, 37)]
-KINDS = {"llama3.2": 1, "gemma2": 2, "qwen3-sliding": 2}  # kinds of layers
+BATCHES = [
+    packed_batch(2, 24),
+    packed_batch(1, 24),
+    packed_batch(3, 17),
+    packed_batch(2, 24, 20, 20, 8),
+    packed_batch(1, 40, 40),
+    packed_batch(1, 40, 3, 37),
+]
+NUM_LAYER_TYPES = {"llama3.2": 1, "gemma2": 2, "qwen3-sliding": 2}  # number of layer types
 BF16 = PrecisionConfig("bf16", "fp32", "bf16")
 slow = pytest.mark.slow
 
@@ -163,59 +174,61 @@ slow = pytest.mark.slow
     pytest.param("qwen3-moe", NoAdapter(), "none", FP32, marks=slow),
     pytest.param("qwen3-moe", LoRAConfig(4), "none", BF16, marks=slow),
 ])  # fmt: skip
-def test_nothing_is_compiled_for_a_new_length(
-    name, adapter, recompute, precision: PrecisionConfig, tmp_path: Path
-) -> None:
-    """One graph for training and one for validation of each kind of layer, whatever comes; and they give the same."""
+def test_new_lengths_do_not_recompile(name, adapter, recompute, precision: PrecisionConfig, tmp_path: Path) -> None:
+    """One training graph and one evaluation graph per layer type for all lengths, with the results of eager mode."""
     torch.compiler.reset()
-    folder, near = made(tmp_path, name), 1e-5 if precision is FP32 else 3e-2
-    plain, model = (ours(folder, adapter, precision, MemoryConfig(recompute), compile=on) for on in (False, True))
+    folder, tolerance = make_checkpoint(tmp_path, name), 1e-5 if precision is FP32 else 3e-2
+    plain, model = (load_model(folder, adapter, precision, MemoryConfig(recompute), compile=on) for on in (False, True))
     for layer in model.layers:
         layer.compile(dynamic=True, backend="aot_eager")  # what comes behind the graphs takes long, and makes none
 
-    def seen(parts: list[Batch]) -> int:
-        for part in parts:
-            found, wanted = (torch.cat([g.flatten() for g in gradients(one.train(), part)]) for one in (model, plain))
-            assert (found - wanted).norm() < near * wanted.norm()
+    def count_graphs(batches: list[Batch]) -> int:
+        for micro_batch in batches:
+            actual, expected = (
+                torch.cat([g.flatten() for g in gradients(module.train(), micro_batch)]) for module in (model, plain)
+            )
+            assert (actual - expected).norm() < tolerance * expected.norm()
         with torch.no_grad():
-            for part in parts:
-                found, wanted = (CrossEntropy()(one.eval(), part).item() for one in (model, plain))
-                assert found == pytest.approx(wanted, rel=near)
+            for micro_batch in batches:
+                actual, expected = (CrossEntropy()(module.eval(), micro_batch).item() for module in (model, plain))
+                assert actual == pytest.approx(expected, rel=tolerance)
         return counters["stats"]["unique_graphs"]
 
     counters.clear()
-    first = seen(SEEN[:1])
-    # Where attention or experts go from part to part in Python, a graph ends before them and another begins behind.
-    if name in KINDS and able():
-        assert first == 2 * KINDS[name]
-    assert seen(SEEN) == seen(SEEN[::-1]) == first
+    first = count_graphs(BATCHES[:1])
+    # Loops in Python over documents or experts split the graph in two.
+    if name in NUM_LAYER_TYPES and able():
+        assert first == 2 * NUM_LAYER_TYPES[name]
+    assert count_graphs(BATCHES) == count_graphs(BATCHES[::-1]) == first
     torch.compiler.reset()
 
 
-def test_it_is_told_when_compiling_begins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Once, when the first rows come and not before, and where the work is kept, if somebody says where."""
-    folder, told = made(tmp_path, "llama3.2"), []
-    for kept in ("/home/me/.cache", None):
-        monkeypatch.setenv(INDUCTOR_CACHE, kept) if kept else monkeypatch.delenv(INDUCTOR_CACHE)
-        model = ours(folder)
-        compile_layers(model, told.append)
+def test_compilation_is_announced_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """One message with the first batch, including the cache directory if it is set."""
+    folder, messages = make_checkpoint(tmp_path, "llama3.2"), []
+    for cache_dir in ("/home/me/.cache", None):
+        monkeypatch.setenv(INDUCTOR_CACHE, cache_dir) if cache_dir else monkeypatch.delenv(INDUCTOR_CACHE)
+        model = load_model(folder)
+        compile_layers(model, messages.append)
         for layer in model.layers:
             layer.compile(backend="eager")
-        assert not told
+        assert not messages
         for _ in range(2):
             gradients(model)
-        assert len(told) == 1 and ("cached in /home/me/.cache" in told.pop()) == (kept is not None)
+        assert len(messages) == 1 and ("cached in /home/me/.cache" in messages.pop()) == (cache_dir is not None)
 
 
-def trained(folder: Path, adapter, choice, memory: MemoryConfig) -> tuple[Decoder, torch.optim.Optimizer, list[float]]:
-    """Four steps, and the lengths of their gradients."""
-    model, norms = ours(folder, adapter, memory=memory), []
+def train_steps(
+    folder: Path, adapter, optimizer_config, memory: MemoryConfig
+) -> tuple[Decoder, torch.optim.Optimizer, list[float]]:
+    """Four steps, and their gradient norms."""
+    model, norms = load_model(folder, adapter, memory=memory), []
     inner = (p for layer in model.layers for p in layer.parameters())
-    optimizer = choice.build(adapter.trained(model), inner)
+    optimizer = optimizer_config.build(adapter.param_groups(model), inner)
     update = memory.update(optimizer, 0.0, DistributedContext())
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
     for step in range(4):
-        CrossEntropy()(model, batch(tokens(seed=step))).backward()
+        CrossEntropy()(model, make_batch(random_tokens(seed=step))).backward()
         norms.append(float(update()))
         schedule.step()
         assert all(p.grad is None for p in model.parameters())
@@ -223,44 +236,47 @@ def trained(folder: Path, adapter, choice, memory: MemoryConfig) -> tuple[Decode
 
 
 @pytest.mark.parametrize(
-    "choice",
+    "optimizer_config",
     [AdamWConfig(1e-3), AdamW8bitConfig(1e-3), MuonConfig(1e-3), SGDConfig(1e-3, 0.9)],
     ids=lambda c: type(c).__name__,
 )
 @pytest.mark.parametrize("adapter", [NoAdapter(), LoRAConfig(4, loraplus_lr_ratio=4.0)], ids=["full", "lora"])
 @pytest.mark.parametrize("recompute", ["none", "full"])
-def test_steps_in_backward_are_the_same_steps(choice, adapter, recompute: str, tmp_path: Path) -> None:
-    folder = made(tmp_path, "llama3.2")
-    plain = trained(folder, adapter, choice, MemoryConfig(recompute))
-    early = trained(folder, adapter, choice, MemoryConfig(recompute, optimizer_in_bwd=True))
-    assert early[2] == plain[2]
-    weights = [*zip(plain[0].parameters(), early[0].parameters(), strict=True)]
+def test_optimizer_in_bwd_is_bit_exact(optimizer_config, adapter, recompute: str, tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, "llama3.2")
+    separate = train_steps(folder, adapter, optimizer_config, MemoryConfig(recompute))
+    fused = train_steps(folder, adapter, optimizer_config, MemoryConfig(recompute, optimizer_in_bwd=True))
+    assert fused[2] == separate[2]
+    weights = [*zip(separate[0].parameters(), fused[0].parameters(), strict=True)]
     assert all(torch.equal(p, q) for p, q in weights)
     for p, q in weights:
-        one, other = plain[1].state[p], early[1].state[q]
-        assert one.keys() == other.keys()
-        assert all(torch.equal(torch.as_tensor(one[key]), torch.as_tensor(other[key])) for key in one)
+        separate_state, fused_state = separate[1].state[p], fused[1].state[q]
+        assert separate_state.keys() == fused_state.keys()
+        assert all(
+            torch.equal(torch.as_tensor(separate_state[key]), torch.as_tensor(fused_state[key]))
+            for key in separate_state
+        )
 
 
-def test_gradients_are_freed_at_once(tmp_path: Path) -> None:
-    """Never more than two weights have one: that which steps, and that which comes next."""
-    model = ours(made(tmp_path, "llama3.2"))
-    optimizer, most = AdamWConfig().build(NoAdapter().trained(model)), []
+def test_optimizer_in_bwd_frees_each_gradient(tmp_path: Path) -> None:
+    """At most one gradient exists when the next one is computed."""
+    model = load_model(make_checkpoint(tmp_path, "llama3.2"))
+    optimizer, num_gradients = AdamWConfig().build(NoAdapter().param_groups(model)), []
     MemoryConfig(optimizer_in_bwd=True).update(optimizer, 0.0, DistributedContext())
     for p in model.parameters():
-        p.register_hook(lambda grad: most.append(sum(q.grad is not None for q in model.parameters())))
-    CrossEntropy()(model, batch(tokens())).backward()
-    assert most and max(most) <= 1
+        p.register_hook(lambda grad: num_gradients.append(sum(q.grad is not None for q in model.parameters())))
+    CrossEntropy()(model, make_batch(random_tokens())).backward()
+    assert num_gradients and max(num_gradients) <= 1
 
 
-def test_where_it_cannot_hold_it_is_refused() -> None:
+def test_optimizer_in_bwd_refuses_clipping_and_accumulation() -> None:
     options = {"max_grad_norm": 1.0, "global_batch_size": 4, "micro_batch_size": 4}
     assert sft.SFTConfig(model="m", data=TextDataset("t"), output_dir="o", **options).memory.refusal(1.0) is None
-    early = MemoryConfig(optimizer_in_bwd=True)
+    memory = MemoryConfig(optimizer_in_bwd=True)
     with pytest.raises(FieldError, match="max_grad_norm=0") as caught:
-        sft.SFTConfig(model="m", data=TextDataset("t"), output_dir="o", memory=early, **options)
+        sft.SFTConfig(model="m", data=TextDataset("t"), output_dir="o", memory=memory, **options)
     assert caught.value.field == "memory.optimizer_in_bwd"
-    early.check_passes(4, 4)
+    memory.check_passes(4, 4)
     MemoryConfig().check_passes(4, 2)
     with pytest.raises(UserError, match="micro_batch_size to 4"):
-        early.check_passes(4, 2)
+        memory.check_passes(4, 2)

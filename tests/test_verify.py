@@ -1,4 +1,4 @@
-"""Files that are what was meant pass, in every dtype; files with a mistake in them do not."""
+"""Correctly saved files pass verification in each dtype; files with an error fail."""
 
 import json
 import math
@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.checkpoints import FP32, FULL, SHAPES, build, ours, rewrite, save, shuffle_adapter, train
+from tests.checkpoints import FP32, FULL, SHAPES, build, load_model, rewrite_config, save, shuffle_adapter, train
 from tunekit import assets
 from tunekit.adapters.config import DoRAConfig, LoRAConfig, NoAdapter
 from tunekit.checkpoint import final_checkpoint as saving
@@ -31,12 +31,12 @@ FAMILIES = ("llama3.2", "mistral", "qwen2", "gemma2", "phi3", "olmo3", "granite"
 FAMILIES += ("gpt-oss", "deepseek-v3", "qwen3-moe", "llama4", "gemma4-moe-shared", "qwen3-next", "qwen3.5-moe-vision")
 
 
-def trained(
+def make_trained_model(
     folder: Path, name: str, dtype: torch.dtype, adapter: NoAdapter | LoRAConfig = FULL
 ) -> tuple[Decoder, HFCheckpoint]:
-    """A model after some steps, and the checkpoint of that dtype which it came from."""
+    """Model after some steps, and its base checkpoint in `dtype`."""
     base = save(build(SHAPES[name]).to(dtype), folder / "base")
-    model = ours(base, adapter, PrecisionConfig("fp32"))
+    model = load_model(base, adapter, PrecisionConfig("fp32"))
     train(model, adapter)
     return model, HFCheckpoint.open(base)
 
@@ -48,7 +48,7 @@ def written(folder: Path, model: Decoder, source: HFCheckpoint, adapter: NoAdapt
     return out
 
 
-def found(
+def verify_saved(
     out: Path, model: Decoder, source: HFCheckpoint, precision: PrecisionConfig = FP32
 ) -> verify.VerificationResult:
     return verify.verify_saved(
@@ -57,11 +57,11 @@ def found(
 
 
 @pytest.mark.parametrize(("name", "dtype"), [(n, DTYPES[i % 3]) for i, n in enumerate(FAMILIES)])
-def test_a_model_that_was_saved_passes(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    model, source = trained(tmp_path, name, dtype)
-    result = found(written(tmp_path, model, source), model, source, BF16)
+def test_saved_model_passes(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    model, source = make_trained_model(tmp_path, name, dtype)
+    result = verify_saved(written(tmp_path, model, source), model, source, BF16)
     assert result.passed, result
-    assert (result.mean == 0) == (dtype == torch.float32), "fp32 holds what was trained, the others are rounded"
+    assert (result.mean == 0) == (dtype == torch.float32), "fp32 files are exact, other dtypes are rounded"
     assert result.unexplained == 0
 
 
@@ -72,40 +72,40 @@ def test_a_model_that_was_saved_passes(name: str, dtype: torch.dtype, tmp_path: 
     DoRAConfig(3, target_modules=("attn", "head")),
 ], ids=str)  # fmt: skip
 @pytest.mark.parametrize("precision", [FP32, BF16], ids=["fp32", "bf16"])
-def test_an_adapter_that_was_saved_passes(adapter: LoRAConfig, precision: PrecisionConfig, tmp_path: Path) -> None:
+def test_saved_adapter_passes(adapter: LoRAConfig, precision: PrecisionConfig, tmp_path: Path) -> None:
     base = save(build(SHAPES["llama3.2"]).bfloat16(), tmp_path / "base")
-    model, source = ours(base, adapter, precision), HFCheckpoint.open(base)
+    model, source = load_model(base, adapter, precision), HFCheckpoint.open(base)
     train(model, adapter)
-    result = found(written(tmp_path, model, source, adapter), model, source, precision)
+    result = verify_saved(written(tmp_path, model, source, adapter), model, source, precision)
     assert result.passed, result
-    assert result.mean < 1e-6, "adapters are written as they were trained"
+    assert result.mean < 1e-6, "adapters are saved in fp32"
 
 
-def changed(file: Path, change: Callable[[dict[str, Tensor]], None]) -> None:
-    """A safetensors file with a mistake in it."""
+def edit_file(file: Path, change: Callable[[dict[str, Tensor]], None]) -> None:
+    """Apply `change` to the tensors of a safetensors file."""
     tensors = load_file(file)
     change(tensors)
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file, metadata={"format": "pt"})
 
 
-def swapped(one: str, other: str) -> Callable[[dict[str, Tensor]], None]:
+def swap_tensors(first: str, second: str) -> Callable[[dict[str, Tensor]], None]:
     def change(tensors: dict[str, Tensor]) -> None:
-        for name in [name for name in tensors if one in name]:
-            twin = name.replace(one, other)
+        for name in [name for name in tensors if first in name]:
+            twin = name.replace(first, second)
             tensors[name], tensors[twin] = tensors[twin], tensors[name]
 
     return change
 
 
-def lost(part: str) -> Callable[[dict[str, Tensor]], None]:
+def zero_tensors(name_part: str) -> Callable[[dict[str, Tensor]], None]:
     def change(tensors: dict[str, Tensor]) -> None:
-        assert any(part in name for name in tensors)
-        tensors.update({name: torch.zeros_like(tensor) for name, tensor in tensors.items() if part in name})
+        assert any(name_part in name for name in tensors)
+        tensors.update({name: torch.zeros_like(tensor) for name, tensor in tensors.items() if name_part in name})
 
     return change
 
 
-def permuted(name: str) -> Callable[[dict[str, Tensor]], None]:
+def swap_rows(name: str) -> Callable[[dict[str, Tensor]], None]:
     def change(tensors: dict[str, Tensor]) -> None:
         tensors[name][[3, 4]] = tensors[name][[4, 3]]
 
@@ -113,33 +113,33 @@ def permuted(name: str) -> Callable[[dict[str, Tensor]], None]:
 
 
 MISTAKES = {
-    "q and k swapped": ("llama2", swapped("q_proj", "k_proj")),
-    "q and k swapped in one layer": ("llama2", swapped("1.self_attn.q_proj", "1.self_attn.k_proj")),
-    "gate and up swapped in one layer": ("llama2", swapped("0.mlp.gate_proj", "0.mlp.up_proj")),
-    "a lost bias": ("qwen2", lost("q_proj.bias")),
-    "a lost bias in one layer": ("qwen2", lost("1.self_attn.v_proj.bias")),
-    "a lost bias behind attention": ("llama-biases", lost("2.self_attn.o_proj.bias")),
-    "two rows of the head": ("llama2", permuted("lm_head.weight")),
-    "two rows of the embedding": ("qwen3", permuted("model.embed_tokens.weight")),
-    "two rows of v": ("mistral", permuted("model.layers.1.self_attn.v_proj.weight")),
-    "two rows of up": ("llama3.1", permuted("model.layers.0.mlp.up_proj.weight")),
+    "q and k swapped": ("llama2", swap_tensors("q_proj", "k_proj")),
+    "q and k swapped in one layer": ("llama2", swap_tensors("1.self_attn.q_proj", "1.self_attn.k_proj")),
+    "gate and up swapped in one layer": ("llama2", swap_tensors("0.mlp.gate_proj", "0.mlp.up_proj")),
+    "a lost bias": ("qwen2", zero_tensors("q_proj.bias")),
+    "a lost bias in one layer": ("qwen2", zero_tensors("1.self_attn.v_proj.bias")),
+    "a lost bias of the attention output": ("llama-biases", zero_tensors("2.self_attn.o_proj.bias")),
+    "two rows of the head": ("llama2", swap_rows("lm_head.weight")),
+    "two rows of the embedding": ("qwen3", swap_rows("model.embed_tokens.weight")),
+    "two rows of v": ("mistral", swap_rows("model.layers.1.self_attn.v_proj.weight")),
+    "two rows of up": ("llama3.1", swap_rows("model.layers.0.mlp.up_proj.weight")),
     "not a number": ("llama2", lambda tensors: tensors["model.norm.weight"][0].fill_(math.nan)),
 }
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_in_the_files_is_found(mistake: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_wrong_weights_fail(mistake: str, dtype: torch.dtype, tmp_path: Path) -> None:
     name, change = MISTAKES[mistake]
-    model, source = trained(tmp_path, name, dtype)
+    model, source = make_trained_model(tmp_path, name, dtype)
     out = written(tmp_path, model, source)
-    assert found(out, model, source).passed
-    changed(out / "model.safetensors", change)
-    result = found(out, model, source)
+    assert verify_saved(out, model, source).passed
+    edit_file(out / "model.safetensors", change)
+    result = verify_saved(out, model, source)
     assert not result.passed, result
-    told = json.loads((out / verify.FILE).read_text(), parse_constant=pytest.fail)
-    assert told["passed"] is False
-    with pytest.raises(UserError, match="verification failed.* see verification.json.*push") as caught:
+    result_file = json.loads((out / verify.FILE).read_text(), parse_constant=pytest.fail)
+    assert result_file["passed"] is False
+    with pytest.raises(UserError, match=r"verification\.json") as caught:
         verify.raise_if_failed(out)
     assert "\n" not in str(caught.value)
 
@@ -150,24 +150,24 @@ def test_a_mistake_in_the_files_is_found(mistake: str, dtype: torch.dtype, tmp_p
     ("mistral", "sliding_window", None),
     ("llama-gelu", "hidden_act", "silu"),
 ])  # fmt: skip
-def test_a_mistake_in_the_config_is_found(name: str, key: str, value: object, tmp_path: Path) -> None:
-    model, source = trained(tmp_path, name, torch.bfloat16)
+def test_wrong_config_fails(name: str, key: str, value: object, tmp_path: Path) -> None:
+    model, source = make_trained_model(tmp_path, name, torch.bfloat16)
     out = written(tmp_path, model, source)
-    rewrite(out, lambda config: config | {key: value})
-    assert not found(out, model, source).passed
+    rewrite_config(out, lambda config: config | {key: value})
+    assert not verify_saved(out, model, source).passed
 
 
-def test_a_wrong_scale_of_an_adapter_is_found(tmp_path: Path) -> None:
+def test_wrong_adapter_scale_fails(tmp_path: Path) -> None:
     adapter = LoRAConfig(4, 8.0)
-    model, source = trained(tmp_path, "qwen3", torch.bfloat16, adapter)
+    model, source = make_trained_model(tmp_path, "qwen3", torch.bfloat16, adapter)
     out = written(tmp_path, model, source, adapter)
     file = out / "adapter_config.json"
     for key, value in [("lora_alpha", 8.5), ("use_rslora", True)]:
         right = file.read_text()
         file.write_text(json.dumps(json.loads(right) | {key: value}))
-        assert not found(out, model, source).passed
+        assert not verify_saved(out, model, source).passed
         file.write_text(right)
-    assert found(out, model, source).passed
+    assert verify_saved(out, model, source).passed
 
 
 ADAPTERS = {
@@ -181,65 +181,65 @@ ADAPTERS = {
 
 
 @pytest.mark.parametrize(("name", "dtype"), [(n, DTYPES[i % 3]) for i, n in enumerate(ADAPTERS)])
-def test_a_merged_model_passes_and_one_with_a_mistake_does_not(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    model, source = trained(tmp_path, name, dtype, ADAPTERS[name])
+def test_merged_model_passes_and_wrong_merge_fails(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    model, source = make_trained_model(tmp_path, name, dtype, ADAPTERS[name])
     shuffle_adapter(model)
-    start = written(tmp_path, model, source, ADAPTERS[name])
-    adapter = replace(peft_adapter.read_adapter_config(start, source), adapter_path=str(start))
-    result = merged(tmp_path / "merged", source, adapter, start)
+    adapter_dir = written(tmp_path, model, source, ADAPTERS[name])
+    adapter = replace(peft_adapter.read_adapter_config(adapter_dir, source), adapter_path=str(adapter_dir))
+    result = verify_merged(tmp_path / "merged", source, adapter, adapter_dir)
     assert result.passed, result
     assert result.unexplained < max(1e-6, 0.01 * result.mean)
     assert verify.read_verification(tmp_path / "merged") == asdict(result)
-    wrong = shutil.copytree(start, tmp_path / "wrong")
-    config = json.loads((wrong / peft_adapter.CONFIG).read_text())
-    (wrong / peft_adapter.CONFIG).write_text(json.dumps(config | {"lora_alpha": 1.02 * config["lora_alpha"]}))
-    assert not merged(tmp_path / "other", source, adapter, wrong).passed
+    wrong_dir = shutil.copytree(adapter_dir, tmp_path / "wrong")
+    config = json.loads((wrong_dir / peft_adapter.CONFIG).read_text())
+    (wrong_dir / peft_adapter.CONFIG).write_text(json.dumps(config | {"lora_alpha": 1.02 * config["lora_alpha"]}))
+    assert not verify_merged(tmp_path / "other", source, adapter, wrong_dir).passed
 
 
-def merged(out: Path, source: HFCheckpoint, adapter: LoRAConfig, start: Path) -> verify.VerificationResult:
-    """What comes out when the adapter in `start` is merged where `adapter` was meant."""
+def verify_merged(out: Path, source: HFCheckpoint, adapter: LoRAConfig, adapter_dir: Path) -> verify.VerificationResult:
+    """Verification of a merge of the adapter in `adapter_dir`, when `adapter` was expected."""
     out.mkdir()
-    merge.merge_adapter(source, start, out, quiet=True)
+    merge.merge_adapter(source, adapter_dir, out, quiet=True)
     return verify.verify_merge(out, source, adapter, CPU)
 
 
-def test_the_live_model_stays_as_it_was(tmp_path: Path) -> None:
-    model, source = trained(tmp_path, "llama3.2", torch.bfloat16)
+def test_verification_does_not_change_the_model(tmp_path: Path) -> None:
+    model, source = make_trained_model(tmp_path, "llama3.2", torch.bfloat16)
     model.compute = torch.bfloat16
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    found(written(tmp_path, model, source), model, source)
+    verify_saved(written(tmp_path, model, source), model, source)
     assert model.training
     assert model.compute is torch.bfloat16
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
-def test_a_compiled_model_is_not_compiled_anew(tmp_path: Path) -> None:
-    model, source = trained(tmp_path, "llama3.2", torch.float32)
+def test_compiled_model_is_not_recompiled(tmp_path: Path) -> None:
+    model, source = make_trained_model(tmp_path, "llama3.2", torch.float32)
     out = written(tmp_path, model, source)
     for layer in model.layers:
         layer.compile(backend=lambda *_: pytest.fail("compiled"))
-    assert found(out, model, source).mean == 0
+    assert verify_saved(out, model, source).mean == 0
 
 
-def test_training_that_went_wrong_is_no_checkpoint_to_push(tmp_path: Path) -> None:
-    model, source = trained(tmp_path, "llama2", torch.float32)
+def test_non_finite_weights_fail(tmp_path: Path) -> None:
+    model, source = make_trained_model(tmp_path, "llama2", torch.float32)
     with torch.no_grad():
         model.norm.weight.fill_(math.inf)
     out = written(tmp_path, model, source)
-    assert not found(out, model, source).passed
+    assert not verify_saved(out, model, source).passed
     with pytest.raises(UserError, match="nan"):
         verify.raise_if_failed(out)
 
 
-def test_what_is_too_large_for_fp16_is_found(tmp_path: Path) -> None:
-    model, source = trained(tmp_path, "llama2", torch.float16)
+def test_fp16_overflow_fails(tmp_path: Path) -> None:
+    model, source = make_trained_model(tmp_path, "llama2", torch.float16)
     with torch.no_grad():
         model.layers[1].mlp.up_proj.weight[3, 4] = 1e5
-    assert not found(written(tmp_path, model, source), model, source).passed
+    assert not verify_saved(written(tmp_path, model, source), model, source).passed
 
 
-def test_probes_are_cheap_and_within_the_vocabulary(tmp_path: Path) -> None:
+def test_probe_prompts_are_short_and_within_the_vocabulary(tmp_path: Path) -> None:
     nano = assets.model_dir("tunekit/nano")
     spec = HFCheckpoint.open(nano).spec
     rows = verify.probe_prompts(nano, spec)
@@ -247,26 +247,26 @@ def test_probes_are_cheap_and_within_the_vocabulary(tmp_path: Path) -> None:
     assert len(rows) >= 20
     assert sum(map(len, rows)) <= 512
     tokenizer = Tokenizer.open(nano)
-    asked = [tokenizer.decode(row, special=True) for row in rows]
+    texts = [tokenizer.decode(row, special=True) for row in rows]
     assert any(
-        text == tokenizer.decode(tokenizer.encode(verify.TEXTS[0], special=True), special=True) for text in asked
+        text == tokenizer.decode(tokenizer.encode(verify.TEXTS[0], special=True), special=True) for text in texts
     )
-    assert any(tokenizer.decode(tokenizer.prompt([{"role": "user", "content": verify.QUESTIONS[0]}])[-9:]) in text
-               for text in asked)  # fmt: skip
+    assert any(tokenizer.decode(tokenizer.encode_prompt([{"role": "user", "content": verify.QUESTIONS[0]}])[-9:]) in text
+               for text in texts)  # fmt: skip
     small = replace(spec, vocab=300, context=7)
     rows = verify.probe_prompts(nano, small)
     assert max(token for row in rows for token in row) < 300
     assert max(map(len, rows)) <= 7
-    assert len(verify.probe_prompts(tmp_path, spec)) == len(verify.RANDOM), "without a tokenizer"
+    assert len(verify.probe_prompts(tmp_path, spec)) == len(verify.RANDOM_LENGTHS), "without a tokenizer"
 
 
-def test_a_folder_that_nobody_looked_at(tmp_path: Path) -> None:
+def test_unverified_directory_is_accepted(tmp_path: Path) -> None:
     assert verify.read_verification(tmp_path) is None
     verify.raise_if_failed(tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("mean", "unexplained", "says"),
+    ("mean", "unexplained", "expected"),
     [
         (0.004, 0.0, "; all of that comes from rounding the weights to the dtypes of the files; "),
         (
@@ -278,16 +278,16 @@ def test_a_folder_that_nobody_looked_at(tmp_path: Path) -> None:
         (0.004, 0.004, "; up to 0.0001 on average is allowed; "),
     ],
 )
-def test_the_verdict_says_what_comes_from_where(mean: float, unexplained: float, says: str) -> None:
-    told = str(verify.VerificationResult(verify.FILES, 0.03, mean, unexplained, 0.99, 99, 1e-4, True))
-    assert told.startswith(
+def test_result_explains_rounding(mean: float, unexplained: float, expected: str) -> None:
+    message = str(verify.VerificationResult(verify.FILES, 0.03, mean, unexplained, 0.99, 99, 1e-4, True))
+    assert message.startswith(
         "verified: logits of model and files differ by 0.004 on average and by 0.03 at most, where 1 is"
     )
-    assert says in told
+    assert expected in message
 
 
-def test_scores_name_no_token() -> None:
-    found = verify.VerificationResult(verify.FILES, 0.03, 0.004, 0.0, 1.0, 99, 1e-4, True, scores=True)
-    assert str(found).startswith("verified: scores of model and files differ by 0.004 on average")
-    assert "where 1 is how far all scores spread" in str(found) and "token is the same" not in str(found)
-    assert "give the same scores to the last bit" in str(replace(found, largest=0.0))
+def test_result_of_scores_mentions_no_tokens() -> None:
+    result = verify.VerificationResult(verify.FILES, 0.03, 0.004, 0.0, 1.0, 99, 1e-4, True, scores=True)
+    assert str(result).startswith("verified: scores of model and files differ by 0.004 on average")
+    assert "where 1 is how far all scores spread" in str(result) and "token is the same" not in str(result)
+    assert "give the same scores to the last bit" in str(replace(result, largest=0.0))

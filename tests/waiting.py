@@ -1,4 +1,4 @@
-"""Waiting for what a thread or another process does, but not for ever."""
+"""Wait for other threads and processes, with a timeout."""
 
 import subprocess
 import time
@@ -6,24 +6,24 @@ from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-LIMIT = 180.0  # seconds after which something hangs
+TIMEOUT_SECONDS = 180.0  # longer waits count as hung
 
 
-def until(found: Callable[[], object], *processes: subprocess.Popen[Any] | BaseProcess) -> None:
-    """Wait for something to be so; AssertionError if it does not come, or one of these processes ends before."""
-    late = time.monotonic() + LIMIT
-    while not found():
+def wait_until(condition: Callable[[], object], *processes: subprocess.Popen[Any] | BaseProcess) -> None:
+    """Wait until `condition()` is true. Raise AssertionError after the timeout, or if one of the processes ends before."""
+    deadline = time.monotonic() + TIMEOUT_SECONDS
+    while not condition():
         for process in processes:
-            assert not ended(process), f"it ended before: {last_words(process)}"
-        assert time.monotonic() < late, "it did not come"
+            assert not has_ended(process), f"process ended: {output_or_exit_code(process)}"
+        assert time.monotonic() < deadline, "timeout"
         time.sleep(0.005)
 
 
-def ended(process: subprocess.Popen[Any] | BaseProcess) -> bool:
+def has_ended(process: subprocess.Popen[Any] | BaseProcess) -> bool:
     code = process.poll() if isinstance(process, subprocess.Popen) else process.exitcode
     return code is not None
 
 
-def last_words(process: subprocess.Popen[Any] | BaseProcess) -> object:
-    """What it has printed into its pipes, or its exit code."""
+def output_or_exit_code(process: subprocess.Popen[Any] | BaseProcess) -> object:
+    """Output of a process if it is piped, otherwise its exit code."""
     return process.communicate() if isinstance(process, subprocess.Popen) else process.exitcode

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tests.checkpoints import SHAPES, made
+from tests.checkpoints import SHAPES, make_checkpoint
 from tunekit import build as assemble
 from tunekit.adapters.config import NoAdapter
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
@@ -43,7 +43,7 @@ def loss_and_gradients(model: Decoder, layout: str, device: str) -> tuple[float,
     """The loss of a batch, and all gradients in one vector."""
     documents = nano.random_documents(model.spec.vocab, LENGTHS)
     rows = [[documents[i] for i in row] for row in ROWS[layout]]
-    batch = nano.packing(128 if layout == "packed" else 0, len(rows)).written(rows)[0]
+    batch = nano.packing(128 if layout == "packed" else 0, len(rows)).collate_rows(rows)[0]
     model.zero_grad(set_to_none=True)
     loss = CrossEntropy()(model, batch.to(torch.device(device)))
     loss.backward()
@@ -53,7 +53,7 @@ def loss_and_gradients(model: Decoder, layout: str, device: str) -> tuple[float,
 
 def check_family(name: str, device: str, folder: Path) -> bool:
     """Print a line for each layout. Whether all numbers are near."""
-    source = HFCheckpoint.open(made(folder, name), name)
+    source = HFCheckpoint.open(make_checkpoint(folder, name), name)
     reference, model = build(source, "cpu", "fp32"), build(source, device, "bf16")
     good = True
     for layout in ROWS:

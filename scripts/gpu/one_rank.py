@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from tests.checkpoints import made
+from tests.checkpoints import make_checkpoint
 from tunekit import build
 from tunekit.adapters.config import LoRAConfig, NoAdapter
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
@@ -45,7 +45,7 @@ def numbers(source: HFCheckpoint, case: str, run: DistributedContext) -> list[fl
     model = build.build_model(source, NoQuantization(), adapter, PrecisionConfig("bf16", "fp32", "fp32"), memory, run)
     documents, losses = nano.random_documents(model.spec.vocab, LENGTHS), []
     for capacity, rows in ((128, [documents[:2], documents[2:]]), (0, [[document] for document in documents])):
-        batch = nano.packing(capacity, len(rows)).written(rows)[0]
+        batch = nano.packing(capacity, len(rows)).collate_rows(rows)[0]
         loss = CrossEntropy()(model, batch.to(run.device))
         loss.backward()
         losses.append(loss.item())
@@ -74,7 +74,7 @@ def main() -> int:
         for name, case in cases(args.names, args.device):
             with tempfile.TemporaryDirectory() as folder:
                 try:
-                    source = HFCheckpoint.open(made(Path(folder), name), name)
+                    source = HFCheckpoint.open(make_checkpoint(Path(folder), name), name)
                     print(f"ok {name} {case} {numbers(source, case, run)}", flush=True)
                 except Exception as error:  # noqa: BLE001 (the other cases are tried anyway)
                     trace = traceback.extract_tb(error.__traceback__)

@@ -1,4 +1,4 @@
-"""What a rank does in tests of states and files that several write. Lean: every rank imports it."""
+"""Functions that each rank runs in tests of states and checkpoints. Every rank imports this file: keep it light."""
 
 import json
 import os
@@ -20,7 +20,7 @@ from tunekit.adapters.config import DoRAConfig, FrozenModel, LoRAConfig, NoAdapt
 from tunekit.checkpoint import atomic, dcp_planner, final_checkpoint, run_dir, verify
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
 from tunekit.checkpoint.safetensors_io import SafetensorsWriter
-from tunekit.checkpoint.save_model import described, plan_shards, save_model, write_index
+from tunekit.checkpoint.save_model import plan_shards, save_model, tensor_entries, write_index
 from tunekit.checkpoint.training_state import Checkpointer
 from tunekit.distributed.context import DistributedContext
 from tunekit.distributed.parallel_dims import ParallelConfig
@@ -46,29 +46,31 @@ EXPERTS = DENSE | {
 FUSED = DENSE | {"model_type": "phi3", "pad_token_id": 0}
 
 
-def checkpoint(folder: Path, config: dict, shard: int = 60_000) -> Path:
-    """Random weights in small files. Of norms no two numbers are the same."""
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config))
-    source = HFCheckpoint.open(folder)
+def write_checkpoint(directory: Path, config: dict, shard: int = 60_000) -> Path:
+    """Write random weights in small files. Elements of norms are all different."""
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(config))
+    source = HFCheckpoint.open(directory)
     with torch.device("meta"):
         model = Decoder(source.spec)
-    held = {n: s for n, s in model.shapes.items() if not (source.spec.tied and n == TIED)}
-    entries = {n: e for move in save_mappings(held, source.family.table) for n, e in described(model, move, source)}
-    shards, draw = plan_shards(entries, source, shard), torch.Generator().manual_seed(1)
+    shapes = {n: s for n, s in model.shapes.items() if not (source.spec.tie_word_embeddings and n == TIED)}
+    entries = {
+        n: e for move in save_mappings(shapes, source.family.table) for n, e in tensor_entries(model, move, source)
+    }
+    shards, generator = plan_shards(entries, source, shard), torch.Generator().manual_seed(1)
     for file, names in shards.items():
-        with SafetensorsWriter(folder / file, {n: entries[n] for n in names}) as out:
+        with SafetensorsWriter(directory / file, {n: entries[n] for n in names}) as out:
             for n in names:
                 shape, dtype = entries[n]
-                numbers = torch.randn(shape, generator=draw) * 0.2
+                numbers = torch.randn(shape, generator=generator) * 0.2
                 out[n] = (numbers if len(shape) > 1 else 1 + numbers).to(dtype)
-    write_index(folder, shards, entries, source)
-    return folder
+    write_index(directory, shards, entries, source)
+    return directory
 
 
 MODELS = {"dense": DENSE, "experts": EXPERTS, "fused": FUSED}
 OPTIMIZERS = {"adamw": AdamWConfig(lr=0.01), "adamw8bit": AdamW8bitConfig(lr=0.01), "muon": MuonConfig(lr=0.01)}
-# Files of the Hub: how a model is trained whose result is written.
+# How a model is trained before its final checkpoint is written, by name of the model and variant.
 RESULTS = {
     "dense": NoAdapter(),
     "experts": NoAdapter(),
@@ -83,7 +85,7 @@ RESULTS = {
 
 @dataclass(frozen=True)
 class Case:
-    """A model of a folder, and how it is trained."""
+    """A checkpoint and how it is trained."""
 
     folder: Path
     adapter: NoAdapter | LoRAConfig = NoAdapter()
@@ -97,66 +99,66 @@ class Case:
     def model(self, run: DistributedContext) -> Decoder:
         return build.build_model(self.source, self.weights, self.adapter, FP32, MemoryConfig(), run)
 
-    def state(self, folder: Path, model: Decoder, run: DistributedContext, background: bool = False) -> Checkpointer:
-        inner = (p for layer in model.layers for p in layer.parameters())
-        optimizer = self.optimizer.build(self.adapter.trained(model), inner)
-        return Checkpointer(folder, model, optimizer, LambdaLR(optimizer, constant), 2, run, background=background)
+    def state(self, directory: Path, model: Decoder, run: DistributedContext, background: bool = False) -> Checkpointer:
+        layer_params = (p for layer in model.layers for p in layer.parameters())
+        optimizer = self.optimizer.build(self.adapter.param_groups(model), layer_params)
+        return Checkpointer(directory, model, optimizer, LambdaLR(optimizer, constant), 2, run, background=background)
 
 
 def constant(step: int) -> float:
     return 1.0
 
 
-def moved(state: Checkpointer, first: int, last: int) -> None:
-    """Steps whose gradients are the same on any layout."""
-    for step in range(first, last):
+def run_steps(state: Checkpointer, start: int, end: int) -> None:
+    """Run steps whose gradients do not depend on the layout."""
+    for step in range(start, end):
         for name, p in state.model.named_parameters():
             if p.requires_grad:
-                draw = torch.Generator().manual_seed(step * 1000 + len(name))
-                grad = torch.randn(shard_slice(p).shape, generator=draw)
+                generator = torch.Generator().manual_seed(step * 1000 + len(name))
+                grad = torch.randn(shard_slice(p).shape, generator=generator)
                 p.grad = torch.zeros_like(p)
                 to_local(p.grad).copy_(shard_slice(p).of(grad, to_local(p).shape))
         state.optimizer.step()
 
 
-def held(model: nn.Module) -> dict[str, Tensor]:
+def trained_tensors(model: nn.Module) -> dict[str, Tensor]:
     return {name: full_tensor(p).clone() for name, p in model.named_parameters() if p.requires_grad}
 
 
-def gone_on(
-    case: Case, folder: Path, run: DistributedContext, steps: int, stop: int, background: bool
+def resume_and_train(
+    case: Case, directory: Path, run: DistributedContext, steps: int, stop: int, background: bool
 ) -> dict[str, Tensor]:
-    """Take up the state in a folder; train to `steps` and save, and train on to `stop` at once."""
+    """Restore the state of a directory, train to `steps` and save, and train to `stop` while it is written."""
     model = case.model(run)
-    with case.state(folder, model, run, background) as state:
+    with case.state(directory, model, run, background) as state:
         start = state.restore()
         if steps > start:
-            moved(state, start, steps)
+            run_steps(state, start, steps)
             state.save(steps)
-        moved(state, max(start, steps), stop)
-    return held(model)
+        run_steps(state, max(start, steps), stop)
+    return trained_tensors(model)
 
 
-def result(name: str, base: Path, out: Path, run: DistributedContext) -> dict[str, object]:
-    """Write what a training leaves for others, and compare it with the model."""
+def save_result(name: str, base: Path, out: Path, run: DistributedContext) -> dict[str, object]:
+    """Write the final checkpoint and verify it against the model."""
     case = Case(
         base / name.partition("-")[0], RESULTS[name], weights=NF4Config() if name.endswith("nf4") else NoQuantization()
     )
     model = case.model(run)
-    moved(case.state(out, model, run), 0, 1)
-    with atomic.SharedAtomicDir(out / name, run) as folder:
-        final_checkpoint.save_final(case.adapter, folder, model, case.source, run)
-        found = verify.verify_saved(
-            folder, model, verify.ModelSource(case.source, case.weights, case.adapter, FP32), run
+    run_steps(case.state(out, model, run), 0, 1)
+    with atomic.SharedAtomicDir(out / name, run) as directory:
+        final_checkpoint.save_final(case.adapter, directory, model, case.source, run)
+        verification = verify.verify_saved(
+            directory, model, verify.ModelSource(case.source, case.weights, case.adapter, FP32), run
         )
-    return vars(found)
+    return vars(verification)
 
 
-def refused(case: Case, folder: Path, run: DistributedContext, background: bool) -> tuple[str, int, str]:
-    """A rank that may not write large files while others may: what it says, at which look, and what is left."""
-    model, told, look = case.model(run), "", 0
-    state = case.state(folder, model, run, background)
-    moved(state, 0, 1)
+def save_without_space(case: Case, directory: Path, run: DistributedContext, background: bool) -> tuple[str, int, str]:
+    """Message, polling count and directory contents when the last rank cannot write large files."""
+    model, message, num_polls = case.model(run), "", 0
+    state = case.state(directory, model, run, background)
+    run_steps(state, 0, 1)
     state.save(1)
     state.wait()
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -164,158 +166,160 @@ def refused(case: Case, folder: Path, run: DistributedContext, background: bool)
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
     try:
         state.save(2)
-        while state.writing:
-            look += 1
-            state.look()
+        while state.async_save:
+            num_polls += 1
+            state.poll()
     except UserError as error:
-        told = str(error)
+        message = str(error)
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     run.barrier()
-    left = " ".join(sorted(path.name for path in folder.iterdir()))
-    state.save(3)  # and goes on as soon as it can
+    file_names = " ".join(sorted(path.name for path in directory.iterdir()))
+    state.save(3)  # works again without the limit
     state.wait()
-    return told, look, left
+    return message, num_polls, file_names
 
 
-def damaged(case: Case, folder: Path, run: DistributedContext) -> list[str]:
-    """What this rank says of a state of which a file is cut off, whichever rank has looked at that file."""
-    model, told = case.model(run), []
-    state = case.state(folder, model, run)
+def restore_damaged(case: Case, directory: Path, run: DistributedContext) -> list[str]:
+    """Error messages of this rank for truncated files of a state, whichever rank reads the file."""
+    model, messages = case.model(run), []
+    state = case.state(directory, model, run)
     state.save(1)
     for name in (dcp_planner.METADATA, "progress.pt"):
-        file, whole = folder / "00000001" / name, (folder / "00000001" / name).read_bytes()
+        path, contents = directory / "00000001" / name, (directory / "00000001" / name).read_bytes()
         run.barrier()
-        run.shared(partial(file.write_bytes, whole[: len(whole) // 2]))
+        run.shared(partial(path.write_bytes, contents[: len(contents) // 2]))
         try:
             state.restore()
         except UserError as error:
-            told.append(str(error).partition(";")[0])
-        run.shared(partial(file.write_bytes, whole))
-    return told
+            messages.append(str(error).partition(";")[0])
+        run.shared(partial(path.write_bytes, contents))
+    return messages
 
 
-def sent(case: Case, folder: Path, run: DistributedContext, patch: Any) -> list[str]:
-    """What this rank sends of a checkpoint that all of them write."""
-    found: list[str] = []
-    patch.aside = lambda choice, place, message, about: found.extend(sorted(file.name for file in place.iterdir()))
+def upload_checkpoint(case: Case, directory: Path, run: DistributedContext, patch: Any) -> list[str]:
+    """Names of the files of a checkpoint that this rank uploads. All ranks write it."""
+    file_names: list[str] = []
+    patch.aside = lambda choice, place, message, about: file_names.extend(sorted(file.name for file in place.iterdir()))
     model = case.model(run)
-    sender = patch.HubUploader(
+    uploader = patch.HubUploader(
         patch.PushToHubConfig("ann/model", push_every=2),
-        folder,
+        directory,
         lambda place: final_checkpoint.save_final(case.adapter, place, model, case.source, run),
         run,
     )
     for step in (1, 2):
-        sender.step(step, 3)
-    if sender.thread is not None:
-        sender.thread.join()
+        uploader.step(step, 3)
+    if uploader.thread is not None:
+        uploader.thread.join()
     run.barrier()
-    return found
+    return file_names
 
 
-def claimed(out: Path, run: DistributedContext) -> list[str]:
-    """What each rank is told of a folder that is taken, of one with another config, and what it is given."""
-    told = []
-    with run_dir.open_run_dir(out, "seed: 1", frozenset(), False, run) as space:
-        told.append(str(space.day))
-        for words in ((out, "seed: 1", False), (out, "seed: 2", True)):
+def open_in_use(out: Path, run: DistributedContext) -> list[str]:
+    """Messages of each rank for a run directory that is in use, has another config, or is overwritten."""
+    messages = []
+    with run_dir.open_run_dir(out, "seed: 1", frozenset(), False, run) as opened_dir:
+        messages.append(str(opened_dir.started_on))
+        for request in ((out, "seed: 1", False), (out, "seed: 2", True)):
             try:
-                run_dir.open_run_dir(words[0], words[1], frozenset(), words[2], run)
+                run_dir.open_run_dir(request[0], request[1], frozenset(), request[2], run)
             except UserError as error:
-                told.append(re.sub(r"process \d+", "process", str(error)))
+                messages.append(re.sub(r"process \d+", "process", str(error)))
         run.shared((out / "metrics.jsonl").touch)
     run.barrier()
     try:
         run_dir.open_run_dir(out, "seed: 2", frozenset(), False, run)
     except UserError as error:
-        told.append(str(error))
-    run_dir.open_run_dir(out, "seed: 2", frozenset(), True, run).begin()
-    told.append(" ".join(sorted(path.name for path in out.iterdir())))
-    return told
+        messages.append(str(error))
+    run_dir.open_run_dir(out, "seed: 2", frozenset(), True, run).start()
+    messages.append(" ".join(sorted(path.name for path in out.iterdir())))
+    return messages
 
 
-def on_two(base: Path, out: Path) -> dict[str, object]:
-    """All that two ranks can tell."""
-    found: dict[str, object] = {}
+def run_on_two(base: Path, out: Path) -> dict[str, object]:
+    """Run everything that two ranks test."""
+    results: dict[str, object] = {}
     with DistributedContext(0, "cpu") as run:
         for name, optimizer in OPTIMIZERS.items():
             case = Case(base / "dense", optimizer=optimizer)
-            found[f"background {name}"] = gone_on(case, out / f"two-{name}", run, 2, 4, True)
-            found[f"again {name}"] = gone_on(case, out / f"two-{name}", run, 2, 4, False)
-            found[f"of one {name}"] = gone_on(case, out / f"one-{name}", run, 2, 4, False)
+            results[f"background {name}"] = resume_and_train(case, out / f"two-{name}", run, 2, 4, True)
+            results[f"restored {name}"] = resume_and_train(case, out / f"two-{name}", run, 2, 4, False)
+            results[f"of one {name}"] = resume_and_train(case, out / f"one-{name}", run, 2, 4, False)
         for name in RESULTS:
-            found[name] = result(name, base, out / "two", run)
+            results[name] = save_result(name, base, out / "two", run)
         for background in (False, True):
-            where = out / f"refused-{background}"
-            found[f"refused {background}"] = refused(Case(base / "dense"), where, run, background)
-        found["damaged"] = damaged(Case(base / "dense"), out / "damaged", run)
-        found["sent"] = sent(Case(base / "dense"), out / "sender", run, publish)
-        found["claimed"] = claimed(out / "claimed", run)
-    return found
+            directory = out / f"refused-{background}"
+            results[f"refused {background}"] = save_without_space(Case(base / "dense"), directory, run, background)
+        results["damaged"] = restore_damaged(Case(base / "dense"), out / "damaged", run)
+        results["sent"] = upload_checkpoint(Case(base / "dense"), out / "sender", run, publish)
+        results["claimed"] = open_in_use(out / "claimed", run)
+    return results
 
 
-def status(key: str) -> int:
+def memory_status(key: str) -> int:
     return next(int(x.split()[1]) * 1024 for x in Path("/proc/self/status").open() if x.startswith(f"{key}:"))
 
 
-def peak(act: Callable[[], Any]) -> tuple[int, Any]:
-    """Bytes that this rank had at most above what it had before."""
+def peak_memory(fn: Callable[[], Any]) -> tuple[int, Any]:
+    """Peak memory of this rank during a call, in bytes above that before, and the result."""
     Path("/proc/self/clear_refs").write_text("5")
-    before, done = status("VmRSS"), act()
-    return status("VmHWM") - before, done
+    before, result = memory_status("VmRSS"), fn()
+    return memory_status("VmHWM") - before, result
 
 
-def memory(folder: Path, out: Path) -> tuple[int, int, int]:
-    """Of a model that is divided: what its share takes, and what loading and saving it take at most."""
+def measure_memory(directory: Path, out: Path) -> tuple[int, int, int]:
+    """Bytes of the local shard of a sharded model, and peak bytes of loading and saving it."""
     with DistributedContext(0, "cpu") as run:
-        source, precision = HFCheckpoint.open(folder), PrecisionConfig("fp32", "fp32", "checkpoint")
-        small = run.shared(partial(checkpoint, out.with_name("small"), DENSE))
-        Case(small).model(run)  # now torch has all that it loads when it first divides a model
-        loading, model = peak(
+        source, precision = HFCheckpoint.open(directory), PrecisionConfig("fp32", "fp32", "checkpoint")
+        small = run.shared(partial(write_checkpoint, out.with_name("small"), DENSE))
+        Case(small).model(run)  # torch imports modules when it shards a model for the first time
+        loading, model = peak_memory(
             lambda: build.build_model(source, NoQuantization(), FrozenModel(), precision, MemoryConfig(), run)
         )
         run.shared(out.mkdir)
         run.barrier()
-        saving, _ = peak(lambda: save_model(out, model, source, quiet=True, run=run))
+        saving, _ = peak_memory(lambda: save_model(out, model, source, quiet=True, run=run))
         return sum(to_local(p).nbytes for p in model.parameters()), loading, saving
 
 
-def on_four(base: Path, out: Path, parallel: ParallelConfig, model: str) -> dict[str, object]:
-    """States of one process taken up by four ranks, and saved there."""
-    found: dict[str, object] = {}
+def run_on_four(base: Path, out: Path, parallel: ParallelConfig, model: str) -> dict[str, object]:
+    """Four ranks restore the states of one process and save them."""
+    results: dict[str, object] = {}
     with DistributedContext(0, "cpu", parallel) as run:
         for name in ("adamw", "muon"):
             case = Case(base / model, optimizer=OPTIMIZERS[name])
-            found[name] = gone_on(case, out / f"four-{name}", run, 3, 4, True)
-        found[model] = result(model, base, out / "four", run)
+            results[name] = resume_and_train(case, out / f"four-{name}", run, 3, 4, True)
+        results[model] = save_result(model, base, out / "four", run)
         try:
-            gone_on(Case(base / model, optimizer=OPTIMIZERS["adamw8bit"]), out / "four-adamw8bit", run, 3, 4, True)
+            resume_and_train(
+                Case(base / model, optimizer=OPTIMIZERS["adamw8bit"]), out / "four-adamw8bit", run, 3, 4, True
+            )
         except UserError as error:
-            found["refused"] = str(error)
-    return found
+            results["refused"] = str(error)
+    return results
 
 
-def killed(base: Path, out: Path) -> None:
-    """One rank ends when it has written its share and the other has not."""
+def kill_one_rank(base: Path, out: Path) -> None:
+    """Kill one rank after it wrote its shard and before the other did."""
     with DistributedContext(0, "cpu") as run:
         case = Case(base / "dense")
         model = case.model(run)
         state = case.state(out, model, run, True)
-        moved(state, 0, 1)
+        run_steps(state, 0, 1)
         state.save(1)
         state.wait()
-        usual, mine = dcp_planner.write_shards, out / "written"
+        write_shards, has_written = dcp_planner.write_shards, out / "written"
 
-        def writes(*args: Any) -> dcp_planner.ShardWriteResult:
+        def write_or_die(*args: Any) -> dcp_planner.ShardWriteResult:
             if run.rank == 1:
-                while not mine.exists():
+                while not has_written.exists():
                     time.sleep(0.01)
                 os._exit(9)
-            done = usual(*args)
-            mine.touch()
-            return done
+            result = write_shards(*args)
+            has_written.touch()
+            return result
 
-        dcp_planner.write_shards = writes
-        moved(state, 1, 2)
+        dcp_planner.write_shards = write_or_die
+        run_steps(state, 1, 2)
         state.save(2)
         state.wait()

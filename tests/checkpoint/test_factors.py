@@ -1,4 +1,4 @@
-"""Updates on both sides of a weight table: what is added to the Hub's tensors is what is added to ours."""
+"""LoRA deltas are the same for the tensors of a checkpoint and for the layers that they map to."""
 
 from dataclasses import replace
 
@@ -6,77 +6,81 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.checkpoints import error
+from tests.checkpoints import relative_error
 from tunekit.checkpoint.lora_weights import LoRADelta, LoRATarget
 from tunekit.models.weight_map import Fused, Identity, Stack, Transposed
 
 OUT = (6, 2, 4)
 FLAT = {
     "one": (Identity(), ("m.weight",), OUT[:1]),
-    "parts": (Fused(), ("m.weight",), OUT),
-    "in turns": (Fused(interleaved=True), ("m.weight",), (5, 5)),
+    "fused": (Fused(), ("m.weight",), OUT),
+    "interleaved": (Fused(interleaved=True), ("m.weight",), (5, 5)),
     "transposed": (Transposed(), ("m",), OUT[:1]),
-    "parts, transposed": (Fused(transposed=True), ("m",), OUT),
+    "fused, transposed": (Fused(transposed=True), ("m",), OUT),
 }
 EXPERTS = {
     "stacked": (Identity(), ("m",), OUT[:1]),
-    "one for each": (Stack(), ("m.*.w",), OUT[:1]),
-    "stacked parts": (Fused(dim=1), ("m",), OUT),
-    "stacked in turns, transposed": (Fused(dim=1, interleaved=True, transposed=True), ("m",), (5, 5)),
+    "one tensor per expert": (Stack(), ("m.*.w",), OUT[:1]),
+    "stacked, fused": (Fused(dim=1), ("m",), OUT),
+    "stacked, interleaved, transposed": (Fused(dim=1, interleaved=True, transposed=True), ("m",), (5, 5)),
     "stacked and transposed": (Transposed(), ("m",), OUT[:1]),
 }
 CASES = [(case, ()) for case in FLAT.values()] + [(case, (3,)) for case in EXPERTS.values()]
 
 
-def updates(outs: tuple[int, ...], lead: tuple[int, ...], dora: bool = False) -> list[LoRADelta]:
-    """One for each layer, of different ranks and scales, over 7 inputs."""
-    made = []
+def make_deltas(outs: tuple[int, ...], lead: tuple[int, ...], dora: bool = False) -> list[LoRADelta]:
+    """One delta per layer, of different ranks and scales, with 7 inputs."""
+    deltas = []
     for rank, out in enumerate(outs, start=2):
         a, b = torch.randn(*lead, rank, 7), torch.randn(*lead, out, rank)
-        made.append(LoRADelta(a, b, 0.5 + rank, torch.rand(*lead, out) if dora else None))
-    return made
+        deltas.append(LoRADelta(a, b, 0.5 + rank, torch.rand(*lead, out) if dora else None))
+    return deltas
 
 
-def delta(update: LoRADelta) -> Tensor:
+def full_delta(update: LoRADelta) -> Tensor:
     return update.scale * update.b @ update.a
 
 
 @pytest.mark.parametrize(("case", "lead"), CASES, ids=[*FLAT, *EXPERTS])
-def test_the_change_is_the_same_on_both_sides(case: tuple, lead: tuple[int, ...]) -> None:
+def test_delta_is_the_same_in_checkpoint_and_layers(case: tuple, lead: tuple[int, ...]) -> None:
     op, hub, outs = case
-    site = LoRATarget(tuple(f"layer{i}" for i in range(len(outs))), hub, op)
-    made = updates(outs, lead)
-    wanted = op.save([delta(update) for update in made])
-    found = site.out(made)
-    assert len(found) == len(wanted) == len(site.names(3))
-    for one, weight in zip(found, wanted, strict=True):
+    target = LoRATarget(tuple(f"layer{i}" for i in range(len(outs))), hub, op)
+    deltas = make_deltas(outs, lead)
+    expected = op.save([full_delta(update) for update in deltas])
+    checkpoint_deltas = target.to_checkpoint(deltas)
+    assert len(checkpoint_deltas) == len(expected) == len(target.tensor_names(3))
+    for actual, weight in zip(checkpoint_deltas, expected, strict=True):
         swapped = op == Transposed() or (isinstance(op, Fused) and op.transposed)
-        assert error(delta(one), weight.mT if swapped else weight) < 1e-6
-    assert [tuple(delta(one).shape) for one in found] == site.shapes([(*lead, out, 7) for out in outs])
-    back = site.back(found, [(*lead, out, 7) for out in outs])
-    for one, mine in zip(back, made, strict=True):
-        assert error(delta(one), delta(mine)) < 1e-6
+        assert relative_error(full_delta(actual), weight.mT if swapped else weight) < 1e-6
+    assert [tuple(full_delta(actual).shape) for actual in checkpoint_deltas] == target.shapes(
+        [(*lead, out, 7) for out in outs]
+    )
+    layer_deltas = target.from_checkpoint(checkpoint_deltas, [(*lead, out, 7) for out in outs])
+    for actual, expected_delta in zip(layer_deltas, deltas, strict=True):
+        assert relative_error(full_delta(actual), full_delta(expected_delta)) < 1e-6
 
 
-@pytest.mark.parametrize("case", [FLAT["one"], FLAT["parts"], FLAT["in turns"]])
-def test_magnitudes_go_with_the_outputs(case: tuple) -> None:
-    """A weight whose rows are as long as they were meant to be is so on both sides."""
+@pytest.mark.parametrize("case", [FLAT["one"], FLAT["fused"], FLAT["interleaved"]])
+def test_magnitudes_follow_the_outputs(case: tuple) -> None:
+    """Row norms are mapped like the output rows of their weights."""
     op, hub, outs = case
-    site = LoRATarget(tuple(f"layer{i}" for i in range(len(outs))), hub, op)
-    made = updates(outs, (), dora=True)
-    lengths = [update.magnitude for update in made]
-    assert all(m is not None for m in lengths)
-    (found,) = site.out(made)
-    assert found.magnitude is not None
-    assert torch.equal(found.magnitude, *op.save(lengths))
-    for one, mine in zip(site.back([found], [(out, 7) for out in outs]), made, strict=True):
-        assert one.magnitude is not None and torch.equal(one.magnitude, mine.magnitude)
+    target = LoRATarget(tuple(f"layer{i}" for i in range(len(outs))), hub, op)
+    deltas = make_deltas(outs, (), dora=True)
+    magnitudes = [update.magnitude for update in deltas]
+    assert all(m is not None for m in magnitudes)
+    (checkpoint_delta,) = target.to_checkpoint(deltas)
+    assert checkpoint_delta.magnitude is not None
+    assert torch.equal(checkpoint_delta.magnitude, *op.save(magnitudes))
+    for actual, expected in zip(
+        target.from_checkpoint([checkpoint_delta], [(out, 7) for out in outs]), deltas, strict=True
+    ):
+        assert actual.magnitude is not None and torch.equal(actual.magnitude, expected.magnitude)
 
 
-def test_a_layer_without_an_update_has_zeros() -> None:
-    made = updates((6, 2), ())
-    made[0] = replace(made[0], a=made[0].a[:0], b=made[0].b[:, :0])
-    (found,) = LoRATarget(("a", "b"), ("m.weight",), Fused()).out(made)
-    assert found.rank == made[1].rank and found.scale == made[1].scale
-    assert not delta(found)[:6].any()
-    assert error(delta(found)[6:], delta(made[1])) < 1e-6
+def test_layer_without_adapter_has_zero_delta() -> None:
+    deltas = make_deltas((6, 2), ())
+    deltas[0] = replace(deltas[0], a=deltas[0].a[:0], b=deltas[0].b[:, :0])
+    (checkpoint_delta,) = LoRATarget(("a", "b"), ("m.weight",), Fused()).to_checkpoint(deltas)
+    assert checkpoint_delta.rank == deltas[1].rank and checkpoint_delta.scale == deltas[1].scale
+    assert not full_delta(checkpoint_delta)[:6].any()
+    assert relative_error(full_delta(checkpoint_delta)[6:], full_delta(deltas[1])) < 1e-6

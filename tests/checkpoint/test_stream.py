@@ -1,4 +1,4 @@
-"""Logits of a checkpoint that is read part by part: those of the whole model to the last bit, in far less memory."""
+"""Layer-by-layer logits of a checkpoint equal those of the full model bit for bit, with far less memory."""
 
 import ctypes
 import subprocess
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.checkpoints import FP32, SHAPES, build, made, ours, save, shuffle_adapter
+from tests.checkpoints import FP32, SHAPES, build, load_model, make_checkpoint, save, shuffle_adapter
 from tunekit.adapters.config import DoRAConfig, FrozenModel, LoRAConfig
 from tunekit.checkpoint import layerwise_forward, merge, peft_adapter, verify
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
@@ -27,18 +27,20 @@ DEEP = SHAPES["llama2"] | {"hidden_size": 384, "intermediate_size": 1536, "num_h
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_logits_are_those_of_the_whole_model(name: str, tmp_path: Path) -> None:
-    folder = made(tmp_path, name)
-    found = layerwise_forward.checkpoint_logits(HFCheckpoint.open(folder), FrozenModel(), ROWS, FP32, CPU)
-    assert torch.equal(found.whole(), layerwise_forward.forward_logits(ours(folder), ROWS, CPU).whole())
+def test_logits_equal_those_of_the_full_model(name: str, tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, name)
+    logits = layerwise_forward.checkpoint_logits(HFCheckpoint.open(folder), FrozenModel(), ROWS, FP32, CPU)
+    assert torch.equal(logits.full(), layerwise_forward.forward_logits(load_model(folder), ROWS, CPU).full())
 
 
 @pytest.mark.parametrize("name", ["llama2", "gemma2", "mixtral", "qwen3-next"])
-def test_rows_of_any_length_are_asked_together(name: str, tmp_path: Path) -> None:
-    model = ours(made(tmp_path, name))
+def test_rows_of_different_lengths_are_batched(name: str, tmp_path: Path) -> None:
+    model = load_model(make_checkpoint(tmp_path, name))
     with torch.no_grad():
-        alone = torch.cat([model(torch.tensor([row]))[0] for row in ROWS])
-    torch.testing.assert_close(layerwise_forward.forward_logits(model, ROWS, CPU).whole(), alone, rtol=1e-4, atol=1e-4)
+        expected = torch.cat([model(torch.tensor([row]))[0] for row in ROWS])
+    torch.testing.assert_close(
+        layerwise_forward.forward_logits(model, ROWS, CPU).full(), expected, rtol=1e-4, atol=1e-4
+    )
 
 
 @pytest.mark.parametrize("precision", [FP32, BF16], ids=["fp32", "bf16"])
@@ -54,91 +56,93 @@ def test_rows_of_any_length_are_asked_together(name: str, tmp_path: Path) -> Non
         ("phi3", LoRAConfig(2, alpha_pattern={"down_proj": 5.0})),
     ],
 )
-def test_an_adapter_takes_part(name: str, adapter: LoRAConfig, precision: PrecisionConfig, tmp_path: Path) -> None:
-    folder, start = made(tmp_path / "base", name), tmp_path / "adapter"
-    model, source = ours(folder, adapter, precision), HFCheckpoint.open(folder)
+def test_adapter_is_applied(name: str, adapter: LoRAConfig, precision: PrecisionConfig, tmp_path: Path) -> None:
+    folder, adapter_dir = make_checkpoint(tmp_path / "base", name), tmp_path / "adapter"
+    model, source = load_model(folder, adapter, precision), HFCheckpoint.open(folder)
     shuffle_adapter(model)
-    start.mkdir()
-    peft_adapter.save_adapter(start, model, adapter, source)
-    there = replace(peft_adapter.read_adapter_config(start, source), adapter_path=str(start))
-    found = layerwise_forward.checkpoint_logits(source, there, ROWS, precision, CPU).whole()
-    assert torch.equal(found, layerwise_forward.forward_logits(model, ROWS, CPU).whole())
-    plain = layerwise_forward.checkpoint_logits(source, FrozenModel(), ROWS, precision, CPU).whole()
-    assert not torch.allclose(found, plain, atol=0.1), "the adapter says something"
+    adapter_dir.mkdir()
+    peft_adapter.save_adapter(adapter_dir, model, adapter, source)
+    saved_adapter = replace(peft_adapter.read_adapter_config(adapter_dir, source), adapter_path=str(adapter_dir))
+    logits = layerwise_forward.checkpoint_logits(source, saved_adapter, ROWS, precision, CPU).full()
+    assert torch.equal(logits, layerwise_forward.forward_logits(model, ROWS, CPU).full())
+    base_logits = layerwise_forward.checkpoint_logits(source, FrozenModel(), ROWS, precision, CPU).full()
+    assert not torch.allclose(logits, base_logits, atol=0.1), "the adapter changes the logits"
 
 
-def resident(what: str) -> int:
-    """Bytes that this process holds, pages of mapped files among them in VmRSS and not in RssAnon."""
+def memory_status(field: str) -> int:
+    """Bytes of the process in a field of /proc/self/status. VmRSS includes mapped files, RssAnon does not."""
     status = Path("/proc/self/status").read_text()
-    return int(status.partition(f"{what}:")[2].split()[0]) * 1024
+    return int(status.partition(f"{field}:")[2].split()[0]) * 1024
 
 
-def growth(work: Callable[[], Any], what: str = "VmRSS") -> int:
-    """How much the memory of this process grows at most."""
-    ctypes.CDLL(None).malloc_trim(0)  # what was freed before is not used again unseen
-    before, most, over = resident(what), [0], threading.Event()
+def peak_growth(fn: Callable[[], Any], field: str = "VmRSS") -> int:
+    """Peak growth of the process's memory during a call, in bytes."""
+    ctypes.CDLL(None).malloc_trim(0)  # otherwise freed memory would be reused without growth
+    before, samples, finished = memory_status(field), [0], threading.Event()
 
-    def watch() -> None:
-        while not over.wait(0.0005):
-            most.append(resident(what))
+    def sample() -> None:
+        while not finished.wait(0.0005):
+            samples.append(memory_status(field))
 
-    thread = threading.Thread(target=watch)
+    thread = threading.Thread(target=sample)
     thread.start()
-    made = work()
-    most.append(resident(what))  # the other thread may not have come to it
-    del made
-    over.set()
+    result = fn()
+    samples.append(memory_status(field))  # the thread may have missed the end
+    del result
+    finished.set()
     thread.join()
-    return max(most) - before
+    return max(samples) - before
 
 
-def alone(work: Callable[[Path], None], folder: Path) -> None:
-    """Call a function of this file in a process of its own: memory that other tests have left would hide growth."""
-    told = f"import sys, pathlib, {__name__} as here; here.{work.__name__}(pathlib.Path(sys.argv[1]))"
-    done = subprocess.run([sys.executable, "-c", told, folder], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+def run_in_process(fn: Callable[[Path], None], folder: Path) -> None:
+    """Call a function of this file in a separate process: memory left by other tests would hide growth."""
+    code = f"import sys, pathlib, {__name__} as module; module.{fn.__name__}(pathlib.Path(sys.argv[1]))"
+    result = subprocess.run([sys.executable, "-c", code, folder], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
 
 
 def test_no_second_model_is_in_memory(tmp_path: Path) -> None:
-    alone(no_second_model, tmp_path)
+    run_in_process(check_no_second_model, tmp_path)
 
 
-def no_second_model(tmp_path: Path) -> None:
+def check_no_second_model(tmp_path: Path) -> None:
     folder = save(build(DEEP), tmp_path)
     size = (folder / "model.safetensors").stat().st_size
     layerwise_forward.checkpoint_logits(
         HFCheckpoint.open(folder), FrozenModel(), ROWS, FP32, CPU
-    )  # what is imported and allocated once
-    assert growth(lambda: ours(folder)) > 0.8 * size, "a second one is seen"
+    )  # imports and one-time allocations
+    assert peak_growth(lambda: load_model(folder)) > 0.8 * size, "a second model is measured"
     assert (
-        growth(lambda: layerwise_forward.checkpoint_logits(HFCheckpoint.open(folder), FrozenModel(), ROWS, FP32, CPU))
+        peak_growth(
+            lambda: layerwise_forward.checkpoint_logits(HFCheckpoint.open(folder), FrozenModel(), ROWS, FP32, CPU)
+        )
         < 0.5 * size
     )
 
 
-def test_of_a_large_vocabulary_only_parts_are_in_memory(tmp_path: Path) -> None:
-    alone(parts_of_a_large_vocabulary, tmp_path)
+def test_large_vocabulary_is_processed_in_slices(tmp_path: Path) -> None:
+    run_in_process(check_large_vocabulary, tmp_path)
 
 
-def parts_of_a_large_vocabulary(tmp_path: Path) -> None:
-    """An embedding and a head of 92 MB each, a head that was adapted, and 40 MB of logits."""
-    wide = SHAPES["llama2"] | {"hidden_size": 384, "num_hidden_layers": 1, "vocab_size": 60_000}
-    base, start, out = save(build(wide), tmp_path / "base"), tmp_path / "adapter", tmp_path / "out"
+def check_large_vocabulary(tmp_path: Path) -> None:
+    """An embedding and a head of 92 MB each, an adapted head, and 40 MB of logits."""
+    config = SHAPES["llama2"] | {"hidden_size": 384, "num_hidden_layers": 1, "vocab_size": 60_000}
+    base, adapter_dir, out = save(build(config), tmp_path / "base"), tmp_path / "adapter", tmp_path / "out"
     adapter = LoRAConfig(2, target_modules=("embed", "head"))
-    model, source = ours(base, adapter), HFCheckpoint.open(base)
-    start.mkdir(), out.mkdir()
-    peft_adapter.save_adapter(start, model, adapter, source)
-    merge.merge_adapter(source, start, out, quiet=True)
-    there, rows = replace(adapter, adapter_path=str(start)), [list(range(20))] * 8
+    model, source = load_model(base, adapter), HFCheckpoint.open(base)
+    adapter_dir.mkdir(), out.mkdir()
+    peft_adapter.save_adapter(adapter_dir, model, adapter, source)
+    merge.merge_adapter(source, adapter_dir, out, quiet=True)
+    saved_adapter, rows = replace(adapter, adapter_path=str(adapter_dir)), [list(range(20))] * 8
 
     def compare() -> None:
-        wanted = layerwise_forward.checkpoint_logits(source, there, rows, FP32, CPU)
+        expected = layerwise_forward.checkpoint_logits(source, saved_adapter, rows, FP32, CPU)
         rounded = layerwise_forward.checkpoint_logits(
-            source, there, rows, FP32, CPU, written=HFCheckpoint.open(out).dtypes
+            source, saved_adapter, rows, FP32, CPU, rounded_dtypes=HFCheckpoint.open(out).dtypes
         )
-        found = layerwise_forward.checkpoint_logits(HFCheckpoint.open(out), FrozenModel(), rows, FP32, CPU)
-        assert verify.distances([wanted, rounded], found)[0].mean < 1e-4
+        actual = layerwise_forward.checkpoint_logits(HFCheckpoint.open(out), FrozenModel(), rows, FP32, CPU)
+        assert verify.logit_diffs([expected, rounded], actual)[0].mean < 1e-4
 
     compare()
-    assert growth(lambda: torch.ones(10**7), "RssAnon") > 3e7, "that much more is seen"
-    assert growth(compare, "RssAnon") < 92e6, "none of them was there whole"
+    assert peak_growth(lambda: torch.ones(10**7), "RssAnon") > 3e7, "40 MB are measured"
+    assert peak_growth(compare, "RssAnon") < 92e6, "neither the embedding nor the head is loaded completely"

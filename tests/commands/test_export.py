@@ -6,8 +6,8 @@ from pathlib import Path
 import gguf
 import pytest
 
-from tests.checkpoints import ours, rewrite, shuffle_adapter
-from tests.export.exported import FITTING, made, split, write_bytes
+from tests.checkpoints import load_model, rewrite_config, shuffle_adapter
+from tests.export.exported import SUPPORTED, make_checkpoint, regex_pre_tokenizer, write_byte_level_bpe
 from tunekit.adapters.config import LoRAConfig
 from tunekit.checkpoint import peft_adapter
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
@@ -17,7 +17,9 @@ from tunekit.export.pretokenizer import QWEN2
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    return write_bytes(made(tmp_path / "small", FITTING["qwen3"] | {"vocab_size": 448}), split(QWEN2))
+    return write_byte_level_bpe(
+        make_checkpoint(tmp_path / "small", SUPPORTED["qwen3"] | {"vocab_size": 448}), regex_pre_tokenizer(QWEN2)
+    )
 
 
 def test_it_says_what_was_written_and_how_far_it_is_off(
@@ -40,7 +42,7 @@ def test_it_says_what_was_written_and_how_far_it_is_off(
 
 def test_an_adapter_is_merged(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     adapter = LoRAConfig(3, target_modules=("all-linear",))
-    net = ours(model, adapter)
+    net = load_model(model, adapter)
     shuffle_adapter(net)
     beside = tmp_path / "adapter"
     beside.mkdir()
@@ -52,8 +54,8 @@ def test_an_adapter_is_merged(model: Path, tmp_path: Path, capsys: pytest.Captur
 def test_a_file_that_is_too_far_off_stays_and_is_a_failure(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    wide = FITTING["qwen3"] | {"vocab_size": 448, "hidden_size": 256, "intermediate_size": 256, "head_dim": 64}
-    made(tmp_path / "wide", wide)
+    wide = SUPPORTED["qwen3"] | {"vocab_size": 448, "hidden_size": 256, "intermediate_size": 256, "head_dim": 64}
+    make_checkpoint(tmp_path / "wide", wide)
     for file in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / "wide" / file).write_bytes((model / file).read_bytes())
     out = tmp_path / "wide.gguf"
@@ -68,7 +70,7 @@ def test_mistakes_are_told_in_a_line(model: Path, tmp_path: Path, capsys: pytest
     out = str(tmp_path / "x.gguf")
     assert cli.main(["export", str(model), out, "--type", "q4_k_m"]) == 2
     assert "the gguf package cannot write this type" in capsys.readouterr().err
-    rewrite(model, lambda c: c | {"hidden_act": "gelu"})
+    rewrite_config(model, lambda c: c | {"hidden_act": "gelu"})
     assert cli.main(["export", str(model), out]) == 2
     told = capsys.readouterr().err
     assert (

@@ -1,4 +1,4 @@
-"""Small checkpoint folders with the shapes of templates that real families have, and runs of any size."""
+"""Tokenizer directories with the template shapes of real model families, and fake runs of any size."""
 
 import json
 import sys
@@ -25,7 +25,7 @@ CHATML = """
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif -%}
 """
 
-# Reasoning is written only behind the last question, and then even when there is none.
+# Writes a reasoning block only after the last user message, and then even if there is no reasoning.
 THINKING = """
 {%- set found = namespace(last=-1) -%}
 {%- for message in messages if message.role == 'user' -%}
@@ -83,7 +83,7 @@ BRACKETS = """{{ bos_token }}{% for message in messages %}{% if message['role'] 
 {{ '[INST] ' + message['content'] + ' [/INST]' }}{% else %}
 {{ ' ' + message['content'] + eos_token }}{% endif %}{% endfor %}"""
 
-# An end token that swallows the line break behind it, and an end of text wherever nothing is prompted for.
+# The end token strips the line break after it; the template ends with eos unless a generation prompt is added.
 CLOSED = """{% for message in messages %}{{ '<|' + message['role'] + '|>\\n' + message['content'] + '<|end|>\\n' }}
 {%- endfor %}{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% else %}{{ eos_token }}{% endif %}"""
 
@@ -106,7 +106,7 @@ GENERATION = """
 
 @dataclass(frozen=True)
 class Shape:
-    """A template, the special tokens it needs, bos and eos among them."""
+    """A chat template and the special tokens that it needs, including bos and eos."""
 
     template: str
     special: tuple[str, ...]
@@ -137,8 +137,8 @@ SHAPES = {
 }
 
 
-def build(shape: Shape) -> Tokenizer:
-    """A trained tokenizer: byte-level as Qwen and Llama 3 have it, or words with byte fallback as Gemma and Mistral."""
+def train_tokenizer(shape: Shape) -> Tokenizer:
+    """Train a tokenizer: byte-level like Qwen and Llama 3, or metaspace with byte fallback like Gemma and Mistral."""
     special = [AddedToken(text, special=True, normalized=False, rstrip=text == "<|end|>") for text in shape.special]
     if shape.metaspace:
         tokenizer = Tokenizer(models.BPE(byte_fallback=True, fuse_unk=True, unk_token="<unk>"))
@@ -149,7 +149,7 @@ def build(shape: Shape) -> Tokenizer:
         first = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256))]
         trainer = trainers.BpeTrainer(vocab_size=440, special_tokens=first, show_progress=False)
         tokenizer.train_from_iterator([text.replace("😀", "") for text in TEXT], trainer)
-        # Bytes were made special for the trainer only: as added tokens their texts would be taken for bytes.
+        # Only the trainer needs bytes as special tokens: as added tokens their texts would be tokenized as bytes.
         saved = json.loads(tokenizer.to_str())
         saved["added_tokens"] = saved["added_tokens"][:1]
         tokenizer = Tokenizer.from_str(json.dumps(saved))
@@ -167,35 +167,35 @@ def build(shape: Shape) -> Tokenizer:
         bos = (shape.bos, tokenizer.token_to_id(shape.bos))
         steps.append(processors.TemplateProcessing(single=f"{shape.bos} $A", special_tokens=[bos]))
     tokenizer.post_processor = processors.Sequence(steps)
-    tokenizer.enable_truncation(7)  # what a file may hold and must not matter
+    tokenizer.enable_truncation(7)  # settings of tokenizer.json that must be ignored
     tokenizer.enable_padding(pad_id=tokenizer.token_to_id(shape.eos), pad_token=shape.eos)
     return tokenizer
 
 
-def write(folder: Path, shape: Shape) -> Path:
-    build(shape).save(str(folder / "tokenizer.json"))
+def write_tokenizer(directory: Path, shape: Shape) -> Path:
+    train_tokenizer(shape).save(str(directory / "tokenizer.json"))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": shape.eos, "chat_template": shape.template}
     if shape.bos is not None:
         config["bos_token"] = {"content": shape.bos, "special": True, "__type": "AddedToken"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
-    return folder
+    (directory / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+    return directory
 
 
 @pytest.fixture(scope="session")
 def nano() -> tokenizer.Tokenizer:
-    folder = assets.model_dir("tunekit/nano")
-    assert folder is not None
-    return tokenizer.Tokenizer.open(folder).fitted(2048, folder)
+    directory = assets.model_dir("tunekit/nano")
+    assert directory is not None
+    return tokenizer.Tokenizer.open(directory).with_vocab_size(2048, directory)
 
 
 @pytest.fixture(scope="session")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return {name: write(tmp_path_factory.mktemp(name), shape) for name, shape in SHAPES.items()}
+def tokenizer_dirs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {name: write_tokenizer(tmp_path_factory.mktemp(name), shape) for name, shape in SHAPES.items()}
 
 
 @dataclass(frozen=True)
-class Place:
-    """Stand-in for a run: one rank of some."""
+class FakeDist:
+    """Fake distributed context of one rank."""
 
     rank: int = 0
     size: int = 1
@@ -207,7 +207,6 @@ class Place:
 
     @property
     def reader(self) -> int:
-        """Each rank reads rows of its own."""
         return self.rank
 
     @property
@@ -219,5 +218,5 @@ class Place:
 
 
 @pytest.fixture
-def place() -> Callable[..., Place]:
-    return Place
+def make_dist() -> Callable[..., FakeDist]:
+    return FakeDist

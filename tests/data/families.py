@@ -1,12 +1,12 @@
-"""Families of checkpoints: chat templates (templates/*.jinja), special tokens, and what is learnt of their turns."""
+"""Model families: chat templates (templates/*.jinja), special tokens, and the target text of each kind of turn."""
 
 import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.data.conftest import Shape, write
+from tests.data.conftest import Shape, write_tokenizer
 
-FOLDER = Path(__file__).parent / "templates"
+TEMPLATE_DIR = Path(__file__).parent / "templates"
 LLAMA3 = ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>", "<|python_tag|>")
 IM = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
 THINK = ("<think>", "</think>", "<tool_call>", "</tool_call>")
@@ -33,10 +33,10 @@ LLAMA_CALL = '{"name": "weather", "parameters": {"city": "Oslo"}}<|eot_id|>'
 
 @dataclass(frozen=True)
 class Family:
-    """What a checkpoint folder of the family holds, and what is learnt.
+    """Contents of a tokenizer directory and the target text that its template gives for an answer `{}`.
 
-    `turns`: what is written of an answer `{}` that is followed by more, and of the last one. `calls`: of a call of a
-    tool and of the answer behind it. `thoughts`: of an answer with reasoning that another follows, and of the last.
+    `turns`: an answer that is followed by another turn, and the last answer. `calls`: a tool call, and the answer after
+    its result. `thoughts`: an answer with reasoning that is followed by another turn, and the last one.
     """
 
     special: tuple[str, ...]
@@ -51,35 +51,35 @@ class Family:
     system: bool = True
 
 
-def even(turn: str) -> tuple[str, str]:
+def same_twice(turn: str) -> tuple[str, str]:
     return turn, turn
 
 
 EMPTY = "<think>\n\n</think>\n\n"
 THOUGHT = "<think>\nBy heart.\n</think>\n\n"
 FAMILIES = {
-    "chatml": Family(IM, None, "<|im_end|>", even("{}<|im_end|>")),
-    "zephyr": Family(("<s>", "</s>"), "<s>", "</s>", even("{}</s>")),
-    "llama2": Family(("<s>", "</s>"), "<s>", "</s>", even(" {} </s>"), metaspace=True),
-    "llama3": Family(LLAMA3, LLAMA3[0], "<|eot_id|>", even("{}<|eot_id|>")),
-    "llama3_tools": Family(LLAMA3, LLAMA3[0], "<|eot_id|>", even("{}<|eot_id|>"), (LLAMA_CALL, "{}<|eot_id|>")),
+    "chatml": Family(IM, None, "<|im_end|>", same_twice("{}<|im_end|>")),
+    "zephyr": Family(("<s>", "</s>"), "<s>", "</s>", same_twice("{}</s>")),
+    "llama2": Family(("<s>", "</s>"), "<s>", "</s>", same_twice(" {} </s>"), metaspace=True),
+    "llama3": Family(LLAMA3, LLAMA3[0], "<|eot_id|>", same_twice("{}<|eot_id|>")),
+    "llama3_tools": Family(LLAMA3, LLAMA3[0], "<|eot_id|>", same_twice("{}<|eot_id|>"), (LLAMA_CALL, "{}<|eot_id|>")),
     "llama3_builtin": Family(
-        LLAMA3, LLAMA3[0], "<|eot_id|>", even("{}<|eot_id|>"), (LLAMA_CALL.replace("eot", "eom"), "{}<|eot_id|>")
+        LLAMA3, LLAMA3[0], "<|eot_id|>", same_twice("{}<|eot_id|>"), (LLAMA_CALL.replace("eot", "eom"), "{}<|eot_id|>")
     ),
     "mistral": Family(
-        MISTRAL, "<s>", "</s>", even("{}</s>"), (f'[TOOL_CALLS][{CALL[:-1]}, "id": "abcdefghi"}}]</s>', "{}</s>")
+        MISTRAL, "<s>", "</s>", same_twice("{}</s>"), (f'[TOOL_CALLS][{CALL[:-1]}, "id": "abcdefghi"}}]</s>', "{}</s>")
     ),
-    "mixtral": Family(("<s>", "</s>"), "<s>", "</s>", even(" {}</s>"), metaspace=True, system=False),
-    "gemma2": Family(GEMMA, "<bos>", "<eos>", even("{}<end_of_turn>"), metaspace=True, system=False),
-    "gemma3": Family(GEMMA, "<bos>", "<eos>", even("{}<end_of_turn>"), metaspace=True),
+    "mixtral": Family(("<s>", "</s>"), "<s>", "</s>", same_twice(" {}</s>"), metaspace=True, system=False),
+    "gemma2": Family(GEMMA, "<bos>", "<eos>", same_twice("{}<end_of_turn>"), metaspace=True, system=False),
+    "gemma3": Family(GEMMA, "<bos>", "<eos>", same_twice("{}<end_of_turn>"), metaspace=True),
     "phi3": Family(
         ("<|endoftext|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"),
         None,
         "<|endoftext|>",
         ("{}<|end|>", "{}<|end|><|endoftext|>"),
     ),
-    "phi4": Family((*IM, "<|im_sep|>"), None, "<|im_end|>", even("{}<|im_end|>")),
-    "qwen2": Family(IM, None, "<|im_end|>", even("{}<|im_end|>"), (HERMES, "{}<|im_end|>")),
+    "phi4": Family((*IM, "<|im_sep|>"), None, "<|im_end|>", same_twice("{}<|im_end|>")),
+    "qwen2": Family(IM, None, "<|im_end|>", same_twice("{}<|im_end|>"), (HERMES, "{}<|im_end|>")),
     "qwen3": Family(
         IM,
         None,
@@ -93,7 +93,7 @@ FAMILIES = {
         DEEPSEEK,
         DEEPSEEK[0],
         DEEPSEEK[1],
-        even("{}<｜end▁of▁sentence｜>"),
+        same_twice("{}<｜end▁of▁sentence｜>"),
         (
             "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n"
             '{"city": "Oslo"}\n```<｜tool▁call▁end｜>',  # the template ends a turn of two calls only
@@ -101,12 +101,12 @@ FAMILIES = {
         ),
         plain=THINK[:2],
     ),
-    "deepseek_v3": Family(DEEPSEEK, DEEPSEEK[0], DEEPSEEK[1], even("{}<｜end▁of▁sentence｜>"), plain=THINK[:2]),
+    "deepseek_v3": Family(DEEPSEEK, DEEPSEEK[0], DEEPSEEK[1], same_twice("{}<｜end▁of▁sentence｜>"), plain=THINK[:2]),
     "glm4": Family(
         GLM,
         None,
         "<|endoftext|>",
-        ("\n{}<|user|>", "\n{}"),  # the next turn's beginning is what stops this one
+        ("\n{}<|user|>", "\n{}"),  # the first token of the next turn ends this one
         ('weather\n{"city": "Oslo"}<|observation|>', "\n{}"),
         stops=("<|endoftext|>", "<|user|>", "<|observation|>"),
     ),
@@ -125,23 +125,30 @@ FAMILIES = {
         ),
         stops=("<|return|>", "<|call|>"),
     ),
-    "olmo2": Family(("<|endoftext|>",), "<|endoftext|>", "<|endoftext|>", even("{}<|endoftext|>")),
+    "olmo2": Family(("<|endoftext|>",), "<|endoftext|>", "<|endoftext|>", same_twice("{}<|endoftext|>")),
     "granite": Family(
-        ("<|start_of_role|>", "<|end_of_role|>", "<|end_of_text|>"), None, "<|end_of_text|>", even("{}<|end_of_text|>")
+        ("<|start_of_role|>", "<|end_of_role|>", "<|end_of_text|>"),
+        None,
+        "<|end_of_text|>",
+        same_twice("{}<|end_of_text|>"),
     ),
-    "smollm3": Family(IM, None, "<|im_end|>", even("<|im_start|>assistant\n{}<|im_end|>\n"), plain=THINK),
-    "command_r": Family(COMMAND, COMMAND[0], "<|END_OF_TURN_TOKEN|>", even("{}<|END_OF_TURN_TOKEN|>")),
+    "smollm3": Family(IM, None, "<|im_end|>", same_twice("<|im_start|>assistant\n{}<|im_end|>\n"), plain=THINK),
+    "command_r": Family(COMMAND, COMMAND[0], "<|END_OF_TURN_TOKEN|>", same_twice("{}<|END_OF_TURN_TOKEN|>")),
 }
-# A family whose template prompts for what its turns never hold: no mask is sure.
-UNSURE = {"command_r7b": Family(COMMAND, COMMAND[0], "<|END_OF_TURN_TOKEN|>", even("{}"))}
+# The generation prompt of this template contains text that its turns do not: the loss mask is ambiguous.
+AMBIGUOUS = {"command_r7b": Family(COMMAND, COMMAND[0], "<|END_OF_TURN_TOKEN|>", same_twice("{}"))}
 
 
-def folder(place: Path, name: str) -> Path:
-    """A checkpoint folder of a family, with a small tokenizer of its own."""
-    family = {**FAMILIES, **UNSURE}[name]
-    template = (FOLDER / f"{name}.jinja").read_text(encoding="utf-8")
+def write_family(directory: Path, name: str) -> Path:
+    """Write the tokenizer directory of a family."""
+    family = {**FAMILIES, **AMBIGUOUS}[name]
+    template = (TEMPLATE_DIR / f"{name}.jinja").read_text(encoding="utf-8")
     shape = Shape(template, family.special, family.bos, family.eos, family.plain, family.metaspace)
-    path = write(place, shape)
-    ids = {item["content"]: item["id"] for item in json.loads((path / "tokenizer.json").read_text())["added_tokens"]}
-    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": [ids[stop] for stop in family.stops]}))
+    path = write_tokenizer(directory, shape)
+    token_ids = {
+        token["content"]: token["id"] for token in json.loads((path / "tokenizer.json").read_text())["added_tokens"]
+    }
+    (path / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": [token_ids[stop] for stop in family.stops]})
+    )
     return path

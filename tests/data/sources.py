@@ -1,4 +1,4 @@
-"""Files of rows in every kind that is read, and small chunks, so that short files have many."""
+"""Row files in every supported format, and small chunk sizes so that short files have many chunks."""
 
 import csv
 import gzip
@@ -20,18 +20,18 @@ KINDS = ("jsonl", "json", "csv", "parquet", "arrow", "feather.arrow", "jsonl.gz"
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> Path:
-    """A file of these rows; the end of its name says of which kind."""
-    path.write_bytes(content(path.name, rows))
+    """Write rows to a file in the format of its suffix."""
+    path.write_bytes(encode_rows(path.name, rows))
     return path
 
 
-def content(name: str, rows: list[dict[str, Any]]) -> bytes:
+def encode_rows(name: str, rows: list[dict[str, Any]]) -> bytes:
     if name.endswith(".gz"):
-        return gzip.compress(content(name[:-3], rows), mtime=0)  # bytes that do not depend on the clock
+        return gzip.compress(encode_rows(name[:-3], rows), mtime=0)  # bytes that do not depend on the clock
     if name.endswith(".zst"):
-        return pyarrow.compress(content(name[:-4], rows), "zstd", asbytes=True)
+        return pyarrow.compress(encode_rows(name[:-4], rows), "zstd", asbytes=True)
     if name.endswith((".parquet", ".arrow")):
-        return columns(name, rows)
+        return encode_columns(name, rows)
     if name.endswith(".csv"):
         out = io.StringIO(newline="")
         writer = csv.DictWriter(out, list(rows[0]))
@@ -43,7 +43,7 @@ def content(name: str, rows: list[dict[str, Any]]) -> bytes:
     return json.dumps(rows, ensure_ascii=False, indent=1).encode()
 
 
-def columns(name: str, rows: list[dict[str, Any]]) -> bytes:
+def encode_columns(name: str, rows: list[dict[str, Any]]) -> bytes:
     table, sink = pyarrow.Table.from_pylist(rows), pyarrow.BufferOutputStream()
     if name.endswith(".parquet"):
         pyarrow.parquet.write_table(table, sink, row_group_size=7)
@@ -57,7 +57,7 @@ def columns(name: str, rows: list[dict[str, Any]]) -> bytes:
 
 @contextmanager
 def small_chunks(rows: int = 3, size: int = 64) -> Iterator[None]:
-    """Chunks of so many rows and bytes, and files that are read in blocks of that size where they can be."""
+    """Limit chunks to `rows` rows and `size` bytes, and read blocks of `size` bytes."""
     with pytest.MonkeyPatch.context() as patch:
         for module in (arrow_reader, parquet_reader, text_lines, json_reader, hf_datasets):
             for name, value in {"ROWS": rows, "BYTES": size}.items():

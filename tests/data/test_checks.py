@@ -1,4 +1,4 @@
-"""Each fault is found where it was planted, and nowhere else: neither in ordinary rows nor in those that ship."""
+"""Row checks find each planted fault, and report nothing for valid rows and the bundled data."""
 
 import json
 import random
@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.data.families import FAMILIES, folder
+from tests.data.families import FAMILIES, write_family
 from tunekit.data import row_checks, row_stats
 from tunekit.data.datasets import ChatDataset
 from tunekit.data.doc_flags import DocFlags
@@ -23,56 +23,58 @@ LIMIT = 64
 NAMES = ["Ada", "Ben", "Cleo", "Dan", "Eve", "Finn", "Gus", "Hana", "Ivo", "June"]
 
 
-def turn(tokenizer: Tokenizer, *said: tuple[str, str]) -> Document:
-    """A conversation of the nano: what the assistant says is learnt, with its end."""
-    ids, learnt = [tokenizer.bos], [False]
-    for question, answer in said:
+def make_document(tokenizer: Tokenizer, *turns: tuple[str, str]) -> Document:
+    """Build a conversation of the nano model; targets are the answers with their end token."""
+    token_ids, mask = [tokenizer.bos], [False]
+    for question, answer in turns:
         prompt = tokenizer.encode(f"<|user|>{question}<|turn|><|assistant|>")
         target = tokenizer.encode(f"{answer}<|turn|>")
-        ids, learnt = ids + prompt + target, learnt + [False] * len(prompt) + [True] * len(target)
-    return Document(np.array(ids, np.int32), np.array(learnt), len(ids))
+        token_ids, mask = token_ids + prompt + target, mask + [False] * len(prompt) + [True] * len(target)
+    return Document(np.array(token_ids, np.int32), np.array(mask), len(token_ids))
 
 
-def ordinary(tokenizer: Tokenizer, count: int = 40, first: int = 0) -> list[Document]:
-    """Questions that differ, with answers of their own; some have a second turn."""
-    found = []
-    for row in range(first, first + count):
-        name = NAMES[row % 10]
-        said = [(f"What has {name} in box {row}?", f"In box {row} {name} has {row * 7 % 50} things.")]
-        said += [(f"And what in box {row + 1}?", "Nothing.")] if row % 5 == 0 else []
-        found.append(turn(tokenizer, *said))
-    return found
+def make_rows(tokenizer: Tokenizer, count: int = 40, first: int = 0) -> list[Document]:
+    """Build valid rows with different questions and answers; every fifth has a second turn."""
+    rows = []
+    for index in range(first, first + count):
+        name = NAMES[index % 10]
+        turns = [(f"What has {name} in box {index}?", f"In box {index} {name} has {index * 7 % 50} things.")]
+        turns += [(f"And what in box {index + 1}?", "Nothing.")] if index % 5 == 0 else []
+        rows.append(make_document(tokenizer, *turns))
+    return rows
 
 
-def subject(tokenizer: Tokenizer, documents: list[Document], part: str = "data", **use) -> CheckTarget:
-    rows = TokenizedDataset(documents, [f"{part}.jsonl:{row}" for row in range(1, len(documents) + 1)])
-    return CheckTarget(part, [rows], tokenizer, CheckContext(**{"limit": LIMIT, **use}))
+def make_target(tokenizer: Tokenizer, documents: list[Document], name: str = "data", **context) -> CheckTarget:
+    rows = TokenizedDataset(documents, [f"{name}.jsonl:{row}" for row in range(1, len(documents) + 1)])
+    return CheckTarget(name, [rows], tokenizer, CheckContext(**{"limit": LIMIT, **context}))
 
 
-def found(tokenizer: Tokenizer, documents: list[Document], **use) -> dict[str, Finding]:
-    return {one.kind: one for one in run_data_checks(subject(tokenizer, documents, **use))}
+def check_rows(tokenizer: Tokenizer, documents: list[Document], **context) -> dict[str, Finding]:
+    return {finding.kind: finding for finding in run_data_checks(make_target(tokenizer, documents, **context))}
 
 
 def test_ordinary_rows_show_nothing(nano: Tokenizer) -> None:
-    assert not run_data_checks(subject(nano, ordinary(nano)), subject(nano, ordinary(nano, 8, 100), "eval_data"))
+    assert not run_data_checks(
+        make_target(nano, make_rows(nano)), make_target(nano, make_rows(nano, 8, 100), "eval_data")
+    )
 
 
-def unmasked(document: Document, *, drop: int) -> Document:
-    """Without the last `drop` learnt tokens of each stretch."""
-    learnt = document.learnt.copy()
-    for end in np.flatnonzero(learnt & ~np.append(learnt[1:], False)):
-        learnt[end - drop + 1 : end + 1] = False
-    return document._replace(learnt=learnt)
+def mask_last_targets(document: Document, *, drop: int) -> Document:
+    """Mask the last `drop` target tokens of each target span."""
+    mask = document.loss_mask.copy()
+    for end in np.flatnonzero(mask & ~np.append(mask[1:], False)):
+        mask[end - drop + 1 : end + 1] = False
+    return document._replace(learnt=mask)
 
 
 Plant = Callable[[Tokenizer, list[Document]], list[Document]]
 
 
-def every(change: Callable[[Tokenizer, Document], Document]) -> Plant:
+def change_all(change: Callable[[Tokenizer, Document], Document]) -> Plant:
     return lambda tokenizer, rows: [change(tokenizer, row) for row in rows]
 
 
-def some(change: Callable[[Tokenizer, Document], Document], rows: slice = slice(2, 5)) -> Plant:
+def change_some(change: Callable[[Tokenizer, Document], Document], rows: slice = slice(2, 5)) -> Plant:
     def plant(tokenizer: Tokenizer, all_rows: list[Document]) -> list[Document]:
         changed = list(all_rows)
         changed[rows] = [change(tokenizer, row) for row in changed[rows]]
@@ -81,208 +83,231 @@ def some(change: Callable[[Tokenizer, Document], Document], rows: slice = slice(
     return plant
 
 
-def nothing(_: Tokenizer, row: Document) -> Document:
-    return row._replace(learnt=np.zeros_like(row.learnt))
+def drop_targets(_: Tokenizer, row: Document) -> Document:
+    return row._replace(learnt=np.zeros_like(row.loss_mask))
 
 
-def begun_twice(tokenizer: Tokenizer, row: Document) -> Document:
-    return Document(np.append(np.int32(tokenizer.bos), row.tokens), np.append(False, row.learnt), row.whole + 1)
+def double_bos(tokenizer: Tokenizer, row: Document) -> Document:
+    return Document(
+        np.append(np.int32(tokenizer.bos), row.tokens), np.append(False, row.loss_mask), row.full_length + 1
+    )
 
 
-def headless(_: Tokenizer, row: Document) -> Document:
-    return Document(row.tokens[1:], row.learnt[1:], row.whole - 1)
+def drop_bos(_: Tokenizer, row: Document) -> Document:
+    return Document(row.tokens[1:], row.loss_mask[1:], row.full_length - 1)
 
 
-def cut(_: Tokenizer, row: Document) -> Document:
-    return Document(row.tokens[:-3], row.learnt[:-3], row.whole)
+def cut_answer(_: Tokenizer, row: Document) -> Document:
+    return Document(row.tokens[:-3], row.loss_mask[:-3], row.full_length)
 
 
-def cut_behind(_: Tokenizer, row: Document) -> Document:
-    return row._replace(whole=row.whole + 9)
+def cut_after_answer(_: Tokenizer, row: Document) -> Document:
+    return row._replace(whole=row.full_length + 9)
 
 
-def empty(tokenizer: Tokenizer, row: Document) -> Document:
-    return turn(tokenizer, (f"Say nothing to {zlib.crc32(row.tokens.tobytes())}", ""))
+def empty_answer(tokenizer: Tokenizer, row: Document) -> Document:
+    return make_document(tokenizer, (f"Say nothing to {zlib.crc32(row.tokens.tobytes())}", ""))
 
 
 def same_answer(tokenizer: Tokenizer, row: Document) -> Document:
-    return turn(tokenizer, (f"Is it {zlib.crc32(row.tokens.tobytes())}?", "Yes."))
+    return make_document(tokenizer, (f"Is it {zlib.crc32(row.tokens.tobytes())}?", "Yes."))
 
 
-def short(_: Tokenizer, row: Document) -> Document:
+def too_short(_: Tokenizer, row: Document) -> Document:
     return Document(np.array([row.tokens[0], 3], np.int32), np.array([False, True]), 2)
 
 
-def beyond(_: Tokenizer, row: Document) -> Document:
+def token_beyond_vocab(_: Tokenizer, row: Document) -> Document:
     tokens = row.tokens.copy()
     tokens[4] = 2048
     return row._replace(tokens=tokens)
 
 
-def ended_otherwise(tokenizer: Tokenizer, row: Document) -> Document:
+def wrong_end_token(tokenizer: Tokenizer, row: Document) -> Document:
     tokens = row.tokens.copy()
     tokens[tokens == tokenizer.eos] = tokenizer.model.token_to_id("<|tool|>")
     return row._replace(tokens=tokens)
 
 
-def signed(sign: DocFlags) -> Callable[[Tokenizer, Document], Document]:
-    return lambda _, row: row._replace(signs=sign)
+def set_flags(flags: DocFlags) -> Callable[[Tokenizer, Document], Document]:
+    return lambda _, row: row._replace(signs=flags)
 
 
-PLANTED: dict[str, tuple[Plant, str, str, int]] = {  # name: fault, kind, severity, rows
-    "nothing learnt": (every(nothing), "nothing learnt", "wrong", 40),
-    "nothing learnt in some": (some(nothing), "nothing learnt", "doubtful", 3),
-    "no end learnt": (every(lambda _, row: unmasked(row, drop=1)), "terminators", "wrong", 40),
-    "some ends not learnt": (some(lambda _, row: unmasked(row, drop=1)), "terminators", "doubtful", 3),
-    "a sign of that": (some(signed(DocFlags.UNENDED)), "terminators", "doubtful", 3),
-    "two beginnings": (every(begun_twice), "bos", "wrong", 40),
-    "some with two beginnings": (some(begun_twice), "bos", "doubtful", 3),
-    "no beginning": (every(headless), "bos", "doubtful", 40),
-    "cut answers": (some(cut), "cut answers", "doubtful", 3),
-    "empty answers": (some(empty), "empty answers", "doubtful", 3),
-    "a sign of that too": (some(signed(DocFlags.EMPTY_TURN)), "empty answers", "doubtful", 3),
-    "one answer": (some(same_answer, slice(0, 36)), "constant answers", "doubtful", 36),
-    "one answer in half": (some(same_answer, slice(0, 24)), "constant answers", "note", 24),
+FAULTS: dict[str, tuple[Plant, str, str, int]] = {  # name: fault, kind, severity, number of rows
+    "nothing learnt": (change_all(drop_targets), "nothing learnt", "wrong", 40),
+    "nothing learnt in some": (change_some(drop_targets), "nothing learnt", "doubtful", 3),
+    "no end learnt": (change_all(lambda _, row: mask_last_targets(row, drop=1)), "terminators", "wrong", 40),
+    "some ends not learnt": (change_some(lambda _, row: mask_last_targets(row, drop=1)), "terminators", "doubtful", 3),
+    "a sign of that": (change_some(set_flags(DocFlags.MISSING_END_TOKEN)), "terminators", "doubtful", 3),
+    "two beginnings": (change_all(double_bos), "bos", "wrong", 40),
+    "some with two beginnings": (change_some(double_bos), "bos", "doubtful", 3),
+    "no beginning": (change_all(drop_bos), "bos", "doubtful", 40),
+    "cut answers": (change_some(cut_answer), "cut answers", "doubtful", 3),
+    "empty answers": (change_some(empty_answer), "empty answers", "doubtful", 3),
+    "a sign of that too": (change_some(set_flags(DocFlags.EMPTY_TURN)), "empty answers", "doubtful", 3),
+    "one answer": (change_some(same_answer, slice(0, 36)), "constant answers", "doubtful", 36),
+    "one answer in half": (change_some(same_answer, slice(0, 24)), "constant answers", "note", 24),
     "copies": (lambda _, rows: rows + rows[3:13], "duplicates", "doubtful", 10),
     "a copy": (lambda _, rows: rows + rows[3:4], "duplicates", "note", 1),
-    "short rows": (some(short, slice(7, 8)), "short", "doubtful", 1),
-    "another vocabulary": (some(beyond), "vocabulary", "wrong", 3),
-    "ends that do not stop": (every(ended_otherwise), "stops", "doubtful", 40),
-    "special tokens": (some(signed(DocFlags.SPECIAL_IN_TEXT)), "special tokens", "doubtful", 3),
-    "prompt learnt": (some(signed(DocFlags.PROMPT_LEARNT)), "prompt learnt", "doubtful", 3),
-    "tools unused": (some(signed(DocFlags.TOOLS_UNUSED)), "tools unused", "doubtful", 3),
-    "reasoning dropped": (some(signed(DocFlags.REASONING_DROPPED)), "reasoning dropped", "note", 3),
-    "content lost": (some(signed(DocFlags.CONTENT_LOST)), "content lost", "doubtful", 3),
+    "short rows": (change_some(too_short, slice(7, 8)), "short", "doubtful", 1),
+    "another vocabulary": (change_some(token_beyond_vocab), "vocabulary", "wrong", 3),
+    "ends that do not stop": (change_all(wrong_end_token), "stops", "doubtful", 40),
+    "special tokens": (change_some(set_flags(DocFlags.SPECIAL_IN_TEXT)), "special tokens", "doubtful", 3),
+    "prompt learnt": (change_some(set_flags(DocFlags.PROMPT_TRAINED)), "prompt learnt", "doubtful", 3),
+    "tools unused": (change_some(set_flags(DocFlags.TOOLS_NOT_RENDERED)), "tools unused", "doubtful", 3),
+    "reasoning dropped": (change_some(set_flags(DocFlags.REASONING_DROPPED)), "reasoning dropped", "note", 3),
+    "content lost": (change_some(set_flags(DocFlags.CONTENT_LOST)), "content lost", "doubtful", 3),
 }
 
 
-@pytest.mark.parametrize("name", PLANTED)
-def test_a_planted_fault_is_found(nano: Tokenizer, name: str) -> None:
-    plant, kind, severity, rows = PLANTED[name]
-    told = found(nano, plant(nano, ordinary(nano)), vocab=2048)
-    assert set(told) == {kind} | ({"empty answers"} if kind == "short" else set())
-    one = told[kind]
-    assert (one.severity, one.count) == (severity, rows)
-    assert len(one.where) == min(rows, row_checks.SHOWN) and all(place.startswith("data.jsonl:") for place in one.where)
-    assert "\n" not in str(one)
+@pytest.mark.parametrize("name", FAULTS)
+def test_planted_fault_is_found(nano: Tokenizer, name: str) -> None:
+    plant, kind, severity, num_rows = FAULTS[name]
+    findings = check_rows(nano, plant(nano, make_rows(nano)), vocab=2048)
+    assert set(findings) == {kind} | ({"empty answers"} if kind == "short" else set())
+    finding = findings[kind]
+    assert (finding.severity, finding.count) == (severity, num_rows)
+    assert len(finding.row_locations) == min(num_rows, row_checks.SHOWN) and all(
+        place.startswith("data.jsonl:") for place in finding.row_locations
+    )
+    assert "\n" not in str(finding)
 
 
-def test_what_an_empty_answer_teaches(nano: Tokenizer) -> None:
-    """One of a pair is not what the model is taught to say; a text that is labelled may answer nothing."""
-    rows = some(empty)(nano, ordinary(nano))
-    assert "taught to end at once" in str(found(nano, rows)["empty answers"])
-    pairs = found(nano, rows, scored=RewardTarget("pairs"))
-    assert "that one is empty may be all that is learnt" in str(pairs["empty answers"])
-    judged = every(signed(DocFlags.GOOD))(nano, rows)
-    assert "that one is empty may be all that is learnt" in str(found(nano, judged)["empty answers"])
-    assert "empty answers" not in found(nano, rows, scored=RewardTarget("labels"))
+def test_empty_answers_of_pairs_and_labeled_rows(nano: Tokenizer) -> None:
+    """A rejected answer is no target text to generate, and a labeled text may be empty."""
+    rows = change_some(empty_answer)(nano, make_rows(nano))
+    assert "taught to end at once" in str(check_rows(nano, rows)["empty answers"])
+    findings = check_rows(nano, rows, scored=RewardTarget("pairs"))
+    assert "that one is empty may be all that is learnt" in str(findings["empty answers"])
+    unpaired = change_all(set_flags(DocFlags.DESIRABLE))(nano, rows)
+    assert "that one is empty may be all that is learnt" in str(check_rows(nano, unpaired)["empty answers"])
+    assert "empty answers" not in check_rows(nano, rows, scored=RewardTarget("labels"))
 
 
-def test_the_first_rows_of_a_fault_are_named(nano: Tokenizer) -> None:
-    told = found(nano, some(nothing, slice(11, 20))(nano, ordinary(nano)))["nothing learnt"]
-    assert told.where == ("data.jsonl:12", "data.jsonl:13", "data.jsonl:14") and told.rows == (11, 12, 13)
-    assert "9 of 40 rows (22%)" in str(told)
+def test_finding_names_first_rows(nano: Tokenizer) -> None:
+    finding = check_rows(nano, change_some(drop_targets, slice(11, 20))(nano, make_rows(nano)))["nothing learnt"]
+    assert finding.row_locations == ("data.jsonl:12", "data.jsonl:13", "data.jsonl:14") and finding.documents == (
+        11,
+        12,
+        13,
+    )
+    assert "9 of 40 rows (22%)" in str(finding)
 
 
-def test_a_row_that_is_cut_behind_an_answer_has_all_of_it(nano: Tokenizer) -> None:
-    assert not found(nano, every(cut_behind)(nano, ordinary(nano)))
+def test_row_cut_after_answer_is_no_fault(nano: Tokenizer) -> None:
+    assert not check_rows(nano, change_all(cut_after_answer)(nano, make_rows(nano)))
 
 
-def test_rows_that_were_split_are_as_they_were(nano: Tokenizer) -> None:
-    """Windows of long answers end where there is room no more, and may hold little but the end."""
-    long = [turn(nano, (f"Count {row}", " ".join(str(row * number) for number in range(60)))) for row in range(8)]
+def test_split_windows_are_no_fault(nano: Tokenizer) -> None:
+    """Windows of long answers end anywhere and may contain little more than the end token."""
+    long_rows = [
+        make_document(nano, (f"Count {row}", " ".join(str(row * number) for number in range(60)))) for row in range(8)
+    ]
     for length in range(24, 40):
-        pieces = [
-            (one, f"a:{i}") for i, row in enumerate(long) for one in fit_documents(row, length, "split", length // 4)
+        windows = [
+            (window, f"a:{i}")
+            for i, row in enumerate(long_rows)
+            for window in fit_documents(row, length, "split", length // 4)
         ]
-        rows = TokenizedDataset([one for one, _ in pieces], [where for _, where in pieces])
-        assert len(rows) > 5 * len(long)
+        rows = TokenizedDataset([window for window, _ in windows], [location for _, location in windows])
+        assert len(rows) > 5 * len(long_rows)
         assert not run_data_checks(CheckTarget("data", [rows], nano, CheckContext(length)))
 
 
-def test_rows_and_not_their_windows_are_counted(nano: Tokenizer) -> None:
-    row = turn(nano, ("Count", " ".join(map(str, range(60)))))
-    pieces = fit_documents(row, 32, "split", 8)
-    rows = TokenizedDataset(pieces * 2, ["a:1"] * len(pieces) + ["a:2"] * len(pieces))
-    (copy,) = (
-        one for one in run_data_checks(CheckTarget("data", [rows], nano, CheckContext(32))) if one.kind == "duplicates"
+def test_rows_are_counted_instead_of_their_windows(nano: Tokenizer) -> None:
+    row = make_document(nano, ("Count", " ".join(map(str, range(60)))))
+    windows = fit_documents(row, 32, "split", 8)
+    rows = TokenizedDataset(windows * 2, ["a:1"] * len(windows) + ["a:2"] * len(windows))
+    (duplicates,) = (
+        finding
+        for finding in run_data_checks(CheckTarget("data", [rows], nano, CheckContext(32)))
+        if finding.kind == "duplicates"
     )
-    assert "1 of 2 rows (50%) is a copy of earlier ones (a:2); " in str(copy)
-    assert copy.rows == (len(pieces),)
+    assert "1 of 2 rows (50%) is a copy of earlier ones (a:2); " in str(duplicates)
+    assert duplicates.documents == (len(windows),)
 
 
-def test_text_is_no_answer(nano: Tokenizer) -> None:
-    """Pieces of a long text end anywhere; only its last one ends with the token."""
+def test_text_windows_are_no_cut_answers(nano: Tokenizer) -> None:
+    """Windows of a long text end anywhere; only the last one ends with eos."""
     tokens = np.array(nano.encode("Once there was a cat, and it had a hat. " * 40, special=True), np.int32)
-    parts = [tokens[first : first + LIMIT] for first in range(0, len(tokens) - 2, LIMIT - 1)]
-    pieces = TokenizedDataset(
-        [Document(part, np.ones(len(part), bool), len(part)) for part in parts], ["a:1"] * len(parts)
+    windows = [tokens[start : start + LIMIT] for start in range(0, len(tokens) - 2, LIMIT - 1)]
+    dataset = TokenizedDataset(
+        [Document(window, np.ones(len(window), bool), len(window)) for window in windows], ["a:1"] * len(windows)
     )
-    assert not run_data_checks(CheckTarget("data", [pieces], nano, CheckContext(LIMIT)))
+    assert not run_data_checks(CheckTarget("data", [dataset], nano, CheckContext(LIMIT)))
 
 
-def test_a_learnt_share_below_a_hundredth(nano: Tokenizer) -> None:
-    read = " ".join(f"The {row}th box is empty." for row in range(100))
-    rows = [turn(nano, (f"{read} Which box is it, {name}?", "Box.")) for name in NAMES]
-    assert found(nano, rows, limit=9999)["learnt share"].severity == "doubtful"
-    assert "learnt share" not in found(nano, ordinary(nano))
+def test_target_fraction_below_one_percent_is_reported(nano: Tokenizer) -> None:
+    context = " ".join(f"The {row}th box is empty." for row in range(100))
+    rows = [make_document(nano, (f"{context} Which box is it, {name}?", "Box.")) for name in NAMES]
+    assert check_rows(nano, rows, limit=9999)["learnt share"].severity == "doubtful"
+    assert "learnt share" not in check_rows(nano, make_rows(nano))
 
 
-def test_what_the_tokenizer_cannot_write(folders: dict[str, Path]) -> None:
-    tokenizer = Tokenizer.open(folders["turns"])
+def test_unknown_tokens_are_counted(tokenizer_dirs: dict[str, Path]) -> None:
+    tokenizer = Tokenizer.open(tokenizer_dirs["turns"])
     unknown = 0
     tokenizer.names["unk_token"] = tokenizer.model.id_to_token(unknown)
     rows = [np.arange(2, 40, dtype=np.int32) for _ in range(10)]
     for row in rows[:4]:
         row[5] = unknown
-    learnt = np.arange(38) > 20
-    told = {one.kind: one for one in run_data_checks(subject(tokenizer, [Document(row, learnt, 38) for row in rows]))}
-    assert (told["unknown tokens"].count, told["unknown tokens"].severity) == (4, "doubtful")
+    mask = np.arange(38) > 20
+    findings = {
+        finding.kind: finding
+        for finding in run_data_checks(make_target(tokenizer, [Document(row, mask, 38) for row in rows]))
+    }
+    assert (findings["unknown tokens"].count, findings["unknown tokens"].severity) == (4, "doubtful")
 
 
-def test_packed_rows_that_hold_one_document(nano: Tokenizer) -> None:
-    rows = ordinary(nano)
-    assert found(nano, rows, packed=np.ones(40, int))["packing"].severity == "note"
-    assert not found(nano, rows, packed=np.full(20, 2))
+def test_packed_rows_with_one_document_are_noted(nano: Tokenizer) -> None:
+    rows = make_rows(nano)
+    assert check_rows(nano, rows, packed=np.ones(40, int))["packing"].severity == "note"
+    assert not check_rows(nano, rows, packed=np.full(20, 2))
 
 
-@pytest.mark.parametrize(("warmup", "told"), [(5, False), (9, False), (10, True), (100, True)])
-def test_a_warm_up_longer_than_the_run(nano: Tokenizer, warmup: int, told: bool) -> None:
-    assert ("warm-up" in found(nano, ordinary(nano), steps=10, warmup=warmup)) is told
+@pytest.mark.parametrize(("warmup", "is_reported"), [(5, False), (9, False), (10, True), (100, True)])
+def test_warmup_longer_than_run_is_reported(nano: Tokenizer, warmup: int, is_reported: bool) -> None:
+    assert ("warm-up" in check_rows(nano, make_rows(nano), steps=10, warmup=warmup)) is is_reported
 
 
-def test_a_tokenizer_that_names_no_end(nano: Tokenizer) -> None:
-    bare = Tokenizer(nano.model, {}, nano.templates)
-    assert {"no end token", "no pad token"} <= set(found(bare, ordinary(nano)))
+def test_tokenizer_without_end_token_is_reported(nano: Tokenizer) -> None:
+    tokenizer = Tokenizer(nano.model, {}, nano.templates)
+    assert {"no end token", "no pad token"} <= set(check_rows(tokenizer, make_rows(nano)))
 
 
-def labelled(tokenizer: Tokenizer, values: list[float], cut: int = 0) -> list[Document]:
-    """Texts of which each has a label, or a step that has one, without the end that a model is to write."""
-    found = []
+def make_labeled_rows(tokenizer: Tokenizer, values: list[float], num_cut: int = 0) -> list[Document]:
+    """Build texts that have a label, or steps that have labels, without an end token."""
+    rows = []
     for number, value in enumerate(values):
-        ids = np.array([tokenizer.bos, *tokenizer.encode(f"In box {number} are {number * 7} things.")], np.int32)
-        learnt = np.arange(len(ids)) == len(ids) - 1
-        found.append(Document(ids, learnt, len(ids) + cut, DocFlags.STEPS, np.array([value], np.float32)))
-    return found
+        token_ids = np.array([tokenizer.bos, *tokenizer.encode(f"In box {number} are {number * 7} things.")], np.int32)
+        mask = np.arange(len(token_ids)) == len(token_ids) - 1
+        rows.append(
+            Document(token_ids, mask, len(token_ids) + num_cut, DocFlags.STEPWISE, np.array([value], np.float32))
+        )
+    return rows
 
 
-def test_what_is_scored_is_not_taught_to_write(nano: Tokenizer) -> None:
-    fine = labelled(nano, [0, 1] * 10)
-    assert "terminators" in found(nano, fine)
-    assert not found(nano, fine, scored=RewardTarget("labels"))
-    assert found(nano, labelled(nano, [0, 1] * 10, 5), scored=RewardTarget("labels"))["cut rows"].count == 20
-    assert "no end token" not in found(Tokenizer(nano.model, {}, nano.templates), fine, scored=RewardTarget("pairs"))
+def test_scored_rows_need_no_end_token(nano: Tokenizer) -> None:
+    rows = make_labeled_rows(nano, [0, 1] * 10)
+    assert "terminators" in check_rows(nano, rows)
+    assert not check_rows(nano, rows, scored=RewardTarget("labels"))
+    assert (
+        check_rows(nano, make_labeled_rows(nano, [0, 1] * 10, 5), scored=RewardTarget("labels"))["cut rows"].count == 20
+    )
+    assert "no end token" not in check_rows(
+        Tokenizer(nano.model, {}, nano.templates), rows, scored=RewardTarget("pairs")
+    )
 
 
-@pytest.mark.parametrize(("same", "severity"), [(20, "wrong"), (19, "doubtful"), (18, None)])
-def test_labels_that_are_the_same(nano: Tokenizer, same: int, severity: str | None) -> None:
-    rows = labelled(nano, [1] * same + [0] * (20 - same))
-    told = found(nano, rows, scored=RewardTarget("labels")).get("constant labels")
-    assert (told and told.severity) == severity
-    assert "constant labels" not in found(nano, rows, scored=RewardTarget("pairs"))
+@pytest.mark.parametrize(("num_same", "severity"), [(20, "wrong"), (19, "doubtful"), (18, None)])
+def test_constant_labels_are_reported(nano: Tokenizer, num_same: int, severity: str | None) -> None:
+    rows = make_labeled_rows(nano, [1] * num_same + [0] * (20 - num_same))
+    finding = check_rows(nano, rows, scored=RewardTarget("labels")).get("constant labels")
+    assert (finding and finding.severity) == severity
+    assert "constant labels" not in check_rows(nano, rows, scored=RewardTarget("pairs"))
 
 
-@pytest.mark.parametrize(("there", "classes", "told"), [
+@pytest.mark.parametrize(("labels", "classes", "absent"), [
     ([0, 1], 5, "2, 3, 4: 3 of 5 classes (`loss.num_labels`) cannot be learnt; is that meant? loss.num_labels=2 "
                 "would do"),
     ([1, 2], 9, "0, 3, 4, ..: 7 of 9 classes (`loss.num_labels`) cannot be learnt; is that meant? "
@@ -292,150 +317,161 @@ def test_labels_that_are_the_same(nano: Tokenizer, same: int, severity: str | No
     ([0, 1], None, None),
     ([1], 2, None),
 ])  # fmt: skip
-def test_classes_that_no_row_has(nano: Tokenizer, there: list[float], classes: int | None, told: str | None) -> None:
-    """Where rows are learnt from: of those that are held out, some may lack one."""
-    rows = labelled(nano, there * 12)
-    use = {"scored": RewardTarget("labels", classes)}
-    finding = found(nano, rows, **use).get("absent classes")
-    assert (finding is None) == (told is None)
-    assert finding is None or str(finding).startswith(f"data: no row has the label {told}")
+def test_absent_classes_are_reported(
+    nano: Tokenizer, labels: list[float], classes: int | None, absent: str | None
+) -> None:
+    """Evaluation rows may lack a class."""
+    rows = make_labeled_rows(nano, labels * 12)
+    context = {"scored": RewardTarget("labels", classes)}
+    finding = check_rows(nano, rows, **context).get("absent classes")
+    assert (finding is None) == (absent is None)
+    assert finding is None or str(finding).startswith(f"data: no row has the label {absent}")
     assert finding is None or finding.severity == "doubtful"
-    all_there = labelled(nano, [number % (classes or 2) for number in range(100, 160)])
-    held = subject(nano, rows, "eval_data", **use)
-    assert "absent classes" not in {one.kind for one in run_data_checks(subject(nano, all_there, **use), held)}
+    complete = make_labeled_rows(nano, [number % (classes or 2) for number in range(100, 160)])
+    eval_target = make_target(nano, rows, "eval_data", **context)
+    assert "absent classes" not in {
+        other.kind for other in run_data_checks(make_target(nano, complete, **context), eval_target)
+    }
 
 
-def overlap(tokenizer: Tokenizer, held: list[Document]) -> dict[str, Finding]:
-    told = run_data_checks(subject(tokenizer, ordinary(tokenizer)), subject(tokenizer, held, "eval_data"))
-    return {one.kind: one for one in told}
+def find_overlap(tokenizer: Tokenizer, eval_rows: list[Document]) -> dict[str, Finding]:
+    findings = run_data_checks(
+        make_target(tokenizer, make_rows(tokenizer)), make_target(tokenizer, eval_rows, "eval_data")
+    )
+    return {finding.kind: finding for finding in findings}
 
 
-def test_held_out_rows_that_are_learnt(nano: Tokenizer) -> None:
-    rows, new = ordinary(nano), ordinary(nano, 10, 100)
-    told = overlap(nano, rows[:6] + new[:4])["overlap"]
-    assert (told.severity, told.count, told.where[0]) == ("wrong", 6, "eval_data.jsonl:1")
-    assert overlap(nano, rows[:2] + new)["overlap"].severity == "doubtful"
-    assert not overlap(nano, new)
+def test_eval_rows_in_training_data_are_reported(nano: Tokenizer) -> None:
+    rows, new_rows = make_rows(nano), make_rows(nano, 10, 100)
+    finding = find_overlap(nano, rows[:6] + new_rows[:4])["overlap"]
+    assert (finding.severity, finding.count, finding.row_locations[0]) == ("wrong", 6, "eval_data.jsonl:1")
+    assert find_overlap(nano, rows[:2] + new_rows)["overlap"].severity == "doubtful"
+    assert not find_overlap(nano, new_rows)
 
 
-def test_held_out_prompts_that_are_learnt_with_another_answer(nano: Tokenizer) -> None:
-    asked = [turn(nano, (f"What has {NAMES[row]} in box {row}?", "I do not know.")) for row in (1, 2)]
-    told = overlap(nano, asked + ordinary(nano, 8, 100))["same prompts"]
-    assert (told.severity, told.count) == ("doubtful", 2)
+def test_eval_prompts_in_training_data_with_another_answer_are_reported(nano: Tokenizer) -> None:
+    repeated = [make_document(nano, (f"What has {NAMES[row]} in box {row}?", "I do not know.")) for row in (1, 2)]
+    finding = find_overlap(nano, repeated + make_rows(nano, 8, 100))["same prompts"]
+    assert (finding.severity, finding.count) == ("doubtful", 2)
 
 
-def test_a_prompt_that_begins_many_rows_is_nobodys(nano: Tokenizer) -> None:
-    rows = [turn(nano, ("Tell me a story.", f"There was a cat called {row}.")) for row in range(60)]
-    told = run_data_checks(subject(nano, rows[:50]), subject(nano, rows[50:], "eval_data"))
-    assert not told
+def test_prompt_of_many_rows_is_no_overlap(nano: Tokenizer) -> None:
+    rows = [make_document(nano, ("Tell me a story.", f"There was a cat called {row}.")) for row in range(60)]
+    findings = run_data_checks(make_target(nano, rows[:50]), make_target(nano, rows[50:], "eval_data"))
+    assert not findings
 
 
-def test_a_mix_is_looked_at_as_one(nano: Tokenizer) -> None:
-    rows = ordinary(nano)
-    parts = [
+def test_mix_is_checked_as_one_dataset(nano: Tokenizer) -> None:
+    rows = make_rows(nano)
+    datasets = [
         TokenizedDataset(rows[:25], ["a:1"] * 25),
         TokenizedDataset(rows[25:] + rows[:3], [f"b:{row}" for row in range(18)]),
     ]
-    (told,) = run_data_checks(CheckTarget("data", parts, nano, CheckContext(LIMIT)))
-    assert (told.kind, told.count, told.where) == ("duplicates", 3, ("b:15", "b:16", "b:17"))
+    (finding,) = run_data_checks(CheckTarget("data", datasets, nano, CheckContext(LIMIT)))
+    assert (finding.kind, finding.count, finding.row_locations) == ("duplicates", 3, ("b:15", "b:16", "b:17"))
 
 
-def test_blocks_change_nothing(nano: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = some(nothing)(nano, ordinary(nano)) + ordinary(nano, 5)
-    whole = subject(nano, rows).measured
+def test_block_size_does_not_change_stats(nano: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = change_some(drop_targets)(nano, make_rows(nano)) + make_rows(nano, 5)
+    one_block = make_target(nano, rows).measured
     monkeypatch.setattr(row_stats, "BLOCK", 70)
-    parts = subject(nano, rows).measured
-    for name, value in vars(whole).items():
-        np.testing.assert_array_equal(value, vars(parts)[name], name)
+    small_blocks = make_target(nano, rows).measured
+    for name, value in vars(one_block).items():
+        np.testing.assert_array_equal(value, vars(small_blocks)[name], name)
 
 
-def test_measures_are_those_of_a_loop(nano: Tokenizer) -> None:
-    """Every array, of rows with any learnt tokens, against plain Python."""
-    draw = random.Random(5)
+def test_stats_equal_those_of_a_loop(nano: Tokenizer) -> None:
+    """Compare every array with plain Python, on rows with random loss masks."""
+    rng = random.Random(5)
     rows = []
     for _ in range(300):
-        size = draw.randint(1, 12)
-        tokens = np.array([draw.choice([1, 3, 5, 300, 301]) for _ in range(size)], np.int32)
-        learnt = np.array([draw.random() < 0.5 for _ in range(size)])
-        rows.append(Document(tokens, learnt, size + draw.choice([0, 0, 4])))
-    seen = subject(nano, rows).measured
+        size = rng.randint(1, 12)
+        tokens = np.array([rng.choice([1, 3, 5, 300, 301]) for _ in range(size)], np.int32)
+        mask = np.array([rng.random() < 0.5 for _ in range(size)])
+        rows.append(Document(tokens, mask, size + rng.choice([0, 0, 4])))
+    stats = make_target(nano, rows).measured
     for index, row in enumerate(rows):
-        wanted = by_hand(row, set(nano.marks), nano.bos)
-        assert {name: vars(seen)[name][index] for name in wanted} == wanted
-    for name, of in (("print", lambda row: row.tokens), ("answer", lambda row: row.tokens[row.learnt])):
-        texts = [of(row).tobytes() for row in rows]
-        values = vars(seen)[name].tolist()
+        expected = expected_stats(row, set(nano.special_ids), nano.bos)
+        assert {name: vars(stats)[name][index] for name in expected} == expected
+    for name, get_tokens in (("print", lambda row: row.tokens), ("answer", lambda row: row.tokens[row.learnt])):
+        texts = [get_tokens(row).tobytes() for row in rows]
+        values = vars(stats)[name].tolist()
         assert len(set(values)) == len(set(texts)) == len(set(zip(values, texts, strict=True)))
 
 
-def by_hand(row: Document, marks: set[int], bos: int | None) -> dict[str, int | bool]:
-    tokens, learnt = row.tokens.tolist(), row.learnt.tolist()
-    ends = [at for at in range(len(tokens)) if learnt[at] and not (at + 1 < len(tokens) and learnt[at + 1])]
-    broken = [at for at in ends if at == len(tokens) - 1 and len(tokens) < row.whole and tokens[at] not in marks]
-    whole = [at for at in ends if at > 0 and at not in broken and not all(learnt)]
+def expected_stats(row: Document, special_ids: set[int], bos: int | None) -> dict[str, int | bool]:
+    tokens, mask = row.tokens.tolist(), row.loss_mask.tolist()
+    ends = [i for i in range(len(tokens)) if mask[i] and not (i + 1 < len(tokens) and mask[i + 1])]
+    cut = [i for i in ends if i == len(tokens) - 1 and len(tokens) < row.full_length and tokens[i] not in special_ids]
+    complete = [i for i in ends if i > 0 and i not in cut and not all(mask)]
     return {
-        "targets": sum(learnt[1:]),
-        "first": learnt.index(True) if any(learnt) else len(tokens),
-        "all_learnt": all(learnt),
-        "runs": len(whole),
-        "ended": sum(tokens[at] in marks for at in whole),
-        "last": tokens[whole[-1]] if whole else -1,
-        "cut": bool(broken),
+        "targets": sum(mask[1:]),
+        "first": mask.index(True) if any(mask) else len(tokens),
+        "all_learnt": all(mask),
+        "runs": len(complete),
+        "ended": sum(tokens[i] in special_ids for i in complete),
+        "last": tokens[complete[-1]] if complete else -1,
+        "cut": bool(cut),
         "highest": max(tokens),
         "starts": tokens[0],
         "doubled": tokens[:2] == [bos, bos],
     }
 
 
-def encoded(choice: ChatDataset, tokenizer: Tokenizer) -> TokenizedDataset:
-    prepared = choice.prepare(tokenizer)
-    rows = list(open_dataset(choice.source, choice.split, choice.max_samples).rows)
-    kept = list(pairs(choice.encode(prepared, rows), [row.where for row in rows]))
-    return TokenizedDataset([document for document, _ in kept], [where for _, where in kept])
+def tokenize_dataset(dataset: ChatDataset, tokenizer: Tokenizer) -> TokenizedDataset:
+    prepared = dataset.prepare(tokenizer)
+    rows = list(open_dataset(dataset.source, dataset.split, dataset.max_samples).rows)
+    documents = list(iter_documents(dataset.encode(prepared, rows), [row.where for row in rows]))
+    return TokenizedDataset([document for document, _ in documents], [location for _, location in documents])
 
 
-def pairs(results, places: list[str]) -> Iterator[tuple[Document, str]]:
-    for result, where in zip(results, places, strict=True):
+def iter_documents(results, locations: list[str]) -> Iterator[tuple[Document, str]]:
+    for result, location in zip(results, locations, strict=True):
         for document in result:
-            yield document, where
+            yield document, location
 
 
-def test_nothing_is_wrong_with_the_tools_that_ship(nano: Tokenizer) -> None:
-    parts = [encoded(ChatDataset("tunekit/tools", split=split, max_length=256), nano) for split in ("train", "test")]
-    told = run_data_checks(
-        *(CheckTarget(name, [one], nano, CheckContext(256, 2048)) for name, one in zip("dv", parts, strict=True))
+def test_bundled_tool_data_has_no_faults(nano: Tokenizer) -> None:
+    datasets = [
+        tokenize_dataset(ChatDataset("tunekit/tools", split=split, max_length=256), nano) for split in ("train", "test")
+    ]
+    findings = run_data_checks(
+        *(
+            CheckTarget(name, [finding], nano, CheckContext(256, 2048))
+            for name, finding in zip("dv", datasets, strict=True)
+        )
     )
-    assert not [str(one) for one in told if one.severity != "note"]
+    assert not [str(finding) for finding in findings if finding.severity != "note"]
 
 
-def talks(count: int, system: bool) -> str:
-    """Conversations of one to three turns, in JSON lines."""
-    draw, lines = random.Random(3), []
+def make_conversations(count: int, system: bool) -> str:
+    """JSON lines with conversations of one to three turns."""
+    rng, lines = random.Random(3), []
     for row in range(count):
-        head = [{"role": "system", "content": "You are brief."}] if system and row % 2 else []
+        system_message = [{"role": "system", "content": "You are brief."}] if system and row % 2 else []
         turns = []
-        for _ in range(draw.randint(1, 3)):
-            name = draw.choice(NAMES)
+        for _ in range(rng.randint(1, 3)):
+            name = rng.choice(NAMES)
             turns.append({"role": "user", "content": f"Where is {name}, please? I looked in room {row}.\n\n- and in 3"})
-            turns.append({"role": "assistant", "content": f"{name} went to room {draw.randint(1, 9)}{row}."})
-        lines.append(json.dumps({"messages": head + turns}))
+            turns.append({"role": "assistant", "content": f"{name} went to room {rng.randint(1, 9)}{row}."})
+        lines.append(json.dumps({"messages": system_message + turns}))
     return "\n".join(lines)
 
 
-def test_nothing_is_wrong_with_chats_as_people_write_them(tmp_path: Path, nano: Tokenizer) -> None:
-    (tmp_path / "rows.jsonl").write_text(talks(200, system=True))
-    rows = encoded(ChatDataset(str(tmp_path / "rows.jsonl"), max_length=256), nano)
+def test_ordinary_chats_have_no_faults(tmp_path: Path, nano: Tokenizer) -> None:
+    (tmp_path / "rows.jsonl").write_text(make_conversations(200, system=True))
+    rows = tokenize_dataset(ChatDataset(str(tmp_path / "rows.jsonl"), max_length=256), nano)
     assert not [
-        str(one)
-        for one in run_data_checks(CheckTarget("data", [rows], nano, CheckContext(256, 2048)))
-        if one.severity != "note"
+        str(finding)
+        for finding in run_data_checks(CheckTarget("data", [rows], nano, CheckContext(256, 2048)))
+        if finding.severity != "note"
     ]
 
 
-# What these templates do: GLM ends the last turn with nothing, SmolLM3 marks the prompt as generated, Mistral leaves a
-# system message out of some conversations, Zephyr writes no beginning, which its tokenizer puts before texts. Gemma's
-# end is named in a generation_config.json that is not here.
-ODD = {
+# GLM ends the last turn with nothing, SmolLM3 marks the prompt as generated, Mistral drops a system message from some
+# conversations, Zephyr writes no bos, which its tokenizer adds to texts. The end token of Gemma is named in a
+# generation_config.json, which these directories lack.
+KNOWN_FAULTS = {
     "zephyr": {"bos"},
     "mistral": {"content lost"},
     "glm4": {"terminators"},
@@ -446,23 +482,27 @@ ODD = {
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_templates_of_families_are_in_order(tmp_path: Path, name: str) -> None:
-    tokenizer = Tokenizer.open(folder(tmp_path, name))
-    (tmp_path / "rows.jsonl").write_text(talks(40, FAMILIES[name].system))
-    rows = encoded(ChatDataset(str(tmp_path / "rows.jsonl"), max_length=4096), tokenizer)
-    told = [
-        one
-        for one in run_data_checks(CheckTarget("data", [rows], tokenizer, CheckContext(4096)))
-        if one.severity != "note"
+def test_family_templates_have_no_unexpected_faults(tmp_path: Path, name: str) -> None:
+    tokenizer = Tokenizer.open(write_family(tmp_path, name))
+    (tmp_path / "rows.jsonl").write_text(make_conversations(40, FAMILIES[name].system))
+    rows = tokenize_dataset(ChatDataset(str(tmp_path / "rows.jsonl"), max_length=4096), tokenizer)
+    findings = [
+        finding
+        for finding in run_data_checks(CheckTarget("data", [rows], tokenizer, CheckContext(4096)))
+        if finding.severity != "note"
     ]
-    assert {one.kind for one in told} == ODD.get(name, set()), [str(one) for one in told]
-    assert all(one.severity == "doubtful" for one in told)
+    assert {finding.kind for finding in findings} == KNOWN_FAULTS.get(name, set()), [
+        str(finding) for finding in findings
+    ]
+    assert all(finding.severity == "doubtful" for finding in findings)
 
 
-def test_a_template_that_ends_no_single_turn_is_wrong(tmp_path: Path) -> None:
-    tokenizer = Tokenizer.open(folder(tmp_path, "glm4"))
-    said = [[{"role": "user", "content": f"And {n}?"}, {"role": "assistant", "content": f"So {n}."}] for n in range(20)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"messages": turns}) + "\n" for turns in said))
-    rows = encoded(ChatDataset(str(tmp_path / "rows.jsonl"), max_length=4096), tokenizer)
-    (told,) = run_data_checks(CheckTarget("data", [rows], tokenizer, CheckContext(4096)))
-    assert (told.kind, told.severity, told.count) == ("terminators", "wrong", 20)
+def test_template_without_end_of_single_turns_is_wrong(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.open(write_family(tmp_path, "glm4"))
+    conversations = [
+        [{"role": "user", "content": f"And {n}?"}, {"role": "assistant", "content": f"So {n}."}] for n in range(20)
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"messages": turns}) + "\n" for turns in conversations))
+    rows = tokenize_dataset(ChatDataset(str(tmp_path / "rows.jsonl"), max_length=4096), tokenizer)
+    (finding,) = run_data_checks(CheckTarget("data", [rows], tokenizer, CheckContext(4096)))
+    assert (finding.kind, finding.severity, finding.count) == ("terminators", "wrong", 20)

@@ -1,4 +1,4 @@
-"""Long documents: cut, dropped, or gone on with so that every learnt token is learnt exactly once."""
+"""Long documents are truncated, dropped, or split so that every target token is trained on exactly once."""
 
 from collections import Counter
 
@@ -13,67 +13,71 @@ from tunekit.data.truncation import fit_documents
 from tunekit.errors import UserError
 
 
-def document(learnt: str) -> Document:
-    """Tokens 100, 101, …; `x` is learnt."""
-    mask = np.array([letter == "x" for letter in learnt], bool)
-    return Document(np.arange(100, 100 + len(mask), dtype=np.int32), mask, len(mask), DocFlags.UNENDED)
+def make_document(pattern: str) -> Document:
+    """Build a document of tokens 100, 101, ...; `x` in `pattern` is a target."""
+    mask = np.array([letter == "x" for letter in pattern], bool)
+    return Document(np.arange(100, 100 + len(mask), dtype=np.int32), mask, len(mask), DocFlags.MISSING_END_TOKEN)
 
 
-def shown(parts: list[Document]) -> list[tuple[int, str]]:
-    return [(int(part.tokens[0]) - 100, "".join(".x"[bit] for bit in part.learnt.astype(int))) for part in parts]
+def windows_of(parts: list[Document]) -> list[tuple[int, str]]:
+    return [(int(part.tokens[0]) - 100, "".join(".x"[bit] for bit in part.loss_mask.astype(int))) for part in parts]
 
 
-def test_a_document_that_fits_is_left_alone() -> None:
-    for way in ("truncate", "drop", "split"):
-        whole = document("..xx")
-        assert fit_documents(whole, 4, way, 2) == [whole]
+def test_short_document_is_unchanged() -> None:
+    for strategy in ("truncate", "drop", "split"):
+        document = make_document("..xx")
+        assert fit_documents(document, 4, strategy, 2) == [document]
 
 
-def test_truncation_keeps_the_beginning_and_says_how_long_it_was() -> None:
-    (part,) = fit_documents(document("..xx..xx"), 5, "truncate", 2)
-    assert shown([part]) == [(0, "..xx.")]
-    assert (part.whole, part.signs) == (8, DocFlags.UNENDED)
+def test_truncation_keeps_start_and_full_length() -> None:
+    (truncated,) = fit_documents(make_document("..xx..xx"), 5, "truncate", 2)
+    assert windows_of([truncated]) == [(0, "..xx.")]
+    assert (truncated.full_length, truncated.doc_flags) == (8, DocFlags.MISSING_END_TOKEN)
 
 
-def test_a_document_is_dropped_whole() -> None:
-    assert fit_documents(document("..xx..xx"), 5, "drop", 2) == []
-    with pytest.raises(UserError, match="nothing to learn in its 3 tokens"):
-        fit_documents(document("x.."), 2, "drop", 1)
+def test_drop_removes_the_document() -> None:
+    assert fit_documents(make_document("..xx..xx"), 5, "drop", 2) == []
+    with pytest.raises(UserError, match="3 tokens"):
+        fit_documents(make_document("x.."), 2, "drop", 1)
 
 
-def test_windows_go_on_before_what_they_learn() -> None:
-    assert shown(fit_documents(document("..xx..xx"), 6, "split", 3)) == [(0, "..xx.."), (3, "x..xx")]
-    assert shown(fit_documents(document("..xxxxxx"), 4, "split", 2)) == [(0, "..xx"), (2, "x.xx"), (4, "x.xx")]
-    assert shown(fit_documents(document("......xx...."), 4, "split", 2)) == [(4, "..xx")]
-    assert shown(fit_documents(document("xxxxxxx"), 3, "split", 1)) == [(0, "xxx"), (2, "xxx"), (4, "xxx")]
-    assert all(part.whole == len(part.tokens) for part in fit_documents(document("..xxxxxx"), 4, "split", 2))
+def test_windows_overlap_by_their_context() -> None:
+    assert windows_of(fit_documents(make_document("..xx..xx"), 6, "split", 3)) == [(0, "..xx.."), (3, "x..xx")]
+    assert windows_of(fit_documents(make_document("..xxxxxx"), 4, "split", 2)) == [
+        (0, "..xx"),
+        (2, "x.xx"),
+        (4, "x.xx"),
+    ]
+    assert windows_of(fit_documents(make_document("......xx...."), 4, "split", 2)) == [(4, "..xx")]
+    assert windows_of(fit_documents(make_document("xxxxxxx"), 3, "split", 1)) == [(0, "xxx"), (2, "xxx"), (4, "xxx")]
+    assert all(part.full_length == len(part.tokens) for part in fit_documents(make_document("..xxxxxx"), 4, "split", 2))
 
 
-@pytest.mark.parametrize("learnt", ["....", "x...", ""])
-def test_nothing_to_learn_is_told(learnt: str) -> None:
-    for way in ("truncate", "split"):
-        with pytest.raises(UserError, match=f"nothing to learn in its {len(learnt)} tokens; take the row out"):
-            fit_documents(document(learnt), 3, way, 1)
+@pytest.mark.parametrize("pattern", ["....", "x...", ""])
+def test_document_without_targets_is_an_error(pattern: str) -> None:
+    for strategy in ("truncate", "split"):
+        with pytest.raises(UserError, match=f"{len(pattern)} tokens"):
+            fit_documents(make_document(pattern), 3, strategy, 1)
 
 
-def test_what_is_learnt_only_behind_the_cut_is_told() -> None:
-    with pytest.raises(UserError, match="nothing to learn in its first 3 tokens: learnt is only from 5 of 6; raise"):
-        fit_documents(document("....xx"), 3, "truncate", 1)
+def test_truncation_that_drops_all_targets_is_an_error() -> None:
+    with pytest.raises(UserError, match="3 tokens.* 5 of 6"):
+        fit_documents(make_document("....xx"), 3, "truncate", 1)
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=60), st.integers(2, 12), st.data())
-def test_every_learnt_token_is_learnt_once_behind_what_stood_before_it(mask: list[bool], length: int, data) -> None:
+def test_split_trains_on_each_target_once_with_context(mask: list[bool], length: int, data) -> None:
     context = data.draw(st.integers(1, length - 1))
-    whole = document("".join(".x"[bit] for bit in mask))
-    if not whole.learnt[1:].any():
+    document = make_document("".join(".x"[bit] for bit in mask))
+    if not document.loss_mask[1:].any():
         return
-    parts = fit_documents(whole, length, "split", context)
+    windows = fit_documents(document, length, "split", context)
     seen: Counter[int] = Counter()
-    for part in parts:
-        assert len(part.tokens) <= length
-        assert (np.diff(part.tokens) == 1).all(), "a window is a piece of the text"
-        for place in part.learnt[1:].nonzero()[0] + 1:
-            token = int(part.tokens[place])
+    for window in windows:
+        assert len(window.tokens) <= length
+        assert (np.diff(window.tokens) == 1).all(), "a window is contiguous"
+        for position in window.loss_mask[1:].nonzero()[0] + 1:
+            token = int(window.tokens[position])
             seen[token] += 1
-            assert place >= min(context, token - 100)
-    assert seen == Counter((whole.learnt[1:].nonzero()[0] + 101).tolist())
+            assert position >= min(context, token - 100)
+    assert seen == Counter((document.loss_mask[1:].nonzero()[0] + 101).tolist())

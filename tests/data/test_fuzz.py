@@ -1,4 +1,4 @@
-"""Rows of any kind: each is documents, dropped, or a fault with a reason of one line; and no mask is ever wrong."""
+"""Rows with any content give documents, or a bad row with a one-line reason; loss masks are always correct."""
 
 import json
 from pathlib import Path
@@ -22,7 +22,7 @@ from tunekit.data.datasets import (
 from tunekit.data.readers.row_reader import BadRow, Row
 from tunekit.data.tokenizer import Tokenizer
 
-OPEN: dict[str, Tokenizer] = {}
+TOKENIZERS: dict[str, Tokenizer] = {}
 NAMES = ["chatml", "thinking", "headers", "turns", "closed", "generation"]
 SPECIAL = [
     "<|im_end|>",
@@ -51,9 +51,9 @@ JUNK = st.recursive(
 )
 
 
-def mostly(wanted: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    """What is wanted, and now and then anything."""
-    return st.integers(0, 15).flatmap(lambda one: wanted if one else JUNK)
+def mostly(strategy: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    """Draw from `strategy`, sometimes from JUNK."""
+    return st.integers(0, 15).flatmap(lambda roll: strategy if roll else JUNK)
 
 
 ROLE = st.sampled_from(["user", "assistant", "system", "developer", "tool", "function", "bot"])
@@ -73,17 +73,17 @@ MESSAGE = st.fixed_dictionaries(
         "other": JUNK,
     },
 )
-TALK = mostly(st.lists(mostly(MESSAGE), max_size=5))
-SAID = st.fixed_dictionaries(
+MESSAGES = mostly(st.lists(mostly(MESSAGE), max_size=5))
+TURN = st.fixed_dictionaries(
     {"from": mostly(st.sampled_from(["human", "gpt", "function_call"])), "value": mostly(ANY_TEXT)}
 )
-SIDE = mostly(st.one_of(ANY_TEXT, TALK))
-LEARN = st.sampled_from(["assistant", "last", "all", "per_message", ("user", "tool"), ("assistant",)])
+SIDE = mostly(st.one_of(ANY_TEXT, MESSAGES))
+TRAIN_ON = st.sampled_from(["assistant", "last", "all", "per_message", ("user", "tool"), ("assistant",)])
 FIELDS = st.fixed_dictionaries(
     {},
     optional={
-        "messages": TALK,
-        "conversations": mostly(st.lists(mostly(SAID), max_size=4)),
+        "messages": MESSAGES,
+        "conversations": mostly(st.lists(mostly(TURN), max_size=4)),
         "tools": st.one_of(JUNK, st.just('[{"name": "add"}]')),
         "system": mostly(ANY_TEXT),
         "instruction": mostly(ANY_TEXT),
@@ -100,76 +100,85 @@ FIELDS = st.fixed_dictionaries(
 )
 
 
-def kinds(learn: Any) -> list[DatasetConfig]:
-    compared = "assistant" if learn == "all" else learn
+def dataset_configs(train_on: Any) -> list[DatasetConfig]:
+    preference_train_on = "assistant" if train_on == "all" else train_on
     conversations = [
-        cls("x", train_on=learn)
-        for cls in (AutoDataset, ChatDataset, ShareGPTDataset, InstructDataset, CompletionDataset)
+        dataset_class("x", train_on=train_on)
+        for dataset_class in (AutoDataset, ChatDataset, ShareGPTDataset, InstructDataset, CompletionDataset)
     ]
     return [
         *conversations,
-        PreferenceDataset("x", train_on=compared),
-        UnpairedPreferenceDataset("x", train_on=compared),
+        PreferenceDataset("x", train_on=preference_train_on),
+        UnpairedPreferenceDataset("x", train_on=preference_train_on),
         TextDataset("x"),
     ]
 
 
 @settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow], deadline=None)
-@given(FIELDS, LEARN, st.sampled_from(NAMES))
-def test_no_row_is_without_an_answer(folders: dict[str, Path], fields: dict, learn: Any, name: str) -> None:
-    tokenizer = OPEN.setdefault(name, Tokenizer.open(folders[name]))
-    for choice in kinds(learn):
-        (found,) = choice.encode(tokenizer, [Row("x:1", fields)])
-        if isinstance(found, BadRow):
-            assert found.where == "x:1" and found.reason and "\n" not in found.reason
+@given(FIELDS, TRAIN_ON, st.sampled_from(NAMES))
+def test_every_row_gives_documents_or_a_bad_row(
+    tokenizer_dirs: dict[str, Path], fields: dict, train_on: Any, name: str
+) -> None:
+    tokenizer = TOKENIZERS.setdefault(name, Tokenizer.open(tokenizer_dirs[name]))
+    for dataset in dataset_configs(train_on):
+        (result,) = dataset.encode_rows(tokenizer, [Row("x:1", fields)])
+        if isinstance(result, BadRow):
+            assert result.where == "x:1" and result.reason and "\n" not in result.reason
             continue
-        assert isinstance(found, list) and len(found) == (2 if isinstance(choice, PreferenceDataset) else 1)
-        for document in found:
+        assert isinstance(result, list) and len(result) == (2 if isinstance(dataset, PreferenceDataset) else 1)
+        for document in result:
             assert len(document.tokens) == len(document.learnt) == document.whole
             assert document.learnt[1:].any()
 
 
 WORDS = st.text(st.characters(exclude_categories=["Cs", "Co"]), max_size=40)
-# A line break that begins an answer is one token with the one before it, which the prompt ends with: it is not learnt.
+# A line break at the start of an answer merges with that of the prompt into one token, which is no target.
 TURNS = st.lists(st.tuples(WORDS, WORDS.map(str.lstrip)), min_size=1, max_size=4)
 ENDS = {"chatml": "<|im_end|>", "headers": "<|eot_id|>", "turns": "<end_of_turn>", "generation": "<|im_end|>"}
 
 
 @settings(deadline=None)
 @given(TURNS, st.sampled_from([*ENDS]))
-def test_a_mask_is_what_the_assistant_says_and_its_ends(folders: dict[str, Path], turns: list, name: str) -> None:
-    tokenizer = OPEN.setdefault(name, Tokenizer.open(folders[name]))
-    talk = [
+def test_mask_is_the_answers_and_their_end_tokens(tokenizer_dirs: dict[str, Path], turns: list, name: str) -> None:
+    tokenizer = TOKENIZERS.setdefault(name, Tokenizer.open(tokenizer_dirs[name]))
+    messages = [
         {"role": role, "content": text}
         for pair in turns
         for role, text in zip(("user", "assistant"), pair, strict=True)
     ]
-    (found,) = ChatDataset("x").encode(tokenizer, [Row("x:1", {"messages": talk})])
-    assert isinstance(found, list)
-    (document,) = found
+    (result,) = ChatDataset("x").encode(tokenizer, [Row("x:1", {"messages": messages})])
+    assert isinstance(result, list)
+    (document,) = result
     trims = name in ("headers", "turns")
-    want = "".join((answer.strip() if trims else answer) + ENDS[name] for _, answer in turns)
-    assert tokenizer.decode(document.tokens[document.learnt].tolist(), special=True) == want
+    expected = "".join((answer.strip() if trims else answer) + ENDS[name] for _, answer in turns)
+    assert tokenizer.decode(document.tokens[document.learnt].tolist(), special=True) == expected
 
 
-@pytest.mark.parametrize("kind", [AutoDataset, ChatDataset])
-def test_a_long_message_and_deep_nesting(kind: type[DatasetConfig], folders: dict[str, Path]) -> None:
-    tokenizer = OPEN.setdefault("chatml", Tokenizer.open(folders["chatml"]))
-    long = [{"role": "user", "content": "word " * 400_000}, {"role": "assistant", "content": "Yes."}]
-    deep: Any = []
+@pytest.mark.parametrize("dataset_class", [AutoDataset, ChatDataset])
+def test_long_message_and_deep_nesting(dataset_class: type[DatasetConfig], tokenizer_dirs: dict[str, Path]) -> None:
+    tokenizer = TOKENIZERS.setdefault("chatml", Tokenizer.open(tokenizer_dirs["chatml"]))
+    long_messages = [{"role": "user", "content": "word " * 400_000}, {"role": "assistant", "content": "Yes."}]
+    nested: Any = []
     for _ in range(900):
-        deep = [deep]
-    rows = [{"messages": long}, {"messages": deep}, {"messages": [{"role": "user", "content": deep}]}, {"x": deep}]
-    first, *rest = kind("x", excess_length_strategy="split").encode(
-        tokenizer, [Row(f"x:{n}", row) for n, row in enumerate(rows)]
+        nested = [nested]
+    rows = [
+        {"messages": long_messages},
+        {"messages": nested},
+        {"messages": [{"role": "user", "content": nested}]},
+        {"x": nested},
+    ]
+    first, *bad_rows = dataset_class("x", excess_length_strategy="split").encode_rows(
+        tokenizer, [Row(f"x:{i}", row) for i, row in enumerate(rows)]
     )
     assert isinstance(first, list)
-    assert [tokenizer.decode(part.tokens[part.learnt].tolist(), special=True) for part in first] == ["Yes.<|im_end|>"]
-    assert all(isinstance(fault, BadRow) and len(fault.reason) < 1000 for fault in rest)
+    assert [tokenizer.decode(window.tokens[window.learnt].tolist(), special=True) for window in first] == [
+        "Yes.<|im_end|>"
+    ]
+    assert all(isinstance(bad_row, BadRow) and len(bad_row.reason) < 1000 for bad_row in bad_rows)
 
 
-def test_rows_as_json_reads_them(folders: dict[str, Path]) -> None:
-    tokenizer = OPEN.setdefault("chatml", Tokenizer.open(folders["chatml"]))
+def test_values_that_json_accepts_are_bad_rows(tokenizer_dirs: dict[str, Path]) -> None:
+    tokenizer = TOKENIZERS.setdefault("chatml", Tokenizer.open(tokenizer_dirs["chatml"]))
     for text in ('{"messages": NaN}', '{"text": "\\ud800"}', '{"messages": [{"role": "user", "content": 1e999}]}'):
-        (found,) = AutoDataset("x").encode(tokenizer, [Row("x:1", json.loads(text))])
-        assert isinstance(found, BadRow) and "\n" not in found.reason
+        (result,) = AutoDataset("x").encode(tokenizer, [Row("x:1", json.loads(text))])
+        assert isinstance(result, BadRow) and "\n" not in result.reason

@@ -1,4 +1,4 @@
-"""Whatever changes what a row becomes gives another key; nothing else does."""
+"""The fingerprint of preprocessed rows changes with everything that affects them, and with nothing else."""
 
 import importlib
 import json
@@ -21,7 +21,7 @@ from tunekit.data.tokenizer import Tokenizer
 from tunekit.data.transforms import RenameColumns
 from tunekit.recipes.sft import SFTConfig
 
-STEP = """from dataclasses import dataclass
+TRANSFORM = """from dataclasses import dataclass
 
 import {helper}
 from tunekit.data.transforms import RowTransform
@@ -36,24 +36,26 @@ class Step(RowTransform):
 """
 
 
-def key(rows: DatasetConfig, tokenizer: Tokenizer) -> str | None:
-    return keys.fingerprint(rows, rows.prepare(tokenizer), open_dataset(rows.source, rows.split, rows.max_samples))
+def compute_fingerprint(dataset: DatasetConfig, tokenizer: Tokenizer) -> str | None:
+    return keys.fingerprint(
+        dataset, dataset.prepare_tokenizer(tokenizer), open_dataset(dataset.source, dataset.split, dataset.max_samples)
+    )
 
 
-def write(path: Path, words: list[str]) -> str:
-    rows = ([{"role": "user", "content": "Hi"}, {"role": "assistant", "content": word}] for word in words)
+def write_answers(path: Path, answers: list[str]) -> str:
+    rows = ([{"role": "user", "content": "Hi"}, {"role": "assistant", "content": answer}] for answer in answers)
     path.write_text("".join(json.dumps({"messages": row, "text": "Hi"}) + "\n" for row in rows))
     return str(path)
 
 
 @pytest.fixture
 def rows(tmp_path: Path) -> ChatDataset:
-    return ChatDataset(source=write(tmp_path / "rows.jsonl", ["one", "two", "three"]))
+    return ChatDataset(source=write_answers(tmp_path / "rows.jsonl", ["one", "two", "three"]))
 
 
 @pytest.fixture
-def tokenizer(folders: dict[str, Path]) -> Tokenizer:
-    return Tokenizer.open(folders["chatml"])
+def tokenizer(tokenizer_dirs: dict[str, Path]) -> Tokenizer:
+    return Tokenizer.open(tokenizer_dirs["chatml"])
 
 
 @pytest.mark.parametrize(
@@ -68,8 +70,10 @@ def tokenizer(folders: dict[str, Path]) -> Tokenizer:
     + [{"transforms": (RenameColumns({"text": "more"}),)}, {"messages_column": "text"}],
     ids=str,
 )
-def test_what_decides_gives_another_key(rows: ChatDataset, tokenizer: Tokenizer, change: dict[str, Any]) -> None:
-    assert key(replace(rows, **change), tokenizer) != key(rows, tokenizer)
+def test_option_that_changes_documents_changes_fingerprint(
+    rows: ChatDataset, tokenizer: Tokenizer, change: dict[str, Any]
+) -> None:
+    assert compute_fingerprint(replace(rows, **change), tokenizer) != compute_fingerprint(rows, tokenizer)
 
 
 @pytest.mark.parametrize(
@@ -84,110 +88,124 @@ def test_what_decides_gives_another_key(rows: ChatDataset, tokenizer: Tokenizer,
     ],
     ids=str,
 )
-def test_what_does_not_decide_gives_the_same(rows: ChatDataset, tokenizer: Tokenizer, change: dict[str, Any]) -> None:
-    assert key(replace(rows, **change), tokenizer) == key(rows, tokenizer)
+def test_other_options_keep_fingerprint(rows: ChatDataset, tokenizer: Tokenizer, change: dict[str, Any]) -> None:
+    assert compute_fingerprint(replace(rows, **change), tokenizer) == compute_fingerprint(rows, tokenizer)
 
 
-def test_rows_decide(rows: ChatDataset, tokenizer: Tokenizer, tmp_path: Path) -> None:
-    before = key(rows, tokenizer)
-    write(tmp_path / "rows.jsonl", ["one", "two", "threE"])
-    assert key(rows, tokenizer) != before
-    write(tmp_path / "rows.jsonl", ["one", "two", "three"])
-    assert key(rows, tokenizer) == before
-    assert key(replace(rows, source=write(tmp_path / "other.jsonl", ["one", "two", "three"])), tokenizer) != before
+def test_rows_and_source_change_fingerprint(rows: ChatDataset, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    before = compute_fingerprint(rows, tokenizer)
+    write_answers(tmp_path / "rows.jsonl", ["one", "two", "threE"])
+    assert compute_fingerprint(rows, tokenizer) != before
+    write_answers(tmp_path / "rows.jsonl", ["one", "two", "three"])
+    assert compute_fingerprint(rows, tokenizer) == before
+    assert (
+        compute_fingerprint(
+            replace(rows, source=write_answers(tmp_path / "other.jsonl", ["one", "two", "three"])), tokenizer
+        )
+        != before
+    )
 
 
-def test_the_kind_decides(rows: ChatDataset, tokenizer: Tokenizer) -> None:
-    found = {key(kind(source=rows.source), tokenizer) for kind in (ChatDataset, AutoDataset, TextDataset)}
-    assert len(found) == 3
+def test_dataset_class_changes_fingerprint(rows: ChatDataset, tokenizer: Tokenizer) -> None:
+    fingerprints = {
+        compute_fingerprint(dataset_class(source=rows.source), tokenizer)
+        for dataset_class in (ChatDataset, AutoDataset, TextDataset)
+    }
+    assert len(fingerprints) == 3
 
 
-def test_the_tokenizer_and_its_template_decide(rows: ChatDataset, folders: dict[str, Path], tmp_path: Path) -> None:
-    tokenizers = {name: Tokenizer.open(folder) for name, folder in folders.items()}
-    assert len({key(rows, tokenizer) for tokenizer in tokenizers.values()}) == len(tokenizers)
-    own, text = tmp_path / "own.jinja", tokenizers["chatml"].templates["default"][0]
-    own.write_text(text)
-    one, other = replace(rows, chat_template=str(own)), key(rows, tokenizers["chatml"])
-    same = key(one, tokenizers["chatml"])
-    own.write_text(text + " ")
-    assert len({same, other, key(one, tokenizers["chatml"])}) == 3
+def test_tokenizer_and_template_change_fingerprint(
+    rows: ChatDataset, tokenizer_dirs: dict[str, Path], tmp_path: Path
+) -> None:
+    tokenizers = {name: Tokenizer.open(directory) for name, directory in tokenizer_dirs.items()}
+    assert len({compute_fingerprint(rows, tokenizer) for tokenizer in tokenizers.values()}) == len(tokenizers)
+    path, text = tmp_path / "own.jinja", tokenizers["chatml"].templates["default"][0]
+    path.write_text(text)
+    dataset, without_file = replace(rows, chat_template=str(path)), compute_fingerprint(rows, tokenizers["chatml"])
+    same_text = compute_fingerprint(dataset, tokenizers["chatml"])
+    path.write_text(text + " ")
+    assert len({same_text, without_file, compute_fingerprint(dataset, tokenizers["chatml"])}) == 3
 
 
-def test_the_day_decides_where_the_template_prints_it(rows: ChatDataset, folders: dict[str, Path]) -> None:
+def test_date_changes_fingerprint_only_if_the_template_prints_it(
+    rows: ChatDataset, tokenizer_dirs: dict[str, Path]
+) -> None:
     days = date(2026, 1, 1), date(2026, 1, 2)
     for name, count in {"chatml": 1, "headers": 2}.items():
-        tokenizer = Tokenizer.open(folders[name])
-        assert len({key(rows, tokenizer.dated(day)) for day in days}) == count, name
+        tokenizer = Tokenizer.open(tokenizer_dirs[name])
+        assert len({compute_fingerprint(rows, tokenizer.with_date(day)) for day in days}) == count, name
 
 
-def test_own_code_decides(
+def test_user_code_changes_fingerprint(
     rows: ChatDataset, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
     helper = tmp_path / "tunekit_test_helper.py"
     helper.write_text("MORE = {}\n")
-    (tmp_path / "step.py").write_text(STEP.format(helper=helper.stem))
-    step = load_user_choices(SFTConfig, [tmp_path / "step.py"]).own[0]
-    one, other = replace(rows, transforms=(step(),)), replace(rows, transforms=(step("b"),))
-    before = key(one, tokenizer)
-    assert len({before, key(other, tokenizer), key(rows, tokenizer)}) == 3
-    helper.write_text("MORE = {'x': 1}\n")  # a file that the own file imports
-    changed = key(one, tokenizer)
+    (tmp_path / "step.py").write_text(TRANSFORM.format(helper=helper.stem))
+    transform = load_user_choices(SFTConfig, [tmp_path / "step.py"]).own[0]
+    dataset, other_option = replace(rows, transforms=(transform(),)), replace(rows, transforms=(transform("b"),))
+    before = compute_fingerprint(dataset, tokenizer)
+    assert len({before, compute_fingerprint(other_option, tokenizer), compute_fingerprint(rows, tokenizer)}) == 3
+    helper.write_text("MORE = {'x': 1}\n")  # a file that the user's file imports
+    changed = compute_fingerprint(dataset, tokenizer)
     assert changed != before
     with (tmp_path / "step.py").open("a") as file:
         file.write("# more\n")
-    assert key(one, tokenizer) not in (before, changed)
+    assert compute_fingerprint(dataset, tokenizer) not in (before, changed)
 
 
-def test_a_text_that_own_code_imports_decides(
+def test_text_imported_by_user_code_changes_fingerprint(
     rows: ChatDataset, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
     texts = tmp_path / "tunekit_test_texts.py"
     texts.write_text("MORE = 'a'\n")
     (tmp_path / "step.py").write_text(
-        STEP.replace("import {helper}", "from tunekit_test_texts import MORE").replace("{helper}.MORE", "{}")
+        TRANSFORM.replace("import {helper}", "from tunekit_test_texts import MORE").replace("{helper}.MORE", "{}")
     )
-    step = load_user_choices(SFTConfig, [tmp_path / "step.py"]).own[0]
-    before = key(replace(rows, transforms=(step(),)), tokenizer)
+    transform = load_user_choices(SFTConfig, [tmp_path / "step.py"]).own[0]
+    before = compute_fingerprint(replace(rows, transforms=(transform(),)), tokenizer)
     texts.write_text("MORE = 'b'\n")
-    assert key(replace(rows, transforms=(step(),)), tokenizer) != before
+    assert compute_fingerprint(replace(rows, transforms=(transform(),)), tokenizer) != before
 
 
-def test_the_code_of_an_installed_step_decides(
+def test_code_of_an_installed_transform_changes_fingerprint(
     rows: ChatDataset, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = tmp_path / "site-packages"
-    folder.mkdir()
-    monkeypatch.syspath_prepend(str(folder))
-    file = folder / "tunekit_test_installed.py"
-    file.write_text(STEP.replace("import {helper}", "import json").replace("{helper}.MORE", "{}"))
-    step = importlib.import_module(file.stem).Step
-    before = key(replace(rows, transforms=(step(),)), tokenizer)
-    file.write_text(file.read_text() + "# more\n")
-    assert key(replace(rows, transforms=(step(),)), tokenizer) != before
+    site_packages = tmp_path / "site-packages"
+    site_packages.mkdir()
+    monkeypatch.syspath_prepend(str(site_packages))
+    path = site_packages / "tunekit_test_installed.py"
+    path.write_text(TRANSFORM.replace("import {helper}", "import json").replace("{helper}.MORE", "{}"))
+    transform = importlib.import_module(path.stem).Step
+    before = compute_fingerprint(replace(rows, transforms=(transform(),)), tokenizer)
+    path.write_text(path.read_text() + "# more\n")
+    assert compute_fingerprint(replace(rows, transforms=(transform(),)), tokenizer) != before
 
 
-def test_what_a_notebook_defines_is_never_taken_for_known(rows: ChatDataset, tokenizer: Tokenizer, monkeypatch) -> None:
-    kind = type("Mine", (ChatDataset,), {"__module__": "__main__"})
+def test_notebook_class_has_no_fingerprint(rows: ChatDataset, tokenizer: Tokenizer, monkeypatch) -> None:
+    dataset_class = type("Mine", (ChatDataset,), {"__module__": "__main__"})
     monkeypatch.delattr(sys.modules["__main__"], "__file__", raising=False)
-    assert key(kind(source=rows.source), tokenizer) is None
+    assert compute_fingerprint(dataset_class(source=rows.source), tokenizer) is None
 
 
-def test_the_code_of_tunekit_decides(rows: ChatDataset, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = key(rows, tokenizer)
-    known = keys.code()
-    stems = {Path(name).stem for name in known}
+def test_tunekit_code_changes_fingerprint(
+    rows: ChatDataset, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = compute_fingerprint(rows, tokenizer)
+    code_hashes = keys.code()
+    stems = {Path(name).stem for name in code_hashes}
     assert {"datasets", "loss_mask", "template", "tokenizer", "messages", "row_reader"} <= stems
     assert not {"build", "packing", "cache", "fingerprint", "report", "row_stats"} & stems
-    assert len(known) == len(list(keys.sources())) + len(keys.PACKAGES) + 1, "two files of one name are two"
+    assert len(code_hashes) == len(list(keys.sources())) + len(keys.PACKAGES) + 1, "files with one name are distinct"
     for name in ("chat_template/loss_mask.py", "tokenizers"):
         with monkeypatch.context() as patch:
-            patch.setattr(keys, "code", lambda name=name: known | {name: "other"})
-            assert key(rows, tokenizer) != before
+            patch.setattr(keys, "code", lambda name=name: code_hashes | {name: "other"})
+            assert compute_fingerprint(rows, tokenizer) != before
 
 
-ELSEWHERE = """
+FINGERPRINT_SCRIPT = """
 import sys
 from pathlib import Path
 from tunekit.data.preprocess.fingerprint import fingerprint
@@ -201,19 +219,20 @@ print(fingerprint(rows, rows.prepare(Tokenizer.open(Path(sys.argv[2]))), open_da
 
 
 @pytest.mark.parametrize("seed", ["1", "2"])
-def test_other_processes_find_the_same(
-    rows: ChatDataset, folders: dict[str, Path], tokenizer: Tokenizer, seed: str
+def test_other_processes_compute_the_same_fingerprint(
+    rows: ChatDataset, tokenizer_dirs: dict[str, Path], tokenizer: Tokenizer, seed: str
 ) -> None:
-    line = [sys.executable, "-c", ELSEWHERE, rows.source, str(folders["chatml"])]
-    done = subprocess.run(line, env=os.environ | {"PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == key(rows, tokenizer)
+    command = [sys.executable, "-c", FINGERPRINT_SCRIPT, rows.source, str(tokenizer_dirs["chatml"])]
+    environment = os.environ | {"PYTHONHASHSEED": seed}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == compute_fingerprint(rows, tokenizer)
 
 
-def test_serving_rows_otherwise_prepares_nothing(
-    rows: ChatDataset, tokenizer: Tokenizer, tmp_path: Path, place, monkeypatch: pytest.MonkeyPatch
+def test_loader_options_do_not_preprocess_again(
+    rows: ChatDataset, tokenizer: Tokenizer, tmp_path: Path, make_dist, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TUNEKIT_CACHE", str(tmp_path / "cache"))
-    first = preprocess.preprocess_dataset(rows, tokenizer, place())
+    first = preprocess.preprocess_dataset(rows, tokenizer, make_dist())
     monkeypatch.setattr(preprocess, "tokenize_chunks", pytest.fail)
-    again = preprocess.preprocess_dataset(replace(rows, shuffle=False, packing=True), tokenizer, place(seed=1))
-    assert again.digest == first.digest
+    reloaded = preprocess.preprocess_dataset(replace(rows, shuffle=False, packing=True), tokenizer, make_dist(seed=1))
+    assert reloaded.fingerprint == first.fingerprint

@@ -1,4 +1,4 @@
-"""A conversation as templates expect it, whichever way a row writes it; and what is wrong, by its path in the row."""
+"""Messages of a row are normalized to what chat templates expect, and errors name the path in the row."""
 
 from copy import deepcopy
 
@@ -7,8 +7,8 @@ import pytest
 from tunekit.data.chat_template.messages import make_conversation, parse_messages
 from tunekit.errors import UserError
 
-ASK = {"role": "user", "content": "What is 1 + 2?"}
-SAY = {"role": "assistant", "content": "3"}
+QUESTION = {"role": "user", "content": "What is 1 + 2?"}
+ANSWER = {"role": "assistant", "content": "3"}
 CALL = {
     "role": "assistant",
     "content": None,
@@ -17,10 +17,10 @@ CALL = {
 RESULT = {"role": "tool", "tool_call_id": "c1", "content": "3"}
 
 
-def test_a_plain_conversation_is_left_as_it_is() -> None:
-    rows = [{"role": "system", "content": "Be brief."}, ASK, SAY]
-    found = parse_messages(rows, "messages")
-    assert found == rows and all(a is b for a, b in zip(found, rows, strict=True)), "no copies: rows are many"
+def test_valid_messages_are_returned_unchanged() -> None:
+    rows = [{"role": "system", "content": "Be brief."}, QUESTION, ANSWER]
+    messages = parse_messages(rows, "messages")
+    assert messages == rows and all(a is b for a, b in zip(messages, rows, strict=True)), "must not copy"
 
 
 @pytest.mark.parametrize(
@@ -29,37 +29,37 @@ def test_a_plain_conversation_is_left_as_it_is() -> None:
         {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": 2}'}},
         {"id": "c1", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}},
         {"id": "c1", "name": "add", "arguments": {"a": 1, "b": 2}},
-        # as tables with typed columns give it back
+        # as tables with typed columns return it
         {"id": "c1", "type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 2, "city": None}}},
     ],
 )
-def test_calls_are_given_as_templates_expect_them(call: dict) -> None:
-    rows = [ASK, {**CALL, "tool_calls": [call]}, RESULT]
+def test_tool_calls_are_normalized(call: dict) -> None:
+    rows = [QUESTION, {**CALL, "tool_calls": [call]}, RESULT]
     before = deepcopy(rows)
-    assert parse_messages(rows, "messages") == [ASK, CALL, RESULT]
+    assert parse_messages(rows, "messages") == [QUESTION, CALL, RESULT]
     assert rows == before, "a row is not changed"
 
 
-def test_what_a_json_string_says_is_kept_to_the_letter() -> None:
+def test_arguments_in_a_json_string_are_kept_exactly() -> None:
     call = {"function": {"name": "find", "arguments": '{"limit": null, "of": {"x": [1, null]}}'}}
-    (_, message) = parse_messages([ASK, {"role": "assistant", "content": "", "tool_calls": [call]}], "messages")
+    (_, message) = parse_messages([QUESTION, {"role": "assistant", "content": "", "tool_calls": [call]}], "messages")
     assert message["tool_calls"][0]["function"]["arguments"] == {"limit": None, "of": {"x": [1, None]}}
     call = {"function": {"name": "now", "arguments": ""}}
-    (_, message) = parse_messages([ASK, {"role": "assistant", "tool_calls": [call]}], "messages")
+    (_, message) = parse_messages([QUESTION, {"role": "assistant", "tool_calls": [call]}], "messages")
     assert message == {
         "role": "assistant",
         "tool_calls": [{"type": "function", "function": {"name": "now", "arguments": {}}}],
     }
 
 
-def test_older_names_of_calls_and_results() -> None:
+def test_legacy_names_of_calls_and_results() -> None:
     rows = [
-        ASK,
+        QUESTION,
         {"role": "assistant", "content": None, "function_call": {"name": "add", "arguments": '{"a": 1}'}},
         {"role": "function", "name": "add", "content": "3"},
     ]
     assert parse_messages(rows, "messages") == [
-        ASK,
+        QUESTION,
         {**CALL, "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}]},
         {"role": "tool", "name": "add", "content": "3"},
     ]
@@ -67,144 +67,138 @@ def test_older_names_of_calls_and_results() -> None:
 
 def test_null_columns_count_as_absent() -> None:
     nulls = dict.fromkeys(("name", "tool_calls", "tool_call_id", "reasoning_content", "function_call", "weight"))
-    assert parse_messages([{**ASK, **nulls}, {**SAY, **nulls}], "messages") == [ASK, SAY]
-    assert make_conversation([{**ASK, **nulls}, {**SAY, **nulls}], "messages").flags is None
-    empty = {**SAY, "tool_calls": []}
-    assert parse_messages([ASK, empty], "messages") == [ASK, SAY]
+    assert parse_messages([{**QUESTION, **nulls}, {**ANSWER, **nulls}], "messages") == [QUESTION, ANSWER]
+    assert make_conversation([{**QUESTION, **nulls}, {**ANSWER, **nulls}], "messages").flags is None
+    empty = {**ANSWER, "tool_calls": []}
+    assert parse_messages([QUESTION, empty], "messages") == [QUESTION, ANSWER]
 
 
-def test_content_parts_are_one_text() -> None:
+def test_text_parts_of_content_are_joined() -> None:
     parts = [{"type": "text", "text": "What is "}, {"type": "text", "text": "1 + 2?", "image_url": None}]
-    assert parse_messages([{"role": "user", "content": parts}, SAY], "messages") == [ASK, SAY]
+    assert parse_messages([{"role": "user", "content": parts}, ANSWER], "messages") == [QUESTION, ANSWER]
 
 
-def test_reasoning_is_kept() -> None:
-    rows = [ASK, {**SAY, "reasoning_content": "One and two."}]
+def test_reasoning_content_is_kept() -> None:
+    rows = [QUESTION, {**ANSWER, "reasoning_content": "One and two."}]
     assert parse_messages(rows, "messages") == rows
 
 
-def test_flags_are_read_and_kept_from_the_template() -> None:
-    rows = [ASK, {**SAY, "train": False}, ASK, {**SAY, "weight": 1}, ASK, {**SAY, "weight": 0.0}]
-    found = make_conversation(rows, "messages")
-    assert found.flags == [None, False, None, True, None, False]
-    assert found.messages == [ASK, SAY] * 3
+def test_train_flags_are_removed_from_messages() -> None:
+    rows = [
+        QUESTION,
+        {**ANSWER, "train": False},
+        QUESTION,
+        {**ANSWER, "weight": 1},
+        QUESTION,
+        {**ANSWER, "weight": 0.0},
+    ]
+    conversation = make_conversation(rows, "messages")
+    assert conversation.flags == [None, False, None, True, None, False]
+    assert conversation.messages == [QUESTION, ANSWER] * 3
 
 
-def test_schemas_of_tools_are_a_list_or_json() -> None:
+def test_tool_schemas_are_a_list_or_json() -> None:
     schema = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "default": None}}}
-    plain = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
-    assert make_conversation([ASK, SAY], "messages", [schema]).tools == [plain]
+    without_nulls = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+    assert make_conversation([QUESTION, ANSWER], "messages", [schema]).tools == [without_nulls]
     text = '[{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]'
-    assert make_conversation([ASK, SAY], "messages", text).tools == [plain]
-    for none in (None, [], "", " ", "[]", "null"):
-        assert make_conversation([ASK, SAY], "messages", none).tools is None
+    assert make_conversation([QUESTION, ANSWER], "messages", text).tools == [without_nulls]
+    for empty in (None, [], "", " ", "[]", "null"):
+        assert make_conversation([QUESTION, ANSWER], "messages", empty).tools is None
 
 
-def deep(levels: int) -> object:
+def nested(levels: int) -> object:
     value: object = 1
     for _ in range(levels):
         value = {"a": value}
     return value
 
 
-def call(function: object) -> list:
-    return [ASK, {"role": "assistant", "tool_calls": [{"function": function}]}]
+def call_messages(function: object) -> list:
+    return [QUESTION, {"role": "assistant", "tool_calls": [{"function": function}]}]
 
 
 PATH = "messages[1].tool_calls[0].function"
-BAD = [
-    (None, "messages: want a list of messages, this is null"),
-    ({}, "messages: want a list of messages, this is an object"),
-    ([], "messages: the conversation is empty"),
-    ("[{'role': 'user'}]", "messages: a string that holds no JSON: Expecting property name"),
-    ('{"role": "user"}', "messages: want a list of messages, this is an object"),
-    (" ", "messages: want a list of messages, this is a string"),
-    (
-        [{"role": "asistant", "content": "hi"}],
-        "messages[0]: unknown role 'asistant'; did you mean 'assistant'? want one of system, developer, user, ",
-    ),
-    (["hi"], "messages[0]: want an object with role and content, this is a string"),
-    ([{"role": "bot", "content": "hi"}], "messages[0]: unknown role 'bot'; want one of system, developer, user, "),
-    ([{"content": "hi"}], "messages[0]: unknown role None"),
-    ([{"role": ["user"], "content": "hi"}], "messages[0]: unknown role ['user']"),
-    ([{"role": "x" * 999, "content": "hi"}], "messages[0]: unknown role 'xxxxxxxxxx"),
-    ([ASK, {"role": "assistant"}], "messages[1]: content must be a string, this is null and there are no tool_calls"),
-    ([ASK, {**SAY, "content": 3}], "messages[1]: content must be a string, this is a number"),
-    ([{"role": "user", "content": None}], "messages[0]: content must be a string, this is null"),
-    ([ASK, {**CALL, "content": {}}], "messages[1]: content must be a string, this is an object"),
-    ([{"role": "user", "content": ["a"]}], "messages[0].content[0]: want an object with type and text, this is a str"),
-    (
-        [{"role": "user", "content": [{"type": "image_url"}]}],
-        "messages[0].content[0]: parts of the type 'image_url' cannot be learnt: only 'text'",
-    ),
-    ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text: want a string, this is null"),
-    ([ASK, {**SAY, "name": 3}], "messages[1].name: want a string, this is a number"),
-    ([ASK, {**SAY, "reasoning": ["a"]}], "messages[1].reasoning: want a string, this is a list"),
-    ([ASK, {**SAY, "tool_calls": {"a": 1}}], "messages[1].tool_calls: want a list of calls, this is an object"),
-    (
-        [ASK, {**SAY, "tool_calls": ["a"]}],
-        "messages[1].tool_calls[0]: want an object with a function, this is a st",
-    ),
-    (
-        [{**ASK, "tool_calls": CALL["tool_calls"]}],
-        "messages[0].tool_calls: only an assistant calls tools, not a mess",
-    ),
-    (call("add"), f"{PATH}: want an object with name and arguments, this is a string"),
-    (call({"arguments": {}}), f"{PATH}.name: want the name of a tool, this is None"),
-    (call({"name": "add", "arguments": "{"}), f"{PATH}.arguments: a string that holds no JSON: Expecting"),
-    (call({"name": "add", "arguments": "3"}), f"{PATH}.arguments: want an object, this is a number in a string"),
-    (call({"name": "add", "arguments": [1]}), f"{PATH}.arguments: want an object, this is a list"),
-    (call({"name": "add", "arguments": '{"a": NaN}'}), f"{PATH}.arguments: a string that holds no JSON: NaN is no"),
-    (call({"name": "add", "arguments": {"a": [1.0, float("nan")]}}), f"{PATH}.arguments.a[1]: nan is no number"),
-    (call({"name": "add", "arguments": {"a": float("-inf")}}), f"{PATH}.arguments.a: -inf is no number of JSON"),
-    (call({"name": "add", "arguments": {"a": b"b"}}), f"{PATH}.arguments.a: want a value of JSON, this is bytes"),
-    (call({"name": "add", "arguments": deep(500)}), f"{PATH}.arguments.a.a.a.a.a"),
-    (call({"name": "add", "arguments": '{"a":' * 99999}), f"{PATH}.arguments: "),
-    ([ASK, {**SAY, "train": 1}], "messages[1].train: want true or false, this is a number"),
-    ([ASK, {**SAY, "weight": 0.5}], "messages[1].weight: want 0 or 1, this is 0.5"),
-    ([ASK, {**SAY, "weight": True}], "messages[1].weight: want 0 or 1, this is True"),
-    (
-        [ASK, {**SAY, "weight": 1, "train": False}],
-        "messages[1]: train is false and weight is 1: which of them",
-    ),
-    ([{"role": "system", "content": "a"}] * 2, "messages[1]: a second system message; a conversation has one"),
-    ([ASK, RESULT], "messages[1].tool_call_id: no call before has the id 'c1'"),
-    ([ASK, {"role": "tool", "content": "3"}], "messages[1]: a tool's result without a call: it follows no assistant"),
-    ([ASK, SAY, RESULT], "messages[2].tool_call_id: no call before has the id 'c1'"),
-    ([ASK, CALL, {**RESULT, "tool_call_id": "c2"}], "messages[2].tool_call_id: no call before has the id 'c2'"),
-    ([ASK, CALL, ASK, RESULT], "messages[3]: a tool's result without a call: it follows no assistant message"),
+BAD_MESSAGES = [  # value, path, text of the message
+    (None, "messages", "null"),
+    ({}, "messages", "an object"),
+    ([], "messages", "empty"),
+    ("[{'role': 'user'}]", "messages", "Expecting property name"),
+    ('{"role": "user"}', "messages", "an object"),
+    (" ", "messages", "a string"),
+    ([{"role": "asistant", "content": "hi"}], "messages[0]", "'assistant'"),
+    (["hi"], "messages[0]", "a string"),
+    ([{"role": "bot", "content": "hi"}], "messages[0]", "'bot'"),
+    ([{"content": "hi"}], "messages[0]", "None"),
+    ([{"role": ["user"], "content": "hi"}], "messages[0]", "['user']"),
+    ([{"role": "x" * 999, "content": "hi"}], "messages[0]", "'xxxxxxxxxx"),
+    ([QUESTION, {"role": "assistant"}], "messages[1]", "tool_calls"),
+    ([QUESTION, {**ANSWER, "content": 3}], "messages[1]", "a number"),
+    ([{"role": "user", "content": None}], "messages[0]", "null"),
+    ([QUESTION, {**CALL, "content": {}}], "messages[1]", "an object"),
+    ([{"role": "user", "content": ["a"]}], "messages[0].content[0]", "a string"),
+    ([{"role": "user", "content": [{"type": "image_url"}]}], "messages[0].content[0]", "'image_url'"),
+    ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text", "null"),
+    ([QUESTION, {**ANSWER, "name": 3}], "messages[1].name", "a number"),
+    ([QUESTION, {**ANSWER, "reasoning": ["a"]}], "messages[1].reasoning", "a list"),
+    ([QUESTION, {**ANSWER, "tool_calls": {"a": 1}}], "messages[1].tool_calls", "an object"),
+    ([QUESTION, {**ANSWER, "tool_calls": ["a"]}], "messages[1].tool_calls[0]", "a string"),
+    ([{**QUESTION, "tool_calls": CALL["tool_calls"]}], "messages[0].tool_calls", "assistant"),
+    (call_messages("add"), PATH, "a string"),
+    (call_messages({"arguments": {}}), f"{PATH}.name", "None"),
+    (call_messages({"name": "add", "arguments": "{"}), f"{PATH}.arguments", "Expecting"),
+    (call_messages({"name": "add", "arguments": "3"}), f"{PATH}.arguments", "a number"),
+    (call_messages({"name": "add", "arguments": [1]}), f"{PATH}.arguments", "a list"),
+    (call_messages({"name": "add", "arguments": '{"a": NaN}'}), f"{PATH}.arguments", "NaN"),
+    (call_messages({"name": "add", "arguments": {"a": [1.0, float("nan")]}}), f"{PATH}.arguments.a[1]", "nan"),
+    (call_messages({"name": "add", "arguments": {"a": float("-inf")}}), f"{PATH}.arguments.a", "-inf"),
+    (call_messages({"name": "add", "arguments": {"a": b"b"}}), f"{PATH}.arguments.a", "bytes"),
+    (call_messages({"name": "add", "arguments": nested(500)}), f"{PATH}.arguments.a.a.a.a.a", ""),
+    (call_messages({"name": "add", "arguments": '{"a":' * 99999}), f"{PATH}.arguments", ""),
+    ([QUESTION, {**ANSWER, "train": 1}], "messages[1].train", "a number"),
+    ([QUESTION, {**ANSWER, "weight": 0.5}], "messages[1].weight", "0.5"),
+    ([QUESTION, {**ANSWER, "weight": True}], "messages[1].weight", "True"),
+    ([QUESTION, {**ANSWER, "weight": 1, "train": False}], "messages[1]", "weight"),
+    ([{"role": "system", "content": "a"}] * 2, "messages[1]", "system"),
+    ([QUESTION, RESULT], "messages[1].tool_call_id", "'c1'"),
+    ([QUESTION, {"role": "tool", "content": "3"}], "messages[1]", "tool"),
+    ([QUESTION, ANSWER, RESULT], "messages[2].tool_call_id", "'c1'"),
+    ([QUESTION, CALL, {**RESULT, "tool_call_id": "c2"}], "messages[2].tool_call_id", "'c2'"),
+    ([QUESTION, CALL, QUESTION, RESULT], "messages[3]", "tool"),
 ]
 
 
-@pytest.mark.parametrize(("value", "message"), BAD)
-def test_what_is_wrong_is_told_by_its_path(value: object, message: str) -> None:
-    with pytest.raises(UserError) as told:
+@pytest.mark.parametrize(("value", "path", "text"), BAD_MESSAGES)
+def test_invalid_messages_are_rejected_with_their_path(value: object, path: str, text: str) -> None:
+    with pytest.raises(UserError) as error:
         parse_messages(value, "messages")
-    assert str(told.value).startswith(message)
-    assert "\n" not in str(told.value) and len(str(told.value)) < 500
+    message = str(error.value)
+    assert message.startswith(path) and text in message
+    assert "\n" not in message and len(message) < 500
 
 
 @pytest.mark.parametrize(
-    ("value", "message"),
+    ("value", "path", "text"),
     [
-        ("[", "tools: a string that holds no JSON: "),
-        ("3", "tools: want a list of tool schemas (objects), this is a number"),
-        ([{}, "add"], "tools[1]: want a tool's schema (an object), this is a string"),
-        ([{"name": float("inf")}], "tools[0].name: inf is no number of JSON"),
+        ("[", "tools", "JSON"),
+        ("3", "tools", "a number"),
+        ([{}, "add"], "tools[1]", "a string"),
+        ([{"name": float("inf")}], "tools[0].name", "inf"),
     ],
 )
-def test_wrong_tools_are_told(value: object, message: str) -> None:
-    with pytest.raises(UserError) as told:
-        make_conversation([ASK, SAY], "messages", value)
-    assert str(told.value).startswith(message)
+def test_invalid_tools_are_rejected_with_their_path(value: object, path: str, text: str) -> None:
+    with pytest.raises(UserError) as error:
+        make_conversation([QUESTION, ANSWER], "messages", value)
+    message = str(error.value)
+    assert message.startswith(f"{path}:") and text in message
 
 
-def test_what_templates_may_want_is_left_to_them() -> None:
+def test_order_of_roles_is_left_to_the_template() -> None:
     for rows in (
-        [SAY, ASK, ASK, SAY],
-        [{"role": "developer", "content": "a"}, {"role": "system", "content": "b"}, ASK, SAY],
-        [ASK, SAY, {"role": "tool", "content": "3"}],  # a call that is written into the content
-        [ASK, CALL, RESULT, RESULT, SAY],
-        [ASK, CALL],
+        [ANSWER, QUESTION, QUESTION, ANSWER],
+        [{"role": "developer", "content": "a"}, {"role": "system", "content": "b"}, QUESTION, ANSWER],
+        [QUESTION, ANSWER, {"role": "tool", "content": "3"}],  # the content contains the call
+        [QUESTION, CALL, RESULT, RESULT, ANSWER],
+        [QUESTION, CALL],
     ):
         assert parse_messages(rows, "messages") == rows

@@ -1,4 +1,4 @@
-"""The choices of `data:` from a row to documents: what is learnt of each format, and why a row is refused."""
+"""Dataset classes convert a row of each format to documents, or reject it with a reason."""
 
 import json
 from collections.abc import Iterator
@@ -26,15 +26,15 @@ from tunekit.data.readers.row_reader import BadRow, Row
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import FieldError, UserError
 
-TALK = [
+CONVERSATION = [
     {"role": "user", "content": "What is 2 + 2?"},
     {"role": "assistant", "content": "It is 4."},
     {"role": "user", "content": "Thanks."},
     {"role": "assistant", "content": "Hello there 😀"},
 ]
-ASK, SAY = TALK[:2]
+QUESTION, ANSWER = CONVERSATION[:2]
 BOTH = "It is 4.<|im_end|>Hello there 😀<|im_end|>"
-# Writes calls as JSON and schemas before everything.
+# Writes calls as JSON, and tool schemas before all messages.
 TOOLS = """
 {%- if tools %}
     {{- '<|im_start|>system\\n' }}{% for t in tools %}{{ t | tojson }}{% endfor %}{{ '<|im_end|>\\n' }}
@@ -51,96 +51,104 @@ CALL = {"name": "add", "arguments": {"a": 2, "b": 2}}
 
 
 @pytest.fixture
-def tokenizer(folders: dict[str, Path]) -> Tokenizer:
-    return Tokenizer.open(folders["chatml"])
+def tokenizer(tokenizer_dirs: dict[str, Path]) -> Tokenizer:
+    return Tokenizer.open(tokenizer_dirs["chatml"])
 
 
 @pytest.fixture
-def tools(folders: dict[str, Path], tmp_path: Path) -> Tokenizer:
+def tools(tokenizer_dirs: dict[str, Path], tmp_path: Path) -> Tokenizer:
     (tmp_path / "tools.jinja").write_text(TOOLS)
-    return Tokenizer.open(folders["chatml"], str(tmp_path / "tools.jinja"))
+    return Tokenizer.open(tokenizer_dirs["chatml"], str(tmp_path / "tools.jinja"))
 
 
-def documents(rows: DatasetConfig, tokenizer: Tokenizer, *fields: dict) -> Iterator:
-    """Documents of rows, all in one call."""
-    tokenizer = rows.prepare(tokenizer)
-    for found in rows.encode(tokenizer, [Row(f"rows.jsonl:{n}", row) for n, row in enumerate(fields, 1)]):
-        assert isinstance(found, list), found
-        for document in found:
+def encode_documents(dataset: DatasetConfig, tokenizer: Tokenizer, *fields: dict) -> Iterator:
+    """Yield the documents of all rows, encoded in one call."""
+    tokenizer = dataset.prepare_tokenizer(tokenizer)
+    for result in dataset.encode_rows(tokenizer, [Row(f"rows.jsonl:{i}", row) for i, row in enumerate(fields, 1)]):
+        assert isinstance(result, list), result
+        for document in result:
             assert document.tokens.dtype == "int32" and document.learnt.dtype == bool
             yield document
 
 
-def taught(rows: DatasetConfig, tokenizer: Tokenizer, *fields: dict) -> list[str]:
-    """What each document teaches, as text: a first token is never a target."""
+def target_texts(dataset: DatasetConfig, tokenizer: Tokenizer, *fields: dict) -> list[str]:
+    """Target text of each document. The first token is never a target."""
     return [
         tokenizer.decode(document.tokens[1:][document.learnt[1:]].tolist(), special=True)
-        for document in documents(rows, tokenizer, *fields)
+        for document in encode_documents(dataset, tokenizer, *fields)
     ]
 
 
-def whole(rows: DatasetConfig, tokenizer: Tokenizer, *fields: dict) -> list[str]:
+def full_texts(dataset: DatasetConfig, tokenizer: Tokenizer, *fields: dict) -> list[str]:
     return [
-        tokenizer.decode(document.tokens.tolist(), special=True) for document in documents(rows, tokenizer, *fields)
+        tokenizer.decode(document.tokens.tolist(), special=True)
+        for document in encode_documents(dataset, tokenizer, *fields)
     ]
 
 
-def fault(rows: DatasetConfig, tokenizer: Tokenizer, fields: dict) -> str:
-    (found,) = rows.encode(rows.prepare(tokenizer), [Row("rows.jsonl:7", fields)])
-    assert isinstance(found, BadRow) and found.where == "rows.jsonl:7", found
-    return found.reason
+def reject_reason(dataset: DatasetConfig, tokenizer: Tokenizer, fields: dict) -> str:
+    (result,) = dataset.encode_rows(dataset.prepare_tokenizer(tokenizer), [Row("rows.jsonl:7", fields)])
+    assert isinstance(result, BadRow) and result.where == "rows.jsonl:7", result
+    return result.reason
 
 
-def test_chat_teaches_what_the_assistant_says(tokenizer: Tokenizer) -> None:
-    rows = {"messages": TALK, "tools": None}, {"messages": TALK[:2], "tools": []}
-    assert taught(ChatDataset("x"), tokenizer, *rows) == [BOTH, "It is 4.<|im_end|>"]
-    assert whole(ChatDataset("x"), tokenizer, *rows) == [tokenizer.render(TALK), tokenizer.render(TALK[:2])]
-    assert taught(ChatDataset("x", train_on="last"), tokenizer, rows[0]) == ["Hello there 😀<|im_end|>"]
-    everything = tokenizer.render(TALK).removeprefix("<|im_start|>")
-    assert taught(ChatDataset("x", train_on="all"), tokenizer, rows[0]) == [everything]
-    assert taught(ChatDataset("x", train_on="all"), tokenizer, {"messages": TALK[:1]}) == [
+def test_chat_targets_are_the_assistant_messages(tokenizer: Tokenizer) -> None:
+    rows = {"messages": CONVERSATION, "tools": None}, {"messages": CONVERSATION[:2], "tools": []}
+    assert target_texts(ChatDataset("x"), tokenizer, *rows) == [BOTH, "It is 4.<|im_end|>"]
+    assert full_texts(ChatDataset("x"), tokenizer, *rows) == [
+        tokenizer.render(CONVERSATION),
+        tokenizer.render(CONVERSATION[:2]),
+    ]
+    assert target_texts(ChatDataset("x", train_on="last"), tokenizer, rows[0]) == ["Hello there 😀<|im_end|>"]
+    everything = tokenizer.render(CONVERSATION).removeprefix("<|im_start|>")
+    assert target_texts(ChatDataset("x", train_on="all"), tokenizer, rows[0]) == [everything]
+    assert target_texts(ChatDataset("x", train_on="all"), tokenizer, {"messages": CONVERSATION[:1]}) == [
         "user\nWhat is 2 + 2?<|im_end|>\n"
     ]
 
 
-def test_messages_may_stand_in_a_cell_as_json(tokenizer: Tokenizer) -> None:
-    said = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
+def test_json_cells_are_parsed_as_messages(tokenizer: Tokenizer) -> None:
+    conversation = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
     rows = {
-        ChatDataset("x"): {"messages": TALK},
-        ShareGPTDataset("x"): {"conversations": said},
-        CompletionDataset("x"): {"prompt": [ASK], "completion": [SAY]},
-        PreferenceDataset("x"): {"prompt": [ASK], "chosen": [SAY], "rejected": [{**SAY, "content": "It is 5."}]},
+        ChatDataset("x"): {"messages": CONVERSATION},
+        ShareGPTDataset("x"): {"conversations": conversation},
+        CompletionDataset("x"): {"prompt": [QUESTION], "completion": [ANSWER]},
+        PreferenceDataset("x"): {
+            "prompt": [QUESTION],
+            "chosen": [ANSWER],
+            "rejected": [{**ANSWER, "content": "It is 5."}],
+        },
     }
-    for choice, row in rows.items():
+    for dataset, row in rows.items():
         cells = {name: f" {json.dumps(value)}" for name, value in row.items()}
-        assert taught(choice, tokenizer, cells) == taught(choice, tokenizer, row)
-    for row in ({"messages": TALK}, {"messages": said}):
-        assert taught(AutoDataset("x"), tokenizer, {"messages": json.dumps(row["messages"])}) == taught(
+        assert target_texts(dataset, tokenizer, cells) == target_texts(dataset, tokenizer, row)
+    for row in ({"messages": CONVERSATION}, {"messages": conversation}):
+        assert target_texts(AutoDataset("x"), tokenizer, {"messages": json.dumps(row["messages"])}) == target_texts(
             AutoDataset("x"), tokenizer, row
         )
-    for text in ('[{"a": 1}]', '[{"role": "user"', "[1]", "[]"):  # texts to learn
-        assert taught(CompletionDataset("x"), tokenizer, {"prompt": "say: ", "completion": text}) == [
+    for text in ('[{"a": 1}]', '[{"role": "user"', "[1]", "[]"):  # plain texts, not messages
+        assert target_texts(CompletionDataset("x"), tokenizer, {"prompt": "say: ", "completion": text}) == [
             f"{text}<|im_end|>"
         ]
 
 
-def test_roles_may_be_named(tokenizer: Tokenizer) -> None:
-    talk = [{"role": "system", "content": "Be kind."}, *TALK]
-    users = "What is 2 + 2?<|im_end|>Thanks.<|im_end|>"
-    assert taught(ChatDataset("x", train_on=("user",)), tokenizer, {"messages": talk}) == [users]
-    both = "Be kind.<|im_end|>" + BOTH
-    assert taught(ChatDataset("x", train_on=("system", "assistant")), tokenizer, {"messages": talk}) == [both]
-    assert fault(ChatDataset("x", train_on=("tool",)), tokenizer, {"messages": talk}) == (
-        "nothing to learn: the conversation has no tool message"
-    )
+def test_train_on_selects_roles(tokenizer: Tokenizer) -> None:
+    conversation = [{"role": "system", "content": "Be kind."}, *CONVERSATION]
+    user_targets = "What is 2 + 2?<|im_end|>Thanks.<|im_end|>"
+    assert target_texts(ChatDataset("x", train_on=("user",)), tokenizer, {"messages": conversation}) == [user_targets]
+    system_and_assistant_targets = "Be kind.<|im_end|>" + BOTH
+    assert target_texts(ChatDataset("x", train_on=("system", "assistant")), tokenizer, {"messages": conversation}) == [
+        system_and_assistant_targets
+    ]
+    assert "tool" in reject_reason(ChatDataset("x", train_on=("tool",)), tokenizer, {"messages": conversation})
 
 
-def flagged(*flags: object, key: str = "train") -> dict:
-    """The conversation with a flag at each message that has one."""
-    return {"messages": [m if f is None else {**m, key: f} for m, f in zip(TALK, flags, strict=True)]}
+def with_flags(*flags: object, key: str = "train") -> dict:
+    """Add the flag to each message that has one."""
+    return {"messages": [m if f is None else {**m, key: f} for m, f in zip(CONVERSATION, flags, strict=True)]}
 
 
-def test_messages_may_say_for_themselves(tokenizer: Tokenizer) -> None:
+def test_per_message_flags_select_targets(tokenizer: Tokenizer) -> None:
     rows = ChatDataset("x", train_on="per_message")
     cases = {
         (None, True, None, None): "It is 4.<|im_end|>",
@@ -149,64 +157,60 @@ def test_messages_may_say_for_themselves(tokenizer: Tokenizer) -> None:
         (True, True, None, None): "What is 2 + 2?<|im_end|>It is 4.<|im_end|>",
         (None, None, None, None): BOTH,
     }
-    assert [taught(rows, tokenizer, flagged(*flags)) for flags in cases] == [[text] for text in cases.values()]
-    assert taught(rows, tokenizer, flagged(None, 0, None, 1, key="weight")) == ["Hello there 😀<|im_end|>"]
-    assert fault(rows, tokenizer, flagged(None, False, None, False)) == (
-        "nothing to learn: the conversation has no message that is marked"
-    )
+    assert [target_texts(rows, tokenizer, with_flags(*flags)) for flags in cases] == [[text] for text in cases.values()]
+    assert target_texts(rows, tokenizer, with_flags(None, 0, None, 1, key="weight")) == ["Hello there 😀<|im_end|>"]
+    assert "message" in reject_reason(rows, tokenizer, with_flags(None, False, None, False))
 
 
 @pytest.mark.parametrize("answers", [{}, {"train": True}], ids=["unmarked", "marked"])
-def test_marks_in_a_prompt_say_nothing(answers: dict, tokenizer: Tokenizer) -> None:
-    """It may hold answers that are marked; of none a token is learnt."""
-    prompt = [ASK, {**SAY, "train": True}, ASK]
-    yes, no = ({"role": "assistant", "content": text, **answers} for text in ("Yes.", "No."))
+def test_flags_in_a_prompt_are_ignored(answers: dict, tokenizer: Tokenizer) -> None:
+    """Flagged answers in a prompt are no targets."""
+    prompt = [QUESTION, {**ANSWER, "train": True}, QUESTION]
+    chosen, rejected = ({"role": "assistant", "content": text, **answers} for text in ("Yes.", "No."))
     ends = ["Yes.<|im_end|>", "No.<|im_end|>"]
     for row in (
-        {"prompt": prompt, "chosen": [yes], "rejected": [no]},
-        {"chosen": [*prompt, yes], "rejected": [*prompt, no]},
+        {"prompt": prompt, "chosen": [chosen], "rejected": [rejected]},
+        {"chosen": [*prompt, chosen], "rejected": [*prompt, rejected]},
     ):
-        assert taught(PreferenceDataset("x", train_on="per_message"), tokenizer, row) == ends
-        assert taught(PreferenceDataset("x"), tokenizer, row) == ends
-    single = {"prompt": prompt, "completion": [yes]}
-    assert taught(CompletionDataset("x", train_on="per_message"), tokenizer, single) == ends[:1]
+        assert target_texts(PreferenceDataset("x", train_on="per_message"), tokenizer, row) == ends
+        assert target_texts(PreferenceDataset("x"), tokenizer, row) == ends
+    single = {"prompt": prompt, "completion": [chosen]}
+    assert target_texts(CompletionDataset("x", train_on="per_message"), tokenizer, single) == ends[:1]
     assert (
-        taught(UnpairedPreferenceDataset("x", train_on="per_message"), tokenizer, {**single, "label": True}) == ends[:1]
+        target_texts(UnpairedPreferenceDataset("x", train_on="per_message"), tokenizer, {**single, "label": True})
+        == ends[:1]
     )
 
 
-def test_flags_are_not_passed_over(tokenizer: Tokenizer) -> None:
-    assert fault(ChatDataset("x"), tokenizer, flagged(None, False, None, True)) == (
-        "messages[1]: is marked not to be learnt, against `train_on: assistant`; set `train_on: per_message`"
-    )
-    assert fault(ChatDataset("x"), tokenizer, flagged(True, True, None, None)) == (
-        "messages[0]: is marked to be learnt, against `train_on: assistant`; set `train_on: per_message`"
-    )
-    assert "against `train_on: [user]`" in fault(
-        ChatDataset("x", train_on=("user",)), tokenizer, flagged(False, None, None, None)
-    )
-    assert "against `train_on: all`" in fault(
-        ChatDataset("x", train_on="all"), tokenizer, flagged(False, None, None, None)
-    )
-    assert taught(ChatDataset("x"), tokenizer, flagged(False, True, False, True)) == [BOTH], "they agree"
-    assert taught(ChatDataset("x", train_on="last"), tokenizer, flagged(None, True, None, True)) == [
+def test_flags_that_contradict_train_on_are_rejected(tokenizer: Tokenizer) -> None:
+    for train_on, flags, index in (
+        ("assistant", (None, False, None, True), 1),
+        ("assistant", (True, True, None, None), 0),
+        (("user",), (False, None, None, None), 0),
+        ("all", (False, None, None, None), 0),
+    ):
+        reason = reject_reason(ChatDataset("x", train_on=train_on), tokenizer, with_flags(*flags))
+        value = train_on if isinstance(train_on, str) else "[user]"
+        assert f"messages[{index}]" in reason and f"train_on: {value}" in reason
+    assert target_texts(ChatDataset("x"), tokenizer, with_flags(False, True, False, True)) == [BOTH], "same as train_on"
+    assert target_texts(ChatDataset("x", train_on="last"), tokenizer, with_flags(None, True, None, True)) == [
         "Hello there 😀<|im_end|>"
     ]
 
 
-def test_calls_are_learnt_and_their_results_are_not(tools: Tokenizer) -> None:
-    asked = {"role": "assistant", "content": None, "tool_calls": [{"id": "a", "function": CALL}]}
-    talk = [ASK, asked, {"role": "tool", "tool_call_id": "a", "content": "4"}, SAY]
-    (found,) = documents(AutoDataset("x"), tools, {"messages": talk, "tools": [SCHEMA]})
-    written = tools.decode(found.tokens.tolist(), special=True)
-    assert written == (
+def test_tool_calls_are_targets_and_their_results_are_not(tools: Tokenizer) -> None:
+    call_message = {"role": "assistant", "content": None, "tool_calls": [{"id": "a", "function": CALL}]}
+    conversation = [QUESTION, call_message, {"role": "tool", "tool_call_id": "a", "content": "4"}, ANSWER]
+    (document,) = encode_documents(AutoDataset("x"), tools, {"messages": conversation, "tools": [SCHEMA]})
+    text = tools.decode(document.tokens.tolist(), special=True)
+    assert text == (
         f"<|im_start|>system\n{json.dumps(SCHEMA)}<|im_end|>\n<|im_start|>user\nWhat is 2 + 2?<|im_end|>\n"
         f"<|im_start|>assistant\n{json.dumps(CALL)}<|im_end|>\n<|im_start|>tool\n4<|im_end|>\n"
         "<|im_start|>assistant\nIt is 4.<|im_end|>\n"
     )
-    learnt = f"{json.dumps(CALL)}<|im_end|>It is 4.<|im_end|>"
-    assert tools.decode(found.tokens[found.learnt].tolist(), special=True) == learnt
-    assert found.signs == DocFlags(0)
+    targets = f"{json.dumps(CALL)}<|im_end|>It is 4.<|im_end|>"
+    assert tools.decode(document.tokens[document.learnt].tolist(), special=True) == targets
+    assert document.signs == DocFlags(0)
 
 
 NUMBERS = st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.integers(0, 9999).map(NUMBER.__add__)
@@ -214,194 +218,208 @@ NUMBERS = st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.
 
 @given(st.lists(NUMBERS, min_size=1, max_size=4), st.text("ab", min_size=1))
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
-def test_numbers_and_ids_of_calls_make_no_other_shape(tools: Tokenizer, numbers: list, name: str) -> None:
+def test_numbers_and_ids_of_calls_share_one_pattern(tools: Tokenizer, numbers: list, name: str) -> None:
     tools.shapes.clear()
     for row in (numbers, [0.5 for _ in numbers]):
         call = {"name": "add", "arguments": {"of": row, "first": row[0], "yes": True}}
-        asked = {"role": "assistant", "content": None, "tool_calls": [{"id": f"{name}{row[0]}", "function": call}]}
+        call_message = {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"id": f"{name}{row[0]}", "function": call}],
+        }
         result = {"role": "tool", "tool_call_id": f"{name}{row[0]}", "content": json.dumps(row)}
-        talk = [ASK, asked, result, {"role": "assistant", "content": str(row[0])}]
-        assert taught(ChatDataset("x"), tools, {"messages": talk}) == [
+        conversation = [QUESTION, call_message, result, {"role": "assistant", "content": str(row[0])}]
+        assert target_texts(ChatDataset("x"), tools, {"messages": conversation}) == [
             f"{json.dumps(call)}<|im_end|>{row[0]}<|im_end|>"
         ]
-    assert len(tools.shapes) == 1, "what was found for one row holds for all"
+    assert len(tools.shapes) == 1, "numbers and ids do not change the pattern"
 
 
-def test_sharegpt_is_the_same_conversation(tools: Tokenizer) -> None:
+def test_sharegpt_equals_openai_messages(tools: Tokenizer) -> None:
     rows = {
         "conversations": [
-            {"from": "human", "value": ASK["content"]},
+            {"from": "human", "value": QUESTION["content"]},
             {"from": "function_call", "value": json.dumps(CALL)},
             {"from": "observation", "value": "4"},
-            {"from": "gpt", "value": SAY["content"]},
+            {"from": "gpt", "value": ANSWER["content"]},
         ],
         "system": "Be kind.",
         "tools": json.dumps([SCHEMA["function"]]),
     }
-    talk = [
+    messages = [
         {"role": "system", "content": "Be kind."},
-        ASK,
+        QUESTION,
         {"role": "assistant", "tool_calls": [{"function": CALL}]},
         {"role": "tool", "content": "4"},
-        SAY,
+        ANSWER,
     ]
-    want = {"messages": talk, "tools": [SCHEMA]}
+    expected = {"messages": messages, "tools": [SCHEMA]}
     assert (
-        whole(ShareGPTDataset("x"), tools, rows)
-        == whole(AutoDataset("x"), tools, rows)
-        == whole(ChatDataset("x"), tools, want)
+        full_texts(ShareGPTDataset("x"), tools, rows)
+        == full_texts(AutoDataset("x"), tools, rows)
+        == full_texts(ChatDataset("x"), tools, expected)
     )
-    assert taught(ShareGPTDataset("x"), tools, rows) == taught(ChatDataset("x"), tools, want)
-    assert whole(AutoDataset("x"), tools, {"conversations": TALK}) == [tools.render(TALK)], "roles under another column"
-    marked = [*rows["conversations"][:3], {**rows["conversations"][3], "weight": 0}]
-    assert taught(ShareGPTDataset("x", train_on="per_message"), tools, {"conversations": marked}) == [
-        f"{json.dumps(CALL)}<|im_end|>"
-    ]
+    assert target_texts(ShareGPTDataset("x"), tools, rows) == target_texts(ChatDataset("x"), tools, expected)
+    assert full_texts(AutoDataset("x"), tools, {"conversations": CONVERSATION}) == [tools.render(CONVERSATION)], (
+        "roles in another column"
+    )
+    flagged_conversation = [*rows["conversations"][:3], {**rows["conversations"][3], "weight": 0}]
+    assert target_texts(
+        ShareGPTDataset("x", train_on="per_message"), tools, {"conversations": flagged_conversation}
+    ) == [f"{json.dumps(CALL)}<|im_end|>"]
 
 
 @pytest.mark.parametrize(
-    ("fields", "message"),
+    ("fields", "path", "value"),
     [
-        (
-            {"conversations": [{"from": "humn", "value": "a"}]},
-            "conversations[0]: unknown speaker 'humn' in `from`; did you mean 'human'? want one of human",
-        ),
-        ({"conversations": [{"from": "bot", "value": "a"}]}, "conversations[0]: unknown speaker 'bot' in `from`; want"),
-        ({"conversations": [{"from": "human", "value": 3}]}, "conversations[0].value: want a string, this is a number"),
-        ({"conversations": [3]}, "conversations[0]: want an object with from and value, this is a number"),
+        ({"conversations": [{"from": "humn", "value": "a"}]}, "conversations[0]", "'human'"),
+        ({"conversations": [{"from": "bot", "value": "a"}]}, "conversations[0]", "'bot'"),
+        ({"conversations": [{"from": "human", "value": 3}]}, "conversations[0].value", "number"),
+        ({"conversations": [3]}, "conversations[0]", "number"),
         (
             {"conversations": [{"from": "human", "value": "a"}, {"from": "function_call", "value": "{"}]},
-            "conversations[1].value: a string that holds no JSON: ",
+            "conversations[1].value",
+            "JSON",
         ),
         (
             {"conversations": [{"from": "human", "value": "a"}, {"from": "function_call", "value": "[{}]"}]},
-            "conversations[1].value.name: want the name of a tool, this is None",
+            "conversations[1].value.name",
+            "None",
         ),
-        (
-            {"conversations": [{"from": "system", "value": "a"}], "system": "b"},
-            "conversations[0]: a system message",
-        ),
-        ({"conversations": [{"from": "human", "value": "a"}], "system": 3}, "system: want a string, this is a number"),
-        ({"conversations": []}, "conversations: the conversation is empty"),
+        ({"conversations": [{"from": "system", "value": "a"}], "system": "b"}, "conversations[0]", "system"),
+        ({"conversations": [{"from": "human", "value": "a"}], "system": 3}, "system", "number"),
+        ({"conversations": []}, "conversations", "empty"),
     ],
 )
-def test_wrong_sharegpt_is_told(fields: dict, message: str, tokenizer: Tokenizer) -> None:
-    assert fault(ShareGPTDataset("x"), tokenizer, fields).startswith(message)
+def test_invalid_sharegpt_names_path_and_value(fields: dict, path: str, value: str, tokenizer: Tokenizer) -> None:
+    reason = reject_reason(ShareGPTDataset("x"), tokenizer, fields)
+    assert reason.startswith(f"{path}:") and value in reason
 
 
-def test_instruct_writes_a_question_and_an_answer(tokenizer: Tokenizer) -> None:
+def test_instruct_row_becomes_question_and_answer(tokenizer: Tokenizer) -> None:
     rows = [
         {"instruction": "Add.", "input": "2, 2", "output": "4"},
         {"instruction": "Add.", "input": "", "output": "4"},
         {"instruction": "Add.", "output": "4"},
         {"instruction": "Add.", "input": None, "output": "4", "system": "Be long.", "history": [["a", "b"]]},
     ]
-    said = [
+    texts_per_row = [
         ["Be brief.", "Add.\n\n2, 2", "4"],
         ["Be brief.", "Add.", "4"],
         ["Be brief.", "Add.", "4"],
         ["Be long.", "a", "b", "Add.", "4"],
     ]
     roles = ("system", "user", "assistant", "user", "assistant")
-    talks = [[{"role": r, "content": c} for r, c in zip(roles, texts, strict=False)] for texts in said]
-    choice = InstructDataset("x", system_prompt="Be brief.")
-    assert whole(choice, tokenizer, *rows) == [tokenizer.render(talk) for talk in talks]
-    assert taught(choice, tokenizer, *rows) == [*["4<|im_end|>"] * 3, "b<|im_end|>4<|im_end|>"]
-    assert taught(replace(choice, train_on="last"), tokenizer, rows[3]) == ["4<|im_end|>"]
-    other = InstructDataset("x", prompt_column="input", input_column=None, response_column="instruction")
-    assert taught(other, tokenizer, rows[0]) == ["Add.<|im_end|>"]
-    assert fault(InstructDataset("x", input_column="contxt"), tokenizer, rows[0]).startswith(
-        "the row has no column 'contxt'; name the right one as `input` ("
-    )
-    for history, message in (
-        ({}, "history: want a list of pairs, this is an object"),
-        ([["a"]], "history[0]: want"),
-    ):
-        assert fault(choice, tokenizer, {**rows[0], "history": history}).startswith(message)
+    conversations = [[{"role": r, "content": c} for r, c in zip(roles, texts, strict=False)] for texts in texts_per_row]
+    dataset = InstructDataset("x", system_prompt="Be brief.")
+    assert full_texts(dataset, tokenizer, *rows) == [tokenizer.render(conversation) for conversation in conversations]
+    assert target_texts(dataset, tokenizer, *rows) == [*["4<|im_end|>"] * 3, "b<|im_end|>4<|im_end|>"]
+    assert target_texts(replace(dataset, train_on="last"), tokenizer, rows[3]) == ["4<|im_end|>"]
+    swapped = InstructDataset("x", prompt_column="input", input_column=None, response_column="instruction")
+    assert target_texts(swapped, tokenizer, rows[0]) == ["Add.<|im_end|>"]
+    reason = reject_reason(InstructDataset("x", input_column="contxt"), tokenizer, rows[0])
+    assert "'contxt'" in reason and "input" in reason
+    for history, path in (({}, "history:"), ([["a"]], "history[0]:")):
+        assert reject_reason(dataset, tokenizer, {**rows[0], "history": history}).startswith(path)
 
 
-def test_a_completion_is_learnt_and_its_prompt_is_not(folders: dict[str, Path], tokenizer: Tokenizer) -> None:
+def test_completion_is_target_and_its_prompt_is_not(tokenizer_dirs: dict[str, Path], tokenizer: Tokenizer) -> None:
     row = {"prompt": "Question: 2 + 2?\nAnswer:", "completion": " It is 4."}
-    headers = Tokenizer.open(folders["headers"])
-    assert whole(CompletionDataset("x"), headers, row) == ["<|begin|>Question: 2 + 2?\nAnswer: It is 4.<|end_of_text|>"]
-    (found,) = documents(CompletionDataset("x"), headers, row)
-    assert headers.decode(found.tokens[found.learnt].tolist(), special=True) == " It is 4.<|end_of_text|>"
-    assert found.tokens[1:-1].tolist() == headers.encode(row["prompt"] + row["completion"]), "one text, one way"
-    assert taught(CompletionDataset("x", train_on="all"), headers, row) == [row["prompt"] + " It is 4.<|end_of_text|>"]
-    assert taught(CompletionDataset("x", eos_token="<|endoftext|>"), tokenizer, row) == [" It is 4.<|endoftext|>"]
-    lists = {"prompt": TALK[:3], "completion": TALK[3:]}
-    assert taught(CompletionDataset("x"), tokenizer, lists) == ["Hello there 😀<|im_end|>"]
-    assert whole(CompletionDataset("x"), tokenizer, lists) == [tokenizer.render(TALK)]
-    for mixed in ({"prompt": ASK["content"], "completion": [SAY]}, {"prompt": [ASK], "completion": SAY["content"]}):
-        assert whole(CompletionDataset("x"), tokenizer, mixed) == [tokenizer.render([ASK, SAY])]
-    assert fault(CompletionDataset("x"), tokenizer, {"prompt": 3, "completion": "a"}) == (
-        "prompt: want a string or a list of messages, this is a number"
-    )
+    headers = Tokenizer.open(tokenizer_dirs["headers"])
+    assert full_texts(CompletionDataset("x"), headers, row) == [
+        "<|begin|>Question: 2 + 2?\nAnswer: It is 4.<|end_of_text|>"
+    ]
+    (document,) = encode_documents(CompletionDataset("x"), headers, row)
+    assert headers.decode(document.tokens[document.learnt].tolist(), special=True) == " It is 4.<|end_of_text|>"
+    assert document.tokens[1:-1].tolist() == headers.encode(row["prompt"] + row["completion"]), "tokenized as one text"
+    assert target_texts(CompletionDataset("x", train_on="all"), headers, row) == [
+        row["prompt"] + " It is 4.<|end_of_text|>"
+    ]
+    assert target_texts(CompletionDataset("x", eos_token="<|endoftext|>"), tokenizer, row) == [" It is 4.<|endoftext|>"]
+    lists = {"prompt": CONVERSATION[:3], "completion": CONVERSATION[3:]}
+    assert target_texts(CompletionDataset("x"), tokenizer, lists) == ["Hello there 😀<|im_end|>"]
+    assert full_texts(CompletionDataset("x"), tokenizer, lists) == [tokenizer.render(CONVERSATION)]
+    for mixed in (
+        {"prompt": QUESTION["content"], "completion": [ANSWER]},
+        {"prompt": [QUESTION], "completion": ANSWER["content"]},
+    ):
+        assert full_texts(CompletionDataset("x"), tokenizer, mixed) == [tokenizer.render([QUESTION, ANSWER])]
+    assert reject_reason(CompletionDataset("x"), tokenizer, {"prompt": 3, "completion": "a"}).startswith("prompt:")
 
 
-def test_text_is_learnt_whole_between_bos_and_an_end(folders: dict[str, Path], tokenizer: Tokenizer) -> None:
+def test_text_targets_are_all_tokens_between_bos_and_eos(tokenizer_dirs: dict[str, Path], tokenizer: Tokenizer) -> None:
     row = {"text": "Hello there. 😀"}
-    headers = Tokenizer.open(folders["headers"])
-    assert whole(TextDataset("x"), headers, row) == ["<|begin|>Hello there. 😀<|end_of_text|>"]
-    assert taught(TextDataset("x"), headers, row) == ["Hello there. 😀<|end_of_text|>"]
-    assert whole(TextDataset("x", eos_token="<|endoftext|>"), tokenizer, row) == ["Hello there. 😀<|endoftext|>"]
-    assert whole(TextDataset("x"), tokenizer, {"text": "Hello.<|im_end|>"}) == ["Hello.<|im_end|>"], "no second end"
-    with pytest.raises(UserError, match="the tokenizer has no token '<end>'; name one of its tokens as `end`"):
-        TextDataset("x", eos_token="<end>").prepare(tokenizer)
+    headers = Tokenizer.open(tokenizer_dirs["headers"])
+    assert full_texts(TextDataset("x"), headers, row) == ["<|begin|>Hello there. 😀<|end_of_text|>"]
+    assert target_texts(TextDataset("x"), headers, row) == ["Hello there. 😀<|end_of_text|>"]
+    assert full_texts(TextDataset("x", eos_token="<|endoftext|>"), tokenizer, row) == ["Hello there. 😀<|endoftext|>"]
+    assert full_texts(TextDataset("x"), tokenizer, {"text": "Hello.<|im_end|>"}) == ["Hello.<|im_end|>"], (
+        "one end token"
+    )
+    with pytest.raises(UserError, match="'<end>'"):
+        TextDataset("x", eos_token="<end>").prepare_tokenizer(tokenizer)
     tokenizer.eos = None
-    with pytest.raises(UserError, match="the tokenizer names no end-of-text token"):
-        TextDataset("x").prepare(tokenizer)
+    with pytest.raises(UserError, match="end-of-text"):
+        TextDataset("x").prepare_tokenizer(tokenizer)
 
 
 @pytest.mark.parametrize("length", [2, 3, 4, 7, 100])
-def test_every_token_of_a_long_text_is_learnt_once(length: int, tokenizer: Tokenizer) -> None:
+def test_every_token_of_a_long_text_is_target_once(length: int, tokenizer: Tokenizer) -> None:
     rows = {"text": "Hello there. Thanks"}, {"text": "Hello"}
-    for choice in (TextDataset, AutoDataset):
-        parts = [*documents(choice("x", max_length=length), tokenizer, *rows)]
-        assert all(len(part.tokens) <= length and part.whole == len(part.tokens) for part in parts)
-        targets = [token for part in parts for token in part.tokens[1:].tolist()]
+    for dataset_class in (TextDataset, AutoDataset):
+        windows = [*encode_documents(dataset_class("x", max_length=length), tokenizer, *rows)]
+        assert all(len(document.tokens) <= length and document.whole == len(document.tokens) for document in windows)
+        targets = [token for document in windows for token in document.tokens[1:].tolist()]
         texts = [tokenizer.encode(row["text"]) + [tokenizer.eos] for row in rows]
         assert targets == [token for text in texts for token in text[1:]]
-    cut = [*documents(TextDataset("x", max_length=length, excess_length_strategy="truncate"), tokenizer, *rows)]
-    assert [part.tokens.tolist() for part in cut] == [text[:length] for text in texts]
-    assert [part.whole for part in cut] == [len(text) for text in texts]
+    truncated = [
+        *encode_documents(TextDataset("x", max_length=length, excess_length_strategy="truncate"), tokenizer, *rows)
+    ]
+    assert [part.tokens.tolist() for part in truncated] == [text[:length] for text in texts]
+    assert [part.whole for part in truncated] == [len(text) for text in texts]
 
 
-def test_a_row_that_is_cut_has_no_false_end(tokenizer: Tokenizer) -> None:
-    ids = tokenizer.encode(tokenizer.render(TALK))
-    rows = ChatDataset("x", max_length=len(ids) - 4)
-    cut, short = documents(rows, tokenizer, {"messages": TALK}, {"messages": TALK[:2]})
-    assert cut.tokens.tolist() == ids[:-4] and cut.whole == len(ids)
-    assert cut.learnt[-1] and cut.tokens[-1] != tokenizer.eos
-    assert short.whole == len(short.tokens)
+def test_truncated_row_does_not_end_with_eos(tokenizer: Tokenizer) -> None:
+    token_ids = tokenizer.encode(tokenizer.render(CONVERSATION))
+    rows = ChatDataset("x", max_length=len(token_ids) - 4)
+    truncated, complete = encode_documents(rows, tokenizer, {"messages": CONVERSATION}, {"messages": CONVERSATION[:2]})
+    assert truncated.tokens.tolist() == token_ids[:-4] and truncated.whole == len(token_ids)
+    assert truncated.learnt[-1] and truncated.tokens[-1] != tokenizer.eos
+    assert complete.whole == len(complete.tokens)
 
 
-def test_what_is_too_long_may_be_dropped_or_gone_on_with(tokenizer: Tokenizer) -> None:
-    ids = tokenizer.encode(tokenizer.render(TALK))
+def test_long_rows_are_dropped_or_split(tokenizer: Tokenizer) -> None:
+    token_ids = tokenizer.encode(tokenizer.render(CONVERSATION))
     assert [
-        *documents(
-            ChatDataset("x", max_length=len(ids) - 1, excess_length_strategy="drop"), tokenizer, {"messages": TALK}
+        *encode_documents(
+            ChatDataset("x", max_length=len(token_ids) - 1, excess_length_strategy="drop"),
+            tokenizer,
+            {"messages": CONVERSATION},
         )
     ] == []
-    (kept,) = documents(
-        ChatDataset("x", max_length=len(ids), excess_length_strategy="drop"), tokenizer, {"messages": TALK}
+    (document,) = encode_documents(
+        ChatDataset("x", max_length=len(token_ids), excess_length_strategy="drop"),
+        tokenizer,
+        {"messages": CONVERSATION},
     )
-    assert kept.tokens.tolist() == ids
-    parts = [
-        *documents(
-            ChatDataset("x", max_length=len(ids) // 2, excess_length_strategy="split"), tokenizer, {"messages": TALK}
+    assert document.tokens.tolist() == token_ids
+    windows = [
+        *encode_documents(
+            ChatDataset("x", max_length=len(token_ids) // 2, excess_length_strategy="split"),
+            tokenizer,
+            {"messages": CONVERSATION},
         )
     ]
-    assert len(parts) > 1
-    learnt = [token for part in parts for token in part.tokens[1:][part.learnt[1:]].tolist()]
-    assert tokenizer.decode(learnt, special=True) == BOTH
+    assert len(windows) > 1
+    targets = [token for window in windows for token in window.tokens[1:][window.learnt[1:]].tolist()]
+    assert tokenizer.decode(targets, special=True) == BOTH
 
 
-def test_rows_are_recognised_by_their_columns(tokenizer: Tokenizer) -> None:
+def test_format_is_detected_from_columns(tokenizer: Tokenizer) -> None:
     rows = {
-        "OpenAI messages (column 'messages')": ({"messages": TALK, "text": "a"}, ChatDataset("x")),
+        "OpenAI messages (column 'messages')": ({"messages": CONVERSATION, "text": "a"}, ChatDataset("x")),
         "OpenAI messages (column 'conversation')": (
-            {"conversation": TALK},
+            {"conversation": CONVERSATION},
             ChatDataset("x", messages_column="conversation"),
         ),
         "ShareGPT (column 'conversations')": (
@@ -415,186 +433,172 @@ def test_rows_are_recognised_by_their_columns(tokenizer: Tokenizer) -> None:
         ),
         "plain text (column 'text')": ({"text": "a", "messages": None, "prompt": None}, TextDataset("x")),
     }
-    for says, (row, choice) in rows.items():
-        assert AutoDataset("x").says(row) == says
-        assert taught(AutoDataset("x"), tokenizer, row) == taught(choice, tokenizer, row)
-    named = AutoDataset("x", train_on="last", max_length=1000, chat_template="a.jinja")
-    (chat,) = (named.choice({"messages": TALK}),)
+    for description, (row, dataset) in rows.items():
+        assert AutoDataset("x").says(row) == description
+        assert target_texts(AutoDataset("x"), tokenizer, row) == target_texts(dataset, tokenizer, row)
+    detected = AutoDataset("x", train_on="last", max_length=1000, chat_template="a.jinja")
+    (chat,) = (detected.choice({"messages": CONVERSATION}),)
     assert chat == ChatDataset("x", train_on="last", max_length=1000, chat_template="a.jinja")
 
 
 @pytest.mark.parametrize(
-    ("fields", "message"),
+    ("fields", "values"),
     [
-        (
-            {"foo": 1, "bar": "a", "none": None},
-            "no format is known by its columns, which are foo (a number), bar (a ",
-        ),
-        ({}, "no format is known by its columns, which are none; name one as `kind`"),
-        ({"text": 3}, "no format is known by its columns, which are text (a number)"),
-        (
-            {"chosen": "a", "rejected": "b"},
-            "these are preference pairs (columns 'chosen', 'rejected'), from which this recipe does not learn",
-        ),
-        (
-            {"prompt": "a", "completion": "b", "label": True},
-            "these are completions with marks (columns 'prompt', 'com",
-        ),
-        ({"messages": []}, "messages: the conversation is empty"),
+        ({"foo": 1, "bar": "a", "none": None}, ["foo (a number)", "bar (a string)"]),
+        ({}, ["kind"]),
+        ({"text": 3}, ["text (a number)"]),
+        ({"chosen": "a", "rejected": "b"}, ["'chosen', 'rejected'"]),
+        ({"prompt": "a", "completion": "b", "label": True}, ["'prompt', 'completion', 'label'"]),
+        ({"messages": []}, ["messages: "]),
     ],
 )
-def test_what_is_not_recognised_is_told(fields: dict, message: str, tokenizer: Tokenizer) -> None:
-    assert fault(AutoDataset("x"), tokenizer, fields).startswith(message)
+def test_unknown_columns_are_rejected_by_name(fields: dict, values: list[str], tokenizer: Tokenizer) -> None:
+    reason = reject_reason(AutoDataset("x"), tokenizer, fields)
+    assert all(value in reason for value in values)
 
 
-def test_preferences_are_two_documents_with_one_prompt(folders: dict[str, Path]) -> None:
-    tokenizer = Tokenizer.open(folders["headers"])
+def test_preference_pair_is_two_documents_with_one_prompt(tokenizer_dirs: dict[str, Path]) -> None:
+    tokenizer = Tokenizer.open(tokenizer_dirs["headers"])
     better, worse = {"role": "assistant", "content": "Four."}, {"role": "assistant", "content": "Five."}
     ends = ["Four.<|eot_id|>", "Five.<|eot_id|>"]
     for row in (
-        {"chosen": [ASK, better], "rejected": [ASK, worse]},
-        {"chosen": [ASK, better], "rejected": [ASK, worse], "prompt": ASK["content"]},
-        {"chosen": [ASK, better], "rejected": [ASK, worse], "prompt": [ASK]},
-        {"chosen": [better], "rejected": [worse], "prompt": [ASK]},
-        {"chosen": [better], "rejected": [worse], "prompt": ASK["content"]},
-        {"chosen": "Four.", "rejected": "Five.", "prompt": [ASK]},
+        {"chosen": [QUESTION, better], "rejected": [QUESTION, worse]},
+        {"chosen": [QUESTION, better], "rejected": [QUESTION, worse], "prompt": QUESTION["content"]},
+        {"chosen": [QUESTION, better], "rejected": [QUESTION, worse], "prompt": [QUESTION]},
+        {"chosen": [better], "rejected": [worse], "prompt": [QUESTION]},
+        {"chosen": [better], "rejected": [worse], "prompt": QUESTION["content"]},
+        {"chosen": "Four.", "rejected": "Five.", "prompt": [QUESTION]},
     ):
-        assert taught(PreferenceDataset("x"), tokenizer, row) == ends
-        assert whole(PreferenceDataset("x"), tokenizer, row) == [
-            tokenizer.render([ASK, side]) for side in (better, worse)
+        assert target_texts(PreferenceDataset("x"), tokenizer, row) == ends
+        assert full_texts(PreferenceDataset("x"), tokenizer, row) == [
+            tokenizer.render([QUESTION, side]) for side in (better, worse)
         ]
-    earlier = {"chosen": [*TALK[:3], better], "rejected": [*TALK[:3], worse]}
-    assert taught(PreferenceDataset("x"), tokenizer, earlier) == ends, "what both have said before is no preference"
+    earlier = {"chosen": [*CONVERSATION[:3], better], "rejected": [*CONVERSATION[:3], worse]}
+    assert target_texts(PreferenceDataset("x"), tokenizer, earlier) == ends, "a shared prefix is no preference"
 
 
-def test_preferences_may_be_texts(tokenizer: Tokenizer) -> None:
-    said = {"prompt": "2 + 2 =", "chosen": " four", "rejected": " five"}
-    assert taught(PreferenceDataset("x"), tokenizer, said) == [" four<|im_end|>", " five<|im_end|>"]
+def test_preferences_can_be_texts(tokenizer: Tokenizer) -> None:
+    explicit = {"prompt": "2 + 2 =", "chosen": " four", "rejected": " five"}
+    assert target_texts(PreferenceDataset("x"), tokenizer, explicit) == [" four<|im_end|>", " five<|im_end|>"]
     implicit = {"chosen": "2 + 2 = four", "rejected": "2 + 2 = five"}
-    assert taught(PreferenceDataset("x"), tokenizer, implicit) == [" four<|im_end|>", " five<|im_end|>"]
-    assert whole(PreferenceDataset("x"), tokenizer, implicit) == whole(PreferenceDataset("x"), tokenizer, said)
-    assert [*documents(PreferenceDataset("x", excess_length_strategy="drop", max_length=3), tokenizer, said)] == [], (
-        "both or none"
+    assert target_texts(PreferenceDataset("x"), tokenizer, implicit) == [" four<|im_end|>", " five<|im_end|>"]
+    assert full_texts(PreferenceDataset("x"), tokenizer, implicit) == full_texts(
+        PreferenceDataset("x"), tokenizer, explicit
     )
-    both = {**said, **implicit}
-    assert taught(PreferenceDataset("x"), tokenizer, both) == [" four<|im_end|>", " five<|im_end|>"], (
-        "it stands there once"
+    assert [
+        *encode_documents(PreferenceDataset("x", excess_length_strategy="drop", max_length=3), tokenizer, explicit)
+    ] == [], "both documents of a pair or none"
+    both = {**explicit, **implicit}
+    assert target_texts(PreferenceDataset("x"), tokenizer, both) == [" four<|im_end|>", " five<|im_end|>"], (
+        "the prompt is not repeated"
     )
-    assert whole(PreferenceDataset("x"), tokenizer, both) == whole(PreferenceDataset("x"), tokenizer, said)
+    assert full_texts(PreferenceDataset("x"), tokenizer, both) == full_texts(
+        PreferenceDataset("x"), tokenizer, explicit
+    )
 
 
-def test_a_question_that_sides_repeat_is_asked_once(tokenizer: Tokenizer) -> None:
-    """Some keep it in the prompt, behind a system message, and in front of both answers too."""
-    system, better, worse = {"role": "system", "content": "Be brief."}, SAY, {**SAY, "content": "It is 5."}
-    plain = {"prompt": [system, ASK], "chosen": [better], "rejected": [worse]}
-    again = {"prompt": [system, ASK], "chosen": [ASK, better], "rejected": [ASK, worse]}
-    assert whole(PreferenceDataset("x"), tokenizer, again) == whole(PreferenceDataset("x"), tokenizer, plain)
-    assert taught(PreferenceDataset("x"), tokenizer, again) == taught(PreferenceDataset("x"), tokenizer, plain)
+def test_repeated_prompt_of_a_pair_is_written_once(tokenizer: Tokenizer) -> None:
+    """Some datasets have it in the prompt, after a system message, and at the start of both answers too."""
+    system, better, worse = {"role": "system", "content": "Be brief."}, ANSWER, {**ANSWER, "content": "It is 5."}
+    explicit = {"prompt": [system, QUESTION], "chosen": [better], "rejected": [worse]}
+    repeated = {"prompt": [system, QUESTION], "chosen": [QUESTION, better], "rejected": [QUESTION, worse]}
+    assert full_texts(PreferenceDataset("x"), tokenizer, repeated) == full_texts(
+        PreferenceDataset("x"), tokenizer, explicit
+    )
+    assert target_texts(PreferenceDataset("x"), tokenizer, repeated) == target_texts(
+        PreferenceDataset("x"), tokenizer, explicit
+    )
 
 
 @pytest.mark.parametrize(
-    ("fields", "message"),
+    ("fields", "values"),
     [
-        ({"chosen": "a", "rejected": "a"}, "chosen and rejected are the same: nothing is preferred"),
-        ({"chosen": [ASK, SAY]}, "the row has no column 'rejected'; name the right one as `rejected`"),
-        ({"chosen": [ASK], "rejected": [ASK, SAY]}, "nothing to learn: the conversation has no assistant message"),
-        (
-            {"prompt": "a", "chosen": "b", "rejected": None},
-            "rejected: is null, and a pair is two answers: write it, or pass over such rows by `on_bad_row: "
-            "skip` beside",
-        ),
-        ({"prompt": [ASK], "chosen": [], "rejected": [SAY]}, "chosen: is an empty list, and a pair is two answers"),
-        ({"chosen": 3, "rejected": "a"}, "chosen: want a string or a list of messages, this is a number"),
-        (
-            {"chosen": [ASK, 3], "rejected": [ASK, SAY]},
-            "chosen[1]: want an object with role and content, this is",
-        ),
+        ({"chosen": "a", "rejected": "a"}, ["chosen", "rejected"]),
+        ({"chosen": [QUESTION, ANSWER]}, ["'rejected'"]),
+        ({"chosen": [QUESTION], "rejected": [QUESTION, ANSWER]}, ["assistant"]),
+        ({"prompt": "a", "chosen": "b", "rejected": None}, ["rejected: ", "null", "on_bad_row"]),
+        ({"prompt": [QUESTION], "chosen": [], "rejected": [ANSWER]}, ["chosen: "]),
+        ({"chosen": 3, "rejected": "a"}, ["chosen: ", "number"]),
+        ({"chosen": [QUESTION, 3], "rejected": [QUESTION, ANSWER]}, ["chosen[1]: "]),
     ],
 )
-def test_wrong_preferences_are_told(fields: dict, message: str, tokenizer: Tokenizer) -> None:
-    assert fault(PreferenceDataset("x"), tokenizer, fields).startswith(message)
+def test_invalid_preferences_name_column_and_value(fields: dict, values: list[str], tokenizer: Tokenizer) -> None:
+    reason = reject_reason(PreferenceDataset("x"), tokenizer, fields)
+    assert all(value in reason for value in values)
 
 
-def test_marks_are_signs_of_the_document(tokenizer: Tokenizer) -> None:
+def test_label_of_unpaired_row_sets_flag(tokenizer: Tokenizer) -> None:
     rows = [
-        {"prompt": [ASK], "completion": [SAY], "label": True},
+        {"prompt": [QUESTION], "completion": [ANSWER], "label": True},
         {"prompt": "2 + 2 =", "completion": " four", "label": False},
     ]
-    assert taught(UnpairedPreferenceDataset("x"), tokenizer, *rows) == ["It is 4.<|im_end|>", " four<|im_end|>"]
-    assert [document.signs for document in documents(UnpairedPreferenceDataset("x"), tokenizer, *rows)] == [
-        DocFlags.GOOD,
-        DocFlags.BAD,
+    assert target_texts(UnpairedPreferenceDataset("x"), tokenizer, *rows) == ["It is 4.<|im_end|>", " four<|im_end|>"]
+    assert [document.signs for document in encode_documents(UnpairedPreferenceDataset("x"), tokenizer, *rows)] == [
+        DocFlags.DESIRABLE,
+        DocFlags.UNDESIRABLE,
     ]
-    assert (
-        fault(UnpairedPreferenceDataset("x"), tokenizer, {**rows[0], "label": 1})
-        == "label: want true or false, this is a number"
-    )
+    assert reject_reason(UnpairedPreferenceDataset("x"), tokenizer, {**rows[0], "label": 1}).startswith("label: ")
 
 
 BAD = [
-    ({"chat": []}, "the row has no column 'messages'; name the right one as `messages` (it has: chat)"),
-    ({"messages": TALK[:1]}, "nothing to learn: the conversation has no assistant message"),
-    ({"messages": TALK, "tools": "["}, "tools: a string that holds no JSON: "),
-    (
-        {"messages": [ASK, {"role": "assistant", "content": "\ud800"}]},
-        "the text holds a lone surrogate (U+D800)",
-    ),
-    ({"messages": [{"role": "user", "content": "what " * 300}, SAY]}, "nothing to learn in its first 64 tokens: "),
+    ({"chat": []}, ["'messages'", "chat"]),
+    ({"messages": CONVERSATION[:1]}, ["assistant"]),
+    ({"messages": CONVERSATION, "tools": "["}, ["tools: ", "JSON"]),
+    ({"messages": [QUESTION, {"role": "assistant", "content": "\ud800"}]}, ["U+D800"]),
+    ({"messages": [{"role": "user", "content": "what " * 300}, ANSWER]}, ["first 64 tokens"]),
 ]
 
 
-@pytest.mark.parametrize(("row", "message"), BAD)
-def test_a_row_that_cannot_be_learnt_from_is_a_fault_among_others(
-    row: dict, message: str, tokenizer: Tokenizer
-) -> None:
-    fine = Row("a:1", {"messages": TALK})
-    found = ChatDataset("x", max_length=64).encode(tokenizer, [fine, Row("a:2", row), fine, BadRow("a:4", "no JSON")])
-    assert isinstance(found[1], BadRow) and found[1].where == "a:2" and found[1].reason.startswith(message)
-    assert "\n" not in found[1].reason
-    assert found[3] == BadRow("a:4", "no JSON")
-    first, third = found[0], found[2]
+@pytest.mark.parametrize(("row", "values"), BAD)
+def test_bad_row_does_not_affect_other_rows(row: dict, values: list[str], tokenizer: Tokenizer) -> None:
+    good = Row("a:1", {"messages": CONVERSATION})
+    results = ChatDataset("x", max_length=64).encode(tokenizer, [good, Row("a:2", row), good, BadRow("a:4", "no JSON")])
+    bad = results[1]
+    assert isinstance(bad, BadRow) and bad.where == "a:2" and all(value in bad.reason for value in values)
+    assert "\n" not in bad.reason
+    assert results[3] == BadRow("a:4", "no JSON")
+    first, third = results[0], results[2]
     assert isinstance(first, list) and isinstance(third, list)
     assert first[0].tokens.tolist() == third[0].tokens.tolist()
 
 
-def test_text_rows_are_checked_too(tokenizer: Tokenizer) -> None:
-    for row, message in [
-        ({"texts": "a"}, "the row has no column 'text'; name the right one as `column`"),
-        ({"text": 3}, "text: want a string, this is a number"),
-        ({"text": "a\udfff"}, "the text holds a lone surrogate"),
-        ({"text": ""}, "nothing to learn in its 1 tokens"),
+def test_invalid_text_rows_are_rejected(tokenizer: Tokenizer) -> None:
+    for row, value in [
+        ({"texts": "a"}, "'text'"),
+        ({"text": 3}, "text: "),
+        ({"text": "a\udfff"}, "U+DFFF"),
+        ({"text": ""}, "1 token"),
     ]:
-        assert fault(TextDataset("x"), tokenizer, row).startswith(message)
+        assert value in reject_reason(TextDataset("x"), tokenizer, row)
 
 
-def test_a_template_that_refuses_is_told(folders: dict[str, Path]) -> None:
-    row = {"messages": [{"role": "system", "content": "Hi"}, *TALK]}
-    said = fault(ChatDataset("x"), Tokenizer.open(folders["turns"]), row)
-    assert "the chat template fails: System role not supported" in said
+def test_error_of_the_template_rejects_the_row(tokenizer_dirs: dict[str, Path]) -> None:
+    row = {"messages": [{"role": "system", "content": "Hi"}, *CONVERSATION]}
+    assert "System role not supported" in reject_reason(ChatDataset("x"), Tokenizer.open(tokenizer_dirs["turns"]), row)
 
 
-def test_a_tokenizer_without_a_template_is_told_before_any_row(tokenizer: Tokenizer) -> None:
+def test_missing_chat_template_is_an_error_before_any_row(tokenizer: Tokenizer) -> None:
     tokenizer.templates = {}
-    with pytest.raises(UserError, match="^the tokenizer has no chat template; name a Jinja file as `chat_template`"):
+    with pytest.raises(UserError, match="chat_template"):
         ChatDataset("x").prepare(tokenizer)
-    assert len([*documents(AutoDataset("x"), tokenizer, {"text": "Hello there"})]) == 1
-    assert fault(AutoDataset("x"), tokenizer, {"messages": TALK}).startswith(
-        "the tokenizer has no chat template; name a Jin"
-    )
+    assert len([*encode_documents(AutoDataset("x"), tokenizer, {"text": "Hello there"})]) == 1
+    assert "chat_template" in reject_reason(AutoDataset("x"), tokenizer, {"messages": CONVERSATION})
 
 
-def test_a_template_may_be_named(folders: dict[str, Path], tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_chat_template_file_replaces_that_of_the_tokenizer(
+    tokenizer_dirs: dict[str, Path], tokenizer: Tokenizer, tmp_path: Path
+) -> None:
     (tmp_path / "own.jinja").write_text(
         "{{ tools[0].name }}{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>{% endif %}"
     )
-    rows = ChatDataset("x", messages_column="talk", chat_template=str(tmp_path / "own.jinja"))
-    row = {"talk": TALK[:2], "tools": [{"name": "add"}]}
-    want = "add<|im_start|>What is 2 + 2?<|im_end|><|im_start|>It is 4.<|im_end|>"
-    assert whole(rows, tokenizer, row) == whole(
-        AutoDataset("x", chat_template=rows.chat_template), tokenizer, {**row, "messages": TALK[:2]}
+    dataset = ChatDataset("x", messages_column="chat", chat_template=str(tmp_path / "own.jinja"))
+    row = {"chat": CONVERSATION[:2], "tools": [{"name": "add"}]}
+    expected = "add<|im_start|>What is 2 + 2?<|im_end|><|im_start|>It is 4.<|im_end|>"
+    assert full_texts(dataset, tokenizer, row) == full_texts(
+        AutoDataset("x", chat_template=dataset.chat_template), tokenizer, {**row, "messages": CONVERSATION[:2]}
     )
-    assert whole(rows, tokenizer, row) == [want]
+    assert full_texts(dataset, tokenizer, row) == [expected]
 
 
 @pytest.mark.parametrize(
@@ -608,24 +612,24 @@ def test_a_template_may_be_named(folders: dict[str, Path], tokenizer: Tokenizer,
         ({"num_proc": -1}, "num_proc"),
     ],
 )
-def test_a_choice_refuses_what_makes_no_sense(fields: dict, field: str) -> None:
-    for choice in (AutoDataset, TextDataset):
-        with pytest.raises(FieldError) as told:
-            choice(**{"source": "rows.jsonl", **fields})
-        assert told.value.field == field
-    with pytest.raises(FieldError, match="train_on: name at least one role"):
+def test_invalid_option_is_rejected_by_name(fields: dict, field: str) -> None:
+    for dataset_class in (AutoDataset, TextDataset):
+        with pytest.raises(FieldError) as error:
+            dataset_class(**{"source": "rows.jsonl", **fields})
+        assert error.value.field == field
+    with pytest.raises(FieldError, match="train_on"):
         ChatDataset("rows.jsonl", train_on=())
 
 
-def test_what_is_compared_cannot_be_split_or_learnt_whole() -> None:
+def test_preference_data_cannot_be_split_or_trained_on_prompts() -> None:
     for fields in ({"excess_length_strategy": "split"}, {"train_on": "all"}):
-        for choice in (PreferenceDataset, UnpairedPreferenceDataset):
+        for dataset_class in (PreferenceDataset, UnpairedPreferenceDataset):
             with pytest.raises(FieldError):
-                choice("x", **fields)
+                dataset_class("x", **fields)
 
 
-def test_the_code_of_rows_is_what_decides_what_they_become() -> None:
-    served = {
+def test_fingerprint_ignores_options_of_the_loader() -> None:
+    loader_options = {
         "max_samples": 3,
         "packing": True,
         "shuffle": False,
@@ -634,22 +638,22 @@ def test_the_code_of_rows_is_what_decides_what_they_become() -> None:
         "streaming": True,
         "split": "a",
     }
-    assert AutoDataset("x").code() == AutoDataset("y", **served).code()
-    for other in (
+    assert AutoDataset("x").code() == AutoDataset("y", **loader_options).code()
+    for options in (
         {"max_length": 7},
         {"train_on": "last"},
         {"excess_length_strategy": "drop"},
         {"chat_template": "a"},
         {"eos_token": "a"},
     ):
-        assert AutoDataset("x").code() != AutoDataset("x", **other).code()
+        assert AutoDataset("x").code() != AutoDataset("x", **options).code()
 
 
-def test_a_source_can_be_checked_without_reading_it(tmp_path: Path) -> None:
+def test_source_is_checked_without_reading_rows(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b"\xff")
     ChatDataset(str(path)).check()
-    with pytest.raises(UserError, match="no such file or folder"):
-        ChatDataset(str(tmp_path / "gone.jsonl")).check()
-    with pytest.raises(UserError, match="gone.jinja: no such chat template file"):
-        InstructDataset(str(path), chat_template="gone.jinja").check()
+    with pytest.raises(UserError, match=r"missing\.jsonl"):
+        ChatDataset(str(tmp_path / "missing.jsonl")).check()
+    with pytest.raises(UserError, match=r"missing\.jinja"):
+        InstructDataset(str(path), chat_template="missing.jinja").check()

@@ -1,4 +1,4 @@
-"""What documents of a pair begin with is written once: nothing is lost by it, and rows hold more."""
+"""The shared prefix of a preference pair is stored once: no token is lost, and rows contain more pairs."""
 
 import itertools
 import json
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.pairs import PAIRS, batches, documents
+from tests.pairs import PAIRS, make_batches, make_documents
 from tunekit.data.dataloader import shared_prefix, stream_blocks
 from tunekit.data.dataloader.base import DataLoader
 from tunekit.data.dataloader.batch import IGNORE, Batch
@@ -22,138 +22,155 @@ LENGTH = 64
 
 
 @pytest.fixture(scope="module")
-def tokenizer(folders: dict[str, Path]) -> Tokenizer:
-    return Tokenizer.open(folders["chatml"])
+def tokenizer(tokenizer_dirs: dict[str, Path]) -> Tokenizer:
+    return Tokenizer.open(tokenizer_dirs["chatml"])
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Pairs that say which they are, some with much in common."""
-    file = tmp_path_factory.mktemp("pairs") / "pairs.jsonl"
-    ask = [f"question {i}" + " why" * (i % 9) for i in range(37)]
+    """Pairs with unique prompts, some of which share a long prefix."""
+    path = tmp_path_factory.mktemp("pairs") / "pairs.jsonl"
+    prompts = [f"question {i}" + " why" * (i % 9) for i in range(37)]
     rows = [
-        {"prompt": one, "chosen": " yes" * (1 + i % 4), "rejected": " no" * (1 + i % 5)} for i, one in enumerate(ask)
+        {"prompt": prompt, "chosen": " yes" * (1 + i % 4), "rejected": " no" * (1 + i % 5)}
+        for i, prompt in enumerate(prompts)
     ]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(file)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
 
 
-def opened(source: str, tokenizer: Tokenizer, place, micro: int = 2, share: bool = True, **options) -> DataLoader:
-    found = build_dataloader(
-        PreferenceDataset(source, max_length=LENGTH, **({"packing": True} | options)), tokenizer, 4, micro, place
+def build_loader(
+    source: str, tokenizer: Tokenizer, make_dist, micro: int = 2, share: bool = True, **options
+) -> DataLoader:
+    loader = build_dataloader(
+        PreferenceDataset(source, max_length=LENGTH, **({"packing": True} | options)), tokenizer, 4, micro, make_dist
     )
     if share:
-        found.share()
-    return found
+        loader.share_prefixes()
+    return loader
 
 
-def written(batch: Batch) -> dict[int, list[tuple[int, int, int]]]:
-    """Token, position and target of every token of each document, those in front of its own from where they are."""
-    assert batch.owner is not None and batch.numbers is not None
-    tokens, positions, owner = (x.flatten().tolist() for x in (batch.tokens, batch.positions, batch.owner))
-    targets, found = batch.targets.flatten().tolist(), {}
+def contents_by_number(batch: Batch) -> dict[int, list[tuple[int, int, int]]]:
+    """(token, position, target) of every token of each document, including those of its shared prefix."""
+    assert batch.document_ids is not None and batch.document_indices is not None
+    tokens, positions, owner = (x.flatten().tolist() for x in (batch.tokens, batch.positions, batch.document_ids))
+    targets, contents = batch.targets.flatten().tolist(), {}
     offsets = (
-        batch.offsets.tolist() if batch.offsets is not None else [*range(0, len(tokens) + 1, batch.tokens.shape[1])]
+        batch.cu_seqlens.tolist()
+        if batch.cu_seqlens is not None
+        else [*range(0, len(tokens) + 1, batch.tokens.shape[1])]
     )
-    prefixes = [[0, 0]] * (len(offsets) - 1) if batch.prefixes is None else batch.prefixes.tolist()
-    for (start, end), (count, at) in zip(itertools.pairwise(offsets), prefixes, strict=True):
+    prefixes = [[0, 0]] * (len(offsets) - 1) if batch.shared_prefixes is None else batch.shared_prefixes.tolist()
+    for (start, end), (length, first) in zip(itertools.pairwise(offsets), prefixes, strict=True):
         if owner[start] < 0:
-            assert count == 0
+            assert length == 0
             continue
-        before = [(tokens[i], positions[i], IGNORE) for i in range(at, at + count)]
-        own = [(tokens[i], positions[i], targets[i]) for i in range(start, end) if owner[i] == owner[start]]
-        found[int(batch.numbers[owner[start]])] = before + own
-    return found
+        prefix = [(tokens[i], positions[i], IGNORE) for i in range(first, first + length)]
+        answer = [(tokens[i], positions[i], targets[i]) for i in range(start, end) if owner[i] == owner[start]]
+        contents[int(batch.document_indices[owner[start]])] = prefix + answer
+    return contents
 
 
-def whole(one: Document) -> list[tuple[int, int, int]]:
-    targets = np.append(np.where(one.learnt[1:], one.tokens[1:], IGNORE), IGNORE)
-    return list(zip(one.tokens.tolist(), range(len(one.tokens)), targets.tolist(), strict=True))
+def full_contents(document: Document) -> list[tuple[int, int, int]]:
+    targets = np.append(np.where(document.loss_mask[1:], document.tokens[1:], IGNORE), IGNORE)
+    return list(zip(document.tokens.tolist(), range(len(document.tokens)), targets.tolist(), strict=True))
 
 
 @pytest.mark.parametrize("micro_batch", [1, 3])
-def test_every_document_is_there(micro_batch: int) -> None:
-    pairs, found = documents(), {}
-    for batch in batches(True, micro_batch=micro_batch):
-        found |= written(batch)
-    assert found == {number: whole(one) for number, one in enumerate(pairs)}
+def test_every_document_is_complete(micro_batch: int) -> None:
+    dataset, contents = make_documents(), {}
+    for batch in make_batches(True, micro_batch=micro_batch):
+        contents |= contents_by_number(batch)
+    assert contents == {number: full_contents(document) for number, document in enumerate(dataset)}
 
 
-def test_what_is_shared() -> None:
-    """All that both begin with, but for the token that predicts the first learnt one."""
-    pairs = list(documents())
-    found = [shared_prefix.shared(*pairs[i : i + 2]) for i in range(0, len(pairs), 2)]
-    assert found == [*(prompt - 1 for prompt, *_ in PAIRS.values()), 0, 12]
-    assert shared_prefix.shared_prefix_tokens(documents(), 2).tolist() == found
+def test_shared_prefix_length() -> None:
+    """The common prefix, except for the token that predicts the first target."""
+    pairs = list(make_documents())
+    lengths = [shared_prefix.shared(*pairs[i : i + 2]) for i in range(0, len(pairs), 2)]
+    assert lengths == [*(prompt - 1 for prompt, *_ in PAIRS.values()), 0, 12]
+    assert shared_prefix.shared_prefix_tokens(make_documents(), 2).tolist() == lengths
 
 
-def test_counts_are_those_of_what_is_computed() -> None:
-    once, twice = batches(True), batches(False)
-    assert [batch.learnt for batch in once] == [batch.learnt for batch in twice]
-    saved = shared_prefix.shared_prefix_tokens(documents(), 2).sum()
-    assert sum(batch.real for batch in once) == sum(batch.real for batch in twice) - saved
-    for batch in once:
-        assert batch.owner is not None and batch.real == (batch.owner >= 0).sum()
+def test_counts_equal_computed_tokens() -> None:
+    shared_batches, separate_batches = make_batches(True), make_batches(False)
+    assert [batch.num_target_tokens for batch in shared_batches] == [
+        batch.num_target_tokens for batch in separate_batches
+    ]
+    saved = shared_prefix.shared_prefix_tokens(make_documents(), 2).sum()
+    assert (
+        sum(batch.num_tokens for batch in shared_batches) == sum(batch.num_tokens for batch in separate_batches) - saved
+    )
+    for batch in shared_batches:
+        assert batch.document_ids is not None and batch.num_tokens == (batch.document_ids >= 0).sum()
 
 
-def test_documents_without_anything_learnt_share_all_but_the_last_token() -> None:
+def test_documents_without_targets_share_all_but_the_last_token() -> None:
     tokens = np.arange(5, 11, dtype=np.int32)
     first, other = (Document(tokens[:n], np.zeros(n, bool), n) for n in (6, 4))
     assert (shared_prefix.shared(first, other), shared_prefix.shared(other, first)) == (3, 4)
 
 
-def steps(loaders: list[DataLoader], count: int) -> list[dict[int, list[tuple[int, int, int]]]]:
-    """What is written in each step, on all ranks."""
-    found = [{} for _ in range(count)]
+def step_contents(loaders: list[DataLoader], count: int) -> list[dict[int, list[tuple[int, int, int]]]]:
+    """Contents of each step, on all ranks."""
+    contents = [{} for _ in range(count)]
     for loader in loaders:
         for step in range(count):
             for batch in loader[step]:
-                found[step] |= written(batch) if batch.real else {}
-    return found
+                contents[step] |= contents_by_number(batch) if batch.num_tokens else {}
+    return contents
 
 
-def test_rows_hold_more_and_nothing_else(source: str, tokenizer: Tokenizer, place) -> None:
-    """The same pairs as where each is written whole, in fewer rows, none of them too long."""
-    once, twice = opened(source, tokenizer, place()), opened(source, tokenizer, place(), share=False)
-    assert once.order.rows(0) < twice.order.rows(0)
-    for batch in (batch for step in range(once.steps(1)) for batch in once[step]):
+def test_rows_have_more_pairs_and_the_same_contents(source: str, tokenizer: Tokenizer, make_dist) -> None:
+    """The same pairs as without sharing, in fewer rows, none of them too long."""
+    shared_loader, separate_loader = (
+        build_loader(source, tokenizer, make_dist()),
+        build_loader(source, tokenizer, make_dist(), share=False),
+    )
+    assert shared_loader.order.rows(0) < separate_loader.order.rows(0)
+    for batch in (batch for step in range(shared_loader.num_steps(1)) for batch in shared_loader[step]):
         assert batch.tokens.shape[1] <= 2 * LENGTH
-    assert once.report.tokens == sum(batch.real for step in range(once.steps(1)) for batch in once[step])
-    everything = [
-        {number: one for step in steps([loader], loader.steps(1)) for number, one in step.items()}
-        for loader in (once, twice)
+    assert shared_loader.summary.tokens == sum(
+        batch.num_tokens for step in range(shared_loader.num_steps(1)) for batch in shared_loader[step]
+    )
+    contents = [
+        {number: content for step in step_contents([loader], loader.num_steps(1)) for number, content in step.items()}
+        for loader in (shared_loader, separate_loader)
     ]
-    assert everything[0] == everything[1] and len(everything[0]) == 74
+    assert contents[0] == contents[1] and len(contents[0]) == 74
 
 
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("size", [2, 3])
 def test_steps_are_the_same_on_any_layout(
-    streamed: bool, size: int, source: str, tokenizer: Tokenizer, place, monkeypatch: pytest.MonkeyPatch
+    streamed: bool, size: int, source: str, tokenizer: Tokenizer, make_dist, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stream_blocks, "DOCUMENTS", 40)
     options = {"streaming": True, "num_proc": 0} if streamed else {}
-    one = opened(source, tokenizer, place(), **options)
-    several = [opened(source, tokenizer, place(rank, size), micro=1, **options) for rank in range(size)]
-    assert steps([one], 4) == steps(several, 4)
-    state = one.state(4)
-    again = opened(source, tokenizer, place(), **options)
-    again.restore(state)
-    assert written(one[4][0]) == written(again[4][0])
+    single = build_loader(source, tokenizer, make_dist(), **options)
+    ranks = [build_loader(source, tokenizer, make_dist(rank, size), micro=1, **options) for rank in range(size)]
+    assert step_contents([single], 4) == step_contents(ranks, 4)
+    state = single.state_dict(4)
+    resumed = build_loader(source, tokenizer, make_dist(), **options)
+    resumed.load_state_dict(state)
+    assert contents_by_number(single[4][0]) == contents_by_number(resumed[4][0])
     assert (
-        one.report.tokens
-        == unit_lengths(one.parts[0].lengths, 2).sum() - shared_prefix.shared_prefix_tokens(one.parts[0], 2).sum()
+        single.summary.tokens
+        == unit_lengths(single.datasets[0].lengths, 2).sum()
+        - shared_prefix.shared_prefix_tokens(single.datasets[0], 2).sum()
     )
-    for loader in (one, again, *several):
+    for loader in (single, resumed, *ranks):
         loader.close()
 
 
-def test_rows_of_their_own_are_whole(source: str, tokenizer: Tokenizer, place) -> None:
-    once, twice = (opened(source, tokenizer, place(), packing=False, share=share) for share in (True, False))
-    for mine, other in zip(once[0], twice[0], strict=True):
-        assert mine.prefixes is None and torch.equal(mine.tokens, other.tokens)
+def test_unpacked_rows_share_no_prefix(source: str, tokenizer: Tokenizer, make_dist) -> None:
+    shared_loader, separate_loader = (
+        build_loader(source, tokenizer, make_dist(), packing=False, share=share) for share in (True, False)
+    )
+    for batch, expected in zip(shared_loader[0], separate_loader[0], strict=True):
+        assert batch.shared_prefixes is None and torch.equal(batch.tokens, expected.tokens)
 
 
-def test_prefixes_stay_on_the_cpu(source: str, tokenizer: Tokenizer, place) -> None:
-    batch = opened(source, tokenizer, place())[0][0].to("meta")
-    assert batch.prefixes is not None and batch.prefixes.device.type == "cpu" and batch.tokens.is_meta
+def test_prefixes_stay_on_the_cpu(source: str, tokenizer: Tokenizer, make_dist) -> None:
+    batch = build_loader(source, tokenizer, make_dist())[0][0].to("meta")
+    assert batch.shared_prefixes is not None and batch.shared_prefixes.device.type == "cpu" and batch.tokens.is_meta

@@ -1,4 +1,4 @@
-"""Masks against expectations written by hand: what the assistant says and the token that ends it, nothing else."""
+"""Loss masks equal expected texts: the assistant's messages and their end tokens, and nothing else."""
 
 from pathlib import Path
 
@@ -11,25 +11,25 @@ from tunekit.data.chat_template.loss_mask import render_with_mask, token_range
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import UserError
 
-TALK = [
+CONVERSATION = [
     {"role": "user", "content": "What is 2 + 2?"},
     {"role": "assistant", "content": "It is 4. 😀"},
     {"role": "user", "content": "It is 4. 😀"},
     {"role": "assistant", "content": "naïve\n\n  café 你好"},
 ]
-FIRST, LAST = TALK[1]["content"], TALK[3]["content"]
+FIRST, LAST = CONVERSATION[1]["content"], CONVERSATION[3]["content"]
 
 
-def learnt(tokenizer: Tokenizer, talk: list[dict], learn="assistant") -> list[str]:
-    """The learnt runs of tokens, as text."""
-    text, spans, _ = render_with_mask(tokenizer, talk, None, learn)
+def target_texts(tokenizer: Tokenizer, conversation: list[dict], train_on="assistant") -> list[str]:
+    """Text of each run of target tokens."""
+    text, spans, _ = render_with_mask(tokenizer, conversation, None, train_on)
     encoding = tokenizer.encode_rendered([text])[0]
-    ranges = [token_range(encoding, text, span, tokenizer.marks) for span in spans]
-    return [tokenizer.decode(encoding.ids[first:behind], special=True) for first, behind in ranges]
+    ranges = [token_range(encoding, text, span, tokenizer.special_ids) for span in spans]
+    return [tokenizer.decode(encoding.ids[start:end], special=True) for start, end in ranges]
 
 
 @pytest.mark.parametrize(
-    ("name", "runs"),
+    ("name", "expected"),
     [
         ("chatml", [f"{FIRST}<|im_end|>", f"{LAST}<|im_end|>"]),
         ("thinking", [f"{FIRST}<|im_end|>", f"<think>\n\n</think>\n\n{LAST}<|im_end|>"]),
@@ -37,119 +37,129 @@ def learnt(tokenizer: Tokenizer, talk: list[dict], learn="assistant") -> list[st
         ("turns", [f"{FIRST}<end_of_turn>", f"{LAST}<end_of_turn>"]),
         ("brackets", [f" {FIRST}</s>", f" {LAST}</s>"]),
         ("closed", [f"{FIRST}<|end|>", f"{LAST}<|end|><|endoftext|>"]),
-        ("plain", [f" {FIRST}\n\n", f" {LAST}\n\n"]),  # the prompt ends in a space, which the first word takes in
+        ("plain", [f" {FIRST}\n\n", f" {LAST}\n\n"]),  # the space of the prompt merges with the first word
         ("generation", [f"{FIRST}<|im_end|>", f"{LAST}<|im_end|>"]),
     ],
 )
-def test_the_assistants_turns_and_their_ends_are_learnt(name: str, runs: list[str], folders: dict[str, Path]) -> None:
-    tokenizer = Tokenizer.open(folders[name])
-    assert learnt(tokenizer, TALK) == runs
-    assert learnt(tokenizer, TALK, "last") == runs[-1:]
-    assert learnt(tokenizer, TALK[:2]) == [runs[-1].replace(LAST, FIRST)]
-    whole = tokenizer.render(TALK)
-    assert learnt(tokenizer, TALK, "all") == [tokenizer.decode(tokenizer.encode(whole), special=True)]
+def test_targets_are_assistant_turns_with_their_end_tokens(
+    name: str, expected: list[str], tokenizer_dirs: dict[str, Path]
+) -> None:
+    tokenizer = Tokenizer.open(tokenizer_dirs[name])
+    assert target_texts(tokenizer, CONVERSATION) == expected
+    assert target_texts(tokenizer, CONVERSATION, "last") == expected[-1:]
+    assert target_texts(tokenizer, CONVERSATION[:2]) == [expected[-1].replace(LAST, FIRST)]
+    text = tokenizer.render(CONVERSATION)
+    assert target_texts(tokenizer, CONVERSATION, "all") == [tokenizer.decode(tokenizer.encode(text), special=True)]
 
 
-def test_reasoning_is_learnt_where_the_template_keeps_it(folders: dict[str, Path]) -> None:
-    tokenizer = Tokenizer.open(folders["thinking"])
-    first = {"role": "assistant", "content": "<think>\nTwo and two.\n</think>\n\n4"}
-    kept = "<think>\nTwo and two.\n</think>\n\n4<|im_end|>"
-    assert learnt(tokenizer, [TALK[0], first]) == [kept]
-    assert learnt(tokenizer, [TALK[0], first, TALK[2], first]) == ["4<|im_end|>", kept]
-    assert learnt(tokenizer, [TALK[0], first, TALK[2]]) == ["4<|im_end|>"]
+def test_rendered_reasoning_is_target(tokenizer_dirs: dict[str, Path]) -> None:
+    tokenizer = Tokenizer.open(tokenizer_dirs["thinking"])
+    answer = {"role": "assistant", "content": "<think>\nTwo and two.\n</think>\n\n4"}
+    with_reasoning = "<think>\nTwo and two.\n</think>\n\n4<|im_end|>"
+    assert target_texts(tokenizer, [CONVERSATION[0], answer]) == [with_reasoning]
+    assert target_texts(tokenizer, [CONVERSATION[0], answer, CONVERSATION[2], answer]) == [
+        "4<|im_end|>",
+        with_reasoning,
+    ]
+    assert target_texts(tokenizer, [CONVERSATION[0], answer, CONVERSATION[2]]) == ["4<|im_end|>"]
 
 
-def test_turns_may_follow_each_other_and_end_with_the_user(folders: dict[str, Path]) -> None:
-    tokenizer = Tokenizer.open(folders["chatml"])
-    talk = [TALK[1], TALK[1], TALK[0]]
-    assert learnt(tokenizer, talk) == [f"{FIRST}<|im_end|>"] * 2
-    assert learnt(Tokenizer.open(folders["closed"]), talk) == [f"{FIRST}<|end|>"] * 2
+def test_assistant_turns_can_follow_each_other(tokenizer_dirs: dict[str, Path]) -> None:
+    tokenizer = Tokenizer.open(tokenizer_dirs["chatml"])
+    conversation = [CONVERSATION[1], CONVERSATION[1], CONVERSATION[0]]
+    assert target_texts(tokenizer, conversation) == [f"{FIRST}<|im_end|>"] * 2
+    assert target_texts(Tokenizer.open(tokenizer_dirs["closed"]), conversation) == [f"{FIRST}<|end|>"] * 2
 
 
-def test_an_end_that_stands_only_at_the_very_end_does_not_swallow_other_turns(tmp_path, folders) -> None:
-    form = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ '\n' }}{% endfor %}"
-    form += "{% if add_generation_prompt %}assistant: {% else %}{{ eos_token }}{% endif %}"
-    (tmp_path / "form.jinja").write_text(form)
-    tokenizer = Tokenizer.open(folders["plain"], str(tmp_path / "form.jinja"))
-    with pytest.raises(
-        UserError, match=r"messages\[1\]: no mask is sure: .* the end of this turn otherwise when more follows; leave"
-    ):
-        learnt(tokenizer, TALK)
-    assert learnt(tokenizer, TALK, "last") == [f" {LAST}\n<|endoftext|>"]
+def test_end_token_of_the_last_turn_only_makes_masks_ambiguous(tmp_path, tokenizer_dirs) -> None:
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ '\n' }}{% endfor %}"
+    template += "{% if add_generation_prompt %}assistant: {% else %}{{ eos_token }}{% endif %}"
+    (tmp_path / "form.jinja").write_text(template)
+    tokenizer = Tokenizer.open(tokenizer_dirs["plain"], str(tmp_path / "form.jinja"))
+    with pytest.raises(UserError, match=r"messages\[1\]: "):
+        target_texts(tokenizer, CONVERSATION)
+    assert target_texts(tokenizer, CONVERSATION, "last") == [f" {LAST}\n<|endoftext|>"]
 
 
-@pytest.mark.parametrize(("form", "sure"), [(" <think>", True), ("<think>", False), ("\n<think>", False)])
-def test_a_prompt_may_go_on_where_a_turn_says_something_else(form: str, sure: bool, tmp_path, folders) -> None:
-    """A turn begins where it leaves the prompt; if the template itself leaves it, no mask is sure."""
+@pytest.mark.parametrize(("prompt_suffix", "is_clear"), [(" <think>", True), ("<think>", False), ("\n<think>", False)])
+def test_generation_prompt_that_turns_lack_makes_masks_ambiguous(
+    prompt_suffix: str, is_clear: bool, tmp_path, tokenizer_dirs
+) -> None:
+    """A turn starts where it differs from the prompt. If the template itself differs there, the mask is ambiguous."""
     (tmp_path / "form.jinja").write_text(
         "{% for m in messages %}<|im_start|>{{ m.role }} {{ m.content }}<|im_end|>{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant" + form + "{% endif %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant" + prompt_suffix + "{% endif %}"
     )
-    tokenizer = Tokenizer.open(folders["chatml"], str(tmp_path / "form.jinja"))
-    if sure:
-        assert learnt(tokenizer, TALK) == [f" {FIRST}<|im_end|>", f" {LAST}<|im_end|>"]
+    tokenizer = Tokenizer.open(tokenizer_dirs["chatml"], str(tmp_path / "form.jinja"))
+    if is_clear:
+        assert target_texts(tokenizer, CONVERSATION) == [f" {FIRST}<|im_end|>", f" {LAST}<|im_end|>"]
         return
-    with pytest.raises(UserError, match=r"messages\[1\]: no mask is sure: .* prompts for this turn"):
-        learnt(tokenizer, TALK)
+    with pytest.raises(UserError, match=r"messages\[1\]: "):
+        target_texts(tokenizer, CONVERSATION)
 
 
-@pytest.mark.parametrize(("block", "blocks"), [("user", 2), ("nobody", 0)])
-def test_blocks_that_are_not_one_a_turn_do_not_say_which_is_last(block, blocks, tmp_path, folders) -> None:
+@pytest.mark.parametrize(("block", "blocks"), [("user", 2), ("tool", 0)])
+def test_blocks_must_match_turns_to_select_the_last(block, blocks, tmp_path, tokenizer_dirs) -> None:
     (tmp_path / "form.jinja").write_text(
         "{% for m in messages %}{% if m.role in ['assistant', '" + block + "'] %}{% generation %}{{ m.content }}"
         "{% endgeneration %}{% endif %}{% if m.role == 'assistant' %}{% generation %}!{% endgeneration %}{% endif %}"
         "{% endfor %}"
     )
-    tokenizer = Tokenizer.open(folders["chatml"], str(tmp_path / "form.jinja"))
-    with pytest.raises(UserError, match=f"marks {4 + blocks} generation blocks in 2 assistant turns"):
-        learnt(tokenizer, TALK, "last")
+    tokenizer = Tokenizer.open(tokenizer_dirs["chatml"], str(tmp_path / "form.jinja"))
+    with pytest.raises(UserError, match=f"{4 + blocks} generation blocks.* 2 assistant turns"):
+        target_texts(tokenizer, CONVERSATION, "last")
 
 
-@pytest.mark.parametrize("test", ["'good' in m.content", "m.content | length > 5"])
-def test_blocks_may_depend_on_what_a_message_says(test: str, tmp_path, folders) -> None:
-    """What was found of a conversation does not hold for others of its shape where only the marks differ."""
+@pytest.mark.parametrize("condition", ["'good' in m.content", "m.content | length > 5"])
+def test_blocks_can_depend_on_message_contents(condition: str, tmp_path, tokenizer_dirs) -> None:
+    """The pattern of a conversation is not reused for one whose generation blocks differ."""
     (tmp_path / "form.jinja").write_text(
-        "{% for m in messages %}{{ m.role }}: {% if m.role == 'assistant' and " + test + " %}{% generation %}"
+        "{% for m in messages %}{{ m.role }}: {% if m.role == 'assistant' and " + condition + " %}{% generation %}"
         "{{ m.content }}<|im_end|>{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}{% endfor %}"
     )
-    tokenizer = Tokenizer.open(folders["chatml"], str(tmp_path / "form.jinja"))
-    for said, marked in [("bad", False), ("a good one", True), ("no", False), ("good ones", True)]:
-        talk = [{"role": "user", "content": "good?"}, {"role": "assistant", "content": said}]
-        assert learnt(tokenizer, talk) == ([f"{said}<|im_end|>"] if marked else [])
+    tokenizer = Tokenizer.open(tokenizer_dirs["chatml"], str(tmp_path / "form.jinja"))
+    for content, has_block in [("bad", False), ("a good one", True), ("no", False), ("good ones", True)]:
+        conversation = [{"role": "user", "content": "good?"}, {"role": "assistant", "content": content}]
+        assert target_texts(tokenizer, conversation) == ([f"{content}<|im_end|>"] if has_block else [])
 
 
-OPEN: dict[str, Tokenizer] = {}
+TOKENIZERS: dict[str, Tokenizer] = {}
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
 
 
-SHAPES = ["chatml", "headers", "turns", "brackets", "closed", "plain"]
+SHAPE_NAMES = ["chatml", "headers", "turns", "brackets", "closed", "plain"]
 
 
-@given(st.lists(TEXTS, min_size=4, max_size=4), st.sampled_from(SHAPES))
-def test_any_text_is_learnt_to_the_character(folders: dict[str, Path], texts: list[str], name: str) -> None:
-    tokenizer = OPEN.setdefault(name, Tokenizer.open(folders[name]))
-    talk = [{**message, "content": text} for message, text in zip(TALK, texts, strict=True)]
-    text, spans, _ = render_with_mask(tokenizer, talk, None, "assistant")
+@given(st.lists(TEXTS, min_size=4, max_size=4), st.sampled_from(SHAPE_NAMES))
+def test_targets_have_exact_character_bounds(tokenizer_dirs: dict[str, Path], texts: list[str], name: str) -> None:
+    tokenizer = TOKENIZERS.setdefault(name, Tokenizer.open(tokenizer_dirs[name]))
+    conversation = [{**message, "content": text} for message, text in zip(CONVERSATION, texts, strict=True)]
+    text, spans, _ = render_with_mask(tokenizer, conversation, None, "assistant")
     encoding = tokenizer.encode_rendered([text])[0]
-    for (start, end), said in zip(spans, texts[1::2], strict=True):
-        assert said.strip() in text[start:end]
-        first, behind = token_range(encoding, text, (start, end), tokenizer.marks)
-        for at, (low, high) in enumerate(encoding.offsets):
-            begins = start <= low or (text[low:start].isspace() and text[start:high].strip() != "")
-            ends = high <= end or encoding.ids[at] in tokenizer.marks
-            assert (first <= at < behind) == (begins and ends and low < end)
+    for (start, end), content in zip(spans, texts[1::2], strict=True):
+        assert content.strip() in text[start:end]
+        first_token, last_token = token_range(encoding, text, (start, end), tokenizer.special_ids)
+        for i, (low, high) in enumerate(encoding.offsets):
+            is_after_start = start <= low or (text[low:start].isspace() and text[start:high].strip() != "")
+            is_before_end = high <= end or encoding.ids[i] in tokenizer.special_ids
+            assert (first_token <= i < last_token) == (is_after_start and is_before_end and low < end)
 
 
-def test_generation_masks_equal_transformers_on_text_of_one_byte_characters(folders: dict[str, Path]) -> None:
-    ours, theirs = Tokenizer.open(folders["generation"]), AutoTokenizer.from_pretrained(folders["generation"])
-    talk = [{**message, "content": message["content"].encode("ascii", "replace").decode()} for message in TALK]
-    want = theirs.apply_chat_template(talk, return_assistant_tokens_mask=True, return_dict=True)
-    text, spans, _ = render_with_mask(ours, talk, None, "assistant")
+def test_generation_mask_equals_transformers_on_ascii_text(tokenizer_dirs: dict[str, Path]) -> None:
+    ours, theirs = (
+        Tokenizer.open(tokenizer_dirs["generation"]),
+        AutoTokenizer.from_pretrained(tokenizer_dirs["generation"]),
+    )
+    conversation = [
+        {**message, "content": message["content"].encode("ascii", "replace").decode()} for message in CONVERSATION
+    ]
+    expected = theirs.apply_chat_template(conversation, return_assistant_tokens_mask=True, return_dict=True)
+    text, spans, _ = render_with_mask(ours, conversation, None, "assistant")
     encoding = ours.encode_rendered([text])[0]
     mask = [0] * len(encoding)
     for span in spans:
-        first, behind = token_range(encoding, text, span, ours.marks)
-        mask[first:behind] = [1] * (behind - first)
-        assert encoding.ids[behind - 1] == ours.eos  # ours has the end of the turn, which stands outside the block
-        mask[behind - 1] = 0
-    assert mask == want["assistant_masks"]
+        start, end = token_range(encoding, text, span, ours.special_ids)
+        mask[start:end] = [1] * (end - start)
+        assert encoding.ids[end - 1] == ours.eos  # ours includes the end token, which is outside the block
+        mask[end - 1] = 0
+    assert mask == expected["assistant_masks"]

@@ -1,65 +1,72 @@
-"""Rows that are longer than `length`: many that are dropped are told, and what is left of others is no copy."""
+"""Rows longer than `max_length`: dropped rows are reported, and truncated ones are not reported as duplicates."""
 
 import pytest
 
-from tests.data.test_checks import LIMIT, found, ordinary, subject, turn
+from tests.data.test_checks import LIMIT, check_rows, make_document, make_rows, make_target
 from tunekit.data.preprocess.tokenized_dataset import Document, PreprocessSummary, TokenizedDataset
 from tunekit.data.row_checks import CheckContext, CheckTarget, run_data_checks
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.data.truncation import fit_documents
 
 
-@pytest.mark.parametrize(("dropped", "told"), [(18, True), (2, True), (1, False), (0, False)])
-def test_rows_that_are_dropped_as_too_long(nano: Tokenizer, dropped: int, told: bool) -> None:
-    """Of those that were not left out for another reason."""
-    rows = TokenizedDataset(ordinary(nano, 20 - dropped), [f"a:{row}" for row in range(20 - dropped)])
-    rows.prepared = PreprocessSummary(rows=30, left_out=6, skipped=4, dropped=dropped)
-    seen = run_data_checks(CheckTarget("data", [rows], nano, CheckContext(LIMIT)))
-    assert [one.kind for one in seen] == ["dropped rows"] * told
-    for one in seen:
-        assert (one.severity, one.count, one.share) == ("doubtful", dropped, dropped / 20)
-        assert str(one).startswith(f"data: {dropped} of 20 rows ({5 * dropped}%) are longer than {LIMIT} tokens, ")
-        assert "raise `max_length`" in str(one)
+@pytest.mark.parametrize(("dropped", "is_reported"), [(18, True), (2, True), (1, False), (0, False)])
+def test_dropped_rows_are_reported(nano: Tokenizer, dropped: int, is_reported: bool) -> None:
+    """Rows that were removed for other reasons do not count."""
+    rows = TokenizedDataset(make_rows(nano, 20 - dropped), [f"a:{row}" for row in range(20 - dropped)])
+    rows.prepared = PreprocessSummary(rows=30, filtered=6, skipped=4, dropped=dropped)
+    findings = run_data_checks(CheckTarget("data", [rows], nano, CheckContext(LIMIT)))
+    assert [finding.kind for finding in findings] == ["dropped rows"] * is_reported
+    for finding in findings:
+        assert (finding.severity, finding.count, finding.fraction) == ("doubtful", dropped, dropped / 20)
+        assert f"{dropped} of 20 rows ({5 * dropped}%)" in str(finding) and f"{LIMIT} tokens" in str(finding)
+        assert "max_length" in str(finding)
 
 
-def stories(tokenizer: Tokenizer, *lengths: int) -> list[Document]:
-    """Rows that begin alike, cut where they are too long."""
-    said = [turn(tokenizer, ("Tell me a story.", "Once there was a cat. " * length)) for length in lengths]
-    return [one for row in said for one in fit_documents(row, LIMIT, "truncate", 1)]
+def make_stories(tokenizer: Tokenizer, *lengths: int) -> list[Document]:
+    """Rows with the same start, truncated to LIMIT tokens."""
+    rows = [make_document(tokenizer, ("Tell me a story.", "Once there was a cat. " * length)) for length in lengths]
+    return [truncated for row in rows for truncated in fit_documents(row, LIMIT, "truncate", 1)]
 
 
-def test_rows_that_are_alike_once_cut_are_no_copies(nano: Tokenizer) -> None:
-    cut = stories(nano, *range(20, 32))
-    assert len({one.tokens.tobytes() for one in cut}) == 1 and all(one.whole > LIMIT for one in cut)
-    told = found(nano, ordinary(nano, 12) + cut)
-    assert set(told) == {"cut answers", "alike once cut"}, "nor do they have the same answer"
-    one = told["alike once cut"]
-    assert (one.severity, one.count, one.where[0]) == ("doubtful", 11, "data.jsonl:14")
-    assert f"11 of 24 rows (46%) are like earlier ones once cut at {LIMIT} tokens" in str(one)
-    assert str(one).endswith("raise `max_length`: data.jsonl:14 begins as data.jsonl:13 does")
-    assert not {"alike once cut", "duplicates"} & set(found(nano, ordinary(nano) + cut[:1]))
+def test_rows_that_differ_after_the_cut_are_no_duplicates(nano: Tokenizer) -> None:
+    truncated = make_stories(nano, *range(20, 32))
+    assert len({finding.tokens.tobytes() for finding in truncated}) == 1 and all(
+        finding.full_length > LIMIT for finding in truncated
+    )
+    findings = check_rows(nano, make_rows(nano, 12) + truncated)
+    assert set(findings) == {"cut answers", "alike once cut"}, "not the same answer either"
+    finding = findings["alike once cut"]
+    assert (finding.severity, finding.count, finding.row_locations[0]) == ("doubtful", 11, "data.jsonl:14")
+    assert "11 of 24 rows (46%)" in str(finding) and f"{LIMIT} tokens" in str(finding) and "max_length" in str(finding)
+    assert "data.jsonl:14" in str(finding) and "data.jsonl:13" in str(finding)
+    assert not {"alike once cut", "duplicates"} & set(check_rows(nano, make_rows(nano) + truncated[:1]))
 
 
-def test_true_copies_beside_rows_that_are_cut(nano: Tokenizer) -> None:
-    rows = ordinary(nano, 12)
-    told = found(nano, rows + stories(nano, 20, 30) + rows[3:5])
-    assert (told["duplicates"].count, told["duplicates"].where) == (2, ("data.jsonl:15", "data.jsonl:16"))
-    assert str(told["duplicates"]).endswith("data.jsonl:15 is data.jsonl:4 again")
-    assert told["alike once cut"].where == ("data.jsonl:14",)
+def test_duplicates_among_truncated_rows_are_reported(nano: Tokenizer) -> None:
+    rows = make_rows(nano, 12)
+    findings = check_rows(nano, rows + make_stories(nano, 20, 30) + rows[3:5])
+    assert (findings["duplicates"].count, findings["duplicates"].row_locations) == (
+        2,
+        ("data.jsonl:15", "data.jsonl:16"),
+    )
+    assert all(location in str(findings["duplicates"]) for location in ("data.jsonl:15", "data.jsonl:4"))
+    assert findings["alike once cut"].row_locations == ("data.jsonl:14",)
 
 
-def test_a_row_that_ends_where_others_are_cut_is_none_of_them(nano: Tokenizer) -> None:
-    (cut,) = stories(nano, 20)
-    whole = cut._replace(whole=LIMIT)
-    assert not {"alike once cut", "duplicates"} & set(found(nano, [*ordinary(nano), cut, whole]))
-    told = found(nano, [*ordinary(nano), cut, whole, whole])
-    assert told["duplicates"].where == ("data.jsonl:43",) and "alike once cut" not in told
+def test_complete_row_is_no_copy_of_a_truncated_one(nano: Tokenizer) -> None:
+    (truncated,) = make_stories(nano, 20)
+    complete = truncated._replace(whole=LIMIT)
+    assert not {"alike once cut", "duplicates"} & set(check_rows(nano, [*make_rows(nano), truncated, complete]))
+    findings = check_rows(nano, [*make_rows(nano), truncated, complete, complete])
+    assert findings["duplicates"].row_locations == ("data.jsonl:43",) and "alike once cut" not in findings
 
 
-def test_held_out_rows_that_are_learnt_as_far_as_they_are_left(nano: Tokenizer) -> None:
-    rows, cut = ordinary(nano), stories(nano, *range(20, 32))
-    seen = run_data_checks(subject(nano, rows + cut[:1]), subject(nano, cut[1:], "validation"))
-    told = {one.kind: one for one in seen if one.part == "validation"}
-    assert "overlap" not in told and "same prompts" not in told
-    assert (told["overlap once cut"].severity, told["overlap once cut"].count) == ("doubtful", 11)
-    assert f"all 11 rows are like rows of `data` once cut at {LIMIT} tokens" in str(told["overlap once cut"])
+def test_truncated_eval_rows_in_training_data_are_reported(nano: Tokenizer) -> None:
+    rows, truncated = make_rows(nano), make_stories(nano, *range(20, 32))
+    all_findings = run_data_checks(
+        make_target(nano, rows + truncated[:1]), make_target(nano, truncated[1:], "validation")
+    )
+    findings = {finding.kind: finding for finding in all_findings if finding.config_key == "validation"}
+    assert "overlap" not in findings and "same prompts" not in findings
+    assert (findings["overlap once cut"].severity, findings["overlap once cut"].count) == ("doubtful", 11)
+    assert "11 rows" in str(findings["overlap once cut"]) and f"{LIMIT} tokens" in str(findings["overlap once cut"])

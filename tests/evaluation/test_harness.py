@@ -192,7 +192,7 @@ def test_rows_of_our_own_are_known_by_where_they_are_from(ours: lm_eval_adapter.
     """Also where there is nothing to score or to answer, and so no figure."""
     ask = GenerationEvaluator(ours.model, ours.text_tokenizer, SamplingConfig(max_new_tokens=4), 4, ours.run)
     rows = bundled_tasks.task_documents("nano/facts", ours.text_tokenizer, 3)
-    silent = rows[1][1]._replace(learnt=np.zeros_like(rows[1][1].learnt))
+    silent = rows[1][1]._replace(learnt=np.zeros_like(rows[1][1].loss_mask))
     first, second = ask("facts", rows)[1], ask("facts", [rows[0], ("nothing", silent), rows[2]])[1]
     for found, wanted in ((first, [1, 2, 3]), (second, [1, 3])):
         assert list(found["loss"].rows) == [f"nano/facts row {n}" for n in wanted]

@@ -24,7 +24,7 @@ def test_rows_are_the_same_each_time_and_none_comes_twice() -> None:
         assert texts == [tuple(document.tokens.tolist()) for _, document in other]
         assert [row for row, _ in one] == [row for row, _ in other]
         assert len(bundled_tasks.task_documents(task, tokenizer, 7)) == 7
-        assert all(len(document.tokens) == document.whole for _, document in one)
+        assert all(len(document.tokens) == document.full_length for _, document in one)
 
 
 def test_calls_are_none_that_were_trained_on() -> None:

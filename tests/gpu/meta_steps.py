@@ -67,7 +67,7 @@ def read_spec(name: str, score: ScoreHead | None = None, layers: int | None = No
 def representative_spec(name: str) -> DecoderSpec:
     """The spec of a family, with one layer of each kind, and experts of the sizes that fused products take."""
     spec = read_spec(name)
-    shares_kv = any(isinstance(layer.mixer, Attention) and layer.mixer.kv_from is not None for layer in spec.layers)
+    shares_kv = any(isinstance(layer.mixer, Attention) and layer.mixer.kv_shared_layer is not None for layer in spec.layers)
     layers = spec.layers if shares_kv else tuple(dict.fromkeys(spec.layers))
     return replace(spec, layers=tuple(replace(layer, ffn=aligned(layer.ffn)) for layer in layers))
 
@@ -76,7 +76,7 @@ def aligned(ffn: Any) -> Any:
     """Experts of other sizes are multiplied one by one, for which the host waits for the number of their rows."""
     if isinstance(ffn, DenseMoE):
         return replace(ffn, sparse=aligned(ffn.sparse))
-    return replace(ffn, hidden=-(-ffn.hidden // ALIGNED) * ALIGNED) if isinstance(ffn, MoE) else ffn
+    return replace(ffn, intermediate_size=-(-ffn.intermediate_size // ALIGNED) * ALIGNED) if isinstance(ffn, MoE) else ffn
 
 
 def build_model(
@@ -104,17 +104,17 @@ def make_batches(packed: bool, vocab: int, sign: DocFlags | None = None, crossed
         tokens = random.integers(0, vocab, length).astype(np.int32)
         if i % 2:
             tokens[:SHARED_TOKENS] = documents[-1].tokens[:SHARED_TOKENS]
-        signs = DocFlags(0) if sign is None else sign if i % 2 == 0 or sign & DocFlags.STEPS else DocFlags(0)
+        signs = DocFlags(0) if sign is None else sign if i % 2 == 0 or sign & DocFlags.STEPWISE else DocFlags(0)
         targets = np.arange(length) >= length // 2
-        values = np.ones(int(targets.sum()) if signs & DocFlags.STEPS else 1, np.float32)
+        values = np.ones(int(targets.sum()) if signs & DocFlags.STEPWISE else 1, np.float32)
         documents.append(Document(tokens, targets, length, signs, values))
     owned = sign is not None
     rows = [np.array([0, 1]), np.array([2, 3])]
     if not packed and not owned:
         rows = [np.array([i]) for i in range(len(LENGTHS))]
-    shared = owned and packed and not (sign & DocFlags.STEPS)
-    layout = Collator(2, 1, 0, 1, 0, 128 if packed else None, 2, owned=owned, crossed=crossed, shared=shared)
-    return layout.batches(documents, rows)
+    shared = owned and packed and not (sign & DocFlags.STEPWISE)
+    layout = Collator(2, 1, 0, 1, 0, 128 if packed else None, 2, with_document_ids=owned, max_mismatched_length=crossed, share_prefixes=shared)
+    return layout.micro_batches(documents, rows)
 
 
 def build_update(
@@ -126,7 +126,7 @@ def build_update(
 ) -> TrainOptimizer:
     """With SGD: torch has no fused AdamW for meta."""
     blocks = (p for layer in model.layers for p in layer.parameters())
-    built = (optimizer or SGDConfig()).build(adapter.trained(model), blocks)
+    built = (optimizer or SGDConfig()).build(adapter.param_groups(model), blocks)
     return (memory or MemoryConfig()).update(built, 0.0 if memory and memory.optimizer_in_bwd else 1.0, run)
 
 
@@ -137,9 +137,9 @@ def sft_step(model: Decoder, loss: Any, batches: list[Batch], update: Any, run: 
 def preference_step(
     model: Decoder, terms: tuple[PreferenceLoss, ...], batches: list[Batch], update: Any, run: DistributedContext
 ) -> Taken:
-    paired = all(term.each == 2 for term in terms)
+    paired = all(term.docs_per_item == 2 for term in terms)
     judge = partial(frozen_logps, model)
-    goal = PreferenceObjective(terms, paired=paired, judges=ReferenceLogps(judge, judge))
+    goal = PreferenceObjective(terms, is_paired=paired, reference=ReferenceLogps(judge, judge))
     return preference.forward_backward(model, batches, SimpleNamespace(), update, run, goal, RunningMean())
 
 

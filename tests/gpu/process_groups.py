@@ -18,7 +18,7 @@ def timeouts(parallel: ParallelConfig) -> tuple[set[timedelta], set[timedelta], 
         run.__enter__()
     meshes = [mesh for mesh in (run.mesh, run.sums, run.rows, run.experts) if mesh is not None]
     groups = [group for mesh in meshes for group in mesh.get_all_groups()]
-    result = timeouts_of(dist.group.WORLD, *groups), timeouts_of(run.patient)
+    result = timeouts_of(dist.group.WORLD, *groups), timeouts_of(run.host_group)
     run.__exit__(None)
     return *result, [str(warning.message) for warning in caught]
 

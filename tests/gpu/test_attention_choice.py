@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from tests.checkpoints import error
-from tests.kernels.test_attention import made, plain, visible
+from tests.checkpoints import relative_error
+from tests.kernels.test_attention import make_inputs, naive_attention, visible_mask
 from tunekit.devices import CPU, Capabilities, Device, find_row
 from tunekit.kernels import attention, attention_choice, attention_cpu
 from tunekit.kernels.attention import AttentionParams
@@ -123,15 +123,15 @@ def test_packed_documents_without_flash_use_the_memory_efficient_kernel(
     rule: AttentionParams, shape: tuple[int, int, int]
 ) -> None:
     heads, kv_heads, dim = shape
-    q, k, v = (x.detach() for x in made(17, heads, kv_heads, dim, rows=1, v=dim))
+    q, k, v = (x.detach() for x in make_inputs(17, heads, kv_heads, dim, rows=1, v=dim))
     bounds = torch.tensor([0, 1, 9, 17], dtype=torch.int32)
     with SdpaCalls() as sdpa, torch.no_grad():
         y = attention.attention(q, k, v, rule, SequenceLayout(bounds))
     lengths = bounds.diff()
     document = torch.repeat_interleave(torch.arange(3), lengths)
     place = torch.cat([torch.arange(int(n)) for n in lengths])
-    seen = visible(place[None], place, rule) & (document[:, None] == document)
-    assert error(y.double(), plain(q, k, v, rule, seen)) < 1e-5  # scores of wide heads are large
+    seen = visible_mask(place[None], place, rule) & (document[:, None] == document)
+    assert relative_error(y.double(), naive_attention(q, k, v, rule, seen)) < 1e-5  # scores of wide heads are large
     assert all(a.shape[1] == b.shape[1] and a.shape[-1] % 8 == 0 for a, b, _ in sdpa.calls)
     assert sdpa.calls or rule.softcap
 
@@ -140,27 +140,27 @@ def test_packed_documents_without_flash_use_the_memory_efficient_kernel(
 @pytest.mark.parametrize("rule", [rule for rule in RULES if not rule.softcap], ids=str)
 def test_cached_keys_without_flash_use_the_memory_efficient_kernel(rule: AttentionParams) -> None:
     """Sinks have a kernel call of their own, see test_decode_step.py."""
-    _, k, v = (x.detach() for x in made(17))
+    _, k, v = (x.detach() for x in make_inputs(17))
     positions, q = torch.tensor([[0], [9], [14]]), torch.randn(3, 1, 6, 12)
     with SdpaCalls() as sdpa, torch.no_grad():
         y = attend_decode(q, k, v, CachePositions(positions, 17, 15), rule)
-    assert error(y.double(), plain(q, k, v, rule, visible(positions, torch.arange(17), rule))) < 1e-6
+    assert relative_error(y.double(), naive_attention(q, k, v, rule, visible_mask(positions, torch.arange(17), rule))) < 1e-6
     assert len(sdpa.calls) == 1
 
 
 @pytest.mark.usefixtures("old_gpu")
 def test_gradients_reach_grouped_heads_that_were_repeated() -> None:
-    inputs = made(17, 6, 2)
-    seen = visible(torch.arange(17).expand(3, 17), torch.arange(17), AttentionParams(0.3))
+    inputs = make_inputs(17, 6, 2)
+    seen = visible_mask(torch.arange(17).expand(3, 17), torch.arange(17), AttentionParams(0.3))
     weight = torch.randn(3, 17, 6, 12)
     with SdpaCalls():
         mine = torch.autograd.grad((attention.attention(*inputs, AttentionParams(0.3)) * weight).sum(), inputs)
-    expected = torch.autograd.grad((plain(*inputs, AttentionParams(0.3), seen) * weight).sum(), inputs)
-    assert max(error(a, b) for a, b in zip(mine, expected, strict=True)) < 1e-5
+    expected = torch.autograd.grad((naive_attention(*inputs, AttentionParams(0.3), seen) * weight).sum(), inputs)
+    assert max(relative_error(a, b) for a, b in zip(mine, expected, strict=True)) < 1e-5
 
 
 @pytest.mark.usefixtures("old_gpu")
 def test_the_choice_compiles() -> None:
-    inputs = [x.detach() for x in made(17, 6, 2)]
+    inputs = [x.detach() for x in make_inputs(17, 6, 2)]
     compiled = torch.compile(attention.sdpa, backend="aot_eager", fullgraph=True)
-    assert error(compiled(*inputs, 0.3, causal=True), attention.sdpa(*inputs, 0.3, causal=True)) < 1e-6
+    assert relative_error(compiled(*inputs, 0.3, causal=True), attention.sdpa(*inputs, 0.3, causal=True)) < 1e-6

@@ -68,7 +68,7 @@ def test_ranges_of_queries_equal_all_queries(
     ranks = [ContextParallelSharding(MeshDim(None, 3, index)) for index in range(3)]  # type: ignore[arg-type]
     layout = None if offsets is None else SequenceLayout(offsets)
     outputs = [
-        attention_sharded(r.keep(q), k, v, rule, r.keep(positions), r.stretches(23), sinks, None, layout) for r in ranks
+        attention_sharded(r.local_tokens(q), k, v, rule, r.local_tokens(positions), r.local_ranges(23), sinks, None, layout) for r in ranks
     ]
     assert len(calls) == len(ranks), "one call for each rank"
     real = torch.ones(2, 23, 1, 1)
@@ -76,7 +76,7 @@ def test_ranges_of_queries_equal_all_queries(
         torch.testing.assert_close(y * rank.keep(real), rank.keep(expected), atol=1e-6, rtol=1e-6)
     weight = torch.randn(expected.shape, generator=draw, dtype=torch.float64)
     theirs = torch.autograd.grad((expected * weight).sum(), inputs)
-    total = torch.stack([(y * r.keep(weight)).sum() for y, r in zip(outputs, ranks, strict=True)]).sum()
+    total = torch.stack([(y * r.local_tokens(weight)).sum() for y, r in zip(outputs, ranks, strict=True)]).sum()
     for a, b in zip(torch.autograd.grad(total, inputs), theirs, strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.checkpoints import error, made, ours, tokens
+from tests.checkpoints import relative_error, make_checkpoint, load_model, random_tokens
 from tests.gpu.decode_ops import DecodeOps, Op, build_config, build_model, gpu_shapes
 from tests.gpu.flash_on_cpu import cpu_flash
 from tests.gpu.recorded_step import record_step
-from tests.kernels.test_attention import plain, sinks_of, visible
+from tests.kernels.test_attention import make_sinks, naive_attention, visible_mask
 from tunekit.generation import generate
 from tunekit.generation.generate import SamplingConfig, generate_batch
 from tunekit.kernels import attention_choice, attention_cpu, attention_decode, glu, rms_norm, rope
@@ -148,11 +148,13 @@ def check_decode(rule: AttentionParams, heads: tuple[int, int], sunk: bool) -> N
     q = torch.randn(3, 1, heads[0], dim)
     k, v = (torch.zeros(3, slots, heads[1], width) for _ in range(2))
     k[..., :dim], v[..., :dim] = (2 * torch.randn(3, slots, heads[1], dim) for _ in range(2))
-    sinks = sinks_of(heads[0]).detach() if sunk else None
+    sinks = make_sinks(heads[0]).detach() if sunk else None
     positions = torch.tensor([[0], [9], [19]])
     y = attend_decode(q, k, v, CachePositions(positions, slots, 20), rule, sinks)[..., :dim]
-    expected = plain(q, k[..., :dim], v[..., :dim], rule, visible(positions, torch.arange(slots), rule), sinks)
-    assert error(y.double(), expected) < 1e-6
+    expected = naive_attention(
+        q, k[..., :dim], v[..., :dim], rule, visible_mask(positions, torch.arange(slots), rule), sinks
+    )
+    assert relative_error(y.double(), expected) < 1e-6
 
 
 # ---- Whole generation as on a GPU ----
@@ -161,7 +163,7 @@ FAMILIES = [
     "llama3.2", "mistral", "gemma2", "gemma3", "gemma4-shared", "gpt-oss", "llama4", "deepseek-v3", "qwen3-next",
     "phi3-long",
 ]  # fmt: skip
-PROMPTS = [tokens(1, length, seed=length)[0].tolist() for length in (7, 1, 12, 3)]
+PROMPTS = [random_tokens(1, length, seed=length)[0].tolist() for length in (7, 1, 12, 3)]
 
 
 @pytest.fixture
@@ -186,7 +188,7 @@ def simulated(monkeypatch: pytest.MonkeyPatch, hopper: None) -> list[Any]:
 def test_a_replayed_step_draws_the_tokens_of_eager_steps(
     name: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    model = ours(made(tmp_path, name))
+    model = load_model(make_checkpoint(tmp_path, name))
     samplings = SamplingConfig(max_new_tokens=16), SamplingConfig(1.3, top_k=20, top_p=0.9, max_new_tokens=16, seed=5)
     expected = [generate_batch(model, PROMPTS, sampling, frozenset()) for sampling in samplings]
     captures = request.getfixturevalue("simulated")
@@ -200,7 +202,7 @@ def test_a_larger_cache_is_captured_again(
 ) -> None:
     monkeypatch.setattr(forward_context, "MIN_VISIBLE", 16)
     monkeypatch.setattr(decode, "MIN_REPLAYS", 1)
-    model = ours(made(tmp_path, "mistral"))
+    model = load_model(make_checkpoint(tmp_path, "mistral"))
     answers = generate_batch(model, PROMPTS, SamplingConfig(max_new_tokens=60), frozenset())
     assert len(simulated) == 4  # 16, 32, 64 and all 72 slots after a prompt of 12 tokens
     monkeypatch.undo()
@@ -299,7 +301,7 @@ def test_only_waits_are_detected_and_other_warnings_are_shown(waits: bool, debug
 
 
 def test_batches_shrink_when_rows_end(tmp_path: Path) -> None:
-    model = ours(made(tmp_path, "qwen2"))
+    model = load_model(make_checkpoint(tmp_path, "qwen2"))
     full = generate_batch(model, PROMPTS, SamplingConfig(max_new_tokens=40), frozenset())
     ends = {0: 3, 1: 5, 2: 40, 3: 20}
     sizes: list[int] = []

@@ -35,7 +35,7 @@ def test_a_rank_writes_its_collectives_on_request(
     one_rank: DistributedContext, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The backend is gloo; torch's own reader finds the same."""
-    one_rank.gather("to be recorded")
+    one_rank.all_gather_objects("to be recorded")
     (tmp_path / "gloo-trace-0").write_text("of an earlier start")
     recorders = Recorders(tmp_path, 0, 1)
     assert not any(tmp_path.iterdir())

@@ -37,9 +37,9 @@ from tunekit.models.spec import ScoreHead
 STEPS: dict[str, tuple[Callable[..., Any], Any, DocFlags | None, int]] = {
     "sft": (sft_step, CrossEntropy(), None, 0),
     "distill": (distill_step, ForwardKL(), None, 0),
-    "dpo": (preference_step, (DPO(),), DocFlags.GOOD, 0),
-    "kto": (preference_step, (KTO(),), DocFlags.GOOD, 40),
-    "reward": (reward_step, BradleyTerry(), DocFlags.GOOD, 0),
+    "dpo": (preference_step, (DPO(),), DocFlags.DESIRABLE, 0),
+    "kto": (preference_step, (KTO(),), DocFlags.DESIRABLE, 40),
+    "reward": (reward_step, BradleyTerry(), DocFlags.DESIRABLE, 0),
 }
 FAMILIES = ("llama3.2", "llama4", "gemma2", "phi3-long", "qwen3.5")
 

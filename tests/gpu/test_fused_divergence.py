@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.interpreter import needs_loops
+from tests.interpreter import requires_interpreter_loops
 from tunekit.kernels import fake_mode, kl_divergence
 from tunekit.kernels.kl_divergence import KLMixture, KLTerms
 
@@ -66,7 +66,7 @@ def draw_logits(name: str, dtype: torch.dtype = FP32) -> tuple[Tensor, Tensor, K
     return student, teacher, KLTerms(MIXTURES[name], finish, finish, count, None)
 
 
-@needs_loops
+@requires_interpreter_loops
 @pytest.mark.parametrize("name", MIXTURES)
 def test_figures_and_gradient_equal_the_definition(name: str, compute) -> None:
     student, teacher, terms = draw_logits(name)
@@ -89,7 +89,7 @@ def test_figures_and_gradient_equal_the_definition(name: str, compute) -> None:
     assert computed[:, 4].tolist() == figures[4].tolist() and computed[1, 4] == 1
 
 
-@needs_loops
+@requires_interpreter_loops
 @pytest.mark.parametrize("name", ["forward", "jensen-shannon"])
 def test_bf16_logits(name: str, compute) -> None:
     student, teacher, terms = draw_logits(name, BF16)
@@ -100,7 +100,7 @@ def test_bf16_logits(name: str, compute) -> None:
     torch.testing.assert_close(student.float(), expected, rtol=2**-7, atol=1e-6)
 
 
-@needs_loops
+@requires_interpreter_loops
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("name", ["forward", "symmetric", "jensen-shannon"])
 def test_extreme_logits_give_the_numbers_of_torch(name: str, compute) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from tests.checkpoints import batch, made, tokens
+from tests.checkpoints import make_batch, make_checkpoint, random_tokens
 from tunekit import assets, build
 from tunekit.adapters.config import DoRAConfig, LoRAConfig, NoAdapter
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
@@ -34,7 +34,7 @@ def sharded(
     device: str,
 ) -> Decoder:
     """A model on the CPU that is sharded as on another kind of device."""
-    source = HFCheckpoint.open(made(folder, name))
+    source = HFCheckpoint.open(make_checkpoint(folder, name))
     model = build.build_meta_model(source, weights, adapter)
     BF16.apply(model, source.dtypes, run.device)
     run.device = torch.device(device)
@@ -43,7 +43,7 @@ def sharded(
     allocate(model, run)
     model.tie()
     load_weights(source, model, quiet=True, run=run)
-    adapter.initialize(model, 0)
+    adapter.init_weights(model, 0)
     return model
 
 
@@ -56,7 +56,7 @@ def step(model: Decoder) -> tuple[float, dict[str, Tensor], dict[type, set[torch
         dtypes.setdefault(type(module), set()).update(p.dtype for p in parameters)
 
     hooks = [module.register_forward_hook(see) for module in model.modules()]
-    loss = CrossEntropy()(model, batch(tokens()))
+    loss = CrossEntropy()(model, make_batch(random_tokens()))
     loss.backward()
     for hook in hooks:
         hook.remove()

@@ -37,9 +37,9 @@ def test_tensors_of_any_size_pass_through_two_blocks() -> None:
 
 def test_memory_of_copies_is_exact_and_used_again() -> None:
     copies, tensor = HostCopies(), torch.randn(1000, 33)
-    assert copies.missing({"a": tensor}) == tensor.nbytes
+    assert copies.missing_bytes({"a": tensor}) == tensor.nbytes
     first = copies.copy("a", tensor)
-    assert first.untyped_storage().nbytes() == tensor.nbytes and copies.missing({"a": tensor}) == 0
+    assert first.untyped_storage().nbytes() == tensor.nbytes and copies.missing_bytes({"a": tensor}) == 0
     assert copies.copy("a", tensor + 1) is first and torch.equal(first, tensor + 1)
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.checkpoints import batch, made, ours, tokens
+from tests.checkpoints import make_batch, make_checkpoint, load_model, random_tokens
 from tests.kernels.test_attention_gpu import flash_backward, flash_forward
 from tunekit.generation.generate import SamplingConfig, generate_batch
 from tunekit.kernels import attention_gpu, sequence_layout
@@ -33,10 +33,10 @@ def flash_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.usefixtures("flash_on_cpu")
 @pytest.mark.parametrize("name", ["llama3.2", "phi3-long", "llama4"])
 def test_training_after_generation(name: str, tmp_path: Path) -> None:
-    model, rows = ours(made(tmp_path, name)), tokens(2, 12)
+    model, rows = load_model(make_checkpoint(tmp_path, name)), random_tokens(2, 12)
     answers = generate_batch(model, rows.tolist(), SamplingConfig(max_new_tokens=2), frozenset())
     assert all(len(answer) == 2 for answer in answers)
-    CrossEntropy()(model.train(), batch(rows)).backward()
+    CrossEntropy()(model.train(), make_batch(rows)).backward()
     assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
 
 

@@ -108,7 +108,7 @@ def test_rules_catch_what_a_gpu_refuses_or_waits_for() -> None:
 def test_preference_losses(loss: type[PreferenceLoss]) -> None:
     run, adapter, packed = run_on_meta(), LoRAConfig(4), loss not in (DPO, ORPO, KTO)
     model = build_model(read_spec("llama3.2", layers=1), adapter=adapter)
-    batches = make_batches(packed, model.spec.vocab, DocFlags.GOOD, crossed=40 if loss in UNPAIRED else 0)
+    batches = make_batches(packed, model.spec.vocab, DocFlags.DESIRABLE, crossed=40 if loss in UNPAIRED else 0)
     update = build_update(model, adapter, run)
     with device_rules() as rules:
         result = preference_step(model, (loss(),), batches, update, run)
@@ -121,11 +121,11 @@ def test_mismatched_answers_and_prompts(terms: tuple[PreferenceLoss, ...], packe
     """The host knows how many tokens are learnt of mismatched answers, and of prompts; also on a rank without rows."""
     run, adapter, crossed = run_on_meta(), LoRAConfig(4), 40 if terms[0].others else 0
     model = build_model(read_spec("llama3.2", layers=1), adapter=adapter)
-    batches = make_batches(packed, model.spec.vocab, DocFlags.GOOD, crossed)
+    batches = make_batches(packed, model.spec.vocab, DocFlags.DESIRABLE, crossed)
     for batch in batches:
-        assert batch.num_full_targets == int((batch.full_targets != IGNORE).sum()) > batch.learnt
-        if batch.others is not None:
-            assert batch.others.learnt == int((batch.others.targets != IGNORE).sum()) > 0
+        assert batch.num_full_targets == int((batch.full_targets != IGNORE).sum()) > batch.num_target_tokens
+        if batch.mismatched is not None:
+            assert batch.mismatched.learnt == int((batch.mismatched.targets != IGNORE).sum()) > 0
     update = build_update(model, adapter, run)
     with device_rules() as rules:
         preference_step(model, terms, batches, update, run)
@@ -139,7 +139,7 @@ def test_mismatched_answers_and_prompts(terms: tuple[PreferenceLoss, ...], packe
 def test_reward_losses(loss: RewardLoss) -> None:
     run, score = run_on_meta(), loss.score(0)
     model = build_model(read_spec("llama3.2", score, layers=1))
-    batches = make_batches(True, model.spec.vocab, DocFlags.STEPS if isinstance(loss, ProcessReward) else DocFlags.GOOD)
+    batches = make_batches(True, model.spec.vocab, DocFlags.STEPWISE if isinstance(loss, ProcessReward) else DocFlags.DESIRABLE)
     update = build_update(model, NoAdapter(), run)
     with device_rules() as rules:
         result = reward_step(model, loss, batches, update, run)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from tests.checkpoints import FP32, batch, made, tokens
+from tests.checkpoints import FP32, make_batch, make_checkpoint, random_tokens
 from tests.gpu.device_rules import META
 from tests.gpu.process_groups import timeouts
 from tests.parallel.ranks import on
@@ -38,16 +38,16 @@ def test_all_groups_have_the_timeout_of_the_config() -> None:
 
 def built(folder: Path, run: DistributedContext) -> Decoder:
     return build.build_model(
-        HFCheckpoint.open(made(folder, "llama3.2")), NoQuantization(), NoAdapter(), FP32, MemoryConfig(), run
+        HFCheckpoint.open(make_checkpoint(folder, "llama3.2")), NoQuantization(), NoAdapter(), FP32, MemoryConfig(), run
     )
 
 
 def test_one_rank_shards_its_model(one_rank: DistributedContext, tmp_path: Path) -> None:
     """A single process can run all of FSDP: the same loss and gradient as without it."""
-    assert one_rank.mesh is not None and one_rank.total(5) == 5 and one_rank.gather("a") == ["a"]
+    assert one_rank.mesh is not None and one_rank.sum_counts(5) == 5 and one_rank.all_gather_objects("a") == ["a"]
     sharded, plain = built(tmp_path, one_rank), built(tmp_path, DistributedContext.alone())
     assert isinstance(sharded, FSDPModule) and all(isinstance(p, DTensor) for p in sharded.parameters())
-    losses = [CrossEntropy()(model, batch(tokens())) for model in (sharded, plain)]
+    losses = [CrossEntropy()(model, make_batch(random_tokens())) for model in (sharded, plain)]
     for loss in losses:
         loss.backward()
     assert torch.equal(*losses)
@@ -61,7 +61,7 @@ def test_offloaded_parameters_are_on_the_cpu_and_buffers_on_the_device(
 ) -> None:
     """Placement that FSDP requires before the first forward pass of a model with CPUOffloadPolicy."""
     one_rank.parallel = ParallelConfig(cpu_offload=True)
-    source = HFCheckpoint.open(made(tmp_path, "llama3.2"))
+    source = HFCheckpoint.open(make_checkpoint(tmp_path, "llama3.2"))
     model = build.build_meta_model(source, NoQuantization(), LoRAConfig(4, init="pissa"))
     assert list(model.buffers()), "PiSSA has some"
     FP32.apply(model, source.dtypes, one_rank.device)
@@ -85,7 +85,7 @@ def test_generation_from_offloaded_weights_is_on_the_device_of_the_run(
 ) -> None:
     """Tokens, caches and rotations; the embedding, from which the device used to be taken, is on the CPU."""
     one_rank.parallel = ParallelConfig(cpu_offload=True)
-    source = HFCheckpoint.open(made(tmp_path, "llama3.2"))
+    source = HFCheckpoint.open(make_checkpoint(tmp_path, "llama3.2"))
     model = build.build_meta_model(source, NoQuantization(), NoAdapter())
     FP32.apply(model, source.dtypes, one_rank.device)
     apply_fsdp(model, one_rank)
@@ -114,7 +114,7 @@ def test_offload_changes_no_number(one_rank: DistributedContext, tmp_path: Path)
         model = built(tmp_path, one_rank)
         update = MemoryConfig().update(AdamWConfig().build([([*model.parameters()], 1.0)]), 1.0, one_rank)
         for _ in range(2):
-            loss = CrossEntropy()(model, batch(tokens()))
+            loss = CrossEntropy()(model, make_batch(random_tokens()))
             loss.backward()
             results.append((loss.detach(), update()))
     for plain, offloaded in zip(results[:2], results[2:], strict=True):

@@ -9,7 +9,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.fx.experimental import _config as shapes
 
-from tests.checkpoints import error
+from tests.checkpoints import relative_error
 from tests.gpu.meta_steps import Documents, build_model, read_spec, representative_spec
 from tests.kernels.test_attention_gpu import flash_backward, flash_forward
 from tunekit.adapters.config import LoRAConfig, NoAdapter
@@ -48,7 +48,7 @@ def packed_batch(draw: random.Random, vocab: int) -> Batch:
     """One packed row of two to six documents of any length."""
     sizes = [draw.randint(2, 40) for _ in range(draw.randint(2, 6))]
     documents = Documents(Document(np.arange(n, dtype=np.int32) % vocab, np.arange(n) > 0, n) for n in sizes)
-    (batch,) = Collator(1, 1, 0, 1, 0, sum(sizes)).batches(documents, [np.arange(len(sizes))])
+    (batch,) = Collator(1, 1, 0, 1, 0, sum(sizes)).micro_batches(documents, [np.arange(len(sizes))])
     return batch
 
 
@@ -73,7 +73,7 @@ def test_lengths_compile_nothing_new(name: str, recompute: str) -> None:
     )
     for number in range(LENGTHS):
         batch = packed_batch(draw, model.spec.vocab)
-        (CrossEntropy()(model, batch) / batch.learnt).backward()
+        (CrossEntropy()(model, batch) / batch.num_target_tokens).backward()
         if number == 1:
             first = backend.frame_count
     assert backend.frame_count == first
@@ -81,7 +81,7 @@ def test_lengths_compile_nothing_new(name: str, recompute: str) -> None:
 
 def gradients(model: Decoder, batch: Batch) -> torch.Tensor:
     model.zero_grad()
-    (CrossEntropy()(model, batch) / batch.learnt).backward()
+    (CrossEntropy()(model, batch) / batch.num_target_tokens).backward()
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
@@ -121,7 +121,7 @@ def test_prompts_compile_nothing_new(name: str, monkeypatch: pytest.MonkeyPatch)
         tokens, lengths = torch.randint(0, model.spec.vocab, shape), torch.full(shape[:1], shape[1])
         with torch.inference_mode():
             found, wanted = (m(tokens, cache=m.cache(shape[0], 48), lengths=lengths) for m in (model, plain))
-        assert error(found, wanted) < 1e-5
+        assert relative_error(found, wanted) < 1e-5
         if number == 1:
             first = backend.frame_count
     assert backend.frame_count == first

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from tests.checkpoints import FP32, batch, made, tokens
+from tests.checkpoints import FP32, make_batch, make_checkpoint, random_tokens
 from tunekit import build
 from tunekit.adapters.config import NoAdapter
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
@@ -27,7 +27,7 @@ from tunekit.quantization.config import NoQuantization
 
 def sharded(folder: Path, name: str, run: DistributedContext) -> Decoder:
     """A model whose experts are sharded apart from their layers, as with parallel.ep."""
-    source = HFCheckpoint.open(made(folder, name))
+    source = HFCheckpoint.open(make_checkpoint(folder, name))
     model = build.build_meta_model(source, NoQuantization(), NoAdapter())
     FP32.apply(model, source.dtypes, run.device)
     assert run.mesh is not None
@@ -41,7 +41,7 @@ def sharded(folder: Path, name: str, run: DistributedContext) -> Decoder:
 
 def gradients(model: Decoder) -> list[Tensor]:
     model.zero_grad()
-    CrossEntropy()(model, batch(tokens())).backward()
+    CrossEntropy()(model, make_batch(random_tokens())).backward()
     return [p.grad.full_tensor() for p in model.parameters() if isinstance(p.grad, DTensor)]
 
 
@@ -63,8 +63,8 @@ def test_sharded_models_offload_activations_and_no_weight(
 
     monkeypatch.setattr(activation_offloading, "LEAST", 1)
     monkeypatch.setattr(activation_offloading, "OffloadedTensor", Counted)
-    model.through = MemoryConfig(activation_checkpointing=recompute).through()
-    model.through = ActivationOffloader(model).around(model.through or (lambda layer, *inputs: layer(*inputs)))
+    model.layer_call = MemoryConfig(activation_checkpointing=recompute).through()
+    model.layer_call = ActivationOffloader(model).around(model.layer_call or (lambda layer, *inputs: layer(*inputs)))
     for _ in range(2):  # gathered weights have other addresses in each step
         assert all(map(torch.equal, plain, gradients(model)))
     assert len(sizes) >= 2 * len(model.spec.layers)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.checkpoints import made
+from tests.checkpoints import make_checkpoint
 from tunekit import build
 from tunekit.adapters.config import NoAdapter
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
@@ -37,7 +37,7 @@ class Transfers(TorchDispatchMode):
 
 @pytest.mark.parametrize("name", ["llama3.2", "qwen3-moe"])
 def test_weights_are_sent_as_they_are_stored(name: str, tmp_path: Path) -> None:
-    source = HFCheckpoint.open(made(tmp_path, name))
+    source = HFCheckpoint.open(make_checkpoint(tmp_path, name))
     model = build.build_meta_model(source, NoQuantization(), NoAdapter())
     PrecisionConfig("bf16", "bf16", "bf16").apply(model, source.dtypes, torch.device("cpu"))  # the checkpoint has fp32
     with Transfers() as transfers:
@@ -47,7 +47,7 @@ def test_weights_are_sent_as_they_are_stored(name: str, tmp_path: Path) -> None:
 
 
 def test_large_tensors_are_sent_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sharding, "PIECE", 1000)
+    monkeypatch.setattr(sharding, "UPLOAD_CHUNK_BYTES", 1000)
     source, target = torch.randn(100, 40).bfloat16(), torch.empty(100, 40, device="meta")
     with Transfers() as transfers:
         upload(target, source)

@@ -1,4 +1,4 @@
-"""What the Hub of the tests keeps, in memory: repositories with their commits, branches and pull requests."""
+"""In-memory storage of the test Hub: repositories with commits, branches and pull requests."""
 
 import json
 import re
@@ -14,7 +14,7 @@ import yaml
 ATTRIBUTES = b"".join(f"{glob} filter=lfs diff=lfs merge=lfs -text\n".encode()
                       for glob in ("*.safetensors", "*.bin", "*.gguf", "*.model", "*.png"))  # fmt: skip
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:{}\nsize {}\n"
-REGULAR = 10 * 2**20  # longest file that may be part of a commit itself
+REGULAR = 10 * 2**20  # size limit of files that are part of a commit
 LICENSES = """apache-2.0 mit openrail bigscience-openrail-m creativeml-openrail-m bigscience-bloom-rail-1.0
 bigcode-openrail-m afl-3.0 artistic-2.0 bsl-1.0 bsd bsd-2-clause bsd-3-clause bsd-3-clause-clear c-uda cc cc0-1.0
 cc-by-2.0 cc-by-2.5 cc-by-3.0 cc-by-4.0 cc-by-sa-3.0 cc-by-sa-4.0 cc-by-nc-2.0 cc-by-nc-3.0 cc-by-nc-4.0 cc-by-nd-4.0
@@ -29,7 +29,7 @@ NAME = re.compile(r"(?!.*(?:--|\.\.))[A-Za-z0-9_][\w.-]{0,94}[A-Za-z0-9_]|[A-Za-
 
 @dataclass(frozen=True)
 class Blob:
-    """A file. Of a large one, git holds a pointer, and the store of large objects holds the bytes."""
+    """A file. Large files are a pointer in git, and their bytes are in the object storage."""
 
     data: bytes
     large: bool = False
@@ -44,30 +44,30 @@ class Blob:
 
     @cached_property
     def oid(self) -> str:
-        """The id that git gives to what it holds."""
-        held = self.pointer if self.large else self.data
-        return sha1(b"blob %d\0" % len(held) + held).hexdigest()
+        """Object id that git computes for the contents."""
+        contents = self.pointer if self.large else self.data
+        return sha1(b"blob %d\0" % len(contents) + contents).hexdigest()
 
     @property
     def etag(self) -> str:
         return self.sha256 if self.large else self.oid
 
     def entry(self, path: str) -> dict:
-        """How a listing shows it."""
-        shown = {"type": "file", "path": path, "size": len(self.data), "oid": self.oid}
+        """Entry in a directory listing."""
+        entry = {"type": "file", "path": path, "size": len(self.data), "oid": self.oid}
         lfs = {"oid": self.sha256, "size": len(self.data), "pointerSize": len(self.pointer)}
-        return shown | ({"lfs": lfs} if self.large else {})
+        return entry | ({"lfs": lfs} if self.large else {})
 
     def sibling(self, path: str) -> dict:
-        """How the page of a model shows it."""
+        """Entry in the model info."""
         lfs = {"sha256": self.sha256, "size": len(self.data), "pointerSize": len(self.pointer)}
-        shown = {"rfilename": path, "size": len(self.data), "blobId": self.oid}
-        return shown | ({"lfs": lfs} if self.large else {})
+        entry = {"rfilename": path, "size": len(self.data), "blobId": self.oid}
+        return entry | ({"lfs": lfs} if self.large else {})
 
 
 @dataclass(frozen=True)
 class Commit:
-    """All files as they stood then."""
+    """A snapshot of all files."""
 
     files: Mapping[str, Blob]
     title: str
@@ -79,13 +79,13 @@ class Commit:
     @cached_property
     def oid(self) -> str:
         tree = {path: blob.oid for path, blob in sorted(self.files.items())}
-        told = [self.title, self.description, self.author, self.parent, self.date]
-        return sha1(json.dumps([tree, told]).encode()).hexdigest()
+        fields = [self.title, self.description, self.author, self.parent, self.date]
+        return sha1(json.dumps([tree, fields]).encode()).hexdigest()
 
 
 @dataclass
 class Repo:
-    """One model. `members` may read it if it is private or gated."""
+    """A model repository. `members` can read it if it is private or gated."""
 
     name: str
     private: bool = False
@@ -102,27 +102,27 @@ class Repo:
         return commit
 
     def find(self, revision: str) -> Commit | None:
-        """A branch, tag, pull request or commit, whose id may be cut short."""
+        """Find a branch, tag, pull request or commit. A commit id can be abbreviated."""
         oid = self.refs.get(revision) or self.tags.get(revision)
         if oid is None and re.fullmatch("[0-9a-f]{7,40}", revision):
             oid = next((known for known in self.commits if known.startswith(revision)), None)
         return self.commits[oid] if oid else None
 
     def history(self, revision: str) -> list[Commit]:
-        """The newest commit first."""
-        found, commit = [], self.find(revision)
+        """Commits of a revision, newest first."""
+        commits, commit = [], self.find(revision)
         while commit is not None:
-            found.append(commit)
+            commits.append(commit)
             commit = self.commits.get(commit.parent or "")
-        return found
+        return commits
 
     @property
     def files(self) -> dict[str, bytes]:
-        """What main holds, without what the Hub itself put there."""
+        """Files of main, without those that the Hub created."""
         return {path: blob.data for path, blob in self.commits[self.refs["main"]].files.items() if path[0] != "."}
 
     def is_large(self, path: str, size: int, commit: Commit) -> bool:
-        """Whether git shall hold only a pointer to this file."""
+        """Return whether git stores only a pointer to this file."""
         rules = commit.files.get(".gitattributes", Blob(b"")).data.decode().splitlines()
         globs = [rule.split()[0] for rule in rules if "filter=lfs" in rule]
         return size > REGULAR or any(fnmatch(path.rpartition("/")[2], glob) for glob in globs)
@@ -133,53 +133,53 @@ def first_commit(author: str) -> Commit:
 
 
 def card_problems(text: str) -> tuple[list[str], list[str]]:
-    """What the Hub finds wrong, and what it warns of, in the block of YAML on top of a README.md."""
-    found = re.match(r"---\r?\n(.*?\n)?---\r?(\n|$)", text, re.DOTALL)
-    if found is None:
+    """Errors and warnings of the Hub for the YAML front matter of a README.md."""
+    match = re.match(r"---\r?\n(.*?\n)?---\r?(\n|$)", text, re.DOTALL)
+    if match is None:
         return [], ["empty or missing yaml metadata in repo card"]
     try:
-        told = yaml.safe_load(found[1] or "")
+        metadata = yaml.safe_load(match[1] or "")
     except yaml.YAMLError as error:
         return [f"bad indentation or syntax: {error}"], []
-    if not isinstance(told, dict):
+    if not isinstance(metadata, dict):
         return ["metadata must be a mapping"], []
-    wrong = [f'"{key}" must be a string or a list of strings' for key in ("language", "tags", "base_model", "datasets")
-             if not all(isinstance(word, str) for word in listed(told.get(key)))]  # fmt: skip
-    if not wrong:
-        wrong += [f'"base_model" with value "{name}" is not valid. Use a model id from https://hf.co/models.'
-                  for name in listed(told.get("base_model")) if not is_id(name)]  # fmt: skip
-        wrong += [f'"datasets" with value "{name}" is not valid. Use a dataset id from https://hf.co/datasets.'
-                  for name in listed(told.get("datasets")) if not is_id(name)]  # fmt: skip
-    if any(name not in LICENSES.split() for name in listed(told.get("license"))):
-        wrong.append(f'"license" must be one of [{", ".join(LICENSES.split())}]')
+    errors = [f'"{key}" must be a string or a list of strings' for key in ("language", "tags", "base_model", "datasets")
+             if not all(isinstance(item, str) for item in as_list(metadata.get(key)))]  # fmt: skip
+    if not errors:
+        errors += [f'"base_model" with value "{name}" is not valid. Use a model id from https://hf.co/models.'
+                  for name in as_list(metadata.get("base_model")) if not is_id(name)]  # fmt: skip
+        errors += [f'"datasets" with value "{name}" is not valid. Use a dataset id from https://hf.co/datasets.'
+                  for name in as_list(metadata.get("datasets")) if not is_id(name)]  # fmt: skip
+    if any(name not in LICENSES.split() for name in as_list(metadata.get("license"))):
+        errors.append(f'"license" must be one of [{", ".join(LICENSES.split())}]')
     for key in ("library_name", "pipeline_tag", "license_name", "license_link"):
-        if key in told and not isinstance(told[key], str):
-            wrong.append(f'"{key}" must be a string')
-    return wrong + index_problems(told.get("model-index")), []
+        if key in metadata and not isinstance(metadata[key], str):
+            errors.append(f'"{key}" must be a string')
+    return errors + index_problems(metadata.get("model-index")), []
 
 
-def listed(value: object) -> list:
+def as_list(value: object) -> list:
     return value if isinstance(value, list) else [] if value is None else [value]
 
 
 def is_id(name: str) -> bool:
-    """`owner/name`, or the bare name that some old ones have."""
+    """Return whether the name is `owner/name`, or a legacy name without owner."""
     return name.count("/") <= 1 and all(NAME.fullmatch(part) for part in name.split("/"))
 
 
 def index_problems(index: object) -> list[str]:
-    """Results are said with their task, data set and metrics."""
+    """Errors of results without a task, dataset or metrics."""
     if index is None:
         return []
-    for model in listed(index):
+    for model in as_list(index):
         if not isinstance(model, dict) or not isinstance(model.get("name"), str):
             return ['"model-index[0].name" is required']
-        for result in listed(model.get("results")):
+        for result in as_list(model.get("results")):
             task, data, metrics = (result.get(key) for key in ("task", "dataset", "metrics"))
             if not (isinstance(task, dict) and isinstance(task.get("type"), str)):
                 return ['"model-index[0].results[0].task.type" is required']
             if data is not None and not {"name", "type"} <= set(data):
                 return ['"model-index[0].results[0].dataset" needs a name and a type']
-            if not all("type" in metric and "value" in metric for metric in listed(metrics)):
+            if not all("type" in metric and "value" in metric for metric in as_list(metrics)):
                 return ['"model-index[0].results[0].metrics" need a type and a value']
     return []

@@ -1,11 +1,11 @@
-"""The same over Xet, the Hub's own storage, which the client uses for large files if `hf_xet` is installed."""
+"""Push and download through Xet storage, which the client uses for large files if `hf_xet` is installed."""
 
 import os
 from pathlib import Path
 
 import pytest
 
-from tests.hub.conftest import TOKEN, Place
+from tests.hub.conftest import TOKEN, Sandbox
 from tests.hub.wire import Fault
 from tests.hub.xet import Store
 from tunekit import assets
@@ -26,43 +26,45 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("what", [pytest.param(w, marks=[pytest.mark.slow] * (w != "nothing")) for w in FAULTS])
-def test_there_and_back(what: str, place: Place) -> None:
-    place.hub.xet, place.hub.faults = Store(), FAULTS[what]
-    pushed = place.tune("push", "tunekit/nano", "ann/nano", **XET)
+@pytest.mark.parametrize("failure", [pytest.param(w, marks=[pytest.mark.slow] * (w != "nothing")) for w in FAULTS])
+def test_push_and_download_with_transient_failures(failure: str, sandbox: Sandbox) -> None:
+    sandbox.hub.xet, sandbox.hub.faults = Store(), FAULTS[failure]
+    pushed = sandbox.tune("push", "tunekit/nano", "ann/nano", **XET)
     assert pushed.code == 0, pushed.err
-    repo = place.hub.repos["ann/nano"]
+    repo = sandbox.hub.repos["ann/nano"]
     assert all(repo.files[file.name] == file.read_bytes() for file in NANO.iterdir())
-    assert len(repo.commits) == 2 and not place.hub.seen("PUT") and len(place.hub.xet.xorbs) == 1
-    fetched = place.tune("download", "ann/nano", **XET)
+    assert len(repo.commits) == 2 and not sandbox.hub.seen("PUT") and len(sandbox.hub.xet.xorbs) == 1
+    fetched = sandbox.tune("download", "ann/nano", **XET)
     assert {f.name: f.read_bytes() for f in Path(fetched.out.strip()).iterdir()} == repo.files, fetched.err
-    assert place.hub.seen("GET", "/storage/xorbs/") and not place.hub.seen("GET", "/storage/ann/")
-    assert place.tune("chat", "ann/nano", text="Hello\n", **XET).out
-    assert not any(fault.times for fault in place.hub.faults), "this never went wrong"
-    received = sum(seen.received for seen in place.hub.seen("POST", "/v1/xorbs/"))
-    assert "nothing has changed" in place.tune("push", "tunekit/nano", "ann/nano", **XET).err
-    assert received == sum(seen.received for seen in place.hub.seen("POST", "/v1/xorbs/"))
-    assert not place.search(TOKEN) and not any(seen.token == TOKEN for seen in place.hub.seen(path="/xet/|/storage/"))
+    assert sandbox.hub.seen("GET", "/storage/xorbs/") and not sandbox.hub.seen("GET", "/storage/ann/")
+    assert sandbox.tune("chat", "ann/nano", text="Hello\n", **XET).out
+    assert not any(fault.times for fault in sandbox.hub.faults), "the failure did not happen"
+    received = sum(seen.received for seen in sandbox.hub.seen("POST", "/v1/xorbs/"))
+    assert sandbox.tune("push", "tunekit/nano", "ann/nano", **XET).code == 0
+    assert received == sum(seen.received for seen in sandbox.hub.seen("POST", "/v1/xorbs/"))
+    assert not sandbox.search(TOKEN) and not any(
+        seen.token == TOKEN for seen in sandbox.hub.seen(path="/xet/|/storage/")
+    )
 
 
 @pytest.mark.slow
-def test_a_store_that_refuses(place: Place) -> None:
-    place.hub.xet, place.hub.faults = Store(), [Fault("POST", "/v1/xorbs/", 403, times=99)]
-    assert "ann/nano: the upload failed: " in place.tune("push", "tunekit/nano", "ann/nano", **XET).error
-    assert not place.hub.repos["ann/nano"].files
+def test_rejected_upload_is_an_error(sandbox: Sandbox) -> None:
+    sandbox.hub.xet, sandbox.hub.faults = Store(), [Fault("POST", "/v1/xorbs/", 403, times=99)]
+    assert "ann/nano" in sandbox.tune("push", "tunekit/nano", "ann/nano", **XET).error
+    assert not sandbox.hub.repos["ann/nano"].files
 
 
 @pytest.mark.slow
-def test_a_large_file_is_left_to_the_client(place: Place) -> None:
-    folder = place.folder / "large"
+def test_large_files_are_uploaded_by_the_client(sandbox: Sandbox) -> None:
+    folder = sandbox.directory / "large"
     folder.mkdir()
     (folder / "config.json").write_bytes(b"{}")
     (folder / "model.safetensors").write_bytes(data := os.urandom(12_000_000))
-    place.hub.xet = Store()
-    assert place.tune("push", "large", "ann/large", **XET).code == 0
-    fetched = place.tune("download", "ann/large", "--local-dir", "there", **XET)
+    sandbox.hub.xet = Store()
+    assert sandbox.tune("push", "large", "ann/large", **XET).code == 0
+    fetched = sandbox.tune("download", "ann/large", "--local-dir", "by_xet", **XET)
     assert (Path(fetched.out.strip()) / "model.safetensors").read_bytes() == data
-    assert not place.hub.seen("GET", "/storage/ann/")
-    without = place.tune("download", "ann/large", "--local-dir", "here")  # by plain HTTP
+    assert not sandbox.hub.seen("GET", "/storage/ann/")
+    without = sandbox.tune("download", "ann/large", "--local-dir", "by_http")
     assert (Path(without.out.strip()) / "model.safetensors").read_bytes() == data
-    assert place.hub.seen("GET", "/storage/ann/")
+    assert sandbox.hub.seen("GET", "/storage/ann/")

@@ -1,4 +1,4 @@
-"""What goes over the wire between a client and the Hub of the tests, and what can go wrong there."""
+"""HTTP handler of the test Hub, and the failures that tests inject."""
 
 import json
 import re
@@ -14,27 +14,27 @@ from threading import Event
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from tests.waiting import LIMIT
+from tests.waiting import TIMEOUT_SECONDS
 
 
 @dataclass
 class Fault:
-    """What goes wrong with the requests that fit: `times` of them, after the first `skip`.
+    """A failure of `times` matching requests, after the first `skip`.
 
-    With a `code`, that is the answer. Else the connection ends: `cut` "request" while the body comes in, "reply" while
-    the answer goes out, after `at` bytes; "lost" when everything is done, but nothing is answered. It is closed, or
-    with `reset` broken off. `hold` is waited for before that.
+    With a `code`, it is the reply. Otherwise the connection is closed, or reset with `reset`: `cut` "request" after
+    `at` bytes of the request body, "reply" after `at` bytes of the reply, "lost" after the request is handled but
+    before the reply. `until` delays the failure until the event is set.
     """
 
     method: str = ""
     path: str = ""
     code: int = 0
     headers: dict[str, str] = field(default_factory=dict)
-    body: Any = field(default_factory=dict)  # JSON, or the text of a page
+    body: Any = field(default_factory=dict)  # JSON, or text
     cut: str = ""
     at: int = 0
     reset: bool = False
-    hold: Event | None = None
+    until: Event | None = None
     skip: int = 0
     times: int = 1
 
@@ -49,8 +49,8 @@ class Fault:
 
 
 @dataclass
-class Seen:
-    """A request: bytes of bodies that came and went, and what was answered, 0 for nothing."""
+class LoggedRequest:
+    """A logged request: bytes of the bodies that were received and sent, and the status, 0 without a reply."""
 
     method: str
     path: str
@@ -63,15 +63,15 @@ class Seen:
 
 @dataclass
 class Reply:
-    """An answer; `data` of a file may be asked for in parts."""
+    """A reply. Clients can request ranges of its `data`."""
 
     code: int = 200
     data: bytes = b""
     headers: dict[str, str] = field(default_factory=dict)
 
 
-class Refused(Exception):
-    """An answer that is none."""
+class RequestError(Exception):
+    """An error reply."""
 
     def __init__(self, code: int, message: str, kind: str = "", **body: Any) -> None:
         headers = {"X-Error-Message": message, **({"X-Error-Code": kind} if kind else {})}
@@ -80,14 +80,14 @@ class Refused(Exception):
 
 
 @dataclass
-class Asked:
-    """A request as the routes see it."""
+class Request:
+    """A request, as route handlers get it."""
 
     token: str | None
     query: dict[str, list[str]]
     body: bytes
     range: str = ""
-    user: Any = None  # who the token belongs to
+    user: Any = None  # owner of the token
 
     def json(self) -> Any:
         return json.loads(self.body)
@@ -96,12 +96,12 @@ class Asked:
 ROUTES: list[tuple[tuple[str, ...], str, Callable[..., Any]]] = []
 
 
-def taken(connection: socket.socket) -> bool:
-    """Whether the client, a process of this machine, has read all that was sent to it, or is gone."""
-    ours, theirs = (f":{port:04X}" for port in (connection.getsockname()[1], connection.getpeername()[1]))
+def has_read_everything(connection: socket.socket) -> bool:
+    """Return whether the local client has read everything that was sent, or has closed the connection."""
+    local_port, remote_port = (f":{port:04X}" for port in (connection.getsockname()[1], connection.getpeername()[1]))
     for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
         _, local, remote, _, queues, *_ = line.split()
-        if local.endswith(theirs) and remote.endswith(ours):
+        if local.endswith(remote_port) and remote.endswith(local_port):
             return queues.endswith(":00000000")
     return True
 
@@ -110,17 +110,17 @@ MODEL = "(?P<name>[^/]+/[^/]+)"
 
 
 def route(verbs: str, pattern: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """The function answers requests to paths of this pattern."""
+    """Register a function for requests to paths of this pattern."""
 
-    def keep(act: Callable[..., Any]) -> Callable[..., Any]:
-        ROUTES.append((tuple(verbs.split()), pattern, act))
-        return act
+    def register(handler: Callable[..., Any]) -> Callable[..., Any]:
+        ROUTES.append((tuple(verbs.split()), pattern, handler))
+        return handler
 
-    return keep
+    return register
 
 
 class Handler(BaseHTTPRequestHandler):
-    """From bytes to a request, from an answer to bytes, and what goes wrong between."""
+    """Parse requests, write replies, and inject failures."""
 
     protocol_version = "HTTP/1.1"
     hub: Any
@@ -128,7 +128,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         url = urlsplit(self.path)
         token = self.headers.get("Authorization", "").removeprefix("Bearer ") or None
-        seen = Seen(self.command, self.path, token, self.headers.get("Range"))
+        seen = LoggedRequest(self.command, self.path, token, self.headers.get("Range"))
         self.hub.log.append(seen)
         fault = self.hub.fault(self.command, self.path)
         try:
@@ -136,34 +136,34 @@ class Handler(BaseHTTPRequestHandler):
         except ConnectionError:
             self.close_connection = True
             return None
-        if fault and fault.hold:
-            fault.hold.wait(LIMIT)
+        if fault and fault.until:
+            fault.until.wait(TIMEOUT_SECONDS)
         if fault and fault.cut == "request":
             return self.hang_up(fault)
         if fault and fault.code:
             text = fault.body if isinstance(fault.body, str) else json.dumps(fault.body)
             return self.send(seen, Reply(fault.code, text.encode(), fault.headers), None)
         try:
-            reply = self.hub.answer(self.command, url.path, Asked(token, parse_qs(url.query), body, seen.range or ""))
-        except Refused as refused:
+            reply = self.hub.answer(self.command, url.path, Request(token, parse_qs(url.query), body, seen.range or ""))
+        except RequestError as refused:
             reply = refused.reply
         return self.hang_up(fault) if fault and fault.cut == "lost" else self.send(seen, reply, fault)
 
     do_HEAD = do_POST = do_PUT = do_DELETE = do_GET
 
-    def body(self, seen: Seen, most: int) -> Iterator[bytes]:
-        """What was sent, `most` bytes at most."""
+    def body(self, seen: LoggedRequest, max_bytes: int) -> Iterator[bytes]:
+        """Yield the request body, at most `most` bytes."""
         for size in self.sizes():
-            while size and seen.received < most:
-                data = self.rfile.read1(min(size, 2**16, most - seen.received))
+            while size and seen.received < max_bytes:
+                data = self.rfile.read1(min(size, 2**16, max_bytes - seen.received))
                 if not data:
-                    raise ConnectionAbortedError("who asked has gone")
+                    raise ConnectionAbortedError("the client closed the connection")
                 size -= len(data)
                 seen.received += len(data)
                 yield data
 
     def sizes(self) -> Iterator[int]:
-        """Of the pieces that a body comes in: one, or several with their sizes before them."""
+        """Sizes of the chunks of a body. Without chunked encoding it is a single one."""
         if self.headers.get("Transfer-Encoding") != "chunked":
             yield int(self.headers.get("Content-Length") or 0)
             return
@@ -172,22 +172,22 @@ class Handler(BaseHTTPRequestHandler):
             self.rfile.readline()
         self.rfile.readline()
 
-    def send(self, seen: Seen, reply: Reply, fault: Fault | None) -> None:
+    def send(self, seen: LoggedRequest, reply: Reply, fault: Fault | None) -> None:
         code, data = reply.code, reply.data
-        wanted = re.fullmatch(r"bytes=(\d+)-(\d*)", seen.range or "")
+        match = re.fullmatch(r"bytes=(\d+)-(\d*)", seen.range or "")
         headers = {"Content-Type": "application/json"} | reply.headers
-        if code == 200 and wanted and "Accept-Ranges" in reply.headers:
-            first, last = int(wanted[1]), min(int(wanted[2] or 2**60), len(data) - 1)
+        if code == 200 and match and "Accept-Ranges" in reply.headers:
+            first, last = int(match[1]), min(int(match[2] or 2**60), len(data) - 1)
             code = 206 if first < len(data) else 416
             headers["Content-Range"] = f"bytes {first}-{last}/{len(data)}" if code == 206 else f"bytes */{len(data)}"
             data = data[first : last + 1]
         self.send_response(code)
-        for key, word in headers.items():
-            self.send_header(key, word)
+        for key, value in headers.items():
+            self.send_header(key, value)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         seen.code = code
-        with suppress(ConnectionError):  # whoever asked may be gone
+        with suppress(ConnectionError):  # the client may have closed the connection
             for start in range(0, len(data) if self.command != "HEAD" else 0, 2**16):
                 piece = data[start : min(start + 2**16, fault.at if fault and fault.cut == "reply" else 2**60)]
                 self.wfile.write(piece)
@@ -198,7 +198,7 @@ class Handler(BaseHTTPRequestHandler):
     def hang_up(self, fault: Fault) -> None:
         self.close_connection = True
         if fault.reset:
-            while not taken(self.connection):  # what was sent arrives first: a reset would throw it away
+            while not has_read_everything(self.connection):  # a reset would discard data that the client has not read
                 time.sleep(0.01)
             self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             socket.close(self.connection.detach())
@@ -206,4 +206,4 @@ class Handler(BaseHTTPRequestHandler):
             self.connection.shutdown(socket.SHUT_RDWR)
 
     def log_message(self, *words: object) -> None:
-        """Say nothing."""
+        """Log nothing."""

@@ -1,4 +1,4 @@
-"""Ways of a kernel, whose module a test file names as KERNEL."""
+"""Fixtures that select the implementation of the kernel module that a test file assigns to KERNEL."""
 
 import importlib
 import sys
@@ -8,8 +8,8 @@ import pytest
 
 
 @pytest.fixture(params=["fast", "reference"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """What is compiled, and plain torch as on machines without a compiler."""
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Run a test with the compiled kernel, and with its torch reference as on machines without a compiler."""
     kernel = request.module.KERNEL
     if request.param == "reference":
         monkeypatch.setattr(kernel, "compiled", lambda: None)
@@ -20,12 +20,12 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
 
 @pytest.fixture
 def interpreted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The kernels for a GPU, as Triton's interpreter runs them."""
+    """The Triton module of the kernel, run by Triton's interpreter."""
     pytest.importorskip("triton")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     name = f"{request.module.KERNEL.__name__}_triton"
     package, _, leaf = name.rpartition(".")
-    # Recorded first, so that neither of the two references outlives the test: others compile these kernels.
+    # Set through monkeypatch first, so that both references are restored: other tests compile these kernels.
     monkeypatch.setattr(sys.modules[package], leaf, None, raising=False)
     monkeypatch.setitem(sys.modules, name, None)
     del sys.modules[name]

@@ -1,4 +1,4 @@
-"""Codes that lose no more than they say, a step that is AdamW's but for that, and the same codes from every route."""
+"""8-bit AdamW: rounding errors are bounded, a step equals AdamW up to rounding, and all implementations agree."""
 
 import ctypes
 import math
@@ -16,21 +16,21 @@ FP32, BF16 = torch.float32, torch.bfloat16
 RULE = AdamWHyperparams(1e-2, 0.1, (0.9, 0.95), 1e-8, 1)
 
 
-def empty(count: int) -> Moments:
+def empty_moments(count: int) -> Moments:
     codes = (torch.zeros(count, dtype=torch.uint8) for _ in range(2))
     return Moments(*codes, torch.zeros(2, -(-count // BLOCK)))
 
 
-def copied(moments: Moments) -> Moments:
+def clone_moments(moments: Moments) -> Moments:
     return Moments(moments.first.clone(), moments.second.clone(), moments.scales.clone())
 
 
-def spread(*shape: int) -> Tensor:
-    """Numbers whose sizes differ a thousandfold."""
+def random_magnitudes(*shape: int) -> Tensor:
+    """Random numbers whose magnitudes differ by a factor of a thousand."""
     return torch.randn(shape) * (torch.randn(shape) * 2).exp()
 
 
-def test_every_code_stands_for_a_number_of_its_own_and_comes_back():
+def test_codes_round_trip_and_are_unique():
     codes = torch.arange(256, dtype=torch.uint8)[None]
     first, second = adamw8bit.decoded_first(codes), adamw8bit.decoded_second(codes)
     assert len(first.unique()) == 255, "zero has two signs"
@@ -40,162 +40,162 @@ def test_every_code_stands_for_a_number_of_its_own_and_comes_back():
     assert torch.equal(adamw8bit.encoded_second(second, torch.zeros(256, dtype=torch.int32))[0], codes)
 
 
-def test_what_is_lost_is_bounded():
-    x = spread(40, BLOCK)
+def test_rounding_error_is_bounded():
+    x = random_magnitudes(40, BLOCK)
     codes, scales = adamw8bit.encoded_first(x)
-    found = adamw8bit.decoded_first(codes) * scales[:, None]
+    decoded = adamw8bit.decoded_first(codes) * scales[:, None]
     lowest = scales[:, None] * 2.0**-15
-    assert ((found - x).abs() <= x.abs() / 16 * 1.0001 + lowest).all()
-    torch.testing.assert_close(found.abs().amax(1), x.abs().amax(1), rtol=1e-6, atol=0)  # the largest of a block
+    assert ((decoded - x).abs() <= x.abs() / 16 * 1.0001 + lowest).all()
+    torch.testing.assert_close(decoded.abs().amax(1), x.abs().amax(1), rtol=1e-6, atol=0)  # the maximum of a block
     root = x.abs()
     for number in (1, 2, 77):
         codes, scales = adamw8bit.encoded_second(root, adamw8bit.dither(number, x.device))
-        found = adamw8bit.decoded_second(codes) * scales[:, None]
-        seen = root > scales[:, None] * 2.0**-15 * 1.07
-        assert ((found - root).abs()[seen] <= root[seen] / 16 * 1.0001).all()
-        assert (found > 0).all(), "a step divides by it"
+        decoded = adamw8bit.decoded_second(codes) * scales[:, None]
+        is_large = root > scales[:, None] * 2.0**-15 * 1.07
+        assert ((decoded - root).abs()[is_large] <= root[is_large] / 16 * 1.0001).all()
+        assert (decoded > 0).all(), "an optimizer step divides by it"
 
 
-def test_roundings_even_out():
-    """A number that stays the same is rounded up as often as it asks for."""
-    root = spread(1, BLOCK).abs()
+def test_stochastic_rounding_is_unbiased():
+    """Stochastic rounding has no bias."""
+    root = random_magnitudes(1, BLOCK).abs()
     mean = torch.zeros_like(root, dtype=torch.float64)
     for number in range(2000):
         codes, scales = adamw8bit.encoded_second(root, adamw8bit.dither(number, root.device))
         mean += adamw8bit.decoded_second(codes) * scales[:, None] / 2000
-    seen = root > scales * 2.0**-14
-    assert ((mean / root)[seen] - 1).abs().max() < 2e-3
+    is_large = root > scales * 2.0**-14
+    assert ((mean / root)[is_large] - 1).abs().max() < 2e-3
 
 
-def test_a_slow_second_moment_follows_what_is_rounded_to_the_nearest_would_not():
-    weight, moments, exact = torch.zeros(BLOCK), empty(BLOCK), torch.zeros(BLOCK, dtype=torch.float64)
-    grow = torch.where(torch.arange(BLOCK) % 2 == 0, 3.0, 1.0)
+def test_slow_second_moment_needs_stochastic_rounding():
+    weight, moments, exact = torch.zeros(BLOCK), empty_moments(BLOCK), torch.zeros(BLOCK, dtype=torch.float64)
+    scale = torch.where(torch.arange(BLOCK) % 2 == 0, 3.0, 1.0)
     for number in range(1, 3001):
-        grad = torch.randn(BLOCK) * (grow if number > 1000 else 1)
+        grad = torch.randn(BLOCK) * (scale if number > 1000 else 1)
         rule = AdamWHyperparams(0.0, 0.0, (0.9, 0.999), 1e-8, number)
         adamw8bit.adamw8bit_step(weight, grad, moments, rule)
         exact = 0.999 * exact + 0.001 * grad.double().square()
-    found = adamw8bit.decoded_second(moments.second[None]) * moments.scales[1]
-    ratio = (found.double() / exact.sqrt()).log()
+    decoded = adamw8bit.decoded_second(moments.second[None]) * moments.scales[1]
+    ratio = (decoded.double() / exact.sqrt()).log()
     assert ratio.mean().abs() < 0.02
     assert ratio.std() < 0.15
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
 @pytest.mark.parametrize("count", [1, 255, 256, 4097, 70_000])
-def test_the_first_step_is_that_of_torch(count: int, dtype) -> None:
-    """Nothing has been encoded yet, so nothing is lost."""
-    mine = torch.randn(count).to(dtype)
-    theirs = torch.nn.Parameter(mine.float())
-    grad = spread(count).to(dtype)
-    adamw8bit.adamw8bit_step(mine, grad, empty(count), RULE)
-    theirs.grad = grad.float()
-    torch.optim.AdamW([theirs], RULE.rate, RULE.betas, RULE.eps, RULE.decay).step()
-    torch.testing.assert_close(mine, theirs.detach().to(dtype))
+def test_first_step_equals_torch(count: int, dtype) -> None:
+    """Without an encoded state there is no rounding error."""
+    weight = torch.randn(count).to(dtype)
+    expected = torch.nn.Parameter(weight.float())
+    grad = random_magnitudes(count).to(dtype)
+    adamw8bit.adamw8bit_step(weight, grad, empty_moments(count), RULE)
+    expected.grad = grad.float()
+    torch.optim.AdamW([expected], RULE.rate, RULE.betas, RULE.eps, RULE.decay).step()
+    torch.testing.assert_close(weight, expected.detach().to(dtype))
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16, torch.half], ids=str)
 @pytest.mark.parametrize("count", [1, 300, 70_001])
-def test_every_route_makes_the_same_codes(count: int, dtype) -> None:
+def test_implementations_give_the_same_codes(count: int, dtype) -> None:
     start = torch.randn(count).to(dtype)
-    ours, plain = start.clone(), start.clone()
-    moments, reference = empty(count), empty(count)
+    weight, expected = start.clone(), start.clone()
+    moments, reference = empty_moments(count), empty_moments(count)
     for number in range(1, 5):
         rule = AdamWHyperparams(1e-2, 0.1, (0.9, 0.95), 1e-8, number)
-        grad = spread(count).to(dtype)
-        adamw8bit.adamw8bit_step(ours, grad, moments, rule)
-        adamw8bit.step_reference(plain, grad, reference, rule)
-        assert same(moments, reference)
-        far = ~torch.isclose(ours, plain, rtol=1.3e-6 if dtype == FP32 else 1e-2, atol=1e-5)
-        assert far.sum() <= max(1, count // 10_000), "a weight moves otherwise only where a code is the neighbour"
-        torch.testing.assert_close(ours, plain, rtol=0, atol=1e-2)
+        grad = random_magnitudes(count).to(dtype)
+        adamw8bit.adamw8bit_step(weight, grad, moments, rule)
+        adamw8bit.step_reference(expected, grad, reference, rule)
+        assert is_same(moments, reference)
+        differs = ~torch.isclose(weight, expected, rtol=1.3e-6 if dtype == FP32 else 1e-2, atol=1e-5)
+        assert differs.sum() <= max(1, count // 10_000), "weights differ only if a code differs by one"
+        torch.testing.assert_close(weight, expected, rtol=0, atol=1e-2)
 
 
-def same(one: Moments, other: Moments) -> bool:
-    """Equal but for rounding: one code in ten thousand may be the neighbour."""
-    differ = [(a.int() - b.int()).abs() for a, b in ((one.first, other.first), (one.second, other.second))]
+def is_same(actual: Moments, expected: Moments) -> bool:
+    """Equal up to rounding: one code in ten thousand may differ by one."""
+    differ = [(a.int() - b.int()).abs() for a, b in ((actual.first, expected.first), (actual.second, expected.second))]
     near = all(d.max() <= 1 and d.sum() <= max(1, d.numel() // 10_000) for d in differ)
-    return near and torch.allclose(one.scales, other.scales, rtol=1e-6)
+    return near and torch.allclose(actual.scales, expected.scales, rtol=1e-6)
 
 
-def test_nothing_and_zeros() -> None:
-    adamw8bit.adamw8bit_step(torch.zeros(0), torch.zeros(0), empty(0), RULE)
-    weight, moments = torch.ones(300), empty(300)
+def test_empty_and_zero_inputs() -> None:
+    adamw8bit.adamw8bit_step(torch.zeros(0), torch.zeros(0), empty_moments(0), RULE)
+    weight, moments = torch.ones(300), empty_moments(300)
     adamw8bit.adamw8bit_step(weight, torch.zeros(300), moments, RULE)
     assert torch.equal(weight, torch.ones(300) * (1 - 1e-3))
     assert not moments.first.any() and not moments.second.any()
     adamw8bit.adamw8bit_step(weight, torch.full((300,), math.inf), moments, RULE)
-    assert weight.isnan().any(), "a gradient that is no number is seen"
+    assert weight.isnan().any(), "a non-finite gradient is visible"
 
 
-def test_any_number_of_threads_gives_the_same_bits() -> None:
-    found, threads = [], torch.get_num_threads()
-    start, grad = torch.randn(100_000), spread(100_000)
+def test_number_of_threads_does_not_change_bits() -> None:
+    results, threads = [], torch.get_num_threads()
+    start, grad = torch.randn(100_000), random_magnitudes(100_000)
     for count in (1, 2, 3):
         torch.set_num_threads(count)
-        weight, moments = start.clone(), empty(100_000)
+        weight, moments = start.clone(), empty_moments(100_000)
         adamw8bit.adamw8bit_step(weight, grad, moments, RULE)
-        found.append((weight, moments))
+        results.append((weight, moments))
     torch.set_num_threads(threads)
-    for weight, moments in found[1:]:
-        assert torch.equal(weight, found[0][0])
-        assert torch.equal(moments.first, found[0][1].first) and torch.equal(moments.scales, found[0][1].scales)
+    for weight, moments in results[1:]:
+        assert torch.equal(weight, results[0][0])
+        assert torch.equal(moments.first, results[0][1].first) and torch.equal(moments.scales, results[0][1].scales)
 
 
-def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    start, grad = torch.randn(1000), spread(1000)
-    ours, plain = start.clone(), start.clone()
-    adamw8bit.adamw8bit_step(ours, grad, empty(1000), RULE)
+def test_reference_equals_compiled_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    start, grad = torch.randn(1000), random_magnitudes(1000)
+    weight, expected = start.clone(), start.clone()
+    adamw8bit.adamw8bit_step(weight, grad, empty_moments(1000), RULE)
     assert isinstance(adamw8bit.compiled(), ctypes.CDLL | None)
     monkeypatch.setattr(adamw8bit, "compiled", lambda: None)
-    adamw8bit.adamw8bit_step(plain, grad, empty(1000), RULE)
-    torch.testing.assert_close(ours, plain)
+    adamw8bit.adamw8bit_step(expected, grad, empty_moments(1000), RULE)
+    torch.testing.assert_close(weight, expected)
 
 
 @pytest.mark.parametrize("count", [1, 300, 256 * 8 + 1])
-def test_the_kernel_of_a_gpu(count: int, interpreted: ModuleType) -> None:
-    weight, moments = torch.randn(count), empty(count)
-    plain, reference = weight.clone(), copied(moments)
+def test_interpreted_triton_kernel_equals_reference(count: int, interpreted: ModuleType) -> None:
+    weight, moments = torch.randn(count), empty_moments(count)
+    expected, reference = weight.clone(), clone_moments(moments)
     for number in (1, 2, 3):
-        rule, grad = AdamWHyperparams(1e-2, 0.1, (0.9, 0.95), 1e-8, number), spread(count)
+        rule, grad = AdamWHyperparams(1e-2, 0.1, (0.9, 0.95), 1e-8, number), random_magnitudes(count)
         interpreted.step(weight, grad, moments, rule)
-        adamw8bit.step_reference(plain, grad, reference, rule)
-        assert same(moments, reference)
-        torch.testing.assert_close(weight, plain)
+        adamw8bit.step_reference(expected, grad, reference, rule)
+        assert is_same(moments, reference)
+        torch.testing.assert_close(weight, expected)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
-def test_a_gpu_makes_the_same_codes(dtype) -> None:
-    weight, grad, moments = torch.randn(70_001).to(dtype), spread(70_001).to(dtype), empty(70_001)
-    there = weight.cuda(), grad.cuda(), Moments(moments.first.cuda(), moments.second.cuda(), moments.scales.cuda())
-    adamw8bit.adamw8bit_step(*there, RULE)
+def test_gpu_gives_the_same_codes(dtype) -> None:
+    weight, grad, moments = torch.randn(70_001).to(dtype), random_magnitudes(70_001).to(dtype), empty_moments(70_001)
+    on_gpu = weight.cuda(), grad.cuda(), Moments(moments.first.cuda(), moments.second.cuda(), moments.scales.cuda())
+    adamw8bit.adamw8bit_step(*on_gpu, RULE)
     adamw8bit.adamw8bit_step(weight, grad, moments, RULE)
-    assert same(Moments(there[2].first.cpu(), there[2].second.cpu(), there[2].scales.cpu()), moments)
-    torch.testing.assert_close(there[0].cpu(), weight)
+    assert is_same(Moments(on_gpu[2].first.cpu(), on_gpu[2].second.cpu(), on_gpu[2].scales.cpu()), moments)
+    torch.testing.assert_close(on_gpu[0].cpu(), weight)
 
 
 ROWS = [(7, 64), (5, 300), (3, 4097), (2, 512), (4, 1)]
 
 
 @pytest.mark.parametrize(("rows", "row"), ROWS)
-def test_a_row_is_packed_as_if_it_were_alone(rows: int, row: int, interpreted: ModuleType, monkeypatch) -> None:
-    """So codes and weights are the same however rows are divided, by every route."""
+def test_rows_are_quantized_independently(rows: int, row: int, interpreted: ModuleType, monkeypatch) -> None:
+    """Codes and weights do not depend on how rows are sharded, in any implementation."""
     monkeypatch.setattr(adamw8bit, "PART", 4)
-    count, per = rows * row, -(-row // BLOCK)
+    count, blocks_per_row = rows * row, -(-row // BLOCK)
     start = torch.randn(count)
     codes = (torch.zeros(count, dtype=torch.uint8) for _ in range(2))
-    moments = Moments(*codes, torch.zeros(2, rows * per), row)
-    alone = [empty(row) for _ in range(rows)]
+    moments = Moments(*codes, torch.zeros(2, rows * blocks_per_row), row)
+    row_moments = [empty_moments(row) for _ in range(rows)]
     for route in (adamw8bit.adamw8bit_step, adamw8bit.step_reference, interpreted.step):
-        whole, apart = start.clone(), start.clone().view(rows, row)
+        together, separate = start.clone(), start.clone().view(rows, row)
         for number in (1, 2):
-            rule, grad = AdamWHyperparams(1e-2, 0.1, (0.9, 0.95), 1e-8, number), spread(count)
-            route(whole, grad, moments, rule)
-            for one, weight, part in zip(alone, apart, grad.view(rows, row), strict=True):
-                route(weight, part, one, rule)
-        assert torch.equal(whole, apart.flatten())
-        assert torch.equal(moments.first, torch.cat([one.first for one in alone]))
-        assert torch.equal(moments.second, torch.cat([one.second for one in alone]))
-        assert torch.equal(moments.scales, torch.cat([one.scales for one in alone], dim=1))
+            rule, grad = AdamWHyperparams(1e-2, 0.1, (0.9, 0.95), 1e-8, number), random_magnitudes(count)
+            route(together, grad, moments, rule)
+            for row_moment, weight, row_grad in zip(row_moments, separate, grad.view(rows, row), strict=True):
+                route(weight, row_grad, row_moment, rule)
+        assert torch.equal(together, separate.flatten())
+        assert torch.equal(moments.first, torch.cat([row_moment.first for row_moment in row_moments]))
+        assert torch.equal(moments.second, torch.cat([row_moment.second for row_moment in row_moments]))
+        assert torch.equal(moments.scales, torch.cat([row_moment.scales for row_moment in row_moments], dim=1))

@@ -1,4 +1,4 @@
-"""The compiler is loaded by those who want it."""
+"""The torch compiler is imported only if it is used."""
 
 import subprocess
 import sys
@@ -8,31 +8,35 @@ import torch
 
 from tunekit.kernels.torch_compile import assume_constant_result, disable_compile
 
-ALL = "import sys, tunekit.recipes.{0}; print(*(name for name in sys.modules if name.startswith('torch._dynamo')))"
+IMPORT_SCRIPT = (
+    "import sys, tunekit.recipes.{0}; print(*(name for name in sys.modules if name.startswith('torch._dynamo')))"
+)
 
 
 @pytest.mark.parametrize("recipe", ["sft", "generate", "evaluate"])
-def test_a_recipe_does_not_load_the_compiler(recipe: str) -> None:
-    done = subprocess.run([sys.executable, "-c", ALL.format(recipe)], capture_output=True, text=True, check=True)
-    assert not done.stdout.split()
+def test_recipe_does_not_import_the_compiler(recipe: str) -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", IMPORT_SCRIPT.format(recipe)], capture_output=True, text=True, check=True
+    )
+    assert not result.stdout.split()
 
 
-def test_functions_are_marked_for_the_compiler() -> None:
+def test_decorated_functions_are_not_traced() -> None:
     calls = []
 
     @disable_compile
-    def seen(x: torch.Tensor) -> torch.Tensor:
+    def untraced(x: torch.Tensor) -> torch.Tensor:
         calls.append(torch.compiler.is_compiling())
         return x + len(calls)
 
     @assume_constant_result
-    def fixed() -> int:
-        return len(calls)  # a graph could not follow a list that others change
+    def constant() -> int:
+        return len(calls)  # tracing cannot follow a list that changes outside
 
     def run(x: torch.Tensor) -> torch.Tensor:
-        return seen(x * (2 + fixed())).sin()
+        return untraced(x * (2 + constant())).sin()
 
-    x, fast = torch.ones(3), torch.compile(run, backend="eager")
-    assert torch.equal(fast(x), (x * 2 + 1).sin())
-    assert torch.equal(fast(x), (x * 2 + 2).sin()), "the constant is that of the first call, the function ran again"
+    x, compiled = torch.ones(3), torch.compile(run, backend="eager")
+    assert torch.equal(compiled(x), (x * 2 + 1).sin())
+    assert torch.equal(compiled(x), (x * 2 + 2).sin()), "the constant is of the first call, and the function runs again"
     assert calls == [False, False]

@@ -1,4 +1,4 @@
-"""The loss in chunks against the loss on all logits, in float64: values and every gradient."""
+"""The chunked loss equals the float64 loss of full logits: values and all gradients."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from tests.checkpoints import batch, error, made, ours, shuffle_adapter, tokens
-from tests.interpreter import needs_loops
+from tests.checkpoints import load_model, make_batch, make_checkpoint, random_tokens, relative_error, shuffle_adapter
+from tests.interpreter import requires_interpreter_loops
 from tunekit.adapters.config import DoRAConfig, LoRAConfig
 from tunekit.data.dataloader.batch import IGNORE, Batch
 from tunekit.kernels import cross_entropy
@@ -48,69 +48,71 @@ TERMS = [
 def chunks_of_four(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cross_entropy, "MULTIPLE", 4)
     monkeypatch.setattr(cross_entropy, "ROOM", {"cpu": 1})
-    monkeypatch.setattr(cross_entropy, "SLICE", {"cpu": 30})  # three rows of a weight whose rows have ten numbers
+    monkeypatch.setattr(cross_entropy, "SLICE", {"cpu": 30})  # three rows of a weight with 10 columns
 
 
-def head_of(dim: int, vocab: int, terms: CrossEntropyTerms = PLAIN, dtype: torch.dtype = FP32) -> Head:
-    """A head whose logits spread far enough for a cap to bite."""
+def make_head(dim: int, vocab: int, terms: CrossEntropyTerms = PLAIN, dtype: torch.dtype = FP32) -> Head:
+    """Build a head whose logits are large enough for a softcap to matter."""
     head = Head(DecoderSpec(vocab, dim, (), logit_scale=terms.scale, logit_softcap=terms.softcap))
     head.weight.data.normal_(std=2 * dim**-0.5)
     return head.to(dtype)
 
 
-def each(terms: CrossEntropyTerms, logits: Tensor, targets: Tensor) -> Tensor:
-    """The definition, token by token, in float64, of logits that are scaled and capped."""
-    logs = logits.double().log_softmax(-1)
-    right = logs.gather(-1, targets[:, None]).squeeze(1)
-    spread = (1 - terms.smoothing) * right + terms.smoothing * logs.mean(-1)
-    return terms.z_loss * logits.double().logsumexp(-1).square() - spread
+def token_loss_reference(terms: CrossEntropyTerms, logits: Tensor, targets: Tensor) -> Tensor:
+    """Loss of each token by definition, in float64, from scaled and capped logits."""
+    logps = logits.double().log_softmax(-1)
+    target_logps = logps.gather(-1, targets[:, None]).squeeze(1)
+    smoothed = (1 - terms.smoothing) * target_logps + terms.smoothing * logps.mean(-1)
+    return terms.z_loss * logits.double().logsumexp(-1).square() - smoothed
 
 
-def capped(terms: CrossEntropyTerms, raw: Tensor) -> Tensor:
+def apply_softcap(terms: CrossEntropyTerms, raw: Tensor) -> Tensor:
     x = raw.double() * terms.scale
     return x if terms.softcap is None else (x / terms.softcap).tanh() * terms.softcap
 
 
-def agree(mine: Tensor, wanted: Tensor, inputs: list[Tensor], limit: float = 1e-5) -> None:
-    assert mine.dtype == FP32
-    assert error(mine.double(), wanted.double()) < limit
-    weights = torch.linspace(0.3, 1.7, mine.numel()).view(mine.shape)
-    found, truth = (torch.autograd.grad((x * weights).sum(), inputs, allow_unused=True) for x in (mine, wanted))
-    for a, b, x in zip(found, truth, inputs, strict=True):
+def assert_same(actual: Tensor, expected: Tensor, inputs: list[Tensor], limit: float = 1e-5) -> None:
+    assert actual.dtype == FP32
+    assert relative_error(actual.double(), expected.double()) < limit
+    weights = torch.linspace(0.3, 1.7, actual.numel()).view(actual.shape)
+    grads, expected_grads = (
+        torch.autograd.grad((x * weights).sum(), inputs, allow_unused=True) for x in (actual, expected)
+    )
+    for a, b, x in zip(grads, expected_grads, inputs, strict=True):
         assert (a is None) == (b is None)
-        assert a is None or (a.dtype == x.dtype and error(a.float(), b.float()) < limit)
+        assert a is None or (a.dtype == x.dtype and relative_error(a.float(), b.float()) < limit)
 
 
-def near(found: Tensor, wanted: Tensor) -> float:
-    """The error where what is wanted may be zero."""
-    return ((found.double() - wanted).abs().max() / wanted.abs().max().clamp(min=0.1)).item()
+def clamped_error(actual: Tensor, expected: Tensor) -> float:
+    """Relative error for values that may be zero."""
+    return ((actual.double() - expected).abs().max() / expected.abs().max().clamp(min=0.1)).item()
 
 
-# The losses of a chunk's logits
+# Losses of the logits of a chunk
 
 
 def check_losses(
-    of: Callable[..., Tensor], terms: CrossEntropyTerms, logits: Tensor, targets: Tensor, weights: Tensor | None
+    loss_fn: Callable[..., Tensor], terms: CrossEntropyTerms, logits: Tensor, targets: Tensor, weights: Tensor | None
 ) -> None:
-    """Losses, and the gradient in place of the logits."""
+    """Check losses, and gradients that are written into the logits."""
     numbers = [terms.scale, terms.softcap or 0.0, terms.smoothing, terms.z_loss]
     raw = logits.double().requires_grad_()
-    real = targets >= 0
-    wanted = each(terms, capped(terms, raw), targets.clamp(min=0)) * real
-    (slope,) = torch.autograd.grad((wanted if weights is None else wanted * weights).sum(), raw)
+    is_target = targets >= 0
+    expected = token_loss_reference(terms, apply_softcap(terms, raw), targets.clamp(min=0)) * is_target
+    (expected_grad,) = torch.autograd.grad((expected if weights is None else expected * weights).sum(), raw)
     untouched = logits.clone()
-    quietly = of(untouched, targets, weights, numbers, False)
-    assert torch.equal(untouched, logits), "without gradients the logits stay"
-    found = of(logits, targets, weights, numbers, True)
-    assert torch.equal(found, quietly) and not found[~real].any() and not logits[~real].any()
-    assert found.dtype == FP32 and near(found, wanted.detach()) < 1e-5
-    assert near(logits, slope) < LIMITS[logits.dtype]
+    without_grad = loss_fn(untouched, targets, weights, numbers, False)
+    assert torch.equal(untouched, logits), "without gradients the logits are unchanged"
+    losses = loss_fn(logits, targets, weights, numbers, True)
+    assert torch.equal(losses, without_grad) and not losses[~is_target].any() and not logits[~is_target].any()
+    assert losses.dtype == FP32 and clamped_error(losses, expected.detach()) < 1e-5
+    assert clamped_error(logits, expected_grad) < LIMITS[logits.dtype]
 
 
 @pytest.mark.parametrize("dtype", LIMITS, ids=str)
 @pytest.mark.parametrize("terms", TERMS, ids=str)
 @pytest.mark.parametrize("vocab", [1, 5, 16, 33, 4096 + 37])
-def test_losses_and_gradients_in_place(vocab: int, terms: CrossEntropyTerms, dtype: torch.dtype, way: None) -> None:
+def test_losses_and_in_place_gradients(vocab: int, terms: CrossEntropyTerms, dtype: torch.dtype, backend: None) -> None:
     torch.manual_seed(vocab)
     logits, targets = (torch.randn(9, vocab) * 4 + 1).to(dtype), torch.randint(0, vocab, (9,))
     targets[4] = IGNORE
@@ -127,91 +129,108 @@ def test_losses_and_gradients_in_place(vocab: int, terms: CrossEntropyTerms, dty
     size=st.floats(0.01, 30),
     seed=st.integers(0, 2**31),
 )
-def test_any_size(rows: int, vocab: int, terms: CrossEntropyTerms, dtype: torch.dtype, size: float, seed: int) -> None:
-    draw = torch.Generator().manual_seed(seed)
-    logits = (torch.randn(rows, vocab, generator=draw) * size).to(dtype)
-    check_losses(token_losses, terms, logits, torch.randint(0, vocab, (rows,), generator=draw), None)
+def test_random_sizes(
+    rows: int, vocab: int, terms: CrossEntropyTerms, dtype: torch.dtype, size: float, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    logits = (torch.randn(rows, vocab, generator=generator) * size).to(dtype)
+    check_losses(token_losses, terms, logits, torch.randint(0, vocab, (rows,), generator=generator), None)
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
-def test_extreme_logits(dtype: torch.dtype, way: None) -> None:
+def test_extreme_logits(dtype: torch.dtype, backend: None) -> None:
     """Far from zero, and far from each other."""
     torch.manual_seed(0)
-    near = torch.randn(4, 50)
-    rows = [near + 1e4, near - 1e4, near * 1e4, torch.zeros(4, 50), near * 1e-6, torch.full((4, 50), -1e4)]
+    ordinary = torch.randn(4, 50)
+    rows = [
+        ordinary + 1e4,
+        ordinary - 1e4,
+        ordinary * 1e4,
+        torch.zeros(4, 50),
+        ordinary * 1e-6,
+        torch.full((4, 50), -1e4),
+    ]
     logits = torch.cat(rows).to(dtype)
     for terms in (PLAIN, CrossEntropyTerms(smoothing=0.1), CrossEntropyTerms(softcap=30.0)):
         check_losses(token_losses, terms, logits.clone(), torch.arange(24), None)
 
 
-def test_what_is_no_number_stays_so(way: None) -> None:
+def test_nan_and_inf_propagate(backend: None) -> None:
     logits = torch.randn(3, 40)
     logits[0, 3], logits[1, 38] = float("nan"), float("inf")
     for terms in ([1.0, 0.0, 0.0, 0.0], [1.0, 5.0, 0.0, 0.0]):
-        found = token_losses(logits.clone(), torch.tensor([3, 4, 5]), None, terms, True)
-        assert found[0].isnan() and found[2].isfinite()
-        assert found[1].isnan() or terms[1]  # a cap makes infinity a number
+        losses = token_losses(logits.clone(), torch.tensor([3, 4, 5]), None, terms, True)
+        assert losses[0].isnan() and losses[2].isfinite()
+        assert losses[1].isnan() or terms[1]  # a softcap makes infinity finite
 
 
-def test_a_target_beyond_the_vocabulary_is_an_error(way: None) -> None:
-    with pytest.raises((IndexError, RuntimeError), match="beyond|out of bounds"):
+def test_target_beyond_vocabulary_is_an_error(backend: None) -> None:
+    with pytest.raises((IndexError, RuntimeError)):
         token_losses(torch.randn(3, 40), torch.tensor([3, 40, 5]), None, [1.0, 0.0, 0.0, 0.0], True)
 
 
-def test_inputs_that_are_part_of_larger_ones(way: None) -> None:
+def test_strided_inputs(backend: None) -> None:
     for logits in (torch.randn(6, 60)[:, 7:50], torch.randn(43, 6).T):
         targets, weights = torch.randint(0, 43, (6, 2))[:, 1], torch.rand(6, 3)[:, 2]
         check_losses(token_losses, TERMS[-1], logits, targets, weights)
 
 
-def test_the_same_bits_whatever_the_threads() -> None:
+def test_number_of_threads_does_not_change_bits() -> None:
     logits, targets = torch.randn(50, 5000).to(BF16), torch.randint(0, 5000, (50,))
-    threads, found = torch.get_num_threads(), []
+    threads, results = torch.get_num_threads(), []
     for count in (1, 3):
         torch.set_num_threads(count)
-        made = logits.clone()
-        found.append((token_losses(made, targets, None, [1.0, 9.0, 0.1, 0.1], True), made))
+        grad_logits = logits.clone()
+        results.append((token_losses(grad_logits, targets, None, [1.0, 9.0, 0.1, 0.1], True), grad_logits))
     torch.set_num_threads(threads)
-    assert all(map(torch.equal, *found))
+    assert all(map(torch.equal, *results))
 
 
-@needs_loops
+@requires_interpreter_loops
 @pytest.mark.parametrize("dtype", LIMITS, ids=str)
 @pytest.mark.parametrize("terms", TERMS, ids=str)
-@pytest.mark.parametrize("most", [16, 8192])
-def test_a_program_for_each_row(
-    most: int, terms: CrossEntropyTerms, dtype, interpreted: ModuleType, monkeypatch
+@pytest.mark.parametrize("block_size", [16, 8192])
+def test_interpreted_kernel_equals_definition(
+    block_size: int, terms: CrossEntropyTerms, dtype, interpreted: ModuleType, monkeypatch
 ) -> None:
-    monkeypatch.setattr(interpreted, "MOST", most)
-    torch.manual_seed(most)
+    monkeypatch.setattr(interpreted, "MOST", block_size)
+    torch.manual_seed(block_size)
     logits, targets = (torch.randn(5, 90) * 4 + 1).to(dtype)[:, :77], torch.tensor([3, 76, IGNORE, 0, 16])
     check_losses(interpreted.token_losses, terms, logits.clone(), targets, None)
     check_losses(interpreted.token_losses, terms, logits, targets, torch.rand(5))
 
 
-@needs_loops
-def test_a_program_meets_extreme_logits(interpreted: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+@requires_interpreter_loops
+def test_interpreted_kernel_with_extreme_logits(interpreted: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interpreted, "MOST", 16)
-    near, of = torch.randn(2, 50), torch.tensor([4, 40, 7, 8, 9, 10])
+    ordinary, targets = torch.randn(2, 50), torch.tensor([4, 40, 7, 8, 9, 10])
     for terms in (PLAIN, CrossEntropyTerms(smoothing=0.1), CrossEntropyTerms(softcap=30.0)):
-        check_losses(interpreted.token_losses, terms, torch.cat([near + 1e4, near * 1e4, near - 1e4]), of, None)
-    bad = near.clone()
-    bad[0, 3] = float("nan")
+        check_losses(
+            interpreted.token_losses,
+            terms,
+            torch.cat([ordinary + 1e4, ordinary * 1e4, ordinary - 1e4]),
+            targets,
+            None,
+        )
+    with_nan = ordinary.clone()
+    with_nan[0, 3] = float("nan")
     for softcap in (0.0, 5.0):
-        found = interpreted.token_losses(bad.clone(), torch.tensor([5, 50]), None, [1.0, softcap, 0.0, 0.0], True)
-        assert found.isnan().all(), "nor is the loss of a target that the vocabulary does not have"
+        losses = interpreted.token_losses(with_nan.clone(), torch.tensor([5, 50]), None, [1.0, softcap, 0.0, 0.0], True)
+        assert losses.isnan().all(), "also for a target outside the vocabulary"
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("dtype", LIMITS, ids=str)
 @pytest.mark.parametrize("terms", TERMS, ids=str)
-def test_a_gpu_gives_the_same(terms: CrossEntropyTerms, dtype: torch.dtype) -> None:
-    def on_gpu(logits: Tensor, targets: Tensor, weights: Tensor | None, numbers: list[float], on: bool) -> Tensor:
-        moved = logits.cuda()
-        found = token_losses(moved, targets.cuda(), None if weights is None else weights.cuda(), numbers, on).cpu()
-        logits.copy_(moved)
-        return found
+def test_gpu_equals_definition(terms: CrossEntropyTerms, dtype: torch.dtype) -> None:
+    def on_gpu(logits: Tensor, targets: Tensor, weights: Tensor | None, numbers: list[float], gradient: bool) -> Tensor:
+        gpu_logits = logits.cuda()
+        losses = token_losses(
+            gpu_logits, targets.cuda(), None if weights is None else weights.cuda(), numbers, gradient
+        ).cpu()
+        logits.copy_(gpu_logits)
+        return losses
 
     logits, targets = (torch.randn(70, 50_001) * 4).to(dtype), torch.randint(0, 50_001, (70,))
     check_losses(on_gpu, terms, logits, targets, torch.rand(70))
@@ -220,65 +239,70 @@ def test_a_gpu_gives_the_same(terms: CrossEntropyTerms, dtype: torch.dtype) -> N
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("trained", [False, True])
-def test_the_host_never_waits_for_a_gpu(trained: bool, tmp_path: Path) -> None:
-    head = head_of(64, 5000, dtype=FP32 if trained else BF16).requires_grad_(trained).cuda()
-    model, part = ours(made(tmp_path, "gemma2")).cuda(), batch(tokens(3, 40)).to("cuda")
+def test_loss_does_not_synchronize_with_the_gpu(trained: bool, tmp_path: Path) -> None:
+    head = make_head(64, 5000, dtype=FP32 if trained else BF16).requires_grad_(trained).cuda()
+    model, micro_batch = (
+        load_model(make_checkpoint(tmp_path, "gemma2")).cuda(),
+        make_batch(random_tokens(3, 40)).to("cuda"),
+    )
     hidden, targets = torch.randn(300, 64, device="cuda").to(BF16).requires_grad_(), torch.arange(300, device="cuda")
     try:
-        for mode in ("default", "error"):  # the first time, kernels are compiled
+        for mode in ("default", "error"):  # the first pass compiles kernels
             torch.cuda.set_sync_debug_mode(mode)
-            made_losses = [
+            losses = [
                 linear_cross_entropy(hidden, targets, head, PLAIN),
                 -token_logps(hidden, targets, head).sum(),
             ]
-            torch.autograd.backward([*made_losses, CrossEntropy()(model, part)])
-    finally:  # in this mode later tests of the process would fail too
+            torch.autograd.backward([*losses, CrossEntropy()(model, micro_batch)])
+    finally:  # later tests of the process would fail in this mode
         torch.cuda.set_sync_debug_mode("default")
-    wanted = each(PLAIN, head(hidden.double()), targets).sum()
-    assert all(error(loss.double(), wanted) < 1e-2 for loss in made_losses)
+    expected = token_loss_reference(PLAIN, head(hidden.double()), targets).sum()
+    assert all(relative_error(loss.double(), expected) < 1e-2 for loss in losses)
 
 
-# Head and loss
+# Fused head and loss
 
 
 @pytest.mark.parametrize("count", [1, 3, 4, 5, 8, 11])
 @pytest.mark.parametrize("terms", TERMS, ids=str)
-def test_values_and_gradients(terms: CrossEntropyTerms, count: int, chunks_of_four: None, way: None) -> None:
+def test_values_and_gradients(terms: CrossEntropyTerms, count: int, chunks_of_four: None, backend: None) -> None:
     torch.manual_seed(count)
-    head, hidden = head_of(10, 13, terms), torch.randn(count, 10, requires_grad=True)
+    head, hidden = make_head(10, 13, terms), torch.randn(count, 10, requires_grad=True)
     targets = torch.randint(0, 13, (count,))
     mine = linear_cross_entropy(hidden, targets, head, terms)
-    agree(mine, each(terms, head(hidden.double()), targets).sum(), [hidden, head.weight])
+    assert_same(mine, token_loss_reference(terms, head(hidden.double()), targets).sum(), [hidden, head.weight])
 
 
-def test_a_loss_of_ones_own_sees_the_logits_of_the_head(chunks_of_four: None) -> None:
+def test_custom_loss_gets_the_logits_of_the_head(chunks_of_four: None) -> None:
     terms = CrossEntropyTerms(scale=1.5, softcap=4.0)
-    head, hidden = head_of(10, 13, terms), torch.randn(11, 10, requires_grad=True)
+    head, hidden = make_head(10, 13, terms), torch.randn(11, 10, requires_grad=True)
     targets = torch.randint(0, 13, (11,))
 
     def measure(logits: Tensor, targets: Tensor) -> Tensor:
         assert logits.dtype == FP32
         return F.cross_entropy(logits, targets, reduction="none").square().sum()
 
-    mine = linear_cross_entropy(hidden, targets, head, CustomChunkLoss(measure, head.finish))
-    agree(mine, each(PLAIN, head(hidden.double()), targets).square().sum(), [hidden, head.weight])
+    loss = linear_cross_entropy(hidden, targets, head, CustomChunkLoss(measure, head.finish))
+    assert_same(loss, token_loss_reference(PLAIN, head(hidden.double()), targets).square().sum(), [hidden, head.weight])
 
 
-@pytest.mark.parametrize("of", [linear_cross_entropy, token_logps])
-def test_rows_that_count(of: Callable[..., Tensor], chunks_of_four: None) -> None:
-    """The others have a gradient of zero."""
-    head, hidden = head_of(10, 13), torch.randn(11, 10, requires_grad=True)
+@pytest.mark.parametrize("fn", [linear_cross_entropy, token_logps])
+def test_selected_rows(fn: Callable[..., Tensor], chunks_of_four: None) -> None:
+    """Other rows have a zero gradient."""
+    head, hidden = make_head(10, 13), torch.randn(11, 10, requires_grad=True)
     targets, rows = torch.randint(0, 13, (11,)), torch.tensor([0, 2, 3, 7, 8, 10])
     targets[1] = IGNORE
-    step = () if of is token_logps else (PLAIN,)
-    wanted = each(PLAIN, head(hidden[rows].double()), targets[rows])
-    agree(of(hidden, targets, head, *step, rows=rows), wanted.sum() if step else -wanted, [hidden, head.weight])
+    terms = () if fn is token_logps else (PLAIN,)
+    expected = token_loss_reference(PLAIN, head(hidden[rows].double()), targets[rows])
+    assert_same(
+        fn(hidden, targets, head, *terms, rows=rows), expected.sum() if terms else -expected, [hidden, head.weight]
+    )
 
 
-def adapted(adapter: LoRAConfig, head: Head) -> list[Tensor]:
-    """Hang an adapter on a frozen head: what is trained."""
+def add_adapter(adapter: LoRAConfig, head: Head) -> list[Tensor]:
+    """Add an adapter to a frozen head and return its trained parameters."""
     head.requires_grad_(False)
-    adapter.attach(head, adapter.rank, adapter.alpha)
+    adapter.wrap_layer(head, adapter.rank, adapter.alpha)
     head.lora_A.to_empty(device="cpu"), head.lora_B.to_empty(device="cpu")
     if isinstance(adapter, DoRAConfig):
         head.lora_magnitude_vector = torch.nn.Parameter(head.weight.float().norm(dim=1))
@@ -288,36 +312,36 @@ def adapted(adapter: LoRAConfig, head: Head) -> list[Tensor]:
     return trained
 
 
-@pytest.mark.parametrize("of", [linear_cross_entropy, token_logps])
+@pytest.mark.parametrize("fn", [linear_cross_entropy, token_logps])
 @pytest.mark.parametrize("terms", [PLAIN, CrossEntropyTerms(scale=0.5, softcap=5.0)], ids=str)
 @pytest.mark.parametrize("adapter", [LoRAConfig(3), DoRAConfig(3)])
-def test_a_frozen_head_with_an_adapter(adapter: LoRAConfig, terms: CrossEntropyTerms, of, chunks_of_four: None) -> None:
-    head, hidden = head_of(10, 13, terms), torch.randn(11, 10, requires_grad=True)
-    inputs, targets = [hidden, *adapted(adapter, head)], torch.randint(0, 13, (11,))
-    wanted = each(terms, head(hidden.double()), targets)
-    if of is linear_cross_entropy:
-        agree(linear_cross_entropy(hidden, targets, head, terms), wanted.sum(), inputs)
+def test_frozen_head_with_adapter(adapter: LoRAConfig, terms: CrossEntropyTerms, fn, chunks_of_four: None) -> None:
+    head, hidden = make_head(10, 13, terms), torch.randn(11, 10, requires_grad=True)
+    inputs, targets = [hidden, *add_adapter(adapter, head)], torch.randint(0, 13, (11,))
+    expected = token_loss_reference(terms, head(hidden.double()), targets)
+    if fn is linear_cross_entropy:
+        assert_same(linear_cross_entropy(hidden, targets, head, terms), expected.sum(), inputs)
     else:
-        agree(token_logps(hidden, targets, head), -wanted, inputs)
+        assert_same(token_logps(hidden, targets, head), -expected, inputs)
 
 
-def test_dropout_falls_on_the_same_numbers_in_both_passes(chunks_of_four: None) -> None:
-    head, hidden = head_of(10, 13), torch.randn(11, 10, requires_grad=True)
-    trained, targets = adapted(LoRAConfig(3, dropout=0.5), head), torch.randint(0, 13, (11,))
+def test_dropout_mask_is_the_same_in_both_passes(chunks_of_four: None) -> None:
+    head, hidden = make_head(10, 13), torch.randn(11, 10, requires_grad=True)
+    trained, targets = add_adapter(LoRAConfig(3, dropout=0.5), head), torch.randint(0, 13, (11,))
     torch.manual_seed(3)
-    mine = token_logps(hidden, targets, head)
+    actual = token_logps(hidden, targets, head)
     torch.manual_seed(3)
-    drawn = [F.dropout(torch.ones(4, 10), 0.5) for _ in range(3)]
-    kept = torch.cat(drawn)[:11]
-    low = F.linear(F.linear(hidden * kept, head.lora_A.weight), head.lora_B.weight) * head.lora_scale
-    wanted = F.linear(hidden, head.weight) + low
+    masks = [F.dropout(torch.ones(4, 10), 0.5) for _ in range(3)]
+    mask = torch.cat(masks)[:11]
+    low = F.linear(F.linear(hidden * mask, head.lora_A.weight), head.lora_B.weight) * head.lora_scale
+    expected = F.linear(hidden, head.weight) + low
     before = torch.get_rng_state()
-    agree(mine, -each(PLAIN, wanted, targets), [hidden, *trained])
+    assert_same(actual, -token_loss_reference(PLAIN, expected, targets), [hidden, *trained])
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_a_frozen_head_costs_no_gradient() -> None:
-    head, hidden = head_of(10, 13).requires_grad_(False), torch.randn(11, 10, requires_grad=True)
+def test_frozen_head_has_no_gradient() -> None:
+    head, hidden = make_head(10, 13).requires_grad_(False), torch.randn(11, 10, requires_grad=True)
     for loss in (
         linear_cross_entropy(hidden, torch.arange(11), head, PLAIN),
         -token_logps(hidden, torch.arange(11), head).sum(),
@@ -328,61 +352,66 @@ def test_a_frozen_head_costs_no_gradient() -> None:
     assert [tuple(t.shape) for t in loss.grad_fn.saved_tensors] == [(11, 10)]
 
 
-def test_without_gradients_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    head, hidden, targets = head_of(10, 13), torch.randn(11, 10, requires_grad=True), torch.arange(11)
-    seen = []
+def test_no_grad_computes_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    head, hidden, targets = make_head(10, 13), torch.randn(11, 10, requires_grad=True), torch.arange(11)
+    gradient_flags = []
 
-    def watched(logits: Tensor, targets: Tensor, weights: Tensor | None, gradient: bool) -> Tensor:
-        seen.append(gradient)
+    def recording_loss(logits: Tensor, targets: Tensor, weights: Tensor | None, gradient: bool) -> Tensor:
+        gradient_flags.append(gradient)
         return PLAIN(logits, targets, weights, gradient)
 
     with torch.no_grad():
-        loss, each_token = linear_cross_entropy(hidden, targets, head, watched), token_logps(hidden, targets, head)
-        wanted = each(PLAIN, head(hidden.double()), targets)
-    assert seen == [False] and not loss.requires_grad and not each_token.requires_grad
-    assert error(loss.double(), wanted.sum()) < 1e-5 and error(each_token.double(), -wanted) < 1e-5
+        loss, logps = linear_cross_entropy(hidden, targets, head, recording_loss), token_logps(hidden, targets, head)
+        expected = token_loss_reference(PLAIN, head(hidden.double()), targets)
+    assert gradient_flags == [False] and not loss.requires_grad and not logps.requires_grad
+    assert relative_error(loss.double(), expected.sum()) < 1e-5 and relative_error(logps.double(), -expected) < 1e-5
 
 
 @pytest.mark.parametrize("trained", [False, True])
-def test_nothing_to_learn_is_zero_with_gradients_of_zero(trained: bool) -> None:
-    """A rank that has no rows left takes part all the same."""
-    head, hidden = head_of(10, 13).requires_grad_(trained), torch.randn(7, 10, requires_grad=True)
-    none, targets = torch.zeros(0, dtype=torch.long), torch.full((7,), IGNORE)
-    for _ in range(2):  # a second micro-batch adds to the first
-        loss = linear_cross_entropy(hidden, targets, head, PLAIN, none)
+def test_no_targets_give_zero_loss_and_gradients(trained: bool) -> None:
+    """A rank without rows takes part anyway."""
+    head, hidden = make_head(10, 13).requires_grad_(trained), torch.randn(7, 10, requires_grad=True)
+    no_rows, targets = torch.zeros(0, dtype=torch.long), torch.full((7,), IGNORE)
+    for _ in range(2):  # a second micro-batch accumulates
+        loss = linear_cross_entropy(hidden, targets, head, PLAIN, no_rows)
         loss.backward()
         assert loss.item() == 0 and loss.dtype == FP32
-    token_logps(hidden, targets, head, none).sum().backward()
+    token_logps(hidden, targets, head, no_rows).sum().backward()
     assert not hidden.grad.any()
     assert not trained or not head.weight.grad.any()
 
 
 @pytest.mark.parametrize("weights", [FP32, BF16], ids=str)
 @pytest.mark.parametrize("terms", TERMS, ids=str)
-def test_bf16(terms: CrossEntropyTerms, weights: torch.dtype, chunks_of_four: None, way: None) -> None:
-    """Products in bf16, the loss itself in fp32, gradients of fp32 weights in fp32."""
+def test_bf16(terms: CrossEntropyTerms, weights: torch.dtype, chunks_of_four: None, backend: None) -> None:
+    """Matmuls in bf16, the loss in fp32, and gradients of fp32 weights in fp32."""
     torch.manual_seed(0)
-    head, hidden = head_of(64, 50, terms, weights), torch.randn(30, 64).bfloat16().requires_grad_()
+    head, hidden = make_head(64, 50, terms, weights), torch.randn(30, 64).bfloat16().requires_grad_()
     targets = torch.randint(0, 50, (30,))
-    wanted = each(terms, head(hidden.double()), targets)
-    agree(linear_cross_entropy(hidden, targets, head, terms), wanted.sum(), [hidden, head.weight], 1e-2)
+    expected = token_loss_reference(terms, head(hidden.double()), targets)
+    assert_same(linear_cross_entropy(hidden, targets, head, terms), expected.sum(), [hidden, head.weight], 1e-2)
     if terms == CrossEntropyTerms(terms.scale, terms.softcap):
-        agree(token_logps(hidden, targets, head), -each(terms, head(hidden.double()), targets), [hidden], 2e-2)
+        assert_same(
+            token_logps(hidden, targets, head),
+            -token_loss_reference(terms, head(hidden.double()), targets),
+            [hidden],
+            2e-2,
+        )
 
 
-def test_the_gradient_of_bf16_weights_does_not_grow_worse_with_chunks(chunks_of_four: None) -> None:
-    """Sums in bf16 over 75 chunks would be off by one part in a hundred."""
+def test_gradient_of_bf16_weights_accumulates_in_fp32(chunks_of_four: None) -> None:
+    """Accumulating 75 chunks in bf16 would give an error of 1%."""
     torch.manual_seed(0)
-    head, hidden = head_of(16, 20, dtype=BF16), torch.randn(300, 16).bfloat16()
+    head, hidden = make_head(16, 20, dtype=BF16), torch.randn(300, 16).bfloat16()
     hidden, targets = (hidden.abs() + 1).requires_grad_(), torch.zeros(300, dtype=torch.long)
-    (found,) = torch.autograd.grad(linear_cross_entropy(hidden, targets, head, PLAIN), head.weight)
+    (grad,) = torch.autograd.grad(linear_cross_entropy(hidden, targets, head, PLAIN), head.weight)
     exact = head.weight.detach().double().requires_grad_()
-    (wanted,) = torch.autograd.grad(each(PLAIN, hidden.double() @ exact.T, targets).sum(), exact)
-    assert error(found.double(), wanted) < 5e-3  # one rounding to bf16 is 4e-3
+    (expected,) = torch.autograd.grad(token_loss_reference(PLAIN, hidden.double() @ exact.T, targets).sum(), exact)
+    assert relative_error(grad.double(), expected) < 5e-3  # one rounding to bf16 is 4e-3
 
 
-def test_twice_the_same_bits() -> None:
-    head, hidden, targets = head_of(64, 50), torch.randn(130, 64).bfloat16().requires_grad_(), torch.arange(130) % 50
+def test_repeated_runs_give_the_same_bits() -> None:
+    head, hidden, targets = make_head(64, 50), torch.randn(130, 64).bfloat16().requires_grad_(), torch.arange(130) % 50
     runs = []
     for _ in range(2):
         loss = linear_cross_entropy(hidden, targets, head, PLAIN)
@@ -390,91 +419,97 @@ def test_twice_the_same_bits() -> None:
     assert all(map(torch.equal, *runs))
 
 
-def test_under_checkpoint(chunks_of_four: None) -> None:
-    head, hidden, targets = head_of(10, 13), torch.randn(11, 10, requires_grad=True), torch.arange(11)
-    for of in (
+def test_activation_checkpointing(chunks_of_four: None) -> None:
+    head, hidden, targets = make_head(10, 13), torch.randn(11, 10, requires_grad=True), torch.arange(11)
+    for fn in (
         lambda h: linear_cross_entropy(h * 2, targets, head, PLAIN),
         lambda h: token_logps(h * 2, targets, head),
     ):
-        agree(checkpoint(of, hidden, use_reentrant=False), of(hidden).double(), [hidden, head.weight])
+        assert_same(checkpoint(fn, hidden, use_reentrant=False), fn(hidden).double(), [hidden, head.weight])
 
 
-def test_a_gradient_is_asked_for_once() -> None:
-    """It is scaled in place: a second backward pass would scale it again, and says so."""
-    head, hidden = head_of(10, 13), torch.randn(11, 10, requires_grad=True)
+def test_second_backward_pass_is_an_error() -> None:
+    """The gradient is scaled in place, so a second backward pass is an error."""
+    head, hidden = make_head(10, 13), torch.randn(11, 10, requires_grad=True)
     loss = linear_cross_entropy(hidden, torch.arange(11), head, PLAIN) * 0.5
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 
 
-def test_compiled_around() -> None:
-    head, hidden, targets = head_of(10, 13), torch.randn(11, 10, requires_grad=True), torch.arange(11)
+def test_torch_compile_around_the_loss() -> None:
+    head, hidden, targets = make_head(10, 13), torch.randn(11, 10, requires_grad=True), torch.arange(11)
 
-    def of(x: Tensor) -> Tensor:
+    def fn(x: Tensor) -> Tensor:
         return linear_cross_entropy(x * 2, targets, head, PLAIN) + token_logps(x, targets, head).sum()
 
-    agree(torch.compile(of, backend="aot_eager")(hidden), of(hidden).double(), [hidden, head.weight])
+    assert_same(torch.compile(fn, backend="aot_eager")(hidden), fn(hidden).double(), [hidden, head.weight])
 
 
-def test_registered_as_torch_wants_it() -> None:
+def test_operator_is_registered_consistently() -> None:
     logits, targets = torch.randn(4, 9), torch.arange(4)
     for weights in (None, torch.rand(4)):
         torch.library.opcheck(token_losses, (logits, targets, weights, [1.0, 2.0, 0.1, 0.1], True))
 
 
-class Largest(TorchDispatchMode):
-    """Watches how many numbers the largest tensor has that is made."""
+class LargestTensor(TorchDispatchMode):
+    """Number of elements of the largest tensor that any operation creates."""
 
     numbers = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        found = func(*args, **(kwargs or {}))
-        if isinstance(found, Tensor):
-            self.numbers = max(self.numbers, found.untyped_storage().nbytes() // found.itemsize)
-        return found
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor):
+            self.numbers = max(self.numbers, result.untyped_storage().nbytes() // result.itemsize)
+        return result
 
 
-@pytest.mark.parametrize("of", [linear_cross_entropy, token_logps])
+@pytest.mark.parametrize("fn", [linear_cross_entropy, token_logps])
 @pytest.mark.parametrize("vocab", [2**15, 2**17, 2**18])
-def test_memory_does_not_grow_with_the_vocabulary(vocab: int, of: Callable[..., Tensor]) -> None:
-    """Of a frozen head: a trained one has a gradient."""
-    head, hidden = head_of(4, vocab, dtype=BF16).requires_grad_(False), torch.randn(1100, 4).to(BF16).requires_grad_()
-    with Largest() as seen:
-        of(hidden, torch.arange(1100), head, *(() if of is token_logps else (PLAIN,))).sum().backward()
-    assert hidden.grad.any() and 2 * seen.numbers <= cross_entropy.ROOM["cpu"] < 2 * 1100 * vocab
+def test_memory_does_not_grow_with_the_vocabulary(vocab: int, fn: Callable[..., Tensor]) -> None:
+    """With a frozen head: a trained one has a gradient of its size."""
+    head, hidden = make_head(4, vocab, dtype=BF16).requires_grad_(False), torch.randn(1100, 4).to(BF16).requires_grad_()
+    with LargestTensor() as largest:
+        fn(hidden, torch.arange(1100), head, *(() if fn is token_logps else (PLAIN,))).sum().backward()
+    assert hidden.grad.any() and 2 * largest.numbers <= cross_entropy.ROOM["cpu"] < 2 * 1100 * vocab
 
 
 @dataclass(frozen=True)
 class Definition(CrossEntropy):
-    """The same, of the logits of a chunk in fp32."""
+    """The definition, applied to the fp32 logits of a chunk."""
 
     def measure(self, logits: Tensor, targets: Tensor) -> Tensor:
-        return each(CrossEntropyTerms(smoothing=self.label_smoothing, z_loss=self.z_loss), logits, targets).sum()
+        return token_loss_reference(
+            CrossEntropyTerms(smoothing=self.label_smoothing, z_loss=self.z_loss), logits, targets
+        ).sum()
 
 
 @pytest.mark.parametrize("kind", [CrossEntropy, Definition])
 @pytest.mark.parametrize("loss", [(), (0.1,), (0.0, 0.01), (0.2, 0.1)])
 @pytest.mark.parametrize("name", ["llama3.2", "llama-biases", "gemma2", "granite"])
-def test_through_a_model(name: str, loss: tuple[float, ...], kind, chunks_of_four: None, tmp_path: Path) -> None:
-    """Also where the embedding is the head, and gets a gradient from both of its uses."""
-    model = ours(made(tmp_path, name))
-    part = batch(tokens(3, 11))
-    agree(kind(*loss)(model, part), whole_of(model, part, CrossEntropy(*loss)), [*model.parameters()], 2e-5)
+def test_loss_of_a_model_equals_definition(
+    name: str, loss: tuple[float, ...], kind, chunks_of_four: None, tmp_path: Path
+) -> None:
+    """Includes tied embeddings, which get a gradient from both uses."""
+    model = load_model(make_checkpoint(tmp_path, name))
+    micro_batch = make_batch(random_tokens(3, 11))
+    assert_same(
+        kind(*loss)(model, micro_batch), full_loss(model, micro_batch, CrossEntropy(*loss)), [*model.parameters()], 2e-5
+    )
 
 
-def whole_of(model: Decoder, part: Batch, loss: CrossEntropy) -> Tensor:
-    targets = part.targets.flatten()
-    learnt = targets != IGNORE
-    logits = model(part.tokens, part.positions, part.layout).flatten(0, 1)
-    plain = F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum")
+def full_loss(model: Decoder, micro_batch: Batch, loss: CrossEntropy) -> Tensor:
+    targets = micro_batch.targets.flatten()
+    is_target = targets != IGNORE
+    logits = model(micro_batch.tokens, micro_batch.positions, micro_batch.layout).flatten(0, 1)
+    torch_loss = F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum")
     terms = CrossEntropyTerms(smoothing=loss.label_smoothing, z_loss=loss.z_loss)
-    exact = each(terms, logits[learnt], targets[learnt]).sum()
-    assert loss.label_smoothing or loss.z_loss or plain.item() == pytest.approx(exact.item(), rel=1e-5)
-    return exact
+    expected = token_loss_reference(terms, logits[is_target], targets[is_target]).sum()
+    assert loss.label_smoothing or loss.z_loss or torch_loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    return expected
 
 
-def test_the_scale_of_a_gradient_is_not_rounded_to_bf16() -> None:
+def test_gradient_scale_is_not_rounded_to_bf16() -> None:
     grad, scale = torch.randn(5000, 3).bfloat16(), torch.tensor(1 / 300)
     assert scale.bfloat16().float() != scale
     assert torch.equal(cross_entropy.scaled(grad.clone(), scale), (grad.double() / 300).bfloat16())
@@ -484,37 +519,37 @@ def test_the_scale_of_a_gradient_is_not_rounded_to_bf16() -> None:
 
 @pytest.mark.parametrize(("count", "vocab"), [(0, 50), (1, 50), (64, 50), (2048, 49152), (2049, 49152), (500, 2**40)])
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
-def test_chunks_are_alike_and_have_room(count: int, vocab: int, dtype: torch.dtype) -> None:
+def test_chunks_have_equal_size_within_the_limit(count: int, vocab: int, dtype: torch.dtype) -> None:
     like = torch.empty(0, dtype=dtype)
     size, multiple = cross_entropy.chunk(count, vocab, like), cross_entropy.MULTIPLE
     assert size % multiple == 0
     assert size <= multiple or size * vocab * like.itemsize <= cross_entropy.ROOM["cpu"]
     assert 0 < size < max(count, 1) + multiple
-    assert -(-count // size) * (size - multiple) < max(count, 1), "smaller ones would not do"
+    assert -(-count // size) * (size - multiple) < max(count, 1), "smaller chunks would not do"
 
 
-class Counted:
-    """Of 97 ids, one rank's: what it asks of the others is counted, and left as it is."""
+class CountingSharding:
+    """Sharding of 97 token ids on one of two ranks that counts collectives and returns their input."""
 
-    total, most = 97, 49
+    total, max_size = 97, 49
 
     def __init__(self) -> None:
-        self.start, self.asked = 0, 0
+        self.start, self.num_collectives = 0, 0
 
-    def add(self, x: Tensor) -> Tensor:
-        self.asked += 1
+    def all_reduce_sum(self, x: Tensor) -> Tensor:
+        self.num_collectives += 1
         return x
 
-    largest = whole = add
+    all_reduce_max = all_gather = all_reduce_sum
 
 
-def test_ranks_with_parts_of_other_sizes_ask_as_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    room = 48 * 4 * 2 * cross_entropy.MULTIPLE  # for twice as many tokens where there are 48 ids as where there are 49
-    monkeypatch.setitem(cross_entropy.ROOM, "cpu", room)
-    hidden, targets, shares = torch.randn(128, 8), torch.randint(97, (128,)), []
+def test_ranks_with_different_shards_use_the_same_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
+    limit = 48 * 4 * 2 * cross_entropy.MULTIPLE  # twice as many tokens with 48 ids as with 49
+    monkeypatch.setitem(cross_entropy.ROOM, "cpu", limit)
+    hidden, targets, shardings = torch.randn(128, 8), torch.randint(97, (128,)), []
     for ids in (49, 48):
-        head, share = head_of(8, ids).requires_grad_(False), Counted()
-        head.share = share  # type: ignore[assignment]
-        linear_cross_entropy(hidden, targets, head, CrossEntropyTerms(share=share))
-        shares.append(share)
-    assert shares[0].asked == shares[1].asked > 2
+        head, sharding = make_head(8, ids).requires_grad_(False), CountingSharding()
+        head.vocab_shard = sharding  # type: ignore[assignment]
+        linear_cross_entropy(hidden, targets, head, CrossEntropyTerms(share=sharding))
+        shardings.append(sharding)
+    assert shardings[0].num_collectives == shardings[1].num_collectives > 2

@@ -1,4 +1,4 @@
-"""The gated delta rule against its recurrence in float64, in every form it takes; the convolution against torch's."""
+"""The gated delta rule equals its float64 recurrence in every variant, and the short convolution equals torch's."""
 
 from collections.abc import Callable
 
@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule as theirs
 
-from tests.checkpoints import error
+from tests.checkpoints import relative_error
 from tunekit.kernels import gated_delta_rule as delta
 from tunekit.kernels.gated_delta_rule import (
     CHUNK,
@@ -22,7 +22,7 @@ from tunekit.kernels.gated_delta_rule import (
 from tunekit.kernels.sequence_layout import SequenceLayout
 
 LENGTHS = [1, 2, 5, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 3]
-# Documents of three rows of 50 tokens: whole rows, short ones, over the ends of rows and of chunks, single tokens.
+# Documents of three rows of 50 tokens: full rows, short ones, across the ends of rows and chunks, single tokens.
 BOUNDS = [[0, 50, 100, 150], [0, 150], [0, 1, 2, 50, 57, 100, 149, 150], [0, 30, 64, 65, 129, 150], [*range(151)]]
 
 
@@ -30,7 +30,9 @@ def layout_of(bounds: list[int] | None) -> SequenceLayout | None:
     return None if bounds is None else SequenceLayout(torch.tensor(bounds, dtype=torch.int32))
 
 
-def made(rows: int, length: int, heads: tuple[int, int] = (2, 6), k_dim: int = 8, v_dim: int = 10) -> list[Tensor]:
+def make_inputs(
+    rows: int, length: int, heads: tuple[int, int] = (2, 6), k_dim: int = 8, v_dim: int = 10
+) -> list[Tensor]:
     torch.manual_seed(length)
     k_heads, v_heads = heads
     q, k = torch.randn(2, rows, length, k_heads, k_dim)
@@ -38,129 +40,129 @@ def made(rows: int, length: int, heads: tuple[int, int] = (2, 6), k_dim: int = 8
     return [x.requires_grad_() for x in (q, k, v, decay, torch.rand(rows, length, v_heads))]
 
 
-def plain(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Token by token as the paper writes it, for one row (S, H, ...) and states (H, V, K), in float64."""
+def recurrence(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """The recurrence of the paper in float64, for one row (S, H, ...) and states (H, V, K)."""
     q, k, v, decay, beta = (x.double() for x in (q, k, v, decay, beta))
     q, k = (F.normalize(x, dim=-1).repeat_interleave(v.shape[1] // x.shape[1], dim=1) for x in (q, k))
-    one, state, answers = torch.eye(k.shape[-1], dtype=torch.float64), state.double(), []
+    identity, state, answers = torch.eye(k.shape[-1], dtype=torch.float64), state.double(), []
     for t in range(len(v)):
-        share = beta[t, :, None, None]
-        state = decay[t].exp()[:, None, None] * state @ (one - share * k[t, :, :, None] * k[t, :, None])
-        state = state + share * v[t, :, :, None] * k[t, :, None]
+        step_size = beta[t, :, None, None]
+        state = decay[t].exp()[:, None, None] * state @ (identity - step_size * k[t, :, :, None] * k[t, :, None])
+        state = state + step_size * v[t, :, :, None] * k[t, :, None]
         answers.append((state @ q[t, :, :, None])[..., 0] * k.shape[-1] ** -0.5)
     return torch.stack(answers), state
 
 
-def truth(inputs: list[Tensor], bounds: list[int], states: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Every document alone: answers (B, S, H, V), and the last state of each document (documents, H, K, V)."""
+def expected_results(inputs: list[Tensor], bounds: list[int], states: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Each document separately: answers (B, S, H, V), and the last state of each document (documents, H, K, V)."""
     flat, (heads, v_dim) = [x.flatten(0, 1) for x in inputs], inputs[2].shape[2:]
     if states is None:
         states = torch.zeros(len(bounds) - 1, heads, inputs[1].shape[-1], v_dim)
     spans = zip(bounds, bounds[1:], states.mT, strict=False)
-    pairs = [plain(*(x[first:last] for x in flat), state) for first, last, state in spans]
+    pairs = [recurrence(*(x[first:last] for x in flat), state) for first, last, state in spans]
     return torch.cat([y for y, _ in pairs]).view_as(inputs[2]), torch.stack([state.mT for _, state in pairs])
 
 
-def same(mine: Tensor, wanted: Tensor, inputs: list[Tensor], tolerance: float = 1e-5) -> None:
-    """Values and gradients agree."""
-    weight = torch.randn_like(wanted)
-    found, expected = (torch.autograd.grad((y * weight).sum(), inputs, retain_graph=True) for y in (mine, wanted))
-    assert error(mine.double(), wanted) < tolerance
-    for a, b in zip(found, expected, strict=True):
+def assert_same(actual: Tensor, expected_y: Tensor, inputs: list[Tensor], tolerance: float = 1e-5) -> None:
+    """Assert that values and gradients agree."""
+    weight = torch.randn_like(expected_y)
+    grads, expected = (torch.autograd.grad((y * weight).sum(), inputs, retain_graph=True) for y in (actual, expected_y))
+    assert relative_error(actual.double(), expected_y) < tolerance
+    for a, b in zip(grads, expected, strict=True):
         assert a.isfinite().all()
-        # The first token forgets nothing: there a gradient may be zero as a whole.
-        assert error(a.double(), b.double()) < tolerance or max(a.abs().max(), b.abs().max()) < 1e-6
+        # The first token decays no state: there a gradient may be zero.
+        assert relative_error(a.double(), b.double()) < tolerance or max(a.abs().max(), b.abs().max()) < 1e-6
 
 
 @pytest.mark.parametrize("heads", [(2, 6), (3, 3), (1, 4)])
 @pytest.mark.parametrize("length", LENGTHS)
-def test_rows(length: int, heads: tuple[int, int]) -> None:
-    inputs = made(2, length, heads)
-    found, wanted = gated_delta_rule(*inputs), truth(inputs, [0, length, 2 * length])
-    same(found[0], wanted[0], inputs)
-    same(found[1], wanted[1], inputs[1:])
+def test_rows_equal_recurrence(length: int, heads: tuple[int, int]) -> None:
+    inputs = make_inputs(2, length, heads)
+    actual, expected = gated_delta_rule(*inputs), expected_results(inputs, [0, length, 2 * length])
+    assert_same(actual[0], expected[0], inputs)
+    assert_same(actual[1], expected[1], inputs[1:])
 
 
 @pytest.mark.parametrize("bounds", BOUNDS)
-def test_documents_begin_anew(bounds: list[int]) -> None:
-    inputs = made(3, 50)
-    found, state = gated_delta_rule(*inputs, layout=layout_of(bounds))
-    wanted, states = truth(inputs, bounds)
-    same(found, wanted, inputs)
-    assert error(state[0].double(), states[-1]) < 1e-5
+def test_documents_start_from_a_zero_state(bounds: list[int]) -> None:
+    inputs = make_inputs(3, 50)
+    actual, state = gated_delta_rule(*inputs, layout=layout_of(bounds))
+    expected, states = expected_results(inputs, bounds)
+    assert_same(actual, expected, inputs)
+    assert relative_error(state[0].double(), states[-1]) < 1e-5
 
 
 @pytest.mark.parametrize("length", LENGTHS)
-def test_states_go_on(length: int) -> None:
-    """From a state, in one pass or two; the gradient reaches the state."""
-    inputs, state = made(2, length), torch.randn(2, 6, 8, 10, requires_grad=True)
-    wanted, last = truth(inputs, [0, length, 2 * length], state)
+def test_state_is_continued(length: int) -> None:
+    """Starting from a state, in one pass or two. The gradient reaches the state."""
+    inputs, state = make_inputs(2, length), torch.randn(2, 6, 8, 10, requires_grad=True)
+    expected, last = expected_results(inputs, [0, length, 2 * length], state)
     answers, end = gated_delta_rule(*inputs, state=state)
-    same(answers, wanted, [*inputs, state])
+    assert_same(answers, expected, [*inputs, state])
     half, answers = length // 2, []
-    for part in (slice(half), slice(half, None)):
-        if inputs[0][:, part].numel():
-            y, state = gated_delta_rule(*(x[:, part] for x in inputs), state=state)
+    for tokens in (slice(half), slice(half, None)):
+        if inputs[0][:, tokens].numel():
+            y, state = gated_delta_rule(*(x[:, tokens] for x in inputs), state=state)
             answers.append(y)
-    assert error(torch.cat(answers, dim=1).double(), wanted) < 1e-5
-    assert error(end.double(), last) < 1e-5
-    assert error(state.double(), last) < 1e-5
+    assert relative_error(torch.cat(answers, dim=1).double(), expected) < 1e-5
+    assert relative_error(end.double(), last) < 1e-5
+    assert relative_error(state.double(), last) < 1e-5
 
 
 @pytest.mark.parametrize("decay", [0.0, -1e-6, -30.0, -100.0, -1e4, -1e30])
 def test_extreme_decays(decay: float) -> None:
-    """Now and then all is forgotten, and what comes behind is as exact as ever; or nothing is, and all adds up."""
-    inputs = made(1, 100)
+    """Sometimes everything decays and later tokens are as exact as before, or nothing decays and everything adds up."""
+    inputs = make_inputs(1, 100)
     with torch.no_grad():
         inputs[3][:, ::7] = decay
         inputs[3][..., 0] = decay
         inputs[4][..., 1] = 1
         inputs[4][..., 2] = 0
-    same(gated_delta_rule(*inputs)[0], truth(inputs, [0, 100])[0], inputs)
+    assert_same(gated_delta_rule(*inputs)[0], expected_results(inputs, [0, 100])[0], inputs)
 
 
-def test_keys_that_repeat() -> None:
-    """The hardest system to solve: all keys are one, and each value takes the place of the one before."""
-    inputs = made(1, CHUNK)
+def test_repeated_keys() -> None:
+    """The worst-conditioned system: all keys are equal, and each value replaces the previous one."""
+    inputs = make_inputs(1, CHUNK)
     with torch.no_grad():
         inputs[1][:] = inputs[1][:, :1].clone()
         inputs[3].zero_(), inputs[4].fill_(1)
-    assert error(gated_delta_rule(*inputs)[0].double(), truth(inputs, [0, CHUNK])[0]) < 1e-5
+    assert relative_error(gated_delta_rule(*inputs)[0].double(), expected_results(inputs, [0, CHUNK])[0]) < 1e-5
 
 
 @pytest.mark.parametrize("rule", [chunked, batched])
 @pytest.mark.parametrize("length", [1, CHUNK, 2 * CHUNK + 9])
-def test_chunks_are_the_recurrence(rule: Callable, length: int) -> None:
-    """Values, states and gradients of both forms, in float64."""
-    q, k, v, decay, beta = (x.detach().double() for x in made(2, length))
+def test_chunked_rules_equal_recurrence(rule: Callable, length: int) -> None:
+    """Values, states and gradients of both implementations, in float64."""
+    q, k, v, decay, beta = (x.detach().double() for x in make_inputs(2, length))
     decay[:, ::50] = float("-inf")  # the start of a document
     state = torch.randn(2, 2, 3, 8, 10, dtype=torch.float64)
     inputs = unit(q).double(), unit(k).double(), *(x.unflatten(2, (2, 3)) for x in (v, decay, beta)), state
     inputs = [x.detach().clone().requires_grad_() for x in inputs]
-    found, wanted = rule(*inputs), recurrent(*inputs)
-    weights = [torch.randn_like(x) for x in wanted]
-    grads = [torch.autograd.grad(outputs, inputs, weights) for outputs in (found, wanted)]
-    for a, b in zip((*found, *grads[0]), (*wanted, *grads[1]), strict=True):
+    actual, expected = rule(*inputs), recurrent(*inputs)
+    weights = [torch.randn_like(x) for x in expected]
+    grads = [torch.autograd.grad(outputs, inputs, weights) for outputs in (actual, expected)]
+    for a, b in zip((*actual, *grads[0]), (*expected, *grads[1]), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-10)
 
 
 @pytest.mark.parametrize("decay", [0.0, -30.0, -1e4, -1e30])
 def test_batched_chunks_survive_extreme_decays(decay: float) -> None:
-    q, k, v, fading, beta = made(1, 200)
+    q, k, v, decays, beta = make_inputs(1, 200)
     with torch.no_grad():
-        fading[:, ::7] = decay
-        fading[..., 0] = decay
+        decays[:, ::7] = decay
+        decays[..., 0] = decay
         k[:, 70:90] = k[:, 70:71].clone()
-    inputs = unit(q), unit(k), *(x.unflatten(2, (2, 3)) for x in (v, fading, beta)), torch.randn(1, 2, 3, 8, 10)
+    inputs = unit(q), unit(k), *(x.unflatten(2, (2, 3)) for x in (v, decays, beta)), torch.randn(1, 2, 3, 8, 10)
     inputs = [x.detach().requires_grad_() for x in inputs]
-    found, wanted = batched(*inputs), recurrent(*(x.double() for x in inputs))
-    grads = [torch.autograd.grad(outputs[0].sum(), inputs) for outputs in (found, wanted)]
-    for a, b in zip((*found, *grads[0]), (*wanted, *grads[1]), strict=True):
+    actual, expected = batched(*inputs), recurrent(*(x.double() for x in inputs))
+    grads = [torch.autograd.grad(outputs[0].sum(), inputs) for outputs in (actual, expected)]
+    for a, b in zip((*actual, *grads[0]), (*expected, *grads[1]), strict=True):
         assert (a - b).norm() <= 1e-5 * b.norm()
 
 
 def fla_contract(q, k, v, g, beta, **options) -> tuple[Tensor, Tensor]:  # noqa: ANN001
-    """The documented contract of flash-linear-attention: heads as many as of values, a state for each document."""
+    """Documented contract of flash-linear-attention: as many heads as values have, and a state per document."""
     assert q.shape[2] == k.shape[2] == v.shape[2] and options["use_qk_l2norm_in_kernel"]
     bounds = options["cu_seqlens"]
     if bounds is None:
@@ -171,22 +173,22 @@ def fla_contract(q, k, v, g, beta, **options) -> tuple[Tensor, Tensor]:  # noqa:
 
 
 @pytest.mark.parametrize("bounds", [None, [0, 30, 64, 65, 129, 150]])
-def test_flash_linear_attention_is_called_with_our_meaning(bounds: list[int] | None) -> None:
-    inputs = made(3, 50)
+def test_flash_linear_attention_is_called_with_its_contract(bounds: list[int] | None) -> None:
+    inputs = make_inputs(3, 50)
     layout = layout_of(bounds)
     state = torch.randn(3, 6, 8, 10) if bounds is None else None
-    wanted, last = gated_delta_rule(*inputs, layout=layout, state=state)
-    found, end = delta.run_fla(fla_contract, tuple(inputs), layout, state)
-    assert error(end, last) < 1e-5
-    same(found, wanted.double(), inputs)
+    expected, last = gated_delta_rule(*inputs, layout=layout, state=state)
+    actual, end = delta.run_fla(fla_contract, tuple(inputs), layout, state)
+    assert relative_error(end, last) < 1e-5
+    assert_same(actual, expected.double(), inputs)
 
 
-@pytest.mark.parametrize("works", [True, False])
-def test_flash_linear_attention_needs_triton(works: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is used where our own Triton kernels are, and there for half precision and more than one token."""
-    monkeypatch.setattr(delta, "uses_triton", lambda x: works)
+@pytest.mark.parametrize("has_triton", [True, False])
+def test_flash_linear_attention_needs_triton(has_triton: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is used if our Triton kernels are, for half precision and more than one token."""
+    monkeypatch.setattr(delta, "uses_triton", lambda x: has_triton)
     values = torch.ones(1, 2, 1, 4)
-    assert delta.is_supported_by_fla(values.bfloat16()) == works
+    assert delta.is_supported_by_fla(values.bfloat16()) == has_triton
     assert not delta.is_supported_by_fla(values) and not delta.is_supported_by_fla(values[:, :1].bfloat16())
 
 
@@ -198,43 +200,43 @@ def test_bounds_are_copied_once_and_are_no_inference_tensors() -> None:
     assert not any(t.is_inference() for t in first)
 
 
-def test_what_transformers_computes() -> None:
-    inputs = made(2, 70)
+def test_results_equal_transformers() -> None:
+    inputs = make_inputs(2, 70)
     q, k, v, *gates = inputs
     groups = v.shape[2] // k.shape[2]
-    wide = (t.repeat_interleave(groups, dim=2) for t in (q, k))  # which transformers 5.17 leaves to its caller
-    wanted, last = theirs(*wide, v, *gates, use_qk_l2norm_in_kernel=True, output_final_state=True)
-    found, state = gated_delta_rule(*inputs)
-    same(found, wanted.double(), inputs)
-    assert error(state, last) < 1e-5
+    repeated = (t.repeat_interleave(groups, dim=2) for t in (q, k))  # transformers 5.17 leaves this to its caller
+    expected, last = theirs(*repeated, v, *gates, use_qk_l2norm_in_kernel=True, output_final_state=True)
+    actual, state = gated_delta_rule(*inputs)
+    assert_same(actual, expected.double(), inputs)
+    assert relative_error(state, last) < 1e-5
 
 
-def test_bf16_goes_in_and_out_and_fp32_is_between() -> None:
-    inputs = [x.detach().bfloat16() for x in made(2, 70)]
-    found, state = gated_delta_rule(*inputs)
-    assert (found.dtype, state.dtype) == (torch.bfloat16, torch.float32)
-    wanted, last = gated_delta_rule(*(x.float() for x in inputs))
-    assert torch.equal(found, wanted.bfloat16())
+def test_bf16_inputs_are_computed_in_fp32() -> None:
+    inputs = [x.detach().bfloat16() for x in make_inputs(2, 70)]
+    actual, state = gated_delta_rule(*inputs)
+    assert (actual.dtype, state.dtype) == (torch.bfloat16, torch.float32)
+    expected, last = gated_delta_rule(*(x.float() for x in inputs))
+    assert torch.equal(actual, expected.bfloat16())
     assert torch.equal(state, last)
 
 
 @pytest.mark.parametrize("width", [1, 2, 4])
 @pytest.mark.parametrize("bounds", [None, *BOUNDS])
-def test_convolution(bounds: list[int] | None, width: int) -> None:
-    """Each document alone through torch's convolution."""
+def test_convolution_equals_torch(bounds: list[int] | None, width: int) -> None:
+    """Apply torch's convolution to each document separately."""
     torch.manual_seed(0)
     x, weight = torch.randn(3, 50, 7, requires_grad=True), torch.randn(7, width, requires_grad=True)
 
-    def alone(part: Tensor) -> Tensor:
-        y = F.conv1d(F.pad(part.double().T, (width - 1, 0))[None], weight.double()[:, None], groups=7)
+    def convolve(document: Tensor) -> Tensor:
+        y = F.conv1d(F.pad(document.double().T, (width - 1, 0))[None], weight.double()[:, None], groups=7)
         return F.silu(y)[0].T
 
     lengths = torch.tensor(bounds or BOUNDS[0]).diff().tolist()
-    wanted = torch.cat([alone(part) for part in x.flatten(0, 1).split(lengths)]).view(3, 50, 7)
-    same(short_convolution(x, weight, layout_of(bounds)), wanted, [x, weight])
+    expected = torch.cat([convolve(document) for document in x.flatten(0, 1).split(lengths)]).view(3, 50, 7)
+    assert_same(short_convolution(x, weight, layout_of(bounds)), expected, [x, weight])
 
 
-def test_convolution_goes_on() -> None:
+def test_convolution_continues_from_previous_tokens() -> None:
     x, weight = torch.randn(2, 9, 5), torch.randn(5, 4)
-    whole = short_convolution(x, weight)
-    assert error(short_convolution(x[:, 6:], weight, before=x[:, 3:6]), whole[:, 6:]) < 1e-6
+    expected = short_convolution(x, weight)
+    assert relative_error(short_convolution(x[:, 6:], weight, before=x[:, 3:6]), expected[:, 6:]) < 1e-6

@@ -1,23 +1,23 @@
-"""Products of rows with the weights of their experts, against one product a row in float64."""
+"""Grouped matmuls of expert weights equal float64 matmuls of single rows."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.checkpoints import error
-from tests.interpreter import needs_loops
+from tests.checkpoints import relative_error
+from tests.interpreter import requires_interpreter_loops
 from tunekit.kernels import grouped_mm as experts
 from tunekit.kernels.grouped_mm import copy_by_expert, fits, grouped_mm, invert, permute_rows, reference
 
 ROWS = {"some": [3, 1, 5, 2], "gaps": [0, 4, 0, 7], "one": [0, 0, 11, 0], "first": [11, 0, 0, 0], "last": [0, 0, 0, 11]}
-FITTING, ODD = (16, 24), (7, 5)  # widths of rows that torch's grouped product takes, and others
+FITTING, ODD = (16, 24), (7, 5)  # row widths that torch's grouped_mm supports, and others
 FP32, BF16 = torch.float32, torch.bfloat16
 KERNEL = experts
 
 
-def made(rows: list[int], widths: tuple[int, int], x: torch.dtype, weight: torch.dtype) -> list[Tensor]:
-    """Rows, weights and biases with gradients, and the sizes."""
+def make_inputs(rows: list[int], widths: tuple[int, int], x: torch.dtype, weight: torch.dtype) -> list[Tensor]:
+    """Rows, weights and biases with gradients, and the group sizes."""
     inner, outer = widths
     torch.manual_seed(0)
     numbers = torch.randn(sum(rows), inner).to(x), torch.randn(len(rows), outer, inner).to(weight)
@@ -26,7 +26,7 @@ def made(rows: list[int], widths: tuple[int, int], x: torch.dtype, weight: torch
 
 
 def results(product, x: Tensor, weight: Tensor, bias: Tensor, sizes: Tensor) -> list[Tensor]:
-    """What comes out, and the gradients of x, weight and bias."""
+    """Output, and gradients of x, weight and bias."""
     y = product(x, weight, sizes, bias)
     grad = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y.dtype)
     return [y.detach(), *torch.autograd.grad(y, (x, weight, bias), grad)]
@@ -39,45 +39,47 @@ def row_by_row(x: Tensor, weight: Tensor, sizes: Tensor, bias: Tensor) -> Tensor
 
 @pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
 @pytest.mark.parametrize("widths", [FITTING, ODD], ids=["fitting", "odd"])
-@pytest.mark.parametrize(("kind", "kept"), [(FP32, FP32), (BF16, BF16), (FP32, BF16), (BF16, FP32)], ids=str)
+@pytest.mark.parametrize(("x_dtype", "weight_dtype"), [(FP32, FP32), (BF16, BF16), (FP32, BF16), (BF16, FP32)], ids=str)
 @pytest.mark.parametrize("product", [grouped_mm, reference])
-def test_products_and_gradients(product, kind, kept, widths: tuple[int, int], rows: list[int]) -> None:
-    x, weight, bias, sizes = made(rows, widths, kind, kept)
-    assert fits(x, weight) == (widths == FITTING and kind == kept)
-    exact = [t.detach().double().requires_grad_() for t in (x, weight.to(kind), bias.to(kind))]
-    wanted = results(row_by_row, *exact, sizes)
-    found = results(product, x, weight, bias, sizes)
-    assert [t.dtype for t in found] == [kind, kind, kept, kept]
-    for a, b in zip(found, wanted, strict=True):
-        assert error(a.double(), b) < (1e-2 if BF16 in (kind, kept) else 1e-6)
+def test_products_and_gradients_equal_float64(
+    product, x_dtype, weight_dtype, widths: tuple[int, int], rows: list[int]
+) -> None:
+    x, weight, bias, sizes = make_inputs(rows, widths, x_dtype, weight_dtype)
+    assert fits(x, weight) == (widths == FITTING and x_dtype == weight_dtype)
+    exact = [t.detach().double().requires_grad_() for t in (x, weight.to(x_dtype), bias.to(x_dtype))]
+    expected = results(row_by_row, *exact, sizes)
+    actual = results(product, x, weight, bias, sizes)
+    assert [t.dtype for t in actual] == [x_dtype, x_dtype, weight_dtype, weight_dtype]
+    for a, b in zip(actual, expected, strict=True):
+        assert relative_error(a.double(), b) < (1e-2 if BF16 in (x_dtype, weight_dtype) else 1e-6)
 
 
 @pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
-def test_experts_without_rows_get_no_gradient_from_memory(rows: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on GPUs whose kernels leave the products of empty groups as they find them."""
-    x, weight, bias, sizes = made(rows, FITTING, FP32, FP32)
-    wanted = results(grouped_mm, x, weight, bias, sizes)
-    plain = F.grouped_mm
+def test_gradients_of_empty_experts_are_zero(rows: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some GPU kernels leave the output of empty groups uninitialized."""
+    x, weight, bias, sizes = make_inputs(rows, FITTING, FP32, FP32)
+    expected = results(grouped_mm, x, weight, bias, sizes)
+    torch_grouped_mm = F.grouped_mm
 
-    def careless(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
-        y = plain(a, b, offs=offs)
+    def uninitialized_grouped_mm(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
+        y = torch_grouped_mm(a, b, offs=offs)
         return y if y.ndim == 2 else y.masked_fill((sizes == 0)[:, None, None], float("nan"))
 
-    monkeypatch.setattr(experts.F, "grouped_mm", careless)
+    monkeypatch.setattr(experts.F, "grouped_mm", uninitialized_grouped_mm)
     monkeypatch.setattr(experts, "CLEAN", set())
-    for a, b in zip(results(grouped_mm, x, weight, bias, sizes), wanted, strict=True):
+    for a, b in zip(results(grouped_mm, x, weight, bias, sizes), expected, strict=True):
         assert torch.equal(a, b)
 
 
-def test_frozen_weights_cost_no_gradient() -> None:
-    x, weight, bias, sizes = made(ROWS["gaps"], FITTING, FP32, FP32)
+def test_frozen_weights_have_no_gradient() -> None:
+    x, weight, bias, sizes = make_inputs(ROWS["gaps"], FITTING, FP32, FP32)
     y = grouped_mm(x, weight.requires_grad_(False), sizes, bias.requires_grad_(False))
     assert [step is None for step, _ in y.grad_fn.next_functions] == [False, True, True, True]
     y.sum().backward()
-    assert error(x.grad, weight.sum(1)[torch.tensor([1] * 4 + [3] * 7)]) < 1e-6
+    assert relative_error(x.grad, weight.sum(1)[torch.tensor([1] * 4 + [3] * 7)]) < 1e-6
 
 
-def test_sorted_rows_and_their_gradient() -> None:
+def test_permuted_rows_and_their_gradient() -> None:
     x, grad = torch.randn(9, 4, requires_grad=True), torch.randn(9, 4)
     order = torch.randperm(9)
     y = permute_rows(x, order, order.argsort())
@@ -87,42 +89,42 @@ def test_sorted_rows_and_their_gradient() -> None:
 
 
 @pytest.mark.parametrize("copies", [1, 3])
-def test_copied_rows_are_repeated_and_sorted_rows(copies: int) -> None:
-    """Bit for bit, and so is the gradient."""
+def test_copied_rows_equal_repeated_and_permuted_rows(copies: int) -> None:
+    """Values and gradients are equal bit for bit."""
     x, grad, order = torch.randn(7, 4).bfloat16().requires_grad_(), torch.randn(7 * copies, 4).bfloat16(), None
     order = torch.randperm(7 * copies)
     assert torch.equal(invert(order), order.argsort())
-    wanted = permute_rows(x.repeat_interleave(copies, dim=0), order, order.argsort())
-    found = copy_by_expert(x, order, invert(order), copies)
-    assert torch.equal(found, wanted)
-    assert torch.equal(*(torch.autograd.grad(y, x, grad)[0] for y in (found, wanted)))
+    expected = permute_rows(x.repeat_interleave(copies, dim=0), order, order.argsort())
+    actual = copy_by_expert(x, order, invert(order), copies)
+    assert torch.equal(actual, expected)
+    assert torch.equal(*(torch.autograd.grad(y, x, grad)[0] for y in (actual, expected)))
 
 
-@needs_loops
+@requires_interpreter_loops
 @pytest.mark.parametrize("rows", [[70, 0, 1, 64, 0], [0, 0, 130], [0, 3], [1] * 9], ids=str)
 @pytest.mark.parametrize("widths", [(16, 24), (136, 72)], ids=str)
-def test_kernels_for_older_gpus_are_the_products(rows: list[int], widths: tuple[int, int], interpreted) -> None:
-    x, weight, _, sizes = (t.detach() for t in made(rows, widths, FP32, FP32))
+def test_interpreted_kernels_equal_products(rows: list[int], widths: tuple[int, int], interpreted) -> None:
+    x, weight, _, sizes = (t.detach() for t in make_inputs(rows, widths, FP32, FP32))
     ends = experts.ends(sizes)
-    wanted = row_by_row(x, weight, sizes, torch.zeros(weight.shape[:2]))
-    assert error(interpreted.grouped_product(x, weight.mT, ends), wanted) < 1e-6
-    back = torch.cat([part @ w for part, w in zip(wanted.split(rows), weight, strict=True)])
-    assert error(interpreted.grouped_product(wanted, weight, ends), back) < 1e-6
-    outer = torch.stack([a.T @ b for a, b in zip(wanted.split(rows), x.split(rows), strict=True)])
-    assert error(interpreted.grouped_outer(wanted, x, ends), outer) < 1e-6
+    expected = row_by_row(x, weight, sizes, torch.zeros(weight.shape[:2]))
+    assert relative_error(interpreted.grouped_product(x, weight.mT, ends), expected) < 1e-6
+    expected_grad = torch.cat([part @ w for part, w in zip(expected.split(rows), weight, strict=True)])
+    assert relative_error(interpreted.grouped_product(expected, weight, ends), expected_grad) < 1e-6
+    outer = torch.stack([a.T @ b for a, b in zip(expected.split(rows), x.split(rows), strict=True)])
+    assert relative_error(interpreted.grouped_outer(expected, x, ends), outer) < 1e-6
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
-def test_a_gpu_gives_the_same_and_the_host_never_waits(rows: list[int]) -> None:
-    x, weight, bias, sizes = (t.detach().cuda() for t in made(rows, FITTING, BF16, BF16))
+def test_gpu_equals_reference_without_synchronization(rows: list[int]) -> None:
+    x, weight, bias, sizes = (t.detach().cuda() for t in make_inputs(rows, FITTING, BF16, BF16))
     inputs = [t.requires_grad_() for t in (x, weight, bias)]
     assert fits(x, weight)
     torch.cuda.set_sync_debug_mode("error")
     y = grouped_mm(x, weight, sizes, bias)
     grads = torch.autograd.grad(y, inputs, torch.ones_like(y))
     torch.cuda.set_sync_debug_mode("default")
-    wanted = reference(*(t.detach().cpu().float().requires_grad_() for t in (x, weight)), sizes.cpu(), bias.cpu())
-    assert error(y.detach().cpu().float(), wanted.detach()) < 1e-2
-    assert error(grads[2].cpu().float(), sizes.cpu()[:, None].expand(-1, FITTING[1]).float()) < 1e-2
+    expected = reference(*(t.detach().cpu().float().requires_grad_() for t in (x, weight)), sizes.cpu(), bias.cpu())
+    assert relative_error(y.detach().cpu().float(), expected.detach()) < 1e-2
+    assert relative_error(grads[2].cpu().float(), sizes.cpu()[:, None].expand(-1, FITTING[1]).float()) < 1e-2

@@ -1,4 +1,4 @@
-"""Products of a few rows against float64, and beside those of torch."""
+"""Matmuls of a few rows equal float64 and torch."""
 
 import pytest
 import torch
@@ -15,31 +15,31 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("shape", [(1, 1), (3, 31), (33, 32), (70, 577), (300, 200)])
 @pytest.mark.parametrize("rows", [(1,), (2, 1), (3, 1), (2, 2), (5,), (6,), (7,), (8,), (9,)], ids=str)
-def test_products(rows: tuple[int, ...], shape: tuple[int, int], bias: bool) -> None:
+def test_products_equal_float64(rows: tuple[int, ...], shape: tuple[int, int], bias: bool) -> None:
     weight, x, b = random(*shape), random(*rows, shape[1], seed=1), random(shape[0], seed=2) if bias else None
-    wanted = F.linear(x.double(), weight.double(), None if b is None else b.double())
+    expected = F.linear(x.double(), weight.double(), None if b is None else b.double())
     with torch.no_grad():
-        found = gemv.gemv(x, weight, b)
-    assert found.shape == wanted.shape and found.dtype == torch.bfloat16
+        actual = gemv.gemv(x, weight, b)
+    assert actual.shape == expected.shape and actual.dtype == torch.bfloat16
     scale = x.double().norm(dim=-1, keepdim=True) * weight.double().norm(dim=-1)
-    assert ((found - wanted).abs() <= 2**-8 * wanted.abs() + 1e-6 * scale).all()
+    assert ((actual - expected).abs() <= 2**-8 * expected.abs() + 1e-6 * scale).all()
 
 
-def test_parts_of_larger_tensors() -> None:
+def test_strided_tensors() -> None:
     weight, x = random(40, 96)[::2, 3:70], random(4, 200)[:, 5:72]
     with torch.no_grad():
         torch.testing.assert_close(gemv.gemv(x, weight), F.linear(x, weight))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.half], ids=str)
-def test_others_are_those_of_torch(dtype: torch.dtype) -> None:
+def test_other_dtypes_equal_torch(dtype: torch.dtype) -> None:
     weight, x = random(5, 64).to(dtype), random(2, 64).to(dtype)
     with torch.no_grad():
         assert torch.equal(gemv.gemv(x, weight), F.linear(x, weight))
         assert gemv.gemv(x[:0], weight).shape == (0, 5)
 
 
-def test_gradients_are_those_of_torch() -> None:
+def test_gradients_equal_torch() -> None:
     weight, x = random(5, 64).requires_grad_(), random(2, 64).requires_grad_()
     gemv.gemv(x, weight).sum().backward()
     assert torch.equal(x.grad, weight.sum(0).expand_as(x)) and weight.grad is not None

@@ -1,4 +1,4 @@
-"""Layers and their low-rank updates as one operation, against the same formula in float64."""
+"""Linear layers with LoRA as one operation equal the float64 formula."""
 
 from collections.abc import Iterator, Sequence
 from itertools import chain
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
-from tests.checkpoints import error
+from tests.checkpoints import relative_error
 from tunekit.adapters.config import DoRAConfig, LoRAConfig
 from tunekit.distributed.fsdp import shard_module
 from tunekit.kernels import lora
@@ -33,10 +33,10 @@ ADAPTERS = {
 FORMATS = {"plain": NoQuantization(), "nf4": NF4Config(), "nested": NF4Config(double_quant=True)}
 
 
-def layers_of(
+def make_layers(
     adapter: LoRAConfig, weights: NoQuantization, dtype: torch.dtype, count: int, bias: bool = True
 ) -> Sequence[Linear]:
-    """Layers with a frozen weight in `dtype`, fp32 updates that are not zero, and trained biases."""
+    """Layers with a frozen weight in `dtype`, nonzero fp32 adapters, and trained biases."""
     torch.manual_seed(0)
     net = nn.Module()
     net.layers = nn.ModuleList(Linear(INNER, out, bias=bias) for out in OUTER[:count])
@@ -45,8 +45,8 @@ def layers_of(
     plain = [layer.weight.data for layer in net.layers]
     weights.apply(net)
     for layer, weight, rank in zip(net.layers, plain, RANKS, strict=False):
-        layer.requires_grad_(False).fill(weight)
-        adapter.attach(layer, rank, adapter.alpha)
+        layer.requires_grad_(False).load_weight(weight)
+        adapter.wrap_layer(layer, rank, adapter.alpha)
         for part in ("lora_A", "lora_B"):
             getattr(layer, part).to_empty(device="cpu").weight.data.normal_(std=0.5)
         for name, start in layer.named_buffers(recurse=False):
@@ -59,33 +59,33 @@ def layers_of(
     return [*net.layers]
 
 
-def trained(layers: Sequence[Linear]) -> list[nn.Parameter]:
+def trained_parameters(layers: Sequence[Linear]) -> list[nn.Parameter]:
     return [p for layer in layers for p in layer.parameters() if p.requires_grad]
 
 
 def formula(adapter: LoRAConfig, layer: Linear, x: Tensor, p: dict[str, Tensor]) -> Tensor:
-    """The layer in float64: `p` are its trained tensors."""
-    weight, scale = layer.dense().detach().double(), layer.lora_scale
-    seen = F.dropout(x, adapter.dropout, layer.training)
+    """The layer in float64, with its trained tensors `p`."""
+    weight, scale = layer.dequantize().detach().double(), layer.lora_scale
+    dropped_x = F.dropout(x, adapter.dropout, layer.training)
     y, update = x @ weight.T, scale * p["lora_B.weight"] @ p["lora_A.weight"]
-    y = y + scale * seen @ p["lora_A.weight"].T @ p["lora_B.weight"].T
+    y = y + scale * dropped_x @ p["lora_A.weight"].T @ p["lora_B.weight"].T
     if adapter.init == "pissa":
         a, b = layer.lora_A0.double(), layer.lora_B0.double()
-        y, update = y - scale * seen @ a.T @ b.T, update - scale * b @ a
+        y, update = y - scale * dropped_x @ a.T @ b.T, update - scale * b @ a
     if isinstance(adapter, DoRAConfig):
         y = y * (p["lora_magnitude_vector"] / (weight + update).norm(dim=1).detach())
     return y + p["bias"] if "bias" in p else y
 
 
-def exactly(adapter: LoRAConfig, layers: Sequence[Linear], x: Tensor, grads: Sequence[Tensor]) -> list[Tensor]:
-    """Outputs and gradients to x and all that is trained, in float64."""
+def float64_results(adapter: LoRAConfig, layers: Sequence[Linear], x: Tensor, grads: Sequence[Tensor]) -> list[Tensor]:
+    """Outputs, and gradients of x and all trained tensors, in float64."""
     x = x.detach().double().requires_grad_()
-    own = [
+    parameters = [
         {n: p.detach().double().requires_grad_() for n, p in layer.named_parameters() if p.requires_grad}
         for layer in layers
     ]
-    ys = [formula(adapter, layer, x, p) for layer, p in zip(layers, own, strict=True)]
-    inputs = [x, *chain.from_iterable(p.values() for p in own)]
+    ys = [formula(adapter, layer, x, p) for layer, p in zip(layers, parameters, strict=True)]
+    inputs = [x, *chain.from_iterable(p.values() for p in parameters)]
     return [*(y.detach() for y in ys), *torch.autograd.grad(ys, inputs, [grad.double() for grad in grads])]
 
 
@@ -94,44 +94,46 @@ def exactly(adapter: LoRAConfig, layers: Sequence[Linear], x: Tensor, grads: Seq
 @pytest.mark.parametrize("adapter", ADAPTERS.values(), ids=ADAPTERS)
 @pytest.mark.parametrize(("count", "bias"), [(1, False), (3, True)])
 def test_outputs_and_all_gradients(adapter: LoRAConfig, weights: NoQuantization, dtype, count: int, bias: bool) -> None:
-    layers = layers_of(adapter, weights, dtype, count, bias)
+    layers = make_layers(adapter, weights, dtype, count, bias)
     x = torch.randn(2, 11, INNER).to(dtype).requires_grad_()
     grads = [torch.randn(2, 11, out).to(dtype) for out in OUTER[:count]]
     torch.manual_seed(7)
-    wanted = exactly(adapter, layers, x, grads)
+    expected = float64_results(adapter, layers, x, grads)
     torch.manual_seed(7)
     ys = shared_input_linears(layers, x)
-    found = [*(y.detach() for y in ys), *torch.autograd.grad(ys, [x, *trained(layers)], grads)]
-    assert [t.dtype for t in found[count + 1 :]] == [p.dtype for p in trained(layers)]
-    for a, b in zip(found, wanted, strict=True):
-        assert error(a.double(), b) < (1e-5 if dtype == FP32 else 2e-2 if isinstance(adapter, DoRAConfig) else 1e-2)
+    actual = [*(y.detach() for y in ys), *torch.autograd.grad(ys, [x, *trained_parameters(layers)], grads)]
+    assert [t.dtype for t in actual[count + 1 :]] == [p.dtype for p in trained_parameters(layers)]
+    for a, b in zip(actual, expected, strict=True):
+        assert relative_error(a.double(), b) < (
+            1e-5 if dtype == FP32 else 2e-2 if isinstance(adapter, DoRAConfig) else 1e-2
+        )
 
 
 @pytest.mark.parametrize("adapter", ADAPTERS.values(), ids=ADAPTERS)
-def test_the_reference_is_the_same(adapter: LoRAConfig) -> None:
-    layers = layers_of(adapter, NoQuantization(), FP32, 3)
+def test_fused_operation_equals_reference(adapter: LoRAConfig) -> None:
+    layers = make_layers(adapter, NoQuantization(), FP32, 3)
     x, updates = torch.randn(2, 5, INNER, requires_grad=True), [adapter.parted(layer) for layer in layers]
-    found = []
+    results = []
     for run in (lora.lora_linear, lora.reference):
         ys = run(x, updates)
-        inputs = [x, *(p for p in trained(layers) if p.ndim == 2)]
-        found.append([*ys, *torch.autograd.grad(sum(y.square().sum() for y in ys), inputs)])
-    for a, b in zip(*found, strict=True):
-        assert error(a, b) < 1e-5
+        inputs = [x, *(p for p in trained_parameters(layers) if p.ndim == 2)]
+        results.append([*ys, *torch.autograd.grad(sum(y.square().sum() for y in ys), inputs)])
+    for a, b in zip(*results, strict=True):
+        assert relative_error(a, b) < 1e-5
 
 
-def test_weights_that_are_trained_get_their_gradient() -> None:
-    """A layer whose weight is not frozen is left to autograd."""
-    (layer,) = layers_of(ADAPTERS["lora"], NoQuantization(), FP32, 1)
+def test_trained_weight_gets_its_gradient() -> None:
+    """Layers with a trained weight use autograd."""
+    (layer,) = make_layers(ADAPTERS["lora"], NoQuantization(), FP32, 1)
     layer.weight.requires_grad_()
     x = torch.randn(5, INNER)
     layer(x).sum().backward()
-    assert error(layer.weight.grad, x.sum(0).expand_as(layer.weight)) < 1e-6
+    assert relative_error(layer.weight.grad, x.sum(0).expand_as(layer.weight)) < 1e-6
 
 
 @pytest.mark.parametrize("shape", [(0, INNER), (1, INNER), (2, 0, INNER), (3, 2, 2, INNER)])
-def test_odd_shapes(shape: tuple[int, ...]) -> None:
-    layers = layers_of(ADAPTERS["dropout"], NoQuantization(), FP32, 2)
+def test_unusual_shapes(shape: tuple[int, ...]) -> None:
+    layers = make_layers(ADAPTERS["dropout"], NoQuantization(), FP32, 2)
     x = torch.randn(shape, requires_grad=True)
     ys = shared_input_linears(layers, x)
     assert [y.shape for y in ys] == [(*shape[:-1], out) for out in OUTER[:2]]
@@ -139,95 +141,97 @@ def test_odd_shapes(shape: tuple[int, ...]) -> None:
     assert x.grad.shape == shape
 
 
-def test_rows_that_do_not_stand_in_order() -> None:
-    layers = layers_of(ADAPTERS["lora"], NoQuantization(), FP32, 2)
+def test_strided_rows() -> None:
+    layers = make_layers(ADAPTERS["lora"], NoQuantization(), FP32, 2)
     x = torch.randn(INNER, 7, 3).permute(2, 1, 0)
     grads = [torch.randn(out, 7, 3).permute(2, 1, 0) for out in OUTER[:2]]
-    found = []
-    for same in (x, x.contiguous()):
-        leaf = same.detach().requires_grad_()
+    results = []
+    for inputs in (x, x.contiguous()):
+        leaf = inputs.detach().requires_grad_()
         ys = shared_input_linears(layers, leaf)
-        found.append([*ys, *torch.autograd.grad(ys, [leaf, *trained(layers)], grads)])
-    for a, b in zip(*found, strict=True):
-        assert error(a, b) < 1e-6
+        results.append([*ys, *torch.autograd.grad(ys, [leaf, *trained_parameters(layers)], grads)])
+    for a, b in zip(*results, strict=True):
+        assert relative_error(a, b) < 1e-6
 
 
-@pytest.mark.parametrize(("adapter", "share"), [("lora", 0), ("pissa", 0), ("dropout", 3)])
-def test_what_is_kept_is_the_input_alone(adapter: str, share: int) -> None:
-    """Beside the parameters; dropout costs a byte for each number of the input and layer. (DoRA keeps its outputs.)"""
-    layers = layers_of(ADAPTERS[adapter], NoQuantization(), BF16, 3)
+@pytest.mark.parametrize(("adapter", "dropout_bytes"), [("lora", 0), ("pissa", 0), ("dropout", 3)])
+def test_only_the_input_is_saved(adapter: str, dropout_bytes: int) -> None:
+    """Dropout also saves a byte per input element and layer. DoRA saves its outputs too."""
+    layers = make_layers(ADAPTERS[adapter], NoQuantization(), BF16, 3)
     x = torch.randn(2, 50, INNER, dtype=BF16, requires_grad=True)
-    own = {t.untyped_storage().data_ptr() for layer in layers for t in (*layer.parameters(), *layer.buffers())}
-    kept: dict[int, int] = {}
+    parameter_ptrs = {
+        t.untyped_storage().data_ptr() for layer in layers for t in (*layer.parameters(), *layer.buffers())
+    }
+    saved: dict[int, int] = {}
 
-    def keep(t: Tensor) -> Tensor:
-        place = t.untyped_storage().data_ptr()
-        if place not in own:
-            kept[place] = t.untyped_storage().nbytes()
+    def record(t: Tensor) -> Tensor:
+        pointer = t.untyped_storage().data_ptr()
+        if pointer not in parameter_ptrs:
+            saved[pointer] = t.untyped_storage().nbytes()
         return t
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+    with torch.autograd.graph.saved_tensors_hooks(record, lambda t: t):
         shared_input_linears(layers, x)
-    assert sum(kept.values()) == x.nbytes + share * x.numel()
+    assert sum(saved.values()) == x.nbytes + dropout_bytes * x.numel()
 
 
 @pytest.mark.parametrize("adapter", ["dropout", "pissa", "dora"])
 @pytest.mark.parametrize("weights", FORMATS.values(), ids=FORMATS)
-def test_a_pass_that_is_run_again_gives_the_same_bits(adapter: str, weights: NoQuantization) -> None:
-    layers = layers_of(ADAPTERS[adapter], weights, BF16, 3)
+def test_checkpointing_gives_the_same_bits(adapter: str, weights: NoQuantization) -> None:
+    layers = make_layers(ADAPTERS[adapter], weights, BF16, 3)
     x = torch.randn(2, 9, INNER, dtype=BF16, requires_grad=True)
-    found = []
-    for again in (False, True):
+    results = []
+    for checkpointed in (False, True):
         torch.manual_seed(3)
         ys = (
             checkpoint(shared_input_linears, layers, x, use_reentrant=False)
-            if again
+            if checkpointed
             else shared_input_linears(layers, x)
         )
         loss = sum(y.float().square().sum() for y in ys)
-        found.append([*ys, *torch.autograd.grad(loss, [x, *trained(layers)])])
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+        results.append([*ys, *torch.autograd.grad(loss, [x, *trained_parameters(layers)])])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-@pytest.mark.parametrize(("adapter", "whole"), [("lora", True), ("pissa", True), ("dora", False)])
-def test_the_compiler_gives_the_same(adapter: str, whole: bool) -> None:
-    """In one graph, but for the lengths that DoRA wants."""
-    layers = layers_of(ADAPTERS[adapter], NF4Config(), FP32, 3)
+@pytest.mark.parametrize(("adapter", "fullgraph"), [("lora", True), ("pissa", True), ("dora", False)])
+def test_torch_compile_gives_the_same(adapter: str, fullgraph: bool) -> None:
+    """In one graph, except for the row norms of DoRA."""
+    layers = make_layers(ADAPTERS[adapter], NF4Config(), FP32, 3)
     x = torch.randn(9, INNER, requires_grad=True)
-    run = torch.compile(shared_input_linears, backend="aot_eager", fullgraph=whole)
-    found = []
+    run = torch.compile(shared_input_linears, backend="aot_eager", fullgraph=fullgraph)
+    results = []
     for product in (shared_input_linears, run):
         ys = product(layers, x)
-        found.append([*ys, *torch.autograd.grad(sum(y.square().sum() for y in ys), [x, *trained(layers)])])
-    for a, b in zip(*found, strict=True):
-        assert error(a, b) < 1e-5
+        results.append([*ys, *torch.autograd.grad(sum(y.square().sum() for y in ys), [x, *trained_parameters(layers)])])
+    for a, b in zip(*results, strict=True):
+        assert relative_error(a, b) < 1e-5
 
 
-def test_layers_of_other_kinds_are_taken_one_by_one() -> None:
-    """One without an update, and one of another adapter, beside one with."""
-    first, second, third = layers_of(ADAPTERS["lora"], NoQuantization(), FP32, 3)
+def test_layers_with_other_adapters_run_one_by_one() -> None:
+    """A layer without an adapter, and one with another adapter, next to a LoRA layer."""
+    first, second, third = make_layers(ADAPTERS["lora"], NoQuantization(), FP32, 3)
     second.update, third.update = None, LoRAConfig(4, 6.0).product
     x = torch.randn(4, INNER)
     for y, layer in zip(shared_input_linears((first, second, third), x), (first, second, third), strict=True):
         assert torch.equal(y, layer(x))
-    assert torch.equal(second(x), second.product(x))
+    assert torch.equal(second(x), second.matmul(x))
 
 
 @pytest.mark.parametrize("weights", FORMATS.values(), ids=FORMATS)
-@pytest.mark.parametrize("room", [1, 3 * INNER, 2**19])
-def test_lengths_are_those_of_the_whole_weight(
-    weights: NoQuantization, room: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("cached_bytes", [1, 3 * INNER, 2**19])
+def test_row_norms_equal_those_of_the_full_weight(
+    weights: NoQuantization, cached_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lora, "CACHED", room)
+    monkeypatch.setattr(lora, "CACHED", cached_bytes)
     for adapter in (ADAPTERS["dora"], ADAPTERS["dora, pissa, dropout"]):
-        for layer in layers_of(adapter, weights, BF16, 3):
-            whole = layer.dense().detach().double() + adapter.delta(layer).detach().double()
-            assert error(adapter.lengths(layer).double(), whole.norm(dim=1)) < 1e-6
+        for layer in make_layers(adapter, weights, BF16, 3):
+            full_weight = layer.dequantize().detach().double() + adapter.delta(layer).detach().double()
+            assert relative_error(adapter.row_norms(layer).double(), full_weight.norm(dim=1)) < 1e-6
 
 
 @pytest.mark.parametrize("adapter", ["lora", "dropout", "pissa"])
-def test_outputs_may_be_changed_in_place(adapter: str) -> None:
-    layers = layers_of(ADAPTERS[adapter], NoQuantization(), FP32, 3)
+def test_outputs_can_be_changed_in_place(adapter: str) -> None:
+    layers = make_layers(ADAPTERS[adapter], NoQuantization(), FP32, 3)
     x = torch.randn(2, 3, INNER, requires_grad=True)
     ys = shared_input_linears(layers, x)
     assert not any(y._is_view() for y in ys)
@@ -235,8 +239,8 @@ def test_outputs_may_be_changed_in_place(adapter: str) -> None:
     assert x.grad is not None
 
 
-class Box(nn.Module):
-    """What is sharded as one."""
+class ShardedUnit(nn.Module):
+    """Module that is sharded as a unit."""
 
     def __init__(self, layers: Sequence[Linear]) -> None:
         super().__init__()
@@ -247,25 +251,25 @@ class Box(nn.Module):
 
 
 @pytest.fixture
-def alone(tmp_path: Path) -> Iterator[None]:
-    """A group of one process."""
+def single_process_group(tmp_path: Path) -> Iterator[None]:
+    """Initialize a process group of one process."""
     dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("single_process_group")
 @pytest.mark.parametrize("weights", FORMATS.values(), ids=FORMATS)
 @pytest.mark.parametrize("adapter", ["dropout", "pissa", "dora"])
-def test_sharded_blocks_give_the_same(adapter: str, weights: NoQuantization) -> None:
-    x, found = torch.randn(2, 5, INNER), []
+def test_sharded_layers_give_the_same(adapter: str, weights: NoQuantization) -> None:
+    x, results = torch.randn(2, 5, INNER), []
     for shard in (False, True):
-        box = Box(layers_of(ADAPTERS[adapter], weights, FP32, 3))
+        unit = ShardedUnit(make_layers(ADAPTERS[adapter], weights, FP32, 3))
         if shard:
-            shard_module(box, mesh=init_device_mesh("cpu", (1,)))
+            shard_module(unit, mesh=init_device_mesh("cpu", (1,)))
         leaf = x.detach().requires_grad_()
         torch.manual_seed(4)
-        sum(y.square().sum() for y in box(leaf)).backward()
-        grads = [p.grad.to_local() if shard else p.grad for p in box.parameters() if p.requires_grad]
-        found.append([leaf.grad, *grads])
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+        sum(y.square().sum() for y in unit(leaf)).backward()
+        grads = [p.grad.to_local() if shard else p.grad for p in unit.parameters() if p.requires_grad]
+        results.append([leaf.grad, *grads])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))

@@ -1,4 +1,4 @@
-"""C++ is compiled once, quietly; what keeps it from being compiled keeps nothing else from working."""
+"""C++ extensions are compiled once and silently; a failure is a warning, and everything else works."""
 
 import shutil
 from pathlib import Path
@@ -13,7 +13,7 @@ PROGRAM = 'extern "C" int twice(int x) { return 2 * x; }\n'
 
 @pytest.fixture
 def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A file to compile, and an empty place for what is made of it."""
+    """A source file, and an empty cache directory."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     file = tmp_path / "twice.cpp"
     file.write_text(PROGRAM)
@@ -22,7 +22,9 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return file
 
 
-def test_built_once(source: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_library_is_built_once(
+    source: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     lib = load_library(source)
     if lib is None:
         pytest.skip("no compiler")
@@ -30,34 +32,34 @@ def test_built_once(source: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest
     load_library.cache_clear()
     monkeypatch.setattr(cpp_extension, "compiled", pytest.fail)
     assert load_library(source).twice(4) == 8
-    made = [path for path in (source.parent / "cache").rglob("*") if path.is_file()]
-    assert len(made) == 1
+    libraries = [path for path in (source.parent / "cache").rglob("*") if path.is_file()]
+    assert len(libraries) == 1
 
 
-@pytest.mark.parametrize(("compiler", "program", "told"), [
-    ("no-such-compiler", PROGRAM, "there is no compiler 'no-such-compiler'"),
+@pytest.mark.parametrize(("compiler", "program", "reason"), [
+    ("no-such-compiler", PROGRAM, "no-such-compiler"),
     ("c++", "int twice(", "error: "),
     ("false", PROGRAM, "exit code 1"),
     ("true", PROGRAM, "No such file or directory"),
 ])  # fmt: skip
-def test_a_failed_build_is_one_line(
-    compiler: str, program: str, told: str, source: Path, monkeypatch: pytest.MonkeyPatch, capfd
+def test_failed_build_is_a_one_line_warning(
+    compiler: str, program: str, reason: str, source: Path, monkeypatch: pytest.MonkeyPatch, capfd
 ) -> None:
     monkeypatch.setenv("CXX", compiler)
     source.write_text(program)
     assert load_library(source) is None and load_library(source) is None
     out, err = capfd.readouterr()
     assert out == "" and err.count("\n") == 1
-    assert err.startswith("warning: C++ cannot be built (") and told in err
+    assert err.startswith("warning: ") and reason in err
 
 
-def test_no_compiler_is_told_once_for_all_files(source: Path, monkeypatch: pytest.MonkeyPatch, capfd) -> None:
+def test_missing_compiler_is_reported_once(source: Path, monkeypatch: pytest.MonkeyPatch, capfd) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert load_library(source) is None and load_library(source.with_name("thrice.cpp")) is None
     assert capfd.readouterr().err.count("\n") == 1
 
 
-def test_a_build_that_hangs_is_given_up(source: Path, monkeypatch: pytest.MonkeyPatch, capfd) -> None:
+def test_hanging_build_times_out(source: Path, monkeypatch: pytest.MonkeyPatch, capfd) -> None:
     slow = source.with_name("slow")
     slow.write_text("#!/bin/sh\nexec sleep 60\n")
     slow.chmod(0o755)
@@ -67,21 +69,21 @@ def test_a_build_that_hangs_is_given_up(source: Path, monkeypatch: pytest.Monkey
     assert "timed out" in capfd.readouterr().err
 
 
-def test_a_cache_that_cannot_be_written(source: Path, monkeypatch: pytest.MonkeyPatch, capfd) -> None:
+def test_unwritable_cache_is_a_warning(source: Path, monkeypatch: pytest.MonkeyPatch, capfd) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(source))  # a file
     assert load_library(source) is None
     assert capfd.readouterr().err.count("\n") == 1
 
 
-def test_a_library_of_another_machine(source: Path, capfd) -> None:
+def test_library_of_another_machine_is_a_warning(source: Path, capfd) -> None:
     if shutil.which("c++") is None:
         pytest.skip("no compiler")
     cpp_extension.built(source).write_bytes(b"of another machine")
     assert load_library(source) is None
-    assert "cannot be built" in capfd.readouterr().err
+    assert "warning: " in capfd.readouterr().err
 
 
-def test_a_header_is_part_of_the_source(source: Path) -> None:
+def test_header_change_triggers_a_rebuild(source: Path) -> None:
     if shutil.which("c++") is None:
         pytest.skip("no compiler")
     header = source.with_name("times.h")

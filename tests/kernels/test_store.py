@@ -1,4 +1,4 @@
-"""What is compiled for one processor is never taken by another."""
+"""Kernels that are compiled for one CPU are not used by another."""
 
 import os
 import pwd
@@ -17,46 +17,46 @@ ARM = "processor\t: 0\nBogoMIPS\t: 50.00\nFeatures\t: fp asimd\nCPU implementer\
 
 
 @pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cache_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")  # so that it is again what it was, whatever a test makes of it
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")  # so that it is restored after the test
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
     return tmp_path
 
 
 @pytest.fixture
-def tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """The folder on a machine of whose cores Linux tells this."""
+def dir_for_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Return the cache directory on a machine with the given /proc/cpuinfo."""
     info = tmp_path / "cpuinfo"
     monkeypatch.setattr(system, "CPU_INFO", info)
 
-    def folder(text: str) -> Path:
+    def get_dir(text: str) -> Path:
         info.write_text(text)
         return cache_dir.compile_cache_dir()
 
-    return folder
+    return get_dir
 
 
 @pytest.mark.parametrize(("text", "old", "new"), [
     (ZEN, "avx2", "avx2 avx512f"), (ZEN, "EPYC", "Ryzen"), (ARM, "asimd", "asimd sve"), (ARM, "0xd40", "0xd4f"),
 ])  # fmt: skip
-def test_another_processor_has_another_folder(text: str, old: str, new: str, tells) -> None:
-    assert tells(text) != tells(text.replace(old, new))
+def test_another_cpu_has_another_directory(text: str, old: str, new: str, dir_for_cpu) -> None:
+    assert dir_for_cpu(text) != dir_for_cpu(text.replace(old, new))
 
 
-def test_the_same_processor_has_one_folder(tells) -> None:
-    """Whatever its speed at the moment, and whatever the other cores are."""
-    assert tells(ZEN) == tells(ZEN.replace("2596.1", "1200.0")) == tells(ZEN + ARM)
+def test_same_cpu_has_one_directory(dir_for_cpu) -> None:
+    """Neither the current clock speed nor other cores matter."""
+    assert dir_for_cpu(ZEN) == dir_for_cpu(ZEN.replace("2596.1", "1200.0")) == dir_for_cpu(ZEN + ARM)
 
 
-def test_a_system_that_tells_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(system, "CPU_INFO", tmp_path / "nowhere")
+def test_missing_cpuinfo_uses_a_default_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(system, "CPU_INFO", tmp_path / "missing")
     assert cache_dir.compile_cache_dir().parent == tmp_path / "tunekit"
 
 
-def test_kernels_and_what_torch_compiles_lie_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_and_inductor_use_the_cache_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "true")
-    monkeypatch.setattr(cpp_extension, "compiled", lambda words: Path(words[-1]).touch())
+    monkeypatch.setattr(cpp_extension, "compiled", lambda args: Path(args[-1]).touch())
     source = tmp_path / "twice.cpp"
     source.touch()
     assert cpp_extension.built(source).parent == cache_dir.compile_cache_dir()
@@ -64,29 +64,27 @@ def test_kernels_and_what_torch_compiles_lie_there(tmp_path: Path, monkeypatch: 
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(cache_dir.compile_cache_dir() / "inductor")
 
 
-def test_where_nothing_can_be_written_torch_keeps_its_own_place(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unwritable_cache_keeps_the_default_of_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file" / "below"))
     (tmp_path / "file").touch()
     cli.set_torch_env()
     assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ
 
 
-@pytest.mark.skipif(not Path("/proc").is_dir(), reason="a file system that says it may be written to")
-def test_where_making_a_folder_fails_torch_keeps_its_own_place(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs a read-only file system that reports to be writable")
+def test_failing_mkdir_keeps_the_default_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(cache_dir.HOME, "/proc/x")
     cli.set_torch_env()
     assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ
 
 
-def test_a_look_at_a_folder_leaves_nothing(tmp_path: Path) -> None:
+def test_is_writable_creates_nothing(tmp_path: Path) -> None:
     assert cache_dir.is_writable(tmp_path / "a" / "b") and cache_dir.is_writable(tmp_path)
     assert not list(tmp_path.iterdir())
 
 
-def test_a_user_without_a_home_directory_has_no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in containers with `--user 1234`."""
+def test_user_without_home_directory_has_no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Containers with `--user 1234` have such users."""
 
     def unknown(uid: int) -> NoReturn:
         raise KeyError(uid)

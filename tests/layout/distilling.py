@@ -55,7 +55,7 @@ def taught(case: Lesson) -> Outcome:
                 OnPolicyConfig(case.share, max_new_tokens=6, batch_size=2), layout, case.length, frozenset({3, 4, 5})
             ),
         }
-        optimizer = case.optimizer.build(case.adapter.trained(model))
+        optimizer = case.optimizer.build(case.adapter.param_groups(model))
         update = case.memory.update(optimizer, case.clip, run)
         figures = {}
         for step in range(case.steps):

@@ -60,12 +60,12 @@ class Outcome:
 def batches(case: Case, step: int, run: DistributedContext) -> list[Batch]:
     """This rank's micro-batches of a step; every row has another number of learnt tokens."""
     if case.pairs:
-        return pairs.batches(case.pairs == "shared", run.reader, run.sizes.readers, case.micro_batch)
+        return pairs.make_batches(case.pairs == "shared", run.dp_rank, run.dims.dp_size, case.micro_batch)
     draw = torch.Generator().manual_seed(100 + step)
     rows = torch.randint(0, case.vocab, (ROWS, case.length), generator=draw)
     learnt = torch.rand(rows.shape, generator=draw) < torch.tensor([0.2, 0.9, 0.5, 0.7])[:, None]
     targets = F.pad(rows[:, 1:], (0, 1), value=IGNORE).masked_fill(~learnt, IGNORE)
-    mine = range(run.reader, ROWS, run.sizes.readers)
+    mine = range(run.dp_rank, ROWS, run.dims.dp_size)
     parts = [list(mine)[i : i + case.micro_batch] for i in range(0, len(mine), case.micro_batch)]
     return [made(rows[part], targets[part], case.packed) for part in parts]
 
@@ -93,7 +93,7 @@ def trained(case: Case) -> Outcome:
             model="m", data=TextDataset("t"), output_dir="o", adapter=case.adapter, max_grad_norm=case.clip
         )
         cfg = replace(cfg, optimizer=case.optimizer)
-        optimizer = case.optimizer.build(case.adapter.trained(model))
+        optimizer = case.optimizer.build(case.adapter.param_groups(model))
         update = case.memory.update(optimizer, case.clip, run)
         for step in range(case.steps):
             run.seed_step(step)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoints import error
+from tests.checkpoints import relative_error
 from tests.layout.compared import PROPORTIONAL, compare, folder
 from tests.layout.steps import Case, answers
 from tunekit.adapters.config import DoRAConfig, LoRAConfig
@@ -36,7 +36,7 @@ def test_two_ranks(tmp_path: Path) -> None:
     wanted = answers(places, ParallelConfig())
     for found in compare(2, cases, drawn=drawn, asked=(places, TENSOR)):
         for (logits, texts), (right, known) in zip(found, wanted, strict=True):
-            assert error(logits, right) < 1e-5
+            assert relative_error(logits, right) < 1e-5
             assert texts == known
 
 

@@ -22,7 +22,7 @@ from tunekit.loggers.metric_logger import (
     WandBConfig,
 )
 
-MAIN = SimpleNamespace(is_main=True, device=torch.device("cpu"), rank=0, most=lambda *values: [*values])
+MAIN = SimpleNamespace(is_main_process=True, device=torch.device("cpu"), rank=0, max_over_ranks=lambda *values: [*values])
 RESOLVED = {"seed": 1, "optimizer": {"kind": "adamw", "lr": 1e-4}}
 PACKAGES = {
     TensorBoardConfig: "tensorboard",
@@ -34,10 +34,10 @@ PACKAGES = {
 
 
 def train(folder, choice, first, last, resolved=RESOLVED):
-    with MetricLogger(folder, MAIN, total=4, report_to=(choice,), start=first, resolved=resolved) as meter:
+    with MetricLogger(folder, MAIN, num_steps=4, report_to=(choice,), start=first, resolved=resolved) as meter:
         for step in range(first + 1, last + 1):
-            meter.step(step, {"loss": 1 / step, "grad_norm": 2.0, "lr": 1e-4}, tokens=10, learnt=4, wait=0.0)
-        meter.note(last, validation_loss=0.5)
+            meter.log_step(step, {"loss": 1 / step, "grad_norm": 2.0, "lr": 1e-4}, num_tokens=10, num_target_tokens=4, data_time=0.0)
+        meter.log(last, validation_loss=0.5)
 
 
 def losses(folder):
@@ -55,7 +55,7 @@ def test_missing_package_names_the_extra(tmp_path, monkeypatch, kind):
     monkeypatch.setitem(sys.modules, package, None)
     expected = rf"report_to: {package} is not installed: pip install 'tunekit\[{MODULES[kind]}\]'"
     with pytest.raises(UserError, match=expected):
-        MetricLogger(tmp_path / "run", MAIN, total=1, report_to=(kind(),))
+        MetricLogger(tmp_path / "run", MAIN, num_steps=1, report_to=(kind(),))
     assert not (tmp_path / "run").exists()
 
 

@@ -1,4 +1,4 @@
-"""The page: it holds every token, obeys none of them, and asks nothing of the network."""
+"""The HTML report shows every token, escapes all markup, and loads nothing from the network."""
 
 import re
 from html.parser import HTMLParser
@@ -17,7 +17,7 @@ EVIL = '</p><script>alert(1)</script> & "quotes" <img src=x onerror=alert(2)> \u
 
 
 class Reader(HTMLParser):
-    """Tokens, links, ids and the elements that are open."""
+    """Collect tokens, links, ids and open elements."""
 
     VOID = ("meta", "input", "br")
 
@@ -31,16 +31,16 @@ class Reader(HTMLParser):
         self.seen: list[str] = []
 
     def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
-        told = dict(attributes)
+        attrs = dict(attributes)
         self.seen.append(tag)
         if tag not in self.VOID:
             self.open.append(tag)
-        if tag == "i" and "n" in told:
-            self.ids.append(list(map(int, (told["n"] or "").split())))
+        if tag == "i" and "n" in attrs:
+            self.ids.append(list(map(int, (attrs["n"] or "").split())))
             self.texts.append("")
-        self.names.add(told.get("id") or "")
-        self.links += [told["href"] or ""] if "href" in told else []
-        assert "src" not in told and not [name for name in told if name.startswith("on")]
+        self.names.add(attrs.get("id") or "")
+        self.links += [attrs["href"] or ""] if "href" in attrs else []
+        assert "src" not in attrs and not [name for name in attrs if name.startswith("on")]
 
     def handle_endtag(self, tag: str) -> None:
         assert self.open.pop() == tag
@@ -50,7 +50,7 @@ class Reader(HTMLParser):
             self.texts[-1] += data
 
 
-def view(text: str) -> DataReport:
+def make_report(text: str) -> DataReport:
     folder = assets.model_dir("tunekit/nano")
     assert folder is not None
     tokenizer = Tokenizer.open(folder)
@@ -59,41 +59,41 @@ def view(text: str) -> DataReport:
         ExampleView("data", f"{text[:20]}:{number}", (TokenSpan(ids, [number % 3] * len(ids)),), "cut", number)
         for number in range(1, 4)
     )
-    bars = Histogram((0, 10, 20), (3, 0))
-    share, bad = DatasetSummary(text, text, 3, 30, 9, 1.0), BadRow(text, text)
+    hist = Histogram((0, 10, 20), (3, 0))
+    summary, bad_row = DatasetSummary(text, text, 3, 30, 9, 1.0), BadRow(text, text)
     counts = 64, 1, 3, 30, 9, 12, 10, 1, 2, 1, 0.5, 4, 1
-    figures = DatasetStats("data", text, (share, share), False, (bad,), *counts, bars, bars)
+    stats = DatasetStats("data", text, (summary, summary), False, (bad_row,), *counts, hist, hist)
     finding = Finding("doubtful", "x", "data", text, text, 3, 1.0, (0,), (rows[0].where,))
-    return DataReport("tunekit/nano", tokenizer, (figures,), (finding,), rows, ())
+    return DataReport("tunekit/nano", tokenizer, (stats,), (finding,), rows, ())
 
 
-def read(text: str) -> tuple[Reader, str]:
-    html = html_report.render_html(view(text), text)
+def render(text: str) -> tuple[Reader, str]:
+    html = html_report.render_html(make_report(text), text)
     reader = Reader()
     reader.feed(html)
     assert not reader.open
     return reader, html
 
 
-def test_rows_are_text_whatever_they_hold() -> None:
-    reader, _ = read(EVIL)
+def test_markup_in_rows_is_escaped() -> None:
+    reader, _ = render(EVIL)
     assert reader.seen.count("script") == 1 and "img" not in reader.seen
 
 
-def test_every_token_is_there_in_order() -> None:
-    reader, _ = read("Hello, naïve 😀!")
+def test_all_tokens_are_shown_in_order() -> None:
+    reader, _ = render("Hello, naïve 😀!")
     folder = assets.model_dir("tunekit/nano")
     assert folder is not None
-    wanted = Tokenizer.open(folder).encode("Hello, naïve 😀!")
-    assert [token for piece in reader.ids for token in piece] == wanted * 3
+    expected = Tokenizer.open(folder).encode("Hello, naïve 😀!")
+    assert [token for token_ids in reader.ids for token in token_ids] == expected * 3
     assert "".join(reader.texts) == "Hello, naïve 😀!" * 3
 
 
-def test_findings_lead_to_their_rows() -> None:
-    reader, _ = read("Hello there")
+def test_findings_link_to_their_rows() -> None:
+    reader, _ = render("Hello there")
     assert reader.links and all(link.startswith("#") and link[1:] in reader.names for link in reader.links)
 
 
-def test_nothing_is_fetched() -> None:
-    _, html = read("Hello there")
+def test_page_fetches_nothing() -> None:
+    _, html = render("Hello there")
     assert "default-src 'none'" in html and not re.search(r"https?://|url\(|@import|<link|<img", html)

@@ -1,4 +1,4 @@
-"""Losses of models that score, against those of transformers, and the same wherever documents lie."""
+"""Losses of reward models equal those of transformers, and do not depend on the layout of documents."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +11,7 @@ import transformers
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from tests.checkpoints import FP32, FULL, PLAINLY, error, made
+from tests.checkpoints import DEFAULT_MEMORY, FP32, FULL, make_checkpoint, relative_error
 from tests.parallel.ranks import on
 from tunekit import build
 from tunekit.checkpoint import save_model
@@ -31,7 +31,7 @@ from tunekit.models.decoder import Decoder
 from tunekit.quantization.config import NoQuantization
 
 PAD = 1
-LENGTHS = (9, 14, 5, 21, 1, 13)  # the last one has padding of its own at its end
+LENGTHS = (9, 14, 5, 21, 1, 13)  # the last document ends with padding tokens
 LOSSES: dict[str, RewardLoss] = {
     "pairs": BradleyTerry(center_rewards_coefficient=0.1),
     "classes": Classification(3),
@@ -40,162 +40,175 @@ LOSSES: dict[str, RewardLoss] = {
 }
 
 
-def documents(steps: bool) -> TokenizedDataset:
+def make_documents(steps: bool) -> TokenizedDataset:
     """Documents with labels, or with steps that end at every fourth token."""
-    random, found = np.random.default_rng(0), []
+    rng, documents = np.random.default_rng(0), []
     for number, length in enumerate(LENGTHS):
-        tokens = random.integers(4, 60, length).astype(np.int32)
+        tokens = rng.integers(4, 60, length).astype(np.int32)
         tokens[-2:] = [PAD, PAD] if number == len(LENGTHS) - 1 and not steps else tokens[-2:]
-        learnt = np.arange(length) % 4 == 3 if steps else np.ones(length, bool)
-        values = np.arange(learnt.sum()) % 3 if steps else np.array([number % 3])
-        signs = DocFlags.STEPS if steps else DocFlags(0)
-        found.append(Document(tokens, learnt, length, signs, values.astype(np.float32)))
-    return TokenizedDataset(found)
+        mask = np.arange(length) % 4 == 3 if steps else np.ones(length, bool)
+        values = np.arange(mask.sum()) % 3 if steps else np.array([number % 3])
+        flags = DocFlags.STEPWISE if steps else DocFlags(0)
+        documents.append(Document(tokens, mask, length, flags, values.astype(np.float32)))
+    return TokenizedDataset(documents)
 
 
-def batches(
+def make_batches(
     loss: RewardLoss, capacity: int | None = None, micro_batch: int = 3, rank: int = 0, size: int = 1
 ) -> list[Batch]:
-    each = 2 if isinstance(loss, BradleyTerry) else 1
-    rows = [np.arange(at, at + each) for at in range(0, len(LENGTHS), each)]
+    docs_per_row = 2 if isinstance(loss, BradleyTerry) else 1
+    rows = [np.arange(first, first + docs_per_row) for first in range(0, len(LENGTHS), docs_per_row)]
     rows = [np.concatenate(rows[:2]), np.concatenate(rows[2:])] if capacity else rows
-    layout = Collator(len(rows), micro_batch, rank, size, PAD, capacity, each, owned=True)
-    return layout.batches(documents(isinstance(loss, ProcessReward)), rows)
+    layout = Collator(len(rows), micro_batch, rank, size, PAD, capacity, docs_per_row, with_document_ids=True)
+    return layout.micro_batches(make_documents(isinstance(loss, ProcessReward)), rows)
 
 
-def model(folder: Path, loss: RewardLoss) -> tuple[HFCheckpoint, Decoder]:
-    source = with_score_head(HFCheckpoint.open(folder), loss.score(PAD))
-    return source, build.build_model(source, NoQuantization(), FULL, FP32, PLAINLY, DistributedContext(0, "cpu"))
+def build_model(directory: Path, loss: RewardLoss) -> tuple[HFCheckpoint, Decoder]:
+    source = with_score_head(HFCheckpoint.open(directory), loss.score(PAD))
+    return source, build.build_model(source, NoQuantization(), FULL, FP32, DEFAULT_MEMORY, DistributedContext(0, "cpu"))
 
 
-def whole(loss: RewardLoss, net: Decoder, parts: list[Batch]) -> tuple[Tensor, dict[str, Tensor]]:
-    """A loss and all gradients."""
+def loss_and_grads(loss: RewardLoss, net: Decoder, micro_batches: list[Batch]) -> tuple[Tensor, dict[str, Tensor]]:
+    """Loss and all gradients."""
     net.zero_grad()
     total = torch.zeros(())
-    for part in parts:
-        judged = loss(net, part)
-        judged.loss.backward()
-        total += judged.loss.detach()
+    for micro_batch in micro_batches:
+        result = loss(net, micro_batch)
+        result.loss.backward()
+        total += result.loss.detach()
     return total, {name: p.grad.clone() for name, p in net.named_parameters() if p.grad is not None}
 
 
 @pytest.mark.parametrize("kind", ["classes", "values", "steps"])
-def test_loss_and_gradients_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
+def test_loss_and_gradients_equal_transformers(kind: str, tmp_path: Path) -> None:
     loss = LOSSES[kind]
-    source, net = model(made(tmp_path / "base", "llama3.2"), loss)
+    source, net = build_model(make_checkpoint(tmp_path / "base", "llama3.2"), loss)
     (tmp_path / "ours").mkdir()
     save_model.save_model(tmp_path / "ours", net, source, quiet=True)
     token = transformers.AutoModelForTokenClassification
     auto: Any = token if kind == "steps" else transformers.AutoModelForSequenceClassification
-    other = auto.from_pretrained(tmp_path / "ours", dtype=torch.float32).eval()
-    other.config.problem_type = loss.problem
-    found = documents(kind == "steps")
-    (part,) = batches(loss, micro_batch=len(LENGTHS))
-    rows = [found[int(i)] for i in part.numbers]
+    transformers_model = auto.from_pretrained(tmp_path / "ours", dtype=torch.float32).eval()
+    transformers_model.config.problem_type = loss.problem_type
+    dataset = make_documents(kind == "steps")
+    (micro_batch,) = make_batches(loss, micro_batch=len(LENGTHS))
+    rows = [dataset[int(i)] for i in micro_batch.document_indices]
     width = max(LENGTHS)
     tokens = torch.tensor([[*row.tokens, *[PAD] * (width - len(row.tokens))] for row in rows])
     mask = torch.arange(width) < torch.tensor([len(row.tokens) for row in rows])[:, None]
     if kind == "steps":
         labels = torch.full_like(tokens, -100)
-        for line, row in zip(labels, rows, strict=True):
-            line[: len(row.tokens)][torch.tensor(row.learnt)] = torch.tensor(row.values).long()
+        for label_row, row in zip(labels, rows, strict=True):
+            label_row[: len(row.tokens)][torch.tensor(row.loss_mask)] = torch.tensor(row.values).long()
     else:
         labels = (
             torch.tensor([row.value for row in rows])
             if kind == "values"
             else torch.tensor([int(row.value) for row in rows])
         )
-    wanted = other(tokens, attention_mask=mask.long(), labels=labels).loss
-    wanted.backward()
-    count = loss.units(part, net.spec.outputs)
-    total, gradients = whole(loss, net, [part])
-    assert (total / count).item() == pytest.approx(wanted.item(), rel=1e-6)
-    assert error(gradients["head.weight"] / count, other.score.weight.grad) < 1e-5
-    assert error(gradients["embed.weight"] / count, other.model.embed_tokens.weight.grad) < 1e-5
+    expected = transformers_model(tokens, attention_mask=mask.long(), labels=labels).loss
+    expected.backward()
+    count = loss.num_units(micro_batch, net.spec.outputs)
+    total, gradients = loss_and_grads(loss, net, [micro_batch])
+    assert (total / count).item() == pytest.approx(expected.item(), rel=1e-6)
+    assert relative_error(gradients["head.weight"] / count, transformers_model.score.weight.grad) < 1e-5
+    assert relative_error(gradients["embed.weight"] / count, transformers_model.model.embed_tokens.weight.grad) < 1e-5
 
 
 @pytest.mark.parametrize("kind", LOSSES)
-def test_it_is_the_same_wherever_documents_lie(kind: str, tmp_path: Path) -> None:
-    """In rows of their own, in packed ones, in any micro-batches, and beside one that goes through the motions."""
+def test_loss_does_not_depend_on_the_layout(kind: str, tmp_path: Path) -> None:
+    """In unpacked and packed rows, in any micro-batches, and with an additional empty batch."""
     loss = LOSSES[kind]
-    _, net = model(made(tmp_path, "qwen3"), loss)
-    wanted, gradients = whole(loss, net, batches(loss, micro_batch=6))
-    units = sum(loss.units(part, net.spec.outputs) for part in batches(loss))
-    for parts in (batches(loss, micro_batch=1), batches(loss, capacity=64), batches(loss, capacity=64, micro_batch=1)):
-        total, found = whole(loss, net, [*parts, empty_batch(parts[0])])
-        assert sum(loss.units(part, net.spec.outputs) for part in [*parts, empty_batch(parts[0])]) == units
-        assert total.item() == pytest.approx(wanted.item(), rel=1e-5)
-        assert all(error(found[name], gradients[name]) < 1e-5 for name in gradients)
+    _, net = build_model(make_checkpoint(tmp_path, "qwen3"), loss)
+    expected, gradients = loss_and_grads(loss, net, make_batches(loss, micro_batch=6))
+    units = sum(loss.num_units(micro_batch, net.spec.outputs) for micro_batch in make_batches(loss))
+    for micro_batches in (
+        make_batches(loss, micro_batch=1),
+        make_batches(loss, capacity=64),
+        make_batches(loss, capacity=64, micro_batch=1),
+    ):
+        total, grads = loss_and_grads(loss, net, [*micro_batches, empty_batch(micro_batches[0])])
+        assert (
+            sum(
+                loss.num_units(micro_batch, net.spec.outputs)
+                for micro_batch in [*micro_batches, empty_batch(micro_batches[0])]
+            )
+            == units
+        )
+        assert total.item() == pytest.approx(expected.item(), rel=1e-5)
+        assert all(relative_error(grads[name], gradients[name]) < 1e-5 for name in gradients)
 
 
-def test_a_margin_is_asked_for_and_rewards_stay_around_zero(tmp_path: Path) -> None:
-    _, net = model(made(tmp_path, "llama3.2"), BradleyTerry())
-    (part,) = batches(BradleyTerry())
+def test_margin_is_subtracted_and_rewards_are_centered(tmp_path: Path) -> None:
+    _, net = build_model(make_checkpoint(tmp_path, "llama3.2"), BradleyTerry())
+    (micro_batch,) = make_batches(BradleyTerry())
     with torch.no_grad():
-        rewards = scores(net, part).squeeze(1).double()
-        apart, both = rewards[::2] - rewards[1::2], rewards[::2] + rewards[1::2]
-        assert part.margins.any()
-        wanted = -(torch.sigmoid(apart - part.margins)).log().sum() + 0.3 * both.square().sum()
-        assert BradleyTerry(0.3)(net, part).loss.item() == pytest.approx(wanted.item(), rel=1e-6)
+        rewards = scores(net, micro_batch).squeeze(1).double()
+        differences, sums = rewards[::2] - rewards[1::2], rewards[::2] + rewards[1::2]
+        assert micro_batch.margins.any()
+        expected = -(torch.sigmoid(differences - micro_batch.margins)).log().sum() + 0.3 * sums.square().sum()
+        assert BradleyTerry(0.3)(net, micro_batch).loss.item() == pytest.approx(expected.item(), rel=1e-6)
 
 
-def full(grad: Tensor) -> Tensor:
+def full_tensor(grad: Tensor) -> Tensor:
     return grad.full_tensor() if isinstance(grad, DTensor) else grad
 
 
-def shared(folder: Path) -> list[tuple[float, dict[str, Tensor]]]:
-    """What ranks that share rows make of them."""
+def context_parallel_results(directory: Path) -> list[tuple[float, dict[str, Tensor]]]:
+    """Losses and gradients of ranks with context parallelism."""
     torch.set_num_threads(1)
-    found = []
+    results = []
     with DistributedContext(0, "cpu", ParallelConfig(cp=2)) as run:
         for loss in LOSSES.values():
-            source = with_score_head(HFCheckpoint.open(folder), loss.score(PAD))
-            net = build.build_model(source, NoQuantization(), FULL, FP32, PLAINLY, run)
-            total, gradients = whole(loss, net, batches(loss, capacity=64))
-            found.append((total.item(), {name: run.averaged * full(grad) for name, grad in gradients.items()}))
-    return found
+            source = with_score_head(HFCheckpoint.open(directory), loss.score(PAD))
+            net = build.build_model(source, NoQuantization(), FULL, FP32, DEFAULT_MEMORY, run)
+            total, gradients = loss_and_grads(loss, net, make_batches(loss, capacity=64))
+            results.append((total.item(), {name: run.averaged * full_tensor(grad) for name, grad in gradients.items()}))
+    return results
 
 
-def test_ranks_that_share_rows_tell_the_same(tmp_path: Path) -> None:
-    folder = made(tmp_path, "llama3.2")
-    for (one, mine), (other, _), loss in zip(*on(2, shared, folder), LOSSES.values(), strict=True):
-        _, net = model(folder, loss)
-        total, gradients = whole(loss, net, batches(loss, capacity=64))
-        assert one == other == pytest.approx(total.item(), rel=1e-5)
-        assert all(error(mine[name], gradients[name]) < 1e-5 for name in gradients)
+def test_context_parallel_ranks_equal_one_process(tmp_path: Path) -> None:
+    directory = make_checkpoint(tmp_path, "llama3.2")
+    for (first_loss, grads), (second_loss, _), loss in zip(
+        *on(2, context_parallel_results, directory), LOSSES.values(), strict=True
+    ):
+        _, net = build_model(directory, loss)
+        total, gradients = loss_and_grads(loss, net, make_batches(loss, capacity=64))
+        assert first_loss == second_loss == pytest.approx(total.item(), rel=1e-5)
+        assert all(relative_error(grads[name], gradients[name]) < 1e-5 for name in gradients)
 
 
-def test_labels_that_cannot_be(tmp_path: Path) -> None:
-    for kind, what in (("classes", "the label 2 is none of 2 classes"), ("steps", "the label 2 is none of 2 classes")):
+def test_invalid_labels_are_rejected(tmp_path: Path) -> None:
+    for kind, message in (("classes", "2 classes"), ("steps", "2 classes")):
         loss = replace(LOSSES[kind], num_labels=2)
-        with pytest.raises(UserError, match=what):
-            [loss.units(part, 2) for part in batches(loss)]
-        with pytest.raises(UserError, match=what):
-            loss.check_labels([documents(kind == "steps")], 2)
-    LOSSES["values"].check_labels([documents(False)], 1)
+        with pytest.raises(UserError, match=message):
+            [loss.num_units(micro_batch, 2) for micro_batch in make_batches(loss)]
+        with pytest.raises(UserError, match=message):
+            loss.check_labels([make_documents(kind == "steps")], 2)
+    LOSSES["values"].check_labels([make_documents(False)], 1)
 
 
-def test_rows_of_another_kind_are_told_with_their_source_and_a_cure() -> None:
-    pairs, labels = MixtureBase.of(PreferenceDataset("pairs.jsonl")), MixtureBase.of(LabeledDataset("texts.jsonl"))
+def test_dataset_of_another_format_names_loss_and_kind() -> None:
+    pairs, labels = (
+        MixtureBase.from_config(PreferenceDataset("pairs.jsonl")),
+        MixtureBase.from_config(LabeledDataset("texts.jsonl")),
+    )
     Regression().check(labels, "data")
     with pytest.raises(UserError) as caught:
         Classification().check(pairs, "data")
-    assert str(caught.value) == (
-        "data: these are preference rows, and `loss: classification` learns from labeled rows (pairs.jsonl): "
-        "take loss=bradley_terry, or other rows by data.source and data.kind=labeled"
-    )
-    with pytest.raises(UserError, match=r"\(texts.jsonl\): take loss=classification or regression, or other rows by"):
+    message = str(caught.value)
+    assert message.startswith("data: ") and "pairs.jsonl" in message
+    assert "bradley_terry" in message and "data.kind=labeled" in message
+    with pytest.raises(UserError, match="texts.jsonl.*classification.*regression"):
         ProcessReward().check(labels, "data")
     with pytest.raises(UserError) as caught:
         ProcessReward().check(labels, "eval_data")
-    assert str(caught.value) == (
-        "eval_data: these are labeled rows, and `loss: process_reward` learns from stepwise rows (texts.jsonl): "
-        "leave them "
-        "out by eval_data=null, or take other rows by eval_data.source and eval_data.kind=stepwise"
-    )
+    message = str(caught.value)
+    assert message.startswith("eval_data: ") and "process_reward" in message and "texts.jsonl" in message
+    assert "eval_data=null" in message and "eval_data.kind=stepwise" in message
 
 
-def test_rows_that_no_loss_learns_from_have_no_loss_as_a_cure() -> None:
+def test_dataset_that_fits_no_loss_names_no_loss() -> None:
     with pytest.raises(UserError) as caught:
-        Regression().check(MixtureBase.of(TextDataset("prose.txt")), "data")
-    assert str(caught.value).endswith("(prose.txt): take other rows by data.source and data.kind=labeled")
+        Regression().check(MixtureBase.from_config(TextDataset("prose.txt")), "data")
+    message = str(caught.value)
+    assert "prose.txt" in message and "data.kind=labeled" in message and "loss=" not in message

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 
-from tests.checkpoints import SHAPES, auto, batch, build, error, made, ours, save, theirs, tokens
+from tests.checkpoints import SHAPES, auto_class, make_batch, build, relative_error, make_checkpoint, load_model, save, load_transformers_model, random_tokens
 from tests.shapes_dense import DENSE
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
 from tunekit.checkpoint.save_model import full_weight
@@ -33,15 +33,15 @@ def gradients(model: Decoder, rows: torch.Tensor, *packing: torch.Tensor) -> lis
 @pytest.mark.parametrize("name", SHAPES)
 def test_packed_documents_are_what_each_is_alone(name: str, tmp_path: Path) -> None:
     """And running the layers again for the gradients changes none of them."""
-    folder = made(tmp_path, name)
-    model = ours(folder)
-    rows = tokens(3, 18)
+    folder = make_checkpoint(tmp_path, name)
+    model = load_model(folder)
+    rows = random_tokens(3, 18)
     positions = torch.cat([torch.arange(b - a) for a, b in zip(BOUNDS, BOUNDS[1:], strict=False)]).view(3, 18)
     packing = positions, SequenceLayout(torch.tensor(BOUNDS, dtype=torch.int32))
     with torch.no_grad():
         packed = model(rows, *packing).flatten(0, 1)
         for a, b in zip(BOUNDS, BOUNDS[1:], strict=False):
-            assert error(packed[a:b], model(rows.view(1, -1)[:, a:b])[0]) < 1e-5
+            assert relative_error(packed[a:b], model(rows.view(1, -1)[:, a:b])[0]) < 1e-5
     wanted = gradients(model, rows, *packing)
     MemoryConfig(activation_checkpointing="full").apply(model)
     assert all(map(torch.equal, wanted, gradients(model, rows, *packing)))
@@ -52,14 +52,14 @@ def test_fresh_weights_are_those_of_transformers_in_kind(name: str, tmp_path: Pa
     """What is constant there is the same here, and what is drawn is as far spread; what ends in the residual less."""
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(**SHAPES[name])
-    other = auto(SHAPES[name]).from_config(config)
+    other = auto_class(SHAPES[name]).from_config(config)
     source = HFCheckpoint.open(save(other, tmp_path))
-    model = ours(tmp_path)
+    model = load_model(tmp_path)
     for p in model.parameters():
         p.data.fill_(math.nan)
     init_weights(model, seed=1)
     with source.reader() as wanted:
-        for move in source.moves:
+        for move in source.key_mappings:
             parts = [full_weight(model, part) for part in move.ours]
             for hub, found in zip(move.hub, move.op.save(parts), strict=True):
                 drawn = wanted[hub]
@@ -75,9 +75,9 @@ def test_fresh_weights_are_those_of_transformers_in_kind(name: str, tmp_path: Pa
 @pytest.mark.parametrize("name", [name for name, shape in SHAPES.items() if "text_config" not in shape])
 def test_norms_in_bf16_are_those_of_transformers_to_the_bit(name: str, tmp_path: Path) -> None:
     """Whether the weight multiplies before or behind the rounding differs from family to family."""
-    folder = made(tmp_path, name)
-    source, model, other = HFCheckpoint.open(folder), ours(folder).bfloat16(), theirs(folder).bfloat16()
-    names = {move.ours[0]: move.hub[0] for move in source.moves}
+    folder = make_checkpoint(tmp_path, name)
+    source, model, other = HFCheckpoint.open(folder), load_model(folder).bfloat16(), load_transformers_model(folder).bfloat16()
+    names = {move.ours[0]: move.hub[0] for move in source.key_mappings}
     for name, norm in model.named_modules():
         if not isinstance(norm, RMSNorm) or not norm.spec.weight or "linear_attn.norm" in names[f"{name}.weight"]:
             continue  # that of a delta net takes a gate
@@ -90,9 +90,9 @@ def test_norms_in_bf16_are_those_of_transformers_to_the_bit(name: str, tmp_path:
 @torch.no_grad()
 def test_in_bf16_logits_are_as_near_to_those_of_fp32_as_those_of_transformers(name: str, tmp_path: Path) -> None:
     folder = save(build(SHAPES[name]).bfloat16(), tmp_path)
-    rows, wanted = tokens(), theirs(folder)(tokens()).logits
-    other = auto(SHAPES[name]).from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="eager").eval()
-    mine = ours(folder, precision=PrecisionConfig("bf16", "bf16", "bf16")).eval()
+    rows, wanted = random_tokens(), load_transformers_model(folder)(random_tokens()).logits
+    other = auto_class(SHAPES[name]).from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="eager").eval()
+    mine = load_model(folder, precision=PrecisionConfig("bf16", "bf16", "bf16")).eval()
     away = [(found.float() - wanted).square().mean().sqrt().item() for found in (mine(rows), other(rows).logits)]
     assert 0 < away[0] < 1.2 * away[1]
 
@@ -100,10 +100,10 @@ def test_in_bf16_logits_are_as_near_to_those_of_fp32_as_those_of_transformers(na
 @pytest.mark.parametrize("name", ["gemma2", "granite"])
 def test_the_loss_is_that_of_the_logits(name: str, tmp_path: Path) -> None:
     """Scales and caps of the head are within the chunks of the loss, and their gradients too."""
-    model, part = ours(made(tmp_path, name)), batch(tokens())
+    model, part = load_model(make_checkpoint(tmp_path, name)), make_batch(random_tokens())
     losses = [CrossEntropy()(model, part)]
     logits = model(part.tokens).flatten(0, 1)
     losses.append(F.cross_entropy(logits, part.targets.flatten(), ignore_index=IGNORE, reduction="sum"))
     found, wanted = (torch.autograd.grad(loss, list(model.parameters())) for loss in losses)
     assert losses[0].item() == pytest.approx(losses[1].item(), rel=1e-5)
-    assert max(map(error, found, wanted)) < 1e-5
+    assert max(map(relative_error, found, wanted)) < 1e-5

@@ -8,7 +8,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from tests.checkpoints import FULL, build, error, ours, save, theirs, tokens, train
+from tests.checkpoints import FULL, build, relative_error, load_model, save, load_transformers_model, random_tokens, train
 from tests.shapes_dense import GEMMA2, LLAMA, MISTRAL, PHI, QWEN2, QWEN3, YARN
 from tunekit.checkpoint import save_model
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
@@ -49,22 +49,22 @@ def loud(shape: Shape, folder: Path) -> Path:
 def test_config_json_decides(defect: str, tmp_path: Path) -> None:
     shape, wrong = BUILT[defect]
     folder = loud(shape, tmp_path)
-    wanted = theirs(folder)(tokens()).logits
+    wanted = load_transformers_model(folder)(random_tokens()).logits
     config = transformers.AutoConfig.for_model(**(shape | wrong))
     other = transformers.AutoModelForCausalLM.from_pretrained(folder, config=config, attn_implementation="eager")
-    assert error(other(tokens()).logits, wanted) > 1e-2, "the defect shows here"
-    assert error(ours(folder)(tokens()), wanted) < 1e-5
+    assert relative_error(other(random_tokens()).logits, wanted) > 1e-2, "the defect shows here"
+    assert relative_error(load_model(folder)(random_tokens()), wanted) < 1e-5
 
 
 @torch.no_grad()
 def test_gemma_2_in_packed_rows(tmp_path: Path) -> None:
     """They were refused: documents need a mask, and so did the cap."""
-    model = ours(loud(GEMMA2 | CAPS, tmp_path))
-    rows, bounds = tokens(1, 20), [0, 7, 20]
+    model = load_model(loud(GEMMA2 | CAPS, tmp_path))
+    rows, bounds = random_tokens(1, 20), [0, 7, 20]
     positions = torch.cat([torch.arange(7), torch.arange(13)])[None]
     packed = model(rows, positions, SequenceLayout(torch.tensor(bounds, dtype=torch.int32)))[0]
     for a, b in zip(bounds, bounds[1:], strict=False):
-        assert error(packed[a:b], model(rows[:, a:b])[0]) < 1e-5
+        assert relative_error(packed[a:b], model(rows[:, a:b])[0]) < 1e-5
 
 
 SIZES = {
@@ -78,13 +78,13 @@ SIZES = {
 def test_a_size_that_no_builder_knew_is_trained_and_written(defect: str, tmp_path: Path) -> None:
     """And its files have the tensors that they had, no more and no fewer."""
     source = save(build(SIZES[defect]), tmp_path / "source")
-    model = ours(source)
+    model = load_model(source)
     train(model, FULL, steps=1)
     (tmp_path / "out").mkdir()
     save_model.save_model(tmp_path / "out", model, HFCheckpoint.open(source), quiet=True)
     files = [load_file(folder / "model.safetensors") for folder in (source, tmp_path / "out")]
     assert files[0].keys() == files[1].keys()
     with torch.no_grad():
-        wanted = theirs(tmp_path / "out")(tokens()).logits
-        assert error(model.eval()(tokens()), wanted) < 1e-5
-        assert error(theirs(source)(tokens()).logits, wanted) > 1e-2, "it learnt something"
+        wanted = load_transformers_model(tmp_path / "out")(random_tokens()).logits
+        assert relative_error(model.eval()(random_tokens()), wanted) < 1e-5
+        assert relative_error(load_transformers_model(source)(random_tokens()).logits, wanted) > 1e-2, "it learnt something"

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from tests.checkpoints import FP32, FULL, PLAINLY, SHAPES, error, made, ours, save, tokens
+from tests.checkpoints import FP32, FULL, DEFAULT_MEMORY, SHAPES, relative_error, make_checkpoint, load_model, save, random_tokens
 from tunekit import build
 from tunekit.checkpoint import save_model
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
@@ -48,24 +48,24 @@ def nets(model: Decoder) -> list[GatedDeltaNet]:
 @pytest.mark.parametrize("name", NAMES)
 def test_packed_documents_are_documents(name: str, tmp_path: Path) -> None:
     """Logits and gradients of rows that hold several documents, and of each document alone."""
-    model = ours(made(tmp_path, name))
-    rows, bounds = tokens(2, 40), [0, 1, 3, 33, 40, 59, 80]
+    model = load_model(make_checkpoint(tmp_path, name))
+    rows, bounds = random_tokens(2, 40), [0, 1, 3, 33, 40, 59, 80]
     parts = rows.flatten().split(torch.tensor(bounds).diff().tolist())
     positions = torch.cat([torch.arange(len(part)) for part in parts]).view_as(rows)
     packed = model(rows, positions, SequenceLayout(torch.tensor(bounds, dtype=torch.int32)))
     alone = torch.cat([model(part[None])[0] for part in parts]).view_as(packed)
-    assert error(packed, alone) < 1e-5
+    assert relative_error(packed, alone) < 1e-5
     weight = torch.randn_like(packed)
     found, wanted = gradients(model, (packed * weight).sum()), gradients(model, (alone * weight).sum())
-    assert max(error(found[key], grad) for key, grad in wanted.items()) < 1e-4
+    assert max(relative_error(found[key], grad) for key, grad in wanted.items()) < 1e-4
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_padding_leaves_no_trace(name: str, tmp_path: Path) -> None:
     """After a first pass over rows of several lengths every net keeps what it keeps of each row alone."""
-    model = ours(made(tmp_path, name)).eval()
+    model = load_model(make_checkpoint(tmp_path, name)).eval()
     lengths = [5, 1, 19, 2]
-    rows = [tokens(1, length, seed=length)[0] for length in lengths]
+    rows = [random_tokens(1, length, seed=length)[0] for length in lengths]
 
     @torch.no_grad()
     def kept(batch: Tensor, lengths: list[int]) -> list[DeltaState]:
@@ -77,15 +77,15 @@ def test_padding_leaves_no_trace(name: str, tmp_path: Path) -> None:
     assert len(together) == len(nets(model)) > 0
     for i, row in enumerate(rows):
         for found, wanted in zip(together, kept(row[None], [len(row)]), strict=True):
-            assert error(found.tail[i], wanted.tail[0]) < 1e-5
-            assert error(found.states[i], wanted.states[0]) < 1e-5
+            assert relative_error(found.tail[i], wanted.tail[0]) < 1e-5
+            assert relative_error(found.states[i], wanted.states[0]) < 1e-5
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_layers_run_again_have_the_same_gradients(name: str, tmp_path: Path) -> None:
-    folder, rows = made(tmp_path, name), tokens(2, 70)
+    folder, rows = make_checkpoint(tmp_path, name), random_tokens(2, 70)
     layout = SequenceLayout(torch.tensor([0, 33, 70, 140], dtype=torch.int32))
-    plain, again = ours(folder), ours(folder, memory=MemoryConfig(activation_checkpointing="full"))
+    plain, again = load_model(folder), load_model(folder, memory=MemoryConfig(activation_checkpointing="full"))
     weight = torch.randn(2, 70, 67)
     found, wanted = (gradients(m, (m(rows, layout=layout) * weight).sum()) for m in (again, plain))
     assert found.keys() == wanted.keys()
@@ -95,13 +95,13 @@ def test_layers_run_again_have_the_same_gradients(name: str, tmp_path: Path) -> 
 @pytest.mark.slow
 def test_compiled_layers(tmp_path: Path) -> None:
     """The rule itself is not compiled; rows of several lengths go through one model."""
-    folder = made(tmp_path, "qwen3.5")
-    plain, compiled = ours(folder), ours(folder, compile=True)
+    folder = make_checkpoint(tmp_path, "qwen3.5")
+    plain, compiled = load_model(folder), load_model(folder, compile=True)
     for length in (20, 140):
-        rows = tokens(2, length)
+        rows = random_tokens(2, length)
         weight = torch.randn(2, length, 67)
         found, wanted = (gradients(m, (m(rows) * weight).sum()) for m in (compiled, plain))
-        assert max(error(found[key], grad) for key, grad in wanted.items()) < 1e-4
+        assert max(relative_error(found[key], grad) for key, grad in wanted.items()) < 1e-4
 
 
 def test_what_is_kept_for_gradients() -> None:
@@ -130,7 +130,7 @@ def test_fresh_weights_are_those_of_transformers(name: str, tmp_path: Path) -> N
     (tmp_path / "theirs" / "model.safetensors").unlink()
     source = HFCheckpoint.open(tmp_path / "theirs")
     (tmp_path / "ours").mkdir()
-    model = build.build_model(source, NoQuantization(), FULL, FP32, PLAINLY, DistributedContext(0, "cpu"), fresh=True)
+    model = build.build_model(source, NoQuantization(), FULL, FP32, DEFAULT_MEMORY, DistributedContext(0, "cpu"), fresh=True)
     save_model.save_model(tmp_path / "ours", model, source, quiet=True)
     found = load_file(tmp_path / "ours" / "model.safetensors")
     assert found.keys() == wanted.keys()
@@ -174,21 +174,21 @@ def predicting(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 @pytest.mark.parametrize("name", ["qwen3-next", "qwen3.5-moe", "qwen3.5-moe-vision"])
 @pytest.mark.parametrize("layout", [stacked, predicting])
 def test_layouts_of_files(name: str, layout: Layout, tmp_path: Path) -> None:
-    same_in_another(made(tmp_path / "made", name), layout, tmp_path)
+    same_in_another(make_checkpoint(tmp_path / "made", name), layout, tmp_path)
 
 
 @pytest.mark.parametrize("name", ["qwen3.5", "qwen3.5-moe"])
 def test_text_models_out_of_larger_ones(name: str, tmp_path: Path) -> None:
-    same_in_another(made(tmp_path / "made", name), inside, tmp_path)
+    same_in_another(make_checkpoint(tmp_path / "made", name), inside, tmp_path)
 
 
 def same_in_another(folder: Path, layout: Layout, path: Path) -> None:
     """The model is the same, and it is written back bit for bit."""
-    rows = tokens()
+    rows = random_tokens()
     with torch.no_grad():
-        wanted = ours(folder)(rows)
+        wanted = load_model(folder)(rows)
         tensors = layout(load_file(folder / "model.safetensors"))
-        model = ours(change(folder, tensors))
+        model = load_model(change(folder, tensors))
         assert torch.equal(model(rows), wanted)
     (path / "written").mkdir()
     save_model.save_model(path / "written", model, HFCheckpoint.open(folder), quiet=True)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.checkpoints import SHAPES, build, error, made, ours, rewrite, save, theirs, tokens
+from tests.checkpoints import SHAPES, build, relative_error, make_checkpoint, load_model, rewrite_config, save, load_transformers_model, random_tokens
 from tunekit.adapters.config import FrozenModel
 from tunekit.checkpoint import atomic
 from tunekit.checkpoint.hf_checkpoint import WEIGHTS, HFCheckpoint
@@ -24,15 +24,15 @@ from tunekit.models.spec import MoE
 from tunekit.models.weight_init import init_weights
 
 DIM = 16
-PLAIN = MoE(8, 3, 16, normalize=False)
+PLAIN = MoE(8, 3, 16, norm_topk_prob=False)
 KINDS = {
     "softmax": PLAIN,
     "normalized": MoE(8, 3, 16, scale=2.5),
     "odd": MoE(7, 2, 5),  # rows that torch's grouped product does not take
-    "one": MoE(8, 1, 16, score="top_sigmoid", normalize=False, weigh_input=True, shared=9),
-    "biased": MoE(8, 3, 16, "clamped_swiglu", "top_softmax", normalize=False, router_bias=True, bias=True),
-    "corrected": MoE(8, 3, 16, score="sigmoid", groups=(4, 2), selection_bias=True, precise=True),
-    "grouped": MoE(8, 3, 16, groups=(2, 1), shared=9, shared_gate=True),
+    "one": MoE(8, 1, 16, scoring_func="top_sigmoid", norm_topk_prob=False, apply_router_weight_on_input=True, shared_intermediate_size=9),
+    "biased": MoE(8, 3, 16, "clamped_swiglu", "top_softmax", norm_topk_prob=False, router_bias=True, bias=True),
+    "corrected": MoE(8, 3, 16, scoring_func="sigmoid", groups=(4, 2), selection_bias=True, router_in_fp32=True),
+    "grouped": MoE(8, 3, 16, groups=(2, 1), shared_intermediate_size=9, shared_gate=True),
 }
 
 
@@ -52,12 +52,12 @@ def by_definition(layer: MixtureOfExperts, x: Tensor) -> Tensor:
         weights, chosen = one_choice(layer.router, row)
         y = torch.zeros(DIM, dtype=torch.float64)
         for weight, expert in zip(weights, chosen, strict=True):
-            inner = row * weight if spec.weigh_input else row
+            inner = row * weight if spec.apply_router_weight_on_input else row
             parts = layer.experts.gate_proj, layer.experts.up_proj, layer.experts.down_proj
             w = [part.weight[expert].double() for part in parts]
             b = [torch.zeros(()) if part.bias is None else part.bias[expert].double() for part in parts]
             made = w[2] @ gated_activation(spec.act, w[0] @ inner + b[0], w[1] @ inner + b[1]) + b[2]
-            y += made if spec.weigh_input else weight * made
+            y += made if spec.apply_router_weight_on_input else weight * made
         if layer.shared is not None:
             s = layer.shared
             shared = s.down_proj.weight.double() @ gated_activation(
@@ -86,14 +86,14 @@ def one_choice(router: Router, row: Tensor) -> tuple[list[float], list[int]]:
     chosen = sorted(open_to, key=lambda expert: -worth[expert])[: spec.top_k]
     weights = torch.tensor([scores[e] for e in chosen], dtype=torch.float64)
     weights = {"top_softmax": weights.softmax(0), "top_sigmoid": weights.sigmoid()}.get(spec.score, weights)
-    weights = weights / weights.sum() if spec.normalize else weights
+    weights = weights / weights.sum() if spec.norm_topk_prob else weights
     return (weights * spec.scale).tolist(), chosen
 
 
 @pytest.mark.parametrize("spec", KINDS.values(), ids=KINDS)
 def test_a_mixture_is_what_its_definition_says(spec: MoE) -> None:
     layer, x = mixture(spec), torch.randn(4, 9, DIM)
-    assert error(layer(x).double(), by_definition(layer, x.flatten(0, 1)).view_as(x)) < 1e-5
+    assert relative_error(layer(x).double(), by_definition(layer, x.flatten(0, 1)).view_as(x)) < 1e-5
 
 
 @pytest.mark.parametrize("spec", KINDS.values(), ids=KINDS)
@@ -104,7 +104,7 @@ def test_gradients_of_a_mixture_are_those_of_its_definition(spec: MoE) -> None:
     y = differentiable(layer, x)
     wanted = torch.autograd.grad(y, layer_weights(layer), grad, materialize_grads=True)
     for (name, _), a, b in zip(named(layer), found, wanted, strict=True):
-        assert error(a, b) < 1e-4 or b.abs().max() < 1e-6, name
+        assert relative_error(a, b) < 1e-4 or b.abs().max() < 1e-6, name
 
 
 def named(layer: MixtureOfExperts) -> list[tuple[str, torch.nn.Parameter]]:
@@ -122,11 +122,11 @@ def differentiable(layer: MixtureOfExperts, x: Tensor) -> Tensor:
     every = torch.zeros(len(rows), spec.experts).scatter(1, chosen, weights)
     y = torch.zeros_like(rows)
     for expert, share in enumerate(every.unbind(1)):
-        inner = rows * share[:, None] if spec.weigh_input else rows
+        inner = rows * share[:, None] if spec.apply_router_weight_on_input else rows
         parts = layer.experts.gate_proj, layer.experts.up_proj, layer.experts.down_proj
         (gw, gb), (uw, ub), (dw, db) = ((p.weight[expert], None if p.bias is None else p.bias[expert]) for p in parts)
         made = F.linear(gated_activation(spec.act, F.linear(inner, gw, gb), F.linear(inner, uw, ub)), dw, db)
-        y = y + (made if spec.weigh_input else made * share[:, None])
+        y = y + (made if spec.apply_router_weight_on_input else made * share[:, None])
     if layer.shared is not None:
         shared = layer.shared(rows)
         y = y + (shared if layer.shared_gate is None else shared * layer.shared_gate(rows).sigmoid())
@@ -142,7 +142,7 @@ def test_a_row_gets_the_same_alone_and_among_others(spec: MoE) -> None:
     assert torch.equal(together[3], together[0])
     assert torch.equal(together[8], together[0])
     for i in range(len(x)):
-        assert error(layer(x[i : i + 1])[0], together[i]) < 1e-6
+        assert relative_error(layer(x[i : i + 1])[0], together[i]) < 1e-6
 
 
 def test_all_tokens_to_one_expert() -> None:
@@ -174,7 +174,7 @@ def test_equal_scores_are_a_choice_all_the_same(spec: MoE) -> None:
 @pytest.mark.parametrize("precise", [True, False])
 def test_what_a_router_multiplies_in(precise: bool) -> None:
     """DeepSeek's in fp32, whatever the layers around it are in; others in the dtype of the activations."""
-    router, x = Router(DIM, MoE(8, 3, 16, precise=precise)), torch.randn(5, DIM).bfloat16()
+    router, x = Router(DIM, MoE(8, 3, 16, router_in_fp32=precise)), torch.randn(5, DIM).bfloat16()
     torch.nn.init.normal_(router.weight)
     kind = torch.float32 if precise else torch.bfloat16
     assert torch.equal(router.logits(x), F.linear(x.to(kind), router.weight.to(kind)).float())
@@ -184,7 +184,7 @@ def test_what_a_router_multiplies_in(precise: bool) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_traced_mixture_gives_the_same(dtype: torch.dtype) -> None:
     """As for compilation, less the compiler."""
-    layer = mixture(MoE(8, 3, 16, shared=8)).to(dtype)
+    layer = mixture(MoE(8, 3, 16, share_prefixes=8)).to(dtype)
     traced = torch.compile(layer, backend="aot_eager")
     for x in (torch.randn(2, 5, 16).to(dtype), torch.randn(1, 8, 16).to(dtype)):
         results = []
@@ -192,7 +192,7 @@ def test_a_traced_mixture_gives_the_same(dtype: torch.dtype) -> None:
             y = run(x)
             results.append([y, *torch.autograd.grad(y.float().square().sum(), layer_weights(layer))])
         for plain, other in zip(*results, strict=True):
-            assert error(other.float(), plain.float()) < (1e-5 if dtype == torch.float32 else 0.02)
+            assert relative_error(other.float(), plain.float()) < (1e-5 if dtype == torch.float32 else 0.02)
 
 
 MIXED = ["qwen2-moe-sliding", "gpt-oss", "deepseek-v3", "glm4-moe", "llama4", "gemma4-shared", "gemma4-moe-shared"]
@@ -200,23 +200,23 @@ MIXED = ["qwen2-moe-sliding", "gpt-oss", "deepseek-v3", "glm4-moe", "llama4", "g
 
 @pytest.mark.parametrize("name", MIXED)
 def test_layers_that_are_computed_twice_have_the_same_gradients(name: str, tmp_path: Path) -> None:
-    folder = made(tmp_path, name)
+    folder = make_checkpoint(tmp_path, name)
     grads = []
     for recompute in ("none", "full"):
-        model = ours(folder, memory=MemoryConfig(activation_checkpointing=recompute))
-        model(tokens(), read=lambda hidden, head: head(hidden)).float().square().mean().backward()
+        model = load_model(folder, memory=MemoryConfig(activation_checkpointing=recompute))
+        model(random_tokens(), read=lambda hidden, head: head(hidden)).float().square().mean().backward()
         grads.append({name: p.grad for name, p in model.named_parameters() if p.requires_grad})
     assert all(torch.equal(grads[1][name], grad) for name, grad in grads[0].items())
 
 
 @pytest.mark.parametrize("name", MIXED)
 def test_packed_documents_are_as_alone(name: str, tmp_path: Path) -> None:
-    model, lengths = ours(made(tmp_path, name), FrozenModel()), [17, 4, 25]
-    row = tokens(1, sum(lengths))
+    model, lengths = load_model(make_checkpoint(tmp_path, name), FrozenModel()), [17, 4, 25]
+    row = random_tokens(1, sum(lengths))
     positions = torch.cat([torch.arange(n) for n in lengths])[None]
     offsets = torch.tensor([0, *lengths]).cumsum(0)
     alone = [model(part) for part in row.split(lengths, dim=1)]
-    assert error(model(row, positions, SequenceLayout(offsets)), torch.cat(alone, dim=1)) < 1e-5
+    assert relative_error(model(row, positions, SequenceLayout(offsets)), torch.cat(alone, dim=1)) < 1e-5
 
 
 STACKED = ["mixtral", "olmoe", "granite-moe", "qwen2-moe", "qwen3-moe-sparse", "glm4-moe", "deepseek-v3", "deepseek-v2"]
@@ -228,8 +228,8 @@ def test_stacked_files_are_read_and_written_back_as_they_were(name: str, tmp_pat
     model = build(SHAPES[name])
     single, stacked = save(model, tmp_path / "a"), save(model, tmp_path / "b", save_original_format=False)
     assert load_file(stacked / WEIGHTS).keys() != load_file(single / WEIGHTS).keys()
-    mine = ours(stacked, FrozenModel())
-    assert torch.equal(mine(tokens()), ours(single, FrozenModel())(tokens()))
+    mine = load_model(stacked, FrozenModel())
+    assert torch.equal(mine(random_tokens()), load_model(single, FrozenModel())(random_tokens()))
     assert (written(tmp_path / "out", mine, stacked) / WEIGHTS).read_bytes() == (stacked / WEIGHTS).read_bytes()
 
 
@@ -241,20 +241,20 @@ def written(out: Path, model: Decoder, source: Path) -> Path:
 
 @pytest.mark.parametrize("name", ["deepseek-v3", "glm4-moe"])
 def test_layers_that_predict_further_tokens_are_kept(name: str, tmp_path: Path) -> None:
-    source = made(tmp_path / "source", name)
-    logits = ours(source, FrozenModel())(tokens())
+    source = make_checkpoint(tmp_path / "source", name)
+    logits = load_model(source, FrozenModel())(random_tokens())
     held = load_file(source / WEIGHTS)
     last = SHAPES[name]["num_hidden_layers"]
     more = {k.replace("layers.2.", f"layers.{last}."): v + 1 for k, v in held.items() if ".layers.2." in k}
     more |= {f"model.layers.{last}.{part}.weight": torch.randn(3) for part in ("eh_proj", "enorm", "shared_head.norm")}
     save_file(held | more, source / WEIGHTS, metadata={"format": "pt"})
-    model = ours(source, FrozenModel())
-    assert torch.equal(model(tokens()), logits)
+    model = load_model(source, FrozenModel())
+    assert torch.equal(model(random_tokens()), logits)
     assert (written(tmp_path / "out", model, source) / WEIGHTS).read_bytes() == (source / WEIGHTS).read_bytes()
 
 
 def test_keys_of_layers_that_take_those_of_others_are_kept(tmp_path: Path) -> None:
-    source = made(tmp_path / "source", "gemma4-shared")
+    source = make_checkpoint(tmp_path / "source", "gemma4-shared")
     held = load_file(source / WEIGHTS)
     more = {
         f"model.layers.{i}.self_attn.{leaf}": torch.randn(5)
@@ -262,15 +262,15 @@ def test_keys_of_layers_that_take_those_of_others_are_kept(tmp_path: Path) -> No
         for leaf in ("k_proj.weight", "k_norm.weight")
     }
     save_file(held | more, source / WEIGHTS, metadata={"format": "pt"})
-    model = ours(source, FrozenModel())
-    assert error(model(tokens()), theirs(source)(tokens()).logits) < 1e-5
+    model = load_model(source, FrozenModel())
+    assert relative_error(model(random_tokens()), load_transformers_model(source)(random_tokens()).logits) < 1e-5
     assert (written(tmp_path / "out", model, source) / WEIGHTS).read_bytes() == (source / WEIGHTS).read_bytes()
 
 
 def test_kimi_k2_is_deepseek_v3_by_another_name(tmp_path: Path) -> None:
-    folder = made(tmp_path, "deepseek-v3")
+    folder = make_checkpoint(tmp_path, "deepseek-v3")
     spec = HFCheckpoint.open(folder).spec
-    rewrite(folder, lambda c: c | {"model_type": "kimi_k2"})
+    rewrite_config(folder, lambda c: c | {"model_type": "kimi_k2"})
     assert HFCheckpoint.open(folder).spec == spec
 
 
@@ -286,13 +286,13 @@ def test_gpt_oss_from_mxfp4_files_is_what_transformers_makes_of_them(tmp_path: P
         held[f"{name}_blocks"] = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8, generator=draw)
         held[f"{name}_scales"] = torch.randint(120, 126, shape, dtype=torch.uint8, generator=draw)
     save_file(held, folder / WEIGHTS, metadata={"format": "pt"})
-    rewrite(folder, lambda c: c | {"quantization_config": {"quant_method": "mxfp4"}})
+    rewrite_config(folder, lambda c: c | {"quantization_config": {"quant_method": "mxfp4"}})
     with torch.no_grad():
         mine, other = (
-            ours(folder, FrozenModel(), PrecisionConfig("fp32"))(tokens()),
-            theirs(folder).float()(tokens()).logits,
+            load_model(folder, FrozenModel(), PrecisionConfig("fp32"))(random_tokens()),
+            load_transformers_model(folder).float()(random_tokens()).logits,
         )
-    assert error(mine, other) < 1e-5
+    assert relative_error(mine, other) < 1e-5
 
 
 @pytest.mark.parametrize("frozen", ["checkpoint", "bf16"])
@@ -302,7 +302,7 @@ def test_corrections_and_routers_stay_as_exact_as_they_were(frozen: str, tmp_pat
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if ".mlp.gate." in name:
             tensor.data = tensor.data.float()
-    mine = ours(save(model, tmp_path), FrozenModel(), PrecisionConfig("bf16", frozen_dtype=frozen))
+    mine = load_model(save(model, tmp_path), FrozenModel(), PrecisionConfig("bf16", frozen_dtype=frozen))
     kinds = {name: p.dtype for name, p in mine.named_parameters()}
     exact = {name for name, kind in kinds.items() if kind == torch.float32}
     assert exact == {f"layers.{i}.mlp.router.{leaf}" for i in (1, 2) for leaf in ("weight", "selection_bias")}
@@ -311,7 +311,7 @@ def test_corrections_and_routers_stay_as_exact_as_they_were(frozen: str, tmp_pat
 @pytest.mark.parametrize("name", [*MIXED, "gemma4-moe"])
 def test_fresh_weights_are_all_drawn(name: str, tmp_path: Path) -> None:
     """No number is left from what was in memory, experts differ, and nothing is corrected or scaled."""
-    models = [Decoder(HFCheckpoint.open(made(tmp_path, name)).spec) for _ in range(2)]
+    models = [Decoder(HFCheckpoint.open(make_checkpoint(tmp_path, name)).spec) for _ in range(2)]
     for model in models:
         for p in model.parameters():
             torch.nn.init.constant_(p, float("nan"))
@@ -323,7 +323,7 @@ def test_fresh_weights_are_all_drawn(name: str, tmp_path: Path) -> None:
         assert p.ndim < 2 or p.numel() < 500 or 0.2 < p.std() / models[0].spec.std < 1.2, key
         if p.ndim == 3:
             assert len({w.sum().item() for w in p}) == len(p)
-    assert models[0](tokens()).isfinite().all()
+    assert models[0](random_tokens()).isfinite().all()
 
 
 @pytest.mark.parametrize(("name", "change", "told"), [
@@ -335,8 +335,8 @@ def test_fresh_weights_are_all_drawn(name: str, tmp_path: Path) -> None:
     ("gemma4-shared", {"num_kv_shared_layers": 7}, "num_kv_shared_layers 7 leaves no full_attention layer"),
 ])  # fmt: skip
 def test_what_config_json_says_wrongly_is_told(name: str, change: dict, told: str, tmp_path: Path) -> None:
-    folder = made(tmp_path, name)
-    rewrite(folder, lambda c: c | change)
+    folder = make_checkpoint(tmp_path, name)
+    rewrite_config(folder, lambda c: c | change)
     with pytest.raises(UserError, match=told) as raised:
         HFCheckpoint.open(folder)
     assert str(folder / "config.json") in str(raised.value)

@@ -7,7 +7,7 @@ import transformers
 from huggingface_hub.errors import StrictDataclassError
 
 from tests.checkpoints import SHAPES
-from tests.parity import figures
+from tests.parity import measure_parity
 from tests.shapes_dense import DENSE
 from tunekit.errors import UserError
 from tunekit.models.families.registry import find_family
@@ -16,12 +16,12 @@ from tunekit.models.spec import DecoderSpec
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_family(name: str) -> None:
-    found = figures(name)
+    found = measure_parity(name)
     assert found.logits < 1e-5
     assert found.gradients < 1e-4
     assert not found.generation
     assert not found.files
-    assert not found.spelling
+    assert not found.config_versions
 
 
 SIZES = {"model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"}

@@ -77,7 +77,7 @@ def test_a_preset_has_as_many_parameters_as_were_published(name: str) -> None:
     with torch.device("meta"):
         assert sum(p.numel() for p in Decoder(source.spec).parameters()) == PUBLISHED[name]
     assert not source.has_weights
-    assert source.usual_dtype == torch.bfloat16
+    assert source.default_dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

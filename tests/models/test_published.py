@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 
-from tests.checkpoints import auto
+from tests.checkpoints import auto_class
 from tests.published import PUBLISHED
 from tunekit import assets
 from tunekit.models.decoder import TIED, Decoder
@@ -42,7 +42,7 @@ def test_every_tensor_of_transformers_has_its_place_and_shape(name: str) -> None
     if text.to_dict().get("layer_types"):
         text.layer_types = text.layer_types[:7]
     with torch.device("meta"):
-        other = auto(config.to_dict()).from_config(config)
+        other = auto_class(config.to_dict()).from_config(config)
     theirs = {n: tuple(t.shape) for n, t in other.state_dict().items()}
     found, spec = find_family(config.to_dict(), name)
     with torch.device("meta"):

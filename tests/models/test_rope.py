@@ -8,7 +8,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import apply_rotary_po
 from transformers.models.glm.modeling_glm import apply_rotary_pos_emb as apply_to_pairs
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from tests.checkpoints import error
+from tests.checkpoints import relative_error
 from tunekit.kernels.rope import RopeTables
 from tunekit.kernels.rope import apply_rope as rotate_both
 from tunekit.kernels.sequence_layout import SequenceLayout
@@ -30,14 +30,14 @@ def test_rotation_turns_pairs_by_their_angle() -> None:
     angle = positions[..., None, None] * 500.0 ** (-torch.arange(6).double() / 6)
     turned = pairs * torch.polar(torch.ones_like(angle), angle)
     found = rotate(x, rope_tables(Rope(500.0), 12, positions))
-    assert error(found.double(), torch.cat([turned.real, turned.imag], dim=-1)) < 1e-5
+    assert relative_error(found.double(), torch.cat([turned.real, turned.imag], dim=-1)) < 1e-5
 
 
 def test_rotation_is_that_of_transformers() -> None:
     x, positions = torch.randn(2, 9, 3, 12), torch.arange(9).expand(2, 9)
     rotation = rope_tables(Rope(100.0), 12, positions)
     wanted, _ = apply_rotary_pos_emb(x.transpose(1, 2), x.transpose(1, 2), *doubled(rotation))
-    assert error(rotate(x, rotation), wanted.transpose(1, 2)) < 1e-6
+    assert relative_error(rotate(x, rotation), wanted.transpose(1, 2)) < 1e-6
 
 
 def test_rotation_of_a_part_leaves_the_rest() -> None:
@@ -67,14 +67,14 @@ def doubled(rotation: RopeTables) -> list[torch.Tensor]:
 def test_rotation_of_neighbours_is_that_of_transformers() -> None:
     """They stay neighbours in GLM; in DeepSeek they come out as halves."""
     x, positions = torch.randn(2, 9, 3, 12), torch.arange(9).expand(2, 9)
-    rope = Rope(100.0, dims=8, paired=True)
+    rope = Rope(100.0, dims=8, interleaved=True)
     rotation = rope_tables(rope, 12, positions)
     wanted, _ = apply_to_pairs(x.transpose(1, 2), x.transpose(1, 2), *doubled(rotation))
-    assert error(rotate(x, rotation), wanted.transpose(1, 2)) < 1e-6
+    assert relative_error(rotate(x, rotation), wanted.transpose(1, 2)) < 1e-6
     x = x[..., :8]
-    rotation = rope_tables(replace(rope, keep_paired=False), 8, positions)
+    rotation = rope_tables(replace(rope, interleaved_output=False), 8, positions)
     wanted, _ = apply_rotary_pos_emb_interleave(x.transpose(1, 2), x.transpose(1, 2), *doubled(rotation))
-    assert error(rotate(x, rotation), wanted.transpose(1, 2)) < 1e-6
+    assert relative_error(rotate(x, rotation), wanted.transpose(1, 2)) < 1e-6
 
 
 def test_padded_frequencies_turn_the_first_channels_of_each_half() -> None:
@@ -85,7 +85,7 @@ def test_padded_frequencies_turn_the_first_channels_of_each_half() -> None:
     # As if the whole head turned, where it turns.
     whole = rotate(x, rope_tables(Rope(100.0), 16, positions))
     turning = [*range(4), *range(8, 12)]
-    assert error(found[..., turning], whole[..., turning]) < 1e-6
+    assert relative_error(found[..., turning], whole[..., turning]) < 1e-6
 
 
 def test_long_rows_turn_otherwise_from_their_beginning() -> None:

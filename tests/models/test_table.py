@@ -3,7 +3,7 @@
 import transformers
 
 from tests.checkpoints import SHAPES
-from tests.parity import adapted, figures
+from tests.parity import measure_adapter_parity, measure_parity
 from tunekit.adapters.config import LoRAConfig
 from tunekit.models.families.registry import FAMILIES
 
@@ -14,11 +14,11 @@ KINDS = {shape["model_type"]: name for name, shape in reversed(SHAPES.items())} 
 
 def row(name: str) -> tuple[str | float, ...]:
     """Errors are relative: of logits, and the worst of the gradients of all parameters."""
-    found, kind = figures(name), SHAPES[name]["model_type"]
+    found, kind = measure_parity(name), SHAPES[name]["model_type"]
     generation = "differs" if found.generation else "equal"
     files = "differ" if found.files else "bit by bit"
-    lora = adapted(name, LoRAConfig(4)) if name in KINDS.values() else None
-    return name, kind, found.logits, found.gradients, generation, files, *((lora.there, lora.back) if lora else "--")
+    lora = measure_adapter_parity(name, LoRAConfig(4)) if name in KINDS.values() else None
+    return name, kind, found.logits, found.gradients, generation, files, *((lora.in_peft, lora.from_peft) if lora else "--")
 
 
 def test_table() -> None:

@@ -106,7 +106,7 @@ def test_modules_and_adapters_follow_their_row() -> None:
     assert found is not None
     assert found.ours == ("layers.7.attn.q_proj.lora_A.weight", "layers.7.attn.k_proj.lora_A.weight")
     back = match_name("layers.7.attn.k_proj", TABLE)
-    assert (back.row, back.part, back.hub, back.tail) == (found.row, 1, ("model.layers.7.attn.qk_proj",), "")
+    assert (back.rule, back.position, back.hub, back.tail) == (found.rule, 1, ("model.layers.7.attn.qk_proj",), "")
     assert to_hub_name("layers.2.mlp.experts.gate_proj.weight", TABLE) == "model.layers.2.mlp.experts.*.w1.weight"
     assert match_hub_name("model.layers.2.mlp.experts.5.w1.lora_B.weight", TABLE).expert == 5
 

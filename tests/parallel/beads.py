@@ -10,8 +10,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.outcome import Outcome
-from tests.waiting import LIMIT
+from tests.outcome import CommandResult
+from tests.waiting import TIMEOUT_SECONDS
 
 RECIPE = '''"""Beads on a string."""
 
@@ -183,15 +183,15 @@ class Beads:
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         return subprocess.Popen(command, cwd=self.folder, env=left | environment, start_new_session=True, **pipes)
 
-    def run(self, *words: str, look: bool = False, **environment: str) -> Outcome:
+    def run(self, *words: str, look: bool = False, **environment: str) -> CommandResult:
         return self.end(self.start(*words, look=look, **environment))
 
-    def end(self, process: subprocess.Popen[str]) -> Outcome:
+    def end(self, process: subprocess.Popen[str]) -> CommandResult:
         try:
-            out, err = process.communicate(timeout=LIMIT)
+            out, err = process.communicate(timeout=TIMEOUT_SECONDS)
         finally:
             process.kill()
-        return Outcome(process.returncode, out, err)
+        return CommandResult(process.returncode, out, err)
 
     def started(self, out: str = "out") -> list[Started]:
         file = self.folder / out / "starts"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.parallel.beads import Beads, gone
-from tests.waiting import until
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.multi, pytest.mark.slow]
 MEET = ("--nnodes", "2", "--rdzv-endpoint", "10.213.7.1:29400")
@@ -45,7 +45,7 @@ def check(cfg):
 def main(cfg, overwrite=False):
     beats, out, step = HeartbeatWriter.open(), Path(cfg.output_dir), 0
     with DistributedContext(0, cfg.device, cfg.parallel) as run:
-        while run.total(int((out / "enough").exists())) < 2:
+        while run.sum_counts(int((out / "enough").exists())) < 2:
             step += 1
             beats.beat(step, "step")
             (out / f"new.{run.rank}").write_text(str(step))
@@ -102,12 +102,12 @@ def test_a_cable_that_is_out_for_a_while_is_waited_for(net: Net, machines: list[
     (folder / "beads.yaml").write_text("output_dir: out\n")
     (folder / "out").mkdir()
     started = [machine.start(*MEET) for machine in machines]
-    until(lambda: all((folder / f"out/step.{rank}").exists() for rank in range(2)))
+    wait_until(lambda: all((folder / f"out/step.{rank}").exists() for rank in range(2)))
     net.pull()
     time.sleep(15)  # 30 do as well, and take longer
     net.pull(up=True)
     before = (folder / "out/step.0").read_text()
-    until(lambda: int((folder / "out/step.0").read_text()) > int(before) + 3)
+    wait_until(lambda: int((folder / "out/step.0").read_text()) > int(before) + 3)
     (folder / "out/enough").touch()
     for machine, process in zip(machines, started, strict=True):
         ended = machine.end(process)
@@ -118,11 +118,11 @@ def test_a_cable_that_stays_out_ends_both_and_they_meet_again(net: Net, machines
     limit = "parallel.hang_timeout_seconds=20"
     started = [machine.start(*MEET, "--max-restarts", "1", "beads=100000", limit) for machine in machines]
     folder = machines[0]
-    until(lambda: list(folder.folder.glob("out/5.*")))
+    wait_until(lambda: list(folder.folder.glob("out/5.*")))
     net.pull()
-    until(lambda: all(gone(one.pid) for one in folder.started()))
+    wait_until(lambda: all(gone(one.pid) for one in folder.started()))
     net.pull(up=True)
-    until(lambda: len(folder.started()) == 4)
+    wait_until(lambda: len(folder.started()) == 4)
     net.pull()
     first, second = (machine.end(process) for machine, process in zip(machines, started, strict=True))
     assert (first.code, second.code) == (1, 1)

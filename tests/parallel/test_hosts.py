@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.outcome import Outcome
+from tests.outcome import CommandResult
 from tests.parallel.beads import Beads, gone
-from tests.waiting import until
+from tests.waiting import wait_until
 from tunekit.distributed.rendezvous import Seat, Wire, disagreement
 
 pytestmark = pytest.mark.multi
@@ -57,7 +57,7 @@ def both(beads: Beads, *words: str, second: tuple[str, ...] = ()) -> list[subpro
     return [beads.start(*meet, *words), beads.start(*meet, *words, *second)]
 
 
-def ends(beads: Beads, machines: list[subprocess.Popen[str]]) -> list[Outcome]:
+def ends(beads: Beads, machines: list[subprocess.Popen[str]]) -> list[CommandResult]:
     return [beads.end(machine) for machine in machines]
 
 
@@ -117,7 +117,7 @@ def test_all_machines_start_again(beads: Beads) -> None:
 
 def test_a_signal_to_one_machine_ends_all(beads: Beads) -> None:
     machines = both(beads, "bad=hang", "--max-restarts", "1")
-    until(lambda: (beads.folder / "out/wrong").exists())
+    wait_until(lambda: (beads.folder / "out/wrong").exists())
     for number in (signal.SIGINT, signal.SIGTERM):  # two of one kind may come as one
         machines[0].send_signal(number)
     ended = ends(beads, machines)
@@ -128,7 +128,7 @@ def test_a_signal_to_one_machine_ends_all(beads: Beads) -> None:
 @pytest.mark.parametrize("which", [0, 1])
 def test_a_machine_that_is_gone_is_named(beads: Beads, which: int) -> None:
     machines = both(beads, LONG)
-    until(lambda: list(beads.folder.glob("out/5.*")))
+    wait_until(lambda: list(beads.folder.glob("out/5.*")))
     machines[which].kill()
     ended = ends(beads, machines)
     assert ended[1 - which].code == 1 and "has gone: its `tune run` has ended" in ended[1 - which].err
@@ -138,13 +138,13 @@ def test_a_machine_that_is_gone_is_named(beads: Beads, which: int) -> None:
 def test_a_machine_that_comes_back_is_taken_in(beads: Beads) -> None:
     machines = both(beads, LONG, "--max-restarts", "1")
     words = machines[1].args[7:]
-    until(lambda: list(beads.folder.glob("out/5.*")))
+    wait_until(lambda: list(beads.folder.glob("out/5.*")))
     machines[1].kill()
     beads.end(machines[1])
     machines[1] = beads.start(*words)
-    until(lambda: len(beads.started()) == 4)
+    wait_until(lambda: len(beads.started()) == 4)
     begin = beads.strings(2)
-    until(lambda: min(beads.strings(2)) > max(begin) + 3)
+    wait_until(lambda: min(beads.strings(2)) > max(begin) + 3)
     for machine in machines:
         machine.send_signal(signal.SIGINT)
     assert [one.code for one in ends(beads, machines)] == [130, 130]

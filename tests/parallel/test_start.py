@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.parallel.beads import Beads, gone
-from tests.waiting import until
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.multi
 LONG = "beads=1000"
@@ -103,7 +103,7 @@ def test_restarts_come_to_an_end(beads: Beads) -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
 def test_a_signal_reaches_all_and_they_save(beads: Beads, number: signal.Signals) -> None:
     process = beads.start("--nproc-per-node", "2", "--max-restarts", "3", LONG)
-    until(lambda: list(beads.folder.glob("out/5.*")))
+    wait_until(lambda: list(beads.folder.glob("out/5.*")))
     process.send_signal(number)
     ended = beads.end(process)
     assert ended.code == 128 + number
@@ -113,7 +113,7 @@ def test_a_signal_reaches_all_and_they_save(beads: Beads, number: signal.Signals
 
 def test_a_file_stops_the_run(beads: Beads) -> None:
     process = beads.start("--nproc-per-node", "2", LONG)
-    until(lambda: list(beads.folder.glob("out/5.*")))
+    wait_until(lambda: list(beads.folder.glob("out/5.*")))
     (beads.folder / "out/stop").touch()
     ended = beads.end(process)
     assert ended.code == 143 and "stopped by SIGTERM" in ended.err
@@ -122,13 +122,13 @@ def test_a_file_stops_the_run(beads: Beads) -> None:
 
 def test_a_second_signal_ends_at_once_and_one_while_loading_does(beads: Beads) -> None:
     process = beads.start("--nproc-per-node", "2", "bad=hang")
-    until(lambda: (beads.folder / "out/wrong").exists())
+    wait_until(lambda: (beads.folder / "out/wrong").exists())
     process.send_signal(signal.SIGINT)
     process.send_signal(signal.SIGTERM)
     ended = beads.end(process)
     assert ended.code in (130, 143) and "again: ended at once" in ended.err
     process = beads.start("--nproc-per-node", "2", "--max-restarts", "1", "slow=1000", "output_dir=slow")
-    until(lambda: len(beads.started("slow")) == 2)
+    wait_until(lambda: len(beads.started("slow")) == 2)
     process.send_signal(signal.SIGTERM)
     ended = beads.end(process)
     assert ended.code == 143
@@ -137,7 +137,7 @@ def test_a_second_signal_ends_at_once_and_one_while_loading_does(beads: Beads) -
 
 def test_a_file_that_comes_while_loading_ends_at_once_and_is_named(beads: Beads) -> None:
     process = beads.start("--nproc-per-node", "2", "slow=1000")
-    until(lambda: len(beads.started()) == 2)
+    wait_until(lambda: len(beads.started()) == 2)
     (beads.folder / "out/stop").touch()
     ended = beads.end(process)
     assert ended.code == 143 and not (beads.folder / "out/stop").exists()
@@ -146,7 +146,7 @@ def test_a_file_that_comes_while_loading_ends_at_once_and_is_named(beads: Beads)
 
 def test_ranks_do_not_outlive_the_one_that_started_them(beads: Beads) -> None:
     process = beads.start("--nproc-per-node", "2", LONG)
-    until(lambda: list(beads.folder.glob("out/5.*")))
+    wait_until(lambda: list(beads.folder.glob("out/5.*")))
     process.kill()
-    until(lambda: all(gone(one.pid) for one in beads.started()))
+    wait_until(lambda: all(gone(one.pid) for one in beads.started()))
     beads.end(process)

@@ -9,7 +9,7 @@ import pytest
 
 from tests.parallel.beads import Beads, gone
 from tests.parallel.test_cut import RING
-from tests.waiting import until
+from tests.waiting import wait_until
 from tunekit.distributed import heartbeat, worker_env
 from tunekit.distributed.heartbeat import (
     Heartbeat,
@@ -97,7 +97,7 @@ def test_the_others_are_seen_to_wait_in_an_exchange(tmp_path: Path) -> None:
     (tmp_path / "beads.yaml").write_text("output_dir: out\n")
     (tmp_path / "out").mkdir()
     process = beads.start("--nproc-per-node", "2", "parallel.hang_timeout_seconds=10")
-    until(lambda: all((tmp_path / f"out/step.{rank}").exists() for rank in range(2)))
+    wait_until(lambda: all((tmp_path / f"out/step.{rank}").exists() for rank in range(2)))
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     os.kill(int(children[1]), signal.SIGSTOP)
     ended = beads.end(process)

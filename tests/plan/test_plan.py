@@ -47,7 +47,7 @@ def lived(task: Workload) -> int:
     """Bytes of the tensors of a real step at most, in its second run."""
     run = DistributedContext(device="cpu")
     net = filled(task)
-    optimizer = task.optimizer.build(task.adapter.trained(net), [p for each in net.layers for p in each.parameters()])
+    optimizer = task.optimizer.build(task.adapter.param_groups(net), [p for each in net.layers for p in each.parameters()])
     update = task.memory.update(optimizer, task.max_grad_norm, run)
     sizes = ParallelDims()
     step = rows_of(task, sizes)

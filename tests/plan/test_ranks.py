@@ -55,16 +55,16 @@ def stepped(task: Workload, run: DistributedContext) -> None:
     apply_fsdp(net, run)
     net.to_empty(device="cpu")
     net.tie()
-    register_shards((*net.named_parameters(), *net.named_buffers()), net.splits)
+    register_shards((*net.named_parameters(), *net.named_buffers()), net.shards)
     for parameter in net.parameters():
         to_local(parameter.data).normal_(std=0.02)
-    optimizer = task.optimizer.build(task.adapter.trained(net), [p for each in net.layers for p in each.parameters()])
+    optimizer = task.optimizer.build(task.adapter.param_groups(net), [p for each in net.layers for p in each.parameters()])
     update = task.memory.update(optimizer, task.max_grad_norm, run)
     batch = rows(probe_step(task, run.sizes))
     tokens = torch.randint(0, task.source.spec.vocab, batch.tokens.shape)
     batch = replace(batch, tokens=tokens, targets=tokens, positions=torch.arange(task.max_length).expand_as(tokens))
     for _ in range(2):
-        (task.loss(net, batch) / batch.learnt).backward()
+        (task.loss(net, batch) / batch.num_target_tokens).backward()
         update()
 
 

@@ -18,7 +18,7 @@ from tunekit.quantization.config import NoQuantization
 def make_checkpoint(*layers: Layer, tied: bool = False) -> HFCheckpoint:
     """A checkpoint of 1024 tokens and width 128, without weights."""
     checkpoint = HFCheckpoint.open(assets.PRESETS["tunekit/llama3_2_1b"], "small")
-    return replace(checkpoint, spec=DecoderSpec(1024, 128, layers, tied=tied))
+    return replace(checkpoint, spec=DecoderSpec(1024, 128, layers, tie_word_embeddings=tied))
 
 
 def build_workload(checkpoint: HFCheckpoint, **changes: object) -> Workload:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.outcome import Outcome
+from tests.outcome import CommandResult
 from tunekit import assets
 from tunekit.checkpoint import atomic
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
@@ -69,11 +69,11 @@ class Work:
     context: ForkServerContext
     capture: pytest.CaptureFixture[str]
 
-    def tune(self, *words: str) -> Outcome:
+    def tune(self, *words: str) -> CommandResult:
         """`tune`, in this process."""
         self.capture.readouterr()
         code, told = cli.main(words), self.capture.readouterr()
-        return Outcome(code, told.out, told.err)
+        return CommandResult(code, told.out, told.err)
 
     def start(self, *words: str, first: str = "") -> ForkServerProcess:
         """`tune`, in a process forked from one that has imported everything: it is at work at once.

@@ -32,7 +32,7 @@ def stopped_after(
     """A step, and from a certain one on the wish to stop, as a scheduler sends it."""
     taken = sft.forward_backward(model, batches, cfg, update, run)
     DONE.append(1)
-    if steps is not None and len(DONE) == steps and run.is_main:
+    if steps is not None and len(DONE) == steps and run.is_main_process:
         signal.raise_signal(signal.SIGTERM)
     return taken
 

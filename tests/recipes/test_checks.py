@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.checkpoints import made, ours
+from tests.checkpoints import make_checkpoint, load_model
 from tunekit import assets, build
 from tunekit.adapters.config import LoRAConfig
 from tunekit.checkpoint import atomic, final_checkpoint
@@ -35,9 +35,9 @@ def test_numbers_that_make_no_sense(name: str, value: float) -> None:
 
 
 def test_an_adapter_to_start_from_is_looked_at_before_weights(tmp_path: Path) -> None:
-    base, adapter = made(tmp_path / "base", "llama2"), LoRAConfig(2)
+    base, adapter = make_checkpoint(tmp_path / "base", "llama2"), LoRAConfig(2)
     with atomic.AtomicDir(tmp_path / "adapter") as folder:
-        final_checkpoint.save_final(adapter, folder, ours(base, adapter), HFCheckpoint.open(base))
+        final_checkpoint.save_final(adapter, folder, load_model(base, adapter), HFCheckpoint.open(base))
     (base / "model.safetensors").unlink()
     fits = LoRAConfig(2, adapter_path=str(tmp_path / "adapter"))
     build.build_meta_model(HFCheckpoint.open(base), NoQuantization(), fits)
@@ -64,7 +64,7 @@ def test_models_to_ask_are_looked_at_before_weights(tmp_path: Path) -> None:
 
 
 def test_weights_that_are_not_whole_are_told_before_rows_are_read(tmp_path: Path) -> None:
-    folder = made(tmp_path / "model", "llama2")
+    folder = make_checkpoint(tmp_path / "model", "llama2")
     options = [f"model={folder}", f"tokenizer={assets.MODELS['tunekit/nano']}", f"output_dir={tmp_path / 'out'}"]
     options += ["data={kind: text, source: nowhere.txt}", "eval_data=null"]
     file = folder / "model.safetensors"

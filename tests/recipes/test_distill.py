@@ -208,7 +208,7 @@ def test_answers_without_room_are_told(taught) -> None:
     lines = [{"messages": [{"role": role, "content": text} for role, text in row]} for row in rows]
     Path("rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     tokenizer = Tokenizer.open(taught.model)
-    rooms = sorted(64 - len(tokenizer.prompt(line["messages"][:1])) for line in lines)
+    rooms = sorted(64 - len(tokenizer.encode_prompt(line["messages"][:1])) for line in lines)
     tokens = rooms[0] + 1
     assert 0 < rooms[0] < tokens <= rooms[1]
     words = (*RUN, "max_steps=1", "data.train_on=last")
@@ -254,7 +254,7 @@ def test_batches_come_apart_into_the_documents_they_were_made_of(capacity: int |
     spans = list(unpack_documents(batch))
     assert [span.row for span in spans] == ([0, 0, 1, 1] if capacity else [0, 1, 2, 3])
     for span, row in zip(spans, rows, strict=True):
-        assert np.array_equal(span.document.tokens, row.tokens) and np.array_equal(span.document.learnt, row.learnt)
-        assert span.learnt == row.learnt[1:].sum()
+        assert np.array_equal(span.document.tokens, row.tokens) and np.array_equal(span.document.loss_mask, row.learnt)
+        assert span.num_target_tokens == row.learnt[1:].sum()
         assert span.key == next(unpack_documents(layout.collate([[row]]))).key
     assert len({span.key for span in spans}) == 4

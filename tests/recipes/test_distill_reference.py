@@ -12,7 +12,7 @@ import transformers
 from torch import nn
 from trl.experimental.gkd import GKDConfig, GKDTrainer
 
-from tests.checkpoints import FP32, error, made, opened, theirs, tokens
+from tests.checkpoints import FP32, relative_error, make_checkpoint, load_inference_model, load_transformers_model, random_tokens
 from tests.recipes.stepwise import BATCH, PLAIN, STEADY, STEPS, figures, told, whole_steps, written
 from tunekit.data.dataloader.batch import IGNORE, Batch
 from tunekit.data.datasets import CompletionDataset
@@ -27,8 +27,8 @@ def config(folder: Path, loss: ForwardKL | ReverseKL | JensenShannon) -> distill
             for i in range(STEPS * BATCH)]  # fmt: skip
     source = written(folder, ({"prompt": asked + " ", "completion": answer} for asked, answer in rows))
     return distill.DistillConfig(
-        model=str(made(folder / "model", "llama3.2")),
-        teacher=OnlineTeacherConfig(model=str(made(folder / "teacher", "mistral", seed=1)), precision=FP32),
+        model=str(make_checkpoint(folder / "model", "llama3.2")),
+        teacher=OnlineTeacherConfig(model=str(make_checkpoint(folder / "teacher", "mistral", seed=1)), precision=FP32),
         data=CompletionDataset(source),
         loss=loss,
         output_dir=str(folder / "run"),
@@ -49,7 +49,7 @@ def compare(cfg: distill.DistillConfig, wanted: dict[str, list[float]], model: n
     for name, values in wanted.items():
         assert [line[name] for line in found] == pytest.approx(values, rel=1e-5)
     with torch.no_grad():
-        assert error(opened(Path(cfg.output_dir))(tokens()), model.eval()(tokens()).logits) < 1e-4
+        assert relative_error(load_inference_model(Path(cfg.output_dir))(random_tokens()), model.eval()(random_tokens()).logits) < 1e-4
 
 
 class Fed(GKDTrainer):
@@ -68,7 +68,7 @@ def test_steps_are_those_of_trl(beta: float, tmp_path: Path) -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(cfg.model)
     tokenizer.pad_token = "<s>"
     rows = datasets.Dataset.from_list([{"messages": [{"role": "user", "content": "w1"}]}])
-    models = theirs(Path(cfg.model)).train(), theirs(Path(cfg.teacher.model))
+    models = load_transformers_model(Path(cfg.model)).train(), load_transformers_model(Path(cfg.teacher.model))
     trainer: Any = Fed(models[0], models[1], args, train_dataset=rows, processing_class=tokenizer)
     trainer.parts = [
         {
@@ -86,7 +86,7 @@ def test_steps_are_those_of_trl(beta: float, tmp_path: Path) -> None:
 
 def test_figures_are_those_of_a_plain_loop(tmp_path: Path) -> None:
     cfg = config(tmp_path, ReverseKL(temperature=2.0, kd_ratio=0.75))
-    student, teacher = theirs(Path(cfg.model)).train(), theirs(Path(cfg.teacher.model))
+    student, teacher = load_transformers_model(Path(cfg.model)).train(), load_transformers_model(Path(cfg.teacher.model))
     optimizer = torch.optim.AdamW(student.parameters(), STEADY.lr, (0.9, 0.95), STEADY.eps, 0.0)
     names = ("loss", "divergence", "kl", "cross_entropy", "entropy", "teacher_entropy", "top1_agreement")
     wanted: dict[str, list[float]] = {name: [] for name in names}

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.checkpoints import batch, made, ours, tokens
+from tests.checkpoints import make_batch, make_checkpoint, load_model, random_tokens
 from tunekit.adapters.config import LoRAConfig, NoAdapter
 from tunekit.data.datasets import TextDataset
 from tunekit.distributed.context import DistributedContext
@@ -58,10 +58,10 @@ def test_a_step_asks_nothing(optimizer, adapter, memory: MemoryConfig, tmp_path:
         else {"max_grad_norm": 1.0, "global_batch_size": 4, "micro_batch_size": 2}
     )
     cfg = sft.SFTConfig(model="m", data=TextDataset("t"), output_dir="o", optimizer=optimizer, memory=memory, **sizes)
-    model, run = ours(made(tmp_path, "llama3.2"), adapter, memory=memory), DistributedContext(0, "cpu")
+    model, run = load_model(make_checkpoint(tmp_path, "llama3.2"), adapter, memory=memory), DistributedContext(0, "cpu")
     inner = (p for layer in model.layers for p in layer.parameters())
-    update = memory.update(optimizer.build(adapter.trained(model), inner), cfg.max_grad_norm, run)
-    steps = [[batch(tokens(seed=step))] * (1 if early else 2) for step in range(2)]
+    update = memory.update(optimizer.build(adapter.param_groups(model), inner), cfg.max_grad_norm, run)
+    steps = [[make_batch(random_tokens(seed=step))] * (1 if early else 2) for step in range(2)]
     with Asked() as asked:
         for batches in steps:
             sft.forward_backward(model, batches, cfg, update, run)

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from tests.recipes.kills import KILLS, SEED, SIZE, asked, killed, ranks
-from tests.waiting import LIMIT, until
+from tests.waiting import TIMEOUT_SECONDS, wait_until
 
 pytestmark = [pytest.mark.multi, pytest.mark.slow]
 RUN = ("run", "sft", "sft.yaml", "adapter={kind: lora, rank: 4, dropout: 0.3}", "max_steps=8", "eval_every=4")
@@ -23,7 +23,7 @@ def start(work, *words, size=2):
     return subprocess.Popen(command, cwd=work.folder, env=env, stderr=subprocess.PIPE, text=True)
 
 
-def end(process, limit=LIMIT):
+def end(process, limit=TIMEOUT_SECONDS):
     try:
         err = process.communicate(timeout=limit)[1]
     finally:
@@ -42,7 +42,7 @@ def test_killed_at_random_moments(work):
     left, size, seed = asked(KILLS, 4), asked(SIZE, 2), asked(SEED, 0)
     dice, count, runs = random.Random(seed), left, 0
     process = start(work, "output_dir=unbroken", "save_every=1", size=size)
-    until(lambda: ranks(process.pid), process)
+    wait_until(lambda: ranks(process.pid), process)
     began = time.monotonic()
     code, err = end(process)
     assert code == 0, err
@@ -51,7 +51,7 @@ def test_killed_at_random_moments(work):
         out = f"out{runs}"
         process = start(work, f"output_dir={out}", "save_every=1", "--max-restarts", "1000", size=size)
         kills = killed(process, work.folder / out, left, size, whole, dice)
-        code, err = end(process, LIMIT + count)
+        code, err = end(process, TIMEOUT_SECONDS + count)
         assert code == 0, err
         assert err.count("was killed by SIGKILL") == err.count("starting again") == kills, err
         assert work.same("unbroken", out)
@@ -62,14 +62,14 @@ def test_killed_at_random_moments(work):
 def test_stopped_by_a_signal_and_by_a_file(work):
     long = "max_steps=2000", "eval_every=2000", "save_every=2000"
     process = start(work, *long)
-    until(lambda: steps(work, "out") >= 2, process)
+    wait_until(lambda: steps(work, "out") >= 2, process)
     process.send_signal(signal.SIGTERM)
     code, err = end(process)
     assert code == 143 and err.count("stopped by SIGTERM after step") == 1 and "Traceback" not in err, err
     assert len(list((work.folder / "out/state").iterdir())) == 1
     process = start(work, *long)
     before = steps(work, "out")
-    until(lambda: steps(work, "out") >= before + 2, process)
+    wait_until(lambda: steps(work, "out") >= before + 2, process)
     (work.folder / "out/stop").touch()
     code, err = end(process)
     assert code == 143 and err.count("stopped by the file out/stop after step") == 1, err

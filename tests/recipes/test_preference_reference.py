@@ -14,7 +14,7 @@ from trl.trainer.dpo_trainer import DPOTrainer
 from trl.trainer.kto_config import KTOConfig
 from trl.trainer.kto_trainer import KTOTrainer
 
-from tests.checkpoints import error, made, opened, theirs, tokens
+from tests.checkpoints import relative_error, make_checkpoint, load_inference_model, load_transformers_model, random_tokens
 from tests.recipes.stepwise import BATCH, PLAIN, STEADY, STEPS, figures, in_order, texts, told, whole_steps, written
 from tunekit.data.datasets import PreferenceDataset as Pairs
 from tunekit.data.datasets import UnpairedPreferenceDataset
@@ -37,7 +37,7 @@ def config(
     folder: Path, data: Pairs | UnpairedPreferenceDataset, loss: preference.OfPairs | preference.OfMarks
 ) -> preference.PreferenceConfig:
     return preference.PreferenceConfig(
-        model=str(made(folder / "model", "llama3.2")),
+        model=str(make_checkpoint(folder / "model", "llama3.2")),
         data=data,
         output_dir=str(folder / "run"),
         loss=(loss,),
@@ -48,7 +48,7 @@ def config(
 
 def documents(cfg: preference.PreferenceConfig) -> list[tuple[list[int], list[int]]]:
     """Prompts and answers as our tokens, in order."""
-    (part,) = whole_steps(cfg).parts
+    (part,) = whole_steps(cfg).datasets
     whole = (part[i] for i in range(len(part)))
     split = [(document.tokens.tolist(), int(document.learnt.argmax())) for document in whole]
     return [(ids[:at], ids[at:]) for ids, at in split]
@@ -64,7 +64,7 @@ def trained(kind: Any, settings: type, cfg: preference.PreferenceConfig, lines: 
         def tokenize_row(self, row: dict, model: Any = None) -> dict:
             return row
 
-    model = theirs(Path(cfg.model)).train()
+    model = load_transformers_model(Path(cfg.model)).train()
     model.generation_config.eos_token_id = model.config.eos_token_id
     args = settings(**told(cfg), **more)
     tokenizer = transformers.AutoTokenizer.from_pretrained(cfg.model)
@@ -87,7 +87,7 @@ def compare(cfg: preference.PreferenceConfig, trainer: Any, names: tuple[str, ..
             assert ours[name] == pytest.approx(float(them[name]), rel=1e-5, abs=max(1e-5, bound)), name
     assert abs(found[-1]["loss"] - found[0]["loss"]) > 1e-2, "something was learnt"
     with torch.no_grad():
-        assert error(opened(Path(cfg.output_dir))(tokens()), trainer.model.eval()(tokens()).logits) < 1e-5
+        assert relative_error(load_inference_model(Path(cfg.output_dir))(random_tokens()), trainer.model.eval()(random_tokens()).logits) < 1e-5
 
 
 FIGURES = ("loss", "rewards/chosen", "rewards/rejected", "rewards/margins", "logps/chosen", "logps/rejected")

@@ -134,7 +134,7 @@ def test_finished_run_does_nothing_more(work, monkeypatch):
     assert work.tune(*RUN).code == 0
     files = {path: path.stat().st_mtime_ns for path in (work.folder / "out").rglob("*.safetensors")}
     numbers = work.numbers("out")
-    monkeypatch.setattr(MetricLogger, "step", None)
+    monkeypatch.setattr(MetricLogger, "log_step", None)
     again = work.tune(*RUN)
     assert again.code == 0
     assert "nothing is left to do" in again.err

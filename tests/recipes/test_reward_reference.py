@@ -12,7 +12,7 @@ import transformers
 from trl.trainer.reward_config import RewardConfig
 from trl.trainer.reward_trainer import RewardTrainer
 
-from tests.checkpoints import error, made
+from tests.checkpoints import relative_error, make_checkpoint
 from tests.recipes.stepwise import BATCH, PLAIN, STEPS, figures, in_order, texts, told, whole_steps, written
 from tunekit import build
 from tunekit.adapters.config import NoAdapter
@@ -41,7 +41,7 @@ def rows(folder: Path) -> str:
 
 def config(folder: Path, shape: str = "llama3.2", **changes: Any) -> reward.RewardConfig:
     cfg = reward.RewardConfig(
-        model=str(made(folder / "model", shape)),
+        model=str(make_checkpoint(folder / "model", shape)),
         data=PreferenceDataset(rows(folder)),
         output_dir=str(folder / "run"),
         optimizer=SGDConfig(lr=0.05, momentum=0.0),
@@ -74,7 +74,7 @@ def trl_steps(cfg: reward.RewardConfig, model: transformers.PreTrainedModel, fol
     data, lines = whole_steps(cfg), []
     for step in range(STEPS):
         (part,) = data[step]
-        texts = [part.tokens[part.owner == i].tolist() for i in range(2 * BATCH)]
+        texts = [part.tokens[part.document_ids == i].tolist() for i in range(2 * BATCH)]
         pairs = zip(texts[::2], texts[1::2], part.margins.tolist(), strict=True)
         lines += [{"chosen_ids": one, "rejected_ids": other, "margin": margin} for one, other, margin in pairs]
     assert isinstance(cfg.loss, BradleyTerry)
@@ -102,7 +102,7 @@ def agrees(cfg: reward.RewardConfig, folder: Path) -> None:
     assert abs(wanted[-1]["loss"] - wanted[0]["loss"]) > 1e-2, "something was learnt"
     mine = opened(folder / "run" / "final").state_dict()
     for name, tensor in other.state_dict().items():
-        assert error(mine[name], tensor) < 1e-5, name
+        assert relative_error(mine[name], tensor) < 1e-5, name
 
 
 @pytest.mark.parametrize("center", [0.0, 0.1])
@@ -117,10 +117,10 @@ def torch_steps(cfg: reward.RewardConfig, model: transformers.PreTrainedModel) -
     model.eval()  # where it scores tokens it drops some of what it reads, and we do not
     for step in range(STEPS):
         (part,) = data[step]
-        assert part.values is not None and part.owner is not None
-        labels = part.values if isinstance(cfg.loss, Regression) else part.values.long()
+        assert part.labels is not None and part.document_ids is not None
+        labels = part.labels if isinstance(cfg.loss, Regression) else part.labels.long()
         labels = part.targets if isinstance(cfg.loss, ProcessReward) else labels
-        loss = model(part.tokens, attention_mask=(part.owner >= 0).long(), labels=labels).loss
+        loss = model(part.tokens, attention_mask=(part.document_ids >= 0).long(), labels=labels).loss
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.max_grad_norm)
         optimizer.step()
@@ -143,4 +143,4 @@ def test_a_step_of_labels_is_that_of_transformers(loss: RewardLoss, tmp_path: Pa
         exact = [line[name] for line in found]
         assert exact == pytest.approx([line[name] for line in wanted], rel=1e-5), name
     mine = opened(tmp_path / "run" / "final").state_dict()
-    assert all(error(mine[name], tensor) < 1e-5 for name, tensor in other.state_dict().items())
+    assert all(relative_error(mine[name], tensor) < 1e-5 for name, tensor in other.state_dict().items())

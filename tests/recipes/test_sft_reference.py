@@ -9,7 +9,7 @@ import torch.nn.functional as F
 import transformers
 from torch import nn
 
-from tests.checkpoints import FP32, error, made, opened, ours, theirs, tokens
+from tests.checkpoints import FP32, relative_error, make_checkpoint, load_inference_model, load_model, load_transformers_model, random_tokens
 from tests.recipes.stepwise import figures, texts, whole_steps, written
 from tunekit.adapters.config import DoRAConfig, LoRAConfig, NoAdapter
 from tunekit.checkpoint import atomic, final_checkpoint
@@ -33,11 +33,11 @@ def rows(folder: Path) -> str:
 
 def start(model: str, adapter: NoAdapter | LoRAConfig, folder: Path) -> nn.Module:
     """What transformers and peft begin with: our first values of the adapter, in the files that peft reads."""
-    base = theirs(Path(model)).train()
+    base = load_transformers_model(Path(model)).train()
     if isinstance(adapter, NoAdapter):
         return base
     with atomic.AtomicDir(folder / "start") as out:
-        final_checkpoint.save_final(adapter, out, ours(Path(model), adapter), HFCheckpoint.open(Path(model)))
+        final_checkpoint.save_final(adapter, out, load_model(Path(model), adapter), HFCheckpoint.open(Path(model)))
     return peft.PeftModel.from_pretrained(base, folder / "start", is_trainable=True).train()
 
 
@@ -68,7 +68,7 @@ def plain_loop(cfg: sft.SFTConfig, folder: Path) -> tuple[list[float], nn.Module
 ])  # fmt: skip
 def test_losses_are_those_of_transformers_and_peft(name: str, kind: type, adapter, tmp_path: Path) -> None:
     cfg = sft.SFTConfig(
-        model=str(made(tmp_path / "model", name)),
+        model=str(make_checkpoint(tmp_path / "model", name)),
         data=kind(rows(tmp_path)),
         output_dir=str(tmp_path / "run"),
         adapter=adapter,
@@ -85,6 +85,6 @@ def test_losses_are_those_of_transformers_and_peft(name: str, kind: type, adapte
     assert [line["loss"] for line in figures(cfg.output_dir)] == pytest.approx(wanted, rel=1e-5)
     assert abs(wanted[-1] - wanted[0]) > 1e-2, "something was learnt"
     with torch.no_grad():
-        found = opened(tmp_path / "run")(tokens())
+        found = load_inference_model(tmp_path / "run")(random_tokens())
         # Adam divides by the size of a gradient, and so makes much of the rounding of those near zero.
-        assert error(found, model(tokens()).logits) < 2e-3
+        assert relative_error(found, model(random_tokens()).logits) < 2e-3

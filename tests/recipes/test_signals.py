@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from tests.waiting import LIMIT, until
+from tests.waiting import TIMEOUT_SECONDS, wait_until
 
 RUN = ("run", "sft", "sft.yaml")
 LONG = (*RUN, "max_steps=60", "save_every=100", "eval_every=100")
@@ -34,9 +34,9 @@ def begun(work, out="out"):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
 def test_a_signal_saves_and_the_same_command_goes_on(work, number):
     process = work.start(*LONG, first=SLOW)
-    until(lambda: begun(work), process)
+    wait_until(lambda: begun(work), process)
     os.kill(process.pid, number)
-    process.join(LIMIT)
+    process.join(TIMEOUT_SECONDS)
     assert process.exitcode == 128 + number
     last = work.log.splitlines()[-1]
     states = [path.name for path in (work.folder / "out/state").iterdir()]
@@ -54,11 +54,11 @@ def test_the_second_one_leaves_at_once(work):
     """While validation takes long, nobody has to wait for it."""
     (work.folder / "held.jsonl").write_text((work.folder / "held.jsonl").read_text() * 2000)
     process = work.start(*RUN, "eval_every=1", "save_every=1")
-    until(lambda: begun(work), process)
+    wait_until(lambda: begun(work), process)
     os.kill(process.pid, signal.SIGINT)
-    until(lambda: "once more leaves at once" in work.log, process)
+    wait_until(lambda: "once more leaves at once" in work.log, process)
     os.kill(process.pid, signal.SIGINT)
-    process.join(LIMIT)
+    process.join(TIMEOUT_SECONDS)
     assert process.exitcode == 130
     assert "Traceback" not in work.log
     assert not list((work.folder / "out").glob("state/*"))
@@ -68,9 +68,9 @@ def test_before_the_first_step_a_signal_leaves_at_once(work):
     """Nothing is there to save yet."""
     (work.folder / "rows.jsonl").write_text((work.folder / "rows.jsonl").read_text() * 4000)
     process = work.start(*RUN)
-    until((work.folder / "out/config.yaml").exists, process)
+    wait_until((work.folder / "out/config.yaml").exists, process)
     os.kill(process.pid, signal.SIGINT)
-    process.join(LIMIT)
+    process.join(TIMEOUT_SECONDS)
     assert process.exitcode == 130
     assert not begun(work)
     assert "Traceback" not in work.log
@@ -83,9 +83,9 @@ def test_asking_a_model_can_be_stopped(work):
     config += "sampling: {max_new_tokens: 500}\n"
     (work.folder / "generate.yaml").write_text(config)
     process = work.start("run", "generate", "generate.yaml", "output_path=answers.jsonl", first=TOLD)
-    until((work.folder / "answering").exists, process)
+    wait_until((work.folder / "answering").exists, process)
     os.kill(process.pid, signal.SIGINT)
-    process.join(LIMIT)
+    process.join(TIMEOUT_SECONDS)
     assert process.exitcode == 130
     assert not (work.folder / "answers.jsonl").exists()
 
@@ -94,9 +94,9 @@ def test_a_file_in_the_folder_stops_the_run(work):
     (work.folder / "out").mkdir()
     (work.folder / "out/stop").touch()  # of an earlier run, which had ended before
     process = work.start(*LONG, first=SLOW)
-    until(lambda: begun(work), process)
+    wait_until(lambda: begun(work), process)
     (work.folder / "out/stop").touch()
-    process.join(LIMIT)
+    process.join(TIMEOUT_SECONDS)
     assert process.exitcode == 143
     assert "the file out/stop: ending this step and saving" in work.log
     assert "stopped by the file out/stop after step" in work.log and "stopped by SIGTERM" not in work.log

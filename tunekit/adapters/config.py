@@ -22,14 +22,14 @@ from tunekit.models.weight_init import named_generator
 from tunekit.models.weight_map import Shape
 
 Layer = Linear | GroupedLinear | Embedding
-Trained = Iterator[tuple[list[nn.Parameter], float]]
+ParamGroups = Iterator[tuple[list[nn.Parameter], float]]
 Number = TypeVar("Number", int, float)
 
-TIED = {"embed", "head"}  # one tensor in many models
+TIED_MODULES = {"embed", "head"}  # one tensor in many models
 
-START = {"lora_A0": "lora_A.weight", "lora_B0": "lora_B.weight"}  # what was there first, by name
+INITIAL_BUFFERS = {"lora_A0": "lora_A.weight", "lora_B0": "lora_B.weight"}  # what was there first, by name
 
-WORDS = {  # what they mean, as patterns over whole names
+MODULE_GROUPS = {  # what they mean, as patterns over whole names
     "attn": r"layers\.\d+\.attn\..+",
     "mlp": r"layers\.\d+\.mlp\.(?!(.+\.)?experts\.).+",
     "all-linear": r"layers\.\d+\.(attn|mlp)\.(?!(.+\.)?experts\.).+",
@@ -51,10 +51,10 @@ class NoAdapter:
     def apply(self, model: Decoder) -> None:
         """Nothing is added and nothing frozen."""
 
-    def initialize(self, model: Decoder, seed: int) -> None:
+    def init_weights(self, model: Decoder, seed: int) -> None:
         """Nothing was added."""
 
-    def trained(self, model: Decoder) -> Trained:
+    def param_groups(self, model: Decoder) -> ParamGroups:
         """Trained parameters, with the factor on their learning rate; some numbers of some families are only stored."""
         yield [p for p in model.parameters() if p.requires_grad], 1.0
 
@@ -126,7 +126,7 @@ class LoRAConfig:
             except re.error as error:
                 raise FieldError(key, f"{pattern!r} is no regular expression: {error}") from error
 
-    def layers(self, model: Decoder) -> dict[str, Layer]:
+    def target_layers(self, model: Decoder) -> dict[str, Layer]:
         """The layers to adapt, by name."""
         names = {n: m for n, m in model.named_modules() if isinstance(m, Layer) and ".lora_" not in n}
         return {
@@ -135,7 +135,7 @@ class LoRAConfig:
             for name in match_modules("target_modules", pattern, names)
         }
 
-    def sizes(self, names: Iterable[str]) -> dict[str, tuple[int, float]]:
+    def ranks_and_alphas(self, names: Iterable[str]) -> dict[str, tuple[int, float]]:
         """Rank and alpha of adapted layers, by name."""
         names = list(names)
         ranks, alphas = (
@@ -153,17 +153,17 @@ class LoRAConfig:
         trainable = {parameter for parameter in model.parameters() if parameter.requires_grad}
         model.requires_grad_(False)
         if self.untie_embeddings:
-            model.spec = replace(model.spec, tied=False)
+            model.spec = replace(model.spec, tie_word_embeddings=False)
             model.head.weight = nn.Parameter(torch.empty_like(model.head.weight), requires_grad=False)
             trainable.add(model.head.weight)
-        layers = self.layers(model)
-        sizes = self.sizes(layers)
-        for parameter in self.kept(model, layers).values():
+        layers = self.target_layers(model)
+        sizes = self.ranks_and_alphas(layers)
+        for parameter in self.modules_to_save_params(model, layers).values():
             parameter.requires_grad_(parameter in trainable)
         for name, layer in layers.items():
-            self.attach(layer, *sizes[name])
+            self.wrap_layer(layer, *sizes[name])
 
-    def kept(self, model: Decoder, layers: Iterable[str]) -> dict[str, nn.Parameter]:
+    def modules_to_save_params(self, model: Decoder, layers: Iterable[str]) -> dict[str, nn.Parameter]:
         """The parameters of the model itself that are saved with the updates of `layers`, most of them trained."""
         adapted = {*layers}
         own = {n: m for n, m in model.named_modules() if ".lora_" not in n and [*m.parameters(recurse=False)]}
@@ -173,7 +173,7 @@ class LoRAConfig:
             for name in match_modules("modules_to_save", pattern, own)
         )
         whole |= {} if model.spec.score is None else {"head": None}  # one that scores is new, or begins as it was
-        shared = TIED if model.spec.tied and not TIED.isdisjoint(adapted) else set()
+        shared = TIED_MODULES if model.spec.tie_word_embeddings and not TIED_MODULES.isdisjoint(adapted) else set()
         if both := [n for n in whole if n in adapted | shared or any(layer.startswith(f"{n}.") for layer in adapted)]:
             raise UserError(
                 f"adapter.modules_to_save: {both[0]} is adapted too; remove it from modules_to_save or target_modules"
@@ -187,42 +187,42 @@ class LoRAConfig:
         names += [f"{n}.bias" for n, m in own.items() if n in biased and isinstance(m, Linear) and m.bias is not None]
         return {name: model.get_parameter(name) for name in names}
 
-    def attach(self, layer: Layer, rank: int, alpha: float) -> None:
+    def wrap_layer(self, layer: Layer, rank: int, alpha: float) -> None:
         """Hang an update beside a layer."""
         layer.lora_scale = self.scale(rank, alpha)
         if isinstance(layer, Embedding):
-            layer.lora_embedding_A = empty(rank, layer.num_embeddings)
-            layer.lora_embedding_B = empty(layer.embedding_dim, rank)
-            layer.update = self.embed
+            layer.lora_embedding_A = empty_param(rank, layer.num_embeddings)
+            layer.lora_embedding_B = empty_param(layer.embedding_dim, rank)
+            layer.update = self.forward_embedding
         elif isinstance(layer, GroupedLinear):
             if self.init == "pissa":
                 raise UserError(
                     "adapter.init: pissa begins with no experts; remove them from target_modules, or set "
                     "adapter.init=default"
                 )
-            layer.lora_A = empty(layer.experts, rank, layer.in_features)
-            layer.lora_B = empty(layer.experts, layer.out_features, rank)
-            layer.update = self.by_expert
+            layer.lora_A = empty_param(layer.experts, rank, layer.in_features)
+            layer.lora_B = empty_param(layer.experts, layer.out_features, rank)
+            layer.update = self.forward_experts
         else:
-            self.attach_linear(layer, rank)
+            self.wrap_linear(layer, rank)
 
-    def attach_linear(self, layer: Linear, rank: int) -> None:
+    def wrap_linear(self, layer: Linear, rank: int) -> None:
         if self.init == "pissa" and rank > min(layer.out_features, layer.in_features):
             shape = [layer.out_features, layer.in_features]
             raise UserError(f"adapter.rank: a layer of {shape} has no {rank} directions for pissa")
         layer.lora_A = Linear(layer.in_features, rank, bias=False, device="meta")
         layer.lora_B = Linear(rank, layer.out_features, bias=False, device="meta")
-        layer.update = self.product
+        layer.update = self.forward_linear
         if self.init == "pissa":
             for name, part in (("A", layer.lora_A), ("B", layer.lora_B)):
                 layer.register_buffer(f"lora_{name}0", torch.empty_like(part.weight, requires_grad=False))
 
     @property
-    def reads(self) -> bool:
+    def needs_base_weights(self) -> bool:
         """Whether the first values are made of the weights beside which they stand."""
         return self.init == "pissa"
 
-    def first(self, layer: Layer, shapes: Mapping[str, Shape], generator: torch.Generator) -> dict[str, Tensor]:
+    def initial_values(self, layer: Layer, shapes: Mapping[str, Shape], generator: torch.Generator) -> dict[str, Tensor]:
         """First values of what was added to a layer, by name, but for what is zero. `shapes` are those of the whole."""
         if isinstance(layer, Embedding):
             return {"lora_embedding_B": torch.randn(shapes["lora_embedding_B"], generator=generator)}
@@ -233,50 +233,50 @@ class LoRAConfig:
         bound = shapes[name][-1] ** -0.5
         return {name: torch.empty(shapes[name]).uniform_(-bound, bound, generator=generator)}
 
-    def initialize(self, model: Decoder, seed: int) -> None:
+    def init_weights(self, model: Decoder, seed: int) -> None:
         """The first values of what was added: the update is zero. Drawn whole, whatever part of it is here."""
-        for unit, layers in group_by_fsdp_unit(model, self.layers(model)).items():
+        for unit, layers in group_by_fsdp_unit(model, self.target_layers(model)).items():
             shapes = {
                 name: {key: shard_slice(t).shape for key, t in adapter_tensors(layer).items()}
                 for name, layer in layers.items()
             }
-            with unsharded(unit) if self.reads else nullcontext():
-                firsts = {n: self.first(layer, shapes[n], named_generator(seed, n)) for n, layer in layers.items()}
+            with unsharded(unit) if self.needs_base_weights else nullcontext():
+                firsts = {n: self.initial_values(layer, shapes[n], named_generator(seed, n)) for n, layer in layers.items()}
             for name, layer in layers.items():
                 for key, tensor in (kept := adapter_tensors(layer)).items():
                     if (made := firsts[name].get(key)) is None:
                         nn.init.zeros_(tensor)
                     else:  # what an update began with is rounded as itself: it must be zero in bf16 too
-                        copy_to_shard(tensor, made.to(kept[START.get(key, key)].dtype))
+                        copy_to_shard(tensor, made.to(kept[INITIAL_BUFFERS.get(key, key)].dtype))
 
-    def parted(self, layer: Linear) -> LoRAWeights:
+    def lora_weights(self, layer: Linear) -> LoRAWeights:
         """The update of a layer, as kernels want it."""
         start = (layer.lora_A0, layer.lora_B0) if self.init == "pissa" else ()
         return LoRAWeights(layer, layer.lora_scale, layer.lora_A.weight, layer.lora_B.weight, *start)
 
-    def product(self, layers: Sequence[Linear], x: Tensor) -> tuple[Tensor, ...]:
+    def forward_linear(self, layers: Sequence[Linear], x: Tensor) -> tuple[Tensor, ...]:
         """What layers with updates make of the `x` that all of them read."""
         dropout = self.dropout if layers[0].training else 0.0
-        return lora_linear(x, [self.parted(layer) for layer in layers], dropout)
+        return lora_linear(x, [self.lora_weights(layer) for layer in layers], dropout)
 
-    def by_expert(self, layers: Sequence[GroupedLinear], x: Tensor, sizes: Tensor) -> tuple[Tensor, ...]:
+    def forward_experts(self, layers: Sequence[GroupedLinear], x: Tensor, sizes: Tensor) -> tuple[Tensor, ...]:
         """Rows sorted by expert, each with the updates of its own. All A of layers that read them are one product."""
         dropout = self.dropout if layers[0].training else 0.0
         if dropout and len(layers) > 1:  # each draws a mask of its own
-            return tuple(y for layer in layers for y in self.by_expert((layer,), x, sizes))
+            return tuple(y for layer in layers for y in self.forward_experts((layer,), x, sizes))
         a = torch.cat([layer.lora_A for layer in layers], dim=1)
         low = grouped_mm(F.dropout(x, dropout), a.to(x.dtype), sizes)
         lows = low.split([layer.lora_A.shape[1] for layer in layers], dim=-1)
-        return tuple(self.risen(layer, x, low.contiguous(), sizes) for layer, low in zip(layers, lows, strict=True))
+        return tuple(self.add_expert_update(layer, x, low.contiguous(), sizes) for layer, low in zip(layers, lows, strict=True))
 
-    def risen(self, layer: GroupedLinear, x: Tensor, low: Tensor, sizes: Tensor) -> Tensor:
+    def add_expert_update(self, layer: GroupedLinear, x: Tensor, low: Tensor, sizes: Tensor) -> Tensor:
         """What a layer makes of `x`, with its update of `low` (N, rank)."""
         up = (layer.lora_B * layer.lora_scale).to(x.dtype)  # in the dtype of the rows, as the fast product wants it
-        return layer.product(x, sizes).add_(grouped_mm(low, up, sizes))
+        return layer.matmul(x, sizes).add_(grouped_mm(low, up, sizes))
 
-    def embed(self, layer: Embedding, tokens: Tensor) -> Tensor:
-        low = layer.looked_up(tokens, layer.lora_embedding_A.T) @ layer.lora_embedding_B.T
-        rows = layer.product(tokens)
+    def forward_embedding(self, layer: Embedding, tokens: Tensor) -> Tensor:
+        low = layer.lookup(tokens, layer.lora_embedding_A.T) @ layer.lora_embedding_B.T
+        rows = layer.embed(tokens)
         return rows + (low * layer.lora_scale).type_as(rows)
 
     def delta(self, layer: Linear) -> Tensor:
@@ -285,7 +285,7 @@ class LoRAConfig:
         return layer.lora_scale * (delta - layer.lora_B0 @ layer.lora_A0 if self.init == "pissa" else delta)
 
     @contextmanager
-    def off(self, model: Decoder) -> Iterator[None]:
+    def disabled(self, model: Decoder) -> Iterator[None]:
         """For a while the model is the one that training began with, but for what is trained whole."""
         layers: list[Any] = [m for m in model.modules() if isinstance(m, Layer) and m.update is not None]
         updates = [layer.update for layer in layers]
@@ -297,11 +297,11 @@ class LoRAConfig:
             for layer, update in zip(layers, updates, strict=True):
                 layer.update = update
 
-    def trained(self, model: Decoder) -> Trained:
+    def param_groups(self, model: Decoder) -> ParamGroups:
         """A and the rest, then B, which LoRA+ moves faster."""
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        yield [p for name, p in named if "_B" not in leaf(name.removesuffix(".weight"))], 1.0
-        yield [p for name, p in named if "_B" in leaf(name.removesuffix(".weight"))], self.loraplus_lr_ratio
+        yield [p for name, p in named if "_B" not in last_component(name.removesuffix(".weight"))], 1.0
+        yield [p for name, p in named if "_B" in last_component(name.removesuffix(".weight"))], self.loraplus_lr_ratio
 
 
 @dataclass(frozen=True)
@@ -310,38 +310,38 @@ class DoRAConfig(LoRAConfig):
 
     kind: ClassVar[str] = "dora"
 
-    def attach(self, layer: Layer, rank: int, alpha: float) -> None:
+    def wrap_layer(self, layer: Layer, rank: int, alpha: float) -> None:
         if not isinstance(layer, Linear):
             kind = "embed" if isinstance(layer, Embedding) else "experts"
             raise UserError(f"adapter.target_modules: dora does not adapt {kind}; leave that out, or use lora")
-        super().attach(layer, rank, alpha)
+        super().wrap_layer(layer, rank, alpha)
         layer.lora_magnitude_vector = nn.Parameter(torch.empty(layer.out_features, device="meta"))
 
     @property
-    def reads(self) -> bool:
+    def needs_base_weights(self) -> bool:
         return True
 
-    def first(self, layer: Layer, shapes: Mapping[str, Shape], generator: torch.Generator) -> dict[str, Tensor]:
+    def initial_values(self, layer: Layer, shapes: Mapping[str, Shape], generator: torch.Generator) -> dict[str, Tensor]:
         """The magnitudes are those of the weight: the update is zero as yet."""
         assert isinstance(layer, Linear)
-        return super().first(layer, shapes, generator) | {"lora_magnitude_vector": row_norms(layer, shapes)}
+        return super().initial_values(layer, shapes, generator) | {"lora_magnitude_vector": row_norms(layer, shapes)}
 
-    def product(self, layers: Sequence[Linear], x: Tensor) -> tuple[Tensor, ...]:
-        pairs = zip(layers, super().product(layers, x), strict=True)
-        return tuple(self.stretched(layer, y) for layer, y in pairs)
+    def forward_linear(self, layers: Sequence[Linear], x: Tensor) -> tuple[Tensor, ...]:
+        pairs = zip(layers, super().forward_linear(layers, x), strict=True)
+        return tuple(self.apply_magnitude(layer, y) for layer, y in pairs)
 
-    def stretched(self, layer: Linear, y: Tensor) -> Tensor:
+    def apply_magnitude(self, layer: Linear, y: Tensor) -> Tensor:
         """Outputs `y`, with the rows of the weight brought to their magnitudes."""
-        norm = self.lengths(layer)  # a constant of the gradient, as in the paper's section 4.3
+        norm = self.row_norms(layer)  # a constant of the gradient, as in the paper's section 4.3
         factor = (layer.lora_magnitude_vector / norm).to(y.dtype)
-        if layer.added is None:
+        if layer.effective_bias is None:
             return y * factor
-        bias = layer.added.to(y.dtype)
+        bias = layer.effective_bias.to(y.dtype)
         return torch.addcmul(bias, y - bias, factor)
 
-    def lengths(self, layer: Linear) -> Tensor:
+    def row_norms(self, layer: Linear) -> Tensor:
         """Norms (out,) of the rows of the weight with its update."""
-        return over_columns(layer, lora_row_norms(self.parted(layer)))
+        return combine_column_shards(layer, lora_row_norms(self.lora_weights(layer)))
 
 
 def group_by_fsdp_unit(model: Decoder, layers: Mapping[str, Layer]) -> dict[nn.Module, dict[str, Layer]]:
@@ -363,29 +363,29 @@ def adapter_tensors(layer: Layer) -> dict[str, Tensor]:
 @torch.no_grad()
 def row_norms(layer: Linear, shapes: Mapping[str, Shape]) -> Tensor:
     """Norms (out,) of the rows of a weight, in fp32, of which no more than some are there at a time."""
-    found = torch.cat([rows.norm(dim=1) for rows in layer.fine(max(1, CACHED // layer.in_features))])
-    return over_rows(layer, over_columns(layer, found), shapes)
+    found = torch.cat([rows.norm(dim=1) for rows in layer.iter_fp32_rows(max(1, CACHED // layer.in_features))])
+    return gather_row_shards(layer, combine_column_shards(layer, found), shapes)
 
 
-def over_columns(layer: Linear, found: Tensor) -> Tensor:
+def combine_column_shards(layer: Linear, found: Tensor) -> Tensor:
     """Norms of rows, from those of what this rank has of them."""
-    return found if layer.columns is None else layer.columns.add(found.square()).sqrt()
+    return found if layer.rowwise_mesh is None else layer.rowwise_mesh.all_reduce_sum(found.square()).sqrt()
 
 
-def over_rows(layer: Linear, found: Tensor, shapes: Mapping[str, Shape]) -> Tensor:
+def gather_row_shards(layer: Linear, found: Tensor, shapes: Mapping[str, Shape]) -> Tensor:
     """(..., out), from what each rank has of it."""
-    team = layer.rows
-    return found if team is None else gather_columns(found, team.even(shapes["lora_B.weight"][0]), team)
+    team = layer.colwise_mesh
+    return found if team is None else gather_columns(found, team.split_sizes(shapes["lora_B.weight"][0]), team)
 
 
 @torch.no_grad()
 def full_weight(layer: Linear, shapes: Mapping[str, Shape]) -> Tensor:
     """The whole weight (out, in) in fp32, whatever part of it is here."""
-    found, team = over_rows(layer, layer.dense().float().T, shapes).T, layer.columns
-    return found if team is None else gather_columns(found, team.even(shapes["lora_A.weight"][1]), team)
+    found, team = gather_row_shards(layer, layer.dequantize().float().T, shapes).T, layer.rowwise_mesh
+    return found if team is None else gather_columns(found, team.split_sizes(shapes["lora_A.weight"][1]), team)
 
 
-def empty(*shape: int) -> nn.Parameter:
+def empty_param(*shape: int) -> nn.Parameter:
     return nn.Parameter(torch.empty(shape, device="meta"))
 
 
@@ -396,7 +396,7 @@ def lora_factors(layer: Linear | GroupedLinear) -> tuple[Tensor, Tensor]:
     return layer.lora_A, layer.lora_B
 
 
-def leaf(name: str) -> str:
+def last_component(name: str) -> str:
     return name.rpartition(".")[2]
 
 
@@ -407,10 +407,10 @@ def as_tuple(words: str | tuple[str, ...]) -> tuple[str, ...]:
 
 def match_modules(key: str, word: str, names: Iterable[str]) -> list[str]:
     """The names that a word fits, or a pattern, whole or in their last part: `q_proj` is every q_proj."""
-    pattern, whole = WORDS.get(word, word), word in WORDS
-    hits = [n for n in names if re.fullmatch(pattern, n) or (not whole and re.fullmatch(pattern, leaf(n)))]
+    pattern, whole = MODULE_GROUPS.get(word, word), word in MODULE_GROUPS
+    hits = [n for n in names if re.fullmatch(pattern, n) or (not whole and re.fullmatch(pattern, last_component(n)))]
     if not hits:
-        leaves = ", ".join(dict.fromkeys(leaf(name) for name in names))
+        leaves = ", ".join(dict.fromkeys(last_component(name) for name in names))
         kind = {"target_modules": "layer", "modules_to_save": "module"}.get(key, "adapted layer")
         raise UserError(f"adapter.{key}: no {kind} is called {word!r}; this model has {leaves}")
     return hits

@@ -1,1 +1,1 @@
-"""What a run leaves on the disk: its folder, its resumable state, its result."""
+"""Files of a run: run directory, training state, checkpoints and adapters."""

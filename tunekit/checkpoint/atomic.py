@@ -1,7 +1,7 @@
-"""Folders and small files that appear whole or not at all, whatever instant the process or the disk gives up.
+"""Atomic writes of directories and small files, safe against crashes and disk errors at any point.
 
-A folder is written beside its place, synced, renamed and then marked. What carries no mark is not there for readers.
-The mark holds a checksum of every file.
+A directory is written under a temporary name, synced, renamed and then marked as complete. Readers ignore a directory
+without the marker file, which contains a checksum of every file.
 """
 
 import errno
@@ -24,13 +24,13 @@ MARK = "complete"
 PARTIAL, PREVIOUS = ".partial", ".previous"
 CHUNK = 2**24
 ALL = slice(None)
-FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
+DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
 
 
-class AtomicDir:  # noqa: N801 (it reads like `contextlib.suppress`)
-    """`with whole(folder) as partial:` write into `partial`; at the end `folder` is there, complete and on the disk.
+class AtomicDir:
+    """`with AtomicDir(folder) as partial:` write into `partial`, which becomes `folder`, complete and synced, at the end.
 
-    Whatever stood in `folder` before stays until the new one is marked. A write that the disk refuses is a UserError.
+    An existing `folder` is kept until the new one is complete. Disk errors are raised as UserError.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -62,69 +62,69 @@ class AtomicDir:  # noqa: N801 (it reads like `contextlib.suppress`)
                 raise write_error(self.folder, cause) from error
 
 
-class SharedAtomicDir:  # noqa: N801
-    """`whole` for all ranks: they write into one folder, which the main process begins and ends.
+class SharedAtomicDir:
+    """`AtomicDir` for all ranks, which write into one directory. The main process creates and commits it.
 
-    What stops one of them, a UserError or the disk, is an error of all and leaves nothing. It must come where the
-    others exchange nothing more before they leave the block.
+    A UserError or disk error of one rank is raised on all ranks, and nothing is left on disk. It must occur after the
+    last collective of the block.
     """
 
     def __init__(self, folder: Path, run: DistributedContext) -> None:
-        self.folder, self.run, self.own = folder, run, AtomicDir(folder)
+        self.folder, self.run, self.atomic_dir = folder, run, AtomicDir(folder)
 
     def __enter__(self) -> Path:
-        return self.run.shared(self.own.__enter__)
+        return self.run.run_on_main(self.atomic_dir.__enter__)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if error is not None and find_disk_error(error) is None and not isinstance(error, UserError):
-            self.clear()
-            return  # the process ends, and the launcher ends the others
+            self.remove_partial()
+            return  # this process ends, and the launcher stops the others
         try:
-            self.run.together(lambda: self.judge(error))
-            sums = self.run.gather(self.run.together(self.sums))
-            self.run.shared(lambda: self.end(dict(sorted(pair for one in sums for pair in one.items()))))
+            self.run.run_on_all(lambda: self.raise_write_error(error))
+            sums = self.run.all_gather_objects(self.run.run_on_all(self.local_checksums))
+            self.run.run_on_main(lambda: self.commit(dict(sorted(pair for rank_sums in sums for pair in rank_sums.items()))))
         finally:
-            self.clear()
+            self.remove_partial()
 
-    def clear(self) -> None:
-        """Nothing half written stays."""
-        if self.run.is_main:
+    def remove_partial(self) -> None:
+        """Delete the partial directory."""
+        if self.run.is_main_process:
             with suppress(OSError):
                 remove_partial(self.folder)
 
-    def judge(self, error: BaseException | None) -> None:
-        """Why this rank could not write, as a UserError."""
+    def raise_write_error(self, error: BaseException | None) -> None:
+        """Raise the error of this rank as a UserError, if it has one."""
         if isinstance(error, UserError):
             raise error
         if error is not None and (cause := find_disk_error(error)) is not None:
             raise write_error(self.folder, cause) from error
 
-    def sums(self) -> dict[str, int]:
-        """Checksums of a share of the files."""
+    def local_checksums(self) -> dict[str, int]:
+        """Checksums of the files that are assigned to this rank."""
         with wrap_write_errors(self.folder):
-            return checksums(self.own.partial, slice(self.run.rank, None, self.run.size))
+            return checksums(self.atomic_dir.partial, slice(self.run.rank, None, self.run.world_size))
 
-    def end(self, sums: Mapping[str, int]) -> None:
+    def commit(self, sums: Mapping[str, int]) -> None:
         with wrap_write_errors(self.folder):
-            commit_dir(self.own.partial, self.folder, sums)
+            commit_dir(self.atomic_dir.partial, self.folder, sums)
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether everything that was to be written into the folder is in it."""
+    """Whether a directory was written completely."""
     return (folder / MARK).is_file()
 
 
 def find_complete_dir(folder: Path) -> Path | None:
-    """Where the whole version of a folder lies right now, for readers that do not own it. None if there is none."""
-    return next((place for place in (folder, sibling_path(folder, PREVIOUS)) if is_complete(place)), None)
+    """Current path of the complete version of a directory, for concurrent readers; None if none exists."""
+    return next((path for path in (folder, sibling_path(folder, PREVIOUS)) if is_complete(path)), None)
 
 
 def remove_partial(folder: Path) -> None:
-    """Clear up after a writer that was cut off: the newest whole version stands in `folder`, nothing beside it.
+    """Clean up after an interrupted write. Restores the newest complete version to `folder`.
 
-    Only for the process that owns the folder: it would pull it from under another one that is writing.
+    Only the process that owns the directory may call this: it deletes what another one is writing.
     """
     previous = sibling_path(folder, PREVIOUS)
     remove_dir(sibling_path(folder, PARTIAL))
@@ -136,7 +136,7 @@ def remove_partial(folder: Path) -> None:
 
 
 def remove_dir(folder: Path) -> None:
-    """Delete a folder, its mark first: half of a folder must not look whole."""
+    """Delete a directory, its marker first, so that a partly deleted directory does not look complete."""
     if is_complete(folder):
         (folder / MARK).unlink()
         fsync_path(folder)
@@ -144,34 +144,34 @@ def remove_dir(folder: Path) -> None:
         shutil.rmtree(folder)
 
 
-def find_corrupt_file(folder: Path, share: slice = ALL) -> Path | None:
-    """A file of a whole folder that is no longer what was written, or is gone. None if all are as they were.
+def find_corrupt_file(folder: Path, subset: slice = ALL) -> Path | None:
+    """Return a missing or changed file of a complete directory, by checksum; None if all files are intact.
 
-    With `share` only some of its files are read.
+    `subset` selects the files to read.
     """
     try:
         sums = json.loads((folder / MARK).read_text(encoding="utf-8"))
     except ValueError:
         return folder / MARK
-    some = [*sums.items()][share]
-    return next((folder / n for n, s in some if not (folder / n).is_file() or checksum(folder / n) != s), None)
+    items = [*sums.items()][subset]
+    return next((folder / name for name, expected in items if not (folder / name).is_file() or checksum(folder / name) != expected), None)
 
 
 def write_text_atomic(path: Path, text: str) -> None:
-    """Replace a small file in one step; its folder is made if it is not there."""
+    """Replace a small file atomically. Creates its directory."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_text(path, text)
     except OSError as error:
-        with suppress(OSError):  # a disk that is read-only refuses this too
+        with suppress(OSError):  # also fails on a read-only disk
             sibling_path(path, PARTIAL).unlink()
         raise write_error(path, error) from error
 
 
 def check_writable(path: Path) -> None:
-    """Refuse a file that could not be written, before anything is computed for it. Its folder is made."""
+    """Raise UserError if a file cannot be written. Call before the computation. Creates the directory of the file."""
     if path.is_dir():
-        raise UserError(f"cannot write {path}: it is a folder; name a file in it")
+        raise UserError(f"{path}: is a directory. Specify a file.")
     with wrap_write_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         with TemporaryFile(dir=path.parent):
@@ -179,50 +179,46 @@ def check_writable(path: Path) -> None:
 
 
 def check_free_space(folder: Path, size: int) -> None:
-    """Refuse before the first byte is written if the disk has no room for `size` bytes more.
-
-    `folder` is where they will be, or what `whole` gave to write into.
-    """
+    """Raise UserError if the disk has fewer than `size` free bytes. `folder` is the final or the partial directory."""
     if size > free_bytes(folder):
         folder = final_path(folder)
         raise UserError(
-            f"cannot write {folder}: it takes {format_bytes(size)} and {format_bytes(free_bytes(folder))} are free; "
-            f"{last_complete_state(folder)}; make room and start again"
+            f"{folder}: not enough disk space (needs {format_bytes(size)}, {format_bytes(free_bytes(folder))} free). "
+            f"{last_complete_state(folder)} Free disk space and rerun."
         )
 
 
 def write_error(path: Path, error: OSError) -> UserError:
-    """What to tell when the disk refuses to take `path`."""
+    """UserError for a failed write to `path`."""
     assert error.errno is not None
     reason, path = os.strerror(error.errno).lower(), final_path(path)
     return UserError(
-        f"cannot write {path}: {reason} ({format_bytes(free_bytes(path))} free); {last_complete_state(path)}; "
-        "mend that and start again"
+        f"{path}: write failed, {reason} ({format_bytes(free_bytes(path))} free). {last_complete_state(path)} "
+        "Fix the disk and rerun."
     )
 
 
 class DeferredError:
-    """What a rank does while others wait for it in the next exchange: its first UserError is kept, and told when all
-    are through. Behind it nothing more is done."""
+    """Runs functions until the first UserError, and raises it later, when no other rank waits in a collective."""
 
     def __init__(self) -> None:
         self.error: UserError | None = None
 
-    def __call__(self, act: Callable[[], object]) -> None:
+    def __call__(self, fn: Callable[[], object]) -> None:
         if self.error is None:
             try:
-                act()
+                fn()
             except UserError as error:
                 self.error = error
 
-    def tell(self) -> None:
+    def raise_error(self) -> None:
         if self.error is not None:
             raise self.error
 
 
 @contextmanager
 def wrap_write_errors(path: Path) -> Iterator[None]:
-    """Whatever the disk refuses in here is told as a refusal of `path`."""
+    """Turn disk errors inside the block into a UserError about `path`."""
     try:
         yield
     except (OSError, RuntimeError) as error:
@@ -233,30 +229,30 @@ def wrap_write_errors(path: Path) -> Iterator[None]:
 
 
 def find_disk_error(error: BaseException) -> OSError | None:
-    """The refusal of the disk behind an exception, however it was wrapped on its way."""
-    for link in chain(error):
-        if isinstance(link, OSError) and link.errno in FULL:
-            return link
-        found = re.search(r"\(os error (\d+)\)", str(link))  # safetensors writes in Rust
-        if found and int(found[1]) in FULL:
-            return OSError(int(found[1]), str(link))
+    """Return the disk error that caused an exception, also if other exceptions wrap it."""
+    for cause in exception_chain(error):
+        if isinstance(cause, OSError) and cause.errno in DISK_ERRORS:
+            return cause
+        match = re.search(r"\(os error (\d+)\)", str(cause))  # safetensors writes in Rust
+        if match and int(match[1]) in DISK_ERRORS:
+            return OSError(int(match[1]), str(cause))
     return None
 
 
-def chain(error: BaseException | None) -> Iterator[BaseException]:
-    """An exception and all that led to it."""
+def exception_chain(error: BaseException | None) -> Iterator[BaseException]:
+    """Iterate over an exception and its causes."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
 
 
 def last_complete_state(path: Path) -> str:
-    """What a reader still finds near `path`."""
+    """Sentence about the newest complete directory near `path`."""
     marks = [*path.parent.glob(f"*/{MARK}"), *path.parent.glob(f"*/*/{MARK}")]
     if not marks:
-        return "nothing old was touched"
+        return "Existing files are unchanged."
     newest = max(marks, key=lambda mark: mark.stat().st_mtime)
-    return f"nothing old was touched, the last complete state is {newest.parent}"
+    return f"Existing files are unchanged; the last complete state is {newest.parent}."
 
 
 def replace_text(path: Path, text: str) -> None:
@@ -268,7 +264,7 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def commit_dir(partial: Path, folder: Path, sums: Mapping[str, int] | None = None) -> None:
-    """`sums`: the checksums of all files, if they are known."""
+    """Move a partial directory to its final path and mark it. `sums` are the checksums of all files, if known."""
     sums = sums or checksums(partial)
     make_readable(partial)
     sync_tree(partial)
@@ -280,10 +276,10 @@ def commit_dir(partial: Path, folder: Path, sums: Mapping[str, int] | None = Non
     remove_dir(sibling_path(folder, PREVIOUS))
 
 
-def checksums(folder: Path, some: slice = ALL) -> dict[str, int]:
-    """Those of all files in a folder, or of some of them."""
+def checksums(folder: Path, subset: slice = ALL) -> dict[str, int]:
+    """CRC-32 checksums of the files in a directory, or of a subset of them."""
     files = sorted(file for file in folder.rglob("*") if file.is_file())
-    return {str(file.relative_to(folder)): checksum(file) for file in files[some]}
+    return {str(file.relative_to(folder)): checksum(file) for file in files[subset]}
 
 
 def checksum(file: Path) -> int:
@@ -295,7 +291,7 @@ def checksum(file: Path) -> int:
 
 
 def make_readable(folder: Path) -> None:
-    """Let files be read by whom the folder is for: safetensors writes them for their owner alone."""
+    """Give files the read permissions of the directory. safetensors creates files for their owner only."""
     mode = folder.stat().st_mode & 0o666
     for file in folder.rglob("*"):
         if file.is_file():
@@ -310,9 +306,9 @@ def sync_tree(folder: Path) -> None:
 
 
 def final_path(path: Path) -> Path:
-    """The folder that is there in the end."""
+    """Final path of a partial directory."""
     return path.with_name(path.name.removesuffix(PARTIAL))
 
 
-def sibling_path(path: Path, ending: str) -> Path:
-    return path.with_name(path.name + ending)
+def sibling_path(path: Path, suffix: str) -> Path:
+    return path.with_name(path.name + suffix)

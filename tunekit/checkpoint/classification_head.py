@@ -1,4 +1,4 @@
-"""A checkpoint with a head that scores: one that has it, or a language model whose vocabulary's head it replaces."""
+"""Checkpoints with a score head, for sequence or token classification and reward models."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -14,67 +14,62 @@ from tunekit.models.spec import ScoreHead
 def with_score_head(
     source: HFCheckpoint, score: ScoreHead, seed: int = 0, names: Sequence[str] = (), problem: str | None = None
 ) -> HFCheckpoint:
-    """The checkpoint with this head. Of a language model it is a fresh one; one that is there must be the same.
+    """Return `source` with a score head. Replaces the head of a language model by a new one, initialized from `seed`.
 
-    `names` are those of the labels, `problem` is what transformers calls the task.
+    `names` are label names, `problem` is the `problem_type` of transformers. Raises UserError if the checkpoint has a
+    different score head.
     """
-    there = source.spec.score
-    if there is not None and (there.labels, there.each) != (score.labels, score.each):
+    existing = source.spec.score
+    if existing is not None and (existing.labels, existing.per_token) != (score.labels, score.per_token):
         raise UserError(
-            f"{source.name}: {told(there)}, and {wanted(score)} is wanted: name a language model as `model`"
+            f"model: {source.name} has {describe_outputs(existing)}, but {describe_outputs(score)} are required. "
+            "Use a base language model."
         )
-    score = score if there is None else replace(score, bias=there.bias)
-    config = described(source, score, names, problem)
-    found, spec = find_family(config, str(source.path / "config.json"))
-    fresh = seed if there is None else source.fresh
-    return replace(source, config=config, family=found, spec=spec, fresh=fresh)
+    score = score if existing is None else replace(score, bias=existing.bias)
+    config = score_config(source, score, names, problem)
+    family, spec = find_family(config, str(source.path / "config.json"))
+    new_head = seed if existing is None else source.new_head
+    return replace(source, config=config, family=family, spec=spec, new_head=new_head)
 
 
-def described(source: HFCheckpoint, score: ScoreHead, names: Sequence[str], problem: str | None) -> Mapping[str, Any]:
-    """config.json as transformers writes it for such a model."""
+def score_config(source: HFCheckpoint, score: ScoreHead, names: Sequence[str], problem: str | None) -> Mapping[str, Any]:
+    """config.json of a model with this score head, as saved by transformers."""
     kind = source.config["model_type"]
-    architecture = classifiers.classifier_architecture(kind, score.each)
+    architecture = classifiers.classifier_architecture(kind, score.per_token)
     if architecture is None:
-        what = "tokens" if score.each else "documents"
-        raise UserError(f"{source.name}: transformers has no {kind} model that scores {what}, so none could open it")
-    there = known(source, score)
-    if names and list(names) != list(there) and set(names) & set(there):
+        unit = "tokens" if score.per_token else "documents"
+        raise UserError(f"model: {source.name}: transformers has no {kind} model with a score head for {unit}.")
+    existing = label_names(source, score)
+    if names and list(names) != list(existing) and set(names) & set(existing):
         raise UserError(
-            f"{source.name}: its classes are {', '.join(there)}: name them in `data.class_names` in this order"
+            f"data.class_names: must list the classes of {source.name} in their order: {', '.join(existing)}"
         )
-    labels = {str(i): name for i, name in enumerate(names or there)}
+    labels = {str(i): name for i, name in enumerate(names or existing)}
     config = {key: value for key, value in source.config.items() if key != "num_labels"}
     config |= {"architectures": [architecture], "id2label": labels, "problem_type": problem}
     config |= {"label2id": {name: int(i) for i, name in labels.items()}}
-    config |= {"token_classification_bias": False} if score.each and not score.bias else {}
+    config |= {"token_classification_bias": False} if score.per_token and not score.bias else {}
     if "text_config" in config:
-        return config | {"text_config": {**config["text_config"], "pad_token_id": score.pad}}
-    return config | {"pad_token_id": score.pad}
+        return config | {"text_config": {**config["text_config"], "pad_token_id": score.pad_token_id}}
+    return config | {"pad_token_id": score.pad_token_id}
 
 
-def known(source: HFCheckpoint, score: ScoreHead) -> Sequence[str]:
-    """The names of labels in a checkpoint that scores; as transformers calls them, where it does not."""
-    there: Mapping[str, str] = source.config.get("id2label") or {} if source.spec.score is not None else {}
-    return [there[str(i)] for i in range(score.labels)] if there else [f"LABEL_{i}" for i in range(score.labels)]
+def label_names(source: HFCheckpoint, score: ScoreHead) -> Sequence[str]:
+    """Label names of a checkpoint, by default those of transformers (`LABEL_0`, ...)."""
+    labels: Mapping[str, str] = source.config.get("id2label") or {} if source.spec.score is not None else {}
+    return [labels[str(i)] for i in range(score.labels)] if labels else [f"LABEL_{i}" for i in range(score.labels)]
 
 
 def require_language_model(source: HFCheckpoint, name: str | None = None) -> None:
-    """UserError if a checkpoint scores, where a language model is wanted. `name`: what it was called."""
+    """Raise UserError if a checkpoint has a score head. `name` is how the user referred to it."""
     if source.spec.score is not None:
         raise UserError(
-            f"{name or source.name}: {told(source.spec.score)} and writes no text: name a language model, "
-            "or go on with it by the recipe `reward`"
+            f"{name or source.name}: has a score head with {describe_outputs(source.spec.score)} and cannot generate text. "
+            "Use a language model, or continue training with the recipe reward."
         )
 
 
-def told(score: ScoreHead) -> str:
-    """What a checkpoint with this head does."""
-    return f"gives {count(score)} to {'each token' if score.each else 'a document'}"
-
-
-def wanted(score: ScoreHead) -> str:
-    return f"{count(score)} for {'each token' if score.each else 'a document'}"
-
-
-def count(score: ScoreHead) -> str:
-    return f"{score.labels} score{'s' * (score.labels != 1)}"
+def describe_outputs(score: ScoreHead) -> str:
+    """Number of outputs of a score head, such as `2 outputs per token`."""
+    unit = "token" if score.per_token else "document"
+    return f"{score.labels} output{'s' * (score.labels != 1)} per {unit}"

@@ -1,7 +1,7 @@
-"""Tensors of which each rank has a piece, as torch.distributed.checkpoint writes and reads them.
+"""Reads and writes sharded tensors with torch.distributed.checkpoint (DCP).
 
-A piece is a box of a whole tensor. Names and whole shapes do not depend on how a model is divided, so whatever one
-layout has written, any other reads.
+A shard is a rectangular slice of a tensor. Names and full shapes do not depend on the parallel layout, so a state can
+be read with any other layout.
 """
 
 import math
@@ -33,8 +33,8 @@ from tunekit.distributed.sharding import ShardSlice
 
 METADATA = ".metadata"
 DTYPES = {str(value).removeprefix("torch.") for value in vars(torch).values() if isinstance(value, torch.dtype)}
-# What torch writes into the metadata. Everything else that a pickle can name is code.
-KNOWN = {
+# Globals in DCP metadata. Any other global in a pickle could run code.
+ALLOWED_GLOBALS = {
     "torch.distributed.checkpoint.metadata": {
         "ChunkStorageMetadata",
         "Metadata",
@@ -50,29 +50,29 @@ KNOWN = {
     "pathlib": {"PosixPath"},
     "pathlib._local": {"PosixPath"},  # Python 3.13
 }
-HEADERS = 4096  # bytes that a tensor takes beside its numbers: a zip header of its own, and a line in the metadata
+TENSOR_OVERHEAD = 4096  # bytes per tensor in addition to its data: a zip header and a metadata entry
 
 
 @dataclass(frozen=True)
 class LocalShard:
-    """What of a tensor is here, and where it lies in the whole. torch asks any object for these three methods."""
+    """Local shard of a tensor and its location in the full tensor. Implements the three methods that DCP calls."""
 
     tensor: Tensor
-    box: ShardSlice
+    location: ShardSlice
 
     @property
     def chunks(self) -> list[ChunkStorageMetadata]:
-        """Where it lies, in torch's words. A rank may have nothing of a tensor that others have."""
-        if not self.tensor.numel() and math.prod(self.box.shape):
+        """Location as DCP metadata; empty if this rank has no elements of the tensor."""
+        if not self.tensor.numel() and math.prod(self.location.shape):
             return []
-        return [ChunkStorageMetadata(torch.Size(self.box.offset), self.tensor.shape)]
+        return [ChunkStorageMetadata(torch.Size(self.location.offset), self.tensor.shape)]
 
     def __create_write_items__(self, fqn: str, object: object) -> list[WriteItem]:
-        about, size = TensorProperties.create_from_tensor(self.tensor), torch.Size(self.box.shape)
-        about.pin_memory = False  # of no reader's concern
+        properties, size = TensorProperties.create_from_tensor(self.tensor), torch.Size(self.location.shape)
+        properties.pin_memory = False  # irrelevant for readers
         return [
             WriteItem(
-                MetadataIndex(fqn, chunk.offsets), WriteItemType.SHARD, tensor_data=TensorWriteData(chunk, about, size)
+                MetadataIndex(fqn, chunk.offsets), WriteItemType.SHARD, tensor_data=TensorWriteData(chunk, properties, size)
             )
             for chunk in self.chunks
         ]
@@ -84,11 +84,11 @@ class LocalShard:
         return self.tensor
 
 
-Pieces = Mapping[str, LocalShard]
+LocalShards = Mapping[str, LocalShard]
 
 
 def reshard(model: nn.Module) -> None:
-    """Let go of weights that were gathered for a pass: only what lives here is left."""
+    """Free weights that FSDP has gathered, so that parameters are local shards."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -96,26 +96,26 @@ def reshard(model: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class WritePlan:
-    """Who writes which pieces: one of those that hold the same."""
+    """Assignment of shards to ranks. Replicated shards are written by one rank."""
 
-    keys: list[int]  # what the pieces of each rank look like: as long as they do, nothing is planned anew
-    own: SavePlan
+    layout_hashes: list[int]  # per rank; the plan is reused while they are unchanged
+    local: SavePlan
     metadata: Metadata
-    size: int  # bytes of all, on the disk
+    num_bytes: int  # on disk, over all ranks
 
 
-def plan_writes(pieces: Pieces, run: DistributedContext, before: WritePlan | None) -> WritePlan:
-    """A plan that all ranks agree on; `before` is the last one."""
-    items = [item for name, piece in pieces.items() for item in piece.__create_write_items__(name, piece)]
-    looks = [(i.index, i.tensor_data.chunk.sizes, i.tensor_data.size, str(i.tensor_data.properties.dtype))
+def plan_writes(shards: LocalShards, run: DistributedContext, previous: WritePlan | None) -> WritePlan:
+    """Build the write plan of all ranks. Returns `previous` if no layout has changed."""
+    items = [item for name, shard in shards.items() for item in shard.__create_write_items__(name, shard)]
+    layout = [(i.index, i.tensor_data.chunk.sizes, i.tensor_data.size, str(i.tensor_data.properties.dtype))
              for i in items if i.tensor_data is not None]  # fmt: skip
-    keys = run.gather(hash(tuple(looks)))
-    if before is not None and before.keys == keys:
-        return before
-    planned, metadata = DefaultSavePlanner(flatten_state_dict=False).create_global_plan(run.gather(SavePlan(items)))
+    layout_hashes = run.all_gather_objects(hash(tuple(layout)))
+    if previous is not None and previous.layout_hashes == layout_hashes:
+        return previous
+    planned, metadata = DefaultSavePlanner(flatten_state_dict=False).create_global_plan(run.all_gather_objects(SavePlan(items)))
     plans = FileSystemWriter("").prepare_global_plan(planned)
-    sizes = (tensor_bytes(item) + HEADERS for plan in plans for item in plan.items)
-    return WritePlan(keys, plans[run.rank], metadata, sum(sizes))
+    sizes = (tensor_bytes(item) + TENSOR_OVERHEAD for plan in plans for item in plan.items)
+    return WritePlan(layout_hashes, plans[run.rank], metadata, sum(sizes))
 
 
 def tensor_bytes(item: WriteItem) -> int:
@@ -125,73 +125,73 @@ def tensor_bytes(item: WriteItem) -> int:
 
 
 class SavePlanner(DefaultSavePlanner):
-    """Finds a piece by its name."""
+    """Looks up shards by name."""
 
-    def __init__(self, pieces: Pieces) -> None:
+    def __init__(self, shards: LocalShards) -> None:
         super().__init__(flatten_state_dict=False)
-        self.pieces = pieces
+        self.shards = shards
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
-        return self.pieces[index.fqn].tensor
+        return self.shards[index.fqn].tensor
 
 
 class LoadPlanner(DefaultLoadPlanner):
-    """Finds a piece by its name."""
+    """Looks up shards by name."""
 
-    def __init__(self, pieces: Pieces, metadata: Metadata) -> None:
+    def __init__(self, shards: LocalShards, metadata: Metadata) -> None:
         super().__init__(flatten_state_dict=False)
-        self.pieces = pieces
-        self.state_dict, self.metadata = {**pieces}, metadata
+        self.shards = shards
+        self.state_dict, self.metadata = {**shards}, metadata
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        return self.pieces[index.fqn].tensor
+        return self.shards[index.fqn].tensor
 
 
 @dataclass(frozen=True)
 class ShardWriteResult:
-    """What a rank has written into a folder: where its pieces are, and checksums of its files."""
+    """Locations of the shards that a rank has written, and checksums of its files."""
 
     results: list[WriteResult]
-    sums: dict[str, int]
+    checksums: dict[str, int]
 
 
-def write_shards(folder: Path, pieces: Pieces, own: SavePlan, rest: Mapping[str, bytes]) -> ShardWriteResult:
-    """This rank's share of a state, and small files with what else it keeps, on the disk when this returns."""
-    # Without copies ahead of the writing: a thread that makes them would begin to use the first GPU.
+def write_shards(folder: Path, shards: LocalShards, plan: SavePlan, extra_files: Mapping[str, bytes]) -> ShardWriteResult:
+    """Write and fsync the shards of this rank and its extra files."""
+    # No copy-ahead: its thread would initialize CUDA on the first GPU.
     writer = FileSystemWriter(folder, per_thread_copy_ahead=0)
-    results = writer.write_data(own, SavePlanner(pieces)).value() if own.items else []
-    for name, content in rest.items():
+    results = writer.write_data(plan, SavePlanner(shards)).value() if plan.items else []
+    for name, content in extra_files.items():
         with (folder / name).open("wb") as stream:
             stream.write(content)
             stream.flush()
             os.fsync(stream.fileno())
-    files = {result.storage_data.relative_path for result in results} | rest.keys()
+    files = {result.storage_data.relative_path for result in results} | extra_files.keys()
     return ShardWriteResult(results, {name: atomic.checksum(folder / name) for name in sorted(files)})
 
 
-def write_metadata(folder: Path, metadata: Metadata, written: Sequence[ShardWriteResult]) -> dict[str, int]:
-    """Write the file that says where everything is; the checksums of all files."""
-    FileSystemWriter(folder).finish(replace(metadata), [one.results for one in written])
-    sums = {METADATA: atomic.checksum(folder / METADATA)}
-    return sums | {name: value for one in written for name, value in one.sums.items()}
+def write_metadata(folder: Path, metadata: Metadata, results: Sequence[ShardWriteResult]) -> dict[str, int]:
+    """Write the DCP metadata and return the checksums of all files."""
+    FileSystemWriter(folder).finish(replace(metadata), [result.results for result in results])
+    checksums = {METADATA: atomic.checksum(folder / METADATA)}
+    return checksums | {name: value for result in results for name, value in result.checksums.items()}
 
 
-def load_shards(folder: Path, pieces: Pieces, metadata: Metadata) -> None:
-    """Read into the pieces of this rank what a folder has for them."""
-    reader, planner = FileSystemReader(folder), LoadPlanner(pieces, metadata)
+def load_shards(folder: Path, shards: LocalShards, metadata: Metadata) -> None:
+    """Read the shards of this rank in place."""
+    reader, planner = FileSystemReader(folder), LoadPlanner(shards, metadata)
     reader.set_up_storage_reader(metadata, True)
     reader.read_data(reader.prepare_local_plan(planner.create_local_plan()), planner).wait()
 
 
 class CorruptStateError(Exception):
-    """A file of a state that was cut off or changed, or that holds what no state holds."""
+    """A state file is truncated, changed, or has unexpected contents."""
 
     def __init__(self, file: Path) -> None:
-        super().__init__(f"cannot read {file}: it is damaged or cut off")
+        super().__init__(f"{file}: file is corrupt or truncated")
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """Where everything is, without running what a pickle may hold."""
+    """Read the DCP metadata without running code from the pickle."""
     try:
         metadata = MetadataUnpickler(BytesIO((folder / METADATA).read_bytes())).load()
     except pickle.UnpicklingError as error:
@@ -201,9 +201,9 @@ def read_metadata(folder: Path) -> Metadata:
 
 
 class MetadataUnpickler(pickle.Unpickler):
-    """Knows the names that torch writes into the metadata, and no other."""
+    """Unpickler that accepts only the globals of DCP metadata."""
 
     def find_class(self, module: str, name: str) -> object:
-        if name not in KNOWN.get(module, ()):
-            raise pickle.UnpicklingError(f"{module}.{name} does not belong here")
+        if name not in ALLOWED_GLOBALS.get(module, ()):
+            raise pickle.UnpicklingError(f"unexpected global {module}.{name}")
         return super().find_class(module, name)

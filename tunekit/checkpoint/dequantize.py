@@ -1,7 +1,6 @@
-"""Packed checkpoints as if they were plain: several tensors of the files are one of the model, decoded when it is read.
+"""Dequantizes quantized checkpoints when their tensors are read. A group of tensors in the files is one weight.
 
-Which tensors are packed, the tensors tell: they come in groups of fixed names. What is made of a group is compared, bit
-for bit, with what transformers and bitsandbytes make of it.
+Groups are recognized by their tensor names. Results are bitwise equal to those of transformers and bitsandbytes.
 """
 
 import json
@@ -13,91 +12,91 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tunekit.checkpoint.safetensors_io import NAMES, OpenFiles, TensorMeta, TensorReader
+from tunekit.checkpoint.safetensors_io import CONFIG_DTYPES, OpenFiles, TensorMeta, TensorReader
 from tunekit.errors import UserError
 
-PACKED = "quantization_config"  # the key of config.json
+QUANTIZATION_KEY = "quantization_config"  # the key of config.json
 METHODS = ("mxfp4", "fp8", "bitsandbytes")
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # the numbers of four bits, without their sign
-MXFP4_BLOCK, BIAS = 32, 127  # numbers with one scale; what is taken off a stored exponent
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # non-negative values of the 4-bit format
+MXFP4_BLOCK, BIAS = 32, 127  # values per scale; exponent bias
 INT8 = 1 / 127
-CHUNK = 2**19  # numbers that are decoded at a time: what is made on the way stays in the cache
+CHUNK = 2**19  # values that are decoded at a time, so that temporaries stay in the CPU cache
 
 
 def check_quant_format(config: Mapping[str, Any], where: str) -> None:
-    """Refuse what is packed in a way that is not read."""
-    told = config.get(PACKED)
-    method = told.get("quant_method", "bitsandbytes") if isinstance(told, dict) else told
-    if told and method not in METHODS:
+    """Raise UserError for an unsupported quantization method in config.json."""
+    quantization = config.get(QUANTIZATION_KEY)
+    method = quantization.get("quant_method", "bitsandbytes") if isinstance(quantization, dict) else quantization
+    if quantization and method not in METHODS:
         raise UserError(
-            f"{where}: the weights are packed by {method!r}, which is not read ({', '.join(METHODS)} are); "
-            "take the checkpoint from which it was made"
+            f"{where}: unsupported quant_method {method!r}; supported: {', '.join(METHODS)}. "
+            "Use the unquantized checkpoint."
         )
 
 
 @dataclass(frozen=True)
 class PrequantizedTensor(TensorMeta):
-    """One tensor of the model, and those of the files that hold it."""
+    """A weight that is stored as a group of tensors."""
 
-    parts: tuple[TensorMeta, ...]
+    sources: tuple[TensorMeta, ...]
 
     def read(self, files: OpenFiles) -> Tensor:
-        return self.decode([part.read(files) for part in self.parts])
+        return self.decode([source.read(files) for source in self.sources])
 
-    def decode(self, parts: list[Tensor]) -> Tensor:
+    def decode(self, tensors: list[Tensor]) -> Tensor:
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class MXFP4Tensor(PrequantizedTensor):
-    """gpt-oss: blocks (E, out, in / 32, 16) of two numbers a byte, the lower half first, and exponents of 2 beside.
+    """MXFP4 of gpt-oss: blocks (E, out, in / 32, 16) with two values per byte, low nibble first, and exponents of 2.
 
-    The model has (E, in, out).
+    The weight is (E, in, out).
     """
 
-    def decode(self, parts: list[Tensor]) -> Tensor:
-        blocks, scales = parts
-        table = pairs(torch.tensor((*E2M1, *(-x for x in E2M1))), low_first=True).to(self.dtype)
-        whole = torch.empty(*blocks.shape[:2], self.shape[1], dtype=self.dtype)
+    def decode(self, tensors: list[Tensor]) -> Tensor:
+        blocks, scales = tensors
+        table = byte_table(torch.tensor((*E2M1, *(-x for x in E2M1))), low_first=True).to(self.dtype)
+        output = torch.empty(*blocks.shape[:2], self.shape[1], dtype=self.dtype)
         rows = max(1, CHUNK // self.shape[1])
-        for at in range(0, blocks.shape[0] * blocks.shape[1], rows):
-            some, block, scale = (t.flatten(0, 1)[at : at + rows] for t in (whole, blocks, scales))
+        for start in range(0, blocks.shape[0] * blocks.shape[1], rows):
+            out, block, scale = (t.flatten(0, 1)[start : start + rows] for t in (output, blocks, scales))
             exponents = torch.pow(2.0, scale.int() - BIAS)[..., None]
-            torch.mul(unpacked(block, table), exponents, out=some.view_as(exponents.expand(-1, -1, MXFP4_BLOCK)))
-        return whole.mT
+            torch.mul(unpack_bytes(block, table), exponents, out=out.view_as(exponents.expand(-1, -1, MXFP4_BLOCK)))
+        return output.mT
 
 
 @dataclass(frozen=True)
 class FP8BlockTensor(PrequantizedTensor):
-    """Numbers of 8 bits (..., out, in), and a scale for each block of them or for all."""
+    """8-bit floats (..., out, in), with one scale per block or one for the tensor."""
 
-    block: tuple[int, ...] | None  # None: one scale for all
+    block: tuple[int, ...] | None  # None: one scale for the tensor
 
-    def decode(self, parts: list[Tensor]) -> Tensor:
-        packed, scales = parts[0], parts[1].float()
+    def decode(self, tensors: list[Tensor]) -> Tensor:
+        packed, scales = tensors[0], tensors[1].float()
         if self.block is None:
             return (packed.float() * scales).to(self.dtype)
-        whole, (rows, columns) = torch.empty(self.shape, dtype=self.dtype), self.block
+        output, (rows, columns) = torch.empty(self.shape, dtype=self.dtype), self.block
         for i, scale in enumerate(scales.unbind(-2)):
-            some = (..., slice(i * rows, (i + 1) * rows), slice(None))
-            whole[some] = packed[some].float() * scale.repeat_interleave(columns, -1)[..., None, : self.shape[-1]]
-        return whole
+            index = (..., slice(i * rows, (i + 1) * rows), slice(None))
+            output[index] = packed[index].float() * scale.repeat_interleave(columns, -1)[..., None, : self.shape[-1]]
+        return output
 
 
 @dataclass(frozen=True)
 class Bnb4bitTensor(PrequantizedTensor):
-    """bitsandbytes: two numbers a byte, the upper half first, which stand in a table of 16; a scale for each block.
+    """bitsandbytes 4-bit: two indices per byte, high nibble first, into a table of 16 values; one scale per block.
 
-    The scales may be packed themselves, in 8 bits with a table, scales and an offset of their own.
+    With double quantization, the scales are 8-bit indices into a second table, with their own scales and an offset.
     """
 
     block: int
     nested_block: int | None
     offset: float
 
-    def fits(self) -> bool:
-        """Whether there is just what this many numbers need."""
-        packed, scales, table, *nested = self.parts
+    def has_valid_shapes(self) -> bool:
+        """Whether the shapes of all tensors match the shape of the weight."""
+        packed, scales, table, *nested = self.sources
         count = math.prod(self.shape)
         blocks = -(-count // self.block)
         outer = -(-blocks // self.nested_block) if self.nested_block else 0
@@ -105,169 +104,169 @@ class Bnb4bitTensor(PrequantizedTensor):
             math.prod(packed.shape) * packed.dtype.itemsize == -(-count // 2)
             and scales.shape == (blocks,)
             and table.shape == (16,)
-            and [part.shape for part in nested] == ([(outer,), (256,)] if self.nested_block else [])
+            and [meta.shape for meta in nested] == ([(outer,), (256,)] if self.nested_block else [])
         )
 
-    def decode(self, parts: list[Tensor]) -> Tensor:
-        packed, scales, table, *nested = parts
+    def decode(self, tensors: list[Tensor]) -> Tensor:
+        packed, scales, table, *nested = tensors
         if self.nested_block is not None:
             outer, outer_table = nested
-            scales = scaled(outer_table[scales.long()], outer, self.nested_block) + self.offset
-        packed, table = packed.view(torch.uint8).flatten(), pairs(table, low_first=False)
-        whole = torch.empty(math.prod(self.shape), dtype=self.dtype)
+            scales = scale_blocks(outer_table[scales.long()], outer, self.nested_block) + self.offset
+        packed, table = packed.view(torch.uint8).flatten(), byte_table(table, low_first=False)
+        output = torch.empty(math.prod(self.shape), dtype=self.dtype)
         blocks = max(1, CHUNK // self.block)
-        for at in range(0, len(scales), blocks):
-            first, some = at * self.block, slice(at, at + blocks)
-            out = whole[first : first + blocks * self.block]
-            numbers = unpacked(packed[first // 2 : (first + len(out) + 1) // 2], table)[: len(out)]
-            out.copy_(scaled(numbers, scales[some], self.block))
-        return whole.view(self.shape)
+        for start in range(0, len(scales), blocks):
+            offset, block_range = start * self.block, slice(start, start + blocks)
+            out = output[offset : offset + blocks * self.block]
+            values = unpack_bytes(packed[offset // 2 : (offset + len(out) + 1) // 2], table)[: len(out)]
+            out.copy_(scale_blocks(values, scales[block_range], self.block))
+        return output.view(self.shape)
 
 
 @dataclass(frozen=True)
 class Bnb8bitTensor(PrequantizedTensor):
-    """LLM.int8: a byte a number, and the largest number of each row."""
+    """LLM.int8(): one byte per value, and the absolute maximum of each row."""
 
-    def decode(self, parts: list[Tensor]) -> Tensor:
-        rows, largest = parts
-        return (rows * largest[:, None] * INT8).to(self.dtype)
+    def decode(self, tensors: list[Tensor]) -> Tensor:
+        rows, row_max = tensors
+        return (rows * row_max[:, None] * INT8).to(self.dtype)
 
 
-def pairs(table: Tensor, low_first: bool) -> Tensor:
-    """The two numbers of every byte (256, 2), from those of every half of a byte (16,)."""
+def byte_table(table: Tensor, low_first: bool) -> Tensor:
+    """Values of the two nibbles of every byte (256, 2), from the values of a nibble (16,)."""
     halves = torch.arange(256)[:, None] >> torch.tensor([0, 4] if low_first else [4, 0]) & 15
     return table[halves]
 
 
-def unpacked(packed: Tensor, table: Tensor) -> Tensor:
-    """(..., bytes) to (..., 2 bytes) numbers."""
-    # A pair is looked up as one wide number: 2.4 times as fast as two numbers (970 million in bf16 a second on a core).
-    wide = table.view({2: torch.int32, 4: torch.int64}[table.itemsize]).flatten()
-    return wide.index_select(0, packed.flatten().int()).view(table.dtype).view(*packed.shape[:-1], -1)
+def unpack_bytes(packed: Tensor, table: Tensor) -> Tensor:
+    """Decode bytes (..., N) to values (..., 2 N)."""
+    # Looking up both values as one wide integer is 2.4 times as fast (970 million bf16 values per second on one core).
+    pair_table = table.view({2: torch.int32, 4: torch.int64}[table.itemsize]).flatten()
+    return pair_table.index_select(0, packed.flatten().int()).view(table.dtype).view(*packed.shape[:-1], -1)
 
 
-def scaled(numbers: Tensor, scales: Tensor, block: int) -> Tensor:
-    """Every `block` numbers (n,) times their scale; the last block may be shorter."""
-    whole = len(numbers) // block * block
-    if whole == len(numbers):
-        return (numbers.view(-1, block) * scales[:, None]).flatten()
-    return torch.cat([scaled(numbers[:whole], scales[: whole // block], block), numbers[whole:] * scales[-1]])
+def scale_blocks(values: Tensor, scales: Tensor, block: int) -> Tensor:
+    """Multiply each block of values (N,) by its scale; the last block may be shorter."""
+    num_full = len(values) // block * block
+    if num_full == len(values):
+        return (values.view(-1, block) * scales[:, None]).flatten()
+    return torch.cat([scale_blocks(values[:num_full], scales[: num_full // block], block), values[num_full:] * scales[-1]])
 
 
 @dataclass(frozen=True)
 class TensorGroup:
-    """A packed tensor under its name in the model, and the names of all that it takes from the files."""
+    """A quantized weight, its name, and the names of all tensors of its group."""
 
     name: str
-    packed: PrequantizedTensor
-    names: tuple[str, ...]
+    tensor: PrequantizedTensor
+    sources: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class QuantFormat:
-    """What a packed tensor is recognized by."""
+    """Tensors and settings of a checkpoint in which quantized weights are searched."""
 
     reader: TensorReader
-    block: tuple[int, ...]  # of FP8, as config.json says
-    dtype: torch.dtype  # of the model
+    block: tuple[int, ...]  # of FP8, from config.json
+    dtype: torch.dtype  # of the dequantized weights
 
-    def parts(self, *names: str) -> tuple[TensorMeta, ...]:
+    def sources(self, *names: str) -> tuple[TensorMeta, ...]:
         return tuple(self.reader.tensors[name] for name in names)
 
-    def beside(self, module: str, *leaves: str) -> tuple[str, ...]:
-        """Which of these a module has."""
+    def existing(self, module: str, *leaves: str) -> tuple[str, ...]:
+        """Names of the tensors of a module that exist."""
         return tuple(module + leaf for leaf in leaves if module + leaf in self.reader.tensors)
 
 
-def mxfp4(name: str, of: QuantFormat) -> TensorGroup | None:
+def find_mxfp4(name: str, checkpoint: QuantFormat) -> TensorGroup | None:
     base = name.removesuffix("_blocks")
     names = name, f"{base}_scales"
-    if base == name or names[1] not in of.reader.tensors:
+    if base == name or names[1] not in checkpoint.reader.tensors:
         return None
-    blocks, scales = parts = of.parts(*names)
-    sound(blocks.shape == (*scales.shape, MXFP4_BLOCK // 2) and len(scales.shape) == 3, name, blocks)
+    blocks, scales = sources = checkpoint.sources(*names)
+    require_consistent(blocks.shape == (*scales.shape, MXFP4_BLOCK // 2) and len(scales.shape) == 3, name, blocks)
     experts, rows, groups = scales.shape
-    return TensorGroup(base, MXFP4Tensor(blocks.file, (experts, groups * MXFP4_BLOCK, rows), of.dtype, parts), names)
+    return TensorGroup(base, MXFP4Tensor(blocks.file, (experts, groups * MXFP4_BLOCK, rows), checkpoint.dtype, sources), names)
 
 
-def fp8(name: str, of: QuantFormat) -> TensorGroup | None:
+def find_fp8(name: str, checkpoint: QuantFormat) -> TensorGroup | None:
     names = name, f"{name}_scale_inv"
-    if names[1] not in of.reader.tensors:
+    if names[1] not in checkpoint.reader.tensors:
         return None
-    whole, scales = parts = of.parts(*names)
-    sound(whole.dtype == torch.float8_e4m3fn and scales.dtype.is_floating_point, name, whole)
-    block = None if math.prod(scales.shape) == 1 else of.block
+    weight, scales = sources = checkpoint.sources(*names)
+    require_consistent(weight.dtype == torch.float8_e4m3fn and scales.dtype.is_floating_point, name, weight)
+    block = None if math.prod(scales.shape) == 1 else checkpoint.block
     if block is not None:
-        sound(len(block) == 2 and len(whole.shape) > 1, name, whole)
-        tiles = tuple(-(-size // tile) for size, tile in zip(whole.shape[-2:], block, strict=True))
-        sound(scales.shape == (*whole.shape[:-2], *tiles), name, whole)
-    others = of.beside(name.removesuffix("weight"), "activation_scale", "input_scale")
-    return TensorGroup(name, FP8BlockTensor(whole.file, whole.shape, of.dtype, parts, block), (*names, *others))
+        require_consistent(len(block) == 2 and len(weight.shape) > 1, name, weight)
+        tiles = tuple(-(-size // tile) for size, tile in zip(weight.shape[-2:], block, strict=True))
+        require_consistent(scales.shape == (*weight.shape[:-2], *tiles), name, weight)
+    unused = checkpoint.existing(name.removesuffix("weight"), "activation_scale", "input_scale")
+    return TensorGroup(name, FP8BlockTensor(weight.file, weight.shape, checkpoint.dtype, sources, block), (*names, *unused))
 
 
-def int8(name: str, of: QuantFormat) -> TensorGroup | None:
+def find_int8(name: str, checkpoint: QuantFormat) -> TensorGroup | None:
     module = name.removesuffix("weight")
     names = name, f"{module}SCB"
-    if module == name or names[1] not in of.reader.tensors:
+    if module == name or names[1] not in checkpoint.reader.tensors:
         return None
-    rows, largest = parts = of.parts(*names)
-    sound(rows.dtype == torch.int8 and len(rows.shape) == 2 and largest.shape == rows.shape[:1], name, rows)
+    rows, row_max = sources = checkpoint.sources(*names)
+    require_consistent(rows.dtype == torch.int8 and len(rows.shape) == 2 and row_max.shape == rows.shape[:1], name, rows)
     return TensorGroup(
-        name, Bnb8bitTensor(rows.file, rows.shape, of.dtype, parts), (*names, *of.beside(module, "weight_format"))
+        name, Bnb8bitTensor(rows.file, rows.shape, checkpoint.dtype, sources), (*names, *checkpoint.existing(module, "weight_format"))
     )
 
 
-def four_bit(name: str, of: QuantFormat) -> TensorGroup | None:
-    states = of.beside(name, *(f".quant_state.bitsandbytes__{kind}" for kind in ("nf4", "fp4")))
+def find_4bit(name: str, checkpoint: QuantFormat) -> TensorGroup | None:
+    states = checkpoint.existing(name, *(f".quant_state.bitsandbytes__{kind}" for kind in ("nf4", "fp4")))
     if not states:
         return None
-    nested = of.beside(name, ".nested_absmax", ".nested_quant_map")
+    nested = checkpoint.existing(name, ".nested_absmax", ".nested_quant_map")
     names = name, f"{name}.absmax", f"{name}.quant_map", *nested
-    if missing := [one for one in names if one not in of.reader.tensors]:
-        raise UserError(f"{of.reader.tensors[name].file}: {missing[0]} is missing; download it again")
-    parts = of.parts(*names)
+    if missing := [source for source in names if source not in checkpoint.reader.tensors]:
+        raise UserError(f"{checkpoint.reader.tensors[name].file}: {missing[0]} is missing. Download the checkpoint again.")
+    sources = checkpoint.sources(*names)
     try:
-        told = json.loads(bytes(of.reader[states[0]].tolist()))
-        shape, dtype = tuple(told["shape"]), NAMES[told["dtype"]]
-        inner = (told["nested_blocksize"], float(told["nested_offset"])) if nested else (None, 0.0)
-        packed = Bnb4bitTensor(parts[0].file, shape, dtype, parts, told["blocksize"], *inner)
-        sound(packed.fits(), name, parts[0])
+        state = json.loads(bytes(checkpoint.reader[states[0]].tolist()))
+        shape, dtype = tuple(state["shape"]), CONFIG_DTYPES[state["dtype"]]
+        nested_args = (state["nested_blocksize"], float(state["nested_offset"])) if nested else (None, 0.0)
+        tensor = Bnb4bitTensor(sources[0].file, shape, dtype, sources, state["blocksize"], *nested_args)
+        require_consistent(tensor.has_valid_shapes(), name, sources[0])
     except (ValueError, KeyError, TypeError, ArithmeticError) as error:
-        raise UserError(f"{parts[0].file}: {states[0]} is damaged ({error}); download it again") from error
-    return TensorGroup(name, packed, (*names, *states))
+        raise UserError(f"{sources[0].file}: {states[0]} is corrupt ({error}). Download the checkpoint again.") from error
+    return TensorGroup(name, tensor, (*names, *states))
 
 
 def exact_tensors(tensors: Mapping[str, TensorMeta]) -> dict[str, TensorMeta]:
-    """Tensors of four bits as they are decoded, before they are rounded: quantized again, they are what they were."""
-    return {name: replace(t, dtype=torch.float32) if isinstance(t, Bnb4bitTensor) else t for name, t in tensors.items()}
+    """Read 4-bit weights in fp32, without rounding: quantizing them again gives the same bits."""
+    return {name: replace(meta, dtype=torch.float32) if isinstance(meta, Bnb4bitTensor) else meta for name, meta in tensors.items()}
 
 
-CODECS = (mxfp4, fp8, int8, four_bit)
+FINDERS = (find_mxfp4, find_fp8, find_int8, find_4bit)
 
 
-def sound(is_so: bool, name: str, stored: TensorMeta) -> None:
-    if not is_so:
-        raise UserError(f"{stored.file}: {name} and its scales do not fit together; download it again")
+def require_consistent(condition: bool, name: str, meta: TensorMeta) -> None:
+    if not condition:
+        raise UserError(f"{meta.file}: {name} and its scales have inconsistent shapes or dtypes. Download the checkpoint again.")
 
 
 def logical_tensors(
     raw: Mapping[str, TensorMeta], config: Mapping[str, Any], dtype: torch.dtype
 ) -> dict[str, TensorMeta]:
-    """The tensors that the model has, each in the place of the first of those that hold it."""
-    made: dict[str, TensorGroup] = {}
-    block = (config.get(PACKED) or {}).get("weight_block_size")
+    """Replace groups of quantized tensors by their weights, at the position of the first tensor of a group."""
+    groups: dict[str, TensorGroup] = {}
+    block = (config.get(QUANTIZATION_KEY) or {}).get("weight_block_size")
     sizes = tuple(block) if isinstance(block, list) and all(isinstance(n, int) and n > 0 for n in block) else ()
     with TensorReader(raw) as reader:
-        of = QuantFormat(reader, sizes, dtype)
+        checkpoint = QuantFormat(reader, sizes, dtype)
         for name in raw:
-            for codec in CODECS:
-                if (packed := codec(name, of)) is not None:
-                    made[name] = packed
-    used = {name for packed in made.values() for name in packed.names}
-    found: dict[str, TensorMeta] = {}
-    for name, stored in raw.items():
-        if name in made:
-            found[made[name].name] = made[name].packed
+            for find in FINDERS:
+                if (group := find(name, checkpoint)) is not None:
+                    groups[name] = group
+    used = {name for group in groups.values() for name in group.sources}
+    tensors: dict[str, TensorMeta] = {}
+    for name, meta in raw.items():
+        if name in groups:
+            tensors[groups[name].name] = groups[name].tensor
         elif name not in used:
-            found[name] = stored
-    return found
+            tensors[name] = meta
+    return tensors

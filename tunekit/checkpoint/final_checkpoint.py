@@ -1,4 +1,4 @@
-"""What a finished run leaves for others, by what was trained."""
+"""Saves the final checkpoint of a run: a full model or an adapter."""
 
 from functools import singledispatch
 from pathlib import Path
@@ -9,7 +9,7 @@ from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
 from tunekit.distributed.context import DistributedContext
 from tunekit.models.decoder import Decoder
 
-# What lies beside the checkpoint, for people and for who passes it on.
+# Files next to the checkpoint.
 CURVES, VERIFICATION = "curves.png", "verification.json"
 
 
@@ -17,8 +17,7 @@ CURVES, VERIFICATION = "curves.png", "verification.json"
 def save_final(
     adapter: NoAdapter, folder: Path, model: Decoder, source: HFCheckpoint, run: DistributedContext | None = None
 ) -> None:
-    """Into a folder that is there: the model under the names, dtypes and files of the checkpoint that it came from.
-    All ranks take part."""
+    """Save the full model into an existing directory. Must be called on all ranks."""
     save_model.save_model(folder, model, source, run=run)
 
 
@@ -26,5 +25,5 @@ def save_final(
 def _(
     adapter: LoRAConfig, folder: Path, model: Decoder, source: HFCheckpoint, run: DistributedContext | None = None
 ) -> None:
-    """Into a folder that is there: what PEFT opens."""
+    """Save the adapter in PEFT format into an existing directory. Must be called on all ranks."""
     peft_adapter.save_adapter(folder, model, adapter, source, run)

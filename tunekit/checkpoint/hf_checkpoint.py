@@ -1,4 +1,4 @@
-"""A checkpoint folder as the Hub lays it out: config.json, safetensors with or without an index, tokenizer files."""
+"""Checkpoint directories in Hugging Face format: config.json, safetensors with or without an index, tokenizer files."""
 
 import json
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ import torch
 
 from tunekit.checkpoint import dequantize
 from tunekit.checkpoint.safetensors_io import (
-    NAMES,
+    CONFIG_DTYPES,
     RandomTensor,
     TensorMeta,
     TensorReader,
@@ -26,17 +26,17 @@ from tunekit.models.weight_map import KeyMapping, KeyRule, load_mappings, match_
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLE, PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
-# The usual file, the index of several, and what else such files are called, by kind; the better kind first.
+# (default file, index of several files, pattern of other files) by format, in the order of preference.
 LAYOUTS = ((WEIGHTS, INDEX, "*.safetensors"), (PICKLE, PICKLE_INDEX, PICKLE))
-# Rotation tables that early Llama checkpoints carry along: they follow from config.json.
-DERIVED = ".rotary_emb.inv_freq"
+# RoPE buffers in early Llama checkpoints, which can be computed from config.json.
+ROPE_BUFFER = ".rotary_emb.inv_freq"
 EMBED = "embed.weight"
-# What a model is trained in; a tensor of another kind is none of its weights.
-LOADED = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+# Weights with any other dtype are refused.
+WEIGHT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file."""
+    """Read a JSON object. Raises UserError for a missing file, invalid JSON, or another JSON type."""
     try:
         value = json.loads(path.read_text("utf-8"))
     except OSError as error:
@@ -44,212 +44,212 @@ def read_json(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise UserError(f"{path}: not valid JSON ({error})") from error
     if not isinstance(value, dict):
-        raise UserError(f"{path}: holds a {type(value).__name__}, not an object")
+        raise UserError(f"{path}: must contain a JSON object, got {type(value).__name__}")
     return value
 
 
-def instead(path: Path) -> str:
-    """What a folder is that people take for a checkpoint, and what to do with it."""
+def suggest_checkpoint(path: Path) -> str:
+    """Return a hint for a directory that is an adapter or a run directory instead of a checkpoint."""
     final = path / "final"
     if (path / "adapter_config.json").is_file():
-        return f" but an adapter: `tune merge BASE {path} OUT` makes one, and `adapter.adapter_path` goes on from it"
+        merge = f"Merge it with `tune merge BASE {path} OUT`"
+        return f" This directory is an adapter. {merge}, or continue training it with adapter.adapter_path={path}."
     if (final / "adapter_config.json").is_file():
-        return f" but a run whose result is an adapter: `tune merge BASE {path} OUT` makes one"
-    return f" but a run: name its result, {final}" if (final / "config.json").is_file() else ""
+        return f" This is a run directory with an adapter. Merge it with `tune merge BASE {path} OUT`."
+    return f" This is a run directory. Use {final}." if (final / "config.json").is_file() else ""
 
 
 @dataclass(frozen=True)
 class HFCheckpoint:
-    """A checkpoint on disk. Headers are read when first asked for, tensors one at a time."""
+    """A checkpoint on disk. Headers are read on first use, tensors one at a time."""
 
     path: Path
-    name: str  # as the user gave it: a Hub name, a bundled name or a path
+    name: str  # as given by the user: a Hub name, a bundled name or a path
     config: Mapping[str, Any]
     family: Family
     spec: DecoderSpec
-    words: Path | None = field(default=None, kw_only=True)  # folder of the tokenizer, where it is another one's
-    exact: bool = field(default=False, kw_only=True)  # weights in four bits are read unrounded, in fp32
-    fresh: int | None = field(default=None, kw_only=True)  # the seed of a head that it does not hold
+    tokenizer_dir: Path | None = field(default=None, kw_only=True)  # overrides `path`
+    keeps_prequantized: bool = field(default=False, kw_only=True)  # read 4-bit weights as fp32, unrounded
+    new_head: int | None = field(default=None, kw_only=True)  # seed of a score head that is not in the files
 
     @property
-    def tokenizer(self) -> Path:
-        """The folder whose tokenizer goes with this checkpoint."""
-        return self.words or self.path
+    def tokenizer_path(self) -> Path:
+        """Directory of the tokenizer."""
+        return self.tokenizer_dir or self.path
 
     @staticmethod
     def open(path: Path, name: str | None = None) -> "HFCheckpoint":
         file = path / "config.json"
         if not file.is_file():
-            raise UserError(f"{path}: no config.json, so this is no checkpoint folder{instead(path)}")
+            raise UserError(f"{path}: not a checkpoint directory (no config.json).{suggest_checkpoint(path)}")
         config = read_json(file)
         dequantize.check_quant_format(config, str(file))
         return HFCheckpoint(path, name or str(path), config, *find_family(config, str(file)))
 
     @cached_property
     def tensors(self) -> dict[str, TensorMeta]:
-        """Every tensor of the checkpoint under its Hub name, in the order of the files; packed ones as if plain."""
-        dtype = self.usual_dtype if self.stated_dtype else torch.bfloat16
-        found = dequantize.logical_tensors(self.stored, self.config, dtype)
-        found = {name: stored for name, stored in found.items() if not name.endswith(DERIVED)}
-        held = {name: stored for name, stored in found.items() if match_hub_name(name, self.family.unread) is None}
-        return held if self.fresh is None else {**held, **self.drawn([*held.values()][-1].file, self.fresh)}
+        """All tensors by checkpoint name, in file order. A group of quantized tensors appears as one weight."""
+        dtype = self.default_dtype if self.config_dtype else torch.bfloat16
+        tensors = dequantize.logical_tensors(self.tensor_meta, self.config, dtype)
+        tensors = {name: meta for name, meta in tensors.items() if not name.endswith(ROPE_BUFFER)}
+        weights = {name: meta for name, meta in tensors.items() if match_hub_name(name, self.family.unused_heads) is None}
+        return weights if self.new_head is None else {**weights, **self.random_tensors([*weights.values()][-1].file, self.new_head)}
 
-    def drawn(self, file: Path, seed: int) -> Mapping[str, TensorMeta]:
-        """A head that scores, where there is none yet. It would be in this file."""
+    def random_tensors(self, file: Path, seed: int) -> Mapping[str, TensorMeta]:
+        """Randomly initialized score head, for a checkpoint without one. `file` is where it would be saved."""
         score, name = self.spec.score, to_hub_name("head", self.family.table)
         assert score is not None
-        weight = RandomTensor(file, (score.labels, self.spec.dim), self.usual_dtype, seed, self.spec.std)
+        weight = RandomTensor(file, (score.labels, self.spec.dim), self.default_dtype, seed, self.spec.initializer_range)
         bias = {f"{name}.bias": replace(weight, shape=(score.labels,), std=0.0)} if score.bias else {}
         return {f"{name}.weight": weight} | bias
 
     @cached_property
-    def stored(self) -> dict[str, TensorMeta]:
-        """Every tensor of the files, which must agree with the index."""
-        found: dict[str, TensorMeta] = {}
+    def tensor_meta(self) -> dict[str, TensorMeta]:
+        """All tensors of the files by name. Raises UserError if they disagree with the index."""
+        tensors: dict[str, TensorMeta] = {}
         for file in self.files:
-            for name, stored in (
+            for name, meta in (
                 read_header(file) if file.suffix == ".safetensors" else read_pickle_header(file)
             ).items():
-                if name in found:
-                    raise UserError(f"{file}: holds {name}, and so does {found[name].file.name}")
-                found[name] = stored
+                if name in tensors:
+                    raise UserError(f"{file}: tensor {name} is also in {tensors[name].file.name}")
+                tensors[name] = meta
         if self.index is not None:
-            agree(self.index, self.listed, found)
-        return found
+            check_index(self.index, self.tensor_names, tensors)
+        return tensors
 
     @cached_property
     def files(self) -> list[Path]:
-        """The files of weights: those of the index, the one of the usual name, or the only one."""
+        """Weight files: those of the index, the file with the default name, or the only one."""
         if self.index is not None:
-            return [self.path / name for name in sorted(set(self.listed.values()))]
-        for one, _, others in LAYOUTS:
-            files = [self.path / one] if (self.path / one).is_file() else sorted(self.path.glob(others))
+            return [self.path / name for name in sorted(set(self.tensor_names.values()))]
+        for default, _, pattern in LAYOUTS:
+            files = [self.path / default] if (self.path / default).is_file() else sorted(self.path.glob(pattern))
             if len(files) > 1:
-                raise UserError(f"{self.path}: {len(files)} files {others} but no {INDEX} to say which belong together")
+                raise UserError(f"{self.path}: {len(files)} {pattern} files, but no {INDEX}")
             if files:
                 return files
         raise UserError(
-            f"{self.path}: no *.safetensors and no {PICKLE}, so there are no weights to read (init: random needs none)"
+            f"{self.path}: no weights (*.safetensors or {PICKLE}). Set init=random to train from random weights."
         )
 
     @cached_property
     def index(self) -> Path | None:
-        """The index that says which files belong together. One beside a file of the usual name was left behind."""
-        for one, index, others in LAYOUTS:
-            if (self.path / index).is_file() and not (self.path / one).is_file():
+        """Index file of a sharded checkpoint. An index next to a file with the default name is stale and ignored."""
+        for default, index, pattern in LAYOUTS:
+            if (self.path / index).is_file() and not (self.path / default).is_file():
                 return self.path / index
-            if any(self.path.glob(others)):
+            if any(self.path.glob(pattern)):
                 return None
         return None
 
     @cached_property
-    def listed(self) -> dict[str, str]:
-        """What the index says: tensors and their files, which must be there."""
+    def tensor_names(self) -> dict[str, str]:
+        """File name by tensor name, from the index. Raises UserError if a file is missing."""
         if self.index is None:
             return {}
-        listed = read_json(self.index).get("weight_map")
-        if not listed or not isinstance(listed, dict) or not all(isinstance(name, str) for name in listed.values()):
-            raise UserError(f"{self.index}: no 'weight_map' from tensor names to files")
-        for name in dict.fromkeys(listed.values()):
+        weight_map = read_json(self.index).get("weight_map")
+        if not weight_map or not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+            raise UserError(f"{self.index}: 'weight_map' must map tensor names to file names")
+        for name in dict.fromkeys(weight_map.values()):
             if Path(name).name != name:
-                raise UserError(f"{self.index}: {name!r} lies outside the folder")
+                raise UserError(f"{self.index}: {name!r} is outside the directory")
             if not (self.path / name).is_file():
-                raise UserError(f"{self.index}: names {name}, which is not there; download the checkpoint again")
-        return listed
+                raise UserError(f"{self.index}: file {name} not found. Download the checkpoint again.")
+        return weight_map
 
     @cached_property
-    def all_moves(self) -> list[KeyMapping]:
-        """Every tensor of the checkpoint in its move. A tensor without a place is an error, and so is a gap."""
-        moves, unknown = load_mappings(self.tensors, self.family.table)
+    def all_key_mappings(self) -> list[KeyMapping]:
+        """Mapping of every checkpoint tensor. Raises UserError for unknown, missing or invalid tensors."""
+        mappings, unknown = load_mappings(self.tensors, self.family.table)
         if unknown:
             first, more = unknown[0], f" (and {len(unknown) - 1} more)" if len(unknown) > 1 else ""
-            told = f"{self.tensors[first].file}: {first}{more} is no tensor of a {self.config['model_type']} model"
-            raise UserError(told + advice(first, self.family.table))
-        for move in moves:
-            self.check(move)
-        if self.spec.tied and not any(EMBED in move.ours for move in moves):
-            # Some programs wrote a tied matrix under its other name.
-            moves = [replace(move, ours=(EMBED,)) if move.ours == (TIED,) else move for move in moves]
-        return moves
+            message = f"{self.tensors[first].file}: unknown tensor {first}{more} for model_type {self.config['model_type']}"
+            raise UserError(message + explain_unknown_key(first, self.family.table))
+        for mapping in mappings:
+            self.check_mapping(mapping)
+        if self.spec.tie_word_embeddings and not any(EMBED in mapping.ours for mapping in mappings):
+            # Some programs save a tied embedding under the name of the head.
+            mappings = [replace(mapping, ours=(EMBED,)) if mapping.ours == (TIED,) else mapping for mapping in mappings]
+        return mappings
 
-    def check(self, move: KeyMapping) -> None:
-        """All tensors of a move are there, and those that are loaded are numbers."""
-        for name in move.hub:
+    def check_mapping(self, mapping: KeyMapping) -> None:
+        """Raise UserError if a tensor of a mapping is missing or has a dtype that cannot be loaded."""
+        for name in mapping.hub:
             if name not in self.tensors:
-                others = [other for other in move.hub if other in self.tensors]
-                file, of = (
-                    (self.tensors[others[0]].file, f", which belongs to {others[0]}") if others else (self.path, "")
-                )
-                raise UserError(f"{file}: {name} is missing{of}; download it again")
-            stored = self.tensors[name]
-            if move.ours and stored.dtype not in LOADED:
-                kinds = ", ".join(map(plain, LOADED))
-                raise UserError(f"{stored.file}: {name} is stored as {plain(stored.dtype)}; only {kinds} are read")
+                present = [key for key in mapping.hub if key in self.tensors]
+                file, group = (self.tensors[present[0]].file, f" ({present[0]} exists)") if present else (self.path, "")
+                raise UserError(f"{file}: tensor {name} is missing{group}. Download the checkpoint again.")
+            meta = self.tensors[name]
+            if mapping.ours and meta.dtype not in WEIGHT_DTYPES:
+                dtypes = ", ".join(map(dtype_name, WEIGHT_DTYPES))
+                raise UserError(f"{meta.file}: {name} has dtype {dtype_name(meta.dtype)}; supported: {dtypes}")
 
     @cached_property
-    def moves(self) -> list[KeyMapping]:
-        """How its tensors become ours."""
-        return [move for move in self.all_moves if move.ours]
+    def key_mappings(self) -> list[KeyMapping]:
+        """Mappings of the tensors that the model loads."""
+        return [mapping for mapping in self.all_key_mappings if mapping.ours]
 
     @cached_property
     def dtypes(self) -> dict[str, torch.dtype]:
-        """Dtypes of the stored tensors, by our names. Parts of one tensor have the one that holds them all."""
+        """Dtype by parameter name. A parameter made of several tensors has the dtype that can represent all of them."""
         return {
-            name: reduce(torch.promote_types, (self.tensors[part].dtype for part in move.hub))
-            for move in self.moves
-            for name in move.ours
+            name: reduce(torch.promote_types, (self.tensors[key].dtype for key in mapping.hub))
+            for mapping in self.key_mappings
+            for name in mapping.ours
         }
 
     @cached_property
     def has_weights(self) -> bool:
-        """False for a folder that only describes a model to train from scratch."""
+        """False for a directory with only a config, from which a model is trained from scratch."""
         return any(any(self.path.glob(name)) for layout in LAYOUTS for name in layout)
 
     def dtype(self, name: str) -> torch.dtype:
-        """The dtype in which our tensor `name` is stored here, or would be."""
-        return self.dtypes.get(name, self.usual_dtype) if self.has_weights else self.usual_dtype
+        """Dtype in which the parameter `name` is stored, or would be saved."""
+        return self.dtypes.get(name, self.default_dtype) if self.has_weights else self.default_dtype
 
     @property
-    def stated_dtype(self) -> str | None:
-        """What config.json says of it, for the whole or for the text model in it."""
-        told = [c for c in (self.config, self.config.get("text_config")) if isinstance(c, Mapping)]
-        return next((c[key] for c in told for key in ("dtype", "torch_dtype") if c.get(key)), None)
+    def config_dtype(self) -> str | None:
+        """Name of the dtype in config.json, of the model or of its text model."""
+        configs = [config for config in (self.config, self.config.get("text_config")) if isinstance(config, Mapping)]
+        return next((config[key] for config in configs for key in ("dtype", "torch_dtype") if config.get(key)), None)
 
     @property
-    def usual_dtype(self) -> torch.dtype:
-        """The dtype that config.json states: that of tensors which the checkpoint does not hold yet."""
-        stated = self.stated_dtype or "float32"
-        if stated not in NAMES:
-            raise UserError(f"{self.path / 'config.json'}: dtype {stated!r} is none of {', '.join(NAMES)}")
-        return NAMES[stated]
+    def default_dtype(self) -> torch.dtype:
+        """Dtype of config.json, fp32 if it has none. Used for tensors that are not in the checkpoint."""
+        name = self.config_dtype or "float32"
+        if name not in CONFIG_DTYPES:
+            raise UserError(f"{self.path / 'config.json'}: dtype must be one of {', '.join(CONFIG_DTYPES)}, got {name!r}")
+        return CONFIG_DTYPES[name]
 
     def reader(self) -> "TensorReader":
-        return TensorReader(dequantize.exact_tensors(self.tensors) if self.exact else self.tensors)
+        return TensorReader(dequantize.exact_tensors(self.tensors) if self.keeps_prequantized else self.tensors)
 
 
-def agree(index: Path, listed: Mapping[str, str], found: Mapping[str, TensorMeta]) -> None:
-    """Files hold just what their index lists."""
-    for name, file in listed.items():
-        there = found[name].file.name if name in found else "no file"
-        if file != there:
-            raise UserError(f"{index}: lists {name} in {file}, but {there} holds it; download both again")
-    for name, stored in found.items():
-        if name not in listed:
-            raise UserError(f"{stored.file}: holds {name}, which {index.name} does not list; download both again")
+def check_index(index: Path, weight_map: Mapping[str, str], tensors: Mapping[str, TensorMeta]) -> None:
+    """Raise UserError unless the files contain exactly the tensors of the index."""
+    for name, file in weight_map.items():
+        actual = tensors[name].file.name if name in tensors else None
+        if file != actual:
+            location = "missing" if actual is None else f"in {actual}"
+            raise UserError(f"{index}: {name} must be in {file}, but is {location}. Download both again.")
+    for name, meta in tensors.items():
+        if name not in weight_map:
+            raise UserError(f"{meta.file}: tensor {name} is not in {index.name}. Download both again.")
 
 
-def plain(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def advice(name: str, table: tuple[KeyRule, ...]) -> str:
-    """What is wrong with a name that has no place, where it is one thing that is wrong with all."""
+def explain_unknown_key(name: str, table: tuple[KeyRule, ...]) -> str:
+    """Explain an unknown tensor name that would be known with or without a common prefix; else return ''."""
     if match_hub_name(f"model.{name}", table):
-        return "; its names lack 'model.': save the whole model, with its head, and not only what is inside"
+        return ". Tensor names lack the prefix 'model.'. Save the full model including its head."
     first, _, rest = name.partition(".")
     while rest:
         if match_hub_name(rest, table):
-            return f"; its names begin with {first + '.'!r}, which some wrapper added: save the model without it"
+            return f". Tensor names have the extra prefix {first + '.'!r}. Save the model without its wrapper."
         more, _, rest = rest.partition(".")
         first = f"{first}.{more}"
     return ""

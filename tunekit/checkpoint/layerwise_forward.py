@@ -1,7 +1,7 @@
-"""Logits of a checkpoint that is never whole in memory: a part is filled when its turn comes, and dropped behind it.
+"""Logits of a checkpoint with one layer in memory at a time: a layer is loaded before its forward and freed after it.
 
-Tensors are used where they lie in the files, if they are there in the dtype that is wanted. So of an embedding only the
-rows that are asked for are read, and of a head some rows at a time.
+Tensors are memory-mapped if the files have the required dtype, so only the used rows of the embedding are read, and the
+head is read in chunks.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -27,26 +27,26 @@ from tunekit.models.precision import PrecisionConfig
 from tunekit.models.weight_map import KeyMapping
 from tunekit.quantization.config import NoQuantization
 
-EMBED, PLAIN, FULL = "embed.weight", NoQuantization(), NoAdapter()
-# Numbers that are in fp32 at once, and tokens of the vocabulary whose logits are. With more, what the allocator keeps
-# for itself between such pieces was as much as a file of weights.
-ROWS, COLUMNS = 2**19, 2048
+EMBED, UNQUANTIZED, NO_ADAPTER = "embed.weight", NoQuantization(), NoAdapter()
+# Elements that are in fp32 at a time, and vocabulary tokens whose logits are computed at a time. With larger chunks, the
+# allocator cached as much memory as a weight file between two chunks.
+CHUNK_NUMEL, CHUNK_COLUMNS = 2**19, 2048
 Load = tuple[KeyMapping, Callable[[str], Tensor]]
 
 
 @dataclass(frozen=True)
 class LazyLogits:
-    """Logits (tokens, vocab) that are made when they are read, some columns at a time; or scores (tokens, labels)."""
+    """Logits (tokens, vocab), or scores (tokens, labels), that are computed in chunks of columns when they are read."""
 
     vocab: int
-    make: Callable[[slice], Tensor]
-    scores: bool = False
+    compute: Callable[[slice], Tensor]
+    is_score: bool = False
 
-    def parts(self) -> Iterator[Tensor]:
-        return (self.make(slice(at, at + COLUMNS)) for at in range(0, self.vocab, COLUMNS))
+    def chunks(self) -> Iterator[Tensor]:
+        return (self.compute(slice(start, start + CHUNK_COLUMNS)) for start in range(0, self.vocab, CHUNK_COLUMNS))
 
-    def whole(self) -> Tensor:
-        return torch.cat([*self.parts()], dim=-1)
+    def full(self) -> Tensor:
+        return torch.cat([*self.chunks()], dim=-1)
 
 
 @torch.no_grad()
@@ -56,42 +56,42 @@ def checkpoint_logits(
     rows: Sequence[Sequence[int]],
     precision: PrecisionConfig,
     device: torch.device,
-    weights: NoQuantization = PLAIN,
-    written: Mapping[str, torch.dtype] | None = None,
+    quantization: NoQuantization = UNQUANTIZED,
+    rounded_dtypes: Mapping[str, torch.dtype] | None = None,
 ) -> LazyLogits:
-    """What `ask` gives for the model of a folder. The updates that an adapter starts from are in memory all the time.
+    """Logits of a checkpoint with the initial weights of an adapter, by `forward_logits`.
 
-    With `written`, the dtypes of other files by our names, it is what `rounded` gives.
+    `rounded_dtypes` are dtypes by parameter name; with them, logits are computed by `rounded_logits`.
     """
     with torch.device("meta"):
         net = Decoder(source.spec)
-    weights.apply(net)
+    quantization.apply(net)
     adapter.apply(net)
     check_tensors(source, net.shapes)
     precision.apply(net, source.dtypes, device)
     net.tie()
-    with (replace(source, exact=True) if weights.exact else source).reader() as tensors, ExitStack() as opened:
-        started = start(net, adapter, source, device, opened)
-        loads = [(move, tensors.lend) for move in key_mappings(source, net)]
+    with (replace(source, keeps_prequantized=True) if quantization.keeps_prequantized else source).reader() as tensors, ExitStack() as stack:
+        initial = load_initial_adapter(net, adapter, source, device, stack)
+        mappings = [(mapping, tensors.read_mapped) for mapping in key_mappings(source, net)]
         for name, module in model_parts(net):
-            part = ModelPart(net, name, loads, started)
-            if module is net.head:  # it is asked when the logits are read
-                part.take(device)
+            part = ModelPart(net, name, mappings, initial)
+            if module is net.head:  # computed when the logits are read
+                part.load(device)
             else:
-                module.register_forward_pre_hook(lambda *_, part=part: part.take(device))
-                module.register_forward_hook(lambda *_, part=part: part.drop())
+                module.register_forward_pre_hook(lambda *_, part=part: part.load(device))
+                module.register_forward_hook(lambda *_, part=part: part.free())
         return (
             forward_logits(net, rows, device)
-            if written is None
-            else rounded_logits(net, rows, device, written, adapter)
+            if rounded_dtypes is None
+            else rounded_logits(net, rows, device, rounded_dtypes, adapter)
         )
 
 
 @torch.no_grad()
 def forward_logits(model: Decoder, rows: Sequence[Sequence[int]], device: torch.device) -> LazyLogits:
-    """Logits behind every token of the rows, one row after the other."""
+    """Logits at every token of the rows, which are concatenated."""
     spec = model.spec
-    return LazyLogits(spec.outputs, partial(columns, model.head, hidden(model, rows, device)), spec.score is not None)
+    return LazyLogits(spec.outputs, partial(head_columns, model.head, hidden_states(model, rows, device)), spec.score is not None)
 
 
 @torch.no_grad()
@@ -100,50 +100,50 @@ def rounded_logits(
     rows: Sequence[Sequence[int]],
     device: torch.device,
     dtypes: Mapping[str, torch.dtype],
-    adapter: NoAdapter | LoRAConfig = FULL,
+    adapter: NoAdapter | LoRAConfig = NO_ADAPTER,
 ) -> LazyLogits:
-    """The same of what files of these dtypes hold: weights with the updates in them, rounded."""
-    kinds = {**dtypes, TIED: dtypes.get(TIED, dtypes[EMBED])}
-    adapted = dict.fromkeys(adapter.layers(model), adapter) if isinstance(adapter, LoRAConfig) else {}
+    """Logits of a model whose merged weights are rounded to these dtypes, as if they were saved and loaded."""
+    all_dtypes = {**dtypes, TIED: dtypes.get(TIED, dtypes[EMBED])}
+    adapted = dict.fromkeys(adapter.target_layers(model), adapter) if isinstance(adapter, LoRAConfig) else {}
     with ExitStack() as hooks:
         for name, module in model_parts(model):
-            part = RoundedPart(model, {n: kinds[n] for n in submodule_tensors(model, name) if n in kinds}, adapted)
-            hooks.enter_context(module.register_forward_pre_hook(lambda *_, part=part: part.take()))
-            hooks.enter_context(module.register_forward_hook(lambda *_, part=part: part.drop(), prepend=True))
-        states = hidden(model, rows, device)
+            part = RoundedPart(model, {n: all_dtypes[n] for n in submodule_tensors(model, name) if n in all_dtypes}, adapted)
+            hooks.enter_context(module.register_forward_pre_hook(lambda *_, part=part: part.round_weights()))
+            hooks.enter_context(module.register_forward_hook(lambda *_, part=part: part.restore_weights(), prepend=True))
+        states = hidden_states(model, rows, device)
     with torch.device("meta"):
-        bare = Head(model.spec)
+        head = Head(model.spec)
 
     @torch.no_grad()
-    def make(some: slice) -> Tensor:
-        held = {"weight": written(model.head, adapted.get("head"), some).to(kinds[TIED])}
-        held |= {} if model.head.bias is None else {"bias": model.head.bias[some].to(kinds["head.bias"])}
-        return functional_call(bare, held, (states,))
+    def compute(columns: slice) -> Tensor:
+        parameters = {"weight": merged_rows(model.head, adapted.get("head"), columns).to(all_dtypes[TIED])}
+        parameters |= {} if model.head.bias is None else {"bias": model.head.bias[columns].to(all_dtypes["head.bias"])}
+        return functional_call(head, parameters, (states,))
 
-    return LazyLogits(model.spec.outputs, make, model.spec.score is not None)
+    return LazyLogits(model.spec.outputs, compute, model.spec.score is not None)
 
 
-def hidden(model: Decoder, rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """Hidden states (tokens, dim) behind the last norm."""
+def hidden_states(model: Decoder, rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    """Hidden states (tokens, dim) after the final norm."""
     longest = max(map(len, rows))
     tokens = torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows], device=device)
     lengths = torch.tensor([len(row) for row in rows], device=device)
-    real = torch.arange(longest, device=device) < lengths[:, None]
-    with asked(model):
-        return model(tokens, read=lambda states, _: states[real])
+    is_token = torch.arange(longest, device=device) < lengths[:, None]
+    with eval_mode(model):
+        return model(tokens, read=lambda states, _: states[is_token])
 
 
 @torch.no_grad()
-def columns(head: Head, states: Tensor, some: slice) -> Tensor:
-    """Logits (tokens, some). All that a head holds has a row for each token of the vocabulary, but for A."""
-    held = {**dict(head.named_parameters()), **dict(head.named_buffers())}
-    with asked(head):
-        return functional_call(head, {n: t[some] for n, t in held.items() if "lora_A" not in n}, (states,))
+def head_columns(head: Head, states: Tensor, columns: slice) -> Tensor:
+    """Logits (tokens, columns). All tensors of a head except LoRA A have one row per vocabulary token."""
+    parameters = {**dict(head.named_parameters()), **dict(head.named_buffers())}
+    with eval_mode(head):
+        return functional_call(head, {name: tensor[columns] for name, tensor in parameters.items() if "lora_A" not in name}, (states,))
 
 
 @contextmanager
-def asked(module: nn.Module) -> Iterator[None]:
-    """Without dropout for a while."""
+def eval_mode(module: nn.Module) -> Iterator[None]:
+    """Disable dropout inside the block."""
     training = module.training
     module.eval()
     yield
@@ -151,92 +151,92 @@ def asked(module: nn.Module) -> Iterator[None]:
 
 
 class RoundedPart:
-    """A part of a model whose weights are, while it works, what files of these dtypes hold of them."""
+    """A part of a model whose weights, with their LoRA deltas merged, are rounded to dtypes during its forward."""
 
-    def __init__(self, net: Decoder, kinds: Mapping[str, torch.dtype], adapted: Mapping[str, LoRAConfig]) -> None:
-        self.net, self.kinds, self.adapted = net, kinds, adapted
+    def __init__(self, net: Decoder, dtypes: Mapping[str, torch.dtype], adapted: Mapping[str, LoRAConfig]) -> None:
+        self.net, self.dtypes, self.adapted = net, dtypes, adapted
         self.weights: dict[str, nn.Parameter] = {}
         self.updates: dict[str, Any] = {}
 
-    def take(self) -> None:
-        for name, dtype in self.kinds.items():
+    def round_weights(self) -> None:
+        for name, dtype in self.dtypes.items():
             owner, _, leaf = name.rpartition(".")
             module, adapter = self.net.get_submodule(owner), self.adapted.get(owner) if leaf == "weight" else None
             if isinstance(module, Embedding):
-                self.update(owner, partial(looked_up, adapted=adapter is not None, dtype=dtype))
+                self.swap_update(owner, partial(lookup_rounded, is_adapted=adapter is not None, dtype=dtype))
                 continue
             self.weights[name] = weight = self.net.get_parameter(name)
             if adapter is None:
-                made = weight.to(dtype)
+                rounded = weight.to(dtype)
             else:
-                made = whole(module, adapter, dtype)
-                self.update(owner, None)
-            setattr(module, leaf, nn.Parameter(made, requires_grad=False))
+                rounded = merged_weight(module, adapter, dtype)
+                self.swap_update(owner, None)
+            setattr(module, leaf, nn.Parameter(rounded, requires_grad=False))
 
-    def update(self, owner: str, update: Any) -> None:
+    def swap_update(self, owner: str, update: Any) -> None:
         module = self.net.get_submodule(owner)
         assert isinstance(module, Layer)
         self.updates[owner], module.update = module.update, update
 
-    def drop(self) -> None:
+    def restore_weights(self) -> None:
         for name, weight in self.weights.items():
             owner, _, leaf = name.rpartition(".")
             setattr(self.net.get_submodule(owner), leaf, weight)
         for owner, update in [*self.updates.items()]:
-            self.update(owner, update)
+            self.swap_update(owner, update)
         self.weights, self.updates = {}, {}
 
 
-def looked_up(layer: Embedding, tokens: Tensor, adapted: bool, dtype: torch.dtype) -> Tensor:
-    """Rows of an embedding with its update in them, rounded."""
-    rows = layer.product(tokens).float()
-    if adapted:
-        low = F.embedding(tokens, layer.lora_embedding_A.T).float() @ layer.lora_embedding_B.T.float()
-        rows = rows + layer.lora_scale * low
+def lookup_rounded(layer: Embedding, tokens: Tensor, is_adapted: bool, dtype: torch.dtype) -> Tensor:
+    """Rows of an embedding with its LoRA delta, rounded."""
+    rows = layer.embed(tokens).float()
+    if is_adapted:
+        delta = F.embedding(tokens, layer.lora_embedding_A.T).float() @ layer.lora_embedding_B.T.float()
+        rows = rows + layer.lora_scale * delta
     return rows.to(dtype)
 
 
-def whole(layer: nn.Module, adapter: LoRAConfig, dtype: torch.dtype) -> Tensor:
-    """The weight of an adapted layer with its update: sums in fp32, some rows or experts at a time."""
+def merged_weight(layer: nn.Module, adapter: LoRAConfig, dtype: torch.dtype) -> Tensor:
+    """Weight of an adapted layer with its delta merged in fp32, in chunks of rows or experts."""
     assert isinstance(layer, Linear | GroupedLinear)
-    made = torch.empty_like(layer.weight, dtype=dtype)
-    step = max(1, ROWS // layer.weight[0].numel())
-    for at in range(0, len(made), step):
-        some = slice(at, at + step)
-        made[some] = written(layer, adapter, some)
-    return made
+    output = torch.empty_like(layer.weight, dtype=dtype)
+    step = max(1, CHUNK_NUMEL // layer.weight[0].numel())
+    for start in range(0, len(output), step):
+        rows = slice(start, start + step)
+        output[rows] = merged_rows(layer, adapter, rows)
+    return output
 
 
-def written(layer: Linear | GroupedLinear, adapter: LoRAConfig | None, some: slice) -> Tensor:
-    """Rows of the weight of a layer, or some of its experts, in fp32; with the update if it is adapted."""
-    weight = layer.weight[some].float()
+def merged_rows(layer: Linear | GroupedLinear, adapter: LoRAConfig | None, rows: slice) -> Tensor:
+    """Rows of a weight, or a subset of experts, in fp32; with the LoRA delta if the layer is adapted."""
+    weight = layer.weight[rows].float()
     if adapter is None:
         return weight
     a, b = lora_factors(layer)
-    a, plus = (a[some], torch.baddbmm) if a.ndim == 3 else (a, torch.addmm)
-    weight = plus(weight, b[some].float(), a.float(), alpha=layer.lora_scale)
+    a, multiply_add = (a[rows], torch.baddbmm) if a.ndim == 3 else (a, torch.addmm)
+    weight = multiply_add(weight, b[rows].float(), a.float(), alpha=layer.lora_scale)
     if isinstance(layer, Linear) and isinstance(adapter, DoRAConfig):
-        weight = weight * (layer.lora_magnitude_vector[some] / weight.norm(dim=1))[:, None]
+        weight = weight * (layer.lora_magnitude_vector[rows] / weight.norm(dim=1))[:, None]
     return weight
 
 
-def start(
-    net: Decoder, adapter: NoAdapter | LoRAConfig, source: HFCheckpoint, device: torch.device, opened: ExitStack
+def load_initial_adapter(
+    net: Decoder, adapter: NoAdapter | LoRAConfig, source: HFCheckpoint, device: torch.device, stack: ExitStack
 ) -> list[Load]:
-    """Fill the updates that an adapter starts from. What it holds whole comes in later, as these moves say."""
+    """Load the LoRA weights of `adapter_path`. Returns mappings for the parameters that the adapter replaces in full."""
     if adapter.adapter_path is None:
         return []
     allocate(net, [name for name in named_tensors(net) if ".lora_" in name], device)
     net.tie()
     peft_adapter.check_adapter_fits(Path(adapter.adapter_path), net, adapter, source)
-    there = read_contents(Path(adapter.adapter_path), source)
-    tensors = opened.enter_context(TensorReader(there.tensors))
-    peft_adapter.load_lora_weights(net, there, tensors)
-    return [(move, lambda name: tensors.lend(there.names[name])) for move in there.kept]
+    contents = read_contents(Path(adapter.adapter_path), source)
+    tensors = stack.enter_context(TensorReader(contents.tensors))
+    peft_adapter.load_lora_weights(net, contents, tensors)
+    return [(mapping, lambda name: tensors.read_mapped(contents.file_names[name])) for mapping in contents.saved_mappings]
 
 
 def model_parts(net: Decoder) -> Iterator[tuple[str, nn.Module]]:
-    """What is in memory at once: each layer, and whatever stands beside the layers."""
+    """Submodules that are loaded one at a time: every layer, and the modules outside the layers."""
     for name, child in net.named_children():
         if isinstance(child, nn.ModuleList):
             yield from ((f"{name}.{i}", layer) for i, layer in enumerate(child))
@@ -245,62 +245,62 @@ def model_parts(net: Decoder) -> Iterator[tuple[str, nn.Module]]:
 
 
 class ModelPart:
-    """A part of a model, in memory only while it works."""
+    """A submodule that is in memory only during its forward."""
 
-    def __init__(self, net: Decoder, name: str, loads: Sequence[Load], kept: Sequence[Load]) -> None:
-        """`kept` are the moves of what stands in for tensors of the checkpoint."""
+    def __init__(self, net: Decoder, name: str, loads: Sequence[Load], replacements: Sequence[Load]) -> None:
+        """`replacements` load parameters from an adapter instead of the checkpoint."""
         self.net, self.prefix = net, f"{name}."
-        self.tied = {TIED} if net.spec.tied else set()  # filled as the embedding
+        self.tied = {TIED} if net.spec.tie_word_embeddings else set()  # loaded with the embedding
         self.names = {n for n in submodule_tensors(net, name) if ".lora_" not in n} - self.tied
-        instead = self.tied.union(*(move.ours for move, _ in kept))
-        self.loads = [(*load, instead) for load in loads if self.holds(load[0], instead)]
-        self.loads += [(*load, self.tied) for load in kept if self.holds(load[0], self.tied)]
+        replaced = self.tied.union(*(mapping.ours for mapping, _ in replacements))
+        self.loads = [(*load, replaced) for load in loads if self.is_needed(load[0], replaced)]
+        self.loads += [(*load, self.tied) for load in replacements if self.is_needed(load[0], self.tied)]
 
-    def holds(self, move: KeyMapping, elsewhere: set[str]) -> bool:
-        return any(name.startswith(self.prefix) and name not in elsewhere for name in move.ours)
+    def is_needed(self, mapping: KeyMapping, excluded: set[str]) -> bool:
+        return any(name.startswith(self.prefix) and name not in excluded for name in mapping.ours)
 
-    def take(self, device: torch.device) -> None:
+    def load(self, device: torch.device) -> None:
         allocate(self.net, self.names, device)
         self.net.tie()
-        for move, get, elsewhere in self.loads:
-            apply_mapping(self.net, move, get, partial(self.lay, elsewhere))
+        for mapping, get, excluded in self.loads:
+            apply_mapping(self.net, mapping, get, partial(self.assign, excluded))
 
-    def lay(self, elsewhere: set[str], name: str, tensor: Tensor) -> None:
-        """A tensor as it is, if that fits: nobody writes to it."""
-        if name in elsewhere:
+    def assign(self, excluded: set[str], name: str, tensor: Tensor) -> None:
+        """Use a memory-mapped tensor without copying if its layout matches; nothing writes to it."""
+        if name in excluded:
             return
         owner, _, leaf = name.rpartition(".")
         target = named_tensors(self.net.get_submodule(owner), recurse=False).get(leaf)
-        kind = tensor.dtype, tensor.device, tensor.stride()
-        # The last bit of a product depends on where a weight lies; embedding and head are too large to copy for it.
-        lies = tensor.data_ptr() % 64 == 0 or not self.prefix.startswith("layers.")
-        if lies and target is not None and (target.dtype, target.device, target.stride()) == kind:
+        layout = tensor.dtype, tensor.device, tensor.stride()
+        # The last bit of a matmul depends on the alignment of the weight. Embedding and head are too large to copy.
+        is_aligned = tensor.data_ptr() % 64 == 0 or not self.prefix.startswith("layers.")
+        if is_aligned and target is not None and (target.dtype, target.device, target.stride()) == layout:
             target.data = tensor
         else:
             load_tensor(self.net, name, tensor)
 
-    def drop(self) -> None:
-        """A tied embedding stays: it comes again as the head."""
-        if not (self.net.spec.tied and EMBED in self.names):
+    def free(self) -> None:
+        """Move the tensors to the meta device. A tied embedding stays, because the head needs it."""
+        if not (self.net.spec.tie_word_embeddings and EMBED in self.names):
             allocate(self.net, self.names, torch.device("meta"))
 
 
 def named_tensors(module: nn.Module, recurse: bool = True) -> dict[str, Tensor]:
-    """All that a module holds, by name; a tied head under both of its names."""
+    """Parameters and buffers of a module by name; a tied weight under both names."""
     parameters = module.named_parameters(recurse=recurse, remove_duplicate=False)
     return dict(parameters) | dict(module.named_buffers(recurse=recurse))
 
 
 def submodule_tensors(net: Decoder, part: str) -> dict[str, Tensor]:
-    """What a part holds, by its name in the model."""
+    """Parameters and buffers of a submodule, by full name."""
     return {f"{part}.{name}": tensor for name, tensor in named_tensors(net.get_submodule(part)).items()}
 
 
 def allocate(net: Decoder, names: Iterable[str], device: torch.device) -> None:
-    """Give tensors of a model room on a device. What they held is gone."""
+    """Replace tensors of a model by uninitialized ones on a device."""
     tensors = named_tensors(net)
     for name in names:
         owner, _, leaf = name.rpartition(".")
         empty = torch.empty_like(tensors[name], device=device)
-        made = nn.Parameter(empty, requires_grad=False) if isinstance(tensors[name], nn.Parameter) else empty
-        setattr(net.get_submodule(owner), leaf, made)
+        tensor = nn.Parameter(empty, requires_grad=False) if isinstance(tensors[name], nn.Parameter) else empty
+        setattr(net.get_submodule(owner), leaf, tensor)

@@ -1,4 +1,4 @@
-"""From a folder into a model in place, one tensor at a time: the peak is the model and one tensor."""
+"""Loads checkpoint weights into a model in place, one tensor at a time. Peak memory is the model plus one tensor."""
 
 import sys
 from collections.abc import Callable, Mapping
@@ -16,139 +16,138 @@ from tunekit.models.decoder import TIED, Decoder
 from tunekit.models.linear import GroupedLinear, Linear
 from tunekit.models.weight_map import KeyMapping, Shape, Stack, to_hub_name
 
-Place = tuple[int, ...]
-Get = Callable[[str], Tensor]  # a tensor of the Hub
-Give = Callable[[str, Tensor], None]  # takes one of ours
-Seen = Callable[[str, Place, Tensor], None]
+Offset = tuple[int, ...]
+ReadTensor = Callable[[str], Tensor]  # by checkpoint name
+StoreTensor = Callable[[str, Tensor], None]  # by parameter name
+InspectTensor = Callable[[str, Offset, Tensor], None]
 
 
 def load_weights(
     source: HFCheckpoint, model: Decoder, quiet: bool = False, run: DistributedContext | None = None
 ) -> None:
-    """Fill every tensor that a checkpoint of this model holds; what an adapter added is left alone.
+    """Load all weights of a checkpoint into a model. Adapter parameters are unchanged.
 
-    A rank reads what it keeps: files are mapped, and of a part that is not touched no byte is read.
+    Files are memory-mapped, so each rank reads only its local shards. Warns about NaN and Inf.
     """
     run = run or DistributedContext(device="cpu")
     check_tensors(source, model.shapes)
-    odd: dict[tuple[str, Place], int] = {}
+    non_finite: dict[tuple[str, Offset], int] = {}
     with source.reader() as tensors:
 
-        def seen(name: str, place: Place, numbers: Tensor) -> None:
-            if count := not_finite(numbers):
-                odd[name, place] = count
+        def inspect(name: str, offset: Offset, values: Tensor) -> None:
+            if count := count_non_finite(values):
+                non_finite[name, offset] = count
 
-        off = quiet or not run.is_main
-        for move in tqdm(key_mappings(source, model), "loading", unit="tensor", disable=off or None, leave=False):
-            if TIED in move.ours and model.spec.tied:
-                check_tied_head(source, move, tensors)
+        is_quiet = quiet or not run.is_main_process
+        for mapping in tqdm(key_mappings(source, model), "loading", unit="tensor", disable=is_quiet or None, leave=False):
+            if TIED in mapping.ours and model.spec.tie_word_embeddings:
+                check_tied_head(source, mapping, tensors)
             else:
-                apply_mapping(model, move, tensors.lend, partial(load_tensor, model), seen)
-    odd = {key: count for one in run.gather(odd) for key, count in one.items()}
-    if odd and not off:
-        tell_of(odd, source)
+                apply_mapping(model, mapping, tensors.read_mapped, partial(load_tensor, model), inspect)
+    non_finite = {key: count for counts in run.all_gather_objects(non_finite) for key, count in counts.items()}
+    if non_finite and not is_quiet:
+        warn_non_finite(non_finite, source)
 
 
 def key_mappings(source: HFCheckpoint, model: Decoder) -> list[KeyMapping]:
-    """How the tensors of a checkpoint come in. A head that is the embedding there and not here begins as a copy."""
-    found = source.moves
-    if model.spec.tied or any(TIED in move.ours for move in found):
-        return found
-    return [*found, *(KeyMapping((TIED,), move.hub, move.op) for move in found if move.ours == ("embed.weight",))]
+    """Mappings from checkpoint to model. If only the checkpoint ties the head, it is initialized from the embedding."""
+    mappings = source.key_mappings
+    if model.spec.tie_word_embeddings or any(TIED in mapping.ours for mapping in mappings):
+        return mappings
+    return [*mappings, *(KeyMapping((TIED,), mapping.hub, mapping.op) for mapping in mappings if mapping.ours == ("embed.weight",))]
 
 
-def unseen(name: str, place: Place, numbers: Tensor) -> None:
-    """Nobody looks."""
+def skip_inspection(name: str, offset: Offset, values: Tensor) -> None:
+    """Default of `apply_mapping`: do not inspect tensors."""
 
 
-def apply_mapping(model: Decoder, move: KeyMapping, get: Get, give: Give, seen: Seen = unseen) -> None:
-    """Hand over what a move makes of the tensors of a checkpoint. Of a stack of experts only those are read, one by
-    one, that are kept here.
+def apply_mapping(model: Decoder, mapping: KeyMapping, read: ReadTensor, store: StoreTensor, inspect: InspectTensor = skip_inspection) -> None:
+    """Read the checkpoint tensors of a mapping, convert them, and pass them to `store`. `inspect` sees the local shards.
 
-    `seen` looks at all that is read. What a layer packs is read whole.
+    Of stacked experts, only the local ones are read, one at a time. Weights that a layer quantizes are read in full.
     """
-    if isinstance(move.op, Stack) and (stack := parameter(model, move.ours[0])) is not None:
-        box = shard_slice(stack)
-        for number, expert in enumerate(to_local(stack.detach()), start=box.offset[0]):
-            numbers = ShardSlice(box.shape[1:], box.offset[1:]).of(get(move.hub[number]), expert.shape)
-            seen(move.hub[number], box.offset[1:], numbers)
-            upload(expert, numbers)
+    if isinstance(mapping.op, Stack) and (stack := find_parameter(model, mapping.ours[0])) is not None:
+        location = shard_slice(stack)
+        for i, expert in enumerate(to_local(stack.detach()), start=location.offset[0]):
+            values = ShardSlice(location.shape[1:], location.offset[1:]).slice_local(read(mapping.hub[i]), expert.shape)
+            inspect(mapping.hub[i], location.offset[1:], values)
+            upload(expert, values)
         return
-    for name, tensor in zip(move.ours, move.load([get(name) for name in move.hub], model.shapes), strict=True):
-        target = parameter(model, name)
-        place, numbers = (), tensor
+    for name, tensor in zip(mapping.ours, mapping.load([read(name) for name in mapping.hub], model.shapes), strict=True):
+        target = find_parameter(model, name)
+        offset, values = (), tensor
         if target is not None:
-            place, numbers = shard_slice(target).offset, shard_slice(target).of(tensor, to_local(target).shape)
-        seen(move.hub[0], (*place, move.ours.index(name)), numbers)
-        give(name, tensor)
+            offset, values = shard_slice(target).offset, shard_slice(target).slice_local(tensor, to_local(target).shape)
+        inspect(mapping.hub[0], (*offset, mapping.ours.index(name)), values)
+        store(name, tensor)
 
 
-def parameter(model: Decoder, name: str) -> nn.Parameter | None:
-    """A tensor that is kept as numbers: a layer may store its weight in another way."""
+def find_parameter(model: Decoder, name: str) -> nn.Parameter | None:
+    """Parameter of a model; None if its layer stores the weight quantized."""
     owner, _, leaf = name.rpartition(".")
     return dict(model.get_submodule(owner).named_parameters(recurse=False)).get(leaf)
 
 
 def load_tensor(model: Decoder, name: str, tensor: Tensor) -> None:
-    """A linear layer takes its weight itself, for its format may store it in another way."""
+    """Load one parameter. Linear layers load their own weight, which they may quantize."""
     owner, _, leaf = name.rpartition(".")
     module = model.get_submodule(owner)
     if isinstance(module, Linear | GroupedLinear) and leaf == "weight":
-        module.fill(tensor)
+        module.load_weight(tensor)
     else:
         adopt_tensor(module.get_parameter(leaf), tensor)
 
 
-def not_finite(tensor: Tensor) -> int:
-    """How many numbers are NaN or infinite. One makes the sum so, and a sum takes 0.05 s a gigabyte, a count 3 s."""
+def count_non_finite(tensor: Tensor) -> int:
+    """Count NaN and Inf. The sum is checked first: it takes 0.05 s/GB, counting takes 3 s/GB."""
     return 0 if tensor.sum().isfinite() else int((~tensor.isfinite()).sum())
 
 
-def tell_of(odd: Mapping[tuple[str, Place], int], source: HFCheckpoint) -> None:
-    """Warn of a checkpoint that was damaged when it was made; what comes out of it is most likely NaN."""
-    name, *others = sorted({name for name, _ in odd}, key=[*source.tensors].index)
-    where = f"{name}{f' and {len(others)} more tensors' if others else ''}"
-    told = f"warning: {source.tensors[name].file}: {sum(odd.values())} weights are NaN or infinite, in {where}"
-    tqdm.write(told, file=sys.stderr)
+def warn_non_finite(counts: Mapping[tuple[str, Offset], int], source: HFCheckpoint) -> None:
+    """Warn about non-finite weights in a checkpoint."""
+    name, *more = sorted({name for name, _ in counts}, key=[*source.tensors].index)
+    where = f"{name}{f' and {len(more)} more tensors' if more else ''}"
+    message = f"warning: {source.tensors[name].file}: {sum(counts.values())} weights are NaN or Inf, in {where}"
+    tqdm.write(message, file=sys.stderr)
 
 
 def check_tensors(source: HFCheckpoint, shapes: Mapping[str, Shape]) -> None:
-    """Every tensor of the model is there in its shape, and no other."""
+    """Raise UserError unless the checkpoint has exactly the tensors of the model, in their shapes."""
     seen = set()
-    for move in source.moves:
-        first = source.tensors[move.hub[0]]
-        if lost := [name for name in move.ours if name not in shapes]:
-            has = "has" if len(lost) == len(move.ours) else f"has a part ({lost[0]}) that has"
-            raise UserError(f"{first.file}: {move.hub[0]} {has} no place in the model that config.json describes")
-        check_shapes(source, move, shapes)
-        seen.update(move.ours)
-    optional = {TIED} if source.spec.tied else set()
+    for mapping in source.key_mappings:
+        first = source.tensors[mapping.hub[0]]
+        if unexpected := [name for name in mapping.ours if name not in shapes]:
+            detail = "" if len(unexpected) == len(mapping.ours) else f" (its part {unexpected[0]})"
+            raise UserError(f"{first.file}: {mapping.hub[0]}{detail} is not in the model described by config.json")
+        check_shapes(source, mapping, shapes)
+        seen.update(mapping.ours)
+    optional = {TIED} if source.spec.tie_word_embeddings else set()
     if missing := [name for name in shapes if name not in seen | optional]:
         hub = to_hub_name(missing[0], source.family.table)
         more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
-        raise UserError(f"{source.path}: {hub}{more} is missing; the checkpoint is incomplete")
+        raise UserError(f"{source.path}: incomplete checkpoint, {hub}{more} is missing")
 
 
-def check_shapes(source: HFCheckpoint, move: KeyMapping, shapes: Mapping[str, Shape]) -> None:
-    """The tensors of one move are those, in number and shape, that our tensors would become."""
-    wanted = move.hub_shapes(shapes)
-    for name, wants in zip(move.hub, wanted, strict=False):
-        stored = source.tensors[name]
-        if stored.shape != wants:
-            has = f"has the shape {list(stored.shape)}, but config.json asks for {list(wants)}"
-            raise UserError(f"{stored.file}: {name} {has}")
-    if len(move.hub) != len(wanted):
-        there = source.tensors[move.hub[-1]]
+def check_shapes(source: HFCheckpoint, mapping: KeyMapping, shapes: Mapping[str, Shape]) -> None:
+    """Raise UserError unless the tensors of a mapping match the parameters in number and shape."""
+    expected = mapping.hub_shapes(shapes)
+    for name, shape in zip(mapping.hub, expected, strict=False):
+        meta = source.tensors[name]
+        if meta.shape != shape:
+            mismatch = f"has shape {list(meta.shape)}, expected {list(shape)} from config.json"
+            raise UserError(f"{meta.file}: {name} {mismatch}")
+    if len(mapping.hub) != len(expected):
+        last = source.tensors[mapping.hub[-1]]
         raise UserError(
-            f"{there.file}: {move.hub[-1]} is the last of {len(move.hub)}, but config.json asks for {len(wanted)}"
+            f"{last.file}: {mapping.hub[-1]} is the last of {len(mapping.hub)} tensors, expected {len(expected)}"
         )
 
 
-def check_tied_head(source: HFCheckpoint, move: KeyMapping, tensors: TensorReader) -> None:
-    """A checkpoint may hold its tied head as well, but then it must be the embedding."""
-    embedding = next(m.hub[0] for m in source.moves if m.ours[0] == "embed.weight")
-    if not torch.equal(tensors.lend(move.hub[0]), tensors.lend(embedding)):
+def check_tied_head(source: HFCheckpoint, mapping: KeyMapping, tensors: TensorReader) -> None:
+    """Raise UserError if a checkpoint with tied embeddings contains a head that differs from the embedding."""
+    embedding = next(other.hub[0] for other in source.key_mappings if other.ours[0] == "embed.weight")
+    if not torch.equal(tensors.read_mapped(mapping.hub[0]), tensors.read_mapped(embedding)):
         raise UserError(
-            f"{source.path}: config.json ties the head to the embedding, but {move.hub[0]} differs from {embedding}; "
-            "set tie_word_embeddings to false"
+            f"{source.path}: {mapping.hub[0]} differs from {embedding}, but config.json ties them. "
+            "Set tie_word_embeddings to false."
         )

@@ -1,4 +1,4 @@
-"""Low-rank updates on both sides of a weight table: of our layers, and of the tensors that the Hub joins them into."""
+"""LoRA deltas of model layers and of the checkpoint tensors that fuse or stack these layers."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ Convert = Callable[[list[Tensor]], list[Tensor]]
 
 @dataclass(frozen=True)
 class LoRADelta:
-    """s B A, with A (..., rank, in) and B (..., out, rank). DoRA gives every output a magnitude, (..., out)."""
+    """Weight update scale * B A, with A (..., rank, in) and B (..., out, rank), and the DoRA magnitude (..., out)."""
 
     a: Tensor
     b: Tensor
@@ -28,12 +28,12 @@ class LoRADelta:
     def rank(self) -> int:
         return self.a.shape[-2]
 
-    def of(self, expert: int) -> "LoRADelta":
-        """That of one expert."""
+    def for_expert(self, expert: int) -> "LoRADelta":
+        """Delta of one expert."""
         return replace(self, a=self.a[expert], b=self.b[expert])
 
-    def part(self, start: int, rank: int, scale: float) -> "LoRADelta":
-        """Some of its directions, under a scale of their own."""
+    def block(self, start: int, rank: int, scale: float) -> "LoRADelta":
+        """Rows of A and columns of B from `start`, rescaled to `scale`."""
         b = self.b.narrow(-1, start, rank)
         b = b if scale == self.scale else b * (self.scale / scale)
         return replace(self, a=self.a.narrow(-2, start, rank), b=b, scale=scale)
@@ -41,59 +41,62 @@ class LoRADelta:
 
 @dataclass(frozen=True)
 class LoRATarget:
-    """Where the Hub has layers of ours: in a tensor of its own, in one for several, in one for each expert."""
+    """Layers that share checkpoint tensors: one to one, several fused into one, or one tensor per expert."""
 
-    ours: tuple[str, ...]  # layers
-    hub: tuple[str, ...]  # tensors
+    layers: tuple[str, ...]
+    tensors: tuple[str, ...]  # checkpoint names; `*` is the expert index
     op: Identity
 
     @staticmethod
-    def of(match: KeyMatch) -> "LoRATarget":
-        return LoRATarget(tuple(name.removesuffix(WEIGHT) for name in match.ours), match.hub, match.row.op)
+    def from_match(match: KeyMatch) -> "LoRATarget":
+        return LoRATarget(tuple(name.removesuffix(WEIGHT) for name in match.ours), match.hub, match.rule.op)
 
-    def names(self, experts: int) -> tuple[str, ...]:
-        """The Hub's tensors, with every expert."""
-        return expand_experts(self.hub, experts)
+    def tensor_names(self, experts: int) -> tuple[str, ...]:
+        """Names of the checkpoint tensors, for every expert."""
+        return expand_experts(self.tensors, experts)
 
     @property
-    def rows(self) -> Identity:
-        """What happens to outputs. A and B keep their meaning even where the weight is transposed."""
+    def output_op(self) -> Identity:
+        """Conversion of the output dimension. A and B are never transposed, even if the weight is."""
         if isinstance(self.op, Fused):
             return replace(self.op, transposed=False)
         return Identity() if isinstance(self.op, Transposed) else self.op
 
-    def shapes(self, ours: Sequence[Shape]) -> list[Shape]:
-        """Shapes (..., out, in) of the Hub's tensors where those of our weights are given."""
-        return [tuple(t.shape) for t in self.rows.save([torch.empty(shape, device="meta") for shape in ours])]
+    def shapes(self, layer_shapes: Sequence[Shape]) -> list[Shape]:
+        """Shapes (..., out, in) of the checkpoint tensors, from the weight shapes of the layers."""
+        return [tuple(t.shape) for t in self.output_op.save([torch.empty(shape, device="meta") for shape in layer_shapes])]
 
-    def out(self, updates: Sequence[LoRADelta]) -> list[LoRADelta]:
-        """From updates of our layers to those of the Hub's tensors."""
+    def to_checkpoint(self, deltas: Sequence[LoRADelta]) -> list[LoRADelta]:
+        """Convert deltas of the layers to deltas of the checkpoint tensors."""
         if isinstance(self.op, Stack):
-            return [replace(updates[0], a=a, b=b) for a, b in zip(updates[0].a, updates[0].b, strict=True)]
-        return through(self.rows.save, updates)
+            return [replace(deltas[0], a=a, b=b) for a, b in zip(deltas[0].a, deltas[0].b, strict=True)]
+        return convert_deltas(self.output_op.save, deltas)
 
-    def back(self, updates: Sequence[LoRADelta], ours: Sequence[Shape]) -> list[LoRADelta]:
-        """From updates of the Hub's tensors to those of our layers, whose weights have these shapes."""
+    def from_checkpoint(self, deltas: Sequence[LoRADelta], layer_shapes: Sequence[Shape]) -> list[LoRADelta]:
+        """Convert deltas of the checkpoint tensors to deltas of the layers, whose weights have these shapes."""
         if isinstance(self.op, Stack):
-            a, b = torch.stack([u.a for u in updates]), torch.stack([u.b for u in updates])
-            return [replace(updates[0], a=a, b=b)]
-        return through(lambda tensors: self.rows.load(tensors, [*ours]), updates)
+            a, b = torch.stack([delta.a for delta in deltas]), torch.stack([delta.b for delta in deltas])
+            return [replace(deltas[0], a=a, b=b)]
+        return convert_deltas(lambda tensors: self.output_op.load(tensors, [*layer_shapes]), deltas)
 
 
 def transformers_key(name: str, family: Family) -> KeyMatch:
-    """Where transformers has one of our tensors: it stacks experts in one, whatever a checkpoint does."""
-    found = [match for row in family.modules if (match := match_rule(name, row, row.ours))]
-    return next((match for match in found if "*" not in match.hub[0]), found[0])
+    """Key of a parameter in transformers, which stacks experts even if the checkpoint has one tensor per expert."""
+    matches = [match for rule in family.modules if (match := match_rule(name, rule, rule.ours))]
+    return next((match for match in matches if "*" not in match.hub[0]), matches[0])
 
 
-def through(convert: Convert, updates: Sequence[LoRADelta]) -> list[LoRADelta]:
-    """The updates behind a conversion that joins, cuts or sorts outputs: the As in a row, each B beside zeros."""
-    scale = next((u.scale for u in updates if u.rank), updates[0].scale)
-    ranks = [u.rank for u in updates]
+def convert_deltas(convert: Convert, deltas: Sequence[LoRADelta]) -> list[LoRADelta]:
+    """Convert deltas with an operation that concatenates, splits or permutes outputs.
+
+    The A factors are concatenated, and each B is padded with zeros to the total rank.
+    """
+    scale = next((delta.scale for delta in deltas if delta.rank), deltas[0].scale)
+    ranks = [delta.rank for delta in deltas]
     starts, total = accumulate(ranks, initial=0), sum(ranks)
-    same = [u.b if u.scale == scale else u.b * (u.scale / scale) for u in updates]
-    bs = [F.pad(b, (at, total - at - b.shape[-1])) for b, at in zip(same, starts, strict=False)]
-    a, made = torch.cat([u.a for u in updates], dim=-2), convert(bs)
-    magnitudes = [u.magnitude for u in updates if u.magnitude is not None]
-    lengths = convert(magnitudes) if magnitudes else [None] * len(made)
-    return [LoRADelta(a, b, scale, length) for b, length in zip(made, lengths, strict=True)]
+    scaled = [delta.b if delta.scale == scale else delta.b * (delta.scale / scale) for delta in deltas]
+    bs = [F.pad(b, (start, total - start - b.shape[-1])) for b, start in zip(scaled, starts, strict=False)]
+    a, outputs = torch.cat([delta.a for delta in deltas], dim=-2), convert(bs)
+    magnitudes = [delta.magnitude for delta in deltas if delta.magnitude is not None]
+    converted = convert(magnitudes) if magnitudes else [None] * len(outputs)
+    return [LoRADelta(a, b, scale, magnitude) for b, magnitude in zip(outputs, converted, strict=True)]

@@ -1,6 +1,6 @@
-"""An adapter's updates put into the weights of its base: tensor after tensor, in the base's dtypes, with sums in fp32.
+"""Merges a LoRA adapter into its base, one tensor at a time: sums in fp32, results in the dtypes of the base.
 
-What no update touches is copied bit for bit. In memory at once: a tensor of the base, its updates, and a part in fp32.
+Other tensors are copied bit for bit. Peak memory is one tensor of the base, its LoRA factors, and a chunk in fp32.
 """
 
 import json
@@ -34,174 +34,174 @@ from tunekit.models.weight_map import Identity, KeyMapping, Shape, Stack, match_
 
 CONFIG = "config.json"
 EMBED = "embed" + WEIGHT
-CHUNK = 2**20  # numbers that are in fp32 at once
-OWN = {"tokenizer.json", "tokenizer.model"}  # one of them is a tokenizer
+CHUNK = 2**20  # elements that are in fp32 at a time
+TOKENIZER_FILES = {"tokenizer.json", "tokenizer.model"}  # an adapter with one of them has its own tokenizer
 
 
 @torch.no_grad()
 def merge_adapter(base: HFCheckpoint, adapter: Path, folder: Path, quiet: bool = False) -> bool:
-    """Write `base` with what `adapter` has learnt into a folder that is there.
+    """Merge `adapter` into `base` and write the checkpoint into an existing directory.
 
-    Returns whether a head that was the embedding became a tensor of its own, for it no longer is the same.
+    Returns whether a tied head was untied because merging made it differ from the embedding.
     """
-    held = read_contents(adapter, base)
-    with base.reader() as tensors, TensorReader(held.tensors) as updates:
-        merging = MergedTensors(base, held, tensors, updates)
-        entries = merging.entries()
+    contents = read_contents(adapter, base)
+    with base.reader() as tensors, TensorReader(contents.tensors) as adapter_tensors:
+        merged = MergedTensors(base, contents, tensors, adapter_tensors)
+        entries = merged.entries()
         check_free_space(folder, sum(map(tensor_bytes, entries.values())))
         shards = plan_shards({name: entry for name, entry in entries.items() if name in base.tensors}, base)
-        for name in entries.keys() - base.tensors.keys():  # a new one goes where the tensor is that it began as
-            next(names for names in shards.values() if merging.sources[name][1] in names).append(name)
+        for name in entries.keys() - base.tensors.keys():  # an untied head goes to the file of its source
+            next(names for names in shards.values() if merged.sources[name][1] in names).append(name)
         with tqdm(total=len(entries), desc="merging", unit="tensor", disable=quiet or None, leave=False) as bar:
             for file, names in shards.items():
                 with SafetensorsWriter(
                     folder / file, {name: entries[name] for name in names}, source_layout(base, file)
-                ) as out:
+                ) as writer:
                     for name in names:
-                        out[name] = merging.tensor(name)
+                        writer[name] = merged.read(name)
                         bar.update()
         write_index(folder, shards, entries, base)
         write_companion_files(base, adapter, folder)
-        if merging.untied:
+        if merged.untied:
             mark_untied(folder / CONFIG)
-        return merging.untied
+        return merged.untied
 
 
 class MergedTensors:
-    """Tensors of the merged checkpoint, one at a time, by the Hub's names."""
+    """Tensors of the merged checkpoint by checkpoint name, computed one at a time."""
 
-    def __init__(self, base: HFCheckpoint, held: AdapterContents, tensors: TensorReader, updates: TensorReader) -> None:
-        self.base, self.held, self.tensors, self.updates = base, held, tensors, updates
+    def __init__(self, base: HFCheckpoint, adapter: AdapterContents, tensors: TensorReader, adapter_tensors: TensorReader) -> None:
+        self.base, self.adapter, self.tensors, self.adapter_tensors = base, adapter, tensors, adapter_tensors
         self.layers: dict[str, TargetTensors] = {
-            name: one for one in held.held for name in one.load(held.outline, held.shapes)
+            name: target for target in adapter.targets for name in target.load_deltas(adapter.meta_tensor, adapter.shapes)
         }
-        self.kept = {name: move for move in held.kept for name in move.ours}
-        self.update = lru_cache(maxsize=8)(self.load)  # experts of a layer are many tensors and one update
-        self.untied = base.spec.tied  # as long as it is not known, each end is merged for itself
-        self.untied = self.untied and not self.stays_tied()
-        # The moves of all tensors to come, and the tensors of the base that they begin as.
-        self.sources = {name: (move, name) for move in base.all_moves for name in move.hub} | self.pair()
+        self.saved_mappings = {name: mapping for mapping in adapter.saved_mappings for name in mapping.ours}
+        self.cached_delta = lru_cache(maxsize=8)(self.read_delta)  # shared by the expert tensors of a layer
+        self.untied = base.spec.tie_word_embeddings  # merge embedding and head separately to compare them
+        self.untied = self.untied and not self.keeps_tied_head()
+        # Mapping and base tensor of every merged tensor.
+        self.sources = {name: (mapping, name) for mapping in base.all_key_mappings for name in mapping.hub} | self.untied_sources()
 
-    def stays_tied(self) -> bool:
-        """Whether embedding and head are still one."""
+    def keeps_tied_head(self) -> bool:
+        """Whether embedding and head are equal after merging."""
         if not {owner_module(EMBED), owner_module(TIED)} & self.layers.keys():
-            return peft_adapter.keeps_tied_head(self.held)
-        embed, head = self.ends()
-        return torch.equal(self.merged(embed, embed.hub[0]), self.merged(head, head.hub[0]))
+            return peft_adapter.keeps_tied_head(self.adapter)
+        embed, head = self.end_mappings()
+        return torch.equal(self.merge_tensor(embed, embed.hub[0]), self.merge_tensor(head, head.hub[0]))
 
-    def ends(self) -> tuple[KeyMapping, KeyMapping]:
-        """The moves of the embedding and of the head, where one tensor is both or there are two that are equal."""
-        embed = next(move for move in self.base.moves if EMBED in move.ours)
-        head = next((move for move in self.base.moves if TIED in move.ours), embed)
+    def end_mappings(self) -> tuple[KeyMapping, KeyMapping]:
+        """Mappings of the embedding and of the head, which may read the same tensor."""
+        embed = next(mapping for mapping in self.base.key_mappings if EMBED in mapping.ours)
+        head = next((mapping for mapping in self.base.key_mappings if TIED in mapping.ours), embed)
         return embed, replace(head, ours=(TIED,))
 
-    def pair(self) -> dict[str, tuple[KeyMapping, str]]:
-        """Both ends of a model that no longer shares them. A file may hold what they share under either name."""
+    def untied_sources(self) -> dict[str, tuple[KeyMapping, str]]:
+        """Embedding and head of a model that is untied. The base may have the shared tensor under either name."""
         if not self.untied:
             return {}
         table = self.base.family.table
-        found = {}
-        for move, ours in zip(self.ends(), (EMBED, TIED), strict=True):
-            match = match_hub_name(move.hub[0], table)
+        sources = {}
+        for mapping, parameter in zip(self.end_mappings(), (EMBED, TIED), strict=True):
+            match = match_hub_name(mapping.hub[0], table)
             name = (
-                move.hub[0]
-                if match is not None and match.ours == (ours,)
-                else transformers_key(ours, self.base.family).hub[0]
+                mapping.hub[0]
+                if match is not None and match.ours == (parameter,)
+                else transformers_key(parameter, self.base.family).hub[0]
             )
-            found[name] = move, move.hub[0]
-        return found
+            sources[name] = mapping, mapping.hub[0]
+        return sources
 
     def entries(self) -> dict[str, tuple[Shape, torch.dtype]]:
-        """Shapes and dtypes of all tensors."""
-        stored = {name: self.base.tensors[source] for name, (_, source) in self.sources.items()}
-        return {name: (one.shape, one.dtype) for name, one in stored.items()}
+        """Shapes and dtypes of all merged tensors."""
+        tensors = {name: self.base.tensors[source] for name, (_, source) in self.sources.items()}
+        return {name: (meta.shape, meta.dtype) for name, meta in tensors.items()}
 
-    def tensor(self, name: str) -> Tensor:
-        move, source = self.sources[name]
-        touched = any(ours in self.kept or ours.removesuffix(WEIGHT) in self.layers for ours in move.ours)
-        return self.merged(move, source) if touched else self.tensors.lend(source)
+    def read(self, name: str) -> Tensor:
+        mapping, source = self.sources[name]
+        is_changed = any(parameter in self.saved_mappings or parameter.removesuffix(WEIGHT) in self.layers for parameter in mapping.ours)
+        return self.merge_tensor(mapping, source) if is_changed else self.tensors.read_mapped(source)
 
-    def merged(self, move: KeyMapping, name: str) -> Tensor:
-        """One of the Hub's tensors with what was learnt. The numbers of the base are replaced where they are."""
-        if isinstance(move.op, Stack):
-            return self.learnt(move.ours[0], self.own(name), move.hub.index(name))
-        hub = [self.own(name) for name in move.hub]
-        ours = [self.learnt(n, t) for n, t in zip(move.ours, move.load(hub, self.held.shapes), strict=True)]
-        places = {tensor.untyped_storage().data_ptr() for tensor in hub}
-        views = all(tensor.untyped_storage().data_ptr() in places for tensor in ours)
-        return (hub if views else move.op.save(ours))[move.hub.index(name)]
+    def merge_tensor(self, mapping: KeyMapping, name: str) -> Tensor:
+        """Merge into one checkpoint tensor. The base tensor is modified in place."""
+        if isinstance(mapping.op, Stack):
+            return self.merge_weight(mapping.ours[0], self.writable_tensor(name), mapping.hub.index(name))
+        tensors = [self.writable_tensor(name) for name in mapping.hub]
+        weights = [self.merge_weight(n, t) for n, t in zip(mapping.ours, mapping.load(tensors, self.adapter.shapes), strict=True)]
+        storages = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+        are_views = all(tensor.untyped_storage().data_ptr() in storages for tensor in weights)
+        return (tensors if are_views else mapping.op.save(weights))[mapping.hub.index(name)]
 
-    def own(self, name: str) -> Tensor:
-        """A tensor of the base in memory that is nobody else's."""
+    def writable_tensor(self, name: str) -> Tensor:
+        """Base tensor in memory that can be modified."""
         return (
             self.tensors[name].clone() if isinstance(self.base.tensors[name], TorchPickleTensor) else self.tensors[name]
         )
 
-    def learnt(self, name: str, weight: Tensor, expert: int | None = None) -> Tensor:
-        """One of our tensors, or one expert of it, with what was learnt."""
-        shared = EMBED if name == TIED and self.base.spec.tied and not self.untied else name
-        if move := self.kept.get(name, self.kept.get(shared)):
-            return self.replaced(weight, move, move.ours.index(name if name in self.kept else shared), expert)
+    def merge_weight(self, name: str, weight: Tensor, expert: int | None = None) -> Tensor:
+        """Merge into one parameter, or into one expert of it, in place."""
+        tied_name = EMBED if name == TIED and self.base.spec.tie_word_embeddings and not self.untied else name
+        if mapping := self.saved_mappings.get(name, self.saved_mappings.get(tied_name)):
+            return self.replace_weight(weight, mapping, mapping.ours.index(name if name in self.saved_mappings else tied_name), expert)
         layer = name.removesuffix(WEIGHT)
         if layer in self.layers:
-            update = self.update(layer)
-            add(weight, update if expert is None else update.of(expert))
+            delta = self.cached_delta(layer)
+            add_delta(weight, delta if expert is None else delta.for_expert(expert))
         return weight
 
-    def replaced(self, weight: Tensor, move: KeyMapping, part: int, expert: int | None) -> Tensor:
-        """A tensor that the adapter holds whole, in place of the base's."""
-        stored = [self.updates.tensors[self.held.names[name]] for name in move.hub]
-        if move.op == Identity() and isinstance(stored[0], TensorSlice) and len(stored[0].shape) == 2:
-            return copied(weight, stored[0], self.updates.files)
-        loaded = move.load([one.read(self.updates.files) for one in stored], self.held.shapes)[part]
+    def replace_weight(self, weight: Tensor, mapping: KeyMapping, index: int, expert: int | None) -> Tensor:
+        """Replace a weight by the full weight in the adapter."""
+        metas = [self.adapter_tensors.tensors[self.adapter.file_names[name]] for name in mapping.hub]
+        if mapping.op == Identity() and isinstance(metas[0], TensorSlice) and len(metas[0].shape) == 2:
+            return copy_rows(weight, metas[0], self.adapter_tensors.files)
+        loaded = mapping.load([meta.read(self.adapter_tensors.files) for meta in metas], self.adapter.shapes)[index]
         return weight.copy_(loaded if expert is None else loaded[expert])
 
-    def load(self, layer: str) -> LoRADelta:
-        return self.layers[layer].load(self.updates.__getitem__, self.held.shapes)[layer]
+    def read_delta(self, layer: str) -> LoRADelta:
+        return self.layers[layer].load_deltas(self.adapter_tensors.__getitem__, self.adapter.shapes)[layer]
 
 
-def copied(weight: Tensor, stored: TensorSlice, files: OpenFiles) -> Tensor:
-    """A matrix of a file in the place and dtype of another, some rows at a time: an embedding in fp32 is large."""
+def copy_rows(weight: Tensor, stored: TensorSlice, files: OpenFiles) -> Tensor:
+    """Copy a matrix from a file into `weight` and its dtype, in chunks: a full fp32 embedding needs much memory."""
     columns = stored.shape[1]
-    for part in some_rows(weight):
-        start = stored.start + part.start * columns * stored.dtype.itemsize
-        rows = replace(stored, shape=(len(weight[part]), columns), start=start)
-        weight[part] = rows.read(files)
+    for row_slice in row_slices(weight):
+        start = stored.start + row_slice.start * columns * stored.dtype.itemsize
+        row_meta = replace(stored, shape=(len(weight[row_slice]), columns), start=start)
+        weight[row_slice] = row_meta.read(files)
     return weight
 
 
-def some_rows(weight: Tensor) -> Iterator[slice]:
-    """Parts of a matrix of which each is small in fp32."""
+def row_slices(weight: Tensor) -> Iterator[slice]:
+    """Chunks of rows with at most `CHUNK` elements."""
     rows = max(1, CHUNK // weight.shape[1])
-    return (slice(at, at + rows) for at in range(0, len(weight), rows))
+    return (slice(start, start + rows) for start in range(0, len(weight), rows))
 
 
-def add(weight: Tensor, update: LoRADelta) -> None:
-    """W + s B A in place, some rows at a time; DoRA then gives each row its length."""
+def add_delta(weight: Tensor, delta: LoRADelta) -> None:
+    """Add scale * B A in place, in chunks of rows, and apply the DoRA magnitude."""
     if weight.ndim == 3:
-        for expert, one in enumerate(weight):
-            add(one, update.of(expert))
+        for expert, matrix in enumerate(weight):
+            add_delta(matrix, delta.for_expert(expert))
         return
     exact = torch.promote_types(weight.dtype, torch.float32)
-    a = update.a.to(exact)
-    for some in some_rows(weight):
-        made = torch.addmm(weight[some].to(exact), update.b[some].to(exact), a, alpha=update.scale)
-        if update.magnitude is not None:
-            made *= (update.magnitude[some].to(exact) / made.norm(dim=1))[:, None]
-        weight[some] = made
+    a = delta.a.to(exact)
+    for rows in row_slices(weight):
+        merged = torch.addmm(weight[rows].to(exact), delta.b[rows].to(exact), a, alpha=delta.scale)
+        if delta.magnitude is not None:
+            merged *= (delta.magnitude[rows].to(exact) / merged.norm(dim=1))[:, None]
+        weight[rows] = merged
 
 
 def write_companion_files(base: HFCheckpoint, adapter: Path, folder: Path) -> None:
-    """config.json and all that stands beside weights. An adapter's own tokenizer goes with it: it was trained on it."""
-    own = any((adapter / name).is_file() for name in OWN)
-    copy_companion_files(base.path, folder, skip=unrelated_files(base), tokenizer=adapter if own else base.words)
+    """Write config.json and all files other than weights. The tokenizer is the adapter's, if it has one."""
+    has_tokenizer = any((adapter / name).is_file() for name in TOKENIZER_FILES)
+    copy_companion_files(base.path, folder, skip=unrelated_files(base), tokenizer=adapter if has_tokenizer else base.tokenizer_dir)
     write_config(folder, base)
 
 
 def mark_untied(file: Path) -> None:
-    """Say in config.json, and for the text model in it, that the head is no longer the embedding."""
+    """Set tie_word_embeddings to false in config.json, also for its text model."""
     config = read_json(file)
-    for part in (config, config.get("text_config")):
-        if isinstance(part, dict):
-            part["tie_word_embeddings"] = False
+    for section in (config, config.get("text_config")):
+        if isinstance(section, dict):
+            section["tie_word_embeddings"] = False
     file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

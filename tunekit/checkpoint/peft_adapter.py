@@ -1,4 +1,4 @@
-"""Adapters as files of PEFT: adapter_config.json and adapter_model.safetensors, both ways."""
+"""Saves and loads adapters in PEFT format: adapter_config.json and adapter_model.safetensors."""
 
 import json
 import math
@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from tunekit.adapters.config import TIED, DoRAConfig, LoRAConfig, lora_factors
+from tunekit.adapters.config import TIED_MODULES, DoRAConfig, LoRAConfig, lora_factors
 from tunekit.checkpoint.atomic import DeferredError, check_free_space, wrap_write_errors
 from tunekit.checkpoint.classification_head import with_score_head
 from tunekit.checkpoint.dcp_planner import reshard
@@ -21,9 +21,9 @@ from tunekit.checkpoint.hf_checkpoint import HFCheckpoint, TensorReader
 from tunekit.checkpoint.lora_weights import WEIGHT, LoRADelta, LoRATarget, transformers_key
 from tunekit.checkpoint.peft_reader import (
     CONFIG,
-    HEAD,
-    INNER,
-    PARTS,
+    HEAD_KEY,
+    BASE_LAYER,
+    BLOCKS_KEY,
     PREFIX,
     TENSORS,
     AdapterContents,
@@ -32,7 +32,7 @@ from tunekit.checkpoint.peft_reader import (
     unstack_factors,
 )
 from tunekit.checkpoint.safetensors_io import FORMAT, Entries, SafetensorsWriter, read_header, read_metadata
-from tunekit.checkpoint.save_model import GENERATION, copy_companion_files, full_weight
+from tunekit.checkpoint.save_model import GENERATION_CONFIG, copy_companion_files, full_weight
 from tunekit.config.choices import kind_name
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.distributed.context import DistributedContext
@@ -40,139 +40,140 @@ from tunekit.distributed.sharding import copy_to_shard, full_tensor, shard_slice
 from tunekit.errors import UserError
 from tunekit.models.decoder import Decoder
 from tunekit.models.families import classifiers
-from tunekit.models.linear import Embedding, Get, GroupedLinear, Linear
+from tunekit.models.linear import Embedding, Gather, GroupedLinear, Linear
 from tunekit.models.spec import ScoreHead
 from tunekit.models.weight_map import KeyMatch, expand_experts
 
 T = TypeVar("T")
-Group = tuple[str, KeyMatch]
+SavedGroup = tuple[str, KeyMatch]
 BIAS = ".bias"
-ADDED = {"base_layer", "lora_A", "lora_B", "lora_dropout"}  # modules that PEFT adds before it looks for those to save
-# In models with experts PEFT 0.21 takes layers of these names for experts, and looks for them in stacked weights.
-# When their weights are named as parameters, it finds them.
-TAKEN = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
+# Modules that PEFT adds before it matches modules_to_save.
+PEFT_MODULES = {"base_layer", "lora_A", "lora_B", "lora_dropout"}
+# In MoE models, PEFT 0.21 treats all modules with these names as experts and searches for them in stacked weights.
+# They are found if they are listed in target_parameters instead of target_modules.
+EXPERT_NAMES = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
 
 
 @dataclass(frozen=True)
 class PeftTensor:
-    """The update of one of the Hub's tensors, ready to be written."""
+    """LoRA delta of one checkpoint tensor, to be saved."""
 
-    tensor: str
-    update: LoRADelta
-    parameter: bool  # adapted as such, not as the weight of a module
-    embedding: bool
-    swapped: bool  # PEFT takes the inputs of these experts for their outputs
-    blocks: tuple[tuple[int, float], ...]  # ranks and scales of the layers of which it is made
+    name: str
+    delta: LoRADelta
+    is_parameter: bool  # listed in target_parameters, not in target_modules
+    is_embedding: bool
+    swapped: bool  # PEFT swaps the input and output dimensions of these experts
+    blocks: tuple[tuple[int, float], ...]  # ranks and scales of the layers that are fused in this tensor
 
     @property
     def key(self) -> str:
-        """What PEFT calls it."""
-        return self.tensor if self.parameter else self.tensor.removesuffix(WEIGHT)
+        """Name in the PEFT config."""
+        return self.name if self.is_parameter else self.name.removesuffix(WEIGHT)
 
     def tensors(self, prefix: str) -> dict[str, Tensor]:
-        a, b, magnitude = self.update.a, self.update.b, self.update.magnitude
-        if self.embedding:
+        a, b, magnitude = self.delta.a, self.delta.b, self.delta.magnitude
+        if self.is_embedding:
             return {f"{prefix}.lora_embedding_A": b.T, f"{prefix}.lora_embedding_B": a.T}
         a, b = unstack_factors(a, b, self.swapped) if a.ndim == 3 else (a, b)
-        found = {f"{prefix}.lora_A.weight": a, f"{prefix}.lora_B.weight": b}
-        return found if magnitude is None else found | {f"{prefix}.lora_magnitude_vector": magnitude}
+        tensors = {f"{prefix}.lora_A.weight": a, f"{prefix}.lora_B.weight": b}
+        return tensors if magnitude is None else tensors | {f"{prefix}.lora_magnitude_vector": magnitude}
 
 
 def save_adapter(
     folder: Path, model: Decoder, adapter: LoRAConfig, source: HFCheckpoint, run: DistributedContext | None = None
 ) -> None:
-    """Write the adapter of a model into a folder that is there, with the tokenizer beside it.
+    """Save the adapter of a model and its tokenizer into an existing directory.
 
-    All ranks take part: each gathers the tensors of a layer, and those are written by one of them in turn.
+    Must be called on all ranks. Every rank gathers all adapter tensors; ranks take turns writing those of a layer.
     """
     run = run or DistributedContext(device="cpu")
     reshard(model)
-    updates = sites(model, adapter, source)
-    outlines = [piece for site in updates for piece in pieces(site, model, adapter, source, outline)]
-    groups = kept_groups(model, adapter, source)
-    saved = {name: t for group in groups for name, t in kept_tensors(group, model, adapter, outline).items()}
-    prefixes = wrapped(outlines)
-    tensors = {name: t for piece in outlines for name, t in piece.tensors(prefixes[piece.tensor]).items()} | saved
+    targets = lora_targets(model, adapter, source)
+    planned = [tensor for target in targets for tensor in peft_tensors(target, model, adapter, source, to_meta)]
+    groups = saved_groups(model, adapter, source)
+    saved_meta = {name: t for saved_group in groups for name, t in saved_tensors(saved_group, model, adapter, to_meta).items()}
+    prefixes = module_prefixes(planned)
+    tensors = {name: t for tensor in planned for name, t in tensor.tensors(prefixes[tensor.name]).items()} | saved_meta
     entries = {PREFIX + name: (tuple(t.shape), t.dtype) for name, t in tensors.items()}
-    blocks = {piece.tensor: piece.blocks for piece in outlines if len(piece.blocks) > 1}
-    told = FORMAT | ({PARTS: json.dumps(blocks)} if blocks else {}) | said_of_head(source)
-    text = json.dumps(config(outlines, saved, model, adapter, source), indent=2)
-    run.shared(partial(prepare, folder, source, entries, told, text))
-    later = DeferredError()
-    with SafetensorsWriter(folder / TENSORS, entries, told=told, made=True) as out:
-        for turn, made in enumerate(made_of(updates, groups, prefixes, model, adapter, source)):
-            if turn % run.size == run.rank:
-                later(partial(lay, folder, out, made))
-    run.together(later.tell)
+    blocks = {tensor.name: tensor.blocks for tensor in planned if len(tensor.blocks) > 1}
+    metadata = FORMAT | ({BLOCKS_KEY: json.dumps(blocks)} if blocks else {}) | head_metadata(source)
+    config_text = json.dumps(peft_config(planned, saved_meta, model, adapter, source), indent=2)
+    run.run_on_main(partial(create_adapter_files, folder, source, entries, metadata, config_text))
+    deferred = DeferredError()
+    with SafetensorsWriter(folder / TENSORS, entries, metadata=metadata, exists=True) as out:
+        for i, group in enumerate(iter_file_tensors(targets, groups, prefixes, model, adapter, source)):
+            if i % run.world_size == run.rank:
+                deferred(partial(write_tensors, folder, out, group))
+    run.run_on_all(deferred.raise_error)
 
 
-def prepare(folder: Path, source: HFCheckpoint, entries: Entries, told: Mapping[str, str], text: str) -> None:
-    """Everything but the numbers."""
-    check_free_space(folder, sum(math.prod(shape) * kind.itemsize for shape, kind in entries.values()))
-    with wrap_write_errors(folder), SafetensorsWriter(folder / TENSORS, entries, told=told):
-        copy_companion_files(source.path, folder, skip=("config.json", GENERATION), tokenizer=source.words)
-        (folder / CONFIG).write_text(text + "\n", encoding="utf-8")
+def create_adapter_files(folder: Path, source: HFCheckpoint, entries: Entries, metadata: Mapping[str, str], config_text: str) -> None:
+    """Create all files of the adapter except the tensor data. Raises UserError if the disk is too small."""
+    check_free_space(folder, sum(math.prod(shape) * dtype.itemsize for shape, dtype in entries.values()))
+    with wrap_write_errors(folder), SafetensorsWriter(folder / TENSORS, entries, metadata=metadata):
+        copy_companion_files(source.path, folder, skip=("config.json", GENERATION_CONFIG), tokenizer=source.tokenizer_dir)
+        (folder / CONFIG).write_text(config_text + "\n", encoding="utf-8")
 
 
-def made_of(
-    updates: list[LoRATarget],
-    groups: list[Group],
+def iter_file_tensors(
+    targets: list[LoRATarget],
+    groups: list[SavedGroup],
     prefixes: Mapping[str, str],
     model: Decoder,
     adapter: LoRAConfig,
     source: HFCheckpoint,
 ) -> Iterator[dict[str, Tensor]]:
-    """The tensors of one site after the other, then those of the model itself, gathered."""
-    for site in updates:
-        made = pieces(site, model, adapter, source, full_tensor)
-        yield {name: t for piece in made for name, t in piece.tensors(prefixes[piece.tensor]).items()}
+    """Gather the tensors of one target after the other, then the fully trained parameters."""
+    for target in targets:
+        tensors = peft_tensors(target, model, adapter, source, full_tensor)
+        yield {name: t for tensor in tensors for name, t in tensor.tensors(prefixes[tensor.name]).items()}
     for group in groups:
-        yield kept_tensors(group, model, adapter, full_tensor)
+        yield saved_tensors(group, model, adapter, full_tensor)
 
 
-def lay(folder: Path, out: SafetensorsWriter, made: Mapping[str, Tensor]) -> None:
+def write_tensors(folder: Path, out: SafetensorsWriter, tensors: Mapping[str, Tensor]) -> None:
     with wrap_write_errors(folder):
-        for name, tensor in made.items():
+        for name, tensor in tensors.items():
             out[PREFIX + name] = tensor.detach()
 
 
-def outline(tensor: Tensor) -> Tensor:
-    """The whole of it without its numbers."""
+def to_meta(tensor: Tensor) -> Tensor:
+    """Full tensor on the meta device."""
     return torch.empty(shard_slice(tensor).shape, dtype=tensor.dtype, device="meta")
 
 
-def sites(model: Decoder, adapter: LoRAConfig, source: HFCheckpoint) -> list[LoRATarget]:
-    """Where there are updates, in the order of the model."""
-    layers = adapter.layers(model)
+def lora_targets(model: Decoder, adapter: LoRAConfig, source: HFCheckpoint) -> list[LoRATarget]:
+    """Targets of all adapted layers, in model order."""
+    layers = adapter.target_layers(model)
     order = [name for name, _ in model.named_modules() if name in layers]
-    return [*dict.fromkeys(LoRATarget.of(transformers_key(name + WEIGHT, source.family)) for name in order)]
+    return [*dict.fromkeys(LoRATarget.from_match(transformers_key(name + WEIGHT, source.family)) for name in order)]
 
 
-def pieces(site: LoRATarget, model: Decoder, adapter: LoRAConfig, source: HFCheckpoint, get: Get) -> list[PeftTensor]:
-    """The updates of a site, by the Hub's tensors."""
-    layers, experts = adapter.layers(model), any(isinstance(m, GroupedLinear) for m in model.modules())
-    updates = [update(model.get_submodule(name), name in layers, adapter, get) for name in site.ours]
-    first, found = model.get_submodule(site.ours[0]), []
-    blocks = tuple((u.rank, u.scale) for u in updates)
-    for tensor, joined in zip(site.names(updates[0].a.shape[0]), site.out(updates), strict=True):
-        taken = experts and tail(tensor.removesuffix(WEIGHT)) in TAKEN and joined.magnitude is None
-        kinds = joined.a.ndim == 3 or taken, isinstance(first, Embedding), source.family.untold
-        found.append(PeftTensor(tensor, joined, *kinds, blocks))
-    return found
+def peft_tensors(target: LoRATarget, model: Decoder, adapter: LoRAConfig, source: HFCheckpoint, get: Gather) -> list[PeftTensor]:
+    """LoRA deltas of a target, one per checkpoint tensor."""
+    layers, experts = adapter.target_layers(model), any(isinstance(m, GroupedLinear) for m in model.modules())
+    deltas = [layer_delta(model.get_submodule(name), name in layers, adapter, get) for name in target.layers]
+    layer, tensors = model.get_submodule(target.layers[0]), []
+    blocks = tuple((u.rank, u.scale) for u in deltas)
+    for tensor, delta in zip(target.tensor_names(deltas[0].a.shape[0]), target.to_checkpoint(deltas), strict=True):
+        is_expert = experts and last_components(tensor.removesuffix(WEIGHT)) in EXPERT_NAMES and delta.magnitude is None
+        flags = delta.a.ndim == 3 or is_expert, isinstance(layer, Embedding), source.family.transposed_experts
+        tensors.append(PeftTensor(tensor, delta, *flags, blocks))
+    return tensors
 
 
-def update(layer: nn.Module, adapted: bool, adapter: LoRAConfig, get: Get) -> LoRADelta:
-    """The update of a layer; one of no rank where a layer that shares its tensor is adapted and it is not."""
+def layer_delta(layer: nn.Module, adapted: bool, adapter: LoRAConfig, get: Gather) -> LoRADelta:
+    """LoRA delta of a layer; of rank 0 if only other layers that share its checkpoint tensor are adapted."""
     if isinstance(layer, Embedding):
         return LoRADelta(get(layer.lora_embedding_B).T, get(layer.lora_embedding_A).T, layer.lora_scale)
     assert isinstance(layer, Linear | GroupedLinear)
     if not adapted:
-        weight = layer.dense(get).float()
+        weight = layer.dequantize(get).float()
         a, b = weight[..., :0, :], weight[..., :0]
         return LoRADelta(a, b, 1.0, weight.norm(dim=-1) if isinstance(adapter, DoRAConfig) else None)
     a, b = map(get, lora_factors(layer))
     if isinstance(layer, Linear) and adapter.init == "pissa":
-        # B A - B0 A0 is one update of twice the rank on the weight as it was.
+        # Relative to the original weight, the delta is B A - B0 A0, of twice the rank.
         a, b = torch.cat([a, get(layer.lora_A0)]), torch.cat([b, -get(layer.lora_B0)], dim=1)
     magnitude = (
         get(layer.lora_magnitude_vector) if isinstance(adapter, DoRAConfig) and isinstance(layer, Linear) else None
@@ -180,83 +181,82 @@ def update(layer: nn.Module, adapted: bool, adapter: LoRAConfig, get: Get) -> Lo
     return LoRADelta(a, b, layer.lora_scale, magnitude)
 
 
-def wrapped(made: Iterable[PeftTensor]) -> dict[str, str]:
-    """Where the update of each tensor stands. PEFT wraps a module of experts once for each of its tensors, the first
-    innermost."""
+def module_prefixes(tensors: Iterable[PeftTensor]) -> dict[str, str]:
+    """Module prefix of each tensor. PEFT wraps an expert module once per adapted tensor, the first one innermost."""
     modules: dict[str, list[str]] = {}
-    for piece in made:
-        modules.setdefault(owner_module(piece.tensor), []).insert(0, piece.tensor)
-    return {name: module + depth * INNER for module, names in modules.items() for depth, name in enumerate(names)}
+    for tensor in tensors:
+        modules.setdefault(owner_module(tensor.name), []).insert(0, tensor.name)
+    return {name: module + depth * BASE_LAYER for module, names in modules.items() for depth, name in enumerate(names)}
 
 
-def kept(model: Decoder, adapter: LoRAConfig, source: HFCheckpoint) -> dict[str, KeyMatch]:
-    """Tensors of the model itself that are saved, by our names. PEFT wants all tensors of a module of which one is."""
-    trained = {*adapter.kept(model, adapter.layers(model))}
-    if model.spec.tied and not trained.isdisjoint(name + WEIGHT for name in TIED):
-        trained |= {name + WEIGHT for name in TIED}
-    found = places(model, source)
+def saved_parameters(model: Decoder, adapter: LoRAConfig, source: HFCheckpoint) -> dict[str, KeyMatch]:
+    """Parameters that are saved in full, by name. If one parameter of a module is saved, PEFT requires all of them."""
+    trained = {*adapter.modules_to_save_params(model, adapter.target_layers(model))}
+    if model.spec.tie_word_embeddings and not trained.isdisjoint(name + WEIGHT for name in TIED_MODULES):
+        trained |= {name + WEIGHT for name in TIED_MODULES}
+    keys = transformers_keys(model, source)
     biases = {name for name in trained if name.endswith(BIAS) and name.removesuffix(BIAS) + WEIGHT not in trained}
-    modules = {owner_module(hub) for name in trained - biases for hub in found[name].hub}
-    whole = {name for name, match in found.items() if any(inside(hub, modules) for hub in match.hub)}
-    return {name: match for name, match in found.items() if name in biases | whole}
+    modules = {owner_module(hub) for name in trained - biases for hub in keys[name].hub}
+    required = {name for name, match in keys.items() if any(is_inside(hub, modules) for hub in match.hub)}
+    return {name: match for name, match in keys.items() if name in biases | required}
 
 
-def kept_groups(model: Decoder, adapter: LoRAConfig, source: HFCheckpoint) -> list[Group]:
-    """Those tensors, each with the others that the Hub has in one with it."""
-    groups: dict[str, Group] = {}
-    for name, match in kept(model, adapter, source).items():
+def saved_groups(model: Decoder, adapter: LoRAConfig, source: HFCheckpoint) -> list[SavedGroup]:
+    """Fully saved parameters, one entry per group that is fused in checkpoint tensors."""
+    groups: dict[str, SavedGroup] = {}
+    for name, match in saved_parameters(model, adapter, source).items():
         groups.setdefault(match.hub[0], (name, match))
     return [*groups.values()]
 
 
-def kept_tensors(group: Group, model: Decoder, adapter: LoRAConfig, get: Get) -> dict[str, Tensor]:
-    """Tensors of a group as the Hub has them."""
+def saved_tensors(group: SavedGroup, model: Decoder, adapter: LoRAConfig, get: Gather) -> dict[str, Tensor]:
+    """Checkpoint tensors of a group by name."""
     name, match = group
-    adapted = owner_module(name) in adapter.layers(model)
-    ours = [full_weight(model, one, get) for one in match.ours]
-    made = zip(expand_experts(match.hub, len(ours[0])), match.row.op.save(ours), strict=True)
-    return {inner(n) if adapted else n: t for n, t in made}
+    is_adapted = owner_module(name) in adapter.target_layers(model)
+    ours = [full_weight(model, part, get) for part in match.ours]
+    tensors = zip(expand_experts(match.hub, len(ours[0])), match.rule.op.save(ours), strict=True)
+    return {base_layer_name(key) if is_adapted else key: t for key, t in tensors}
 
 
 def owner_module(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-def inside(name: str, modules: set[str]) -> bool:
-    """Whether a name belongs to one of these modules, or to a part of one."""
-    return any(name[:at] in modules for at, char in enumerate(name) if char == ".")
+def is_inside(name: str, modules: set[str]) -> bool:
+    """Whether a name is below one of these modules."""
+    return any(name[:i] in modules for i, char in enumerate(name) if char == ".")
 
 
-def inner(name: str) -> str:
-    """What PEFT calls a tensor of a module that it has wrapped."""
-    return owner_module(name) + INNER + name.removeprefix(owner_module(name))
+def base_layer_name(name: str) -> str:
+    """Name of a tensor in a module that PEFT has wrapped."""
+    return owner_module(name) + BASE_LAYER + name.removeprefix(owner_module(name))
 
 
-def config(
-    made: list[PeftTensor], saved: Iterable[str], model: Decoder, adapter: LoRAConfig, source: HFCheckpoint
+def peft_config(
+    updates: list[PeftTensor], saved: Iterable[str], model: Decoder, adapter: LoRAConfig, source: HFCheckpoint
 ) -> dict[str, Any]:
-    """What PEFT must know to open the adapter. `saved` are tensors of the model itself."""
-    sizes = {piece.key: (piece.update.rank, alpha(piece.update, adapter)) for piece in made}
-    rank, usual = Counter(sizes.values()).most_common(1)[0][0]
-    tensors, beside = {tensor for match in places(model, source).values() for tensor in match.hub}, names_beside(source)
-    rest = tensors - {piece.tensor for piece in made}
-    parameters = [piece.key for piece in made if piece.parameter]
-    modules = [piece.key for piece in made if not piece.parameter]
+    """Contents of adapter_config.json. `saved` are the names of fully saved tensors."""
+    sizes = {piece.key: (piece.delta.rank, effective_alpha(piece.delta, adapter)) for piece in updates}
+    rank, alpha = Counter(sizes.values()).most_common(1)[0][0]
+    tensors, unrelated = {written for match in transformers_keys(model, source).values() for written in match.hub}, unrelated_module_names(source)
+    other_tensors = tensors - {piece.name for piece in updates}
+    parameters = [piece.key for piece in updates if piece.is_parameter]
+    modules = [piece.key for piece in updates if not piece.is_parameter]
     saved = {owner_module(name) for name in saved if not name.endswith(BIAS)}
-    whole = {name for name in saved if not inside(name, saved)}
+    modules_to_save = {name for name in saved if not is_inside(name, saved)}
     return {
         "peft_type": "LORA",
         "task_type": task_type(source.spec.score),
         "base_model_name_or_path": base_model_ref(source)[0],
         "revision": base_model_ref(source)[1],
         "r": rank,
-        "lora_alpha": usual,
-        "rank_pattern": patterns({key: size[0] for key, size in sizes.items()}, rank),
-        "alpha_pattern": patterns({key: size[1] for key, size in sizes.items()}, usual),
+        "lora_alpha": alpha,
+        "rank_pattern": build_patterns({key: size[0] for key, size in sizes.items()}, rank),
+        "alpha_pattern": build_patterns({key: size[1] for key, size in sizes.items()}, alpha),
         "lora_dropout": 0.0 if parameters else adapter.dropout,  # PEFT has no dropout for parameters
-        "target_modules": short(modules, {tail(tensor.removesuffix(WEIGHT)) for tensor in rest} | beside),
-        "target_parameters": short(parameters, {tail(tensor, 2) for tensor in rest}, parts=2) or None,
-        "modules_to_save": endings(whole, {owner_module(tensor) for tensor in tensors} - whole | beside) or None,
+        "target_modules": shorten_names(modules, {last_components(written.removesuffix(WEIGHT)) for written in other_tensors} | unrelated),
+        "target_parameters": shorten_names(parameters, {last_components(written, 2) for written in other_tensors}, num=2) or None,
+        "modules_to_save": shorten_suffixes(modules_to_save, {owner_module(written) for written in tensors} - modules_to_save | unrelated) or None,
         "use_rslora": adapter.use_rslora,
         "use_dora": isinstance(adapter, DoRAConfig),
         "bias": adapter.bias,
@@ -267,53 +267,56 @@ def config(
 
 
 def task_type(score: ScoreHead | None) -> str:
-    """What PEFT calls the kind of a model. Of one that scores it trains the head whole, without being told."""
-    return "CAUSAL_LM" if score is None else "TOKEN_CLS" if score.each else "SEQ_CLS"
+    """PEFT task type. For SEQ_CLS and TOKEN_CLS, PEFT saves the score head without modules_to_save."""
+    return "CAUSAL_LM" if score is None else "TOKEN_CLS" if score.per_token else "SEQ_CLS"
 
 
-def alpha(update: LoRADelta, adapter: LoRAConfig) -> float:
-    """The alpha that gives an update its scale, without what the root of a rank leaves behind."""
-    return float(f"{update.scale * (update.rank**0.5 if adapter.use_rslora else update.rank):.12g}")
+def effective_alpha(delta: LoRADelta, adapter: LoRAConfig) -> float:
+    """Alpha that gives a delta its scale, rounded to 12 digits to remove the rounding error of sqrt(rank)."""
+    return float(f"{delta.scale * (delta.rank**0.5 if adapter.use_rslora else delta.rank):.12g}")
 
 
-def places(model: Decoder, source: HFCheckpoint) -> dict[str, KeyMatch]:
-    """Where transformers has the tensors of the model, by our names."""
+def transformers_keys(model: Decoder, source: HFCheckpoint) -> dict[str, KeyMatch]:
+    """Transformers keys of all parameters by name."""
     return {name: transformers_key(name, source.family) for name in model.shapes}
 
 
-def names_beside(source: HFCheckpoint) -> set[str]:
-    """Names of modules that a checkpoint holds beside the model, such as those of a part that sees."""
-    beside = [move for move in source.all_moves if not move.ours] if source.has_weights else []
-    return {part for move in beside for tensor in move.hub for part in tensor.split(".")}
+def unrelated_module_names(source: HFCheckpoint) -> set[str]:
+    """Components of the names of tensors that the model does not load, such as a vision tower."""
+    mappings = [mapping for mapping in source.all_key_mappings if not mapping.ours] if source.has_weights else []
+    return {component for mapping in mappings for tensor in mapping.hub for component in tensor.split(".")}
 
 
-def short(names: Iterable[str], taken: set[str], parts: int = 1) -> list[str]:
-    """The last parts of names where they mean no other; whole names where they would."""
-    return sorted({name if tail(name, parts) in taken else tail(name, parts) for name in names})
+def shorten_names(names: Iterable[str], used: set[str], num: int = 1) -> list[str]:
+    """Last `num` components of each name, or the full name where these are in `used`."""
+    return sorted({name if last_components(name, num) in used else last_components(name, num) for name in names})
 
 
-def endings(names: Iterable[str], others: set[str]) -> list[str]:
-    """The same where PEFT asks how a name ends: `norm` would mean every `..._norm`, `layer` every `base_layer`."""
-    return sorted({n if any(other.endswith(tail(n)) for other in others | ADDED) else tail(n) for n in names})
+def shorten_suffixes(names: Iterable[str], other_names: set[str]) -> list[str]:
+    """Last component of each name, or the full name where another name ends with it.
+
+    PEFT compares suffixes as strings: `norm` also matches `q_norm`, and `layer` matches `base_layer`.
+    """
+    return sorted({name if any(other.endswith(last_components(name)) for other in other_names | PEFT_MODULES) else last_components(name) for name in names})
 
 
-def tail(name: str, parts: int = 1) -> str:
-    return ".".join(name.split(".")[-parts:])
+def last_components(name: str, num: int = 1) -> str:
+    return ".".join(name.split(".")[-num:])
 
 
-def patterns(values: Mapping[str, T], usual: T) -> dict[str, T]:
-    """Values that differ from the usual one, by the last part of their names where all of such a name agree."""
-    found: dict[str, T] = {}
+def build_patterns(values: Mapping[str, T], default: T) -> dict[str, T]:
+    """Values other than the default by name, or by name suffix if all names with this suffix have the same value."""
+    patterns: dict[str, T] = {}
     for key, value in values.items():
-        last = tail(key, 2 if key.endswith(WEIGHT) else 1)
-        agree = all(v == value for k, v in values.items() if f".{k}".endswith(f".{last}"))
-        if value != usual:
-            found[last if agree else key] = value
-    return found
+        suffix = last_components(key, 2 if key.endswith(WEIGHT) else 1)
+        is_uniform = all(v == value for k, v in values.items() if f".{k}".endswith(f".{suffix}"))
+        if value != default:
+            patterns[suffix if is_uniform else key] = value
+    return patterns
 
 
 def base_model_ref(source: HFCheckpoint) -> tuple[str, str | None]:
-    """A name and a revision as they were given, a folder by its whole path: the adapter is opened from elsewhere."""
+    """Name and revision of the base as given by the user. A local path is made absolute."""
     if Path(source.name) == source.path:
         return str(source.path.resolve()), None
     name, _, revision = source.name.partition("@")
@@ -321,134 +324,134 @@ def base_model_ref(source: HFCheckpoint) -> tuple[str, str | None]:
 
 
 def read_base_name(folder: Path) -> str | None:
-    """What an adapter says of its base, if it does."""
+    """Name of the base in adapter_config.json, None if it has none."""
     return PeftConfigFile.open(folder).values.get("base_model_name_or_path")
 
 
 def base_model_name(folder: Path) -> str:
-    """The name of the checkpoint that an adapter was trained for."""
-    return PeftConfigFile.open(folder).base
+    """Name of the base with its revision. Raises UserError if adapter_config.json has none."""
+    return PeftConfigFile.open(folder).base_name
 
 
 def with_adapter_score_head(folder: Path, source: HFCheckpoint) -> HFCheckpoint:
-    """The base of an adapter with a head that scores, where the adapter holds one."""
-    if not PeftConfigFile.open(folder).scores or source.spec.score is not None:
+    """Return the base with the score head of the adapter, if the adapter has one."""
+    if not PeftConfigFile.open(folder).has_score_head or source.spec.score is not None:
         return source
-    score, said = read_score_head(folder), read_head_metadata(folder)
-    score = score if score.pad is not None else replace(score, pad=Tokenizer.open(source.tokenizer).pad)
-    names = tuple((said.get("id2label") or {}).values())
-    return with_score_head(source, score, names=names, problem=said.get("problem_type"))
+    score, metadata = read_score_head(folder), read_head_metadata(folder)
+    score = score if score.pad_token_id is not None else replace(score, pad_token_id=Tokenizer.open(source.tokenizer_path).pad)
+    names = tuple((metadata.get("id2label") or {}).values())
+    return with_score_head(source, score, names=names, problem=metadata.get("problem_type"))
 
 
-def said_of_head(source: HFCheckpoint) -> dict[str, str]:
-    """Metadata that tell what its classes are called: adapter_config.json has no place for it."""
+def head_metadata(source: HFCheckpoint) -> dict[str, str]:
+    """File metadata with the class names of a score head, which adapter_config.json cannot contain."""
     if source.spec.score is None:
         return {}
-    return {HEAD: json.dumps({key: source.config.get(key) for key in ("id2label", "problem_type")})}
+    return {HEAD_KEY: json.dumps({key: source.config.get(key) for key in ("id2label", "problem_type")})}
 
 
 def read_head_metadata(folder: Path) -> Mapping[str, Any]:
-    """What the metadata of an adapter say of its head; nothing, if another program has written it."""
-    return json.loads(read_metadata(folder / TENSORS).get(HEAD, "{}"))
+    """Read the metadata of the score head; empty if the adapter was not saved by tunekit."""
+    return json.loads(read_metadata(folder / TENSORS).get(HEAD_KEY, "{}"))
 
 
 def read_score_head(folder: Path) -> ScoreHead:
-    """The head that an adapter holds. Where it has a tokenizer, what that pads with is no part of a document."""
-    config, held, name = PeftConfigFile.open(folder), read_header(folder / TENSORS), PREFIX + classifiers.HEAD
-    if f"{name}.weight" not in held:
-        raise UserError(f"{folder / TENSORS}: no {classifiers.HEAD}.weight, but {CONFIG} says {config.task}")
+    """Score head of an adapter. The pad token is that of the adapter's tokenizer, if it has one."""
+    config, header, name = PeftConfigFile.open(folder), read_header(folder / TENSORS), PREFIX + classifiers.HEAD
+    if f"{name}.weight" not in header:
+        raise UserError(f"{folder / TENSORS}: no {classifiers.HEAD}.weight, but {CONFIG} has task_type {config.task_type}")
     pad = Tokenizer.open(folder).pad if (folder / "tokenizer.json").is_file() else None
-    return ScoreHead(held[f"{name}.weight"].shape[0], config.task == "TOKEN_CLS", f"{name}.bias" in held, pad)
+    return ScoreHead(header[f"{name}.weight"].shape[0], config.task_type == "TOKEN_CLS", f"{name}.bias" in header, pad)
 
 
 def read_adapter_config(folder: Path, source: HFCheckpoint) -> LoRAConfig:
-    """The adapter of a folder, ready to be applied, with just the layers and modules that its file holds."""
-    held = read_contents(folder, source)
-    plain, updates = held.config.choice, held.outlines()
-    sizes = {name: (u.rank, alpha(u, plain)) for name, u in updates.items()}
-    rank, usual = Counter(sizes.values()).most_common(1)[0][0]
-    names = {name for move in held.kept for name in move.ours}
-    whole = {owner_module(name) for name in names if plain.bias == "none" or not name.endswith(BIAS)}
+    """Adapter config with exactly the layers and modules that are in the adapter file."""
+    contents = read_contents(folder, source)
+    adapter, deltas = contents.config.adapter, contents.meta_deltas()
+    sizes = {name: (delta.rank, effective_alpha(delta, adapter)) for name, delta in deltas.items()}
+    rank, alpha = Counter(sizes.values()).most_common(1)[0][0]
+    names = {name for mapping in contents.saved_mappings for name in mapping.ours}
+    full_modules = {owner_module(name) for name in names if adapter.bias == "none" or not name.endswith(BIAS)}
     return replace(
-        plain,
+        adapter,
         rank=rank,
-        alpha=usual,
-        target_modules=tuple(map(re.escape, updates)),
+        alpha=alpha,
+        target_modules=tuple(map(re.escape, deltas)),
         rank_pattern={re.escape(name): size[0] for name, size in sizes.items() if size[0] != rank},
-        alpha_pattern={re.escape(name): size[1] for name, size in sizes.items() if size[1] != usual},
-        modules_to_save=tuple(map(re.escape, sorted(whole))),
-        untie_embeddings=source.spec.tied and not keeps_tied_head(held),
+        alpha_pattern={re.escape(name): size[1] for name, size in sizes.items() if size[1] != alpha},
+        modules_to_save=tuple(map(re.escape, sorted(full_modules))),
+        untie_embeddings=source.spec.tie_word_embeddings and not keeps_tied_head(contents),
     )
 
 
-def keeps_tied_head(held: AdapterContents) -> bool:
-    """Whether the head of a tied model stays its embedding when an adapter replaces one of them or both."""
-    ends = {owner_module(name): move for move in held.kept for name in move.ours if owner_module(name) in TIED}
-    if not ends or (held.config.values.get("ensure_weight_tying") and "embed" in ends):
+def keeps_tied_head(contents: AdapterContents) -> bool:
+    """Whether the embedding and head of a tied model stay equal when an adapter replaces them."""
+    tied_mappings = {owner_module(name): mapping for mapping in contents.saved_mappings for name in mapping.ours if owner_module(name) in TIED_MODULES}
+    if not tied_mappings or (contents.config.values.get("ensure_weight_tying") and "embed" in tied_mappings):
         return True
-    with TensorReader(held.tensors) as tensors:
-        found = [tensors[held.names[move.hub[0]]] for move in ends.values()]
-    return len(found) == len(TIED) and torch.equal(*found)
+    with TensorReader(contents.tensors) as tensors:
+        weights = [tensors[contents.file_names[mapping.hub[0]]] for mapping in tied_mappings.values()]
+    return len(weights) == len(TIED_MODULES) and torch.equal(*weights)
 
 
 def load_adapter(folder: Path, model: Decoder, adapter: LoRAConfig, source: HFCheckpoint) -> None:
-    """Fill what a folder of PEFT holds into a model."""
+    """Load a PEFT adapter into a model. Raises UserError if it does not match the adapter config."""
     check_adapter_fits(folder, model, adapter, source)
-    held = read_contents(folder, source)
-    with TensorReader(held.tensors) as tensors:
-        load_lora_weights(model, held, tensors)
-        for move in held.kept:
-            loaded = move.load([tensors[held.names[name]] for name in move.hub], held.shapes)
-            for name, tensor in zip(move.ours, loaded, strict=True):
+    contents = read_contents(folder, source)
+    with TensorReader(contents.tensors) as tensors:
+        load_lora_weights(model, contents, tensors)
+        for mapping in contents.saved_mappings:
+            loaded = mapping.load([tensors[contents.file_names[name]] for name in mapping.hub], contents.shapes)
+            for name, tensor in zip(mapping.ours, loaded, strict=True):
                 copy_to_shard(model.get_parameter(name), tensor)
 
 
-def load_lora_weights(model: Decoder, held: AdapterContents, tensors: TensorReader) -> None:
-    for one in held.held:
-        for name, found in one.load(tensors.__getitem__, held.shapes).items():
-            fill(model.get_submodule(name), found)
+def load_lora_weights(model: Decoder, contents: AdapterContents, tensors: TensorReader) -> None:
+    for target in contents.targets:
+        for name, delta in target.load_deltas(tensors.__getitem__, contents.shapes).items():
+            fill_layer(model.get_submodule(name), delta)
 
 
-def fill(layer: nn.Module, found: LoRADelta) -> None:
-    """Give an adapted layer the numbers of its update."""
+def fill_layer(layer: nn.Module, delta: LoRADelta) -> None:
+    """Copy a delta into the LoRA parameters of a layer."""
     if isinstance(layer, Embedding):
-        copy_to_shard(layer.lora_embedding_A, found.b.T)
-        copy_to_shard(layer.lora_embedding_B, found.a.T)
+        copy_to_shard(layer.lora_embedding_A, delta.b.T)
+        copy_to_shard(layer.lora_embedding_B, delta.a.T)
         return
     assert isinstance(layer, Linear | GroupedLinear)
-    for target, numbers in zip(lora_factors(layer), (found.a, found.b), strict=True):
-        copy_to_shard(target, numbers)
-    if isinstance(layer, Linear) and found.magnitude is not None:
-        copy_to_shard(layer.lora_magnitude_vector, found.magnitude)
+    for factor, values in zip(lora_factors(layer), (delta.a, delta.b), strict=True):
+        copy_to_shard(factor, values)
+    if isinstance(layer, Linear) and delta.magnitude is not None:
+        copy_to_shard(layer.lora_magnitude_vector, delta.magnitude)
 
 
 def check_adapter_fits(folder: Path, model: Decoder, adapter: LoRAConfig, source: HFCheckpoint) -> set[str]:
-    """The parameters of a model that a folder fills, once it is sure that the adapter is the one that was chosen."""
-    held = read_contents(folder, source)
-    mine, theirs = adapter.layers(model), held.outlines()
-    names = {name for move in held.kept for name in move.ours}
-    wanted = {*kept(model, adapter, source)}
-    optional = {name + WEIGHT for name in TIED} if model.spec.tied else set()
-    family, other = source.family, f"{held.config.where}, or with other targets"
-    if extra := [*(name + WEIGHT for name in theirs if name not in mine), *sorted(names - wanted)]:
+    """Return the names of the parameters that an adapter loads. Raises UserError if it does not match the config."""
+    contents = read_contents(folder, source)
+    layers, deltas = adapter.target_layers(model), contents.meta_deltas()
+    names = {name for mapping in contents.saved_mappings for name in mapping.ours}
+    required = {*saved_parameters(model, adapter, source)}
+    optional = {name + WEIGHT for name in TIED_MODULES} if model.spec.tie_word_embeddings else set()
+    family, hint = source.family, f"{contents.config.trained_for}, or has other targets"
+    if extra := [*(name + WEIGHT for name in deltas if name not in layers), *sorted(names - required)]:
         raise UserError(
-            f"{folder / TENSORS}: {transformers_key(extra[0], family).hub[0]} has no place in this model; {other}"
+            f"{folder / TENSORS}: {transformers_key(extra[0], family).hub[0]} is not a target in this model; {hint}"
         )
-    if missing := [*(name + WEIGHT for name in mine if name not in theirs), *sorted(wanted - names - optional)]:
-        raise UserError(f"{folder / TENSORS}: nothing for {transformers_key(missing[0], family).hub[0]}; {other}")
-    there = read_adapter_config(folder, source)
-    agree(folder, adapter, there if source.spec.tied else replace(there, untie_embeddings=adapter.untie_embeddings))
-    sizes = adapter.sizes(mine)
-    for name, found in theirs.items():
-        for key, one, another in zip(("rank", "alpha"), sizes[name], (found.rank, alpha(found, adapter)), strict=True):
-            if not math.isclose(one, another, rel_tol=1e-9):
-                raise UserError(f"adapter.{key}: {one}, but the adapter in {folder} has {another} for {name}")
+    if missing := [*(name + WEIGHT for name in layers if name not in deltas), *sorted(required - names - optional)]:
+        raise UserError(f"{folder / TENSORS}: no weights for {transformers_key(missing[0], family).hub[0]}; {hint}")
+    saved = read_adapter_config(folder, source)
+    check_same_options(folder, adapter, saved if source.spec.tie_word_embeddings else replace(saved, untie_embeddings=adapter.untie_embeddings))
+    sizes = adapter.ranks_and_alphas(layers)
+    for name, delta in deltas.items():
+        for key, expected, actual in zip(("rank", "alpha"), sizes[name], (delta.rank, effective_alpha(delta, adapter)), strict=True):
+            if not math.isclose(expected, actual, rel_tol=1e-9):
+                raise UserError(f"adapter.{key}: {expected}, but the adapter in {folder} has {actual} for {name}")
     return names | {name for name, _ in model.named_parameters() if ".lora_" in name}
 
 
-def agree(folder: Path, adapter: LoRAConfig, there: LoRAConfig) -> None:
-    """Kind and scale of a choice are those of the files."""
-    mine, theirs = ({"kind": kind_name(type(one)), **vars(one)} for one in (adapter, there))
+def check_same_options(folder: Path, adapter: LoRAConfig, saved: LoRAConfig) -> None:
+    """Raise UserError if an adapter config differs from that of the files in a way that changes the result."""
+    given, stored = ({"kind": kind_name(type(config)), **vars(config)} for config in (adapter, saved))
     for key in ("kind", "use_rslora", "bias", "untie_embeddings"):
-        if mine[key] != theirs[key]:
-            raise UserError(f"adapter.{key}: {mine[key]}, but the adapter in {folder} has {theirs[key]}")
+        if given[key] != stored[key]:
+            raise UserError(f"adapter.{key}: {given[key]}, but the adapter in {folder} has {stored[key]}")

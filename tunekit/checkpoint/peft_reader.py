@@ -1,4 +1,4 @@
-"""What the files of a PEFT adapter hold, by our layers."""
+"""Reads PEFT adapters and maps their tensors to model layers."""
 
 import json
 import re
@@ -22,21 +22,21 @@ from tunekit.models.weight_map import KeyMapping, KeyMatch, Shape, load_mappings
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
-INNER = ".base_layer"  # PEFT puts it between a module and what it wraps
-PARTS = "parts"  # metadata of our own files: ranks and scales of the layers whose updates are blocks of one
-HEAD = "head"  # and names of the classes of a head that scores
-NAME = re.compile(
-    rf"(?P<module>.+?)(?P<inner>(?:{re.escape(INNER)})*)"
+BASE_LAYER = ".base_layer"  # name of a module inside its PEFT wrapper
+BLOCKS_KEY = "parts"  # metadata of tunekit files: ranks and scales of layers that are fused in one tensor
+HEAD_KEY = "head"  # metadata of tunekit files: class names of a score head
+LORA_TENSOR = re.compile(
+    rf"(?P<module>.+?)(?P<inner>(?:{re.escape(BASE_LAYER)})*)"
     r"\.(?P<kind>lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)(?:\.weight)?"
 )
-HEADS = ("classifier", "score")  # PEFT names both of any model that scores, whatever its head is called
-KINDS = {frozenset({"lora_A", "lora_B"}), frozenset({"lora_embedding_A", "lora_embedding_B"})}
-# What PEFT can say of a LoRA and we do not do; each must have one of these values.
-PLAIN = {"lora_bias": (None, False), "layer_replication": (None,), "trainable_token_indices": (None, [], {})}
-PLAIN |= {"use_qalora": (None, False), "alora_invocation_tokens": (None, []), "bias": ("none", "all", "lora_only")}
-PLAIN |= dict.fromkeys(("use_bdlora", "arrow_config", "kasa_config", "monteclora_config", "velora_config"), (None,))
-# Other ways to begin change the weights of the model itself.
-PLAIN |= {"init_lora_weights": (None, True, False, "gaussian", "eva", "orthogonal")}
+HEAD_MODULES = ("classifier", "score")  # PEFT lists both in modules_to_save of any classifier
+FACTOR_PAIRS = {frozenset({"lora_A", "lora_B"}), frozenset({"lora_embedding_A", "lora_embedding_B"})}
+# Keys of unsupported PEFT features; each must have one of these values. The first is the default.
+SUPPORTED_VALUES = {"lora_bias": (None, False), "layer_replication": (None,), "trainable_token_indices": (None, [], {})}
+SUPPORTED_VALUES |= {"use_qalora": (None, False), "alora_invocation_tokens": (None, []), "bias": ("none", "all", "lora_only")}
+SUPPORTED_VALUES |= dict.fromkeys(("use_bdlora", "arrow_config", "kasa_config", "monteclora_config", "velora_config"), (None,))
+# Other initializations change the base weights.
+SUPPORTED_VALUES |= {"init_lora_weights": (None, True, False, "gaussian", "eva", "orthogonal")}
 
 Get = Callable[[str], Tensor]
 
@@ -50,299 +50,300 @@ class PeftConfigFile:
 
     @staticmethod
     def open(folder: Path) -> "PeftConfigFile":
-        c = read_json(folder / CONFIG)
-        if c.get("peft_type") != "LORA":
-            raise UserError(f"{folder / CONFIG}: peft_type {c.get('peft_type')!r} is not supported; LORA is")
-        for key, plain in PLAIN.items():
-            if c.get(key, plain[0]) not in plain:
-                raise UserError(f"{folder / CONFIG}: {key} = {c[key]!r} is not supported")
-        return PeftConfigFile(folder / CONFIG, c)
+        config = read_json(folder / CONFIG)
+        if config.get("peft_type") != "LORA":
+            raise UserError(f"{folder / CONFIG}: unsupported peft_type {config.get('peft_type')!r}; must be 'LORA'")
+        for key, allowed in SUPPORTED_VALUES.items():
+            if config.get(key, allowed[0]) not in allowed:
+                raise UserError(f"{folder / CONFIG}: unsupported value {key}={config[key]!r}")
+        return PeftConfigFile(folder / CONFIG, config)
 
     @property
-    def older(self) -> bool:
-        """Whether a PEFT before 0.19 says that it wrote this: it took (E, in, out) for the shape of all experts."""
-        found = re.match(r"0\.(\d+)", str(self.values.get("peft_version")))
-        return found is not None and int(found[1]) < 19
+    def is_before_0_19(self) -> bool:
+        """Whether PEFT before 0.19 saved this adapter. It assumed the shape (E, in, out) for all experts."""
+        match = re.match(r"0\.(\d+)", str(self.values.get("peft_version")))
+        return match is not None and int(match[1]) < 19
 
     @property
-    def base(self) -> str:
-        """The name of the checkpoint that the adapter was trained for."""
+    def base_name(self) -> str:
+        """Name of the base checkpoint, with its revision. Raises UserError if there is none."""
         name = self.values.get("base_model_name_or_path")
         if not isinstance(name, str):
-            raise UserError(f"{self.file}: no 'base_model_name_or_path', so the model it belongs to is not known")
+            raise UserError(f"{self.file}: no 'base_model_name_or_path', so the base model is unknown")
         revision = self.values.get("revision")
         return f"{name}@{revision}" if isinstance(revision, str) and not Path(name).is_dir() else name
 
     @property
-    def scores(self) -> bool:
-        """Whether it belongs to a model whose head scores."""
-        return self.task in ("SEQ_CLS", "TOKEN_CLS")
+    def has_score_head(self) -> bool:
+        """Whether the adapter belongs to a model with a score head."""
+        return self.task_type in ("SEQ_CLS", "TOKEN_CLS")
 
     @property
-    def task(self) -> str | None:
-        """What PEFT calls the kind of its model."""
+    def task_type(self) -> str | None:
+        """PEFT task type."""
         return self.values.get("task_type")
 
     @property
-    def where(self) -> str:
-        """The same for an error that there is in any case."""
+    def trained_for(self) -> str:
+        """Clause for error messages that names the base model."""
         return f"this adapter was trained for {self.values.get('base_model_name_or_path') or 'another model'}"
 
     @property
-    def choice(self) -> LoRAConfig:
-        """Kind, rank and scale, wherever the patterns say nothing else."""
-        c = self.values
-        kind = DoRAConfig if c.get("use_dora") else LoRAConfig
+    def adapter(self) -> LoRAConfig:
+        """Adapter config without rank_pattern and alpha_pattern."""
+        config = self.values
+        adapter_class = DoRAConfig if config.get("use_dora") else LoRAConfig
         try:
-            dropout, bias = float(c.get("lora_dropout") or 0), c.get("bias") or "none"
-            return kind(int(c["r"]), float(c["lora_alpha"]), dropout, use_rslora=bool(c.get("use_rslora")), bias=bias)
+            dropout, bias = float(config.get("lora_dropout") or 0), config.get("bias") or "none"
+            return adapter_class(int(config["r"]), float(config["lora_alpha"]), dropout, use_rslora=bool(config.get("use_rslora")), bias=bias)
         except KeyError as error:
             raise UserError(f"{self.file}: {error} is missing") from error
         except (TypeError, ValueError) as error:
             raise UserError(f"{self.file}: {error}") from error
 
-    def size(self, key: str, plain: LoRAConfig) -> tuple[int, float]:
-        """Rank and alpha of what PEFT calls `key`; the first pattern that fits its end counts."""
-        return self.lookup("rank_pattern", key, plain.rank), self.lookup("alpha_pattern", key, plain.alpha)
+    def rank_and_alpha(self, key: str, adapter: LoRAConfig) -> tuple[int, float]:
+        """Rank and alpha of the PEFT name `key`, from the first pattern that matches its end."""
+        return self.lookup_pattern("rank_pattern", key, adapter.rank), self.lookup_pattern("alpha_pattern", key, adapter.alpha)
 
-    def lookup(self, table: str, key: str, default: Any) -> Any:
-        for pattern, number in (self.values.get(table) or {}).items():
+    def lookup_pattern(self, table: str, key: str, default: Any) -> Any:
+        for pattern, value in (self.values.get(table) or {}).items():
             try:
                 if re.match(rf"(.*\.)?({pattern})$", key):
-                    return positive(type(default)(number))
+                    return require_positive(type(default)(value))
             except (re.error, TypeError, ValueError) as error:
                 raise UserError(f"{self.file}: {table}: {pattern}: {error}") from error
         return default
 
-    def check_saved(self, modules: Iterable[str]) -> None:
-        """Of all modules that are to be saved there are tensors."""
-        usual = HEADS if self.scores else ()
-        for wanted in self.values.get("modules_to_save") or []:
-            if wanted not in usual and not any(module.endswith(wanted) for module in modules):
-                raise UserError(f"{self.file}: modules_to_save names {wanted}, but {TENSORS} holds no tensor of it")
+    def check_modules_to_save(self, modules: Iterable[str]) -> None:
+        """Raise UserError if a module in modules_to_save has no tensors."""
+        optional = HEAD_MODULES if self.has_score_head else ()
+        for required in self.values.get("modules_to_save") or []:
+            if required not in optional and not any(module.endswith(required) for module in modules):
+                raise UserError(f"{self.file}: modules_to_save contains {required}, but {TENSORS} has no tensors of it")
 
-    def targets(self, tensor: str) -> bool:
-        """Whether a tensor of the Hub is adapted as a parameter, not as the weight of a module."""
+    def is_target_parameter(self, tensor: str) -> bool:
+        """Whether a checkpoint tensor is in target_parameters instead of target_modules."""
         return any(f".{tensor}".endswith(f".{target}") for target in self.values.get("target_parameters") or [])
 
 
-def positive(number: Any) -> Any:
+def require_positive(number: Any) -> Any:
     if number <= 0:
-        raise ValueError(f"must be above 0, not {number}")
+        raise ValueError(f"must be > 0, got {number}")
     return number
 
 
 @dataclass(frozen=True)
 class PeftTensor:
-    """The update of one of the Hub's tensors in a file."""
+    """LoRA delta of one checkpoint tensor in an adapter file."""
 
-    names: Mapping[str, str]  # lora_A and so on, under their names in the file
+    names: Mapping[str, str]  # names in the file by factor, such as lora_A
     rank: int
     scale: float
     shape: Shape  # of the weight, (..., out, in)
-    swapped: bool = False  # PEFT took the inputs of experts for their outputs
+    swapped: bool = False  # PEFT has swapped the input and output dimensions of experts
 
-    def wanted(self) -> dict[str, Shape]:
-        """The shapes that its tensors must have. Those of experts are flat: all ranks of the first, then the next."""
+    def expected_shapes(self) -> dict[str, Shape]:
+        """Expected shapes by factor. Factors of experts are flattened: all ranks of the first expert, then the next."""
         *lead, outputs, inputs = self.shape
         inputs, outputs = (outputs, inputs) if self.swapped else (inputs, outputs)
-        many = self.rank * (lead[0] if lead else 1)
-        found = {"lora_A": (many, inputs), "lora_B": (outputs, many), "lora_magnitude_vector": (outputs,)}
-        return found | {"lora_embedding_A": (self.rank, outputs), "lora_embedding_B": (inputs, self.rank)}
+        num_rows = self.rank * (lead[0] if lead else 1)
+        shapes = {"lora_A": (num_rows, inputs), "lora_B": (outputs, num_rows), "lora_magnitude_vector": (outputs,)}
+        return shapes | {"lora_embedding_A": (self.rank, outputs), "lora_embedding_B": (inputs, self.rank)}
 
-    def load(self, get: Get) -> LoRADelta:
-        found = {kind: get(name) for kind, name in self.names.items()}
-        if "lora_embedding_A" in found:
-            return LoRADelta(found["lora_embedding_B"].T, found["lora_embedding_A"].T, self.scale)
-        a, b = found["lora_A"], found["lora_B"]
+    def load_delta(self, get: Get) -> LoRADelta:
+        tensors = {kind: get(name) for kind, name in self.names.items()}
+        if "lora_embedding_A" in tensors:
+            return LoRADelta(tensors["lora_embedding_B"].T, tensors["lora_embedding_A"].T, self.scale)
+        a, b = tensors["lora_A"], tensors["lora_B"]
         if len(self.shape) == 3:
-            a, b = stacked(a, b, self.shape[0], self.swapped)
-        return LoRADelta(a, b, self.scale, found.get("lora_magnitude_vector"))
+            a, b = stack_factors(a, b, self.shape[0], self.swapped)
+        return LoRADelta(a, b, self.scale, tensors.get("lora_magnitude_vector"))
 
 
 @dataclass(frozen=True)
 class TargetTensors:
-    """What a file holds for the layers of one site."""
+    """Adapter tensors of the layers of one target."""
 
-    site: LoRATarget
-    parts: tuple[PeftTensor, ...]
-    blocks: tuple[tuple[int, float], ...]  # ranks and scales of its layers, if the file says that it is made of them
+    target: LoRATarget
+    tensors: tuple[PeftTensor, ...]
+    blocks: tuple[tuple[int, float], ...]  # ranks and scales of the layers, if the file has them
 
-    def load(self, get: Get, shapes: Mapping[str, Shape]) -> dict[str, LoRADelta]:
-        """Updates by our layers; `shapes` are those of the model."""
-        ours = [shapes[name + WEIGHT] for name in self.site.ours]
-        found = self.site.back([part.load(get) for part in self.parts], ours)
+    def load_deltas(self, get: Get, shapes: Mapping[str, Shape]) -> dict[str, LoRADelta]:
+        """Deltas by layer name. `shapes` are those of the model parameters."""
+        layer_shapes = [shapes[name + WEIGHT] for name in self.target.layers]
+        deltas = self.target.from_checkpoint([tensor.load_delta(get) for tensor in self.tensors], layer_shapes)
         if self.blocks:
             starts = [sum(rank for rank, _ in self.blocks[:i]) for i in range(len(self.blocks))]
-            found = [u.part(at, *block) for u, at, block in zip(found, starts, self.blocks, strict=True)]
-        return {name: update for name, update in zip(self.site.ours, found, strict=True) if update.rank}
+            deltas = [delta.block(start, *block) for delta, start, block in zip(deltas, starts, self.blocks, strict=True)]
+        return {name: update for name, update in zip(self.target.layers, deltas, strict=True) if update.rank}
 
 
 @dataclass(frozen=True)
 class AdapterContents:
-    """An adapter as it lies on disk."""
+    """Contents of an adapter directory. Tensors are not read yet."""
 
     config: PeftConfigFile
-    tensors: Mapping[str, TensorMeta]  # by their names in the file
-    held: Sequence[TargetTensors]
-    kept: Sequence[KeyMapping]  # tensors of the model itself, from the Hub's names to ours
-    names: Mapping[str, str]  # the Hub's names of those tensors to the names in the file
-    shapes: Mapping[str, Shape]  # of the model
+    tensors: Mapping[str, TensorMeta]  # by name in the file
+    targets: Sequence[TargetTensors]
+    saved_mappings: Sequence[KeyMapping]  # of fully saved parameters
+    file_names: Mapping[str, str]  # of fully saved tensors, by checkpoint name
+    shapes: Mapping[str, Shape]  # of the model parameters
 
-    def outlines(self) -> dict[str, LoRADelta]:
-        """The updates of all layers without their numbers."""
-        return self.load(self.outline)
+    def meta_deltas(self) -> dict[str, LoRADelta]:
+        """Deltas of all layers on the meta device."""
+        return self.load_deltas(self.meta_tensor)
 
-    def outline(self, name: str) -> Tensor:
+    def meta_tensor(self, name: str) -> Tensor:
         return torch.empty(self.tensors[name].shape, device="meta")
 
-    def load(self, get: Get) -> dict[str, LoRADelta]:
-        return {name: update for held in self.held for name, update in held.load(get, self.shapes).items()}
+    def load_deltas(self, get: Get) -> dict[str, LoRADelta]:
+        return {name: delta for target in self.targets for name, delta in target.load_deltas(get, self.shapes).items()}
 
 
 @cache
-def shapes(spec: DecoderSpec) -> Mapping[str, Shape]:
-    """Shapes of all weights of a model."""
+def model_shapes(spec: DecoderSpec) -> Mapping[str, Shape]:
+    """Shapes of all parameters of a model."""
     with torch.device("meta"):
         return Decoder(spec).shapes
 
 
-def containers(source: HFCheckpoint) -> Mapping[str, list[str]]:
-    """Modules of the Hub that hold stacked experts, and their tensors in the order in which PEFT wraps them."""
-    found: dict[str, dict[str, None]] = {}
-    for name, shape in shapes(source.spec).items():
+def expert_modules(source: HFCheckpoint) -> Mapping[str, list[str]]:
+    """Transformers modules with stacked experts, and their tensors in the order in which PEFT wraps them."""
+    modules: dict[str, dict[str, None]] = {}
+    for name, shape in model_shapes(source.spec).items():
         if name.endswith(WEIGHT) and len(shape) == 3:
             for tensor in transformers_key(name, source.family).hub:
-                found.setdefault(tensor.rpartition(".")[0], {})[tensor] = None
-    return {module: list(tensors) for module, tensors in found.items()}
+                modules.setdefault(tensor.rpartition(".")[0], {})[tensor] = None
+    return {module: list(tensors) for module, tensors in modules.items()}
 
 
-def stacked(a: Tensor, b: Tensor, experts: int, swapped: bool) -> tuple[Tensor, Tensor]:
-    """A (E, rank, in) and B (E, out, rank) of experts, from (E rank, in) and (out, rank E), or of the transposed."""
+def stack_factors(a: Tensor, b: Tensor, experts: int, swapped: bool) -> tuple[Tensor, Tensor]:
+    """A (E, rank, in) and B (E, out, rank) of experts, from PEFT's (E rank, in) and (out, rank E), or transposed."""
     a, b = a.unflatten(0, (experts, -1)), b.unflatten(1, (-1, experts)).permute(2, 0, 1)
     return (b.mT, a.mT) if swapped else (a, b)
 
 
 def unstack_factors(a: Tensor, b: Tensor, swapped: bool) -> tuple[Tensor, Tensor]:
-    """The way back from `stacked`."""
+    """Inverse of `stack_factors`."""
     a, b = (b.mT, a.mT) if swapped else (a, b)
     return a.flatten(0, 1), b.permute(1, 2, 0).flatten(1)
 
 
 def read_contents(folder: Path, source: HFCheckpoint) -> AdapterContents:
-    """What is in a folder of PEFT, once it is sure that all of it belongs to a model like `source`."""
+    """Read the headers of a PEFT adapter. Raises UserError if a tensor does not match the model of `source`."""
     file = folder / TENSORS
     if not file.is_file():
-        raise UserError(f"{folder}: no {TENSORS}, so this is no adapter")
+        raise UserError(f"{folder}: not an adapter directory (no {TENSORS})")
     config, tensors = PeftConfigFile.open(folder), read_header(file)
-    if odd := [name for name in tensors if not name.startswith(PREFIX)]:
-        raise UserError(f"{file}: {odd[0]} is no tensor of a PEFT adapter")
-    updates = {name: found for name in tensors if (found := NAME.fullmatch(name.removeprefix(PREFIX)))}
-    if not updates:
-        raise UserError(f"{file}: holds no low-rank updates")
-    # PEFT saves a copy of an adapted embedding or head beside its update.
-    rest = [name for name in tensors if name not in updates and not name.endswith(INNER + WEIGHT)]
-    names = {name.removeprefix(PREFIX).replace(INNER, ""): name for name in rest}
-    kept, unknown = load_mappings(names, source.family.table)
+    if unknown_prefix := [name for name in tensors if not name.startswith(PREFIX)]:
+        raise UserError(f"{file}: {unknown_prefix[0]} is not a PEFT tensor name")
+    matches = {name: contents for name in tensors if (contents := LORA_TENSOR.fullmatch(name.removeprefix(PREFIX)))}
+    if not matches:
+        raise UserError(f"{file}: no LoRA tensors")
+    # PEFT also saves a copy of an adapted embedding or head.
+    other_names = [name for name in tensors if name not in matches and not name.endswith(BASE_LAYER + WEIGHT)]
+    names = {name.removeprefix(PREFIX).replace(BASE_LAYER, ""): name for name in other_names}
+    mappings, unknown = load_mappings(names, source.family.table)
     if unknown:
-        raise stranger(file, unknown[0], source)
-    held = AdapterReader(config, file, tensors, source).held(updates)
-    found = AdapterContents(config, tensors, held, kept, names, shapes(source.spec))
-    for move in kept:
-        check_kept(file, move, found, source)
-    config.check_saved({name[:at] for name in names for at, char in enumerate(name) if char == "."})
-    return found
+        raise unknown_tensor_error(file, unknown[0], source)
+    targets = AdapterReader(config, file, tensors, source).group_by_target(matches)
+    contents = AdapterContents(config, tensors, targets, mappings, names, model_shapes(source.spec))
+    for mapping in mappings:
+        check_saved_mapping(file, mapping, contents, source)
+    config.check_modules_to_save({name[:i] for name in names for i, char in enumerate(name) if char == "."})
+    return contents
 
 
-def check_kept(file: Path, move: KeyMapping, held: AdapterContents, source: HFCheckpoint) -> None:
-    """Tensors of the model itself are all there, in the shapes of the model."""
-    if not move.ours or any(name not in held.shapes for name in move.ours):
-        raise stranger(file, move.hub[0], source)
-    wanted = move.hub_shapes(held.shapes)
-    for name, wants in zip(move.hub, wanted, strict=len(move.hub) == len(wanted)):
-        if name not in held.names:
+def check_saved_mapping(file: Path, mapping: KeyMapping, contents: AdapterContents, source: HFCheckpoint) -> None:
+    """Raise UserError if tensors of fully saved parameters are missing or have wrong shapes."""
+    if not mapping.ours or any(name not in contents.shapes for name in mapping.ours):
+        raise unknown_tensor_error(file, mapping.hub[0], source)
+    expected = mapping.hub_shapes(contents.shapes)
+    for name, shape in zip(mapping.hub, expected, strict=len(mapping.hub) == len(expected)):
+        if name not in contents.file_names:
             raise UserError(f"{file}: {name} is missing")
-        if (has := held.tensors[held.names[name]].shape) != wants:
-            raise UserError(f"{file}: {name} is {list(has)}, wanted {list(wants)}; {held.config.where}")
+        if (actual := contents.tensors[contents.file_names[name]].shape) != shape:
+            raise UserError(f"{file}: {name} has shape {list(actual)}, expected {list(shape)}; {contents.config.trained_for}")
 
 
-def stranger(file: Path, name: str, source: HFCheckpoint) -> UserError:
-    return UserError(f"{file}: {name} belongs to no layer of a {source.config['model_type']} model")
+def unknown_tensor_error(file: Path, name: str, source: HFCheckpoint) -> UserError:
+    return UserError(f"{file}: {name} matches no layer of a {source.config['model_type']} model")
 
 
 class AdapterReader:
-    """Sorts the updates of a file by our layers, and checks their shapes."""
+    """Groups the LoRA tensors of a file by target layers and checks their shapes."""
 
     def __init__(
         self, config: PeftConfigFile, file: Path, tensors: Mapping[str, TensorMeta], source: HFCheckpoint
     ) -> None:
         self.config, self.file, self.tensors, self.source = config, file, tensors, source
-        self.plain, self.shapes = config.choice, shapes(source.spec)
-        self.containers = containers(source)
-        with safe_open(file, framework="pt") as opened:
-            self.blocks = json.loads((opened.metadata() or {}).get(PARTS, "{}"))
+        self.adapter, self.shapes = config.adapter, model_shapes(source.spec)
+        self.expert_modules = expert_modules(source)
+        with safe_open(file, framework="pt") as stream:
+            self.blocks = json.loads((stream.metadata() or {}).get(BLOCKS_KEY, "{}"))
 
-    def held(self, names: Mapping[str, re.Match[str]]) -> list[TargetTensors]:
-        """What the file holds, site by site. `names` are parsed."""
+    def group_by_target(self, names: Mapping[str, re.Match[str]]) -> list[TargetTensors]:
+        """Group LoRA tensors by target. `names` maps names in the file to matches of `LORA_TENSOR`."""
         modules: dict[tuple[str, int], dict[str, str]] = {}
-        for name, found in names.items():
-            modules.setdefault((found["module"], found["inner"].count(INNER)), {})[found["kind"]] = name
-        sites: dict[LoRATarget, dict[str, dict[str, str]]] = {}
+        for name, parsed in names.items():
+            modules.setdefault((parsed["module"], parsed["inner"].count(BASE_LAYER)), {})[parsed["kind"]] = name
+        targets: dict[LoRATarget, dict[str, dict[str, str]]] = {}
         for (module, depth), kinds in modules.items():
-            match = self.match(self.tensor(module, depth))
-            tensor = match.hub[match.part].replace("*", str(match.expert))
-            sites.setdefault(LoRATarget.of(match), {})[tensor] = self.complete(module, kinds)
-        return [self.joined(site, parts) for site, parts in sites.items()]
+            match = self.match_key(self.adapted_tensor(module, depth))
+            tensor = match.hub[match.position].replace("*", str(match.expert))
+            targets.setdefault(LoRATarget.from_match(match), {})[tensor] = self.check_complete(module, kinds)
+        return [self.build_target(site, tensors) for site, tensors in targets.items()]
 
-    def complete(self, module: str, kinds: dict[str, str]) -> dict[str, str]:
-        """The tensors of one update, if none is missing."""
-        lengths = {"lora_magnitude_vector"} if isinstance(self.plain, DoRAConfig) else set()
-        if not any(kinds.keys() == pair | lengths for pair in KINDS):
-            wanted = next((pair | lengths for pair in KINDS if pair & kinds.keys()), lengths)
-            odd = sorted(wanted ^ kinds.keys())[0]
-            raise UserError(f"{self.file}: {module}: {'no' if odd in wanted else 'unexpected'} {odd}")
+    def check_complete(self, module: str, kinds: dict[str, str]) -> dict[str, str]:
+        """Return the factors of one module. Raises UserError if one is missing or unexpected."""
+        extra = {"lora_magnitude_vector"} if isinstance(self.adapter, DoRAConfig) else set()
+        if not any(kinds.keys() == pair | extra for pair in FACTOR_PAIRS):
+            expected = next((pair | extra for pair in FACTOR_PAIRS if pair & kinds.keys()), extra)
+            name = sorted(expected ^ kinds.keys())[0]
+            raise UserError(f"{self.file}: {module}: {'no' if name in expected else 'unexpected'} {name}")
         return kinds
 
-    def tensor(self, module: str, depth: int) -> str:
-        """The adapted tensor of the Hub. PEFT wraps a module of experts once for each of its adapted tensors."""
-        if module not in self.containers:
+    def adapted_tensor(self, module: str, depth: int) -> str:
+        """Name of the adapted checkpoint tensor. PEFT wraps an expert module once per adapted tensor."""
+        if module not in self.expert_modules:
             return module + WEIGHT
-        adapted = [name for name in self.containers[module] if self.config.targets(name)]
+        adapted = [name for name in self.expert_modules[module] if self.config.is_target_parameter(name)]
         if depth >= len(adapted):
-            raise UserError(f"{self.config.file}: target_parameters does not say what is adapted in {module}")
+            raise UserError(f"{self.config.file}: target_parameters lists too few tensors of {module}")
         return adapted[-1 - depth]
 
-    def match(self, tensor: str) -> KeyMatch:
+    def match_key(self, tensor: str) -> KeyMatch:
         match = match_hub_name(tensor, self.source.family.table)
         if match is None or not match.ours or any(name not in self.shapes for name in match.ours):
-            raise stranger(self.file, tensor.removesuffix(WEIGHT), self.source)
+            raise unknown_tensor_error(self.file, tensor.removesuffix(WEIGHT), self.source)
         return match
 
-    def joined(self, site: LoRATarget, parts: Mapping[str, dict[str, str]]) -> TargetTensors:
-        """All updates of a site, in its order."""
-        ours = [self.shapes[name + WEIGHT] for name in site.ours]
-        tensors = site.names(ours[0][0])
-        if missing := [tensor for tensor in tensors if tensor not in parts]:
-            raise UserError(f"{self.file}: adapts {next(iter(parts))}, but not {missing[0]}, which belongs to it")
-        swapped = site.op == site.rows if self.config.older else self.source.family.untold
-        made = [self.part(t, parts[t], shape, swapped) for t, shape in zip(tensors, site.shapes(ours), strict=True)]
-        return TargetTensors(site, tuple(made), self.sound(self.blocks.get(tensors[0]), site, made))
+    def build_target(self, target: LoRATarget, factors: Mapping[str, dict[str, str]]) -> TargetTensors:
+        """Tensors of a target, in its order."""
+        layer_shapes = [self.shapes[name + WEIGHT] for name in target.layers]
+        tensors = target.tensor_names(layer_shapes[0][0])
+        if missing := [tensor for tensor in tensors if tensor not in factors]:
+            raise UserError(f"{self.file}: adapts {next(iter(factors))}, but not {missing[0]} of the same layer")
+        swapped = target.op == target.output_op if self.config.is_before_0_19 else self.source.family.transposed_experts
+        parsed = [self.build_tensor(t, factors[t], shape, swapped) for t, shape in zip(tensors, target.shapes(layer_shapes), strict=True)]
+        return TargetTensors(target, tuple(parsed), self.valid_blocks(self.blocks.get(tensors[0]), target, parsed))
 
-    def sound(self, blocks: Any, site: LoRATarget, parts: list[PeftTensor]) -> tuple[tuple[int, float], ...]:
-        """Blocks that make up the whole; none where another program has changed the file around what it says."""
-        found = tuple((int(rank), float(scale)) for rank, scale in blocks or ())
-        fits = len(found) == len(site.ours) and sum(rank for rank, _ in found) == sum(part.rank for part in parts)
-        return found if fits else ()
+    def valid_blocks(self, blocks: Any, target: LoRATarget, tensors: list[PeftTensor]) -> tuple[tuple[int, float], ...]:
+        """Ranks and scales of the fused layers; empty if they do not match the tensors, which may have been edited."""
+        parsed = tuple((int(rank), float(scale)) for rank, scale in blocks or ())
+        is_valid = len(parsed) == len(target.layers) and sum(rank for rank, _ in parsed) == sum(tensor.rank for tensor in tensors)
+        return parsed if is_valid else ()
 
-    def part(self, tensor: str, names: dict[str, str], shape: Shape, swapped: bool) -> PeftTensor:
-        key = tensor if self.config.targets(tensor) else tensor.removesuffix(WEIGHT)
-        rank, alpha = self.config.size(key, self.plain)
-        part = PeftTensor(names, rank, self.plain.scale(rank, alpha), shape, len(shape) == 3 and swapped)
-        if len(shape) == 3 and self.tensors[names["lora_A"]].shape != part.wanted()["lora_A"]:
-            part = replace(part, swapped=not part.swapped)  # an older one that says no version
+    def build_tensor(self, tensor: str, names: dict[str, str], shape: Shape, swapped: bool) -> PeftTensor:
+        key = tensor if self.config.is_target_parameter(tensor) else tensor.removesuffix(WEIGHT)
+        rank, alpha = self.config.rank_and_alpha(key, self.adapter)
+        result = PeftTensor(names, rank, self.adapter.scale(rank, alpha), shape, len(shape) == 3 and swapped)
+        if len(shape) == 3 and self.tensors[names["lora_A"]].shape != result.expected_shapes()["lora_A"]:
+            result = replace(result, swapped=not result.swapped)  # saved by an older PEFT without a version
         for kind, name in names.items():
-            if self.tensors[name].shape != part.wanted()[kind]:
-                has, wants = list(self.tensors[name].shape), list(part.wanted()[kind])
-                why = f"{self.config.where}, or its rank is not {rank}"
-                raise UserError(f"{self.file}: {name.removeprefix(PREFIX)} is {has}, wanted {wants}; {why}")
-        return part
+            if self.tensors[name].shape != result.expected_shapes()[kind]:
+                actual, expected = list(self.tensors[name].shape), list(result.expected_shapes()[kind])
+                hint = f"{self.config.trained_for}, or its rank is not {rank}"
+                shapes = f"has shape {actual}, expected {expected}"
+                raise UserError(f"{self.file}: {name.removeprefix(PREFIX)} {shapes}; {hint}")
+        return result

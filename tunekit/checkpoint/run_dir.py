@@ -1,4 +1,4 @@
-"""The folder of a run: one process, or its ranks, and one config."""
+"""Run directory: locked by one run at a time, with one config."""
 
 import fcntl
 import json
@@ -19,27 +19,27 @@ from tunekit.distributed.context import DistributedContext
 from tunekit.errors import UserError
 
 CONFIG, METRICS, STATE, FINAL, LOCK = "config.yaml", "metrics.jsonl", "state", "final", ".lock"
-EVALUATION = "evaluation.json"  # what `evaluate` found about the run's model
-UPLOAD = "upload"  # checkpoints on their way to the Hub
-LONGER = {"max_steps", "epochs"}  # keys by which a person wants more of a run that has finished
-# What the loggers write; see `tunekit.loggers.metric_logger`.
+EVALUATION = "evaluation.json"  # results of the recipe `evaluate`
+UPLOAD = "upload"  # checkpoints that are being uploaded
+LENGTH_KEYS = {"max_steps", "epochs"}  # keys that users change to continue a finished run
+# Directories of the experiment trackers; see `tunekit.loggers.metric_logger`.
 LOGS = ("tensorboard", "wandb", "mlflow", "comet")
-BEGAN = "# began on "
-# What the processes of a run print, before one of them claims its folder; how a person asks it to stop.
-PRINTED, STOP = "logs", "stop"
-BEFORE_CONFIG = {LOCK, CONFIG + atomic.PARTIAL, PRINTED, STOP}
+START_PREFIX = "# began on "
+# Logs of the worker processes, created before the run directory is locked; file with which users stop a run.
+OUTPUT, STOP = "logs", "stop"
+EARLY_FILES = {LOCK, CONFIG + atomic.PARTIAL, OUTPUT, STOP}
 
 
 @dataclass(frozen=True)
 class RunDir:
-    """Where a run writes. Nobody else does until it is closed."""
+    """Run directory, locked until it is closed."""
 
     folder: Path
-    lock: ExitStack  # of the main process; the others have none
-    day: date  # when the run began
-    resolved: str  # its config in YAML
+    lock: ExitStack  # empty on ranks other than the main process
+    started_on: date
+    resolved: str  # config as YAML
     run: DistributedContext
-    fresh: bool = False  # what an earlier run has left there is to go
+    overwrite: bool = False  # delete the results of an earlier run
 
     @property
     def config(self) -> Path:
@@ -57,9 +57,9 @@ class RunDir:
     def final(self) -> Path:
         return self.folder / FINAL
 
-    def begin(self) -> None:
-        """All is checked and the run begins: if it starts over, what there was goes now."""
-        self.run.shared(partial(write_config, self.folder, self.day, self.resolved, self.fresh))
+    def start(self) -> None:
+        """Write the config after all checks have passed. With `overwrite`, delete earlier results now."""
+        self.run.run_on_main(partial(write_config, self.folder, self.started_on, self.resolved, self.overwrite))
 
     def close(self) -> None:
         self.lock.close()
@@ -76,97 +76,100 @@ class RunDir:
 def open_run_dir(
     out: Path,
     resolved: str,
-    live: frozenset[str],
-    fresh: bool = False,
+    mutable_keys: frozenset[str],
+    overwrite: bool = False,
     run: DistributedContext | None = None,
-    further: str = "",
+    continue_hint: str = "",
 ) -> RunDir:
-    """The folder of a run, made or taken up again. `resolved` is its config in YAML.
+    """Create or reopen the run directory `out`, and lock it on the main process. `resolved` is the config as YAML.
 
-    A run that has left results goes on only with the same config; top-level keys in `live` may change. With `fresh`
-    any config will do, and the results stay until the run begins. Of all ranks the main process has the lock. `further`
-    is what to say for a run that begins with what this one has made.
+    A run with results can only be resumed with the same config, except for the top-level keys `mutable_keys`. With
+    `overwrite`, any config is accepted, and results are deleted when the run starts. `continue_hint` says in an error
+    message how to start a new run from the result of a finished one.
     """
     run = run or DistributedContext(device="cpu")
-    with ExitStack() as held:
-        day = run.shared(partial(lock_run_dir, held, out, resolved, live, fresh, further))
-        return RunDir(out, held.pop_all(), day, resolved, run, fresh)
+    with ExitStack() as stack:
+        started_on = run.run_on_main(partial(lock_run_dir, stack, out, resolved, mutable_keys, overwrite, continue_hint))
+        return RunDir(out, stack.pop_all(), started_on, resolved, run, overwrite)
 
 
-def lock_run_dir(held: ExitStack, out: Path, resolved: str, live: frozenset[str], fresh: bool, further: str) -> date:
-    """Lock a folder, look whether it is the right one, and put the config there; the day when its run began."""
+def lock_run_dir(stack: ExitStack, out: Path, resolved: str, mutable_keys: frozenset[str], overwrite: bool, continue_hint: str) -> date:
+    """Check and lock a directory, write the config, and return the start date of its run."""
     check_is_run_dir(out)
     try:
         out.mkdir(parents=True, exist_ok=True)
-        held.enter_context(acquire_lock(out))
-        day = date.today() if fresh else start_date(out)
+        stack.enter_context(acquire_lock(out))
+        started_on = date.today() if overwrite else start_date(out)
     except OSError as error:
-        raise UserError(f"output_dir: cannot write in {out}: {error.strerror}: give another output_dir=") from error
-    if not fresh and has_results(out):
-        check_same_config(out, resolved, live, further)
-    if not fresh or not (out / CONFIG).is_file():
-        write_config(out, day, resolved, fresh)
-    return day
+        raise UserError(f"output_dir: cannot write to {out}: {error.strerror}. Set another output_dir.") from error
+    if not overwrite and has_results(out):
+        check_same_config(out, resolved, mutable_keys, continue_hint)
+    if not overwrite or not (out / CONFIG).is_file():
+        write_config(out, started_on, resolved, overwrite)
+    return started_on
 
 
-def write_config(out: Path, day: date, resolved: str, fresh: bool) -> None:
-    if fresh:
+def write_config(out: Path, started_on: date, resolved: str, overwrite: bool) -> None:
+    if overwrite:
         erase_results(out)
-    atomic.write_text_atomic(out / CONFIG, f"{BEGAN}{day.isoformat()}\n{resolved}")
+    atomic.write_text_atomic(out / CONFIG, f"{START_PREFIX}{started_on.isoformat()}\n{resolved}")
 
 
 def check_is_run_dir(out: Path) -> None:
-    """Whether a folder is that of a run, or may become one."""
-    if out.is_dir() and not (out / CONFIG).is_file() and {path.name for path in out.iterdir()} - BEFORE_CONFIG:
-        raise UserError(f"{out} holds files and is not the folder of a run: give another output_dir=")
+    """Raise UserError if a directory contains files but no run."""
+    if out.is_dir() and not (out / CONFIG).is_file() and {path.name for path in out.iterdir()} - EARLY_FILES:
+        raise UserError(f"output_dir: {out} is not empty and not a run directory. Set another output_dir.")
 
 
 def start_date(out: Path) -> date:
-    """The day on which the run in a folder began, today if there is none. Chat templates may print it."""
+    """Start date of the run in a directory, by default today. Chat templates may use it."""
     config = out / CONFIG
-    first = config.read_text(encoding="utf-8").partition("\n")[0] if has_results(out) and config.is_file() else ""
-    return date.fromisoformat(first.removeprefix(BEGAN)) if first.startswith(BEGAN) else date.today()
+    header = config.read_text(encoding="utf-8").partition("\n")[0] if has_results(out) and config.is_file() else ""
+    return date.fromisoformat(header.removeprefix(START_PREFIX)) if header.startswith(START_PREFIX) else date.today()
 
 
 def erase_results(out: Path) -> None:
-    """Remove what a run wrote into its folder, and nothing else. The config stays: the folder is that of a run."""
+    """Delete the results of a run, and nothing else. The config stays and marks a run directory."""
     try:
         for name in (STATE, FINAL, UPLOAD, *LOGS):
-            for ending in (atomic.PARTIAL, atomic.PREVIOUS, ""):
-                atomic.remove_dir(out / (name + ending))
+            for suffix in (atomic.PARTIAL, atomic.PREVIOUS, ""):
+                atomic.remove_dir(out / (name + suffix))
         for name in (METRICS, EVALUATION):
             (out / name).unlink(missing_ok=True)
     except OSError as error:
-        raise UserError(f"output_dir: cannot erase {out}: {error.strerror}: give another output_dir=") from error
+        raise UserError(f"output_dir: cannot delete results in {out}: {error.strerror}. Set another output_dir.") from error
 
 
 def has_results(out: Path) -> bool:
-    """Whether there is something that another config would contradict."""
+    """Whether a directory has results, which belong to one config."""
     return any((out / name).exists() for name in (STATE, FINAL, METRICS))
 
 
-def check_same_config(out: Path, resolved: str, live: frozenset[str], further: str) -> None:
-    """UserError for another config than the one that a run began with."""
+def check_same_config(out: Path, resolved: str, mutable_keys: frozenset[str], continue_hint: str) -> None:
+    """Raise UserError if the config differs from that of the run in the directory."""
     try:
         old, new = yaml.safe_load((out / CONFIG).read_text(encoding="utf-8")), yaml.safe_load(resolved)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(
-            f"cannot read {out / CONFIG}: mend it, start over with --overwrite or give another output_dir="
+            f"{out / CONFIG}: cannot be parsed. Fix it, pass --overwrite, or set another output_dir."
         ) from error
-    changed = [found for found in diff_configs(old, new) if found[0].partition(".")[0] not in live]
-    told = partial(json.dumps, ensure_ascii=False, default=str)  # an edited file may hold a date
-    found = "; ".join(f"{key}: {told(before)} there, {told(now)} now" for key, before, now in changed)
-    if found and further and {key for key, *_ in changed} <= LONGER and atomic.is_complete(out / FINAL):
-        mend = f"{further} and another output_dir= train on what it made, --overwrite starts over"
-        raise UserError(f"{out} has finished ({found}): {mend}")
-    if found:
+    changed = [change for change in diff_configs(old, new) if change[0].partition(".")[0] not in mutable_keys]
+    format_value = partial(json.dumps, ensure_ascii=False, default=str)  # YAML dates are not JSON
+    differences = "; ".join(
+        f"{key}: {format_value(saved)} saved, {format_value(given)} given" for key, saved, given in changed
+    )
+    if changed and continue_hint and {key for key, *_ in changed} <= LENGTH_KEYS and atomic.is_complete(out / FINAL):
+        hint = f"Continue from its result with {continue_hint} and another output_dir, or pass --overwrite to restart."
+        raise UserError(f"output_dir: the run in {out} is complete ({differences}). {hint}")
+    if changed:
         raise UserError(
-            f"{out} is the run of another config ({found}): --overwrite starts over, or give another output_dir="
+            f"output_dir: {out} was created with a different config ({differences}). "
+            "Pass --overwrite, or set another output_dir."
         )
 
 
 def acquire_lock(out: Path) -> IO[str]:
-    """The lock of a folder: gone when the file is closed, however the process ends."""
+    """Lock a directory until the returned file is closed or the process ends. Raises UserError if it is locked."""
     file = (out / LOCK).open("a+")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -174,7 +177,7 @@ def acquire_lock(out: Path) -> IO[str]:
         file.seek(0)
         holder = file.read().strip()
         file.close()
-        raise UserError(f"{out} is in use by process {holder}: wait for it, or give another output_dir=") from None
+        raise UserError(f"output_dir: {out} is in use by process {holder}. Wait for it, or set another output_dir.") from None
     file.seek(0)
     file.truncate()
     file.write(str(os.getpid()))

@@ -1,4 +1,4 @@
-"""Tensors in files: where each lies, reading one at a time, writing them in any order."""
+"""Reads and writes single tensors of safetensors and torch.save files."""
 
 import json
 import math
@@ -25,7 +25,7 @@ from tunekit.errors import UserError
 from tunekit.models.weight_init import named_generator, normal_init
 from tunekit.models.weight_map import Shape
 
-# What safetensors calls them, in the order in which its own writer puts them into a file, from behind.
+# By safetensors name, in the reverse of the order in which the library writes them to a file.
 DTYPES = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
@@ -45,47 +45,47 @@ DTYPES = {
     "I64": torch.int64,
     "U64": torch.uint64,
 }
-NAMES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}  # in JSON files
-KINDS = {dtype: kind for kind, dtype in DTYPES.items()}
-# What torch raises over a pickle that is damaged, or asks for something to be run.
-BROKEN = (pickle.UnpicklingError, zipfile.BadZipFile, struct.error, AssertionError, AttributeError, ArithmeticError)
-BROKEN += (EOFError, LookupError, MemoryError, OSError, RuntimeError, TypeError, ValueError)
-CHUNK = 2**24  # bytes that one thread reads at a time
-LENGTH = struct.Struct("<Q")
-FORMAT = {"format": "pt"}  # without it transformers does not open a file
+CONFIG_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}  # in JSON files
+DTYPE_NAMES = {dtype: kind for kind, dtype in DTYPES.items()}
+# Errors of torch.load for a file that is corrupt or contains code.
+PICKLE_ERRORS = (pickle.UnpicklingError, zipfile.BadZipFile, struct.error, AssertionError, AttributeError, ArithmeticError)
+PICKLE_ERRORS += (EOFError, LookupError, MemoryError, OSError, RuntimeError, TypeError, ValueError)
+CHUNK = 2**24  # bytes per read of a thread
+HEADER_LENGTH = struct.Struct("<Q")
+FORMAT = {"format": "pt"}  # required by transformers
 Entries = Mapping[str, tuple[Shape, torch.dtype]]
 
 
 class OpenFiles:
-    """Open files, each opened once."""
+    """Cache of open files, memory maps and unpickled files."""
 
     def __init__(self) -> None:
         self.stack = ExitStack()
         self.threads = self.stack.enter_context(ThreadPoolExecutor(torch.get_num_threads()))
         self.streams: dict[Path, FileIO] = {}
-        self.maps: dict[Path, mmap] = {}  # never closed: tensors that were lent keep them
-        self.lent: set[TensorMeta] = set()
+        self.maps: dict[Path, mmap] = {}  # never closed, because tensors may still use them
+        self.mapped_tensors: set[TensorMeta] = set()
         self.pickles: dict[Path, Mapping[str, Tensor]] = {}
 
-    def fill(self, buffer: Tensor, file: Path, start: int) -> None:
-        """Read the bytes of `buffer` from `start` on, by as many threads as torch has."""
+    def read_into(self, buffer: Tensor, file: Path, start: int) -> None:
+        """Fill `buffer` with bytes from `start`, with as many threads as torch uses."""
         if file not in self.streams:
             self.streams[file] = self.stack.enter_context(FileIO(file))
         handle, view = self.streams[file].fileno(), buffer.numpy().data
-        parts = range(0, len(view), CHUNK)
-        for _ in self.threads.map(lambda at: fetch(handle, view[at : at + CHUNK], start + at, file), parts):
+        offsets = range(0, len(view), CHUNK)
+        for _ in self.threads.map(lambda offset: read_bytes(handle, view[offset : offset + CHUNK], start + offset, file), offsets):
             pass
 
-    def mapped(self, file: Path) -> mmap:
-        """A file as memory, in pages that are read when they are touched. What is written there stays here."""
+    def map_file(self, file: Path) -> mmap:
+        """Copy-on-write memory map of a file."""
         if file not in self.maps:
             with file.open("rb") as stream:
                 self.maps[file] = mmap(stream.fileno(), 0, access=ACCESS_COPY)
         return self.maps[file]
 
-    def pickled(self, file: Path) -> Mapping[str, Tensor]:
+    def read_pickle(self, file: Path) -> Mapping[str, Tensor]:
         if file not in self.pickles:
-            self.pickles[file] = unpickled(file)
+            self.pickles[file] = load_pickle(file)
         return self.pickles[file]
 
     def close(self) -> None:
@@ -93,79 +93,79 @@ class OpenFiles:
         self.stack.close()
 
 
-def fetch(handle: int, view: memoryview, start: int, file: Path) -> None:
+def read_bytes(handle: int, view: memoryview, start: int, file: Path) -> None:
     while view:
         count = os.preadv(handle, [view], start)
         if not count:
-            raise cut(file)
+            raise truncated_error(file)
         view, start = view[count:], start + count
 
 
-def cut(file: Path) -> UserError:
-    return UserError(f"{file}: became shorter while it was read; download it again")
+def truncated_error(file: Path) -> UserError:
+    return UserError(f"{file}: file was truncated while reading. Download it again.")
 
 
 @dataclass(frozen=True)
 class TensorMeta:
-    """Where a tensor lies, and what is known of it before it is read."""
+    """File, shape and dtype of a tensor that is not read yet."""
 
     file: Path
     shape: Shape
     dtype: torch.dtype
 
     def read(self, files: OpenFiles) -> Tensor:
-        """The tensor, in memory of its own."""
+        """Read the tensor into new memory."""
         raise NotImplementedError
 
-    def lend(self, files: OpenFiles) -> Tensor:
-        """The tensor, in memory of its own or of the file."""
+    def read_mapped(self, files: OpenFiles) -> Tensor:
+        """Return the tensor in a memory map of the file if possible, else in new memory."""
         return self.read(files)
 
 
 @dataclass(frozen=True)
 class TensorSlice(TensorMeta):
-    """Bytes of a safetensors file."""
+    """Tensor in a safetensors file, from byte `start`."""
 
     start: int
 
     def read(self, files: OpenFiles) -> Tensor:
         tensor = torch.empty(self.shape, dtype=self.dtype)
-        files.fill(tensor.reshape(-1).view(torch.uint8), self.file, self.start)
+        files.read_into(tensor.reshape(-1).view(torch.uint8), self.file, self.start)
         return tensor
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """Size in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
-    def lend(self, files: OpenFiles) -> Tensor:
-        if not self.size or self.start % self.dtype.itemsize or self in files.lent:
+    def read_mapped(self, files: OpenFiles) -> Tensor:
+        if not self.size or self.start % self.dtype.itemsize or self in files.mapped_tensors:
             return self.read(files)
-        files.lent.add(self)  # once: who took it for good may write to it
-        stop, whole = self.start + self.size, files.mapped(self.file)
-        if len(whole) < stop:
-            raise cut(self.file)
-        part = memoryview(whole)[self.start : stop]
-        # When nothing uses it any more, the pages that hold nothing else leave the memory of this process.
+        files.mapped_tensors.add(self)  # map a tensor only once, because the caller may write to it
+        stop, mapped = self.start + self.size, files.map_file(self.file)
+        if len(mapped) < stop:
+            raise truncated_error(self.file)
+        view = memoryview(mapped)[self.start : stop]
+        # Release the pages of this tensor when it is no longer used.
         first, last = -(-self.start // PAGESIZE) * PAGESIZE, stop // PAGESIZE * PAGESIZE
         if first < last:
-            finalize(part, whole.madvise, MADV_DONTNEED, first, last - first).atexit = False
-        return torch.frombuffer(part, dtype=torch.uint8).view(self.dtype).view(self.shape)
+            finalize(view, mapped.madvise, MADV_DONTNEED, first, last - first).atexit = False
+        return torch.frombuffer(view, dtype=torch.uint8).view(self.dtype).view(self.shape)
 
 
 @dataclass(frozen=True)
 class TorchPickleTensor(TensorMeta):
-    """A tensor in a file of `torch.save`, which is mapped, and where several may share their memory."""
+    """Tensor in a torch.save file. Tensors of one file may share memory, so reading copies."""
 
     name: str
 
     def read(self, files: OpenFiles) -> Tensor:
-        return files.pickled(self.file)[self.name].clone(memory_format=torch.contiguous_format)
+        return files.read_pickle(self.file)[self.name].clone(memory_format=torch.contiguous_format)
 
 
 @dataclass(frozen=True)
 class RandomTensor(TensorMeta):
-    """A tensor that is in no file yet: a head of fresh weights, as `reset` draws them. It would go into `file`."""
+    """Randomly initialized score head that is in no file yet. `file` is where it will be saved."""
 
     seed: int
     std: float
@@ -175,7 +175,7 @@ class RandomTensor(TensorMeta):
 
 
 class TensorReader:
-    """Tensors of a checkpoint, one at a time."""
+    """Reads tensors of a checkpoint one at a time."""
 
     def __init__(self, tensors: Mapping[str, TensorMeta]) -> None:
         self.tensors, self.files = tensors, OpenFiles()
@@ -189,80 +189,82 @@ class TensorReader:
     def __getitem__(self, name: str) -> Tensor:
         return self.tensors[name].read(self.files)
 
-    def lend(self, name: str) -> Tensor:
-        """The tensor where it lies in the file, if it can be used there: to be copied, or taken for good."""
-        return self.tensors[name].lend(self.files)
+    def read_mapped(self, name: str) -> Tensor:
+        """Return the tensor in a memory map of its file if possible. Copy it or keep it, but request it only once."""
+        return self.tensors[name].read_mapped(self.files)
 
 
 def read_header(file: Path) -> dict[str, TensorMeta]:
-    """What a safetensors file holds. The library checks that header and length make sense before they are used."""
+    """Metadata of all tensors of a safetensors file, whose header and length the library validates first."""
     try:
         with safe_open(file, framework="pt") as checked:
             checked.keys()
     except (SafetensorError, OSError) as error:
-        raise UserError(f"{file}: damaged or cut off ({error}); download it again") from error
-    size, entries = raw_header(file)
-    begin = LENGTH.size + size
+        raise UserError(f"{file}: corrupt or truncated file ({error}). Download it again.") from error
+    size, entries = read_raw_header(file)
+    begin = HEADER_LENGTH.size + size
     return {
-        name: TensorSlice(file, tuple(e["shape"]), dtype(file, name, e["dtype"]), begin + e["data_offsets"][0])
+        name: TensorSlice(file, tuple(e["shape"]), parse_dtype(file, name, e["dtype"]), begin + e["data_offsets"][0])
         for name, e in entries.items()
         if name != "__metadata__"
     }
 
 
-def raw_header(file: Path) -> tuple[int, dict[str, Any]]:
-    """The length of a header that was found to be sound, and what it says."""
+def read_raw_header(file: Path) -> tuple[int, dict[str, Any]]:
+    """Length and JSON of a header that was validated before."""
     with file.open("rb") as stream:
-        (size,) = LENGTH.unpack(stream.read(LENGTH.size))
+        (size,) = HEADER_LENGTH.unpack(stream.read(HEADER_LENGTH.size))
         return size, json.loads(stream.read(size))
 
 
-def dtype(file: Path, name: str, kind: str) -> torch.dtype:
+def parse_dtype(file: Path, key: str, kind: str) -> torch.dtype:
     if kind not in DTYPES:
-        raise UserError(f"{file}: {name} is stored as {kind}, which is not known")
+        raise UserError(f"{file}: {key} has the unsupported dtype {kind}")
     return DTYPES[kind]
 
 
 def read_pickle_header(file: Path) -> dict[str, TensorMeta]:
-    tensors = unpickled(file)
+    tensors = load_pickle(file)
     return {name: TorchPickleTensor(file, tuple(t.shape), t.dtype, name) for name, t in tensors.items()}
 
 
-def unpickled(file: Path) -> Mapping[str, Tensor]:
-    """The tensors of a file of `torch.save`. Nothing in it is run, whatever it asks for."""
+def load_pickle(file: Path) -> Mapping[str, Tensor]:
+    """Memory-map the tensors of a torch.save file by name. No code in the file is run."""
     try:
         # Files of torch before 1.6 cannot be mapped.
-        found = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
-    except BROKEN as error:
-        told = str(error).partition("\n")[0]
-        raise UserError(f"{file}: holds more than tensors, or is damaged ({told}); nothing of it was run") from error
-    if not isinstance(found, dict) or not all(isinstance(n, str) and isinstance(t, Tensor) for n, t in found.items()):
-        raise UserError(f"{file}: holds no tensors by name, so these are no weights of a model")
-    return found
+        tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+    except PICKLE_ERRORS as error:
+        reason = str(error).partition("\n")[0]
+        raise UserError(f"{file}: corrupt file, or not only tensors ({reason}). No code was run.") from error
+    if not isinstance(tensors, dict) or not all(isinstance(n, str) and isinstance(t, Tensor) for n, t in tensors.items()):
+        raise UserError(f"{file}: must contain a dict of tensors")
+    return tensors
 
 
 class SafetensorsWriter:
-    """A safetensors file whose header is known before its tensors, which may come in any order, one at a time."""
+    """Writes a safetensors file with a given header. Tensors can be written in any order, one at a time."""
 
     def __init__(
         self,
         file: Path,
         entries: Entries,
         like: Path | None = None,
-        told: Mapping[str, str] = FORMAT,
-        made: bool = False,
+        metadata: Mapping[str, str] = FORMAT,
+        exists: bool = False,
     ) -> None:
-        """`like` is a file whose order and metadata are kept, to the byte if it holds just these tensors; without it
-        the metadata are what is `told`. With `made` another process has made the file: several may write into it."""
-        head = copied(like, entries) if like is not None else None
-        head = head or laid_out(entries, told if like is None else read_metadata(like) | FORMAT)
-        begin = LENGTH.size + len(head)
-        entered = json.loads(head)
-        self.places = {name: [begin + offset for offset in entered[name]["data_offsets"]] for name in entries}
-        self.stream: BinaryIO = file.open("r+b" if made else "wb")
-        if not made:
-            self.stream.write(LENGTH.pack(len(head)) + head)
-            self.stream.truncate(max((stop for _, stop in self.places.values()), default=begin))
+        """Create the file, or open it if it `exists`, so that several processes can write to it.
+
+        Tensor order and metadata are copied from the file `like`, byte for byte if it has the same tensors.
+        """
+        text = copy_header(like, entries) if like is not None else None
+        text = text or build_header(entries, metadata if like is None else read_metadata(like) | FORMAT)
+        begin = HEADER_LENGTH.size + len(text)
+        header = json.loads(text)
+        self.byte_ranges = {name: [begin + offset for offset in header[name]["data_offsets"]] for name in entries}
+        self.stream: BinaryIO = file.open("r+b" if exists else "wb")
+        if not exists:
+            self.stream.write(HEADER_LENGTH.pack(len(text)) + text)
+            self.stream.truncate(max((stop for _, stop in self.byte_ranges.values()), default=begin))
 
     def __enter__(self) -> "SafetensorsWriter":
         return self
@@ -273,37 +275,37 @@ class SafetensorsWriter:
         self.stream.close()
 
     def __setitem__(self, name: str, tensor: Tensor) -> None:
-        start, stop = self.places[name]
+        start, stop = self.byte_ranges[name]
         assert tensor.nbytes == stop - start, f"{name}: {tensor.nbytes} bytes for {stop - start}"
         self.stream.seek(start)
         self.stream.write(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
-def copied(like: Path, entries: Entries) -> bytes | None:
-    """The header of another file, if it would be just that of `entries`."""
-    size, told = raw_header(like)
+def copy_header(like: Path, entries: Entries) -> bytes | None:
+    """Header of another file if it describes exactly `entries`, else None."""
+    size, header = read_raw_header(like)
     if read_metadata(like).get("format") != FORMAT["format"]:
         return None
-    same = {n: (tuple(e["shape"]), DTYPES.get(e["dtype"])) for n, e in told.items() if n != "__metadata__"}
-    if same != dict(entries):
+    layout = {n: (tuple(e["shape"]), DTYPES.get(e["dtype"])) for n, e in header.items() if n != "__metadata__"}
+    if layout != dict(entries):
         return None
     with like.open("rb") as stream:
-        stream.seek(LENGTH.size)
+        stream.seek(HEADER_LENGTH.size)
         return stream.read(size)
 
 
 def read_metadata(file: Path) -> dict[str, str]:
-    return raw_header(file)[1].get("__metadata__") or {}
+    return read_raw_header(file)[1].get("__metadata__") or {}
 
 
-def laid_out(entries: Entries, told: Mapping[str, str]) -> bytes:
-    """A header with its tensors in the order of the safetensors library: the widest first, then by name."""
+def build_header(entries: Entries, metadata: Mapping[str, str]) -> bytes:
+    """Build a header with the tensors in the order of the safetensors library: widest dtype first, then by name."""
     order = list(DTYPES.values())[::-1]
-    described: dict[str, Any] = {"__metadata__": told}
+    header: dict[str, Any] = {"__metadata__": metadata}
     offset = 0
-    for name, (shape, kind) in sorted(entries.items(), key=lambda item: (order.index(item[1][1]), item[0])):
-        size = torch.Size(shape).numel() * kind.itemsize
-        described[name] = {"dtype": KINDS[kind], "shape": shape, "data_offsets": [offset, offset + size]}
+    for name, (shape, dtype) in sorted(entries.items(), key=lambda item: (order.index(item[1][1]), item[0])):
+        size = torch.Size(shape).numel() * dtype.itemsize
+        header[name] = {"dtype": DTYPE_NAMES[dtype], "shape": shape, "data_offsets": [offset, offset + size]}
         offset += size
-    text = json.dumps(described, ensure_ascii=False, separators=(",", ":")).encode()
-    return text + b" " * (-len(text) % LENGTH.size)
+    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    return text + b" " * (-len(text) % HEADER_LENGTH.size)

@@ -1,6 +1,6 @@
-"""From a model to a folder that the Hub reads, in the layout, names and dtypes of the checkpoint it came from.
+"""Saves a model in Hugging Face format, with the files, tensor names and dtypes of the checkpoint it was loaded from.
 
-Tensors go to their files one move at a time, so that no more of the model than that is in memory twice.
+Tensors are written one mapping at a time, which bounds the additional memory.
 """
 
 import json
@@ -16,18 +16,18 @@ from tqdm import tqdm
 
 from tunekit.checkpoint.atomic import DeferredError, check_free_space, wrap_write_errors
 from tunekit.checkpoint.dcp_planner import reshard
-from tunekit.checkpoint.dequantize import PACKED, PrequantizedTensor
+from tunekit.checkpoint.dequantize import QUANTIZATION_KEY, PrequantizedTensor
 from tunekit.checkpoint.hf_checkpoint import INDEX, PICKLE_INDEX, WEIGHTS, HFCheckpoint, read_json
 from tunekit.checkpoint.safetensors_io import Entries, SafetensorsWriter, TensorReader, TensorSlice
 from tunekit.distributed.context import DistributedContext
 from tunekit.distributed.sharding import full_tensor
 from tunekit.models.decoder import TIED, Decoder
-from tunekit.models.linear import Get, GroupedLinear, Linear
+from tunekit.models.linear import Gather, GroupedLinear, Linear
 from tunekit.models.weight_map import KeyMapping, Shape, save_mappings
 
-SHARD = 5 * 10**9  # bytes in one file of a checkpoint that had none before
-GENERATION = "generation_config.json"  # how a model writes, with the ids that end a text
-# What belongs to a checkpoint beside its weights.
+SHARD_BYTES = 5 * 10**9  # bytes per file if the source has no weight files
+GENERATION_CONFIG = "generation_config.json"  # generation defaults and EOS token ids
+# Files of a checkpoint other than its weights.
 COMPANIONS = ("*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt", "LICENSE*", "NOTICE*", "USE_POLICY*")
 TOKENIZER = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template*", "vocab.*", "merges.txt")
 
@@ -35,174 +35,174 @@ TOKENIZER = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat
 def save_model(
     folder: Path, model: Decoder, source: HFCheckpoint, quiet: bool = False, run: DistributedContext | None = None
 ) -> None:
-    """Write a whole model into a folder that is there. What was packed is written plain.
+    """Save a full model into an existing directory. Quantized weights are saved dequantized.
 
-    All ranks take part. Each gathers every tensor of ours, and those of a move are written by one of them in turn.
+    Must be called on all ranks. Every rank gathers all parameters; ranks take turns writing the tensors of a mapping.
     """
     run = run or DistributedContext(device="cpu")
     reshard(model)
-    going = moves(model, source)
-    entries = {name: entry for move in going for name, entry in described(model, move, source)}
+    mappings = output_mappings(model, source)
+    entries = {name: entry for mapping in mappings for name, entry in tensor_entries(model, mapping, source)}
     shards = plan_shards(entries, source)
-    run.shared(partial(prepare, folder, source, shards, entries))
-    later = DeferredError()
-    with ExitStack() as opened:
-        writers = files(opened, folder, source, shards, entries, made=True)
-        kept = opened.enter_context(source.reader()) if source.has_weights else None
-        off = quiet or not run.is_main
-        for turn, move in enumerate(tqdm(going, "saving", unit="tensor", disable=off or None, leave=False)):
-            ours = [full_weight(model, name).detach() for name in move.ours]
-            if turn % run.size == run.rank:
-                later(partial(lay, folder, writers, entries, move, ours, kept))
-    run.together(later.tell)
+    run.run_on_main(partial(create_model_files, folder, source, shards, entries))
+    deferred = DeferredError()
+    with ExitStack() as stack:
+        writers = open_writers(stack, folder, source, shards, entries, exists=True)
+        source_tensors = stack.enter_context(source.reader()) if source.has_weights else None
+        is_quiet = quiet or not run.is_main_process
+        for i, mapping in enumerate(tqdm(mappings, "saving", unit="tensor", disable=is_quiet or None, leave=False)):
+            weights = [full_weight(model, name).detach() for name in mapping.ours]
+            if i % run.world_size == run.rank:
+                deferred(partial(write_mapping, folder, writers, entries, mapping, weights, source_tensors))
+    run.run_on_all(deferred.raise_error)
 
 
-def prepare(folder: Path, source: HFCheckpoint, shards: dict[str, list[str]], entries: Entries) -> None:
-    """Everything but the numbers."""
+def create_model_files(folder: Path, source: HFCheckpoint, shards: dict[str, list[str]], entries: Entries) -> None:
+    """Create all files of the checkpoint except the tensor data. Raises UserError if the disk is too small."""
     check_free_space(folder, sum(map(tensor_bytes, entries.values())))
-    with wrap_write_errors(folder), ExitStack() as opened:
-        copy_companion_files(source.path, folder, skip=unrelated_files(source), tokenizer=source.words)
-        files(opened, folder, source, shards, entries)
+    with wrap_write_errors(folder), ExitStack() as stack:
+        copy_companion_files(source.path, folder, skip=unrelated_files(source), tokenizer=source.tokenizer_dir)
+        open_writers(stack, folder, source, shards, entries)
         write_index(folder, shards, entries, source)
         write_config(folder, source)
 
 
-def files(
-    opened: ExitStack,
+def open_writers(
+    stack: ExitStack,
     folder: Path,
     source: HFCheckpoint,
     shards: dict[str, list[str]],
     entries: Entries,
-    made: bool = False,
+    exists: bool = False,
 ) -> dict[str, SafetensorsWriter]:
-    """The file of each tensor, open to be written."""
-    found: dict[str, SafetensorsWriter] = {}
+    """Open the weight files; returns the writer of each tensor."""
+    writers: dict[str, SafetensorsWriter] = {}
     for file, names in shards.items():
-        some = {name: entries[name] for name in names}
-        writer = opened.enter_context(SafetensorsWriter(folder / file, some, source_layout(source, file), made=made))
-        found |= dict.fromkeys(names, writer)
-    return found
+        file_entries = {name: entries[name] for name in names}
+        writer = stack.enter_context(SafetensorsWriter(folder / file, file_entries, source_layout(source, file), exists=exists))
+        writers |= dict.fromkeys(names, writer)
+    return writers
 
 
-def lay(
+def write_mapping(
     folder: Path,
     writers: Mapping[str, SafetensorsWriter],
     entries: Entries,
-    move: KeyMapping,
-    ours: list[Tensor],
-    kept: TensorReader | None,
+    mapping: KeyMapping,
+    weights: list[Tensor],
+    source_tensors: TensorReader | None,
 ) -> None:
-    """Write the tensors of a move."""
+    """Write the tensors of a mapping."""
     with wrap_write_errors(folder):
-        for name, tensor in hub_tensors(move, ours, kept):
+        for name, tensor in hub_tensors(mapping, weights, source_tensors):
             writers[name][name] = tensor.to(entries[name][1])
 
 
 def copy_companion_files(source: Path, target: Path, skip: Iterable[str] = (), tokenizer: Path | None = None) -> None:
-    """Copy config, tokenizer, chat template and licence files as they are; the tokenizer's from elsewhere if told."""
-    leave = {INDEX, PICKLE_INDEX, *skip}
+    """Copy config, tokenizer, chat template and license files. `tokenizer` overrides the directory of the tokenizer."""
+    skipped = {INDEX, PICKLE_INDEX, *skip}
     if tokenizer is not None:
-        copy(tokenizer, target, (*TOKENIZER, GENERATION), leave)
-        leave |= {file.name for pattern in TOKENIZER for file in source.glob(pattern)}
-    copy(source, target, COMPANIONS, leave)
+        copy_matching(tokenizer, target, (*TOKENIZER, GENERATION_CONFIG), skipped)
+        skipped |= {file.name for pattern in TOKENIZER for file in source.glob(pattern)}
+    copy_matching(source, target, COMPANIONS, skipped)
 
 
 def unrelated_files(source: HFCheckpoint) -> tuple[str, ...]:
-    """Files beside a checkpoint that say nothing of it: how to write, where it scores."""
-    return () if source.spec.score is None else (GENERATION,)
+    """Files of the source that do not apply to a checkpoint with a score head."""
+    return () if source.spec.score is None else (GENERATION_CONFIG,)
 
 
-def copy(source: Path, target: Path, patterns: Iterable[str], leave: set[str]) -> None:
+def copy_matching(source: Path, target: Path, patterns: Iterable[str], skipped: set[str]) -> None:
     for pattern in patterns:
         for file in sorted(source.glob(pattern)):
-            if file.name not in leave:
+            if file.name not in skipped:
                 shutil.copyfile(file, target / file.name)
 
 
-def moves(model: Decoder, source: HFCheckpoint) -> list[KeyMapping]:
-    """How the tensors of a model go out: as they came in, or by the family's table."""
+def output_mappings(model: Decoder, source: HFCheckpoint) -> list[KeyMapping]:
+    """Mappings to save a model: those of its checkpoint, or of the family if the source has no weights."""
     if source.has_weights:
-        return source.all_moves
-    held = {name: shape for name, shape in model.shapes.items() if not (source.spec.tied and name == TIED)}
-    return save_mappings(held, source.family.table)
+        return source.all_key_mappings
+    shapes = {name: shape for name, shape in model.shapes.items() if not (source.spec.tie_word_embeddings and name == TIED)}
+    return save_mappings(shapes, source.family.table)
 
 
-def described(
-    model: Decoder, move: KeyMapping, source: HFCheckpoint
+def tensor_entries(
+    model: Decoder, mapping: KeyMapping, source: HFCheckpoint
 ) -> Iterator[tuple[str, tuple[Shape, torch.dtype]]]:
-    """Shapes and dtypes of the Hub's tensors of a move: those of the source, or what config.json says."""
-    shapes = move.hub_shapes(model.shapes) if move.ours else [source.tensors[name].shape for name in move.hub]
-    for name, shape in zip(move.hub, shapes, strict=True):
-        yield name, (shape, source.tensors[name].dtype if source.has_weights else source.usual_dtype)
+    """Shapes and dtypes of the checkpoint tensors of a mapping."""
+    shapes = mapping.hub_shapes(model.shapes) if mapping.ours else [source.tensors[name].shape for name in mapping.hub]
+    for name, shape in zip(mapping.hub, shapes, strict=True):
+        yield name, (shape, source.tensors[name].dtype if source.has_weights else source.default_dtype)
 
 
 def tensor_bytes(entry: tuple[Shape, torch.dtype]) -> int:
-    """Bytes of a tensor."""
+    """Size of a tensor in bytes."""
     return torch.Size(entry[0]).numel() * entry[1].itemsize
 
 
 def plan_shards(entries: Entries, source: HFCheckpoint, shard: int | None = None) -> dict[str, list[str]]:
-    """Files and the tensors in each: as in the source, or by size where it has no plain weights."""
-    if source.has_weights and not any(isinstance(stored, PrequantizedTensor) for stored in source.tensors.values()):
+    """Tensor names by file: as in the source, or split by size if the source has no unquantized weights."""
+    if source.has_weights and not any(isinstance(meta, PrequantizedTensor) for meta in source.tensors.values()):
         shards: dict[str, list[str]] = {}
         for name in entries:
             file = source.tensors[name].file
-            usual = file.name if file.suffix != ".bin" else f"{file.stem.removeprefix('pytorch_')}.safetensors"
-            shards.setdefault(usual, []).append(name)
+            default_name = file.name if file.suffix != ".bin" else f"{file.stem.removeprefix('pytorch_')}.safetensors"
+            shards.setdefault(default_name, []).append(name)
         return shards
-    parts: list[list[str]] = [[]]
-    most = room = shard or SHARD
+    groups: list[list[str]] = [[]]
+    shard_bytes = free_bytes = shard or SHARD_BYTES
     for name, entry in entries.items():
-        room -= tensor_bytes(entry)
-        if room < 0 and parts[-1]:
-            parts.append([])
-            room = most - tensor_bytes(entry)
-        parts[-1].append(name)
-    if len(parts) == 1:
-        return {WEIGHTS: parts[0]}
-    return {f"model-{i:05d}-of-{len(parts):05d}.safetensors": part for i, part in enumerate(parts, start=1)}
+        free_bytes -= tensor_bytes(entry)
+        if free_bytes < 0 and groups[-1]:
+            groups.append([])
+            free_bytes = shard_bytes - tensor_bytes(entry)
+        groups[-1].append(name)
+    if len(groups) == 1:
+        return {WEIGHTS: groups[0]}
+    return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": names for i, names in enumerate(groups, start=1)}
 
 
 def source_layout(source: HFCheckpoint, file: str) -> Path | None:
-    """The file of the source whose order and metadata a written one keeps."""
-    held = (stored for stored in source.stored.values()) if source.has_weights else ()
-    return next((stored.file for stored in held if isinstance(stored, TensorSlice) and stored.file.name == file), None)
+    """File of the source whose tensor order and metadata the saved file keeps."""
+    metas = (meta for meta in source.tensor_meta.values()) if source.has_weights else ()
+    return next((meta.file for meta in metas if isinstance(meta, TensorSlice) and meta.file.name == file), None)
 
 
-def hub_tensors(move: KeyMapping, ours: list[Tensor], kept: TensorReader | None) -> Iterable[tuple[str, Tensor]]:
-    """The tensors of one move under their Hub names, as the model has them."""
-    if not move.ours:
-        assert kept is not None
-        return ((name, kept[name]) for name in move.hub)
-    return zip(move.hub, move.op.save(ours), strict=True)
+def hub_tensors(mapping: KeyMapping, weights: list[Tensor], source_tensors: TensorReader | None) -> Iterable[tuple[str, Tensor]]:
+    """Tensors of a mapping by checkpoint name. Tensors that the model does not load are copied from the source."""
+    if not mapping.ours:
+        assert source_tensors is not None
+        return ((name, source_tensors[name]) for name in mapping.hub)
+    return zip(mapping.hub, mapping.op.save(weights), strict=True)
 
 
-def full_weight(model: Decoder, name: str, get: Get = full_tensor) -> Tensor:
-    """A tensor of the model as numbers, whole, whatever the format of its layer."""
+def full_weight(model: Decoder, name: str, get: Gather = full_tensor) -> Tensor:
+    """Full, dequantized parameter of a model. `get` gathers a sharded tensor."""
     owner, _, leaf = name.rpartition(".")
     module = model.get_submodule(owner)
     if isinstance(module, Linear | GroupedLinear) and leaf == "weight":
-        return module.dense(get)
+        return module.dequantize(get)
     return get(module.get_parameter(leaf))
 
 
 def write_index(folder: Path, shards: dict[str, list[str]], entries: Entries, source: HFCheckpoint) -> None:
-    """Which tensor is in which file, and what else the index of the source says. One usual file needs none."""
+    """Write the index, with the metadata of the source's index. A single file with the default name needs none."""
     if list(shards) == [WEIGHTS]:
         return
-    where = {name: file for file, names in shards.items() for name in names}
-    told = {} if source.index is None else read_json(source.index)
-    if source.index is not None and told["weight_map"] == where:
+    weight_map = {name: file for file, names in shards.items() for name in names}
+    source_index = {} if source.index is None else read_json(source.index)
+    if source.index is not None and source_index["weight_map"] == weight_map:
         shutil.copyfile(source.index, folder / INDEX)
         return
-    metadata = (told.get("metadata") or {}) | {"total_size": sum(map(tensor_bytes, entries.values()))}
+    metadata = (source_index.get("metadata") or {}) | {"total_size": sum(map(tensor_bytes, entries.values()))}
     (folder / INDEX).write_text(
-        json.dumps({"metadata": metadata, "weight_map": where}, indent=2, sort_keys=True) + "\n"
+        json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2, sort_keys=True) + "\n"
     )
 
 
 def write_config(folder: Path, source: HFCheckpoint) -> None:
-    """What is otherwise than in the source: packed weights are written plain, and a head may be another one."""
-    config = {key: value for key, value in source.config.items() if key != PACKED}
+    """Write config.json if it differs from the source: without a quantization config, or with a new score head."""
+    config = {key: value for key, value in source.config.items() if key != QUANTIZATION_KEY}
     if config != read_json(source.path / "config.json"):
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")

@@ -1,10 +1,10 @@
-"""The resumable state of a run: trained weights, optimizer, schedule, random numbers and the step.
+"""Training state of a run, to resume it: trained weights, optimizer, LR scheduler, RNG states and step.
 
-A folder `state/00000010/` holds the tensors by full name, as torch.distributed.checkpoint writes them so that any
-layout can read them; `progress.pt` with the step, the schedule and the numbers of the optimizer's groups;
-`random-0.pt` with the random number generators of rank 0; and the mark that says that all of it is there.
+A directory `state/00000010/` contains all tensors by full name in the format of torch.distributed.checkpoint, which any
+parallel layout can read; `progress.pt` with the step, the LR scheduler and the optimizer's param groups; `random-0.pt`
+with the RNG states of rank 0; and the marker of a complete directory.
 
-Every rank writes its pieces. In the background, training goes on as soon as they are copied to the host.
+Every rank writes its shards. With background saving, training continues once they are copied to host memory.
 """
 
 import math
@@ -32,15 +32,15 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from tunekit import devices, env_info
 from tunekit.checkpoint import atomic, dcp_planner
-from tunekit.checkpoint.dcp_planner import CorruptStateError, LocalShard, Pieces, WritePlan, reshard
+from tunekit.checkpoint.dcp_planner import CorruptStateError, LocalShard, LocalShards, WritePlan, reshard
 from tunekit.checkpoint.host_copy import HostCopies
-from tunekit.distributed.context import PATIENT, DistributedContext
+from tunekit.distributed.context import HOST_TIMEOUT, DistributedContext
 from tunekit.distributed.sharding import ShardSlice, shard_slice, to_local
 from tunekit.errors import RunStopped, UserError
 from tunekit.optim.container import BLOCK
 
 PROGRESS = "progress.pt"
-SPARE = 0.9  # of the available host memory that copies of a state may take
+MAX_HOST_MEMORY_FRACTION = 0.9  # of the available host memory, for copies of a state
 WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module"}
 
 
@@ -58,31 +58,33 @@ class Stateful(Protocol):
 
 @dataclass(frozen=True)
 class PendingSave:
-    """A state as it was at one step: what is left to do is to write it."""
+    """Snapshot of a state that is not written yet."""
 
     folder: Path
-    pieces: Pieces
-    shares: WritePlan
-    rest: Mapping[str, bytes]  # small files of this rank
+    shards: LocalShards
+    plan: WritePlan
+    extra_files: Mapping[str, bytes]  # of this rank, by file name
 
 
 @dataclass(frozen=True)
 class LoadedState:
-    """A state on the disk that was found to be sound."""
+    """A state on disk whose checksums were verified. Tensors are not read yet."""
 
     folder: Path
     metadata: Metadata
     progress: dict[str, Any]
-    generators: dict[str, Any]
+    rng_states: dict[str, Any]
 
 
 class Checkpointer:
-    """The newest `keep` states of a run under `folder`, one folder a step. Saving and restoring change no number.
+    """Saves and restores training states under `folder`, one directory per step, and keeps the newest `keep`.
 
-    with State(...) as state:   # leaving it waits for what is being written
-        done = state.restore()
-        state.save(step)        # what an earlier one could not write is told here,
-        state.look()            # or between two steps, on all ranks at the same
+    Saving and resuming is bitwise exact. All methods must be called on all ranks.
+
+    with Checkpointer(...) as checkpointer:   # waits for a background save on exit
+        step = checkpointer.restore()
+        checkpointer.save(step)               # raises the error of a previous background save,
+        checkpointer.poll()                   # as does polling between two steps
     """
 
     def __init__(
@@ -100,10 +102,10 @@ class Checkpointer:
         assert keep > 0
         self.stateful, self.background = stateful, background
         self.folder, self.model, self.optimizer, self.schedule = folder, model, optimizer, schedule
-        self.keep, self.run, self.line = keep, run, with_own_process_group(run) if background else run
-        self.shares: WritePlan | None = None
+        self.keep, self.run, self.writer_dist = keep, run, with_own_process_group(run) if background else run
+        self.write_plan: WritePlan | None = None
         self.copies = HostCopies()
-        self.writing: AsyncSave | None = None
+        self.async_save: AsyncSave | None = None
 
     def __enter__(self) -> "Checkpointer":
         return self
@@ -114,193 +116,196 @@ class Checkpointer:
         if error is None or isinstance(error, RunStopped):
             self.wait()
         elif isinstance(error, UserError):
-            with suppress(UserError):  # one is enough
+            with suppress(UserError):  # the first error is raised
                 self.wait()
 
     def save(self, step: int) -> None:
-        """Write the state after `step` steps, once an earlier one is written. Those that are not kept go only when
-        this one is whole."""
-        self.run.beats.beat(step, "save")
+        """Write the state after `step` steps, after waiting for a previous save. Old states are deleted when this one
+        is complete."""
+        self.run.heartbeat.beat(step, "save")
         self.wait()
-        job = self.taken(step)
+        job = self.snapshot(step)
         if self.background and self.has_memory(job):
-            self.writing = AsyncSave(partial(self.write, self.staged(job)))
-            self.writing.start()
+            self.async_save = AsyncSave(partial(self.write, self.copy_to_host(job)))
+            self.async_save.start()
         else:
             self.write(job)
 
-    def look(self) -> None:
-        """Between two steps: whether all ranks have written what they began to write. If one could not, it is told."""
-        if self.writing is None:
+    def poll(self) -> None:
+        """Finish a background save if all ranks have written their shards; raise its error. Call between two steps."""
+        if self.async_save is None:
             return
-        self.writing.sound()
-        if all(self.run.gather(not self.writing.is_alive())):
+        self.async_save.check_alive()
+        if all(self.run.all_gather_objects(not self.async_save.is_alive())):
             self.wait()
 
     def wait(self) -> None:
-        """Until all is written that was begun."""
-        writing, self.writing = self.writing, None
-        if writing is not None:
-            writing.end()
+        """Block until the background save is complete."""
+        save, self.async_save = self.async_save, None
+        if save is not None:
+            save.finish()
 
-    def taken(self, step: int) -> PendingSave:
-        """What there is to write, and who writes what. Tensors are still those that are trained."""
+    def snapshot(self, step: int) -> PendingSave:
+        """Collect the tensors and plan which rank writes what. Tensors are references, not copies."""
         reshard(self.model)
-        held = self.weights() | (self.moments() if self.optimizer.state else {}) | self.stateful_tensors()
-        self.shares = dcp_planner.plan_writes(held, self.run, self.shares)
-        progress = {"step": step, "schedule": self.schedule.state_dict(), "groups": self.groups()}
-        progress["stateful"] = {name: plain_values(obj.state_dict()) for name, obj in self.stateful.items()}
-        rest = {PROGRESS: progress} if self.run.is_main else {}
-        rest |= {generators_file(self.run): generators(self.run.device)}
+        optimizer_tensors = self.optimizer_tensors() if self.optimizer.state else {}
+        shards = self.trained_tensors() | optimizer_tensors | self.stateful_tensors()
+        self.write_plan = dcp_planner.plan_writes(shards, self.run, self.write_plan)
+        progress = {"step": step, "schedule": self.schedule.state_dict(), "groups": self.param_groups()}
+        progress["stateful"] = {name: plain_values(item.state_dict()) for name, item in self.stateful.items()}
+        files = {PROGRESS: progress} if self.run.is_main_process else {}
+        files |= {rng_file(self.run): rng_states(self.run.device)}
         return PendingSave(
-            self.folder / f"{step:08d}", held, self.shares, {name: packed(v) for name, v in rest.items()}
+            self.folder / f"{step:08d}", shards, self.write_plan, {name: serialize(v) for name, v in files.items()}
         )
 
     def has_memory(self, job: PendingSave) -> bool:
-        """Whether the host has memory for copies of what the ranks of this machine write."""
-        free, missing = (
+        """Whether host memory can hold copies of the shards that the ranks of this node write."""
+        free, required = (
             env_info.available_memory(),
-            self.copies.missing(own(job)) * max(1, self.run.size // self.run.hosts),
+            self.copies.missing_bytes(owned_tensors(job)) * max(1, self.run.world_size // self.run.num_nodes),
         )
-        (lacks,) = self.run.most(float(free is not None and missing > SPARE * free))
-        if lacks:
+        (is_short,) = self.run.max_over_ranks(float(free is not None and required > MAX_HOST_MEMORY_FRACTION * free))
+        if is_short:
             self.background = False
-            self.run.tell(
-                "async_save: not enough host memory for a copy of the state; training waits while it is saved"
+            self.run.log(
+                "warning: async_save: not enough host memory for a copy of the state; training pauses while it is saved"
             )
-        return not lacks
+        return not is_short
 
-    def staged(self, job: PendingSave) -> PendingSave:
-        """The same with copies on the host of what this rank writes. Their memory is used again."""
-        copies = {name: LocalShard(self.copies.copy(name, t), job.pieces[name].box) for name, t in own(job).items()}
-        return replace(job, pieces=copies)
+    def copy_to_host(self, job: PendingSave) -> PendingSave:
+        """Replace the tensors that this rank writes by copies in host memory, which is reused by later saves."""
+        copies = {name: LocalShard(self.copies.copy(name, t), job.shards[name].location) for name, t in owned_tensors(job).items()}
+        return replace(job, shards=copies)
 
     def write(self, job: PendingSave) -> None:
-        """All ranks write their share, and the main process marks the whole when all have. Or nothing is there."""
-        place = atomic.sibling_path(job.folder, atomic.PARTIAL)
+        """Write all shards, then mark the directory as complete. Leaves nothing if a rank fails."""
+        partial_dir = atomic.sibling_path(job.folder, atomic.PARTIAL)
         try:
-            self.line.shared(partial(create_state_dir, job))
-            written = self.line.together(partial(write_local_shards, place, job))
-            found = self.line.gather(written)
-            self.line.shared(partial(self.end, place, job, found))
+            self.writer_dist.run_on_main(partial(create_state_dir, job))
+            result = self.writer_dist.run_on_all(partial(write_local_shards, partial_dir, job))
+            results = self.writer_dist.all_gather_objects(result)
+            self.writer_dist.run_on_main(partial(self.commit, partial_dir, job, results))
         except UserError:
-            if self.run.is_main:
+            if self.run.is_main_process:
                 with suppress(OSError):
                     atomic.remove_partial(job.folder)
             raise
 
-    def end(self, place: Path, job: PendingSave, written: list[dcp_planner.ShardWriteResult]) -> None:
+    def commit(self, partial_dir: Path, job: PendingSave, results: list[dcp_planner.ShardWriteResult]) -> None:
         with atomic.wrap_write_errors(job.folder):
-            atomic.commit_dir(place, job.folder, dcp_planner.write_metadata(place, job.shares.metadata, written))
+            atomic.commit_dir(partial_dir, job.folder, dcp_planner.write_metadata(partial_dir, job.plan.metadata, results))
             for old in complete_states(self.folder)[: -self.keep]:
                 atomic.remove_dir(old)
 
     def restore(self) -> int:
-        """Load the newest whole state in place and return how many steps it has behind it; 0 if there is none."""
-        self.wait()  # in the course of a run, one may be on its way
-        states = self.run.shared(self.tidied)
+        """Load the newest complete state in place and return its step; 0 if no state exists."""
+        self.wait()  # for a background save, when a run rolls back
+        states = self.run.run_on_main(self.clean_up)
         if not states:
             return 0
-        self.run.together(partial(self.sound, states))  # a file is opened only when no rank has found one damaged
-        return self.load(self.run.together(partial(self.opened, states)))
+        self.run.run_on_all(partial(self.check_files, states))  # all files are verified before one is opened
+        return self.load(self.run.run_on_all(partial(self.open_newest, states)))
 
-    def tidied(self) -> list[Path]:
-        """The whole states, when it is cleared up behind a writer that was cut off."""
-        for left in (*self.folder.glob(f"*{atomic.PREVIOUS}"), *self.folder.glob(f"*{atomic.PARTIAL}")):
-            atomic.remove_partial(left.with_suffix(""))
+    def clean_up(self) -> list[Path]:
+        """Remove partial directories of an interrupted save, and return the complete states."""
+        for path in (*self.folder.glob(f"*{atomic.PREVIOUS}"), *self.folder.glob(f"*{atomic.PARTIAL}")):
+            atomic.remove_partial(path.with_suffix(""))
         return complete_states(self.folder)
 
-    def sound(self, states: list[Path]) -> None:
-        """UserError if the newest state is not as it was written. Each rank looks at some of its files."""
+    def check_files(self, states: list[Path]) -> None:
+        """Raise UserError if a file of the newest state is corrupt. Ranks share the files."""
         with newest_state(states) as folder:
-            damaged = atomic.find_corrupt_file(folder, slice(self.run.rank, None, self.run.size))
-            if damaged is not None:
-                raise CorruptStateError(damaged)
+            corrupt = atomic.find_corrupt_file(folder, slice(self.run.rank, None, self.run.world_size))
+            if corrupt is not None:
+                raise CorruptStateError(corrupt)
 
-    def opened(self, states: list[Path]) -> LoadedState:
-        """The newest state, which was found to be sound."""
+    def open_newest(self, states: list[Path]) -> LoadedState:
+        """Open the newest state, whose files were verified."""
         with newest_state(states) as folder:
-            drawn = folder / generators_file(self.run)
-            random_states = read_plain(drawn) if drawn.is_file() else {}  # a rank that is new in this layout has none
-            return LoadedState(folder, dcp_planner.read_metadata(folder), read_plain(folder / PROGRESS), random_states)
+            rng_path = folder / rng_file(self.run)
+            rng = read_plain(rng_path) if rng_path.is_file() else {}  # none if there are more ranks now
+            return LoadedState(folder, dcp_planner.read_metadata(folder), read_plain(folder / PROGRESS), rng)
 
-    def load(self, there: LoadedState) -> int:
-        """Everything is checked before the first number of the model changes."""
+    def load(self, state: LoadedState) -> int:
+        """Load a state in place and return its step. Everything is validated before any tensor changes."""
         reshard(self.model)
-        names = there.progress.get("stateful", {}).keys()
+        names = state.progress.get("stateful", {}).keys()
         if names != self.stateful.keys():
-            unknown = ", ".join(sorted(names ^ self.stateful.keys()))
+            difference = ", ".join(sorted(names ^ self.stateful.keys()))
             raise UserError(
-                f"{there.folder}: this state is of another recipe or version of tunekit (differs in: {unknown}). "
-                "Pass --overwrite to start over."
+                f"{state.folder}: saved by another recipe or version of tunekit (differs in: {difference}). Pass "
+                "--overwrite to restart."
             )
-        held = self.fitting(there.metadata.state_dict_metadata, there.progress["groups"], there.folder)
-        dcp_planner.load_shards(there.folder, held, there.metadata)
-        for group, values in zip(self.optimizer.param_groups, there.progress["groups"], strict=True):
+        shards = self.matching_tensors(state.metadata.state_dict_metadata, state.progress["groups"], state.folder)
+        dcp_planner.load_shards(state.folder, shards, state.metadata)
+        for group, values in zip(self.optimizer.param_groups, state.progress["groups"], strict=True):
             restore_group(group, values)
-        self.schedule.load_state_dict(there.progress["schedule"])
-        tensors = {name: shard.tensor for name, shard in held.items()}
-        for name, obj in self.stateful.items():
-            own = {key: tensors[f"{name}.{key}"] for key in tensor_values(obj.state_dict())}
-            obj.load_state_dict(there.progress["stateful"][name] | own)
-        restore_generators(there.generators, self.run.device)
-        return there.progress["step"]
+        self.schedule.load_state_dict(state.progress["schedule"])
+        for name, item in self.stateful.items():
+            tensors = {key: shards[f"{name}.{key}"].tensor for key in tensor_values(item.state_dict())}
+            item.load_state_dict(state.progress["stateful"][name] | tensors)
+        restore_rng_states(state.rng_states, self.run.device)
+        return state.progress["step"]
 
-    def weights(self) -> dict[str, LocalShard]:
-        """What is trained, and what was fixed when training began, by name. References: loading fills them in place.
+    def trained_tensors(self) -> dict[str, LocalShard]:
+        """Trained parameters and all buffers by name, as references that loading fills in place.
 
-        A buffer such as the start of PiSSA is computed, and comes out otherwise with other threads or another device.
+        Buffers are saved because some are computed, such as the PiSSA factors, with results that depend on the device.
         """
         trained = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
-        named = (*trained, *self.model.named_buffers())
-        return {f"model.{bare(name)}": LocalShard(to_local(t.detach()), shard_slice(t)) for name, t in named}
+        tensors = (*trained, *self.model.named_buffers())
+        return {f"model.{strip_wrappers(name)}": LocalShard(to_local(t.detach()), shard_slice(t)) for name, t in tensors}
 
-    def moments(self) -> dict[str, LocalShard]:
-        """What the optimizer keeps for each weight, by name. References too; allocated if it took no step yet."""
+    def optimizer_tensors(self) -> dict[str, LocalShard]:
+        """Optimizer state tensors by name, as references. Allocates them before the first step."""
         if not self.optimizer.state:
             get_optimizer_state_dict(self.model, self.optimizer)
-        names: dict[Tensor, str] = {parameter: bare(name) for name, parameter in self.model.named_parameters()}
+        names: dict[Tensor, str] = {p: strip_wrappers(name) for name, p in self.model.named_parameters()}
         return {
-            f"optimizer.{names[weight]}.{key}": LocalShard(to_local(value), optimizer_state_slice(weight, value))
-            for weight, values in self.optimizer.state.items()
+            f"optimizer.{names[parameter]}.{key}": LocalShard(to_local(value), optimizer_state_slice(parameter, value))
+            for parameter, values in self.optimizer.state.items()
             for key, value in values.items()
         }
 
     def stateful_tensors(self) -> dict[str, LocalShard]:
-        """The tensors in the states of `stateful`, by name. References, which loading fills in place."""
+        """Tensors in the states of `stateful` by name, as references that loading fills in place."""
         return {
             f"{name}.{key}": LocalShard(to_local(value), shard_slice(value))
-            for name, obj in self.stateful.items()
-            for key, value in tensor_values(obj.state_dict()).items()
+            for name, item in self.stateful.items()
+            for key, value in tensor_values(item.state_dict()).items()
         }
 
-    def groups(self) -> list[dict]:
-        """The optimizer's groups: the names of their parameters, and the numbers that a schedule may move."""
-        names = {parameter: bare(name) for name, parameter in self.model.named_parameters()}
+    def param_groups(self) -> list[dict]:
+        """Param groups of the optimizer: parameter names and the values that an LR scheduler may change."""
+        names = {parameter: strip_wrappers(name) for name, parameter in self.model.named_parameters()}
         return [
             {name: value for name, value in group.items() if isinstance(value, float | tuple | Tensor)}
             | {"params": [names[parameter] for parameter in group["params"]]}
             for group in self.optimizer.param_groups
         ]
 
-    def fitting(self, disk: dict, groups: list[dict], folder: Path) -> dict[str, LocalShard]:
-        """The tensors to fill, once it is sure that the state is one of this model and this optimizer."""
-        # What had no gradient before the state was saved has nothing kept for it.
-        kept = {owner(name) for name in disk}
-        moments = {name: piece for name, piece in self.moments().items() if owner(name) in kept}
+    def matching_tensors(self, saved: dict, groups: list[dict], folder: Path) -> dict[str, LocalShard]:
+        """Return the tensors to fill. Raises UserError if the state is from a different model or optimizer."""
+        # Parameters without a gradient before the state was saved have no optimizer state.
+        saved_parents = {parent_name(name) for name in saved}
+        optimizer_shards = {name: shard for name, shard in self.optimizer_tensors().items() if parent_name(name) in saved_parents}
         for name, parameter in self.model.named_parameters():
-            if f"optimizer.{bare(name)}" not in kept:
+            if f"optimizer.{strip_wrappers(name)}" not in saved_parents:
                 self.optimizer.state.pop(parameter, None)
-        held = self.weights() | moments | self.stateful_tensors()
-        here = {name: piece.box.shape for name, piece in held.items()}
-        there = {n: tuple(m.size) if isinstance(m, TensorStorageMetadata) else None for n, m in disk.items()}
-        odd = sorted(n for n in here.keys() | there.keys() if here.get(n) != there.get(n))
-        if odd or [g["params"] for g in groups] != [g["params"] for g in self.groups()]:
-            what = f"{odd[0]}: {there.get(odd[0])} there, {here.get(odd[0])} here" if odd else "other parameter groups"
+        shards = self.trained_tensors() | optimizer_shards | self.stateful_tensors()
+        expected = {name: shard.location.shape for name, shard in shards.items()}
+        actual = {n: tuple(m.size) if isinstance(m, TensorStorageMetadata) else None for n, m in saved.items()}
+        differing = sorted(n for n in expected.keys() | actual.keys() if expected.get(n) != actual.get(n))
+        if differing or [g["params"] for g in groups] != [g["params"] for g in self.param_groups()]:
+            difference = "param groups differ"
+            if differing:
+                name = differing[0]
+                difference = f"{name}: {actual.get(name)} saved, {expected.get(name)} expected"
             raise UserError(
-                f"{folder} is the state of another model or optimizer ({what}): start over with --overwrite"
+                f"{folder}: state of a different model or optimizer ({difference}). Pass --overwrite to restart."
             )
-        return held
+        return shards
 
 
 def tensor_values(state: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -312,97 +317,96 @@ def plain_values(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class AsyncSave(Thread):
-    """Writes while others train. It may speak with its like on other ranks, but on a line of their own."""
+    """Thread that writes a state during training. Communicates with other ranks over its own process group."""
 
     def __init__(self, write: Callable[[], None]) -> None:
-        super().__init__(daemon=True)  # a process that is to end at once does not wait
-        self.write, self.error, self.through = write, None, False
+        super().__init__(daemon=True)  # do not delay the exit of the process
+        self.write, self.error, self.is_done = write, None, False
 
     def run(self) -> None:
         try:
             self.write()
         except UserError as error:
             self.error = error
-        self.through = True
+        self.is_done = True
 
-    def sound(self) -> None:
-        assert self.is_alive() or self.through, "a state was not written, for the reason above"
+    def check_alive(self) -> None:
+        assert self.is_alive() or self.is_done, "the background save failed; see the traceback above"
 
-    def end(self) -> None:
-        """Wait; what could not be written is an error here."""
+    def finish(self) -> None:
+        """Wait for the thread and raise its error."""
         self.join()
-        self.sound()
+        self.check_alive()
         if self.error is not None:
             raise self.error
 
 
 def with_own_process_group(run: DistributedContext) -> DistributedContext:
-    """The same ranks with a line of their own, for a thread that speaks beside the others."""
-    other = copy(run)
-    if run.patient is not None:
-        other.patient = cast("dist.ProcessGroup", dist.new_group(backend="gloo", timeout=PATIENT))
-    return other
+    """Copy of the context with its own process group, for collectives of a background thread."""
+    clone = copy(run)
+    if run.host_group is not None:
+        clone.host_group = cast("dist.ProcessGroup", dist.new_group(backend="gloo", timeout=HOST_TIMEOUT))
+    return clone
 
 
 def optimizer_state_slice(weight: Tensor, value: Tensor) -> ShardSlice:
-    """Where what an optimizer keeps lies in the whole: numbers like the weight's, one for each block of a row, or one
-    for all."""
-    assert isinstance(value, Tensor), "optimizers keep tensors"
+    """Location of an optimizer state tensor: elementwise like its weight, one value per block of a row, or a scalar."""
+    assert isinstance(value, Tensor), "optimizer state must be tensors"
     if not value.ndim:
         return ShardSlice((), ())
-    box = shard_slice(weight)
+    location = shard_slice(weight)
     if to_local(value).shape == to_local(weight).shape:
-        return box
-    assert value.ndim == weight.ndim + 1, "neither a number for each of the weight nor one for each block"
-    shape = len(value), *box.shape[:-1], math.ceil(box.shape[-1] / BLOCK)
-    return ShardSlice(shape, (0, *box.offset[:-1], box.offset[-1] // BLOCK))
+        return location
+    assert value.ndim == weight.ndim + 1, "state must be elementwise or per block"
+    shape = len(value), *location.shape[:-1], math.ceil(location.shape[-1] / BLOCK)
+    return ShardSlice(shape, (0, *location.offset[:-1], location.offset[-1] // BLOCK))
 
 
-def own(job: PendingSave) -> dict[str, Tensor]:
+def owned_tensors(job: PendingSave) -> dict[str, Tensor]:
     """Tensors that this rank writes, by name."""
-    return {item.index.fqn: job.pieces[item.index.fqn].tensor for item in job.shares.own.items}
+    return {item.index.fqn: job.shards[item.index.fqn].tensor for item in job.plan.local.items}
 
 
 def create_state_dir(job: PendingSave) -> None:
-    """Make room for a state."""
-    atomic.check_free_space(job.folder, job.shares.size + 2**20)
+    """Check the free disk space and create the partial directory of a state."""
+    atomic.check_free_space(job.folder, job.plan.num_bytes + 2**20)
     with atomic.wrap_write_errors(job.folder):
         atomic.remove_partial(job.folder)
         atomic.sibling_path(job.folder, atomic.PARTIAL).mkdir(parents=True)
 
 
-def write_local_shards(place: Path, job: PendingSave) -> dcp_planner.ShardWriteResult:
-    """Write what is for this rank to write."""
+def write_local_shards(partial_dir: Path, job: PendingSave) -> dcp_planner.ShardWriteResult:
+    """Write the shards of this rank."""
     with atomic.wrap_write_errors(job.folder):
-        return dcp_planner.write_shards(place, job.pieces, job.shares.own, job.rest)
+        return dcp_planner.write_shards(partial_dir, job.shards, job.plan.local, job.extra_files)
 
 
 @contextmanager
 def newest_state(states: list[Path]) -> Iterator[Path]:
-    """The newest state. What cannot be read of it is a UserError that says how to go on without it."""
+    """Yield the newest state. A corrupt file becomes a UserError that says how to resume from the previous state."""
     try:
         yield states[-1]
     except CorruptStateError as error:
-        back = f"step {int(states[-2].name)}" if len(states) > 1 else "the start"
-        raise UserError(f"{error}; delete the folder {states[-1]} to go on from {back}") from error
+        previous = f"step {int(states[-2].name)}" if len(states) > 1 else "the start"
+        raise UserError(f"{error}. Delete the directory {states[-1]} to resume from {previous}.") from error
 
 
 def complete_states(folder: Path) -> list[Path]:
-    """The whole states in a folder, oldest first."""
+    """Complete states in a directory, oldest first."""
     return sorted(state for state in folder.glob("[0-9]" * 8) if atomic.is_complete(state))
 
 
-def bare(name: str) -> str:
-    """The name of a parameter without the wrappers of compilation and recompute: a state fits with and without them."""
-    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+def strip_wrappers(name: str) -> str:
+    """Parameter name without the wrappers of torch.compile and activation checkpointing, which may change on resume."""
+    return ".".join(component for component in name.split(".") if component not in WRAPPERS)
 
 
-def owner(name: str) -> str:
+def parent_name(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-def packed(values: dict) -> bytes:
-    """Plain values as a file holds them."""
+def serialize(values: dict) -> bytes:
+    """Plain values as the bytes of a torch.save file."""
     stream = BytesIO()
     torch.save(values, stream)
     return stream.getvalue()
@@ -425,27 +429,27 @@ def restore_group(group: dict, values: dict) -> None:
             group[name] = value
 
 
-def generators_file(run) -> str:
+def rng_file(run) -> str:
     return f"random-{run.rank}.pt"
 
 
-def generators(device: torch.device) -> dict:
-    """The state of every random number generator that this process has used."""
-    found: dict = {"torch": torch.get_rng_state(), "python": random.getstate()}
+def rng_states(device: torch.device) -> dict:
+    """States of all random number generators that this process has used."""
+    states: dict = {"torch": torch.get_rng_state(), "python": random.getstate()}
     if device.type != "cpu":
-        found["device"] = devices.get_rng_state(device)
-    if "numpy.random" in sys.modules:  # numpy loads it when it is first used
-        kind, words, *rest = cast("tuple", numpy.random.get_state())  # a dict only if asked for one
-        found["numpy"] = (kind, words.tolist(), *rest)
-    return found
+        states["device"] = devices.get_rng_state(device)
+    if "numpy.random" in sys.modules:  # imported on first use
+        kind, key, *position = cast("tuple", numpy.random.get_state())  # a dict only with legacy=False
+        states["numpy"] = (kind, key.tolist(), *position)
+    return states
 
 
-def restore_generators(found: dict, device: torch.device) -> None:
+def restore_rng_states(states: dict, device: torch.device) -> None:
     setters = {
         "torch": torch.set_rng_state,
         "python": random.setstate,
         "device": lambda value: devices.set_rng_state(device, value),
         "numpy": lambda value: numpy.random.set_state(value),
     }
-    for name, value in found.items():
+    for name, value in states.items():
         setters[name](value)

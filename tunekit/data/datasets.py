@@ -19,20 +19,20 @@ from tunekit.data.preprocess.tokenized_dataset import Document
 from tunekit.data.readers.open_dataset import find_data_files, parse_split
 from tunekit.data.readers.row_reader import BadRow, Row
 from tunekit.data.row_errors import blame
-from tunekit.data.tokenize import Learn, MaskedText
+from tunekit.data.tokenize import TrainOn, MaskedText
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.data.transforms import Filter, RenameColumns
 from tunekit.data.truncation import TooLong, fit_documents
 from tunekit.errors import FieldError, UserError
 
-Encoded = list[Document] | BadRow | None
+EncodedRow = list[Document] | BadRow | None
 Fields = dict[str, Any]
 # What a person's own transforms and formats may raise on a row that they did not expect.
-MISTAKES = (TypeError, ValueError, LookupError, ArithmeticError, AttributeError, AssertionError, RuntimeError, OSError)
+USER_CODE_ERRORS = (TypeError, ValueError, LookupError, ArithmeticError, AttributeError, AssertionError, RuntimeError, OSError)
 
 
 # Rows do not know under which key of the config they stand, or in which part of a mix.
-PASS = "pass over such rows by `on_bad_row: skip` beside the `source` that names this file"
+SKIP_HINT = "pass over such rows by `on_bad_row: skip` beside the `source` that names this file"
 
 
 class DataConfig:
@@ -49,7 +49,7 @@ class DatasetConfig(DataConfig):
     """
 
     # Keys that say which rows there are and how they are served, but not what one of them becomes.
-    SERVING: ClassVar = frozenset(
+    loader_keys: ClassVar = frozenset(
         {
             "source",
             "split",
@@ -62,8 +62,8 @@ class DatasetConfig(DataConfig):
             "max_bad_row_fraction",
         }
     )
-    EACH: ClassVar[int] = 1  # documents of a row that is not split
-    JUDGED: ClassVar[bool] = False  # whether a step asks which document a token is of
+    docs_per_row: ClassVar[int] = 1  # documents of a row that is not split
+    has_document_ids: ClassVar[bool] = False  # whether a step asks which document a token is of
 
     source: str  # a file, a folder, tunekit/tools, a Hub name or an address
     split: str = "train"  # and the part of it: train[:90%]
@@ -96,78 +96,78 @@ class DatasetConfig(DataConfig):
         if self.num_proc is not None and self.num_proc < 0:
             raise FieldError("num_proc", f"must be 0 or more processes, not {self.num_proc}")
 
-    def check(self) -> None:
+    def check_source(self) -> None:
         """UserError if the source is not there or lacks the split, as far as can be told without reading it."""
         find_data_files(self.source, parse_split(self.split).name)
 
-    def code(self) -> dict[str, Any]:
+    def fingerprint_keys(self) -> dict[str, Any]:
         """The keys that decide what a row becomes, with their values."""
         names = (field.name for field in dataclasses.fields(self))
-        return {name: vars(self)[name] for name in names if name not in self.SERVING}
+        return {name: vars(self)[name] for name in names if name not in self.loader_keys}
 
-    def settled(self) -> "DatasetConfig":
+    def resolve(self) -> "DatasetConfig":
         """What these rows are, where that is for the source to say."""
         return self
 
-    def says(self, fields: Fields) -> str:
+    def describe(self, fields: Fields) -> str:
         """What a row with these columns is, in words."""
         return f"{kind_name(type(self))}, as `kind` says"
 
-    def prepare(self, tokenizer: Tokenizer) -> Tokenizer:
+    def prepare_tokenizer(self, tokenizer: Tokenizer) -> Tokenizer:
         """The tokenizer that these rows want; UserError if they cannot be written with this one."""
         raise NotImplementedError
 
-    def texts(self, tokenizer: Tokenizer, fields: Fields) -> list[MaskedText]:
+    def render(self, tokenizer: Tokenizer, fields: Fields) -> list[MaskedText]:
         """What the columns of a row are as text, each text a document; UserError says why they are none."""
         raise NotImplementedError
 
-    def encode(self, tokenizer: Tokenizer, rows: Sequence[Row | BadRow]) -> list[Encoded]:
+    def encode_rows(self, tokenizer: Tokenizer, rows: Sequence[Row | BadRow]) -> list[EncodedRow]:
         """What each row becomes, in order.
 
         Documents; no document, if it was dropped as too long; a fault; or None, if a transform left it out.
         """
-        read = [self.read(tokenizer, row) for row in rows]
+        read = [self.render_row(tokenizer, row) for row in rows]
         texts = [text for found in read if isinstance(found, list) for text in found]
         documents = iter(tokenize.tokenize_texts(tokenizer, texts))
         return [
-            self.fit(row, found, [next(documents) for _ in found]) if isinstance(found, list) else found
+            self.limit_row_length(row, found, [next(documents) for _ in found]) if isinstance(found, list) else found
             for row, found in zip(rows, read, strict=True)
         ]
 
-    def read(self, tokenizer: Tokenizer, row: Row | BadRow) -> list[MaskedText] | BadRow | None:
+    def render_row(self, tokenizer: Tokenizer, row: Row | BadRow) -> list[MaskedText] | BadRow | None:
         """The texts of a row."""
         if isinstance(row, BadRow):
             return row
         try:
-            fields = self.transformed(row.fields)
-            return None if fields is None else self.texts(tokenizer, fields)
+            fields = self.transform(row.fields)
+            return None if fields is None else self.render(tokenizer, fields)
         except UserError as error:
             return BadRow(row.where, str(error))
-        except MISTAKES as error:
+        except USER_CODE_ERRORS as error:
             said = blame(error, self, *self.transforms)
             if said is None:
                 raise
             return BadRow(row.where, said)
 
-    def transformed(self, fields: Fields) -> Fields | None:
+    def transform(self, fields: Fields) -> Fields | None:
         """The columns behind all transforms; None if one of them leaves the row out."""
         found: Fields | None = fields
         for transform in self.transforms:
             found = None if found is None else transform(found)
         return found
 
-    def fit(self, row: Row | BadRow, texts: list[MaskedText], whole: list[Document]) -> list[Document] | BadRow:
+    def limit_row_length(self, row: Row | BadRow, texts: list[MaskedText], whole: list[Document]) -> list[Document] | BadRow:
         """Documents none of which is longer than `length`; if one is dropped, all of the row are."""
         try:
-            parts = [self.fitted(text, document) for text, document in zip(texts, whole, strict=True)]
+            parts = [self.limit_length(text, document) for text, document in zip(texts, whole, strict=True)]
         except UserError as error:
             return BadRow(row.where, str(error))
         return [document for part in parts for document in part] if all(parts) else []
 
-    def fitted(self, text: MaskedText, document: Document) -> list[Document]:
+    def limit_length(self, text: MaskedText, document: Document) -> list[Document]:
         """Text that flows goes on from its last token; what answers something, with as much before it as is learnt."""
         return fit_documents(
-            document, self.max_length, self.excess_length_strategy, 1 if text.flows else self.max_length // 2
+            document, self.max_length, self.excess_length_strategy, 1 if text.is_continuable else self.max_length // 2
         )
 
 
@@ -178,17 +178,17 @@ class ChatTemplateMixin(DatasetConfig):
     # Jinja file, or the name of a bundled template, that replaces the checkpoint's chat template
     chat_template: str | None = None
 
-    def check(self) -> None:
-        super().check()
+    def check_source(self) -> None:
+        super().check_source()
         if self.chat_template is not None and not Path(self.chat_template).expanduser().is_file():
             raise UserError(f"{self.chat_template}: no such chat template file")
 
-    def prepare(self, tokenizer: Tokenizer) -> Tokenizer:
-        tokenizer = self.dressed(tokenizer)
+    def prepare_tokenizer(self, tokenizer: Tokenizer) -> Tokenizer:
+        tokenizer = self.with_chat_template(tokenizer)
         tokenizer.template()
         return tokenizer
 
-    def dressed(self, tokenizer: Tokenizer) -> Tokenizer:
+    def with_chat_template(self, tokenizer: Tokenizer) -> Tokenizer:
         """The tokenizer with the chat template that is named."""
         return tokenizer if self.chat_template is None else tokenizer.with_template(self.chat_template)
 
@@ -202,17 +202,17 @@ class ConversationDataset(ChatTemplateMixin):
     a list of roles. The end-of-turn token of a turn is included.
     """
 
-    train_on: Learn = "assistant"  # which turns, each with its end; a list names roles
+    train_on: TrainOn = "assistant"  # which turns, each with its end; a list names roles
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.train_on:
             raise FieldError("train_on", "name at least one role")
 
-    def texts(self, tokenizer: Tokenizer, fields: Fields) -> list[MaskedText]:
-        return [tokenize.render_conversation(tokenizer, self.talk(fields), self.train_on)]
+    def render(self, tokenizer: Tokenizer, fields: Fields) -> list[MaskedText]:
+        return [tokenize.render_conversation(tokenizer, self.to_conversation(fields), self.train_on)]
 
-    def talk(self, fields: Fields) -> Conversation:
+    def to_conversation(self, fields: Fields) -> Conversation:
         """The conversation that the columns of a row are."""
         raise NotImplementedError
 
@@ -227,7 +227,7 @@ class ChatDataset(ConversationDataset):
     kind: ClassVar[str] = "chat"
     messages_column: str = "messages"  # the column
 
-    def talk(self, fields: Fields) -> Conversation:
+    def to_conversation(self, fields: Fields) -> Conversation:
         return make_conversation(
             get_column(fields, self.messages_column, "messages"), self.messages_column, fields.get("tools")
         )
@@ -244,7 +244,7 @@ class ShareGPTDataset(ConversationDataset):
     kind: ClassVar[str] = "sharegpt"
     conversations_column: str = "conversations"  # the column
 
-    def talk(self, fields: Fields) -> Conversation:
+    def to_conversation(self, fields: Fields) -> Conversation:
         found = get_column(fields, self.conversations_column, "conversations")
         return converters.from_sharegpt(found, self.conversations_column, fields.get("system"), fields.get("tools"))
 
@@ -263,7 +263,7 @@ class InstructDataset(ConversationDataset):
     response_column: str = "output"  # the column
     system_prompt: str | None = None  # what the system message says in rows without a column `system`
 
-    def talk(self, fields: Fields) -> Conversation:
+    def to_conversation(self, fields: Fields) -> Conversation:
         question = get_string(fields, self.prompt_column, "prompt")
         if self.input_column is not None and (self.input_column != "input" or fields.get("input") is not None):
             more = get_string(fields, self.input_column, "input")
@@ -280,7 +280,7 @@ class EosTokenMixin(DatasetConfig):
 
     eos_token: str | None = None  # Token that ends a text; null: the tokenizer's EOS token
 
-    def end_of_text(self, tokenizer: Tokenizer) -> int:
+    def eos_token_id(self, tokenizer: Tokenizer) -> int:
         end = tokenizer.eos if self.eos_token is None else tokenizer.model.token_to_id(self.eos_token)
         if end is None:
             fault = "names no end-of-text token" if self.eos_token is None else f"has no token {self.eos_token!r}"
@@ -292,8 +292,8 @@ class EosTokenMixin(DatasetConfig):
 class TextOrChatMixin(EosTokenMixin, ConversationDataset):
     """Rows that are texts or conversations: whether a template and an end are needed, each row says."""
 
-    def prepare(self, tokenizer: Tokenizer) -> Tokenizer:
-        return self.dressed(tokenizer)
+    def prepare_tokenizer(self, tokenizer: Tokenizer) -> Tokenizer:
+        return self.with_chat_template(tokenizer)
 
 
 @dataclass(frozen=True)
@@ -304,12 +304,12 @@ class CompletionDataset(TextOrChatMixin):
     prompt_column: str = "prompt"  # the column
     completion_column: str = "completion"  # the column
 
-    def texts(self, tokenizer: Tokenizer, fields: Fields) -> list[MaskedText]:
+    def render(self, tokenizer: Tokenizer, fields: Fields) -> list[MaskedText]:
         prompt = parse_json_cell(get_column(fields, self.prompt_column, "prompt"))
         completion = parse_json_cell(get_column(fields, self.completion_column, "completion"))
         if isinstance(prompt, str) and isinstance(completion, str):
             start = 0 if self.train_on == "all" else len(prompt)
-            return [tokenize.render_plain_text(prompt + completion, self.end_of_text(tokenizer), start)]
+            return [tokenize.render_plain_text(prompt + completion, self.eos_token_id(tokenizer), start)]
         found = converters.join_prompt(
             prompt, completion, fields.get("tools"), (self.prompt_column, self.completion_column)
         )
@@ -324,12 +324,12 @@ class TextDataset(EosTokenMixin):
     excess_length_strategy: TooLong = "split"  # go on in further rows; drop; or cut at the end
     text_column: str = "text"  # the column
 
-    def prepare(self, tokenizer: Tokenizer) -> Tokenizer:
-        self.end_of_text(tokenizer)
+    def prepare_tokenizer(self, tokenizer: Tokenizer) -> Tokenizer:
+        self.eos_token_id(tokenizer)
         return tokenizer
 
-    def texts(self, tokenizer: Tokenizer, fields: Fields) -> list[MaskedText]:
-        return [tokenize.render_plain_text(get_string(fields, self.text_column, "column"), self.end_of_text(tokenizer))]
+    def render(self, tokenizer: Tokenizer, fields: Fields) -> list[MaskedText]:
+        return [tokenize.render_plain_text(get_string(fields, self.text_column, "column"), self.eos_token_id(tokenizer))]
 
 
 @dataclass(frozen=True)
@@ -337,35 +337,35 @@ class DetectedDataset(TextOrChatMixin):
     """Rows that are recognised by their columns."""
 
     open: ClassVar = True  # a kind that is named in its place keeps what is said here
-    KINDS: ClassVar[tuple[type[DatasetConfig], ...]]  # that are told apart
-    WANTS: ClassVar[str]  # what is to be done with others
-    FIRST: ClassVar[tuple[FormatRule, ...]] = ()  # what is asked before all else
+    candidates: ClassVar[tuple[type[DatasetConfig], ...]]  # that are told apart
+    expected_columns: ClassVar[str]  # what is to be done with others
+    rules: ClassVar[tuple[FormatRule, ...]] = ()  # what is asked before all else
 
     @cached_property
-    def choices(self) -> dict[RowFormat, DatasetConfig]:
+    def detected(self) -> dict[RowFormat, DatasetConfig]:
         """The kinds that rows were recognised as, each with what is said here."""
         return {}
 
-    def choice(self, fields: Fields) -> DatasetConfig:
+    def detect(self, fields: Fields) -> DatasetConfig:
         """The kind that a row is."""
-        form = detect_format(fields, self.FIRST)
-        if form not in self.choices:
-            self.choices[form] = self.made(form)
-        return self.choices[form]
+        form = detect_format(fields, self.rules)
+        if form not in self.detected:
+            self.detected[form] = self.make_config(form)
+        return self.detected[form]
 
-    def made(self, form: RowFormat) -> DatasetConfig:
-        cls = next((cls for cls in self.KINDS if kind_name(cls) == form.kind), None)
+    def make_config(self, form: RowFormat) -> DatasetConfig:
+        cls = next((cls for cls in self.candidates if kind_name(cls) == form.kind), None)
         if cls is None:
-            raise UserError(f"these are {form.says}, from which this recipe does not learn: {self.WANTS}")
+            raise UserError(f"these are {form.description}, from which this recipe does not learn: {self.expected_columns}")
         known = {field.name for field in dataclasses.fields(cls)}
         given: dict[str, Any] = {name: value for name, value in vars(self).items() if name in known}
         return cls(**given, **dict[str, Any](form.columns))
 
-    def says(self, fields: Fields) -> str:
-        return detect_format(fields, self.FIRST).says
+    def describe(self, fields: Fields) -> str:
+        return detect_format(fields, self.rules).description
 
-    def texts(self, tokenizer: Tokenizer, fields: Fields) -> list[MaskedText]:
-        return self.choice(fields).texts(tokenizer, fields)
+    def render(self, tokenizer: Tokenizer, fields: Fields) -> list[MaskedText]:
+        return self.detect(fields).render(tokenizer, fields)
 
 
 @dataclass(frozen=True)
@@ -378,18 +378,18 @@ class AutoDataset(DetectedDataset):
 
     kind: ClassVar[str] = "auto"
     usual: ClassVar = True
-    KINDS: ClassVar = (ChatDataset, ShareGPTDataset, InstructDataset, CompletionDataset, TextDataset)
-    WANTS: ClassVar = (
+    candidates: ClassVar = (ChatDataset, ShareGPTDataset, InstructDataset, CompletionDataset, TextDataset)
+    expected_columns: ClassVar = (
         "name a `kind` that it reads, or take the recipe `preference`, which learns from answers that are compared"
     )
 
-    def fitted(self, text: MaskedText, document: Document) -> list[Document]:
-        if text.flows and self.excess_length_strategy == "truncate":
+    def limit_length(self, text: MaskedText, document: Document) -> list[Document]:
+        if text.is_continuable and self.excess_length_strategy == "truncate":
             return fit_documents(document, self.max_length, "split", 1)
-        return super().fitted(text, document)
+        return super().limit_length(text, document)
 
 
-OneSource = (
+SFTDataset = (
     AutoDataset | ChatDataset | ShareGPTDataset | InstructDataset | CompletionDataset | TextDataset
 )  # what a recipe that learns from rows may read
 
@@ -398,7 +398,7 @@ OneSource = (
 class PreferenceBase(TextOrChatMixin):
     """Rows whose completions are compared or judged: nothing of a prompt is learnt, and nothing goes on elsewhere."""
 
-    JUDGED: ClassVar = True
+    has_document_ids: ClassVar = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -420,7 +420,7 @@ class PreferenceDataset(PreferenceBase):
     """
 
     kind: ClassVar[str] = "preference"
-    EACH: ClassVar = 2
+    docs_per_row: ClassVar = 2
 
     prompt_column: str = "prompt"  # the column
     chosen_column: str = "chosen"  # the column
@@ -429,13 +429,13 @@ class PreferenceDataset(PreferenceBase):
         "margin"  # the column, which rows may lack: by how much the chosen answer is to be the better one
     )
 
-    def says(self, fields: Fields) -> str:
+    def describe(self, fields: Fields) -> str:
         return f"preference pairs (columns {self.chosen_column!r}, {self.rejected_column!r})"
 
-    def texts(self, tokenizer: Tokenizer, fields: Fields) -> list[MaskedText]:
+    def render(self, tokenizer: Tokenizer, fields: Fields) -> list[MaskedText]:
         chosen, rejected = (
-            answer(fields, self.chosen_column, "chosen"),
-            answer(fields, self.rejected_column, "rejected"),
+            get_answer(fields, self.chosen_column, "chosen"),
+            get_answer(fields, self.rejected_column, "rejected"),
         )
         prompt = parse_json_cell(fields.get(self.prompt_column))
         if chosen == rejected:
@@ -444,7 +444,7 @@ class PreferenceDataset(PreferenceBase):
             head = converters.common_prefix(chosen, rejected) if prompt is None else prompt
             begun = all(side.startswith(head) for side in (chosen, rejected))
             sides = (side if begun else head + side for side in (chosen, rejected))
-            texts = [tokenize.render_plain_text(side, self.end_of_text(tokenizer), len(head)) for side in sides]
+            texts = [tokenize.render_plain_text(side, self.eos_token_id(tokenizer), len(head)) for side in sides]
         else:
             talks = converters.split_preference(chosen, rejected, prompt, fields.get("tools"))
             texts = [tokenize.render_conversation(tokenizer, found, self.train_on) for found in talks]
@@ -455,8 +455,8 @@ class PreferenceDataset(PreferenceBase):
             else (to_number(fields[self.margin_column], self.margin_column),)
         )
         return [
-            good._replace(signs=good.signs | DocFlags.GOOD, values=values),
-            bad._replace(signs=bad.signs | DocFlags.BAD),
+            good._replace(signs=good.doc_flags | DocFlags.DESIRABLE, values=values),
+            bad._replace(signs=bad.doc_flags | DocFlags.UNDESIRABLE),
         ]
 
 
@@ -467,26 +467,26 @@ class UnpairedPreferenceDataset(PreferenceBase, CompletionDataset):
     kind: ClassVar[str] = "unpaired_preference"
     label_column: str = "label"  # the column: true or false
 
-    def says(self, fields: Fields) -> str:
+    def describe(self, fields: Fields) -> str:
         return (
             f"completions with marks (columns {self.prompt_column!r}, {self.completion_column!r}, "
             f"{self.label_column!r})"
         )
 
-    def texts(self, tokenizer: Tokenizer, fields: Fields) -> list[MaskedText]:
+    def render(self, tokenizer: Tokenizer, fields: Fields) -> list[MaskedText]:
         good = get_column(fields, self.label_column, "label")
         if not isinstance(good, bool):
             raise UserError(f"{self.label_column}: want true or false, this is {json_type(good)}")
-        (text,) = super().texts(tokenizer, fields)
-        return [text._replace(signs=text.signs | (DocFlags.GOOD if good else DocFlags.BAD))]
+        (text,) = super().render(tokenizer, fields)
+        return [text._replace(signs=text.doc_flags | (DocFlags.DESIRABLE if good else DocFlags.UNDESIRABLE))]
 
 
-def answer(fields: Fields, name: str, option: str) -> Any:
+def get_answer(fields: Fields, name: str, option: str) -> Any:
     """A side of a pair; UserError if nothing stands there at all."""
     found = parse_json_cell(get_column(fields, name, option))
     if found is None or found == []:
         told = "null" if found is None else "an empty list"
-        raise UserError(f"{name}: is {told}, and a pair is two answers: write it, or {PASS}")
+        raise UserError(f"{name}: is {told}, and a pair is two answers: write it, or {SKIP_HINT}")
     return found
 
 

@@ -11,13 +11,13 @@ class DocFlags(IntFlag):
     """
 
     SPECIAL_IN_TEXT = 1  # what a user, the system or a tool says holds the text of a special token
-    UNENDED = 2  # a learnt turn whose end token is not learnt: the model is not taught to stop
-    PROMPT_LEARNT = 4  # a generation block covers what the prompt writes
-    TOOLS_UNUSED = 8  # the row has tools or calls, the template writes nothing of them
+    MISSING_END_TOKEN = 2  # a learnt turn whose end token is not learnt: the model is not taught to stop
+    PROMPT_TRAINED = 4  # a generation block covers what the prompt writes
+    TOOLS_NOT_RENDERED = 8  # the row has tools or calls, the template writes nothing of them
     REASONING_DROPPED = 16  # a learnt turn has reasoning, the template does not write it
     CONTENT_LOST = 32  # what a message says does not come in the text that the template writes
     EMPTY_TURN = 64  # a learnt turn says nothing: the model is taught to end at once
-    GOOD = 1 << 16
-    BAD = 1 << 17
-    STEPS = 1 << 18
-    PART = 1 << 19
+    DESIRABLE = 1 << 16
+    UNDESIRABLE = 1 << 17
+    STEPWISE = 1 << 18
+    SPLIT = 1 << 19

@@ -8,7 +8,7 @@ from tunekit.data import tokenize
 from tunekit.data.chat_template import converters
 from tunekit.data.chat_template.json_values import json_type
 from tunekit.data.chat_template.messages import get_column, get_string, make_conversation, parse_json_cell
-from tunekit.data.datasets import PASS, ChatTemplateMixin, DatasetConfig, EosTokenMixin, Fields, to_number
+from tunekit.data.datasets import SKIP_HINT, ChatTemplateMixin, DatasetConfig, EosTokenMixin, Fields, to_number
 from tunekit.data.doc_flags import DocFlags
 from tunekit.data.preprocess.tokenized_dataset import Document
 from tunekit.data.tokenize import MaskedText
@@ -22,7 +22,7 @@ LONGEST = 40  # characters of a label that are shown
 class LabeledBase(DatasetConfig):
     """Rows that are read whole for what is said of them."""
 
-    JUDGED: ClassVar = True
+    has_document_ids: ClassVar = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -50,30 +50,30 @@ class LabeledDataset(EosTokenMixin, ChatTemplateMixin, LabeledBase):
         if len(set(self.class_names)) < len(self.class_names):
             raise FieldError("class_names", "name each once")
 
-    def prepare(self, tokenizer: Tokenizer) -> Tokenizer:
-        return self.dressed(tokenizer)
+    def prepare_tokenizer(self, tokenizer: Tokenizer) -> Tokenizer:
+        return self.with_chat_template(tokenizer)
 
-    def says(self, fields: Fields) -> str:
+    def describe(self, fields: Fields) -> str:
         return f"texts with labels (column {self.label_column!r})"
 
-    def texts(self, tokenizer: Tokenizer, fields: Fields) -> list[MaskedText]:
-        value = self.value(get_column(fields, self.label_column, "label"))
+    def render(self, tokenizer: Tokenizer, fields: Fields) -> list[MaskedText]:
+        value = self.to_number(get_column(fields, self.label_column, "label"))
         found = parse_json_cell(fields.get(self.messages_column))
         if found is not None:
             text = tokenize.render_conversation(
                 tokenizer, make_conversation(found, self.messages_column, fields.get("tools")), "all"
             )
         else:
-            text = tokenize.render_plain_text(get_string(fields, self.text_column, "text"), self.end_of_text(tokenizer))
+            text = tokenize.render_plain_text(get_string(fields, self.text_column, "text"), self.eos_token_id(tokenizer))
         return [text._replace(values=(value,))]
 
-    def value(self, label: Any) -> float:
+    def to_number(self, label: Any) -> float:
         """What a label is in numbers."""
         if label is None:
-            raise UserError(f"{self.label_column}: is null, and a row needs its label: write it, or {PASS}")
+            raise UserError(f"{self.label_column}: is null, and a row needs its label: write it, or {SKIP_HINT}")
         if isinstance(label, str):
             if label not in self.class_names:
-                raise UserError(f"{self.label_column}: {shortened(label)} {self.strange}")
+                raise UserError(f"{self.label_column}: {shortened(label)} {self.text_label_error}")
             return float(self.class_names.index(label))
         value = to_number(label, self.label_column)
         if self.class_names and value not in range(len(self.class_names)):
@@ -83,7 +83,7 @@ class LabeledDataset(EosTokenMixin, ChatTemplateMixin, LabeledBase):
         return value
 
     @property
-    def strange(self) -> str:
+    def text_label_error(self) -> str:
         """What is wrong with a label that is a text, and what to do."""
         if self.class_names:
             return f"is none of the `class_names`: {', '.join(self.class_names)}"
@@ -111,27 +111,27 @@ class StepwiseDataset(EosTokenMixin, ChatTemplateMixin, LabeledBase):
     labels_column: str = "labels"  # the column: a list of true or false, or of classes from 0 on
     step_separator: str = "\n"  # what ends each step
 
-    def prepare(self, tokenizer: Tokenizer) -> Tokenizer:
-        return self.dressed(tokenizer)
+    def prepare_tokenizer(self, tokenizer: Tokenizer) -> Tokenizer:
+        return self.with_chat_template(tokenizer)
 
-    def says(self, fields: Fields) -> str:
+    def describe(self, fields: Fields) -> str:
         return f"steps with labels (columns {self.completions_column!r}, {self.labels_column!r})"
 
-    def texts(self, tokenizer: Tokenizer, fields: Fields) -> list[MaskedText]:
+    def render(self, tokenizer: Tokenizer, fields: Fields) -> list[MaskedText]:
         steps, labels = (
             get_column(fields, self.completions_column, "completions"),
             get_column(fields, self.labels_column, "labels"),
         )
-        values, said = self.values(steps, labels), "".join(step + self.step_separator for step in steps)
-        found = self.answered(tokenizer, fields, said)
+        values, said = self.step_labels(steps, labels), "".join(step + self.step_separator for step in steps)
+        found = self.render_answer(tokenizer, fields, said)
         ends = [*accumulate((len(step + self.step_separator) for step in steps), initial=len(found.text) - len(said))]
-        return [found._replace(learnt=[*pairwise(ends)], signs=found.signs | DocFlags.STEPS, values=values)]
+        return [found._replace(learnt=[*pairwise(ends)], signs=found.doc_flags | DocFlags.STEPWISE, values=values)]
 
-    def answered(self, tokenizer: Tokenizer, fields: Fields, said: str) -> MaskedText:
+    def render_answer(self, tokenizer: Tokenizer, fields: Fields, said: str) -> MaskedText:
         """The prompt of a row, and behind it the answer as it is."""
         prompt = parse_json_cell(get_column(fields, self.prompt_column, "prompt"))
         if isinstance(prompt, str):
-            return tokenize.render_plain_text(prompt + said, self.end_of_text(tokenizer))
+            return tokenize.render_plain_text(prompt + said, self.eos_token_id(tokenizer))
         if not isinstance(prompt, list):
             raise UserError(f"{self.prompt_column}: want a string or a list of messages, this is {json_type(prompt)}")
         found = converters.join_prompt(prompt, said, fields.get("tools"), (self.prompt_column, self.completions_column))
@@ -141,7 +141,7 @@ class StepwiseDataset(EosTokenMixin, ChatTemplateMixin, LabeledBase):
             )
         return tokenize.render_prompt(tokenizer, found)
 
-    def values(self, steps: Any, labels: Any) -> tuple[float, ...]:
+    def step_labels(self, steps: Any, labels: Any) -> tuple[float, ...]:
         """The labels of steps, in numbers."""
         if not isinstance(steps, list) or not steps or not all(isinstance(step, str) and step for step in steps):
             raise UserError(f"{self.completions_column}: want a list of texts, none of them empty")
@@ -153,7 +153,7 @@ class StepwiseDataset(EosTokenMixin, ChatTemplateMixin, LabeledBase):
             raise UserError(f"{self.labels_column}: want true or false, or classes from 0 on, not {wrong[0]:g}")
         return values
 
-    def fitted(self, text: MaskedText, document: Document) -> list[Document]:
-        if document.learnt[1:].sum() < len(text.values):
+    def limit_length(self, text: MaskedText, document: Document) -> list[Document]:
+        if document.loss_mask[1:].sum() < len(text.values):
             raise UserError("two steps end in one token, or the first token ends one: name another `step_separator`")
-        return super().fitted(text, document)
+        return super().limit_length(text, document)

@@ -16,19 +16,19 @@ class RowStats:
     """An array of (documents,) each. Prints are equal where tokens are; they differ between processes."""
 
     targets: np.ndarray  # learnt tokens; a first one is none
-    first: np.ndarray  # where the first learnt token stands; the length, if there is none
-    all_learnt: np.ndarray  # nothing is context
-    runs: np.ndarray  # learnt stretches that are there to their end; of what is learnt throughout, none
-    ended: np.ndarray  # those of them whose last token is a special one
-    last: np.ndarray  # the token that ends the last of them, or -1
-    cut: np.ndarray  # the end is not there, and what is missing was to be learnt
-    highest: np.ndarray  # token
-    unknown: np.ndarray  # tokens that stand for what the tokenizer cannot write
-    starts: np.ndarray  # the first token
-    doubled: np.ndarray  # the beginning-of-text token stands there twice
-    print: np.ndarray  # of all tokens
-    prompt: np.ndarray  # of those before the first learnt one
-    answer: np.ndarray  # of the learnt ones
+    first_target: np.ndarray  # where the first learnt token stands; the length, if there is none
+    all_targets: np.ndarray  # nothing is context
+    complete_turns: np.ndarray  # learnt stretches that are there to their end; of what is learnt throughout, none
+    turns_with_end: np.ndarray  # those of them whose last token is a special one
+    last_token: np.ndarray  # the token that ends the last of them, or -1
+    end_missing: np.ndarray  # the end is not there, and what is missing was to be learnt
+    max_token: np.ndarray  # token
+    num_unknown: np.ndarray  # tokens that stand for what the tokenizer cannot write
+    first_token: np.ndarray  # the first token
+    double_bos: np.ndarray  # the beginning-of-text token stands there twice
+    token_hash: np.ndarray  # of all tokens
+    prompt_hash: np.ndarray  # of those before the first learnt one
+    answer_hash: np.ndarray  # of the learnt ones
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,9 @@ class StatsContext:
 def known(tokenizer: Tokenizer, limit: int) -> StatsContext:
     """`limit`: the most tokens that a row may have. Byte tokenizers name some other token as the unknown one."""
     bos = -1 if tokenizer.bos is None else tokenizer.bos
-    unknown = tokenizer.named("unk_token")
+    unknown = tokenizer.special_token("unk_token")
     unknown = -1 if unknown is None or unknown == bos or unknown in tokenizer.stops else unknown
-    return StatsContext(tokenizer, np.array(sorted(tokenizer.marks), np.int32), bos, unknown, limit)
+    return StatsContext(tokenizer, np.array(sorted(tokenizer.special_ids), np.int32), bos, unknown, limit)
 
 
 def measure_rows(parts: Sequence[TokenizedDataset], tokenizer: Tokenizer, limit: int) -> RowStats:
@@ -86,19 +86,19 @@ def block(documents: TokenizedDataset, wanted: StatsContext, first: int, behind:
     twice = (tokens[starts] == wanted.bos) & (tokens[np.minimum(starts + 1, ends - 1)] == wanted.bos)
     return RowStats(
         targets=counts - learnt[starts],
-        first=begins - starts,
-        all_learnt=counts == lengths,
-        runs=np.bincount(of[there], minlength=len(starts)),
-        ended=np.bincount(of[there & well], minlength=len(starts)),
-        last=latest(last[there], of[there], len(starts)),
-        cut=np.bincount(of[broken], minlength=len(starts)) > 0,
-        highest=np.maximum.reduceat(tokens, starts),
-        unknown=np.add.reduceat(tokens == wanted.unknown, starts, dtype=np.int64),
-        starts=tokens[starts],
-        doubled=twice & (lengths > 1),
-        print=prints(tokens, starts, ends),
-        prompt=prints(tokens, starts, begins),
-        answer=prints(tokens[places], before, before + counts),
+        first_target=begins - starts,
+        all_targets=counts == lengths,
+        complete_turns=np.bincount(of[there], minlength=len(starts)),
+        turns_with_end=np.bincount(of[there & well], minlength=len(starts)),
+        last_token=latest(last[there], of[there], len(starts)),
+        end_missing=np.bincount(of[broken], minlength=len(starts)) > 0,
+        max_token=np.maximum.reduceat(tokens, starts),
+        num_unknown=np.add.reduceat(tokens == wanted.unknown, starts, dtype=np.int64),
+        first_token=tokens[starts],
+        double_bos=twice & (lengths > 1),
+        token_hash=prints(tokens, starts, ends),
+        prompt_hash=prints(tokens, starts, begins),
+        answer_hash=prints(tokens[places], before, before + counts),
     )
 
 

@@ -16,7 +16,7 @@ from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import UserError
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
-Learn = Literal["assistant", "last", "all", "per_message"] | tuple[Role, ...]
+TrainOn = Literal["assistant", "last", "all", "per_message"] | tuple[Role, ...]
 
 
 class MaskedText(NamedTuple):
@@ -27,26 +27,26 @@ class MaskedText(NamedTuple):
     """
 
     text: str
-    learnt: list[loss_mask.Span]
-    signs: DocFlags = DocFlags(0)
-    end: int | None = None
+    target_spans: list[loss_mask.Span]
+    doc_flags: DocFlags = DocFlags(0)
+    end_token: int | None = None
     values: tuple[float, ...] = ()
 
     @property
-    def judged(self) -> bool:
+    def is_stepwise(self) -> bool:
         """Whether each span is a step with a value of its own."""
-        return bool(self.signs & DocFlags.STEPS)
+        return bool(self.doc_flags & DocFlags.STEPWISE)
 
     @property
-    def flows(self) -> bool:
+    def is_continuable(self) -> bool:
         """Whether it is text that is learnt from its first character on, and may go on in further rows."""
-        return self.end is not None and self.learnt[0][0] == 0
+        return self.end_token is not None and self.target_spans[0][0] == 0
 
 
-def render_conversation(tokenizer: Tokenizer, talk: Conversation, learn: Learn) -> MaskedText:
+def render_conversation(tokenizer: Tokenizer, talk: Conversation, learn: TrainOn) -> MaskedText:
     """A conversation as the template writes it."""
-    turns = learnt_turns(talk, learn)
-    messages = detect_features(tokenizer.template(talk.tools), tokenizer).fit(talk.messages)
+    turns = target_turns(talk, learn)
+    messages = detect_features(tokenizer.template(talk.tools), tokenizer).adapt_messages(talk.messages)
     text, learnt, noticed = loss_mask.render_with_mask(
         tokenizer, messages, talk.tools, "all" if learn == "all" else turns
     )
@@ -55,51 +55,51 @@ def render_conversation(tokenizer: Tokenizer, talk: Conversation, learn: Learn) 
 
 def render_prompt(tokenizer: Tokenizer, talk: Conversation) -> MaskedText:
     """A conversation as the template writes it, up to where its last message is said: the turn does not end."""
-    messages = detect_features(tokenizer.template(talk.tools), tokenizer).fit(talk.messages)
+    messages = detect_features(tokenizer.template(talk.tools), tokenizer).adapt_messages(talk.messages)
     said = talk.messages[-1]["content"]
     text = loss_mask.text_before_last_message(tokenizer, messages, talk.tools, said) + said
     loss_mask.check_encodable(text)
     return MaskedText(text, [], find_doc_flags(tokenizer, talk, text, [len(messages) - 1]))
 
 
-def learnt_turns(talk: Conversation, learn: Learn) -> list[int]:
+def target_turns(talk: Conversation, learn: TrainOn) -> list[int]:
     """The messages to learn. UserError if there is none, or if a message's own flag says otherwise."""
     roles = learn if isinstance(learn, tuple) else ("assistant",)
-    turns = [index for index, message in enumerate(talk.messages) if message["role"] in roles and index >= talk.first]
+    turns = [index for index, message in enumerate(talk.messages) if message["role"] in roles and index >= talk.num_prompt_messages]
     if learn == "all":
         turns = list(range(len(talk.messages)))
     if learn == "last":
         turns = turns[-1:]
     if learn == "per_message":
-        turns = marked(talk, turns)
-    elif talk.flags is not None:
-        agree(talk, turns, learn)
+        turns = flagged_turns(talk, turns)
+    elif talk.train_flags is not None:
+        check_flags(talk, turns, learn)
     if not turns:
         which = "message that is marked" if learn == "per_message" else f"{' or '.join(roles)} message"
         raise UserError(f"nothing to learn: the conversation has no {which}")
     return turns
 
 
-def marked(talk: Conversation, turns: list[int]) -> list[int]:
+def flagged_turns(talk: Conversation, turns: list[int]) -> list[int]:
     """Messages marked true; where none is, all of the assistant but those marked false, as OpenAI counts weights.
 
     Marks in a prompt say nothing: it is not learnt.
     """
-    flags = talk.flags or [None] * len(talk.messages)
-    wanted = [index for index, flag in enumerate(flags) if flag and index >= talk.first]
+    flags = talk.train_flags or [None] * len(talk.messages)
+    wanted = [index for index, flag in enumerate(flags) if flag and index >= talk.num_prompt_messages]
     return wanted or [index for index in turns if flags[index] is not False]
 
 
-def agree(talk: Conversation, turns: list[int], learn: Learn) -> None:
+def check_flags(talk: Conversation, turns: list[int], learn: TrainOn) -> None:
     """Flags are not passed over: where they say otherwise, somebody has to decide."""
-    for index, flag in enumerate(talk.flags or ()):
+    for index, flag in enumerate(talk.train_flags or ()):
         learnt, answer = index in turns, talk.messages[index]["role"] == "assistant"
         if flag not in (None, learnt) and (
             learnt or not answer
         ):  # answers may all be marked where `train_on` takes some
             says = "is marked to be learnt" if flag else "is marked not to be learnt"
             told = learn if isinstance(learn, str) else f"[{', '.join(learn)}]"
-            raise UserError(f"{talk.name}[{index}]: {says}, against `train_on: {told}`; set `train_on: per_message`")
+            raise UserError(f"{talk.column}[{index}]: {says}, against `train_on: {told}`; set `train_on: per_message`")
 
 
 def render_plain_text(text: str, end: int, start: int = 0) -> MaskedText:
@@ -111,33 +111,33 @@ def render_plain_text(text: str, end: int, start: int = 0) -> MaskedText:
 def tokenize_texts(tokenizer: Tokenizer, texts: Sequence[MaskedText]) -> list[Document]:
     """Texts as tokens, all of them together."""
     encodings = tokenizer.encode_rendered([written.text for written in texts])
-    return [document(tokenizer, *pair) for pair in zip(texts, encodings, strict=True)]
+    return [to_document(tokenizer, *pair) for pair in zip(texts, encodings, strict=True)]
 
 
-def document(tokenizer: Tokenizer, written: MaskedText, encoding) -> Document:
+def to_document(tokenizer: Tokenizer, written: MaskedText, encoding) -> Document:
     ids = np.array(encoding.ids, np.int32)
     learnt = np.zeros(len(ids), bool)
-    for span in written.learnt:
-        first, behind = loss_mask.token_range(encoding, written.text, span, tokenizer.marks)
-        learnt[behind - 1 if written.judged else first : behind] = True
-    if written.end is not None:
-        ids, learnt = framed(ids, learnt, beginning(tokenizer), written)
-    return Document(ids, learnt, len(ids), written.signs, np.array(written.values, np.float32))
+    for span in written.target_spans:
+        first, behind = loss_mask.token_range(encoding, written.text, span, tokenizer.special_ids)
+        learnt[behind - 1 if written.is_stepwise else first : behind] = True
+    if written.end_token is not None:
+        ids, learnt = add_bos_and_end(ids, learnt, bos_ids(tokenizer), written)
+    return Document(ids, learnt, len(ids), written.doc_flags, np.array(written.values, np.float32))
 
 
-def framed(ids: np.ndarray, learnt: np.ndarray, head: np.ndarray, written: MaskedText) -> tuple[np.ndarray, np.ndarray]:
+def add_bos_and_end(ids: np.ndarray, learnt: np.ndarray, head: np.ndarray, written: MaskedText) -> tuple[np.ndarray, np.ndarray]:
     """A text between its beginning and its end. The end is learnt; the beginning counts as learnt if all else is."""
-    if written.judged:
+    if written.is_stepwise:
         return np.concatenate((head, ids)), np.concatenate((np.zeros(len(head), bool), learnt))
-    tail = [] if len(ids) and ids[-1] == written.end else [written.end]
+    tail = [] if len(ids) and ids[-1] == written.end_token else [written.end_token]
     ids = np.concatenate((head, ids, np.array(tail, np.int32)))
-    learnt = np.concatenate((np.full(len(head), written.flows), learnt, np.ones(len(tail), bool)))
+    learnt = np.concatenate((np.full(len(head), written.is_continuable), learnt, np.ones(len(tail), bool)))
     learnt[-1] = True
     return ids, learnt
 
 
 @lru_cache(maxsize=8)
-def beginning(tokenizer: Tokenizer) -> np.ndarray:
+def bos_ids(tokenizer: Tokenizer) -> np.ndarray:
     """What the tokenizer puts before every text: the token that begins one, for many."""
     bare, whole = (tokenizer.encode_texts(["a"], special)[0] for special in (False, True))
     return np.array(whole[: whole.index(bare[0])], np.int32)

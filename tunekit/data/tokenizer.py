@@ -42,7 +42,7 @@ class Tokenizer:
         self.ends, model.post_processor = model.post_processor, None
         model.no_truncation()
         model.no_padding()
-        self.bos, self.eos, pad = (self.named(f"{name}_token") for name in ("bos", "eos", "pad"))
+        self.bos, self.eos, pad = (self.special_token(f"{name}_token") for name in ("bos", "eos", "pad"))
         self.pad: int = next((token for token in (pad, self.eos) if token is not None), 0)
         self.stops = stops | ({self.eos} if self.eos is not None else frozenset())
 
@@ -68,13 +68,13 @@ class Tokenizer:
             raise UserError(f"{path}: the chat template cannot be read: {reason}") from None
         except UnicodeDecodeError as error:
             raise UserError(f"{path}: the chat template cannot be read: {error}") from None
-        return self.changed(templates={"default": (text, path)}, compiled={})
+        return self.copy_with(templates={"default": (text, path)}, compiled={})
 
-    def dated(self, today: date) -> "Tokenizer":
+    def with_date(self, today: date) -> "Tokenizer":
         """The same tokenizer for templates that print the date: a run that goes on tomorrow renders the same text."""
-        return self.changed(today=today)
+        return self.copy_with(today=today)
 
-    def fitted(self, vocab: int, where: object) -> "Tokenizer":
+    def with_vocab_size(self, vocab: int, where: object) -> "Tokenizer":
         """The same tokenizer for a model of `vocab` embeddings. `where` is what both were read from.
 
         Added tokens may lie beyond: Gemma 3 has one for images in models that see none. `encode` does not let them in.
@@ -85,9 +85,9 @@ class Tokenizer:
                 f"{where}: its tokenizer knows {ordinary} tokens and its model {vocab}: "
                 "the tokenizer is another model's, bring back its own tokenizer.json"
             )
-        return self.changed(vocab=vocab)
+        return self.copy_with(vocab=vocab)
 
-    def changed(self, **fields: Any) -> "Tokenizer":
+    def copy_with(self, **fields: Any) -> "Tokenizer":
         """A copy with other fields, and without what was found with the old ones."""
         other = copy.copy(self)
         vars(other).update(fields, shapes={})
@@ -98,11 +98,11 @@ class Tokenizer:
         """For another process: templates are compiled again there."""
         return {**vars(self), "compiled": {}, "shapes": {}, "pieces": None}
 
-    def hasten(self) -> None:
+    def enable_cache(self) -> None:
         """Many texts are to come: remember words, where that cannot change a token."""
         self.pieces = TokenCache.of(self.model)
 
-    def named(self, name: str) -> int | None:
+    def special_token(self, name: str) -> int | None:
         """The id of a token that the tokenizer's config names, such as `eos_token`."""
         return self.model.token_to_id(self.names[name]) if name in self.names else None
 
@@ -112,20 +112,20 @@ class Tokenizer:
         return max(self.model.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     @cached_property
-    def marks(self) -> dict[int, str]:
+    def special_ids(self) -> dict[int, str]:
         """Special tokens and stops, the tokens that can end a turn: id to text."""
         added = self.model.get_added_tokens_decoder()
         return {token: item.content for token, item in added.items() if item.special or token in self.stops}
 
     @cached_property
-    def mark_texts(self) -> re.Pattern[str]:
+    def special_texts(self) -> re.Pattern[str]:
         """Special tokens and stops in a text."""
-        return pattern(self.marks.values())
+        return pattern(self.special_ids.values())
 
     @cached_property
     def stop_texts(self) -> re.Pattern[str]:
         """Stops in a text."""
-        return pattern(text for token, text in self.marks.items() if token in self.stops)
+        return pattern(text for token, text in self.special_ids.items() if token in self.stops)
 
     @cached_property
     def digest(self) -> str:
@@ -174,7 +174,7 @@ class Tokenizer:
             self.compiled[name] = ChatTemplate(*self.templates[name])
         return self.compiled[name]
 
-    def context(
+    def template_context(
         self, messages: Sequence[Mapping[str, Any]], tools: list[dict[str, Any]] | None = None, prompt: bool = False
     ) -> dict[str, Any]:
         """What a template sees. `prompt` asks for the beginning of an assistant turn at the end."""
@@ -193,9 +193,9 @@ class Tokenizer:
         self, messages: Sequence[Mapping[str, Any]], tools: list[dict[str, Any]] | None = None, prompt: bool = False
     ) -> str:
         """The conversation as the checkpoint's template writes it."""
-        return self.template(tools).render(self.context(messages, tools, prompt))
+        return self.template(tools).render(self.template_context(messages, tools, prompt))
 
-    def prompt(self, messages: Sequence[Mapping[str, Any]], tools: list[dict[str, Any]] | None = None) -> list[int]:
+    def encode_prompt(self, messages: Sequence[Mapping[str, Any]], tools: list[dict[str, Any]] | None = None) -> list[int]:
         """Token ids of a conversation that the model is to answer."""
         return self.encode(self.render(messages, tools, prompt=True))
 
@@ -209,19 +209,19 @@ class TextStreamer:
     def add(self, token: int) -> str:
         """The text that this token completes, often empty."""
         self.ids.append(token)
-        text = self.rest()
+        text = self.pending_text()
         if not text or text.endswith(UNFINISHED):
             return ""
         # Tokens printed last are decoded again next time: a decoder may treat the first token of all otherwise.
         self.ids, self.printed = self.ids[self.printed :], len(self.ids) - self.printed
         return text
 
-    def end(self) -> str:
+    def flush(self) -> str:
         """What is held back when no more tokens come."""
-        text, self.ids, self.printed = self.rest(), [], 0
+        text, self.ids, self.printed = self.pending_text(), [], 0
         return text
 
-    def rest(self) -> str:
+    def pending_text(self) -> str:
         """Text of the ids that are not printed yet."""
         return self.tokenizer.decode(self.ids)[len(self.tokenizer.decode(self.ids[: self.printed])) :]
 

@@ -60,21 +60,21 @@ class OnPolicyConfig:
         return NamedRowSampling(self.temperature, self.top_k, self.top_p, self.max_new_tokens, run.seed, tuple(names))
 
 
-def warn_short_room(how: OnPolicyConfig, parts: Sequence[TokenizedDataset], length: int) -> str | None:
+def warn_short_room(cfg: OnPolicyConfig, datasets: Sequence[TokenizedDataset], length: int) -> str | None:
     """What to tell where prompts leave less room than an answer may want: it then ends where the row is full."""
-    if how.lmbda == 0:
+    if cfg.lmbda == 0:
         return None
     rooms = np.concatenate(
-        [length - answer_starts(part, *place) for part in parts for place in iter_blocks(part.bounds)]
+        [length - answer_starts(part, *place) for part in datasets for place in iter_blocks(part.bounds)]
     )
     asked = rooms < length
-    short = asked & (rooms < how.max_new_tokens)
+    short = asked & (rooms < cfg.max_new_tokens)
     if not short.any():
         return None
     rows = f"{short.sum():,} of {asked.sum():,} rows ({format_percent(float(short.sum() / asked.sum()))})"
     return (
         f"doubtful: on_policy: {rows} have no room for answers of "
-        f"on_policy.max_new_tokens={how.max_new_tokens:,} behind their prompt "
+        f"on_policy.max_new_tokens={cfg.max_new_tokens:,} behind their prompt "
         f"in data.max_length={length:,}, the fullest for {rooms[short].min():,}: answers are cut there; raise "
         "data.max_length"
     )
@@ -109,58 +109,58 @@ class NamedRowSampling(SamplingConfig):
 class StudentSampler:
     """Puts answers of the student into the micro-batches of a step, in rows of the same layout."""
 
-    how: OnPolicyConfig
+    cfg: OnPolicyConfig
     layout: Collator
-    length: int  # the most tokens of a document
-    stops: frozenset[int]  # ids that end an answer
+    max_length: int  # the most tokens of a document
+    stop_ids: frozenset[int]  # ids that end an answer
 
     def __call__(self, model: Decoder, batches: list[Batch], run: DistributedContext) -> list[Batch]:
         """All ranks take part: each answers some of its own rows, a token at a time together."""
-        if self.how.lmbda == 0:
+        if self.cfg.lmbda == 0:
             return batches
         spans = [list(unpack_documents(batch)) for batch in batches]
-        asked = [span for some in spans for span in some if self.drawn(span, run)]
+        asked = [span for some in spans for span in some if self.is_selected(span, run)]
         training = model.training
-        found = self.answered(model, asked, run)
+        found = self.generate_answers(model, asked, run)
         model.train(training)
         answers = {id(span): answer for span, answer in zip(asked, found, strict=True)}
-        return [self.laid(batch, some, answers).to(run.device) for batch, some in zip(batches, spans, strict=True)]
+        return [self.replace_answers(batch, some, answers).to(run.device) for batch, some in zip(batches, spans, strict=True)]
 
-    def drawn(self, span: DocumentSpan, run: DistributedContext) -> bool:
+    def is_selected(self, span: DocumentSpan, run: DistributedContext) -> bool:
         """Whether a row is answered anew in this step."""
-        if not 0 < answer_start(span) < self.length:
+        if not 0 < answer_start(span) < self.max_length:
             return False
         return (
-            torch.rand(1, generator=named_generator(run.seed, f"{row_name(span, run)} share")).item() < self.how.lmbda
+            torch.rand(1, generator=named_generator(run.seed, f"{row_name(span, run)} share")).item() < self.cfg.lmbda
         )
 
-    def answered(self, model: Decoder, asked: Sequence[DocumentSpan], run: DistributedContext) -> list[np.ndarray]:
+    def generate_answers(self, model: Decoder, asked: Sequence[DocumentSpan], run: DistributedContext) -> list[np.ndarray]:
         """The answer of each row, with the token that ended it."""
-        at_once, found = self.how.batch_size, []
-        (most,) = run.most(len(asked))
+        at_once, found = self.cfg.batch_size, []
+        (most,) = run.max_over_ranks(len(asked))
         for first in range(0, int(most), at_once):
             some = asked[first : first + at_once]
             prompts = [span.tokens[: answer_start(span)].tolist() for span in some]
-            found += self.written(model, prompts, [row_name(span, run) for span in some], run)
+            found += self.generate_batch(model, prompts, [row_name(span, run) for span in some], run)
         return found
 
-    def written(
+    def generate_batch(
         self, model: Decoder, prompts: list[list[int]], names: Sequence[str], run: DistributedContext
     ) -> list[np.ndarray]:
         """Where weights are divided, who has no row or has ended goes on until all have."""
         answers: list[list[int]] = [[] for _ in prompts]
         finished: set[int] = set()
-        sampling = self.how.sampling(run, names)
-        for tokens in generate_tokens(model, prompts or [[self.layout.pad]], sampling, finished=finished):
+        sampling = self.cfg.sampling(run, names)
+        for tokens in generate_tokens(model, prompts or [[self.layout.pad_id]], sampling, finished=finished):
             for row in set(range(len(prompts))) - finished:
                 answers[row].append(tokens[row])
-                if tokens[row] in self.stops or len(prompts[row]) + len(answers[row]) == self.length:
+                if tokens[row] in self.stop_ids or len(prompts[row]) + len(answers[row]) == self.max_length:
                     finished.add(row)
-            if not run.most(len(prompts) - len(finished))[0]:
+            if not run.max_over_ranks(len(prompts) - len(finished))[0]:
                 break
         return [np.array(answer, np.int32) for answer in answers]
 
-    def laid(self, batch: Batch, spans: Sequence[DocumentSpan], answers: dict[int, np.ndarray]) -> Batch:
+    def replace_answers(self, batch: Batch, spans: Sequence[DocumentSpan], answers: dict[int, np.ndarray]) -> Batch:
         """The same rows, with the answers in them."""
         if not any(id(span) in answers for span in spans):
             return batch

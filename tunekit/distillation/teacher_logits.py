@@ -26,9 +26,9 @@ from tunekit.errors import UserError
 from tunekit.kernels.kl_divergence import TopKTargets, index_in_rows, top_k_targets
 from tunekit.models.decoder import Decoder, Head
 
-ABOUT = "about.json"
+INFO_FILE = "about.json"
 BLOCK = 2**18  # tokens of documents in a block
-KINDS = {"keys": np.uint64, "counts": np.int64, "ids": np.int32, "logs": np.float32}
+DTYPES = {"keys": np.uint64, "counts": np.int64, "ids": np.int32, "logs": np.float32}
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class TopKLogits:
     ids: int  # of those of the vocabulary that student and teacher both embed
     total: int  # of the teacher
 
-    def asked(self, model: Decoder, batch: Batch) -> TopKTargets:
+    def compute(self, model: Decoder, batch: Batch) -> TopKTargets:
         """By the teacher, in the order of learnt tokens."""
         rows = (batch.targets.flatten() != IGNORE).nonzero().squeeze(1)
         found: list[TopKTargets] = []
@@ -58,89 +58,89 @@ def write_teacher_logits(
     folder: Path, about: dict[str, Any], kept: TopKLogits, model: Decoder, data: DataLoader, run: DistributedContext
 ) -> None:
     """All that is not there yet. All ranks ask, and each writes what it has asked."""
-    documents = ConcatDataset(data.parts)
-    blocks = list(divided(documents.lengths))
-    run.shared(lambda: atomic.write_text_atomic(folder / ABOUT, json.dumps({**about, "blocks": len(blocks)}, indent=2)))
-    layout = Collator(data.layout.batch, data.layout.micro_batch, run.reader, run.sizes.readers, data.layout.pad, None)
-    left = run.shared(
-        lambda: [number for number in range(len(blocks)) if not atomic.is_complete(numbered(folder, number))]
+    documents = ConcatDataset(data.datasets)
+    blocks = list(iter_blocks(documents.lengths))
+    run.run_on_main(lambda: atomic.write_text_atomic(folder / INFO_FILE, json.dumps({**about, "blocks": len(blocks)}, indent=2)))
+    layout = Collator(data.collator.global_batch_size, data.collator.micro_batch_size, run.dp_rank, run.dims.dp_size, data.collator.pad_id, None)
+    left = run.run_on_main(
+        lambda: [number for number in range(len(blocks)) if not atomic.is_complete(block_path(folder, number))]
     )
     done = len(documents) - sum(len(blocks[number]) for number in left)
-    how = {"unit": "row", "initial": done, "leave": False, "disable": not run.is_main or None}
+    how = {"unit": "row", "initial": done, "leave": False, "disable": not run.is_main_process or None}
     with tqdm(None, "asking the teacher", len(documents), **how) as bar:
         for number in left:
-            run.beats.beat(number, "ask")
+            run.heartbeat.beat(number, "ask")
             done += len(blocks[number])
             found = []
-            for batch in steps(documents, blocks[number], layout):
-                found.append((batch, kept.asked(model, batch.to(run.device))))
-                bar.update(min(len(batch.tokens) * run.sizes.readers, done - bar.n))
-            with atomic.SharedAtomicDir(numbered(folder, number), run) as partial:
-                if run.place.context == run.place.tensor == 0:
-                    put(partial, run.reader, found)
+            for batch in iter_batches(documents, blocks[number], layout):
+                found.append((batch, kept.compute(model, batch.to(run.device))))
+                bar.update(min(len(batch.tokens) * run.dims.dp_size, done - bar.n))
+            with atomic.SharedAtomicDir(block_path(folder, number), run) as partial:
+                if run.coords.context == run.coords.tensor == 0:
+                    write_block(partial, run.dp_rank, found)
             bar.update(done - bar.n)
 
 
-def numbered(folder: Path, number: int) -> Path:
+def block_path(folder: Path, number: int) -> Path:
     """Where a block is."""
     return folder / f"{number:05d}"
 
 
-def divided(lengths: np.ndarray) -> Iterator[range]:
+def iter_blocks(lengths: np.ndarray) -> Iterator[range]:
     """Documents of each block, whoever writes it."""
     ends = np.flatnonzero(np.diff(np.cumsum(lengths, dtype=np.int64) // BLOCK, append=-1)) + 1
     yield from map(range, [0, *ends[:-1].tolist()], ends.tolist())
 
 
-def steps(documents: ConcatDataset, block: range, layout: Collator) -> Iterator[Batch]:
+def iter_batches(documents: ConcatDataset, block: range, layout: Collator) -> Iterator[Batch]:
     """Micro-batches of this rank, of documents of a block: those of like length together."""
     order = sorted(block, key=lambda i: int(documents.lengths[i]))
-    for first in range(0, len(order), layout.batch):
-        yield from layout.batches(documents, [np.array([i]) for i in order[first : first + layout.batch]])
+    for first in range(0, len(order), layout.global_batch_size):
+        yield from layout.micro_batches(documents, [np.array([i]) for i in order[first : first + layout.global_batch_size]])
 
 
-def put(folder: Path, reader: int, found: Sequence[tuple[Batch, TopKTargets]]) -> None:
+def write_block(folder: Path, reader: int, found: Sequence[tuple[Batch, TopKTargets]]) -> None:
     """The files of a rank."""
     spans = [span for batch, _ in found for span in unpack_documents(batch)]
     columns = {
         "keys": [span.key for span in spans],
-        "counts": [span.learnt for span in spans],
+        "counts": [span.num_target_tokens for span in spans],
         "ids": torch.cat([top.ids for _, top in found]).cpu().numpy(),
         "logs": torch.cat([top.logs for _, top in found]).float().cpu().numpy(),
     }
     for name, column in columns.items():
-        np.asarray(column, KINDS[name]).tofile(folder / f"{reader:05d}.{name}")
+        np.asarray(column, DTYPES[name]).tofile(folder / f"{reader:05d}.{name}")
 
 
 def is_complete(folder: Path) -> bool:
     """Whether all blocks are there."""
-    if not (folder / ABOUT).is_file():
+    if not (folder / INFO_FILE).is_file():
         return False
-    return all(atomic.is_complete(numbered(folder, number)) for number in range(read_info(folder)["blocks"]))
+    return all(atomic.is_complete(block_path(folder, number)) for number in range(read_info(folder)["blocks"]))
 
 
 def read_info(folder: Path) -> dict[str, Any]:
     """What is stored there, in words and numbers."""
-    return json.loads((folder / ABOUT).read_text("utf-8"))
+    return json.loads((folder / INFO_FILE).read_text("utf-8"))
 
 
 class TeacherLogits:
     """The files of some folders, mapped."""
 
-    def __init__(self, folders: Sequence[Path], kept: TopKLogits) -> None:
-        self.folders, self.kept = folders, kept
+    def __init__(self, folders: Sequence[Path], info: TopKLogits) -> None:
+        self.folders, self.kept = folders, info
         files = sorted(file for folder in folders for file in folder.glob("?????/*.keys"))
         self.keys = np.concatenate([np.fromfile(file, np.uint64) for file in files])
         self.counts = np.concatenate([np.fromfile(file.with_suffix(".counts"), np.int64) for file in files])
-        self.ids = LogitShards([self.mapped(file, "ids", kept.top) for file in files])
-        self.logs = LogitShards([self.mapped(file, "logs", kept.top + 1) for file in files])
+        self.ids = LogitShards([self.map_file(file, "ids", info.top) for file in files])
+        self.logs = LogitShards([self.map_file(file, "logs", info.top + 1) for file in files])
 
     @staticmethod
-    def mapped(file: Path, name: str, width: int) -> np.ndarray:
+    def map_file(file: Path, name: str, width: int) -> np.ndarray:
         path = file.with_suffix(f".{name}")
         if not path.stat().st_size:  # of a rank to which nothing fell; no file without bytes can be mapped
-            return np.empty((0, width), KINDS[name])
-        return np.memmap(path, KINDS[name], "r").reshape(-1, width)
+            return np.empty((0, width), DTYPES[name])
+        return np.memmap(path, DTYPES[name], "r").reshape(-1, width)
 
     @cached_property
     def order(self) -> np.ndarray:
@@ -150,11 +150,11 @@ class TeacherLogits:
     def starts(self) -> np.ndarray:
         return np.cumsum(self.counts) - self.counts
 
-    def of(self, model: Decoder, batch: Batch) -> TopKTargets:
+    def targets_of(self, model: Decoder, batch: Batch) -> TopKTargets:
         """What is stored of the learnt tokens of a batch that are here."""
-        ranges = [self.find(span.key, span.learnt) for span in unpack_documents(batch)]
+        ranges = [self.find(span.key, span.num_target_tokens) for span in unpack_documents(batch)]
         nth = (batch.targets != IGNORE).flatten().cumsum(0).view_as(batch.targets) - 1
-        here = model.rows.keep(nth.where(batch.targets != IGNORE, -1), -1).flatten()
+        here = model.cp_sharding.local_tokens(nth.where(batch.targets != IGNORE, -1), -1).flatten()
         rows = (here >= 0).nonzero().squeeze(1)
         some, device = here[rows].cpu(), batch.tokens.device
         ids, logs = (torch.from_numpy(part.read(ranges))[some].to(device) for part in (self.ids, self.logs))

@@ -12,37 +12,39 @@ from torch import Tensor
 from tunekit.distributed.collectives import MeshDim, all_gather
 from tunekit.distributed.context import DistributedContext
 from tunekit.models.decoder import Decoder
-from tunekit.models.forward_context import Rows
+from tunekit.models.forward_context import SequenceSharding
 
 
-def apply_context_parallel(model: Decoder, run: DistributedContext) -> None:
-    if run.rows is not None:
-        model.rows = ContextParallelSharding(MeshDim.along(run.rows, "context"))
+def apply_context_parallel(model: Decoder, context: DistributedContext) -> None:
+    if context.cp_mesh is not None:
+        model.cp_sharding = ContextParallelSharding(MeshDim.from_mesh(context.cp_mesh, "context"))
 
 
 @dataclass(frozen=True, eq=False)
-class ContextParallelSharding(Rows):
+class ContextParallelSharding(SequenceSharding):
     """Rows are padded to two stretches for each rank of a team, of which the n-th has the n-th from each end."""
 
-    team: MeshDim
+    mesh_dim: MeshDim
 
-    def size(self, length: int) -> int:
+    def chunk_size(self, length: int) -> int:
         """Tokens of a stretch."""
-        return -(-length // (2 * self.team.size))
+        return -(-length // (2 * self.mesh_dim.size))
 
-    def stretches(self, length: int) -> tuple[range, ...]:
-        size, last = self.size(length), 2 * self.team.size - 1
-        return tuple(range(at * size, (at + 1) * size) for at in (self.team.index, last - self.team.index))
+    def local_ranges(self, length: int) -> tuple[range, ...]:
+        size, last = self.chunk_size(length), 2 * self.mesh_dim.size - 1
+        return tuple(
+            range(index * size, (index + 1) * size) for index in (self.mesh_dim.index, last - self.mesh_dim.index)
+        )
 
-    def keep(self, x: Tensor, value: int = 0) -> Tensor:
+    def local_tokens(self, x: Tensor, value: int = 0) -> Tensor:
         length = x.shape[1]
-        lacking = 2 * self.team.size * self.size(length) - length
-        x = F.pad(x, (0, 0) * (x.ndim - 2) + (0, lacking), value=value) if lacking else x
-        return torch.cat([x[:, some.start : some.stop] for some in self.stretches(length)], dim=1)
+        num_padding = 2 * self.mesh_dim.size * self.chunk_size(length) - length
+        x = F.pad(x, (0, 0) * (x.ndim - 2) + (0, num_padding), value=value) if num_padding else x
+        return torch.cat([x[:, chunk.start : chunk.stop] for chunk in self.local_ranges(length)], dim=1)
 
-    def sum(self, x: Tensor) -> Tensor:
-        return self.team.add(x.detach().clone()) + (x - x.detach())
+    def all_reduce_sum(self, x: Tensor) -> Tensor:
+        return self.mesh_dim.all_reduce_sum(x.detach().clone()) + (x - x.detach())
 
     def gather(self, x: Tensor, length: int) -> Tensor:
-        parts = all_gather(x, 1, self.team).chunk(2 * self.team.size, dim=1)
-        return torch.cat([*parts[::2], *parts[::-2]], dim=1)[:, :length]
+        chunks = all_gather(x, 1, self.mesh_dim).chunk(2 * self.mesh_dim.size, dim=1)
+        return torch.cat([*chunks[::2], *chunks[::-2]], dim=1)[:, :length]

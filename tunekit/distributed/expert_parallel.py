@@ -18,37 +18,37 @@ from tunekit.models.linear import GroupedLinear
 from tunekit.models.moe import Experts
 
 # Of all that has an expert for its first dimension.
-STACKED = {"weight": 0, "packed": 0, "scales": 0, "bias": 0, "lora_A": 0, "lora_B": 0}
+EXPERT_DIMS = {"weight": 0, "quantized_weight": 0, "scales": 0, "bias": 0, "lora_A": 0, "lora_B": 0}
 
 
-def apply_expert_parallel(model: Decoder, run: DistributedContext) -> None:
-    if run.experts is not None:
-        shard_experts(model, MeshDim.along(run.experts, "expert"))
+def apply_expert_parallel(model: Decoder, context: DistributedContext) -> None:
+    if context.ep_mesh is not None:
+        shard_experts(model, MeshDim.from_mesh(context.ep_mesh, "expert"))
 
 
-def shard_experts(model: Decoder, team: MeshDim) -> None:
+def shard_experts(model: Decoder, mesh_dim: MeshDim) -> None:
     """Leave of all experts those of this rank."""
-    found = {name: module for name, module in model.named_modules() if isinstance(module, Experts)}
-    if not found:
+    experts = {name: module for name, module in model.named_modules() if isinstance(module, Experts)}
+    if not experts:
         raise UserError("parallel.ep: this model has no experts: leave it out")
-    for name, module in found.items():
-        module.travel = TokenDispatcher(team, module.gate_proj.experts)
+    for name, module in experts.items():
+        module.dispatcher = TokenDispatcher(mesh_dim, module.gate_proj.experts)
         for leaf, layer in module.named_children():
-            divide(model, f"{name}.{leaf}", layer, team)
+            shard_expert_layer(model, f"{name}.{leaf}", layer, mesh_dim)
 
 
-def divide(model: Decoder, name: str, layer: nn.Module, team: MeshDim) -> None:
+def shard_expert_layer(model: Decoder, name: str, layer: nn.Module, mesh_dim: MeshDim) -> None:
     assert isinstance(layer, GroupedLinear)
-    if layer.experts % team.size:
-        told = f"{team.size} devices cannot share the {layer.experts} experts of {name} alike"
-        raise UserError(f"parallel.ep: {told}: choose a number that divides {layer.experts}")
-    if "outer" in dict(layer.named_parameters()):
+    if layer.experts % mesh_dim.size:
+        reason = f"{mesh_dim.size} devices cannot share the {layer.experts} experts of {name} alike"
+        raise UserError(f"parallel.ep: {reason}: choose a number that divides {layer.experts}")
+    if "double_quant_state" in dict(layer.named_parameters()):
         raise UserError(
             f"parallel.ep: {name} has scales that were packed together: set quantization.double_quant to false"
         )
-    sizes = team.even(layer.experts)
-    layer.experts = sizes[team.index]
-    shard_parameters(model, name, STACKED, sizes, team, "expert")
+    sizes = mesh_dim.split_sizes(layer.experts)
+    layer.experts = sizes[mesh_dim.index]
+    shard_parameters(model, name, EXPERT_DIMS, sizes, mesh_dim, "expert")
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,30 +59,32 @@ class TokenDispatcher:
     whose tokens were seen: on their way to an expert gradients are made so much smaller, and behind it larger again.
     """
 
-    team: MeshDim
-    experts: int  # on all ranks
+    mesh_dim: MeshDim
+    num_experts: int  # on all ranks
 
-    def __call__(self, made: Callable[[Tensor, Tensor], Tensor], x: Tensor, sizes: Tensor) -> Tensor:
+    def __call__(self, expert_fn: Callable[[Tensor, Tensor], Tensor], x: Tensor, sizes: Tensor) -> Tensor:
         """What experts make of rows (N, dim) sorted by expert, of which each of them all has `sizes` (E,)."""
-        team, here = self.team, self.experts // self.team.size
+        mesh_dim, num_local = self.mesh_dim, self.num_experts // self.mesh_dim.size
         counts = torch.empty_like(sizes)
-        team.swap(counts, sizes)
-        there, back = rows_of(torch.stack([sizes, counts]).view(2, team.size, here), len(x))  # the host waits once
-        rows = all_to_all(x, there, back, team, team.size)
+        mesh_dim.all_to_all(counts, sizes)
+        send_counts, recv_counts = rows_per_rank(
+            torch.stack([sizes, counts]).view(2, mesh_dim.size, num_local), len(x)
+        )  # the host waits once
+        rows = all_to_all(x, send_counts, recv_counts, mesh_dim, mesh_dim.size)
         # They came by rank, and by expert from each: now by expert alone. An expert that gets nothing learns nothing,
         # but one row there must be for all gradients to be.
-        expert = torch.arange(here, device=x.device).repeat(team.size)
+        expert = torch.arange(num_local, device=x.device).repeat(mesh_dim.size)
         expert = expert.repeat_interleave(counts, output_size=len(rows))
         order = expert.argsort(stable=True)
-        own = counts.view(team.size, here).sum(0)
+        local_sizes = counts.view(mesh_dim.size, num_local).sum(0)
         if not len(rows):
-            y = made(F.pad(rows, (0, 0, 0, 1)), F.pad(own[:-1], (0, 1), value=1))[:0]
+            y = expert_fn(F.pad(rows, (0, 0, 0, 1)), F.pad(local_sizes[:-1], (0, 1), value=1))[:0]
         else:
             inverse = invert(order)
-            y = permute_rows(made(permute_rows(rows, order, inverse), own), inverse, order)
-        return all_to_all(y, back, there, team, 1 / team.size)
+            y = permute_rows(expert_fn(permute_rows(rows, order, inverse), local_sizes), inverse, order)
+        return all_to_all(y, recv_counts, send_counts, mesh_dim, 1 / mesh_dim.size)
 
 
-def rows_of(counts: Tensor, total: int) -> list[list[int]]:
+def rows_per_rank(counts: Tensor, total: int) -> list[list[int]]:
     """Rows for each rank, and from each, of the counts (2, ranks, experts)."""
     return [even_split(total, counts.shape[1])] * 2 if fake_mode.is_fake() else counts.sum(-1).tolist()

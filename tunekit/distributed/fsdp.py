@@ -17,39 +17,44 @@ from tunekit.models.decoder import Decoder
 from tunekit.models.moe import Experts, Router
 
 # Bytes of whole gradients beside those of the sharded weights, up to which they may wait for the last pass of a step.
-FEW = 0.05
+MAX_UNREDUCED_FRACTION = 0.05
 
 
-def apply_fsdp(model: Decoder, run: DistributedContext) -> None:
+def apply_fsdp(model: Decoder, context: DistributedContext) -> None:
     """Divide a model that holds no numbers yet."""
     trained = any(p.requires_grad for p in model.parameters())
-    ranks = run.sizes.averaged if trained else run.sizes.sharded  # copies that are not trained exchange nothing
-    if run.mesh is None or (ranks == 1 and run.size > 1):
+    ranks = (
+        context.dims.grad_avg_size if trained else context.dims.fsdp_size
+    )  # copies that are not trained exchange nothing
+    if context.mesh is None or (ranks == 1 and context.world_size > 1):
         return
-    how = fsdp_kwargs(model, run, fsdp_mesh(run.mesh, trained))
-    run.accumulates = can_delay_gradient_sync(model, run.sizes.sharded)
-    if run.experts is not None:  # other ranks may have other experts
-        apart = fsdp_kwargs(model, run, fsdp_mesh(run.experts, trained))
+    options = fsdp_kwargs(model, context, fsdp_mesh(context.mesh, trained))
+    context.delays_gradient_sync = can_delay_gradient_sync(model, context.dims.fsdp_size)
+    if context.ep_mesh is not None:  # other ranks may have other experts
+        expert_options = fsdp_kwargs(model, context, fsdp_mesh(context.ep_mesh, trained))
         for module in [module for module in model.modules() if isinstance(module, Experts)]:
-            shard_module(module, **apart)
+            shard_module(module, **expert_options)
     # Routers decide much, are small, and may be stored in fp32 when all else is not: their dtype remains.
-    as_stored = {**how, "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)}
-    if how["mp_policy"].param_dtype is not None:
+    router_options = {
+        **options,
+        "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False),
+    }
+    if options["mp_policy"].param_dtype is not None:
         for module in [module for module in model.modules() if isinstance(module, Router)]:
-            shard_module(module, **as_stored)
-    blocks = [shard_module(layer, **how) for layer in model.layers]
-    how["reshard_after_forward"] = False
-    shard_module(model, **how)
-    set_prefetch(blocks, run.parallel.prefetch_layers)
+            shard_module(module, **router_options)
+    blocks = [shard_module(layer, **options) for layer in model.layers]
+    options["reshard_after_forward"] = False
+    shard_module(model, **options)
+    set_prefetch(blocks, context.parallel.prefetch_layers)
 
 
 def shard_module(module: nn.Module, **options: Any) -> FSDPModule:
     """`fully_shard` for modules with integer parameters, too, such as the codes of quantized weights."""
-    with IntegersWithoutGradients():
+    with SkipIntegerRequiresGrad():
         return fully_shard(module, **options)
 
 
-class IntegersWithoutGradients(TorchFunctionMode):
+class SkipIntegerRequiresGrad(TorchFunctionMode):
     """Requests for gradients of integer tensors do nothing. FSDP of torch 2.11 requests one for each parameter, and
     copies `requires_grad` of the original parameter only then."""
 
@@ -59,30 +64,36 @@ class IntegersWithoutGradients(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def allocate(model: Decoder, run: DistributedContext) -> None:
+def allocate(model: Decoder, context: DistributedContext) -> None:
     """Memory for all tensors of a model on the device of the run. Offloaded parameters are on the CPU: FSDP moves them
     to the device a layer at a time, but not buffers."""
-    offloaded = run.parallel.cpu_offload and isinstance(model, FSDPModule)
+    offloaded = context.parallel.cpu_offload and isinstance(model, FSDPModule)
 
     def empty(tensor: Tensor) -> Tensor:
         on_host = offloaded and isinstance(tensor, nn.Parameter)
-        return torch.empty_like(tensor, device="cpu" if on_host else run.device)
+        return torch.empty_like(tensor, device="cpu" if on_host else context.device)
 
     with torch.no_grad():
         model._apply(empty)
-    model.compute_device = run.device if offloaded else None
+    model.compute_device = context.device if offloaded else None
 
 
-def fsdp_kwargs(model: Decoder, run: DistributedContext, mesh: DeviceMesh) -> dict[str, Any]:
+def fsdp_kwargs(model: Decoder, context: DistributedContext, mesh: DeviceMesh) -> dict[str, Any]:
     """What a config says of it, in torch's words."""
     # torch 2.11 would cast quantized weights, too, whose bytes are codes.
     can_cast = all(parameter.is_floating_point() for parameter in model.parameters())
-    travels = model.compute if can_cast and run.parallel.on(run.device.type).all_gather_dtype == "compute" else None
-    offload = CPUOffloadPolicy(is_pinned_on(run.device)) if run.parallel.cpu_offload else OffloadPolicy()
+    gather_dtype = (
+        model.compute_dtype
+        if can_cast and context.parallel.resolve_auto(context.device.type).all_gather_dtype == "compute"
+        else None
+    )
+    offload = CPUOffloadPolicy(is_pinned_on(context.device)) if context.parallel.cpu_offload else OffloadPolicy()
     return {
         "mesh": mesh,
-        "reshard_after_forward": run.parallel.reshard_after_forward,
-        "mp_policy": MixedPrecisionPolicy(travels, torch.float32 if travels else None, cast_forward_inputs=False),
+        "reshard_after_forward": context.parallel.reshard_after_forward,
+        "mp_policy": MixedPrecisionPolicy(
+            gather_dtype, torch.float32 if gather_dtype else None, cast_forward_inputs=False
+        ),
         "offload_policy": offload,
     }
 
@@ -96,7 +107,7 @@ def can_delay_gradient_sync(model: nn.Module, ranks: int) -> bool:
     """Whether whole gradients take little beside the rest of what a rank has: then they are exchanged once a step."""
     sizes = {p: p.numel() * p.element_size() for p in model.parameters()}
     trained = sum(size for p, size in sizes.items() if p.requires_grad)
-    return trained <= FEW * sum(sizes.values()) / ranks
+    return trained <= MAX_UNREDUCED_FRACTION * sum(sizes.values()) / ranks
 
 
 def set_prefetch(blocks: list[Any], count: int) -> None:

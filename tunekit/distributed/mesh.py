@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 
 def build_mesh(
-    device: str, sizes: Sequence[int], names: tuple[str, ...], timeout: timedelta, own: list[dist.ProcessGroup]
+    device: str, sizes: Sequence[int], names: tuple[str, ...], timeout: timedelta, self_group: list[dist.ProcessGroup]
 ) -> DeviceMesh:
     """Mesh over all ranks, with one process group for each dimension. All dimensions of size 1 share the group `own` of
     this rank alone, which the first of them creates: NCCL splits a communicator for each group.
@@ -22,8 +22,8 @@ def build_mesh(
     groups = []
     for dim, name in enumerate(names):
         if sizes[dim] == 1 and dist.get_world_size() > 1:
-            own[:] = own or [group_along(ranks, dim, "own", timeout)]
-            groups += own
+            self_group[:] = self_group or [group_along(ranks, dim, "own", timeout)]
+            groups += self_group
         else:
             groups.append(group_along(ranks, dim, f"mesh_{name}", timeout))
     return DeviceMesh.from_group(groups, device, mesh=ranks, mesh_dim_names=names)

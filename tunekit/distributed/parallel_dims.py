@@ -7,7 +7,7 @@ from typing import Literal
 from tunekit.devices import Device, backend_of, find_row
 from tunekit.errors import FieldError, UserError
 
-COUNTS = ("dp_replicate", "dp_shard", "cp", "tp", "ep")
+DEGREES = ("dp_replicate", "dp_shard", "cp", "tp", "ep")
 
 
 @dataclass(frozen=True)
@@ -21,17 +21,17 @@ class ParallelDims:
     ep: int = 1  # of those that shard
 
     @property
-    def sharded(self) -> int:
+    def fsdp_size(self) -> int:
         """Processes over which a weight is divided by rows: those that share a long row share its weights too."""
         return self.dp_shard * self.cp
 
     @property
-    def averaged(self) -> int:
+    def grad_avg_size(self) -> int:
         """Processes over which gradients are averaged."""
-        return self.dp_replicate * self.sharded
+        return self.dp_replicate * self.fsdp_size
 
     @property
-    def readers(self) -> int:
+    def dp_size(self) -> int:
         """Processes, or groups of them, that read different rows."""
         return self.dp_replicate * self.dp_shard
 
@@ -61,7 +61,7 @@ class ParallelConfig:
     )
 
     def __post_init__(self) -> None:
-        low = [n for n in (*COUNTS, "hang_timeout_seconds") if vars(self)[n] is not None and vars(self)[n] < 1]
+        low = [n for n in (*DEGREES, "hang_timeout_seconds") if vars(self)[n] is not None and vars(self)[n] < 1]
         if low:
             raise FieldError(low[0], f"must be 1 or more, not {vars(self)[low[0]]}")
         if self.dp_replicate is None and self.dp_shard is None:
@@ -72,28 +72,28 @@ class ParallelConfig:
             raise FieldError("prefetch_layers", f"must not be below 0, not {self.prefetch_layers}")
 
     @property
-    def least(self) -> ParallelDims:
+    def minimal_dims(self) -> ParallelDims:
         """As few processes as divide a layer, a row and experts so."""
         return ParallelDims(1, self.ep, self.cp, self.tp, self.ep)
 
-    def sizes(self, count: int) -> ParallelDims:
+    def resolve_dims(self, world_size: int) -> ParallelDims:
         """How `count` processes are divided; UserError if they cannot be."""
-        given = {n: vars(self)[n] for n in COUNTS[:4] if vars(self)[n] is not None}
-        fixed = math.prod(given.values())
-        left = max(1, count // fixed)
-        replicate, shard = self.dp_replicate or left, self.dp_shard or left
-        made = replicate * shard * self.cp * self.tp
-        if made != count:
-            words = " x ".join(f"{name} {number}" for name, number in given.items())
-            how = f"makes {made}" if len(given) == 4 else f"does not divide {count}"
+        fixed_degrees = {n: vars(self)[n] for n in DEGREES[:4] if vars(self)[n] is not None}
+        fixed = math.prod(fixed_degrees.values())
+        remaining = max(1, world_size // fixed)
+        replicate, shard = self.dp_replicate or remaining, self.dp_shard or remaining
+        product = replicate * shard * self.cp * self.tp
+        if product != world_size:
+            degrees = " x ".join(f"{name} {number}" for name, number in fixed_degrees.items())
+            problem = f"makes {product}" if len(fixed_degrees) == 4 else f"does not divide {world_size}"
             raise UserError(
-                f"parallel: there are {count} processes, and {words} {how}: change one of them, or --nproc-per-node"
+                f"parallel: there are {world_size} processes, and {degrees} {problem}: change one of them, or --nproc-per-node"
             )
         if (shard * self.cp) % self.ep:
             raise UserError(f"parallel.ep: {self.ep} does not divide the {shard * self.cp} processes that shard")
         return ParallelDims(replicate, shard, self.cp, self.tp, self.ep)
 
-    def on(self, device: str) -> "ParallelConfig":
+    def resolve_auto(self, device: str) -> "ParallelConfig":
         """The same with `all_gather_dtype` as it is on a kind of device, cpu or cuda."""
         if self.all_gather_dtype != "auto":
             return self
@@ -109,7 +109,7 @@ class ParallelConfig:
             )
         if count > 1:
             backend_of(device, row)
-        if self.cpu_offload and self.sizes(count).averaged == 1:
+        if self.cpu_offload and self.resolve_dims(count).grad_avg_size == 1:
             raise UserError(
                 "parallel.cpu_offload: only weights that several devices share can wait on the host, and here "
                 "none are. "
@@ -119,13 +119,13 @@ class ParallelConfig:
     def check_inference(self, count: int) -> None:
         """Raise UserError if `count` devices cannot do so with a model that is not trained: copies exchange nothing,
         so that only what `dp_shard` and `cp` divide can wait on the host."""
-        if self.cpu_offload and count > 1 and self.sizes(count).sharded == 1:
+        if self.cpu_offload and count > 1 and self.resolve_dims(count).fsdp_size == 1:
             raise UserError(
                 "parallel.cpu_offload: each device has a whole copy of the model, which cannot wait on the host. "
                 f"Set parallel.dp_replicate=1 and parallel.dp_shard={count // self.tp}, or parallel.cpu_offload=false."
             )
 
 
-COPIES = ParallelConfig(
+REPLICATED = ParallelConfig(
     dp_replicate=None, dp_shard=1
 )  # where nothing is learnt: each device has the whole model, and rows of its own

@@ -15,7 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from tunekit.devices import is_pinned_on
 
-PIECE = 64 * 2**20  # bytes that are sent to a device at a time
+UPLOAD_CHUNK_BYTES = 64 * 2**20  # bytes that are sent to a device at a time
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,27 +40,27 @@ class ShardSlice:
     shape: tuple[int, ...]
     offset: tuple[int, ...]
 
-    def of(self, whole: Tensor, size: torch.Size) -> Tensor:
+    def slice_local(self, full: Tensor, size: torch.Size) -> Tensor:
         """The part, of this size."""
         for dim, (start, length) in enumerate(zip(self.offset, size, strict=True)):
-            whole = whole.narrow(dim, min(start, whole.shape[dim]), length)
-        return whole
+            full = full.narrow(dim, min(start, full.shape[dim]), length)
+        return full
 
 
 # Parameters and buffers that are but a part of the model's, in tensors that do not know it: layers that are split
 # compute with plain ones.
-SPLITS = WeakIdKeyDictionary()
+SHARDS = WeakIdKeyDictionary()
 
 
-def register_shards(named: Iterable[tuple[str, Tensor]], splits: dict[str, tuple[Shard, ...]]) -> None:
+def register_shards(named_tensors: Iterable[tuple[str, Tensor]], shards: dict[str, tuple[Shard, ...]]) -> None:
     """From now on it is known of these tensors how they are split, by their names."""
-    for name, tensor in named:
-        if name in splits:
-            SPLITS[tensor] = splits[name]
+    for name, tensor in named_tensors:
+        if name in shards:
+            SHARDS[tensor] = shards[name]
 
 
 def shards_of(tensor: Tensor) -> tuple[Shard, ...]:
-    return cast("tuple[Shard, ...]", SPLITS.get(tensor, ()))
+    return cast("tuple[Shard, ...]", SHARDS.get(tensor, ()))
 
 
 def to_local(tensor: Tensor) -> Tensor:
@@ -74,9 +74,9 @@ def shard_slice(tensor: Tensor) -> ShardSlice:
     if isinstance(tensor, DTensor):
         _, start = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
         offset = list(start)
-    for split in shards_of(tensor):
-        shape[split.dim] = sum(split.sizes)
-        offset[split.dim] += split.start
+    for shard in shards_of(tensor):
+        shape[shard.dim] = sum(shard.sizes)
+        offset[shard.dim] += shard.start
     return ShardSlice(tuple(shape), tuple(offset))
 
 
@@ -86,24 +86,24 @@ def full_tensor(tensor: Tensor, like: Tensor | None = None) -> Tensor:
 
     What belongs to a parameter, such as its gradient, is split as that one: `like`.
     """
-    splits = shards_of(tensor if like is None else like)
-    found = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
-    for split in reversed(splits):
-        found = gather_shards(found, split)
-    return found
+    shards = shards_of(tensor if like is None else like)
+    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+    for shard in reversed(shards):
+        full = gather_shards(full, shard)
+    return full
 
 
-def gather_shards(here: Tensor, split: Shard) -> Tensor:
+def gather_shards(local: Tensor, shard: Shard) -> Tensor:
     """The parts of all ranks of a group, side by side and contiguous, as kernels of packed weights read them. They may
     differ in size: each is sent in the room of the largest."""
-    most = max(split.sizes)
-    room = here.movedim(split.dim, 0).contiguous()
-    if len(room) < most:
-        room = torch.cat([room, room.new_zeros(most - len(room), *room.shape[1:])])
-    parts = [torch.empty_like(room) for _ in split.sizes]
-    dist.all_gather(parts, room, split.group)
-    whole = torch.cat([one[:size] for one, size in zip(parts, split.sizes, strict=True)])
-    return whole.movedim(0, split.dim).contiguous()
+    max_size = max(shard.sizes)
+    padded = local.movedim(shard.dim, 0).contiguous()
+    if len(padded) < max_size:
+        padded = torch.cat([padded, padded.new_zeros(max_size - len(padded), *padded.shape[1:])])
+    shards = [torch.empty_like(padded) for _ in shard.sizes]
+    dist.all_gather(shards, padded, shard.group)
+    full = torch.cat([tensor[:size] for tensor, size in zip(shards, shard.sizes, strict=True)])
+    return full.movedim(0, shard.dim).contiguous()
 
 
 @contextmanager
@@ -120,10 +120,10 @@ def unsharded(unit: nn.Module) -> Iterator[None]:
 
 
 @torch.no_grad()
-def copy_to_shard(target: Tensor, whole: Tensor) -> None:
+def copy_to_shard(target: Tensor, full: Tensor) -> None:
     """Copy a whole tensor into a parameter, which keeps the part of it that lives on this rank."""
-    here = to_local(target)
-    upload(here, shard_slice(target).of(whole, here.shape))
+    local = to_local(target)
+    upload(local, shard_slice(target).slice_local(full, local.shape))
 
 
 def upload(target: Tensor, source: Tensor) -> None:
@@ -132,22 +132,22 @@ def upload(target: Tensor, source: Tensor) -> None:
     if target.device.type == "cpu" or source.device.type != "cpu" or not target.ndim or not target.numel():
         target.copy_(source)
         return
-    rows = max(1, PIECE * len(source) // source.nbytes)
+    rows = max(1, UPLOAD_CHUNK_BYTES * len(source) // source.nbytes)
     for target_rows, source_rows in zip(target.split(rows), source.split(rows), strict=True):
-        sent = source_rows.pin_memory() if is_pinned_on(target.device) else source_rows
-        target_rows.copy_(sent.to(target.device, non_blocking=True))
+        chunk = source_rows.pin_memory() if is_pinned_on(target.device) else source_rows
+        target_rows.copy_(chunk.to(target.device, non_blocking=True))
 
 
-def adopt_tensor(target: Tensor, whole: Tensor) -> None:
+def adopt_tensor(target: Tensor, full: Tensor) -> None:
     """`put` for a tensor that nobody else holds: it becomes the parameter's own, where it fits as it is.
 
     Nearly all time of loading on the CPU goes into touching memory for the first time, and so is saved.
     """
-    like = (whole.dtype, whole.device, whole.stride()) == (target.dtype, target.device, target.stride())
+    same_layout = (full.dtype, full.device, full.stride()) == (target.dtype, target.device, target.stride())
     # MKL's product of fp32 and one row has another last bit where memory is not aligned as torch does it.
-    aligned = whole.itemsize < 4 or whole.data_ptr() % 64 == 0
-    plain = type(target.data) is Tensor and whole.shape == target.shape
-    if like and aligned and plain and whole.untyped_storage().nbytes() == whole.nbytes:
-        target.data = whole
+    is_aligned = full.itemsize < 4 or full.data_ptr() % 64 == 0
+    is_unsharded = type(target.data) is Tensor and full.shape == target.shape
+    if same_layout and is_aligned and is_unsharded and full.untyped_storage().nbytes() == full.nbytes:
+        target.data = full
     else:
-        copy_to_shard(target, whole)
+        copy_to_shard(target, full)

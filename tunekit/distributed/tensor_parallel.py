@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from tunekit.distributed.collectives import ALONE, MeshDim, ReplicatedRegion, SequenceParallelRegion, VocabShard
+from tunekit.distributed.collectives import NO_PARALLEL, MeshDim, ReplicatedRegion, SequenceParallelRegion, VocabShard
 from tunekit.distributed.context import DistributedContext
 from tunekit.distributed.shard_param import shard_parameters
 from tunekit.errors import UserError
@@ -22,48 +22,50 @@ from tunekit.models.mla import MultiLatentAttention
 from tunekit.models.moe import Experts, MixtureOfExperts
 
 # Which layers are divided by what they give, and which by what they read.
-ROWS = {
+COLWISE = {
     SelfAttention: ("q_proj", "k_proj", "v_proj"),
     MultiLatentAttention: ("q_proj", "q_b_proj", "kv_b_proj"),
     GatedMLP: ("gate_proj", "up_proj"),
     Experts: ("gate_proj", "up_proj"),
 }
-COLUMNS = {SelfAttention: "o_proj", MultiLatentAttention: "o_proj", GatedMLP: "down_proj", Experts: "down_proj"}
+ROWWISE = {SelfAttention: "o_proj", MultiLatentAttention: "o_proj", GatedMLP: "down_proj", Experts: "down_proj"}
 # And along which dimension then their tensors, in a layer and in a stack of them.
-BY_ROWS = {"weight": 0, "packed": 0, "scales": 0, "bias": 0, "lora_B.weight": 0, "lora_B0": 0}
-BY_ROWS |= {"lora_magnitude_vector": 0}
-BY_COLUMNS = {"weight": 1, "packed": 1, "scales": 1, "lora_A.weight": 1, "lora_A0": 1}
-STACKED_ROWS = {"weight": 1, "packed": 1, "scales": 1, "bias": 1, "lora_B": 1}
-STACKED_COLUMNS = {"weight": 2, "packed": 2, "scales": 2, "lora_A": 2}
-IDS = {"weight": 0, "lora_embedding_A": 1}
+COLWISE_DIMS = {"weight": 0, "quantized_weight": 0, "scales": 0, "bias": 0, "lora_B.weight": 0, "lora_B0": 0}
+COLWISE_DIMS |= {"lora_magnitude_vector": 0}
+ROWWISE_DIMS = {"weight": 1, "quantized_weight": 1, "scales": 1, "lora_A.weight": 1, "lora_A0": 1}
+GROUPED_COLWISE_DIMS = {"weight": 1, "quantized_weight": 1, "scales": 1, "bias": 1, "lora_B": 1}
+GROUPED_ROWWISE_DIMS = {"weight": 2, "quantized_weight": 2, "scales": 2, "lora_A": 2}
+VOCAB_DIMS = {"weight": 0, "lora_embedding_A": 1}
 
 
-def apply_tensor_parallel(model: Decoder, run: DistributedContext) -> None:
-    if run.sizes.tp == 1:
+def apply_tensor_parallel(model: Decoder, context: DistributedContext) -> None:
+    if context.dims.tp == 1:
         return
-    assert run.mesh is not None
-    shard_layers(model, MeshDim.along(run.mesh, "tensor"), run.sizes.ep > 1)
+    assert context.mesh is not None
+    shard_layers(model, MeshDim.from_mesh(context.mesh, "tensor"), context.dims.ep > 1)
 
 
-def shard_layers(model: Decoder, team: MeshDim, travel: bool) -> None:
+def shard_layers(model: Decoder, mesh_dim: MeshDim, expert_parallel: bool) -> None:
     """Leave this rank's part of each layer. With `travel` experts are divided among ranks as they are."""
-    model.way = SequenceParallelRegion(team)
-    shard_vocabulary(model, team)
+    model.tp_region = SequenceParallelRegion(mesh_dim)
+    shard_vocabulary(model, mesh_dim)
     for name, module in [*model.named_modules()][::-1]:  # what is inside of others first
-        TensorParallelPlan(model, team, name, travel).divide(module)
+        TensorParallelPlan(model, mesh_dim, name, expert_parallel).apply(module)
 
 
-def shard_vocabulary(model: Decoder, team: MeshDim) -> None:
+def shard_vocabulary(model: Decoder, mesh_dim: MeshDim) -> None:
     """Embedding and head by ids."""
-    share = VocabShard(team, team.even(model.spec.vocab))
-    model.embed.share = model.head.share = share
-    shard_parameters(model, "embed", IDS, share.sizes, team, "tensor")
-    model.embed.num_embeddings = model.head.out_features = share.sizes[team.index]
-    model.head.rows = team
-    if model.spec.tied:
-        model.head.weight, model.splits["head.weight"] = model.embed.weight, model.splits["embed.weight"]
-    adapted = {leaf: dim for leaf, dim in BY_ROWS.items() if leaf != "weight" or not model.spec.tied}
-    shard_parameters(model, "head", adapted, share.sizes, team, "tensor")
+    vocab_shard = VocabShard(mesh_dim, mesh_dim.split_sizes(model.spec.vocab))
+    model.embed.vocab_shard = model.head.vocab_shard = vocab_shard
+    shard_parameters(model, "embed", VOCAB_DIMS, vocab_shard.sizes, mesh_dim, "tensor")
+    model.embed.num_embeddings = model.head.out_features = vocab_shard.sizes[mesh_dim.index]
+    model.head.colwise_mesh = mesh_dim
+    if model.spec.tie_word_embeddings:
+        model.head.weight, model.shards["head.weight"] = model.embed.weight, model.shards["embed.weight"]
+    head_dims = {
+        leaf: dim for leaf, dim in COLWISE_DIMS.items() if leaf != "weight" or not model.spec.tie_word_embeddings
+    }
+    shard_parameters(model, "head", head_dims, vocab_shard.sizes, mesh_dim, "tensor")
 
 
 @dataclass(frozen=True)
@@ -71,95 +73,99 @@ class TensorParallelPlan:
     """Divides the layers of one module."""
 
     model: Decoder
-    team: MeshDim
+    mesh_dim: MeshDim
     name: str
-    travel: bool  # whether experts are divided among ranks as they are
+    expert_parallel: bool  # whether experts are divided among ranks as they are
 
-    def divide(self, module: nn.Module) -> None:
+    def apply(self, module: nn.Module) -> None:
         match module:
             case SelfAttention():
-                self.attention(module)
+                self.shard_attention(module)
             case MultiLatentAttention():
-                self.count("heads", module.spec.heads)
-                module.heads = module.spec.heads // self.team.size
-                module.way = SequenceParallelRegion(self.team)
-                self.layers(module)
+                self.check_divisible("heads", module.spec.heads)
+                module.heads = module.spec.heads // self.mesh_dim.size
+                module.tp_region = SequenceParallelRegion(self.mesh_dim)
+                self.shard_linears(module)
             case GatedDeltaNet():
-                module.way = ReplicatedRegion(self.team)
+                module.tp_region = ReplicatedRegion(self.mesh_dim)
             case GatedMLP():
-                self.count("hidden channels", module.gate_proj.out_features)
-                module.way = SequenceParallelRegion(self.team)
-                self.layers(module)
-            case MixtureOfExperts() if not self.travel:
-                self.experts(module)
+                self.check_divisible("hidden channels", module.gate_proj.out_features)
+                module.tp_region = SequenceParallelRegion(self.mesh_dim)
+                self.shard_linears(module)
+            case MixtureOfExperts() if not self.expert_parallel:
+                self.shard_expert_width(module)
 
-    def attention(self, module: SelfAttention) -> None:
-        spec, size = module.spec, self.team.size
-        self.count("heads", spec.heads)
+    def shard_attention(self, module: SelfAttention) -> None:
+        spec, size = module.spec, self.mesh_dim.size
+        self.check_divisible("heads", spec.heads)
         if isinstance(module.q_norm, AllHeadNorm):
             raise UserError(
                 f"parallel.tp: {self.name} norms all heads together, and {size} devices would share them: "
                 "use parallel.dp_shard or parallel.cp"
             )
-        module.way = SequenceParallelRegion(self.team)
+        module.tp_region = SequenceParallelRegion(self.mesh_dim)
         if spec.kv_heads % size == 0:
             module.kv_heads = spec.kv_heads // size
         elif size % spec.kv_heads == 0:
             # Each head of keys serves several ranks, which all make it: they are small where they are so few.
-            head = self.team.index * spec.kv_heads // size
-            module.taken, module.kv_heads = slice(head, head + 1), 1
+            head = self.mesh_dim.index * spec.kv_heads // size
+            module.kv_head_slice, module.kv_heads = slice(head, head + 1), 1
         else:
-            self.count("heads of keys", spec.kv_heads)
-        self.layers(module, whole=() if spec.kv_heads % size == 0 else ("k_proj", "v_proj"))
+            self.check_divisible("heads of keys", spec.kv_heads)
+        self.shard_linears(module, replicated=() if spec.kv_heads % size == 0 else ("k_proj", "v_proj"))
         if module.sinks is not None:
-            shard_parameters(self.model, self.name, {"sinks": 0}, self.team.even(spec.heads), self.team, "tensor")
+            shard_parameters(
+                self.model, self.name, {"sinks": 0}, self.mesh_dim.split_sizes(spec.heads), self.mesh_dim, "tensor"
+            )
 
-    def experts(self, module: MixtureOfExperts) -> None:
+    def shard_expert_width(self, module: MixtureOfExperts) -> None:
         """The width of each expert. All of them, and the one that all tokens go through, make one sum."""
-        self.count("hidden channels in an expert", module.spec.hidden)
-        module.way = SequenceParallelRegion(self.team)
+        self.check_divisible("hidden channels in an expert", module.spec.intermediate_size)
+        module.tp_region = SequenceParallelRegion(self.mesh_dim)
         if module.shared is not None:
-            module.shared.way = ALONE
-        TensorParallelPlan(self.model, self.team, f"{self.name}.experts", self.travel).layers(module.experts)
+            module.shared.tp_region = NO_PARALLEL
+        TensorParallelPlan(self.model, self.mesh_dim, f"{self.name}.experts", self.expert_parallel).shard_linears(
+            module.experts
+        )
 
-    def layers(self, module: nn.Module, whole: tuple[str, ...] = ()) -> None:
+    def shard_linears(self, module: nn.Module, replicated: tuple[str, ...] = ()) -> None:
         """All of a module, but for those that each rank has whole."""
-        named = dict(module.named_children())
-        for leaf in ROWS[type(module)]:
-            if leaf in named and leaf not in whole:
-                self.rows(f"{self.name}.{leaf}", named[leaf])
-        self.columns(f"{self.name}.{COLUMNS[type(module)]}", named[COLUMNS[type(module)]])
+        children = dict(module.named_children())
+        for leaf in COLWISE[type(module)]:
+            if leaf in children and leaf not in replicated:
+                self.shard_colwise(f"{self.name}.{leaf}", children[leaf])
+        self.shard_rowwise(f"{self.name}.{ROWWISE[type(module)]}", children[ROWWISE[type(module)]])
 
-    def rows(self, name: str, layer: nn.Module) -> None:
+    def shard_colwise(self, name: str, layer: nn.Module) -> None:
         assert isinstance(layer, Linear | GroupedLinear)
-        self.blocks(name, layer, 1)
-        sizes, dims = self.team.even(layer.out_features), STACKED_ROWS
-        layer.out_features = sizes[self.team.index]
+        self.check_blocks(name, layer, 1)
+        sizes, dims = self.mesh_dim.split_sizes(layer.out_features), GROUPED_COLWISE_DIMS
+        layer.out_features = sizes[self.mesh_dim.index]
         if isinstance(layer, Linear):
-            layer.rows, dims = self.team, BY_ROWS
-        shard_parameters(self.model, name, dims, sizes, self.team, "tensor")
+            layer.colwise_mesh, dims = self.mesh_dim, COLWISE_DIMS
+        shard_parameters(self.model, name, dims, sizes, self.mesh_dim, "tensor")
 
-    def columns(self, name: str, layer: nn.Module) -> None:
+    def shard_rowwise(self, name: str, layer: nn.Module) -> None:
         assert isinstance(layer, Linear | GroupedLinear)
-        self.blocks(name, layer, self.team.size)
-        sizes = self.team.even(layer.in_features)
-        layer.columns, layer.in_features = self.team, sizes[self.team.index]
-        dims = BY_COLUMNS if isinstance(layer, Linear) else STACKED_COLUMNS
-        shard_parameters(self.model, name, dims, sizes, self.team, "tensor")
+        self.check_blocks(name, layer, self.mesh_dim.size)
+        sizes = self.mesh_dim.split_sizes(layer.in_features)
+        layer.rowwise_mesh, layer.in_features = self.mesh_dim, sizes[self.mesh_dim.index]
+        dims = ROWWISE_DIMS if isinstance(layer, Linear) else GROUPED_ROWWISE_DIMS
+        shard_parameters(self.model, name, dims, sizes, self.mesh_dim, "tensor")
 
-    def blocks(self, name: str, layer: Linear | GroupedLinear, parts: int) -> None:
+    def check_blocks(self, name: str, layer: Linear | GroupedLinear, num_shards: int) -> None:
         """What is packed is cut where a block ends, and has no numbers that are of the whole."""
-        packed = dict(layer.named_parameters(recurse=False))
-        if "outer" in packed:
+        parameters = dict(layer.named_parameters(recurse=False))
+        if "double_quant_state" in parameters:
             raise UserError(
                 f"parallel.tp: {name} has scales that were packed together, over all that devices would share: "
                 "set quantization.double_quant to false"
             )
-        if "packed" in packed and (size := layer.in_features) % (parts * BLOCK):
-            told = f"{name} reads {size} channels in blocks of {BLOCK}, which {parts} devices cannot share alike"
-            raise UserError(f"parallel.tp: {told}: choose another number, or plain weights")
+        if "quantized_weight" in parameters and (size := layer.in_features) % (num_shards * BLOCK):
+            reason = f"{name} reads {size} channels in blocks of {BLOCK}, which {num_shards} devices cannot share alike"
+            raise UserError(f"parallel.tp: {reason}: choose another number, or plain weights")
 
-    def count(self, what: str, count: int) -> None:
-        if count % self.team.size:
-            told = f"{self.name} has {count} {what}, which {self.team.size} devices cannot share alike"
-            raise UserError(f"parallel.tp: {told}: choose a number that divides {count}")
+    def check_divisible(self, unit: str, count: int) -> None:
+        if count % self.mesh_dim.size:
+            reason = f"{self.name} has {count} {unit}, which {self.mesh_dim.size} devices cannot share alike"
+            raise UserError(f"parallel.tp: {reason}: choose a number that divides {count}")

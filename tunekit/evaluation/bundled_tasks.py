@@ -24,7 +24,7 @@ def task_documents(task: str, tokenizer: Tokenizer, limit: int | None) -> list[L
         ]
     dataset = ChatDataset(task, max_length=MAX_LENGTH)
     located: list[LocatedDocument] = []
-    for row, documents in zip(rows, dataset.encode(dataset.prepare(tokenizer), rows), strict=True):
+    for row, documents in zip(rows, dataset.encode_rows(dataset.prepare_tokenizer(tokenizer), rows), strict=True):
         if not isinstance(documents, list):
             raise UserError(f"tasks: {task} cannot be evaluated: {documents}")
         located += [(row.where, document) for document in documents]

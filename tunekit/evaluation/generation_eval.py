@@ -64,26 +64,26 @@ class GenerationEvaluator:
 def with_source(parts: Iterable[TokenizedDataset]) -> Iterator[LocatedDocument]:
     """All documents, each with its file and row."""
     for dataset in parts:
-        yield from ((dataset.where(number), dataset[number]) for number in range(len(dataset)))
+        yield from ((dataset.row_location(number), dataset[number]) for number in range(len(dataset)))
 
 
 def target_positions(document: Document) -> list[int]:
     """Positions of target tokens, except position 0, which has no context to predict it from."""
-    return [position for position in document.learnt.nonzero()[0].tolist() if position]
+    return [position for position in document.loss_mask.nonzero()[0].tolist() if position]
 
 
 def iter_questions(rows: Iterable[LocatedDocument], tokenizer: Tokenizer) -> Iterator[Question]:
     """The last answer of each row. Truncated or split rows, and plain text, which has no prompt, are skipped."""
     for row, document in rows:
-        start, is_truncated = answer_start(document), len(document.tokens) < document.whole
-        if start > 0 and not is_truncated and not document.signs & DocFlags.PART:
-            prompt, answer = document.tokens[:start].tolist(), document.tokens[start:][document.learnt[start:]].tolist()
+        start, is_truncated = answer_start(document), len(document.tokens) < document.full_length
+        if start > 0 and not is_truncated and not document.doc_flags & DocFlags.SPLIT:
+            prompt, answer = document.tokens[:start].tolist(), document.tokens[start:][document.loss_mask[start:]].tolist()
             yield Question(row, prompt, tokenizer.decode(prompt).strip(), tokenizer.decode(answer).strip())
 
 
 def answer_start(document: Document) -> int:
     """Position of the first token of the last run of target tokens; 0 without target tokens."""
-    positions = document.learnt.nonzero()[0]
+    positions = document.loss_mask.nonzero()[0]
     if not len(positions):
         return 0
     gaps = (positions[1:] - positions[:-1] > 1).nonzero()[0]

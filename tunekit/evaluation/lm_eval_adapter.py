@@ -40,7 +40,7 @@ MAX_QUOTE = 60  # characters of each text of a request in an error message
 MAX_REASON = 300  # characters of the reason in an error message
 DEFAULT_MAX_NEW_TOKENS = 256  # as in the harness
 # Exceptions raised by task files and by missing datasets.
-TASK_ERRORS = (*errors.TROUBLE, LookupError, TypeError, ImportError)
+TASK_ERRORS = (*errors.CLIENT_ERRORS, LookupError, TypeError, ImportError)
 
 
 class LMEvalAdapter(TemplateLM):
@@ -78,7 +78,7 @@ class LMEvalAdapter(TemplateLM):
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """The conversation in the chat template; without a generation prompt, it ends with the last message text."""
         tokenizer = self.text_tokenizer
-        messages = detect_features(tokenizer.template(), tokenizer).fit(chat_history)
+        messages = detect_features(tokenizer.template(), tokenizer).adapt_messages(chat_history)
         text = tokenizer.render(messages, prompt=add_generation_prompt)
         if add_generation_prompt:
             return text
@@ -162,7 +162,7 @@ class LMEvalAdapter(TemplateLM):
             raise UserError(f"tasks: {problem}. Define your own task with a smaller max_gen_toks.")
         tokenizer, until = self.text_tokenizer, handler.until
         num_checked = max((len(text.encode()) for text in until), default=0) + 4  # a token has at least one byte
-        stops = tokenizer.stops | {token for token, text in tokenizer.marks.items() if text in until}
+        stops = tokenizer.stops | {token for token, text in tokenizer.special_ids.items() if text in until}
 
         def has_stop_string(answer: Sequence[int]) -> bool:
             last_text = tokenizer.decode(answer[-num_checked:]) if until else ""
@@ -282,7 +282,7 @@ def evaluate_tasks(
 ) -> list[TaskResult]:
     """Results on freshly loaded tasks, the same on all ranks."""
     options: dict[str, Any] = {"apply_chat_template": chat, "fewshot_as_multiturn": chat, "bootstrap_iters": 0}
-    with wrap_task_errors(tasks), hide_progress_bars(adapter.run.is_main and sys.stderr.isatty()):
+    with wrap_task_errors(tasks), hide_progress_bars(adapter.run.is_main_process and sys.stderr.isatty()):
         output: Any = evaluator.evaluate(adapter, loaded_tasks, limit=limit, **options)
     return [parse_result(task, output) for task in output["results"]]
 

@@ -11,7 +11,7 @@ from tunekit.models.spec import Act, MoE, Norm
 from tunekit.models.weight_map import Fused, KeyRule
 
 QKV = ("attn.q_proj", "attn.k_proj", "attn.v_proj")
-EVERY = (*QKV, "attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+ALL_LINEAR = (*QKV, "attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 
 # Our modules under gguf's names.
 MODULES = {
@@ -42,15 +42,15 @@ MODULES = {
 }
 
 
-def row(ours: str | tuple[str, ...], kind: T, op: Fused | None = None) -> KeyRule:
+def key_rule(ours: str | tuple[str, ...], kind: T, op: Fused | None = None) -> KeyRule:
     name = TENSOR_NAMES[kind].format(bid="{}")
     return KeyRule(ours, name) if op is None else KeyRule(ours, name, op)
 
 
-TABLE = tuple(row(ours, kind) for ours, kind in MODULES.items())
+TABLE = tuple(key_rule(ours, kind) for ours, kind in MODULES.items())
 FUSED = (
-    row(tuple(f"layers.{{}}.{name}" for name in QKV), T.ATTN_QKV, Fused()),
-    row(("layers.{}.mlp.gate_proj", "layers.{}.mlp.up_proj"), T.FFN_UP, Fused()),
+    key_rule(tuple(f"layers.{{}}.{name}" for name in QKV), T.ATTN_QKV, Fused()),
+    key_rule(("layers.{}.mlp.gate_proj", "layers.{}.mlp.up_proj"), T.FFN_UP, Fused()),
 )
 DIVISORS, SHORT, LONG = (f"{TENSOR_NAMES[t]}.weight" for t in (T.ROPE_FREQS, T.ROPE_FACTORS_SHORT, T.ROPE_FACTORS_LONG))
 
@@ -66,37 +66,37 @@ class Architecture:
     tied: bool | None = None  # whether the head is the embedding; None: either
     moe: MoE | None = None  # what is fixed of its experts; None: it has none
     # Attention.
-    square: bool = True  # all heads together are as wide as the model
+    heads_span_width: bool = True  # all heads together are as wide as the model
     qk_norm: Norm | None = None
-    caps: bool = False  # scores and logits are kept within bounds by tanh
-    wide: int | None = None  # with so many layers, scores are scaled by width / heads and not by the width of a head
-    window: int | None = None  # all layers but every so-manieth look back over a window; None: no layer does
+    softcaps: bool = False  # scores and logits are kept within bounds by tanh
+    width_scaled_layers: int | None = None  # with so many layers, scores are scaled by width / heads and not by the width of a head
+    window_period: int | None = None  # all layers but every so-manieth look back over a window; None: no layer does
     # Positions.
-    paired: bool = False  # channels (0, 1), (2, 3) .. rotate: rows of q and k are written in that order
-    divisors: bool = False  # a tensor may divide the frequencies, as Llama 3.1 stretches long waves
-    long: bool = False  # two tensors may, as LongRoPE does
-    ramp: bool = False  # the ends of YaRN's ramp are read, and how queries grow
-    near: bool = False  # layers with a window have a rotation of their own, never stretched
-    still: int | None = None  # every so-manieth layer has none
+    interleaved_rope: bool = False  # channels (0, 1), (2, 3) .. rotate: rows of q and k are written in that order
+    rope_divisors: bool = False  # a tensor may divide the frequencies, as Llama 3.1 stretches long waves
+    longrope: bool = False  # two tensors may, as LongRoPE does
+    yarn_ramp: bool = False  # the ends of YaRN's ramp are read, and how queries grow
+    local_rope: bool = False  # layers with a window have a rotation of their own, never stretched
+    nope_period: int | None = None  # every so-manieth layer has none
     # Blocks.
     pre_norm: bool = True
     post_norm: bool = False
-    scaled: bool = False  # embeddings are multiplied by the root of their width
-    scales: bool = False  # factors on embeddings, residuals, scores and logits are read
+    scaled_embeddings: bool = False  # embeddings are multiplied by the root of their width
+    has_scales: bool = False  # factors on embeddings, residuals, scores and logits are read
 
 
-HEADS, ACROSS = Norm(), Norm(across_heads=True)
-LLAMA = Architecture("llama", biases=EVERY, moe=MoE(0, 0, 0), square=False, paired=True, divisors=True)
+PER_HEAD, OVER_ALL_HEADS = Norm(), Norm(over_all_heads=True)
+LLAMA = Architecture("llama", biases=ALL_LINEAR, moe=MoE(0, 0, 0), heads_span_width=False, interleaved_rope=True, rope_divisors=True)
 QWEN2 = Architecture("qwen2")
-QWEN3 = Architecture("qwen3", square=False, qk_norm=HEADS)
-GEMMA = Architecture("gemma", act="gelu_tanh", tied=True, square=False, scaled=True)
+QWEN3 = Architecture("qwen3", heads_span_width=False, qk_norm=PER_HEAD)
+GEMMA = Architecture("gemma", act="gelu_tanh", tied=True, heads_span_width=False, scaled_embeddings=True)
 GEMMA2 = Architecture(
-    "gemma2", act="gelu_tanh", tied=True, square=False, scaled=True, post_norm=True, caps=True, wide=46, window=2
+    "gemma2", act="gelu_tanh", tied=True, heads_span_width=False, scaled_embeddings=True, post_norm=True, softcaps=True, width_scaled_layers=46, window_period=2
 )
 GEMMA3 = Architecture(
-    "gemma3", act="gelu_tanh", square=False, scaled=True, post_norm=True, qk_norm=HEADS, wide=62, window=6, near=True
+    "gemma3", act="gelu_tanh", heads_span_width=False, scaled_embeddings=True, post_norm=True, qk_norm=PER_HEAD, width_scaled_layers=62, window_period=6, local_rope=True
 )
-OLMO2 = Architecture("olmo2", tied=False, qk_norm=ACROSS, window=4, near=True, pre_norm=False, post_norm=True)
+OLMO2 = Architecture("olmo2", tied=False, qk_norm=OVER_ALL_HEADS, window_period=4, local_rope=True, pre_norm=False, post_norm=True)
 # By the model_type of config.json, or of the text part in it.
 ARCHITECTURES = {
     "llama": LLAMA,
@@ -104,22 +104,22 @@ ARCHITECTURES = {
     "mistral3": LLAMA,
     "ministral": LLAMA,
     "mixtral": LLAMA,
-    "ministral3": Architecture("mistral3", biases=(*QKV, "attn.o_proj"), square=False, paired=True, ramp=True),
-    "granite": Architecture("granite", biases=EVERY, square=False, paired=True, divisors=True, scales=True),
-    "smollm3": Architecture("smollm3", square=False, paired=True, still=4),
+    "ministral3": Architecture("mistral3", biases=(*QKV, "attn.o_proj"), heads_span_width=False, interleaved_rope=True, yarn_ramp=True),
+    "granite": Architecture("granite", biases=ALL_LINEAR, heads_span_width=False, interleaved_rope=True, rope_divisors=True, has_scales=True),
+    "smollm3": Architecture("smollm3", heads_span_width=False, interleaved_rope=True, nope_period=4),
     "olmo2": OLMO2,
     "olmo3": OLMO2,
-    "phi3": Architecture("phi3", table=(*FUSED, *TABLE), biases=(), long=True),
+    "phi3": Architecture("phi3", table=(*FUSED, *TABLE), biases=(), longrope=True),
     "qwen2": QWEN2,
     "qwen2_vl": QWEN2,
     "qwen2_vl_text": QWEN2,
     "qwen2_5_vl": QWEN2,
     "qwen2_5_vl_text": QWEN2,
-    "qwen2_moe": Architecture("qwen2moe", tied=False, moe=MoE(0, 0, 0, normalize=False, shared_gate=True)),
+    "qwen2_moe": Architecture("qwen2moe", tied=False, moe=MoE(0, 0, 0, norm_topk_prob=False, shared_gate=True)),
     "qwen3": QWEN3,
     "qwen3_vl": QWEN3,
     "qwen3_vl_text": QWEN3,
-    "qwen3_moe": Architecture("qwen3moe", square=False, qk_norm=HEADS, moe=MoE(0, 0, 0)),
+    "qwen3_moe": Architecture("qwen3moe", heads_span_width=False, qk_norm=PER_HEAD, moe=MoE(0, 0, 0)),
     "gemma": GEMMA,
     "gemma2": GEMMA2,
     "gemma3": GEMMA3,

@@ -17,7 +17,7 @@ from tunekit.export.quant_types import decode_tensor
 from tunekit.models.families.registry import Family
 from tunekit.models.weight_map import load_mappings
 
-BESIDE = (DIVISORS, SHORT, LONG)  # tensors that are no weights: the spec has them
+ROPE_TENSORS = (DIVISORS, SHORT, LONG)  # tensors that are no weights: the spec has them
 
 
 @dataclass(frozen=True)
@@ -29,35 +29,35 @@ class GGUFTensor(TensorMeta):
     size: int
 
     def read(self, files: OpenFiles) -> Tensor:
-        coded = torch.empty(self.size, dtype=torch.uint8)
-        files.fill(coded, self.file, self.start)
-        return decode_tensor(coded, self.kind, self.shape)
+        encoded = torch.empty(self.size, dtype=torch.uint8)
+        files.read_into(encoded, self.file, self.start)
+        return decode_tensor(encoded, self.kind, self.shape)
 
 
 @dataclass(frozen=True)
 class GGUFCheckpoint(HFCheckpoint):
     """What `Folder` is for a checkpoint of the Hub; `config` are the fields of the file."""
 
-    coded: dict[str, GGUFTensor]
+    gguf_tensors: dict[str, GGUFTensor]
 
     @staticmethod
     def open(path: Path, name: str | None = None) -> "GGUFCheckpoint":
         file = GGUFReader(path)
-        said: dict[str, Any] = {key: field.contents() for key, field in file.fields.items()}
-        coded = {
-            one.name: GGUFTensor(
-                path, tuple(one.shape[::-1].tolist()), torch.float32, one.tensor_type, one.data_offset, one.n_bytes
+        fields: dict[str, Any] = {key: field.contents() for key, field in file.fields.items()}
+        gguf_tensors = {
+            tensor.name: GGUFTensor(
+                path, tuple(tensor.shape[::-1].tolist()), torch.float32, tensor.tensor_type, tensor.data_offset, tensor.n_bytes
             )
-            for one in file.tensors
+            for tensor in file.tensors
         }
-        arch = next(one for one in ARCHITECTURES.values() if one.name == said[Keys.General.ARCHITECTURE])
-        moves, _ = load_mappings([name for name in coded if name not in BESIDE], arch.table)
-        with TensorReader(coded) as tensors:
-            beside = {name: tuple(tensors[name].tolist()) for name in BESIDE if name in coded}
-        told = GGUFSpec(said, arch, [name for move in moves for name in move.ours], beside).spec()
-        return GGUFCheckpoint(path, name or str(path), said, Family(lambda _: told, arch.table), told, coded)
+        arch = next(tensor for tensor in ARCHITECTURES.values() if tensor.name == fields[Keys.General.ARCHITECTURE])
+        mappings, _ = load_mappings([name for name in gguf_tensors if name not in ROPE_TENSORS], arch.table)
+        with TensorReader(gguf_tensors) as tensors:
+            rope_factors = {name: tuple(tensors[name].tolist()) for name in ROPE_TENSORS if name in gguf_tensors}
+        spec = GGUFSpec(fields, arch, [name for mapping in mappings for name in mapping.ours], rope_factors).spec()
+        return GGUFCheckpoint(path, name or str(path), fields, Family(lambda _: spec, arch.table), spec, gguf_tensors)
 
     @cached_property
     def tensors(self) -> dict[str, TensorMeta]:
         """The weights."""
-        return {name: one for name, one in self.coded.items() if name not in BESIDE}
+        return {name: tensor for name, tensor in self.gguf_tensors.items() if name not in ROPE_TENSORS}

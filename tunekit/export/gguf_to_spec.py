@@ -25,109 +25,109 @@ from tunekit.models.spec import (
     YarnScaling,
 )
 
-BASE = 10_000.0  # of rotations where a file does not say it
-CAPS = 50.0, 30.0  # of scores and of logits, likewise
-RAMP = 32.0, 1.0  # turns at the ends of YaRN's ramp, likewise
-Tables = Mapping[str, tuple[float, ...]]
+DEFAULT_ROPE_BASE = 10_000.0  # of rotations where a file does not say it
+DEFAULT_SOFTCAPS = 50.0, 30.0  # of scores and of logits, likewise
+DEFAULT_YARN_RAMP = 32.0, 1.0  # turns at the ends of YaRN's ramp, likewise
+RopeFactors = Mapping[str, tuple[float, ...]]
 
 
 @dataclass(frozen=True)
 class GGUFSpec:
     """A file: its fields, the names of its tensors (ours), and those tensors that are no weights."""
 
-    said: Mapping[str, Any]
+    fields: Mapping[str, Any]
     arch: Architecture
-    names: Collection[str]
-    tables: Tables = field(default_factory=dict)
+    parameter_names: Collection[str]
+    rope_factors: RopeFactors = field(default_factory=dict)
 
     def get(self, key: str, default: Any = None) -> Any:
-        return self.said.get(key.format(arch=self.arch.name), default)
+        return self.fields.get(key.format(arch=self.arch.name), default)
 
     def spec(self) -> DecoderSpec:
         """The model. Norms multiply by what is stored: nothing is added."""
         arch, dim, norm = self.arch, self.get(LLM.EMBEDDING_LENGTH), Norm(self.get(ATTENTION.LAYERNORM_RMS_EPS))
-        scales = {} if not arch.scales else {"residual_scale": self.get(LLM.RESIDUAL_SCALE, 1.0)}
-        scales |= {} if not arch.scales else {"logit_scale": 1 / self.get(LLM.LOGIT_SCALE)}
-        embed = dim**0.5 if arch.scaled else 1.0
+        scales = {} if not arch.has_scales else {"residual_scale": self.get(LLM.RESIDUAL_SCALE, 1.0)}
+        scales |= {} if not arch.has_scales else {"logit_scale": 1 / self.get(LLM.LOGIT_SCALE)}
+        embed = dim**0.5 if arch.scaled_embeddings else 1.0
         return DecoderSpec(
             vocab=self.get(LLM.VOCAB_SIZE),
             dim=dim,
             layers=tuple(self.layers(norm)),
             norm=norm,
-            tied="head.weight" not in self.names if arch.tied is None else arch.tied,
+            tie_word_embeddings="head.weight" not in self.parameter_names if arch.tied is None else arch.tied,
             context=self.get(LLM.CONTEXT_LENGTH),
-            embed_scale=self.get(LLM.EMBEDDING_SCALE, embed) if arch.scales else embed,
-            logit_softcap=self.get(LLM.FINAL_LOGIT_SOFTCAPPING, CAPS[1]) if arch.caps else None,
+            embed_scale=self.get(LLM.EMBEDDING_SCALE, embed) if arch.has_scales else embed,
+            logit_softcap=self.get(LLM.FINAL_LOGIT_SOFTCAPPING, DEFAULT_SOFTCAPS[1]) if arch.softcaps else None,
             **scales,
         )
 
     def layers(self, norm: Norm) -> Iterator[Layer]:
         arch, mixer, ffn = self.arch, self.attention(norm), self.feed_forward()
         window = self.get(ATTENTION.SLIDING_WINDOW)
-        for i, looks_back in enumerate(self.looking_back()):
-            rope = None if arch.still and (i + 1) % arch.still == 0 else self.rope(looks_back)
-            here = replace(mixer, rope=rope, window=window if looks_back else None)
-            yield Layer(here, ffn, arch.pre_norm, arch.post_norm)
+        for i, has_window in enumerate(self.window_layers()):
+            rope = None if arch.nope_period and (i + 1) % arch.nope_period == 0 else self.rope(has_window)
+            attention = replace(mixer, rope=rope, window=window if has_window else None)
+            yield Layer(attention, ffn, arch.pre_norm, arch.post_norm)
 
     def feed_forward(self) -> FeedForward:
         hidden, experts = self.get(LLM.FEED_FORWARD_LENGTH), self.get(LLM.EXPERT_COUNT)
         if self.arch.moe is None or not experts:
-            return MLP(hidden, self.arch.act, self.biased("mlp.down_proj"))
+            return MLP(hidden, self.arch.act, self.has_bias("mlp.down_proj"))
         shared = self.get(LLM.EXPERT_SHARED_FEED_FORWARD_LENGTH, 0)
         top_k = self.get(LLM.EXPERT_USED_COUNT)
-        return replace(self.arch.moe, experts=experts, top_k=top_k, hidden=hidden, shared=shared, act=self.arch.act)
+        return replace(self.arch.moe, experts=experts, top_k=top_k, intermediate_size=hidden, shared_intermediate_size=shared, act=self.arch.act)
 
     def attention(self, norm: Norm) -> Attention:
         arch, heads, dim = self.arch, self.get(ATTENTION.HEAD_COUNT), self.get(LLM.EMBEDDING_LENGTH)
-        head_dim = dim // heads if arch.square else self.get(ATTENTION.KEY_LENGTH)
-        wide = self.get(LLM.BLOCK_COUNT) == arch.wide
-        scale = (dim // heads if wide else head_dim) ** -0.5
+        head_dim = dim // heads if arch.heads_span_width else self.get(ATTENTION.KEY_LENGTH)
+        is_width_scaled = self.get(LLM.BLOCK_COUNT) == arch.width_scaled_layers
+        scale = (dim // heads if is_width_scaled else head_dim) ** -0.5
         return Attention(
             heads,
             self.get(ATTENTION.HEAD_COUNT_KV),
             head_dim,
-            bias=self.biased("attn.q_proj"),
-            out_bias=self.biased("attn.o_proj"),
+            bias=self.has_bias("attn.q_proj"),
+            out_bias=self.has_bias("attn.o_proj"),
             qk_norm=arch.qk_norm and replace(arch.qk_norm, eps=norm.eps),
-            scale=self.get(ATTENTION.SCALE, scale) if arch.scales else scale,
-            softcap=self.get(LLM.ATTN_LOGIT_SOFTCAPPING, CAPS[0]) if arch.caps else None,
-            tuning=self.tuning() if arch.ramp else None,
+            scale=self.get(ATTENTION.SCALE, scale) if arch.has_scales else scale,
+            softcap=self.get(LLM.ATTN_LOGIT_SOFTCAPPING, DEFAULT_SOFTCAPS[0]) if arch.softcaps else None,
+            temperature_tuning=self.temperature_tuning() if arch.yarn_ramp else None,
         )
 
-    def tuning(self) -> AttnTemperatureTuning | None:
+    def temperature_tuning(self) -> AttnTemperatureTuning | None:
         """How queries grow beyond the first context."""
         beta, context = self.get(ATTENTION.TEMPERATURE_SCALE), self.get(LLM.CONTEXT_LENGTH)
         return AttnTemperatureTuning(beta, self.get(ROPE.SCALING_ORIG_CTX_LEN, context)) if beta else None
 
-    def biased(self, name: str) -> bool:
-        return name in self.arch.biases and f"layers.0.{name}.bias" in self.names
+    def has_bias(self, name: str) -> bool:
+        return name in self.arch.biases and f"layers.0.{name}.bias" in self.parameter_names
 
-    def looking_back(self) -> list[bool]:
+    def window_layers(self) -> list[bool]:
         """Which layers look back over a window."""
-        count, every = self.get(LLM.BLOCK_COUNT), self.arch.window
-        if every is None or self.get(ATTENTION.SLIDING_WINDOW) is None:
+        count, period = self.get(LLM.BLOCK_COUNT), self.arch.window_period
+        if period is None or self.get(ATTENTION.SLIDING_WINDOW) is None:
             return [False] * count
-        return self.get(ATTENTION.SLIDING_WINDOW_PATTERN, default_window_layers(count, every))
+        return self.get(ATTENTION.SLIDING_WINDOW_PATTERN, default_window_layers(count, period))
 
-    def rope(self, looks_back: bool) -> Rope:
+    def rope(self, has_window: bool) -> Rope:
         dims = self.get(ROPE.DIMENSION_COUNT, self.get(ATTENTION.KEY_LENGTH))
-        if looks_back and self.arch.near:
-            return Rope(self.get(ROPE.FREQ_BASE_SWA, BASE), dims, paired=self.arch.paired)
-        return Rope(self.get(ROPE.FREQ_BASE, BASE), dims, self.scaling(), paired=self.arch.paired)
+        if has_window and self.arch.local_rope:
+            return Rope(self.get(ROPE.FREQ_BASE_SWA, DEFAULT_ROPE_BASE), dims, interleaved=self.arch.interleaved_rope)
+        return Rope(self.get(ROPE.FREQ_BASE, DEFAULT_ROPE_BASE), dims, self.scaling(), interleaved=self.arch.interleaved_rope)
 
     def scaling(self) -> Scaling | None:
         context, factor = self.get(LLM.CONTEXT_LENGTH), self.get(ROPE.SCALING_FACTOR)
-        first, grown = self.get(ROPE.SCALING_ORIG_CTX_LEN, context), self.get(ROPE.SCALING_ATTN_FACTOR, 1.0)
-        if DIVISORS in self.tables and self.arch.divisors:
-            return rope_scaling_factors(self.tables[DIVISORS])
-        if LONG in self.tables and self.arch.long:
-            return LongRopeScaling(self.tables[SHORT], self.tables[LONG], first, grown)
+        original_context, attn_factor = self.get(ROPE.SCALING_ORIG_CTX_LEN, context), self.get(ROPE.SCALING_ATTN_FACTOR, 1.0)
+        if DIVISORS in self.rope_factors and self.arch.rope_divisors:
+            return rope_scaling_factors(self.rope_factors[DIVISORS])
+        if LONG in self.rope_factors and self.arch.longrope:
+            return LongRopeScaling(self.rope_factors[SHORT], self.rope_factors[LONG], original_context, attn_factor)
         if factor is None:
             return None
         if self.get(ROPE.SCALING_TYPE) == RopeScalingType.YARN.value:
             keys = (ROPE.SCALING_YARN_BETA_FAST, ROPE.SCALING_YARN_BETA_SLOW)
-            fast, slow = map(self.get, keys, RAMP) if self.arch.ramp else RAMP
-            return YarnScaling(factor, first, fast, slow, amplitude=yarn_attn_factor(factor) * grown)
+            fast, slow = map(self.get, keys, DEFAULT_YARN_RAMP) if self.arch.yarn_ramp else DEFAULT_YARN_RAMP
+            return YarnScaling(factor, original_context, fast, slow, attention_factor=yarn_attn_factor(factor) * attn_factor)
         return LinearScaling(factor)
 
 

@@ -19,28 +19,28 @@ TYPES = {bool: GGUFValueType.BOOL, int: GGUFValueType.UINT32, float: GGUFValueTy
 TYPES |= {str: GGUFValueType.STRING, list: GGUFValueType.ARRAY}
 
 
-def write_gguf(out: Path, plan: TensorMap, said: Mapping[str, Any], quiet: bool = False) -> None:
+def write_gguf(out: Path, plan: TensorMap, fields: Mapping[str, Any], quiet: bool = False) -> None:
     """Write the file: it appears whole or not at all. `said` are fields beside those of the plan."""
-    check_free_space(out, plan.bytes())
-    with appearing(out) as partial:
-        alignment = write_head(partial, plan, plan.said() | dict(said))
-        bar = tqdm(total=plan.bytes(), desc="writing", unit="B", unit_scale=True, disable=quiet or None, leave=False)
-        with partial.open("ab") as file, bar:
-            for part, tensor in plan.tensors():
-                pad(file, alignment)
-                file.write(encode_tensor(tensor, part.kind).data)
-                bar.update(tensor_bytes(part.kind, part.shape))
-            pad(file, alignment)
+    check_free_space(out, plan.num_bytes())
+    with atomic_file(out) as partial:
+        alignment = write_header(partial, plan, plan.fields() | dict(fields))
+        progress = tqdm(total=plan.num_bytes(), desc="writing", unit="B", unit_scale=True, disable=quiet or None, leave=False)
+        with partial.open("ab") as file, progress:
+            for entry, tensor in plan.tensors():
+                write_padding(file, alignment)
+                file.write(encode_tensor(tensor, entry.kind).data)
+                progress.update(tensor_bytes(entry.kind, entry.shape))
+            write_padding(file, alignment)
 
 
-def write_head(file: Path, plan: TensorMap, said: Mapping[str, Any]) -> int:
+def write_header(file: Path, plan: TensorMap, fields: Mapping[str, Any]) -> int:
     """All that stands before the tensors. Returns the number of bytes of which their places are multiples."""
     writer = GGUFWriter(file, plan.arch.name)
-    for key, value in said.items():
+    for key, value in fields.items():
         writer.add_key_value(key, value, TYPES[type(value)])
-    for part in plan.parts:
+    for entry in plan.entries:
         writer.add_tensor_info(
-            part.name, part.shape, np.dtype(np.float32), tensor_bytes(part.kind, part.shape), part.kind
+            entry.name, entry.shape, np.dtype(np.float32), tensor_bytes(entry.kind, entry.shape), entry.kind
         )
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -49,12 +49,12 @@ def write_head(file: Path, plan: TensorMap, said: Mapping[str, Any]) -> int:
     return writer.data_alignment
 
 
-def pad(file: IO[bytes], alignment: int) -> None:
+def write_padding(file: IO[bytes], alignment: int) -> None:
     file.write(bytes(-file.tell() % alignment))
 
 
 @contextmanager
-def appearing(out: Path) -> Iterator[Path]:
+def atomic_file(out: Path) -> Iterator[Path]:
     """A place to write a file into, which is `out` in the end; a write that the disk refuses is a UserError."""
     partial = sibling_path(out, PARTIAL)
     if out.is_dir():

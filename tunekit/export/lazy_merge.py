@@ -15,22 +15,22 @@ from tunekit.checkpoint.safetensors_io import TensorMeta, TensorReader
 class LazyMerger(TensorReader):
     """Tensors of base and adapter together."""
 
-    def __init__(self, base: HFCheckpoint, held: AdapterContents) -> None:
+    def __init__(self, base: HFCheckpoint, contents: AdapterContents) -> None:
         super().__init__(base.tensors)
-        self.updates = TensorReader(held.tensors)
-        self.merging = MergedTensors(base, held, TensorReader(base.tensors), self.updates)
+        self.adapter_tensors = TensorReader(contents.tensors)
+        self.merged = MergedTensors(base, contents, TensorReader(base.tensors), self.adapter_tensors)
 
     def __enter__(self) -> "LazyMerger":
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.merging.tensors.__exit__(*error)
-        self.updates.__exit__(*error)
+        self.merged.tensors.__exit__(*error)
+        self.adapter_tensors.__exit__(*error)
 
     def __getitem__(self, name: str) -> Tensor:
-        return self.merging.tensor(name)
+        return self.merged.read(name)
 
-    def lend(self, name: str) -> Tensor:
+    def read_mapped(self, name: str) -> Tensor:
         return self[name]
 
 
@@ -39,23 +39,23 @@ class LazyMergedCheckpoint(HFCheckpoint):
     """What `tune merge` would write."""
 
     base: HFCheckpoint
-    held: AdapterContents
+    adapter: AdapterContents
 
     @staticmethod
-    def of(base: HFCheckpoint, adapter: Path) -> "LazyMergedCheckpoint":
-        held = read_contents(adapter, base)
-        with LazyMerger(base, held) as tensors:
-            tied = base.spec.tied and not tensors.merging.untied
+    def from_adapter(base: HFCheckpoint, adapter: Path) -> "LazyMergedCheckpoint":
+        contents = read_contents(adapter, base)
+        with LazyMerger(base, contents) as tensors:
+            tied = base.spec.tie_word_embeddings and not tensors.merged.untied
         return LazyMergedCheckpoint(
-            base.path, base.name, base.config, base.family, replace(base.spec, tied=tied), base, held
+            base.path, base.name, base.config, base.family, replace(base.spec, tie_word_embeddings=tied), base, contents
         )
 
     @cached_property
     def tensors(self) -> dict[str, TensorMeta]:
         with self.reader() as tensors:
-            found = tensors.merging.entries()
-            files = {name: self.base.tensors[source].file for name, (_, source) in tensors.merging.sources.items()}
-        return {name: TensorMeta(files[name], shape, dtype) for name, (shape, dtype) in found.items()}
+            entries = tensors.merged.entries()
+            files = {name: self.base.tensors[source].file for name, (_, source) in tensors.merged.sources.items()}
+        return {name: TensorMeta(files[name], shape, dtype) for name, (shape, dtype) in entries.items()}
 
     def reader(self) -> LazyMerger:
-        return LazyMerger(self.base, self.held)
+        return LazyMerger(self.base, self.adapter)

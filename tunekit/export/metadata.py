@@ -25,22 +25,22 @@ LLM, ATTENTION, ROPE = Keys.LLM, Keys.Attention, Keys.Rope
 def model_fields(spec: DecoderSpec, arch: Architecture) -> dict[str, Any]:
     """What a file says of a model. What it has no word for is left out; `told.Told` then differs."""
     layers = [attention_fields(layer) for layer in spec.layers]
-    far = next((one for one in reversed(layers) if one.window is None and one.rope is not None), layers[-1])
-    said = {
+    last_global = next((attention for attention in reversed(layers) if attention.window is None and attention.rope is not None), layers[-1])
+    fields = {
         LLM.VOCAB_SIZE: spec.vocab,
         LLM.CONTEXT_LENGTH: spec.context,
         LLM.EMBEDDING_LENGTH: spec.dim,
         LLM.BLOCK_COUNT: len(layers),
-        ATTENTION.HEAD_COUNT: far.heads,
-        ATTENTION.HEAD_COUNT_KV: far.kv_heads,
-        ATTENTION.KEY_LENGTH: far.head_dim,
-        ATTENTION.VALUE_LENGTH: far.head_dim,
+        ATTENTION.HEAD_COUNT: last_global.heads,
+        ATTENTION.HEAD_COUNT_KV: last_global.kv_heads,
+        ATTENTION.KEY_LENGTH: last_global.head_dim,
+        ATTENTION.VALUE_LENGTH: last_global.head_dim,
         ATTENTION.LAYERNORM_RMS_EPS: float(spec.norm.eps),
     }
-    said |= feed_forward(spec.layers[-1].ffn) | windows(layers, arch) | factors(spec, far, arch)
-    if far.rope is not None:
-        said |= rotation(far.rope, far.head_dim, arch)
-    return {key.format(arch=arch.name): value for key, value in said.items() if value is not None}
+    fields |= ffn_fields(spec.layers[-1].ffn) | window_fields(layers, arch) | scale_fields(spec, last_global, arch)
+    if last_global.rope is not None:
+        fields |= rope_fields(last_global.rope, last_global.head_dim, arch)
+    return {key.format(arch=arch.name): value for key, value in fields.items() if value is not None}
 
 
 def attention_fields(layer: Layer) -> Attention:
@@ -48,62 +48,62 @@ def attention_fields(layer: Layer) -> Attention:
     return layer.mixer
 
 
-def feed_forward(ffn: FeedForward) -> dict[str, Any]:
+def ffn_fields(ffn: FeedForward) -> dict[str, Any]:
     assert isinstance(ffn, MLP | MoE), "the architectures have no other"
-    said: dict[str, Any] = {LLM.FEED_FORWARD_LENGTH: ffn.hidden}
+    fields: dict[str, Any] = {LLM.FEED_FORWARD_LENGTH: ffn.intermediate_size}
     if isinstance(ffn, MoE):
-        said |= {LLM.EXPERT_COUNT: ffn.experts, LLM.EXPERT_USED_COUNT: ffn.top_k}
-        said |= {LLM.EXPERT_FEED_FORWARD_LENGTH: ffn.hidden, LLM.EXPERT_SHARED_FEED_FORWARD_LENGTH: ffn.shared or None}
-    return said
+        fields |= {LLM.EXPERT_COUNT: ffn.experts, LLM.EXPERT_USED_COUNT: ffn.top_k}
+        fields |= {LLM.EXPERT_FEED_FORWARD_LENGTH: ffn.intermediate_size, LLM.EXPERT_SHARED_FEED_FORWARD_LENGTH: ffn.shared_intermediate_size or None}
+    return fields
 
 
-def windows(layers: list[Attention], arch: Architecture) -> dict[str, Any]:
+def window_fields(layers: list[Attention], arch: Architecture) -> dict[str, Any]:
     """Which layers look back over a window, and how those rotate."""
-    near = [one for one in layers if one.window is not None]
-    if not near or arch.window is None:
+    local = [attention for attention in layers if attention.window is not None]
+    if not local or arch.window_period is None:
         return {}
-    said: dict[str, Any] = {ATTENTION.SLIDING_WINDOW: near[0].window}
-    if arch.near and near[0].rope is not None:
-        said[ROPE.FREQ_BASE_SWA] = float(near[0].rope.theta)
-    pattern = [one.window is not None for one in layers]
-    if pattern != default_window_layers(len(layers), arch.window):
-        said[ATTENTION.SLIDING_WINDOW_PATTERN] = pattern
-    return said
+    fields: dict[str, Any] = {ATTENTION.SLIDING_WINDOW: local[0].window}
+    if arch.local_rope and local[0].rope is not None:
+        fields[ROPE.FREQ_BASE_SWA] = float(local[0].rope.theta)
+    pattern = [attention.window is not None for attention in layers]
+    if pattern != default_window_layers(len(layers), arch.window_period):
+        fields[ATTENTION.SLIDING_WINDOW_PATTERN] = pattern
+    return fields
 
 
-def default_window_layers(count: int, every: int) -> list[bool]:
+def default_window_layers(count: int, period: int) -> list[bool]:
     """Which layers look back over a window where a file does not say it."""
-    return [(i + 1) % every > 0 for i in range(count)]
+    return [(i + 1) % period > 0 for i in range(count)]
 
 
-def factors(spec: DecoderSpec, far: Attention, arch: Architecture) -> dict[str, Any]:
+def scale_fields(spec: DecoderSpec, attention: Attention, arch: Architecture) -> dict[str, Any]:
     """Bounds and factors on scores and logits, of the architectures that read them."""
-    said: dict[str, Any] = {}
-    if arch.caps:
-        said |= {LLM.ATTN_LOGIT_SOFTCAPPING: far.softcap, LLM.FINAL_LOGIT_SOFTCAPPING: spec.logit_softcap}
-    if arch.scales:
-        said |= {LLM.EMBEDDING_SCALE: float(spec.embed_scale), LLM.RESIDUAL_SCALE: float(spec.residual_scale)}
-        said |= {ATTENTION.SCALE: far.scale, LLM.LOGIT_SCALE: 1 / spec.logit_scale}
-    if arch.ramp and far.tuning is not None:
-        said[ATTENTION.TEMPERATURE_SCALE] = float(far.tuning.beta)
-    return said
+    fields: dict[str, Any] = {}
+    if arch.softcaps:
+        fields |= {LLM.ATTN_LOGIT_SOFTCAPPING: attention.softcap, LLM.FINAL_LOGIT_SOFTCAPPING: spec.logit_softcap}
+    if arch.has_scales:
+        fields |= {LLM.EMBEDDING_SCALE: float(spec.embed_scale), LLM.RESIDUAL_SCALE: float(spec.residual_scale)}
+        fields |= {ATTENTION.SCALE: attention.scale, LLM.LOGIT_SCALE: 1 / spec.logit_scale}
+    if arch.yarn_ramp and attention.temperature_tuning is not None:
+        fields[ATTENTION.TEMPERATURE_SCALE] = float(attention.temperature_tuning.beta)
+    return fields
 
 
-def rotation(rope: Rope, head_dim: int, arch: Architecture) -> dict[str, Any]:
-    said: dict[str, Any] = {ROPE.FREQ_BASE: float(rope.theta), ROPE.DIMENSION_COUNT: rope.dims or head_dim}
+def rope_fields(rope: Rope, head_dim: int, arch: Architecture) -> dict[str, Any]:
+    fields: dict[str, Any] = {ROPE.FREQ_BASE: float(rope.theta), ROPE.DIMENSION_COUNT: rope.dims or head_dim}
     match rope.scaling:
         case LinearScaling(factor):
-            said |= {ROPE.SCALING_TYPE: RopeScalingType.LINEAR.value, ROPE.SCALING_FACTOR: float(factor)}
+            fields |= {ROPE.SCALING_TYPE: RopeScalingType.LINEAR.value, ROPE.SCALING_FACTOR: float(factor)}
         case YarnScaling() as yarn:
-            said |= {ROPE.SCALING_TYPE: RopeScalingType.YARN.value, ROPE.SCALING_FACTOR: float(yarn.factor)}
-            said[ROPE.SCALING_ORIG_CTX_LEN] = yarn.context
-            said[ROPE.SCALING_ATTN_FACTOR] = yarn.amplitude / yarn_attn_factor(yarn.factor)
-            if arch.ramp:
-                said |= {ROPE.SCALING_YARN_BETA_FAST: float(yarn.fast), ROPE.SCALING_YARN_BETA_SLOW: float(yarn.slow)}
-        case LongRopeScaling() as long:
-            said |= {ROPE.SCALING_TYPE: RopeScalingType.LONGROPE.value, ROPE.SCALING_ATTN_FACTOR: float(long.amplitude)}
-            said[ROPE.SCALING_ORIG_CTX_LEN] = long.context
-    return said
+            fields |= {ROPE.SCALING_TYPE: RopeScalingType.YARN.value, ROPE.SCALING_FACTOR: float(yarn.factor)}
+            fields[ROPE.SCALING_ORIG_CTX_LEN] = yarn.context
+            fields[ROPE.SCALING_ATTN_FACTOR] = yarn.attention_factor / yarn_attn_factor(yarn.factor)
+            if arch.yarn_ramp:
+                fields |= {ROPE.SCALING_YARN_BETA_FAST: float(yarn.fast), ROPE.SCALING_YARN_BETA_SLOW: float(yarn.slow)}
+        case LongRopeScaling() as longrope:
+            fields |= {ROPE.SCALING_TYPE: RopeScalingType.LONGROPE.value, ROPE.SCALING_ATTN_FACTOR: float(longrope.attention_factor)}
+            fields[ROPE.SCALING_ORIG_CTX_LEN] = longrope.context
+    return fields
 
 
 def yarn_attn_factor(factor: float) -> float:

@@ -13,15 +13,15 @@ from torch import Tensor
 
 from tunekit.errors import UserError
 
-ROWS = 2**22  # numbers that are turned into fp32 at once
-DENSE = {Kind.F32: torch.float32, Kind.F16: torch.float16, Kind.BF16: torch.bfloat16}
+CHUNK_NUMEL = 2**22  # numbers that are turned into fp32 at once
+FLOAT_TYPES = {Kind.F32: torch.float32, Kind.F16: torch.float16, Kind.BF16: torch.bfloat16}
 
 
 @dataclass(frozen=True)
 class QuantType:
     """What `--type` names: the types of matrices. Vectors and norms are fp32 always."""
 
-    file: LlamaFileType
+    file_type: LlamaFileType
     kind: Kind
     head: Kind | None = None  # of what makes the logits: the head, or the embedding where it is both; None: as `kind`
     embed: Kind | None = None  # of an embedding that is no head
@@ -32,7 +32,7 @@ class QuantType:
 # llama-quantize gives the head of the smaller ones a K-quant, which gguf cannot write: the next larger one is Q8_0.
 # Drifts in the nano are 0.012 with Q8_0, 0.06 with Q5, 0.13 with Q4_0 and 0.74 with TQ2_0, which is for models that
 # were trained with it; unrelated logits are 1.1 apart.
-ENCODINGS = {
+QUANT_TYPES = {
     "f32": QuantType(LlamaFileType.ALL_F32, Kind.F32, drift=1e-4),
     "f16": QuantType(LlamaFileType.MOSTLY_F16, Kind.F16, drift=0.00625),
     "bf16": QuantType(LlamaFileType.MOSTLY_BF16, Kind.BF16, drift=0.05),
@@ -46,30 +46,30 @@ ENCODINGS = {
     "mxfp4_moe": QuantType(LlamaFileType.MOSTLY_MXFP4_MOE, Kind.Q8_0, experts=Kind.MXFP4, drift=0.6),
 }
 # How far a number may stray, as a share of the largest of its block or of the block's span.
-LARGEST = {Kind.Q8_0: 1 / 254, Kind.Q5_0: 1 / 16, Kind.Q4_0: 1 / 8, Kind.TQ2_0: 1 / 2, Kind.TQ1_0: 1 / 2}
-LARGEST |= {Kind.MXFP4: 1 / 2}
-SPAN = {Kind.Q5_1: 1 / 62, Kind.Q4_1: 1 / 30}
-HALF = 2**-11  # rounding to fp16 by a share, and below by a step
-STEP = 2**-25
+ERROR_PER_MAX = {Kind.Q8_0: 1 / 254, Kind.Q5_0: 1 / 16, Kind.Q4_0: 1 / 8, Kind.TQ2_0: 1 / 2, Kind.TQ1_0: 1 / 2}
+ERROR_PER_MAX |= {Kind.MXFP4: 1 / 2}
+ERROR_PER_RANGE = {Kind.Q5_1: 1 / 62, Kind.Q4_1: 1 / 30}
+FP16_ERROR = 2**-11  # rounding to fp16 by a share, and below by a step
+FP16_STEP = 2**-25
 
 
-def parse_quant_type(word: str) -> QuantType:
+def parse_quant_type(name: str) -> QuantType:
     """What a word behind `--type` means."""
-    if word in ENCODINGS:
-        return ENCODINGS[word]
-    told = f"can be written: {', '.join(ENCODINGS)}"
-    if f"MOSTLY_{word.upper()}" in LlamaFileType.__members__ or word.lower().startswith(("q", "iq")):
+    if name in QUANT_TYPES:
+        return QUANT_TYPES[name]
+    supported = f"can be written: {', '.join(QUANT_TYPES)}"
+    if f"MOSTLY_{name.upper()}" in LlamaFileType.__members__ or name.lower().startswith(("q", "iq")):
         raise UserError(
-            f"--type {word}: the gguf package cannot write this type ({told}); "
-            f"export bf16, then: llama-quantize model-bf16.gguf model-{word}.gguf {word}"
+            f"--type {name}: the gguf package cannot write this type ({supported}); "
+            f"export bf16, then: llama-quantize model-bf16.gguf model-{name}.gguf {name}"
         )
-    near = get_close_matches(word, ENCODINGS, 1)
-    raise UserError(f"--type {word}: no such type{f', did you mean {near[0]!r}?' if near else ''} ({told})")
+    matches = get_close_matches(name, QUANT_TYPES, 1)
+    raise UserError(f"--type {name}: no such type{f', did you mean {matches[0]!r}?' if matches else ''} ({supported})")
 
 
 def type_name_of(dtype: torch.dtype) -> str:
     """The word of the type that holds such numbers as they are."""
-    return next((word for word, one in ENCODINGS.items() if DENSE.get(one.kind) == dtype), "f32")
+    return next((name for name, quant_type in QUANT_TYPES.items() if FLOAT_TYPES.get(quant_type.kind) == dtype), "f32")
 
 
 def fallback_type(kind: Kind, shape: tuple[int, ...]) -> Kind:
@@ -79,46 +79,46 @@ def fallback_type(kind: Kind, shape: tuple[int, ...]) -> Kind:
 
 def tensor_bytes(kind: Kind, shape: tuple[int, ...]) -> int:
     """Bytes of a tensor in a file."""
-    block, held = GGML_QUANT_SIZES[kind]
-    return prod(shape) // block * held
+    block, block_bytes = GGML_QUANT_SIZES[kind]
+    return prod(shape) // block * block_bytes
 
 
 def encode_tensor(tensor: Tensor, kind: Kind) -> np.ndarray:
     """The bytes of a tensor."""
-    if kind in DENSE:
-        return tensor.to(DENSE[kind]).contiguous().view(torch.uint8).numpy()
+    if kind in FLOAT_TYPES:
+        return tensor.to(FLOAT_TYPES[kind]).contiguous().view(torch.uint8).numpy()
     rows = tensor.reshape(-1, tensor.shape[-1])
-    coded = np.empty((len(rows), tensor_bytes(kind, tensor.shape) // len(rows)), np.uint8)
-    for part in slices(rows.shape):
-        coded[part] = quants.quantize(rows[part].float().numpy(), kind)
-    return coded
+    encoded = np.empty((len(rows), tensor_bytes(kind, tensor.shape) // len(rows)), np.uint8)
+    for chunk in chunk_slices(rows.shape):
+        encoded[chunk] = quants.quantize(rows[chunk].float().numpy(), kind)
+    return encoded
 
 
-def decode_tensor(coded: Tensor, kind: Kind, shape: tuple[int, ...]) -> Tensor:
+def decode_tensor(encoded: Tensor, kind: Kind, shape: tuple[int, ...]) -> Tensor:
     """A tensor from its bytes (N,): fp32, or as it is stored."""
-    if kind in DENSE:
-        return coded.view(DENSE[kind]).view(shape)
-    rows = coded.view(prod(shape[:-1]), -1).numpy()
-    numbers = torch.empty(len(rows), shape[-1])
-    for part in slices(tuple(numbers.shape)):
-        numbers[part] = torch.from_numpy(quants.dequantize(rows[part], kind))
-    return numbers.view(shape)
+    if kind in FLOAT_TYPES:
+        return encoded.view(FLOAT_TYPES[kind]).view(shape)
+    rows = encoded.view(prod(shape[:-1]), -1).numpy()
+    values = torch.empty(len(rows), shape[-1])
+    for chunk in chunk_slices(tuple(values.shape)):
+        values[chunk] = torch.from_numpy(quants.dequantize(rows[chunk], kind))
+    return values.view(shape)
 
 
-def slices(shape: tuple[int, ...]) -> Iterator[slice]:
+def chunk_slices(shape: tuple[int, ...]) -> Iterator[slice]:
     """Rows that are worked on together."""
-    step = max(ROWS // shape[-1], 1)
+    step = max(CHUNK_NUMEL // shape[-1], 1)
     return (slice(i, i + step) for i in range(0, shape[0], step))
 
 
-def max_rounding_error(source: Tensor, found: Tensor, kind: Kind) -> float:
+def max_rounding_error(source: Tensor, decoded: Tensor, kind: Kind) -> float:
     """The largest error as a share of what the type allows: more than 1 is wrong, and so is what is no number."""
     block = GGML_QUANT_SIZES[kind][0]
     worst = 0.0
-    for a, b in zip(blocks(source, block), blocks(found, block), strict=True):
+    for a, b in zip(blocks(source, block), blocks(decoded, block), strict=True):
         if not torch.equal(a, b):
             error = (a - b).abs()
-            ratio = torch.where(error == 0, 0.0, error / allowed(a, kind))
+            ratio = torch.where(error == 0, 0.0, error / allowed_error(a, kind))
             worst = max(worst, ratio.nan_to_num(nan=torch.inf, posinf=torch.inf).max().item())
     return worst
 
@@ -126,19 +126,19 @@ def max_rounding_error(source: Tensor, found: Tensor, kind: Kind) -> float:
 def blocks(tensor: Tensor, block: int) -> Iterator[Tensor]:
     """The numbers of a tensor in fp32, block by block (N, block), some at a time."""
     flat = tensor.reshape(-1, block)
-    return (flat[part].float() for part in slices(tuple(flat.shape)))
+    return (flat[chunk].float() for chunk in chunk_slices(tuple(flat.shape)))
 
 
-def allowed(x: Tensor, kind: Kind) -> Tensor:
+def allowed_error(x: Tensor, kind: Kind) -> Tensor:
     """The error that a type may make in blocks of numbers (N, block); a thousandth is for the arithmetic."""
     if kind == Kind.F32:
         return torch.zeros_like(x)
     if kind == Kind.BF16:
         return x.abs() * 2**-8
     if kind == Kind.F16:
-        return x.abs() * HALF + STEP
+        return x.abs() * FP16_ERROR + FP16_STEP
     low, high = x.aminmax(dim=-1, keepdim=True)
     largest = torch.maximum(-low, high)
-    if kind in LARGEST:
-        return 1.001 * (largest * (LARGEST[kind] + HALF)) + 127 * STEP
-    return 1.001 * ((high - low) * (SPAN[kind] + HALF) + largest * HALF) + 127 * STEP
+    if kind in ERROR_PER_MAX:
+        return 1.001 * (largest * (ERROR_PER_MAX[kind] + FP16_ERROR)) + 127 * FP16_STEP
+    return 1.001 * ((high - low) * (ERROR_PER_RANGE[kind] + FP16_ERROR) + largest * FP16_ERROR) + 127 * FP16_STEP

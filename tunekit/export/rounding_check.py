@@ -26,15 +26,15 @@ def check_rounding(
 ) -> dict[str, RoundingError]:
     """Errors by type. UserError for anything that is not as it should be; the file stays."""
     check_spec_matches(plan.spec, file.spec, plan.arch.name, str(file.path))
-    if Vocabulary.read(file.config) != vocabulary:
+    if Vocabulary.from_fields(file.config) != vocabulary:
         raise UserError(f"{file.path}: the tokenizer in the file is not the one that was written")
-    found: dict[str, RoundingError] = {}
-    with TensorReader(file.coded) as tensors:
-        for part, tensor in tqdm(plan.tensors(), "checking", len(plan.parts), disable=quiet or None, leave=False):
-            far = max_rounding_error(tensor, tensors[part.name], part.kind)
-            if far > 1:
-                more = f"{far:.3g} times as far from the checkpoint as {part.kind.name} may be"
-                raise UserError(f"{file.path}: {part.name} is {more}")
-            so_far = found.get(part.kind.name, RoundingError(0, 0.0))
-            found[part.kind.name] = RoundingError(so_far.count + 1, max(so_far.worst, far))
-    return found
+    errors: dict[str, RoundingError] = {}
+    with TensorReader(file.gguf_tensors) as tensors:
+        for entry, tensor in tqdm(plan.tensors(), "checking", len(plan.entries), disable=quiet or None, leave=False):
+            error = max_rounding_error(tensor, tensors[entry.name], entry.kind)
+            if error > 1:
+                problem = f"{error:.3g} times as far from the checkpoint as {entry.kind.name} may be"
+                raise UserError(f"{file.path}: {entry.name} is {problem}")
+            previous = errors.get(entry.kind.name, RoundingError(0, 0.0))
+            errors[entry.kind.name] = RoundingError(previous.count + 1, max(previous.worst, error))
+    return errors

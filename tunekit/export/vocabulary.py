@@ -8,11 +8,11 @@ from typing import Any
 from gguf import Keys
 from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers
 
-from tunekit.export.pretokenizer import PRE
-from tunekit.export.sentencepiece_bpe import MARKS, SentencePieceBPE
+from tunekit.export.pretokenizer import PRE_TOKENIZERS
+from tunekit.export.sentencepiece_bpe import SPECIAL_TYPES, SentencePieceBPE
 
 KEYS = Keys.Tokenizer
-BYTES, PIECES = "gpt2", "llama"  # what files call byte-level BPE, and SentencePiece's
+BYTE_LEVEL, SENTENCEPIECE = "gpt2", "llama"  # what files call byte-level BPE, and SentencePiece's
 
 
 @dataclass(frozen=True)
@@ -26,45 +26,45 @@ class Vocabulary:
     scores: list[float] | None = None  # of pieces
     pre: str = "default"  # the name of a way to cut a text into words
     space: bool = False  # before a text of pieces
-    rest: Mapping[str, Any] = field(default_factory=dict)  # special ids, flags and templates, by their keys
+    extra_fields: Mapping[str, Any] = field(default_factory=dict)  # special ids, flags and templates, by their keys
 
-    def said(self) -> dict[str, Any]:
+    def to_fields(self) -> dict[str, Any]:
         """The fields."""
-        own = dict(zip(OWN, (getattr(self, name) for name in OWN.values()), strict=True))
-        return {key: value for key, value in (own | dict(self.rest)).items() if value is not None}
+        fields = dict(zip(FIELD_NAMES, (getattr(self, name) for name in FIELD_NAMES.values()), strict=True))
+        return {key: value for key, value in (fields | dict(self.extra_fields)).items() if value is not None}
 
     @staticmethod
-    def read(said: Mapping[str, Any]) -> "Vocabulary":
+    def from_fields(fields: Mapping[str, Any]) -> "Vocabulary":
         """What the fields of a file tell."""
-        own = {name: said[key] for key, name in OWN.items() if key in said}
-        rest = {key: value for key, value in said.items() if key.startswith("tokenizer.") and key not in OWN}
-        return Vocabulary(**own, rest=rest)
+        values = {name: fields[key] for key, name in FIELD_NAMES.items() if key in fields}
+        extra_fields = {key: value for key, value in fields.items() if key.startswith("tokenizer.") and key not in FIELD_NAMES}
+        return Vocabulary(**values, extra_fields=extra_fields)
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids as llama.cpp makes them, with nothing put before or behind a text; marks in it are tokens."""
         if self.scores is not None:
-            return [self.pieces.encode(text) for text in texts]
-        return [encoding.ids for encoding in self.merger.encode_batch_fast(list(texts), add_special_tokens=False)]
+            return [self.sentencepiece.encode(text) for text in texts]
+        return [encoding.ids for encoding in self.byte_level_bpe.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     @cached_property
-    def pieces(self) -> SentencePieceBPE:
+    def sentencepiece(self) -> SentencePieceBPE:
         assert self.scores is not None, self.model
         return SentencePieceBPE(self.tokens, self.types, self.scores, self.space)
 
     @cached_property
-    def merger(self) -> Tokenizer:
+    def byte_level_bpe(self) -> Tokenizer:
         """Byte-level BPE."""
         pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in self.merges or ())]
         ids = {token: i for i, token in enumerate(self.tokens)}
-        way = PRE[self.pre]
-        tokenizer = Tokenizer(models.BPE(ids, pairs, ignore_merges=way.whole))
-        cuts = [pre_tokenizers.Split(Regex(text), "isolated") for text in way.cuts or way.patterns]
-        steps = [*cuts, pre_tokenizers.ByteLevel(False, use_regex=False)]
+        pre = PRE_TOKENIZERS[self.pre]
+        tokenizer = Tokenizer(models.BPE(ids, pairs, ignore_merges=pre.ignore_merges))
+        splits = [pre_tokenizers.Split(Regex(text), "isolated") for text in pre.llama_cpp_patterns or pre.patterns]
+        steps = [*splits, pre_tokenizers.ByteLevel(False, use_regex=False)]
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
-        marks = zip(self.tokens, self.types, strict=True)
-        tokenizer.add_tokens([AddedToken(token, normalized=False) for token, kind in marks if kind in MARKS])
+        typed_tokens = zip(self.tokens, self.types, strict=True)
+        tokenizer.add_tokens([AddedToken(token, normalized=False) for token, kind in typed_tokens if kind in SPECIAL_TYPES])
         return tokenizer
 
 
-OWN = {KEYS.MODEL: "model", KEYS.LIST: "tokens", KEYS.TOKEN_TYPE: "types", KEYS.MERGES: "merges"}
-OWN |= {KEYS.SCORES: "scores", KEYS.PRE: "pre", KEYS.ADD_PREFIX: "space"}
+FIELD_NAMES = {KEYS.MODEL: "model", KEYS.LIST: "tokens", KEYS.TOKEN_TYPE: "types", KEYS.MERGES: "merges"}
+FIELD_NAMES |= {KEYS.SCORES: "scores", KEYS.PRE: "pre", KEYS.ADD_PREFIX: "space"}

@@ -106,7 +106,7 @@ def decode_steps(
     device = model.device
     configure_attention(device)
     work = launch_steps(model, [list(prompt) for prompt in prompts], sampling, first, finished)
-    ahead = 1 if has_static_shapes(device) and not model.edges else 0
+    ahead = 1 if has_static_shapes(device) and not model.rope_switch_lengths else 0
     tokens, waiting = dict.fromkeys(range(len(prompts)), 0), deque[DrawnTokens]()
     for drawn in work:
         waiting.append(drawn)
@@ -122,7 +122,7 @@ def launch_steps(
     model: Decoder, rows: list[list[int]], sampling: SamplingConfig, first: int, finished: Collection[int]
 ) -> Iterator[DrawnTokens]:
     """Start the work of each token. Rows are read back where positions turn otherwise beyond a length."""
-    slots, edges = max(map(len, rows)) + sampling.max_new_tokens, model.edges
+    slots, edges = max(map(len, rows)) + sampling.max_new_tokens, model.rope_switch_lengths
     lengths = [len(row) for row in rows]
     numbers = sampling.numbers(len(rows), first).to(model.device)
     logits, cache = prefill(model, rows, slots)
@@ -164,7 +164,7 @@ def prefill(model: Decoder, rows: Sequence[Sequence[int]], slots: int) -> tuple[
     lengths = torch.tensor([len(row) for row in rows], device=device)
     longest = max(map(len, rows))
     tokens = torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows], device=device)
-    cache = model.cache(len(rows), slots)
+    cache = model.make_cache(len(rows), slots)
 
     def last(hidden: Tensor, head: nn.Module) -> Tensor:
         return head(hidden[torch.arange(len(rows), device=device), lengths - 1])
@@ -211,13 +211,13 @@ def generate_all(
     ended: Callable[[Sequence[int]], bool] = never_stop,
 ) -> list[list[int]]:
     """The answers to all prompts in their order, `batch` at once. Copies of the model share them, with a bar."""
-    mine = range(run.place.replicate * batch, len(prompts), run.sizes.dp_replicate * batch)
-    quiet = None if run.is_main else True
+    mine = range(run.coords.replicate * batch, len(prompts), run.dims.dp_replicate * batch)
+    quiet = None if run.is_main_process else True
     found = {}
     for first in tqdm(mine, "answering", unit="batch", disable=quiet, leave=False):
         found[first] = generate_batch(model, prompts[first : first + batch], sampling, stops, first, ended)
-        run.beats.beat(first, "answer")
-    parts = {first: made for one in run.gather(found) for first, made in one.items()}
+        run.heartbeat.beat(first, "answer")
+    parts = {first: made for one in run.all_gather_objects(found) for first, made in one.items()}
     return [answer for first in sorted(parts) for answer in parts[first]]
 
 
@@ -225,7 +225,7 @@ def stream_text(
     model: Decoder, tokenizer: Tokenizer, messages: Sequence[dict[str, str]], sampling: SamplingConfig
 ) -> Iterator[str]:
     """The answer to a conversation, in pieces that can be printed."""
-    prompt = tokenizer.prompt(messages)
+    prompt = tokenizer.encode_prompt(messages)
     room = model.spec.context - len(prompt)
     if room < 1:
         raise UserError(f"the conversation has {len(prompt)} tokens, and the model was made for {model.spec.context}")
@@ -236,4 +236,4 @@ def stream_text(
         yield text.add(token)
         if count == room:
             break
-    yield text.end()
+    yield text.flush()

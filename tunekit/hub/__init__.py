@@ -1,1 +1,1 @@
-"""Traffic with the Hugging Face Hub: what is fetched from it and what is sent to it."""
+"""Downloads from and uploads to the Hugging Face Hub."""

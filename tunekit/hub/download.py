@@ -47,9 +47,9 @@ def resolve_model_dir(name: str, files: Files = READ) -> Path:
 
     A repository can have a revision: `owner/model@branch`, a tag or a commit.
     """
-    ours = assets.model_dir(name)
-    if ours is not None:  # a directory with the same name does not shadow a bundled model
-        return ours
+    bundled = assets.model_dir(name)
+    if bundled is not None:  # a directory with the same name does not shadow a bundled model
+        return bundled
     directory = Path(name).expanduser()
     if directory.is_dir():
         return directory
@@ -57,8 +57,8 @@ def resolve_model_dir(name: str, files: Files = READ) -> Path:
         raise UserError(assets.suggest_asset(name))
     parts = split_repo_revision(name)
     if parts is None:
-        hint = f": train it first, or name another model; {HINT}" if name.startswith(RUNS) else ""
-        raise UserError(f"no such folder: {name}{hint}")
+        hint = f". Train it first, or specify another model; {HINT}." if name.startswith(RUNS) else ""
+        raise UserError(f"{name}: directory not found{hint}")
     repo, revision = parts
     snapshot = download_repo(repo, revision, files)
     if files == READ and not any(snapshot.glob("*.safetensors")):  # an old repository that has only pickled weights
@@ -98,7 +98,7 @@ def download_repo(
             token=token,
         )
 
-    with errors.wrap_hub_errors(lambda error: explanation(error, name, revision), token):
+    with errors.wrap_hub_errors(lambda error: explain_download_error(error, name, revision), token):
         root = to or Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=name, repo_type="model"), "snapshots")
         before = list_files(root)
         snapshot = Path(errors.retry(download, name, progress=lambda: len(list_files(root))))
@@ -125,20 +125,20 @@ def check_files(snapshot: Path, name: str, revision: str | None, token: str | No
         raise UserError(f"{name}: the checksum of {', '.join(damaged)} is wrong. Download it again.")
 
 
-def explanation(error: BaseException, name: str, revision: str | None) -> str:
+def explain_download_error(error: BaseException, name: str, revision: str | None) -> str:
     """Error message of one line with a fix. The first class that matches is the most specific."""
     hub, cause = constants.ENDPOINT, error.__cause__
     lines = {
-        HFValidationError: f"'{name}' is neither a folder nor a name on the Hub (owner/model)",
-        GatedRepoError: f"{name} is gated: accept its terms at {hub}/{name}, then `hf auth login` or set HF_TOKEN",
-        RevisionNotFoundError: f"{name} has no revision '{revision}': see {hub}/{name}/tree/main",
-        RepositoryNotFoundError: f"{hub} has no model '{name}' that you can access: check the name; "
-        "a private or gated one needs `hf auth login` or HF_TOKEN",
-        LocalEntryNotFoundError: f"{name} is no local folder, is not complete in the cache, and {unreachable(cause)}",
+        HFValidationError: f"'{name}' is neither a directory nor a name on the Hub (owner/model)",
+        GatedRepoError: f"{name}: gated model. Accept its terms at {hub}/{name}, then run `hf auth login` or set HF_TOKEN.",
+        RevisionNotFoundError: f"{name}: no revision '{revision}'. See {hub}/{name}/tree/main.",
+        RepositoryNotFoundError: f"{name}: no accessible model at {hub}. Check the name; a private or gated model "
+        "requires `hf auth login` or HF_TOKEN.",
+        LocalEntryNotFoundError: f"{name}: no local directory, not complete in the cache, and {unreachable(cause)}",
         OfflineModeIsEnabled: f"{name}: {unreachable(error)}",
         HfHubHTTPError: f"{name}: {unreachable(error)}",
-        HTTPError: f"{name}: lost the connection to {hub}: run the command again, complete files are kept",
-        OSError: f"cannot store {name}: {error}",
+        HTTPError: f"{name}: lost the connection to {hub}. Rerun the command; complete files are kept.",
+        OSError: f"{name}: cannot be stored, {error}",
     }
     return next((line for kind, line in lines.items() if isinstance(error, kind)), f"{name}: {error}")
 

@@ -1,6 +1,6 @@
-"""What can go wrong between here and the Hub: what passes by itself is tried again, the rest is told in one line.
+"""Errors of the Hugging Face Hub: retries transient ones, and turns the others into one-line messages.
 
-The client itself repeats most requests of an upload, and tells so; neither the first ones nor the commit.
+The client retries most requests of an upload, but not the first ones and not the commit.
 """
 
 import json
@@ -26,81 +26,81 @@ from tqdm import tqdm
 from tunekit.errors import UserError
 
 T = TypeVar("T")
-# What the client raises: it wraps what happens to large files in RuntimeErrors, and refuses with ValueErrors.
-TROUBLE = (HTTPError, ValueError, RuntimeError, OSError)
-TRIES = 6
-PATIENCE = 300  # seconds: if the Hub asks to wait longer, the command ends and says so
-SILENCE = "TUNEKIT_HUB_TIMEOUT"  # seconds without a byte after which a request has failed
-USUAL = 120.0
+# Errors of the client, which raises RuntimeError for large files and ValueError for invalid arguments.
+CLIENT_ERRORS = (HTTPError, ValueError, RuntimeError, OSError)
+MAX_ATTEMPTS = 6
+MAX_DELAY = 300  # seconds; the command fails if the Hub asks for a longer delay
+TIMEOUT_VARIABLE = "TUNEKIT_HUB_TIMEOUT"  # timeout of a request, in seconds without data
+DEFAULT_TIMEOUT = 120.0
 
 
 def retry(
-    act: Callable[[], T],
-    what: str,
-    kinds: tuple[type[Exception], ...] = TROUBLE,
+    fn: Callable[[], T],
+    name: str,
+    error_types: tuple[type[Exception], ...] = CLIENT_ERRORS,
     progress: Callable[[], int] = lambda: 0,
 ) -> T:
     """Call `act`, again after a delay if it fails with a transient error; each delay is printed.
 
     Gives up after `TRIES` calls in a row that did not increase `progress`.
     """
-    prepare()
+    configure_client()
     attempt, done = 1, progress()
     while True:
         try:
-            return act()
-        except kinds as error:
+            return fn()
+        except error_types as error:
             attempt, done = (1 if progress() > done else attempt), progress()
-            cause = source(error)
-            wait = seconds(cause, attempt)
-            if attempt == TRIES or not is_transient(cause) or wait > PATIENCE:
+            cause = root_cause(error)
+            delay = retry_delay(cause, attempt)
+            if attempt == MAX_ATTEMPTS or not is_transient(cause) or delay > MAX_DELAY:
                 raise
-            print_line(f"{what}: {short_reason(cause)}; trying again in {wait:.0f} s ({attempt} of {TRIES - 1})")
-            time.sleep(wait)
+            print_line(f"{name}: {short_reason(cause)}; trying again in {delay:.0f} s ({attempt} of {MAX_ATTEMPTS - 1})")
+            time.sleep(delay)
             attempt += 1
 
 
 @cache
-def prepare() -> None:
-    """Let the client give up a server that says nothing: by itself it waits for ever. Bars are for terminals."""
+def configure_client() -> None:
+    """Set a timeout for requests, because the client has none. Disables progress bars without a terminal."""
     if not sys.stderr.isatty():
         disable_progress_bars()
-    seconds = silence()
+    timeout = request_timeout()
     client = get_session()
-    kind, hooks = type(client), client.event_hooks
-    if client.timeout.read is None:  # else somebody has chosen it
-        set_client_factory(lambda: kind(event_hooks=hooks, follow_redirects=True, timeout=seconds))
+    client_class, hooks = type(client), client.event_hooks
+    if client.timeout.read is None:  # otherwise the user has set one
+        set_client_factory(lambda: client_class(event_hooks=hooks, follow_redirects=True, timeout=timeout))
 
 
-def silence() -> float:
-    """The longest that a Hub may say nothing, in seconds."""
-    word = os.environ.get(SILENCE, str(USUAL))
+def request_timeout() -> float:
+    """Timeout of a request in seconds, from the environment."""
+    value = os.environ.get(TIMEOUT_VARIABLE, str(DEFAULT_TIMEOUT))
     try:
-        seconds = float(word)
+        seconds = float(value)
     except ValueError:
         seconds = 0.0
     if not 0 < seconds < math.inf:
-        raise UserError(f"{SILENCE}: {word!r} is no number of seconds above 0")
+        raise UserError(f"{TIMEOUT_VARIABLE}: must be a number of seconds > 0, got {value!r}")
     return seconds
 
 
 def is_transient(error: BaseException) -> bool:
-    """Whether the same request may succeed later: too many requests, a Hub in trouble, a connection that broke."""
+    """Whether a retry may succeed: after rate limiting, a server error, or a lost connection."""
     if isinstance(error, HfHubHTTPError):
         return error.response.status_code in (408, 429) or error.response.status_code >= 500
-    return isinstance(error, (HTTPError, json.JSONDecodeError))  # a proxy in trouble answers with a page
+    return isinstance(error, (HTTPError, json.JSONDecodeError))  # proxies return an HTML page on errors
 
 
-def seconds(error: BaseException, attempt: int) -> float:
-    """How long to wait: what the Hub asks for, else 1, 2, 4, ..."""
+def retry_delay(error: BaseException, attempt: int) -> float:
+    """Delay before a retry in seconds: as requested by the Hub, else 1, 2, 4, ..."""
     headers = error.response.headers if isinstance(error, HfHubHTTPError) else {}
-    asked = re.fullmatch(r"\s*(\d+)\s*", headers.get("Retry-After", ""))
-    asked = asked or re.search(r"\br=0;\s*t=(\d+)", headers.get("RateLimit", ""))  # nothing remains for t seconds
-    return float(asked[1]) if asked else 2.0 ** (attempt - 1)
+    match = re.fullmatch(r"\s*(\d+)\s*", headers.get("Retry-After", ""))
+    match = match or re.search(r"\br=0;\s*t=(\d+)", headers.get("RateLimit", ""))  # no requests left for t seconds
+    return float(match[1]) if match else 2.0 ** (attempt - 1)
 
 
 def short_reason(error: BaseException) -> str:
-    """What went wrong, in a few words."""
+    """Short description of an error."""
     if isinstance(error, HfHubHTTPError):
         return f"{constants.ENDPOINT} answered {error.response.status_code}"
     return f"lost the connection to {constants.ENDPOINT}"
@@ -108,32 +108,32 @@ def short_reason(error: BaseException) -> str:
 
 @contextmanager
 def wrap_hub_errors(explanation: Callable[[BaseException], str], token: str | None = None) -> Iterator[None]:
-    """Turn what the client raises into one line. The cause is cut off, and a token hidden: the Hub may have quoted it.
+    """Turn errors of the client into a one-line UserError without a cause. Redacts the token.
 
-    A token with characters that none has would be shown by the HTTP library when it refuses to send it.
+    A token with invalid characters is rejected first, because the HTTP library would print it in its error.
     """
     if token is not None and not re.fullmatch("[!-~]+", token):
-        raise UserError("the token holds characters that no token has: copy it again")
+        raise UserError("the Hub access token contains invalid characters. Copy it again.")
     try:
         yield
-    except TROUBLE as error:
-        line = " ".join(explanation(source(error)).split())
+    except CLIENT_ERRORS as error:
+        line = " ".join(explanation(root_cause(error)).split())
         raise UserError(line.replace(token or get_token() or "\n", "***")) from None
 
 
-def source(error: BaseException) -> BaseException:
-    """What went wrong, without what the client wraps around it. Whether it looked for local files is left as it is."""
-    wraps = isinstance(error, RuntimeError) or (
+def root_cause(error: BaseException) -> BaseException:
+    """Error without the exceptions that the client wraps around it."""
+    is_wrapper = isinstance(error, RuntimeError) or (
         isinstance(error, LocalEntryNotFoundError) and isinstance(error.__cause__, HfHubHTTPError)
     )
-    return source(error.__cause__) if wraps and error.__cause__ else error
+    return root_cause(error.__cause__) if is_wrapper and error.__cause__ else error
 
 
 def server_message(error: HfHubHTTPError) -> str:
-    """What the Hub says about its refusal, in one line of bearable length."""
-    return (error.server_message or "it does not say why").partition("\n")[0][:300]
+    """First line of the Hub's error message, at most 300 characters."""
+    return (error.server_message or "no reason given").partition("\n")[0][:300]
 
 
 def print_line(line: str) -> None:
-    """A line for people; what scripts use goes to standard output."""
-    tqdm.write(line, file=sys.stderr)  # above a bar if there is one
+    """Print a line to standard error, above a progress bar."""
+    tqdm.write(line, file=sys.stderr)

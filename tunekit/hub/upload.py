@@ -1,8 +1,8 @@
-"""Files to a repository of the Hub, in one commit: all of them are there, or nothing has changed.
+"""Uploads files to a Hub repository in one atomic commit.
 
-Large files go where the client puts them (Xet, or large objects of git), ahead of the commit that names them. What the
-repository holds already is not sent. Weights and configs of another model that lay there are removed in that commit:
-a folder that holds an adapter beside the weights of a merged model is opened as either.
+Large files are uploaded before the commit (Xet or Git LFS). Files that the repository already has are not uploaded.
+Weights and configs of another model are removed in the same commit, because a repository with an adapter and merged
+weights is ambiguous.
 """
 
 from collections.abc import Mapping
@@ -24,24 +24,24 @@ from huggingface_hub.errors import (
 from huggingface_hub.hf_api import RepoFile
 
 from tunekit.errors import UserError
-from tunekit.hub.errors import TRIES, is_transient, print_line, retry, server_message, short_reason, wrap_hub_errors
+from tunekit.hub.errors import MAX_ATTEMPTS, is_transient, print_line, retry, server_message, short_reason, wrap_hub_errors
 
-# What describes a model, at the top of a repository: none of it may stay from another one.
-OURS = ("*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json", "adapter_config.json")
-OURS += ("verification.json", "curves.png")
+# Top-level files of a model. Those of another model are removed.
+MODEL_FILES = ("*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json", "adapter_config.json")
+MODEL_FILES += ("verification.json", "curves.png")
 Operation = CommitOperationAdd | CommitOperationDelete
-TEXT = 2**20  # bytes: longer files are not searched for a token
+MAX_TEXT_BYTES = 2**20  # larger files are not searched for a token
 
 
 @dataclass(frozen=True)
 class UploadTarget:
-    """Where files go: a repository, its main branch or another one, or a pull request to it."""
+    """Repository, branch or pull request to upload to."""
 
-    repo: str  # owner/name; a bare name is one of the token's owner
-    private: bool = False  # for a new repository, and a promise for one that is there
+    repo: str  # owner/name; without an owner, that of the token
+    private: bool = False  # create a private repository, or require that an existing one is private
     branch: str | None = None
     pull_request: bool = False
-    token: str | None = None  # else HF_TOKEN, or that of `hf auth login`
+    token: str | None = None  # default: HF_TOKEN or `hf auth login`
 
     @property
     def api(self) -> HfApi:
@@ -50,59 +50,59 @@ class UploadTarget:
 
 @dataclass(frozen=True)
 class UploadResult:
-    """What became of it."""
+    """Result of an upload."""
 
-    url: str  # of the model, the branch or the pull request
+    url: str  # of the repository, branch or pull request
     commit: str
-    changed: tuple[str, ...] = ()  # files that were sent or removed; none if all was there
+    changed: tuple[str, ...] = ()  # files that were uploaded or removed
 
 
 def upload_files(files: Mapping[str, Path], target: UploadTarget, message: str) -> UploadResult:
-    """Send files, by their paths in the repository. It and the branch are made if they are not there."""
+    """Upload files, given by path in the repository. Creates the repository and the branch if they do not exist."""
     token = target.token or get_token()
-    with wrap_hub_errors(lambda error: explanation(error, target), token):
-        if leak := next((path for path, file in files.items() if token and quotes(file, token)), None):
-            raise UserError(f"{leak} holds your access token: take it out; nothing was sent")
-        name, parent = ready(target)
-        changed, gone = retry(lambda: difference(target.api, name, parent, files), name)
-        if not changed and not gone:
-            return UploadResult(page(target, name), parent)
+    with wrap_hub_errors(lambda error: explain_upload_error(error, target), token):
+        if leak := next((path for path, file in files.items() if token and contains_token(file, token)), None):
+            raise UserError(f"{leak}: contains the Hub access token. Remove it. Nothing was uploaded.")
+        name, parent = prepare_repo(target)
+        changed, removed = retry(lambda: diff_files(target.api, name, parent, files), name)
+        if not changed and not removed:
+            return UploadResult(page_url(target, name), parent)
         size = sum(files[path].stat().st_size for path in changed)
-        print_line(f"{name}: sending {len(changed)} of {len(files)} files, {size / 1e6:,.1f} MB")
-        # The same operations in each try: the client notes in them what has arrived.
+        print_line(f"{name}: uploading {len(changed)} of {len(files)} files, {size / 1e6:,.1f} MB")
+        # Reuse the operations in each attempt: the client stores in them which files are uploaded.
         operations = [CommitOperationAdd(path, files[path]) for path in changed]
-        operations += [CommitOperationDelete(path) for path in gone]
-        return commit(target, name, parent, operations, files, message)
+        operations += [CommitOperationDelete(path) for path in removed]
+        return create_commit(target, name, parent, operations, files, message)
 
 
 def check_upload_access(target: UploadTarget) -> None:
-    """Fail now where a push would fail later: a bad token, a name that is taken, no right to write."""
-    with wrap_hub_errors(lambda error: explanation(error, target), target.token or get_token()):
-        name, _ = ready(target)
-        # A file that is too short to be a large one: the Hub is asked how it would take it, and nothing is sent.
+    """Raise UserError if an upload would fail, because of the token, the repository name or missing permissions."""
+    with wrap_hub_errors(lambda error: explain_upload_error(error, target), target.token or get_token()):
+        name, _ = prepare_repo(target)
+        # Preupload of a file that is too small for LFS checks the permissions and uploads nothing.
         file = CommitOperationAdd("README.md", b"x")
         retry(lambda: target.api.preupload_lfs_files(name, [file], revision=target.branch), name)
 
 
-def ready(target: UploadTarget) -> tuple[str, str]:
-    """Make what is not there. Returns the whole name of the repository, and the commit to build on."""
+def prepare_repo(target: UploadTarget) -> tuple[str, str]:
+    """Create the repository and the branch if needed. Returns the full repository name and the parent commit."""
     api = target.api
     url = retry(lambda: api.create_repo(target.repo, private=target.private or None, exist_ok=True), target.repo)
     name = url.repo_id
     info = retry(lambda: api.model_info(name), name)
     if target.private and not info.private:
         raise UserError(
-            f"{name} is there already and public: make it private at {constants.ENDPOINT}/{name}/settings, "
-            "or push without asking for a private one"
+            f"{name}: the repository exists and is public. Make it private at {constants.ENDPOINT}/{name}/settings, "
+            "or upload without the option private."
         )
     if target.branch is not None:
-        info = retry(lambda: at_branch(api, name, target.branch or ""), name)
+        info = retry(lambda: ensure_branch(api, name, target.branch or ""), name)
     assert info.sha is not None, name
     return name, info.sha
 
 
-def at_branch(api: HfApi, name: str, branch: str) -> ModelInfo:
-    """The repository at a branch, which is made from main if there is none of that name."""
+def ensure_branch(api: HfApi, name: str, branch: str) -> ModelInfo:
+    """Info of the repository at a branch, which is created from main if it does not exist."""
     try:
         return api.model_info(name, revision=branch)
     except RevisionNotFoundError:
@@ -111,17 +111,17 @@ def at_branch(api: HfApi, name: str, branch: str) -> ModelInfo:
         return api.model_info(name, revision=branch)
 
 
-def difference(api: HfApi, name: str, revision: str, files: Mapping[str, Path]) -> tuple[list[str], list[str]]:
-    """Which files a revision lacks or has otherwise, and what it has of another model."""
+def diff_files(api: HfApi, name: str, revision: str, files: Mapping[str, Path]) -> tuple[list[str], list[str]]:
+    """Return the files that are new or changed relative to a revision, and files of another model to remove."""
     entries = api.list_repo_tree(name, recursive=True, revision=revision)
-    there = {entry.path: entry for entry in entries if isinstance(entry, RepoFile)}
-    changed = [path for path, file in files.items() if path not in there or not same(file, there[path])]
-    others = [path for path in there if path not in files and "/" not in path]
-    return changed, [path for path in others if any(fnmatch(path, glob) for glob in OURS)]
+    existing = {entry.path: entry for entry in entries if isinstance(entry, RepoFile)}
+    changed = [path for path, file in files.items() if path not in existing or not is_same_file(file, existing[path])]
+    top_level = [path for path in existing if path not in files and "/" not in path]
+    return changed, [path for path in top_level if any(fnmatch(path, glob) for glob in MODEL_FILES)]
 
 
-def same(file: Path, entry: RepoFile) -> bool:
-    """Whether a file is the one that git or the store of large objects holds, by length and checksum."""
+def is_same_file(file: Path, entry: RepoFile) -> bool:
+    """Whether a local file equals a file in the repository, by size and checksum."""
     size = file.stat().st_size
     if size != entry.size:
         return False
@@ -131,17 +131,17 @@ def same(file: Path, entry: RepoFile) -> bool:
         return sha1(b"blob %d\0" % size + stream.read()).hexdigest() == entry.blob_id
 
 
-def commit(
+def create_commit(
     target: UploadTarget, name: str, parent: str, operations: list[Operation], files: Mapping[str, Path], message: str
 ) -> UploadResult:
-    """One commit on `parent`. When an answer was lost, look whether the commit is there before it is made again."""
-    api, tried = target.api, False
+    """Create a commit on `parent`. Before a retry, check whether the previous attempt succeeded."""
+    api, is_retry = target.api, False
 
-    def made() -> UploadResult:
-        nonlocal tried
-        if tried and (found := arrived(target, name, parent, files, message)):
-            return found
-        tried = True
+    def attempt() -> UploadResult:
+        nonlocal is_retry
+        if is_retry and (result := find_lost_commit(target, name, parent, files, message)):
+            return result
+        is_retry = True
         info = api.create_commit(
             name,
             operations,
@@ -150,67 +150,67 @@ def commit(
             create_pr=target.pull_request,
             parent_commit=parent,
         )
-        return UploadResult(info.pr_url or page(target, name), info.oid, tuple(one.path_in_repo for one in operations))
+        return UploadResult(info.pr_url or page_url(target, name), info.oid, tuple(operation.path_in_repo for operation in operations))
 
-    return retry(made, name)
+    return retry(attempt, name)
 
 
-def arrived(
+def find_lost_commit(
     target: UploadTarget, name: str, parent: str, files: Mapping[str, Path], message: str
 ) -> UploadResult | None:
-    """The commit of a try whose answer was lost: what stands there now is what was sent."""
-    api, changed = target.api, tuple(files)
+    """Return the result of an earlier attempt whose response was lost, if the repository has all files."""
+    api, paths = target.api, tuple(files)
     if not target.pull_request:
         head = api.model_info(name, revision=target.branch).sha or parent
-        there = head != parent and difference(api, name, head, files) == ([], [])
-        return UploadResult(page(target, name), head, changed) if there else None
+        is_complete = head != parent and diff_files(api, name, head, files) == ([], [])
+        return UploadResult(page_url(target, name), head, paths) if is_complete else None
     refs = api.list_repo_refs(name, include_pull_requests=True).pull_requests or []
     newest = max(refs, key=lambda ref: int(ref.ref.rpartition("/")[2]), default=None)
     if newest is None or api.list_repo_commits(name, revision=newest.ref)[0].title != message:
         return None
-    there = difference(api, name, newest.target_commit, files) == ([], [])
+    is_complete = diff_files(api, name, newest.target_commit, files) == ([], [])
     url = f"{constants.ENDPOINT}/{name}/discussions/{newest.ref.rpartition('/')[2]}"
-    return UploadResult(url, newest.target_commit, changed) if there else None
+    return UploadResult(url, newest.target_commit, paths) if is_complete else None
 
 
-def page(target: UploadTarget, name: str) -> str:
-    """Where people look at what was pushed."""
+def page_url(target: UploadTarget, name: str) -> str:
+    """Web page of the repository or branch."""
     return f"{constants.ENDPOINT}/{name}" + (f"/tree/{quote(target.branch, safe='')}" if target.branch else "")
 
 
-def quotes(file: Path, token: str) -> bool:
-    """Whether a short file holds a token."""
-    return file.stat().st_size <= TEXT and token.encode() in file.read_bytes()
+def contains_token(file: Path, token: str) -> bool:
+    """Whether a small file contains a token."""
+    return file.stat().st_size <= MAX_TEXT_BYTES and token.encode() in file.read_bytes()
 
 
-def explanation(error: BaseException, target: UploadTarget) -> str:
-    """One line that says what went wrong and how to mend it. The first kind that fits is the most particular."""
+def explain_upload_error(error: BaseException, target: UploadTarget) -> str:
+    """Error message of one line with a fix. The first class that matches is the most specific."""
     hub, repo = constants.ENDPOINT, target.repo
-    lines = {
-        HFValidationError: f"'{repo}' is no name for a model on the Hub: owner/name, of letters, digits, '-', '_', '.'",
-        RevisionNotFoundError: f"{repo} has no branch '{target.branch or 'main'}' to push to: see {hub}/{repo}",
-        RepositoryNotFoundError: f"{hub} has no model '{repo}' that you may see: use `hf auth login` or HF_TOKEN",
-        OfflineModeIsEnabled: f"{repo}: HF_HUB_OFFLINE forbids to push",
-        HTTPError: f"{repo}: lost the connection to {hub}: push again, what has arrived is not sent again",
+    messages = {
+        HFValidationError: f"'{repo}' is not a valid repository name (owner/name, of letters, digits, '-', '_', '.')",
+        RevisionNotFoundError: f"{repo}: no branch '{target.branch or 'main'}'. See {hub}/{repo}.",
+        RepositoryNotFoundError: f"{repo}: no accessible repository at {hub}. Run `hf auth login` or set HF_TOKEN.",
+        OfflineModeIsEnabled: f"{repo}: uploads are disabled by HF_HUB_OFFLINE",
+        HTTPError: f"{repo}: lost the connection to {hub}. Repeat the upload; complete files are not uploaded again.",
     }
     if isinstance(error, HfHubHTTPError) and not isinstance(error, (RevisionNotFoundError, RepositoryNotFoundError)):
-        return refusal(error, target)
-    other = f"{repo}: {error}" if isinstance(error, ValueError) else f"{repo}: the upload failed: {error}"
-    return next((line for kind, line in lines.items() if isinstance(error, kind)), other)
+        return explain_refusal(error, target)
+    default = f"{repo}: {error}" if isinstance(error, ValueError) else f"{repo}: the upload failed: {error}"
+    return next((line for error_type, line in messages.items() if isinstance(error, error_type)), default)
 
 
-def refusal(error: HfHubHTTPError, target: UploadTarget) -> str:
-    """What to do about an answer that is none."""
+def explain_refusal(error: HfHubHTTPError, target: UploadTarget) -> str:
+    """Error message for an HTTP error of the Hub."""
     hub, repo, code = constants.ENDPOINT, target.repo, error.response.status_code
     if code == 401 and (target.token or get_token()):
-        return f"{hub} refused this token: make a new one at {hub}/settings/tokens, then `hf auth login` or HF_TOKEN"
+        return f"{hub}: invalid token. Create one at {hub}/settings/tokens, then run `hf auth login` or set HF_TOKEN."
     if code == 401:
-        return f"{hub} does not know you: log in with `hf auth login`, or set HF_TOKEN"
+        return f"{hub}: not logged in. Run `hf auth login` or set HF_TOKEN."
     if code == 403:
-        return f"{hub} refuses to write {repo}: {server_message(error)} (the token needs the right to write there)"
+        return f"{repo}: permission denied, {server_message(error)}. Use a token with write access."
     if code == 412:
-        return f"{repo} got another commit meanwhile: look at {hub}/{repo}/commits, then push again"
+        return f"{repo}: another commit was pushed meanwhile. Check {hub}/{repo}/commits, then repeat the upload."
     if is_transient(error):
         reason = short_reason(error)
-        return f"{repo}: {reason}, also the {TRIES}th time: push again later, what has arrived is not sent again"
-    return f"{hub} refuses {repo} ({code}): {server_message(error)}"
+        return f"{repo}: {reason} in {MAX_ATTEMPTS} attempts. Retry later; complete files are not uploaded again."
+    return f"{repo}: {hub} returned HTTP status {code}: {server_message(error)}"

@@ -1,1 +1,1 @@
-"""Services that draw curves. Each module is imported only when it is chosen."""
+"""Metric logging to files and experiment trackers. The module of a tracker is imported only if it is used."""

@@ -1,4 +1,4 @@
-"""Comet."""
+"""Logger for Comet."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,20 +8,20 @@ import comet_ml
 
 from tunekit.loggers.run_id import run_id
 
-REFUSED = (OSError, ValueError)
+OPEN_ERRORS = (OSError, ValueError)
 
 
 class Logger:
-    def __init__(self, choice, folder: Path, start: int, resolved: Mapping) -> None:
-        place = folder / "comet"
+    def __init__(self, config, folder: Path, start: int, resolved: Mapping) -> None:
+        directory = folder / "comet"
         self.experiment = comet_ml.start(
-            project=choice.project,
-            workspace=choice.workspace,
-            experiment_key=run_id(place, lambda: uuid4().hex),
-            online=not choice.offline,
+            project=config.project,
+            workspace=config.workspace,
+            experiment_key=run_id(directory, lambda: uuid4().hex),
+            online=not config.offline,
             experiment_config=comet_ml.ExperimentConfig(
-                name=choice.name or folder.resolve().name,
-                offline_directory=str(place),
+                name=config.name or folder.resolve().name,
+                offline_directory=str(directory),
                 auto_output_logging="",
                 auto_param_logging=False,
                 auto_metric_logging=False,

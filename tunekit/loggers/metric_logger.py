@@ -3,8 +3,8 @@
 `metrics.jsonl` has one line per `log_every` steps. `loss`, `grad_norm` and `lr` are of this step. `num_tokens` and
 `num_target_tokens` are running totals since step 0, over all ranks. Tokens per second, `step_time` and `data_time` are
 means since the previous line; `step_time` excludes compilation, evaluation and saving. `data_time` and memory are the
-maximum over ranks. Values that are not finite are written as `null`, because JSON has no NaN. Step 0 is the model
-before training; the last line describes the checkpoint that was written.
+maximum over ranks. Non-finite values are written as `null`, because JSON has no NaN. Step 0 is the model before training;
+the last line describes the final checkpoint.
 """
 
 import importlib
@@ -32,12 +32,12 @@ from tunekit.errors import UserError
 from tunekit.kernels.device_to_host import HostCopy, read_lag
 
 FILE = "metrics.jsonl"
-PLAIN_SECONDS = 10.0
+PRINT_INTERVAL = 10.0
 
 
 @dataclass(frozen=True)
 class TensorBoardConfig:
-    """Event files for `tensorboard --logdir`, inside the run's folder unless `log_dir` says where."""
+    """Event files for `tensorboard --logdir`, in `log_dir` or in the run directory."""
 
     kind: ClassVar[str] = "tensorboard"
     log_dir: str | None = None
@@ -45,7 +45,7 @@ class TensorBoardConfig:
 
 @dataclass(frozen=True)
 class WandBConfig:
-    """Weights & Biases. The token comes from `wandb login` or WANDB_API_KEY; `offline` writes into the run's folder."""
+    """Weights & Biases. The API key is from `wandb login` or WANDB_API_KEY; `offline` writes to the run directory."""
 
     kind: ClassVar[str] = "wandb"
     project: str = "tunekit"
@@ -57,7 +57,7 @@ class WandBConfig:
 
 @dataclass(frozen=True)
 class MLflowConfig:
-    """MLflow, at `uri`, else at MLFLOW_TRACKING_URI, else in the run's folder."""
+    """MLflow, at `tracking_uri`, else at MLFLOW_TRACKING_URI, else in the run directory."""
 
     kind: ClassVar[str] = "mlflow"
     experiment_name: str = "tunekit"
@@ -67,7 +67,7 @@ class MLflowConfig:
 
 @dataclass(frozen=True)
 class TrackioConfig:
-    """trackio, where it keeps its data (TRACKIO_DIR), or in the Hugging Face Space `space`."""
+    """Trackio, in its local data directory (TRACKIO_DIR) or in the Hugging Face Space `space_id`."""
 
     kind: ClassVar[str] = "trackio"
     project: str = "tunekit"
@@ -78,7 +78,7 @@ class TrackioConfig:
 
 @dataclass(frozen=True)
 class CometConfig:
-    """Comet. The token comes from `comet login` or COMET_API_KEY; `offline` writes into the run's folder."""
+    """Comet. The API key is from `comet login` or COMET_API_KEY; `offline` writes to the run directory."""
 
     kind: ClassVar[str] = "comet"
     project: str = "tunekit"
@@ -88,7 +88,7 @@ class CometConfig:
 
 
 Tracker = TensorBoardConfig | WandBConfig | MLflowConfig | TrackioConfig | CometConfig
-# The module of each service, which is also the name of its extra.
+# Module of each tracker, which is also the name of the package extra.
 MODULES = {
     TensorBoardConfig: "tensorboard",
     WandBConfig: "wandb",
@@ -99,20 +99,20 @@ MODULES = {
 
 
 class ThroughputCounter:
-    """What came together since the last line, behind step `last`. A run that goes on from a state has it from there."""
+    """Counts tokens and time since the last metric line, of step `last_step`. Saved in the training state."""
 
-    def __init__(self, last: int = 0) -> None:
+    def __init__(self, step: int = 0) -> None:
         self.num_tokens = self.num_target_tokens = 0  # since step 0
-        self.zero(last)
+        self.reset(step)
 
-    def zero(self, last: int) -> None:
-        self.last, self.tokens, self.learnt = last, 0, 0
-        self.wait = self.seconds = self.compiling = 0.0
+    def reset(self, step: int) -> None:
+        self.last_step, self.tokens, self.target_tokens = step, 0, 0
+        self.data_time = self.seconds = self.compile_time = 0.0
 
-    def add_tokens(self, tokens: int, targets: int) -> None:
+    def add_tokens(self, num_tokens: int, num_target_tokens: int) -> None:
         """Count the tokens of one step, and the target tokens among them."""
-        self.tokens, self.learnt = self.tokens + tokens, self.learnt + targets
-        self.num_tokens, self.num_target_tokens = self.num_tokens + tokens, self.num_target_tokens + targets
+        self.tokens, self.target_tokens = self.tokens + num_tokens, self.target_tokens + num_target_tokens
+        self.num_tokens, self.num_target_tokens = self.num_tokens + num_tokens, self.num_target_tokens + num_target_tokens
 
     def state_dict(self) -> dict[str, float]:
         return dict(vars(self))
@@ -121,27 +121,27 @@ class ThroughputCounter:
         vars(self).update(state)
 
 
-class Line(NamedTuple):
-    """What one step is to write, of which the host may not know all numbers yet."""
+class PendingLine(NamedTuple):
+    """Metric line of a step, whose values may still be on the device."""
 
     step: int
-    made: Mapping[str, Tensor | float]
-    copy: HostCopy | None  # of the tensors among these
-    known: dict[str, float]
-    left: float  # seconds of the run
+    metrics: Mapping[str, Tensor | float]
+    copy: HostCopy | None  # of the tensors in `metrics`
+    stats: dict[str, float]
+    seconds_left: float  # until the end of the run
 
     @property
     def values(self) -> dict[str, float]:
-        """All numbers, for which the device is waited for."""
-        read = iter([] if self.copy is None else self.copy.read())
-        made = {name: next(read) if isinstance(value, Tensor) else float(value) for name, value in self.made.items()}
-        return made | self.known
+        """All values by name. Waits for the device."""
+        copied = iter([] if self.copy is None else self.copy.read())
+        metrics = {name: next(copied) if isinstance(value, Tensor) else float(value) for name, value in self.metrics.items()}
+        return metrics | self.stats
 
 
 class MetricLogger:
-    """Counts on every step, and has the numbers of one in `every` copied to the host. Only the main process speaks.
+    """Writes a metric line every `log_every` steps, on the main process. Must be called on all ranks.
 
-    On a GPU a line is written one step later, when the host need not wait for its numbers, or before anything else is
+    On a GPU, a line is written one step later, so that the host does not wait for its values, or before anything else is
     written or saved.
     """
 
@@ -149,22 +149,22 @@ class MetricLogger:
         self,
         folder: Path,
         run,
-        total: int,
+        num_steps: int,
         start: int = 0,
         resolved: Mapping | None = None,
-        sums: ThroughputCounter | None = None,
+        counter: ThroughputCounter | None = None,
         log_every: int = 1,
         report_to: Iterable[Tracker] = (),
     ) -> None:
-        self.log_every, self.run, self.total, self.start = log_every, run, total, start
-        self.sums = sums or ThroughputCounter(start)
-        self.services = [open_service(s, folder, start, resolved or {}) for s in report_to] if run.is_main else []
+        self.log_every, self.run, self.total, self.start = log_every, run, num_steps, start
+        self.counter = counter or ThroughputCounter(start)
+        self.trackers = [open_tracker(tracker, folder, start, resolved or {}) for tracker in report_to] if run.is_main else []
         self.file = open_metrics_file(folder / FILE, start) if run.is_main else None
-        self.screen = TerminalLogger(total, start, run.is_main)
+        self.terminal = TerminalLogger(num_steps, start, run.is_main)
         self.clock, self.compiled = time.perf_counter(), compile_seconds()
-        self.spent = 0.0  # seconds per step, smoothed
+        self.mean_step_time = 0.0  # seconds per step, smoothed
         self.lag = read_lag(run.device)
-        self.pending: deque[Line] = deque()
+        self.pending: deque[PendingLine] = deque()
 
     def __enter__(self) -> "MetricLogger":
         return self
@@ -173,16 +173,16 @@ class MetricLogger:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         try:
-            # Neither a device that has failed nor one of an interrupted run, which may hang, can be read.
+            # A device cannot be read after it has failed, and may hang when a run was interrupted.
             if error is None or (isinstance(error, Exception) and not isinstance(error, RuntimeError)):
                 self.flush()
         finally:
             self.close()
 
     def close(self) -> None:
-        self.screen.close()
-        for service in self.services:
-            service.close()
+        self.terminal.close()
+        for tracker in self.trackers:
+            tracker.close()
         if self.file is not None:
             self.file.close()
 
@@ -192,94 +192,94 @@ class MetricLogger:
         `batches` are the micro-batches of this rank; `data_time` the seconds that it waited for them.
         """
         num_tokens, num_target_tokens = self.run.totals(
-            sum(batch.real for batch in batches), sum(batch.learnt for batch in batches)
+            sum(batch.num_tokens for batch in batches), sum(batch.num_target_tokens for batch in batches)
         )
-        self.sums.add_tokens(num_tokens, num_target_tokens)
-        self.sums.wait += data_time
-        if self.reads(step):
+        self.counter.add_tokens(num_tokens, num_target_tokens)
+        self.counter.data_time += data_time
+        if self.is_due(step):
             self.pending.append(self.begin_line(step, metrics))
-            self.sums.zero(step)
+            self.counter.reset(step)
         self.flush(step - self.lag)
-        self.screen.advance(step)
+        self.terminal.advance(step)
 
-    def begin_line(self, step: int, made: Mapping[str, Tensor | float]) -> Line:
-        """What is known of a step, with its numbers on their way from the device, all in one transfer."""
-        copy = copy_to_host(made.values())
-        known = self.flow(step)
-        num_steps = max(1, step - self.sums.last)
-        here = {"data_time": self.sums.wait / num_steps} | memory_stats(self.run.device)
-        known |= dict(zip(here, self.run.most(*here.values()), strict=True))
-        return Line(step, dict(made), copy, known, self.spent * (self.total - step))
+    def begin_line(self, step: int, metrics: Mapping[str, Tensor | float]) -> PendingLine:
+        """Start the copy of all metrics to the host in one transfer, and collect the values that are on the host."""
+        copy = copy_to_host(metrics.values())
+        stats = self.throughput(step)
+        num_steps = max(1, step - self.counter.last_step)
+        local = {"data_time": self.counter.data_time / num_steps} | memory_stats(self.run.device)
+        stats |= dict(zip(local, self.run.most(*local.values()), strict=True))
+        return PendingLine(step, dict(metrics), copy, stats, self.mean_step_time * (self.total - step))
 
     def flush(self, last: float = math.inf) -> None:
-        """Write what is not written yet of steps up to `last`."""
+        """Write pending lines of steps up to `last`."""
         while self.pending and self.pending[0].step <= last:
             line = self.pending.popleft()
             values = line.values
             self.write(line.step, values)
-            self.screen.show(line.step, values, line.left)
+            self.terminal.show(line.step, values, line.seconds_left)
 
-    def drop(self, after: int) -> None:
-        """Forget what is not written yet of later steps."""
-        self.pending = deque(line for line in self.pending if line.step <= after)
+    def discard_after(self, step: int) -> None:
+        """Discard pending lines of steps after `step`."""
+        self.pending = deque(line for line in self.pending if line.step <= step)
 
-    def reads(self, step: int) -> bool:
-        """Whether a line is written about a step, for which its numbers are read from the device."""
+    def is_due(self, step: int) -> bool:
+        """Whether a metric line is written for a step."""
         return step % self.log_every == 0 or step == self.total
 
-    def back(self, step: int) -> None:
-        """The run goes on from an earlier step: lines behind it come again. Its sums are there already."""
+    def rewind(self, step: int) -> None:
+        """Delete the lines after `step`, when the run rolls back to it. The counter was restored with the state."""
         self.flush()
         if self.file is not None:
             os.truncate(self.file.name, bytes_up_to_step(Path(self.file.name), step))
-        self.screen.advance(step)
+        self.terminal.advance(step)
         self.clock, self.compiled = time.perf_counter(), compile_seconds()
 
-    def note(self, step: int, **values) -> None:
-        """Numbers that not every step has, such as the validation loss: a line of their own, above the bar."""
+    def log(self, step: int, **values) -> None:
+        """Write a separate line for values that not every step has, such as `eval/loss`, and print it."""
         self.flush()
-        found = Line(step, values, copy_to_host(values.values()), {}, 0.0).values
-        self.write(step, found)
-        self.screen.tell(f"step {step}: " + ", ".join(f"{name} {value:.6g}" for name, value in found.items()))
+        numbers = PendingLine(step, values, copy_to_host(values.values()), {}, 0.0).values
+        self.write(step, numbers)
+        self.terminal.print_line(f"step {step}: " + ", ".join(f"{name} {value:.6g}" for name, value in numbers.items()))
 
     def log_eval(self, step: int, metrics: Mapping[str, float]) -> float:
         """Log the metrics of an evaluation as `eval/<name>`, and return its loss."""
-        others = {f"eval/{name}": value for name, value in metrics.items() if name != "loss"}
-        self.note(step, **{"eval/loss": metrics["loss"]}, **others)
+        other_metrics = {f"eval/{name}": value for name, value in metrics.items() if name != "loss"}
+        self.log(step, **{"eval/loss": metrics["loss"]}, **other_metrics)
         return metrics["loss"]
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
-        """What happens inside (validation, saving) is no part of a step's time, but compiling is told with the step."""
-        self.count()
+    def pause(self) -> Iterator[None]:
+        """Exclude the time inside the block (evaluation, saving) from step_time. Compilation is still counted."""
+        self.add_elapsed_time()
         yield
         compiled = compile_seconds()
-        self.sums.compiling += compiled - self.compiled
+        self.counter.compile_time += compiled - self.compiled
         self.clock, self.compiled = time.perf_counter(), compiled
 
-    def count(self) -> None:
-        """Add the time since it was last counted."""
+    def add_elapsed_time(self) -> None:
+        """Add the time since the last call to the counter."""
         now, compiled = time.perf_counter(), compile_seconds()
         compiling = compiled - self.compiled
-        self.sums.seconds += now - self.clock - compiling
-        self.sums.compiling += compiling
+        self.counter.seconds += now - self.clock - compiling
+        self.counter.compile_time += compiling
         self.clock, self.compiled = now, compiled
 
-    def flow(self, step: int) -> dict[str, float]:
-        """Sums since the last line, and what they come to in a second."""
-        self.count()
-        tokens, learnt, seconds = self.sums.tokens, self.sums.learnt, max(self.sums.seconds, 1e-9)
-        each = seconds / (step - self.sums.last)
-        self.spent = each if self.spent == 0 else 0.9 * self.spent + 0.1 * each
-        values = {"num_tokens": self.sums.num_tokens, "num_target_tokens": self.sums.num_target_tokens}
+    def throughput(self, step: int) -> dict[str, float]:
+        """Token totals, rates and times since the last line."""
+        self.add_elapsed_time()
+        tokens, target_tokens, seconds = self.counter.tokens, self.counter.target_tokens, max(self.counter.seconds, 1e-9)
+        step_time = seconds / (step - self.counter.last_step)
+        self.mean_step_time = step_time if self.mean_step_time == 0 else 0.9 * self.mean_step_time + 0.1 * step_time
+        values = {"num_tokens": self.counter.num_tokens, "num_target_tokens": self.counter.num_target_tokens}
         values |= {
             "tokens_per_second": tokens / seconds,
-            "target_tokens_per_second": learnt / seconds,
-            "step_time": each,
+            "target_tokens_per_second": target_tokens / seconds,
+            "step_time": step_time,
         }
-        if self.sums.compiling > 0:
-            values["compile_time"] = self.sums.compiling
-            self.screen.tell(f"step {step}: compiled for {self.sums.compiling:.1f} s")
+        if self.counter.compile_time > 0:
+            values["compile_time"] = self.counter.compile_time
+            self.terminal.print_line(f"step {step}: compiled for {self.counter.compile_time:.1f} s")
         return values
 
     def write(self, step: int, values: dict[str, float]) -> None:
@@ -289,118 +289,118 @@ class MetricLogger:
         try:
             written = self.file.write(line)
         except OSError as error:
-            raise UserError(f"cannot write {self.file.name}: {error.strerror}: make room and start again") from error
+            raise UserError(f"{self.file.name}: write failed, {error.strerror}. Fix the disk and rerun.") from error
         if written != len(line):
-            raise UserError(f"cannot write {self.file.name}: the disk is full: make room and start again")
-        for service in self.services:
-            service.log(step, values)
+            raise UserError(f"{self.file.name}: write failed, the disk is full. Free disk space and rerun.")
+        for tracker in self.trackers:
+            tracker.log(step, values)
 
 
 class TerminalLogger:
-    """One line of the terminal that stays in place; where there is no terminal, a line now and then."""
+    """Progress bar; without a terminal, a line every `PRINT_INTERVAL` seconds."""
 
-    def __init__(self, total: int, start: int, speaks: bool) -> None:
-        self.total, self.speaks = total, speaks
-        self.plain = not sys.stderr.isatty()
-        self.text, self.told, self.done = "", -math.inf, start
-        form = "{n_fmt}/{total_fmt} |{bar}| {desc}"
-        columns, lines = (80, 24) if self.plain else os.get_terminal_size(sys.stderr.fileno())
-        known, quiet = columns > 0 and lines > 0, self.plain or not speaks
-        # Some terminals do not know how large they are: tqdm would draw nothing.
-        size = (None, None) if known else (columns or 80, 24)
+    def __init__(self, num_steps: int, start: int, is_main: bool) -> None:
+        self.total, self.is_main = num_steps, is_main
+        self.is_plain = not sys.stderr.isatty()
+        self.pending_line, self.last_print, self.step = "", -math.inf, start
+        bar_format = "{n_fmt}/{total_fmt} |{bar}| {desc}"
+        columns, lines = (80, 24) if self.is_plain else os.get_terminal_size(sys.stderr.fileno())
+        has_size, disable = columns > 0 and lines > 0, self.is_plain or not is_main
+        # Some terminals report a size of 0, for which tqdm draws nothing.
+        size = (None, None) if has_size else (columns or 80, 24)
         self.bar = tqdm(
-            total=total,
+            total=num_steps,
             initial=start,
-            bar_format=form,
-            disable=quiet,
-            dynamic_ncols=known,
+            bar_format=bar_format,
+            disable=disable,
+            dynamic_ncols=has_size,
             ncols=size[0],
             nrows=size[1],
         )
 
     def advance(self, step: int) -> None:
-        if step != self.done:
-            self.bar.update(step - self.done)  # less than nothing where a run goes back
-            self.done = step
+        if step != self.step:
+            self.bar.update(step - self.step)  # negative after a rollback
+            self.step = step
 
-    def show(self, step: int, values: dict[str, float], left: float) -> None:
-        size = f"{format_si(values.get('memory_allocated', 0.0))}B"
+    def show(self, step: int, values: dict[str, float], seconds_left: float) -> None:
+        memory = f"{format_si(values.get('memory_allocated', 0.0))}B"
         if "memory_reserved" in values:
-            size += f" of {format_si(values['memory_reserved'])}B"
+            memory += f" of {format_si(values['memory_reserved'])}B"
         text = (
-            f"loss {values['loss']:.4f}, {format_si(values['target_tokens_per_second'])} target tok/s, {size}, "
-            f"{tqdm.format_interval(left)} left"
+            f"loss {values['loss']:.4f}, {format_si(values['target_tokens_per_second'])} target tok/s, {memory}, "
+            f"{tqdm.format_interval(seconds_left)} left"
         )
         self.bar.set_description_str(text, refresh=False)
-        self.advance(max(step, self.done))
+        self.advance(max(step, self.step))
         now = time.monotonic()
-        self.text = f"step {step}/{self.total}: {text}"
-        if self.plain and now - self.told >= PLAIN_SECONDS:
-            self.told = now
-            self.tell_plain()
+        self.pending_line = f"step {step}/{self.total}: {text}"
+        if self.is_plain and now - self.last_print >= PRINT_INTERVAL:
+            self.last_print = now
+            self.print_pending()
 
-    def tell(self, text: str) -> None:
-        """A line that stays."""
-        if self.speaks:
+    def print_line(self, text: str) -> None:
+        """Print a line above the progress bar."""
+        if self.is_main:
             tqdm.write(text, file=sys.stderr)
 
-    def tell_plain(self) -> None:
-        if self.text:
-            self.tell(self.text)
-            self.text = ""
+    def print_pending(self) -> None:
+        if self.pending_line:
+            self.print_line(self.pending_line)
+            self.pending_line = ""
 
     def close(self) -> None:
-        if self.plain:
-            self.tell_plain()
+        if self.is_plain:
+            self.print_pending()
         self.bar.close()
 
 
-def open_service(service: Tracker, folder: Path, start: int, resolved: Mapping):
-    """Open a service; its package is imported only here."""
-    kind = MODULES[type(service)]
+def open_tracker(tracker: Tracker, folder: Path, start: int, resolved: Mapping):
+    """Open an experiment tracker and import its package. Raises UserError if that fails."""
+    kind = MODULES[type(tracker)]
     try:
         module = importlib.import_module(f"tunekit.loggers.{kind}")
     except ImportError as error:
         missing = (error.name or kind).partition(".")[0]
-        raise UserError(f"report_to: {missing} is not installed: pip install 'tunekit[{kind}]'") from error
+        raise UserError(f"report_to: package {missing} is not installed. Run: pip install 'tunekit[{kind}]'") from error
     try:
-        return module.Logger(service, folder, start, resolved)
-    except module.REFUSED as error:
+        return module.Logger(tracker, folder, start, resolved)
+    except module.OPEN_ERRORS as error:
         reason = str(error).strip().partition("\n")[0]
         raise UserError(f"report_to: {kind} cannot be opened: {reason}") from error
 
 
 def open_metrics_file(file: Path, start: int) -> IO[bytes]:
-    """The file, open after its lines up to step `start`: later ones come again, and the last one may be half a line.
+    """Open the metrics file for appending, truncated after step `start`: later lines will be written again.
 
-    A run that starts at 0 begins with an empty file: what stood before the first step comes again too.
+    A run that starts at step 0 starts with an empty file, because step 0 is logged again.
     """
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         if file.is_file():
-            os.truncate(file, bytes_up_to_step(file, start) if start else 0)  # one call: it happens or not
+            os.truncate(file, bytes_up_to_step(file, start) if start else 0)  # atomic
         return file.open("ab", buffering=0)
     except OSError as error:
-        raise UserError(f"cannot write {file}: {error.strerror}: give another output_dir=") from error
+        raise UserError(f"{file}: write failed, {error.strerror}. Set another output_dir.") from error
 
 
 def write_final_metrics(folder: Path, step: int, **values: float) -> None:
-    """A last line for what is only known when a run is over. One that a killed run has left is replaced by it."""
+    """Append a final line, for values that are known after training. Replaces such a line of an interrupted run."""
     file = folder / FILE
     try:
         os.truncate(file, bytes_up_to_step(file, step, before=f'"{next(iter(values))}"'))
         with file.open("ab") as out:
             out.write(encode_line(step, values))
     except OSError as error:
-        raise UserError(f"cannot write {file}: {error.strerror}: make room and start again") from error
+        raise UserError(f"{file}: write failed, {error.strerror}. Fix the disk and rerun.") from error
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """What a run has written; half a line, which a killed one may leave, is passed over."""
+    """Read the metrics of a run. Skips incomplete lines, which a killed run may leave."""
     file = folder / FILE
     if not file.is_file():
         return []
-    return [json.loads(line) for line in file.read_bytes().splitlines() if step_of(line) < math.inf]
+    return [json.loads(line) for line in file.read_bytes().splitlines() if line_step(line) < math.inf]
 
 
 def encode_line(step: int, values: Mapping[str, float]) -> bytes:
@@ -409,18 +409,18 @@ def encode_line(step: int, values: Mapping[str, float]) -> bytes:
 
 
 def bytes_up_to_step(file: Path, start: int, before: str = "\n") -> int:
-    """How many bytes hold whole lines of steps up to `start`, and none that holds the word `before`."""
+    """Number of bytes up to the first line that is incomplete, of a step after `start`, or contains `before`."""
     size = 0
     with file.open("rb") as lines:
         for line in lines:
-            if not line.endswith(b"\n") or before.encode() in line[:-1] or step_of(line) > start:
+            if not line.endswith(b"\n") or before.encode() in line[:-1] or line_step(line) > start:
                 break
             size += len(line)
     return size
 
 
-def step_of(line: bytes) -> float:
-    """The step of a line; beyond every step if it is none of ours, as after a power cut."""
+def line_step(line: bytes) -> float:
+    """Step of a line; Inf if the line is invalid, as after a power failure."""
     try:
         value = json.loads(line)
     except ValueError:
@@ -429,13 +429,13 @@ def step_of(line: bytes) -> float:
 
 
 def compile_seconds() -> float:
-    """What torch.compile took so far, forward and backward; its module is there only once something was compiled."""
+    """Total time of torch.compile so far, forward and backward. Its module is imported on first use."""
     dynamo = sys.modules.get("torch._dynamo.utils")
     return 0.0 if dynamo is None else dynamo.calculate_time_spent()["total_wall_time"]
 
 
 def memory_stats(device: torch.device) -> dict[str, float]:
-    """Bytes: tensors on a GPU and what torch holds there; resident on a CPU; now and at most."""
+    """Current and peak memory in bytes: allocated and reserved on a GPU, resident set size on the CPU."""
     if (stats := devices.memory_stats(device)) is not None:
         return allocator_stats(stats)
     status = Path("/proc/self/status")
@@ -447,24 +447,24 @@ def memory_stats(device: torch.device) -> dict[str, float]:
 
 
 def allocator_stats(stats: Mapping[str, int]) -> dict[str, float]:
-    """Figures of torch's allocator on a GPU.
+    """Statistics of torch's GPU allocator.
 
-    Fragmentation is the share of what torch holds that no tensor uses. An allocation is tried again when the GPU had no
-    room: torch then gives back all that it holds unused, which costs time.
+    Fragmentation is the unused fraction of the reserved memory. An allocation is retried when the GPU is out of memory:
+    torch first frees all cached blocks, which is slow.
     """
-    allocated, held = stats.get("allocated_bytes.all.current", 0), stats.get("reserved_bytes.all.current", 0)
+    allocated, reserved = stats.get("allocated_bytes.all.current", 0), stats.get("reserved_bytes.all.current", 0)
     return {
         "memory_allocated": allocated,
         "peak_memory": stats.get("allocated_bytes.all.peak", 0),
-        "memory_reserved": held,
+        "memory_reserved": reserved,
         "peak_memory_reserved": stats.get("reserved_bytes.all.peak", 0),
-        "memory_fragmentation": 1 - allocated / held if held else 0.0,
+        "memory_fragmentation": 1 - allocated / reserved if reserved else 0.0,
         "num_alloc_retries": stats.get("num_alloc_retries", 0),
     }
 
 
 def copy_to_host(values: Iterable[Tensor | float]) -> HostCopy | None:
-    """The tensors among these for the host, in one transfer."""
+    """Start a copy of the tensors in `values` to the host, in one transfer; None if there are none."""
     tensors = [v.detach().to(devices.accumulation_dtype(v.device)) for v in values if isinstance(v, Tensor)]
     return HostCopy(torch.stack(tensors)) if tensors else None
 

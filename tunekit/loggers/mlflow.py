@@ -1,4 +1,4 @@
-"""MLflow."""
+"""Logger for MLflow."""
 
 import os
 import time
@@ -12,23 +12,23 @@ from mlflow.exceptions import MlflowException
 
 from tunekit.loggers.run_id import run_id
 
-REFUSED = (MlflowException,)
-PARAMS = 100  # at most in one call
+OPEN_ERRORS = (MlflowException,)
+PARAMS = 100  # maximum per call
 
 
 class Logger:
-    def __init__(self, choice, folder: Path, start: int, resolved: Mapping) -> None:
-        place = folder / "mlflow"
-        place.mkdir(parents=True, exist_ok=True)
-        own = f"sqlite:///{place.resolve()}/mlflow.db"
-        self.client = MlflowClient(choice.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or own)
-        there = self.client.get_experiment_by_name(choice.experiment_name)
-        experiment = there.experiment_id if there else self.client.create_experiment(choice.experiment_name)
-        name = choice.run_name or folder.resolve().name
-        self.id = run_id(place, lambda: self.client.create_run(experiment, run_name=name).info.run_id)
+    def __init__(self, config, folder: Path, start: int, resolved: Mapping) -> None:
+        directory = folder / "mlflow"
+        directory.mkdir(parents=True, exist_ok=True)
+        default_uri = f"sqlite:///{directory.resolve()}/mlflow.db"
+        self.client = MlflowClient(config.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or default_uri)
+        experiment_entity = self.client.get_experiment_by_name(config.experiment_name)
+        experiment = experiment_entity.experiment_id if experiment_entity else self.client.create_experiment(config.experiment_name)
+        name = config.run_name or folder.resolve().name
+        self.id = run_id(directory, lambda: self.client.create_run(experiment, run_name=name).info.run_id)
         self.sent = None
-        known = self.client.get_run(self.id).data.params  # no value may change, and some do between two starts of a run
-        params = [Param(key, str(value)[:500]) for key, value in flat(resolved) if key not in known]
+        logged = self.client.get_run(self.id).data.params  # immutable, but some differ when a run is resumed
+        params = [Param(key, str(value)[:500]) for key, value in flatten(resolved) if key not in logged]
         for first in range(0, len(params), PARAMS):
             self.client.log_batch(self.id, params=params[first : first + PARAMS])
 
@@ -38,18 +38,18 @@ class Logger:
         self.sent = self.client.log_batch(self.id, metrics=metrics, synchronous=False)
 
     def close(self) -> None:
-        """A server that went away costs curves, not the run: `metrics.jsonl` has the numbers."""
+        """Finish the run. Errors are only warnings, because `metrics.jsonl` has all metrics."""
         try:
             if self.sent is not None:
                 self.sent.wait()
             self.client.set_terminated(self.id)
         except MlflowException as error:
-            warnings.warn(f"mlflow has not got all numbers: {error}", stacklevel=2)
+            warnings.warn(f"mlflow: some metrics were not sent: {error}", stacklevel=2)
 
 
-def flat(values: Mapping, prefix: str = "") -> Iterator[tuple[str, object]]:
+def flatten(values: Mapping, prefix: str = "") -> Iterator[tuple[str, object]]:
     for key, value in values.items():
         if isinstance(value, Mapping):
-            yield from flat(value, f"{prefix}{key}.")
+            yield from flatten(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value

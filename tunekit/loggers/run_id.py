@@ -1,11 +1,11 @@
-"""A run that is started again goes on in the same curves: the service's name for it stays in the run's folder."""
+"""Run id of an experiment tracker, stored in the run directory so that a resumed run continues its curves."""
 
 from collections.abc import Callable
 from pathlib import Path
 
 
 def run_id(folder: Path, make: Callable[[], str]) -> str:
-    """The name kept in `folder`, else a new one."""
+    """Return the run id stored in `folder`, or create and store one."""
     file = folder / "run-id"
     if not file.is_file():
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Event files for TensorBoard."""
+"""Logger for TensorBoard event files."""
 
 import json
 from collections.abc import Mapping
@@ -6,13 +6,13 @@ from pathlib import Path
 
 from torch.utils.tensorboard import SummaryWriter
 
-REFUSED = (OSError,)
+OPEN_ERRORS = (OSError,)
 
 
 class Logger:
-    def __init__(self, choice, folder: Path, start: int, resolved: Mapping) -> None:
-        place = folder / "tensorboard" if choice.log_dir is None else Path(choice.log_dir)
-        self.writer = SummaryWriter(str(place), purge_step=start + 1)
+    def __init__(self, config, folder: Path, start: int, resolved: Mapping) -> None:
+        directory = folder / "tensorboard" if config.log_dir is None else Path(config.log_dir)
+        self.writer = SummaryWriter(str(directory), purge_step=start + 1)
         self.writer.add_text("config", f"```\n{json.dumps(resolved, indent=2, default=str)}\n```", start)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:

@@ -1,20 +1,20 @@
-"""trackio."""
+"""Logger for Trackio."""
 
 from collections.abc import Mapping
 from pathlib import Path
 
 import trackio
 
-REFUSED = (OSError, ValueError)
+OPEN_ERRORS = (OSError, ValueError)
 
 
 class Logger:
-    def __init__(self, choice, folder: Path, start: int, resolved: Mapping) -> None:
+    def __init__(self, config, folder: Path, start: int, resolved: Mapping) -> None:
         self.run = trackio.init(
-            project=choice.project,
-            name=choice.name or folder.resolve().name,
-            group=choice.group,
-            space_id=choice.space_id,
+            project=config.project,
+            name=config.name or folder.resolve().name,
+            group=config.group,
+            space_id=config.space_id,
             config=dict(resolved),
             resume="allow",
             embed=False,

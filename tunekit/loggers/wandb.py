@@ -1,4 +1,4 @@
-"""Weights & Biases."""
+"""Logger for Weights & Biases."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,17 +8,17 @@ import wandb
 
 from tunekit.loggers.run_id import run_id
 
-REFUSED = (wandb.Error,)
+OPEN_ERRORS = (wandb.Error,)
 
 
 class Logger:
-    def __init__(self, choice, folder: Path, start: int, resolved: Mapping) -> None:
+    def __init__(self, config, folder: Path, start: int, resolved: Mapping) -> None:
         self.run = wandb.init(
-            project=choice.project,
-            name=choice.name or folder.resolve().name,
-            group=choice.group,
-            entity=choice.entity,
-            mode="offline" if choice.offline else "online",
+            project=config.project,
+            name=config.name or folder.resolve().name,
+            group=config.group,
+            entity=config.entity,
+            mode="offline" if config.offline else "online",
             id=run_id(folder / "wandb", lambda: uuid4().hex),
             resume="allow",
             dir=str(folder),

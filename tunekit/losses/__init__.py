@@ -1,1 +1,1 @@
-"""What is minimised: sums over learnt tokens, or over answers that are compared."""
+"""Losses: sums over target tokens, preference losses and reward losses."""

@@ -1,4 +1,4 @@
-"""Losses are sums over learnt tokens: the recipe alone knows how many a step has, over all micro-batches and ranks."""
+"""Cross-entropy of target tokens. Losses are sums: the recipe divides once, by the global number of target tokens."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,52 +19,53 @@ from tunekit.models.decoder import Decoder, Head
 
 @dataclass(frozen=True)
 class CrossEntropy:
-    """Negative log-likelihood of the learnt tokens, in nats."""
+    """Negative log-likelihood of the target tokens, in nats."""
 
-    label_smoothing: float = 0.0  # share of the target that is spread over the whole vocabulary
-    z_loss: float = 0.0  # weight of the squared log-normalizer, which keeps logits from drifting
+    label_smoothing: float = 0.0  # Probability mass of the target that is spread evenly over the vocabulary
+    z_loss: float = 0.0  # Weight of the squared log-normalizer, which keeps logits from drifting
 
-    # A class that derives from this may say what fp32 logits (n, vocab) and targets (n,) sum up to instead.
+    # Subclasses may define `measure(logits, targets)`: fp32 logits (n, vocab) and targets (n,) to a scalar sum.
     measure: ClassVar[Callable[..., Tensor] | None] = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.label_smoothing < 1:
-            raise FieldError("label_smoothing", f"a share between 0 and 1, not {self.label_smoothing}")
+            raise FieldError("label_smoothing", f"must be >= 0 and < 1, got {self.label_smoothing}")
 
     def __call__(self, model: Decoder, batch: Batch) -> Tensor:
-        """Sum over the learnt tokens of a batch."""
-        targets, rows = local_targets(model, batch)
+        """Sum of the loss over the target tokens of a batch."""
+        targets, target_rows = local_targets(model, batch)
 
         def read(hidden: Tensor, head: Head) -> Tensor:
-            return linear_cross_entropy(hidden.flatten(0, 1), targets, head, self.step(head), rows)
+            return linear_cross_entropy(hidden.flatten(0, 1), targets, head, self.chunk_loss(head), target_rows)
 
         return model(batch.tokens, batch.positions, batch.layout, read=read, part=True)
 
-    def step(self, head: Head) -> ChunkLoss:
-        """What is made of the logits of a chunk."""
+    def chunk_loss(self, head: Head) -> ChunkLoss:
+        """Loss of a chunk of logits."""
         if self.measure is not None:
-            return CustomChunkLoss(self.measure, head.finish, head.share)
-        return CrossEntropyTerms(head.scale, head.softcap, self.label_smoothing, self.z_loss, head.share)
+            return CustomChunkLoss(self.measure, head.scale_logits, head.vocab_shard)
+        return CrossEntropyTerms(head.scale, head.softcap, self.label_smoothing, self.z_loss, head.vocab_shard)
 
 
 def local_targets(model: Decoder, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Targets (N,) of the tokens that are here, and which of them count."""
-    targets = model.rows.keep(batch.targets, IGNORE).flatten()
-    counts, all_here = targets != IGNORE, targets.numel() == batch.targets.numel()
-    count = batch.learnt if all_here else fake_mode.count_true(counts)  # where rows are whole no GPU is asked how many
-    return targets, counts.nonzero_static(size=count).squeeze(1)
+    """Targets (N,) of the tokens of this rank, and the indices of those that are not IGNORE."""
+    targets = model.cp_sharding.local_tokens(batch.targets, IGNORE).flatten()
+    target_mask, is_complete = targets != IGNORE, targets.numel() == batch.targets.numel()
+    # The host knows the number of targets of complete rows; counting them on a GPU would synchronize.
+    count = batch.num_target_tokens if is_complete else fake_mode.count_true(target_mask)
+    return targets, target_mask.nonzero_static(size=count).squeeze(1)
 
 
 @torch.no_grad()
 def eval_loss(
     loss: Callable[[Decoder, Batch], Tensor], model: Decoder, data: DataLoader, run: DistributedContext
 ) -> float:
-    """Loss of a learnt token, over all rows and ranks, in nats."""
-    training, total, tokens = model.training, torch.zeros((), device=run.device), 0
+    """Mean loss per target token over all rows and ranks, in nats."""
+    training, total, num_tokens = model.training, torch.zeros((), device=run.device), 0
     model.eval()
-    for step in tqdm(range(data.steps(1)), "validating", disable=not run.is_main or None, leave=False):
+    for step in tqdm(range(data.num_steps(1)), "validating", disable=not run.is_main_process or None, leave=False):
         for batch in data[step]:
             total += loss(model, batch.to(run.device))
-            tokens += batch.learnt
+            num_tokens += batch.num_target_tokens
     model.train(training)
-    return float(run.sum(total)) / run.total(tokens)
+    return float(run.all_reduce_sum(total)) / run.sum_counts(num_tokens)

@@ -1,6 +1,6 @@
-"""How far a student is from its teacher, over learnt tokens. As with all losses, these are sums.
+"""Distillation losses: KL divergences between student and teacher distributions, summed over target tokens.
 
-p is what the student expects, q what the teacher does, both of logits over a temperature.
+p is the student's and q the teacher's distribution, both softmax(logits / temperature).
 """
 
 from collections.abc import Callable
@@ -15,123 +15,122 @@ from tunekit.kernels.kl_divergence import FIGURES, KLMixture, TeacherTargets, li
 from tunekit.losses.cross_entropy import local_targets
 from tunekit.models.decoder import Decoder, Head
 
-Figures = dict[str, Tensor]
-Compare = Callable[[Decoder, Batch], tuple[Tensor, Figures]]
+MetricTensors = dict[str, Tensor]
+DistillationLoss = Callable[[Decoder, Batch], tuple[Tensor, MetricTensors]]
 
 
 @dataclass(frozen=True)
 class KLDivergenceLoss:
-    """What all of them can be told."""
+    """Options of all distillation losses. This class is forward KL."""
 
-    temperature: float = 1.0  # of both; the loss is not multiplied by its square
-    # Weight of the distillation loss; the rest is cross-entropy on the data. kd_ratio = 1 - truth
-    kd_ratio: float = 1.0
+    temperature: float = 1.0  # Temperature of student and teacher; the loss is not multiplied by its square
+    kd_ratio: float = 1.0  # Weight of the distillation loss; the rest is cross-entropy on the data
 
     def __post_init__(self) -> None:
         if self.temperature <= 0:
-            raise FieldError("temperature", f"must be above 0, not {self.temperature}")
+            raise FieldError("temperature", f"must be > 0, got {self.temperature}")
         if not 0 < self.kd_ratio <= 1:
-            raise FieldError(
-                "kd_ratio", f"must be above 0 and at most 1, got {self.kd_ratio}. For 0, use the recipe sft"
-            )
+            raise FieldError("kd_ratio", f"must be > 0 and <= 1, got {self.kd_ratio}. For 0, use the recipe sft.")
 
-    def __call__(self, model: Decoder, batch: Batch, teacher: TeacherTargets) -> tuple[Tensor, Figures]:
-        """The loss and other figures, summed over the learnt tokens of a batch."""
-        targets, rows = local_targets(model, batch)
-        found: list[Tensor] = []
+    def __call__(self, model: Decoder, batch: Batch, teacher: TeacherTargets) -> tuple[Tensor, MetricTensors]:
+        """Loss and metrics, summed over the target tokens of a batch."""
+        targets, target_rows = local_targets(model, batch)
+        metrics: list[Tensor] = []
 
         def read(hidden: Tensor, head: Head) -> Tensor:
-            loss, figures = linear_kl_divergence(hidden.flatten(0, 1), targets, head, teacher, self.made(), rows)
-            found.append(figures)
+            states = hidden.flatten(0, 1)
+            loss, sums = linear_kl_divergence(states, targets, head, teacher, self.mixture(), target_rows)
+            metrics.append(sums)
             return loss
 
         loss = model(batch.tokens, batch.positions, batch.layout, read=read, part=True)
-        return loss, dict(zip(FIGURES, found[0].unbind(), strict=True))
+        return loss, dict(zip(FIGURES, metrics[0].unbind(), strict=True))
 
-    def made(self) -> KLMixture:
-        return self.mixture(1.0)
+    def mixture(self) -> KLMixture:
+        return self.make_mixture(1.0)
 
-    def mixture(self, *parts: float) -> KLMixture:
-        """Weights and skews of KL(q || p) and KL(p || q)."""
-        return KLMixture(*parts, temperature=self.temperature, truth=1.0 - self.kd_ratio)
+    def make_mixture(self, *weights: float) -> KLMixture:
+        """Mixture with the given weight and skew of KL(q || p), then weight and skew of KL(p || q)."""
+        return KLMixture(*weights, temperature=self.temperature, truth=1.0 - self.kd_ratio)
 
 
 @dataclass(frozen=True)
 class ForwardKL(KLDivergenceLoss):
-    """KL(q || p): the student is to expect all that the teacher does (arXiv:1503.02531)."""
+    """KL(q || p): mode-covering, the standard loss of knowledge distillation (arXiv:1503.02531)."""
 
     kind: ClassVar[str] = "forward_kl"
 
 
 @dataclass(frozen=True)
 class ReverseKL(KLDivergenceLoss):
-    """KL(p || q): the student is to expect nothing that the teacher does not (arXiv:2306.08543)."""
+    """KL(p || q): mode-seeking, as in MiniLLM (arXiv:2306.08543)."""
 
     kind: ClassVar[str] = "reverse_kl"
 
-    def made(self) -> KLMixture:
-        return self.mixture(0.0, 0.0, 1.0)
+    def mixture(self) -> KLMixture:
+        return self.make_mixture(0.0, 0.0, 1.0)
 
 
 @dataclass(frozen=True)
 class SymmetricKL(KLDivergenceLoss):
-    """KL(q || p) + KL(p || q), which is Jeffreys' divergence."""
+    """KL(q || p) + KL(p || q), Jeffreys' divergence."""
 
     kind: ClassVar[str] = "symmetric_kl"
 
-    def made(self) -> KLMixture:
-        return self.mixture(1.0, 0.0, 1.0)
+    def mixture(self) -> KLMixture:
+        return self.make_mixture(1.0, 0.0, 1.0)
 
 
 @dataclass(frozen=True)
 class SkewedBase(KLDivergenceLoss):
-    """One side is compared with a mixture of both."""
+    """Base of KL divergences from a distribution to a mixture of both."""
 
-    alpha: float = 0.1  # share of the one side in the mixture
+    alpha: float = 0.1  # Weight in the mixture of the distribution that is compared with it
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 < self.alpha < 1:
-            raise FieldError("alpha", f"a share between 0 and 1, not {self.alpha}")
+            raise FieldError("alpha", f"must be > 0 and < 1, got {self.alpha}")
 
 
 @dataclass(frozen=True)
 class SkewedKL(SkewedBase):
-    """KL(q || α q + (1 - α) p) of DistiLLM (arXiv:2402.03898)."""
+    """Skewed KL of DistiLLM (arXiv:2402.03898): KL(q || α q + (1 - α) p)."""
 
     kind: ClassVar[str] = "skewed_kl"
 
-    def made(self) -> KLMixture:
-        return self.mixture(1.0, self.alpha)
+    def mixture(self) -> KLMixture:
+        return self.make_mixture(1.0, self.alpha)
 
 
 @dataclass(frozen=True)
 class SkewedReverseKL(SkewedBase):
-    """KL(p || α p + (1 - α) q) of DistiLLM (arXiv:2402.03898)."""
+    """Skewed reverse KL of DistiLLM (arXiv:2402.03898): KL(p || α p + (1 - α) q)."""
 
     kind: ClassVar[str] = "skewed_reverse_kl"
 
-    def made(self) -> KLMixture:
-        return self.mixture(0.0, 0.0, 1.0, self.alpha)
+    def mixture(self) -> KLMixture:
+        return self.make_mixture(0.0, 0.0, 1.0, self.alpha)
 
 
 @dataclass(frozen=True)
 class JensenShannon(KLDivergenceLoss):
-    """β KL(q || m) + (1 - β) KL(p || m) with m = β q + (1 - β) p, of GKD (arXiv:2306.13649).
+    """Generalized Jensen-Shannon divergence of GKD (arXiv:2306.13649).
 
-    At the ends, where it is zero, it stands for what it comes near: 0 for KL(q || p), 1 for KL(p || q).
+    β KL(q || m) + (1 - β) KL(p || m) with m = β q + (1 - β) p. It vanishes for β = 0 and β = 1, so these select the
+    limits of its gradient: KL(q || p) and KL(p || q).
     """
 
     kind: ClassVar[str] = "jensen_shannon"
-    beta: float = 0.5
+    beta: float = 0.5  # Weight of the teacher in the mixture; 0: forward KL, 1: reverse KL
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 <= self.beta <= 1:
-            raise FieldError("beta", f"a share from 0 to 1, not {self.beta}")
+            raise FieldError("beta", f"must be >= 0 and <= 1, got {self.beta}")
 
-    def made(self) -> KLMixture:
+    def mixture(self) -> KLMixture:
         beta = self.beta
         if beta in (0, 1):
-            return self.mixture(1 - beta, 0.0, beta)
-        return self.mixture(beta, beta, 1 - beta, 1 - beta)
+            return self.make_mixture(1 - beta, 0.0, beta)
+        return self.make_mixture(beta, beta, 1 - beta, 1 - beta)

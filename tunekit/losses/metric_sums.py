@@ -1,4 +1,4 @@
-"""Figures of a step: added up over its micro-batches, then over all ranks in one exchange."""
+"""Metrics of a step, summed over its micro-batches and then over all ranks in one all-reduce."""
 
 from collections.abc import Mapping
 
@@ -9,21 +9,21 @@ from tunekit.distributed.context import DistributedContext
 
 
 class MetricSums:
-    """Sums by name. Every rank adds the same names, in whatever order."""
+    """Sums by name. All ranks must add the same names; the order does not matter."""
 
     def __init__(self) -> None:
         self.sums: dict[str, Tensor] = {}
 
     def add(self, values: Mapping[str, Tensor]) -> None:
-        """More of each, as numbers of a tensor without dimensions."""
+        """Add scalar tensors to the sums."""
         for name, value in values.items():
-            there = self.sums.get(name)
-            self.sums[name] = value.detach().float() if there is None else there + value.detach()
+            total = self.sums.get(name)
+            self.sums[name] = value.detach().float() if total is None else total + value.detach()
 
     def means(self, run: DistributedContext, count: float) -> dict[str, Tensor]:
-        """The sums of all ranks over `count`. Ranks that share rows have added the same, which counts once."""
+        """Sums over all ranks, divided by `count`. CP ranks have added the same rows, so these are counted once."""
         if not self.sums:
             return {}
         names = sorted(self.sums)
-        found = run.sum(torch.stack([self.sums[name] for name in names])) / (count * run.sizes.cp)
-        return dict(zip(names, found.unbind(), strict=True))
+        means = run.all_reduce_sum(torch.stack([self.sums[name] for name in names])) / (count * run.dims.cp)
+        return dict(zip(names, means.unbind(), strict=True))

@@ -1,4 +1,4 @@
-"""What methods of preference have in common: losses of answers, and what they know of a whole step."""
+"""Base classes of preference losses, and the totals of a step that they may use."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
@@ -13,66 +13,66 @@ from tunekit.losses.sequence_logps import SequenceLogps
 
 @dataclass(frozen=True)
 class StepTotals:
-    """What there is in a step, over all its micro-batches and ranks: numbers of no dimension."""
+    """Totals over all micro-batches and ranks of a step. Tensors are scalars."""
 
-    answers: Tensor  # how many
-    tokens: Tensor  # learnt ones of good answers
-    lengths: Tensor  # all tokens of good answers and their prompts
-    kl: Tensor  # of the model from its reference, estimated, and not below 0; on the device of the answers
-    shift: Tensor  # mean of all log-ratios so far, on the same device
-    whole: SequenceLogps | None = None  # all answers, without gradients, for losses that must see them at once
-    first: int = 0  # where those of this micro-batch begin in there
+    num_answers: Tensor
+    num_chosen_tokens: Tensor  # target tokens of chosen or desirable answers
+    num_chosen_full_tokens: Tensor  # tokens of chosen or desirable answers and their prompts
+    kl: Tensor  # estimated KL divergence from the reference, >= 0; on the device of the answers
+    mean_log_ratio: Tensor  # running mean of all log-ratios, on the device of the answers
+    all_answers: SequenceLogps | None = None  # all answers of the step without gradients, for needs_full_step losses
+    offset: int = 0  # index in `all_answers` of the first answer of this micro-batch
 
-    def behind(self, answers: SequenceLogps) -> "StepTotals":
-        """As the next micro-batch sees it."""
-        return replace(self, first=self.first + len(answers.logps))
+    def after(self, answers: SequenceLogps) -> "StepTotals":
+        """Totals for the micro-batch that follows `answers`."""
+        return replace(self, offset=self.offset + len(answers.logps))
 
 
 @dataclass(frozen=True, kw_only=True)
 class PreferenceLoss(ABC):
-    """A term of what is minimised: the mean over pairs, or over answers one by one, times its weight."""
+    """Term of a preference objective: the mean over pairs or over single answers, times its weight."""
 
-    about: ClassVar[str] = "for pairs, compared with a reference"  # what people are told of a group of losses
-    each: ClassVar[int] = 2  # answers that are compared: two, or one that is marked
-    compares: ClassVar[bool] = True  # with a reference
-    whole: ClassVar[bool] = False  # whether it must know all answers of a step to value one
-    others: ClassVar[bool] = False  # whether it asks for mismatched answers
-    texts: ClassVar[bool] = False  # whether it asks for the log-probabilities of prompts
+    description: ClassVar[str] = "for pairs, compared with a reference"  # heading of this group of losses in the docs
+    docs_per_item: ClassVar[int] = 2  # 2: pairs, 1: single answers
+    needs_reference: ClassVar[bool] = True  # compares log-probabilities with those of a reference model
+    needs_full_step: ClassVar[bool] = False  # needs the log-probabilities of all answers of a step
+    needs_mismatched: ClassVar[bool] = False  # estimates its KL term from mismatched answers
+    needs_prompt_logps: ClassVar[bool] = False  # needs the log-probabilities of prompt tokens
 
-    weight: float = 1.0  # of this term, where there are several
+    weight: float = 1.0  # Weight of this term if there are several
 
     @abstractmethod
     def __call__(self, answers: SequenceLogps, step: StepTotals) -> Tensor:
-        """One number for each pair, (D / 2,), or for each answer, (D,)."""
+        """Loss of each pair, (D / 2,), or of each answer, (D,)."""
 
     @abstractmethod
     def rewards(self, answers: SequenceLogps) -> Tensor:
-        """What each answer is worth by this loss, (D,): for people to look at."""
+        """Implicit reward of each answer, (D,), for metrics."""
 
     def mean(self, answers: SequenceLogps, step: StepTotals) -> Tensor:
-        """The part that these answers have in the mean of a step, times the weight."""
-        return self.weight * self.each * self(answers, step).sum() / step.answers
+        """Contribution of these answers to the mean over the step, times the weight."""
+        return self.weight * self.docs_per_item * self(answers, step).sum() / step.num_answers
 
 
 @dataclass(frozen=True, kw_only=True)
 class LogRatioLoss(PreferenceLoss):
-    """A loss of log-ratios to a reference, whose rewards are β log π(y|x) / π_ref(y|x)."""
+    """Loss of log-ratios to a reference. Rewards are β log(π(y|x) / π_ref(y|x))."""
 
-    beta: float = 0.1  # how much it costs to leave the reference
+    beta: float = 0.1  # Strength of the KL penalty
 
     def __post_init__(self) -> None:
         if self.beta <= 0:
-            raise FieldError("beta", f"must be above 0, not {self.beta}")
+            raise FieldError("beta", f"must be > 0, got {self.beta}")
 
     def rewards(self, answers: SequenceLogps) -> Tensor:
-        return self.beta * answers.ratios
+        return self.beta * answers.log_ratios
 
 
 def smoothed_logsigmoid(margin: Tensor, smoothing: float) -> Tensor:
-    """-log σ(margin), with labels that are wrong as often as `smoothing` says."""
+    """-(1 - smoothing) log σ(margin) - smoothing log σ(-margin): labels are flipped with probability `smoothing`."""
     return -(1 - smoothing) * F.logsigmoid(margin) - smoothing * F.logsigmoid(-margin)
 
 
-def check_label_smoothing(value: float, most: float = 0.5) -> None:
-    if not 0 <= value < most:
-        raise FieldError("label_smoothing", f"a share of labels from 0 to below {most}, not {value}")
+def check_label_smoothing(value: float, max_value: float = 0.5) -> None:
+    if not 0 <= value < max_value:
+        raise FieldError("label_smoothing", f"must be >= 0 and < {max_value}, got {value}")

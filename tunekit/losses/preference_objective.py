@@ -1,4 +1,4 @@
-"""Terms of preference that are minimised together: what they make of a step, and what people want to see of it."""
+"""Weighted sum of preference losses, with the totals of a step and the metrics to log."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -23,140 +23,146 @@ from tunekit.losses.sequence_logps import (
 )
 from tunekit.models.decoder import Decoder
 
-Judge = Callable[[Batch], Tensor]  # log-probabilities (D,) of the documents of a batch, by a reference
-Part = tuple[Batch, Tensor]  # a micro-batch on its device, and what the reference makes of it
+RefLogpsFn = Callable[[Batch], Tensor]  # log-probabilities (D,) of the documents of a batch under the reference
+MicroBatch = tuple[Batch, Tensor]  # a batch on the device, and its log-probabilities (D,) under the reference
 
 
 def zero_reference(batch: Batch) -> Tensor:
-    """Where nothing is compared with a reference."""
+    """Zeros (D,) for losses without a reference."""
     return torch.zeros(len(is_desirable(batch)), device=batch.tokens.device)
 
 
 class ReferenceLogps(NamedTuple):
-    """Log-probabilities by the reference: of rows to learn from, and of held-out ones."""
+    """Functions that return log-probabilities under the reference, for training and evaluation batches."""
 
-    data: Judge = zero_reference
-    held: Judge = zero_reference
+    train: RefLogpsFn = zero_reference
+    eval: RefLogpsFn = zero_reference
 
 
 @dataclass(frozen=True)
 class PreferenceObjective:
-    """A sum of terms. The first says what an answer is worth, where people look at rewards."""
+    """Sum of terms. Logged rewards are those of the first term."""
 
     terms: tuple[PreferenceLoss, ...]
-    tail: float = 1.0  # weight of the tokens by which an answer is longer than the other one
-    paired: bool = True  # whether answers come in pairs
-    judges: ReferenceLogps = ReferenceLogps()
+    ld_alpha: float = 1.0  # weight of the tokens beyond the length of the shorter answer
+    is_paired: bool = True  # answers come in pairs
+    reference: ReferenceLogps = ReferenceLogps()
 
-    def parts(self, batches: list[Batch], judge: Judge, run: DistributedContext) -> list[Part]:
-        """The micro-batches of a step, each with what a reference makes of it."""
-        there = [batch.to(run.device) for batch in batches]
-        return [(batch, judge(batch)) for batch in there]
+    def prepare_batches(
+        self, batches: list[Batch], ref_logps_fn: RefLogpsFn, run: DistributedContext
+    ) -> list[MicroBatch]:
+        """Move the micro-batches of a step to the device and compute their log-probabilities under the reference."""
+        on_device = [batch.to(run.device) for batch in batches]
+        return [(batch, ref_logps_fn(batch)) for batch in on_device]
 
-    def answers(self, model: Decoder, part: Part) -> SequenceLogps:
-        batch, reference = part
-        return sequence_logps(model, batch, any(term.texts for term in self.terms), self.tail).beside(reference)
+    def compute_logps(self, model: Decoder, micro_batch: MicroBatch) -> SequenceLogps:
+        batch, ref_logps = micro_batch
+        full = any(term.needs_prompt_logps for term in self.terms)
+        return sequence_logps(model, batch, full, self.ld_alpha).with_reference(ref_logps)
 
-    def begin(
+    def step_totals(
         self,
         model: Decoder,
-        parts: list[Part],
-        judge: Judge,
+        micro_batches: list[MicroBatch],
+        ref_logps_fn: RefLogpsFn,
         run: DistributedContext,
-        shift: Callable[[Tensor], Tensor],
+        mean_fn: Callable[[Tensor], Tensor],
     ) -> StepTotals:
-        """What losses must know of a whole step before they see any of it. `shift` makes a mean of log-ratios."""
-        tally = MetricSums()
-        for batch, _ in parts:
-            tally.add(batch_totals(batch))
-        totals = tally.means(run, 1)
-        none = torch.zeros_like(totals["answers"])  # on the device of the answers: figures are stacked with theirs
-        step = StepTotals(totals["answers"], totals["tokens"], totals["lengths"], kl=none, shift=none)
-        if any(term.others for term in self.terms):
-            step = replace(step, kl=mismatched_kl(model, parts, judge, run))
-        if any(term.whole for term in self.terms):
-            whole, first = self.seen(model, parts, run)
-            step = replace(step, whole=whole, first=first, shift=shift(whole.ratios))
+        """Totals of a step, before any loss is computed. `mean_fn` updates the running mean of log-ratios."""
+        sums = MetricSums()
+        for batch, _ in micro_batches:
+            sums.add(batch_totals(batch))
+        totals = sums.means(run, 1)
+        zero = torch.zeros_like(totals["answers"])  # on the device of the answers: metrics are stacked with theirs
+        step = StepTotals(totals["answers"], totals["tokens"], totals["lengths"], kl=zero, mean_log_ratio=zero)
+        if any(term.needs_mismatched for term in self.terms):
+            step = replace(step, kl=mismatched_kl(model, micro_batches, ref_logps_fn, run))
+        if any(term.needs_full_step for term in self.terms):
+            answers, offset = self.gather_answers(model, micro_batches, run)
+            step = replace(step, all_answers=answers, offset=offset, mean_log_ratio=mean_fn(answers.log_ratios))
         return step
 
     @torch.no_grad()
-    def seen(self, model: Decoder, parts: list[Part], run: DistributedContext) -> tuple[SequenceLogps, int]:
-        """All answers of a step, and where those of this rank begin. Dropout falls as it will once they are learnt."""
+    def gather_answers(
+        self, model: Decoder, micro_batches: list[MicroBatch], run: DistributedContext
+    ) -> tuple[SequenceLogps, int]:
+        """All answers of a step, and the index of the first one of this rank. Uses the dropout masks of the step."""
         with fork_rng(run.device):
-            found = concat_logps([self.answers(model, part) for part in parts])
-        if run.size == 1:  # a gather goes through the host, which would wait for the device
-            return found, 0
-        shared = run.sizes.cp * run.sizes.tp  # ranks that have the same rows
-        ranks = run.gather({name: value.cpu() for name, value in vars(found).items()})[::shared]
-        first = sum(len(rank["logps"]) for rank in ranks[: run.reader])
-        return concat_logps(
-            [SequenceLogps(**{name: x.to(run.device) for name, x in rank.items()}) for rank in ranks]
-        ), first
+            local = concat_logps([self.compute_logps(model, micro_batch) for micro_batch in micro_batches])
+        if run.world_size == 1:  # gathering objects copies to the host, which would synchronize with the device
+            return local, 0
+        ranks_per_row = run.dims.cp * run.dims.tp  # CP and TP ranks read the same rows
+        ranks = run.all_gather_objects({name: value.cpu() for name, value in vars(local).items()})[::ranks_per_row]
+        offset = sum(len(rank["logps"]) for rank in ranks[: run.dp_rank])
+        shards = [SequenceLogps(**{name: x.to(run.device) for name, x in rank.items()}) for rank in ranks]
+        return concat_logps(shards), offset
 
     def loss(self, answers: SequenceLogps, step: StepTotals) -> Tensor:
-        """The part that these answers have in the loss of a step."""
+        """Contribution of these answers to the loss of the step."""
         return torch.stack([term.mean(answers, step) for term in self.terms]).sum()
 
-    def figures(self, answers: SequenceLogps, loss: Tensor, step: StepTotals) -> dict[str, Tensor]:
-        """Sums that come together to what `shown` tells."""
-        answers = answers.detached()
-        good, rewards = answers.good.float(), self.terms[0].rewards(answers)
-        more = (rewards[::2] > rewards[1::2]).float().sum() if self.paired else rewards.new_zeros(())
+    def metric_sums(self, answers: SequenceLogps, loss: Tensor, step: StepTotals) -> dict[str, Tensor]:
+        """Sums over the answers, from which `to_metrics` computes the metrics of a step."""
+        answers = answers.detach()
+        desirable, rewards = answers.is_desirable.float(), self.terms[0].rewards(answers)
+        num_correct = (rewards[::2] > rewards[1::2]).float().sum() if self.is_paired else rewards.new_zeros(())
         return {
-            "loss": loss.detach() * step.answers,
+            "loss": loss.detach() * step.num_answers,
             "answers": rewards.new_full((), len(rewards)),
-            "good": good.sum(),
-            "right": more,
-            "chosen": (rewards * good).sum(),
-            "rejected": (rewards * (1 - good)).sum(),
-            "logps chosen": (answers.logps * good).sum(),
-            "logps rejected": (answers.logps * (1 - good)).sum(),
+            "desirable": desirable.sum(),
+            "correct": num_correct,
+            "chosen": (rewards * desirable).sum(),
+            "rejected": (rewards * (1 - desirable)).sum(),
+            "logps chosen": (answers.logps * desirable).sum(),
+            "logps rejected": (answers.logps * (1 - desirable)).sum(),
             "entropy": answers.entropies.sum(),
-            "tokens": answers.tokens.sum(),
+            "tokens": answers.num_tokens.sum(),
             "kl": step.kl * len(rewards),
         }
 
-    def shown(self, sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The loss, and means under the names that people know. A mean of nothing is NaN."""
-        count, good = sums["answers"], sums["good"]
-        bad = count - good
-        found = {
+    def to_metrics(self, sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Loss and mean metrics under TRL's names. The mean of an empty set is NaN."""
+        count, num_chosen = sums["answers"], sums["desirable"]
+        num_rejected = count - num_chosen
+        metrics = {
             "loss": sums["loss"] / count,
-            "rewards/chosen": sums["chosen"] / good,
-            "rewards/rejected": sums["rejected"] / bad,
-            "rewards/margins": sums["chosen"] / good - sums["rejected"] / bad,
-            "logps/chosen": sums["logps chosen"] / good,
-            "logps/rejected": sums["logps rejected"] / bad,
+            "rewards/chosen": sums["chosen"] / num_chosen,
+            "rewards/rejected": sums["rejected"] / num_rejected,
+            "rewards/margins": sums["chosen"] / num_chosen - sums["rejected"] / num_rejected,
+            "logps/chosen": sums["logps chosen"] / num_chosen,
+            "logps/rejected": sums["logps rejected"] / num_rejected,
             "entropy": sums["entropy"] / sums["tokens"],
         }
-        found |= {"rewards/accuracies": sums["right"] / good} if self.paired else {}
-        return found | ({"kl": sums["kl"] / count} if any(term.others for term in self.terms) else {})
+        metrics |= {"rewards/accuracies": sums["correct"] / num_chosen} if self.is_paired else {}
+        return metrics | ({"kl": sums["kl"] / count} if any(term.needs_mismatched for term in self.terms) else {})
 
-    def judged(self, model: Decoder) -> Judge:
-        """Log-probabilities by a model as it is whenever it is asked."""
-        return partial(frozen_logps, model, tail=self.tail)
+    def logps_fn(self, model: Decoder) -> RefLogpsFn:
+        """Function that returns log-probabilities under the current weights of a model."""
+        return partial(frozen_logps, model, ld_alpha=self.ld_alpha)
 
 
 def batch_totals(batch: Batch) -> dict[str, Tensor]:
-    """Answers of a batch, and tokens of those that are good."""
-    good, texts = is_desirable(batch).float(), (batch.full_targets >= 0).float()
+    """Number of answers of a batch, and number of tokens of its desirable answers."""
+    desirable, full_mask = is_desirable(batch).float(), (batch.full_targets >= 0).float()
     return {
-        "answers": good.new_full((), len(good)),
-        "tokens": (target_counts(batch) * good).sum(),
-        "lengths": (sum_per_document(batch, texts) * good).sum(),
+        "answers": desirable.new_full((), len(desirable)),
+        "tokens": (target_counts(batch) * desirable).sum(),
+        "lengths": (sum_per_document(batch, full_mask) * desirable).sum(),
     }
 
 
-def mismatched_kl(model: Decoder, parts: list[Part], judge: Judge, run: DistributedContext) -> Tensor:
-    """How far the model is from its reference, by answers that do not belong to their prompts (KTO's z)."""
-    tally = MetricSums()
-    for batch, _ in parts:
-        assert batch.others is not None, "a loader that crosses answers"
-        ratios = frozen_logps(model, batch.others) - judge(batch.others)
-        tally.add({"ratios": ratios.sum(), "answers": ratios.new_full((), len(ratios))})
-    sums = tally.means(run, 1)
-    return (sums["ratios"] / sums["answers"]).clamp(min=0)
+def mismatched_kl(
+    model: Decoder, micro_batches: list[MicroBatch], ref_logps_fn: RefLogpsFn, run: DistributedContext
+) -> Tensor:
+    """Estimate of the KL divergence from the reference (KTO's z), from answers paired with other prompts. Scalar."""
+    sums = MetricSums()
+    for batch, _ in micro_batches:
+        assert batch.mismatched is not None, "the data loader does not add mismatched answers"
+        log_ratios = frozen_logps(model, batch.mismatched) - ref_logps_fn(batch.mismatched)
+        sums.add({"log_ratios": log_ratios.sum(), "answers": log_ratios.new_full((), len(log_ratios))})
+    totals = sums.means(run, 1)
+    return (totals["log_ratios"] / totals["answers"]).clamp(min=0)
 
 
-def concat_logps(parts: list[SequenceLogps]) -> SequenceLogps:
-    return SequenceLogps(**{name: torch.cat([vars(part)[name] for part in parts]) for name in vars(parts[0])})
+def concat_logps(shards: list[SequenceLogps]) -> SequenceLogps:
+    return SequenceLogps(**{name: torch.cat([vars(shard)[name] for shard in shards]) for name in vars(shards[0])})

@@ -1,4 +1,4 @@
-"""Losses of a chosen and a rejected answer that need no reference: how likely they are is all that counts."""
+"""Preference losses of pairs without a reference model: CPO, SimPO, ORPO and an SFT term."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -10,24 +10,25 @@ from tunekit.errors import FieldError
 from tunekit.losses.preference_base import PreferenceLoss, StepTotals, check_label_smoothing, smoothed_logsigmoid
 from tunekit.losses.sequence_logps import SequenceLogps
 
-SUREST = -1e-9  # log-probability of a token above which all odds are taken for the same
+MAX_LOG_PROB = -1e-9  # log-probabilities are clamped to this, which keeps odds finite
 
 
 @dataclass(frozen=True, kw_only=True)
 class SFTTerm(PreferenceLoss):
-    """Negative log-likelihood of the chosen answers; beside `dpo` it is what RPO adds (arXiv:2404.19733)."""
+    """Negative log-likelihood of the chosen answers. With `dpo` it forms RPO (arXiv:2404.19733)."""
 
     kind: ClassVar[str] = "sft"
-    about: ClassVar[str] = "for pairs, without a reference"
-    compares: ClassVar[bool] = False
+    description: ClassVar[str] = "for pairs, without a reference"
+    needs_reference: ClassVar[bool] = False
 
-    reduction: Literal["token_mean", "sequence_mean"] = (
-        "token_mean"  # of what the mean is taken: all tokens, or first those of each answer
-    )
+    # Mean over all tokens, or over the means of the answers
+    reduction: Literal["token_mean", "sequence_mean"] = "token_mean"
 
     def __call__(self, answers: SequenceLogps, step: StepTotals) -> Tensor:
         chosen, _ = answers.pairs
-        return -chosen.rates if self.reduction == "sequence_mean" else -chosen.logps * step.answers / 2 / step.tokens
+        if self.reduction == "sequence_mean":
+            return -chosen.mean_logps
+        return -chosen.logps * step.num_answers / 2 / step.num_chosen_tokens
 
     def rewards(self, answers: SequenceLogps) -> Tensor:
         return answers.logps
@@ -35,37 +36,36 @@ class SFTTerm(PreferenceLoss):
 
 @dataclass(frozen=True, kw_only=True)
 class ReferenceFreeLoss(PreferenceLoss):
-    """A loss of pairs without a reference."""
+    """Loss of pairs without a reference."""
 
-    about: ClassVar[str] = "for pairs, without a reference"
-    compares: ClassVar[bool] = False
+    description: ClassVar[str] = "for pairs, without a reference"
+    needs_reference: ClassVar[bool] = False
 
     # Strength of the KL penalty (DPO family, KTO, BCO); reward scale (CPO, SimPO); weight of the odds ratio (ORPO)
     beta: float = 0.1
-    label_smoothing: float = 0.0  # share of pairs that are the wrong way round
+    label_smoothing: float = 0.0  # Fraction of pairs whose labels are assumed to be swapped
 
     def __post_init__(self) -> None:
         check_label_smoothing(self.label_smoothing)
         if self.beta <= 0:
-            raise FieldError("beta", f"must be above 0, not {self.beta}")
+            raise FieldError("beta", f"must be > 0, got {self.beta}")
 
     def margins(self, answers: SequenceLogps) -> Tensor:
-        """Rewards of the chosen answers above those of the rejected ones."""
+        """Differences between chosen and rejected rewards, (D / 2,)."""
         rewards = self.rewards(answers)
         return rewards[::2] - rewards[1::2]
 
 
 @dataclass(frozen=True, kw_only=True)
 class CPO(ReferenceFreeLoss):
-    """CPO (arXiv:2401.08417): DPO with a reference that finds all answers alike, and the likelihood of the chosen."""
+    """CPO (arXiv:2401.08417): DPO with a uniform reference, plus the negative log-likelihood of chosen answers."""
 
     kind: ClassVar[str] = "cpo"
-    cpo_alpha: float = 1.0  # weight of the negative log-likelihood of chosen answers, for a token
+    cpo_alpha: float = 1.0  # Weight of the negative log-likelihood per token of the chosen answers
 
     def __call__(self, answers: SequenceLogps, step: StepTotals) -> Tensor:
-        return smoothed_logsigmoid(self.margins(answers), self.label_smoothing) + self.cpo_alpha * SFTTerm()(
-            answers, step
-        )
+        likelihood = self.cpo_alpha * SFTTerm()(answers, step)
+        return smoothed_logsigmoid(self.margins(answers), self.label_smoothing) + likelihood
 
     def rewards(self, answers: SequenceLogps) -> Tensor:
         return self.beta * answers.logps
@@ -73,53 +73,57 @@ class CPO(ReferenceFreeLoss):
 
 @dataclass(frozen=True, kw_only=True)
 class SimPO(ReferenceFreeLoss):
-    """SimPO (arXiv:2405.14734): the log-probability of a token is the reward, and is to differ by a margin γ."""
+    """SimPO (arXiv:2405.14734): the reward is the mean log-probability per token, with a target margin γ."""
 
     kind: ClassVar[str] = "simpo"
-    beta: float = 2.0  # how much is made of a difference
-    simpo_gamma: float = 1.0  # by how much the chosen answer is to be better
+    beta: float = 2.0  # Reward scale
+    simpo_gamma: float = 1.0  # Target margin between chosen and rejected rewards
 
     def __call__(self, answers: SequenceLogps, step: StepTotals) -> Tensor:
         return smoothed_logsigmoid(self.margins(answers) - self.simpo_gamma, self.label_smoothing)
 
     def rewards(self, answers: SequenceLogps) -> Tensor:
-        return self.beta * answers.rates
+        return self.beta * answers.mean_logps
 
 
 @dataclass(frozen=True, kw_only=True)
 class AlphaPO(SimPO):
-    """AlphaPO (arXiv:2501.03884): SimPO of the reward (1 - p^-α) / α, which is log p where α is 0."""
+    """AlphaPO (arXiv:2501.03884): SimPO with the reward (1 - p^-α) / α, which is log p for α = 0."""
 
     kind: ClassVar[str] = "alphapo"
-    alpha: float = 0.25  # which way the reward bends
+    alpha: float = 0.25  # Shape of the reward function; 0 is SimPO
 
     def rewards(self, answers: SequenceLogps) -> Tensor:
         if self.alpha == 0:
             return super().rewards(answers)
-        return self.beta * -torch.expm1(-self.alpha * answers.rates) / self.alpha
+        return self.beta * -torch.expm1(-self.alpha * answers.mean_logps) / self.alpha
 
 
 @dataclass(frozen=True, kw_only=True)
 class ORPO(ReferenceFreeLoss):
-    """ORPO (arXiv:2403.07691): likelihood of the chosen rows, and odds of a token of one answer against the other's.
+    """ORPO (arXiv:2403.07691): negative log-likelihood of chosen rows, plus β times the log-odds ratio loss.
 
     β is the paper's λ.
     """
 
     kind: ClassVar[str] = "orpo"
-    texts: ClassVar[bool] = True
+    needs_prompt_logps: ClassVar[bool] = True
 
     def __call__(self, answers: SequenceLogps, step: StepTotals) -> Tensor:
         chosen, rejected = answers.pairs
-        odds = log_odds(chosen.rates) - log_odds(rejected.rates)
-        likelihood = chosen.texts * step.answers / 2 / step.lengths  # of the prompt too, as its authors' code has it
-        return self.beta * smoothed_logsigmoid(odds, self.label_smoothing) - likelihood
+        log_odds_ratio = log_odds(chosen.mean_logps) - log_odds(rejected.mean_logps)
+        # Includes the prompt, as in the authors' code
+        likelihood = chosen.full_logps * step.num_answers / 2 / step.num_chosen_full_tokens
+        return self.beta * smoothed_logsigmoid(log_odds_ratio, self.label_smoothing) - likelihood
 
     def rewards(self, answers: SequenceLogps) -> Tensor:
-        return self.beta * answers.rates
+        return self.beta * answers.mean_logps
 
 
-def log_odds(logs: Tensor) -> Tensor:
-    """log p / (1 - p) of log p: either form is exact where the other is not, and no gradient of it is NaN."""
-    near = -torch.expm1(-logs.clamp(-1, SUREST)).log()
-    return torch.where(logs > -0.7, near, logs - torch.log1p(-torch.exp(logs.clamp(max=-0.5))))
+def log_odds(logp: Tensor) -> Tensor:
+    """log(p / (1 - p)) of log p.
+
+    Uses one form for p near 1 and another one below, each where it is accurate, so that no gradient is NaN.
+    """
+    near_one = -torch.expm1(-logp.clamp(-1, MAX_LOG_PROB)).log()
+    return torch.where(logp > -0.7, near_one, logp - torch.log1p(-torch.exp(logp.clamp(max=-0.5))))

@@ -1,4 +1,4 @@
-"""Losses of models that score: of pairs, of documents with labels or values, of steps in them. Sums, as all losses."""
+"""Losses of reward models and classifiers: pairs, documents with labels or values, and steps of answers."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -26,123 +26,125 @@ from tunekit.models.spec import ScoreHead
 
 
 class RewardOutput(NamedTuple):
-    """What scores of a batch come to: the loss and figures of its units, added up, and the scores themselves."""
+    """Loss and metrics of a batch, summed over its units (pairs, documents or steps)."""
 
     loss: Tensor
     sums: Mapping[str, Tensor]
-    rewards: Tensor | None = None  # (N,), where they are what people want to know the range of
+    rewards: Tensor | None = None  # rewards (D,), for the metrics rewards/max and rewards/min
 
 
 class RewardMetrics:
-    """What was scored in a step or in a pass over held-out rows."""
+    """Metrics of a step or of an evaluation."""
 
     def __init__(self) -> None:
-        self.tally, self.reach = MetricSums(), None
+        self.sums, self.extremes = MetricSums(), None  # extremes: maximum reward and negated minimum, (2,)
 
-    def add(self, found: RewardOutput) -> None:
-        self.tally.add({"loss": found.loss, **found.sums})
-        if found.rewards is not None:
-            none = found.rewards.new_full((2, 1), -math.inf)  # of no document
-            both = torch.stack([found.rewards.detach(), -found.rewards.detach()])
-            self.reach = torch.cat([none if self.reach is None else self.reach[:, None], both], dim=1).amax(1)
+    def add(self, output: RewardOutput) -> None:
+        self.sums.add({"loss": output.loss, **output.sums})
+        if output.rewards is not None:
+            initial = output.rewards.new_full((2, 1), -math.inf)  # result for a batch without documents
+            signed = torch.stack([output.rewards.detach(), -output.rewards.detach()])
+            previous = initial if self.extremes is None else self.extremes[:, None]
+            self.extremes = torch.cat([previous, signed], dim=1).amax(1)
 
-    def figures(self, run: DistributedContext, count: int) -> dict[str, Tensor]:
-        """Means over so many units, of which `loss` is one, and the range of rewards, over all ranks."""
-        found = self.tally.means(run, count)
-        if self.reach is not None:
-            most, least = run.largest(self.reach).unbind()
-            found |= {"rewards/max": most, "rewards/min": -least}
-        return found
+    def means(self, run: DistributedContext, count: int) -> dict[str, Tensor]:
+        """Mean loss and metrics over `count` units, and the largest and smallest reward, over all ranks."""
+        means = self.sums.means(run, count)
+        if self.extremes is not None:
+            maximum, negated_minimum = run.all_reduce_max(self.extremes).unbind()
+            means |= {"rewards/max": maximum, "rewards/min": -negated_minimum}
+        return means
 
 
 @dataclass(frozen=True)
 class RewardLoss:
-    """What is made of a head that scores."""
+    """Base class of losses of a model with a score head. Losses are sums over units."""
 
-    rows: ClassVar[type[DatasetConfig]] = LabeledDataset  # that it learns from
-    problem: ClassVar[str | None] = None  # what transformers calls the task
-    counted: ClassVar[bool] = False  # whether labels are classes, from 0 on
+    dataset_type: ClassVar[type[DatasetConfig]] = LabeledDataset  # kind of dataset that the loss needs
+    problem_type: ClassVar[str | None] = None  # `problem_type` in config.json of transformers
+    labels_are_classes: ClassVar[bool] = False  # labels are class indices
 
     @property
-    def told(self) -> RewardTarget:
-        """What is learnt of rows."""
+    def target(self) -> RewardTarget:
+        """Training target of a row."""
         return RewardTarget("labels")
 
-    def score(self, pad: int, names: int = 0) -> ScoreHead:
-        """The head that is wanted for rows in which so many classes have names."""
-        return ScoreHead(1, pad=pad)
+    def score_head(self, pad: int, names: int = 0) -> ScoreHead:
+        """Score head for rows that name `names` classes (0: none)."""
+        return ScoreHead(1, pad_token_id=pad)
 
-    def check(self, mix: MixtureBase, key: str) -> None:
-        """UserError for rows of another kind; what is not recognised yet may be any."""
-        for rows in mix.sources:
-            if not isinstance(rows, DetectedDataset | self.rows):
-                loss, found, wanted = (kind_name(one) for one in (type(self), type(rows), self.rows))
-                told = f"{key}: these are {found} rows, and `loss: {loss}` learns from {wanted} rows"
-                fit = [kind_name(one) for one in RewardLoss.__subclasses__() if isinstance(rows, one.rows)]
-                other = f"take loss={' or '.join(fit)}, or other rows" if fit else "take other rows"
-                if key == "eval_data":  # which `data` goes before, and a run may lack
-                    other = "leave them out by eval_data=null, or take other rows"
-                raise UserError(f"{told} ({rows.source}): {other} by {key}.source and {key}.kind={wanted}")
+    def check_datasets(self, mix: MixtureBase, key: str) -> None:
+        """Raise UserError for a dataset of another kind. Datasets whose kind is not detected yet are accepted."""
+        for dataset in mix.dataset_configs:
+            if isinstance(dataset, DetectedDataset | self.dataset_type):
+                continue
+            loss, actual, expected = (kind_name(kind) for kind in (type(self), type(dataset), self.dataset_type))
+            problem = f"{key}: loss={loss} needs {expected} rows, but {dataset.source} has {actual} rows"
+            matching = [kind_name(k) for k in RewardLoss.__subclasses__() if isinstance(dataset, k.dataset_type)]
+            remedy = f"Set loss={' or '.join(matching)}, or set" if matching else "Set"
+            if key == "eval_data":  # the loss follows from `data`, and evaluation is optional
+                remedy = "Set eval_data=null, or set"
+            raise UserError(f"{problem}. {remedy} {key}.source and {key}.kind={expected}.")
 
-    def check_labels(self, parts: Iterable[TokenizedDataset], labels: int) -> None:
-        """UserError, with its row, for a label that is none of so many classes."""
-        for part in parts if self.counted else ():
-            wrong = is_invalid_label(found := torch.tensor(part.values), labels).nonzero().flatten()
-            if len(wrong) and part.ends is not None:
-                row = part.where(int(np.searchsorted(part.ends, int(wrong[0]), side="right")))
-                raise UserError(f"{row}: {invalid_label_message(found[wrong], labels)}")
+    def check_labels(self, datasets: Iterable[TokenizedDataset], labels: int) -> None:
+        """Raise UserError with the row of the first label that is not one of `labels` classes."""
+        for dataset in datasets if self.labels_are_classes else ():
+            invalid = is_invalid_label(values := torch.tensor(dataset.values), labels).nonzero().flatten()
+            if len(invalid) and dataset.ends is not None:
+                row = dataset.row_location(int(np.searchsorted(dataset.ends, int(invalid[0]), side="right")))
+                raise UserError(f"{row}: {invalid_label_message(values[invalid], labels)}")
 
-    def units(self, batch: Batch, labels: int) -> int:
-        """How many a batch has of what the loss is a mean of. Labels are those of rows that nobody has seen before."""
-        found = values(batch)
-        if self.counted and len(wrong := found[is_invalid_label(found, labels)]):
-            raise UserError(f"data: {invalid_label_message(wrong, labels)}")
-        return len(found)
+    def num_units(self, batch: Batch, labels: int) -> int:
+        """Number of units of a batch. Raises UserError for invalid labels, which streamed rows may contain."""
+        values = document_labels(batch)
+        if self.labels_are_classes and len(invalid := values[is_invalid_label(values, labels)]):
+            raise UserError(f"data: {invalid_label_message(invalid, labels)}")
+        return len(values)
 
     def __call__(self, model: Decoder, batch: Batch) -> RewardOutput:
-        """Over all units of a batch."""
+        """Loss and metrics, summed over all units of a batch."""
         raise NotImplementedError
 
 
-def is_invalid_label(found: Tensor, labels: int) -> Tensor:
-    """Which of them are no classes."""
-    return (found < 0) | (found >= labels) | (found % 1 != 0)
+def is_invalid_label(values: Tensor, labels: int) -> Tensor:
+    """Mask of the values that are not class indices below `labels`."""
+    return (values < 0) | (values >= labels) | (values % 1 != 0)
 
 
-def invalid_label_message(found: Tensor, labels: int) -> str:
-    return f"the label {float(found[0]):g} is none of {labels} classes, which count from 0: see loss.num_labels"
+def invalid_label_message(values: Tensor, labels: int) -> str:
+    return f"label {float(values[0]):g} is not a class index from 0 to {labels - 1}. See loss.num_labels."
 
 
 @dataclass(frozen=True)
 class BradleyTerry(RewardLoss):
-    """-log σ(r_chosen - r_rejected - margin), as of Llama 2's reward models (arXiv:2307.09288, section 3.2.2)."""
+    """Bradley-Terry loss of pairs, with the margin of Llama 2 (arXiv:2307.09288, section 3.2.2).
+
+    -log σ(r_chosen - r_rejected - margin)
+    """
 
     kind: ClassVar[str] = "bradley_terry"
-    rows: ClassVar = PreferenceDataset
+    dataset_type: ClassVar = PreferenceDataset
 
-    center_rewards_coefficient: float = (
-        0.0  # weight of (r_chosen + r_rejected)², which keeps rewards around zero (arXiv:2312.09244)
-    )
+    # Weight of (r_chosen + r_rejected)², which keeps rewards around zero (arXiv:2312.09244)
+    center_rewards_coefficient: float = 0.0
 
     def __post_init__(self) -> None:
         if self.center_rewards_coefficient < 0:
-            raise FieldError(
-                "center_rewards_coefficient", f"must not be below 0, not {self.center_rewards_coefficient}"
-            )
+            raise FieldError("center_rewards_coefficient", f"must be >= 0, got {self.center_rewards_coefficient}")
 
     @property
-    def told(self) -> RewardTarget:
+    def target(self) -> RewardTarget:
         return RewardTarget("pairs")
 
-    def units(self, batch: Batch, labels: int) -> int:
-        return super().units(batch, labels) // 2
+    def num_units(self, batch: Batch, labels: int) -> int:
+        return super().num_units(batch, labels) // 2
 
     def __call__(self, model: Decoder, batch: Batch) -> RewardOutput:
-        rewards = scores(model, batch).squeeze(1)
+        rewards = document_scores(model, batch).squeeze(1)
         chosen, rejected = rewards[::2], rewards[1::2]
-        apart = chosen - rejected
-        loss = self.center_rewards_coefficient * (chosen + rejected).square() - F.logsigmoid(apart - batch.margins)
-        sums = {"chosen": chosen, "rejected": rejected, "accuracies": (apart > 0).float(), "margins": apart}
+        margins = chosen - rejected
+        loss = self.center_rewards_coefficient * (chosen + rejected).square() - F.logsigmoid(margins - batch.margins)
+        sums = {"chosen": chosen, "rejected": rejected, "accuracies": (margins > 0).float(), "margins": margins}
         sums["mean"] = (chosen + rejected) / 2
         return RewardOutput(loss.sum(), {f"rewards/{name}": value.sum() for name, value in sums.items()}, rewards)
 
@@ -152,29 +154,31 @@ class Classification(RewardLoss):
     """Cross-entropy of the class of each document, in nats."""
 
     kind: ClassVar[str] = "classification"
-    problem: ClassVar = "single_label_classification"
-    counted: ClassVar = True
+    problem_type: ClassVar = "single_label_classification"
+    labels_are_classes: ClassVar = True
 
-    num_labels: int | None = None  # how many; null: as many as the rows name, or two
+    num_labels: int | None = None  # Number of classes; null: as many as the rows name, or 2
 
     def __post_init__(self) -> None:
         if self.num_labels is not None and self.num_labels < 2:
-            raise FieldError("num_labels", f"must be 2 or more, not {self.num_labels}")
+            raise FieldError("num_labels", f"must be >= 2, got {self.num_labels}")
 
     @property
-    def told(self) -> RewardTarget:
+    def target(self) -> RewardTarget:
         return RewardTarget("labels", self.num_labels)
 
-    def score(self, pad: int, names: int = 0) -> ScoreHead:
+    def score_head(self, pad: int, names: int = 0) -> ScoreHead:
         if self.num_labels and names and self.num_labels != names:
-            raise FieldError("loss.num_labels", f"{self.num_labels}, but the rows name {names}: leave one of both out")
-        return ScoreHead(self.num_labels or names or 2, pad=pad)
+            raise FieldError(
+                "loss.num_labels", f"{self.num_labels} classes given, but data names {names}. Remove one of the two."
+            )
+        return ScoreHead(self.num_labels or names or 2, pad_token_id=pad)
 
     def __call__(self, model: Decoder, batch: Batch) -> RewardOutput:
-        logits, wanted = scores(model, batch), values(batch).long()
-        right = logits.argmax(1) == wanted
-        loss = F.cross_entropy(logits, wanted, reduction="sum")
-        return RewardOutput(loss, {"accuracy": right.float().sum()})
+        logits, labels = document_scores(model, batch), document_labels(batch).long()
+        is_correct = logits.argmax(1) == labels
+        loss = F.cross_entropy(logits, labels, reduction="sum")
+        return RewardOutput(loss, {"accuracy": is_correct.float().sum()})
 
 
 @dataclass(frozen=True)
@@ -182,90 +186,95 @@ class Regression(RewardLoss):
     """Squared error of the value of each document."""
 
     kind: ClassVar[str] = "regression"
-    problem: ClassVar = "regression"
+    problem_type: ClassVar = "regression"
 
-    def score(self, pad: int, names: int = 0) -> ScoreHead:
+    def score_head(self, pad: int, names: int = 0) -> ScoreHead:
         if names:
             raise FieldError(
-                "data.class_names", "`loss: regression` learns numbers: leave it out, or loss=classification"
+                "data.class_names", "not supported by loss=regression. Remove it, or set loss=classification."
             )
-        return super().score(pad)
+        return super().score_head(pad)
 
     def __call__(self, model: Decoder, batch: Batch) -> RewardOutput:
-        found = scores(model, batch).squeeze(1)
-        apart = found - values(batch)
-        return RewardOutput(apart.square().sum(), {"mae": apart.abs().sum(), "rewards/mean": found.sum()}, found)
+        rewards = document_scores(model, batch).squeeze(1)
+        error = rewards - document_labels(batch)
+        return RewardOutput(error.square().sum(), {"mae": error.abs().sum(), "rewards/mean": rewards.sum()}, rewards)
 
 
 @dataclass(frozen=True)
 class ProcessReward(RewardLoss):
-    """Cross-entropy of whether each step of an answer is right, read at the end of the step (arXiv:2305.20050)."""
+    """Cross-entropy of the label of each step of an answer, scored at the last token of the step (arXiv:2305.20050)."""
 
     kind: ClassVar[str] = "process_reward"
-    rows: ClassVar = StepwiseDataset
-    counted: ClassVar = True
+    dataset_type: ClassVar = StepwiseDataset
+    labels_are_classes: ClassVar = True
 
-    num_labels: int = 2  # wrong and right, or more
+    num_labels: int = 2  # Number of step labels; 2: incorrect and correct
 
     def __post_init__(self) -> None:
         if self.num_labels < 2:
-            raise FieldError("num_labels", f"must be 2 or more, not {self.num_labels}")
+            raise FieldError("num_labels", f"must be >= 2, got {self.num_labels}")
 
     @property
-    def told(self) -> RewardTarget:
+    def target(self) -> RewardTarget:
         return RewardTarget("labels", self.num_labels)
 
-    def score(self, pad: int, names: int = 0) -> ScoreHead:
-        return ScoreHead(self.num_labels, each=True, bias=True, pad=pad)
+    def score_head(self, pad: int, names: int = 0) -> ScoreHead:
+        return ScoreHead(self.num_labels, per_token=True, bias=True, pad_token_id=pad)
 
-    def units(self, batch: Batch, labels: int) -> int:
-        found = batch.targets[batch.targets != IGNORE]
-        if len(wrong := found[is_invalid_label(found, labels)]):
-            raise UserError(f"data: {invalid_label_message(wrong, labels)}")
-        return len(found)
+    def num_units(self, batch: Batch, labels: int) -> int:
+        step_labels = batch.targets[batch.targets != IGNORE]
+        if len(invalid := step_labels[is_invalid_label(step_labels, labels)]):
+            raise UserError(f"data: {invalid_label_message(invalid, labels)}")
+        return len(step_labels)
 
     def __call__(self, model: Decoder, batch: Batch) -> RewardOutput:
-        targets, at = local_targets(model, batch)
-        wanted = targets[at]
+        targets, target_rows = local_targets(model, batch)
+        labels = targets[target_rows]
 
         def read(hidden: Tensor, head: Head) -> Tensor:
-            return head(hidden.flatten(0, 1)[at].float())
+            return head(hidden.flatten(0, 1)[target_rows].float())
 
         logits = model(batch.tokens, batch.positions, batch.layout, read=read, part=True)
-        right = (logits.argmax(1) == wanted).float().sum()
-        loss = F.cross_entropy(logits, wanted, reduction="sum")
-        # Other ranks may have other steps of these documents: all of them tell the same.
-        return RewardOutput(model.rows.sum(loss), {"accuracy": model.rows.sum(right)})
+        num_correct = (logits.argmax(1) == labels).float().sum()
+        loss = F.cross_entropy(logits, labels, reduction="sum")
+        # CP ranks may hold different steps of these documents. All of them return the same sums.
+        return RewardOutput(
+            model.cp_sharding.all_reduce_sum(loss), {"accuracy": model.cp_sharding.all_reduce_sum(num_correct)}
+        )
 
 
-def scores(model: Decoder, batch: Batch) -> Tensor:
-    """What a model gives each document of a batch (D, labels), read at its last token that is no padding, in fp32."""
-    count, score = len(values(batch)), model.spec.score
-    assert score is not None and batch.owner is not None
-    last = last_token_index(batch.owner, batch.tokens, count, score.pad)
-    owner = torch.full_like(batch.owner, -1).flatten().scatter(0, last, torch.arange(count, device=last.device))
-    owner = model.rows.keep(owner.view_as(batch.owner), -1).flatten()
-    here = count if owner.numel() == batch.owner.numel() else int((owner >= 0).sum())
-    at = (owner >= 0).nonzero_static(size=here).squeeze(1)
+def document_scores(model: Decoder, batch: Batch) -> Tensor:
+    """Scores (D, labels) in fp32 of the documents of a batch, at the last token of each that is not padding."""
+    count, score = len(document_labels(batch)), model.spec.score
+    assert score is not None and batch.document_ids is not None
+    last = last_token_index(batch.document_ids, batch.tokens, count, score.pad_token_id)
+    # Document index at the last token of each document, -1 at all other tokens
+    doc_ids = torch.full_like(batch.document_ids, -1).flatten()
+    doc_ids = doc_ids.scatter(0, last, torch.arange(count, device=last.device))
+    doc_ids = model.cp_sharding.local_tokens(doc_ids.view_as(batch.document_ids), -1).flatten()
+    local_count = count if doc_ids.numel() == batch.document_ids.numel() else int((doc_ids >= 0).sum())
+    rows = (doc_ids >= 0).nonzero_static(size=local_count).squeeze(1)
 
     def read(hidden: Tensor, head: Head) -> Tensor:
-        found = head(hidden.flatten(0, 1)[at].float())  # few: their last bits are worth more than their time
-        return found.new_zeros(count, score.labels).index_add(0, owner[at], found)
+        scores = head(hidden.flatten(0, 1)[rows].float())  # fp32 costs little for one token per document
+        return scores.new_zeros(count, score.labels).index_add(0, doc_ids[rows], scores)
 
-    found = model(batch.tokens, batch.positions, batch.layout, read=read, part=True)
-    return model.rows.sum(found)
-
-
-def last_token_index(owner: Tensor, tokens: Tensor, count: int, pad: int | None) -> Tensor:
-    """Where in the flattened rows the last token of each document is that does not pad, or else its first, (D,)."""
-    places, mine = torch.arange(owner.numel(), device=owner.device), owner >= 0
-    real = mine if pad is None else mine & (tokens != pad)
-    whose = (owner.where(some, count).flatten() for some in (mine, real))  # the others go behind the last, and away
-    first = places.new_full((count + 1,), owner.numel()).scatter_reduce(0, next(whose), places, "amin")
-    return first.scatter_reduce(0, next(whose), places, "amax")[:count]
+    scores = model(batch.tokens, batch.positions, batch.layout, read=read, part=True)
+    return model.cp_sharding.all_reduce_sum(scores)
 
 
-def values(batch: Batch) -> Tensor:
-    """What rows say of each document (D,)."""
-    assert batch.values is not None, "rows that are judged"
-    return batch.values
+def last_token_index(document_ids: Tensor, tokens: Tensor, count: int, pad: int | None) -> Tensor:
+    """Index (D,) in the flattened rows of the last token of each document that is not padding, else of its first."""
+    positions, mask = torch.arange(document_ids.numel(), device=document_ids.device), document_ids >= 0
+    unpadded = mask if pad is None else mask & (tokens != pad)
+    # Masked tokens go to an extra entry, which is dropped
+    all_ids, unpadded_ids = (document_ids.where(selected, count).flatten() for selected in (mask, unpadded))
+    first = positions.new_full((count + 1,), document_ids.numel()).scatter_reduce(0, all_ids, positions, "amin")
+    return first.scatter_reduce(0, unpadded_ids, positions, "amax")[:count]
+
+
+def document_labels(batch: Batch) -> Tensor:
+    """Label or value of each document, (D,)."""
+    assert batch.labels is not None, "not a batch of labeled documents"
+    return batch.labels

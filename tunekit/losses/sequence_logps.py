@@ -1,4 +1,4 @@
-"""Log-probabilities of whole answers, which are what methods of preference compare."""
+"""Log-probabilities of complete answers, the input of preference losses."""
 
 from dataclasses import dataclass, replace
 
@@ -13,111 +13,112 @@ from tunekit.models.decoder import Decoder, Head
 
 @dataclass(frozen=True)
 class SequenceLogps:
-    """D answers, chosen and rejected in turn where rows are pairs. All tensors are (D,)."""
+    """Sums over the tokens of D answers; in pairs, chosen and rejected answers alternate. All tensors are (D,)."""
 
-    logps: Tensor  # log-probabilities of their learnt tokens, added up
-    tokens: Tensor  # how many these are
-    entropies: Tensor  # of what was expected at each of them, in nats, added up; no gradient
-    texts: Tensor  # log-probabilities of chosen rows, prompt and answer; of the answer where nobody asked for more
-    lengths: Tensor  # tokens of these
-    good: Tensor  # whether an answer is one to learn: chosen, or marked as good
-    reference: Tensor  # their log-probabilities by the reference; 0 where there is none
+    logps: Tensor  # log-probability of the target tokens
+    num_tokens: Tensor  # number of target tokens
+    entropies: Tensor  # entropy of the predictions at the target tokens, in nats; no gradient
+    full_logps: Tensor  # log-probability of prompt and answer if requested with `full`, else of the answer
+    full_num_tokens: Tensor  # number of tokens in `full_logps`
+    is_desirable: Tensor  # bool: chosen, or labeled as desirable
+    ref_logps: Tensor  # log-probability under the reference model; 0 without a reference
 
-    def __getitem__(self, at: slice) -> "SequenceLogps":
-        return SequenceLogps(**{name: value[at] for name, value in vars(self).items()})
+    def __getitem__(self, index: slice) -> "SequenceLogps":
+        return SequenceLogps(**{name: value[index] for name, value in vars(self).items()})
 
     @property
     def pairs(self) -> tuple["SequenceLogps", "SequenceLogps"]:
-        """The chosen answers and the rejected ones."""
+        """The chosen and the rejected answers."""
         return self[::2], self[1::2]
 
     @property
-    def ratios(self) -> Tensor:
+    def log_ratios(self) -> Tensor:
         """log π(y|x) / π_ref(y|x)."""
-        return self.logps - self.reference
+        return self.logps - self.ref_logps
 
     @property
-    def rates(self) -> Tensor:
-        """Log-probability of a token of each answer."""
-        return self.logps / self.tokens.clamp(min=1)
+    def mean_logps(self) -> Tensor:
+        """Mean log-probability per target token of each answer."""
+        return self.logps / self.num_tokens.clamp(min=1)
 
-    def beside(self, reference: Tensor) -> "SequenceLogps":
-        return replace(self, reference=reference)
+    def with_reference(self, ref_logps: Tensor) -> "SequenceLogps":
+        return replace(self, ref_logps=ref_logps)
 
-    def detached(self) -> "SequenceLogps":
+    def detach(self) -> "SequenceLogps":
         return SequenceLogps(**{name: value.detach() for name, value in vars(self).items()})
 
 
 @torch.no_grad()
-def frozen_logps(model: Decoder, batch: Batch, tail: float = 1.0) -> Tensor:
-    """Log-probabilities of the documents of a batch (D,), by a model that is only asked."""
+def frozen_logps(model: Decoder, batch: Batch, ld_alpha: float = 1.0) -> Tensor:
+    """Log-probability (D,) of each document of a batch, in eval mode and without gradients."""
     training = model.training
     model.eval()
-    found = sequence_logps(model, batch, tail=tail, entropies=False).logps
+    logps = sequence_logps(model, batch, ld_alpha=ld_alpha, entropies=False).logps
     model.train(training)
-    return found
+    return logps
 
 
 def sequence_logps(
-    model: Decoder, batch: Batch, texts: bool = False, tail: float = 1.0, entropies: bool = True
+    model: Decoder, batch: Batch, full: bool = False, ld_alpha: float = 1.0, entropies: bool = True
 ) -> SequenceLogps:
-    """What the model makes of the documents of a batch. Logits are never whole.
+    """Log-probabilities and entropies of the documents of a batch. Logits are computed in chunks.
 
-    `texts`: of prompts too, where an answer is chosen. `tail` is the weight of the tokens by which an answer is longer
-    than the other one of its pair (LD-DPO, arXiv:2409.06411). Entropies cost some time, and are 0 without.
+    `full` includes the prompts of chosen rows. `ld_alpha` is the weight of the tokens beyond the length of the shorter
+    answer of a pair (LD-DPO, arXiv:2409.06411). With `entropies=False`, which saves time, entropies are 0.
     """
-    good, counts = is_desirable(batch), target_counts(batch)
-    targets = batch.full_targets if texts else batch.targets
-    own = (batch.targets != IGNORE).float()
-    weights = own if tail == 1 else own * length_weights(batch, counts, tail)
-    targets, owner, own, weights = (
-        model.rows.keep(whole, value).flatten()
-        for whole, value in ((targets, IGNORE), (document_ids(batch), -1), (own, 0), (weights, 0))
+    desirable, counts = is_desirable(batch), target_counts(batch)
+    targets = batch.full_targets if full else batch.targets
+    answer_mask = (batch.targets != IGNORE).float()
+    weights = answer_mask if ld_alpha == 1 else answer_mask * length_weights(batch, counts, ld_alpha)
+    targets, doc_ids, answer_mask, weights = (
+        model.cp_sharding.local_tokens(tensor, fill).flatten()
+        for tensor, fill in ((targets, IGNORE), (document_ids(batch), -1), (answer_mask, 0), (weights, 0))
     )
-    count = batch.num_full_targets if texts else batch.learnt
+    count = batch.num_full_targets if full else batch.num_target_tokens
     if count is None or targets.numel() != batch.targets.numel():
         count = int((targets != IGNORE).sum())
     rows = (targets != IGNORE).nonzero_static(size=count).squeeze(1)
 
     def read(hidden: Tensor, head: Head) -> Tensor:
-        """Three sums for each document, (3, D)."""
-        told = hidden.flatten(0, 1), targets, head, rows
-        logps, surprise = token_logps_and_entropies(*told) if entropies else (token_logps(*told), weights.new_zeros(1))
-        each = torch.stack([logps * weights[rows], surprise * own[rows], logps])
-        return each.new_zeros(3, len(good)).index_add(1, owner[rows], each)
+        """Sums over each document, (3, D): weighted logps of the answer, its entropies, logps of all targets."""
+        args = hidden.flatten(0, 1), targets, head, rows
+        logps, entropy = token_logps_and_entropies(*args) if entropies else (token_logps(*args), weights.new_zeros(1))
+        values = torch.stack([logps * weights[rows], entropy * answer_mask[rows], logps])
+        return values.new_zeros(3, len(desirable)).index_add(1, doc_ids[rows], values)
 
-    where = batch.tokens, batch.positions, batch.layout
-    found = model.rows.sum(model(*where, read=read, part=True))
-    lengths = sum_per_document(batch, (batch.full_targets != IGNORE).float()) if texts else counts
-    return SequenceLogps(found[0], counts, found[1].detach(), found[2], lengths, good, torch.zeros_like(counts))
+    inputs = batch.tokens, batch.positions, batch.layout
+    sums = model.cp_sharding.all_reduce_sum(model(*inputs, read=read, part=True))
+    full_counts = sum_per_document(batch, (batch.full_targets != IGNORE).float()) if full else counts
+    return SequenceLogps(sums[0], counts, sums[1].detach(), sums[2], full_counts, desirable, torch.zeros_like(counts))
 
 
 def document_ids(batch: Batch) -> Tensor:
-    assert batch.owner is not None, "rows of documents that are compared"
-    return batch.owner
+    """Document index of each token, (B, S); -1 for padding."""
+    assert batch.document_ids is not None, "not a preference batch"
+    return batch.document_ids
 
 
 def is_desirable(batch: Batch) -> Tensor:
-    """Whether each answer is good, (D,)."""
-    assert batch.signs is not None, "rows of documents that are compared"
-    return (batch.signs & DocFlags.GOOD) != 0
+    """Whether each answer is chosen or labeled as desirable, (D,) bool."""
+    assert batch.doc_flags is not None, "not a preference batch"
+    return (batch.doc_flags & DocFlags.DESIRABLE) != 0
 
 
 def target_counts(batch: Batch) -> Tensor:
-    """Learnt tokens of each document, (D,) fp32."""
+    """Number of target tokens of each document, (D,) fp32."""
     return sum_per_document(batch, (batch.targets != IGNORE).float())
 
 
 def sum_per_document(batch: Batch, values: Tensor) -> Tensor:
-    """(B, S) added up over each document, (D,)."""
-    count, owner = len(is_desirable(batch)), document_ids(batch)
-    owner = owner.where(owner >= 0, count).flatten()  # what is padding goes behind the last, and away
-    return values.new_zeros(count + 1).index_add(0, owner, values.flatten())[:count]
+    """Sum of values (B, S) over the tokens of each document, (D,)."""
+    count, doc_ids = len(is_desirable(batch)), document_ids(batch)
+    doc_ids = doc_ids.where(doc_ids >= 0, count).flatten()  # padding adds to an extra entry, which is dropped
+    return values.new_zeros(count + 1).index_add(0, doc_ids, values.flatten())[:count]
 
 
 def length_weights(batch: Batch, counts: Tensor, weight: float) -> Tensor:
-    """Weights (B, S) of learnt tokens: those beyond the length of the shorter answer of a pair have another."""
-    nth = (batch.targets != IGNORE).flatten().cumsum(0).view_as(batch.targets)  # counts of all documents before, too
+    """Weights (B, S) of target tokens: `weight` beyond the length of the shorter answer of a pair, 1 before."""
+    nth = (batch.targets != IGNORE).flatten().cumsum(0).view_as(batch.targets)  # includes all previous documents
     shorter = counts.view(-1, 2).amin(1).repeat_interleave(2)
     last = torch.cat([counts.cumsum(0) - counts + shorter, counts.new_zeros(1)])
     return torch.where(nth <= last[document_ids(batch)], 1.0, weight)

@@ -1,4 +1,4 @@
-"""Losses of single answers that are marked as good or bad."""
+"""Preference losses of single answers that are labeled as desirable or undesirable: KTO, BCO, APO-zero."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -13,54 +13,57 @@ from tunekit.losses.sequence_logps import SequenceLogps
 
 @dataclass(frozen=True, kw_only=True)
 class UnpairedLoss(LogRatioLoss):
-    """A loss of answers that stand alone. Of pairs, the chosen answers are good and the rejected ones bad."""
+    """Loss of single answers. In pairs, chosen answers are desirable and rejected ones are undesirable."""
 
-    about: ClassVar[str] = "for single answers that are marked"
-    each: ClassVar[int] = 1
+    description: ClassVar[str] = "for single answers that are marked"
+    docs_per_item: ClassVar[int] = 1
 
-    desirable_weight: float = 1.0  # weight of good answers
-    undesirable_weight: float = 1.0  # weight of bad ones
+    desirable_weight: float = 1.0  # Weight of desirable answers
+    undesirable_weight: float = 1.0  # Weight of undesirable answers
 
-    def value(self, reward: Tensor, answers: SequenceLogps) -> Tensor:
-        """Rewards of good answers, and bad ones' the other way round: high is right."""
-        return torch.where(answers.good, reward, -reward)
+    def signed(self, reward: Tensor, answers: SequenceLogps) -> Tensor:
+        """Rewards of desirable answers, and negated rewards of undesirable ones, (D,)."""
+        return torch.where(answers.is_desirable, reward, -reward)
 
     def weighted(self, losses: Tensor, answers: SequenceLogps) -> Tensor:
-        return losses * torch.where(answers.good, self.desirable_weight, self.undesirable_weight)
+        return losses * torch.where(answers.is_desirable, self.desirable_weight, self.undesirable_weight)
 
 
 @dataclass(frozen=True, kw_only=True)
 class KTO(UnpairedLoss):
-    """KTO (arXiv:2402.01306): what an answer is worth above the divergence from the reference, as people value it.
+    """KTO (arXiv:2402.01306): 1 - σ(±β (log π/π_ref - z)), with + for desirable answers and - for undesirable ones.
 
-    The divergence is estimated by answers of other rows of the step.
+    The reference point z is the KL divergence from the reference, estimated from mismatched answers of the step.
     """
 
     kind: ClassVar[str] = "kto"
-    others: ClassVar[bool] = True
+    needs_mismatched: ClassVar[bool] = True
 
     def __call__(self, answers: SequenceLogps, step: StepTotals) -> Tensor:
-        worth = self.value(self.beta * (answers.ratios - step.kl), answers)
-        return self.weighted(1 - torch.sigmoid(worth), answers)
+        signed_rewards = self.signed(self.beta * (answers.log_ratios - step.kl), answers)
+        return self.weighted(1 - torch.sigmoid(signed_rewards), answers)
 
 
 @dataclass(frozen=True, kw_only=True)
 class BCO(UnpairedLoss):
-    """BCO (arXiv:2404.04656): a classifier of good and bad whose logit is the reward above the mean of all so far."""
+    """BCO (arXiv:2404.04656): a binary classifier of desirable answers.
+
+    Its logit is the difference between the reward and the running mean of all rewards.
+    """
 
     kind: ClassVar[str] = "bco"
-    whole: ClassVar[bool] = True
+    needs_full_step: ClassVar[bool] = True
 
     def __call__(self, answers: SequenceLogps, step: StepTotals) -> Tensor:
-        worth = self.value(self.beta * (answers.ratios - step.shift), answers)
-        return self.weighted(-F.logsigmoid(worth), answers)
+        signed_logits = self.signed(self.beta * (answers.log_ratios - step.mean_log_ratio), answers)
+        return self.weighted(-F.logsigmoid(signed_logits), answers)
 
 
 @dataclass(frozen=True, kw_only=True)
 class APOZeroUnpaired(UnpairedLoss):
-    """APO-zero (arXiv:2408.06266) of single answers: good ones rise above the reference, bad ones fall below it."""
+    """APO-zero (arXiv:2408.06266) of single answers: raises desirable likelihoods and lowers undesirable ones."""
 
     kind: ClassVar[str] = "apo_zero_unpaired"
 
     def __call__(self, answers: SequenceLogps, step: StepTotals) -> Tensor:
-        return self.weighted(torch.sigmoid(-self.value(self.beta * answers.ratios, answers)), answers)
+        return self.weighted(torch.sigmoid(-self.signed(self.beta * answers.log_ratios, answers)), answers)

@@ -41,9 +41,9 @@ class MemoryConfig:
     def apply(self, model: Decoder, device: torch.device = CPU) -> None:
         """Set how the model runs its layers when gradients are required."""
         self.check(device)
-        model.through = self.through()
+        model.layer_call = self.through()
         if self.activation_offloading:
-            model.through = ActivationOffloader(model).around(model.through or call_layer)
+            model.layer_call = ActivationOffloader(model).around(model.layer_call or call_layer)
 
     def through(self) -> Callable[..., Tensor] | None:
         """The function that calls a layer when gradients are required; None: call it directly."""

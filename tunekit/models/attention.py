@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from tunekit.distributed.collectives import ALONE, NoParallel
+from tunekit.distributed.collectives import NO_PARALLEL, NoParallel
 from tunekit.kernels.attention import AttentionParams
 from tunekit.kernels.rope import apply_rope
 from tunekit.models.forward_context import ForwardContext, LayerKVCache
@@ -19,92 +19,100 @@ class SelfAttention(InitMixin):
     """Grouped-query attention, with or without a cache."""
 
     sinks: nn.Parameter | None
-    way: NoParallel = ALONE  # of tokens into this layer and out of it, where ranks share its heads
-    prefixes = True  # a document may go on from the first tokens of another
-    taken = slice(None)  # of the heads of keys that are made here: those that the queries here ask
+    tp_region: NoParallel = NO_PARALLEL  # of tokens into this layer and out of it, where ranks share its heads
+    supports_prefixes = True  # a document may go on from the first tokens of another
+    kv_head_slice = slice(None)  # of the heads of keys that are made here: those that the queries here ask
 
     def __init__(self, dim: int, spec: Attention) -> None:
         super().__init__()
         self.spec, self.kv_heads = spec, spec.kv_heads
         scale = spec.head_dim**-0.5 if spec.scale is None else spec.scale
-        self.rule = AttentionParams(scale, spec.window, spec.chunk, spec.softcap)
-        self.rotary = None if spec.rope is None else (spec.rope, spec.head_dim)
-        self.turn: int | None = None  # which of the pass's rotations is this layer's; the decoder sets it
-        self.number = 0  # of the layer; the decoder sets it
-        self.lends = False  # whether later layers take keys and values from here; the decoder sets it
+        self.params = AttentionParams(scale, spec.window, spec.chunk, spec.softcap)
+        self.rope_key = None if spec.rope is None else (spec.rope, spec.head_dim)
+        self.rope_index: int | None = None  # which of the pass's rotations is this layer's; the decoder sets it
+        self.layer_index = 0  # of the layer; the decoder sets it
+        self.shares_kv = False  # whether later layers take keys and values from here; the decoder sets it
         q, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
-        self.q_proj = Linear(dim, q * (2 if spec.gated else 1), bias=spec.bias)
-        self.q_norm = heads_norm(spec.heads, spec.head_dim, spec.qk_norm)
-        self.k_norm = heads_norm(spec.kv_heads, spec.head_dim, spec.qk_norm if spec.kv_from is None else None)
-        if spec.kv_from is None:
+        self.q_proj = Linear(dim, q * (2 if spec.output_gate else 1), bias=spec.bias)
+        self.q_norm = make_head_norm(spec.heads, spec.head_dim, spec.qk_norm)
+        self.k_norm = make_head_norm(
+            spec.kv_heads, spec.head_dim, spec.qk_norm if spec.kv_shared_layer is None else None
+        )
+        if spec.kv_shared_layer is None:
             self.k_proj = Linear(dim, kv, bias=spec.bias)
-            if not spec.k_is_v:
+            if not spec.attention_k_eq_v:
                 self.v_proj = Linear(dim, kv, bias=spec.bias)
             self.v_norm = make_norm(spec.head_dim, spec.v_norm)
         self.o_proj = Linear(q, dim, bias=spec.out_bias)
         self.register_parameter("sinks", nn.Parameter(torch.zeros(spec.heads)) if spec.sinks else None)
 
-    def forward(self, x: Tensor, place: ForwardContext, cache: LayerKVCache | None = None) -> Tensor:
-        q, *kv = shared_input_linears(self.inputs, self.way.enter(x, place.positions.shape))
-        q, gate = self.queries(q)
-        k, v = self.keys(kv) if self.spec.kv_from is None else (q[:, :, :0], q)
-        q, k = self.stand(q, k, place)
-        q = self.grown(q, place)
-        k, v = self.known(k, v, place, cache) if self.spec.kv_from is None else place.kv.take(self.spec.kv_from)
-        y = place.attend(q, k, v, self.rule, self.sinks)[..., : self.spec.head_dim].flatten(-2)
-        return self.way.leave(self.o_proj(y if gate is None else y * gate.sigmoid()))
+    def forward(self, x: Tensor, context: ForwardContext, cache: LayerKVCache | None = None) -> Tensor:
+        q, *kv = shared_input_linears(self.input_layers, self.tp_region.enter(x, context.positions.shape))
+        q, gate = self.split_gate(q)
+        k, v = self.split_kv(kv) if self.spec.kv_shared_layer is None else (q[:, :, :0], q)
+        q, k = self.apply_rope_and_norm(q, k, context)
+        q = self.scale_queries(q, context)
+        k, v = (
+            self.cached_kv(k, v, context, cache)
+            if self.spec.kv_shared_layer is None
+            else context.shared_kv.get(self.spec.kv_shared_layer)
+        )
+        y = context.attend(q, k, v, self.params, self.sinks)[..., : self.spec.head_dim].flatten(-2)
+        return self.tp_region.leave(self.o_proj(y if gate is None else y * gate.sigmoid()))
 
     @property
-    def inputs(self) -> list[Linear]:
+    def input_layers(self) -> list[Linear]:
         """The layers that read what comes in."""
-        if self.spec.kv_from is not None:
+        if self.spec.kv_shared_layer is not None:
             return [self.q_proj]
-        return [self.q_proj, self.k_proj, *([] if self.spec.k_is_v else [self.v_proj])]
+        return [self.q_proj, self.k_proj, *([] if self.spec.attention_k_eq_v else [self.v_proj])]
 
-    def queries(self, q: Tensor) -> tuple[Tensor, Tensor | None]:
+    def split_gate(self, q: Tensor) -> tuple[Tensor, Tensor | None]:
         """Queries (B, S, H, D), and the gate (B, S, H * D) of those that have one."""
-        q = q.unflatten(-1, (-1, self.spec.head_dim * (2 if self.spec.gated else 1)))
-        if not self.spec.gated:
+        q = q.unflatten(-1, (-1, self.spec.head_dim * (2 if self.spec.output_gate else 1)))
+        if not self.spec.output_gate:
             return q, None
         q, gate = q.chunk(2, dim=-1)
         return q, gate.flatten(-2)
 
-    def grown(self, q: Tensor, place: ForwardContext) -> Tensor:
+    def scale_queries(self, q: Tensor, context: ForwardContext) -> Tensor:
         """Queries of families whose scores grow with the position."""
-        tuning = self.spec.tuning
+        tuning = self.spec.temperature_tuning
         if tuning is None:
             return q
-        step = ((place.positions + tuning.shift) / tuning.every).floor()
+        step = ((context.positions + tuning.shift) / tuning.floor_scale).floor()
         return (q * (1 + tuning.beta * step.log1p())[..., None, None]).type_as(q)
 
-    def keys(self, made: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    def split_kv(self, projections: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Keys and values (B, S, H_kv, D) of these tokens."""
-        k, *other = (y.unflatten(-1, (-1, self.spec.head_dim))[:, :, self.taken] for y in made)
-        return k, self.v_norm(k if self.spec.k_is_v else other[0])
+        k, *v = (y.unflatten(-1, (-1, self.spec.head_dim))[:, :, self.kv_head_slice] for y in projections)
+        return k, self.v_norm(k if self.spec.attention_k_eq_v else v[0])
 
-    def known(self, k: Tensor, v: Tensor, place: ForwardContext, cache: LayerKVCache | None) -> tuple[Tensor, Tensor]:
+    def cached_kv(
+        self, k: Tensor, v: Tensor, context: ForwardContext, cache: LayerKVCache | None
+    ) -> tuple[Tensor, Tensor]:
         """Keys and values (B, K, H_kv, D): of these rows, or of all that the cache has seen."""
-        kv = (place.gather(k), place.gather(v)) if cache is None else cache.add(k, v, place)
-        if self.lends:
-            place.kv.lend(self.number, kv)
+        kv = (context.gather(k), context.gather(v)) if cache is None else cache.add(k, v, context)
+        if self.shares_kv:
+            context.shared_kv.add(self.layer_index, kv)
         return kv
 
-    def stand(self, q: Tensor, k: Tensor, place: ForwardContext) -> tuple[Tensor, Tensor]:
+    def apply_rope_and_norm(self, q: Tensor, k: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor]:
         """Norms and rotation of queries and keys, in the order of the family."""
-        if self.turn is None:
+        if self.rope_index is None:
             return self.q_norm(q), self.k_norm(k)
-        rotation = place.rotations[self.turn]
+        rotation = context.rope_tables[self.rope_index]
         if not self.spec.norm_after_rope:
             return apply_rope(self.q_norm(q), self.k_norm(k), rotation)
         q, k = apply_rope(q, k, rotation)
         return self.q_norm(q), self.k_norm(k)
 
-    def cache(self, batch: int, slots: int, dtype: torch.dtype, device: torch.device) -> LayerKVCache:
+    def make_cache(self, batch: int, slots: int, dtype: torch.dtype, device: torch.device) -> LayerKVCache:
         """Empty room for `slots` positions."""
-        shape = (batch, slots if self.spec.kv_from is None else 0, self.kv_heads, self.spec.head_dim)
+        shape = (batch, slots if self.spec.kv_shared_layer is None else 0, self.kv_heads, self.spec.head_dim)
         return LayerKVCache(shape, shape, dtype, device)
 
-    def reset(self, generator: torch.Generator, std: float) -> None:
+    def init_weights(self, generator: torch.Generator, std: float) -> None:
         """A fresh sink takes what a score of zero takes."""
         if self.sinks is not None:
             nn.init.zeros_(self.sinks)
@@ -117,8 +125,8 @@ class AllHeadNorm(RMSNorm):
         return super().forward(x.flatten(-2)).view_as(x)
 
 
-def heads_norm(heads: int, head_dim: int, spec: Norm | None) -> nn.Module:
+def make_head_norm(heads: int, head_dim: int, spec: Norm | None) -> nn.Module:
     """The norm of queries or keys: over each head, or over all of them."""
-    if spec is not None and spec.across_heads:
+    if spec is not None and spec.over_all_heads:
         return AllHeadNorm(heads * head_dim, spec)
     return make_norm(head_dim, spec)

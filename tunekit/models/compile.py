@@ -28,7 +28,7 @@ def compile_layers(model: Decoder, log: Callable[[str], object]) -> None:
     # Scales and epsilons are constants. As symbols they are traced, found to be constants, and traced again, which no
     # cache prevents.
     torch._dynamo.config.specialize_float = True
-    model.flat = True
+    model.flatten_rows = True
     for layer in model.layers:
         layer.compile(dynamic=True)
 

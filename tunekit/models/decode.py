@@ -61,7 +61,7 @@ class DecodeLoop:
 
     def advance(self, num_left: int) -> DrawnTokens:
         """Add the last tokens to the cache and draw the next ones; `num_left` says how many steps may follow."""
-        self.cache.used += 1
+        self.cache.cache_length += 1
         self.graph.run(self.cache.num_visible(self.tokens.device), num_left)
         return DrawnTokens(self.rows, HostCopy(self.tokens[:, 0]))
 
@@ -78,7 +78,7 @@ class DecodeLoop:
     def select_rows(self, rows: Sequence[int]) -> None:
         """Keep these rows of the batch only, given by number."""
         index = torch.tensor([self.rows.index(row) for row in rows], device=self.tokens.device)
-        self.cache.used -= max(self.lengths[row] for row in self.rows) - max(self.lengths[row] for row in rows)
+        self.cache.cache_length -= max(self.lengths[row] for row in self.rows) - max(self.lengths[row] for row in rows)
         self.cache.select_rows(index)
         self.tokens, self.positions = self.tokens.index_select(0, index), self.positions.index_select(0, index)
         self.numbers = self.numbers.index_select(0, index)
@@ -115,7 +115,7 @@ def get_capture(model: Decoder) -> Callable[[Step], Step] | None:
     """How steps of a model are captured; None where they run eagerly."""
     if not capabilities(model.device).graphs:
         return None
-    if isinstance(model, FSDPModule) or model.splits:
+    if isinstance(model, FSDPModule) or model.shards:
         warn_eager("weights are divided among processes")
         return None
     return capture_cuda_graph

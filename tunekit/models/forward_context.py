@@ -37,16 +37,16 @@ class LayerKVCache:
         self.k = torch.zeros(*k[:-1], width, dtype=dtype, device=device)
         self.v = torch.zeros(*v[:-1], width, dtype=dtype, device=device)
 
-    def add(self, k: Tensor, v: Tensor, place: "ForwardContext") -> tuple[Tensor, Tensor]:
+    def add(self, k: Tensor, v: Tensor, context: "ForwardContext") -> tuple[Tensor, Tensor]:
         """Store (B, S, H_kv, D) of these tokens; keys and values that their queries see."""
-        at = place.cached
+        at = context.cache_positions
         if at is None:
-            return self.fill(k, v, place)
-        write_token(self.k, widen(k, self.k), at)
-        write_token(self.v, widen(v, self.v), at)
+            return self.prefill(k, v, context)
+        write_token(self.k, pad_head_dim(k, self.k), at)
+        write_token(self.v, pad_head_dim(v, self.v), at)
         return self.k, self.v
 
-    def fill(self, k: Tensor, v: Tensor, place: "ForwardContext") -> tuple[Tensor, Tensor]:
+    def prefill(self, k: Tensor, v: Tensor, context: "ForwardContext") -> tuple[Tensor, Tensor]:
         """Store the first tokens of all rows. Attention among these needs no slots, and is the faster."""
         length = k.shape[1]
         self.k[:, :length, :, : k.shape[-1]] = k
@@ -66,10 +66,10 @@ def write_token(slots: Tensor, x: Tensor, at: CachePositions) -> None:
         slots.flatten(0, 1).index_copy_(0, at.write_index, x[:, 0])
 
 
-def widen(x: Tensor, like: Tensor) -> Tensor:
+def pad_head_dim(x: Tensor, like: Tensor) -> Tensor:
     """Zeros behind the channels of a head, up to those of `like`."""
-    more = like.shape[-1] - x.shape[-1]
-    return F.pad(x, (0, more)) if more else x
+    missing = like.shape[-1] - x.shape[-1]
+    return F.pad(x, (0, missing)) if missing else x
 
 
 class LayerCache(Protocol):
@@ -88,7 +88,7 @@ class KVCache:
 
     def __init__(self, layers: Sequence[LayerCache], num_slots: int) -> None:
         self.layers, self.num_slots = layers, num_slots
-        self.used = 0  # slots that any row may have written
+        self.cache_length = 0  # slots that any row may have written
         self.tables: tuple[RopeTables, ...] = ()  # rotations of every slot, for passes of one token
         self.is_decoding = False  # the first pass is done
 
@@ -101,7 +101,7 @@ class KVCache:
         """Say that the first pass is done. `tables` turn each slot, (num_slots, 1, 1, pairs)."""
         self.tables, self.is_decoding = tables, True
 
-    def decode_place(self, positions: Tensor) -> "ForwardContext":
+    def decode_context(self, positions: Tensor) -> "ForwardContext":
         """What the layers share in a pass of one token a row at `positions` (B, 1)."""
         cached = CachePositions(positions, self.num_slots, self.num_visible(positions.device))
         index = positions[:, 0]
@@ -109,19 +109,19 @@ class KVCache:
             table._replace(cos=table.cos.index_select(0, index), sin=table.sin.index_select(0, index))
             for table in self.tables
         )
-        return ForwardContext(positions, None, None, rotations, length=1, cached=cached)
+        return ForwardContext(positions, None, None, rotations, row_length=1, cache_positions=cached)
 
     def num_visible(self, device: torch.device) -> int:
         """Slots to look at. Static ones grow by doubling, and one captured graph serves every token between."""
         if not has_static_shapes(device):
-            return self.used
-        return min(self.num_slots, max(MIN_VISIBLE, 1 << (self.used - 1).bit_length()))
+            return self.cache_length
+        return min(self.num_slots, max(MIN_VISIBLE, 1 << (self.cache_length - 1).bit_length()))
 
 
-class Rows:
+class SequenceSharding:
     """Which tokens of the rows of a pass are here: all of them."""
 
-    def keep(self, x: Tensor, value: int = 0) -> Tensor:
+    def local_tokens(self, x: Tensor, value: int = 0) -> Tensor:
         """What is here of (B, S, ...). Where there is nothing to keep, it is `value`."""
         return x
 
@@ -129,17 +129,17 @@ class Rows:
         """All (B, S, ...) of rows of this length, from what is here of them."""
         return x
 
-    def sum(self, x: Tensor) -> Tensor:
+    def all_reduce_sum(self, x: Tensor) -> Tensor:
         """The sum over all ranks that have tokens of these rows. A part's gradient is that of the sum: all of these
         ranks make the same of it, and it counts once."""
         return x
 
-    def stretches(self, length: int) -> tuple[range, ...] | None:
+    def local_ranges(self, length: int) -> tuple[range, ...] | None:
         """Which tokens of each row are here; None: all."""
         return None
 
 
-WHOLE = Rows()
+UNSHARDED = SequenceSharding()
 
 
 class SharedKV:
@@ -151,12 +151,12 @@ class SharedKV:
     def __init__(self) -> None:
         self.kv: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def lend(self, number: int, kv: tuple[Tensor, Tensor]) -> None:
+    def add(self, layer_index: int, kv: tuple[Tensor, Tensor]) -> None:
         """When a layer is run again for its gradients, those who took keep what they took."""
-        self.kv.setdefault(number, kv)
+        self.kv.setdefault(layer_index, kv)
 
-    def take(self, number: int) -> tuple[Tensor, Tensor]:
-        return self.kv[number]
+    def get(self, layer_index: int) -> tuple[Tensor, Tensor]:
+        return self.kv[layer_index]
 
 
 @dataclass
@@ -166,27 +166,33 @@ class ForwardContext:
     positions: Tensor  # (B, S) of the tokens that are here
     layout: SequenceLayout | None  # bounds of packed documents, in whole rows
     lengths: Tensor | None  # (B,) tokens of each row that are not padding behind it; None: all, or nobody asks
-    rotations: tuple[RopeTables, ...]  # one for each distinct Rope of the model
-    rows: Rows = WHOLE  # which tokens of each row are here
-    length: int = 0  # of whole rows
-    before: SharedPrefixKV | PrefixIndex | None = None  # what documents see before their own tokens
-    kv: SharedKV = field(default_factory=SharedKV)
-    prepared: SequenceLayout | None = None  # the layout, or one of whole rows, with all that is on a GPU for attention
-    cached: CachePositions | None = None  # where the tokens are in the caches, in passes of one token
+    rope_tables: tuple[RopeTables, ...]  # one for each distinct Rope of the model
+    cp_sharding: SequenceSharding = UNSHARDED  # which tokens of each row are here
+    row_length: int = 0  # of whole rows
+    prefix: SharedPrefixKV | PrefixIndex | None = None  # what documents see before their own tokens
+    shared_kv: SharedKV = field(default_factory=SharedKV)
+    prepared_layout: SequenceLayout | None = (
+        None  # the layout, or one of whole rows, with all that is on a GPU for attention
+    )
+    cache_positions: CachePositions | None = None  # where the tokens are in the caches, in passes of one token
 
     def gather(self, x: Tensor) -> Tensor:
         """(B, length, ...) of whole rows, from what is here."""
-        return self.rows.gather(x, self.length)
+        return self.cp_sharding.gather(x, self.row_length)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, rule: AttentionParams, sinks: Tensor | None = None) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams, sinks: Tensor | None = None) -> Tensor:
         """Queries of what is here on keys and values of whole rows, or of all that a cache has seen."""
-        if (stretches := self.rows.stretches(self.length)) is not None:
-            assert not isinstance(self.before, SharedPrefixKV)
-            return attention_sharded(q, k, v, rule, self.positions, stretches, sinks, self.before, self.layout)
-        if self.cached is not None:
-            return attend_decode(q, k, v, self.cached, rule, sinks)
-        assert not isinstance(self.before, PrefixIndex)
+        if (ranges := self.cp_sharding.local_ranges(self.row_length)) is not None:
+            assert not isinstance(self.prefix, SharedPrefixKV)
+            return attention_sharded(q, k, v, params, self.positions, ranges, sinks, self.prefix, self.layout)
+        if self.cache_positions is not None:
+            return attend_decode(q, k, v, self.cache_positions, params, sinks)
+        assert not isinstance(self.prefix, PrefixIndex)
         layout = self.layout
-        if layout is None and self.prepared is not None and attention_gpu.is_supported(q, rule.softcap is not None):
-            layout = self.prepared  # a compiled layer must not make it
-        return attention(q, k, v, rule, layout, sinks, self.before)  # there is nothing but what came now
+        if (
+            layout is None
+            and self.prepared_layout is not None
+            and attention_gpu.is_supported(q, params.softcap is not None)
+        ):
+            layout = self.prepared_layout  # a compiled layer must not make it
+        return attention(q, k, v, params, layout, sinks, self.prefix)  # there is nothing but what came now

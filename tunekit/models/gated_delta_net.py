@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tunekit.distributed.collectives import ALONE, NoParallel
+from tunekit.distributed.collectives import NO_PARALLEL, NoParallel
 from tunekit.distributed.sharding import copy_to_shard
 from tunekit.kernels.gated_delta_rule import gated_delta_rule, short_convolution
 from tunekit.kernels.sequence_layout import SequenceLayout
@@ -41,11 +41,11 @@ class DeltaProjections(NamedTuple):
 class GatedDeltaNet(InitMixin):
     """Projections, a short convolution, the gated delta rule, and a norm behind it under a gate (arXiv:2412.06464)."""
 
-    rotary = None  # the order of tokens is in the rule
-    turn: int | None = None
-    number, lends = 0, False  # of the layer; it has no keys to lend
-    prefixes = False  # a document has the state that it began with
-    way: NoParallel = ALONE  # of tokens into this layer and out of it, where ranks share others
+    rope_key = None  # the order of tokens is in the rule
+    rope_index: int | None = None
+    layer_index, shares_kv = 0, False  # of the layer; it has no keys to lend
+    supports_prefixes = False  # a document has the state that it began with
+    tp_region: NoParallel = NO_PARALLEL  # of tokens into this layer and out of it, where ranks share others
 
     def __init__(self, dim: int, spec: DeltaNet) -> None:
         super().__init__()
@@ -63,27 +63,27 @@ class GatedDeltaNet(InitMixin):
         self.norm = RMSNorm(spec.v_dim, spec.norm)
         self.out_proj = Linear(v, dim, bias=False)
 
-    def forward(self, x: Tensor, place: ForwardContext, cache: DeltaState | None = None) -> Tensor:
-        x = place.gather(self.way.enter(x, place.positions.shape))  # a state wants all that came before
-        parts = self.grouped(x) if self.spec.grouped else self.single(x)
-        decay = -self.A_log.float().exp() * F.softplus(parts.a.float() + self.dt_bias.float())
-        beta = parts.b.float().sigmoid()
+    def forward(self, x: Tensor, context: ForwardContext, cache: DeltaState | None = None) -> Tensor:
+        x = context.gather(self.tp_region.enter(x, context.positions.shape))  # a state wants all that came before
+        projections = self.project_grouped(x) if self.spec.grouped else self.project(x)
+        decay = -self.A_log.float().exp() * F.softplus(projections.a.float() + self.dt_bias.float())
+        beta = projections.b.float().sigmoid()
         if cache is not None:
-            step = self.cached if place.cached is None else self.decode
-            y = step(parts.qkv, decay, beta, place, cache)
+            step = self.prefill if context.cache_positions is None else self.decode
+            y = step(projections.qkv, decay, beta, context, cache)
         else:
             # What the rule makes between its steps takes eight times the room of what goes in.
-            args = parts.qkv, decay, beta, place.layout
-            y = checkpoint(self.mixed, *args, use_reentrant=False, preserve_rng_state=False)
-        y = self.norm(y).float() * F.silu(parts.z.float()).view_as(y)
-        return self.way.leave(place.rows.keep(self.out_proj(y.type_as(x).flatten(-2))))
+            args = projections.qkv, decay, beta, context.layout
+            y = checkpoint(self.mix, *args, use_reentrant=False, preserve_rng_state=False)
+        y = self.norm(y).float() * F.silu(projections.z.float()).view_as(y)
+        return self.tp_region.leave(context.cp_sharding.local_tokens(self.out_proj(y.type_as(x).flatten(-2))))
 
-    def single(self, x: Tensor) -> DeltaProjections:
+    def project(self, x: Tensor) -> DeltaProjections:
         return DeltaProjections(
             *shared_input_linears((self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a), x)
         )
 
-    def grouped(self, x: Tensor) -> DeltaProjections:
+    def project_grouped(self, x: Tensor) -> DeltaProjections:
         """From projections whose rows stand together by key heads: all that one of them needs, then the next."""
         s, repeat = self.spec, self.spec.v_heads // self.spec.k_heads
         sizes = [s.k_dim, s.k_dim, repeat * s.v_dim, repeat * s.v_dim]
@@ -95,45 +95,47 @@ class GatedDeltaNet(InitMixin):
             torch.cat([part.flatten(-2) for part in (q, k, v)], dim=-1), *(p.flatten(-2) for p in (z, b, a))
         )
 
-    def mixed(self, qkv: Tensor, decay: Tensor, beta: Tensor, layout: SequenceLayout | None) -> Tensor:
+    def mix(self, qkv: Tensor, decay: Tensor, beta: Tensor, layout: SequenceLayout | None) -> Tensor:
         """Answers (B, S, H, V) to whole rows, or to the documents in them."""
         qkv = short_convolution(qkv, self.conv1d.weight.squeeze(1), layout)
-        return gated_delta_rule(*self.heads(qkv), decay, beta, layout)[0]
+        return gated_delta_rule(*self.split_heads(qkv), decay, beta, layout)[0]
 
-    def cached(self, qkv: Tensor, decay: Tensor, beta: Tensor, place: ForwardContext, cache: DeltaState) -> Tensor:
+    def prefill(self, qkv: Tensor, decay: Tensor, beta: Tensor, context: ForwardContext, cache: DeltaState) -> Tensor:
         """The same for rows that go on. Padding neither fades a state nor writes to it, and is no tail."""
-        seen = torch.cat([cache.tail, qkv], dim=1)
+        inputs = torch.cat([cache.tail, qkv], dim=1)
         lengths = torch.full_like(qkv[:, 0, 0], qkv.shape[1], dtype=torch.long)
-        lengths = lengths if place.lengths is None else place.lengths
-        real = (torch.arange(qkv.shape[1], device=qkv.device) < lengths[:, None])[..., None]
+        lengths = lengths if context.lengths is None else context.lengths
+        is_token = (torch.arange(qkv.shape[1], device=qkv.device) < lengths[:, None])[..., None]
         mixed = short_convolution(qkv, self.conv1d.weight.squeeze(1), before=cache.tail)
-        y, cache.states = gated_delta_rule(*self.heads(mixed), decay * real, beta * real, state=cache.states)
+        y, cache.states = gated_delta_rule(
+            *self.split_heads(mixed), decay * is_token, beta * is_token, state=cache.states
+        )
         last = lengths[:, None] + torch.arange(cache.tail.shape[1], device=qkv.device)
-        cache.tail = seen.take_along_dim(last[..., None], dim=1)
+        cache.tail = inputs.take_along_dim(last[..., None], dim=1)
         return y
 
-    def decode(self, qkv: Tensor, decay: Tensor, beta: Tensor, place: ForwardContext, cache: DeltaState) -> Tensor:
+    def decode(self, qkv: Tensor, decay: Tensor, beta: Tensor, context: ForwardContext, cache: DeltaState) -> Tensor:
         """The same for one token of each row. States are updated in place: a captured graph knows their addresses."""
         mixed = short_convolution(qkv, self.conv1d.weight.squeeze(1), before=cache.tail)
-        y, states = gated_delta_rule(*self.heads(mixed), decay, beta, state=cache.states)
+        y, states = gated_delta_rule(*self.split_heads(mixed), decay, beta, state=cache.states)
         tail = torch.cat([cache.tail[:, 1:], qkv], dim=1)[:, : cache.tail.shape[1]]
         cache.states.copy_(states)
         cache.tail.copy_(tail)
         return y
 
-    def heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def split_heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values (B, S, heads, dim)."""
         q, k, v = qkv.split(self.widths, dim=-1)
         s = self.spec
         return q.unflatten(-1, (-1, s.k_dim)), k.unflatten(-1, (-1, s.k_dim)), v.unflatten(-1, (-1, s.v_dim))
 
-    def cache(self, batch: int, slots: int, dtype: torch.dtype, device: torch.device) -> DeltaState:
+    def make_cache(self, batch: int, slots: int, dtype: torch.dtype, device: torch.device) -> DeltaState:
         """Its size does not depend on `slots`."""
         s = self.spec
         tail = torch.zeros(batch, s.conv - 1, sum(self.widths), dtype=dtype, device=device)
         return DeltaState(tail, torch.zeros(batch, s.v_heads, s.k_dim, s.v_dim, device=device))
 
-    def reset(self, generator: torch.Generator, std: float) -> None:
+    def init_weights(self, generator: torch.Generator, std: float) -> None:
         """Decays that differ from head to head, as those of Mamba 2 do at first (arXiv:2405.21060)."""
         copy_to_shard(self.A_log, torch.empty(self.A_log.shape).uniform_(0.01, 16, generator=generator).log())
         nn.init.ones_(self.dt_bias)
@@ -146,5 +148,5 @@ class CausalConv1d(InitMixin):
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(channels, 1, width))
 
-    def reset(self, generator: torch.Generator, std: float) -> None:
+    def init_weights(self, generator: torch.Generator, std: float) -> None:
         copy_to_shard(self.weight, normal_init(self.weight.shape, std, generator))

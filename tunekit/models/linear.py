@@ -14,8 +14,10 @@ from tunekit.kernels.linear import linear
 from tunekit.models.weight_init import InitMixin, normal_init
 from tunekit.models.weight_map import Shape
 
-Get = Callable[[Tensor], Tensor]  # such as the whole of what a rank has a part of
-CAST = 2**25  # numbers of a weight that are cast at once where nothing is learnt: heads have up to 30 times as many
+Gather = Callable[[Tensor], Tensor]  # such as the whole of what a rank has a part of
+CAST_CHUNK_NUMEL = (
+    2**25
+)  # numbers of a weight that are cast at once where nothing is learnt: heads have up to 30 times as many
 
 
 def identity(tensor: Tensor) -> Tensor:
@@ -37,28 +39,28 @@ class Linear(nn.Linear, InitMixin):
     lora_B0: Tensor
     lora_magnitude_vector: nn.Parameter  # (out,)
     lora_scale: float
-    rows: MeshDim | None = None  # ranks that have the other outputs
-    columns: MeshDim | None = None  # ranks that have the other inputs: what each makes is a part of a sum
+    colwise_mesh: MeshDim | None = None  # ranks that have the other outputs
+    rowwise_mesh: MeshDim | None = None  # ranks that have the other inputs: what each makes is a part of a sum
 
-    def product(self, x: Tensor) -> Tensor:
+    def matmul(self, x: Tensor) -> Tensor:
         """x W^T + b: (..., in) to (..., out)."""
-        if self.weight.dtype == x.dtype or self.weight.numel() <= CAST or torch.is_grad_enabled():
-            return linear(x, self.weight, self.added)
-        parts = self.weight.split(max(1, CAST // self.in_features))
-        y = torch.cat([linear(x, part) for part in parts], dim=-1)
-        return y if self.added is None else y + self.added.to(x.dtype)
+        if self.weight.dtype == x.dtype or self.weight.numel() <= CAST_CHUNK_NUMEL or torch.is_grad_enabled():
+            return linear(x, self.weight, self.effective_bias)
+        chunks = self.weight.split(max(1, CAST_CHUNK_NUMEL // self.in_features))
+        y = torch.cat([linear(x, part) for part in chunks], dim=-1)
+        return y if self.effective_bias is None else y + self.effective_bias.to(x.dtype)
 
     @property
-    def added(self) -> Tensor | None:
+    def effective_bias(self) -> Tensor | None:
         """The bias, which is added to a sum once."""
-        return bias_on_first_rank(self.bias, self.columns)
+        return bias_on_first_rank(self.bias, self.rowwise_mesh)
 
     @property
-    def frozen(self) -> bool:
+    def is_frozen(self) -> bool:
         """Whether the weight is none that is trained."""
         return not self.weight.requires_grad
 
-    def back(self, grad: Tensor, into: Tensor | None = None) -> Tensor:
+    def matmul_backward(self, grad: Tensor, into: Tensor | None = None) -> Tensor:
         """grad W: (N, out) to (N, in), added to `into` if that is there."""
         weight = self.weight.to(grad.dtype)
         return grad @ weight if into is None else into.addmm_(grad, weight)
@@ -68,26 +70,26 @@ class Linear(nn.Linear, InitMixin):
         """That of the whole weight (out, in), whatever part of it is here."""
         return shard_slice(self.weight).shape
 
-    def dense(self, get: Get = identity) -> Tensor:
+    def dequantize(self, gather: Gather = identity) -> Tensor:
         """The weight (out, in) as numbers, of what `get` makes of all that it is kept in."""
-        return get(self.weight)
+        return gather(self.weight)
 
-    def fine(self, rows: int) -> Iterator[Tensor]:
+    def iter_fp32_rows(self, num_rows: int) -> Iterator[Tensor]:
         """The weight in fp32, so many rows at a time."""
-        return (part.float() for part in self.weight.split(rows))
+        return (part.float() for part in self.weight.split(num_rows))
 
-    def fill(self, weight: Tensor) -> None:
+    def load_weight(self, weight: Tensor) -> None:
         """Take a weight (out, in) as it stands in a checkpoint, and for good."""
         adopt_tensor(self.weight, weight)
 
-    def reset(self, generator: torch.Generator, std: float) -> None:
+    def init_weights(self, generator: torch.Generator, std: float) -> None:
         """A normal weight, no bias."""
-        self.fill(normal_init(self.shape, std, generator))
+        self.load_weight(normal_init(self.shape, std, generator))
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
     def forward(self, input: Tensor) -> Tensor:
-        return self.product(input) if self.update is None else self.update((self,), input)[0]
+        return self.matmul(input) if self.update is None else self.update((self,), input)[0]
 
 
 class GroupedLinear(InitMixin):
@@ -98,7 +100,7 @@ class GroupedLinear(InitMixin):
     lora_B: nn.Parameter  # (E, out, rank)
     lora_scale: float
     bias: nn.Parameter | None
-    columns: MeshDim | None = None  # ranks that have the other inputs
+    rowwise_mesh: MeshDim | None = None  # ranks that have the other inputs
 
     def __init__(self, experts: int, in_features: int, out_features: int, bias: bool = False) -> None:
         super().__init__()
@@ -106,41 +108,41 @@ class GroupedLinear(InitMixin):
         self.weight = nn.Parameter(torch.zeros(experts, out_features, in_features))
         self.register_parameter("bias", nn.Parameter(torch.zeros(experts, out_features)) if bias else None)
 
-    def product(self, x: Tensor, sizes: Tensor) -> Tensor:
+    def matmul(self, x: Tensor, sizes: Tensor) -> Tensor:
         """x W[e]^T + b[e] of rows (N, in) sorted by expert, of which each has `sizes` (E,): (N, out)."""
-        return grouped_mm(x, self.weight, sizes, self.added)
+        return grouped_mm(x, self.weight, sizes, self.effective_bias)
 
     @property
-    def added(self) -> Tensor | None:
+    def effective_bias(self) -> Tensor | None:
         """The biases, which are added to a sum once."""
-        return bias_on_first_rank(self.bias, self.columns)
+        return bias_on_first_rank(self.bias, self.rowwise_mesh)
 
     @property
     def shape(self) -> Shape:
         """That of the whole weight (E, out, in), whatever part of it is here."""
         return shard_slice(self.weight).shape
 
-    def dense(self, get: Get = identity) -> Tensor:
+    def dequantize(self, gather: Gather = identity) -> Tensor:
         """The weight (E, out, in) as numbers, of what `get` makes of all that it is kept in."""
-        return get(self.weight)
+        return gather(self.weight)
 
-    def fill(self, weight: Tensor) -> None:
+    def load_weight(self, weight: Tensor) -> None:
         """Take a weight (E, out, in) as it stands in a checkpoint, and for good."""
         adopt_tensor(self.weight, weight)
 
-    def reset(self, generator: torch.Generator, std: float) -> None:
+    def init_weights(self, generator: torch.Generator, std: float) -> None:
         """Normal weights, no biases."""
-        self.fill(normal_init(self.shape, std, generator))
+        self.load_weight(normal_init(self.shape, std, generator))
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor, sizes: Tensor) -> Tensor:
-        return self.product(x, sizes) if self.update is None else self.update((self,), x, sizes)[0]
+        return self.matmul(x, sizes) if self.update is None else self.update((self,), x, sizes)[0]
 
 
-def bias_on_first_rank(bias: Tensor | None, columns: MeshDim | None) -> Tensor | None:
+def bias_on_first_rank(bias: Tensor | None, rowwise_mesh: MeshDim | None) -> Tensor | None:
     """A bias for the first of the ranks that make a sum, zeros for the others."""
-    return bias if bias is None or columns is None or columns.index == 0 else bias * 0
+    return bias if bias is None or rowwise_mesh is None or rowwise_mesh.index == 0 else bias * 0
 
 
 def shared_input_linears(layers: Sequence[Linear] | Sequence[GroupedLinear], *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -165,26 +167,26 @@ class Embedding(nn.Embedding, InitMixin):
     lora_embedding_A: nn.Parameter  # (rank, ids)
     lora_embedding_B: nn.Parameter  # (dim, rank)
     lora_scale: float
-    share: VocabShard | None = None  # ids that are here: rows of others are zeros
+    vocab_shard: VocabShard | None = None  # ids that are here: rows of others are zeros
 
     def reset_parameters(self) -> None:
         """Nothing: weights are read, or drawn by `reset`. torch would draw them on no device, and for that load its
         compiler (1.8 s, 160 MB)."""
 
-    def product(self, tokens: Tensor) -> Tensor:
+    def embed(self, tokens: Tensor) -> Tensor:
         """(...) token ids to (..., dim)."""
-        return self.looked_up(tokens, self.weight)
+        return self.lookup(tokens, self.weight)
 
-    def looked_up(self, tokens: Tensor, table: Tensor) -> Tensor:
+    def lookup(self, tokens: Tensor, table: Tensor) -> Tensor:
         """Rows of a table (ids, ...) that has one for each id."""
-        if self.share is None:
+        if self.vocab_shard is None:
             return F.embedding(tokens, table)
-        at = tokens - self.share.start
-        here = (at >= 0) & (at < len(table))
-        return F.embedding(at.where(here, 0), table).masked_fill(~here[..., None], 0)
+        index = tokens - self.vocab_shard.start
+        is_local = (index >= 0) & (index < len(table))
+        return F.embedding(index.where(is_local, 0), table).masked_fill(~is_local[..., None], 0)
 
-    def reset(self, generator: torch.Generator, std: float) -> None:
+    def init_weights(self, generator: torch.Generator, std: float) -> None:
         copy_to_shard(self.weight, normal_init(shard_slice(self.weight).shape, std, generator))
 
     def forward(self, input: Tensor) -> Tensor:
-        return self.product(input) if self.update is None else self.update(self, input)
+        return self.embed(input) if self.update is None else self.update(self, input)

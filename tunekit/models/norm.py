@@ -19,9 +19,9 @@ class RMSNorm(InitMixin):
         self.register_parameter("weight", nn.Parameter(torch.ones(dim)) if spec.weight else None)
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.spec.eps, self.spec.offset, self.spec.late)
+        return rms_norm(x, self.weight, self.spec.eps, self.spec.offset, self.spec.scale_in_fp32)
 
-    def reset(self, generator: torch.Generator, std: float) -> None:
+    def init_weights(self, generator: torch.Generator, std: float) -> None:
         """A fresh norm changes no scale."""
         if self.weight is not None:
             nn.init.constant_(self.weight, 1 - self.spec.offset)

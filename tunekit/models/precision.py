@@ -34,15 +34,15 @@ class PrecisionConfig:
         if self.compute_dtype == "tf32":
             torch.set_float32_matmul_precision("high")
 
-    def apply(self, model: Decoder, stored: Mapping[str, torch.dtype], device: torch.device) -> None:
+    def apply(self, model: Decoder, checkpoint_dtypes: Mapping[str, torch.dtype], device: torch.device) -> None:
         """Set the dtypes of a model that holds no numbers yet; `stored` are those of the checkpoint, by our names."""
         best = torch.bfloat16 if devices.has_fast_bf16(device) else torch.float32
-        model.compute = DTYPES.get(self.compute_dtype, best)
+        model.compute_dtype = DTYPES.get(self.compute_dtype, best)
         # They are small, decide much, and are often stored finer than all else.
         routers = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, Router))
         for name, parameter in model.named_parameters():
             if not parameter.dtype.is_floating_point:
                 continue
             frozen = None if name.startswith(routers) else DTYPES.get(self.frozen_dtype)
-            kept = frozen or stored.get(name, torch.float32)
-            parameter.data = parameter.data.to(DTYPES[self.master_dtype] if parameter.requires_grad else kept)
+            dtype = frozen or checkpoint_dtypes.get(name, torch.float32)
+            parameter.data = parameter.data.to(DTYPES[self.master_dtype] if parameter.requires_grad else dtype)

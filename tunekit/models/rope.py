@@ -31,15 +31,15 @@ def scaled_inv_freq(rope: Rope, head_dim: int) -> tuple[Tensor, float]:
             smooth = (s.context * freq / (2 * math.pi) - s.low) / (s.high - s.low)
             return torch.lerp(freq / s.factor, freq, smooth.clamp(0, 1)), 1.0
         case YarnScaling() as s:
-            return yarn(s, rope.theta, rope.dims or head_dim, freq), s.amplitude
+            return yarn(s, rope.theta, rope.dims or head_dim, freq), s.attention_factor
         case LongRopeScaling() as s:
-            return freq / torch.tensor([s.short, s.long]), s.amplitude
+            return freq / torch.tensor([s.short, s.long]), s.attention_factor
 
 
 def yarn(s: YarnScaling, theta: float, dims: int, freq: Tensor) -> Tensor:
     """Channels that turn more than `fast` times in the context keep their speed, those below `slow` are stretched."""
-    turns = [dims * math.log(s.context / (n * 2 * math.pi)) / (2 * math.log(theta)) for n in (s.fast, s.slow)]
-    low, high = (math.floor(turns[0]), math.ceil(turns[1])) if s.truncate else turns
+    bounds = [dims * math.log(s.context / (n * 2 * math.pi)) / (2 * math.log(theta)) for n in (s.fast, s.slow)]
+    low, high = (math.floor(bounds[0]), math.ceil(bounds[1])) if s.truncate else bounds
     low, high = max(low, 0), min(high, dims - 1)
     ramp = ((torch.arange(dims // 2) - low) / max(high - low, 1e-3)).clamp(0, 1)
     return torch.lerp(freq, freq / s.factor, ramp)
@@ -62,15 +62,15 @@ def rope_tables(
 ) -> RopeTables:
     """Rotation of every position (B, S). `layout` bounds packed documents, `lengths` (B,) padded ones."""
     freq = FREQUENCIES(rope, head_dim, device=positions.device)
-    amplitude = rope.scaling.amplitude if isinstance(rope.scaling, LongRopeScaling | YarnScaling) else 1.0
+    amplitude = rope.scaling.attention_factor if isinstance(rope.scaling, LongRopeScaling | YarnScaling) else 1.0
     if isinstance(rope.scaling, LongRopeScaling):
-        freq = freq[(reach(positions, layout, lengths) > rope.scaling.context).long()]
+        freq = freq[(document_lengths(positions, layout, lengths) > rope.scaling.context).long()]
     angle = positions[..., None].float() * freq
-    cos, sin = (turn(angle)[:, :, None] * amplitude for turn in (torch.cos, torch.sin))
-    return RopeTables(cos, sin, rope.paired, rope.keep_paired)
+    cos, sin = (fn(angle)[:, :, None] * amplitude for fn in (torch.cos, torch.sin))
+    return RopeTables(cos, sin, rope.interleaved, rope.interleaved_output)
 
 
-def reach(positions: Tensor, layout: SequenceLayout | None, lengths: Tensor | None) -> Tensor:
+def document_lengths(positions: Tensor, layout: SequenceLayout | None, lengths: Tensor | None) -> Tensor:
     """How many tokens the document of each token has, (B, S) or (B, 1)."""
     if layout is not None:
         return layout.token_lengths(positions.device).view(positions.shape)

@@ -13,8 +13,8 @@ class Norm:
     eps: float = 1e-6
     offset: float = 0.0  # Gemma and Qwen3.5 store weight - 1
     weight: bool = True  # False: nothing is learnt
-    late: bool = False  # the weight multiplies in fp32, before the cast to the dtype of the activations
-    across_heads: bool = False  # OLMo: one norm over all heads of q and of k, not one per head
+    scale_in_fp32: bool = False  # the weight multiplies in fp32, before the cast to the dtype of the activations
+    over_all_heads: bool = False  # OLMo: one norm over all heads of q and of k, not one per head
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class YarnScaling:
     fast: float = 32.0
     slow: float = 1.0
     truncate: bool = True
-    amplitude: float = 1.0
+    attention_factor: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class LongRopeScaling:
     short: tuple[float, ...]
     long: tuple[float, ...]
     context: int
-    amplitude: float
+    attention_factor: float
 
 
 Scaling = LinearScaling | Llama3Scaling | YarnScaling | LongRopeScaling
@@ -66,8 +66,8 @@ class Rope:
     theta: float = 10_000.0
     dims: int | None = None  # rotated channels of a head; None: all
     scaling: Scaling | None = None
-    paired: bool = False  # rotate channels (0, 1), (2, 3) .. and not (0, d/2), (1, d/2 + 1) ..
-    keep_paired: bool = True  # False: paired channels come out as halves, as DeepSeek writes them
+    interleaved: bool = False  # rotate channels (0, 1), (2, 3) .. and not (0, d/2), (1, d/2 + 1) ..
+    interleaved_output: bool = True  # False: paired channels come out as halves, as DeepSeek writes them
     pad: bool = False  # Gemma 4: frequencies of the whole head, zero beyond `dims`
 
 
@@ -76,7 +76,7 @@ class AttnTemperatureTuning:
     """Llama 4 and Ministral 3: queries grow with the log of their position."""
 
     beta: float
-    every: float
+    floor_scale: float
     shift: float = 0.0
 
 
@@ -98,10 +98,10 @@ class Attention:
     scale: float | None = None  # on the scores; None: head_dim ** -0.5
     softcap: float | None = None  # scores are kept within this by tanh
     sinks: bool = False  # a learnt score of each head that takes probability and gives nothing
-    gated: bool = False  # q_proj also makes a sigmoid gate on what comes out
-    tuning: AttnTemperatureTuning | None = None
-    k_is_v: bool = False  # the values are the keys, before norm and rotation
-    kv_from: int | None = None  # the number of an earlier layer, whose keys and values are taken
+    output_gate: bool = False  # q_proj also makes a sigmoid gate on what comes out
+    temperature_tuning: AttnTemperatureTuning | None = None
+    attention_k_eq_v: bool = False  # the values are the keys, before norm and rotation
+    kv_shared_layer: int | None = None  # the number of an earlier layer, whose keys and values are taken
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +137,7 @@ class DeltaNet:
 class MLP:
     """Gated feed-forward layer: down(act(gate(x)) * up(x))."""
 
-    hidden: int
+    intermediate_size: int
     act: Act = "silu"
     bias: bool = False
 
@@ -148,18 +148,20 @@ class MoE:
 
     experts: int
     top_k: int
-    hidden: int
+    intermediate_size: int
     act: Act = "silu"
-    score: Literal["softmax", "sigmoid", "top_softmax", "top_sigmoid"] = "softmax"  # top_: of the chosen ones alone
-    normalize: bool = True  # the weights of the chosen ones add up to 1
+    scoring_func: Literal["softmax", "sigmoid", "top_softmax", "top_sigmoid"] = (
+        "softmax"  # top_: of the chosen ones alone
+    )
+    norm_topk_prob: bool = True  # the weights of the chosen ones add up to 1
     scale: float = 1.0
     groups: tuple[int, int] | None = None  # experts stand in so many groups, of which so many may be chosen from
     selection_bias: bool = False  # a correction that counts in the choice and not in the weights
     router_bias: bool = False
-    precise: bool = False  # the router multiplies in fp32, and weights of experts stay in it
+    router_in_fp32: bool = False  # the router multiplies in fp32, and weights of experts stay in it
     bias: bool = False
-    weigh_input: bool = False  # the weight multiplies what goes into an expert, not what comes out
-    shared: int = 0  # hidden width of the shared expert; 0: none
+    apply_router_weight_on_input: bool = False  # the weight multiplies what goes into an expert, not what comes out
+    shared_intermediate_size: int = 0  # hidden width of the shared expert; 0: none
     shared_gate: bool = False
     router_norm: Norm | None = None  # Gemma 4 norms and scales what the router sees
 
@@ -202,9 +204,9 @@ class ScoreHead:
     """A head that scores, in place of the vocabulary's: a document by its last token, or each token."""
 
     labels: int
-    each: bool = False  # every token is scored
+    per_token: bool = False  # every token is scored
     bias: bool = False
-    pad: int | None = None  # the last token that is another one is what scores a document
+    pad_token_id: int | None = None  # the last token that is another one is what scores a document
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,8 +217,8 @@ class DecoderSpec:
     dim: int
     layers: tuple[Layer, ...]
     norm: Norm = Norm()
-    tied: bool = False  # the head is the embedding
-    std: float = 0.02
+    tie_word_embeddings: bool = False  # the head is the embedding
+    initializer_range: float = 0.02
     context: int = 2048
     embed_scale: float = 1.0
     residual_scale: float = 1.0
@@ -230,6 +232,6 @@ class DecoderSpec:
         """What the head makes of a token: a logit for each id of the vocabulary, or its scores."""
         return self.vocab if self.score is None else self.score.labels
 
-    def scoring(self, score: ScoreHead) -> "DecoderSpec":
+    def with_score_head(self, score: ScoreHead) -> "DecoderSpec":
         """The same decoder with a head that scores, of which nothing is scaled, capped or shared."""
         return replace(self, score=score, tied=False, logit_scale=1.0, logit_softcap=None)

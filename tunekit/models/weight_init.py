@@ -10,13 +10,13 @@ from torch import Tensor, nn
 if TYPE_CHECKING:  # the decoder is built of modules that know this file
     from tunekit.models.decoder import Decoder
 
-RESIDUAL = ("o_proj", "out_proj", "down_proj")  # what writes into the residual stream
+RESIDUAL_OUTPUTS = ("o_proj", "out_proj", "down_proj")  # what writes into the residual stream
 
 
 class InitMixin(nn.Module):
     """A module that owns parameters and knows what they are in a model that has learnt nothing."""
 
-    def reset(self, generator: torch.Generator, std: float) -> None:
+    def init_weights(self, generator: torch.Generator, std: float) -> None:
         """Fill the parameters of this very module; `std` is the spread of a weight here."""
         raise NotImplementedError
 
@@ -34,7 +34,9 @@ def normal_init(shape: tuple[int, ...], std: float, generator: torch.Generator) 
 def init_weights(model: "Decoder", seed: int) -> None:
     """Normal weights of the spec's spread; what writes into the residual stream is smaller in deeper models."""
     spec = model.spec
-    residual = spec.std / math.sqrt(2 * len(spec.layers))
+    residual = spec.initializer_range / math.sqrt(2 * len(spec.layers))
     for name, module in model.named_modules():
-        if isinstance(module, InitMixin) and not (name == "head" and spec.tied):
-            module.reset(named_generator(seed, name), residual if name.endswith(RESIDUAL) else spec.std)
+        if isinstance(module, InitMixin) and not (name == "head" and spec.tie_word_embeddings):
+            module.init_weights(
+                named_generator(seed, name), residual if name.endswith(RESIDUAL_OUTPUTS) else spec.initializer_range
+            )

@@ -61,17 +61,17 @@ class Fused(Identity):
     transposed: bool = False
 
     def load(self, tensors: list[Tensor], shapes: list[Shape]) -> list[Tensor]:
-        whole = tensors[0].mT if self.transposed else tensors[0]
+        fused = tensors[0].mT if self.transposed else tensors[0]
         if self.interleaved:
-            return list(whole.unflatten(self.dim, (-1, len(shapes))).unbind(self.dim + 1))
-        return list(whole.split([shape[self.dim] for shape in shapes], dim=self.dim))
+            return list(fused.unflatten(self.dim, (-1, len(shapes))).unbind(self.dim + 1))
+        return list(fused.split([shape[self.dim] for shape in shapes], dim=self.dim))
 
     def save(self, tensors: list[Tensor]) -> list[Tensor]:
         if self.interleaved:
-            whole = torch.stack(tensors, self.dim + 1).flatten(self.dim, self.dim + 1)
+            fused = torch.stack(tensors, self.dim + 1).flatten(self.dim, self.dim + 1)
         else:
-            whole = torch.cat(tensors, self.dim)
-        return [whole.mT if self.transposed else whole]
+            fused = torch.cat(tensors, self.dim)
+        return [fused.mT if self.transposed else fused]
 
 
 @dataclass(frozen=True)
@@ -98,24 +98,24 @@ class KeyRule:
 class KeyMatch:
     """The row that a name belongs to, and what the name says beyond it."""
 
-    row: KeyRule
+    rule: KeyRule
     index: tuple[str, ...]  # numbers of layers
     tail: str  # ".weight", ".lora_A.weight", or nothing for a module
-    part: int  # which of the row's names on its side it is
+    position: int  # which of the row's names on its side it is
     expert: int | None = None
 
     @property
     def ours(self) -> tuple[str, ...]:
         """All our names of the row."""
-        return self.names(self.row.ours)
+        return self.names(self.rule.ours)
 
     @property
     def hub(self) -> tuple[str, ...]:
         """All the Hub's names of the row; `*` stands for the number of an expert."""
-        return self.names(self.row.hub)
+        return self.names(self.rule.hub)
 
     def names(self, side: str | tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(name.format(*self.index) + self.tail for name in sides(side))
+        return tuple(name.format(*self.index) + self.tail for name in as_tuple(side))
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class KeyMapping:
         return [tuple(t.shape) for t in self.op.save([torch.empty(shapes[name], device="meta") for name in self.ours])]
 
 
-def sides(side: str | tuple[str, ...]) -> tuple[str, ...]:
+def as_tuple(side: str | tuple[str, ...]) -> tuple[str, ...]:
     return (side,) if isinstance(side, str) else side
 
 
@@ -146,13 +146,13 @@ def pattern(name: str) -> re.Pattern[str]:
     return re.compile(text + r"(?P<tail>(?:\..+)?)")
 
 
-def match_rule(name: str, row: KeyRule, side: str | tuple[str, ...]) -> KeyMatch | None:
-    for part, candidate in enumerate(sides(side)):
-        if found := pattern(candidate).fullmatch(name):
-            named = found.groupdict()
-            index = tuple(g for i, g in enumerate(found.groups(), 1) if i not in found.re.groupindex.values())
-            expert = named.get("expert")
-            return KeyMatch(row, index, named["tail"], part, None if expert is None else int(expert))
+def match_rule(name: str, rule: KeyRule, side: str | tuple[str, ...]) -> KeyMatch | None:
+    for position, candidate in enumerate(as_tuple(side)):
+        if match := pattern(candidate).fullmatch(name):
+            groups = match.groupdict()
+            index = tuple(g for i, g in enumerate(match.groups(), 1) if i not in match.re.groupindex.values())
+            expert = groups.get("expert")
+            return KeyMatch(rule, index, groups["tail"], position, None if expert is None else int(expert))
     return None
 
 
@@ -188,7 +188,7 @@ def load_mappings(names: Iterable[str], table: tuple[KeyRule, ...]) -> tuple[lis
         if match is None:
             unknown.append(name)
         else:
-            groups.setdefault((match.row, match.index, match.tail), []).append(match)
+            groups.setdefault((match.rule, match.index, match.tail), []).append(match)
     return [join_mappings(group) for group in groups.values()], unknown
 
 
@@ -198,16 +198,16 @@ def join_mappings(group: list[KeyMatch]) -> KeyMapping:
     It has as many experts as there are different numbers: where one is left out, a smaller one is missing.
     """
     first, experts = group[0], len({match.expert for match in group})
-    return KeyMapping(first.ours, expand_experts(first.hub, experts), first.row.op)
+    return KeyMapping(first.ours, expand_experts(first.hub, experts), first.rule.op)
 
 
 def save_mappings(shapes: Mapping[str, Shape], table: tuple[KeyRule, ...]) -> list[KeyMapping]:
     """How our tensors go out where no checkpoint says it: by the first row of each."""
-    moves: dict[KeyMapping, None] = {}
+    mappings: dict[KeyMapping, None] = {}
     for name, shape in shapes.items():
         match = match_name(name, table)
-        moves[KeyMapping(match.ours, expand_experts(match.hub, shape[0] if shape else 0), match.row.op)] = None
-    return list(moves)
+        mappings[KeyMapping(match.ours, expand_experts(match.hub, shape[0] if shape else 0), match.rule.op)] = None
+    return list(mappings)
 
 
 def to_hub_name(name: str, table: tuple[KeyRule, ...]) -> str:
@@ -218,7 +218,7 @@ def to_hub_name(name: str, table: tuple[KeyRule, ...]) -> str:
 def with_prefix(prefix: str, table: tuple[KeyRule, ...]) -> tuple[KeyRule, ...]:
     """A table whose `model.` is `prefix` instead: where the text model is a part of a larger one."""
 
-    def moved(name: str) -> str:
+    def replace_prefix(name: str) -> str:
         return prefix + name.removeprefix("model.") if name.startswith("model.") else name
 
-    return tuple(KeyRule(row.ours, tuple(map(moved, sides(row.hub))), row.op) for row in table)
+    return tuple(KeyRule(row.ours, tuple(map(replace_prefix, as_tuple(row.hub))), row.op) for row in table)

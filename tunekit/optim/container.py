@@ -117,7 +117,7 @@ class Muon(PerParamOptimizer):
                     made[rank].copy_(orthogonal(matrix))
             for rank, weight in enumerate(some):
                 dist.broadcast(made[rank], rank)
-                self.turn(weight, group, shard_slice(weight).of(made[rank], to_local(weight).shape))
+                self.turn(weight, group, shard_slice(weight).slice_local(made[rank], to_local(weight).shape))
 
     def ahead(self, weight: Tensor, group: dict[str, Any]) -> Tensor:
         """The gradient with momentum, one step on (Nesterov)."""

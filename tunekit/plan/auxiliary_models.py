@@ -54,7 +54,7 @@ class AuxiliaryModel:
     def looked_at(self, sizes: ParallelDims, step: ProbeStep) -> AuxiliaryModelMemory:
         net = build.build_meta_model(self.source, self.quantization, self.adapter)
         parallelize_fake(net, sizes)
-        stored = self.source.dtypes if self.source.has_weights else dict.fromkeys(net.shapes, self.source.usual_dtype)
+        stored = self.source.dtypes if self.source.has_weights else dict.fromkeys(net.shapes, self.source.default_dtype)
         self.precision.apply(net.requires_grad_(False), stored, CPU)
         layers = [list(param_sizes(layer, {})) for layer in net.layers]
         inner = {id(p) for layer in net.layers for p in layer.parameters()}

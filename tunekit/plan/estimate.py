@@ -70,7 +70,7 @@ def estimate(task: Workload, machine: ClusterSpec) -> Estimate:
 
 def resolve_dims(task: Workload, machine: ClusterSpec) -> ParallelDims:
     """How ranks share; UserError where they cannot."""
-    sizes = task.parallel.sizes(machine.devices)
+    sizes = task.parallel.resolve_dims(machine.devices)
     task.parallel.check("cpu" if machine.kind is None else "cuda", machine.devices)
     task.memory.check_num_micro_batches(task.rows(sizes), task.micro_batch_size)
     return sizes

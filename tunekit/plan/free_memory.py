@@ -74,8 +74,8 @@ def check(cfg: Any, run: DistributedContext) -> None:
     """Log the free memory of the fullest GPU of a run, and what the config needs. Does nothing on a CPU."""
     gpu = read_free_memory(run)
     if gpu is not None:
-        fullest = min(run.gather(gpu), key=lambda gpu: gpu.free)
-        run.tell(run.shared(partial(planned, cfg, run, fullest)))
+        fullest = min(run.all_gather_objects(gpu), key=lambda gpu: gpu.free)
+        run.log(run.run_on_main(partial(planned, cfg, run, fullest)))
 
 
 def read_free_memory(run: DistributedContext) -> Free | None:
@@ -103,14 +103,14 @@ def count_reclaimable(free: int, total: int, available: int | None) -> int:
 
 def name_gpu(device: torch.device, run: DistributedContext, variable: str) -> str:
     """The index of a GPU among those that this process sees, and how they were selected."""
-    name = f"GPU {device.index}" if run.size == 1 else f"GPU {device.index} of rank {run.rank}"
+    name = f"GPU {device.index}" if run.world_size == 1 else f"GPU {device.index} of rank {run.rank}"
     return f"{name} ({variable}={os.environ[variable]})" if os.environ.get(variable) else name
 
 
 def planned(cfg: Any, run: DistributedContext, gpu: Free) -> str:
     """`compare` with the plan of a config, as far as it can be planned."""
     try:
-        machine = oom_report.current_hardware(run.device, run.size, run.hosts)
+        machine = oom_report.current_hardware(run.device, run.world_size, run.num_nodes)
         need = needed(estimate.estimate(make_workload(cfg, machine), machine))
     except (UserError, RuntimeError, LookupError, TypeError, ValueError):  # the line is for information only
         need = None

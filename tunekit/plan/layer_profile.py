@@ -6,7 +6,6 @@ So whatever the layers, an adapter, a format, recompute or an optimizer keep is 
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
@@ -17,10 +16,9 @@ from tunekit.adapters.config import NoAdapter
 from tunekit.data.dataloader.batch import Batch
 from tunekit.distributed.context import DistributedContext
 from tunekit.kernels import fake_mode
-from tunekit.memory.config import MemoryConfig
+from tunekit.memory.config import MemoryConfig, TrainOptimizer
 from tunekit.models.decoder import Block, Decoder
 from tunekit.models.moe import Experts
-from tunekit.optim.train_optimizer import TrainOptimizer
 from tunekit.plan.memory_tracker import MemoryTracker
 from tunekit.plan.operations import Operations
 
@@ -102,8 +100,8 @@ def profile_step(net: Decoder, step: ProbeStep) -> StepProfile:
         net.layers = cast("Iterable[Block]", nn.ModuleList([every[i] for i in chosen]))
         embody(net)
         step.memory.apply(net, CPU)
-        optimizer = step.optimizer.build(step.adapter.trained(net), (p for m in net.layers for p in m.parameters()))
-        update = partial(take_step, step.memory.wrap_optimizer(optimizer, DistributedContext.alone()), step.clip)
+        optimizer = step.optimizer.build(step.adapter.param_groups(net), (p for m in net.layers for p in m.parameters()))
+        update = partial(take_step, step.memory.wrap_optimizer(optimizer, DistributedContext.single_process()), step.clip)
         with MemoryTracker(step.flash) as live:
             live.see([*net.parameters(), *net.buffers()])
             first, later, moved = taken(ForwardWalk(net, live), step, update)
@@ -127,16 +125,7 @@ def inference_memory(net: Decoder, step: ProbeStep) -> int:
             return live.most - before
 
 
-def take_step(optimizer: TrainOptimizer, max_grad_norm: float) -> None:
-    """The optimizer's part of a training step, as in the recipes."""
-    optimizer.clip_grad_norm(max_grad_norm)
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def taken(
-    walk: "ForwardWalk", step: ProbeStep, update: Callable[[], None]
-) -> tuple[LayerPass, LayerPass, MemoryInterval]:
+def taken(walk: "ForwardWalk", step: ProbeStep, update: TrainOptimizer) -> tuple[LayerPass, LayerPass, MemoryInterval]:
     """A step whose optimizer has its state: micro-batches without and with gradients, and the update."""
     walk.run(step._replace(rows=1, length=min(step.length, SHORT)))
     update()
@@ -152,7 +141,7 @@ def sorts(net: Decoder) -> tuple[tuple[int, ...], list[int]]:
     found: dict[Any, list[int]] = {}
     for i, (layer, spec) in enumerate(zip(net.layers, net.spec.layers, strict=True)):
         held = tuple((name, p.shape, p.dtype, p.requires_grad) for name, p in layer.named_parameters())
-        found.setdefault((spec, i == 0, layer.attn.lends, held), []).append(i)
+        found.setdefault((spec, i == 0, layer.attn.shares_kv, held), []).append(i)
     # A layer that takes keys of another wants it before itself; lenders are few.
     chosen = sorted(members[0] for members in found.values())
     place = {i: chosen.index(members[0]) for members in found.values() for i in members}
@@ -219,7 +208,7 @@ class ForwardWalk:
         """Bytes of a sum that torch makes in place of a gradient of real numbers, but not of shapes alone: of the two
         gradients of an embedding that is the head."""
         weight = self.net.embed.weight
-        return weight.nbytes if self.net.spec.tied and weight.requires_grad else 0
+        return weight.nbytes if self.net.spec.tie_word_embeddings and weight.requires_grad else 0
 
     def begin(self) -> None:
         """A stretch begins here."""

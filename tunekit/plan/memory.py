@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from tunekit.distributed.fsdp import FEW
+from tunekit.distributed.fsdp import MAX_UNREDUCED_FRACTION
 from tunekit.distributed.parallel_dims import ParallelDims
 from tunekit.kernels.cross_entropy import MULTIPLE, ROOM
 from tunekit.plan import onednn_cache
@@ -96,7 +96,7 @@ class RankMemoryModel:
 
     @property
     def ranks(self) -> int:
-        return self.sizes.sharded
+        return self.sizes.fsdp_size
 
     @property
     def units(self) -> list[Sequence[ParamSize]]:
@@ -161,7 +161,7 @@ class RankMemoryModel:
     @property
     def flows(self) -> bool:
         """Whether weights are gathered, and gradients scattered."""
-        return self.sizes.averaged > 1
+        return self.sizes.grad_avg_size > 1
 
     @property
     def hosted(self) -> bool:
@@ -197,14 +197,14 @@ class RankMemoryModel:
     def waits(self) -> bool:
         """Whether whole gradients wait for the last pass of a step, as distributed/fsdp.py decides it."""
         trained = self.over_all(lambda weight: weight.bytes * weight.trained)
-        return trained <= FEW * self.over_all(lambda weight: weight.bytes) / self.ranks
+        return trained <= MAX_UNREDUCED_FRACTION * self.over_all(lambda weight: weight.bytes) / self.ranks
 
 
 def build_memory_model(task: Workload, sizes: ParallelDims) -> RankMemoryModel:
     """The books of one rank, its layers measured."""
     step = profile_workload(task, sizes)
     travels = step
-    if sizes.averaged > 1 and task.parallel.all_gather_dtype == "compute":
+    if sizes.grad_avg_size > 1 and task.parallel.all_gather_dtype == "compute":
         travels = profile_workload(task, sizes, travels=True)
     return RankMemoryModel(task, sizes, step, travels)
 
@@ -261,7 +261,7 @@ def loading(books: RankMemoryModel, ledger: MemoryTimeline) -> None:
     every = [weight for unit in books.units for weight in unit]
     widest = max(weight.bytes for weight in every)
     state = ledger.now.pop("optimizer")
-    packed = 8 if books.task.quantization.exact else 1  # fp32 in place of half a byte
+    packed = 8 if books.task.quantization.keeps_prequantized else 1  # fp32 in place of half a byte
     ledger.see("load", "reading the largest tensor", "other", widest * packed)
     ledger.now["optimizer"] = state
 
@@ -358,7 +358,7 @@ def packed(task: Workload, books: RankMemoryModel, kind: int, machine: ClusterSp
     """A GPU writes a weight of four bits down as numbers before it multiplies."""
     if machine.kind is None:
         return 0
-    found = [weight.bytes for weight in books.step.layers[kind] if weight.name.endswith(".packed")]
+    found = [weight.bytes for weight in books.step.layers[kind] if weight.name.endswith(".quantized_weight")]
     return 2 * max(found, default=0) * task.compute.itemsize
 
 

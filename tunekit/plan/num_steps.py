@@ -33,15 +33,15 @@ def count_steps(cfg: Any) -> StepCount | None:
     said = vars(cfg)
     if said.get("max_steps") is not None:
         return StepCount(said["max_steps"])
-    mix = MixtureBase.of(said["data"])
+    mix = MixtureBase.from_config(said["data"])
     try:
-        tables = [opened(rows) for rows in mix.sources]
+        tables = [opened(rows) for rows in mix.dataset_configs]
     except (UserError, OSError):  # what is wrong with them is told where they are prepared
         return None
     counts = [table.count for table in tables if table is not None and table.count is not None]
     if len(counts) < len(tables):
         return None
-    taken = mix.counts(counts)
+    taken = mix.rows_per_epoch(counts)
     rows = sum(taken)
     if mix.capacity is not None:
         shares = [n * sampled(table, mix.max_length) for n, table in zip(taken, filter(None, tables), strict=True)]

@@ -53,7 +53,7 @@ class ProxyDistillLoss:
 
     def __call__(self, model: Decoder, batch: Batch) -> Tensor:
         head = teacher(model)
-        count = model.rows.keep(batch.tokens).numel()
+        count = model.cp_sharding.local_tokens(batch.tokens).numel()
         return self.loss(model, batch, FullTargets(head.weight.new_empty(count, model.spec.dim), head))[0]
 
 
@@ -61,9 +61,9 @@ def teacher(model: Decoder) -> Head:
     """A head like the student's, in the dtype of its products: made once, so that no step seems to make it."""
     if model not in HEADS:
         HEADS[model] = head = Head(replace(model.spec, dim=1))
-        dtype = model.compute or model.embed.weight.dtype
+        dtype = model.compute_dtype or model.embed.weight.dtype
         head.weight = nn.Parameter(torch.empty(model.head.weight.shape, dtype=dtype), requires_grad=False)
-        head.share = model.head.share
+        head.vocab_shard = model.head.vocab_shard
     return HEADS[model]
 
 

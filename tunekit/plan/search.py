@@ -108,7 +108,7 @@ def sharings(now: Estimate, tensor: int, hosted: bool) -> Iterator[ParallelConfi
     gathers = (parallel.all_gather_dtype,) if exact else ("param", "compute")
     for copies in (n for n in range(1, rest + 1) if not more and rest % n == 0):
         shared = replace(parallel, dp_replicate=copies, dp_shard=None, tp=tensor, cpu_offload=hosted)
-        if shared.sizes(devices) == now.sizes:
+        if shared.resolve_dims(devices) == now.sizes:
             shared = replace(parallel, cpu_offload=hosted)
         for gather, reshard in product(gathers, (True, False)):
             yield replace(shared, all_gather_dtype=gather, reshard_after_forward=reshard)
@@ -144,16 +144,16 @@ def sized(task: Workload, now: Estimate) -> Iterator[tuple[float, Workload]]:
 
 def whole(task: Workload, now: Estimate) -> Workload:
     """With all rows in one pass, where it must be so."""
-    rows = task.rows(task.parallel.sizes(now.machine.devices))
+    rows = task.rows(task.parallel.resolve_dims(now.machine.devices))
     return replace(task, micro_batch_size=rows) if task.memory.optimizer_in_bwd else task
 
 
 def books(task: Workload, sizes: ParallelDims, rows: int) -> RankMemoryModel:
     """As measured with so many rows in each of several passes."""
     passes = 1 if task.memory.optimizer_in_bwd else 2
-    probe = replace(task, micro_batch_size=rows, global_batch_size=rows * passes * sizes.readers)
+    probe = replace(task, micro_batch_size=rows, global_batch_size=rows * passes * sizes.dp_size)
     step = profile_workload(probe, sizes)
-    light = sizes.averaged > 1 and task.parallel.all_gather_dtype == "compute"
+    light = sizes.grad_avg_size > 1 and task.parallel.all_gather_dtype == "compute"
     return RankMemoryModel(probe, sizes, step, profile_workload(probe, sizes, travels=True) if light else step)
 
 

@@ -216,7 +216,7 @@ def sent(books: RankMemoryModel) -> Iterator[CommVolume]:
 def sharded(books: RankMemoryModel, passes: int) -> Iterator[CommVolume]:
     """Of FSDP and of copies."""
     sizes, parallel, kinds = books.sizes, books.task.parallel, books.step.kinds
-    ranks, stride = sizes.sharded, sizes.tp
+    ranks, stride = sizes.fsdp_size, sizes.tp
     blocks, root = sum(books.gathered(kind) for kind in kinds), books.gathered(None)
     part = (ranks - 1) / ranks
     back = blocks if parallel.reshard_after_forward else 0
@@ -236,7 +236,7 @@ def wide(layer: Layer) -> int:
     """Numbers of the keys and values of a token."""
     mixer = layer.mixer
     if isinstance(mixer, Attention):
-        return 2 * mixer.kv_heads * mixer.head_dim if mixer.kv_from is None else 0
+        return 2 * mixer.kv_heads * mixer.head_dim if mixer.kv_shared_layer is None else 0
     if isinstance(mixer, LatentAttention):
         return mixer.heads * (mixer.nope_dim + mixer.rope_dim + mixer.v_dim)
     return 0

@@ -80,7 +80,7 @@ class Workload:
 
     def rows(self, sizes: ParallelDims) -> int:
         """Rows of a rank in a step."""
-        return -(-self.global_batch_size // sizes.readers)
+        return -(-self.global_batch_size // sizes.dp_size)
 
     def micro(self, sizes: ParallelDims) -> int:
         """Rows in one forward pass."""
@@ -105,12 +105,12 @@ def make_workload(cfg: Any, machine: ClusterSpec) -> Workload:
     precision = settled_precision(said["precision"], machine)
     device = "cpu" if machine.kind is None else "cuda"
     taken = ("adapter", "memory", "optimizer")
-    mix = settled(MixtureBase.of(said["data"]))
+    mix = settled(MixtureBase.from_config(said["data"]))
     models = tuple(auxiliary_models(said, source, precision))
     return Workload(
         source=source,
         max_length=mix.capacity or mix.max_length,
-        each=1 if mix.packing else mix.each,
+        each=1 if mix.packing else mix.docs_per_row,
         loss=proxy_loss(said, source.spec),
         beside=models,
         asks=num_reference_passes(said, models),
@@ -157,14 +157,14 @@ def headed(cfg: Any, source: HFCheckpoint) -> HFCheckpoint:
     """With the head that a recipe trains. A preset has no tokenizer: any does where no row is read."""
     if not isinstance(cfg, HasHead):
         return source
-    there = (source.tokenizer / "tokenizer.json").is_file()
-    return cfg.headed(source if there else replace(source, words=next(iter(assets.MODELS.values()))))
+    there = (source.tokenizer_path / "tokenizer.json").is_file()
+    return cfg.headed(source if there else replace(source, tokenizer_dir=next(iter(assets.MODELS.values()))))
 
 
 def settled(mix: MixtureBase) -> MixtureBase:
     """What rows turn out to be, where they are here."""
     try:
-        return mix.settled()
+        return mix.resolve()
     except (UserError, OSError):
         return mix
 
@@ -182,7 +182,7 @@ def dtypes(source: HFCheckpoint, net: Decoder) -> dict[str, torch.dtype]:
     """The dtypes of a checkpoint's weights; where only config.json is there, what that says."""
     if source.has_weights:
         return source.dtypes
-    return dict.fromkeys(net.shapes, source.usual_dtype)
+    return dict.fromkeys(net.shapes, source.default_dtype)
 
 
 def profile_workload(task: Workload, sizes: ParallelDims, travels: bool = False) -> StepProfile:

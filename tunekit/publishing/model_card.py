@@ -1,6 +1,6 @@
-"""The card of a model, `README.md`: what it was made of and how, how good it is, how to use and to repeat it.
+"""Model card (`README.md`): base model, usage, results, training settings, data and reproduction.
 
-Nothing in it tells a secret or where files lie on this machine; see `discreet`.
+Secrets and local paths are removed by `tunekit.hub.redact`.
 """
 
 import hashlib
@@ -32,15 +32,15 @@ from tunekit.hub import redact
 from tunekit.loggers import metric_logger
 from tunekit.models.decoder import TIED, Decoder
 from tunekit.publishing import snippets
-from tunekit.publishing.base_model import CARD, FRONT, BaseModelInfo, read_base_model, read_card, read_front_matter
+from tunekit.publishing.base_model import CARD, FRONT_MATTER, BaseModelInfo, read_base_model, read_card, read_front_matter
 from tunekit.publishing.snippets import PromptFormat
 
 Tree = Mapping[str, Any]
 Lines = Sequence[Tree]
 WARNING = "> **Not verified.**"
-EVALUATED = ("<!-- evaluation -->", "<!-- /evaluation -->")
-# What of a config says how it was trained, where a recipe has it.
-CHOICES = (
+EVALUATION_MARKERS = ("<!-- evaluation -->", "<!-- /evaluation -->")
+# Config keys that the training section lists, if a recipe has them.
+CONFIG_KEYS = (
     "quantization",
     "loss",
     "optimizer",
@@ -53,131 +53,132 @@ CHOICES = (
     "max_grad_norm",
     "seed",
 )
-# Of held-out rows, where there are answers that are compared or classes: their loss is not that of a token.
+# Metrics of preference pairs and classes, whose loss is not per token.
 ACCURACIES = ("eval/rewards/accuracies", "eval/accuracy")
-UNKNOWN = PromptFormat()
-OFF = (None, False, 0, "none", "", (), [], {})
+UNKNOWN_FORMAT = PromptFormat()
+DISABLED = (None, False, 0, "none", "", (), [], {})
 
 
 @dataclass(frozen=True)
 class ModelCardInfo:
-    """What only the run itself knows of a model: by which choices it was made, of what, and where."""
+    """Facts about a training run for the card of its result."""
 
     recipe: str
     config: Tree  # resolved
-    run: Path  # its folder
+    run: Path  # run directory
     source: HFCheckpoint
     model: Decoder
-    rows: Mapping[str, DataLoader | None]  # what was learnt, and what was held out, by the config's keys
+    loaders: Mapping[str, DataLoader | None]  # of training and held-out data, by config key
     device: torch.device
 
     @property
-    def fresh(self) -> bool:
-        """Whether nothing of the source is in the weights."""
+    def is_from_scratch(self) -> bool:
+        """Whether the model was trained from random weights."""
         return self.config.get("init") == "random"
 
     @property
-    def kind(self) -> str:
-        """What was trained: `none`, or the kind of the adapter."""
+    def adapter_kind(self) -> str:
+        """Kind of the adapter; `none` for full training."""
         return self.config["adapter"]["kind"] if "adapter" in self.config else "none"
 
 
-def write_model_card(folder: Path, made: ModelCardInfo) -> None:
-    """Put the card and its picture beside a checkpoint that a run has written into `folder`."""
-    lines, base, name = metric_logger.read_metrics(made.run), read_base_model(made.source), made.run.resolve().name
+def write_model_card(folder: Path, info: ModelCardInfo) -> None:
+    """Write the card and the plot of the metrics into the checkpoint directory of a run."""
+    lines, base, name = metric_logger.read_metrics(info.run), read_base_model(info.source), info.run.resolve().name
     importlib.import_module("tunekit.publishing.plots").plot_metrics(lines, folder / CURVES)
     sections = {
-        "": summary(made, base) + snippets.describe_scores(folder),
-        "Use": use(folder, name, base, made.config.get("quantization"), written(made)),
-        "Results": results(lines) + evaluation(made.run),
-        "Training": training(made, lines, base),
-        "Data": data(made),
-        "Verification": verification(folder),
-        "Repeat": repeat(made),
+        "": summary_section(info, base) + snippets.describe_scores(folder),
+        "Use": usage_section(folder, name, base, info.config.get("quantization"), detect_prompt_format(info)),
+        "Results": results_section(lines) + evaluation_section(info.run),
+        "Training": training_section(info, lines, base),
+        "Data": data_section(info),
+        "Verification": verification_section(folder),
+        "Repeat": reproduction_section(info),
     }
-    tags = ["tunekit", made.recipe] + [made.kind] * (made.kind != "none")
-    put(folder, head(folder, None if made.fresh else base, tags, hub_sets(made)), name, sections)
+    tags = ["tunekit", info.recipe] + [info.adapter_kind] * (info.adapter_kind != "none")
+    write_card(folder, card_metadata(folder, None if info.is_from_scratch else base, tags, hub_datasets(info)), name, sections)
 
 
 def write_minimal_card(
     folder: Path, source: HFCheckpoint | None = None, relation: str = "merge", about: str = ""
 ) -> None:
-    """A card for a model that no run has described: its base, how to use it, how it was compared."""
+    """Write a card for a model without a run: its base, usage and verification."""
     base, name = None if source is None else read_base_model(source), folder.resolve().name.removesuffix(atomic.PARTIAL)
-    made = f"Written by tunekit {VERSION}." if base is None else f"Made of {base.link} with tunekit {VERSION}."
-    about = f"{made}{snippets.describe_scores(folder)} {about}"
-    sections = {"": about, "Use": use(folder, name, base), "Verification": verification(folder)}
-    put(folder, head(folder, base, ["tunekit"], [], relation), name, sections)
+    origin = f"Written by tunekit {VERSION}." if base is None else f"Derived from {base.link} with tunekit {VERSION}."
+    about = f"{origin}{snippets.describe_scores(folder)} {about}"
+    sections = {"": about, "Use": usage_section(folder, name, base), "Verification": verification_section(folder)}
+    write_card(folder, card_metadata(folder, base, ["tunekit"], [], relation), name, sections)
 
 
 def write_merged_card(folder: Path, adapter: Path, source: HFCheckpoint) -> None:
-    """A card for an adapter in the weights of its base. What a run has told of the adapter is told here too."""
+    """Write a card for a merged adapter, with the results and training sections of the adapter's card."""
     text = read_card(adapter / CARD)
-    told = dict(re.findall(r"^## (\w+)\n\n(.*?)(?=^## |\Z)", text, re.M | re.S))
-    if not {"Training", "Repeat"} <= told.keys():
+    sections = dict(re.findall(r"^## (\w+)\n\n(.*?)(?=^## |\Z)", text, re.M | re.S))
+    if not {"Training", "Repeat"} <= sections.keys():
         write_minimal_card(folder, source)
         return
-    base, name, known = (
+    base, name, front_matter = (
         read_base_model(source),
         folder.resolve().name.removesuffix(atomic.PARTIAL),
         read_front_matter(text),
     )
-    rows = PromptFormat("apply_chat_template" in told.get("Use", ""))
-    kept = {title: told[title] for title in ("Results", "Training", "Data") if title in told}
-    about = f"A fine-tuned {base.link}, made by an adapter that tunekit {VERSION} has merged into its weights."
-    about, end = (
+    prompt_format = PromptFormat("apply_chat_template" in sections.get("Use", ""))
+    kept_sections = {title: sections[title] for title in ("Results", "Training", "Data") if title in sections}
+    about = f"A fine-tuned {base.link}: an adapter was merged into its weights with tunekit {VERSION}."
+    about, last_sections = (
         about + snippets.describe_scores(folder),
-        {"Verification": verification(folder), "Repeat": told["Repeat"]},
+        {"Verification": verification_section(folder), "Repeat": sections["Repeat"]},
     )
-    tags, sets = known.get("tags", ["tunekit"]), known.get("datasets", [])
-    begin = {"": about, "Use": use(folder, name, base, rows=rows)}
-    put(folder, head(folder, base, tags, sets), name, begin | kept | end)
+    tags, datasets = front_matter.get("tags", ["tunekit"]), front_matter.get("datasets", [])
+    first_sections = {"": about, "Use": usage_section(folder, name, base, prompt_format=prompt_format)}
+    write_card(folder, card_metadata(folder, base, tags, datasets), name, first_sections | kept_sections | last_sections)
     if (adapter / CURVES).is_file():
         shutil.copyfile(adapter / CURVES, folder / CURVES)
 
 
 def add_unverified_warning(folder: Path) -> None:
-    """Say in a card that the files are given away although they were not found to be what was meant."""
+    """Add a warning to a card that the files are published although they were not verified."""
     if not (folder / CARD).is_file():
         write_minimal_card(folder)
     text = (folder / CARD).read_text("utf-8")
     if WARNING in text:
         return
-    found = read_json(folder / VERIFICATION) if (folder / VERIFICATION).is_file() else None
-    why = "nobody has compared these files with the model that they were made from"
-    if found is not None:
-        failed = "these files failed the comparison with the model that they were made from"
-        why = "these files have changed since they were compared with the model" if found["passed"] else failed
-    warning = f"{WARNING} This was pushed by force: {why}."
+    verification = read_json(folder / VERIFICATION) if (folder / VERIFICATION).is_file() else None
+    reason = "these files were not compared with the model that they were saved from"
+    if verification is not None:
+        failed = "these files failed the comparison with the model that they were saved from"
+        changed = "these files have changed since they were compared with the model"
+        reason = changed if verification["passed"] else failed
+    warning = f"{WARNING} This model was published with --force: {reason}."
     section = re.compile(r"(?<=^## Verification\n\n).*?(?=\n^## |\Z)", re.M | re.S)
-    text = section.sub(lambda _: f"{why[0].upper()}{why[1:]}.\n", text)
-    top = end.end() if (end := FRONT.match(text)) else 0
-    (folder / CARD).write_text(f"{text[:top]}\n{warning}\n{text[top:]}", encoding="utf-8")
+    text = section.sub(lambda _: f"{reason[0].upper()}{reason[1:]}.\n", text)
+    body_start = front_matter.end() if (front_matter := FRONT_MATTER.match(text)) else 0
+    (folder / CARD).write_text(f"{text[:body_start]}\n{warning}\n{text[body_start:]}", encoding="utf-8")
 
 
-def add_evaluation(run: Path, data: str, results: Sequence[Tree], questions: int) -> None:
-    """Keep what `evaluate` has found with the run that it asked, and in its card. Models of no run keep nothing."""
+def add_evaluation(run: Path, data: str, results: Sequence[Tree], num_questions: int) -> None:
+    """Save the results of `evaluate` in the run directory and in its card. No-op for models without a run."""
     if not (run / FINAL / CARD).is_file():
         return
-    kept = [
-        {"model": one["model"], "correct": one["correct"], "questions": questions}
-        | {key: one[key] if math.isfinite(one[key]) else None for key in ("loss", "perplexity")}
-        for one in results
+    saved = [
+        {"model": result["model"], "correct": result["correct"], "questions": num_questions}
+        | {key: result[key] if math.isfinite(result[key]) else None for key in ("loss", "perplexity")}
+        for result in results
     ]
-    atomic.write_text_atomic(run / EVALUATION, json.dumps({"data": data, "results": kept}, indent=2) + "\n")
-    refresh(run)
+    atomic.write_text_atomic(run / EVALUATION, json.dumps({"data": data, "results": saved}, indent=2) + "\n")
+    update_evaluation(run)
 
 
-def refresh(run: Path) -> None:
-    """Bring what `evaluate` has found into the card of a finished run, if its marks still stand there."""
+def update_evaluation(run: Path) -> None:
+    """Replace the evaluation results between the markers in the card of a finished run."""
     file = run / FINAL / CARD
-    before, _, rest = file.read_text("utf-8").partition(EVALUATED[0])
-    _, there, after = rest.partition(EVALUATED[1])
-    if there:
-        atomic.write_text_atomic(file, before + redact.redact_text(evaluation(run)) + after)
+    before, _, rest = file.read_text("utf-8").partition(EVALUATION_MARKERS[0])
+    _, end_marker, after = rest.partition(EVALUATION_MARKERS[1])
+    if end_marker:
+        atomic.write_text_atomic(file, before + redact.redact_text(evaluation_section(run)) + after)
 
 
-def put(folder: Path, header: ModelCardData, name: str, sections: Tree) -> None:
+def write_card(folder: Path, header: ModelCardData, name: str, sections: Tree) -> None:
     body = [
         f"## {title}\n\n{text.strip()}" if title else f"# {name}\n\n{text.strip()}" for title, text in sections.items()
     ]
@@ -185,157 +186,158 @@ def put(folder: Path, header: ModelCardData, name: str, sections: Tree) -> None:
     (folder / CARD).write_text(redact.redact_text(text), encoding="utf-8")
 
 
-def head(
-    folder: Path, base: BaseModelInfo | None, tags: list[str], sets: list[str], relation: str = "finetune"
+def card_metadata(
+    folder: Path, base: BaseModelInfo | None, tags: list[str], datasets: list[str], relation: str = "finetune"
 ) -> ModelCardData:
-    """Metadata of the card for the Hub. A base model that the Hub does not have is not named."""
-    adapter, repo = snippets.is_adapter(folder), None if base is None else base.repo
-    licence = {} if base is None else base.licence
+    """Front matter of a card for the Hub. Omits a base model that is not on the Hub."""
+    is_adapter, repo = snippets.is_adapter(folder), None if base is None else base.repo
+    license = {} if base is None else base.license
     return ModelCardData(
         base_model=repo,
-        base_model_relation=None if repo is None else "adapter" if adapter else relation,
-        library_name="peft" if adapter else "transformers",
+        base_model_relation=None if repo is None else "adapter" if is_adapter else relation,
+        library_name="peft" if is_adapter else "transformers",
         pipeline_tag=snippets.pipeline_tag(folder),
-        datasets=sets or None,
+        datasets=datasets or None,
         tags=tags,
-        license=licence.get("license"),
-        license_name=licence.get("license_name"),
-        license_link=licence.get("license_link"),
+        license=license.get("license"),
+        license_name=license.get("license_name"),
+        license_link=license.get("license_link"),
     )
 
 
-def summary(made: ModelCardInfo, base: BaseModelInfo) -> str:
-    what = f"An adapter ({made.kind}) for" if made.kind != "none" else "A fine-tuned"
-    what = "A model trained from random weights in the shape of" if made.fresh else what
-    return f"{what} {base.link}, made by the recipe `{made.recipe}` of tunekit {VERSION}."
+def summary_section(info: ModelCardInfo, base: BaseModelInfo) -> str:
+    subject = f"An adapter ({info.adapter_kind}) for" if info.adapter_kind != "none" else "A fine-tuned"
+    subject = "A model trained from random weights with the architecture of" if info.is_from_scratch else subject
+    return f"{subject} {base.link}, trained with the recipe `{info.recipe}` of tunekit {VERSION}."
 
 
-def use(
-    folder: Path, name: str, base: BaseModelInfo | None, weights: Tree | None = None, rows: PromptFormat = UNKNOWN
+def usage_section(
+    folder: Path, name: str, base: BaseModelInfo | None, quantization: Tree | None = None, prompt_format: PromptFormat = UNKNOWN_FORMAT
 ) -> str:
-    """Code for people who use it."""
-    there = "" if base is None else base.repo or base.name
-    return snippets.usage_snippet(folder, name, there, base is None or base.repo is not None, weights, rows)
+    """Code that loads and runs the model."""
+    base_name = "" if base is None else base.repo or base.name
+    return snippets.usage_snippet(folder, name, base_name, base is None or base.repo is not None, quantization, prompt_format)
 
 
-def written(made: ModelCardInfo) -> PromptFormat:
-    """How its rows were written: a text is what its words alone become."""
-    loader = made.rows["data"]
-    if made.source.spec.score is None or loader is None:
-        return UNKNOWN
-    ((_, document),) = loader.sample(1)
-    tokenizer, tokens = Tokenizer.open(made.source.tokenizer), document.tokens[:-1].tolist()
-    again = tokenizer.encode_texts([tokenizer.decode(tokens)], True)[0][: len(tokens)]
-    return PromptFormat(again != tokens, made.config["data"].get("step_separator", UNKNOWN.separator))
+def detect_prompt_format(info: ModelCardInfo) -> PromptFormat:
+    """Detect the format of the rows of a scoring model: chat if a row is not the tokenization of its plain text."""
+    loader = info.loaders["data"]
+    if info.source.spec.score is None or loader is None:
+        return UNKNOWN_FORMAT
+    ((_, document),) = loader.sample_documents(1)
+    tokenizer, tokens = Tokenizer.open(info.source.tokenizer_path), document.tokens[:-1].tolist()
+    plain = tokenizer.encode_texts([tokenizer.decode(tokens)], True)[0][: len(tokens)]
+    return PromptFormat(plain != tokens, info.config["data"].get("step_separator", UNKNOWN_FORMAT.separator))
 
 
-def results(lines: Lines) -> str:
-    """The loss on held-out rows before and after, and the curves."""
-    held = [(line["step"], line["eval/loss"]) for line in lines if line.get("eval/loss") is not None]
+def results_section(lines: Lines) -> str:
+    """Held-out loss before and after training, and the plot of the metrics."""
+    losses = [(line["step"], line["eval/loss"]) for line in lines if line.get("eval/loss") is not None]
     picture = f"![loss, learning rate and gradient norm]({CURVES})\n\n"
-    if not held:
+    if not losses:
         return picture
-    shown = [held[0], held[-1]] if held[0][0] == 0 and len(held) > 1 else held[-1:]
-    steps = ["before training" if step == 0 else f"after step {step:,}" for step, _ in shown]
-    told = {line["step"]: line[name] for line in lines for name in ACCURACIES if line.get(name) is not None}
-    if told:
-        rows = [["loss on held-out rows", *(f"{loss:.4f}" for _, loss in shown)]]
-        rows.append(["accuracy", *(f"{told[step]:.1%}" if step in told else "" for step, _ in shown)])
+    points = [losses[0], losses[-1]] if losses[0][0] == 0 and len(losses) > 1 else losses[-1:]
+    steps = ["before training" if step == 0 else f"after step {step:,}" for step, _ in points]
+    accuracies = {line["step"]: line[name] for line in lines for name in ACCURACIES if line.get(name) is not None}
+    if accuracies:
+        rows = [["loss on held-out rows", *(f"{loss:.4f}" for _, loss in points)]]
+        rows.append(["accuracy", *(f"{accuracies[step]:.1%}" if step in accuracies else "" for step, _ in points)])
     else:
-        rows = [["loss on held-out rows, in nats per learnt token", *(f"{loss:.4f}" for _, loss in shown)]]
-        rows.append(["perplexity", *(f"{math.exp(min(loss, 700)):.4g}" for _, loss in shown)])
-    return f"{table(['', *steps], rows)}\n\n{picture}"
+        rows = [["loss on held-out rows, in nats per target token", *(f"{loss:.4f}" for _, loss in points)]]
+        rows.append(["perplexity", *(f"{math.exp(min(loss, 700)):.4g}" for _, loss in points)])
+    return f"{format_table(['', *steps], rows)}\n\n{picture}"
 
 
-def evaluation(run: Path) -> str:
-    """What `evaluate` has found about the run's model, between two marks that are not seen."""
+def evaluation_section(run: Path) -> str:
+    """Results of `evaluate`, between two invisible markers."""
     file = run / EVALUATION
     if not file.is_file():
-        return "\n".join(EVALUATED)
-    told = read_json(file)
+        return "\n".join(EVALUATION_MARKERS)
+    evaluation = read_json(file)
     rows = [
         [
-            redact.redact_path(one["model"]),
-            "-" if one["loss"] is None else f"{one['loss']:.4f}",
-            "-" if one["perplexity"] is None else f"{one['perplexity']:.4g}",
-            share(one["correct"], one["questions"]),
+            redact.redact_path(result["model"]),
+            "-" if result["loss"] is None else f"{result['loss']:.4f}",
+            "-" if result["perplexity"] is None else f"{result['perplexity']:.4g}",
+            format_fraction(result["correct"], result["questions"]),
         ]
-        for one in told["results"]
+        for result in evaluation["results"]
     ]
-    found = table([f"on {redact.redact_path(told['data'])}", "loss", "perplexity", "exact_match"], rows)
-    return f"{EVALUATED[0]}\n\n{found}\n\n{EVALUATED[1]}"
+    markdown = format_table([f"on {redact.redact_path(evaluation['data'])}", "loss", "perplexity", "exact_match"], rows)
+    return f"{EVALUATION_MARKERS[0]}\n\n{markdown}\n\n{EVALUATION_MARKERS[1]}"
 
 
-def share(part: int, whole: int) -> str:
-    return f"{part / whole:.1%} ({part} of {whole})" if whole else "-"
+def format_fraction(count: int, total: int) -> str:
+    return f"{count / total:.1%} ({count} of {total})" if total else "-"
 
 
-def training(made: ModelCardInfo, lines: Lines, base: BaseModelInfo) -> str:
-    """What was trained by which choices, for how long, on what."""
+def training_section(info: ModelCardInfo, lines: Lines, base: BaseModelInfo) -> str:
+    """Table of training settings, duration and hardware."""
     steps = [line for line in lines if "loss" in line]
     tokens, targets = (max((line[key] for line in steps), default=0) for key in ("num_tokens", "num_target_tokens"))
     starts = [0, *(line["step"] for line in steps)]
     seconds = sum(line["step_time"] * (line["step"] - start) for start, line in zip(starts, steps, strict=False))
     peak = max((line["peak_memory"] for line in steps if "peak_memory" in line), default=0)
     facts = {
-        "base model" if not made.fresh else "shape": base.link,
-        "trained": trained(made),
+        "base model" if not info.is_from_scratch else "architecture": base.link,
+        "trained": describe_parameters(info),
         "steps": f"{max((line['step'] for line in steps), default=0):,}",
         "tokens": f"{tokens:,}, of which {targets:,} are target tokens",
         "time": f"{timedelta(seconds=round(seconds))} ({tokens / max(seconds, 1e-9):,.0f} tokens per second)",
-        "hardware": env_info.describe_hardware(made.device),
+        "hardware": env_info.describe_hardware(info.device),
         "peak memory": system.format_bytes(peak),
         "versions": ", ".join(f"{name} {version}" for name, version in env_info.package_versions().items()),
     }
-    choices = {key.replace("_", "-"): words(made.config[key]) for key in CHOICES if made.config.get(key) is not None}
-    return table(["", ""], [[key, text] for key, text in (facts | choices).items() if text])
+    options = {key.replace("_", "-"): format_option(info.config[key]) for key in CONFIG_KEYS if info.config.get(key) is not None}
+    return format_table(["", ""], [[key, text] for key, text in (facts | options).items() if text])
 
 
-def trained(made: ModelCardInfo) -> str:
-    shapes = {name: shape for name, shape in made.model.shapes.items() if not (made.model.spec.tied and name == TIED)}
-    whole = sum(math.prod(shape) for shape in shapes.values())
-    part = sum(p.numel() for p in made.model.parameters() if p.requires_grad)
-    if made.kind == "none":
-        return f"all {whole:,} parameters"
-    return f"{words(made.config['adapter'])}: {part:,} parameters beside the {whole:,} of the base ({part / whole:.2%})"
+def describe_parameters(info: ModelCardInfo) -> str:
+    shapes = {name: shape for name, shape in info.model.shapes.items() if not (info.model.spec.tie_word_embeddings and name == TIED)}
+    total = sum(math.prod(shape) for shape in shapes.values())
+    trained = sum(p.numel() for p in info.model.parameters() if p.requires_grad)
+    if info.adapter_kind == "none":
+        return f"all {total:,} parameters"
+    adapter = format_option(info.config["adapter"])
+    return f"{adapter}: {trained:,} parameters in addition to the {total:,} of the base ({trained / total:.2%})"
 
 
-def words(value: Any) -> str:
-    """A choice in a line: its kind, then its options as far as they are on."""
+def format_option(value: Any) -> str:
+    """Format a config section in one line: its kind and the options that are enabled."""
     if isinstance(value, Mapping):
-        options = [f"{key} {words(child)}" for key, child in value.items() if key != "kind" and child not in OFF]
+        options = [f"{key} {format_option(child)}" for key, child in value.items() if key != "kind" and child not in DISABLED]
         return ", ".join(([str(value["kind"])] if "kind" in value else []) + options)
     if isinstance(value, list | tuple):
-        return " ".join(map(words, value))
+        return " ".join(map(format_option, value))
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def data(made: ModelCardInfo) -> str:
-    """What an epoch holds, and hashes of the files that it comes from."""
+def data_section(info: ModelCardInfo) -> str:
+    """Tables of the rows and tokens of an epoch, and of the hashes of its data files."""
     counts, hashes = [], []
-    for key, loader in opened(made).items():
-        for choice, share in zip(choices(made.config[key]), loader.report.shares, strict=True):
-            source, split = choice["source"], choice["split"]
-            numbers = [f"{number:,}" for number in (share.rows, share.tokens, share.learnt)]
-            numbers = ["a stream", "", ""] if loader.report.streamed else numbers
+    for key, loader in open_loaders(info).items():
+        for config, source_stats in zip(dataset_configs(info.config[key]), loader.summary.datasets, strict=True):
+            source, split = config["source"], config["split"]
+            numbers = [f"{number:,}" for number in (source_stats.rows, source_stats.tokens, source_stats.num_target_tokens)]
+            numbers = ["a stream", "", ""] if loader.summary.is_streaming else numbers
             counts.append([key, f"`{redact.redact_path(source)}`", split, *numbers])
-            if loader.report.streamed:  # nobody has read all of it
+            if loader.summary.is_streaming:  # not read completely
                 continue
             files = find_data_files(source, parse_split(split).name)
             hashes += [[key, f"`{file.name}`", f"`{sha256(file)}`"] for file in files or ()]
-            if not files:  # others may change what they have under a name
-                hashes.append([key, "all tokens", f"`{loader.digest}`"])
-    about = table(["", "source", "split", "rows", "tokens", "learnt"], counts)
-    return f"{about}\n\n{table(['', 'file', 'SHA-256'], hashes)}"
+            if not files:  # a remote dataset may change
+                hashes.append([key, "all tokens", f"`{loader.fingerprint}`"])
+    sources = format_table(["", "source", "split", "rows", "tokens", "target tokens"], counts)
+    return f"{sources}\n\n{format_table(['', 'file', 'SHA-256'], hashes)}"
 
 
-def choices(data: Tree) -> list[Tree]:
-    """The sources of `data:`, one or those of a mix."""
-    return [part["dataset"] for part in data["datasets"]] if "datasets" in data else [data]
+def dataset_configs(data: Tree) -> list[Tree]:
+    """Dataset configs of a `data` section: one, or those of a mixture."""
+    return [source["dataset"] for source in data["datasets"]] if "datasets" in data else [data]
 
 
-def opened(made: ModelCardInfo) -> dict[str, DataLoader]:
-    return {key: loader for key, loader in made.rows.items() if loader is not None}
+def open_loaders(info: ModelCardInfo) -> dict[str, DataLoader]:
+    return {key: loader for key, loader in info.loaders.items() if loader is not None}
 
 
 def sha256(file: Path) -> str:
@@ -343,51 +345,51 @@ def sha256(file: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def hub_sets(made: ModelCardInfo) -> list[str]:
-    """Data sets that the Hub knows, by name."""
-    found = [choice for key in opened(made) for choice in choices(made.config[key])]
-    hub = [c["source"] for c in found if find_data_files(c["source"], parse_split(c["split"]).name) is None]
+def hub_datasets(info: ModelCardInfo) -> list[str]:
+    """Names of the datasets on the Hub."""
+    configs = [choice for key in open_loaders(info) for choice in dataset_configs(info.config[key])]
+    hub = [config["source"] for config in configs if find_data_files(config["source"], parse_split(config["split"]).name) is None]
     return list(dict.fromkeys(re.split("[:@]", name)[0] for name in hub))
 
 
-def verification(folder: Path) -> str:
-    """How the written files compare with what they were written from."""
+def verification_section(folder: Path) -> str:
+    """Comparison of the saved files with the model in memory."""
     if not (folder / VERIFICATION).is_file():
-        return "Nobody has compared these files with the model that they were made from."
-    found = read_json(folder / VERIFICATION)
-    how = "passed" if found["passed"] else "**failed**"
-    named = "scores" if found.get("scores") else "logits"
+        return "These files were not compared with the model that they were saved from."
+    verification = read_json(folder / VERIFICATION)
+    verdict = "passed" if verification["passed"] else "**failed**"
+    noun = "scores" if verification.get("scores") else "logits"
     rows = [
-        [f"mean difference of the {named}", number(found["mean"])],
-        ["largest difference", number(found["largest"])],
-        ["mean difference that rounding does not explain", number(found["unexplained"])],
+        [f"mean difference of the {noun}", format_number(verification["mean"])],
+        ["largest difference", format_number(verification["largest"])],
+        ["mean difference not due to rounding", format_number(verification["unexplained"])],
     ]
-    if not found.get("scores"):
-        rows.append(["same likeliest token", f"{found['top1']:.1%} of {found['tokens']}"])
+    if not verification.get("scores"):
+        rows.append(["top-1 agreement", f"{verification['top1']:.1%} of {verification['tokens']}"])
     return (
-        "After they were written, the files were read again and compared with the model itself on short prompts. "
-        f"This check {how}. Differences are in standard deviations of the {named}.\n\n{table(['', ''], rows)}"
+        "After saving, the files were loaded and compared with the model in memory on short prompts. "
+        f"This check {verdict}. Differences are in standard deviations of the {noun}.\n\n{format_table(['', ''], rows)}"
     )
 
 
-def number(value: float | None) -> str:
-    """A figure; what was not finite stands as null in a file."""
-    return "not a number" if value is None else f"{value:.2g}"
+def format_number(value: float | None) -> str:
+    """Format a value of verification.json, where null means non-finite."""
+    return "not finite" if value is None else f"{value:.2g}"
 
 
-def repeat(made: ModelCardInfo) -> str:
+def reproduction_section(info: ModelCardInfo) -> str:
     config = {
-        key: value for key, value in made.config.items() if key != "push_to_hub"
-    }  # others have no right to push there
+        key: value for key, value in info.config.items() if key != "push_to_hub"
+    }  # other users cannot upload there
     text = dump.to_yaml(redact.redact_tree(config))
     return (
-        f"```sh\ntune run {made.recipe} config.yaml\n```\n\nwith this config. Paths in it are shortened to their last "
-        f"names.\n\n<details>\n<summary>config.yaml</summary>\n\n```yaml\n{text}```\n\n</details>"
+        f"```sh\ntune run {info.recipe} config.yaml\n```\n\nwith this config. Paths are shortened to their last "
+        f"component.\n\n<details>\n<summary>config.yaml</summary>\n\n```yaml\n{text}```\n\n</details>"
     )
 
 
-def table(titles: list[str], rows: list[list[str]]) -> str:
-    lines = [titles, ["---"] * len(titles), *rows]
+def format_table(header: list[str], rows: list[list[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
     return "\n".join(
-        "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in line) + " |" for line in lines
+        "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in row) + " |" for row in lines
     )

@@ -1,4 +1,4 @@
-"""Results on the Hub: what of a folder is sent, what is refused, and sending in the course of a run."""
+"""Publishes checkpoints on the Hub: selects and checks files, and uploads during and after a run."""
 
 import json
 import shlex
@@ -30,150 +30,150 @@ from tunekit.publishing import model_card
 from tunekit.publishing.base_model import CARD
 from tunekit.quantization.config import NoQuantization
 
-LEFT_OUT = (atomic.PARTIAL, atomic.PREVIOUS, ".incomplete")
+EXCLUDED_SUFFIXES = (atomic.PARTIAL, atomic.PREVIOUS, ".incomplete")
 
 
 @dataclass(frozen=True)
 class PushToHubConfig:
-    """Send the result of a run to the Hub when it ends, and checkpoints in its course. The token is never in a config:
-    it comes from `hf auth login` or HF_TOKEN."""
+    """Upload the result of a run to the Hub, and optionally checkpoints during training. The access token comes from
+    `hf auth login` or HF_TOKEN, never from a config."""
 
     kind: ClassVar[str] = "push_to_hub"
     repo_id: str  # owner/name; created if it does not exist
     push_every: int | None = None  # Steps between two uploaded checkpoints; null: only the result
-    private: bool = True  # who may see it
+    private: bool = True  # Create a private repository
     revision: str | None = None  # Branch; created if it does not exist; null: main
     merge_adapter: bool = False  # Upload the merged model instead of the adapter
 
     def __post_init__(self) -> None:
         if self.push_every is not None and self.push_every < 1:
-            raise FieldError("push_every", f"must be 1 or more, not {self.push_every}")
+            raise FieldError("push_every", f"must be >= 1, got {self.push_every}")
 
     @property
     def target(self) -> upload.UploadTarget:
         return upload.UploadTarget(self.repo_id, self.private, self.revision)
 
     @property
-    def options(self) -> str:
-        """The same choice in words of `tune push`."""
-        words = ["--private"] * self.private + ["--merge-adapter"] * self.merge_adapter
-        return shlex.join([self.repo_id, *words, *(["--revision", self.revision] if self.revision else [])])
+    def cli_args(self) -> str:
+        """Arguments of `tune push` for the same upload."""
+        flags = ["--private"] * self.private + ["--merge-adapter"] * self.merge_adapter
+        return shlex.join([self.repo_id, *flags, *(["--revision", self.revision] if self.revision else [])])
 
 
 class HubUploader:
-    """Sends what a run makes, beside the training. Without a choice it does nothing.
+    """Uploads checkpoints in a background thread during training, and the result at its end. No-op without a config.
 
-    publish.check(cfg.push)                             # first of all: fails if the Hub would refuse what comes later
+    publish.check_push(cfg.push_to_hub)                            # before training: fails early if the upload would
     uploader = HubUploader(cfg.push_to_hub, run_dir, dist)
-    uploader.step(step, num_steps, save)                # after each step; `save` writes a checkpoint into a directory
-    uploader.finish(final_dir)                          # when `final/` is complete and verified
+    uploader.push_if_due(step, num_steps, save)                    # after each step; `save` writes a checkpoint
+    uploader.finish(final_dir)                                     # when `final/` is complete and verified
     """
 
-    def __init__(self, choice: PushToHubConfig | None, folder: Path, run: DistributedContext) -> None:
-        self.choice, self.folder, self.run = choice, folder, run
+    def __init__(self, config: PushToHubConfig | None, folder: Path, run: DistributedContext) -> None:
+        self.config, self.folder, self.run = config, folder, run
         self.thread: Thread | None = None
-        if run.is_main:
+        if run.is_main_process:
             atomic.remove_dir(folder / UPLOAD)
 
-    def due(self, step: int, steps: int) -> bool:
-        """Whether a copy is to be sent behind a step."""
-        every = None if self.choice is None else self.choice.push_every
-        return every is not None and step % every == 0 and step != steps
+    def is_due(self, step: int, num_steps: int) -> bool:
+        """Whether a checkpoint is uploaded after a step."""
+        interval = None if self.config is None else self.config.push_every
+        return interval is not None and step % interval == 0 and step != num_steps
 
-    def step(self, step: int, steps: int, save: Callable[[Path], object]) -> None:
+    def push_if_due(self, step: int, num_steps: int, save: Callable[[Path], object]) -> None:
         """Every `push_every` steps, write a checkpoint with `save` on all ranks and upload it in the background."""
-        if self.choice is None or not self.due(step, steps):
+        if self.config is None or not self.is_due(step, num_steps):
             return
-        if self.run.shared(self.is_busy):
-            self.run.tell(f"step {step} is not sent: an earlier one is still on its way to {self.choice.repo_id}")
+        if self.run.run_on_main(self.is_busy):
+            self.run.log(f"warning: step {step} is not uploaded: the previous upload to {self.config.repo_id} is in progress")
             return
         folder = self.folder / UPLOAD / f"{step:08d}"
-        with atomic.SharedAtomicDir(folder, self.run) as place:
-            save(place)
-        about = f"This is step {step:,} of {steps:,} of a run that goes on."
-        if self.run.is_main:
-            self.thread = Thread(target=aside, args=(self.choice, folder, f"Step {step}", about), daemon=True)
+        with atomic.SharedAtomicDir(folder, self.run) as partial_dir:
+            save(partial_dir)
+        description = f"This is step {step:,} of {num_steps:,} of an unfinished run."
+        if self.run.is_main_process:
+            self.thread = Thread(target=push_checkpoint, args=(self.config, folder, f"Step {step}", description), daemon=True)
             self.thread.start()
 
     def is_busy(self) -> bool:
         return self.thread is not None and self.thread.is_alive()
 
     def finish(self, final: Path) -> None:
-        """Send the result, after what is still on its way. If that fails, the error says how to repeat it."""
-        self.run.shared(partial(self.send, final))
+        """Upload the result after the pending upload. An error message contains the command to repeat it."""
+        self.run.run_on_main(partial(self.push_final, final))
 
-    def send(self, final: Path) -> None:
+    def push_final(self, final: Path) -> None:
         if self.thread is not None:
             self.thread.join()
         atomic.remove_dir(self.folder / UPLOAD)
-        push_result(self.choice, self.folder, final)
+        push_result(self.config, self.folder, final)
 
 
-def check_push(choice: PushToHubConfig | None) -> None:
-    """Fail now where sending would fail later."""
-    if choice is not None:
-        disable_progress_bars()  # the terminal belongs to those of the run
-        upload.check_upload_access(choice.target)
+def check_push(config: PushToHubConfig | None) -> None:
+    """Raise UserError before training if the upload would fail."""
+    if config is not None:
+        disable_progress_bars()  # they would interfere with the progress bar of the run
+        upload.check_upload_access(config.target)
 
 
-def aside(choice: PushToHubConfig, folder: Path, message: str, about: str) -> None:
-    """Send a checkpoint from a thread of its own, with a card. That it fails does no harm to the run."""
+def push_checkpoint(config: PushToHubConfig, folder: Path, message: str, description: str) -> None:
+    """Upload a checkpoint with a model card, and delete it. Runs in a thread; errors are printed."""
     try:
-        sent = send(choice, folder, message, about)
-        print_line(f"{message} is at {sent.url} (commit {sent.commit[:7]})")
+        result = push_dir(config, folder, message, description)
+        print_line(f"{message} uploaded to {result.url} (commit {result.commit[:7]})")
     except UserError as error:
-        print_line(f"{message} was not sent: {error}; training goes on")
+        print_line(f"warning: {message} was not uploaded: {error}; training continues")
     finally:
         atomic.remove_dir(folder)
 
 
-def push_result(choice: PushToHubConfig | None, run: Path, final: Path) -> None:
-    """Send the result of a run, also of one that ended before. If that fails, the error says how to repeat it."""
-    if choice is None:
+def push_result(config: PushToHubConfig | None, run: Path, final: Path) -> None:
+    """Upload the result of a finished run. An error message contains the command to repeat it."""
+    if config is None:
         return
     try:
-        if why := find_problem(final, True):
-            raise UserError(why)
-        sent = send(choice, final, f"Result of a run with tunekit {__version__}")
+        if problem := find_problem(final, True):
+            raise UserError(problem)
+        result = push_dir(config, final, f"Result of a run with tunekit {__version__}")
     except UserError as error:
-        again = f"tune push {shlex.quote(str(run))} {choice.options}"
-        raise UserError(f"{error}; the result stays in {final}; to send it: {again}") from error
-    print_line(f"the result is at {sent.url} (commit {sent.commit[:7]})")
+        command = f"tune push {shlex.quote(str(run))} {config.cli_args}"
+        raise UserError(f"{error}; the result is in {final}. Upload it with: {command}") from error
+    print_line(f"result uploaded to {result.url} (commit {result.commit[:7]})")
 
 
-def send(choice: PushToHubConfig, folder: Path, message: str, about: str = "") -> upload.UploadResult:
-    """One commit; in place of an adapter the whole model, if that was chosen. `about` makes a card that says so."""
-    if about:
-        model_card.write_minimal_card(folder, base_of(folder), about=about)
-    if not choice.merge_adapter or not (folder / peft_adapter.CONFIG).is_file():
+def push_dir(config: PushToHubConfig, folder: Path, message: str, description: str = "") -> upload.UploadResult:
+    """Upload a checkpoint directory in one commit, merged if `merge_adapter` is set. `description` adds a model card."""
+    if description:
+        model_card.write_minimal_card(folder, base_checkpoint(folder), about=description)
+    if not config.merge_adapter or not (folder / peft_adapter.CONFIG).is_file():
         warn_local_base(folder)
-        return upload.upload_files(list_files(folder), choice.target, message)
-    with merged_dir(folder, device="cpu") as whole:  # the run may need all that the GPU has
-        if why := find_problem(whole, True):
-            raise UserError(why)
-        if about:
-            model_card.write_minimal_card(whole, base_of(folder), about=about)
-        return upload.upload_files(list_files(whole), choice.target, message)
+        return upload.upload_files(list_files(folder), config.target, message)
+    with merged_dir(folder, device="cpu") as merged:  # the run may use all GPU memory
+        if problem := find_problem(merged, True):
+            raise UserError(problem)
+        if description:
+            model_card.write_minimal_card(merged, base_checkpoint(folder), about=description)
+        return upload.upload_files(list_files(merged), config.target, message)
 
 
 def find_result_dir(word: str) -> tuple[Path, bool]:
-    """The folder that is sent for a run, a checkpoint or an adapter, and whether a run left it."""
-    given = assets.model_dir(word) or Path(word).expanduser()
-    if not given.is_dir():
-        raise UserError(f"no such folder: {word}")
-    folder = build.final_dir_of(given)
+    """Directory to upload for a run, checkpoint or adapter, and whether a run has written it."""
+    path = assets.model_dir(word) or Path(word).expanduser()
+    if not path.is_dir():
+        raise UserError(f"{word}: directory not found")
+    folder = build.final_dir_of(path)
     if not any((folder / name).is_file() for name in ("config.json", peft_adapter.CONFIG)):
-        raise UserError(f"{folder}: neither config.json nor {peft_adapter.CONFIG}, so this is no model")
-    return folder, folder != given or atomic.is_complete(folder)
+        raise UserError(f"{folder}: no config.json and no {peft_adapter.CONFIG}. Specify a run, checkpoint or adapter.")
+    return folder, folder != path or atomic.is_complete(folder)
 
 
 @contextmanager
 def merged_dir(folder: Path, out: Path | None = None, device: str = "auto") -> Iterator[Path]:
-    """The whole model that an adapter makes of its base: in `out`, or beside the adapter for as long as it is used."""
+    """Merge an adapter into its base and yield the directory: `out`, or a temporary one next to the adapter."""
     if not (folder / peft_adapter.CONFIG).is_file():
-        raise UserError(f"{folder} is no adapter, so there is nothing to merge: leave --merge-adapter out")
+        raise UserError(f"--merge-adapter: {folder} is not an adapter. Omit this option.")
     if out is not None and out.exists():
-        raise UserError(f"{out} is there already: give --merged-dir another folder")
+        raise UserError(f"--merged-dir: {out} exists. Specify another directory.")
     source, adapter, _ = build.resolve_model(str(folder))
     assert isinstance(adapter, LoRAConfig)
     with ExitStack() as stack:
@@ -181,79 +181,79 @@ def merged_dir(folder: Path, out: Path | None = None, device: str = "auto") -> I
             try:
                 out = Path(stack.enter_context(TemporaryDirectory(prefix=".merged-", dir=folder.parent)), folder.name)
             except OSError as error:
-                raise UserError(f"cannot write in {folder.parent}: {error.strerror}: use --merged-dir") from error
-        with atomic.AtomicDir(out) as place:
-            merge.merge_adapter(source, folder, place)
-            print_line(str(verify.verify_merge(place, source, adapter, DistributedContext(device=device).device)))
-            model_card.write_merged_card(place, folder, source)
+                raise UserError(f"{folder.parent}: cannot create a directory, {error.strerror}. Set --merged-dir.") from error
+        with atomic.AtomicDir(out) as partial_dir:
+            merge.merge_adapter(source, folder, partial_dir)
+            print_line(str(verify.verify_merge(partial_dir, source, adapter, DistributedContext(device=device).device)))
+            model_card.write_merged_card(partial_dir, folder, source)
         yield out
 
 
 @contextmanager
-def stage_files(folder: Path, repo: str, doubtful: bool, ask: bool) -> Iterator[dict[str, Path]]:
-    """The files to send, by their paths in the repository, with a card. The folder itself stays as it is.
+def stage_files(folder: Path, repo: str, is_unverified: bool, query_hub: bool) -> Iterator[dict[str, Path]]:
+    """Yield the files to upload with a model card, by path in the repository. The directory itself is not modified.
 
-    The card says if the files are doubtful. The Hub may be asked about the base of an adapter to describe it.
+    `is_unverified` adds a warning to the card. With `query_hub`, the base of an adapter may be looked up on the Hub.
     """
     with TemporaryDirectory() as temporary:
-        place = Path(temporary, repo.rpartition("/")[2])
+        staging_dir = Path(temporary, repo.rpartition("/")[2])
         for path, file in list_files(folder).items():
-            (place / path).parent.mkdir(parents=True, exist_ok=True)
-            (place / path).symlink_to(file.resolve())
-        if (place / CARD).is_file():
-            (place / CARD).unlink()
-            shutil.copyfile(folder / CARD, place / CARD)
+            (staging_dir / path).parent.mkdir(parents=True, exist_ok=True)
+            (staging_dir / path).symlink_to(file.resolve())
+        if (staging_dir / CARD).is_file():
+            (staging_dir / CARD).unlink()
+            shutil.copyfile(folder / CARD, staging_dir / CARD)
         else:
-            model_card.write_minimal_card(place, base_of(folder) if ask else None)
-        if doubtful:
-            model_card.add_unverified_warning(place)
-        yield list_files(place)
+            model_card.write_minimal_card(staging_dir, base_checkpoint(folder) if query_hub else None)
+        if is_unverified:
+            model_card.add_unverified_warning(staging_dir)
+        yield list_files(staging_dir)
 
 
-def base_of(folder: Path) -> HFCheckpoint | None:
-    """What an adapter was made of, if that can be found out."""
+def base_checkpoint(folder: Path) -> HFCheckpoint | None:
+    """Base of an adapter, None if it cannot be resolved."""
     with suppress(UserError):
         return build.resolve_model(str(folder), download.SMALL)[0] if (folder / peft_adapter.CONFIG).is_file() else None
 
 
 def list_files(folder: Path) -> dict[str, Path]:
-    """The files for others, by their paths in the folder: nothing hidden, no marks, nothing half written."""
+    """Files to publish by relative path, without hidden, incomplete and marker files."""
     files = {file.relative_to(folder): file for file in sorted(folder.rglob("*")) if file.is_file()}
-    return {path.as_posix(): file for path, file in files.items() if is_sent(path)}
+    return {path.as_posix(): file for path, file in files.items() if is_public_file(path)}
 
 
 def warn_local_base(folder: Path) -> None:
-    """Tell if others could not open an adapter, because its base lies on this machine."""
+    """Print a warning if the base of an adapter is a local directory, which other users cannot load."""
     base = peft_adapter.base_model_name(folder) if (folder / peft_adapter.CONFIG).is_file() else ""
     if Path(base).is_absolute():
         print_line(
-            f"{peft_adapter.CONFIG} names a base on this machine, {base}: others cannot open the adapter; "
-            "`--merge-adapter` helps"
+            f"warning: {peft_adapter.CONFIG}: the base {base} is a local directory, so other users cannot load the "
+            "adapter. Use --merge-adapter."
         )
 
 
-def is_sent(path: Path) -> bool:
-    """Whether a file is for others, by its path in the folder."""
-    hidden = any(part.startswith(".") or part.endswith(LEFT_OUT) for part in path.parts)
-    return not hidden and path.name != atomic.MARK
+def is_public_file(path: Path) -> bool:
+    """Whether a file, given by its relative path, is published."""
+    is_hidden = any(component.startswith(".") or component.endswith(EXCLUDED_SUFFIXES) for component in path.parts)
+    return not is_hidden and path.name != atomic.MARK
 
 
-def find_problem(folder: Path, ours: bool) -> str | None:
-    """Why files should not be given away: they are not what the model was, or nobody has compared ours with it."""
-    if bad := damaged(folder):
-        return f"{bad} is no longer what was written: the disk or a person has changed it"
+def find_problem(folder: Path, require_verified: bool) -> str | None:
+    """Reason why files should not be published: changed, incomplete, failed verification, or `require_verified`."""
+    if changed := find_changed_weights(folder):
+        return f"{changed}: the checksum differs, the file was changed or is corrupt."
     try:
         check_weights_complete(folder)
     except UserError as error:
         return str(error)
-    found = verify.read_verification(folder)
-    if found is None:
-        return f"{folder}: nobody has compared these files with the model, there is no {verify.FILE}" if ours else None
-    return None if found["passed"] is True else f"{folder}: these files are not what the model was, see {verify.FILE}"
+    verification = verify.read_verification(folder)
+    if verification is None:
+        return f"{folder}: the files were not verified (no {verify.FILE})." if require_verified else None
+    return None if verification["passed"] is True else f"{folder}: the files failed verification, see {verify.FILE}."
 
 
 def check_weights_complete(folder: Path) -> None:
-    """UserError where weights that we know are cut off or missing: whoever fetches them could not open them."""
+    """Raise UserError if weights of a supported model are truncated or missing."""
     config, adapter = folder / "config.json", folder / TENSORS
     if adapter.is_file():
         read_header(adapter)
@@ -262,8 +262,8 @@ def check_weights_complete(folder: Path) -> None:
         load_model.check_tensors(source, build.build_meta_model(source, NoQuantization(), FrozenModel()).shapes)
 
 
-def damaged(folder: Path) -> Path | None:
-    """Weights that have changed since they were written and marked. A card may be edited."""
+def find_changed_weights(folder: Path) -> Path | None:
+    """Return a weight file whose checksum has changed since it was saved. Other files may be edited."""
     if not atomic.is_complete(folder):
         return None
     sums = json.loads((folder / atomic.MARK).read_text("utf-8"))

@@ -73,10 +73,10 @@ class PlainHead:
     weight: Tensor
     scale: float = 1.0
     softcap: float | None = None
-    share: None = None
-    plain: bool = True
+    vocab_shard: None = None
+    is_plain_linear: bool = True
 
-    def raw(self, x: Tensor) -> Tensor:
+    def raw_logits(self, x: Tensor) -> Tensor:
         return x @ self.weight.T
 
     def parameters(self) -> Iterator[Any]:

@@ -18,7 +18,7 @@ from tunekit.models.decoder import Decoder
 from tunekit.selftest import nano
 from tunekit.selftest.context import CheckFunction, Context
 from tunekit.selftest.result import CheckFailedError, Result
-from tunekit.training.packing_check import LIMITS, PackingProbe, document_spans, logit_differences
+from tunekit.training.packing_check import LIMITS, PackingProbe, logit_differences, spans
 
 LENGTHS = (90, 33, 61, 80, 47, 64)  # of documents, three in each row
 PROMPTS = (5, 17, 30)  # lengths
@@ -39,11 +39,11 @@ def check_packing(context: Context) -> Result:
             model = nano.open_model(run, compute)
             documents = nano.random_documents(model.spec.vocab, LENGTHS)
             rows = [documents[: len(documents) // 2], documents[len(documents) // 2 :]]
-            batch, layout = nano.packing(256).written(rows)
+            batch, layout = nano.packing(256).collate_rows(rows)
             trial = PackingProbe(batch.to(run.device), documents, document_spans(batch, layout))
             with torch.no_grad():
                 errors = logit_differences(model, trial, run)
-        worst[compute], limit = max(errors), LIMITS[model.compute or torch.float32]
+        worst[compute], limit = max(errors), LIMITS[model.compute_dtype or torch.float32]
         if not all(value <= limit for value in errors):
             position = max(range(len(errors)), key=errors.__getitem__)
             text = f"document {position} differs by {worst[compute]:.2g} standard deviations of its logits"
@@ -67,7 +67,7 @@ def check_generation(context: Context) -> Result:
             predictions = [prediction_gaps(model, prompt, answer) for prompt, answer in pairs]
         gap = torch.cat(predictions)
         gaps[compute], equal[compute] = float(gap.max()), float((gap == 0).double().mean())
-        limit = LIMITS[model.compute or torch.float32]
+        limit = LIMITS[model.compute_dtype or torch.float32]
         if not gaps[compute] <= limit:
             text = f"a cached token is {gaps[compute]:.2g} standard deviations below the best one, limit {limit:g}"
             raise CheckFailedError(f"generation in {compute}: {text}")

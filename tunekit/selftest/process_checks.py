@@ -55,7 +55,7 @@ def loss_and_gradient(context: Context, compute: str, shard: bool) -> tuple[floa
         model = nano.open_model(run, compute)
         model.requires_grad_(True).train()
         documents = nano.random_documents(model.spec.vocab, LENGTHS)
-        batch = nano.packing(256).written([documents[:3], documents[3:]])[0]
+        batch = nano.packing(256).collate_rows([documents[:3], documents[3:]])[0]
         result = backward(model, batch.to(run.device))
         if shard:
             dist.destroy_process_group()
@@ -63,9 +63,9 @@ def loss_and_gradient(context: Context, compute: str, shard: bool) -> tuple[floa
 
 
 def backward(model: Decoder, batch: Batch) -> tuple[float, float]:
-    loss = CrossEntropy()(model, batch) / batch.learnt
+    loss = CrossEntropy()(model, batch) / batch.num_target_tokens
     loss.backward()
-    parameters = [p for group, _ in NoAdapter().trained(model) for p in group]
+    parameters = [p for group, _ in NoAdapter().param_groups(model) for p in group]
     gradients = [p.grad for p in parameters if p.grad is not None]
     local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
     return float(loss.detach()), float(torch.stack([g.float().norm() for g in local]).norm())
@@ -73,7 +73,7 @@ def backward(model: Decoder, batch: Batch) -> tuple[float, float]:
 
 def join(run: DistributedContext) -> None:
     """Initialize the process group of a run. Sharding tries the other collectives."""
-    run.join()
+    run.init_process_group()
     ones = torch.ones(8, device=run.device)
     dist.all_reduce(ones)
     run.barrier()

@@ -185,10 +185,10 @@ def measure_step(method: Method, spec: DecoderSpec, shape: tuple[int, int], cont
     reset_peak_memory(device)
     model = build_model(method, spec, device)
     batch = build_batch(spec.vocab, *shape).to(device)
-    optimizer, loss = AdamWConfig(lr=1e-5).build(method.adapter.trained(model)), CrossEntropy()
+    optimizer, loss = AdamWConfig(lr=1e-5).build(method.adapter.param_groups(model)), CrossEntropy()
 
     def train() -> None:
-        (loss(model, batch) / batch.learnt).backward()
+        (loss(model, batch) / batch.num_target_tokens).backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -222,13 +222,13 @@ def build_model(method: Method, spec: DecoderSpec, device: torch.device) -> Deco
     with torch.no_grad():
         for name, module in model.named_modules():
             if isinstance(module, Linear) and ".lora_" not in name:
-                module.fill(repeat_to(noise, module.out_features, module.in_features))
+                module.load_weight(repeat_to(noise, module.out_features, module.in_features))
             elif isinstance(module, Embedding):
                 module.weight.copy_(repeat_to(noise, *module.weight.shape))
         for parameter in model.parameters():
             if parameter.ndim == 1 and parameter.is_floating_point():
                 parameter.fill_(1.0)
-    method.adapter.initialize(model, 0)
+    method.adapter.init_weights(model, 0)
     return model.train()
 
 
@@ -242,7 +242,7 @@ def build_batch(vocab: int, rows: int, length: int) -> Batch:
     """Packed rows of three documents each, whose tokens are all trained on."""
     lengths = [length // 8, 3 * length // 8, length // 2] * rows
     documents = random_documents(vocab, lengths, trained=1.0)
-    return packing(length, rows).written([documents[i : i + 3] for i in range(0, len(documents), 3)])[0]
+    return packing(length, rows).collate_rows([documents[i : i + 3] for i in range(0, len(documents), 3)])[0]
 
 
 def count_operations(model: Decoder, batch: Batch, factor: int) -> float:

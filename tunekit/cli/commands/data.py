@@ -25,7 +25,7 @@ def main(args: argparse.Namespace) -> None:
     rows = args.row or (usual if args.num_rows is None else args.num_rows)
     view = build_report(read_config(args), rows, check_targets)
     if args.json:
-        print(json.dumps(view.plain(), indent=2, ensure_ascii=False))
+        print(json.dumps(view.to_dict(), indent=2, ensure_ascii=False))
     else:
         rows = view.rows if args.row or args.num_rows is not None else view.rows[:FEW]
         show(replace(view, rows=rows), screen(args.no_color), whole=bool(args.row))
@@ -52,7 +52,7 @@ def screen(plain: bool) -> terminal.TerminalSize:
 
 
 def show(view: DataReport, screen: terminal.TerminalSize, whole: bool) -> None:
-    for figures in view.figures:
+    for figures in view.stats:
         print("\n".join(terminal.format_stats(figures, screen)))
     for shown in view.rows:
         print("\n".join(terminal.format_row(shown, view.tokenizer, screen, whole)))

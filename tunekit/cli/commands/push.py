@@ -40,7 +40,7 @@ def accept(folder: Path, ours: bool, force: bool) -> bool:
 def send(folder: Path, doubtful: bool, args: argparse.Namespace) -> None:
     """Send a folder, or show what would be sent."""
     publish.warn_local_base(folder)
-    with publish.stage_files(folder, args.repo, doubtful, ask=not args.dry_run) as files:
+    with publish.stage_files(folder, args.repo, doubtful, query_hub=not args.dry_run) as files:
         if args.dry_run:
             show(files)
             return

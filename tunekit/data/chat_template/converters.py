@@ -1,4 +1,4 @@
-"""Rows that are written otherwise than in OpenAI's messages, as conversations."""
+"""Converters from ShareGPT, instruction, prompt/completion, and preference rows to conversations."""
 
 import re
 from os.path import commonprefix
@@ -17,7 +17,7 @@ from tunekit.data.chat_template.messages import (
 from tunekit.errors import UserError
 
 LAST_WORD = re.compile(r"\s*\S*$")
-SPEAKERS = {
+SPEAKER_ROLES = {
     "human": "user",
     "user": "user",
     "gpt": "assistant",
@@ -32,125 +32,131 @@ SPEAKERS = {
 }
 
 
-def from_sharegpt(value: Any, name: str, system: Any = None, tools: Any = None) -> Conversation:
-    """A conversation of `from` and `value`; messages with role and content may stand among them."""
+def from_sharegpt(value: Any, column: str, system: Any = None, tools: Any = None) -> Conversation:
+    """Convert a ShareGPT conversation (`from`, `value`). Items with `role` and `content` are accepted too."""
     schemas = parse_tools(tools, "tools")
-    found = make_conversation(value, name, None, said)
-    head = heading(system)
-    if head and found.messages[0]["role"] == "system":
-        raise UserError(f"{name}[0]: a system message, and the row has a column 'system' too: which of them is meant?")
-    return opened(head, found._replace(tools=schemas and [wrapped(schema) for schema in schemas]))
+    conversation = make_conversation(value, column, None, from_sharegpt_item)
+    system_messages = to_system_messages(system)
+    if system_messages and conversation.messages[0]["role"] == "system":
+        raise UserError(f"{column}[0]: the row has a system message and a column 'system'. Remove one of them.")
+    conversation = conversation._replace(tools=schemas and [wrap_tool_schema(schema) for schema in schemas])
+    return prepend_messages(system_messages, conversation)
 
 
-def opened(head: list[Message], found: Conversation) -> Conversation:
-    """A conversation behind further messages."""
-    flags = found.flags and [None] * len(head) + found.flags
-    return found._replace(messages=head + found.messages, flags=flags) if head else found
+def prepend_messages(leading: list[Message], conversation: Conversation) -> Conversation:
+    """Insert messages before a conversation."""
+    flags = conversation.train_flags and [None] * len(leading) + conversation.train_flags
+    messages = leading + conversation.messages
+    return conversation._replace(messages=messages, train_flags=flags) if leading else conversation
 
 
-def heading(system: Any) -> list[Message]:
-    """The message that a column `system` stands for; none, if it is empty."""
+def to_system_messages(system: Any) -> list[Message]:
+    """Convert the value of a column `system` to a list of one message; empty for None or ''."""
     if not isinstance(system, str | None):
-        raise UserError(f"system: want a string, this is {json_type(system)}")
+        raise UserError(f"system: expected a string, got {json_type(system)}")
     return [{"role": "system", "content": system}] if system else []
 
 
-def said(item: Any) -> Any:
-    """One item of ShareGPT as a message."""
+def from_sharegpt_item(item: Any) -> Any:
+    """Convert one ShareGPT item to an OpenAI message."""
     if not isinstance(item, dict):
-        raise UserError(f": want an object with from and value, this is {json_type(item)}")
+        raise UserError(f": expected an object with `from` and `value`, got {json_type(item)}")
     if item.get("from") is None:
         return item
     speaker, value = item["from"], item.get("value")
-    if not isinstance(speaker, str) or speaker not in SPEAKERS:
-        told = f"{suggest_word(speaker, SPEAKERS)}want one of {', '.join(SPEAKERS)}"
-        raise UserError(f": unknown speaker {format_value(speaker)} in `from`; {told}")
+    if not isinstance(speaker, str) or speaker not in SPEAKER_ROLES:
+        hint = f"{suggest_word(speaker, SPEAKER_ROLES)}Use one of {', '.join(SPEAKER_ROLES)}."
+        raise UserError(f".from: unknown speaker {format_value(speaker)}. {hint}")
     if not isinstance(value, str):
-        raise UserError(f".value: want a string, this is {json_type(value)}")
-    more = {key: other for key, other in item.items() if key not in ("from", "value")}
+        raise UserError(f".value: expected a string, got {json_type(value)}")
+    extra_fields = {key: field for key, field in item.items() if key not in ("from", "value")}
     if speaker != "function_call":
-        return {"role": SPEAKERS[speaker], "content": value, **more}
+        return {"role": SPEAKER_ROLES[speaker], "content": value, **extra_fields}
     calls = parse_json(value, ".value")
     functions = [parse_tool_call(call, ".value") for call in (calls if isinstance(calls, list) else [calls])]
     return {
         "role": "assistant",
         "content": None,
         "tool_calls": [{"type": "function", "function": function} for function in functions],
-        **more,
+        **extra_fields,
     }
 
 
-def wrapped(schema: dict[str, Any]) -> dict[str, Any]:
-    """A tool's schema as templates expect it: ShareGPT leaves the outer object away."""
+def wrap_tool_schema(schema: dict[str, Any]) -> dict[str, Any]:
+    """Add the outer object that templates expect and ShareGPT omits: `{"type": "function", "function": schema}`."""
     return schema if "function" in schema or "name" not in schema else {"type": "function", "function": schema}
 
 
 def from_instruct(question: str, answer: str, system: Any, history: Any) -> Conversation:
-    """An instruction and its answer, behind `history`: pairs of what was asked and answered before."""
-    before = [] if history is None else history
-    if not isinstance(before, list):
-        raise UserError(f"history: want a list of pairs, this is {json_type(before)}")
-    messages = heading(system)
-    for index, pair in enumerate(before):
+    """Convert an instruction and its answer. `history` is a list of earlier (question, answer) pairs."""
+    pairs = [] if history is None else history
+    if not isinstance(pairs, list):
+        raise UserError(f"history: expected a list of pairs, got {json_type(pairs)}")
+    messages = to_system_messages(system)
+    for index, pair in enumerate(pairs):
         if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
-            raise UserError(f"history[{index}]: want a pair of strings, a question and its answer")
-        messages += exchange(*pair)
-    return Conversation(messages + exchange(question, answer))
+            raise UserError(f"history[{index}]: must be a pair of strings (question, answer)")
+        messages += to_exchange(*pair)
+    return Conversation(messages + to_exchange(question, answer))
 
 
-def exchange(question: str, answer: str) -> list[Message]:
+def to_exchange(question: str, answer: str) -> list[Message]:
     return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
 
-def join_prompt(prompt: Any, completion: Any, tools: Any, names: tuple[str, str]) -> Conversation:
-    """A prompt and what follows it as one conversation, of which the prompt is not learnt; either may be a string."""
-    before = as_messages(prompt, "user", names[0])
-    behind = as_messages(completion, "assistant", names[1])
-    found = make_conversation([*before, *behind], " + ".join(names) if before else names[1], tools)
-    return found._replace(first=len(before))
+def join_prompt(prompt: Any, completion: Any, tools: Any, columns: tuple[str, str]) -> Conversation:
+    """Join a prompt and its completion. Prompt messages are not targets. Each may be a string or a list of messages."""
+    prompt_messages = to_messages(prompt, "user", columns[0])
+    completion_messages = to_messages(completion, "assistant", columns[1])
+    column = " + ".join(columns) if prompt_messages else columns[1]
+    conversation = make_conversation([*prompt_messages, *completion_messages], column, tools)
+    return conversation._replace(num_prompt_messages=len(prompt_messages))
 
 
-def as_messages(value: Any, role: str, name: str) -> list[Any]:
+def to_messages(value: Any, role: str, column: str) -> list[Any]:
+    """Convert a string to a list of one message with this role; None becomes an empty list."""
     if value is None:
         return []
     if isinstance(value, str):
         return [{"role": role, "content": value}]
     if not isinstance(value, list):
-        raise UserError(f"{name}: want a string or a list of messages, this is {json_type(value)}")
+        raise UserError(f"{column}: expected a string or a list of messages, got {json_type(value)}")
     return value
 
 
 def split_preference(chosen: Any, rejected: Any, prompt: Any, tools: Any) -> list[Conversation]:
-    """The two conversations of a preference, each learnt from where it leaves the other."""
-    sides = [as_messages(side, "assistant", name) for side, name in ((chosen, "chosen"), (rejected, "rejected"))]
-    if prompt is not None and not all(told(side, prompt) for side in sides):
-        before = as_messages(prompt, "user", "prompt")
-        counts = range(
-            len(before), 0, -1
-        )  # sides may begin with the end of the prompt, as its question behind a system
-        again = next((count for count in counts if all(side[:count] == before[-count:] for side in sides)), 0)
-        sides = [[*before, *side[again:]] for side in sides]
-    same = common(*sides)
+    """Return the chosen and the rejected conversation. Their common leading messages are the prompt.
+
+    `chosen` and `rejected` may contain all of the prompt, the end of it, or none of it.
+    """
+    sides = [to_messages(side, "assistant", name) for side, name in ((chosen, "chosen"), (rejected, "rejected"))]
+    if prompt is not None and not all(includes_prompt(side, prompt) for side in sides):
+        prompt_messages = to_messages(prompt, "user", "prompt")
+        counts = range(len(prompt_messages), 0, -1)
+        overlaps = (n for n in counts if all(side[:n] == prompt_messages[-n:] for side in sides))
+        overlap = next(overlaps, 0)  # for example, the question again but not the system message
+        sides = [[*prompt_messages, *side[overlap:]] for side in sides]
+    num_common = count_common_messages(*sides)
     return [
-        make_conversation(side, name, tools)._replace(first=same)
+        make_conversation(side, name, tools)._replace(num_prompt_messages=num_common)
         for side, name in zip(sides, ("chosen", "rejected"), strict=True)
     ]
 
 
-def told(side: list[Any], prompt: Any) -> bool:
-    """Whether a side is the whole conversation, the prompt with it."""
+def includes_prompt(side: list[Any], prompt: Any) -> bool:
+    """Whether a chosen or rejected conversation starts with its prompt."""
     if isinstance(prompt, list):
         return side[: len(prompt)] == prompt
     roles = (item["role"] for item in side if isinstance(item, dict) and "role" in item)
     return next((role for role in roles if role not in ("system", "developer")), None) == "user"
 
 
-def common(one: list[Any], other: list[Any]) -> int:
-    """How many messages two conversations begin with in common."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((index for index, (a, b) in pairs if a != b), min(len(one), len(other)))
+def count_common_messages(first: list[Any], second: list[Any]) -> int:
+    """Count the common leading messages of two conversations."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((index for index, (a, b) in pairs if a != b), min(len(first), len(second)))
 
 
-def common_prefix(one: str, other: str) -> str:
-    """What two texts begin with in common, up to the end of a word: the space behind it goes with what follows."""
-    return LAST_WORD.sub("", commonprefix([one, other]), count=1)
+def common_prefix(first: str, second: str) -> str:
+    """Return the common prefix of two texts, cut at the end of a word and without trailing whitespace."""
+    return LAST_WORD.sub("", commonprefix([first, second]), count=1)

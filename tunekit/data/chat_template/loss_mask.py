@@ -1,19 +1,20 @@
-"""What is learnt of a conversation that is rendered once: spans of characters, and the tokens in them.
+"""Loss mask of a rendered conversation: character spans of target turns, and the tokens in them.
 
-Spans come from the template's own `{% generation %}` blocks, else from where turns stand in what it writes (turns.py).
-What was found of one conversation is used for others of its shape, where it is sure for them too (layout.py).
+Spans come from the template's `{% generation %}` blocks, or else from the boundaries of turns in the rendered text
+(turn_boundaries.py). Spans are cached by conversation shape and reused for a row if its text matches exactly
+(template_pattern.py).
 """
 
 from collections.abc import Container, Sequence
 from typing import Any, Literal, NamedTuple
 
-from tunekit.data.chat_template.template_pattern import TemplatePattern, find_pattern, padded
+from tunekit.data.chat_template.template_pattern import TemplatePattern, find_pattern, padded_sentinel
 from tunekit.data.chat_template.turn_boundaries import (
-    HIDDEN,
-    HIDES,
-    MOST,
-    NUMBERS,
-    WAY_OUT,
+    MASK_HINT,
+    MAX_SENTINELS,
+    SENTINEL_BASE,
+    SENTINEL_NUMBERS,
+    SENTINELS,
     AmbiguousMaskError,
     Messages,
     RenderedPrefixes,
@@ -27,199 +28,212 @@ from tunekit.data.token_cache import TokenizerEncoding
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import UserError
 
-Learn = Literal["assistant", "last", "all"]
-OTHER_TOOLS = [{"type": "function", "function": {"name": "a", "description": "b", "parameters": {"type": "object"}}}]
-SHAPES = 500  # layouts that are kept
+TrainOn = Literal["assistant", "last", "all"]
+PROBE_TOOLS = [{"type": "function", "function": {"name": "a", "description": "b", "parameters": {"type": "object"}}}]
+MAX_PATTERNS = 500  # size of the cache of span patterns
 
 
 class MaskedConversation(NamedTuple):
-    """A conversation's text, its learnt character spans, and what was noticed of these."""
+    """Rendered text, character spans of target turns, and warnings about them."""
 
     text: str
     spans: list[Span]
-    signs: DocFlags
+    doc_flags: DocFlags
 
 
 class SpanPattern(NamedTuple):
-    """What all conversations of a shape have in common. Without a layout, each is looked at for itself.
+    """Spans of all conversations of one shape. Without a pattern, spans are computed for each conversation.
 
-    The last `blocks` spans of the layout are the generation blocks of the template, behind what is learnt.
+    The last `num_blocks` spans of the pattern are the generation blocks; the others are the target spans.
     """
 
-    layout: TemplatePattern | None
-    signs: DocFlags = DocFlags(0)
-    blocks: int = 0
+    pattern: TemplatePattern | None
+    doc_flags: DocFlags = DocFlags(0)
+    num_blocks: int = 0
 
 
 def render_with_mask(
-    tokenizer: Tokenizer, messages: Messages, tools: Tools, learn: Learn | Sequence[int]
+    tokenizer: Tokenizer, messages: Messages, tools: Tools, train_on: TrainOn | Sequence[int]
 ) -> MaskedConversation:
-    """A conversation's text and what is learnt of it. `learn`: a choice, or the messages to learn, ascending.
+    """Render a conversation and find its target spans. `train_on` may be a list of message indices, ascending.
 
-    A turn's end token is learnt with it. UserError if no mask is sure.
+    The end token of a turn is part of its span. Raise UserError if the mask would be ambiguous.
     """
-    text, blocks = tokenizer.template(tools).written(tokenizer.context(messages, tools))
+    text, blocks = tokenizer.template(tools).render_with_spans(tokenizer.template_context(messages, tools))
     check_encodable(text)
-    if learn == "all":
+    if train_on == "all":
         return MaskedConversation(text, [(0, len(text))], DocFlags(0))
-    wanted = wanted_turns(messages, learn) if isinstance(learn, str) else tuple(learn)
-    if not wanted:
-        raise UserError("nothing to learn: the conversation has no assistant message")
-    hidden = SentinelMessages(tokenizer, messages, tools)
-    found = known(tokenizer, hidden, tools, wanted)
-    spans = None if found.layout is None else found.layout.fit(text, hidden.texts)
+    targets = target_turns(messages, train_on) if isinstance(train_on, str) else tuple(train_on)
+    if not targets:
+        raise UserError("no target tokens: the conversation has no assistant message")
+    sentinels = SentinelMessages(tokenizer, messages, tools)
+    span_pattern = get_span_pattern(tokenizer, sentinels, tools, targets)
+    spans = None if span_pattern.pattern is None else span_pattern.pattern.match(text, sentinels.texts)
     if spans is not None:
-        count = len(spans) - found.blocks
-        # Where blocks begin cannot be seen in a text, and a template may mark by what a message says.
-        if spans[count:] == (blocks_of(tokenizer, text, messages, tools) if blocks is None else blocks):
-            return MaskedConversation(text, spans[:count], found.signs)
-    if HIDES.search(text):
-        raise UserError(
-            "no mask is sure: the row holds Tangut characters, behind which texts are hidden to find the turns"
-        )
-    return MaskedConversation(text, *find(RenderedPrefixes(tokenizer, messages, tools, hidden), wanted))
+        num_targets = len(spans) - span_pattern.num_blocks
+        # Generation blocks are invisible in the text and may depend on what a message contains.
+        if spans[num_targets:] == (generation_blocks(tokenizer, text, messages, tools) if blocks is None else blocks):
+            return MaskedConversation(text, spans[:num_targets], span_pattern.doc_flags)
+    if SENTINELS.search(text):
+        raise UserError("ambiguous loss mask: the row contains Tangut characters, which are reserved to find turns")
+    return MaskedConversation(
+        text, *find_target_spans(RenderedPrefixes(tokenizer, messages, tools, sentinels), targets)
+    )
 
 
-def text_before_last_message(tokenizer: Tokenizer, messages: Messages, tools: Tools, said: str) -> str:
-    """What a template writes before the text of the last message, which is `said`. UserError if that is not sure."""
-    writing = RenderedPrefixes(tokenizer, messages, tools, SentinelMessages(tokenizer, messages, tools))
-    begin = writing.begins(writing.count - 1)
-    if begin is None or not writing.text[begin:].lstrip().startswith(said.strip()):
-        raise UserError("the chat template does not write the answer as it is, so no place in it is sure")
-    return writing.text[:begin]
+def text_before_last_message(tokenizer: Tokenizer, messages: Messages, tools: Tools, content: str) -> str:
+    """Return the rendered text before the last message's content. Raise UserError if the content is rewritten."""
+    rendered = RenderedPrefixes(tokenizer, messages, tools, SentinelMessages(tokenizer, messages, tools))
+    start = rendered.text_start(rendered.count - 1)
+    if start is None or not rendered.text[start:].lstrip().startswith(content.strip()):
+        raise UserError("the chat template modifies the answer, so token positions in it are ambiguous")
+    return rendered.text[:start]
 
 
-def blocks_of(tokenizer: Tokenizer, text: str, messages: Messages, tools: Tools) -> list[Span]:
-    """The generation blocks of a template that has any."""
+def generation_blocks(tokenizer: Tokenizer, text: str, messages: Messages, tools: Tools) -> list[Span]:
+    """Return the spans of the template's generation blocks; empty if it has none."""
     template = tokenizer.template(tools)
-    return template.generated(text, tokenizer.context(messages, tools)) if template.marked else []
+    if not template.has_generation_blocks:
+        return []
+    return template.generation_spans(text, tokenizer.template_context(messages, tools))
 
 
-def wanted_turns(messages: Messages, learn: str) -> tuple[int, ...]:
+def target_turns(messages: Messages, train_on: str) -> tuple[int, ...]:
+    """Return the indices of all assistant messages, or of the last one."""
     turns = tuple(index for index, message in enumerate(messages) if message["role"] == "assistant")
-    return turns[-1:] if learn == "last" else turns
+    return turns[-1:] if train_on == "last" else turns
 
 
 def check_encodable(text: str) -> None:
+    """Raise UserError if a text cannot be encoded as UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise UserError(
-            f"the text holds a lone surrogate (U+{ord(text[error.start]):04X}), which no tokenizer reads"
-        ) from None
+        code = f"U+{ord(text[error.start]):04X}"
+        raise UserError(f"the text contains a lone surrogate ({code}), which cannot be tokenized") from None
 
 
-def known(tokenizer: Tokenizer, hidden: SentinelMessages, tools: Tools, wanted: tuple[int, ...]) -> SpanPattern:
-    """What holds for conversations like this one, found once."""
-    key = (repr(hidden.shape), bool(tools), wanted)
+def get_span_pattern(
+    tokenizer: Tokenizer, sentinels: SentinelMessages, tools: Tools, targets: tuple[int, ...]
+) -> SpanPattern:
+    """Return the cached pattern of conversations with this shape."""
+    key = (repr(sentinels.shape), bool(tools), targets)
     if key not in tokenizer.shapes:
-        if len(tokenizer.shapes) >= SHAPES:
+        if len(tokenizer.shapes) >= MAX_PATTERNS:
             tokenizer.shapes.clear()
-        tokenizer.shapes[key] = study(tokenizer, hidden, tools, wanted)
+        tokenizer.shapes[key] = find_span_pattern(tokenizer, sentinels, tools, targets)
     return tokenizer.shapes[key]
 
 
-def study(tokenizer: Tokenizer, hidden: SentinelMessages, tools: Tools, wanted: tuple[int, ...]) -> SpanPattern:
-    if len(hidden.texts) > MOST:
+def find_span_pattern(
+    tokenizer: Tokenizer, sentinels: SentinelMessages, tools: Tools, targets: tuple[int, ...]
+) -> SpanPattern:
+    if len(sentinels.texts) > MAX_SENTINELS:
         return SpanPattern(None)
     try:
-        writing = RenderedPrefixes(tokenizer, hidden.shape, tools, hidden)
-        spans, signs = find(writing, wanted)
-        probe = tokenizer.render(pad(hidden.shape), tools)
-        probe = NUMBERS.sub(lambda match: padded(int(match[1])), probe)
-        blocks = blocks_of(tokenizer, writing.text, hidden.shape, tools)
-        found = find_pattern(writing.text, probe, [*spans, *blocks])
-        if tools and found is not None:
-            found = found.freed(reveal_text(tokenizer.render(hidden.shape, OTHER_TOOLS)))
+        rendered = RenderedPrefixes(tokenizer, sentinels.shape, tools, sentinels)
+        spans, doc_flags = find_target_spans(rendered, targets)
+        probe = tokenizer.render(pad_sentinels(sentinels.shape), tools)
+        probe = SENTINEL_NUMBERS.sub(lambda match: padded_sentinel(int(match[1])), probe)
+        blocks = generation_blocks(tokenizer, rendered.text, sentinels.shape, tools)
+        pattern = find_pattern(rendered.text, probe, [*spans, *blocks])
+        if tools and pattern is not None:
+            pattern = pattern.with_any_tools(reveal_text(tokenizer.render(sentinels.shape, PROBE_TOOLS)))
     except UserError:
         return SpanPattern(None)
-    return SpanPattern(found, signs, len(blocks))
+    return SpanPattern(pattern, doc_flags, len(blocks))
 
 
-def pad(value: Any) -> Any:
-    """Messages with white space around each hidden text, but for names."""
+def pad_sentinels(value: Any) -> Any:
+    """Add whitespace around each sentinel of a text. Sentinels of names, which are longer, stay unchanged."""
     if isinstance(value, str):
-        return HIDES.sub(lambda run: padded(ord(run[1]) - HIDDEN) if len(run[0]) == 1 else run[0], value)
-    if isinstance(value, dict):
-        return {key: pad(item) for key, item in value.items()}
-    return [pad(item) for item in value] if isinstance(value, list) else value
-
-
-def find(writing: RenderedPrefixes, wanted: tuple[int, ...]) -> tuple[list[Span], DocFlags]:
-    """The learnt spans of what a template writes, and what is to be told of them."""
-    turns, signs, rest = [], DocFlags(0), wanted
-    if writing.tokenizer.template(writing.tools).marked:
-        turns, signs = generated(writing, wanted)
-        rest = [index for index in wanted if writing.messages[index]["role"] != "assistant"]
-    turns += [(writing.turn(index), index) for index in rest]
-    ended = all(writing.ended(span, index) for span, index in turns)
-    return sorted(span for span, _ in turns), signs if ended else signs | DocFlags.UNENDED
-
-
-def generated(writing: RenderedPrefixes, wanted: tuple[int, ...]) -> tuple[list[tuple[Span, int | None]], DocFlags]:
-    """Spans of generation blocks, and whose they are.
-
-    A stop token right behind a block belongs to it: the model must learn to end.
-    """
-    blocks = blocks_of(writing.tokenizer, writing.text, writing.messages, writing.tools)
-    owners = [owner(writing, block) for block in blocks]
-    turns = wanted_turns(writing.messages, "assistant")
-    if None in owners and not set(turns) <= set(wanted):
-        raise AmbiguousMaskError(
-            f"no mask is sure: the chat template marks {len(blocks)} generation blocks in {len(turns)} assistant "
-            f"turns, and one without a message's text: whose is it? {WAY_OUT}"
+        return SENTINELS.sub(
+            lambda match: padded_sentinel(ord(match[1]) - SENTINEL_BASE) if len(match[0]) == 1 else match[0], value
         )
-    found, signs = [], DocFlags(0)
+    if isinstance(value, dict):
+        return {key: pad_sentinels(item) for key, item in value.items()}
+    return [pad_sentinels(item) for item in value] if isinstance(value, list) else value
+
+
+def find_target_spans(rendered: RenderedPrefixes, targets: tuple[int, ...]) -> tuple[list[Span], DocFlags]:
+    """Return the spans of target turns in order, and warnings about them."""
+    turns, doc_flags, remaining = [], DocFlags(0), targets
+    if rendered.tokenizer.template(rendered.tools).has_generation_blocks:
+        turns, doc_flags = generation_spans(rendered, targets)
+        remaining = [index for index in targets if rendered.messages[index]["role"] != "assistant"]
+    turns += [(rendered.turn_span(index), index) for index in remaining]
+    all_ended = all(rendered.is_ended(span, index) for span, index in turns)
+    return sorted(span for span, _ in turns), doc_flags if all_ended else doc_flags | DocFlags.MISSING_END_TOKEN
+
+
+def generation_spans(
+    rendered: RenderedPrefixes, targets: tuple[int, ...]
+) -> tuple[list[tuple[Span, int | None]], DocFlags]:
+    """Return the spans of generation blocks of target turns, each with its message index.
+
+    A stop token right after a block is added to its span: the model must learn to stop.
+    """
+    blocks = generation_blocks(rendered.tokenizer, rendered.text, rendered.messages, rendered.tools)
+    owners = [find_owner(rendered, block) for block in blocks]
+    turns = target_turns(rendered.messages, "assistant")
+    if None in owners and not set(turns) <= set(targets):
+        raise AmbiguousMaskError(
+            f"ambiguous loss mask: the chat template marks {len(blocks)} generation blocks in {len(turns)} assistant "
+            f"turns, and one of them contains no message content. {MASK_HINT}"
+        )
+    spans, doc_flags = [], DocFlags(0)
     for block, index in zip(blocks, owners, strict=True):
-        if index is None or index in wanted:
-            found.append(((block[0], writing.stop(block, index)), index))
-            signs |= DocFlags.PROMPT_LEARNT if index is not None and prompted(writing, index, block[0]) else DocFlags(0)
-    return found, signs
+        if index is None or index in targets:
+            spans.append(((block[0], rendered.end_with_stop_token(block, index)), index))
+            covered = index is not None and covers_prompt(rendered, index, block[0])
+            doc_flags |= DocFlags.PROMPT_TRAINED if covered else DocFlags(0)
+    return spans, doc_flags
 
 
-def owner(writing: RenderedPrefixes, block: Span) -> int | None:
-    """The first message whose text begins in a generation block."""
-    places = ((index, writing.begins(index)) for index in range(writing.count))
-    return next((index for index, place in places if place is not None and block[0] <= place < block[1]), None)
+def find_owner(rendered: RenderedPrefixes, block: Span) -> int | None:
+    """Return the index of the first message whose content starts in a generation block."""
+    starts = ((index, rendered.text_start(index)) for index in range(rendered.count))
+    return next((index for index, start in starts if start is not None and block[0] <= start < block[1]), None)
 
 
-def prompted(writing: RenderedPrefixes, index: int, start: int) -> bool:
-    """Whether a block that begins at `start` takes in what the prompt for its turn writes."""
+def covers_prompt(rendered: RenderedPrefixes, index: int, start: int) -> bool:
+    """Whether a block that starts at `start` covers a part of the generation prompt of its turn."""
     try:
-        return start < writing.start(index)
+        return start < rendered.turn_start(index)
     except AmbiguousMaskError:
         return False
 
 
 def token_range(encoding: TokenizerEncoding, text: str, span: Span, special: Container[int]) -> Span:
-    """The range of tokens whose characters lie in a span of the text.
+    """Return the range of tokens whose characters are in a span of the text.
 
-    A token that reaches over a bound is left out but in two cases: it begins with white space before the span (a prompt
-    that ends in a space), or it is a special token that took in the white space behind it.
+    A token that crosses a boundary is excluded, with two exceptions: before `start` it has only whitespace (a prompt
+    that ends in a space), or it is a special token that includes the whitespace after `end`.
     """
     start, end = span
-    first = token_at(encoding, range(start, end), len(encoding))
-    while first < len(encoding) and bounds(encoding, first)[0] < start and not joins(encoding, text, first, start):
+    num_tokens = len(encoding)
+    first = token_at(encoding, range(start, end), num_tokens)
+    while first < num_tokens and starts_before(encoding, text, first, start):
         first += 1
     last = token_at(encoding, range(end - 1, start - 1, -1), -1)
-    while last + 1 < len(encoding) and bounds(encoding, last + 1)[0] < end:  # a character of several bytes, in pieces
+    while last + 1 < num_tokens and token_chars(encoding, last + 1)[0] < end:  # tokens of one multi-byte character
         last += 1
-    over = last >= 0 and bounds(encoding, last)[1] > end and encoding.ids[last] not in special
-    return first, max(first, last if over else last + 1)
+    overhangs = last >= 0 and token_chars(encoding, last)[1] > end and encoding.ids[last] not in special
+    return first, max(first, last if overhangs else last + 1)
 
 
-def token_at(encoding: TokenizerEncoding, places: range, default: int) -> int:
-    """The token of the first of these characters that any token holds."""
-    return next((token for at in places if (token := encoding.char_to_token(at)) is not None), default)
+def token_at(encoding: TokenizerEncoding, positions: range, default: int) -> int:
+    """Return the token of the first of these characters that belongs to a token."""
+    return next((token for position in positions if (token := encoding.char_to_token(position)) is not None), default)
 
 
-def joins(encoding: TokenizerEncoding, text: str, token: int, start: int) -> bool:
-    """Whether a token is only white space before `start` and more than that behind."""
-    low, high = bounds(encoding, token)
-    return not text[low:start].strip() and bool(text[start:high].strip())
+def starts_before(encoding: TokenizerEncoding, text: str, token: int, start: int) -> bool:
+    """Whether a token starts before `start`, and not only with whitespace."""
+    low, high = token_chars(encoding, token)
+    return low < start and (bool(text[low:start].strip()) or not text[start:high].strip())
 
 
-def bounds(encoding: TokenizerEncoding, token: int) -> Span:
+def token_chars(encoding: TokenizerEncoding, token: int) -> Span:
     span = encoding.token_to_chars(token)
-    assert span is not None, "a token without characters: the post-processor must be off"
+    assert span is not None, "token without characters: the tokenizer's post-processor must be disabled"
     return span

@@ -9,9 +9,9 @@ from jinja2 import TemplateError, TemplateSyntaxError, meta, nodes
 from jinja2.exceptions import SecurityError
 
 from tunekit.data.chat_template.sandbox import (
-    BUDGET,
-    CLOSE,
-    OPEN,
+    BUDGET_KEY,
+    GENERATION_END,
+    GENERATION_START,
     RenderBudget,
     SandboxLimitError,
     StepCounter,
@@ -19,10 +19,11 @@ from tunekit.data.chat_template.sandbox import (
 )
 from tunekit.errors import UserError
 
-GIVEN = {"messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token", OPEN, CLOSE}
+STANDARD_VARIABLES = {"messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token"}
+STANDARD_VARIABLES |= {GENERATION_START, GENERATION_END}
 TAG = re.compile(r"[<\[][^<>\[\]\s]{1,60}[>\]]")
-PRIVATE = tuple(map(chr, range(0xE000, 0xF8FF)))
-FAULTS = (
+PRIVATE_USE_CHARS = tuple(map(chr, range(0xE000, 0xF8FF)))
+RENDER_ERRORS = (
     TemplateError,
     TypeError,
     ValueError,
@@ -32,107 +33,107 @@ FAULTS = (
     RecursionError,
     MemoryError,
 )
-LONGEST = 200_000  # characters of a template; real ones have up to 30,000
+MAX_TEMPLATE_CHARS = 200_000  # published templates have up to 30,000
 
 
-def tags(tree: nodes.Template) -> list[str]:
-    """Tags, such as `</think>`, that the template has a word for: it may look for them in what messages say."""
-    words = {node.value.strip() for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}
-    return sorted(filter(TAG.fullmatch, words), key=len, reverse=True)
+def find_tags(tree: nodes.Template) -> list[str]:
+    """Return tags such as `</think>` that occur as constants: the template may search for them in messages."""
+    constants = {node.value.strip() for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}
+    return sorted(filter(TAG.fullmatch, constants), key=len, reverse=True)
 
 
-def doubted(tree: nodes.Template) -> set[str]:
-    """Variables that the template sets itself where nobody did (`x is defined`)."""
-    asked = (test.node for test in tree.find_all(nodes.Test) if test.name in ("defined", "undefined"))
-    return {node.name for node in asked if isinstance(node, nodes.Name)}
+def optional_variables(tree: nodes.Template) -> set[str]:
+    """Return the variables that the template tests with `is defined`."""
+    tested = (test.node for test in tree.find_all(nodes.Test) if test.name in ("defined", "undefined"))
+    return {node.name for node in tested if isinstance(node, nodes.Name)}
 
 
 class SentinelText(str):
-    """An empty text that is known again by its identity, and knows how often it was printed."""
+    """An empty string that is identified by `is` and counts how often it is printed."""
 
-    printed = 0
+    num_printed = 0
 
     def __str__(self) -> str:
-        self.printed += 1
+        self.num_printed += 1
         return self
 
 
 class ChatTemplate:
-    """A compiled chat template; `name` is the file it came from, for messages."""
+    """A compiled chat template. `name` is its file, for error messages."""
 
     def __init__(self, text: str, name: str) -> None:
-        if len(text) > LONGEST:
-            raise UserError(f"{name}: a chat template of {len(text):,} characters; want at most {LONGEST:,}")
+        if len(text) > MAX_TEMPLATE_CHARS:
+            size = f"{len(text):,} characters"
+            raise UserError(f"{name}: chat template must have at most {MAX_TEMPLATE_CHARS:,} characters, got {size}")
         sandbox = TemplateSandbox()
         try:
             tree = sandbox.parse(text)
-            asked = meta.find_undeclared_variables(tree)
-            self.marked = OPEN in asked
-            self.unset = sorted((asked | doubted(tree)) - GIVEN - set(sandbox.globals))[:8]
-            self.tags = tags(tree)
-            self.tagged = re.compile(f"({'|'.join(map(re.escape, self.tags)) or '(?!)'})")
-            self.plain = OPEN not in text and CLOSE not in text  # nothing but its blocks asks for the marks
+            variables = meta.find_undeclared_variables(tree)
+            self.has_generation_blocks = GENERATION_START in variables
+            variables |= optional_variables(tree)
+            self.unset_variables = sorted(variables - STANDARD_VARIABLES - set(sandbox.globals))[:8]
+            self.tags = find_tags(tree)
+            self.tag_pattern = re.compile(f"({'|'.join(map(re.escape, self.tags)) or '(?!)'})")
+            # Whether the template reads the boundary variables only through its {% generation %} blocks.
+            self.boundaries_only_in_blocks = GENERATION_START not in text and GENERATION_END not in text
             self.globals = dict(sandbox.globals)
             self.compiled = sandbox.from_string(StepCounter().visit(tree))
         except TemplateSyntaxError as error:
-            raise UserError(
-                f"{name}: the chat template is no valid Jinja: line {error.lineno}: {error.message}"
-            ) from None
+            raise UserError(f"{name}:{error.lineno}: invalid Jinja in chat template: {error.message}") from None
         except (RecursionError, MemoryError, SyntaxError):
-            raise UserError(f"{name}: the chat template is nested too deep") from None
+            raise UserError(f"{name}: chat template is nested too deeply") from None
         self.name = name
 
     def render(self, context: Mapping[str, Any]) -> str:
-        """The text of a conversation. UserError if the template refuses it or does what the sandbox forbids."""
-        return "".join(self.parts(context))
+        """Render a conversation. Raise UserError if the template fails or violates the sandbox."""
+        return "".join(self.render_chunks(context))
 
-    def parts(self, context: Mapping[str, Any]) -> list[str]:
-        """The text of a conversation, in parts as the template writes them."""
+    def render_chunks(self, context: Mapping[str, Any]) -> list[str]:
+        """Render a conversation as the list of strings that the template emits."""
         try:
-            names = {**self.globals, **context, BUDGET: RenderBudget(context)}
-            return list(self.compiled.root_render_func(self.compiled.new_context(names, shared=True)))
+            variables = {**self.globals, **context, BUDGET_KEY: RenderBudget(context)}
+            return list(self.compiled.root_render_func(self.compiled.new_context(variables, shared=True)))
         except SandboxLimitError as error:
-            raise UserError(f"{self.name}: the chat template was stopped: {error}") from None
+            raise UserError(f"{self.name}: chat template exceeds a sandbox limit: {error}") from None
         except SecurityError as error:
-            raise UserError(f"{self.name}: the chat template tries to leave its sandbox: {error}") from None
-        except FAULTS as error:
+            raise UserError(f"{self.name}: chat template violates the sandbox: {error}") from None
+        except RENDER_ERRORS as error:
             reason = " ".join(str(error).split()) or type(error).__name__
-            raise UserError(f"{self.name}: the chat template fails: {reason}") from None
+            raise UserError(f"{self.name}: chat template failed: {reason}") from None
 
-    def written(self, context: Mapping[str, Any]) -> tuple[str, list[tuple[int, int]] | None]:
-        """The text of a conversation, and the character spans of its `{% generation %}` bodies.
+    def render_with_spans(self, context: Mapping[str, Any]) -> tuple[str, list[tuple[int, int]] | None]:
+        """Render a conversation and return the character spans of its `{% generation %}` bodies.
 
-        None in place of these where not all that marks them goes straight into the text: `generated` finds them then.
+        The spans are None if a boundary is not printed directly; `generation_spans` finds them then.
         """
-        if not (self.marked and self.plain):
-            return self.render(context), None if self.marked else []
-        opened, closed = SentinelText(), SentinelText()
-        parts = self.parts({**context, OPEN: opened, CLOSE: closed})
-        bounds = [*accumulate(map(len, parts), initial=0)]
-        marks = [
-            (part is closed, at) for part, at in zip(parts, bounds, strict=False) if part is opened or part is closed
-        ]
-        sides, places = [side for side, _ in marks], [at for _, at in marks]
-        sound = opened.printed + closed.printed == len(marks) and sides == [False, True] * (len(marks) // 2)
-        return "".join(parts), list(zip(places[::2], places[1::2], strict=True)) if sound else None
+        if not (self.has_generation_blocks and self.boundaries_only_in_blocks):
+            return self.render(context), None if self.has_generation_blocks else []
+        start, end = SentinelText(), SentinelText()
+        chunks = self.render_chunks({**context, GENERATION_START: start, GENERATION_END: end})
+        offsets = [*accumulate(map(len, chunks), initial=0)]
+        pairs = zip(chunks, offsets, strict=False)
+        sentinels = [(chunk is end, offset) for chunk, offset in pairs if chunk is start or chunk is end]
+        ends, bounds = [is_end for is_end, _ in sentinels], [offset for _, offset in sentinels]
+        all_found = start.num_printed + end.num_printed == len(sentinels)
+        is_valid = all_found and ends == [False, True] * (len(sentinels) // 2)
+        return "".join(chunks), list(zip(bounds[::2], bounds[1::2], strict=True)) if is_valid else None
 
-    def generated(self, text: str, context: Mapping[str, Any]) -> list[tuple[int, int]]:
-        """Character spans of `{% generation %}` bodies in `text`, which is what `render` gave for the same context.
+    def generation_spans(self, text: str, context: Mapping[str, Any]) -> list[tuple[int, int]]:
+        """Return the character spans of `{% generation %}` bodies in `text`, the rendering of the same context.
 
-        Where they are not known as they are written, the conversation is rendered again with two characters around
-        each body that do not occur in the text. Taking them out must give the text back, so a template that trims or
-        measures a body cannot shift a span unseen.
+        If the boundaries are not printed directly, the conversation is rendered again with two unused characters around
+        each body. Removing them must restore the text, so a template that trims or measures a body is detected.
         """
-        again, spans = self.written(context)
-        if spans is not None and again == text:
+        rendered, spans = self.render_with_spans(context)
+        if spans is not None and rendered == text:
             return spans
-        opened, closed = islice((char for char in PRIVATE if char not in text), 2)
-        marked = self.render({**context, OPEN: opened, CLOSE: closed})
-        bodies = list(re.finditer(f"{opened}([^{opened}{closed}]*){closed}", marked))
-        whole = 2 * len(bodies) == marked.count(opened) + marked.count(closed)
-        if not whole or marked.replace(opened, "").replace(closed, "") != text:
+        start_char, end_char = islice((char for char in PRIVATE_USE_CHARS if char not in text), 2)
+        marked = self.render({**context, GENERATION_START: start_char, GENERATION_END: end_char})
+        bodies = list(re.finditer(f"{start_char}([^{start_char}{end_char}]*){end_char}", marked))
+        is_balanced = 2 * len(bodies) == marked.count(start_char) + marked.count(end_char)
+        if not is_balanced or marked.replace(start_char, "").replace(end_char, "") != text:
             raise UserError(
-                f"{self.name}: the chat template nests or rewrites its generation blocks; what is learnt is unclear"
+                f"{self.name}: ambiguous loss mask: the chat template nests or modifies its generation blocks"
             )
         starts = [body.start() - 2 * index for index, body in enumerate(bodies)]
         return [(start, start + len(body[1])) for start, body in zip(starts, bodies, strict=True)]

@@ -1,4 +1,4 @@
-"""How a template wants what can be said in several ways: found by trying, and asked of no name of a family."""
+"""Message formats that a chat template supports, detected by rendering probes instead of by model family."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,125 +10,126 @@ from tunekit.data.chat_template.template import ChatTemplate
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import UserError
 
-ASKED, SAID, CALLED, MORE = "qaz", "wsx", "edc", "rfv"  # no template writes them by itself
-KNOWN = frozenset({"role", "content", "name", "tool_calls", "tool_call_id", *REASONING})
-ID = "call{:05}"  # some templates want nine characters
-NOTHING: tuple[Message, ...] = ({"content": None}, {"content": ""}, {})  # beside calls
+QUESTION, ANSWER, TOOL_NAME, EXTRA_KEY = "qaz", "wsx", "edc", "rfv"  # strings that no template contains
+KNOWN_KEYS = frozenset({"role", "content", "name", "tool_calls", "tool_call_id", *REASONING})
+CALL_ID = "call{:05}"  # some templates require nine characters
+EMPTY_CONTENTS: tuple[Message, ...] = ({"content": None}, {"content": ""}, {})  # content of a message with only calls
 
 
 @dataclass(frozen=True)
 class TemplateFeatures:
-    """`parts`: text is read only in content parts. `nothing`: which ways to say nothing beside calls are understood.
+    """Message formats that a template supports."""
 
-    `ids`: whether ids of calls can be seen in the text; where not, rows of one shape differ less without theirs.
-    `source`: the text of the template; a key of a message whose name is not in it is left out, unless all are written.
-    """
+    content_parts: bool = False  # content must be a list of parts
+    empty_contents: tuple[bool, ...] = (True, True, True)  # which of EMPTY_CONTENTS are rendered correctly
+    renders_call_ids: bool = True  # if not, ids are renumbered, so that more rows have the same shape
+    source: str | None = None  # template text: message keys that do not occur in it are dropped; None: keep all keys
 
-    parts: bool = False
-    nothing: tuple[bool, ...] = (True, True, True)
-    ids: bool = True
-    source: str | None = None
-
-    def fit(self, messages: list[Message]) -> list[Message]:
-        """Messages as the template wants them."""
-        if not self.parts and all(len(message) == 2 for message in messages):
+    def adapt_messages(self, messages: list[Message]) -> list[Message]:
+        """Convert messages to formats that the template supports."""
+        if not self.content_parts and all(len(message) == 2 for message in messages):
             return messages
         ids: dict[str, str] = {}
-        return [self.fitted(message, ids) for message in messages]
+        return [self.adapt_message(message, ids) for message in messages]
 
-    def fitted(self, message: Message, ids: dict[str, str]) -> Message:
+    def adapt_message(self, message: Message, ids: dict[str, str]) -> Message:
         if len(message) > 2:
-            message = {key: value for key, value in message.items() if self.reads(key)}
+            message = {key: value for key, value in message.items() if self.reads_key(key)}
             if "tool_calls" in message and not message.get("content"):
-                message = self.silent(message)
-            if not self.ids:
-                message = numbered(message, ids)
-        if self.parts and message.get("content"):
-            message = {**message, "content": in_parts(message["content"])}
+                message = self.with_empty_content(message)
+            if not self.renders_call_ids:
+                message = renumber_calls(message, ids)
+        if self.content_parts and message.get("content"):
+            message = {**message, "content": to_content_parts(message["content"])}
         return message
 
-    def reads(self, key: str) -> bool:
-        return key in KNOWN or self.source is None or key in self.source
+    def reads_key(self, key: str) -> bool:
+        return key in KNOWN_KEYS or self.source is None or key in self.source
 
-    def silent(self, message: Message) -> Message:
-        """A message that only calls, in a way that is understood."""
-        way = {"content": message["content"]} if "content" in message else {}
-        if self.nothing[NOTHING.index(way)] or not any(self.nothing):
+    def with_empty_content(self, message: Message) -> Message:
+        """Return a message that only calls tools, with a form of empty content that the template supports."""
+        content = {"content": message["content"]} if "content" in message else {}
+        if self.empty_contents[EMPTY_CONTENTS.index(content)] or not any(self.empty_contents):
             return message
-        rest = {key: value for key, value in message.items() if key != "content"}
-        return rest | NOTHING[self.nothing.index(True)]
+        fields = {key: value for key, value in message.items() if key != "content"}
+        return fields | EMPTY_CONTENTS[self.empty_contents.index(True)]
 
 
-def in_parts(text: str) -> list[dict[str, str]]:
+def to_content_parts(text: str) -> list[dict[str, str]]:
     return [{"type": "text", "text": text}]
 
 
-def numbered(message: Message, ids: dict[str, str]) -> Message:
-    """A message with the conversation's ids by their numbers: what is one id stays one."""
+def renumber_calls(message: Message, ids: dict[str, str]) -> Message:
+    """Replace call ids by consecutive ones. Equal ids stay equal."""
     if "tool_call_id" in message:
-        message = {**message, "tool_call_id": number(message["tool_call_id"], ids)}
+        message = {**message, "tool_call_id": renumber_id(message["tool_call_id"], ids)}
     if "tool_calls" in message:
-        calls = [{**call, "id": number(call["id"], ids)} if "id" in call else call for call in message["tool_calls"]]
+        calls = [
+            {**call, "id": renumber_id(call["id"], ids)} if "id" in call else call for call in message["tool_calls"]
+        ]
         message = {**message, "tool_calls": calls}
     return message
 
 
-def number(name: str, ids: dict[str, str]) -> str:
-    return ids.setdefault(name, ID.format(len(ids)))
+def renumber_id(call_id: str, ids: dict[str, str]) -> str:
+    return ids.setdefault(call_id, CALL_ID.format(len(ids)))
 
 
 @lru_cache(maxsize=16)
 def detect_features(template: ChatTemplate, tokenizer: Tokenizer) -> TemplateFeatures:
-    """How this template wants messages."""
-    trial = TemplateProbe(template, tokenizer, str)
-    plain = trial.plain()
-    parts = TemplateProbe(template, tokenizer, in_parts)
-    if not heard(plain) and heard(parts.plain()):
-        trial, plain = parts, parts.plain()
-    nothing = understood([trial.call(way) for way in NOTHING], plain.count("None"))
-    way = NOTHING[nothing.index(True)] if True in nothing else NOTHING[0]
-    first, second = (trial.call(way, ID.format(number), answered=True) for number in (1, 2))
+    """Detect the message formats that a template supports."""
+    probe = TemplateProbe(template, tokenizer, str)
+    answer = probe.render_answer()
+    parts_probe = TemplateProbe(template, tokenizer, to_content_parts)
+    if not has_question_and_answer(answer) and has_question_and_answer(parts_probe.render_answer()):
+        probe, answer = parts_probe, parts_probe.render_answer()
+    texts = [probe.render_call(empty_content) for empty_content in EMPTY_CONTENTS]
+    supported = supported_empty_contents(texts, answer.count("None"))
+    empty_content = EMPTY_CONTENTS[supported.index(True)] if True in supported else EMPTY_CONTENTS[0]
+    first, second = (probe.render_call(empty_content, CALL_ID.format(number), with_result=True) for number in (1, 2))
     source = "\n".join(text for text, _ in tokenizer.templates.values())
+    ignores_unknown_keys = probe.render_answer(EXTRA_KEY) == answer
     return TemplateFeatures(
-        trial is parts, nothing, first != second or not first, source if trial.plain(MORE) == plain else None
+        probe is parts_probe, supported, first != second or not first, source if ignores_unknown_keys else None
     )
 
 
-def understood(texts: list[str], nones: int) -> tuple[bool, ...]:
-    """Which of the ways to say nothing are written as nothing, with the call, if any is written with it."""
-    clean = [bool(text) and text.count("None") <= nones for text in texts]
-    called = [good and CALLED in text for good, text in zip(clean, texts, strict=True)]
-    return tuple(called if any(called) else clean)
+def supported_empty_contents(texts: list[str], num_nones: int) -> tuple[bool, ...]:
+    """Return which forms of empty content are rendered as nothing, and with the tool call if any form is."""
+    clean = [bool(text) and text.count("None") <= num_nones for text in texts]
+    with_call = [is_clean and TOOL_NAME in text for is_clean, text in zip(clean, texts, strict=True)]
+    return tuple(with_call if any(with_call) else clean)
 
 
-def heard(text: str) -> bool:
-    return ASKED in text and SAID in text
+def has_question_and_answer(text: str) -> bool:
+    return QUESTION in text and ANSWER in text
 
 
 @dataclass(frozen=True)
 class TemplateProbe:
-    """Conversations that a template is tried with; `form` makes a content of a text."""
+    """Renders probe conversations. `to_content` converts a string to message content."""
 
     template: ChatTemplate
     tokenizer: Tokenizer
-    form: Callable[[str], Any]
+    to_content: Callable[[str], Any]
 
-    def plain(self, more: str | None = None) -> str:
-        """A question and its answer, which has a key that nobody knows, if one is given."""
-        extra = {} if more is None else {more: more}
-        return self.written([{"role": "assistant", "content": self.form(SAID), **extra}])
+    def render_answer(self, extra_key: str | None = None) -> str:
+        """Render a question and its answer, optionally with an unknown key."""
+        extra = {} if extra_key is None else {extra_key: extra_key}
+        return self.try_render([{"role": "assistant", "content": self.to_content(ANSWER), **extra}])
 
-    def call(self, way: Message, name: str = ID.format(0), answered: bool = False) -> str:
-        """A question and a call, and what follows on it."""
-        call = {"type": "function", "id": name, "function": {"name": CALLED, "arguments": {}}}
-        result = {"role": "tool", "tool_call_id": name, "name": CALLED, "content": self.form(SAID)}
-        answer = {"role": "assistant", "content": self.form(SAID)}
-        return self.written([{"role": "assistant", **way, "tool_calls": [call]}, *([result, answer] * answered)])
+    def render_call(self, empty_content: Message, call_id: str = CALL_ID.format(0), with_result: bool = False) -> str:
+        """Render a question and a tool call, optionally with its result and an answer."""
+        call = {"type": "function", "id": call_id, "function": {"name": TOOL_NAME, "arguments": {}}}
+        result = {"role": "tool", "tool_call_id": call_id, "name": TOOL_NAME, "content": self.to_content(ANSWER)}
+        answer = {"role": "assistant", "content": self.to_content(ANSWER)}
+        message = {"role": "assistant", **empty_content, "tool_calls": [call]}
+        return self.try_render([message, *([result, answer] * with_result)])
 
-    def written(self, messages: list[Message]) -> str:
-        """What the template writes of a question and these; nothing, if it refuses them."""
+    def try_render(self, messages: list[Message]) -> str:
+        """Render a question and these messages; return an empty string if the template fails."""
         try:
-            asked = {"role": "user", "content": self.form(ASKED)}
-            return self.template.render(self.tokenizer.context([asked, *messages]))
+            question = {"role": "user", "content": self.to_content(QUESTION)}
+            return self.template.render(self.tokenizer.template_context([question, *messages]))
         except UserError:
             return ""

@@ -1,7 +1,7 @@
-"""Conversations of one shape (roles, fields, flags) are written alike: what is found of one holds for all.
+"""Patterns of rendered conversations: conversations of one shape (roles, fields, flags) share their template text.
 
-It holds for a row if its text is, to the last character, the pieces of the template with the row's texts between them;
-this is checked for each row, and is much faster than to find its turns.
+A pattern applies to a row if the row's text is exactly the literals of the pattern with the row's texts between them.
+Checking this for each row is much faster than finding turn boundaries.
 """
 
 import json
@@ -10,11 +10,11 @@ from collections.abc import Callable
 from os.path import commonprefix
 from typing import NamedTuple
 
-from tunekit.data.chat_template.turn_boundaries import HIDDEN, HIDES, Span
+from tunekit.data.chat_template.turn_boundaries import SENTINEL_BASE, SENTINELS, Span
 
-Place = tuple[int, int]  # a piece, and a character in it
-PAD = "\n \n"  # tells what of a text's edges a template takes away
-CHANGES: tuple[Callable[[str], str], ...] = (
+LiteralOffset = tuple[int, int]  # index of a literal, and a character offset in it
+PADDING = "\n \n"  # shows what a template strips from a text
+TRANSFORMS: tuple[Callable[[str], str], ...] = (
     lambda text: text,
     lambda text: text.strip(),
     lambda text: text.strip("\n"),
@@ -28,95 +28,101 @@ CHANGES: tuple[Callable[[str], str], ...] = (
 
 
 class TemplatePattern(NamedTuple):
-    """Pieces of a template, which text stands behind each but the last, and what the template does to it.
+    """Literal strings of a template, alternating with message texts."""
 
-    `free` is the piece that the schemas of tools are written in, with what stands around these: they may be any.
-    """
+    literals: list[str]
+    text_indices: list[int]  # which text follows each literal but the last
+    transforms: list[Callable[[str], str]]  # what the template does to each of these texts
+    spans: list[tuple[LiteralOffset, LiteralOffset]]
+    tools_slot: tuple[int, str, str] | None = (
+        None  # literal with any tool schemas, and the strings before and after them
+    )
 
-    pieces: list[str]
-    order: list[int]
-    changes: list[Callable[[str], str]]
-    spans: list[tuple[Place, Place]]
-    free: tuple[int, str, str] | None = None
-
-    def fit(self, text: str, texts: list[str]) -> list[Span] | None:
-        """The learnt characters of a row; None if it is not written like this."""
-        parts = [self.pieces[0]]
-        for which, change, piece in zip(self.order, self.changes, self.pieces[1:], strict=True):
-            parts += (change(texts[which]), piece)
-        if self.free is not None:
-            piece, head, tail = self.free
-            before, behind = "".join(parts[: 2 * piece]) + head, tail + "".join(parts[2 * piece + 1 :])
-            if len(before) + len(behind) > len(text):
+    def match(self, text: str, texts: list[str]) -> list[Span] | None:
+        """Return the spans in a row's text; None if the text does not match the pattern."""
+        parts = [self.literals[0]]
+        for index, transform, literal in zip(self.text_indices, self.transforms, self.literals[1:], strict=True):
+            parts += (transform(texts[index]), literal)
+        if self.tools_slot is not None:
+            literal, head, tail = self.tools_slot
+            before, after = "".join(parts[: 2 * literal]) + head, tail + "".join(parts[2 * literal + 1 :])
+            if len(before) + len(after) > len(text):
                 return None
-            parts[2 * piece] = head + text[len(before) : len(text) - len(behind)] + tail
+            parts[2 * literal] = head + text[len(before) : len(text) - len(after)] + tail
         if "".join(parts) != text:
             return None
-        starts, at = [], 0
+        starts, offset = [], 0
         for number, part in enumerate(parts):
             if number % 2 == 0:
-                starts.append(at)
-            at += len(part)
+                starts.append(offset)
+            offset += len(part)
         return [(starts[first] + low, starts[last] + high) for (first, low), (last, high) in self.spans]
 
-    def freed(self, other: str) -> "TemplatePattern":
-        """The same for any tools; `other` is the conversation with other ones. As it is, if they are not in one piece.
+    def with_any_tools(self, other_text: str) -> "TemplatePattern":
+        """Return a pattern that matches any tool schemas. `other_text` is the same conversation with other tools.
 
-        Nothing may be learnt behind what the two have in common of that piece.
+        Return self if the texts differ in more than one literal, or if a span has a boundary after the tool schemas.
         """
-        pieces = cut(other)[0]
-        differ = [number for number, pair in enumerate(zip(self.pieces, pieces, strict=False)) if pair[0] != pair[1]]
-        if len(pieces) != len(self.pieces) or cut(other)[1] != self.order or len(differ) != 1:
+        literals, text_indices = split_at_sentinels(other_text)
+        pairs = enumerate(zip(self.literals, literals, strict=False))
+        differing = [index for index, (literal, other) in pairs if literal != other]
+        if len(literals) != len(self.literals) or text_indices != self.text_indices or len(differing) != 1:
             return self
-        one, two = self.pieces[differ[0]], pieces[differ[0]]
-        head = commonprefix([one, two])
-        tail = commonprefix([one[len(head) :][::-1], two[len(head) :][::-1]])[::-1]
-        if any(piece == differ[0] and at > len(head) for span in self.spans for piece, at in span):
+        first, second = self.literals[differing[0]], literals[differing[0]]
+        head = commonprefix([first, second])
+        tail = commonprefix([first[len(head) :][::-1], second[len(head) :][::-1]])[::-1]
+        if any(literal == differing[0] and offset > len(head) for span in self.spans for literal, offset in span):
             return self
-        return self._replace(free=(differ[0], head, tail))
+        return self._replace(tools_slot=(differing[0], head, tail))
 
 
-def cut(text: str) -> tuple[list[str], list[int]]:
-    """The pieces between hidden texts, and the numbers of these."""
-    found = list(HIDES.finditer(text))
-    starts, ends = [0, *(match.end() for match in found)], [*(match.start() for match in found), len(text)]
-    pieces = [text[start:end] for start, end in zip(starts, ends, strict=True)]
-    return pieces, [ord(match[1]) - HIDDEN for match in found]
+def split_at_sentinels(text: str) -> tuple[list[str], list[int]]:
+    """Return the literals between sentinels, and the numbers of the sentinels."""
+    matches = list(SENTINELS.finditer(text))
+    starts, ends = [0, *(match.end() for match in matches)], [*(match.start() for match in matches), len(text)]
+    literals = [text[start:end] for start, end in zip(starts, ends, strict=True)]
+    return literals, [ord(match[1]) - SENTINEL_BASE for match in matches]
 
 
-def padded(number: int) -> str:
-    return f'{PAD}{chr(HIDDEN + number)}"{PAD}'
+def padded_sentinel(number: int) -> str:
+    return f'{PADDING}{chr(SENTINEL_BASE + number)}"{PADDING}'
 
 
 def find_pattern(text: str, probe: str, spans: list[Span]) -> TemplatePattern | None:
-    """The layout of a conversation whose texts are hidden, from what is learnt of it.
+    """Build the pattern of a rendered conversation with sentinels, whose spans are given; None if there is none.
 
-    `probe` is the same conversation with white space and a quote around each hidden text.
+    `probe` is the same conversation with whitespace and a quote around each sentinel.
     """
-    pieces, order = cut(text)
-    ends = [0, *(match.end() for match in HIDES.finditer(text))]
-    places = [(start, start + len(piece)) for start, piece in zip(ends, pieces, strict=True)]
-    changes = probed(pieces, order, probe)
-    if changes is None:
+    literals, text_indices = split_at_sentinels(text)
+    ends = [0, *(match.end() for match in SENTINELS.finditer(text))]
+    literal_spans = [(start, start + len(literal)) for start, literal in zip(ends, literals, strict=True)]
+    transforms = detect_transforms(literals, text_indices, probe)
+    if transforms is None:
         return None
-    return TemplatePattern(pieces, order, changes, [(find(places, start), find(places, end)) for start, end in spans])
+    offsets = [(locate(literal_spans, start), locate(literal_spans, end)) for start, end in spans]
+    return TemplatePattern(literals, text_indices, transforms, offsets)
 
 
-def probed(pieces: list[str], order: list[int], probe: str) -> list[Callable[[str], str]] | None:
-    """What the template does to each text; None if it is nothing that is known here."""
-    pattern = [re.escape(pieces[0])]
-    for number, piece in zip(order, pieces[1:], strict=True):
-        forms = [re.escape(change(padded(number))) for change in CHANGES] + [f"{chr(HIDDEN + number)}{{2,}}"]
-        pattern += ["(" + "|".join(f"({form})" for form in forms) + ")", re.escape(piece)]
+def detect_transforms(literals: list[str], text_indices: list[int], probe: str) -> list[Callable[[str], str]] | None:
+    """Return the transform of each text; None if one of them is not in TRANSFORMS."""
+    pattern = [re.escape(literals[0])]
+    for index, literal in zip(text_indices, literals[1:], strict=True):
+        forms = [re.escape(transform(padded_sentinel(index))) for transform in TRANSFORMS]
+        forms.append(f"{chr(SENTINEL_BASE + index)}{{2,}}")
+        pattern += ["(" + "|".join(f"({form})" for form in forms) + ")", re.escape(literal)]
     match = re.compile("".join(pattern)).fullmatch(probe)
     if match is None:
         return None
-    made = (*CHANGES, CHANGES[0])  # a name has no white space around it
-    step = len(made) + 1
-    groups = [match.groups()[at * step + 1 : (at + 1) * step] for at in range(len(order))]
-    return [next(change for change, form in zip(made, group, strict=True) if form is not None) for group in groups]
+    candidates = (*TRANSFORMS, TRANSFORMS[0])  # the last form is a name, which is not padded
+    group_size = len(candidates) + 1
+    ends = range(group_size, (len(text_indices) + 1) * group_size, group_size)
+    groups = [match.groups()[end - group_size + 1 : end] for end in ends]
+    return [
+        next(candidate for candidate, form in zip(candidates, group, strict=True) if form is not None)
+        for group in groups
+    ]
 
 
-def find(places: list[Span], at: int) -> Place:
-    """The piece that a character stands in. Between two pieces there is one hidden text."""
-    return next((number, at - low) for number, (low, high) in enumerate(places) if low <= at <= high)
+def locate(literal_spans: list[Span], offset: int) -> LiteralOffset:
+    """Return the literal that contains a character, and the offset in it. One sentinel separates two literals."""
+    return next((number, offset - low) for number, (low, high) in enumerate(literal_spans) if low <= offset <= high)

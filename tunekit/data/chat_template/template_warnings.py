@@ -1,4 +1,4 @@
-"""What of a row's messages a template does not write, and what they say that may be taken for the template's."""
+"""Warnings about rendered conversations: content that the template drops, and special tokens in message texts."""
 
 import json
 import re
@@ -10,41 +10,41 @@ from tunekit.data.doc_flags import DocFlags
 from tunekit.data.tokenizer import Tokenizer
 
 
-def find_doc_flags(tokenizer: Tokenizer, talk: Conversation, text: str, turns: Sequence[int]) -> DocFlags:
-    """What of the messages is not in the text, and what of the text may be taken for the template's."""
-    found, at = DocFlags(0), 0
-    if talk.tools and not any(name_of(tool) in text for tool in talk.tools):
-        found |= DocFlags.TOOLS_UNUSED
-    for index, message in enumerate(talk.messages):
+def find_doc_flags(tokenizer: Tokenizer, conversation: Conversation, text: str, turns: Sequence[int]) -> DocFlags:
+    """Return flags for messages that are missing in the rendered text, or that contain special tokens."""
+    flags, search_start = DocFlags(0), 0
+    if conversation.tools and not any(tool_name(tool) in text for tool in conversation.tools):
+        flags |= DocFlags.TOOLS_NOT_RENDERED
+    for index, message in enumerate(conversation.messages):
         content = message.get("content")
         if content:
-            place = text.find(content.strip(), at)
-            if place < 0:
-                found |= lost(message, content, text)
+            position = text.find(content.strip(), search_start)
+            if position < 0:
+                flags |= flag_missing_content(message, content, text)
             else:
-                at = place + len(content.strip())
-            if message["role"] != "assistant" and holds_special(tokenizer, content):
-                found |= DocFlags.SPECIAL_IN_TEXT
+                search_start = position + len(content.strip())
+            if message["role"] != "assistant" and has_special_text(tokenizer, content):
+                flags |= DocFlags.SPECIAL_IN_TEXT
         if len(message) > 2:
-            found |= extras(message, text, index in turns)
+            flags |= flag_calls_and_reasoning(message, text, index in turns)
         if index in turns and not (content and content.strip()) and "tool_calls" not in message:
-            found |= DocFlags.EMPTY_TURN
-    return found
+            flags |= DocFlags.EMPTY_TURN
+    return flags
 
 
-def extras(message: Message, text: str, learnt: bool) -> DocFlags:
-    """Signs of calls and of reasoning."""
-    found = DocFlags(0)
+def flag_calls_and_reasoning(message: Message, text: str, is_target: bool) -> DocFlags:
+    """Return flags for tool calls and reasoning that are not rendered."""
+    flags = DocFlags(0)
     if not all(call["function"]["name"] in text for call in message.get("tool_calls", ())):
-        found |= DocFlags.TOOLS_UNUSED
+        flags |= DocFlags.TOOLS_NOT_RENDERED
     reasoning = next((message[name] for name in REASONING if name in message), "")
-    if learnt and reasoning.strip() not in text:
-        found |= DocFlags.REASONING_DROPPED
-    return found
+    if is_target and reasoning.strip() not in text:
+        flags |= DocFlags.REASONING_DROPPED
+    return flags
 
 
-def lost(message: Message, content: str, text: str) -> DocFlags:
-    """Content that is not where it should be. A tool's result may be written as JSON; reasoning may be cut out."""
+def flag_missing_content(message: Message, content: str, text: str) -> DocFlags:
+    """Return a flag for content that is not rendered. Templates may write tool results as JSON or remove reasoning."""
     answer = content.rpartition("</think>")[2].strip()
     if answer in text:
         return DocFlags(0) if content.strip() in text else DocFlags.REASONING_DROPPED
@@ -52,21 +52,21 @@ def lost(message: Message, content: str, text: str) -> DocFlags:
     return DocFlags(0) if any(form in text for form in forms) else DocFlags.CONTENT_LOST
 
 
-def name_of(tool: dict) -> str:
-    """A tool's name; where a schema has none, what no text holds."""
+def tool_name(tool: dict) -> str:
+    """Return the name of a tool; a string that no text contains if its schema has none."""
     function = tool.get("function", tool)
     name = function.get("name") if isinstance(function, dict) else None
     return name if isinstance(name, str) else "\0"
 
 
-def holds_special(tokenizer: Tokenizer, text: str) -> bool:
-    """Whether a text holds the text of a special token."""
-    first, pattern = specials(tokenizer)
+def has_special_text(tokenizer: Tokenizer, text: str) -> bool:
+    """Whether a text contains the text of a special token."""
+    first, pattern = special_pattern(tokenizer)
     return any(char in text for char in first) and pattern.search(text) is not None
 
 
 @lru_cache(maxsize=8)
-def specials(tokenizer: Tokenizer) -> tuple[str, re.Pattern[str]]:
-    """The characters that special tokens begin with, and a pattern of all of them."""
-    texts = sorted(filter(None, tokenizer.marks.values()), key=len, reverse=True)
-    return "".join({text[0] for text in texts}), re.compile("|".join(map(re.escape, texts)) or "(?!)")
+def special_pattern(tokenizer: Tokenizer) -> tuple[str, re.Pattern[str]]:
+    """Return the first characters of all special tokens, and a pattern that matches any of them."""
+    special_texts = sorted(filter(None, tokenizer.special_ids.values()), key=len, reverse=True)
+    return "".join({text[0] for text in special_texts}), re.compile("|".join(map(re.escape, special_texts)) or "(?!)")

@@ -1,7 +1,7 @@
-"""Where the turns of a conversation stand in what a chat template writes of it, whatever the template.
+"""Boundaries of turns in the output of any chat template, found by rendering.
 
-Texts of messages are hidden behind characters that occur nowhere else; what stands around these is the template's own.
-A turn begins where the template's prompt for it ends, and ends with what the template writes behind it.
+Message texts are replaced by sentinel characters that occur nowhere else; everything around them is the template's own
+text. A turn starts where its generation prompt ends, and ends with the text that the template writes after its content.
 """
 
 import json
@@ -15,299 +15,315 @@ from tunekit.data.tokenizer import PLAIN, REASONING, Tokenizer
 from tunekit.errors import UserError
 
 Span = tuple[int, int]
-Mode = tuple[str, bool]
+Mode = tuple[str, bool]  # a template variable and its value, such as ("enable_thinking", False)
 Message = Mapping[str, Any]
 Messages = Sequence[Message]
 Tools = list[dict[str, Any]] | None
-HIDDEN = 0x17000  # the first of the characters that hide texts: Tangut script, which `repr` prints as it is
-MOST = 6000  # of them
-HIDES = re.compile(f"([{chr(HIDDEN)}-{chr(HIDDEN + MOST - 1)}])\\1*")
-NUMBER = 7310584926_000_000  # hides the first number; a text cannot stand for one where JSON is written
-NUMBERS = re.compile(r"7310584926(\d{6})")
-WAY_OUT = "leave this turn out (`train_on: last`), or name a `chat_template` with {% generation %} blocks"
+SENTINEL_BASE = 0x17000  # first sentinel character: Tangut script, because `repr` does not escape it
+MAX_SENTINELS = 6000
+SENTINELS = re.compile(f"([{chr(SENTINEL_BASE)}-{chr(SENTINEL_BASE + MAX_SENTINELS - 1)}])\\1*")
+SENTINEL_NUMBER = 7310584926_000_000  # first sentinel of numbers, because a string would be quoted in JSON
+SENTINEL_NUMBERS = re.compile(r"7310584926(\d{6})")
+MASK_HINT = "Exclude this turn (`train_on: last`), or set a `chat_template` with {% generation %} blocks."
 
 
 class AmbiguousMaskError(UserError):
-    """A turn whose mask is not sure, and why."""
+    """The loss mask of a turn cannot be determined."""
 
 
 class SentinelMessages:
-    """Messages with their texts hidden, one character for each text; `texts` are these.
+    """Messages whose texts are replaced by sentinels; `texts[i]` is the text of sentinel i.
 
-    Tags that the template knows, such as `<think>`, are left in place: it looks for them in texts.
+    Tags that occur in the template, such as `<think>`, are not replaced: the template may search for them.
     """
 
     def __init__(self, tokenizer: Tokenizer, messages: Messages, tools: Tools) -> None:
         self.texts: list[str] = []
         self.template = tokenizer.template(tools)
         self.messages: list[Message] = []
-        self.bounds: list[Span] = []
+        self.ranges: list[Span] = []  # sentinels of each message
         for message in messages:
             first = len(self.texts)
-            self.messages.append(self.message(message))
-            self.bounds.append((first, len(self.texts)))
-        self.names: dict[str, str] = {}
-        self.shape = [self.nameless(message) for message in self.messages]
+            self.messages.append(self.hide_message(message))
+            self.ranges.append((first, len(self.texts)))
+        self.name_sentinels: dict[str, str] = {}
+        self.shape = [self.hide_names(message) for message in self.messages]
 
-    def nameless(self, message: Message) -> Message:
-        """A message with the names and ids of its calls hidden too: they may be written with another message."""
+    def hide_names(self, message: Message) -> Message:
+        """Replace names and call ids too: templates may write them with another message."""
         if message.keys() == PLAIN:
             return message
         fields = dict(message)
         for key in {"name", "tool_call_id"} & fields.keys():
-            fields[key] = self.name(fields[key])
+            fields[key] = self.hide_name(fields[key])
         if fields.get("tool_calls"):
-            fields["tool_calls"] = [self.nameless_call(call) for call in fields["tool_calls"]]
+            fields["tool_calls"] = [self.hide_call_names(call) for call in fields["tool_calls"]]
         return fields
 
-    def nameless_call(self, call: Mapping[str, Any]) -> dict[str, Any]:
-        more = {"id": self.name(call["id"])} if "id" in call else {}
+    def hide_call_names(self, call: Mapping[str, Any]) -> dict[str, Any]:
+        call_id = {"id": self.hide_name(call["id"])} if "id" in call else {}
         function = call["function"]
-        return {**call, **more, "function": {**function, "name": self.name(function["name"])}}
+        return {**call, **call_id, "function": {**function, "name": self.hide_name(function["name"])}}
 
-    def name(self, text: Any) -> Any:
-        """A name is hidden by as many characters as it has, for templates that want ids of some length."""
+    def hide_name(self, text: Any) -> Any:
+        """Replace a name by a sentinel, repeated to the same length: some templates check the length of ids."""
         if not isinstance(text, str) or not text:
             return text
-        if text not in self.names:
-            self.names[text] = self.new(text) * len(text)
-        return self.names[text]
+        if text not in self.name_sentinels:
+            self.name_sentinels[text] = self.add_sentinel(text) * len(text)
+        return self.name_sentinels[text]
 
-    def message(self, message: Message) -> Message:
+    def hide_message(self, message: Message) -> Message:
         if message.keys() == PLAIN and isinstance(message["content"], str):
-            return {**message, "content": self.hide(message["content"])}
+            return {**message, "content": self.hide_text(message["content"])}
         fields = dict(message)
         for key in ("content", *REASONING):
-            # An empty text is hidden only where it is all that is said: a template may pass over it beside calls.
+            # An empty text is replaced only if the message has nothing else: with tool calls, a template may skip it.
             if key in fields and (fields[key] != "" or len(fields) == 2):
-                fields[key] = self.content(fields[key])
+                fields[key] = self.hide_content(fields[key])
         if fields.get("tool_calls"):
-            fields["tool_calls"] = [self.call(call) for call in fields["tool_calls"]]
+            fields["tool_calls"] = [self.hide_call(call) for call in fields["tool_calls"]]
         return fields
 
-    def content(self, value: Any) -> Any:
-        """A text, or parts of which some have one."""
+    def hide_content(self, value: Any) -> Any:
+        """Replace a string, or the texts of content parts."""
         if not isinstance(value, list):
-            return self.hide(value)
-        return [{**part, "text": self.hide(part["text"])} if "text" in part else part for part in value]
+            return self.hide_text(value)
+        return [{**part, "text": self.hide_text(part["text"])} if "text" in part else part for part in value]
 
-    def call(self, call: Mapping[str, Any]) -> dict[str, Any]:
+    def hide_call(self, call: Mapping[str, Any]) -> dict[str, Any]:
         function = call.get("function", {})
-        return {**call, "function": {**function, "arguments": self.inside(function.get("arguments"))}}
+        return {**call, "function": {**function, "arguments": self.hide_json(function.get("arguments"))}}
 
-    def inside(self, value: Any) -> Any:
-        """A value of JSON with its strings and numbers hidden. Keys stay."""
+    def hide_json(self, value: Any) -> Any:
+        """Replace the strings and numbers of a JSON value, but not its keys."""
         if isinstance(value, int | float) and not isinstance(value, bool):
             self.texts.append(json.dumps(value))
-            return NUMBER + len(self.texts) - 1
+            return SENTINEL_NUMBER + len(self.texts) - 1
         if isinstance(value, Mapping):
-            return {key: self.inside(item) for key, item in value.items()}
-        return [self.inside(item) for item in value] if isinstance(value, list) else self.hide(value)
+            return {key: self.hide_json(item) for key, item in value.items()}
+        return [self.hide_json(item) for item in value] if isinstance(value, list) else self.hide_text(value)
 
-    def hide(self, text: Any) -> Any:
+    def hide_text(self, text: Any) -> Any:
         if not isinstance(text, str):
             return text
         if not any(tag in text for tag in self.template.tags):
-            return self.new(text)
-        parts = self.template.tagged.split(text)
-        return "".join(self.new(part) if at % 2 == 0 and part.strip() else part for at, part in enumerate(parts))
+            return self.add_sentinel(text)
+        parts = self.template.tag_pattern.split(text)
+        return "".join(
+            self.add_sentinel(part) if index % 2 == 0 and part.strip() else part for index, part in enumerate(parts)
+        )
 
-    def new(self, text: str) -> str:
+    def add_sentinel(self, text: str) -> str:
         self.texts.append(text)
-        return chr(HIDDEN + len(self.texts) - 1)
+        return chr(SENTINEL_BASE + len(self.texts) - 1)
 
 
 def reveal_text(text: str) -> str:
-    """A text in which the numbers that hide numbers are characters, as those that hide texts."""
-    return NUMBERS.sub(lambda match: chr(HIDDEN + int(match[1])), text)
+    """Replace sentinel numbers in a rendered text by sentinel characters."""
+    return SENTINEL_NUMBERS.sub(lambda match: chr(SENTINEL_BASE + int(match[1])), text)
 
 
 class RenderedPrefixes:
-    """What a template writes of a conversation, of its beginnings, and of both with a message hidden."""
+    """Cached renderings of a conversation and its prefixes, optionally with one message replaced by sentinels."""
 
-    def __init__(self, tokenizer: Tokenizer, messages: Messages, tools: Tools, hidden: SentinelMessages) -> None:
-        """`messages` are the real ones, or `hidden.shape` for a conversation whose texts are all hidden."""
-        self.tokenizer, self.messages, self.tools, self.hidden = tokenizer, messages, tools, hidden
-        self.written: dict[tuple[Any, ...], str] = {}
-        self.begun: dict[int, int | None] = {}
+    def __init__(self, tokenizer: Tokenizer, messages: Messages, tools: Tools, sentinels: SentinelMessages) -> None:
+        """`messages` are the original messages, or `sentinels.shape` to replace all texts."""
+        self.tokenizer, self.messages, self.tools, self.sentinels = tokenizer, messages, tools, sentinels
+        self.cache: dict[tuple[Any, ...], str] = {}
+        self.text_starts: dict[int, int | None] = {}
         self.count = len(messages)
-        self.text = self.write(self.count)
+        self.text = self.render(self.count)
 
-    def write(self, count: int, prompt: bool = False, mode: Mode | None = None, hiding: int | None = None) -> str:
-        """The first `count` messages, with a variable set, and with the texts of message `hiding` hidden."""
-        hiding = None if self.messages is self.hidden.shape else hiding
-        key = (count, prompt, mode, hiding)
-        if key not in self.written:
+    def render(
+        self, count: int, prompt: bool = False, mode: Mode | None = None, hidden_index: int | None = None
+    ) -> str:
+        """Render the first `count` messages, with a variable set, and with sentinels in message `hidden_index`."""
+        hidden_index = None if self.messages is self.sentinels.shape else hidden_index
+        key = (count, prompt, mode, hidden_index)
+        if key not in self.cache:
             messages = list(self.messages[:count])
-            if hiding is not None:
-                messages[hiding] = self.hidden.messages[hiding]
-            more = {} if mode is None else dict([mode])
-            context = self.tokenizer.context(messages, self.tools, prompt)
-            text = self.tokenizer.template(self.tools).render({**context, **more})
-            whole = hiding is None and self.messages is not self.hidden.shape
-            self.written[key] = text if whole else reveal_text(text)
-        return self.written[key]
+            if hidden_index is not None:
+                messages[hidden_index] = self.sentinels.messages[hidden_index]
+            variables = {} if mode is None else dict([mode])
+            context = self.tokenizer.template_context(messages, self.tools, prompt)
+            text = self.tokenizer.template(self.tools).render({**context, **variables})
+            has_real_texts = hidden_index is None and self.messages is not self.sentinels.shape
+            self.cache[key] = text if has_real_texts else reveal_text(text)
+        return self.cache[key]
 
-    def sides(self, index: int, count: int, prompt: bool = False, mode: Mode | None = None) -> tuple[str, str] | None:
-        """What stands before the first and behind the last text of a message; None where the template writes none."""
-        low, high = self.hidden.bounds[index]
-        other = self.tried(lambda: self.write(count, prompt, mode, index))
-        if low == high or other is None:
+    def surroundings(
+        self, index: int, count: int, prompt: bool = False, mode: Mode | None = None
+    ) -> tuple[str, str] | None:
+        """Return the rendered text before and after the texts of a message; None if they are not rendered."""
+        low, high = self.sentinels.ranges[index]
+        text = self.try_render(lambda: self.render(count, prompt, mode, index))
+        if low == high or text is None:
             return None
-        places = list(re.finditer(f"[{chr(HIDDEN + low)}-{chr(HIDDEN + high - 1)}]", other))
-        return (other[: places[0].start()], other[places[-1].end() :]) if places else None
+        matches = list(re.finditer(f"[{chr(SENTINEL_BASE + low)}-{chr(SENTINEL_BASE + high - 1)}]", text))
+        return (text[: matches[0].start()], text[matches[-1].end() :]) if matches else None
 
-    def begins(self, index: int) -> int | None:
-        """Where the texts of a message begin; None if that is not sure."""
-        if index not in self.begun:
-            sides = self.sides(index, self.count)
-            self.begun[index] = None if sides is None or not self.text.startswith(sides[0]) else len(sides[0])
-        return self.begun[index]
+    def text_start(self, index: int) -> int | None:
+        """Return the position where the texts of a message start; None if it is ambiguous."""
+        if index not in self.text_starts:
+            surroundings = self.surroundings(index, self.count)
+            is_certain = surroundings is not None and self.text.startswith(surroundings[0])
+            self.text_starts[index] = len(surroundings[0]) if surroundings is not None and is_certain else None
+        return self.text_starts[index]
 
-    def behind(self, index: int, count: int, prompt: bool = False, mode: Mode | None = None) -> str | None:
-        """What stands behind the texts of a message; None if that is not sure."""
-        sides = self.sides(index, count, prompt, mode)
-        return None if sides is None or not self.write(count, prompt, mode).endswith(sides[1]) else sides[1]
+    def text_after(self, index: int, count: int, prompt: bool = False, mode: Mode | None = None) -> str | None:
+        """Return the rendered text after the texts of a message; None if it is ambiguous."""
+        surroundings = self.surroundings(index, count, prompt, mode)
+        if surroundings is None or not self.render(count, prompt, mode).endswith(surroundings[1]):
+            return None
+        return surroundings[1]
 
-    def tried(self, write: Callable[[], str]) -> str | None:
-        """None where the template refuses."""
+    def try_render(self, render: Callable[[], str]) -> str | None:
+        """Return None if the template raises an error."""
         try:
-            return write()
+            return render()
         except UserError:
             return None
 
-    def turn(self, index: int) -> Span:
-        """The characters of a message that are learnt: of an assistant's, all that stands behind its prompt."""
-        start = self.start(index) if self.messages[index]["role"] == "assistant" else self.begins(index)
+    def turn_span(self, index: int) -> Span:
+        """Return the characters of a target message: for an assistant, everything after its generation prompt."""
+        start = self.turn_start(index) if self.messages[index]["role"] == "assistant" else self.text_start(index)
         if start is None:
-            raise AmbiguousMaskError(
-                f"messages[{index}]: nothing to learn: the chat template does not write its text as it is"
-            )
-        return start, self.end(index, start)
+            raise AmbiguousMaskError(f"messages[{index}]: no target tokens: the chat template modifies its content")
+        return start, self.turn_end(index, start)
 
-    def start(self, index: int) -> int:
-        """Where the prompt for an assistant's turn ends."""
+    def turn_start(self, index: int) -> int:
+        """Return the position where the generation prompt of an assistant turn ends."""
         try:
-            prompt = self.write(index, True)
+            prompt = self.render(index, True)
         except UserError as error:
             raise AmbiguousMaskError(
-                f"messages[{index}]: no mask is sure: no prompt for this turn: {error}; {WAY_OUT}"
+                f"messages[{index}]: ambiguous loss mask: no generation prompt for this turn ({error}). {MASK_HINT}"
             ) from None
         if self.text.startswith(prompt):
             return len(prompt)
-        # The template writes the messages before otherwise when more follows. From the text of the last of them on,
-        # what it writes must be what it prompts with.
-        for before in reversed(range(index)):
-            tail, rest = self.behind(before, index, True), self.behind(before, self.count)
-            if tail is not None and rest is not None:
-                size = self.prompt_size(index, before, tail, rest)
+        # Earlier messages are rendered differently when this turn follows. The text after the last earlier message
+        # must still start with the prompt.
+        for previous in reversed(range(index)):
+            prompt_tail, text_tail = self.text_after(previous, index, True), self.text_after(previous, self.count)
+            if prompt_tail is not None and text_tail is not None:
+                size = self.prompt_length(index, previous, prompt_tail, text_tail)
                 if size is not None:
-                    return len(self.text) - len(rest) + size
+                    return len(self.text) - len(text_tail) + size
                 break
         raise AmbiguousMaskError(
-            f"messages[{index}]: no mask is sure: the chat template writes the conversation otherwise when it "
-            f"prompts for this turn; {WAY_OUT}"
+            f"messages[{index}]: ambiguous loss mask: the chat template renders the earlier messages differently in "
+            f"the prompt for this turn. {MASK_HINT}"
         )
 
-    def prompt_size(self, index: int, before: int, tail: str, rest: str) -> int | None:
-        """How much of `rest`, the text from behind the message before, is prompt; `tail` is what it is when prompting.
+    def prompt_length(self, index: int, previous: int, prompt_tail: str, text_tail: str) -> int | None:
+        """Return the length of the prompt in `text_tail`, the text after the previous message; None if ambiguous.
 
-        All of the prompt, as it is or in another mode of the template; or its beginning, if the turn itself follows
-        there; or up to the generation prompt, if that stands once before the turn's own text.
+        `prompt_tail` is the same text when the template prompts for the turn. Candidates, in order: the full prompt, as
+        is or with a template variable set; a prefix of the prompt that is followed by the turn's content; and the text
+        up to the generation prompt, if that occurs exactly once before the turn's content.
         """
-        begins = self.begins(index)
-        head = "" if begins is None else rest[: begins - (len(self.text) - len(rest))]
-        same = len(commonprefix([tail, rest]))
-        whole = chain([tail], (mode for mode in self.modes(index, before) if len(mode) >= same))
-        parts = (part for part in chain([head], self.headers(index, before)) if part and tail.startswith(part))
-        found = next((prompt for prompt in chain(whole, parts) if rest.startswith(prompt)), None)
-        if found is not None:
-            return len(found)
-        asks = self.asks(index)
-        once = asks is not None and head.count(asks) == 1 and self.tokenizer.mark_texts.search(asks)
-        return head.index(asks) + len(asks) if asks is not None and once else None
+        start = self.text_start(index)
+        head = "" if start is None else text_tail[: start - (len(self.text) - len(text_tail))]
+        num_common = len(commonprefix([prompt_tail, text_tail]))
+        mode_prompts = (prompt for prompt in self.mode_prompts(index, previous) if len(prompt) >= num_common)
+        headers = chain([head], self.turn_headers(index, previous))
+        prefixes = (prefix for prefix in headers if prefix and prompt_tail.startswith(prefix))
+        candidates = chain([prompt_tail], mode_prompts, prefixes)
+        match = next((prompt for prompt in candidates if text_tail.startswith(prompt)), None)
+        if match is not None:
+            return len(match)
+        suffix = self.generation_prompt(index)
+        if suffix is None or head.count(suffix) != 1 or not self.tokenizer.special_texts.search(suffix):
+            return None
+        return head.index(suffix) + len(suffix)
 
-    def modes(self, index: int, before: int) -> Iterator[str]:
-        """What the template prompts with when one of the variables that it asks for and nobody set is set."""
+    def mode_prompts(self, index: int, previous: int) -> Iterator[str]:
+        """Yield the prompt with each unset template variable set to False and to True."""
         template = self.tokenizer.template(self.tools)
-        for name in template.unset:
+        for name in template.unset_variables:
             for value in (False, True):
-                tail = self.behind(before, index, True, (name, value))
+                tail = self.text_after(previous, index, True, (name, value))
                 if tail is not None:
                     yield tail
 
-    def headers(self, index: int, before: int) -> Iterator[str]:
-        """What is written between a message's text and an assistant's that is only a text."""
-        said = {"role": "assistant", "content": "a"}
-        for after in (self.messages[index + 1 :], ()):
-            hidden = SentinelMessages(self.tokenizer, [*self.messages[:index], said, *after], self.tools)
-            text = reveal_text(
-                self.tried(lambda hidden=hidden: self.tokenizer.render(hidden.messages, self.tools)) or ""
-            )
-            first, second = (chr(HIDDEN + hidden.bounds[place][1] - 1) for place in (before, index))
+    def turn_headers(self, index: int, previous: int) -> Iterator[str]:
+        """Yield the text between the previous message and a plain assistant message in place of message `index`."""
+        answer = {"role": "assistant", "content": "a"}
+        for following in (self.messages[index + 1 :], ()):
+            sentinels = SentinelMessages(self.tokenizer, [*self.messages[:index], answer, *following], self.tools)
+            messages = sentinels.messages
+            text = self.try_render(lambda messages=messages: self.tokenizer.render(messages, self.tools))
+            text = reveal_text(text or "")
+            first, second = (chr(SENTINEL_BASE + sentinels.ranges[position][1] - 1) for position in (previous, index))
             if text.count(second) == 1 and first in text:
                 yield text.partition(second)[0].rpartition(first)[2]
 
-    def end(self, index: int, start: int) -> int:
-        """Where a turn ends: behind the last special token that is written right behind its text."""
-        rest = self.behind(index, self.count)
-        at = start if rest is None else len(self.text) - len(rest)
-        window = self.text[at : self.bound(at if rest is not None else start + 1, index)]
-        for tail in self.tails(index, None if rest is not None else self.text[:start]):
-            end = ending(self.tokenizer.mark_texts, window, tail, whole=rest is None)
+    def turn_end(self, index: int, start: int) -> int:
+        """Return the position where a turn ends: after the last special token that follows its content."""
+        text_tail = self.text_after(index, self.count)
+        window_start = start if text_tail is None else len(self.text) - len(text_tail)
+        window_end = self.next_text_start(window_start if text_tail is not None else start + 1, index)
+        window = self.text[window_start:window_end]
+        for tail in self.turn_tails(index, None if text_tail is not None else self.text[:start]):
+            end = find_ending(self.tokenizer.special_texts, window, tail, exact=text_tail is None)
             if end is not None:
-                return self.stop((start, at + end), index)
+                return self.end_with_stop_token((start, window_start + end), index)
         raise AmbiguousMaskError(
-            f"messages[{index}]: no mask is sure: the chat template writes the end of this turn otherwise when more "
-            f"follows; {WAY_OUT}"
+            f"messages[{index}]: ambiguous loss mask: the chat template renders the end of this turn differently when "
+            f"messages follow. {MASK_HINT}"
         )
 
-    def tails(self, index: int, before: str | None) -> Iterator[str]:
-        """What the template writes behind a turn: when nothing follows, and when a prompt does."""
+    def turn_tails(self, index: int, before: str | None) -> Iterator[str]:
+        """Yield the text after a turn when it is the last one, without and with a generation prompt."""
         for prompt in (False, True):
-            written = self.tried(lambda prompt=prompt: self.write(index + 1, prompt))
+            text = self.try_render(lambda prompt=prompt: self.render(index + 1, prompt))
             tail = None
-            if written is not None and before is None:
-                tail = self.behind(index, index + 1, prompt)
-            elif written is not None and before is not None and written.startswith(before):
-                tail = written[len(before) :]
-            asks = self.asks(index) if prompt else ""
-            if tail is not None and asks is not None and tail.endswith(asks):
-                yield tail[: len(tail) - len(asks)]
+            if text is not None and before is None:
+                tail = self.text_after(index, index + 1, prompt)
+            elif text is not None and before is not None and text.startswith(before):
+                tail = text[len(before) :]
+            generation_prompt = self.generation_prompt(index) if prompt else ""
+            if tail is not None and generation_prompt is not None and tail.endswith(generation_prompt):
+                yield tail[: len(tail) - len(generation_prompt)]
 
-    def asks(self, index: int) -> str | None:
-        """The generation prompt alone."""
-        written, prompt = (self.tried(lambda asked=asked: self.write(index, asked)) for asked in (False, True))
-        if written is None or prompt is None or not prompt.startswith(written) or written == prompt:
+    def generation_prompt(self, index: int) -> str | None:
+        """Return the text that add_generation_prompt adds; None if it changes more than the end."""
+        text = self.try_render(lambda: self.render(index))
+        prompt = self.try_render(lambda: self.render(index, True))
+        if text is None or prompt is None or not prompt.startswith(text) or text == prompt:
             return None
-        return prompt[len(written) :]
+        return prompt[len(text) :]
 
-    def bound(self, at: int, but: int | None) -> int:
-        """Where another message's text begins. That of message `but` may be empty and begin here too."""
-        begins = (self.begins(index) for index in range(self.count) if index != but)
-        return min((place for place in begins if place is not None and place >= at), default=len(self.text))
+    def next_text_start(self, position: int, excluded: int | None) -> int:
+        """Return the next position where the content of a message starts, except for message `excluded`."""
+        starts = (self.text_start(index) for index in range(self.count) if index != excluded)
+        return min((start for start in starts if start is not None and start >= position), default=len(self.text))
 
-    def stop(self, span: Span, index: int | None) -> int:
-        """Some families end a turn with the token that begins the next: where it stops the model, it is learnt."""
+    def end_with_stop_token(self, span: Span, index: int | None) -> int:
+        """Extend a span by a stop token that follows it: in some templates it is the first token of the next turn."""
         end = span[1]
-        if self.ended(span, index):
+        if self.is_ended(span, index):
             return end
-        match = self.tokenizer.stop_texts.match(self.text, end, self.bound(end, index))
+        match = self.tokenizer.stop_texts.match(self.text, end, self.next_text_start(end, index))
         return end if match is None else match.end()
 
-    def ended(self, span: Span, index: int | None) -> bool:
-        """Whether a special token of the template ends a turn: what message `index` says may look like one."""
+    def is_ended(self, span: Span, index: int | None) -> bool:
+        """Whether a turn ends with a special token of the template, not with one in the content of message `index`."""
         start, end = span
-        rest = None if index is None else self.behind(index, self.count)
-        at = start if rest is None else len(self.text) - len(rest)
-        written = self.text[at if start <= at <= end else start : end]
-        return written.rstrip().endswith(tuple(self.tokenizer.marks.values()))
+        text_tail = None if index is None else self.text_after(index, self.count)
+        tail_start = start if text_tail is None else len(self.text) - len(text_tail)
+        ending = self.text[tail_start if start <= tail_start <= end else start : end]
+        return ending.rstrip().endswith(tuple(self.tokenizer.special_ids.values()))
 
 
-def ending(marks: re.Pattern[str], window: str, tail: str, whole: bool) -> int | None:
-    """How much of `window` ends a turn that is followed by `tail` when it stands last. `whole`: all must agree."""
+def find_ending(special_pattern: re.Pattern[str], window: str, tail: str, exact: bool) -> int | None:
+    """Return how many characters of `window` end a turn; None if unknown.
+
+    `tail` is the text that follows the turn when it is the last one. `exact`: the window must start with all of it.
+    """
     common = len(commonprefix([window, tail]))
-    ends = [mark.end() for mark in marks.finditer(window) if mark.end() <= common]
+    ends = [match.end() for match in special_pattern.finditer(window) if match.end() <= common]
     if common < len(tail):
-        return ends[-1] if ends and not whole else None
+        return ends[-1] if ends and not exact else None
     return ends[-1] if ends and not window[ends[-1] : common].strip() else common

@@ -18,26 +18,26 @@ class DataLoader(ABC):
     share a row: documents, or units of `mix.each` of them.
     """
 
-    mix: MixtureBase
-    layout: Collator
-    parts: tuple[TokenizedDataset, ...]
+    mixture: MixtureBase
+    collator: Collator
+    datasets: tuple[TokenizedDataset, ...]
     order: RowOrder
 
     @abstractmethod
     def __getitem__(self, step: int) -> list[Batch]: ...
 
-    def cross(self) -> None:
+    def add_mismatched(self) -> None:
         """From now on, batches have `others`: answers that do not belong to their prompts."""
-        self.layout = replace(self.layout, crossed=self.mix.max_length)
+        self.collator = replace(self.collator, crossed=self.mixture.max_length)
 
-    def share(self) -> bool:
+    def share_prefixes(self) -> bool:
         """From now on, what documents of a unit begin with is written once in packed rows, which then hold more.
 
         False where rows are not packed, or documents stand alone.
         """
-        if self.mix.each == 1 or self.layout.capacity is None:
+        if self.mixture.docs_per_row == 1 or self.collator.capacity is None:
             return False
-        self.layout = replace(self.layout, shared=True)
+        self.collator = replace(self.collator, shared=True)
         self.replan()
         return True
 
@@ -46,37 +46,37 @@ class DataLoader(ABC):
         """Say anew which documents share a row, before the first step."""
 
     @abstractmethod
-    def steps(self, epochs: int) -> int:
+    def num_steps(self, epochs: int) -> int:
         """How many steps so many epochs have."""
 
     @abstractmethod
-    def check(self, vocab: int) -> None:
+    def check_vocab(self, vocab: int) -> None:
         """UserError if the model has no embedding for a token."""
 
     @abstractmethod
-    def state(self, step: int) -> dict[str, Any]:
+    def state_dict(self, step: int) -> dict[str, Any]:
         """What to keep when `step` steps are done: plain values."""
 
     @abstractmethod
-    def restore(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there. UserError if these are not the rows that the run began with."""
 
     @abstractmethod
-    def sample(self, count: int) -> list[tuple[str, Document]]:
+    def sample_documents(self, count: int) -> list[tuple[str, Document]]:
         """Some documents of the first step, and where they are from."""
 
     @abstractmethod
-    def where(self, step: int) -> list[str]:
+    def row_locations(self, step: int) -> list[str]:
         """Where the documents of a step are from, all ranks' of them. The step was made not long ago."""
 
     @property
     @abstractmethod
-    def digest(self) -> str:
+    def fingerprint(self) -> str:
         """Equal for equal rows."""
 
     @property
     @abstractmethod
-    def report(self) -> DataSummary:
+    def summary(self) -> DataSummary:
         """What an epoch holds, or the first block of a stream."""
 
     @abstractmethod

@@ -28,13 +28,13 @@ def build_dataloader(
     `folder` is the run's, for the list of rows that were skipped; with `fresh`, the run does not go on, and no line of
     an earlier one stays there. Rank 0 shows a bar.
     """
-    mix = MixtureBase.of(choice)
+    mix = MixtureBase.from_config(choice)
     listed = None if folder is None or not run.is_main else folder / BAD_ROWS
     if listed is not None and (fresh or not is_streaming(mix)):
         listed.unlink(missing_ok=True)
     loader = make_dataloader(mix, tokenizer, (batch, micro_batch), run, listed)
     if tokenizer.vocab is not None:
-        loader.check(tokenizer.vocab)
+        loader.check_vocab(tokenizer.vocab)
     return loader
 
 
@@ -42,14 +42,14 @@ def make_dataloader(
     mix: MixtureBase, tokenizer: Tokenizer, sizes: tuple[int, int], run, listed: Path | None
 ) -> DataLoader:
     """`sizes`: rows of a step, and of a micro-batch."""
-    mix = mix.settled()
-    pad, owned = mix.prepare(tokenizer).pad, any(rows.JUDGED for rows in mix.sources)
-    layout = Collator(*sizes, run.reader, run.sizes.readers, pad, mix.capacity, mix.each, owned)
+    mix = mix.resolve()
+    pad, owned = mix.prepare_tokenizer(tokenizer).pad, any(rows.has_document_ids for rows in mix.dataset_configs)
+    layout = Collator(*sizes, run.reader, run.sizes.readers, pad, mix.capacity, mix.docs_per_row, owned)
     if is_streaming(mix):
         return StreamingDataLoader(
-            mix, BlockStream(mix, make_feeds(mix, tokenizer, run, listed), run.seed, layout.batch), layout
+            mix, BlockStream(mix, make_feeds(mix, tokenizer, run, listed), run.seed, layout.global_batch_size), layout
         )
-    parts = tuple(preprocess.preprocess_dataset(rows, tokenizer, run) for rows in mix.sources)
+    parts = tuple(preprocess.preprocess_dataset(rows, tokenizer, run) for rows in mix.dataset_configs)
     for part in parts:
         append_bad_rows(part, listed)
     return MapDataLoader(mix, parts, layout, run.seed)
@@ -58,13 +58,13 @@ def make_dataloader(
 def make_feeds(mix: MixtureBase, tokenizer: Tokenizer, run, listed: Path | None) -> list[DocumentFeed]:
     """The sources of a mix of which some at least are streams."""
     found: list[DocumentFeed] = []
-    for part, rows in enumerate(mix.sources):
+    for part, rows in enumerate(mix.dataset_configs):
         if rows.streaming:
             found.append(StreamFeed(rows, tokenizer, listed))
         else:
             documents = preprocess.preprocess_dataset(rows, tokenizer, run)
             append_bad_rows(documents, listed)
-            found.append(MapFeed(documents, rows.EACH, run.seed + part, mix.shuffle))
+            found.append(MapFeed(documents, rows.docs_per_row, run.seed + part, mix.shuffle))
     return found
 
 

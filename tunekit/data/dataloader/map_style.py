@@ -21,91 +21,91 @@ class MapDataLoader(DataLoader):
     """
 
     def __init__(self, mix: MixtureBase, parts: tuple[TokenizedDataset, ...], layout: Collator, seed: int) -> None:
-        assert layout.batch > 0 and layout.micro_batch > 0
-        self.mix, self.parts, self.layout = mix, parts, layout
+        assert layout.global_batch_size > 0 and layout.micro_batch_size > 0
+        self.mixture, self.datasets, self.collator = mix, parts, layout
         self.rows: TokenizedDataset | ConcatDataset = parts[0] if len(parts) == 1 else ConcatDataset(parts)
-        for rows, part in zip(mix.sources, parts, strict=True):
+        for rows, part in zip(mix.dataset_configs, parts, strict=True):
             if not len(part):
                 raise UserError(f"{rows.source}: {rows.split} holds no row to learn from")
-        self.sizes = sizes = [len(part) // mix.each for part in parts]
-        self.counts = list(mix.counts(sizes))
+        self.sizes = sizes = [len(part) // mix.docs_per_row for part in parts]
+        self.counts = list(mix.rows_per_epoch(sizes))
         draw = None if self.counts == sizes else EpochSampler(sizes, self.counts, seed, mix.shuffle)
-        self.order = RowOrder(unit_lengths(self.rows.lengths, mix.each), seed, mix.shuffle, mix.capacity, draw)
-        self.place = StepIndex(self.order.rows, layout.batch)
+        self.order = RowOrder(unit_lengths(self.rows.lengths, mix.docs_per_row), seed, mix.shuffle, mix.capacity, draw)
+        self.place = StepIndex(self.order.rows, layout.global_batch_size)
 
     def replan(self) -> None:
-        self.order = self.order.shortened(shared_prefix.shared_prefix_tokens(self.rows, self.mix.each))
-        self.place = StepIndex(self.order.rows, self.layout.batch)
+        self.order = self.order.shortened(shared_prefix.shared_prefix_tokens(self.rows, self.mixture.docs_per_row))
+        self.place = StepIndex(self.order.rows, self.collator.global_batch_size)
 
-    def steps(self, epochs: int) -> int:
+    def num_steps(self, epochs: int) -> int:
         """How many steps so many epochs have."""
         return self.place.until(epochs)
 
-    def check(self, vocab: int) -> None:
+    def check_vocab(self, vocab: int) -> None:
         """UserError if the model has no embedding for a token."""
-        highest = max(self.layout.pad, *(int(part.tokens.max()) for part in self.parts))
+        highest = max(self.collator.pad_id, *(int(part.tokens.max()) for part in self.datasets))
         if highest >= vocab:
             raise UserError(
                 f"the rows hold token {highest}, the model knows {vocab}: this tokenizer is another model's"
             )
 
     @property
-    def digest(self) -> str:
+    def fingerprint(self) -> str:
         """Of all that is prepared."""
-        return self.rows.digest
+        return self.rows.fingerprint
 
-    def sample(self, count: int) -> list[tuple[str, Document]]:
+    def sample_documents(self, count: int) -> list[tuple[str, Document]]:
         """Some documents of the first step, and where they are from."""
         numbers = [int(number) for row in self.numbers(0) for number in row][:count]
-        return [(self.rows.where(number), self.rows[number]) for number in numbers]
+        return [(self.rows.row_location(number), self.rows[number]) for number in numbers]
 
-    def state(self, step: int) -> dict[str, Any]:
+    def state_dict(self, step: int) -> dict[str, Any]:
         """What the rows are, so that a run does not go on with others. Everything else follows from the step."""
-        return {"rows": self.rows.digest}
+        return {"rows": self.rows.fingerprint}
 
-    def restore(self, state: dict[str, Any]) -> None:
-        if state != self.state(0):
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state != self.state_dict(0):
             raise UserError("data: these are not the rows that the run began with: bring them back, or use --overwrite")
 
     def close(self) -> None:
         """Nothing is under way."""
 
     @property
-    def report(self) -> DataSummary:
+    def summary(self) -> DataSummary:
         """What an epoch holds."""
         drawn = self.order.drawn(0)
-        part_of = np.repeat(np.arange(len(self.parts)), self.sizes)[drawn]
-        tokens = np.bincount(part_of, self.order.lengths[drawn], len(self.parts)).astype(int).tolist()
-        columns = zip(self.mix.sources, self.parts, self.sizes, self.counts, tokens, strict=True)
+        part_of = np.repeat(np.arange(len(self.datasets)), self.sizes)[drawn]
+        tokens = np.bincount(part_of, self.order.lengths[drawn], len(self.datasets)).astype(int).tolist()
+        columns = zip(self.mixture.dataset_configs, self.datasets, self.sizes, self.counts, tokens, strict=True)
         shares = [
             DatasetSummary(
                 name=rows.source,
-                about=describe_rows(part, count == size),
+                description=describe_rows(part, count == size),
                 rows=count,
                 tokens=each,
-                learnt=num_target_tokens(part, count / size),
+                num_target_tokens=num_target_tokens(part, count / size),
                 passes=count / size,
                 noun="document" if part.prepared.split else "row",
             )
             for rows, part, size, count, each in columns
         ]
-        packed = None if self.mix.capacity is None else self.order.rows(0)
-        longest, truncated = int(self.rows.lengths.max()), sum(part.truncated for part in self.parts)
-        return DataSummary(tuple(shares), longest, truncated, packed, self.mix.capacity)
+        packed = None if self.mixture.capacity is None else self.order.rows(0)
+        longest, truncated = int(self.rows.lengths.max()), sum(part.truncated for part in self.datasets)
+        return DataSummary(tuple(shares), longest, truncated, packed, self.mixture.capacity)
 
     def __getitem__(self, step: int) -> list[Batch]:
-        return self.layout.batches(self.rows, self.numbers(step))
+        return self.collator.micro_batches(self.rows, self.numbers(step))
 
     def numbers(self, step: int) -> list[np.ndarray]:
         """The documents of each row of a step."""
         if step < 0:
             raise IndexError(step)
         epoch, at = self.place.find(step)
-        first = at * self.layout.batch
-        return unit_documents(self.order.plan(epoch).rows(first, first + self.layout.batch), self.mix.each)
+        first = at * self.collator.global_batch_size
+        return unit_documents(self.order.plan(epoch).rows(first, first + self.collator.global_batch_size), self.mixture.docs_per_row)
 
-    def where(self, step: int) -> list[str]:
-        return [self.rows.where(int(number)) for row in self.numbers(step) for number in row]
+    def row_locations(self, step: int) -> list[str]:
+        return [self.rows.row_location(int(number)) for row in self.numbers(step) for number in row]
 
 
 def num_target_tokens(part: TokenizedDataset, passes: float) -> int:
@@ -116,5 +116,5 @@ def num_target_tokens(part: TokenizedDataset, passes: float) -> int:
 def describe_rows(part: TokenizedDataset, once: bool, skipped: str = "skipped") -> str:
     """What the rows are; how many, and what became of those that are no documents, where that is not told beside it."""
     found = part.prepared
-    told = once and found == PreprocessSummary(rows=found.rows, form=found.form)
-    return found.form if told and found.form else ", ".join(filter(None, (found.form, found.told(skipped))))
+    told = once and found == PreprocessSummary(rows=found.rows, row_format=found.row_format)
+    return found.row_format if told and found.row_format else ", ".join(filter(None, (found.row_format, found.format(skipped))))

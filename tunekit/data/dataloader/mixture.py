@@ -10,12 +10,12 @@ from typing import ClassVar
 import numpy as np
 
 from tunekit.config.choices import kind_name
-from tunekit.data.datasets import DataConfig, DatasetConfig, OneSource
+from tunekit.data.datasets import DataConfig, DatasetConfig, SFTDataset
 from tunekit.data.preprocess.tokenized_dataset import Document, TokenizedDataset
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import FieldError, UserError
 
-SHARED = ("max_length", "packing", "shuffle")  # keys that the mix says for all of its parts
+SHARED_KEYS = ("max_length", "packing", "shuffle")  # keys that the mix says for all of its parts
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class MixtureMemberBase:
         if self.max_samples_per_epoch is not None and self.max_samples_per_epoch < 1:
             raise FieldError("max_samples_per_epoch", f"must be 1 or more rows, not {self.max_samples_per_epoch}")
 
-    def size(self, count: int) -> float:
+    def max_rows_per_epoch(self, count: int) -> float:
         """Rows that an epoch may take, where the part has `count`."""
         return min(
             max(1.0, self.repeat * count),
@@ -60,16 +60,16 @@ class MixtureBase(DataConfig):
             raise FieldError("max_length", f"must be 2 or more tokens, not {self.max_length}")
         if not 1 <= self.temperature < math.inf:
             raise FieldError("temperature", f"must be 1 (as many as there are) or above, not {self.temperature}")
-        self.check_shares()
+        self.check_weights()
         usual = {field.name: field.default for field in fields(DatasetConfig)}
         for i, part in enumerate(self.datasets):
-            for name in SHARED:
+            for name in SHARED_KEYS:
                 if vars(part.dataset)[name] not in (usual[name], vars(self)[name]):
                     raise FieldError(
                         f"datasets.{i}.dataset.{name}", "must be the same for all datasets. Set it next to `datasets`"
                     )
 
-    def check_shares(self) -> None:
+    def check_weights(self) -> None:
         """All parts have a weight, or none."""
         without = [i for i, part in enumerate(self.datasets) if part.weight is None]
         if 0 < len(without) < len(self.datasets):
@@ -84,7 +84,7 @@ class MixtureBase(DataConfig):
                     raise FieldError(f"datasets.{i}", "a mix with a stream has no epochs: epochs and caps say nothing")
 
     @staticmethod
-    def of(choice: "DatasetConfig | MixtureBase") -> "MixtureBase":
+    def from_config(choice: "DatasetConfig | MixtureBase") -> "MixtureBase":
         """A mix as it is, and rows as a mix of one part."""
         if isinstance(choice, MixtureBase):
             return choice
@@ -93,43 +93,43 @@ class MixtureBase(DataConfig):
         )
 
     @property
-    def each(self) -> int:
+    def docs_per_row(self) -> int:
         """Documents that are never torn: of one, or of a pair."""
-        return self.datasets[0].dataset.EACH
+        return self.datasets[0].dataset.docs_per_row
 
     @property
     def capacity(self) -> int | None:
         """Tokens of a packed row, in which a pair fits too; None: each document is a row of its own."""
-        return self.each * self.max_length if self.packing else None
+        return self.docs_per_row * self.max_length if self.packing else None
 
     @property
-    def sources(self) -> tuple[DatasetConfig, ...]:
+    def dataset_configs(self) -> tuple[DatasetConfig, ...]:
         """The choices of the parts, with what the mix says for all of them."""
-        shared = {name: vars(self)[name] for name in SHARED}
+        shared = {name: vars(self)[name] for name in SHARED_KEYS}
         return tuple(replace(part.dataset, **shared) for part in self.datasets)
 
-    def settled(self) -> "MixtureBase":
+    def resolve(self) -> "MixtureBase":
         """With every part as what its rows turn out to be. UserError if some are pairs and others are not."""
-        parts = tuple(replace(part, dataset=part.dataset.settled()) for part in self.datasets)
-        if len({part.dataset.EACH for part in parts}) > 1:
+        parts = tuple(replace(part, dataset=part.dataset.resolve()) for part in self.datasets)
+        if len({part.dataset.docs_per_row for part in parts}) > 1:
             found = ", ".join(f"{part.dataset.source} gives {kind_name(type(part.dataset))} rows" for part in parts)
             raise UserError(f"datasets: all give pairs, or all give single answers; here {found}")
         return replace(self, datasets=parts)
 
-    def check(self) -> None:
+    def check_source(self) -> None:
         """UserError if a source is not there, as far as can be told without reading it."""
-        for rows in self.sources:
-            rows.check()
+        for rows in self.dataset_configs:
+            rows.check_source()
 
-    def prepare(self, tokenizer: Tokenizer) -> Tokenizer:
+    def prepare_tokenizer(self, tokenizer: Tokenizer) -> Tokenizer:
         """The tokenizer; UserError if the rows of a part cannot be written with it."""
-        for rows in self.sources:
-            rows.prepare(tokenizer)
+        for rows in self.dataset_configs:
+            rows.prepare_tokenizer(tokenizer)
         return tokenizer
 
-    def counts(self, rows: Sequence[int]) -> tuple[int, ...]:
+    def rows_per_epoch(self, rows: Sequence[int]) -> tuple[int, ...]:
         """Rows of each part in an epoch, where the parts have so many."""
-        sizes = [part.size(count) for part, count in zip(self.datasets, rows, strict=True)]
+        sizes = [part.max_rows_per_epoch(count) for part, count in zip(self.datasets, rows, strict=True)]
         shares = [part.weight for part in self.datasets if part.weight is not None]
         shares = shares or [size ** (1 / self.temperature) for size in sizes]
         epoch = min(size / share for size, share in zip(sizes, shares, strict=True))
@@ -144,7 +144,7 @@ class MixtureMember(MixtureMemberBase):
     """
 
     kind: ClassVar[str] = "part"
-    dataset: OneSource
+    dataset: SFTDataset
 
 
 @dataclass(frozen=True)
@@ -160,12 +160,12 @@ class Mixture(MixtureBase):
     datasets: tuple[MixtureMember, ...]
 
 
-Learnable = OneSource | Mixture  # what a recipe that learns from rows may read
+SFTData = SFTDataset | Mixture  # what a recipe that learns from rows may read
 
 
 def is_streaming(choice: DatasetConfig | MixtureBase) -> bool:
     """Whether rows are read while they are trained on, so that nobody knows how many there are."""
-    return any(part.dataset.streaming for part in MixtureBase.of(choice).datasets)
+    return any(part.dataset.streaming for part in MixtureBase.from_config(choice).datasets)
 
 
 def check_finite(
@@ -180,7 +180,7 @@ def check_finite(
 
 def dataset_title(choice: DatasetConfig | MixtureBase) -> str:
     """The sources and their splits, for people."""
-    return ", ".join(f"{rows.source} ({rows.split})" for rows in MixtureBase.of(choice).sources)
+    return ", ".join(f"{rows.source} ({rows.split})" for rows in MixtureBase.from_config(choice).dataset_configs)
 
 
 @dataclass(frozen=True)
@@ -223,26 +223,26 @@ class ConcatDataset:
         self.lengths = np.concatenate([part.lengths for part in parts])
 
     @property
-    def digest(self) -> str:
+    def fingerprint(self) -> str:
         """Equal for equal parts."""
-        return hashlib.sha256("".join(part.digest for part in self.parts).encode()).hexdigest()
+        return hashlib.sha256("".join(part.fingerprint for part in self.parts).encode()).hexdigest()
 
-    def find(self, index: int) -> tuple[TokenizedDataset, int]:
+    def locate(self, index: int) -> tuple[TokenizedDataset, int]:
         """The part that a document is in, and its number there."""
         part = bisect_right(self.firsts, index) - 1
         if not 0 <= part < len(self.parts):
             raise IndexError(index)
         return self.parts[part], index - self.firsts[part]
 
-    def where(self, index: int) -> str:
-        part, number = self.find(index)
-        return part.where(number)
+    def row_location(self, index: int) -> str:
+        part, number = self.locate(index)
+        return part.row_location(number)
 
     def __len__(self) -> int:
         return self.firsts[-1]
 
     def __getitem__(self, index: int) -> Document:
-        part, number = self.find(index)
+        part, number = self.locate(index)
         return part[number]
 
     def __iter__(self) -> Iterator[Document]:

@@ -12,28 +12,28 @@ from tunekit.data.datasets import (
     PreferenceDataset,
     UnpairedPreferenceDataset,
 )
-from tunekit.data.format_detection import COMPARED
+from tunekit.data.format_detection import PREFERENCE_RULES
 from tunekit.data.readers.open_dataset import open_dataset
 from tunekit.data.readers.row_reader import Row
 from tunekit.errors import UserError
 
-FIRST = 100  # rows that are asked what they are
+MAX_PROBED_ROWS = 100  # rows that are asked what they are
 
 
 @dataclass(frozen=True)
 class FirstRowDetected(DetectedDataset):
     """Rows that all are what the first is recognised as: of how many documents each is one decides for all."""
 
-    EACH: ClassVar = 2  # at most, as long as nobody has asked
+    docs_per_row: ClassVar = 2  # at most, as long as nobody has asked
 
-    def settled(self) -> DatasetConfig:
+    def resolve(self) -> DatasetConfig:
         """UserError if no row tells."""
         fault = "holds no row"
-        for row in islice(open_dataset(self.source, self.split, self.max_samples, self.streaming).rows, FIRST):
+        for row in islice(open_dataset(self.source, self.split, self.max_samples, self.streaming).rows, MAX_PROBED_ROWS):
             try:
-                fields = self.transformed(row.fields) if isinstance(row, Row) else None
+                fields = self.transform(row.fields) if isinstance(row, Row) else None
                 if fields is not None:
-                    return self.choice(fields)
+                    return self.detect(fields)
             except UserError as error:
                 fault = str(error)
         raise UserError(f"{self.source}: {fault}")
@@ -48,9 +48,9 @@ class AutoPreferenceDataset(PreferenceBase, FirstRowDetected):
 
     kind: ClassVar[str] = "auto"
     usual: ClassVar = True
-    KINDS: ClassVar = (PreferenceDataset, UnpairedPreferenceDataset)
-    WANTS: ClassVar = "it wants columns chosen and rejected, or prompt, completion and label; `transforms` rename them"
-    FIRST: ClassVar = COMPARED
+    candidates: ClassVar = (PreferenceDataset, UnpairedPreferenceDataset)
+    expected_columns: ClassVar = "it wants columns chosen and rejected, or prompt, completion and label; `transforms` rename them"
+    rules: ClassVar = PREFERENCE_RULES
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,6 @@ class PreferenceMixture(MixtureBase):
     datasets: tuple[PreferenceMixtureMember, ...]
 
 
-Comparable = (
+PreferenceData = (
     AutoPreferenceDataset | PreferenceDataset | UnpairedPreferenceDataset | PreferenceMixture
 )  # what a recipe that compares or judges answers may read

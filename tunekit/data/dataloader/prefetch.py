@@ -18,13 +18,13 @@ class BatchSource(Protocol):
 
     def __getitem__(self, step: int) -> list[Batch]: ...
 
-    def state(self, step: int) -> dict[str, Any]:
+    def state_dict(self, step: int) -> dict[str, Any]:
         """What to keep when `step` steps are done."""
         ...
 
-    def restore(self, state: dict[str, Any]) -> None: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
-    def where(self, step: int) -> list[str]:
+    def row_locations(self, step: int) -> list[str]:
         """Files and lines of the rows of a step, on all ranks. The step was read not long ago."""
         ...
 
@@ -41,55 +41,55 @@ class Prefetcher:
     def __init__(self, data: BatchSource, device: torch.device) -> None:
         self.data, self.pin = data, devices.is_pinned_on(device)
         self.taken = self.end = 0
-        self.wait = 0.0  # seconds that the step handed out last was waited for
+        self.data_time = 0.0  # seconds that the step handed out last was waited for
         self.thread: ThreadPoolExecutor | None = None
-        self.next: Future[list[Batch]] | None = None
+        self.future: Future[list[Batch]] | None = None
 
-    def over(self, start: int, end: int) -> "Prefetcher":
+    def start(self, start: int, end: int) -> "Prefetcher":
         """From which step on, and to which."""
         self.taken, self.end = start, end
         return self
 
     def __enter__(self) -> "Prefetcher":
         self.thread = ThreadPoolExecutor(1, "tunekit-data")
-        self.begin()
+        self.resume()
         return self
 
     def __exit__(self, *error: object) -> None:
         assert self.thread is not None
         self.data.close()  # what the thread is at ends early
         self.thread.shutdown(wait=True, cancel_futures=True)
-        self.thread = self.next = None
+        self.thread = self.future = None
 
-    def begin(self) -> None:
+    def resume(self) -> None:
         """Have the next step made, if there is one."""
         if self.thread is not None and self.taken < self.end:
-            self.next = self.thread.submit(self.made, self.taken)
+            self.future = self.thread.submit(self.made, self.taken)
 
-    def rest(self) -> None:
+    def pause(self) -> None:
         """Let go of what was made in advance, until `begin`: others may use the data meanwhile."""
-        if self.next is not None:
-            wait([self.next])
-        self.next = None
+        if self.future is not None:
+            wait([self.future])
+        self.future = None
 
     def made(self, step: int) -> list[Batch]:
         batches = self.data[step]
-        return [batch.pinned() for batch in batches] if self.pin else batches
+        return [batch.pin_memory() for batch in batches] if self.pin else batches
 
-    def take(self) -> list[Batch]:
+    def next(self) -> list[Batch]:
         """The micro-batches of the next step."""
-        assert self.next is not None, "no step is left"
+        assert self.future is not None, "no step is left"
         began = time.perf_counter()
         with record_function(DATA_WAIT):
-            batches = self.next.result()
-        self.wait = time.perf_counter() - began
+            batches = self.future.result()
+        self.data_time = time.perf_counter() - began
         self.taken += 1
-        self.begin()
+        self.resume()
         return batches
 
     def state_dict(self) -> dict[str, Any]:
         """Of the data behind the steps that were handed out, whatever the thread is at."""
-        return self.data.state(self.taken)
+        return self.data.state_dict(self.taken)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.data.restore(state)
+        self.data.load_state_dict(state)

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from tunekit.data.dataloader.preference_data import FirstRowDetected, PreferenceMixture
 from tunekit.data.datasets import PreferenceDataset
-from tunekit.data.format_detection import SCORED
+from tunekit.data.format_detection import REWARD_RULES
 from tunekit.data.reward_datasets import LabeledBase, LabeledDataset, StepwiseDataset
 
 
@@ -19,11 +19,11 @@ class AutoRewardDataset(LabeledBase, FirstRowDetected):
 
     kind: ClassVar[str] = "auto"
     usual: ClassVar = True
-    KINDS: ClassVar = (PreferenceDataset, LabeledDataset, StepwiseDataset)
-    FIRST: ClassVar = SCORED
-    WANTS: ClassVar = "it wants chosen and rejected; text or messages, and label; or prompt, completions and labels"
+    candidates: ClassVar = (PreferenceDataset, LabeledDataset, StepwiseDataset)
+    rules: ClassVar = REWARD_RULES
+    expected_columns: ClassVar = "it wants chosen and rejected; text or messages, and label; or prompt, completions and labels"
 
 
-Scored = (
+RewardData = (
     AutoRewardDataset | PreferenceDataset | LabeledDataset | StepwiseDataset | PreferenceMixture
 )  # what a recipe for models that score may read

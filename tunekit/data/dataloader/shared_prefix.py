@@ -60,4 +60,4 @@ class SharedPrefixRows:
 
 def behind(document: Document, count: int) -> Document:
     """What is left of a document without its first tokens."""
-    return document._replace(tokens=document.tokens[count:], learnt=document.learnt[count:])
+    return document._replace(tokens=document.tokens[count:], learnt=document.loss_mask[count:])

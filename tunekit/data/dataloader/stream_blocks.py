@@ -70,8 +70,8 @@ class StreamFeed:
     """Documents of a source that is read again and again, as they are needed. `bad_rows` lists those that are none."""
 
     def __init__(self, rows: DatasetConfig, tokenizer: Tokenizer, bad_rows: Path | None) -> None:
-        self.rows, self.tokenizer, self.bad_rows = rows, rows.prepare(tokenizer), bad_rows
-        self.table = open_dataset(rows.source, rows.split, rows.max_samples, stream=True)
+        self.rows, self.tokenizer, self.bad_rows = rows, rows.prepare_tokenizer(tokenizer), bad_rows
+        self.table = open_dataset(rows.source, rows.split, rows.max_samples, streaming=True)
         self.about = f"{describe_format(rows, self.table)}, a stream".removeprefix(", ")
         self.bad, self.listed = BadRowPolicy(rows, None), known(bad_rows)
         self.closed = False
@@ -114,17 +114,17 @@ class StreamFeed:
             documents = part.documents
             for index in range(skip, len(documents)):
                 some = True
-                yield StreamPosition(number, tuple(part.place), index + 1), documents[index], documents.where(index)
+                yield StreamPosition(number, tuple(part.position), index + 1), documents[index], documents.row_location(index)
             skip = 0
 
     def note(self, part: TokenizedChunk) -> None:
         """Count the rows of a part that are bad, and list them."""
         if self.closed:
             raise UserError("the reading of rows was ended")
-        self.bad.add(part.faults, part.rows)
+        self.bad.add(part.bad_rows, part.rows)
         if self.bad.read >= SURE:
             self.bad.check()
-        new = [fault for fault in part.faults if fault.where not in self.listed]
+        new = [fault for fault in part.bad_rows if fault.where not in self.listed]
         if new and self.bad_rows is not None:
             self.listed.update(fault.where for fault in new)
             add(new, self.bad_rows)
@@ -132,7 +132,7 @@ class StreamFeed:
     def take(self, count: int) -> Taken:
         """The documents of the next units."""
         found: Taken = []
-        for _ in range(count * self.rows.EACH):
+        for _ in range(count * self.rows.docs_per_row):
             self.mark, document, where = next(self.documents)
             found.append((document, where))
         return found
@@ -153,7 +153,7 @@ class MapFeed:
     """Documents that are prepared already, in passes of an order of their own each."""
 
     def __init__(self, found: TokenizedDataset, each: int, seed: int, shuffle: bool) -> None:
-        self.documents, self.each, self.mark, self.about = found, each, StreamPosition(), found.prepared.form
+        self.documents, self.each, self.mark, self.about = found, each, StreamPosition(), found.prepared.row_format
         self.draw = EpochSampler([len(found) // each], [1], seed, shuffle)
 
     def seek(self, mark: StreamPosition) -> None:
@@ -163,10 +163,10 @@ class MapFeed:
         """The documents of the next units."""
         numbers = unit_documents([self.draw.some(0, self.mark.taken, count)], self.each)[0].tolist() if count else []
         self.mark = StreamPosition(taken=self.mark.taken + count)
-        return [(self.documents[number], self.documents.where(number)) for number in numbers]
+        return [(self.documents[number], self.documents.row_location(number)) for number in numbers]
 
     def digest(self) -> str:
-        return self.documents.digest
+        return self.documents.fingerprint
 
     def stop(self) -> None:
         """It is soon done."""
@@ -198,7 +198,7 @@ class BlockStream:
         self.mix, self.feeds, self.seed, self.batch, self.number = mix, feeds, seed, batch, 0
         weights = np.array([1.0 if part.weight is None else part.weight for part in mix.datasets])
         self.shares = weights / weights.sum()
-        most = max(1, min(DOCUMENTS, TOKENS // mix.max_length) // mix.each)
+        most = max(1, min(DOCUMENTS, TOKENS // mix.max_length) // mix.docs_per_row)
         self.size = -(-most // batch) * batch  # units in a round
         self.shared = False  # whether documents of a unit that begin alike take less room
 
@@ -216,12 +216,12 @@ class BlockStream:
                 part += more
         every = [one for part in taken for one in part]
         found = TokenizedDataset([document for document, _ in every], [where for _, where in every])
-        counts = [len(part) // self.mix.each for part in taken]
+        counts = [len(part) // self.mix.docs_per_row for part in taken]
         behind = [feed.mark for feed in self.feeds]
         return ShuffleBlock(
             number=number,
             rounds=self.number - number,
-            first=number * self.size * self.mix.each,
+            first=number * self.size * self.mix.docs_per_row,
             before=before,
             behind=behind,
             counts=counts,
@@ -250,8 +250,8 @@ class BlockStream:
 
     def plan(self, found: TokenizedDataset, number: int) -> PackingPlan:
         """Which of the documents of a block share a row."""
-        lengths, seed = unit_lengths(found.lengths, self.mix.each), (self.seed, number) if self.mix.shuffle else None
-        lengths = lengths - shared_prefix.shared_prefix_tokens(found, self.mix.each) if self.shared else lengths
+        lengths, seed = unit_lengths(found.lengths, self.mix.docs_per_row), (self.seed, number) if self.mix.shuffle else None
+        lengths = lengths - shared_prefix.shared_prefix_tokens(found, self.mix.docs_per_row) if self.shared else lengths
         return plan_rows(lengths, np.arange(len(lengths)), self.mix.capacity, seed)
 
     def stop(self) -> None:

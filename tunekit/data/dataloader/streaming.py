@@ -36,7 +36,7 @@ class StreamingDataLoader(DataLoader):
     """
 
     def __init__(self, mix: MixtureBase, blocks: BlockStream, layout: Collator) -> None:
-        self.mix, self.blocks, self.layout = mix, blocks, layout
+        self.mixture, self.blocks, self.collator = mix, blocks, layout
         self.vocab: int | None = None
         self.thread = ThreadPoolExecutor(1, "tunekit-stream")
         self.coming: Future[ShuffleBlock] | None = None
@@ -46,28 +46,28 @@ class StreamingDataLoader(DataLoader):
         self.first = self.behind = 0  # steps of the block at hand
         self.block = self.opening = self.blocks.next()
         self.past: tuple[BlockHistory, ...] = ()
-        self.parts = (self.block.documents,)
+        self.datasets = (self.block.documents,)
         self.order = RowOrder(
-            unit_lengths(self.block.documents.lengths, mix.each), blocks.seed, mix.shuffle, mix.capacity
+            unit_lengths(self.block.documents.lengths, mix.docs_per_row), blocks.seed, mix.shuffle, mix.capacity
         )
         self.begin(self.block)
 
     def begin(self, block: ShuffleBlock) -> None:
         """The steps of a block come next; the one behind it is made meanwhile."""
-        highest = max(self.layout.pad, int(block.documents.tokens.max()))
+        highest = max(self.collator.pad_id, int(block.documents.tokens.max()))
         if self.vocab is not None and highest >= self.vocab:
             raise UserError(
                 f"the rows hold token {highest}, the model knows {self.vocab}: this tokenizer is another model's"
             )
         self.block, self.first = block, self.behind
-        self.behind += -(-len(block.plan) // self.layout.batch)
+        self.behind += -(-len(block.plan) // self.collator.global_batch_size)
         known = self.marks | {
             self.first: (block.number, block.before),
             self.behind: (block.number + block.rounds, block.behind),
         }
         # A step that is trained may be one behind the one that is made. Another thread may be reading what was known.
         self.marks = {first: known[first] for first in sorted(known)[-3:]}
-        here = BlockHistory(self.first, self.behind, block.plan, block.documents.flat.places())
+        here = BlockHistory(self.first, self.behind, block.plan, block.documents.flat.without_tokens())
         self.past = (*(past for past in self.past[1 - PAST :] if past.behind <= self.first), here)
 
     def __getitem__(self, step: int) -> list[Batch]:
@@ -78,43 +78,43 @@ class StreamingDataLoader(DataLoader):
             self.begin(self.coming.result())
             self.coming = self.thread.submit(self.blocks.next)
         rows = self.numbers(self.past[-1], step)
-        return self.layout.batches(self.block.documents, rows, self.block.first)
+        return self.collator.micro_batches(self.block.documents, rows, self.block.first)
 
-    def where(self, step: int) -> list[str]:
+    def row_locations(self, step: int) -> list[str]:
         """Where the rows of a step are from; nothing if that is no longer known."""
         past = next((past for past in self.past if past.first <= step < past.behind), None)
         if past is None:
             return []
-        return [past.places.where(int(number)) for row in self.numbers(past, step) for number in row]
+        return [past.places.row_location(int(number)) for row in self.numbers(past, step) for number in row]
 
     def numbers(self, past: BlockHistory, step: int) -> list[np.ndarray]:
         """The documents of each row of one of the steps that share a block."""
         rows, at, steps = len(past.plan), step - past.first, past.behind - past.first
-        return unit_documents(past.plan.rows(rows * at // steps, rows * (at + 1) // steps), self.mix.each)
+        return unit_documents(past.plan.rows(rows * at // steps, rows * (at + 1) // steps), self.mixture.docs_per_row)
 
     def replan(self) -> None:
         self.blocks.shared, block = True, self.block
         self.opening = block._replace(plan=self.blocks.plan(block.documents, block.number))
-        self.order = self.order.shortened(shared_prefix.shared_prefix_tokens(block.documents, self.mix.each))
+        self.order = self.order.shortened(shared_prefix.shared_prefix_tokens(block.documents, self.mixture.docs_per_row))
         self.behind = self.first
         self.begin(self.opening)
 
-    def check(self, vocab: int) -> None:
+    def check_vocab(self, vocab: int) -> None:
         """UserError, now or when such a block comes, if the model has no embedding for a token."""
         self.vocab, self.behind = vocab, self.first
         self.begin(self.block)
 
-    def steps(self, epochs: int) -> int:
+    def num_steps(self, epochs: int) -> int:
         raise UserError("data: nobody knows how many steps a stream has: set `max_steps`")
 
-    def state(self, step: int) -> dict[str, Any]:
+    def state_dict(self, step: int) -> dict[str, Any]:
         """Where the sources stood when the block of a step began, and which of its steps comes next."""
         first = max(mark for mark in self.marks if mark <= step)
         number, marks = self.marks[first]
         kept = [[mark.passed, None if mark.place is None else list(mark.place), mark.taken] for mark in marks]
         return {"block": number, "first": first, "marks": kept, "rows": self.digests}
 
-    def restore(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         if state["rows"] != self.digests:
             raise UserError("data: these are not the rows that the run began with: bring them back, or use --overwrite")
         if self.coming is not None:
@@ -128,7 +128,7 @@ class StreamingDataLoader(DataLoader):
         self.begin(self.blocks.next())
 
     @property
-    def digest(self) -> str:
+    def fingerprint(self) -> str:
         return " ".join(self.digests)
 
     @property
@@ -142,20 +142,20 @@ class StreamingDataLoader(DataLoader):
         self.thread.shutdown(wait=True, cancel_futures=True)
         self.blocks.close()
 
-    def sample(self, count: int) -> list[tuple[str, Document]]:
+    def sample_documents(self, count: int) -> list[tuple[str, Document]]:
         """Some documents of the first step, and where they are from."""
-        numbers = unit_documents([self.opening.plan.documents], self.mix.each)[0][:count].tolist()
-        return [(self.opening.documents.where(number), self.opening.documents[number]) for number in numbers]
+        numbers = unit_documents([self.opening.plan.documents], self.mixture.docs_per_row)[0][:count].tolist()
+        return [(self.opening.documents.row_location(number), self.opening.documents[number]) for number in numbers]
 
     @property
-    def report(self) -> DataSummary:
+    def summary(self) -> DataSummary:
         """What the first block holds."""
         found, shares, first = self.opening.documents, [], 0
-        for rows, feed, count in zip(self.mix.sources, self.blocks.feeds, self.opening.counts, strict=True):
+        for rows, feed, count in zip(self.mixture.dataset_configs, self.blocks.feeds, self.opening.counts, strict=True):
             part = slice(first, first := first + count)
-            begin, end = (found.bounds[at * self.mix.each] for at in (part.start, part.stop))
+            begin, end = (found.bounds[at * self.mixture.docs_per_row] for at in (part.start, part.stop))
             tokens, learnt = int(self.order.lengths[part].sum()), int(found.learnt[begin:end].sum())
             shares.append(DatasetSummary(rows.source, feed.about, count, tokens, learnt, 0.0))
-        packed = None if self.mix.capacity is None else len(self.opening.plan)
+        packed = None if self.mixture.capacity is None else len(self.opening.plan)
         longest = int(found.lengths.max())
-        return DataSummary(tuple(shares), longest, found.truncated, packed, self.mix.capacity, streamed=True)
+        return DataSummary(tuple(shares), longest, found.truncated, packed, self.mixture.capacity, is_streaming=True)

@@ -12,10 +12,10 @@ class DatasetSummary(NamedTuple):
     """
 
     name: str
-    about: str
+    description: str
     rows: int
     tokens: int
-    learnt: int
+    num_target_tokens: int
     passes: float
     noun: str = "row"
 
@@ -30,53 +30,53 @@ def format_count(count: float, noun: str) -> str:
 class DataSummary:
     """What an epoch holds. `longest` counts tokens, `truncated` documents; `packed` rows hold `capacity` tokens."""
 
-    shares: tuple[DatasetSummary, ...]
-    longest: int
-    truncated: int
-    packed: int | None
+    datasets: tuple[DatasetSummary, ...]
+    max_length: int
+    num_truncated: int
+    num_packed_rows: int | None
     capacity: int | None
-    streamed: bool = False  # it is about the first block of a stream
+    is_streaming: bool = False  # it is about the first block of a stream
 
     @property
     def rows(self) -> int:
-        return sum(share.rows for share in self.shares)
+        return sum(share.rows for share in self.datasets)
 
     @property
     def tokens(self) -> int:
-        return sum(share.tokens for share in self.shares)
+        return sum(share.tokens for share in self.datasets)
 
     @property
-    def learnt(self) -> int:
-        return sum(share.learnt for share in self.shares)
+    def num_target_tokens(self) -> int:
+        return sum(share.num_target_tokens for share in self.datasets)
 
     @property
-    def filled(self) -> float | None:
+    def fill_ratio(self) -> float | None:
         """The used share of packed rows."""
-        return self.tokens / (self.packed * self.capacity) if self.packed and self.capacity else None
+        return self.tokens / (self.num_packed_rows * self.capacity) if self.num_packed_rows and self.capacity else None
 
     def __str__(self) -> str:
         parts = [
-            format_count(self.rows, "row" if all(share.noun == "row" for share in self.shares) else "document"),
+            format_count(self.rows, "row" if all(share.noun == "row" for share in self.datasets) else "document"),
             format_count(self.tokens, "token"),
-            f"{self.learnt:,} learnt ({self.learnt / self.tokens:.0%})",
-            f"longest {self.longest:,}",
+            f"{self.num_target_tokens:,} learnt ({self.num_target_tokens / self.tokens:.0%})",
+            f"longest {self.max_length:,}",
         ]
-        parts += [f"{self.truncated:,} truncated"] if self.truncated else []
+        parts += [f"{self.num_truncated:,} truncated"] if self.num_truncated else []
         parts += (
-            [] if self.packed is None else [f"packed into {format_count(self.packed, 'row')}, {self.filled:.1%} filled"]
+            [] if self.num_packed_rows is None else [f"packed into {format_count(self.num_packed_rows, 'row')}, {self.fill_ratio:.1%} filled"]
         )
-        beginning = "a stream, whose first block has " if self.streamed else ""
+        beginning = "a stream, whose first block has " if self.is_streaming else ""
         line = beginning + ", ".join(parts)
-        if len(self.shares) == 1:
-            return f"{line} ({self.shares[0].about})"
-        return "\n".join([line, *map(self.line, self.shares)])
+        if len(self.datasets) == 1:
+            return f"{line} ({self.datasets[0].description})"
+        return "\n".join([line, *map(self.format_dataset, self.datasets)])
 
-    def line(self, share: DatasetSummary) -> str:
+    def format_dataset(self, share: DatasetSummary) -> str:
         """What one part of a mix is and gives."""
-        what = "the block" if self.streamed else "an epoch"
+        what = "the block" if self.is_streaming else "an epoch"
         rows = f"{format_count(share.rows, share.noun)} ({share.rows / self.rows:.1%})"
         return (
-            f"  {share.name}: {share.about}; {what} takes {rows}, "
+            f"  {share.name}: {share.description}; {what} takes {rows}, "
             f"{format_count(share.tokens, 'token')} ({share.tokens / self.tokens:.1%})"
-            + ("" if self.streamed else f", {format_count(share.passes, 'pass')}")
+            + ("" if self.is_streaming else f", {format_count(share.passes, 'pass')}")
         )

@@ -22,7 +22,7 @@ class DocumentSpan:
     targets: np.ndarray
 
     @property
-    def learnt(self) -> int:
+    def num_target_tokens(self) -> int:
         """Tokens that are to be expected."""
         return int((self.targets != IGNORE).sum())
 
@@ -43,7 +43,7 @@ def unpack_documents(batch: Batch) -> Iterator[DocumentSpan]:
     """The documents of a batch, in their order. Where nothing is learnt, as in padding, is none."""
     count, length = batch.tokens.shape
     tokens, targets = (x.flatten().cpu().numpy() for x in (batch.tokens, batch.targets))
-    bounds = range(0, (count + 1) * length, length) if batch.offsets is None else batch.offsets.tolist()
+    bounds = range(0, (count + 1) * length, length) if batch.cu_seqlens is None else batch.cu_seqlens.tolist()
     for start, end in zip(bounds[:-1], bounds[1:], strict=True):
         some = np.flatnonzero(targets[start:end] != IGNORE)
         if len(some):

@@ -1,4 +1,4 @@
-"""Single rows as they will be learnt, and what is cut of them: read again from where they come from."""
+"""Rows as they are trained on, with the tokens that truncation removes. Rows are read again from their source."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -6,7 +6,7 @@ from itertools import islice
 
 import numpy as np
 
-from tunekit.data.datasets import DatasetConfig, Encoded
+from tunekit.data.datasets import DatasetConfig, EncodedRow
 from tunekit.data.doc_flags import DocFlags
 from tunekit.data.inspect.token_display import TokenRole
 from tunekit.data.preprocess.tokenized_dataset import Document, TokenizedDataset
@@ -14,129 +14,129 @@ from tunekit.data.readers.open_dataset import open_dataset
 from tunekit.data.readers.row_reader import BadRow, Row, RowReader
 from tunekit.data.tokenizer import Tokenizer
 
-EVER = 1 << 40  # a length that cuts nothing
+UNLIMITED_LENGTH = 1 << 40  # a max_length that truncates nothing
 
 
 @dataclass(frozen=True)
 class TokenSpan:
-    """Tokens of a document, each with what becomes of it, and what the row says of the document: chosen, a label."""
+    """Tokens of a document, the TokenRole of each, and its labels (chosen or rejected, margin, label, steps)."""
 
     tokens: list[int]
     states: list[int]
-    told: str = ""
+    annotation: str = ""
 
     @property
-    def learnt(self) -> int:
-        return self.states.count(TokenRole.LEARNT)
+    def num_target_tokens(self) -> int:
+        return self.states.count(TokenRole.TARGET)
 
 
 @dataclass(frozen=True)
 class ExampleView:
-    """A row: the documents that it becomes, or why it becomes none."""
+    """A row and its documents. `remark` is the reason if some tokens, or all, are not used."""
 
-    part: str  # the config's key
+    config_key: str  # `data` or `eval_data`
     where: str
-    stretches: tuple[TokenSpan, ...]
+    spans: tuple[TokenSpan, ...]
     remark: str = ""
     number: int | None = None  # from 1
 
     @property
     def name(self) -> str:
-        return self.part if self.number is None else f"{self.part} row {self.number:,}"
+        return self.config_key if self.number is None else f"{self.config_key} row {self.number:,}"
 
     @property
-    def tokens(self) -> int:
-        return sum(len(stretch.tokens) for stretch in self.stretches)
+    def num_tokens(self) -> int:
+        return sum(len(span.tokens) for span in self.spans)
 
     @property
-    def learnt(self) -> int:
-        return sum(stretch.learnt for stretch in self.stretches)
+    def num_target_tokens(self) -> int:
+        return sum(span.num_target_tokens for span in self.spans)
 
 
 @dataclass(frozen=True)
 class ExampleSampler:
-    """Rows of a part of the config; `tokenizer` is the one that the choice has prepared."""
+    """Reads examples of a dataset. `tokenizer` is the result of its `prepare_tokenizer`."""
 
-    part: str
-    choice: DatasetConfig
+    config_key: str
+    dataset: DatasetConfig
     tokenizer: Tokenizer
 
     @property
-    def table(self) -> RowReader:
-        return open_dataset(self.choice.source, self.choice.split, self.choice.max_samples, self.choice.streaming)
+    def reader(self) -> RowReader:
+        return open_dataset(self.dataset.source, self.dataset.split, self.dataset.max_samples, self.dataset.streaming)
 
-    def first(self, count: int) -> Iterator[ExampleView]:
-        """The first rows."""
-        for number, row in enumerate(islice(self.table.rows, count), 1):
-            yield self.show(row, number)
+    def first_examples(self, count: int) -> Iterator[ExampleView]:
+        """Yield the first rows."""
+        for number, row in enumerate(islice(self.reader.rows, count), 1):
+            yield self.to_example(row, number)
 
-    def found(self, wanted: Sequence[str]) -> Iterator[tuple[str, ExampleView]]:
-        """Rows that are asked for by number or place, each with how it was asked for."""
-        left = list(wanted)
-        for number, row in enumerate(self.table.rows if left else (), 1):
-            for name in [name for name in left if name == str(number) or is_at(row.where, name)]:
-                left.remove(name)
-                yield name, self.show(row, number)
-            if not left:
+    def find_examples(self, names: Sequence[str]) -> Iterator[tuple[str, ExampleView]]:
+        """Yield the rows with these names, row numbers or locations, each with its name."""
+        remaining = list(names)
+        for number, row in enumerate(self.reader.rows if remaining else (), 1):
+            for name in [name for name in remaining if name == str(number) or is_location(row.where, name)]:
+                remaining.remove(name)
+                yield name, self.to_example(row, number)
+            if not remaining:
                 return
 
-    def show(self, row: Row | BadRow, number: int | None) -> ExampleView:
-        """What a row becomes."""
-        (kept,), (whole,) = (
-            one.encode(self.tokenizer, [row]) for one in (self.choice, replace(self.choice, max_length=EVER))
-        )
-        stretches, remark = compared(kept, whole, self.choice.max_length)
-        return ExampleView(self.part, row.where, tuple(stretches), remark, number)
+    def to_example(self, row: Row | BadRow, number: int | None) -> ExampleView:
+        """Encode a row, with and without truncation."""
+        (encoded,) = self.dataset.encode_rows(self.tokenizer, [row])
+        (full,) = replace(self.dataset, max_length=UNLIMITED_LENGTH).encode_rows(self.tokenizer, [row])
+        spans, remark = compare_spans(encoded, full, self.dataset.max_length)
+        return ExampleView(self.config_key, row.where, tuple(spans), remark, number)
 
 
-def is_at(where: str, name: str) -> bool:
-    """Whether a place is meant by `file:line`, or by the end of it."""
+def is_location(where: str, name: str) -> bool:
+    """Whether `name` is the location `file:line`, or the end of its path."""
     return where == name or (":" in name and where.endswith(f"/{name}"))
 
 
-def compared(kept: Encoded, whole: Encoded, length: int) -> tuple[Iterable[TokenSpan], str]:
-    """What is learnt from and what is lost of a row, and why."""
-    if kept is None or whole is None:
-        return (), "a transform leaves it out"
-    if isinstance(whole, BadRow):
-        return (), f"bad: {whole.reason}"
-    if isinstance(kept, BadRow):
-        return map(dropped, whole), f"bad: {kept.reason}"
-    if not kept:
-        return map(dropped, whole), f"dropped: it is longer than {length:,} tokens"
-    if len(kept) > len(whole):
-        return map(stretch, kept), f"goes on over {len(kept)} rows"
-    lost = sum(len(of.tokens) - len(one.tokens) for one, of in zip(kept, whole, strict=True))
-    return map(stretch, kept, whole), f"cut: {lost:,} tokens are lost" if lost else ""
+def compare_spans(encoded: EncodedRow, full: EncodedRow, max_length: int) -> tuple[Iterable[TokenSpan], str]:
+    """Return the spans of a row, and a remark if tokens are lost or the row is not used."""
+    if encoded is None or full is None:
+        return (), "removed by a transform"
+    if isinstance(full, BadRow):
+        return (), f"bad: {full.reason}"
+    if isinstance(encoded, BadRow):
+        return map(to_dropped_span, full), f"bad: {encoded.reason}"
+    if not encoded:
+        return map(to_dropped_span, full), f"dropped: longer than {max_length:,} tokens"
+    if len(encoded) > len(full):
+        return map(to_span, encoded), f"split into {len(encoded)} rows"
+    pairs = zip(encoded, full, strict=True)
+    num_lost = sum(len(original.tokens) - len(document.tokens) for document, original in pairs)
+    return map(to_span, encoded, full), f"truncated: {num_lost:,} tokens lost" if num_lost else ""
 
 
-def stretch(kept: Document, whole: Document | None = None) -> TokenSpan:
-    """A document's tokens, and those of the whole one that are not in it. A first token is never learnt."""
-    whole = kept if whole is None else whole
-    states = np.full(len(whole.tokens), TokenRole.DROPPED, np.int8)
-    states[: len(kept.learnt)] = kept.learnt
+def to_span(document: Document, full: Document | None = None) -> TokenSpan:
+    """Return the tokens of a document, followed by those that were truncated. The first token is never a target."""
+    full = document if full is None else full
+    states = np.full(len(full.tokens), TokenRole.DROPPED, np.int8)
+    states[: len(document.loss_mask)] = document.loss_mask
     states[0] = TokenRole.CONTEXT
-    return TokenSpan(whole.tokens.tolist(), states.tolist(), said(kept))
+    return TokenSpan(full.tokens.tolist(), states.tolist(), describe_document(document))
 
 
-def dropped(document: Document) -> TokenSpan:
-    return TokenSpan(document.tokens.tolist(), [TokenRole.DROPPED] * len(document.tokens), said(document))
+def to_dropped_span(document: Document) -> TokenSpan:
+    return TokenSpan(document.tokens.tolist(), [TokenRole.DROPPED] * len(document.tokens), describe_document(document))
 
 
-def said(document: Document) -> str:
-    """What the row says of a document, in words."""
-    good, bad, steps = (bool(document.signs & sign) for sign in (DocFlags.GOOD, DocFlags.BAD, DocFlags.STEPS))
-    found = ["good" if good else "bad"] if good or bad else []
+def describe_document(document: Document) -> str:
+    """Format the labels of a document."""
+    flags = (DocFlags.DESIRABLE, DocFlags.UNDESIRABLE, DocFlags.STEPWISE)
+    is_chosen, is_rejected, has_step_labels = (bool(document.doc_flags & flag) for flag in flags)
+    descriptions = ["good" if is_chosen else "bad"] if is_chosen or is_rejected else []
     if len(document.values):
-        kind = "steps" if steps else "margin" if good or bad else "label"
-        found.append(" ".join([kind, *(f"{value:g}" for value in document.values)]))
-    return ", ".join(found)
+        kind = "steps" if has_step_labels else "margin" if is_chosen or is_rejected else "label"
+        descriptions.append(" ".join([kind, *(f"{value:g}" for value in document.values)]))
+    return ", ".join(descriptions)
 
 
-def make_example(part: str, documents: TokenizedDataset, index: int) -> ExampleView:
-    """A document as it is learnt from; what was cut of it is not there any more."""
+def make_example(config_key: str, documents: TokenizedDataset, index: int) -> ExampleView:
+    """Return a document as it is trained on, without the tokens that were truncated."""
     document = documents[index]
-    lost = document.whole - len(document.tokens)
-    return ExampleView(
-        part, documents.where(index), (stretch(document),), f"cut: {lost:,} tokens are lost" if lost else ""
-    )
+    num_lost = document.full_length - len(document.tokens)
+    remark = f"truncated: {num_lost:,} tokens lost" if num_lost else ""
+    return ExampleView(config_key, documents.row_location(index), (to_span(document),), remark)

@@ -1,4 +1,4 @@
-"""The view of `tune data` as one HTML file: it loads nothing, and works on a phone, in the dark and by light."""
+"""HTML report of `tune data`: one self-contained file, with dark and light colors, for large and small screens."""
 
 from collections.abc import Iterator
 from html import escape
@@ -11,20 +11,20 @@ from tunekit.data.inspect.token_display import DisplayToken, TokenRole, display_
 from tunekit.data.row_checks import Finding
 from tunekit.data.tokenizer import Tokenizer
 
-HERE = Path(__file__).parent
-KIND = {TokenRole.CONTEXT: "", TokenRole.LEARNT: "l", TokenRole.DROPPED: "d"}
-# Rows are other people's text: whatever gets through the escapes, nothing is loaded and nothing is sent.
-POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
+ASSETS_DIR = Path(__file__).parent
+CSS_CLASSES = {TokenRole.CONTEXT: "", TokenRole.TARGET: "l", TokenRole.DROPPED: "d"}
+# Rows are untrusted text. Should escaping fail, the page still cannot load or send anything.
+CONTENT_SECURITY_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 
 
-def render_html(view: DataReport, title: str) -> str:
-    """The page."""
-    style, script = ((HERE / name).read_text("utf-8") for name in ("page.css", "page.js"))
+def render_html(report: DataReport, title: str) -> str:
+    """Return the HTML page of a report."""
+    style, script = ((ASSETS_DIR / name).read_text("utf-8") for name in ("page.css", "page.js"))
     return f"""<!doctype html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{POLICY}">
+<meta http-equiv="Content-Security-Policy" content="{CONTENT_SECURITY_POLICY}">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{escape(title)}</title>
 <style>
@@ -32,15 +32,15 @@ def render_html(view: DataReport, title: str) -> str:
 </head>
 <body>
 <h1>{escape(title)}</h1>
-<p class="faint">{escape(view.model)}</p>
-{"".join(map(card, view.figures))}
+<p class="faint">{escape(report.model)}</p>
+{"".join(map(format_stats, report.stats))}
 <h2>Findings</h2>
-{"".join(finding(one, view) for one in view.findings) or '<p class="faint">nothing wrong was found</p>'}
+{"".join(map(format_finding, report.findings)) or '<p class="faint">no problems found</p>'}
 <h2>Rows</h2>
-<div class="bar"><i class="l">learnt</i> <i class="l s">&lt;end&gt;</i> <span>context</span>
-<i class="s">&lt;special&gt;</i> <i class="d">cut off</i>
-<label><input type="checkbox" id="bounds"> bounds of tokens</label></div>
-{"".join(row(one, view.tokenizer) for one in (*view.rows, *view.examples))}
+<div class="bar"><i class="l">target</i> <i class="l s">&lt;end&gt;</i> <span>context</span>
+<i class="s">&lt;special&gt;</i> <i class="d">truncated</i>
+<label><input type="checkbox" id="bounds"> token boundaries</label></div>
+{"".join(format_row(example, report.tokenizer) for example in (*report.rows, *report.examples))}
 <div id="tip"></div>
 <script>
 {script}</script>
@@ -49,65 +49,69 @@ def render_html(view: DataReport, title: str) -> str:
 """
 
 
-def card(of: DatasetStats) -> str:
-    """Figures of a part, with its lengths."""
-    lines = "".join(f"<li>{escape(line)}</li>" for line in of.lines())
+def format_stats(stats: DatasetStats) -> str:
+    """Format the statistics and histograms of a dataset."""
+    lines = "".join(f"<li>{escape(line)}</li>" for line in stats.lines())
     return f"""<section class="card">
-<h3>{escape(of.part)} · {escape(of.name)}</h3>
-<div class="figures"><ul>{lines}</ul>
-{histogram("tokens in a row", of.lengths)}
-{histogram("learnt tokens in a row", of.targets, "learnt")}</div>
+<h3>{escape(stats.config_key)} · {escape(stats.name)}</h3>
+<div class="stats"><ul>{lines}</ul>
+{format_histogram("tokens per row", stats.lengths)}
+{format_histogram("target tokens per row", stats.targets, "target")}</div>
 </section>
 """
 
 
-def histogram(title: str, of: Histogram, kind: str = "") -> str:
-    most = max(of.counts)
+def format_histogram(title: str, bins: Histogram, css_class: str = "") -> str:
+    max_count = max(bins.counts)
     bars = "".join(
-        f'<tr><td>{name}</td><td><b style="width:{100 * count / most:.2f}%"></b></td><td>{count:,}</td></tr>'
-        for name, count in zip(of.names(), of.counts, strict=True)
+        f'<tr><td>{name}</td><td><b style="width:{100 * count / max_count:.2f}%"></b></td><td>{count:,}</td></tr>'
+        for name, count in zip(bins.labels(), bins.counts, strict=True)
     )
-    return f'<figure class="{kind}"><figcaption>{title}</figcaption><table>{bars}</table></figure>'
+    return f'<figure class="{css_class}"><figcaption>{title}</figcaption><table>{bars}</table></figure>'
 
 
-def finding(one: Finding, view: DataReport) -> str:
-    """A finding, with ways to the rows it names."""
-    ways = (f'<a href="#{anchor(one.part, place)}">{escape(place)}</a>' for place in one.where)
+def format_finding(finding: Finding) -> str:
+    """Format a finding with links to its rows."""
+    key, severity = finding.config_key, finding.severity
+    links = (f'<a href="#{anchor(key, location)}">{escape(location)}</a>' for location in finding.row_locations)
     return (
-        f'<div class="finding {one.severity}"><strong>{one.severity}</strong> {escape(one.part)}: {escape(one.says)}; '
-        f'{escape(one.mend)}<br><span class="faint">{", ".join(ways)}</span></div>\n'
+        f'<div class="finding {severity}"><strong>{severity}</strong> {escape(key)}: {escape(finding.message)}; '
+        f'{escape(finding.hint)}<br><span class="faint">{", ".join(links)}</span></div>\n'
     )
 
 
-def anchor(part: str, where: str) -> str:
-    """The name of a row within the page."""
-    return escape(f"{part}:{where}".replace(" ", "_"), quote=True)
+def anchor(config_key: str, location: str) -> str:
+    """Return the id of a row's element."""
+    return escape(f"{config_key}:{location}".replace(" ", "_"), quote=True)
 
 
-def row(one: ExampleView, tokenizer: Tokenizer) -> str:
-    """A row and its tokens."""
-    head = f"{escape(one.where)} · {one.tokens:,} tokens, {one.learnt:,} learnt" if one.stretches else escape(one.where)
-    remark = f'<p class="doubtful"><strong>{escape(one.remark)}</strong></p>' if one.remark else ""
+def format_row(example: ExampleView, tokenizer: Tokenizer) -> str:
+    """Format a row and its tokens."""
+    head = escape(example.where)
+    if example.spans:
+        head += f" · {example.num_tokens:,} tokens, {example.num_target_tokens:,} target tokens"
+    remark = f'<p class="doubtful"><strong>{escape(example.remark)}</strong></p>' if example.remark else ""
     texts = "".join(
-        f'{told(stretch)}<p class="text">{"".join(marks(stretch, tokenizer))}</p>' for stretch in one.stretches
+        f'{format_annotation(span)}<p class="text">{"".join(format_tokens(span, tokenizer))}</p>'
+        for span in example.spans
     )
     return (
-        f'<section class="card row" id="{anchor(one.part, one.where)}"><h3>{one.name}</h3>'
+        f'<section class="card row" id="{anchor(example.config_key, example.where)}"><h3>{example.name}</h3>'
         f'<div class="faint">{head}</div>{remark}{texts}</section>\n'
     )
 
 
-def told(stretch: TokenSpan) -> str:
-    """What the row says of a document."""
-    return f"<h4>{escape(stretch.told)}</h4>" if stretch.told else ""
+def format_annotation(span: TokenSpan) -> str:
+    return f"<h4>{escape(span.annotation)}</h4>" if span.annotation else ""
 
 
-def marks(stretch: TokenSpan, tokenizer: Tokenizer) -> Iterator[str]:
-    found = display_tokens(tokenizer, stretch.tokens, stretch.states)
-    for piece, text in zip(found, visible_text(found), strict=True):
-        yield f'<i{named(piece)} n="{" ".join(map(str, piece.ids))}" p="{piece.at + 1}">{escape(text, quote=False)}</i>'
+def format_tokens(span: TokenSpan, tokenizer: Tokenizer) -> Iterator[str]:
+    tokens = display_tokens(tokenizer, span.tokens, span.states)
+    for token, text in zip(tokens, visible_text(tokens), strict=True):
+        ids, position = " ".join(map(str, token.ids)), token.index + 1
+        yield f'<i{class_attribute(token)} n="{ids}" p="{position}">{escape(text, quote=False)}</i>'
 
 
-def named(piece: DisplayToken) -> str:
-    kinds = " ".join(filter(None, (KIND[piece.state], "s" if piece.special else "")))
-    return f' class="{kinds}"' if kinds else ""
+def class_attribute(token: DisplayToken) -> str:
+    classes = " ".join(filter(None, (CSS_CLASSES[token.role], "s" if token.special else "")))
+    return f' class="{classes}"' if classes else ""

@@ -1,4 +1,4 @@
-"""All that `tune data` shows of a config, put together."""
+"""Report of `tune data`: statistics, findings, and example rows of the datasets of a config."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -8,8 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 from tunekit.data.dataloader.base import DataLoader
 from tunekit.data.dataloader.build import build_dataloader
 from tunekit.data.dataloader.mixture import MixtureBase
-from tunekit.data.inspect import examples as sample
-from tunekit.data.inspect.examples import ExampleSampler, ExampleView
+from tunekit.data.inspect.examples import ExampleSampler, ExampleView, make_example
 from tunekit.data.inspect.stats import DatasetStats, compute_stats
 from tunekit.data.preprocess.preprocess import read_bad_rows
 from tunekit.data.preprocess.tokenized_dataset import TokenizedDataset
@@ -19,30 +18,52 @@ from tunekit.data.tokenizer import Tokenizer
 from tunekit.distributed.context import DistributedContext
 from tunekit.errors import UserError
 
-PARTS = ("data", "eval_data")
-BAD = 5  # bad rows that are told with their reasons
+CONFIG_KEYS = ("data", "eval_data")
+# Keys of the JSON output that differ from the names of the fields.
+JSON_KEYS = {
+    "annotation": "told",  # vocabulary: ignore
+    "config_key": "part",
+    "description": "about",
+    "docs_per_item": "each",
+    "documents": "rows",
+    "fraction": "share",
+    "hint": "mend",  # vocabulary: ignore
+    "message": "says",
+    "num_target_tokens": "learnt",  # vocabulary: ignore
+    "row_locations": "where",
+    "spans": "stretches",
+}
+MAX_BAD_ROWS = 5  # bad rows that are listed with their reasons
 MakeTargets = Callable[[Any, Mapping[str, DataLoader], Tokenizer], list[CheckTarget]]
 
 
 @dataclass(frozen=True)
 class DataReport:
-    """What a config trains on. `examples` are rows that findings name."""
+    """Data of a config. `rows` are the requested rows; `examples` are further rows that findings refer to."""
 
     model: str
     tokenizer: Tokenizer
-    figures: tuple[DatasetStats, ...]
+    stats: tuple[DatasetStats, ...]
     findings: tuple[Finding, ...]
     rows: tuple[ExampleView, ...]
     examples: tuple[ExampleView, ...]
 
-    def plain(self) -> dict[str, Any]:
-        """As data for programs."""
-        return {
+    def to_dict(self) -> dict[str, Any]:
+        """Return the JSON object of `tune data --json`."""
+        report = {
             "model": self.model,
-            "parts": [one.plain() for one in self.figures],
-            "findings": [asdict(one) for one in self.findings],
-            "rows": [asdict(one) for one in self.rows],
+            "parts": [stats.to_dict() for stats in self.stats],
+            "findings": [asdict(finding) for finding in self.findings],
+            "rows": [asdict(example) for example in self.rows],
         }
+        return rename_keys(report)
+
+
+def rename_keys(value: Any) -> Any:
+    """Replace field names by the keys of the JSON output."""
+    if isinstance(value, dict):
+        return {JSON_KEYS.get(key, key): rename_keys(item) for key, item in value.items()}
+    return [rename_keys(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 @runtime_checkable
@@ -55,89 +76,106 @@ class ReadsRows(Protocol):
 
 
 def build_report(cfg: Any, rows: int | list[str], make_targets: MakeTargets) -> DataReport:
-    """Read and measure the data of a config, and show the first `rows` of each source, or the rows with these numbers.
+    """Tokenize the datasets of a config and run the data checks.
 
-    `make_targets` gives the data checks their input, as in training.
+    `rows` is the number of rows to show of each dataset, or a list of row numbers and locations. `make_targets` prepares
+    the input of the data checks, as in training.
     """
     if not isinstance(cfg, ReadsRows):
-        raise UserError("the recipe of this config reads no rows")
-    words, told = cfg.open_tokenizer(), vars(cfg)
-    mixes = {part: MixtureBase.of(told[part]) for part in PARTS if told.get(part) is not None}
-    run = DistributedContext(told.get("seed", 0), "cpu")
-    batch_size = told["global_batch_size" if "global_batch_size" in told else "batch_size"]
-    micro = told.get("micro_batch_size", batch_size)
-    loaders = {part: build_dataloader(lenient(mix), words, batch_size, micro, run) for part, mix in mixes.items()}
-    seen = make_targets(cfg, loaders, words)
-    samples = {
-        part: [ExampleSampler(part, one, one.prepare(words)) for one in mix.sources] for part, mix in mixes.items()
+        raise UserError("the recipe of this config does not train on data")
+    tokenizer, fields = cfg.open_tokenizer(), vars(cfg)
+    mixtures = {key: MixtureBase.from_config(fields[key]) for key in CONFIG_KEYS if fields.get(key) is not None}
+    dist = DistributedContext(fields.get("seed", 0), "cpu")
+    batch_size = fields["global_batch_size" if "global_batch_size" in fields else "batch_size"]
+    micro_batch_size = fields.get("micro_batch_size", batch_size)
+    loaders = {
+        key: build_dataloader(skip_bad_rows(mixture), tokenizer, batch_size, micro_batch_size, dist)
+        for key, mixture in mixtures.items()
     }
-    shown = first(samples, rows) if isinstance(rows, int) else asked(samples, rows)
-    measured = tuple(compute_stats(one, loaders[one.part], mixes[one.part], faults(loaders[one.part])) for one in seen)
-    findings = [*bad_rows(mixes, loaders), *run_data_checks(*seen)]
+    targets = make_targets(cfg, loaders, tokenizer)
+    samplers = {
+        key: [ExampleSampler(key, dataset, dataset.prepare_tokenizer(tokenizer)) for dataset in mixture.dataset_configs]
+        for key, mixture in mixtures.items()
+    }
+    shown = first_examples(samplers, rows) if isinstance(rows, int) else find_examples(samplers, rows)
+    stats = tuple(
+        compute_stats(target, loaders[key], mixtures[key], first_bad_rows(loaders[key]))
+        for key, target in ((target.part, target) for target in targets)
+    )
+    findings = [*find_bad_rows(mixtures, loaders), *run_data_checks(*targets)]
     for loader in loaders.values():
         loader.close()
-    return DataReport(told["model"], words, measured, tuple(findings), shown, tuple(examples(seen, findings, shown)))
+    examples = tuple(examples_of_findings(targets, findings, shown))
+    return DataReport(fields["model"], tokenizer, stats, tuple(findings), shown, examples)
 
 
-def lenient(mix: MixtureBase) -> MixtureBase:
-    """The same rows, of which bad ones are counted: here all of them are to be told, not the first."""
-    parts = (
-        replace(part, dataset=replace(part.dataset, on_bad_row="skip", max_bad_row_fraction=1.0))
-        for part in mix.datasets
+def skip_bad_rows(mixture: MixtureBase) -> MixtureBase:
+    """Return a mixture that skips bad rows, so that all of them are reported and not only the first one."""
+    members = (
+        replace(member, dataset=replace(member.dataset, on_bad_row="skip", max_bad_row_fraction=1.0))
+        for member in mixture.datasets
     )
-    return replace(mix, datasets=tuple(parts))
+    return replace(mixture, datasets=tuple(members))
 
 
-def bad_rows(mixes: Mapping[str, MixtureBase], loaders: Mapping[str, DataLoader]) -> Iterator[Finding]:
-    """Rows that cannot be learnt from: wrong, if the config does not say that they are skipped."""
-    for part, mix in mixes.items():
-        for choice, documents in zip(mix.sources, loaders[part].parts, strict=False):  # a stream has one for all
+def find_bad_rows(mixtures: Mapping[str, MixtureBase], loaders: Mapping[str, DataLoader]) -> Iterator[Finding]:
+    """Yield a finding for the bad rows of each dataset: an error, or a note if the config skips them."""
+    for part, mixture in mixtures.items():
+        for dataset, documents in zip(
+            mixture.dataset_configs, loaders[part].datasets, strict=False
+        ):  # a stream has one for all
             count, rows = documents.prepared.skipped, documents.prepared.rows
-            for first in islice(bad(documents), 1):
-                fatal = choice.on_bad_row == "error" or count > choice.max_bad_row_fraction * rows
-                mend = "mend them, or take them out" if fatal else "they are left out, as `on_bad_row: skip` says"
+            for first in islice(iter_bad_rows(documents), 1):
+                is_error = dataset.on_bad_row == "error" or count > dataset.max_bad_row_fraction * rows
+                hint = "fix or remove them" if is_error else "they are skipped (`on_bad_row: skip`)"
                 allowed = (
-                    f", `max_bad_row_fraction` allows {format_percent(choice.max_bad_row_fraction)}"
-                    if choice.on_bad_row == "skip"
+                    f", `max_bad_row_fraction` allows {format_percent(dataset.max_bad_row_fraction)}"
+                    if dataset.on_bad_row == "skip"
                     else ""
                 )
-                told = f"{count:,} of {rows:,} rows {'is' if count == 1 else 'are'} bad"
-                says = f"{told} ({format_percent(count / rows)}{allowed}): {first.reason}"
-                severity = "wrong" if fatal else "note"
-                yield Finding(severity, "bad rows", part, says, mend, count, count / rows, (), (first.where,))
+                summary = f"{count:,} of {rows:,} rows {'is' if count == 1 else 'are'} bad"
+                message = f"{summary} ({format_percent(count / rows)}{allowed}): {first.reason}"
+                severity = "wrong" if is_error else "note"
+                yield Finding(severity, "bad rows", part, message, hint, count, count / rows, (), (first.where,))
 
 
-def faults(loader: DataLoader) -> tuple[BadRow, ...]:
-    """The first rows that nothing can be learnt from."""
-    return tuple(islice((fault for documents in loader.parts for fault in bad(documents)), BAD))
+def first_bad_rows(loader: DataLoader) -> tuple[BadRow, ...]:
+    """Return the first bad rows of a loader."""
+    bad_rows = (bad_row for documents in loader.datasets for bad_row in iter_bad_rows(documents))
+    return tuple(islice(bad_rows, MAX_BAD_ROWS))
 
 
-def bad(documents: TokenizedDataset) -> Iterator[BadRow]:
+def iter_bad_rows(documents: TokenizedDataset) -> Iterator[BadRow]:
     file = documents.prepared.bad_rows
     if file is not None:
         yield from read_bad_rows(file)
 
 
-def first(samples: Mapping[str, list[ExampleSampler]], count: int) -> tuple[ExampleView, ...]:
-    """The first rows of each source that is learnt from."""
-    return tuple(row for one in samples["data"] for row in one.first(count))
+def first_examples(samplers: Mapping[str, list[ExampleSampler]], count: int) -> tuple[ExampleView, ...]:
+    """Return the first rows of each training dataset."""
+    return tuple(row for sampler in samplers["data"] for row in sampler.first_examples(count))
 
 
-def asked(samples: Mapping[str, list[ExampleSampler]], names: list[str]) -> tuple[ExampleView, ...]:
-    """Rows by number or place. A number is that of a row of what is learnt, and there of the first source."""
-    found: dict[str, ExampleView] = {}
-    for place, one in enumerate(one for group in samples.values() for one in group):
-        found |= one.found([name for name in names if name not in found and (place == 0 or ":" in name)])
-    if missing := [name for name in names if name not in found]:
-        raise UserError(f"--row {missing[0]}: there is no such row; say its number, or its file and line (file:line)")
-    return tuple(found[name] for name in names)
+def find_examples(samplers: Mapping[str, list[ExampleSampler]], names: list[str]) -> tuple[ExampleView, ...]:
+    """Return rows by number or location. Numbers refer to the first training dataset."""
+    examples: dict[str, ExampleView] = {}
+    for index, sampler in enumerate(sampler for group in samplers.values() for sampler in group):
+        missing = [name for name in names if name not in examples and (index == 0 or ":" in name)]
+        examples |= sampler.find_examples(missing)
+    if missing := [name for name in names if name not in examples]:
+        raise UserError(f"--row {missing[0]}: no such row. Pass a row number, or a file and line (file:line).")
+    return tuple(examples[name] for name in names)
 
 
-def examples(seen: list[CheckTarget], findings: list[Finding], shown: tuple[ExampleView, ...]) -> Iterator[ExampleView]:
-    """The rows that findings name, those left out that are shown anyway."""
-    subjects, known = {one.part: one for one in seen}, {(one.part, one.where) for one in shown}
+def examples_of_findings(
+    targets: list[CheckTarget], findings: list[Finding], shown: tuple[ExampleView, ...]
+) -> Iterator[ExampleView]:
+    """Yield the rows that findings refer to, except those that are shown already."""
+    targets_by_key = {target.part: target for target in targets}
+    seen = {(example.config_key, example.where) for example in shown}
     for finding in findings:
-        for row, where in zip(finding.rows, finding.where, strict=False):
-            if (finding.part, where) not in known:
-                known.add((finding.part, where))
-                yield sample.make_example(finding.part, *subjects[finding.part].place(row))
+        key = finding.config_key
+        for row, where in zip(finding.documents, finding.row_locations, strict=False):
+            if (key, where) not in seen:
+                seen.add((key, where))
+                yield make_example(key, *targets_by_key[key].locate(row))

@@ -1,4 +1,4 @@
-"""Numbers of a data set: how long its rows are, what of them is learnt and what is lost, how they are packed."""
+"""Statistics of a dataset: row lengths, target tokens, truncation, packing, and steps per epoch."""
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -13,30 +13,30 @@ from tunekit.data.dataloader.summary import DatasetSummary, format_count
 from tunekit.data.readers.row_reader import BadRow
 from tunekit.data.row_checks import CheckTarget, format_percent
 
-BINS = 10
+NUM_BINS = 10
 
 
 @dataclass(frozen=True)
 class Histogram:
-    """`counts[i]` values lie from `edges[i]` up to, but without, `edges[i + 1]`."""
+    """Number of values in each bin: `counts[i]` values are in `[edges[i], edges[i + 1])`."""
 
     edges: tuple[int, ...]
     counts: tuple[int, ...]
 
-    def names(self) -> list[str]:
-        """Each range, as it is read."""
+    def labels(self) -> list[str]:
+        """Format each bin as an inclusive range."""
         pairs = zip(self.edges, self.edges[1:], strict=False)
-        return [f"{low:,}" if behind == low + 1 else f"{low:,}-{behind - 1:,}" for low, behind in pairs]
+        return [f"{low:,}" if stop == low + 1 else f"{low:,}-{stop - 1:,}" for low, stop in pairs]
 
 
-def histogram(values: np.ndarray) -> Histogram:
-    """At most some ten ranges with round bounds: of one width, or doubling where few values are far above most."""
-    top, middle = int(values.max()), float(np.median(values))
-    if top > 16 * max(middle, 1):
-        edges = [0, *(1 << power for power in range(max(top.bit_length() - BINS, 2), top.bit_length() + 1))]
+def make_histogram(values: np.ndarray) -> Histogram:
+    """Return about 10 bins with round edges, of equal or, for skewed values, of doubling width."""
+    top, median = int(values.max()), float(np.median(values))
+    if top > 16 * max(median, 1):
+        edges = [0, *(1 << power for power in range(max(top.bit_length() - NUM_BINS, 2), top.bit_length() + 1))]
     else:
         low = int(values.min())
-        width = round_up((top - low) / BINS)
+        width = round_up((top - low) / NUM_BINS)
         edges = list(range(low // width * width, top + width + 1, width))
         edges = edges if edges[-2] <= top else edges[:-1]
     counts, _ = np.histogram(values, [*edges[:-1], edges[-1] - 0.5])
@@ -44,113 +44,117 @@ def histogram(values: np.ndarray) -> Histogram:
 
 
 def round_up(width: float) -> int:
-    """The next of 1, 2, 5, 10, 20, 50, 100 ..."""
+    """Round up to one of 1, 2, 5, 10, 20, 50, 100, ..."""
     size = 1
     while True:
-        for part in (1, 2, 5):
-            if part * size >= width:
-                return part * size
+        for factor in (1, 2, 5):
+            if factor * size >= width:
+                return factor * size
         size *= 10
 
 
 @dataclass(frozen=True)
 class DatasetStats:
-    """What one part of a config holds; tokens and documents are counted as they are trained."""
+    """Statistics of the dataset of one config key, after tokenization and truncation."""
 
-    part: str
-    name: str  # where the rows come from
+    config_key: str
+    name: str  # source of the rows
     sources: tuple[DatasetSummary, ...]
-    streamed: bool  # only the first block of rows is looked at
-    bad: tuple[BadRow, ...]  # the first rows that nothing can be learnt from
-    limit: int  # the most tokens of a row
-    each: int  # documents that go together: two are a pair
+    streamed: bool  # statistics of the first block of a stream only
+    bad: tuple[BadRow, ...]  # the first bad rows
+    limit: int  # max_length
+    docs_per_item: int  # 2: pairs
     rows: int
     tokens: int
-    learnt: int
-    longest: int
-    median: int
-    truncated: int
-    lost: int  # tokens, cut off
-    packed: int | None
-    filled: float | None
+    num_target_tokens: int
+    longest: int  # tokens
+    median: int  # tokens
+    truncated: int  # documents
+    lost: int  # tokens removed by truncation
+    packed: int | None  # packed rows
+    filled: float | None  # fraction of the tokens of packed rows that is used
     batch: int
-    steps: int | None  # of an epoch; a stream has none
+    steps: int | None  # per epoch; None for streams
     lengths: Histogram
     targets: Histogram
-    more_bad: int = 0  # rows, behind those of `bad`
+    more_bad: int = 0  # bad rows that are not in `bad`
 
     def lines(self) -> Iterator[str]:
-        """Sentences for people."""
+        """Yield the statistics as lines of text."""
         if len(self.sources) == 1:
-            yield self.sources[0].about
+            yield self.sources[0].description
         else:
-            yield from (self.mixed(share) for share in self.sources)
+            yield from map(self.describe_source, self.sources)
         if self.streamed:
-            yield "a stream, of which this is the first block"
-        share = format_percent(self.learnt / self.tokens)
-        kind = "pair" if self.each == 2 else "document"
-        yield f"{format_count(self.rows, kind)}, {format_count(self.tokens, 'token')}, {self.learnt:,} learnt ({share})"
-        yield f"longest {self.longest:,} tokens, of {self.limit:,} that it may have; the middle one {self.median:,}"
+            yield "streaming: statistics of the first block"
+        rows = format_count(self.rows, "pair" if self.docs_per_item == 2 else "document")
+        targets = format_count(self.num_target_tokens, "target token")
+        percent = format_percent(self.num_target_tokens / self.tokens)
+        yield f"{rows}, {format_count(self.tokens, 'token')}, {targets} ({percent})"
+        yield f"longest {self.longest:,} tokens (max_length {self.limit:,}), median {self.median:,}"
         if self.truncated:
-            share = format_percent(self.lost / (self.lost + self.tokens))
+            percent = format_percent(self.lost / (self.lost + self.tokens))
             documents, tokens = format_count(self.truncated, "document"), format_count(self.lost, "token")
-            yield f"cut at {self.limit:,} tokens: {documents}; {tokens} lost ({share})"
+            yield f"truncated to {self.limit:,} tokens: {documents}, {tokens} lost ({percent})"
         if self.packed is not None and self.filled is not None:
-            packed = (
-                f"packed into {format_count(self.packed, 'row')} of {self.limit:,} tokens, {self.filled:.1%} filled"
-            )
-            yield f"{packed}, {self.rows / self.packed:.1f} in each"
+            rows = f"{format_count(self.packed, 'row')} of {self.limit:,} tokens"
+            yield f"packed into {rows}, {self.filled:.1%} filled, {self.rows / self.packed:.1f} per row"
         if self.steps is not None:
-            yield f"{format_count(self.steps, 'step')} of {format_count(self.batch, 'row')} in an epoch"
+            yield f"{format_count(self.steps, 'step')} of {format_count(self.batch, 'row')} per epoch"
         yield from (f"bad: {bad.where}: {bad.reason}" for bad in self.bad)
         if self.more_bad:
             yield f"and {self.more_bad:,} more bad {'row' if self.more_bad == 1 else 'rows'}"
 
-    def mixed(self, share: DatasetSummary) -> str:
-        """What a source gives."""
-        rows, tokens = format_percent(share.rows / self.rows), format_percent(share.tokens / self.tokens)
-        parts = f"{rows} of the documents, {tokens} of the tokens"
-        return f"{share.name}: {share.about}; {parts}, {format_count(share.passes, 'pass')} an epoch"
+    def describe_source(self, source: DatasetSummary) -> str:
+        """Format the summary of a dataset of a mixture."""
+        rows, tokens = format_percent(source.rows / self.rows), format_percent(source.tokens / self.tokens)
+        fractions = f"{rows} of the documents, {tokens} of the tokens"
+        return f"{source.name}: {source.description}; {fractions}, {format_count(source.passes, 'pass')} per epoch"
 
-    def plain(self) -> dict[str, Any]:
-        """As data for programs."""
-        listed = {name: [one._asdict() for one in vars(self)[name]] for name in ("sources", "bad")}
-        return asdict(self) | listed
-
-
-def shares(mix: MixtureBase, loader: DataLoader) -> tuple[DatasetSummary, ...]:
-    """What each source gives. Bad rows are skipped only if the config says so."""
-    found = loader.report.shares
-    if loader.report.streamed:
-        return found
-    words = ("bad" if rows.on_bad_row == "error" else "skipped" for rows in mix.sources)
-    columns = zip(found, loader.parts, words, strict=True)
-    return tuple(share._replace(about=describe_rows(part, share.passes == 1, word)) for share, part, word in columns)
+    def to_dict(self) -> dict[str, Any]:
+        """Return all fields, with named tuples as dictionaries."""
+        records = {name: [record._asdict() for record in vars(self)[name]] for name in ("sources", "bad")}
+        return asdict(self) | records
 
 
-def compute_stats(of: CheckTarget, loader: DataLoader, mix: MixtureBase, bad: tuple[BadRow, ...]) -> DatasetStats:
-    """What documents and their order say, under the config's own `mix`, and the first `bad` rows."""
-    report, lengths = loader.report, of.lengths
+def summarize_sources(mixture: MixtureBase, loader: DataLoader) -> tuple[DatasetSummary, ...]:
+    """Return the summary of each dataset, which calls bad rows skipped only if the config skips them."""
+    summaries = loader.summary.datasets
+    if loader.summary.is_streaming:
+        return summaries
+    labels = ("bad" if rows.on_bad_row == "error" else "skipped" for rows in mixture.dataset_configs)
+    columns = zip(summaries, loader.datasets, labels, strict=True)
+    return tuple(
+        summary._replace(description=describe_rows(documents, summary.passes == 1, label))
+        for summary, documents, label in columns
+    )
+
+
+def compute_stats(
+    target: CheckTarget, loader: DataLoader, mixture: MixtureBase, bad_rows: tuple[BadRow, ...]
+) -> DatasetStats:
+    """Compute the statistics of tokenized documents. `mixture` is the config's own, `bad_rows` are the first ones."""
+    summary, lengths = loader.summary, target.lengths
     return DatasetStats(
-        of.part,
-        dataset_title(mix),
-        shares(mix, loader),
-        report.streamed,
-        bad,
-        of.use.limit,
-        loader.mix.each,
-        report.rows,
-        report.tokens,
-        report.learnt,
-        report.longest,
+        target.part,
+        dataset_title(mixture),
+        summarize_sources(mixture, loader),
+        summary.is_streaming,
+        bad_rows,
+        target.use.max_length,
+        loader.mixture.docs_per_row,
+        summary.rows,
+        summary.tokens,
+        summary.num_target_tokens,
+        summary.max_length,
         int(np.median(lengths)),
-        report.truncated,
-        int((of.whole.astype(np.int64) - lengths).clip(0).sum()),
-        report.packed,
-        report.filled,
-        loader.layout.batch,
-        None if report.streamed else loader.steps(1),
-        histogram(lengths),
-        histogram(of.measured.targets),
-        sum(documents.prepared.skipped for documents in loader.parts) - len(bad),
+        summary.num_truncated,
+        int((target.whole.astype(np.int64) - lengths).clip(0).sum()),
+        summary.num_packed_rows,
+        summary.fill_ratio,
+        loader.collator.global_batch_size,
+        None if summary.is_streaming else loader.num_steps(1),
+        make_histogram(lengths),
+        make_histogram(target.measured.targets),
+        sum(documents.prepared.skipped for documents in loader.datasets) - len(bad_rows),
     )

@@ -1,4 +1,4 @@
-"""Rows, figures and findings as text for a terminal: coloured, or with brackets where there are no colours."""
+"""Terminal output of rows, statistics, and findings: with colors, or with brackets if colors are unavailable."""
 
 import unicodedata
 from collections.abc import Iterator, Sequence
@@ -11,179 +11,185 @@ from tunekit.data.row_checks import Finding
 from tunekit.data.tokenizer import Tokenizer
 
 BAR = " ▏▎▍▌▋▊▉█"
-NEAR, FAR = 60, 40  # tokens shown at both ends of a stretch of one kind; fewer than these are not left out
+EDGE_TOKENS = 60  # tokens shown at both ends of a long group of one role
+MIN_HIDDEN_TOKENS = 40  # do not hide fewer tokens than this
 RESET = "\x1b[0m"
 FAINT, BOLD = "\x1b[2m", "\x1b[1m"
-# Learnt tokens are black on two greens by turns, so that their bounds show on dark and light terminals alike.
-GREENS = "\x1b[38;5;16;48;5;151m", "\x1b[38;5;16;48;5;114m"
-END = "\x1b[1;38;5;231;48;5;28m"  # a special token that is learnt
+# Target tokens alternate between two shades of green, so that their boundaries are visible on dark and light terminals.
+TARGET_STYLES = "\x1b[38;5;16;48;5;151m", "\x1b[38;5;16;48;5;114m"
+TARGET_SPECIAL = "\x1b[1;38;5;231;48;5;28m"  # special target tokens
 SPECIAL = "\x1b[38;5;68m"
-CUT = "\x1b[9;38;5;167m"
-SEVERITY = {"wrong": "\x1b[1;38;5;167m", "doubtful": "\x1b[38;5;172m", "note": FAINT}
-BRACKETS = {TokenRole.LEARNT: ("⟦", "⟧"), TokenRole.DROPPED: ("⟪", "⟫"), TokenRole.CONTEXT: ("", "")}
+DROPPED = "\x1b[9;38;5;167m"
+SEVERITY_STYLES = {"wrong": "\x1b[1;38;5;167m", "doubtful": "\x1b[38;5;172m", "note": FAINT}
+BRACKETS = {TokenRole.TARGET: ("⟦", "⟧"), TokenRole.DROPPED: ("⟪", "⟫"), TokenRole.CONTEXT: ("", "")}
 
 
 @dataclass(frozen=True)
 class TerminalSize:
-    """How wide the terminal is, in columns, and whether it has colours."""
+    """Width of a terminal in columns, and whether it supports colors."""
 
     width: int
-    coloured: bool
+    has_color: bool
 
     def paint(self, style: str, text: str) -> str:
-        return f"{style}{text}{RESET}" if self.coloured and style and text else text
+        return f"{style}{text}{RESET}" if self.has_color and style and text else text
 
 
-def format_row(one: ExampleView, tokenizer: Tokenizer, screen: TerminalSize, whole: bool = True) -> Iterator[str]:
-    """Lines of a row. Unless `whole`, the middle of long stretches of one kind is left out."""
-    told = f"{one.where}  {one.tokens:,} tokens, {one.learnt:,} learnt" if one.stretches else one.where
-    yield screen.paint(BOLD, one.name) + f"  {told}"
-    if one.remark:
-        yield from wrapped(one.remark, screen, SEVERITY["doubtful"])
-    for stretch in one.stretches:
-        if stretch.told:
-            yield screen.paint(BOLD, f"{stretch.told}:")
-        yield from lines(cells(stretch, tokenizer, screen, whole), screen)
+def format_row(example: ExampleView, tokenizer: Tokenizer, terminal: TerminalSize, full: bool = True) -> Iterator[str]:
+    """Format a row as lines. Unless `full`, the middle of long groups of tokens of one role is hidden."""
+    summary = example.where
+    if example.spans:
+        summary += f"  {example.num_tokens:,} tokens, {example.num_target_tokens:,} target tokens"
+    yield terminal.paint(BOLD, example.name) + f"  {summary}"
+    if example.remark:
+        yield from wrap_text(example.remark, terminal, SEVERITY_STYLES["doubtful"])
+    for span in example.spans:
+        if span.annotation:
+            yield terminal.paint(BOLD, f"{span.annotation}:")
+        yield from wrap_tokens(styled_tokens(span, tokenizer, terminal, full), terminal)
     yield ""
 
 
-def cells(stretch: TokenSpan, tokenizer: Tokenizer, screen: TerminalSize, whole: bool) -> Iterator[tuple[str, str]]:
-    """Style and text of every token that is shown, with brackets where there are no colours."""
-    found = display_tokens(tokenizer, stretch.tokens, stretch.states)
-    for group in stretches(found):
-        opened, closed = ("", "") if screen.coloured else BRACKETS[group[0].state]
-        texts, behind = visible_text(group), len(group) - NEAR
-        elided = not whole and behind > NEAR + FAR
-        for at, (piece, text) in enumerate(zip(group, texts, strict=True)):
-            if elided and NEAR <= at < behind:
-                if at == NEAR:
-                    yield FAINT, f" ⋯ {behind - NEAR:,} more ⋯ "
+def styled_tokens(
+    span: TokenSpan, tokenizer: Tokenizer, terminal: TerminalSize, full: bool
+) -> Iterator[tuple[str, str]]:
+    """Yield the style and text of each visible token, with brackets if there are no colors."""
+    tokens = display_tokens(tokenizer, span.tokens, span.states)
+    for group in group_by_role(tokens):
+        opening, closing = ("", "") if terminal.has_color else BRACKETS[group[0].role]
+        texts, tail_start = visible_text(group), len(group) - EDGE_TOKENS
+        is_shortened = not full and tail_start > EDGE_TOKENS + MIN_HIDDEN_TOKENS
+        for index, (token, text) in enumerate(zip(group, texts, strict=True)):
+            if is_shortened and EDGE_TOKENS <= index < tail_start:
+                if index == EDGE_TOKENS:
+                    yield FAINT, f" ⋯ {tail_start - EDGE_TOKENS:,} more ⋯ "
                 continue
-            front, back = opened if at == 0 else "", closed if at + 1 == len(group) else ""
-            yield style(piece, at), f"{front}{text}{back}"
+            prefix, suffix = opening if index == 0 else "", closing if index + 1 == len(group) else ""
+            yield token_style(token, index), f"{prefix}{text}{suffix}"
 
 
-def stretches(found: Sequence[DisplayToken]) -> Iterator[list[DisplayToken]]:
-    """Neighbours of one kind."""
+def group_by_role(tokens: Sequence[DisplayToken]) -> Iterator[list[DisplayToken]]:
+    """Yield runs of consecutive tokens with the same role."""
     group: list[DisplayToken] = []
-    for piece in found:
-        if group and piece.state is not group[0].state:
+    for token in tokens:
+        if group and token.role is not group[0].role:
             yield group
             group = []
-        group.append(piece)
+        group.append(token)
     if group:
         yield group
 
 
-def style(piece: DisplayToken, at: int) -> str:
-    if piece.state is TokenRole.DROPPED:
-        return CUT
-    if piece.state is TokenRole.LEARNT:
-        return END if piece.special else GREENS[at % 2]
-    return SPECIAL if piece.special else ""
+def token_style(token: DisplayToken, index: int) -> str:
+    if token.role is TokenRole.DROPPED:
+        return DROPPED
+    if token.role is TokenRole.TARGET:
+        return TARGET_SPECIAL if token.special else TARGET_STYLES[index % 2]
+    return SPECIAL if token.special else ""
 
 
-def lines(parts: Iterator[tuple[str, str]], screen: TerminalSize) -> Iterator[str]:
-    """Text of tokens in lines that fit; a token goes to the next line whole, if it fits there."""
+def wrap_tokens(tokens: Iterator[tuple[str, str]], terminal: TerminalSize) -> Iterator[str]:
+    """Wrap tokens into lines. A token that fits in a line is not split."""
     line, used = "", 0
-    for style, text in parts:
-        for index, part in enumerate(text.split("\n")):
+    for style, text in tokens:
+        for index, text_line in enumerate(text.split("\n")):
             if index:
                 yield line
                 line, used = "", 0
-            for chunk in chopped(part, screen.width):
-                size = columns(chunk)
-                if used and used + size > screen.width:
+            for chunk in split_by_width(text_line, terminal.width):
+                width = display_width(chunk)
+                if used and used + width > terminal.width:
                     yield line
                     line, used = "", 0
-                line, used = line + screen.paint(style, chunk), used + size
+                line, used = line + terminal.paint(style, chunk), used + width
     if line:
         yield line
 
 
-def chopped(text: str, width: int) -> Iterator[str]:
-    """A text in parts of at most `width` columns."""
-    part, used = "", 0
+def split_by_width(text: str, width: int) -> Iterator[str]:
+    """Split a text into chunks of at most `width` columns."""
+    chunk, used = "", 0
     for character in text:
-        size = columns(character)
+        size = display_width(character)
         if used + size > width:
-            yield part
-            part, used = "", 0
-        part, used = part + character, used + size
-    if part:
-        yield part
+            yield chunk
+            chunk, used = "", 0
+        chunk, used = chunk + character, used + size
+    if chunk:
+        yield chunk
 
 
-def columns(text: str) -> int:
-    """Columns that a terminal takes for a text."""
+def display_width(text: str) -> int:
+    """Return the number of terminal columns of a text."""
     wide = sum(unicodedata.east_asian_width(character) in "WF" for character in text)
     return len(text) + wide - sum(unicodedata.combining(character) > 0 for character in text)
 
 
-def wrapped(text: str, screen: TerminalSize, style: str = "", indent: int = 0) -> Iterator[str]:
-    """Words in lines, all `indent` columns in."""
-    front = " " * indent
-    line = front
+def wrap_text(text: str, terminal: TerminalSize, style: str = "", indent: int = 0) -> Iterator[str]:
+    """Wrap a text at spaces into lines that are indented by `indent` columns."""
+    margin = " " * indent
+    line = margin
     for word in text.split(" "):
-        if line != front and columns(line) + columns(word) >= screen.width:
-            yield screen.paint(style, line)
-            line = front
-        line = f"{line} {word}" if line != front else line + word
-    yield screen.paint(style, line)
+        if line != margin and display_width(line) + display_width(word) >= terminal.width:
+            yield terminal.paint(style, line)
+            line = margin
+        line = f"{line} {word}" if line != margin else line + word
+    yield terminal.paint(style, line)
 
 
-def format_stats(of: DatasetStats, screen: TerminalSize) -> Iterator[str]:
-    """What a part of the config holds."""
-    yield screen.paint(BOLD, of.part) + f"  {of.name}"
-    for line in of.lines():
-        yield from wrapped(line, screen, indent=2)
+def format_stats(stats: DatasetStats, terminal: TerminalSize) -> Iterator[str]:
+    """Format the statistics and histograms of a dataset."""
+    yield terminal.paint(BOLD, stats.config_key) + f"  {stats.name}"
+    for line in stats.lines():
+        yield from wrap_text(line, terminal, indent=2)
     yield ""
-    yield from histograms(of, screen)
+    yield from format_histograms(stats, terminal)
     yield ""
 
 
-def histograms(of: DatasetStats, screen: TerminalSize) -> list[str]:
-    """Lengths of rows, and beside them, or below where it is too narrow, how many of the tokens are learnt."""
-    side = (screen.width - 6) // 2 if screen.width >= 76 else screen.width - 2
-    left = histogram("tokens in a row", of.lengths, side)
-    right = histogram("learnt tokens in a row", of.targets, side)
-    if screen.width < 76:
+def format_histograms(stats: DatasetStats, terminal: TerminalSize) -> list[str]:
+    """Format the histograms of row lengths and target tokens, side by side if the terminal is wide enough."""
+    side = (terminal.width - 6) // 2 if terminal.width >= 76 else terminal.width - 2
+    left = format_histogram("tokens per row", stats.lengths, side)
+    right = format_histogram("target tokens per row", stats.targets, side)
+    if terminal.width < 76:
         return [f"  {line}" for line in [*left, "", *right]]
     height = max(len(left), len(right))
     left, right = (side + [""] * (height - len(side)) for side in (left, right))
-    return [f"  {one:{side}}  {other}".rstrip() for one, other in zip(left, right, strict=True)]
+    return [f"  {left_line:{side}}  {right_line}".rstrip() for left_line, right_line in zip(left, right, strict=True)]
 
 
-def histogram(title: str, of: Histogram, width: int) -> list[str]:
-    """A bar for each range of lengths."""
-    names, counts = of.names(), [f"{count:,}" for count in of.counts]
-    name, number, most = max(map(len, names)), max(map(len, counts)), max(of.counts)
-    room = max(8, min(width - name - number - 2, 40))
-    bars = [f"{label:>{name}} {bar(count / most, room):{room}} {text:>{number}}"
-            for label, count, text in zip(names, of.counts, counts, strict=True)]  # fmt: skip
+def format_histogram(title: str, bins: Histogram, width: int) -> list[str]:
+    """Format a histogram as a title and one bar per bin."""
+    labels, counts = bins.labels(), [f"{count:,}" for count in bins.counts]
+    label_width, count_width, max_count = max(map(len, labels)), max(map(len, counts)), max(bins.counts)
+    bar_width = max(8, min(width - label_width - count_width - 2, 40))
+    bars = [f"{label:>{label_width}} {draw_bar(count / max_count, bar_width):{bar_width}} {text:>{count_width}}"
+            for label, count, text in zip(labels, bins.counts, counts, strict=True)]  # fmt: skip
     return [title, *bars]
 
 
-def bar(share: float, width: int) -> str:
-    """A bar of eighths of a column; what is there at all shows."""
-    eighths = round(share * width * 8)
-    eighths = max(eighths, 1) if share > 0 else 0
+def draw_bar(fraction: float, width: int) -> str:
+    """Draw a bar in steps of 1/8 column. Fractions above 0 have at least one step."""
+    eighths = round(fraction * width * 8)
+    eighths = max(eighths, 1) if fraction > 0 else 0
     return BAR[8] * (eighths // 8) + (BAR[eighths % 8] if eighths % 8 else "")
 
 
-def format_findings(found: Sequence[Finding], screen: TerminalSize) -> Iterator[str]:
-    """A paragraph each, the worst first."""
-    for one in found:
-        yield screen.paint(SEVERITY[one.severity], one.severity)
-        yield from wrapped(str(one), screen, indent=2)
-    if not found:
-        yield "nothing wrong was found"
+def format_findings(findings: Sequence[Finding], terminal: TerminalSize) -> Iterator[str]:
+    """Format each finding as a paragraph."""
+    for finding in findings:
+        yield terminal.paint(SEVERITY_STYLES[finding.severity], finding.severity)
+        yield from wrap_text(str(finding), terminal, indent=2)
+    if not findings:
+        yield "no problems found"
 
 
-def format_legend(screen: TerminalSize) -> str:
-    """What the colours, or the brackets, mean."""
-    if not screen.coloured:
-        return "⟦learnt⟧ context ⟪cut⟫"
-    paint = screen.paint
-    learnt = paint(GREENS[0], "lear") + paint(GREENS[1], "nt")
-    return f"{learnt} {paint(END, '<end>')} context {paint(SPECIAL, '<special>')} {paint(CUT, 'cut')}"
+def format_legend(terminal: TerminalSize) -> str:
+    """Explain the colors or brackets."""
+    if not terminal.has_color:
+        return "⟦target⟧ context ⟪truncated⟫"
+    paint = terminal.paint
+    target = paint(TARGET_STYLES[0], "tar") + paint(TARGET_STYLES[1], "get")
+    special, truncated = paint(SPECIAL, "<special>"), paint(DROPPED, "truncated")
+    return f"{target} {paint(TARGET_SPECIAL, '<end>')} context {special} {truncated}"

@@ -1,4 +1,4 @@
-"""Tokens as text that can be read: special ones by name, white space and unprintable characters by signs."""
+"""Readable text of tokens: special tokens by name, whitespace and unprintable characters as symbols."""
 
 import unicodedata
 from collections.abc import Iterator, Sequence
@@ -7,102 +7,105 @@ from enum import IntEnum
 
 from tunekit.data.tokenizer import UNFINISHED, Tokenizer
 
-LONGEST = 6  # tokens that may be one character
-JOINERS = "\u200c\u200d"  # invisible, but they belong to how the text is written
-SIGNS = {"\n": "↵\n", "\t": "⇥", "\x7f": "␡", "\xa0": "⍽"}
+MAX_TOKENS_PER_CHARACTER = 6
+JOINERS = "\u200c\u200d"  # invisible, but part of the spelling
+SYMBOLS = {"\n": "↵\n", "\t": "⇥", "\x7f": "␡", "\xa0": "⍽"}
 
 
 class TokenRole(IntEnum):
-    """What becomes of a token."""
+    """How a token is used."""
 
-    CONTEXT = 0  # read
-    LEARNT = 1
-    DROPPED = 2  # cut off
+    CONTEXT = 0
+    TARGET = 1
+    DROPPED = 2  # removed by truncation
 
 
 @dataclass(frozen=True)
 class DisplayToken:
-    """One token, or several that only together are a character. `at` is the place of the first."""
+    """One token, or several tokens that form one character. `index` is the position of the first."""
 
-    at: int
+    index: int
     ids: tuple[int, ...]
     text: str
-    state: TokenRole
+    role: TokenRole
     special: bool
 
 
 def display_tokens(tokenizer: Tokenizer, tokens: Sequence[int], states: Sequence[int]) -> list[DisplayToken]:
-    """Tokens of one document, none left out."""
-    found, at = [], 0
-    for ids, text, special in texts(tokenizer, tokens):
-        found.append(DisplayToken(at, ids, text, TokenRole(states[at]), special))
-        at += len(ids)
-    return found
+    """Return all tokens of a document with their texts and roles."""
+    display, index = [], 0
+    for ids, text, special in decode_groups(tokenizer, tokens):
+        display.append(DisplayToken(index, ids, text, TokenRole(states[index]), special))
+        index += len(ids)
+    return display
 
 
-def texts(tokenizer: Tokenizer, tokens: Sequence[int]) -> Iterator[tuple[tuple[int, ...], str, bool]]:
-    """Ids, what they say, and whether they are a special token."""
+def decode_groups(tokenizer: Tokenizer, tokens: Sequence[int]) -> Iterator[tuple[tuple[int, ...], str, bool]]:
+    """Yield groups of token ids, their text, and whether they are a special token."""
     added = {token: item.content for token, item in tokenizer.model.get_added_tokens_decoder().items()}
-    held: list[int] = []
-    before: list[int] = []
+    pending: list[int] = []
+    previous: list[int] = []
     for token in tokens:
         if token in added:
-            if held:
-                yield tuple(held), between(tokenizer, before, held), False
-            yield (token,), added[token], token in tokenizer.marks
-            held, before = [], [token]
+            if pending:
+                yield tuple(pending), decode_pending(tokenizer, previous, pending), False
+            yield (token,), added[token], token in tokenizer.special_ids
+            pending, previous = [], [token]
             continue
-        held.append(token)
-        text = between(tokenizer, before, held)
-        if (text and not text.endswith(UNFINISHED)) or len(held) == LONGEST:
-            yield tuple(held), text, False
-            held, before = [], held
-    if held:
-        yield tuple(held), between(tokenizer, before, held), False
+        pending.append(token)
+        text = decode_pending(tokenizer, previous, pending)
+        if (text and not text.endswith(UNFINISHED)) or len(pending) == MAX_TOKENS_PER_CHARACTER:
+            yield tuple(pending), text, False
+            pending, previous = [], pending
+    if pending:
+        yield tuple(pending), decode_pending(tokenizer, previous, pending), False
 
 
-def between(tokenizer: Tokenizer, before: list[int], held: list[int]) -> str:
-    """What tokens add to the text: a decoder may treat the first token of all otherwise, so some stand before."""
-    return tokenizer.decode(before + held, special=True)[len(tokenizer.decode(before, special=True)) :]
+def decode_pending(tokenizer: Tokenizer, previous: list[int], pending: list[int]) -> str:
+    """Decode tokens after `previous` ones: decoders may treat the first token of a text differently."""
+    return tokenizer.decode(previous + pending, special=True)[len(tokenizer.decode(previous, special=True)) :]
 
 
-def visible(text: str, front: bool, back: bool) -> str:
-    """A piece with its white space and unprintable characters as signs, where they would be overlooked.
+def show_whitespace(text: str, show_leading: bool, show_trailing: bool) -> str:
+    """Replace unprintable characters, and spaces that are easily overlooked, by symbols.
 
-    `front`, `back`: whether a space at that end matters, beside other white space, a special token, or a bound of what
-    is learnt.
+    `show_leading`, `show_trailing`: replace a single space at that end too.
     """
-    signed = "".join(map(sign, text))
-    bare = signed.strip(" ")
-    if not bare:
-        return signed if len(signed) == 1 and not (front or back) else "·" * len(signed)
-    left, right = len(signed) - len(signed.lstrip(" ")), len(signed) - len(signed.rstrip(" "))
-    before = "·" * left if front or left > 1 else " " * left
-    return before + bare.replace("  ", "··") + ("·" * right if back or right > 1 else " " * right)
+    symbols = "".join(map(to_symbol, text))
+    stripped = symbols.strip(" ")
+    if not stripped:
+        return symbols if len(symbols) == 1 and not (show_leading or show_trailing) else "·" * len(symbols)
+    left, right = len(symbols) - len(symbols.lstrip(" ")), len(symbols) - len(symbols.rstrip(" "))
+    leading = "·" * left if show_leading or left > 1 else " " * left
+    return leading + stripped.replace("  ", "··") + ("·" * right if show_trailing or right > 1 else " " * right)
 
 
-def sign(character: str) -> str:
-    """A character, or what stands for it. Nothing gets through that a terminal or a page would obey."""
-    if character in SIGNS:
-        return SIGNS[character]
+def to_symbol(character: str) -> str:
+    """Return a character, or a symbol for one that would affect a terminal or a web page."""
+    if character in SYMBOLS:
+        return SYMBOLS[character]
     if character < " ":
         return chr(0x2400 + ord(character))
-    kind = unicodedata.category(character)
-    hidden = kind in ("Cc", "Cf", "Zl", "Zp", "Cs", "Cn", "Co") and character not in JOINERS
-    return f"⟨U+{ord(character):04X}⟩" if hidden else character
+    category = unicodedata.category(character)
+    is_invisible = category in ("Cc", "Cf", "Zl", "Zp", "Cs", "Cn", "Co") and character not in JOINERS
+    return f"⟨U+{ord(character):04X}⟩" if is_invisible else character
 
 
-def visible_text(parts: Sequence[DisplayToken]) -> list[str]:
-    """The text of each piece, its white space visible where it matters."""
-    pairs = zip((None, *parts), parts, (*parts[1:], None), strict=False)
-    return [
-        part.text if part.special else visible(part.text, bound(before, part, -1), bound(behind, part, 0))
-        for before, part, behind in pairs
-    ]
+def visible_text(tokens: Sequence[DisplayToken]) -> list[str]:
+    """Return the text of each token, with symbols for spaces that are easily overlooked."""
+    texts = []
+    for previous, token, following in zip((None, *tokens), tokens, (*tokens[1:], None), strict=False):
+        leading, trailing = is_space_significant(previous, token, -1), is_space_significant(following, token, 0)
+        texts.append(token.text if token.special else show_whitespace(token.text, leading, trailing))
+    return texts
 
 
-def bound(other: DisplayToken | None, part: DisplayToken, end: int) -> bool:
-    """Whether white space matters between a piece and its neighbour, whose character at `end` is the nearest."""
-    return (
-        other is None or other.special or other.state is not part.state or other.text[end : end + 1 or None].isspace()
-    )
+def is_space_significant(neighbor: DisplayToken | None, token: DisplayToken, nearest: int) -> bool:
+    """Whether a space between a token and its neighbor is easily overlooked.
+
+    True at the ends of a text, next to special tokens and whitespace, and where the role changes. `nearest` is the
+    index of the neighbor's character that is next to the token.
+    """
+    if neighbor is None or neighbor.special or neighbor.role is not token.role:
+        return True
+    return neighbor.text[nearest : nearest + 1 or None].isspace()

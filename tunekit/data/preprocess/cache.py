@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tunekit.data.preprocess.tokenized_dataset import ABOUT, TokenizedDataset, is_complete
+from tunekit.data.preprocess.tokenized_dataset import METADATA_FILE, TokenizedDataset, is_complete
 from tunekit.distributed import worker_env
 from tunekit.errors import UserError
 from tunekit.kernels import cache_dir as store
@@ -66,7 +66,7 @@ def shared(entry: Path, lock: "CacheLock", make: Make, tell: Tell) -> TokenizedD
                 tell(f"waiting for another process that prepares the same rows ({entry})")
             lock.share(wait=True)
         if is_complete(entry):
-            os.utime(entry / ABOUT)
+            os.utime(entry / METADATA_FILE)
             return TokenizedDataset.open(entry, lock)
         if lock.own():
             if not is_complete(entry):
@@ -181,8 +181,8 @@ def list_entries() -> list[CacheEntry]:
 
 
 def entry(path: Path) -> CacheEntry:
-    about = json.loads((path / ABOUT).read_text("utf-8"))
-    return CacheEntry(path, about, dir_bytes(path), (path / ABOUT).stat().st_mtime)
+    about = json.loads((path / METADATA_FILE).read_text("utf-8"))
+    return CacheEntry(path, about, dir_bytes(path), (path / METADATA_FILE).stat().st_mtime)
 
 
 def inside() -> Iterator[Path]:

@@ -27,7 +27,7 @@ def fingerprint(rows: DatasetConfig, tokenizer: Tokenizer, table: RowReader) -> 
         return None
     parts = {
         "rows": [rows.source, table.digest()],  # the source, because documents tell the file that they are from
-        "choice": [type(rows).__qualname__, {name: repr(value) for name, value in rows.code().items()}],
+        "choice": [type(rows).__qualname__, {name: repr(value) for name, value in rows.fingerprint_keys().items()}],
         "own": [(module.name, module.text) for module in modules],
         "tokenizer": tokenizer.digest,
         "code": code(),

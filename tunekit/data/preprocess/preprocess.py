@@ -16,7 +16,7 @@ from tunekit.data.preprocess import cache, user_modules, worker, worker_pool
 from tunekit.data.preprocess.fingerprint import fingerprint
 from tunekit.data.preprocess.tokenized_dataset import TokenizedChunk, TokenizedDataset, TokenizedDatasetWriter
 from tunekit.data.readers.open_dataset import open_dataset
-from tunekit.data.readers.row_reader import ROWS, BadRow, Row, RowChunk, RowReader
+from tunekit.data.readers.row_reader import CHUNK_ROWS, BadRow, Row, RowChunk, RowReader
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import UserError
 
@@ -28,7 +28,7 @@ REASONS = 1_000  # kinds of faults that are counted apart
 
 def preprocess_dataset(rows: DatasetConfig, tokenizer: Tokenizer, run) -> TokenizedDataset:
     """All rows as documents, mapped; UserError names the first that cannot be learnt from. Rank 0 shows a bar."""
-    tokenizer = rows.prepare(tokenizer)
+    tokenizer = rows.prepare_tokenizer(tokenizer)
     table = open_dataset(rows.source, rows.split, rows.max_samples)
     found = cache.get_or_build(
         fingerprint(rows, tokenizer, table), PreprocessJob(rows, tokenizer, table, run), run.tell
@@ -64,7 +64,7 @@ def num_workers(rows: DatasetConfig, count: int | None) -> int:
         return rows.num_proc
     found = min(worker_pool.num_cpus(), worker_pool.MOST)
     if count is not None:
-        found = min(found, -(-count // ROWS)) if count >= FEW else 0
+        found = min(found, -(-count // CHUNK_ROWS)) if count >= FEW else 0
     return 0 if found == 1 else found
 
 
@@ -72,9 +72,9 @@ def describe_format(rows: DatasetConfig, table: RowReader) -> str:
     """What the rows are, in words, as the first that can be read says."""
     for row in islice(table.rows, FIRST):
         with suppress(UserError):  # which is told where rows are prepared
-            fields = rows.transformed(row.fields) if isinstance(row, Row) else None
+            fields = rows.transform(row.fields) if isinstance(row, Row) else None
             if fields is not None:
-                return rows.says(fields)
+                return rows.describe(fields)
     return ""
 
 
@@ -90,13 +90,13 @@ class PreprocessJob:
         bar = tqdm(total=total, desc="preparing", unit=" rows", disable=not self.run.is_main or None, leave=False)
         with bar, TokenizedDatasetWriter(folder, describe_format(rows, self.table)) as writer:
             for part in tokenize_chunks(rows, self.tokenizer, self.table.chunks(), num_workers(rows, total)):
-                bad.add(part.faults, part.rows)
+                bad.add(part.bad_rows, part.rows)
                 with cache.raise_disk_full(folder, lambda: wanted(writer, total)):
                     writer.add(part)
                 bar.update(part.rows)
             bad.check()
             if not writer.counts["documents"]:
-                told = writer.prepared.told("bad")
+                told = writer.prepared.format("bad")
                 raise UserError(f"{rows.source}: nothing is left to learn from: {told}{bad.example}")
             with cache.raise_disk_full(folder):
                 writer.finish(source=rows.source, split=rows.split, made=began, seconds=time.time() - began)

@@ -22,19 +22,19 @@ def tokenize_chunk(rows: DatasetConfig, tokenizer: Tokenizer, chunk: RowChunk, b
     """What a chunk becomes. With `begin`, which is told where each row is from, row by row."""
     read = list(chunk.rows())
     if begin is None:
-        found = rows.encode(tokenizer, read)
+        found = rows.encode_rows(tokenizer, read)
     else:
         found = []
         for row in read:
             begin(row.where)
-            found += rows.encode(tokenizer, [row])
+            found += rows.encode_rows(tokenizer, [row])
     faults = [result for result in found if isinstance(result, BadRow)]
     kept = [(row.where, result) for row, result in zip(read, found, strict=True) if isinstance(result, list)]
     documents: list[Document] = [document for _, result in kept for document in result]
     flat = flatten_documents(documents, [where for where, result in kept for _ in result])
     left_out = sum(result is None for result in found)
-    dropped, split = sum(not result for _, result in kept), sum(len(result) > rows.EACH for _, result in kept)
-    return TokenizedChunk(chunk.place, len(read), left_out, dropped, split, faults, flat)
+    dropped, split = sum(not result for _, result in kept), sum(len(result) > rows.docs_per_row for _, result in kept)
+    return TokenizedChunk(chunk.position, len(read), left_out, dropped, split, faults, flat)
 
 
 def serve(pipe: Connection) -> None:

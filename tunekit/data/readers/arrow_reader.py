@@ -1,4 +1,4 @@
-"""Rows of Arrow files, and of columns in general. A module of its own because pyarrow is slow to import."""
+"""Reader of Arrow files, and chunks of columnar data. A separate module because pyarrow is slow to import."""
 
 import io
 import json
@@ -10,22 +10,22 @@ from typing import Any
 import pyarrow
 import pyarrow.ipc
 
-from tunekit.data.readers.filesystem import TROUBLE as READING
+from tunekit.data.readers.filesystem import READ_ERRORS as FILE_ERRORS
 from tunekit.data.readers.filesystem import LocalFile, RowFile, read_error
-from tunekit.data.readers.row_reader import BYTES, ROWS, BadRow, FileOffset, Row, RowChunk
+from tunekit.data.readers.row_reader import CHUNK_BYTES, CHUNK_ROWS, BadRow, FileOffset, Row, RowChunk
 from tunekit.errors import UserError
 
-TROUBLE = (*READING, pyarrow.ArrowException)
-MAGIC = b"ARROW1"  # begins a file that may be read from anywhere; one without it is a stream, as `datasets` writes
-JSON = "arrow.json"  # the extension type of a text that is JSON, as `datasets` stores values of mixed types
+ARROW_ERRORS = (*FILE_ERRORS, pyarrow.ArrowException)
+MAGIC = b"ARROW1"  # start of the random-access format; files without it are streams, which `datasets` writes
+JSON_EXTENSION = "arrow.json"  # extension type of JSON strings, which `datasets` uses for values of mixed types
 
 
 @dataclass(frozen=True)
 class ColumnChunk:
-    """A few rows of columns; pickled as the bytes of an Arrow stream, which hold these rows alone."""
+    """Rows of columnar data. Pickled as an Arrow stream of only these rows."""
 
     name: str
-    place: FileOffset
+    position: FileOffset
     batch: pyarrow.RecordBatch
 
     @property
@@ -33,108 +33,108 @@ class ColumnChunk:
         return self.batch.num_rows
 
     def rows(self) -> Iterator[Row | BadRow]:
-        value = reader(pyarrow.struct(list(self.batch.schema)))
+        convert = make_converter(pyarrow.struct(list(self.batch.schema)))
         try:
-            found = [Row(self.where(row), value(fields)) for row, fields in enumerate(self.batch.to_pylist())]
+            rows = [Row(self.where(row), convert(fields)) for row, fields in enumerate(self.batch.to_pylist())]
         except (ValueError, RecursionError):
-            found = [self.row(row, value) for row in range(self.count)]
-        return iter(found)
+            rows = [self.read_row(row, convert) for row in range(self.count)]
+        return iter(rows)
 
-    def row(self, row: int, value: Callable[[Any], Any]) -> Row | BadRow:
-        """A single one of rows that cannot all be read: text that is no UTF-8, a date that Python does not know."""
+    def read_row(self, index: int, convert: Callable[[Any], Any]) -> Row | BadRow:
+        """Convert one row. Conversion fails for invalid UTF-8 and for dates that Python cannot represent."""
         try:
-            return Row(self.where(row), value(self.batch.slice(row, 1).to_pylist()[0]))
+            return Row(self.where(index), convert(self.batch.slice(index, 1).to_pylist()[0]))
         except (ValueError, RecursionError) as error:
-            return BadRow(self.where(row), f"cannot be read: {first_line(error)}")
+            return BadRow(self.where(index), f"cannot convert: {first_line(error)}")
 
-    def where(self, row: int) -> str:
-        return f"{self.name} row {self.place.line + row}"
+    def where(self, index: int) -> str:
+        return f"{self.name} row {self.position.line + index}"
 
     def __reduce__(self):
         sink = pyarrow.BufferOutputStream()
         with pyarrow.ipc.new_stream(sink, self.batch.schema) as stream:
             stream.write_batch(self.batch)
-        return unpickled, (self.name, self.place, sink.getvalue().to_pybytes())
+        return unpickle_chunk, (self.name, self.position, sink.getvalue().to_pybytes())
 
     @staticmethod
-    def behind(place: FileOffset, rows: int) -> FileOffset:
-        """The place after so many rows."""
-        return FileOffset(place.file, place.offset + rows, place.line + rows, place.row + rows)
+    def advance(position: FileOffset, rows: int) -> FileOffset:
+        """Return the position `rows` rows later."""
+        return FileOffset(position.file, position.offset + rows, position.line + rows, position.row + rows)
 
 
 @dataclass(frozen=True)
 class ArrowFile(RowFile):
-    """An Arrow file or stream. Places count rows; to pass over those before costs next to nothing."""
+    """An Arrow file or stream. Offsets are rows; skipping rows is cheap."""
 
-    def count(self, most: int | None) -> int:
+    def count(self, limit: int | None) -> int:
         return sum(batch.num_rows for batch in self.batches())
 
-    def chunks(self, place: FileOffset) -> Iterator[RowChunk]:
-        for batch in iter_batches(self.batches(), place.offset):
-            yield ColumnChunk(self.file.name, place, batch)
-            place = ColumnChunk.behind(place, batch.num_rows)
+    def chunks(self, position: FileOffset) -> Iterator[RowChunk]:
+        for batch in iter_batches(self.batches(), position.offset):
+            yield ColumnChunk(self.file.name, position, batch)
+            position = ColumnChunk.advance(position, batch.num_rows)
 
     def batches(self) -> Iterator[pyarrow.RecordBatch]:
         try:
-            with self.opened() as file:
+            with self.open_arrow() as file:
                 magic = file.read(len(MAGIC))
                 file.seek(0)
                 if magic == MAGIC:
-                    found = pyarrow.ipc.open_file(file)
-                    yield from map(found.get_batch, range(found.num_record_batches))
+                    reader = pyarrow.ipc.open_file(file)
+                    yield from map(reader.get_batch, range(reader.num_record_batches))
                 else:
                     yield from pyarrow.ipc.open_stream(file)
-        except READING as error:
+        except FILE_ERRORS as error:
             raise read_error(self.file.name, error) from None
         except pyarrow.ArrowException as error:
-            raise UserError(f"{self.file.name}: not an Arrow file, or a damaged one: {first_line(error)}") from None
+            raise UserError(f"{self.file.name}: invalid or corrupt Arrow file: {first_line(error)}") from None
 
-    def opened(self) -> pyarrow.NativeFile:
-        """A file of this machine is mapped: what is passed over is not read."""
+    def open_arrow(self) -> pyarrow.NativeFile:
+        """Open the file. Local files are memory-mapped, so that skipped rows are not read."""
         if isinstance(self.file, LocalFile):
             return pyarrow.memory_map(str(self.file.path))
         return pyarrow.PythonFile(self.file.open(), "r")
 
 
-def iter_batches(batches: Iterable[pyarrow.RecordBatch], skipped: int) -> Iterator[pyarrow.RecordBatch]:
-    """Batches as large as a chunk, without the first rows."""
+def iter_batches(batches: Iterable[pyarrow.RecordBatch], num_skipped: int) -> Iterator[pyarrow.RecordBatch]:
+    """Split batches to the size of a chunk, and skip the first rows."""
     for batch in batches:
-        rows = max(1, min(ROWS, batch.num_rows * BYTES // max(batch.nbytes, 1)))
-        for start in range(skipped, batch.num_rows, rows):
+        rows = max(1, min(CHUNK_ROWS, batch.num_rows * CHUNK_BYTES // max(batch.nbytes, 1)))
+        for start in range(num_skipped, batch.num_rows, rows):
             yield batch.slice(start, rows)
-        skipped = max(skipped - batch.num_rows, 0)
+        num_skipped = max(num_skipped - batch.num_rows, 0)
 
 
-def unpickled(name: str, place: FileOffset, stream: bytes) -> ColumnChunk:
-    return ColumnChunk(name, place, pyarrow.ipc.open_stream(stream).read_next_batch())
+def unpickle_chunk(name: str, position: FileOffset, stream: bytes) -> ColumnChunk:
+    return ColumnChunk(name, position, pyarrow.ipc.open_stream(stream).read_next_batch())
 
 
-def reader(kind: pyarrow.DataType) -> Callable[[Any], Any]:
-    """What makes a value of this type as Python has it: texts that are JSON are parsed."""
-    if isinstance(kind, pyarrow.BaseExtensionType) and kind.extension_name == JSON:
+def make_converter(arrow_type: pyarrow.DataType) -> Callable[[Any], Any]:
+    """Return a function that parses the JSON strings in a value of this type."""
+    if isinstance(arrow_type, pyarrow.BaseExtensionType) and arrow_type.extension_name == JSON_EXTENSION:
         return lambda value: None if value is None else json.loads(value)
-    if isinstance(kind, pyarrow.StructType):
-        parts = {field.name: reader(field.type) for field in kind}
-        parts = {name: part for name, part in parts.items() if part is not plain}
-        return partial(struct, parts) if parts else plain
-    if isinstance(kind, pyarrow.ListType | pyarrow.LargeListType | pyarrow.FixedSizeListType):
-        part = reader(kind.value_type)
-        return plain if part is plain else lambda value: None if value is None else [part(item) for item in value]
-    return plain
+    if isinstance(arrow_type, pyarrow.StructType):
+        converters = {field.name: make_converter(field.type) for field in arrow_type}
+        converters = {name: convert for name, convert in converters.items() if convert is not identity}
+        return partial(convert_struct, converters) if converters else identity
+    if isinstance(arrow_type, pyarrow.ListType | pyarrow.LargeListType | pyarrow.FixedSizeListType):
+        part = make_converter(arrow_type.value_type)
+        return identity if part is identity else lambda value: None if value is None else [part(item) for item in value]
+    return identity
 
 
-def plain(value: Any) -> Any:
+def identity(value: Any) -> Any:
     return value
 
 
-def struct(parts: dict[str, Callable[[Any], Any]], value: dict[str, Any] | None) -> dict[str, Any] | None:
-    return None if value is None else value | {name: part(value[name]) for name, part in parts.items()}
+def convert_struct(converters: dict[str, Callable[[Any], Any]], value: dict[str, Any] | None) -> dict[str, Any] | None:
+    return None if value is None else value | {name: convert(value[name]) for name, convert in converters.items()}
 
 
 def first_line(error: Exception) -> str:
-    """The first line of what a library says."""
+    """Return the first line of an error message."""
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-def unzstd(file: io.BufferedReader) -> io.BufferedReader:
-    return io.BufferedReader(pyarrow.CompressedInputStream(file, "zstd"), BYTES)  # type: ignore[arg-type]
+def open_zstd(file: io.BufferedReader) -> io.BufferedReader:
+    return io.BufferedReader(pyarrow.CompressedInputStream(file, "zstd"), CHUNK_BYTES)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Rows of CSV files. What cannot be read is told with file and line."""
+"""Reader of CSV files. Errors have the file and line."""
 
 import codecs
 import csv
@@ -9,27 +9,27 @@ from typing import NamedTuple
 
 from tunekit.data.readers.filesystem import RowFile, skip_bytes
 from tunekit.data.readers.row_reader import BadRow, FileOffset, Row, RowChunk
-from tunekit.data.readers.text_lines import LONGEST, check_first_rows, chunked, open_text, split_lines
+from tunekit.data.readers.text_lines import MAX_ROW_BYTES, check_first_rows, chunked, open_text, split_lines
 from tunekit.errors import UserError
 
-OTHERS = ";\t|"  # what some write in place of commas
+OTHER_DELIMITERS = ";\t|"  # not supported, only recognized in errors
 
 
 class CsvRecord(NamedTuple):
-    """Values of a CSV record, or why it has none; where it begins and how many bytes it takes."""
+    """A CSV record: its position, and its values or an error message."""
 
     offset: int
-    length: int
+    length: int  # bytes
     line: int
     values: list[str] | str
 
 
 @dataclass(frozen=True)
 class CsvChunk:
-    """Records and the names of their columns."""
+    """Records and their column names."""
 
     name: str
-    place: FileOffset
+    position: FileOffset
     header: list[str]
     records: tuple[CsvRecord, ...]
 
@@ -39,61 +39,64 @@ class CsvChunk:
 
     def rows(self) -> Iterator[Row | BadRow]:
         for record in self.records:
-            yield self.row(f"{self.name}:{record.line}", record.values)
+            yield self.to_row(f"{self.name}:{record.line}", record.values)
 
-    def row(self, where: str, values: list[str] | str) -> Row | BadRow:
+    def to_row(self, where: str, values: list[str] | str) -> Row | BadRow:
         if isinstance(values, str):
             return BadRow(where, f"malformed CSV: {values}")
         if len(values) != len(self.header):
-            return BadRow(where, f"the header names {len(self.header)} columns, this row has {len(values)}")
+            return BadRow(where, f"must have {len(self.header)} columns, as in the header, got {len(values)}")
         try:
             "".join(values).encode()
-        except UnicodeEncodeError:  # bytes that are no UTF-8 were decoded to lone surrogates
-            return BadRow(where, "not UTF-8; save the file as UTF-8")
+        except UnicodeEncodeError:  # invalid bytes were decoded to lone surrogates
+            return BadRow(where, "not UTF-8. Save the file as UTF-8.")
         return Row(where, dict(zip(self.header, values, strict=True)))
 
 
 @dataclass(frozen=True)
 class CsvFile(RowFile):
-    """One row a record; the first record names the columns. Values stay strings.
+    """A CSV file with a header. Values are strings.
 
-    Records are told apart where the file is read: only who knows all quotes before a line knows whether one begins.
+    Records are split where the file is read, not in workers: quoted values may contain line breaks, so the start of a
+    record depends on all quotes before it.
     """
 
-    def chunks(self, place: FileOffset) -> Iterator[RowChunk]:
-        csv.field_size_limit(LONGEST)  # the module refuses fields over 128 KiB, which documents are
+    def chunks(self, position: FileOffset) -> Iterator[RowChunk]:
+        csv.field_size_limit(MAX_ROW_BYTES)  # the default is 128 KiB, which is less than long documents
         with open_text(self.file) as file:
-            top = CsvLines(file, self.file.name, 0, 1)
-            header, first = self.header(top), place.offset == 0
-            skip_bytes(file, self.file.name, max(place.offset - top.offset, 0))
-            rest = top if first else CsvLines(file, self.file.name, place.offset, place.line)
-            for records in chunked(rest.records(), lambda record: record.length):
-                place = place._replace(offset=records[0].offset, line=records[0].line)
-                chunk = CsvChunk(self.file.name, place, header, tuple(records))
-                if first:
-                    check_first_rows(chunk, "records as the header has them, with commas between values")
+            lines = CsvLines(file, self.file.name, 0, 1)
+            header, is_first = self.read_header(lines), position.offset == 0
+            skip_bytes(file, self.file.name, max(position.offset - lines.offset, 0))
+            remaining_lines = lines if is_first else CsvLines(file, self.file.name, position.offset, position.line)
+            for records in chunked(remaining_lines.records(), lambda record: record.length):
+                position = position._replace(offset=records[0].offset, line=records[0].line)
+                chunk = CsvChunk(self.file.name, position, header, tuple(records))
+                if is_first:
+                    check_first_rows(chunk, "comma-separated records with the columns of the header")
                 yield chunk
-                first, place = False, place._replace(row=place.row + chunk.count)
+                is_first, position = False, position._replace(row=position.row + chunk.count)
 
-    def header(self, text: "CsvLines") -> list[str]:
-        """Names of the columns; none, if the file is empty."""
-        for record in text.records():
+    def read_header(self, lines: "CsvLines") -> list[str]:
+        """Read the column names; an empty list if the file is empty."""
+        for record in lines.records():
             where, names = f"{self.file.name}:{record.line}", record.values
             if isinstance(names, str):
                 raise UserError(f"{where}: malformed CSV: {names}")
-            twice = [name for name in names if names.count(name) > 1]
-            other = next((mark for mark in OTHERS if len(names) == 1 and mark in names[0]), None)
-            if other is not None:
-                told = f"the header is one column, {names[0][:60]!r}: are its names separated by {other!r}?"
-                raise UserError(f"{where}: {told} Save the file with commas")
-            if twice:
-                raise UserError(f"{where}: the header names the column {twice[0]!r} twice")
+            duplicates = [name for name in names if names.count(name) > 1]
+            delimiter = next(
+                (character for character in OTHER_DELIMITERS if len(names) == 1 and character in names[0]), None
+            )
+            if delimiter is not None:
+                problem = f"header has one column {names[0][:60]!r}, which contains {delimiter!r}"
+                raise UserError(f"{where}: {problem}. Use commas as delimiters.")
+            if duplicates:
+                raise UserError(f"{where}: duplicate column {duplicates[0]!r} in the header")
             return names
         return []
 
 
 class CsvLines:
-    """Lines of a file as the csv module wants them, counted. Bytes that are no UTF-8 become lone surrogates."""
+    """Line iterator for the csv module that counts lines and bytes. Invalid UTF-8 becomes lone surrogates."""
 
     def __init__(self, file: io.BufferedReader, name: str, offset: int, line: int) -> None:
         self.lines, self.offset, self.line = split_lines(file, name, line), offset, line
@@ -108,7 +111,7 @@ class CsvLines:
         return text
 
     def records(self) -> Iterator[CsvRecord]:
-        """What is left of the file; blank lines are passed over."""
+        """Yield the remaining records. Blank lines are skipped."""
         reader = csv.reader(self, strict=True)
         while True:
             offset, line = self.offset, self.line

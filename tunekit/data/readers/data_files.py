@@ -1,4 +1,4 @@
-"""Which files of a folder hold a split. Folders are listed by a function: on this machine, or behind a URL."""
+"""Selection of the data files of a split in a directory. A function lists directories, which may be remote."""
 
 import re
 from collections.abc import Callable, Iterable
@@ -7,19 +7,19 @@ from typing import NamedTuple
 
 from tunekit.errors import UserError
 
-TEXT, COLUMNS = (".json", ".jsonl", ".csv"), (".parquet", ".arrow")
-PACKED = (".gz", ".zst")  # of text; columns are packed within
-KINDS = (*TEXT, *COLUMNS)
-SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval", "heldout")
-# What `datasets` puts beside the rows that it saves, and what it keeps of later work on them.
-BESIDE = re.compile(r"\..*|dataset_dict\.json|dataset_infos?\.json|state\.json|cache-.*\.arrow")
+TEXT_SUFFIXES, COLUMNAR_SUFFIXES = (".json", ".jsonl", ".csv"), (".parquet", ".arrow")
+COMPRESSED_SUFFIXES = (".gz", ".zst")  # for text formats only; columnar formats compress internally
+SUFFIXES = (*TEXT_SUFFIXES, *COLUMNAR_SUFFIXES)
+SPLIT_NAMES = ("train", "test", "validation", "valid", "val", "dev", "eval", "heldout")
+# Files that `datasets` writes next to the rows: metadata, and caches of transforms.
+METADATA_FILES = re.compile(r"\..*|dataset_dict\.json|dataset_infos?\.json|state\.json|cache-.*\.arrow")
 
 
 class DirEntry(NamedTuple):
-    """What a folder holds: a file or another folder, by its whole path."""
+    """A file or directory in a directory. `path` is its full path or URL."""
 
     path: str
-    is_folder: bool
+    is_dir: bool
 
     @property
     def name(self) -> str:
@@ -27,84 +27,87 @@ class DirEntry(NamedTuple):
 
     @property
     def split(self) -> str:
-        """What split it may be of: `test.jsonl`, `test-00000-of-00002.parquet` and a folder `test` are of `test`."""
-        return self.name if self.is_folder else re.split(r"[-_.]", self.name)[0]
+        """Split by its name: `test` for `test.jsonl`, `test-00000-of-00002.parquet`, or a directory `test`."""
+        return self.name if self.is_dir else re.split(r"[-_.]", self.name)[0]
 
 
 def file_format(name: str) -> str:
-    """How the file is read, by the end of its name; empty, if it is not. Of `rows.jsonl.gz`, what is packed in it."""
+    """Return the suffix of the data format, without compression (`.jsonl` for `rows.jsonl.gz`); '' if unsupported."""
     path = PurePosixPath(name)
-    if path.suffix in PACKED:
+    if path.suffix in COMPRESSED_SUFFIXES:
         path = path.with_suffix("")
-        return path.suffix if path.suffix in TEXT else ""
-    return path.suffix if path.suffix in KINDS else ""
+        return path.suffix if path.suffix in TEXT_SUFFIXES else ""
+    return path.suffix if path.suffix in SUFFIXES else ""
 
 
-def holds_rows(entry: DirEntry) -> bool:
-    return not entry.is_folder and file_format(entry.name) != "" and BESIDE.fullmatch(entry.name) is None
+def is_row_file(entry: DirEntry) -> bool:
+    return not entry.is_dir and file_format(entry.name) != "" and METADATA_FILES.fullmatch(entry.name) is None
 
 
-def files_in_dir(folder: str, split: str, listed: Callable[[str], Iterable[DirEntry]]) -> list[str]:
-    """Files of a folder that are called like the split, or lie in one that is; all, if none is called like one.
+def files_in_dir(directory: str, split: str, list_dir: Callable[[str], Iterable[DirEntry]]) -> list[str]:
+    """Return the data files of a split: by file name, or by the name of their directory.
 
-    A folder without files of rows may have one for each split, as `datasets` saves them, or have them below `data`.
+    If no file is named after a split, all files are `train`. A directory without data files may have one directory per
+    split, as `datasets` saves them, or a directory `data`.
     """
-    entries = sorted(listed(folder))
-    files = [entry for entry in entries if holds_rows(entry)]
-    folders = [entry for entry in entries if entry.is_folder and not entry.name.startswith(".")]
-    among = files or [entry for entry in folders if entry.split in (*SPLITS, split)]
-    if not among:
-        deeper = [entry.path for entry in folders if entry.name == "data"]
-        if deeper:
-            return files_in_dir(deeper[0], split, listed)
-        raise UserError(f"{folder}: the folder holds no {', '.join(KINDS)} file{advice(folders)}")
-    known = sorted({entry.split for entry in among} & {*SPLITS, split})
-    found = [entry for entry in among if entry.split == split] if known else among
-    if not found or (not known and split != "train"):
-        raise UserError(f"{folder}: no split {split!r}; it has {', '.join(known) or 'train'}")
-    return [path for entry in found for path in (below(entry, listed) if entry.is_folder else [entry.path])]
+    entries = sorted(list_dir(directory))
+    files = [entry for entry in entries if is_row_file(entry)]
+    directories = [entry for entry in entries if entry.is_dir and not entry.name.startswith(".")]
+    candidates = files or [entry for entry in directories if entry.split in (*SPLIT_NAMES, split)]
+    if not candidates:
+        data_dirs = [entry.path for entry in directories if entry.name == "data"]
+        if data_dirs:
+            return files_in_dir(data_dirs[0], split, list_dir)
+        raise UserError(
+            f"{directory}: no {', '.join(SUFFIXES)} files in this directory{subdirectory_hint(directories)}"
+        )
+    split_names = sorted({entry.split for entry in candidates} & {*SPLIT_NAMES, split})
+    matches = [entry for entry in candidates if entry.split == split] if split_names else candidates
+    if not matches or (not split_names and split != "train"):
+        raise UserError(f"{directory}: no split {split!r}. Available splits: {', '.join(split_names) or 'train'}.")
+    paths = (files_in_split_dir(entry, list_dir) if entry.is_dir else [entry.path] for entry in matches)
+    return [path for group in paths for path in group]
 
 
-def below(folder: DirEntry, listed: Callable[[str], Iterable[DirEntry]]) -> list[str]:
-    """All files of rows in the folder of a split."""
-    found = [entry.path for entry in sorted(listed(folder.path)) if holds_rows(entry)]
-    if not found:
-        raise UserError(f"{folder.path}: the folder holds no {', '.join(KINDS)} file")
-    return found
+def files_in_split_dir(directory: DirEntry, list_dir: Callable[[str], Iterable[DirEntry]]) -> list[str]:
+    """Return all data files in the directory of a split."""
+    paths = [entry.path for entry in sorted(list_dir(directory.path)) if is_row_file(entry)]
+    if not paths:
+        raise UserError(f"{directory.path}: no {', '.join(SUFFIXES)} files in this directory")
+    return paths
 
 
-def advice(folders: list[DirEntry]) -> str:
-    """The folders below, one of which may be meant."""
-    if not folders:
+def subdirectory_hint(directories: list[DirEntry]) -> str:
+    """Format the names of subdirectories for an error message."""
+    if not directories:
         return ""
-    names = [entry.name for entry in folders]
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return f"; name one of the folders in it: {', '.join(names[:5])}{more}"
+    names = [entry.name for entry in directories]
+    suffix = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return f". Set `source` to one of its subdirectories: {', '.join(names[:5])}{suffix}."
 
 
 def is_glob(source: str) -> bool:
-    """Whether a source is a pattern. What stands behind a ? in a web address is a question to the server."""
-    return not source.startswith(("http://", "https://")) and any(mark in source for mark in "*?[")
+    """Whether a source is a glob pattern. HTTP URLs are not: `?` starts their query."""
+    return not source.startswith(("http://", "https://")) and any(character in source for character in "*?[")
 
 
 def files_matching(pattern: str, paths: Iterable[str]) -> list[str]:
-    """Files of rows among those that a pattern matches."""
-    found = sorted(path for path in paths if holds_rows(DirEntry(path, False)))
-    if not found:
-        raise UserError(f"{pattern}: matches no {', '.join(KINDS)} file")
-    return found
+    """Return the data files among the paths that a glob pattern matches."""
+    matches = sorted(path for path in paths if is_row_file(DirEntry(path, False)))
+    if not matches:
+        raise UserError(f"{pattern}: no {', '.join(SUFFIXES)} file matches")
+    return matches
 
 
 def check_row_file(path: str) -> None:
-    """UserError for a file that rows are not read from."""
+    """Raise UserError if the format of a file is not supported."""
     if not file_format(path):
-        name = PurePosixPath(path)
-        raise UserError(f"{path}: rows are read from {', '.join(KINDS)} files, not from {name.suffix or 'this'}")
+        suffix = PurePosixPath(path).suffix or "no suffix"
+        raise UserError(f"{path}: unsupported file format, must be one of {', '.join(SUFFIXES)}, got {suffix}")
 
 
 def check_train_split(source: str, split: str) -> None:
-    """UserError for a split of what has none: a file, or files that a pattern names."""
+    """Raise UserError for any split but `train`. For files and glob patterns, which have no other splits."""
     if split != "train":
-        raise UserError(
-            f"{source}: a file has only the split 'train', not {split!r}; slice it (train[90%:]) or name another"
-        )
+        hint = "Slice it, as in train[90%:], or set another `source`."
+        raise UserError(f"{source}: a file has only the split 'train', got {split!r}. {hint}")

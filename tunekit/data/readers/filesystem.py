@@ -1,4 +1,4 @@
-"""The bytes of a file, wherever it lies and however it is packed."""
+"""Local and compressed files behind one interface."""
 
 import gzip
 import hashlib
@@ -13,36 +13,36 @@ from typing import Protocol
 from tunekit.data.readers.row_reader import FileOffset, RowChunk
 from tunekit.errors import UserError
 
-SEGMENT = 2**26  # bytes of a large file that are hashed in one thread
-EDGE = 2**20  # bytes at both ends of a file that stand for all of it
-# What reading raises; the last two, for packed data that ends early or is damaged.
-TROUBLE = (OSError, EOFError, zlib.error)
+SEGMENT_BYTES = 2**26  # bytes that one thread hashes at a time
+BLOCK_BYTES = 2**20  # read buffer; also the bytes at both ends of a file that are hashed if `full` is not set
+# Errors of read(). The last two are for truncated or corrupt compressed data.
+READ_ERRORS = (OSError, EOFError, zlib.error)
 
 
 def read_error(where: str, error: Exception) -> UserError:
-    """A line on why a file cannot be read."""
-    told = error.strerror if isinstance(error, OSError) else None
-    return UserError(f"{where}: cannot be read: {told or ' '.join(str(error).split()) or type(error).__name__}")
+    """Return a one-line UserError for a failed read."""
+    reason = error.strerror if isinstance(error, OSError) else None
+    return UserError(f"{where}: cannot read: {reason or ' '.join(str(error).split()) or type(error).__name__}")
 
 
 class DataFile(Protocol):
-    """A file that can be opened again and again. Whoever reads tells what goes wrong (`TROUBLE`) with its place."""
+    """A file that can be opened repeatedly. Callers convert READ_ERRORS with `read_error`."""
 
     @property
     def name(self) -> str:
-        """How messages call it."""
+        """Path or URL for error messages."""
         ...
 
     def open(self) -> io.BufferedReader: ...
 
-    def digest(self, whole: bool) -> bytes:
-        """A hash of its bytes; of what tells them from others at little cost, if not `whole`."""
+    def digest(self, full: bool) -> bytes:
+        """Hash of the content if `full`, otherwise of properties that are cheap to read."""
         ...
 
 
 @dataclass(frozen=True)
 class LocalFile:
-    """A file of this machine."""
+    """A file in a local filesystem."""
 
     path: Path
 
@@ -51,91 +51,91 @@ class LocalFile:
         return str(self.path)
 
     def open(self) -> io.BufferedReader:
-        return io.BufferedReader(io.FileIO(self.path), EDGE)
+        return io.BufferedReader(io.FileIO(self.path), BLOCK_BYTES)
 
-    def digest(self, whole: bool) -> bytes:
+    def digest(self, full: bool) -> bytes:
         try:
-            size = self.path.stat().st_size
-            starts = range(0, size, SEGMENT) if whole else sorted({0, max(size - EDGE, 0)})
+            size, length = self.path.stat().st_size, SEGMENT_BYTES if full else BLOCK_BYTES
+            starts = range(0, size, SEGMENT_BYTES) if full else sorted({0, max(size - BLOCK_BYTES, 0)})
             with ThreadPoolExecutor() as threads:
-                parts = list(threads.map(lambda start: self.segment(start, SEGMENT if whole else EDGE), starts))
+                hashes = list(threads.map(lambda start: self.hash_segment(start, length), starts))
         except OSError as error:
             raise read_error(self.name, error) from None
-        return hashlib.blake2b(b"".join([size.to_bytes(8), *parts]), digest_size=16).digest()
+        return hashlib.blake2b(b"".join([size.to_bytes(8), *hashes]), digest_size=16).digest()
 
-    def segment(self, start: int, length: int) -> bytes:
-        found = hashlib.blake2b(digest_size=16)
+    def hash_segment(self, start: int, length: int) -> bytes:
+        hasher = hashlib.blake2b(digest_size=16)
         with self.path.open("rb", 0) as file:
             file.seek(start)
-            while length > 0 and (block := file.read(min(length, EDGE))):
-                found.update(block)
+            while length > 0 and (block := file.read(min(length, BLOCK_BYTES))):
+                hasher.update(block)
                 length -= len(block)
-        return found.digest()
+        return hasher.digest()
 
 
 @dataclass(frozen=True)
 class CompressedFile:
-    """A compressed file, read as what is packed in it. To go on in its middle, all before is unpacked once more."""
+    """A compressed file, read as its decompressed content. Resuming decompresses everything before the position."""
 
     file: DataFile
-    unpack: Callable[[io.BufferedReader], io.BufferedReader]
+    decompress: Callable[[io.BufferedReader], io.BufferedReader]
 
     @property
     def name(self) -> str:
         return self.file.name
 
     def open(self) -> io.BufferedReader:
-        return self.unpack(self.file.open())
+        return self.decompress(self.file.open())
 
-    def digest(self, whole: bool) -> bytes:
-        return self.file.digest(whole)
+    def digest(self, full: bool) -> bytes:
+        return self.file.digest(full)
 
 
 class GzipFile(gzip.GzipFile):
-    """Closes the file that it reads from, too."""
+    """A gzip file that also closes the compressed file."""
 
-    def __init__(self, packed: io.BufferedReader) -> None:
-        super().__init__(fileobj=packed)
-        self.packed = packed
+    def __init__(self, compressed: io.BufferedReader) -> None:
+        super().__init__(fileobj=compressed)
+        self.compressed = compressed
 
     def close(self) -> None:
         super().close()
-        self.packed.close()
+        self.compressed.close()
 
 
 def open_gzip(file: io.BufferedReader) -> io.BufferedReader:
-    return io.BufferedReader(GzipFile(file), EDGE)  # type: ignore[arg-type]
+    return io.BufferedReader(GzipFile(file), BLOCK_BYTES)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
 class RowFile:
-    """A file of rows. It is read to know how many there are, where its kind does not tell."""
+    """Base class of files with rows. Rows are counted by reading the file, unless the format stores their number."""
 
     file: DataFile
 
-    def count(self, most: int | None) -> int:
-        """Rows, counted up to `most`."""
+    def count(self, limit: int | None) -> int:
+        """Count rows, at most `limit`."""
         count = 0
         for chunk in self.chunks(FileOffset()):
             count += chunk.count
-            if most is not None and count >= most:
-                return most
+            if limit is not None and count >= limit:
+                return limit
         return count
 
-    def chunks(self, place: FileOffset) -> Iterator[RowChunk]:
+    def chunks(self, position: FileOffset) -> Iterator[RowChunk]:
         raise NotImplementedError
 
-    def digest(self, whole: bool) -> bytes:
-        return self.file.digest(whole)
+    def digest(self, full: bool) -> bytes:
+        return self.file.digest(full)
 
 
 def skip_bytes(file: io.BufferedReader, name: str, count: int) -> None:
-    """Go on by so many bytes, reading them where there is no other way: what is packed cannot be jumped over."""
+    """Skip bytes. Files that are not seekable, such as compressed ones, are read instead."""
     try:
         if file.seekable():
             file.seek(count, io.SEEK_CUR)
             return
-        while count > 0 and (block := file.read(min(count, EDGE))):
+        while count > 0 and (block := file.read(min(count, BLOCK_BYTES))):
             count -= len(block)
-    except TROUBLE as error:
+    except READ_ERRORS as error:
         raise read_error(name, error) from None

@@ -1,4 +1,4 @@
-"""Rows of a data set on the Hugging Face Hub. A module of its own because `datasets` is slow to import."""
+"""Reader of datasets on the Hugging Face Hub. A separate module because `datasets` is slow to import."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -12,61 +12,64 @@ from huggingface_hub.errors import HTTPError  # pyright: ignore[reportPrivateImp
 from tunekit.data.readers.arrow_reader import ColumnChunk, iter_batches
 from tunekit.data.readers.data_files import file_format
 from tunekit.data.readers.remote_files import RemoteFile, open_remote
-from tunekit.data.readers.row_reader import ROWS, FileOffset, FileShard, RowChunk
+from tunekit.data.readers.row_reader import CHUNK_ROWS, FileOffset, FileShard, RowChunk
 from tunekit.errors import UserError
 
-Found = TypeVar("Found")
-COMMIT = re.compile(r"@[0-9a-f]{40}/")  # in an address; nobody wants it in every message
+Result = TypeVar("Found")
+COMMIT_IN_URL = re.compile(r"@[0-9a-f]{40}/")  # removed in error messages
 
 
 @dataclass(frozen=True)
 class HubDataset:
-    """A split as `datasets` has fetched it, in Arrow files of this machine. Places count rows."""
+    """A split that `datasets` has downloaded to local Arrow files. Offsets are rows."""
 
     name: str
     data: datasets.Dataset
 
-    def count(self, most: int | None) -> int:
+    def count(self, limit: int | None) -> int:
         return len(self.data)
 
-    def chunks(self, place: FileOffset) -> Iterator[RowChunk]:
+    def chunks(self, position: FileOffset) -> Iterator[RowChunk]:
         columns = self.data.with_format("arrow")
-        for start in range(place.offset, len(columns), ROWS):
-            rows: Any = columns[start : start + ROWS]
+        for start in range(position.offset, len(columns), CHUNK_ROWS):
+            rows: Any = columns[start : start + CHUNK_ROWS]
             for batch in iter_batches(rows.combine_chunks().to_batches(), 0):
-                yield ColumnChunk(self.name, place, batch)
-                place = ColumnChunk.behind(place, batch.num_rows)
+                yield ColumnChunk(self.name, position, batch)
+                position = ColumnChunk.advance(position, batch.num_rows)
 
-    def digest(self, whole: bool) -> bytes:
-        """Of the name, the commit and the split that `datasets` took it from."""
+    def digest(self, full: bool) -> bytes:
+        """Fingerprint of `datasets`, which depends on name, commit, and split."""
         return self.data._fingerprint.encode()
 
 
-def hub_set(name: str, split: str) -> FileShard:
-    """The rows of one split, fetched whole. See `asked` for names."""
-    rows = asked(name, split, lambda *words: datasets.load_dataset(*words[:2], split=split, revision=words[2]))
+def open_hub_dataset(name: str, split: str) -> FileShard:
+    """Download one split. See `load_from_hub` for names."""
+    rows = load_from_hub(name, split, lambda *args: datasets.load_dataset(*args[:2], split=split, revision=args[2]))
     assert isinstance(rows, datasets.Dataset)
     return HubDataset(f"{name} {split}", rows)
 
 
-def hub_files(name: str, split: str) -> list[RemoteFile]:
-    """The files of one split, as they lie on the Hub: they are read as they come, and nothing is kept of them."""
-    found = asked(name, split, lambda *words: datasets.load_dataset_builder(*words[:2], revision=words[2]))
-    files = found.config.data_files or {}
+def list_hub_files(name: str, split: str) -> list[RemoteFile]:
+    """Return the files of one split on the Hub, which are streamed and not cached."""
+    builder = load_from_hub(name, split, lambda *args: datasets.load_dataset_builder(*args[:2], revision=args[2]))
+    files = builder.config.data_files or {}
     if split not in files:
-        raise UserError(f"{name}: no split {split!r} on the Hub; it has {', '.join(sorted(map(str, files))) or 'none'}")
+        splits = ", ".join(sorted(map(str, files))) or "none"
+        raise UserError(f"{name}: no split {split!r} on the Hub. Available splits: {splits}.")
     for url in files[split]:
         if not file_format(url):
-            raise UserError(f"{name}: files such as {url.rpartition('/')[2]} cannot be streamed; leave out `streaming`")
-    return [open_remote(url, COMMIT.sub("/", url)) for url in files[split]]
+            file = url.rpartition("/")[2]
+            raise UserError(f"{name}: {file} cannot be streamed. Set `streaming` to false.")
+    return [open_remote(url, COMMIT_IN_URL.sub("/", url)) for url in files[split]]
 
 
-def asked(name: str, split: str, ask: Callable[[str, str | None, str | None], Found]) -> Found:
-    """An answer about `owner/name:part@revision`; `part` is one of the data set's configurations."""
-    rest, _, revision = name.partition("@")
-    path, _, part = rest.partition(":")
+def load_from_hub(name: str, split: str, load: Callable[[str, str | None, str | None], Result]) -> Result:
+    """Call `load(path, config, revision)` for `owner/name:config@revision` and convert its errors to UserErrors."""
+    path_and_config, _, revision = name.partition("@")
+    path, _, config = path_and_config.partition(":")
     try:
-        return ask(path, part or None, revision or None)
+        return load(path, config or None, revision or None)
     except (DatasetsError, HTTPError, OSError, ValueError) as error:
         reason = " ".join(str(error).split())
-        raise UserError(f"{name}: no such file or folder, and no split {split!r} from the Hub: {reason}") from None
+        problem = f"no such file or directory, and cannot load split {split!r} from the Hub"
+        raise UserError(f"{name}: {problem}: {reason}") from None

@@ -1,4 +1,4 @@
-"""Rows of a JSON file: a list of any size, which is not read whole; an object; or JSON lines under another name."""
+"""Reader of JSON and JSON Lines files. Lists are streamed, so they may be larger than memory."""
 
 import codecs
 import io
@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from tunekit.data.readers.filesystem import TROUBLE, DataFile, RowFile, read_error, skip_bytes
-from tunekit.data.readers.row_reader import BYTES, BadRow, FileOffset, FileShard, Row, RowChunk
+from tunekit.data.readers.filesystem import READ_ERRORS, DataFile, RowFile, read_error, skip_bytes
+from tunekit.data.readers.row_reader import CHUNK_BYTES, BadRow, FileOffset, FileShard, Row, RowChunk
 from tunekit.data.readers.text_lines import (
     BLANK,
-    LONGEST,
+    MAX_ROW_BYTES,
     check_first_rows,
     chunked,
     decode_utf8,
@@ -21,84 +21,84 @@ from tunekit.data.readers.text_lines import (
 )
 from tunekit.errors import UserError
 
-WHITE = re.compile(r"[ \t\r\n\ufeff]*")
-# Finds where a value ends. Numbers stay text: they are read elsewhere, where one that is too long is a row's fault.
+WHITESPACE = re.compile(r"[ \t\r\n\ufeff]*")
+# Finds the end of a value. Numbers are not converted, so that one with too many digits fails for its row only.
 DECODER = json.JSONDecoder(parse_int=str, parse_float=str)
-SPACE = " \t\r\n"  # and no other, as JSON has it
-NEAR = 16  # characters; what is wrong so close to the end of a block may be right with the next one
+JSON_WHITESPACE = " \t\r\n"
+LOOKAHEAD = 16  # characters; an error this close to the end of a block may only be due to missing input
 
 
-def parse(raw: bytes) -> Any:
-    """The value of a JSON text; ValueError says why there is none."""
-    text = decode_utf8(raw).rstrip(SPACE)  # what is missing is missing in the line, not in the next one
+def parse_bytes(raw: bytes) -> Any:
+    """Parse a JSON value. Raise ValueError with the reason if it is malformed."""
+    text = decode_utf8(raw).rstrip(JSON_WHITESPACE)  # so that errors at the end have the column of this line
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        raise ValueError(malformed(error.msg, error.colno)) from None
+        raise ValueError(malformed_message(error.msg, error.colno)) from None
     except (RecursionError, ValueError) as error:  # ValueError: an integer of more digits than Python converts
         raise ValueError(f"unreadable JSON: {error}") from None
 
 
-def malformed(reason: str, column: int) -> str:
+def malformed_message(reason: str, column: int) -> str:
     return f"malformed JSON: {reason.removesuffix(' at')} at column {column}"
 
 
-def json_row(where: str, raw: bytes) -> Row | BadRow:
-    """A row of a JSON text, which must be an object."""
+def to_row(where: str, raw: bytes) -> Row | BadRow:
+    """Parse a row, which must be a JSON object."""
     try:
-        value = parse(raw)
+        value = parse_bytes(raw)
     except ValueError as error:
         return BadRow(where, str(error))
     if not isinstance(value, dict):
-        return BadRow(where, f"a row must be a JSON object, this is {type(value).__name__}")
+        return BadRow(where, f"row must be a JSON object, got {type(value).__name__}")
     return Row(where, value)
 
 
 @dataclass(frozen=True)
 class JsonChunk:
-    """Texts of JSON values, numbered from the place's line; blank ones are passed over."""
+    """Unparsed JSON values, numbered from `position.line`. Blank ones are skipped."""
 
-    name: str  # with what stands before a number: "rows.jsonl:", "rows.json row "
-    place: FileOffset
+    name: str  # location prefix: "rows.jsonl:" or "rows.json row "
+    position: FileOffset
     count: int
     texts: tuple[bytes, ...]
 
     def rows(self) -> Iterator[Row | BadRow]:
-        for number, text in enumerate(self.texts, self.place.line):
+        for number, text in enumerate(self.texts, self.position.line):
             if text.strip(BLANK):
-                yield json_row(f"{self.name}{number}", text)
+                yield to_row(f"{self.name}{number}", text)
 
 
 @dataclass(frozen=True)
 class JsonLinesFile(RowFile):
-    """One object a line."""
+    """JSON Lines: one object per line."""
 
-    def chunks(self, place: FileOffset) -> Iterator[RowChunk]:
+    def chunks(self, position: FileOffset) -> Iterator[RowChunk]:
         name = self.file.name
         with open_text(self.file) as file:
-            skip_bytes(file, name, place.offset)
-            for group in chunked(split_lines(file, name, place.line), len):
+            skip_bytes(file, name, position.offset)
+            for group in chunked(split_lines(file, name, position.line), len):
                 texts = tuple(group)
                 count = sum(1 for text in texts if text.strip(BLANK))
-                chunk = JsonChunk(f"{name}:", place, count, texts)
-                if place.offset == 0:
-                    check_first_rows(chunk, "one JSON object a line")
+                chunk = JsonChunk(f"{name}:", position, count, texts)
+                if position.offset == 0:
+                    check_first_rows(chunk, "one JSON object per line")
                 yield chunk
-                after = place.offset + sum(map(len, texts))
-                place = FileOffset(place.file, after, place.line + len(texts), place.row + count)
+                end = position.offset + sum(map(len, texts))
+                position = FileOffset(position.file, end, position.line + len(texts), position.row + count)
 
 
 @dataclass(frozen=True)
 class JsonFile(RowFile):
-    """A list of objects, or such a list under `data` (an object is read whole, a list is not), or one object.
+    """A JSON file with a list of objects, an object with such a list as `data`, one object, or JSON Lines.
 
-    Many files named `.json` hold JSON lines, and some named `.jsonl` (`lines`) a list: each is read as what it is.
+    The layout is detected: many `.json` files are JSON Lines, and some `.jsonl` files (`lines`) are lists.
     """
 
     lines: bool = False
 
-    def part(self) -> FileShard:
-        """How this file is to be read."""
+    def detect_layout(self) -> FileShard:
+        """Return the reader for the layout of this file."""
         with open_text(self.file) as file:
             try:
                 first = b" "
@@ -106,185 +106,190 @@ class JsonFile(RowFile):
                     first = file.read(1)
                 if first == b"[":
                     return JsonListFile(self.file)
-                if self.lines or (is_value(first + file.readline(LONGEST)) and file.read(BYTES).strip(BLANK)):
+                if self.lines or (
+                    is_value(first + file.readline(MAX_ROW_BYTES)) and file.read(CHUNK_BYTES).strip(BLANK)
+                ):
                     return JsonLinesFile(self.file)
-            except TROUBLE as error:
+            except READ_ERRORS as error:
                 raise read_error(self.file.name, error) from None
         return JsonObjectFile(self.file) if first else JsonLinesFile(self.file)
 
-    def count(self, most: int | None) -> int:
-        return self.part().count(most)
+    def count(self, limit: int | None) -> int:
+        return self.detect_layout().count(limit)
 
-    def chunks(self, place: FileOffset) -> Iterator[RowChunk]:
-        return self.part().chunks(place)
+    def chunks(self, position: FileOffset) -> Iterator[RowChunk]:
+        return self.detect_layout().chunks(position)
 
 
 @dataclass(frozen=True)
 class JsonListFile(RowFile):
-    """A list of objects, cut into its elements where it is read. Places count bytes."""
+    """A list of objects, split into elements while it is read. Offsets are bytes."""
 
-    def chunks(self, place: FileOffset) -> Iterator[RowChunk]:
+    def chunks(self, position: FileOffset) -> Iterator[RowChunk]:
         with open_text(self.file) as file:
-            skip_bytes(file, self.file.name, place.offset)
-            for group in chunked(iter(JsonElements(self.file, file, place.offset)), lambda element: len(element.text)):
+            skip_bytes(file, self.file.name, position.offset)
+            for group in chunked(
+                iter(JsonElements(self.file, file, position.offset)), lambda element: len(element.text)
+            ):
                 texts = tuple(element.text for element in group)
-                chunk = JsonChunk(f"{self.file.name} row ", place, len(texts), texts)
-                if place.offset == 0:
+                chunk = JsonChunk(f"{self.file.name} row ", position, len(texts), texts)
+                if position.offset == 0:
                     check_first_rows(chunk, "a list of JSON objects")
                 yield chunk
-                place = FileOffset(place.file, group[-1].behind, place.line + len(texts), place.row + len(texts))
+                rows = len(texts)
+                position = FileOffset(position.file, group[-1].end, position.line + rows, position.row + rows)
 
 
 @dataclass(frozen=True)
 class JsonObjectFile(RowFile):
-    """One object, which is a row or has a list of them under `data`. It is read whole. Places count rows."""
+    """One object: a row, or a list of rows as `data`. It is read into memory. Offsets are rows."""
 
-    def count(self, most: int | None) -> int:
+    def count(self, limit: int | None) -> int:
         return len(self.texts())
 
-    def chunks(self, place: FileOffset) -> Iterator[RowChunk]:
-        for group in chunked(self.texts()[place.offset :], len):
-            yield JsonChunk(f"{self.file.name} row ", place, len(group), tuple(group))
+    def chunks(self, position: FileOffset) -> Iterator[RowChunk]:
+        for group in chunked(self.texts()[position.offset :], len):
+            yield JsonChunk(f"{self.file.name} row ", position, len(group), tuple(group))
             rows = len(group)
-            place = FileOffset(place.file, place.offset + rows, place.line + rows, place.row + rows)
+            position = FileOffset(position.file, position.offset + rows, position.line + rows, position.row + rows)
 
     def texts(self) -> list[bytes]:
         with open_text(self.file) as file:
             try:
                 raw = file.read()
-            except TROUBLE as error:
+            except READ_ERRORS as error:
                 raise read_error(self.file.name, error) from None
         try:
-            text = decode_utf8(raw).rstrip(SPACE)
+            text = decode_utf8(raw).rstrip(JSON_WHITESPACE)
         except ValueError as error:
             raise UserError(f"{self.file.name}: {error}") from None
         try:
             value = json.loads(text)
         except json.JSONDecodeError as error:
-            raise UserError(f"{self.file.name}:{error.lineno}: {malformed(error.msg, error.colno)}") from None
+            raise UserError(f"{self.file.name}:{error.lineno}: {malformed_message(error.msg, error.colno)}") from None
         except (RecursionError, ValueError) as error:
             raise UserError(f"{self.file.name}: unreadable JSON: {error}") from None
         if not isinstance(value, dict):
             kind = type(value).__name__
-            raise UserError(f'{self.file.name}: want a list of rows or {{"data": [rows]}}, this is {kind}')
+            raise UserError(f'{self.file.name}: expected a list of rows or {{"data": [rows]}}, got {kind}')
         rows = value["data"] if isinstance(value.get("data"), list) else [value]
         return [json.dumps(row).encode() for row in rows]
 
 
 class JsonElement(NamedTuple):
-    """A value of a list as it is written, and the offset behind the comma or bracket that follows it."""
+    """An unparsed element of a list, and the offset after the comma or bracket that follows it."""
 
     text: bytes
-    behind: int
+    end: int
 
 
 class JsonElements:
-    """What a JSON list is made of. The text at hand is a block of the file; more only where one element is longer.
+    """Iterator over the elements of a JSON list. `text` is a block of the file, or more if an element is longer.
 
-    `offset` is that of `text[at]` in the file.
+    `offset` is the offset of `text[index]` in the file.
     """
 
-    def __init__(self, stored: DataFile, file: io.BufferedReader, offset: int) -> None:
-        self.stored, self.file, self.offset = stored, file, offset
-        # Bytes that are no UTF-8 become lone surrogates, and bytes again when an element is cut out.
+    def __init__(self, source: DataFile, file: io.BufferedReader, offset: int) -> None:
+        self.source, self.file, self.offset = source, file, offset
+        # Invalid UTF-8 becomes lone surrogates, which `to_bytes` converts back.
         self.decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
-        self.text, self.at, self.ended = "", 0, False
+        self.text, self.index, self.ended = "", 0, False
 
     def __iter__(self) -> Iterator[JsonElement]:
         if self.offset == 0:
-            self.take(self.next() + 1)  # the bracket
-            if self.next() < len(self.text) and self.text[self.next()] == "]":
-                self.take(self.next() + 1)
-                return self.close()
+            self.advance(self.skip_whitespace() + 1)  # the bracket
+            if self.skip_whitespace() < len(self.text) and self.text[self.skip_whitespace()] == "]":
+                self.advance(self.skip_whitespace() + 1)
+                return self.check_end()
         closed = False
         while not closed:
-            start, end, comma = self.element()
+            start, end, comma = self.find_element()
             closed = self.text[comma] == "]"
-            text = encoded(self.text[start:end])
-            self.take(comma + 1)
+            text = to_bytes(self.text[start:end])
+            self.advance(comma + 1)
             yield JsonElement(text, self.offset)
-        return self.close()
+        return self.check_end()
 
-    def element(self) -> tuple[int, int, int]:
-        """Where the next one begins and ends, and where the comma or bracket behind it stands."""
+    def find_element(self) -> tuple[int, int, int]:
+        """Return the start and end of the next element, and the index of the comma or bracket after it."""
         while True:
-            start = self.next()
-            end = self.end(start)
-            comma = None if end is None else after_white(self.text, end)
+            start = self.skip_whitespace()
+            end = self.find_end(start)
+            comma = None if end is None else end_of_whitespace(self.text, end)
             if end is not None and comma is not None and comma < len(self.text):
                 if self.text[comma] not in ",]":
-                    raise self.fault("Expecting ',' delimiter", comma)
+                    raise self.make_error("Expecting ',' delimiter", comma)
                 return start, end, comma
             if self.ended:
-                raise self.fault("the list does not end", len(self.text))
-            self.more()
+                raise self.make_error("list is not closed", len(self.text))
+            self.read_block()
 
-    def end(self, start: int) -> int | None:
-        """Where a value ends; None: not in the text at hand."""
+    def find_end(self, start: int) -> int | None:
+        """Return the end of the value at `start`; None if more input is needed."""
         try:
             return DECODER.raw_decode(self.text, start)[1]
         except json.JSONDecodeError as error:
-            certain = error.pos < len(self.text) - NEAR and not error.msg.startswith("Unterminated string")
+            certain = error.pos < len(self.text) - LOOKAHEAD and not error.msg.startswith("Unterminated string")
             if certain or self.ended:
-                raise self.fault(error.msg, error.pos) from None
+                raise self.make_error(error.msg, error.pos) from None
             return None
         except RecursionError as error:
-            raise self.fault(str(error), start) from None
+            raise self.make_error(str(error), start) from None
 
-    def next(self) -> int:
-        """Where there is no white space."""
-        while (at := after_white(self.text, self.at)) == len(self.text) and not self.ended:
-            self.take(at)
-            self.more()
-        return at
+    def skip_whitespace(self) -> int:
+        """Return the index of the next character that is not whitespace, reading blocks as needed."""
+        while (index := end_of_whitespace(self.text, self.index)) == len(self.text) and not self.ended:
+            self.advance(index)
+            self.read_block()
+        return index
 
-    def take(self, behind: int) -> None:
-        self.offset += len(encoded(self.text[self.at : behind]))
-        self.at = behind
+    def advance(self, end: int) -> None:
+        self.offset += len(to_bytes(self.text[self.index : end]))
+        self.index = end
 
-    def more(self) -> None:
-        if len(self.text) - self.at > LONGEST:
-            raise self.fault(f"a row of more than {LONGEST >> 20} MB", self.at)
+    def read_block(self) -> None:
+        if len(self.text) - self.index > MAX_ROW_BYTES:
+            raise self.make_error(f"row exceeds {MAX_ROW_BYTES >> 20} MB", self.index)
         try:
-            block = self.file.read(max(BYTES, len(self.text) - self.at))
-        except TROUBLE as error:
-            raise read_error(self.stored.name, error) from None
+            block = self.file.read(max(CHUNK_BYTES, len(self.text) - self.index))
+        except READ_ERRORS as error:
+            raise read_error(self.source.name, error) from None
         self.ended = not block
-        self.text, self.at = self.text[self.at :] + self.decoder.decode(block, self.ended), 0
+        self.text, self.index = self.text[self.index :] + self.decoder.decode(block, self.ended), 0
 
-    def close(self) -> None:
-        if self.next() < len(self.text):
-            raise self.fault("more follows the end of the list", self.next())
+    def check_end(self) -> None:
+        if self.skip_whitespace() < len(self.text):
+            raise self.make_error("extra data after the list", self.skip_whitespace())
 
-    def fault(self, reason: str, at: int) -> UserError:
-        line, column = line_of(self.stored, self.offset + len(encoded(self.text[self.at : at])))
-        return UserError(f"{self.stored.name}:{line}: {malformed(reason, column)}")
+    def make_error(self, reason: str, index: int) -> UserError:
+        line, column = line_and_column(self.source, self.offset + len(to_bytes(self.text[self.index : index])))
+        return UserError(f"{self.source.name}:{line}: {malformed_message(reason, column)}")
 
 
-def encoded(text: str) -> bytes:
+def to_bytes(text: str) -> bytes:
     return text.encode("utf-8", "surrogateescape")
 
 
-def after_white(text: str, at: int) -> int:
-    found = WHITE.match(text, at)
-    assert found is not None
-    return found.end()
+def end_of_whitespace(text: str, index: int) -> int:
+    match = WHITESPACE.match(text, index)
+    assert match is not None
+    return match.end()
 
 
 def is_value(text: bytes) -> bool:
-    """Whether a text is a JSON value."""
+    """Whether a byte string is a JSON value."""
     try:
-        parse(text)
+        parse_bytes(text)
     except ValueError:
         return False
     return True
 
 
-def line_of(stored: DataFile, offset: int) -> tuple[int, int]:
-    """Line and column of an offset. The file is read once more: only who must tell of a mistake wants them."""
+def line_and_column(source: DataFile, offset: int) -> tuple[int, int]:
+    """Return the line and column of an offset, for error messages. Reads the file again up to the offset."""
     line, column = 1, 1
-    with stored.open() as file:
-        while offset > 0 and (block := file.read(min(offset, BYTES))):
+    with source.open() as file:
+        while offset > 0 and (block := file.read(min(offset, CHUNK_BYTES))):
             offset -= len(block)
             line += block.count(b"\n")
             column = len(block) - block.rfind(b"\n") if b"\n" in block else column + len(block)

@@ -1,4 +1,4 @@
-"""Where rows come from: a file, a folder of files, a bundled data set or a name on the Hub; and which part of them."""
+"""Open datasets: a file, a directory, a glob pattern, a URL, a bundled dataset, or a Hub name; and slice splits."""
 
 import importlib
 import re
@@ -24,33 +24,33 @@ from tunekit.data.readers.row_reader import FileShard, RowReader
 from tunekit.errors import UserError
 
 READERS = {".json": JsonFile, ".jsonl": partial(JsonFile, lines=True), ".csv": CsvFile}
-SLOW = {
+LAZY_IMPORTS = {
     ".parquet": ("tunekit.data.readers.parquet_reader", "ParquetFile"),
     ".arrow": ("tunekit.data.readers.arrow_reader", "ArrowFile"),
-    ".zst": ("tunekit.data.readers.arrow_reader", "unzstd"),
-    "hub": ("tunekit.data.readers.hf_datasets", "hub_set"),
-    "hub stream": ("tunekit.data.readers.hf_datasets", "hub_files"),
-    "remote": ("tunekit.data.readers.remote_files", "files"),
+    ".zst": ("tunekit.data.readers.arrow_reader", "open_zstd"),
+    "hub": ("tunekit.data.readers.hf_datasets", "open_hub_dataset"),
+    "hub stream": ("tunekit.data.readers.hf_datasets", "list_hub_files"),
+    "remote": ("tunekit.data.readers.remote_files", "open_remote_files"),
 }
-# A data set of the Hub: owner/name, with a configuration and a revision if wanted: owner/name:config@revision
+# owner/name, with an optional configuration and revision: owner/name:config@revision
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?(:[\w.-]+)?(@[\w./-]+)?")
 SPLIT = re.compile(r"([\w.-]+)(?:\[(-?\d+%?)?:(-?\d+%?)?\])?")
 
 
 class SplitSlice(NamedTuple):
-    """A split's name and the part of it that is taken; a bound is a row number or, with `%`, a share of the rows."""
+    """A split and the bounds of a slice of it. A bound is a row number, or a percentage with `%`."""
 
     name: str
     low: str | None
     high: str | None
 
     def bounds(self, count: int) -> tuple[int, int]:
-        """First row and the one after the last, of `count` rows."""
+        """Return the first row and the row after the last one, of `count` rows."""
         low = 0 if self.low is None else row_number(self.low, count)
         return low, count if self.high is None else max(low, row_number(self.high, count))
 
-    def fixed(self, limit: int | None) -> tuple[int, int | None] | None:
-        """The bounds, where they do not depend on how many rows there are (None: the last); else None."""
+    def absolute_bounds(self, limit: int | None) -> tuple[int, int | None] | None:
+        """Return the bounds if they do not depend on the number of rows, else None. An end of None is the last row."""
         if any(bound is not None and (bound[0] == "-" or bound[-1] == "%") for bound in (self.low, self.high)):
             return None
         low = int(self.low or 0)
@@ -64,69 +64,69 @@ def row_number(bound: str, count: int) -> int:
 
 
 def parse_split(text: str) -> SplitSlice:
-    """`train`, `train[:90%]`, `train[100:]`, `train[-10%:]`; ValueError if it is none of these."""
+    """Parse `train`, `train[:90%]`, `train[100:]`, or `train[-10%:]`. Raise ValueError for anything else."""
     match = SPLIT.fullmatch(text)
     if match is None:
-        raise ValueError(f"{text!r} is no split; write train, train[:90%] or train[100:200]")
+        raise ValueError(f"must be a split such as train, train[:90%] or train[100:200], got {text!r}")
     for bound in match.groups()[1:]:
         if bound is not None and bound.endswith("%") and abs(int(bound[:-1])) > 100:
-            raise ValueError(f"{text!r} takes more than 100%")
+            raise ValueError(f"bounds must be at most 100%, got {text!r}")
     return SplitSlice(*match.groups())
 
 
-def open_dataset(source: str, split: str, limit: int | None = None, stream: bool = False) -> RowReader:
-    """The rows of `split` (see `parse_split`), at most `limit` of them. A stream is not counted before it is read."""
-    cut = parse_split(split)
-    fixed = cut.fixed(limit)
-    if stream and fixed is None:
-        raise UserError(
-            f"{source}: {split} wants to know how many rows there are; of a stream, take train[1000:] or [:1000]"
-        )
-    parts = parts_of(source, cut.name, stream)
-    if stream and fixed is not None:
-        return RowReader(parts, *fixed)
-    counts = counted(parts, None if fixed is None else fixed[1])
-    low, high = cut.bounds(sum(counts))
+def open_dataset(source: str, split: str, limit: int | None = None, streaming: bool = False) -> RowReader:
+    """Open the rows of `split` (see `parse_split`), at most `limit` rows. Rows are not counted if `streaming`."""
+    split_slice = parse_split(split)
+    bounds = split_slice.absolute_bounds(limit)
+    if streaming and bounds is None:
+        hint = "Use row numbers, as in train[1000:] or train[:1000]."
+        raise UserError(f"{source}: {split} needs the number of rows, which is unknown with streaming. {hint}")
+    shards = open_shards(source, split_slice.name, streaming)
+    if streaming and bounds is not None:
+        return RowReader(shards, *bounds)
+    counts = count_rows(shards, None if bounds is None else bounds[1])
+    low, high = split_slice.bounds(sum(counts))
     high = high if limit is None else min(high, low + limit)
     if low == high:
-        count, empty = sum(counted(parts, None)), "the file is" if len(parts) == 1 else f"its {len(parts)} files are"
-        raise UserError(f"{source}: {split} holds no row" + (f" (of {count})" if count else f": {empty} empty"))
-    return RowReader(parts, low, high, counts)
+        count = sum(count_rows(shards, None))
+        files_are = "the file is" if len(shards) == 1 else f"its {len(shards)} files are"
+        raise UserError(f"{source}: {split} has no rows" + (f" (of {count})" if count else f": {files_are} empty"))
+    return RowReader(shards, low, high, counts)
 
 
-def parts_of(source: str, split: str, stream: bool) -> tuple[FileShard, ...]:
-    """What a split is made of, unread."""
+def open_shards(source: str, split: str, streaming: bool) -> tuple[FileShard, ...]:
+    """Return the files of a split, without reading rows."""
     files = find_data_files(source, split)
-    if files is None and not stream:
-        return (slow("hub")(source, split),)
+    if files is None and not streaming:
+        return (lazy_import("hub")(source, split),)
     if files is None or is_url(source):
-        return tuple(map(read, slow("remote" if is_url(source) else "hub stream")(source, split)))
-    return tuple(read(LocalFile(path)) for path in files)
+        return tuple(map(open_shard, lazy_import("remote" if is_url(source) else "hub stream")(source, split)))
+    return tuple(open_shard(LocalFile(path)) for path in files)
 
 
-def counted(parts: tuple[FileShard, ...], most: int | None) -> tuple[int, ...]:
-    """Rows of each part; no more than `most` of all are counted."""
+def count_rows(shards: tuple[FileShard, ...], limit: int | None) -> tuple[int, ...]:
+    """Count the rows of each file, at most `limit` rows in total."""
     counts: list[int] = []
-    for part in parts:
-        left = None if most is None else most - sum(counts)
-        if left == 0:
+    for shard in shards:
+        remaining = None if limit is None else limit - sum(counts)
+        if remaining == 0:
             break
-        counts.append(part.count(left))
+        counts.append(shard.count(remaining))
     return tuple(counts)
 
 
 def find_data_files(source: str, split: str) -> list[Path] | None:
-    """Files of this machine that hold the split, none of them read; None if `source` is a Hub name.
+    """Return the local files of a split, without reading them; None if `source` is a Hub name.
 
-    There are none where a URL is the source: what it names is found when it is opened.
+    The list is empty if `source` is a URL, which is resolved when it is opened.
     """
     if is_url(source):
         return []
-    folder = assets.dataset_dir(source)
-    path = Path(source.removeprefix("file://")).expanduser() if folder is None else folder
+    bundled = assets.dataset_dir(source)
+    path = Path(source.removeprefix("file://")).expanduser() if bundled is None else bundled
     try:
         if path.is_dir():
-            return [Path(file) for file in files_in_dir(str(path), split, listed)]
+            return [Path(file) for file in files_in_dir(str(path), split, list_dir)]
         if path.is_file():
             check_row_file(str(path))
             check_train_split(str(path), split)
@@ -135,35 +135,35 @@ def find_data_files(source: str, split: str) -> list[Path] | None:
         raise read_error(str(path), error) from None
     if is_glob(source):
         check_train_split(source, split)
-        return [Path(file) for file in files_matching(source, map(str, matching(path)))]
+        return [Path(file) for file in files_matching(source, map(str, glob_paths(path)))]
     if file_format(source) or HUB_NAME.fullmatch(source) is None:
-        raise UserError(f"{source}: no such file or folder")
+        raise UserError(f"{source}: no such file or directory")
     return None
 
 
-def matching(pattern: Path) -> Iterator[Path]:
-    """What a pattern matches, which may begin at the root."""
+def glob_paths(pattern: Path) -> Iterator[Path]:
+    """Return the paths that a pattern matches, relative or absolute."""
     return Path(pattern.anchor).glob(str(pattern.relative_to(pattern.anchor)))
 
 
 def is_url(source: str) -> bool:
-    """Whether a source lies on another machine."""
+    """Whether a source is a URL other than `file://`."""
     return "://" in source and not source.startswith("file://")
 
 
-def listed(folder: str) -> list[DirEntry]:
-    return [DirEntry(str(path), path.is_dir()) for path in Path(folder).iterdir()]
+def list_dir(directory: str) -> list[DirEntry]:
+    return [DirEntry(str(path), path.is_dir()) for path in Path(directory).iterdir()]
 
 
-def read(file: DataFile) -> FileShard:
-    """The rows of a file, by how its name ends."""
-    end, within = Path(file.name).suffix, file_format(file.name)
-    if end != within:
-        file = CompressedFile(file, open_gzip if end == ".gz" else slow(end))
-    return (READERS[within] if within in READERS else slow(within))(file)
+def open_shard(file: DataFile) -> FileShard:
+    """Open a file of rows. The suffix of its name determines the format and the compression."""
+    suffix, row_format = Path(file.name).suffix, file_format(file.name)
+    if suffix != row_format:
+        file = CompressedFile(file, open_gzip if suffix == ".gz" else lazy_import(suffix))
+    return (READERS[row_format] if row_format in READERS else lazy_import(row_format))(file)
 
 
-def slow(name: str):
-    """What stands in a module whose library takes a second to import: loaded when such a source is opened."""
-    module, found = SLOW[name]
-    return vars(importlib.import_module(module))[found]
+def lazy_import(name: str):
+    """Import a reader on first use: its library takes about a second to import."""
+    module, attribute = LAZY_IMPORTS[name]
+    return vars(importlib.import_module(module))[attribute]

@@ -1,4 +1,4 @@
-"""Files behind a URL. A module of its own because fsspec and its drivers are slow to import."""
+"""Remote files through fsspec. A separate module because fsspec and its drivers are slow to import."""
 
 import hashlib
 import io
@@ -13,16 +13,16 @@ from fsspec.core import url_to_fs
 from fsspec.registry import known_implementations
 
 from tunekit.data.readers import data_files
-from tunekit.data.readers.filesystem import EDGE
+from tunekit.data.readers.filesystem import BLOCK_BYTES
 from tunekit.errors import UserError
 from tunekit.hub import redact
 
 Result = TypeVar("Result")
-PAUSES = (1.0, 4.0, 16.0)  # seconds before a read is tried again: a stream lives longer than a connection
-# Columns are read in turns, each where it lies: what is fetched for one must not drive out what was for another.
-CACHE = {"block_size": 2**22, "cache_type": "blockcache", "cache_options": {"maxblocks": 16}}
-# What drivers raise that is no OSError, by the module that they have loaded.
-DRIVERS = {
+RETRY_DELAYS = (1.0, 4.0, 16.0)  # seconds between attempts to read: streams outlive connections
+# Columns are read alternately from different offsets; with few cached blocks they would evict each other.
+CACHE_OPTIONS = {"block_size": 2**22, "cache_type": "blockcache", "cache_options": {"maxblocks": 16}}
+# Exceptions of drivers that are not OSErrors, by the module that defines them.
+DRIVER_ERRORS = {
     "aiohttp": "ClientError",
     "azure.core.exceptions": "AzureError",
     "botocore.exceptions": "BotoCoreError",
@@ -30,31 +30,32 @@ DRIVERS = {
     "google.auth.exceptions": "GoogleAuthError",
     "huggingface_hub.errors": "HTTPError",
 }
-# What of a store's entry changes with the content.
-MARKS = ("etag", "md5hash", "crc32c", "content-md5", "blob_id", "checksum", "size", "mtime", "last-modified")
-MARKS += ("lastmodified", "last_modified", "updated", "created", "generation")
+# Keys of fsspec's file info that change with the content.
+VERSION_KEYS = ("etag", "md5hash", "crc32c", "content-md5", "blob_id", "checksum", "size", "mtime", "last-modified")
+VERSION_KEYS += ("lastmodified", "last_modified", "updated", "created", "generation")
 
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """A file of a store. `name` is its URL without what gives access to it."""
+    """A file in an fsspec filesystem. `name` is its URL without credentials."""
 
     name: str
-    store: Any
+    filesystem: Any
     url: str
 
     def open(self) -> io.BufferedReader:
-        return io.BufferedReader(RetryingFile(tried(self.name, lambda: self.store.open(self.url, "rb", **CACHE))), EDGE)
+        file = wrap_errors(self.name, lambda: self.filesystem.open(self.url, "rb", **CACHE_OPTIONS))
+        return io.BufferedReader(RetryingFile(file), BLOCK_BYTES)
 
-    def digest(self, whole: bool) -> bytes:
-        """Of its ETag, size, time or whatever the store tells; it is not fetched for this."""
-        entry = tried(self.name, lambda: self.store.info(self.url))
-        marks = sorted((key.lower(), str(value)) for key, value in entry.items() if key.lower() in MARKS)
-        return hashlib.blake2b(repr(marks).encode(), digest_size=16).digest()
+    def digest(self, full: bool) -> bytes:
+        """Hash of the ETag, size, time, or similar metadata. The file is not downloaded."""
+        info = wrap_errors(self.name, lambda: self.filesystem.info(self.url))
+        versions = sorted((key.lower(), str(value)) for key, value in info.items() if key.lower() in VERSION_KEYS)
+        return hashlib.blake2b(repr(versions).encode(), digest_size=16).digest()
 
 
 class RetryingFile(io.RawIOBase):
-    """A file that a store is asked for again when it fails, and whose errors are all of one kind."""
+    """A file whose reads are retried, and whose errors become OSErrors."""
 
     def __init__(self, file: Any) -> None:
         self.file = file
@@ -68,103 +69,106 @@ class RetryingFile(io.RawIOBase):
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         return self.file.seek(offset, whence)
 
-    def tell(self) -> int:
+    def tell(self) -> int:  # part of the io interface (vocabulary: ignore)
         return self.file.tell()
 
     def readinto(self, buffer: Any) -> int:
-        data = self.read_again(len(buffer))
+        data = self.read_with_retries(len(buffer))
         buffer[: len(data)] = data
         return len(data)
 
-    def read_again(self, count: int) -> bytes:
-        for pause in PAUSES:
+    def read_with_retries(self, count: int) -> bytes:
+        for delay in RETRY_DELAYS:
             try:
                 return self.file.read(count)
             except (FileNotFoundError, PermissionError):
                 raise
-            except troubles():
-                time.sleep(pause)
+            except driver_errors():
+                time.sleep(delay)
         try:
             return self.file.read(count)
-        except troubles() as error:
-            raise OSError(told(error)) from error
+        except driver_errors() as error:
+            raise OSError(error_text(error)) from error
 
     def close(self) -> None:
         self.file.close()
         super().close()
 
 
-def files(url: str, split: str) -> list[RemoteFile]:
-    """The files that a URL names: one, those of a folder that are of the split, or those that a pattern matches."""
-    name, store = shown(url), opened(url)
+def open_remote_files(url: str, split: str) -> list[RemoteFile]:
+    """Return the remote files of a split. The URL may be a file, a directory, or a glob pattern."""
+    name, filesystem = without_credentials(url), open_filesystem(url)
     if not data_files.is_glob(url):
-        urls = tried(name, lambda: paths(store, url, split))
+        urls = wrap_errors(name, lambda: resolve_urls(filesystem, url, split))
     else:
         data_files.check_train_split(name, split)
-        urls = data_files.files_matching(name, tried(name, lambda: [whole(store, path) for path in store.glob(url)]))
-    return [RemoteFile(shown(one), store, one) for one in urls]
+        urls = wrap_errors(name, lambda: [full_url(filesystem, path) for path in filesystem.glob(url)])
+        urls = data_files.files_matching(name, urls)
+    return [RemoteFile(without_credentials(file_url), filesystem, file_url) for file_url in urls]
 
 
 def open_remote(url: str, name: str) -> RemoteFile:
-    """The file that a URL names, which is known to be there; `name` is for messages."""
-    return RemoteFile(name, opened(url), url)
+    """Return the file of a URL, without checking that it exists. `name` is for error messages."""
+    return RemoteFile(name, open_filesystem(url), url)
 
 
-def paths(store: Any, url: str, split: str) -> list[str]:
-    """The URL of a file, or of what a folder has of a split."""
+def resolve_urls(filesystem: Any, url: str, split: str) -> list[str]:
+    """Return the URL of a file, or of the files of a split in a directory."""
 
-    def listed(folder: str) -> list[data_files.DirEntry]:
-        entries = store.ls(folder, detail=True)
-        return [data_files.DirEntry(whole(store, entry["name"]), entry["type"] == "directory") for entry in entries]
+    def list_dir(directory: str) -> list[data_files.DirEntry]:
+        entries = ((entry["name"], entry["type"]) for entry in filesystem.ls(directory, detail=True))
+        return [data_files.DirEntry(full_url(filesystem, path), kind == "directory") for path, kind in entries]
 
-    if store.info(url)["type"] == "directory":
-        return data_files.files_in_dir(url.rstrip("/"), split, listed)
-    data_files.check_row_file(shown(url))
-    data_files.check_train_split(shown(url), split)
+    if filesystem.info(url)["type"] == "directory":
+        return data_files.files_in_dir(url.rstrip("/"), split, list_dir)
+    data_files.check_row_file(without_credentials(url))
+    data_files.check_train_split(without_credentials(url), split)
     return [url]
 
 
-def whole(store: Any, path: str) -> str:
-    return str(store.unstrip_protocol(path))
+def full_url(filesystem: Any, path: str) -> str:
+    return str(filesystem.unstrip_protocol(path))
 
 
-def opened(url: str) -> Any:
-    """The store behind a URL; UserError says which driver it wants."""
+def open_filesystem(url: str) -> Any:
+    """Return the fsspec filesystem of a URL. Raise UserError if its driver is not installed."""
     protocol = urlsplit(url).scheme
     try:
         return url_to_fs(url)[0]
     except ImportError:
         driver = known_implementations[protocol]["class"].partition(".")[0]
         driver = f"'fsspec[{protocol.rstrip('s')}]'" if driver == "fsspec" else driver
-        raise UserError(f"{shown(url)}: {protocol}:// wants a driver: pip install {driver}") from None
-    except (*troubles(), ValueError) as error:
-        raise UserError(f"{shown(url)}: {told(error)}") from None
+        hint = f"Install it with: pip install {driver}"
+        raise UserError(f"{without_credentials(url)}: {protocol}:// needs a driver. {hint}") from None
+    except (*driver_errors(), ValueError) as error:
+        raise UserError(f"{without_credentials(url)}: {error_text(error)}") from None
 
 
-def tried(name: str, act: Callable[[], Result]) -> Result:
-    """What a store says, or a line on why it does not."""
+def wrap_errors(name: str, operation: Callable[[], Result]) -> Result:
+    """Run an operation of a filesystem and convert its errors to UserErrors."""
     try:
-        return act()
+        return operation()
     except FileNotFoundError as error:
         if error.__cause__ is None or isinstance(error.__cause__, FileNotFoundError):
-            raise UserError(f"{name}: no such file or folder") from None
-        raise UserError(f"{name}: cannot be read: {told(error.__cause__)}") from None  # of a server that fails
+            raise UserError(f"{name}: no such file or directory") from None
+        raise UserError(f"{name}: cannot read: {error_text(error.__cause__)}") from None  # a server error
     except PermissionError as error:
-        raise UserError(f"{name}: you may not read it; check your credentials: {told(error)}") from None
-    except (*troubles(), ValueError) as error:
-        raise UserError(f"{name}: cannot be read: {told(error)}") from None
+        raise UserError(f"{name}: permission denied ({error_text(error)}). Check the credentials.") from None
+    except (*driver_errors(), ValueError) as error:
+        raise UserError(f"{name}: cannot read: {error_text(error)}") from None
 
 
-def troubles() -> tuple[type[Exception], ...]:
-    """What the drivers that are loaded raise."""
-    return (OSError, *(vars(sys.modules[module])[name] for module, name in DRIVERS.items() if module in sys.modules))
+def driver_errors() -> tuple[type[Exception], ...]:
+    """Return the exception types of all imported drivers."""
+    names = DRIVER_ERRORS.items()
+    return (OSError, *(vars(sys.modules[module])[name] for module, name in names if module in sys.modules))
 
 
-def shown(url: str) -> str:
-    """A URL without its user, and without the query, which may give access."""
+def without_credentials(url: str) -> str:
+    """Remove the user and the query from a URL, which may contain credentials."""
     parts = urlsplit(url)
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
 
-def told(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     return redact.redact_text(" ".join(str(error).split())) or type(error).__name__

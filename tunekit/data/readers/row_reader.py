@@ -1,4 +1,4 @@
-"""Rows that know where they came from, in pieces that travel to other processes and can be gone on from."""
+"""Rows with their locations, read in chunks that are sent to worker processes and from which reading can resume."""
 
 import hashlib
 from collections.abc import Iterator
@@ -8,41 +8,38 @@ from typing import Any, NamedTuple, Protocol
 
 from tunekit.errors import UserError
 
-# A chunk ends before it has more rows or bytes than these. One row alone may have more.
-ROWS, BYTES = 512, 2**20
+# Maximum rows and bytes of a chunk. A single larger row is a chunk of its own.
+CHUNK_ROWS, CHUNK_BYTES = 512, 2**20
 
 
 class Row(NamedTuple):
-    """One object of a data set; `where` is its file and line, for messages about it."""
+    """One row of a dataset. `where` is its file and line, for error messages."""
 
     where: str
     fields: dict[str, Any]
 
 
 class BadRow(NamedTuple):
-    """A row that cannot be read or learnt from, and why."""
+    """A row that cannot be parsed or trained on, and the reason."""
 
     where: str
     reason: str
 
 
 class FileOffset(NamedTuple):
-    """Where reading goes on: `offset` bytes (of columns: rows) into a file, with its `line` (or row, from 1) there.
+    """A position in a list of files, from which reading can resume."""
 
-    `row` counts the rows before, of all files, those that the slice leaves out among them.
-    """
-
-    file: int = 0
-    offset: int = 0
-    line: int = 1
-    row: int = 0
+    file: int = 0  # index of the file
+    offset: int = 0  # bytes from its start; rows for columnar formats
+    line: int = 1  # line, or row for formats without lines, from 1
+    row: int = 0  # rows before it in all files, including rows before the slice
 
 
 class RowChunk(Protocol):
-    """Some rows that nobody has parsed yet: small, and made to be pickled. `Table.chunks(place)` begins with it."""
+    """Unparsed rows, small and picklable. `RowReader.chunks(chunk.position)` resumes with this chunk."""
 
     @property
-    def place(self) -> FileOffset: ...
+    def position(self) -> FileOffset: ...
 
     @property
     def count(self) -> int: ...
@@ -51,107 +48,107 @@ class RowChunk(Protocol):
 
 
 class FileShard(Protocol):
-    """One file of a table."""
+    """One file of a dataset."""
 
-    def count(self, most: int | None) -> int:
-        """How many rows it has; counting may end at `most`."""
+    def count(self, limit: int | None) -> int:
+        """Number of rows. Counting may stop at `limit`."""
         ...
 
-    def chunks(self, place: FileOffset) -> Iterator[RowChunk]:
-        """Its rows from a place that it gave, or from its beginning."""
+    def chunks(self, position: FileOffset) -> Iterator[RowChunk]:
+        """Read chunks from the position of an earlier chunk, or from the start."""
         ...
 
-    def digest(self, whole: bool) -> bytes:
-        """A hash of its content; of what tells it from others without reading all, if not `whole`."""
+    def digest(self, full: bool) -> bytes:
+        """Hash of the content if `full`, otherwise of properties that are cheap to read."""
         ...
 
 
 @dataclass(frozen=True)
 class ChunkSlice:
-    """The rows of a chunk that a slice takes."""
+    """Rows `start` to `stop` of a chunk."""
 
     chunk: RowChunk
-    first: int
-    behind: int
+    start: int
+    stop: int
 
     @property
-    def place(self) -> FileOffset:
-        return self.chunk.place
+    def position(self) -> FileOffset:
+        return self.chunk.position
 
     @property
     def count(self) -> int:
-        return self.behind - self.first
+        return self.stop - self.start
 
     def rows(self) -> Iterator[Row | BadRow]:
-        return islice(self.chunk.rows(), self.first, self.behind)
+        return islice(self.chunk.rows(), self.start, self.stop)
 
 
 @dataclass(frozen=True)
 class RowReader:
-    """Rows `low` to `high` of files, one after the other; may be read again and again.
+    """Rows `low` to `high` of concatenated files. Can be read repeatedly.
 
-    `counts` are the rows of the files, as far as the slice needs them; None: a stream, which is not counted.
+    `counts` are the rows of each file, up to `high`; None for streams, whose rows are not counted.
     """
 
-    parts: tuple[FileShard, ...]
+    shards: tuple[FileShard, ...]
     low: int = 0
     high: int | None = None
     counts: tuple[int, ...] | None = None
 
     @property
     def count(self) -> int | None:
-        """How many rows; None: not known without reading all."""
+        """Number of rows; None if unknown."""
         return None if self.counts is None or self.high is None else self.high - self.low
 
     @property
     def rows(self) -> Iterator[Row | BadRow]:
-        """All of them, parsed here."""
+        """All rows, parsed in this process."""
         for chunk in self.chunks():
             yield from chunk.rows()
 
-    def chunks(self, place: FileOffset | None = None) -> Iterator[RowChunk]:
-        """Pieces from a place on. Whole files before it, or before the slice, are not opened."""
-        place = self.start() if place is None else place
-        for number in range(place.file, len(self.parts)):
-            row = place.row
+    def chunks(self, position: FileOffset | None = None) -> Iterator[RowChunk]:
+        """Read chunks from a position on. Files that end before it, or before the slice, are not opened."""
+        position = self.first_position() if position is None else position
+        for index in range(position.file, len(self.shards)):
+            row = position.row
             if self.high is not None and row >= self.high:
                 return
-            for chunk in self.parts[number].chunks(place):
-                if self.high is not None and chunk.place.row >= self.high:
+            for chunk in self.shards[index].chunks(position):
+                if self.high is not None and chunk.position.row >= self.high:
                     return
-                row = chunk.place.row + chunk.count
+                row = chunk.position.row + chunk.count
                 if row > self.low:
-                    yield self.cut(chunk)
-            place = FileOffset(file=number + 1, row=row)
+                    yield self.slice_chunk(chunk)
+            position = FileOffset(file=index + 1, row=row)
 
-    def cut(self, chunk: RowChunk) -> RowChunk:
-        """What the slice takes of a chunk."""
-        first, behind = max(self.low - chunk.place.row, 0), chunk.count
-        behind = behind if self.high is None else min(self.high - chunk.place.row, behind)
-        return chunk if (first, behind) == (0, chunk.count) else ChunkSlice(chunk, first, behind)
+    def slice_chunk(self, chunk: RowChunk) -> RowChunk:
+        """Return the rows of a chunk that are in the slice."""
+        start, stop = max(self.low - chunk.position.row, 0), chunk.count
+        stop = stop if self.high is None else min(self.high - chunk.position.row, stop)
+        return chunk if (start, stop) == (0, chunk.count) else ChunkSlice(chunk, start, stop)
 
-    def start(self) -> FileOffset:
-        """The file that the slice begins in."""
+    def first_position(self) -> FileOffset:
+        """Return the start of the file that contains row `low`."""
         row = 0
-        for number, count in enumerate(self.counts or ()):
+        for index, count in enumerate(self.counts or ()):
             if row + count > self.low:
-                return FileOffset(number, row=row)
+                return FileOffset(index, row=row)
             row += count
         return FileOffset()
 
     def digest(self) -> str:
-        """A hash of what the files hold and of the slice taken, whatever the files are called.
+        """Hash of the slice and of the files' content, but not of their names.
 
-        Of a stream it is taken from the files' sizes, beginnings and ends: nobody wants to read all before the start.
+        For streams, only cheap properties of the files are hashed (local files: size, first and last block).
         """
-        found = hashlib.blake2b(repr((self.low, self.high)).encode(), digest_size=16)
-        for part in self.parts:
-            found.update(part.digest(whole=self.counts is not None))
-        return found.hexdigest()
+        hasher = hashlib.blake2b(repr((self.low, self.high)).encode(), digest_size=16)
+        for shard in self.shards:
+            hasher.update(shard.digest(full=self.counts is not None))
+        return hasher.hexdigest()
 
 
 def require_row(row: Row | BadRow) -> Row:
-    """A row that must be readable."""
+    """Return the row. Raise UserError if it is a BadRow."""
     if isinstance(row, BadRow):
         raise UserError(f"{row.where}: {row.reason}")
     return row

@@ -39,7 +39,7 @@ SANDWICH = (
 )
 FUSED_MLP = KeyRule(("layers.{}.mlp.gate_proj", "layers.{}.mlp.up_proj"), "model.layers.{}.mlp.gate_up_proj", Fused())
 
-NEAR, FAR = "sliding_attention", "full_attention"  # kinds of layers, in the words of config.json
+SLIDING, FULL = "sliding_attention", "full_attention"  # kinds of layers, in the words of config.json
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 # What a config.json may leave out, as the families' reference implementations fill it in.
 OPTIONAL = {
@@ -64,15 +64,15 @@ def with_default_config(c: Config, **defaults: Any) -> dict[str, Any]:
     for key in SIZES:
         if not isinstance(c[key], int) or c[key] < 1:
             raise ValueError(f"{key} must be a whole number above 0, not {c[key]!r}")
-    for key, usual in OPTIONAL.items():
-        if type(usual) is float and type(c[key]) not in (int, float):
+    for key, default in OPTIONAL.items():
+        if type(default) is float and type(c[key]) not in (int, float):
             raise ValueError(f"{key} must be a number, not {c[key]!r}")
     return c
 
 
-def reject_config_values(c: Config, wanted: Config) -> None:
+def reject_config_values(c: Config, expected: Config) -> None:
     """Values that no published checkpoint changes, and that we would not heed."""
-    for key, value in wanted.items():
+    for key, value in expected.items():
         if c.get(key, value) != value:
             raise ValueError(f"{key} {c[key]!r} is not supported, only {value!r}")
 
@@ -80,27 +80,31 @@ def reject_config_values(c: Config, wanted: Config) -> None:
 def rope_from_config(c: Config) -> Rope:
     """Rotation in either spelling: `rope_parameters` holds all, or `rope_theta` and `rope_scaling` stand apart."""
     p = {"rope_theta": c["rope_theta"]} | rope_scaling_config(c)
-    part = p.get("partial_rotary_factor") or c.get("partial_rotary_factor") or 1.0
-    dims, stretch = int(head_dim(c) * part), scaling(p, c)
-    if isinstance(stretch, LongRopeScaling) and {len(stretch.short), len(stretch.long)} != {dims // 2}:
+    rotary_fraction = p.get("partial_rotary_factor") or c.get("partial_rotary_factor") or 1.0
+    dims, rope_scaling = int(head_dim(c) * rotary_fraction), scaling(p, c)
+    if isinstance(rope_scaling, LongRopeScaling) and {len(rope_scaling.short), len(rope_scaling.long)} != {dims // 2}:
         raise ValueError(f"short_factor and long_factor need {dims // 2} numbers each, one for every pair of channels")
-    return Rope(float(p["rope_theta"]), None if part == 1.0 else dims, stretch)
+    return Rope(float(p["rope_theta"]), None if rotary_fraction == 1.0 else dims, rope_scaling)
 
 
 def rope_scaling_config(c: Config) -> dict[str, Any]:
     """What `rope_scaling` says, or else `rope_parameters`. Where both are, somebody wrote the first into a newer file,
     in which the second holds what is not scaling too."""
-    new, old = c.get("rope_parameters") or {}, c.get("rope_scaling")
-    return {key: new[key] for key in ("rope_theta", "partial_rotary_factor") if key in new} | old if old else new
+    parameters, legacy = c.get("rope_parameters") or {}, c.get("rope_scaling")
+    return (
+        {key: parameters[key] for key in ("rope_theta", "partial_rotary_factor") if key in parameters} | legacy
+        if legacy
+        else parameters
+    )
 
 
-def rope_for_layer_type(c: Config, kind: str, **alone: Any) -> Rope:
+def rope_for_layer_type(c: Config, kind: str, **overrides: Any) -> Rope:
     """The rotation of one kind of layers: from its entry in `rope_parameters`, or what config.json says of all layers
     but for what this kind has `alone`."""
-    told = c.get("rope_parameters")
-    if told and kind not in told:
+    parameters = c.get("rope_parameters")
+    if parameters and kind not in parameters:
         raise ValueError(f"rope_parameters has no {kind!r}, but this model turns each kind of layers in its own way")
-    return rope_from_config({**c, **alone, "rope_parameters": told and told[kind]})
+    return rope_from_config({**c, **overrides, "rope_parameters": parameters and parameters[kind]})
 
 
 def scaling(p: Config, c: Config) -> Scaling | None:
@@ -121,26 +125,31 @@ def scaling(p: Config, c: Config) -> Scaling | None:
     raise ValueError(f"rope type {kind!r} is not supported: default, linear, llama3, yarn and longrope are")
 
 
-def longrope(p: Config, context: int, longest: int) -> LongRopeScaling:
-    factor = p.get("factor") or longest / context
-    usual = math.sqrt(1 + math.log(factor) / math.log(context)) if factor > 1 else 1.0
-    amplitude = p.get("attention_factor")
+def longrope(p: Config, context: int, max_positions: int) -> LongRopeScaling:
+    factor = p.get("factor") or max_positions / context
+    default = math.sqrt(1 + math.log(factor) / math.log(context)) if factor > 1 else 1.0
+    attention_factor = p.get("attention_factor")
     return LongRopeScaling(
-        tuple(p["short_factor"]), tuple(p["long_factor"]), context, usual if amplitude is None else amplitude
+        tuple(p["short_factor"]),
+        tuple(p["long_factor"]),
+        context,
+        default if attention_factor is None else attention_factor,
     )
 
 
-def yarn(p: Config, context: int, longest: int) -> YarnScaling:
-    factor = p.get("factor") or longest / context
-    both = p.get("mscale") and p.get("mscale_all_dim")
-    usual = (
+def yarn(p: Config, context: int, max_positions: int) -> YarnScaling:
+    factor = p.get("factor") or max_positions / context
+    has_mscale = p.get("mscale") and p.get("mscale_all_dim")
+    default = (
         yarn_mscale(factor, p["mscale"]) / yarn_mscale(factor, p["mscale_all_dim"])
-        if both
+        if has_mscale
         else yarn_mscale(factor, 1.0)
     )
-    amplitude = p.get("attention_factor")
+    attention_factor = p.get("attention_factor")
     fast, slow = p.get("beta_fast") or 32.0, p.get("beta_slow") or 1.0
-    return YarnScaling(factor, context, fast, slow, p.get("truncate", True), usual if amplitude is None else amplitude)
+    return YarnScaling(
+        factor, context, fast, slow, p.get("truncate", True), default if attention_factor is None else attention_factor
+    )
 
 
 def yarn_mscale(factor: float, weight: float) -> float:
@@ -157,8 +166,8 @@ def attention_spec(c: Config, **changes: Any) -> Attention:
     kv_heads = c.get("num_key_value_heads") or heads
     if heads % kv_heads:
         raise ValueError(f"num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}")
-    plain = {"bias": bool(c["attention_bias"]), "out_bias": bool(c["attention_bias"]), "rope": rope_from_config(c)}
-    return Attention(heads, kv_heads, head_dim(c), **(plain | changes))
+    fields = {"bias": bool(c["attention_bias"]), "out_bias": bool(c["attention_bias"]), "rope": rope_from_config(c)}
+    return Attention(heads, kv_heads, head_dim(c), **(fields | changes))
 
 
 def mlp_spec(c: Config) -> MLP:
@@ -169,69 +178,74 @@ def mlp_spec(c: Config) -> MLP:
 
 
 def decoder_spec(c: Config, layers: Iterable[Layer], **changes: Any) -> DecoderSpec:
-    plain = {
+    fields = {
         "vocab": c["vocab_size"],
         "dim": c["hidden_size"],
         "layers": tuple(layers),
         "norm": Norm(c["rms_norm_eps"]),
-        "tied": bool(c["tie_word_embeddings"]),
-        "std": c["initializer_range"],
+        "tie_word_embeddings": bool(c["tie_word_embeddings"]),
+        "initializer_range": c["initializer_range"],
         "context": c["max_position_embeddings"],
     }
-    return DecoderSpec(**(plain | changes))
+    return DecoderSpec(**(fields | changes))
 
 
 def sliding_windows(c: Config) -> list[int | None]:
     """The sliding window of each layer, from `layer_types` or from the flags that older configs use."""
     first = c["max_window_layers"] if c.get("use_sliding_window") else c["num_hidden_layers"]
-    usual = [NEAR if i >= first else FAR for i in range(c["num_hidden_layers"])]
-    return [c.get("sliding_window") if kind == NEAR else None for kind in layer_types(c, usual)]
+    default = [SLIDING if i >= first else FULL for i in range(c["num_hidden_layers"])]
+    return [c.get("sliding_window") if kind == SLIDING else None for kind in layer_types(c, default)]
 
 
-def alternate_layers(c: Config, every: int, near: Attention, far: Attention) -> list[Attention]:
+def alternate_layers(c: Config, n: int, sliding: Attention, full: Attention) -> list[Attention]:
     """`near` where `layer_types` name a window. Where config.json leaves them out, every n-th layer is `far`."""
-    return [near if kind == NEAR else far for kind in layer_types(c, all_but_every_nth(every, c))]
+    return [sliding if kind == SLIDING else full for kind in layer_types(c, all_but_every_nth(n, c))]
 
 
-def all_but_every_nth(nth: int, c: Config, near: str = NEAR) -> list[str]:
+def all_but_every_nth(n: int, c: Config, other: str = SLIDING) -> list[str]:
     """The kinds of layers of which each n-th sees everything."""
-    return [near if (i + 1) % nth else FAR for i in range(c["num_hidden_layers"])]
+    return [other if (i + 1) % n else FULL for i in range(c["num_hidden_layers"])]
 
 
-def layer_types(c: Config, usual: list[str], near: str = NEAR) -> list[str]:
+def layer_types(c: Config, default: list[str], other: str = SLIDING) -> list[str]:
     """The kind of each layer, `near` or full attention: of `layer_types`, or `usual` where config.json has none."""
-    found = c.get("layer_types") or usual
-    if len(found) != c["num_hidden_layers"]:
-        raise ValueError(f"layer_types speaks of {len(found)} layers, num_hidden_layers of {c['num_hidden_layers']}")
-    if odd := [kind for kind in found if kind not in (near, FAR)]:
-        raise ValueError(f"layer_types: {odd[0]!r} is not supported, only {near} and {FAR}")
-    return found
+    types = c.get("layer_types") or default
+    if len(types) != c["num_hidden_layers"]:
+        raise ValueError(f"layer_types speaks of {len(types)} layers, num_hidden_layers of {c['num_hidden_layers']}")
+    if unsupported := [kind for kind in types if kind not in (other, FULL)]:
+        raise ValueError(f"layer_types: {unsupported[0]!r} is not supported, only {other} and {FULL}")
+    return types
 
 
 def layers_with_rope(c: Config) -> list[bool]:
     """Which layers rotate: all but each n-th, or those that `no_rope_layers` gives a 1."""
-    usual = [kind == NEAR for kind in all_but_every_nth(c["no_rope_layer_interval"], c)]
-    found, count = c.get("no_rope_layers") or usual, c["num_hidden_layers"]
-    if len(found) < count:
-        raise ValueError(f"no_rope_layers speaks of {len(found)} layers, num_hidden_layers of {count}")
-    return [bool(turns) for turns in found[:count]]
+    default = [kind == SLIDING for kind in all_but_every_nth(c["no_rope_layer_interval"], c)]
+    flags, count = c.get("no_rope_layers") or default, c["num_hidden_layers"]
+    if len(flags) < count:
+        raise ValueError(f"no_rope_layers speaks of {len(flags)} layers, num_hidden_layers of {count}")
+    return [bool(flag) for flag in flags[:count]]
 
 
-def text_config(config: Config, usual: str) -> Config:
+def text_config(config: Config, default_type: str) -> Config:
     """What the config.json of a vision-language model says of its text part, whose `model_type` is usually `usual`.
 
     Some of the first such models said it beside all else.
     """
     inner = config.get("text_config") or {key: value for key, value in config.items() if key != "model_type"}
     tied = config.get("tie_word_embeddings")
-    return {"model_type": usual, **inner, **({} if tied is None else {"tie_word_embeddings": tied})}
+    return {"model_type": default_type, **inner, **({} if tied is None else {"tie_word_embeddings": tied})}
 
 
-def text_model_table(table: tuple[KeyRule, ...], *others: str) -> tuple[KeyRule, ...]:
+def text_model_table(table: tuple[KeyRule, ...], *other_modules: str) -> tuple[KeyRule, ...]:
     """Names of a text model that stands beside `others`, which are kept as they are.
 
     First as transformers holds them since version 4.52, then as LLaVA wrote them, which most files of the Hub follow.
     """
-    kept = (KeyRule((), name, HubOnly()) for other in others for name in (f"model.{other}", other))
-    old = KeyRule("head", "language_model.lm_head")
-    return (*with_prefix("model.language_model.", table), *with_prefix("language_model.model.", table), old, *kept)
+    hub_only = (KeyRule((), name, HubOnly()) for other in other_modules for name in (f"model.{other}", other))
+    legacy_head = KeyRule("head", "language_model.lm_head")
+    return (
+        *with_prefix("model.language_model.", table),
+        *with_prefix("language_model.model.", table),
+        legacy_head,
+        *hub_only,
+    )

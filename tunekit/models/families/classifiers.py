@@ -9,7 +9,7 @@ from tunekit.models.weight_map import KeyRule
 
 DOCUMENTS, TOKENS = "ForSequenceClassification", "ForTokenClassification"
 # What stands before these words, by `model_type`.
-STEMS = {
+CLASS_PREFIXES = {
     "deepseek_v2": "DeepseekV2",
     "deepseek_v3": "DeepseekV3",
     "gemma": "Gemma",
@@ -41,29 +41,31 @@ DOCUMENTS_ONLY = {"deepseek_v2", "gemma3", "gemma3_text", "olmo2", "olmo3", "qwe
 HEAD = "score"  # its name there
 
 
-def classifier_architecture(kind: str, each: bool) -> str | None:
+def classifier_architecture(model_type: str, per_token: bool) -> str | None:
     """The class of a `model_type` that scores documents, or each token; None: there is none."""
-    stem = None if each and kind in DOCUMENTS_ONLY else STEMS.get(kind)
-    return None if stem is None else stem + (TOKENS if each else DOCUMENTS)
+    prefix = None if per_token and model_type in DOCUMENTS_ONLY else CLASS_PREFIXES.get(model_type)
+    return None if prefix is None else prefix + (TOKENS if per_token else DOCUMENTS)
 
 
 def score_head(config: Config) -> ScoreHead | None:
     """The head of the class that config.json names; None: one over the vocabulary."""
-    named = config.get("architectures") or [""]
-    if not (isinstance(named, list) and str(named[0]).endswith((DOCUMENTS, TOKENS))):
+    architectures = config.get("architectures") or [""]
+    if not (isinstance(architectures, list) and str(architectures[0]).endswith((DOCUMENTS, TOKENS))):
         return None
-    each = named[0].endswith(TOKENS)
+    per_token = architectures[0].endswith(TOKENS)
     labels = config.get("id2label")
     count = config.get("num_labels") or 2 if labels is None else len(labels)
-    return ScoreHead(count, each, each and config.get("token_classification_bias", True), pad(config))
+    return ScoreHead(
+        count, per_token, per_token and config.get("token_classification_bias", True), pad_token_id(config)
+    )
 
 
-def pad(config: Config) -> int | None:
+def pad_token_id(config: Config) -> int | None:
     """The id of the token that pads, as the text model has it."""
-    return inside(config).get("pad_token_id")
+    return inner_text_config(config).get("pad_token_id")
 
 
-def inside(config: Config) -> Mapping[str, Any]:
+def inner_text_config(config: Config) -> Mapping[str, Any]:
     """What config.json says of the text model: all of it, or a part."""
     return config.get("text_config") or config
 

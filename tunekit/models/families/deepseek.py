@@ -30,24 +30,24 @@ TABLE = (
     KeyRule("layers.{}.attn.kv_a_norm", "model.layers.{}.self_attn.kv_a_layernorm"),
     *LLAMA,
 )
-USUAL = {"first_k_dense_replace": 3, "n_shared_experts": 1, "norm_topk_prob": True, "routed_scaling_factor": 2.5}
-USUAL |= {"n_group": 8, "topk_group": 4, "max_position_embeddings": 4096, "rope_interleave": True}
-USUAL2 = USUAL | {"first_k_dense_replace": 0, "n_shared_experts": 2, "routed_scaling_factor": 1.0}
-USUAL2 |= {"n_group": 1, "topk_group": 1, "max_position_embeddings": 2048}
+DEFAULTS = {"first_k_dense_replace": 3, "n_shared_experts": 1, "norm_topk_prob": True, "routed_scaling_factor": 2.5}
+DEFAULTS |= {"n_group": 8, "topk_group": 4, "max_position_embeddings": 4096, "rope_interleave": True}
+DEFAULTS2 = DEFAULTS | {"first_k_dense_replace": 0, "n_shared_experts": 2, "routed_scaling_factor": 1.0}
+DEFAULTS2 |= {"n_group": 1, "topk_group": 1, "max_position_embeddings": 2048}
 
 
 def v3(config: Config) -> DecoderSpec:
-    c = with_default_config(config, **USUAL)
+    c = with_default_config(config, **DEFAULTS)
     reject_config_values(c, {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1})
-    return spec(c, corrected(c))
+    return spec(c, sigmoid_moe(c))
 
 
 def v2(config: Config) -> DecoderSpec:
     """Scores are a softmax. The weights of the chosen ones are never made to add up to 1, whatever config.json says."""
-    c = with_default_config(config, **USUAL2)
+    c = with_default_config(config, **DEFAULTS2)
     reject_config_values(c, {"scoring_func": "softmax", "moe_layer_freq": 1})
-    groups = groups_of(c) if c.get("topk_method") == "group_limited_greedy" else None
-    return spec(c, beside_shared(c, score="softmax", normalize=False, groups=groups))
+    groups = expert_groups(c) if c.get("topk_method") == "group_limited_greedy" else None
+    return spec(c, moe_with_shared_expert(c, scoring_func="softmax", norm_topk_prob=False, groups=groups))
 
 
 def spec(c: Config, moe: MoE) -> DecoderSpec:
@@ -55,29 +55,35 @@ def spec(c: Config, moe: MoE) -> DecoderSpec:
     return decoder_spec(c, (Layer(mixer(c), mlp_spec(c) if i < dense else moe) for i in range(c["num_hidden_layers"])))
 
 
-def corrected(c: Config) -> MoE:
+def sigmoid_moe(c: Config) -> MoE:
     """Experts chosen by sigmoids and a correction, which training moves so that all of them have work."""
-    choice = {"score": "sigmoid", "selection_bias": True, "groups": groups_of(c)}
-    return beside_shared(c, normalize=bool(c["norm_topk_prob"]), **choice)
+    choice = {"scoring_func": "sigmoid", "selection_bias": True, "groups": expert_groups(c)}
+    return moe_with_shared_expert(c, norm_topk_prob=bool(c["norm_topk_prob"]), **choice)
 
 
-def beside_shared(c: Config, **changes: Any) -> MoE:
+def moe_with_shared_expert(c: Config, **changes: Any) -> MoE:
     hidden = c["moe_intermediate_size"]
-    both = {"precise": True, "scale": c["routed_scaling_factor"], "shared": hidden * (c["n_shared_experts"] or 0)}
-    return moe_spec(c, hidden, **both, **changes)
+    fields = {
+        "router_in_fp32": True,
+        "scale": c["routed_scaling_factor"],
+        "shared_intermediate_size": hidden * (c["n_shared_experts"] or 0),
+    }
+    return moe_spec(c, hidden, **fields, **changes)
 
 
-def groups_of(c: Config) -> tuple[int, int] | None:
-    count, kept = c["n_group"], c["topk_group"]
-    return None if count == kept else (count, kept)
+def expert_groups(c: Config) -> tuple[int, int] | None:
+    count, top_k = c["n_group"], c["topk_group"]
+    return None if count == top_k else (count, top_k)
 
 
 def mixer(c: Config) -> LatentAttention:
-    nope, turned = c["qk_nope_head_dim"], c["qk_rope_head_dim"]
-    turns = replace(rope_from_config({**c, "head_dim": turned}), paired=bool(c["rope_interleave"]), keep_paired=False)
+    nope_dim, rope_dim = c["qk_nope_head_dim"], c["qk_rope_head_dim"]
+    rope = replace(
+        rope_from_config({**c, "head_dim": rope_dim}), interleaved=bool(c["rope_interleave"]), interleaved_output=False
+    )
     p = rope_scaling_config(c)
-    stretched = yarn_mscale(p["factor"], p["mscale_all_dim"]) if p.get("mscale_all_dim") and p.get("factor") else 1.0
+    mscale = yarn_mscale(p["factor"], p["mscale_all_dim"]) if p.get("mscale_all_dim") and p.get("factor") else 1.0
     ranks = c["q_lora_rank"], c["kv_lora_rank"]
-    dims = nope, turned, c["v_head_dim"]
-    bias, scale = bool(c["attention_bias"]), (nope + turned) ** -0.5 * stretched**2
-    return LatentAttention(c["num_attention_heads"], *ranks, *dims, turns, bias=bias, scale=scale)
+    dims = nope_dim, rope_dim, c["v_head_dim"]
+    bias, scale = bool(c["attention_bias"]), (nope_dim + rope_dim) ** -0.5 * mscale**2
+    return LatentAttention(c["num_attention_heads"], *ranks, *dims, rope, bias=bias, scale=scale)

@@ -4,10 +4,10 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from tunekit.models.families.base import (
-    FAR,
+    FULL,
     LLAMA,
-    NEAR,
     SANDWICH,
+    SLIDING,
     Config,
     alternate_layers,
     attention_spec,
@@ -24,51 +24,55 @@ from tunekit.models.spec import DecoderSpec, Layer, Norm
 TABLE = (*SANDWICH, *LLAMA)
 VISION = text_model_table(TABLE, "vision_tower", "multi_modal_projector")
 
-USUAL = {"head_dim": 256, "max_position_embeddings": 8192, "tie_word_embeddings": True}
-USUAL1 = USUAL | {"num_key_value_heads": 16, "hidden_act": "gelu_pytorch_tanh"}
-USUAL2 = USUAL | {"num_key_value_heads": 4, "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256}
-USUAL2 |= {"sliding_window": 4096, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+DEFAULTS = {"head_dim": 256, "max_position_embeddings": 8192, "tie_word_embeddings": True}
+DEFAULTS1 = DEFAULTS | {"num_key_value_heads": 16, "hidden_act": "gelu_pytorch_tanh"}
+DEFAULTS2 = DEFAULTS | {
+    "num_key_value_heads": 4,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 256,
+}
+DEFAULTS2 |= {"sliding_window": 4096, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
 # The text part of a model that also sees names only what differs from these sizes.
-USUAL3 = USUAL2 | {"vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26}
-USUAL3 |= {"num_attention_heads": 8, "max_position_embeddings": 131_072, "sliding_window_pattern": 6}
-USUAL3 |= {"rope_theta": 1e6, "rope_local_base_freq": 1e4}
-USUAL3 |= {"attn_logit_softcapping": None, "final_logit_softcapping": None}
+DEFAULTS3 = DEFAULTS2 | {"vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26}
+DEFAULTS3 |= {"num_attention_heads": 8, "max_position_embeddings": 131_072, "sliding_window_pattern": 6}
+DEFAULTS3 |= {"rope_theta": 1e6, "rope_local_base_freq": 1e4}
+DEFAULTS3 |= {"attn_logit_softcapping": None, "final_logit_softcapping": None}
 
 
 def gemma(config: Config) -> DecoderSpec:
     """The first files call their activation gelu and mean its tanh approximation."""
-    c = with_default_config(config, **USUAL1)
+    c = with_default_config(config, **DEFAULTS1)
     act = "gelu_pytorch_tanh" if c["hidden_act"] == "gelu" else c["hidden_act"]
     layer = Layer(attention_spec(c), mlp_spec(c | {"hidden_act": act}))
-    return whole(c, [layer] * c["num_hidden_layers"])
+    return gemma_spec(c, [layer] * c["num_hidden_layers"])
 
 
 def gemma2(config: Config) -> DecoderSpec:
     """Windows in every second layer, norms on both sides, scores and logits capped."""
-    c = with_default_config(config, **USUAL2)
-    far = attention_spec(c, scale=c["query_pre_attn_scalar"] ** -0.5, softcap=c["attn_logit_softcapping"])
-    near = replace(far, window=c["sliding_window"])
+    c = with_default_config(config, **DEFAULTS2)
+    full = attention_spec(c, scale=c["query_pre_attn_scalar"] ** -0.5, softcap=c["attn_logit_softcapping"])
+    sliding = replace(full, window=c["sliding_window"])
     ffn = mlp_spec(c | {"hidden_act": c["hidden_activation"]})
-    return whole(c, (Layer(mixer, ffn, post_norm=True) for mixer in alternate_layers(c, 2, near, far)))
+    return gemma_spec(c, (Layer(mixer, ffn, post_norm=True) for mixer in alternate_layers(c, 2, sliding, full)))
 
 
 def gemma3(config: Config) -> DecoderSpec:
     """Five layers with windows to one without, each kind with a rotation of its own; norms on q and k."""
-    c = with_default_config(config, **USUAL3)
+    c = with_default_config(config, **DEFAULTS3)
     reject_config_values(c, {"attn_logit_softcapping": None})
     scale, norm = c["query_pre_attn_scalar"] ** -0.5, Norm(c["rms_norm_eps"], offset=1.0)
-    far = attention_spec(c, rope=rope_for_layer_type(c, FAR), scale=scale, qk_norm=norm)
-    turns = rope_for_layer_type(c, NEAR, rope_theta=c["rope_local_base_freq"], rope_scaling=None)
-    near = replace(far, rope=turns, window=c["sliding_window"])
+    full = attention_spec(c, rope=rope_for_layer_type(c, FULL), scale=scale, qk_norm=norm)
+    local_rope = rope_for_layer_type(c, SLIDING, rope_theta=c["rope_local_base_freq"], rope_scaling=None)
+    sliding = replace(full, rope=local_rope, window=c["sliding_window"])
     ffn, every = mlp_spec(c | {"hidden_act": c["hidden_activation"]}), c["sliding_window_pattern"]
-    return whole(c, (Layer(mixer, ffn, post_norm=True) for mixer in alternate_layers(c, every, near, far)))
+    return gemma_spec(c, (Layer(mixer, ffn, post_norm=True) for mixer in alternate_layers(c, every, sliding, full)))
 
 
 def vision(config: Config) -> DecoderSpec:
     return gemma3(text_config(config, "gemma3_text"))
 
 
-def whole(c: Config, layers: Iterable[Layer]) -> DecoderSpec:
+def gemma_spec(c: Config, layers: Iterable[Layer]) -> DecoderSpec:
     """Norms store weight - 1; embeddings are multiplied by the root of their width."""
     reject_config_values(c, {"use_bidirectional_attention": False})
     norm, cap = Norm(c["rms_norm_eps"], offset=1.0), c.get("final_logit_softcapping")

@@ -4,10 +4,10 @@ from dataclasses import replace
 from typing import Any
 
 from tunekit.models.families.base import (
-    FAR,
+    FULL,
     LLAMA,
-    NEAR,
     SANDWICH,
+    SLIDING,
     Config,
     all_but_every_nth,
     attention_spec,
@@ -24,52 +24,57 @@ from tunekit.models.families.moe import moe_spec, stacked_expert_table
 from tunekit.models.spec import Attention, DecoderSpec, DenseMoE, Layer, LinearScaling, Norm, PerLayerInput, Rope
 from tunekit.models.weight_map import HubOnly, KeyRule, with_prefix
 
-HERE, HUB = "layers.{}", "model.layers.{}"
+LAYER, HUB = "layers.{}", "model.layers.{}"
 TOKEN = (
     KeyRule("per_layer.embed", "model.embed_tokens_per_layer"),
     KeyRule("per_layer.proj", "model.per_layer_model_projection"),
     KeyRule("per_layer.norm", "model.per_layer_projection_norm"),
-    KeyRule(f"{HERE}.token.per_layer_input_gate", f"{HUB}.per_layer_input_gate"),
-    KeyRule(f"{HERE}.token.per_layer_projection", f"{HUB}.per_layer_projection"),
-    KeyRule(f"{HERE}.token.norm", f"{HUB}.post_per_layer_input_norm"),
-    KeyRule(f"{HERE}.layer_scalar", f"{HUB}.layer_scalar"),
+    KeyRule(f"{LAYER}.token.per_layer_input_gate", f"{HUB}.per_layer_input_gate"),
+    KeyRule(f"{LAYER}.token.per_layer_projection", f"{HUB}.per_layer_projection"),
+    KeyRule(f"{LAYER}.token.norm", f"{HUB}.post_per_layer_input_norm"),
+    KeyRule(f"{LAYER}.layer_scalar", f"{HUB}.layer_scalar"),
 )
 TABLE = (*TOKEN, *SANDWICH, *LLAMA)
 VISION = text_model_table(TABLE, "vision_tower", "embed_vision", "audio_tower", "embed_audio")
 SPARSE = (
-    *stacked_expert_table(f"{HERE}.mlp.sparse.experts", f"{HUB}.experts"),
-    KeyRule(f"{HERE}.mlp.sparse.router.weight", f"{HUB}.router.proj.weight"),
-    KeyRule(f"{HERE}.mlp.sparse.router", f"{HUB}.router"),
-    KeyRule(f"{HERE}.mlp.dense_norm", f"{HUB}.pre_feedforward_layernorm"),
-    KeyRule(f"{HERE}.mlp.dense_post_norm", f"{HUB}.post_feedforward_layernorm_1"),
-    KeyRule(f"{HERE}.mlp.sparse_norm", f"{HUB}.pre_feedforward_layernorm_2"),
-    KeyRule(f"{HERE}.mlp.sparse_post_norm", f"{HUB}.post_feedforward_layernorm_2"),
-    KeyRule(f"{HERE}.mlp.dense", f"{HUB}.mlp"),
+    *stacked_expert_table(f"{LAYER}.mlp.sparse.experts", f"{HUB}.experts"),
+    KeyRule(f"{LAYER}.mlp.sparse.router.weight", f"{HUB}.router.proj.weight"),
+    KeyRule(f"{LAYER}.mlp.sparse.router", f"{HUB}.router"),
+    KeyRule(f"{LAYER}.mlp.dense_norm", f"{HUB}.pre_feedforward_layernorm"),
+    KeyRule(f"{LAYER}.mlp.dense_post_norm", f"{HUB}.post_feedforward_layernorm_1"),
+    KeyRule(f"{LAYER}.mlp.sparse_norm", f"{HUB}.pre_feedforward_layernorm_2"),
+    KeyRule(f"{LAYER}.mlp.sparse_post_norm", f"{HUB}.post_feedforward_layernorm_2"),
+    KeyRule(f"{LAYER}.mlp.dense", f"{HUB}.mlp"),
 )
 ROPES = {
-    NEAR: {"rope_type": "default", "rope_theta": 10_000.0},
-    FAR: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
+    SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
+    FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
 }
-USUAL = {"num_key_value_heads": 4, "head_dim": 256, "global_head_dim": 512, "hidden_activation": "gelu_pytorch_tanh"}
-USUAL |= {"max_position_embeddings": 131_072, "sliding_window": 512, "tie_word_embeddings": True}
-USUAL |= {"vocab_size_per_layer_input": 262_144, "hidden_size_per_layer_input": 256, "num_kv_shared_layers": 0}
-USUAL |= {"attention_k_eq_v": False, "enable_moe_block": False, "use_double_wide_mlp": False, "rope_parameters": ROPES}
+DEFAULTS = {"num_key_value_heads": 4, "head_dim": 256, "global_head_dim": 512, "hidden_activation": "gelu_pytorch_tanh"}
+DEFAULTS |= {"max_position_embeddings": 131_072, "sliding_window": 512, "tie_word_embeddings": True}
+DEFAULTS |= {"vocab_size_per_layer_input": 262_144, "hidden_size_per_layer_input": 256, "num_kv_shared_layers": 0}
+DEFAULTS |= {
+    "attention_k_eq_v": False,
+    "enable_moe_block": False,
+    "use_double_wide_mlp": False,
+    "rope_parameters": ROPES,
+}
 
 
 def spec(config: Config) -> DecoderSpec:
-    c = completed(config)
+    c = with_layer_types(config)
     reject_config_values(
         c, {"use_bidirectional_attention": "vision", "rope_scaling": None}
     )  # "vision" is causal for text
-    own, norm = owners(c), Norm(c["rms_norm_eps"], late=True)
+    kv_types, norm = layer_types_with_kv(c), Norm(c["rms_norm_eps"], scale_in_fp32=True)
     dense = mlp_spec(c)
-    wide = replace(dense, hidden=2 * dense.hidden) if c["use_double_wide_mlp"] else dense
+    wide = replace(dense, intermediate_size=2 * dense.intermediate_size) if c["use_double_wide_mlp"] else dense
 
     def layer(i: int, kind: str) -> Layer:
-        ffn = dense if i < len(own) else wide
-        taken = None if i < len(own) else len(own) - 1 - own[::-1].index(kind)
+        ffn = dense if i < len(kv_types) else wide
+        kv_layer = None if i < len(kv_types) else len(kv_types) - 1 - kv_types[::-1].index(kind)
         ffn = DenseMoE(ffn, experts(c), norm) if c["enable_moe_block"] else ffn
-        return Layer(mixer(c, i, kind, kv_from=taken), ffn, post_norm=True, scaled=True)
+        return Layer(mixer(c, i, kind, kv_shared_layer=kv_layer), ffn, post_norm=True, scaled=True)
 
     extra = c["hidden_size_per_layer_input"]
     return decoder_spec(
@@ -87,43 +92,45 @@ def vision(config: Config) -> DecoderSpec:
     return spec(text_config(config, "gemma4_text"))
 
 
-def completed(config: Config) -> dict[str, Any]:
+def with_layer_types(config: Config) -> dict[str, Any]:
     """config.json with the kinds of all layers, of which the last always sees everything."""
-    c = with_default_config(config, **USUAL)
+    c = with_default_config(config, **DEFAULTS)
     return c | {
         "hidden_act": c["hidden_activation"],
-        "layer_types": [*layer_types(c, all_but_every_nth(6, c))[:-1], FAR],
+        "layer_types": [*layer_types(c, all_but_every_nth(6, c))[:-1], FULL],
     }
 
 
-def owners(c: Config) -> list[str]:
+def layer_types_with_kv(c: Config) -> list[str]:
     """The kinds of those layers that have keys and values of their own: the others take those of the last of a kind."""
-    own = c["layer_types"][: c["num_hidden_layers"] - c["num_kv_shared_layers"]]
-    if lost := set(c["layer_types"]) - set(own):
-        raise ValueError(f"num_kv_shared_layers {c['num_kv_shared_layers']} leaves no {lost.pop()} layer to take from")
-    return own
+    types = c["layer_types"][: c["num_hidden_layers"] - c["num_kv_shared_layers"]]
+    if missing := set(c["layer_types"]) - set(types):
+        raise ValueError(
+            f"num_kv_shared_layers {c['num_kv_shared_layers']} leaves no {missing.pop()} layer to take from"
+        )
+    return types
 
 
 def mixer(c: Config, i: int, kind: str, **changes: Any) -> Attention:
-    full = kind == FAR
-    apart = {"head_dim": c["global_head_dim"]} if full else {}
+    full = kind == FULL
+    overrides = {"head_dim": c["global_head_dim"]} if full else {}
     if full and c["attention_k_eq_v"] and c.get("num_global_key_value_heads"):
-        apart["num_key_value_heads"] = c["num_global_key_value_heads"]
+        overrides["num_key_value_heads"] = c["num_global_key_value_heads"]
     if "per_layer_config" in c:  # as transformers writes it since 5.10 or so, in place of the two values for all
-        apart = c["per_layer_config"].get(str(i), {})
-    c, norm = {**c, **apart}, Norm(c["rms_norm_eps"], late=True)
-    values = {"v_norm": Norm(c["rms_norm_eps"], weight=False), "k_is_v": full and c["attention_k_eq_v"]}
+        overrides = c["per_layer_config"].get(str(i), {})
+    c, norm = {**c, **overrides}, Norm(c["rms_norm_eps"], scale_in_fp32=True)
+    values = {"v_norm": Norm(c["rms_norm_eps"], weight=False), "attention_k_eq_v": full and c["attention_k_eq_v"]}
     window = None if full else c["sliding_window"]
-    return attention_spec(c, rope=turns(c, kind), qk_norm=norm, scale=1.0, window=window, **values, **changes)
+    return attention_spec(c, rope=rope(c, kind), qk_norm=norm, scale=1.0, window=window, **values, **changes)
 
 
-def turns(c: Config, kind: str) -> Rope:
+def rope(c: Config, kind: str) -> Rope:
     p, head = c["rope_parameters"][kind], c["head_dim"]
     if p["rope_type"] != "proportional":
         return rope_from_config({**c, "rope_parameters": p})
-    part, factor = p.get("partial_rotary_factor") or 1.0, p.get("factor") or 1.0
+    rotary_fraction, factor = p.get("partial_rotary_factor") or 1.0, p.get("factor") or 1.0
     scaling = None if factor == 1.0 else LinearScaling(factor)
-    return Rope(p["rope_theta"], 2 * int(part * head // 2), scaling, pad=part < 1.0)
+    return Rope(p["rope_theta"], 2 * int(rotary_fraction * head // 2), scaling, pad=rotary_fraction < 1.0)
 
 
 def experts(c: Config) -> Any:
@@ -131,14 +138,14 @@ def experts(c: Config) -> Any:
     return moe_spec({**c, **per_token}, c["moe_intermediate_size"], router_norm=Norm(c["rms_norm_eps"], weight=False))
 
 
-def told(config: Config) -> tuple[KeyRule, ...]:
+def config_table(config: Config) -> tuple[KeyRule, ...]:
     """Names of experts, where there are some. Files may hold the keys of layers that take those of others."""
-    c = completed(config)
+    c = with_layer_types(config)
     names = ("k_proj", "v_proj", "k_norm", "v_norm")
-    shared = range(len(owners(c)), c["num_hidden_layers"])
-    unread = tuple(KeyRule((), f"model.layers.{i}.self_attn.{name}", HubOnly()) for i in shared for name in names)
-    return unread + (SPARSE if c["enable_moe_block"] else ())
+    shared = range(len(layer_types_with_kv(c)), c["num_hidden_layers"])
+    unused = tuple(KeyRule((), f"model.layers.{i}.self_attn.{name}", HubOnly()) for i in shared for name in names)
+    return unused + (SPARSE if c["enable_moe_block"] else ())
 
 
-def told_inside(config: Config) -> tuple[KeyRule, ...]:
-    return with_prefix("model.language_model.", told(text_config(config, "gemma4_text")))
+def vision_config_table(config: Config) -> tuple[KeyRule, ...]:
+    return with_prefix("model.language_model.", config_table(text_config(config, "gemma4_text")))

@@ -21,13 +21,13 @@ TABLE4 = (
     KeyRule("layers.{}.mlp_post_norm", "model.layers.{}.post_mlp_layernorm"),
     *TABLE,
 )
-USUAL = {"num_key_value_heads": 2, "head_dim": 128, "max_position_embeddings": 131_072, "rms_norm_eps": 1.5625e-7}
-USUAL |= {"attention_bias": True, "partial_rotary_factor": 0.5}
+DEFAULTS = {"num_key_value_heads": 2, "head_dim": 128, "max_position_embeddings": 131_072, "rms_norm_eps": 1.5625e-7}
+DEFAULTS |= {"attention_bias": True, "partial_rotary_factor": 0.5}
 
 
 def glm(config: Config) -> DecoderSpec:
-    c = with_default_config(config, **USUAL)
-    mixer = attention_spec(c, rope=replace(rope_from_config(c), paired=True), out_bias=False)
+    c = with_default_config(config, **DEFAULTS)
+    mixer = attention_spec(c, rope=replace(rope_from_config(c), interleaved=True), out_bias=False)
     return decoder_spec(c, [Layer(mixer, mlp_spec(c))] * c["num_hidden_layers"])
 
 

@@ -30,16 +30,22 @@ TABLE = (
 SWIGLU = {"swiglu_limit": 7.0, "swiglu_alpha": 1.702}
 ROPE = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
 ROPE |= {"original_max_position_embeddings": 4096}
-USUAL = {"head_dim": 64, "num_key_value_heads": 8, "sliding_window": 128}
-USUAL |= {"attention_bias": True, "rms_norm_eps": 1e-5, "rope_theta": 150_000.0, "max_position_embeddings": 131_072}
+DEFAULTS = {"head_dim": 64, "num_key_value_heads": 8, "sliding_window": 128}
+DEFAULTS |= {"attention_bias": True, "rms_norm_eps": 1e-5, "rope_theta": 150_000.0, "max_position_embeddings": 131_072}
 
 
 def spec(config: Config) -> DecoderSpec:
-    c = with_default_config(config, **USUAL)
+    c = with_default_config(config, **DEFAULTS)
     c["rope_scaling"] = rope_scaling_config(config) or ROPE
     reject_config_values(c, SWIGLU)
-    experts = {"act": "clamped_swiglu", "score": "top_softmax", "normalize": False, "router_bias": True, "bias": True}
+    experts = {
+        "act": "clamped_swiglu",
+        "scoring_func": "top_softmax",
+        "norm_topk_prob": False,
+        "router_bias": True,
+        "bias": True,
+    }
     moe = moe_spec(c, c["intermediate_size"], **experts)
-    far = attention_spec(c, sinks=True)
-    mixers = alternate_layers(c, 2, replace(far, window=c["sliding_window"]), far)
-    return decoder_spec(c, [Layer(mixer, moe) for mixer in mixers], norm=Norm(c["rms_norm_eps"], late=True))
+    full = attention_spec(c, sinks=True)
+    mixers = alternate_layers(c, 2, replace(full, window=c["sliding_window"]), full)
+    return decoder_spec(c, [Layer(mixer, moe) for mixer in mixers], norm=Norm(c["rms_norm_eps"], scale_in_fp32=True))

@@ -3,11 +3,11 @@
 from tunekit.models.families.base import Config, attention_spec, decoder_spec, mlp_spec, with_default_config
 from tunekit.models.spec import DecoderSpec, Layer
 
-USUAL = {"embedding_multiplier": 1.0, "residual_multiplier": 1.0, "attention_multiplier": 1.0, "logits_scaling": 1.0}
+DEFAULTS = {"embedding_multiplier": 1.0, "residual_multiplier": 1.0, "attention_multiplier": 1.0, "logits_scaling": 1.0}
 
 
 def spec(config: Config) -> DecoderSpec:
-    c = with_default_config(config, **USUAL)
+    c = with_default_config(config, **DEFAULTS)
     layer = Layer(attention_spec(c, scale=c["attention_multiplier"]), mlp_spec(c))
     return decoder_spec(
         c,

@@ -18,11 +18,11 @@ TABLE = (
     *LIVE,
     *LLAMA,
 )
-USUAL = {"num_local_experts": 8, "num_experts_per_tok": 2}
+DEFAULTS = {"num_local_experts": 8, "num_experts_per_tok": 2}
 
 
 def spec(config: Config) -> DecoderSpec:
     """A softmax over the chosen experts alone is one over all of them, made to add up to 1."""
-    dense, c = granite.spec(config), with_default_config(config, **USUAL)
+    dense, c = granite.spec(config), with_default_config(config, **DEFAULTS)
     moe = moe_spec(c, c["intermediate_size"])
     return replace(dense, layers=tuple(replace(layer, ffn=moe) for layer in dense.layers))

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from tunekit.models.families.base import (
-    FAR,
+    FULL,
     LLAMA,
     Config,
     attention_spec,
@@ -30,34 +30,43 @@ TABLE = (
 )
 VISION = text_model_table(TABLE, "vision_model", "multi_modal_projector")
 LIVE = (KeyRule("head", "language_model.lm_head"), *with_prefix("language_model.model.", TABLE))
-USUAL = {"num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5, "rope_theta": 500_000.0}
-USUAL |= {"max_position_embeddings": 131_072, "no_rope_layer_interval": 4, "interleave_moe_layer_step": 1}
-USUAL |= {"use_qk_norm": True, "attn_temperature_tuning": True, "attn_scale": 0.1, "floor_scale": 8192}
-USUAL |= {"attention_chunk_size": 8192, "num_experts_per_tok": 1}
+DEFAULTS = {"num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5, "rope_theta": 500_000.0}
+DEFAULTS |= {"max_position_embeddings": 131_072, "no_rope_layer_interval": 4, "interleave_moe_layer_step": 1}
+DEFAULTS |= {"use_qk_norm": True, "attn_temperature_tuning": True, "attn_scale": 0.1, "floor_scale": 8192}
+DEFAULTS |= {"attention_chunk_size": 8192, "num_experts_per_tok": 1}
 
 
 def spec(config: Config) -> DecoderSpec:
-    c = with_default_config(config, **USUAL)
+    c = with_default_config(config, **DEFAULTS)
     count, step = c["num_hidden_layers"], c["interleave_moe_layer_step"]
-    turns = layers_with_rope(c)
-    sees = layer_types(c, [CHUNKED if turn else FAR for turn in turns], CHUNKED)
-    at = c["moe_layers"] if "moe_layers" in c else range(step - 1, count, step)
+    has_rope = layers_with_rope(c)
+    types = layer_types(c, [CHUNKED if rotates else FULL for rotates in has_rope], CHUNKED)
+    moe_layers = c["moe_layers"] if "moe_layers" in c else range(step - 1, count, step)
 
     norm = Norm(c["rms_norm_eps"], weight=False) if c["use_qk_norm"] else None
-    near = attention_spec(c, rope=replace(rope_from_config(c), paired=True), norm_after_rope=True, qk_norm=norm)
+    chunked = attention_spec(c, rope=replace(rope_from_config(c), interleaved=True), norm_after_rope=True, qk_norm=norm)
     tuning = (
         AttnTemperatureTuning(c["attn_scale"], c["floor_scale"], shift=1.0) if c["attn_temperature_tuning"] else None
     )
-    far = replace(near, rope=None, qk_norm=None, tuning=tuning)
+    full = replace(chunked, rope=None, qk_norm=None, temperature_tuning=tuning)
 
     hidden = c["intermediate_size"]
     dense = mlp_spec(c | {"intermediate_size": c["intermediate_size_mlp"]})
-    moe = moe_spec(c, hidden, score="top_sigmoid", normalize=False, weigh_input=True, shared=hidden)
+    moe = moe_spec(
+        c,
+        hidden,
+        scoring_func="top_sigmoid",
+        norm_topk_prob=False,
+        apply_router_weight_on_input=True,
+        shared_intermediate_size=hidden,
+    )
     chunks = {CHUNKED: c["attention_chunk_size"]}
     return decoder_spec(
         c,
         (
-            Layer(replace(near if turns[i] else far, chunk=chunks.get(sees[i])), moe if i in at else dense)
+            Layer(
+                replace(chunked if has_rope[i] else full, chunk=chunks.get(types[i])), moe if i in moe_layers else dense
+            )
             for i in range(count)
         ),
     )

@@ -2,7 +2,7 @@
 
 from tunekit.models.families.base import (
     LLAMA,
-    NEAR,
+    SLIDING,
     Config,
     attention_spec,
     decoder_spec,
@@ -16,34 +16,36 @@ from tunekit.models.families.base import (
 )
 from tunekit.models.spec import AttnTemperatureTuning, DecoderSpec, Layer
 
-USUAL = {"num_key_value_heads": 8, "sliding_window": 4096, "max_position_embeddings": 131_072}
+DEFAULTS = {"num_key_value_heads": 8, "sliding_window": 4096, "max_position_embeddings": 131_072}
 YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16_384}
 YARN |= {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}
-USUAL3 = {"num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 262_144, "rms_norm_eps": 1e-5}
+DEFAULTS3 = {"num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 262_144, "rms_norm_eps": 1e-5}
 VISION = text_model_table(LLAMA, "vision_tower", "multi_modal_projector")
 
 
 def mistral(config: Config) -> DecoderSpec:
     """Mistral's first version looks back over a window; later ones set it to null."""
-    c = with_default_config(config, **USUAL)
+    c = with_default_config(config, **DEFAULTS)
     return decoder_spec(c, [Layer(attention_spec(c, window=c["sliding_window"]), mlp_spec(c))] * c["num_hidden_layers"])
 
 
 def ministral(config: Config) -> DecoderSpec:
     """Windows in some layers."""
-    c = with_default_config(config, **USUAL)
-    near, far = (attention_spec(c, window=window) for window in (c["sliding_window"], None))
-    usual = [NEAR] * c["num_hidden_layers"]
-    return decoder_spec(c, (Layer(near if kind == NEAR else far, mlp_spec(c)) for kind in layer_types(c, usual)))
+    c = with_default_config(config, **DEFAULTS)
+    sliding, full = (attention_spec(c, window=window) for window in (c["sliding_window"], None))
+    default = [SLIDING] * c["num_hidden_layers"]
+    return decoder_spec(
+        c, (Layer(sliding if kind == SLIDING else full, mlp_spec(c)) for kind in layer_types(c, default))
+    )
 
 
 def ministral3(config: Config) -> DecoderSpec:
     """Queries grow beyond the context of the first training."""
-    c = with_default_config(config, **USUAL3)
+    c = with_default_config(config, **DEFAULTS3)
     p = rope_scaling_config(c) or YARN
     tuning = AttnTemperatureTuning(p["llama_4_scaling_beta"], p["original_max_position_embeddings"])
     mixer = attention_spec(
-        c, rope=rope_from_config(c | {"rope_scaling": p}), window=c.get("sliding_window"), tuning=tuning
+        c, rope=rope_from_config(c | {"rope_scaling": p}), window=c.get("sliding_window"), temperature_tuning=tuning
     )
     return decoder_spec(c, [Layer(mixer, mlp_spec(c))] * c["num_hidden_layers"])
 
@@ -51,9 +53,9 @@ def ministral3(config: Config) -> DecoderSpec:
 def vision(config: Config) -> DecoderSpec:
     """Mistral Small 3.1 and later, Ministral 3: the text part is one of those above."""
     c = text_config(config, "mistral")
-    if c["model_type"] not in TEXTS:
+    if c["model_type"] not in TEXT_MODELS:
         raise ValueError(f"the text part is of the type {c['model_type']!r}, which is not supported")
-    return TEXTS[c["model_type"]](c)
+    return TEXT_MODELS[c["model_type"]](c)
 
 
-TEXTS = {"mistral": mistral, "ministral": ministral, "ministral3": ministral3}
+TEXT_MODELS = {"mistral": mistral, "ministral": ministral, "ministral3": ministral3}

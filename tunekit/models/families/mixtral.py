@@ -5,18 +5,18 @@ from tunekit.models.families.moe import EXPERTS, OURS, ROUTER, expert_table, moe
 from tunekit.models.spec import DecoderSpec, Layer
 from tunekit.models.weight_map import KeyRule
 
-OLD = "model.layers.{}.block_sparse_moe"  # as all published checkpoints have it
+LEGACY_HUB = "model.layers.{}.block_sparse_moe"  # as all published checkpoints have it
 TABLE = (
-    KeyRule(f"{OURS}.router", f"{OLD}.gate"),
-    *expert_table(f"{OURS}.experts", f"{OLD}.experts", ("w1", "w3", "w2")),
+    KeyRule(f"{OURS}.router", f"{LEGACY_HUB}.gate"),
+    *expert_table(f"{OURS}.experts", f"{LEGACY_HUB}.experts", ("w1", "w3", "w2")),
     *ROUTER,
     *EXPERTS,
     *LLAMA,
 )
-USUAL = {"max_position_embeddings": 131_072, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6}
+DEFAULTS = {"max_position_embeddings": 131_072, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6}
 
 
 def spec(config: Config) -> DecoderSpec:
-    c = with_default_config(config, **USUAL)
+    c = with_default_config(config, **DEFAULTS)
     layer = Layer(attention_spec(c, window=c.get("sliding_window")), moe_spec(c, c["intermediate_size"]))
     return decoder_spec(c, [layer] * c["num_hidden_layers"])

@@ -22,10 +22,10 @@ def stacked_expert_table(
     ours: str, hub: str, transposed: bool = False, interleaved: bool = False
 ) -> tuple[KeyRule, ...]:
     """Tensors of all experts, with gate and up in one."""
-    parts = f"{ours}.gate_proj.weight", f"{ours}.up_proj.weight"
+    gate_up = f"{ours}.gate_proj.weight", f"{ours}.up_proj.weight"
     down = Transposed() if transposed else Identity()
     return (
-        KeyRule(parts, f"{hub}.gate_up_proj", Fused(dim=1, interleaved=interleaved, transposed=transposed)),
+        KeyRule(gate_up, f"{hub}.gate_up_proj", Fused(dim=1, interleaved=interleaved, transposed=transposed)),
         KeyRule(f"{ours}.down_proj.weight", f"{hub}.down_proj", down),
     )
 
@@ -34,14 +34,20 @@ EXPERTS = expert_table(f"{OURS}.experts", f"{HUB}.experts")
 ROUTER = (KeyRule(f"{OURS}.router", f"{HUB}.gate"),)
 
 
-COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")  # one thing in the words of several families
+NUM_EXPERTS_KEYS = (
+    "num_experts",
+    "num_local_experts",
+    "n_routed_experts",
+)  # one thing in the words of several families
 
 
 def moe_spec(c: Config, hidden: int, **changes: Any) -> MoE:
     """A mixture of experts of the width `hidden`."""
-    count, top_k = next((c[key] for key in COUNTS if c.get(key)), None), c["num_experts_per_tok"]
+    count, top_k = next((c[key] for key in NUM_EXPERTS_KEYS if c.get(key)), None), c["num_experts_per_tok"]
     if count is None:
-        raise ValueError(f"the number of experts is missing: {', '.join(COUNTS[:-1])} or {COUNTS[-1]}")
+        raise ValueError(
+            f"the number of experts is missing: {', '.join(NUM_EXPERTS_KEYS[:-1])} or {NUM_EXPERTS_KEYS[-1]}"
+        )
     if top_k > count:
         raise ValueError(f"num_experts_per_tok {top_k} is more than the {count} experts")
     values: dict[str, Any] = {"act": mlp_spec(c).act} | changes

@@ -3,9 +3,9 @@
 from dataclasses import replace
 
 from tunekit.models.families.base import (
-    FAR,
+    FULL,
     LLAMA,
-    NEAR,
+    SLIDING,
     Config,
     alternate_layers,
     attention_spec,
@@ -22,25 +22,25 @@ TABLE = (
     KeyRule("layers.{}.mlp_post_norm", "model.layers.{}.post_feedforward_layernorm"),
     *LLAMA,
 )
-USUAL = {"rms_norm_eps": 1e-5}
-USUAL3 = USUAL | {"rope_theta": 5e5, "sliding_window": 4096}
+DEFAULTS = {"rms_norm_eps": 1e-5}
+DEFAULTS3 = DEFAULTS | {"rope_theta": 5e5, "sliding_window": 4096}
 
 
 def olmo2(config: Config) -> DecoderSpec:
-    c = with_default_config(config, **USUAL)
+    c = with_default_config(config, **DEFAULTS)
     return spec(c, [attention_spec(c)] * c["num_hidden_layers"])
 
 
 def olmo3(config: Config) -> DecoderSpec:
     """Windows in three of four layers; long rows are for the fourth alone."""
-    c = with_default_config(config, **USUAL3)
-    far = attention_spec(c, rope=rope_for_layer_type(c, FAR))
-    near = replace(far, rope=rope_for_layer_type(c, NEAR, rope_scaling=None), window=c["sliding_window"])
-    return spec(c, alternate_layers(c, 4, near, far))
+    c = with_default_config(config, **DEFAULTS3)
+    full = attention_spec(c, rope=rope_for_layer_type(c, FULL))
+    sliding = replace(full, rope=rope_for_layer_type(c, SLIDING, rope_scaling=None), window=c["sliding_window"])
+    return spec(c, alternate_layers(c, 4, sliding, full))
 
 
 def spec(c: Config, mixers: list[Attention]) -> DecoderSpec:
-    norm = Norm(c["rms_norm_eps"], late=True)
-    across = replace(norm, across_heads=True)
-    layers = (Layer(replace(mixer, qk_norm=across), mlp_spec(c), pre_norm=False, post_norm=True) for mixer in mixers)
+    norm = Norm(c["rms_norm_eps"], scale_in_fp32=True)
+    qk_norm = replace(norm, over_all_heads=True)
+    layers = (Layer(replace(mixer, qk_norm=qk_norm), mlp_spec(c), pre_norm=False, post_norm=True) for mixer in mixers)
     return decoder_spec(c, layers, norm=norm)

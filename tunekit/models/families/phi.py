@@ -18,14 +18,14 @@ TABLE = (
     FUSED_MLP,
     *LLAMA,
 )
-USUAL = {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "original_max_position_embeddings": 4096}
-OLD = {"su", "yarn"}  # what the first files call longrope
+DEFAULTS = {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "original_max_position_embeddings": 4096}
+LONGROPE_ALIASES = {"su", "yarn"}  # what the first files call longrope
 
 
 def spec(config: Config) -> DecoderSpec:
-    c = with_default_config(config, **USUAL)
+    c = with_default_config(config, **DEFAULTS)
     p = rope_scaling_config(c)
     kind = p.get("rope_type") or p.get("type")
-    p = p | {"rope_type": "longrope" if kind in OLD else kind}
+    p = p | {"rope_type": "longrope" if kind in LONGROPE_ALIASES else kind}
     mixer = attention_spec(c | {"rope_scaling": p}, bias=False, out_bias=False, window=c.get("sliding_window"))
     return decoder_spec(c, [Layer(mixer, mlp_spec(c))] * c["num_hidden_layers"])

@@ -1,7 +1,7 @@
 """Qwen3.5, dense and with experts, and the text part of those that also see."""
 
 from tunekit.models.families.base import Config, mlp_spec, text_config, text_model_table, with_default_config
-from tunekit.models.families.qwen3_next import DENSE, EXPERTS, TABLE, USUAL, experts, hybrid
+from tunekit.models.families.qwen3_next import DEFAULTS, DENSE, EXPERTS, TABLE, experts, hybrid
 from tunekit.models.spec import DecoderSpec
 
 # A text model that transformers took out of a larger one keeps the names that it had there.
@@ -11,14 +11,14 @@ EXPERTS = EXPERTS | {"num_experts": 256, "num_experts_per_tok": 8}
 
 
 def dense(config: Config) -> DecoderSpec:
-    c = with_default_config(config, **(USUAL | {"num_key_value_heads": 4}))
+    c = with_default_config(config, **(DEFAULTS | {"num_key_value_heads": 4}))
     return hybrid(c, lambda _: mlp_spec(c))
 
 
 def moe(config: Config) -> DecoderSpec:
     """Experts in every layer, whose weights always add up to 1; so no width of a dense one is stated."""
     width = config.get("moe_intermediate_size") or EXPERTS["moe_intermediate_size"]
-    c = with_default_config(config, **USUAL, **EXPERTS, intermediate_size=width)
+    c = with_default_config(config, **DEFAULTS, **EXPERTS, intermediate_size=width)
     return hybrid(c, lambda _: experts(c))
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from tunekit.models.families.base import (
-    FAR,
+    FULL,
     LLAMA,
     Config,
     all_but_every_nth,
@@ -27,19 +27,19 @@ MTP = (KeyRule((), "mtp", HubOnly()),)  # predicts further tokens: other program
 TABLE = (*NET, *QWEN_MOE, *MTP)
 DENSE = (*NET, *LLAMA, *MTP)
 
-USUAL = {"max_position_embeddings": 32_768, "num_key_value_heads": 2, "head_dim": 256, "partial_rotary_factor": 0.25}
-USUAL |= {"linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_conv_kernel_dim": 4}
-USUAL |= {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "full_attention_interval": 4}
+DEFAULTS = {"max_position_embeddings": 32_768, "num_key_value_heads": 2, "head_dim": 256, "partial_rotary_factor": 0.25}
+DEFAULTS |= {"linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_conv_kernel_dim": 4}
+DEFAULTS |= {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "full_attention_interval": 4}
 EXPERTS = {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "decoder_sparse_step": 1}
 EXPERTS |= {"num_experts": 512, "num_experts_per_tok": 10, "norm_topk_prob": True}
 
 
 def spec(config: Config) -> DecoderSpec:
-    c = with_default_config(config, **USUAL, **EXPERTS)
+    c = with_default_config(config, **DEFAULTS, **EXPERTS)
     return hybrid(c, lambda i: ffn(c, i, experts(c)), grouped=True)
 
 
-def hybrid(c: Config, feed: Callable[[int], FeedForward], grouped: bool = False) -> DecoderSpec:
+def hybrid(c: Config, make_ffn: Callable[[int], FeedForward], grouped: bool = False) -> DecoderSpec:
     """Delta nets with an attention in every n-th layer; `feed` says what stands behind the mixer of a layer."""
     reject_config_values(c, {"hidden_act": "silu", "attn_output_gate": True})
     norm = Norm(c["rms_norm_eps"], offset=1.0)
@@ -54,13 +54,19 @@ def hybrid(c: Config, feed: Callable[[int], FeedForward], grouped: bool = False)
     )
     if net.v_heads % net.k_heads:
         raise ValueError(f"linear_num_value_heads {net.v_heads} is no multiple of linear_num_key_heads {net.k_heads}")
-    mixers = {LINEAR: net, FAR: attention_spec(c, qk_norm=norm, gated=True)}
-    found = layer_types(c, all_but_every_nth(c["full_attention_interval"], c, LINEAR), LINEAR)
-    layers = (Layer(mixers[kind], feed(i)) for i, kind in enumerate(found))
+    mixers = {LINEAR: net, FULL: attention_spec(c, qk_norm=norm, output_gate=True)}
+    types = layer_types(c, all_but_every_nth(c["full_attention_interval"], c, LINEAR), LINEAR)
+    layers = (Layer(mixers[kind], make_ffn(i)) for i, kind in enumerate(types))
     return decoder_spec(c, layers, norm=norm)
 
 
 def experts(c: Config) -> MoE:
     """Experts, and a shared one behind a gate."""
     shared = c["shared_expert_intermediate_size"]
-    return moe_spec(c, c["moe_intermediate_size"], normalize=c["norm_topk_prob"], shared=shared, shared_gate=True)
+    return moe_spec(
+        c,
+        c["moe_intermediate_size"],
+        norm_topk_prob=c["norm_topk_prob"],
+        shared_intermediate_size=shared,
+        shared_gate=True,
+    )

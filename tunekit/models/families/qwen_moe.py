@@ -1,9 +1,9 @@
 """Qwen1.5-MoE, Qwen2-MoE and Qwen3-MoE."""
 
 from tunekit.models.families.base import (
-    FAR,
+    FULL,
     LLAMA,
-    NEAR,
+    SLIDING,
     Config,
     attention_spec,
     decoder_spec,
@@ -22,23 +22,28 @@ TABLE = (
     KeyRule(f"{OURS}.shared_gate", f"{HUB}.shared_expert_gate"),
     *LLAMA,
 )
-USUAL = {"max_position_embeddings": 32_768, "decoder_sparse_step": 1, "norm_topk_prob": False, "sliding_window": 4096}
-USUAL2 = USUAL | {"num_key_value_heads": 16, "max_window_layers": 28, "qkv_bias": True}
-USUAL3 = USUAL | {"num_key_value_heads": 4}
+DEFAULTS = {
+    "max_position_embeddings": 32_768,
+    "decoder_sparse_step": 1,
+    "norm_topk_prob": False,
+    "sliding_window": 4096,
+}
+DEFAULTS2 = DEFAULTS | {"num_key_value_heads": 16, "max_window_layers": 28, "qkv_bias": True}
+DEFAULTS3 = DEFAULTS | {"num_key_value_heads": 4}
 
 
 def qwen2(config: Config) -> DecoderSpec:
     """A shared expert behind a gate, beside the chosen ones."""
-    c = with_default_config(config, **USUAL2)
-    shared = {"shared": c["shared_expert_intermediate_size"], "shared_gate": True}
-    moe = moe_spec(c, c["moe_intermediate_size"], normalize=c["norm_topk_prob"], **shared)
-    mixers = [attention_spec(c, bias=bool(c["qkv_bias"]), out_bias=False, window=w) for w in windows(c)]
+    c = with_default_config(config, **DEFAULTS2)
+    shared = {"shared_intermediate_size": c["shared_expert_intermediate_size"], "shared_gate": True}
+    moe = moe_spec(c, c["moe_intermediate_size"], norm_topk_prob=c["norm_topk_prob"], **shared)
+    mixers = [attention_spec(c, bias=bool(c["qkv_bias"]), out_bias=False, window=w) for w in sliding_windows(c)]
     return decoder_spec(c, (Layer(mixer, ffn(c, i, moe)) for i, mixer in enumerate(mixers)))
 
 
 def qwen3(config: Config) -> DecoderSpec:
-    c = with_default_config(config, **USUAL3)
-    moe = moe_spec(c, c["moe_intermediate_size"], normalize=c["norm_topk_prob"])
+    c = with_default_config(config, **DEFAULTS3)
+    moe = moe_spec(c, c["moe_intermediate_size"], norm_topk_prob=c["norm_topk_prob"])
     window = c["sliding_window"] if c.get("use_sliding_window") else None
     mixer = attention_spec(c, qk_norm=Norm(c["rms_norm_eps"]), window=window)
     return decoder_spec(c, (Layer(mixer, ffn(c, i, moe)) for i in range(c["num_hidden_layers"])))
@@ -50,8 +55,8 @@ def ffn(c: Config, i: int, moe: MoE) -> MLP | MoE:
     return mlp_spec(c) if dense else moe
 
 
-def windows(c: Config) -> list[int | None]:
+def sliding_windows(c: Config) -> list[int | None]:
     """Qwen2-MoE slides in every second of the first layers, where Qwen2 does in all of the last."""
     window = c["sliding_window"] if c.get("use_sliding_window") else None
-    usual = [NEAR if i < c["max_window_layers"] and i % 2 == 0 else FAR for i in range(c["num_hidden_layers"])]
-    return [window if kind == NEAR else None for kind in layer_types(c, usual)]
+    default = [SLIDING if i < c["max_window_layers"] and i % 2 == 0 else FULL for i in range(c["num_hidden_layers"])]
+    return [window if kind == SLIDING else None for kind in layer_types(c, default)]

@@ -40,17 +40,19 @@ class Family:
 
     spec: Callable[[Config], DecoderSpec]
     table: tuple[KeyRule, ...] = LLAMA
-    told: Callable[[Config], tuple[KeyRule, ...]] = lambda _: ()  # rows that config.json decides, before the others
-    live: tuple[
+    config_table: Callable[[Config], tuple[KeyRule, ...]] = (
+        lambda _: ()
+    )  # rows that config.json decides, before the others
+    module_table: tuple[
         KeyRule, ...
     ] = ()  # what transformers calls its modules, where the first rows for them are of older files
-    untold: bool = False  # experts are transposed there, and their module does not tell PEFT so
-    unread: tuple[KeyRule, ...] = ()  # heads in whose place another stands
+    transposed_experts: bool = False  # experts are transposed there, and their module does not tell PEFT so
+    unused_heads: tuple[KeyRule, ...] = ()  # heads in whose place another stands
 
     @property
     def modules(self) -> tuple[KeyRule, ...]:
         """The table with the names first that an adapter's files go by."""
-        return self.live + self.table
+        return self.module_table + self.table
 
 
 FAMILIES = {
@@ -60,23 +62,23 @@ FAMILIES = {
     "gemma2": Family(gemma.gemma2, gemma.TABLE),
     "gemma3": Family(gemma.vision, gemma.VISION),
     "gemma3_text": Family(gemma.gemma3, gemma.TABLE),
-    "gemma4": Family(gemma4.vision, gemma4.VISION, gemma4.told_inside),
-    "gemma4_text": Family(gemma4.spec, gemma4.TABLE, gemma4.told),
+    "gemma4": Family(gemma4.vision, gemma4.VISION, gemma4.vision_config_table),
+    "gemma4_text": Family(gemma4.spec, gemma4.TABLE, gemma4.config_table),
     "glm": Family(glm.glm, glm.TABLE),
     "glm4": Family(glm.glm4, glm.TABLE4),
     "glm4_moe": Family(glm_moe.spec, glm_moe.TABLE, moe.mtp_layers),
     "gpt_oss": Family(gpt_oss.spec, gpt_oss.TABLE),
     "granite": Family(granite.spec),
-    "granitemoe": Family(granite_moe.spec, granite_moe.TABLE, live=granite_moe.LIVE),
+    "granitemoe": Family(granite_moe.spec, granite_moe.TABLE, module_table=granite_moe.LIVE),
     "kimi_k2": Family(deepseek.v3, deepseek.TABLE, moe.mtp_layers),
     "llama": Family(llama.spec),
-    "llama4": Family(llama4.vision, llama4.VISION, live=llama4.LIVE, untold=True),
-    "llama4_text": Family(llama4.spec, llama4.TABLE, untold=True),
+    "llama4": Family(llama4.vision, llama4.VISION, module_table=llama4.LIVE, transposed_experts=True),
+    "llama4_text": Family(llama4.spec, llama4.TABLE, transposed_experts=True),
     "ministral": Family(mistral.ministral),
     "ministral3": Family(mistral.ministral3),
     "mistral": Family(mistral.mistral),
     "mistral3": Family(mistral.vision, mistral.VISION),
-    "mixtral": Family(mixtral.spec, mixtral.TABLE, live=(*moe.ROUTER, *moe.EXPERTS)),
+    "mixtral": Family(mixtral.spec, mixtral.TABLE, module_table=(*moe.ROUTER, *moe.EXPERTS)),
     "olmo2": Family(olmo.olmo2, olmo.TABLE),
     "olmo3": Family(olmo.olmo3, olmo.TABLE),
     "olmoe": Family(olmoe.spec, olmoe.TABLE),
@@ -99,26 +101,29 @@ FAMILIES = {
 
 def find_family(config: Config, where: str) -> tuple[Family, DecoderSpec]:
     """Family and spec of the config.json at `where`."""
-    kind = config.get("model_type")
-    if kind is None:
+    model_type = config.get("model_type")
+    if model_type is None:
         raise UserError(f"{where}: no 'model_type', so the architecture is not known")
-    if not isinstance(kind, str) or kind not in FAMILIES:
-        near = difflib.get_close_matches(str(kind), FAMILIES, 1)
-        hint = f", did you mean {near[0]!r}?" if near else ""
-        raise UserError(f"{where}: model_type {kind!r} is not supported{hint} (supported: {', '.join(FAMILIES)})")
-    found = FAMILIES[kind]
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        suggestions = difflib.get_close_matches(str(model_type), FAMILIES, 1)
+        hint = f", did you mean {suggestions[0]!r}?" if suggestions else ""
+        raise UserError(f"{where}: model_type {model_type!r} is not supported{hint} (supported: {', '.join(FAMILIES)})")
+    family = FAMILIES[model_type]
     try:
-        spec = found.spec(config)
-        found = replace(found, table=found.told(config) + found.table)
+        spec = family.spec(config)
+        family = replace(family, table=family.config_table(config) + family.table)
         score = classifiers.score_head(config)
-        return (found, spec) if score is None else (scoring(found), spec.scoring(score))
+        return (family, spec) if score is None else (with_score_head(family), spec.with_score_head(score))
     except KeyError as error:
         raise UserError(f"{where}: {error} is missing") from error
     except (TypeError, ValueError) as error:
         raise UserError(f"{where}: {error}") from error
 
 
-def scoring(found: Family) -> Family:
+def with_score_head(family: Family) -> Family:
     """The family's names with a head that scores."""
-    rows = {"table": classifiers.classifier_table(found.table), "live": classifiers.classifier_table(found.live)}
-    return replace(found, **rows, unread=classifiers.lm_head_names(found.live + found.table))
+    rows = {
+        "table": classifiers.classifier_table(family.table),
+        "live": classifiers.classifier_table(family.module_table),
+    }
+    return replace(family, **rows, unread=classifiers.lm_head_names(family.module_table + family.table))

@@ -12,12 +12,16 @@ from tunekit.models.families.base import (
 )
 from tunekit.models.spec import DecoderSpec, Layer
 
-USUAL = {"num_key_value_heads": 4, "rope_theta": 2e6, "max_position_embeddings": 32_768, "no_rope_layer_interval": 4}
-USUAL |= {"tie_word_embeddings": True}
+DEFAULTS = {"num_key_value_heads": 4, "rope_theta": 2e6, "max_position_embeddings": 32_768, "no_rope_layer_interval": 4}
+DEFAULTS |= {"tie_word_embeddings": True}
 
 
 def spec(config: Config) -> DecoderSpec:
-    c = with_default_config(config, **USUAL)
-    near = attention_spec(c)
-    far = replace(near, rope=None, window=c.get("sliding_window") if c.get("use_sliding_window") else None)
-    return decoder_spec(c, (Layer(near if turns else far, mlp_spec(c)) for turns in layers_with_rope(c)))
+    c = with_default_config(config, **DEFAULTS)
+    rope_attention = attention_spec(c)
+    nope_attention = replace(
+        rope_attention, rope=None, window=c.get("sliding_window") if c.get("use_sliding_window") else None
+    )
+    return decoder_spec(
+        c, (Layer(rope_attention if has_rope else nope_attention, mlp_spec(c)) for has_rope in layers_with_rope(c))
+    )
