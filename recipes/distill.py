@@ -12,7 +12,7 @@ from torch import Tensor
 from tunekit.build import open_checkpoint, open_tokenizer
 from tunekit.data.dataloader.batch import Batch
 from tunekit.data.dataloader.build import DataLoader
-from tunekit.data.dataloader.mixture import Learnable, is_streaming
+from tunekit.data.dataloader.mixture import SFTData, is_streaming
 from tunekit.data.dataloader.prefetch import Prefetcher
 from tunekit.distillation.on_policy import OnPolicyConfig, StudentSampler, warn_short_room
 from tunekit.distillation.teacher import OfflineTeacherConfig, OnlineTeacherConfig, Teacher, token_means
@@ -37,8 +37,8 @@ from tunekit.training.step_guard import StepGuard
 class DistillConfig(TrainConfig):
     """The keys of this recipe."""
 
-    data: Learnable  # Training rows
-    eval_data: Learnable | None = None  # Held-out rows for evaluation during training
+    data: SFTData  # Training rows
+    eval_data: SFTData | None = None  # Held-out rows for evaluation during training
     teacher: OnlineTeacherConfig | OfflineTeacherConfig  # Teacher in memory, or precomputed teacher logits on disk
     loss: ForwardKL | ReverseKL | SymmetricKL | SkewedKL | SkewedReverseKL | JensenShannon = ForwardKL()
     on_policy: OnPolicyConfig = OnPolicyConfig()  # Rows whose answers the student generates
@@ -82,13 +82,13 @@ def train(cfg: DistillConfig, run: RunContext) -> None:
     model = load_model(checkpoint, cfg, dist)
     cfg.teacher.check(tokenizer)
     teacher = cfg.teacher.open(cfg.loss, model, tokenizer, [train_data, *filter(None, [eval_data])], dist)
-    sampler = StudentSampler(cfg.on_policy, train_data.layout, train_data.mix.max_length, tokenizer.stops)
-    if (warning := warn_short_room(cfg.on_policy, train_data.parts, train_data.mix.max_length)) is not None:
-        dist.tell(warning)
+    sampler = StudentSampler(cfg.on_policy, train_data.collator, train_data.mixture.max_length, tokenizer.stops)
+    if (warning := warn_short_room(cfg.on_policy, train_data.datasets, train_data.mixture.max_length)) is not None:
+        dist.log(warning)
     run.begin()
 
     optimizer = build_optimizer(cfg, model, dist)
-    num_steps = cfg.max_steps or train_data.steps(cfg.epochs)
+    num_steps = cfg.max_steps or train_data.num_steps(cfg.epochs)
     lr_scheduler = cfg.lr_scheduler.build(optimizer.inner, num_steps)
     prefetcher = Prefetcher(train_data, dist.device)
     guard = StepGuard(cfg.step_guard, dist, prefetcher)
@@ -103,7 +103,7 @@ def train(cfg: DistillConfig, run: RunContext) -> None:
         check_packing(model, train_data, dist)
     logger = run.open_logger(num_steps, step, throughput)
 
-    with checkpointer, logger, run.profiler, prefetcher.over(guard.data_step(step), guard.data_step(num_steps)):
+    with checkpointer, logger, run.profiler, prefetcher.start(guard.data_step(step), guard.data_step(num_steps)):
         if step == 0 and eval_data:
             run.begin_eval(0)
             logger.log_eval(0, evaluate(model, eval_data, cfg, teacher, dist))
@@ -113,7 +113,7 @@ def train(cfg: DistillConfig, run: RunContext) -> None:
         run.handle_signals()
         while step < num_steps and not early_stopping.triggered:
             run.begin_step(step, logger)  # heartbeat, profiler, random seed of this step
-            batches = prefetcher.take()  # the micro-batches of this rank
+            batches = prefetcher.next()  # the micro-batches of this rank
             batches = sampler(model, batches, dist)  # replaces answers by the student's own, if on_policy asks for it
             loss, metrics = forward_backward(model, batches, cfg, teacher, dist)
             grad_norm = optimizer.clip_grad_norm(cfg.max_grad_norm)
@@ -127,10 +127,10 @@ def train(cfg: DistillConfig, run: RunContext) -> None:
                 step = guard.roll_back(checkpointer, logger)  # to the last training state; skips the data since then
                 continue
             step += 1
-            logger.log_step(step, batches, prefetcher.wait, loss=loss, grad_norm=grad_norm, lr=lr, **metrics)
+            logger.log_step(step, batches, prefetcher.data_time, loss=loss, grad_norm=grad_norm, lr=lr, **metrics)
 
             due = run.due_after(step, num_steps)
-            with logger.aside():  # not part of the step time
+            with logger.pause():  # not part of the step time
                 if due.any:
                     guard.check_all(logger)  # raises if a step was not finite, before its weights are used
                 if due.push:
@@ -144,7 +144,7 @@ def train(cfg: DistillConfig, run: RunContext) -> None:
                     checkpointer.save(step)
                     run.exit_if_stop_requested(step, num_steps)
                     forgetting.raise_if_exceeded(step)
-                checkpointer.look()  # raises if a save in the background has failed
+                checkpointer.poll()  # raises if a save in the background has failed
         run.log_early_stop(step, num_steps)
     export_final(run, model, checkpoint, loaders, step)
 
@@ -156,12 +156,12 @@ def forward_backward(
 
     Every target token has the same weight, in every micro-batch and on every rank, whoever wrote it.
     """
-    num_local_targets, sums = sum(batch.learnt for batch in batches), MetricSums()
-    num_targets = dist.total(num_local_targets)
+    num_local_targets, sums = sum(batch.num_target_tokens for batch in batches), MetricSums()
+    num_targets = dist.sum_counts(num_local_targets)
     for i, batch in enumerate(batches, start=1):
-        dist.sync_gradients(model, on=i == len(batches))  # reduce gradients in the last micro-batch only
-        loss, metrics = teacher.compare(cfg.loss, model, batch.to(dist.device))
-        (loss / num_targets * dist.averaged).backward()  # FSDP averages gradients over ranks; this makes it a sum
+        dist.set_gradient_sync(model, enabled=i == len(batches))  # reduce gradients in the last micro-batch only
+        loss, metrics = teacher.compute_loss(cfg.loss, model, batch.to(dist.device))
+        (loss / num_targets * dist.grad_scale).backward()  # FSDP averages gradients over ranks; this makes it a sum
         sums.add({"loss": loss, **metrics})
     metrics = token_means(sums, dist, num_local_targets)
     return metrics.pop("loss"), metrics
@@ -171,4 +171,4 @@ def evaluate(
     model: Decoder, eval_data: DataLoader, cfg: DistillConfig, teacher: Teacher, dist: DistributedContext
 ) -> dict[str, float]:
     """The loss and other metrics of the held-out rows, means over target tokens."""
-    return teacher.means(cfg.loss, model, eval_data, dist)
+    return teacher.evaluate(cfg.loss, model, eval_data, dist)

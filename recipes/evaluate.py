@@ -15,11 +15,11 @@ from tunekit import build
 from tunekit.checkpoint.atomic import check_writable, write_text_atomic
 from tunekit.checkpoint.classification_head import require_language_model
 from tunekit.data.dataloader.build import build_dataloader
-from tunekit.data.dataloader.mixture import Learnable, dataset_title, is_streaming
+from tunekit.data.dataloader.mixture import SFTData, dataset_title, is_streaming
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.devices import DeviceChoice
 from tunekit.distributed.context import DistributedContext
-from tunekit.distributed.parallel_dims import COPIES, ParallelConfig
+from tunekit.distributed.parallel_dims import REPLICATED, ParallelConfig
 from tunekit.errors import FieldError
 from tunekit.evaluation.generation_eval import GenerationEvaluator, Question, with_source
 from tunekit.evaluation.results import ModelResult
@@ -39,7 +39,7 @@ class EvaluateConfig:
     """The keys of this recipe."""
 
     model: str  # Directory of a checkpoint, adapter or run; a Hub name; tunekit/nano
-    data: Learnable | None = None  # Held-out rows; the last target message of each is the expected answer
+    data: SFTData | None = None  # Held-out rows; the last target message of each is the expected answer
     tasks: tuple[
         str, ...
     ] = ()  # `nano`, `nano/facts`, ...; or lm-evaluation-harness tasks such as `[arc_easy, hellaswag]`
@@ -54,7 +54,7 @@ class EvaluateConfig:
     batch_size: int = 32  # Rows per forward pass
     num_completions_to_print: int = 3  # Number of answers to print
     output_path: str | None = None  # JSON file for the results
-    parallel: ParallelConfig = COPIES  # How several devices share the rows or the weights
+    parallel: ParallelConfig = REPLICATED  # How several devices share the rows or the weights
     device: DeviceChoice = "auto"  # `auto`: the first of cuda, xpu and mps that torch finds, else cpu
 
     def __post_init__(self) -> None:
@@ -85,23 +85,23 @@ def check(cfg: EvaluateConfig) -> None:
         require_language_model(source, name)
         build.check_parallelizable(source, cfg.quantization, adapter, cfg.parallel)
         if cfg.data is not None:
-            cfg.data.prepare(tokenizer)
+            cfg.data.prepare_tokenizer(tokenizer)
     if cfg.data is not None:
-        cfg.data.check()
+        cfg.data.check_source()
     cfg.named.check()
 
 
 def main(cfg: EvaluateConfig) -> list[ModelResult]:
     """Evaluate each model and print the results."""
     with DistributedContext(cfg.sampling.seed, cfg.device, cfg.parallel) as run:
-        cfg.parallel.check_inference(run.size)
+        cfg.parallel.check_inference(run.world_size)
         if cfg.output_path is not None:
-            run.shared(partial(check_writable, Path(cfg.output_path)))
+            run.run_on_main(partial(check_writable, Path(cfg.output_path)))
         results, questions = [], []
         for name in filter(None, (cfg.baseline, cfg.model)):
             questions, result = evaluate_model(name, cfg, run)
             results.append(result)
-        run.shared(partial(report, cfg, questions, results))
+        run.run_on_main(partial(report, cfg, questions, results))
     return results
 
 
@@ -113,10 +113,10 @@ def evaluate_model(name: str, cfg: EvaluateConfig, run: DistributedContext) -> t
     questions, results = [], []
     if cfg.data is not None:
         data = build_dataloader(cfg.data, tokenizer, cfg.batch_size, cfg.batch_size, run)
-        data.check(model.spec.vocab)
+        data.check_vocab(model.spec.vocab)
         if name == cfg.model:
             data_checks.warn_data(cfg, data, tokenizer, run)
-        questions, result = evaluator(dataset_title(cfg.data), islice(with_source(data.parts), cfg.limit))
+        questions, result = evaluator(dataset_title(cfg.data), islice(with_source(data.datasets), cfg.limit))
         results.append(result)
     return questions, ModelResult(name, (*results, *cfg.named.evaluate(evaluator, name, tasks)))
 

@@ -20,7 +20,7 @@ from tunekit.data.row_errors import with_row_location
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.devices import DeviceChoice
 from tunekit.distributed.context import DistributedContext
-from tunekit.distributed.parallel_dims import COPIES, ParallelConfig
+from tunekit.distributed.parallel_dims import REPLICATED, ParallelConfig
 from tunekit.errors import FieldError, UserError
 from tunekit.generation.generate import SamplingConfig, generate_all
 from tunekit.hub import download
@@ -43,7 +43,7 @@ class GenerateConfig:
     precision: PrecisionConfig = PrecisionConfig()
     batch_size: int = 16  # Prompts per forward pass
     output_path: str | None = None  # JSONL file for prompts and answers; null: print them
-    parallel: ParallelConfig = COPIES  # How several devices share the prompts or the weights
+    parallel: ParallelConfig = REPLICATED  # How several devices share the prompts or the weights
     device: DeviceChoice = "auto"  # `auto`: the first of cuda, xpu and mps that torch finds, else cpu
 
     def __post_init__(self) -> None:
@@ -67,14 +67,14 @@ def check(cfg: GenerateConfig) -> None:
 def main(cfg: GenerateConfig) -> None:
     """Generate the answers to all prompts, in their order."""
     with DistributedContext(cfg.sampling.seed, cfg.device, cfg.parallel) as run:
-        cfg.parallel.check_inference(run.size)
+        cfg.parallel.check_inference(run.world_size)
         model, tokenizer = build.load_for_inference(cfg.model, cfg.precision, run, cfg.quantization)
         texts = list(read_prompts(cfg))
         prompts = [encode_prompt(text, tokenizer, cfg) for text in texts]
         outputs = generate_all(model, prompts, cfg.sampling, tokenizer.stops, cfg.batch_size, run)
         pairs = zip(texts, outputs, strict=True)
         lines = [{"prompt": text, "answer": tokenizer.decode(answer)} for text, answer in pairs]
-        run.shared(partial(write_answers, cfg, lines))
+        run.run_on_main(partial(write_answers, cfg, lines))
 
 
 def read_prompts(cfg: GenerateConfig) -> Iterator[str | list]:
@@ -96,7 +96,7 @@ def encode_prompt(prompt: str | list, tokenizer: Tokenizer, cfg: GenerateConfig)
         messages = messages[:-1]
     system = [{"role": "system", "content": cfg.system_prompt}] if cfg.system_prompt else []
     messages = [*system, *messages]
-    return tokenizer.prompt(detect_features(tokenizer.template(), tokenizer).fit(messages))
+    return tokenizer.encode_prompt(detect_features(tokenizer.template(), tokenizer).adapt_messages(messages))
 
 
 def write_answers(cfg: GenerateConfig, lines: list[dict]) -> None:

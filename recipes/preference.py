@@ -17,7 +17,7 @@ from tunekit.config.choices import kind_name
 from tunekit.data.dataloader.batch import Batch
 from tunekit.data.dataloader.build import DataLoader
 from tunekit.data.dataloader.mixture import MixtureBase
-from tunekit.data.dataloader.preference_data import Comparable
+from tunekit.data.dataloader.preference_data import PreferenceData
 from tunekit.data.dataloader.prefetch import Prefetcher
 from tunekit.distributed.context import DistributedContext
 from tunekit.errors import FieldError, UserError
@@ -73,8 +73,8 @@ UnpairedLoss = KTO | BCO | APOZeroUnpaired
 class PreferenceConfig(TrainConfig):
     """The keys of this recipe."""
 
-    data: Comparable  # Training rows: preference pairs, or single answers with labels
-    eval_data: Comparable | None = None  # Held-out rows for evaluation during training
+    data: PreferenceData  # Training rows: preference pairs, or single answers with labels
+    eval_data: PreferenceData | None = None  # Held-out rows for evaluation during training
     loss: tuple[PairLoss | UnpairedLoss, ...] = (DPO(),)  # One loss, or several that are added
     # Reference model; `auto`: the cheapest that works
     reference: AutoReference | DisableAdapterReference | CopiedReference | PrecomputedReference = AutoReference()
@@ -86,7 +86,7 @@ class PreferenceConfig(TrainConfig):
             raise FieldError("loss", "must have at least one loss, got none")
         if not 0 <= self.ld_alpha <= 1:
             raise FieldError("ld_alpha", f"must be in [0, 1], got {self.ld_alpha}")
-        unsupported = [kind_of(loss) for loss in self.loss if loss.each == 1 or not loss.compares]
+        unsupported = [kind_of(loss) for loss in self.loss if loss.docs_per_item == 1 or not loss.needs_reference]
         if self.ld_alpha < 1 and unsupported:
             raise FieldError(
                 "ld_alpha", f"needs losses of pairs with a reference, got {unsupported[0]}. Set ld_alpha=1."
@@ -105,18 +105,18 @@ def kind_of(loss: PreferenceLoss) -> str:
 def check(cfg: PreferenceConfig) -> None:
     """Raise UserError for everything that can be found without reading weights."""
     check_training(cfg)
-    eval_data = None if cfg.eval_data is None else MixtureBase.of(cfg.eval_data).settled()
-    check_terms(cfg.loss, MixtureBase.of(cfg.data).settled(), eval_data)
+    eval_data = None if cfg.eval_data is None else MixtureBase.from_config(cfg.eval_data).resolve()
+    check_terms(cfg.loss, MixtureBase.from_config(cfg.data).resolve(), eval_data)
 
 
 def check_terms(losses: Sequence[PreferenceLoss], data: MixtureBase, eval_data: MixtureBase | None) -> None:
     """Raise UserError if a loss needs pairs and the rows are single answers."""
-    if data.each == 1 and (paired := [kind_of(loss) for loss in losses if loss.each == 2]):
+    if data.docs_per_row == 1 and (paired := [kind_of(loss) for loss in losses if loss.docs_per_item == 2]):
         raise UserError(
             f"loss: {paired[0]} needs preference pairs, but data has unpaired rows. Set loss=kto or loss=bco, or use a "
             "dataset with chosen and rejected."
         )
-    if eval_data is not None and eval_data.each < data.each:
+    if eval_data is not None and eval_data.docs_per_row < data.docs_per_row:
         raise UserError("eval_data: has unpaired rows, but data has preference pairs. Use the same format for both.")
 
 
@@ -145,7 +145,7 @@ def train(cfg: PreferenceConfig, run: RunContext) -> None:
     run.begin()
 
     optimizer = build_optimizer(cfg, model, dist)
-    num_steps = cfg.max_steps or train_data.steps(cfg.epochs)
+    num_steps = cfg.max_steps or train_data.num_steps(cfg.epochs)
     lr_scheduler = cfg.lr_scheduler.build(optimizer.inner, num_steps)
     prefetcher = Prefetcher(train_data, dist.device)
     guard = StepGuard(cfg.step_guard, dist, prefetcher)
@@ -160,7 +160,7 @@ def train(cfg: PreferenceConfig, run: RunContext) -> None:
         check_packing(model, train_data, dist)
     logger = run.open_logger(num_steps, step, throughput)
 
-    with checkpointer, logger, run.profiler, prefetcher.over(guard.data_step(step), guard.data_step(num_steps)):
+    with checkpointer, logger, run.profiler, prefetcher.start(guard.data_step(step), guard.data_step(num_steps)):
         if step == 0 and eval_data:
             run.begin_eval(0)
             logger.log_eval(0, evaluate(model, eval_data, objective, running_mean, dist))
@@ -170,7 +170,7 @@ def train(cfg: PreferenceConfig, run: RunContext) -> None:
         run.handle_signals()
         while step < num_steps and not early_stopping.triggered:
             run.begin_step(step, logger)  # heartbeat, profiler, random seed of this step
-            batches = prefetcher.take()  # the micro-batches of this rank
+            batches = prefetcher.next()  # the micro-batches of this rank
             loss, metrics = forward_backward(model, batches, objective, running_mean, dist)
             grad_norm = optimizer.clip_grad_norm(cfg.max_grad_norm)
             if not guard.accepts(step, loss, grad_norm):  # NaN, Inf or a spike
@@ -183,10 +183,10 @@ def train(cfg: PreferenceConfig, run: RunContext) -> None:
                 step = guard.roll_back(checkpointer, logger)  # to the last training state; skips the data since then
                 continue
             step += 1
-            logger.log_step(step, batches, prefetcher.wait, loss=loss, grad_norm=grad_norm, lr=lr, **metrics)
+            logger.log_step(step, batches, prefetcher.data_time, loss=loss, grad_norm=grad_norm, lr=lr, **metrics)
 
             due = run.due_after(step, num_steps)
-            with logger.aside():  # not part of the step time
+            with logger.pause():  # not part of the step time
                 if due.any:
                     guard.check_all(logger)  # raises if a step was not finite, before its weights are used
                 if due.push:
@@ -201,7 +201,7 @@ def train(cfg: PreferenceConfig, run: RunContext) -> None:
                     checkpointer.save(step)
                     run.exit_if_stop_requested(step, num_steps)
                     forgetting.raise_if_exceeded(step)
-                checkpointer.look()  # raises if a save in the background has failed
+                checkpointer.poll()  # raises if a save in the background has failed
         run.log_early_stop(step, num_steps)
     export_final(run, model, checkpoint, loaders, step)
 
@@ -214,14 +214,16 @@ def prepare_objective(
     dist: DistributedContext,
 ) -> PreferenceObjective:
     """The objective for the format of the rows, without its reference. Prepares the loaders for its losses."""
-    objective = PreferenceObjective(cfg.loss, cfg.ld_alpha, train_data.mix.each == 2)
-    check_terms(objective.terms, train_data.mix, eval_data and eval_data.mix)
+    objective = PreferenceObjective(cfg.loss, cfg.ld_alpha, train_data.mixture.docs_per_row == 2)
+    check_terms(objective.terms, train_data.mixture, eval_data and eval_data.mixture)
     for data in filter(None, (train_data, eval_data)):
-        if any(loss.others for loss in objective.terms):
-            data.cross()
-        if model.shares_prefixes(data.mix.max_length) and data.share() and data is train_data:
-            summary = data.report
-            dist.tell(f"data: shared prompts are computed once: {summary.tokens:,} tokens in {summary.packed:,} rows")
+        if any(loss.needs_mismatched for loss in objective.terms):
+            data.add_mismatched()
+        if model.shares_prefixes(data.mixture.max_length) and data.share_prefixes() and data is train_data:
+            summary = data.summary
+            dist.log(
+                f"data: shared prompts are computed once: {summary.tokens:,} tokens in {summary.num_packed_rows:,} rows"
+            )
     return objective
 
 
@@ -236,17 +238,17 @@ def forward_backward(
 
     Chosen and rejected answers are in the same forward pass.
     """
-    sums, reference = MetricSums(), objective.judges.data
-    micro_batches = objective.parts(batches, reference, dist)
-    state = objective.begin(model, micro_batches, reference, dist, running_mean.take)
+    sums, reference = MetricSums(), objective.reference.train
+    micro_batches = objective.prepare_batches(batches, reference, dist)
+    state = objective.step_totals(model, micro_batches, reference, dist, running_mean.take)
     for i, micro_batch in enumerate(micro_batches, start=1):
-        dist.sync_gradients(model, on=i == len(micro_batches))  # reduce gradients in the last micro-batch only
-        logps = objective.answers(model, micro_batch)
+        dist.set_gradient_sync(model, enabled=i == len(micro_batches))  # reduce gradients in the last micro-batch only
+        logps = objective.compute_logps(model, micro_batch)
         loss = objective.loss(logps, state)
-        (loss * dist.averaged).backward()  # FSDP averages gradients over ranks; this makes it a sum
-        sums.add(objective.figures(logps, loss, state))
-        state = state.behind(logps)
-    metrics = objective.shown(sums.means(dist, 1))
+        (loss * dist.grad_scale).backward()  # FSDP averages gradients over ranks; this makes it a sum
+        sums.add(objective.metric_sums(logps, loss, state))
+        state = state.after(logps)
+    metrics = objective.to_metrics(sums.means(dist, 1))
     return metrics.pop("loss"), metrics
 
 
@@ -259,14 +261,16 @@ def evaluate(
     dist: DistributedContext,
 ) -> dict[str, float]:
     """The loss and all other metrics of the held-out rows."""
-    was_training, sums, reference = model.training, MetricSums(), objective.judges.held
+    was_training, sums, reference = model.training, MetricSums(), objective.reference.eval
     model.eval()
-    for step in tqdm(range(eval_data.steps(1)), "evaluating", disable=not dist.is_main or None, leave=False):
-        micro_batches = objective.parts(eval_data[step], reference, dist)
-        state = objective.begin(model, micro_batches, reference, dist, running_mean.mean)
+    for step in tqdm(
+        range(eval_data.num_steps(1)), "evaluating", disable=not dist.is_main_process or None, leave=False
+    ):
+        micro_batches = objective.prepare_batches(eval_data[step], reference, dist)
+        state = objective.step_totals(model, micro_batches, reference, dist, running_mean.mean)
         for micro_batch in micro_batches:
-            logps = objective.answers(model, micro_batch)
-            sums.add(objective.figures(logps, objective.loss(logps, state), state))
-            state = state.behind(logps)
+            logps = objective.compute_logps(model, micro_batch)
+            sums.add(objective.metric_sums(logps, objective.loss(logps, state), state))
+            state = state.after(logps)
     model.train(was_training)
-    return {name: float(value) for name, value in objective.shown(sums.means(dist, 1)).items()}
+    return {name: float(value) for name, value in objective.to_metrics(sums.means(dist, 1)).items()}

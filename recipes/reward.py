@@ -18,7 +18,7 @@ from tunekit.data.dataloader.batch import Batch
 from tunekit.data.dataloader.build import DataLoader
 from tunekit.data.dataloader.mixture import MixtureBase
 from tunekit.data.dataloader.prefetch import Prefetcher
-from tunekit.data.dataloader.reward_data import Scored
+from tunekit.data.dataloader.reward_data import RewardData
 from tunekit.data.datasets import DatasetConfig
 from tunekit.data.reward_datasets import LabeledDataset
 from tunekit.data.tokenizer import Tokenizer
@@ -40,25 +40,32 @@ from tunekit.training.step_guard import StepGuard
 
 def class_names(data: DatasetConfig | MixtureBase) -> tuple[str, ...]:
     """The class names of labeled rows."""
-    return next((rows.class_names for rows in MixtureBase.of(data).sources if isinstance(rows, LabeledDataset)), ())
+    return next(
+        (
+            rows.class_names
+            for rows in MixtureBase.from_config(data).dataset_configs
+            if isinstance(rows, LabeledDataset)
+        ),
+        (),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class RewardConfig(TrainConfig):
     """The keys of this recipe."""
 
-    data: Scored  # Training rows: preference pairs, labeled texts, or answers with labeled steps
-    eval_data: Scored | None = None  # Held-out rows for evaluation during training
+    data: RewardData  # Training rows: preference pairs, labeled texts, or answers with labeled steps
+    eval_data: RewardData | None = None  # Held-out rows for evaluation during training
     loss: BradleyTerry | Classification | Regression | ProcessReward = BradleyTerry()  # Meaning of the scores
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.parallel.tp > 1:
             raise FieldError("parallel.tp", "a score head cannot be split over devices. Use parallel.dp_shard.")
-        self.loss.check(MixtureBase.of(self.data), "data")
-        self.loss.score(0, len(self.class_names))
+        self.loss.check_datasets(MixtureBase.from_config(self.data), "data")
+        self.loss.score_head(0, len(self.class_names))
         if self.eval_data is not None:
-            self.loss.check(MixtureBase.of(self.eval_data), "eval_data")
+            self.loss.check_datasets(MixtureBase.from_config(self.eval_data), "eval_data")
             if (names := class_names(self.eval_data)) and names != self.class_names:
                 raise FieldError("eval_data.class_names", "must be the same as data.class_names, in the same order")
 
@@ -69,8 +76,8 @@ class RewardConfig(TrainConfig):
 
     def with_head(self, checkpoint: HFCheckpoint) -> HFCheckpoint:
         """The checkpoint with a score head for the loss: a new one on a language model."""
-        score = self.loss.score(Tokenizer.open(checkpoint.tokenizer).pad, len(self.class_names))
-        return with_score_head(checkpoint, score, self.seed, self.class_names, self.loss.problem)
+        score = self.loss.score_head(Tokenizer.open(checkpoint.tokenizer_path).pad, len(self.class_names))
+        return with_score_head(checkpoint, score, self.seed, self.class_names, self.loss.problem_type)
 
 
 CONFIG = RewardConfig
@@ -81,7 +88,7 @@ def check(cfg: RewardConfig) -> None:
     check_training(cfg)
     for key, data in (("data", cfg.data), ("eval_data", cfg.eval_data)):
         if data is not None:
-            cfg.loss.check(MixtureBase.of(data).settled(), key)
+            cfg.loss.check_datasets(MixtureBase.from_config(data).resolve(), key)
 
 
 def main(cfg: RewardConfig, overwrite: bool = False) -> None:
@@ -104,12 +111,12 @@ def train(cfg: RewardConfig, run: RunContext) -> None:
     check_data(cfg, loaders, tokenizer, dist)
     model = load_model(checkpoint, cfg, dist)
     prepare_data(cfg, model, loaders)
-    if checkpoint.fresh is not None or cfg.init == "random":
-        dist.tell("head: {} x {} new weights instead of the lm_head".format(*model.shapes["head.weight"]))
+    if checkpoint.new_head is not None or cfg.init == "random":
+        dist.log("head: {} x {} new weights instead of the lm_head".format(*model.shapes["head.weight"]))
     run.begin()
 
     optimizer = build_optimizer(cfg, model, dist)
-    num_steps = cfg.max_steps or train_data.steps(cfg.epochs)
+    num_steps = cfg.max_steps or train_data.num_steps(cfg.epochs)
     lr_scheduler = cfg.lr_scheduler.build(optimizer.inner, num_steps)
     prefetcher = Prefetcher(train_data, dist.device)
     guard = StepGuard(cfg.step_guard, dist, prefetcher)
@@ -124,7 +131,7 @@ def train(cfg: RewardConfig, run: RunContext) -> None:
         check_packing(model, train_data, dist)
     logger = run.open_logger(num_steps, step, throughput)
 
-    with checkpointer, logger, run.profiler, prefetcher.over(guard.data_step(step), guard.data_step(num_steps)):
+    with checkpointer, logger, run.profiler, prefetcher.start(guard.data_step(step), guard.data_step(num_steps)):
         if step == 0 and eval_data:
             run.begin_eval(0)
             logger.log_eval(0, evaluate(model, eval_data, cfg, dist))
@@ -134,7 +141,7 @@ def train(cfg: RewardConfig, run: RunContext) -> None:
         run.handle_signals()
         while step < num_steps and not early_stopping.triggered:
             run.begin_step(step, logger)  # heartbeat, profiler, random seed of this step
-            batches = prefetcher.take()  # the micro-batches of this rank
+            batches = prefetcher.next()  # the micro-batches of this rank
             loss, metrics = forward_backward(model, batches, cfg, dist)
             grad_norm = optimizer.clip_grad_norm(cfg.max_grad_norm)
             if not guard.accepts(step, loss, grad_norm):  # NaN, Inf or a spike
@@ -147,10 +154,10 @@ def train(cfg: RewardConfig, run: RunContext) -> None:
                 step = guard.roll_back(checkpointer, logger)  # to the last training state; skips the data since then
                 continue
             step += 1
-            logger.log_step(step, batches, prefetcher.wait, loss=loss, grad_norm=grad_norm, lr=lr, **metrics)
+            logger.log_step(step, batches, prefetcher.data_time, loss=loss, grad_norm=grad_norm, lr=lr, **metrics)
 
             due = run.due_after(step, num_steps)
-            with logger.aside():  # not part of the step time
+            with logger.pause():  # not part of the step time
                 if due.any:
                     guard.check_all(logger)  # raises if a step was not finite, before its weights are used
                 if due.push:
@@ -164,7 +171,7 @@ def train(cfg: RewardConfig, run: RunContext) -> None:
                     checkpointer.save(step)
                     run.exit_if_stop_requested(step, num_steps)
                     forgetting.raise_if_exceeded(step)
-                checkpointer.look()  # raises if a save in the background has failed
+                checkpointer.poll()  # raises if a save in the background has failed
         run.log_early_stop(step, num_steps)
     export_final(run, model, checkpoint, loaders, step)
 
@@ -173,10 +180,10 @@ def prepare_data(cfg: RewardConfig, model: Decoder, loaders: Mapping[str, DataLo
     """Check that the labels fit the head, and share prompts in packed rows where the model can."""
     for key, data in loaders.items():
         if data is not None:
-            cfg.loss.check(data.mix, key)
-            cfg.loss.check_labels(data.parts, model.spec.outputs)
-            if model.shares_prefixes(data.mix.max_length):
-                data.share()
+            cfg.loss.check_datasets(data.mixture, key)
+            cfg.loss.check_labels(data.datasets, model.spec.outputs)
+            if model.shares_prefixes(data.mixture.max_length):
+                data.share_prefixes()
 
 
 def forward_backward(
@@ -186,14 +193,16 @@ def forward_backward(
 
     Every pair, document or step of an answer has the same weight, in every micro-batch and on every rank.
     """
-    num_units = dist.total(sum(cfg.loss.units(batch, model.spec.outputs) for batch in batches))
+    num_units = dist.sum_counts(sum(cfg.loss.num_units(batch, model.spec.outputs) for batch in batches))
     sums = RewardMetrics()
     for i, batch in enumerate(batches, start=1):
-        dist.sync_gradients(model, on=i == len(batches))  # reduce gradients in the last micro-batch only
+        dist.set_gradient_sync(model, enabled=i == len(batches))  # reduce gradients in the last micro-batch only
         output = cfg.loss(model, batch.to(dist.device))
-        (output.loss / num_units * dist.averaged).backward()  # FSDP averages gradients over ranks; this makes it a sum
+        (
+            output.loss / num_units * dist.grad_scale
+        ).backward()  # FSDP averages gradients over ranks; this makes it a sum
         sums.add(output)
-    metrics = sums.figures(dist, num_units)
+    metrics = sums.means(dist, num_units)
     return metrics.pop("loss"), metrics
 
 
@@ -202,9 +211,11 @@ def evaluate(model: Decoder, eval_data: DataLoader, cfg: RewardConfig, dist: Dis
     """The loss and other metrics of the held-out rows."""
     was_training, sums, num_units = model.training, RewardMetrics(), 0
     model.eval()
-    for step in tqdm(range(eval_data.steps(1)), "evaluating", disable=not dist.is_main or None, leave=False):
+    for step in tqdm(
+        range(eval_data.num_steps(1)), "evaluating", disable=not dist.is_main_process or None, leave=False
+    ):
         for batch in eval_data[step]:
-            num_units += cfg.loss.units(batch, model.spec.outputs)
+            num_units += cfg.loss.num_units(batch, model.spec.outputs)
             sums.add(cfg.loss(model, batch.to(dist.device)))
     model.train(was_training)
-    return {name: float(value) for name, value in sums.figures(dist, dist.total(num_units)).items()}
+    return {name: float(value) for name, value in sums.means(dist, dist.sum_counts(num_units)).items()}

@@ -13,7 +13,7 @@ from torch import Tensor
 from tunekit.build import open_checkpoint, open_tokenizer
 from tunekit.data.dataloader.batch import Batch
 from tunekit.data.dataloader.build import DataLoader
-from tunekit.data.dataloader.mixture import Learnable
+from tunekit.data.dataloader.mixture import SFTData
 from tunekit.data.dataloader.prefetch import Prefetcher
 from tunekit.distributed.context import DistributedContext
 from tunekit.loggers.metric_logger import ThroughputCounter
@@ -34,8 +34,8 @@ from tunekit.training.step_guard import StepGuard
 class SFTConfig(TrainConfig):
     """The keys of this recipe."""
 
-    data: Learnable  # Training rows
-    eval_data: Learnable | None = None  # Held-out rows for evaluation during training
+    data: SFTData  # Training rows
+    eval_data: SFTData | None = None  # Held-out rows for evaluation during training
     loss: CrossEntropy = CrossEntropy()
 
 
@@ -69,7 +69,7 @@ def train(cfg: SFTConfig, run: RunContext) -> None:
     run.begin()
 
     optimizer = build_optimizer(cfg, model, dist)
-    num_steps = cfg.max_steps or train_data.steps(cfg.epochs)
+    num_steps = cfg.max_steps or train_data.num_steps(cfg.epochs)
     lr_scheduler = cfg.lr_scheduler.build(optimizer.inner, num_steps)
     prefetcher = Prefetcher(train_data, dist.device)
     guard = StepGuard(cfg.step_guard, dist, prefetcher)
@@ -84,7 +84,7 @@ def train(cfg: SFTConfig, run: RunContext) -> None:
         check_packing(model, train_data, dist)
     logger = run.open_logger(num_steps, step, throughput)
 
-    with checkpointer, logger, run.profiler, prefetcher.over(guard.data_step(step), guard.data_step(num_steps)):
+    with checkpointer, logger, run.profiler, prefetcher.start(guard.data_step(step), guard.data_step(num_steps)):
         if step == 0 and eval_data:
             run.begin_eval(0)
             logger.log_eval(0, evaluate(model, eval_data, cfg, dist))
@@ -94,7 +94,7 @@ def train(cfg: SFTConfig, run: RunContext) -> None:
         run.handle_signals()
         while step < num_steps and not early_stopping.triggered:
             run.begin_step(step, logger)  # heartbeat, profiler, random seed of this step
-            batches = prefetcher.take()  # the micro-batches of this rank
+            batches = prefetcher.next()  # the micro-batches of this rank
             loss = forward_backward(model, batches, cfg, dist)
             grad_norm = optimizer.clip_grad_norm(cfg.max_grad_norm)
             if not guard.accepts(step, loss, grad_norm):  # NaN, Inf or a spike
@@ -107,10 +107,10 @@ def train(cfg: SFTConfig, run: RunContext) -> None:
                 step = guard.roll_back(checkpointer, logger)  # to the last training state; skips the data since then
                 continue
             step += 1
-            logger.log_step(step, batches, prefetcher.wait, loss=loss, grad_norm=grad_norm, lr=lr)
+            logger.log_step(step, batches, prefetcher.data_time, loss=loss, grad_norm=grad_norm, lr=lr)
 
             due = run.due_after(step, num_steps)
-            with logger.aside():  # not part of the step time
+            with logger.pause():  # not part of the step time
                 if due.any:
                     guard.check_all(logger)  # raises if a step was not finite, before its weights are used
                 if due.push:
@@ -124,7 +124,7 @@ def train(cfg: SFTConfig, run: RunContext) -> None:
                     checkpointer.save(step)
                     run.exit_if_stop_requested(step, num_steps)
                     forgetting.raise_if_exceeded(step)
-                checkpointer.look()  # raises if a save in the background has failed
+                checkpointer.poll()  # raises if a save in the background has failed
         run.log_early_stop(step, num_steps)
     export_final(run, model, checkpoint, loaders, step)
 
@@ -134,14 +134,14 @@ def forward_backward(model: Decoder, batches: list[Batch], cfg: SFTConfig, dist:
 
     Every target token has the same weight, in every micro-batch and on every rank.
     """
-    num_targets = dist.total(sum(batch.learnt for batch in batches))
+    num_targets = dist.sum_counts(sum(batch.num_target_tokens for batch in batches))
     total = torch.zeros((), device=dist.device)
     for i, batch in enumerate(batches, start=1):
-        dist.sync_gradients(model, on=i == len(batches))  # reduce gradients in the last micro-batch only
+        dist.set_gradient_sync(model, enabled=i == len(batches))  # reduce gradients in the last micro-batch only
         loss = cfg.loss(model, batch.to(dist.device)) / num_targets
-        (loss * dist.averaged).backward()  # FSDP averages gradients over ranks; this makes it a sum
+        (loss * dist.grad_scale).backward()  # FSDP averages gradients over ranks; this makes it a sum
         total += loss.detach()
-    return dist.sum(total)
+    return dist.all_reduce_sum(total)
 
 
 def evaluate(model: Decoder, eval_data: DataLoader, cfg: SFTConfig, dist: DistributedContext) -> dict[str, float]:

@@ -77,8 +77,10 @@ def read_checkpoint(cfg: ModelChoices, files: download.Files = download.SMALL) -
 
 def open_tokenizer(checkpoint: HFCheckpoint, today: date | None = None) -> Tokenizer:
     """The tokenizer of a checkpoint. Chat templates that print the date print `today`."""
-    tokenizer = Tokenizer.open(checkpoint.tokenizer).fitted(checkpoint.spec.vocab, checkpoint.tokenizer)
-    return tokenizer if today is None else tokenizer.dated(today)
+    tokenizer = Tokenizer.open(checkpoint.tokenizer_path).with_vocab_size(
+        checkpoint.spec.vocab, checkpoint.tokenizer_path
+    )
+    return tokenizer if today is None else tokenizer.with_date(today)
 
 
 def build_model(  # noqa: PLR0913
@@ -93,24 +95,26 @@ def build_model(  # noqa: PLR0913
 ) -> Decoder:
     """Build the model on the meta device, allocate this rank's shards, and load or initialize the weights."""
     model = build_meta_model(checkpoint, quantization, adapter)
-    for warning in quantization.remarks(model):
-        dist.tell(warning)
+    for warning in quantization.warnings(model):
+        dist.log(warning)
     parallelize(model, dist)  # tensor, context and expert parallel
     precision.set_matmul_precision(dist.device)
     precision.apply(model, {} if from_scratch else checkpoint.dtypes, dist.device)
     memory.apply(model, dist.device)
     if compile:
         check_compile(dist.device)
-        compile_layers(model, dist.tell)
+        compile_layers(model, dist.log)
     apply_fsdp(model, dist)
     allocate(model, dist)
     model.tie()
-    register_shards((*model.named_parameters(), *model.named_buffers()), model.splits)
+    register_shards((*model.named_parameters(), *model.named_buffers()), model.shards)
     if from_scratch:
         init_weights(model, dist.seed)
     else:
-        load_weights(replace(checkpoint, exact=True) if quantization.exact else checkpoint, model, run=dist)
-    adapter.initialize(model, dist.seed)
+        load_weights(
+            replace(checkpoint, exact=True) if quantization.keeps_prequantized else checkpoint, model, run=dist
+        )
+    adapter.init_weights(model, dist.seed)
     if adapter.adapter_path is not None:
         peft_adapter.load_adapter(Path(adapter.adapter_path), model, adapter, checkpoint)
     return model
@@ -136,8 +140,8 @@ def check_parallelizable(
     parallel: ParallelConfig,
 ) -> None:
     """Raise UserError if the model cannot be split as `parallel` asks, on any number of devices."""
-    if parallel.least != ParallelDims():
-        parallelize_fake(build_meta_model(checkpoint, quantization, adapter), parallel.least)
+    if parallel.minimal_dims != ParallelDims():
+        parallelize_fake(build_meta_model(checkpoint, quantization, adapter), parallel.minimal_dims)
 
 
 def load_for_inference(
@@ -162,14 +166,14 @@ def resolve_model(
     path = final_dir_of(download.resolve_model_dir(name, files=files))
     if not (path / peft_adapter.CONFIG).is_file():
         checkpoint = HFCheckpoint.open(path, name)
-        return checkpoint, FrozenModel(), Tokenizer.open(path).fitted(checkpoint.spec.vocab, path)
+        return checkpoint, FrozenModel(), Tokenizer.open(path).with_vocab_size(checkpoint.spec.vocab, path)
     base = peft_adapter.base_model_name(path)
     checkpoint = peft_adapter.with_adapter_score_head(
         path, HFCheckpoint.open(download.resolve_model_dir(base, files=files), base)
     )
     adapter = replace(peft_adapter.read_adapter_config(path, checkpoint), adapter_path=str(path))
     tokenizer_dir = path if (path / "tokenizer.json").is_file() else checkpoint.path
-    return checkpoint, adapter, Tokenizer.open(tokenizer_dir).fitted(checkpoint.spec.vocab, tokenizer_dir)
+    return checkpoint, adapter, Tokenizer.open(tokenizer_dir).with_vocab_size(checkpoint.spec.vocab, tokenizer_dir)
 
 
 def final_dir_of(path: Path) -> Path:

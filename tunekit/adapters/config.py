@@ -222,7 +222,9 @@ class LoRAConfig:
         """Whether the first values are made of the weights beside which they stand."""
         return self.init == "pissa"
 
-    def initial_values(self, layer: Layer, shapes: Mapping[str, Shape], generator: torch.Generator) -> dict[str, Tensor]:
+    def initial_values(
+        self, layer: Layer, shapes: Mapping[str, Shape], generator: torch.Generator
+    ) -> dict[str, Tensor]:
         """First values of what was added to a layer, by name, but for what is zero. `shapes` are those of the whole."""
         if isinstance(layer, Embedding):
             return {"lora_embedding_B": torch.randn(shapes["lora_embedding_B"], generator=generator)}
@@ -241,7 +243,9 @@ class LoRAConfig:
                 for name, layer in layers.items()
             }
             with unsharded(unit) if self.needs_base_weights else nullcontext():
-                firsts = {n: self.initial_values(layer, shapes[n], named_generator(seed, n)) for n, layer in layers.items()}
+                firsts = {
+                    n: self.initial_values(layer, shapes[n], named_generator(seed, n)) for n, layer in layers.items()
+                }
             for name, layer in layers.items():
                 for key, tensor in (kept := adapter_tensors(layer)).items():
                     if (made := firsts[name].get(key)) is None:
@@ -267,7 +271,9 @@ class LoRAConfig:
         a = torch.cat([layer.lora_A for layer in layers], dim=1)
         low = grouped_mm(F.dropout(x, dropout), a.to(x.dtype), sizes)
         lows = low.split([layer.lora_A.shape[1] for layer in layers], dim=-1)
-        return tuple(self.add_expert_update(layer, x, low.contiguous(), sizes) for layer, low in zip(layers, lows, strict=True))
+        return tuple(
+            self.add_expert_update(layer, x, low.contiguous(), sizes) for layer, low in zip(layers, lows, strict=True)
+        )
 
     def add_expert_update(self, layer: GroupedLinear, x: Tensor, low: Tensor, sizes: Tensor) -> Tensor:
         """What a layer makes of `x`, with its update of `low` (N, rank)."""
@@ -321,7 +327,9 @@ class DoRAConfig(LoRAConfig):
     def needs_base_weights(self) -> bool:
         return True
 
-    def initial_values(self, layer: Layer, shapes: Mapping[str, Shape], generator: torch.Generator) -> dict[str, Tensor]:
+    def initial_values(
+        self, layer: Layer, shapes: Mapping[str, Shape], generator: torch.Generator
+    ) -> dict[str, Tensor]:
         """The magnitudes are those of the weight: the update is zero as yet."""
         assert isinstance(layer, Linear)
         return super().initial_values(layer, shapes, generator) | {"lora_magnitude_vector": row_norms(layer, shapes)}

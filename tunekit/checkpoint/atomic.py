@@ -84,7 +84,9 @@ class SharedAtomicDir:
         try:
             self.run.run_on_all(lambda: self.raise_write_error(error))
             sums = self.run.all_gather_objects(self.run.run_on_all(self.local_checksums))
-            self.run.run_on_main(lambda: self.commit(dict(sorted(pair for rank_sums in sums for pair in rank_sums.items()))))
+            self.run.run_on_main(
+                lambda: self.commit(dict(sorted(pair for rank_sums in sums for pair in rank_sums.items())))
+            )
         finally:
             self.remove_partial()
 
@@ -154,7 +156,14 @@ def find_corrupt_file(folder: Path, subset: slice = ALL) -> Path | None:
     except ValueError:
         return folder / MARK
     items = [*sums.items()][subset]
-    return next((folder / name for name, expected in items if not (folder / name).is_file() or checksum(folder / name) != expected), None)
+    return next(
+        (
+            folder / name
+            for name, expected in items
+            if not (folder / name).is_file() or checksum(folder / name) != expected
+        ),
+        None,
+    )
 
 
 def write_text_atomic(path: Path, text: str) -> None:

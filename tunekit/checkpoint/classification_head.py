@@ -32,7 +32,9 @@ def with_score_head(
     return replace(source, config=config, family=family, spec=spec, new_head=new_head)
 
 
-def score_config(source: HFCheckpoint, score: ScoreHead, names: Sequence[str], problem: str | None) -> Mapping[str, Any]:
+def score_config(
+    source: HFCheckpoint, score: ScoreHead, names: Sequence[str], problem: str | None
+) -> Mapping[str, Any]:
     """config.json of a model with this score head, as saved by transformers."""
     kind = source.config["model_type"]
     architecture = classifiers.classifier_architecture(kind, score.per_token)

@@ -72,7 +72,9 @@ class LocalShard:
         properties.pin_memory = False  # irrelevant for readers
         return [
             WriteItem(
-                MetadataIndex(fqn, chunk.offsets), WriteItemType.SHARD, tensor_data=TensorWriteData(chunk, properties, size)
+                MetadataIndex(fqn, chunk.offsets),
+                WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk, properties, size),
             )
             for chunk in self.chunks
         ]
@@ -112,7 +114,9 @@ def plan_writes(shards: LocalShards, run: DistributedContext, previous: WritePla
     layout_hashes = run.all_gather_objects(hash(tuple(layout)))
     if previous is not None and previous.layout_hashes == layout_hashes:
         return previous
-    planned, metadata = DefaultSavePlanner(flatten_state_dict=False).create_global_plan(run.all_gather_objects(SavePlan(items)))
+    planned, metadata = DefaultSavePlanner(flatten_state_dict=False).create_global_plan(
+        run.all_gather_objects(SavePlan(items))
+    )
     plans = FileSystemWriter("").prepare_global_plan(planned)
     sizes = (tensor_bytes(item) + TENSOR_OVERHEAD for plan in plans for item in plan.items)
     return WritePlan(layout_hashes, plans[run.rank], metadata, sum(sizes))
@@ -155,7 +159,9 @@ class ShardWriteResult:
     checksums: dict[str, int]
 
 
-def write_shards(folder: Path, shards: LocalShards, plan: SavePlan, extra_files: Mapping[str, bytes]) -> ShardWriteResult:
+def write_shards(
+    folder: Path, shards: LocalShards, plan: SavePlan, extra_files: Mapping[str, bytes]
+) -> ShardWriteResult:
     """Write and fsync the shards of this rank and its extra files."""
     # No copy-ahead: its thread would initialize CUDA on the first GPU.
     writer = FileSystemWriter(folder, per_thread_copy_ahead=0)

@@ -150,7 +150,9 @@ def scale_blocks(values: Tensor, scales: Tensor, block: int) -> Tensor:
     num_full = len(values) // block * block
     if num_full == len(values):
         return (values.view(-1, block) * scales[:, None]).flatten()
-    return torch.cat([scale_blocks(values[:num_full], scales[: num_full // block], block), values[num_full:] * scales[-1]])
+    return torch.cat(
+        [scale_blocks(values[:num_full], scales[: num_full // block], block), values[num_full:] * scales[-1]]
+    )
 
 
 @dataclass(frozen=True)
@@ -186,7 +188,9 @@ def find_mxfp4(name: str, checkpoint: QuantFormat) -> TensorGroup | None:
     blocks, scales = sources = checkpoint.sources(*names)
     require_consistent(blocks.shape == (*scales.shape, MXFP4_BLOCK // 2) and len(scales.shape) == 3, name, blocks)
     experts, rows, groups = scales.shape
-    return TensorGroup(base, MXFP4Tensor(blocks.file, (experts, groups * MXFP4_BLOCK, rows), checkpoint.dtype, sources), names)
+    return TensorGroup(
+        base, MXFP4Tensor(blocks.file, (experts, groups * MXFP4_BLOCK, rows), checkpoint.dtype, sources), names
+    )
 
 
 def find_fp8(name: str, checkpoint: QuantFormat) -> TensorGroup | None:
@@ -201,7 +205,9 @@ def find_fp8(name: str, checkpoint: QuantFormat) -> TensorGroup | None:
         tiles = tuple(-(-size // tile) for size, tile in zip(weight.shape[-2:], block, strict=True))
         require_consistent(scales.shape == (*weight.shape[:-2], *tiles), name, weight)
     unused = checkpoint.existing(name.removesuffix("weight"), "activation_scale", "input_scale")
-    return TensorGroup(name, FP8BlockTensor(weight.file, weight.shape, checkpoint.dtype, sources, block), (*names, *unused))
+    return TensorGroup(
+        name, FP8BlockTensor(weight.file, weight.shape, checkpoint.dtype, sources, block), (*names, *unused)
+    )
 
 
 def find_int8(name: str, checkpoint: QuantFormat) -> TensorGroup | None:
@@ -210,9 +216,13 @@ def find_int8(name: str, checkpoint: QuantFormat) -> TensorGroup | None:
     if module == name or names[1] not in checkpoint.reader.tensors:
         return None
     rows, row_max = sources = checkpoint.sources(*names)
-    require_consistent(rows.dtype == torch.int8 and len(rows.shape) == 2 and row_max.shape == rows.shape[:1], name, rows)
+    require_consistent(
+        rows.dtype == torch.int8 and len(rows.shape) == 2 and row_max.shape == rows.shape[:1], name, rows
+    )
     return TensorGroup(
-        name, Bnb8bitTensor(rows.file, rows.shape, checkpoint.dtype, sources), (*names, *checkpoint.existing(module, "weight_format"))
+        name,
+        Bnb8bitTensor(rows.file, rows.shape, checkpoint.dtype, sources),
+        (*names, *checkpoint.existing(module, "weight_format")),
     )
 
 
@@ -223,7 +233,9 @@ def find_4bit(name: str, checkpoint: QuantFormat) -> TensorGroup | None:
     nested = checkpoint.existing(name, ".nested_absmax", ".nested_quant_map")
     names = name, f"{name}.absmax", f"{name}.quant_map", *nested
     if missing := [source for source in names if source not in checkpoint.reader.tensors]:
-        raise UserError(f"{checkpoint.reader.tensors[name].file}: {missing[0]} is missing. Download the checkpoint again.")
+        raise UserError(
+            f"{checkpoint.reader.tensors[name].file}: {missing[0]} is missing. Download the checkpoint again."
+        )
     sources = checkpoint.sources(*names)
     try:
         state = json.loads(bytes(checkpoint.reader[states[0]].tolist()))
@@ -232,13 +244,18 @@ def find_4bit(name: str, checkpoint: QuantFormat) -> TensorGroup | None:
         tensor = Bnb4bitTensor(sources[0].file, shape, dtype, sources, state["blocksize"], *nested_args)
         require_consistent(tensor.has_valid_shapes(), name, sources[0])
     except (ValueError, KeyError, TypeError, ArithmeticError) as error:
-        raise UserError(f"{sources[0].file}: {states[0]} is corrupt ({error}). Download the checkpoint again.") from error
+        raise UserError(
+            f"{sources[0].file}: {states[0]} is corrupt ({error}). Download the checkpoint again."
+        ) from error
     return TensorGroup(name, tensor, (*names, *states))
 
 
 def exact_tensors(tensors: Mapping[str, TensorMeta]) -> dict[str, TensorMeta]:
     """Read 4-bit weights in fp32, without rounding: quantizing them again gives the same bits."""
-    return {name: replace(meta, dtype=torch.float32) if isinstance(meta, Bnb4bitTensor) else meta for name, meta in tensors.items()}
+    return {
+        name: replace(meta, dtype=torch.float32) if isinstance(meta, Bnb4bitTensor) else meta
+        for name, meta in tensors.items()
+    }
 
 
 FINDERS = (find_mxfp4, find_fp8, find_int8, find_4bit)
@@ -246,7 +263,9 @@ FINDERS = (find_mxfp4, find_fp8, find_int8, find_4bit)
 
 def require_consistent(condition: bool, name: str, meta: TensorMeta) -> None:
     if not condition:
-        raise UserError(f"{meta.file}: {name} and its scales have inconsistent shapes or dtypes. Download the checkpoint again.")
+        raise UserError(
+            f"{meta.file}: {name} and its scales have inconsistent shapes or dtypes. Download the checkpoint again."
+        )
 
 
 def logical_tensors(

@@ -33,7 +33,11 @@ def is_fully_local(model: nn.Module) -> bool:
 
 @torch.no_grad()
 def gathered_logits(
-    model: Decoder, meta_model: Decoder, rows: Sequence[Sequence[int]], run: DistributedContext, logits_fn: LogitsFn = forward_logits
+    model: Decoder,
+    meta_model: Decoder,
+    rows: Sequence[Sequence[int]],
+    run: DistributedContext,
+    logits_fn: LogitsFn = forward_logits,
 ) -> LazyLogits | None:
     """Return the result of `logits_fn` on the main process, None on other ranks. Must be called on all ranks.
 
@@ -49,7 +53,10 @@ def gathered_logits(
     with ExitStack() as hooks:
         for name, module in model_parts(meta_model):
             if module is not meta_model.head:  # computed when the logits are read
-                load, free = partial(fill_part, meta_model, tensors, names[name], run), partial(free_part, meta_model, names[name])
+                load, free = (
+                    partial(fill_part, meta_model, tensors, names[name], run),
+                    partial(free_part, meta_model, names[name]),
+                )
                 hooks.enter_context(module.register_forward_pre_hook(lambda *_, load=load: load()))
                 hooks.enter_context(module.register_forward_hook(lambda *_, free=free: free()))
         logits = logits_fn(meta_model, rows, run.device)

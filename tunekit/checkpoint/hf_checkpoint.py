@@ -92,14 +92,22 @@ class HFCheckpoint:
         dtype = self.default_dtype if self.config_dtype else torch.bfloat16
         tensors = dequantize.logical_tensors(self.tensor_meta, self.config, dtype)
         tensors = {name: meta for name, meta in tensors.items() if not name.endswith(ROPE_BUFFER)}
-        weights = {name: meta for name, meta in tensors.items() if match_hub_name(name, self.family.unused_heads) is None}
-        return weights if self.new_head is None else {**weights, **self.random_tensors([*weights.values()][-1].file, self.new_head)}
+        weights = {
+            name: meta for name, meta in tensors.items() if match_hub_name(name, self.family.unused_heads) is None
+        }
+        return (
+            weights
+            if self.new_head is None
+            else {**weights, **self.random_tensors([*weights.values()][-1].file, self.new_head)}
+        )
 
     def random_tensors(self, file: Path, seed: int) -> Mapping[str, TensorMeta]:
         """Randomly initialized score head, for a checkpoint without one. `file` is where it would be saved."""
         score, name = self.spec.score, to_hub_name("head", self.family.table)
         assert score is not None
-        weight = RandomTensor(file, (score.labels, self.spec.dim), self.default_dtype, seed, self.spec.initializer_range)
+        weight = RandomTensor(
+            file, (score.labels, self.spec.dim), self.default_dtype, seed, self.spec.initializer_range
+        )
         bias = {f"{name}.bias": replace(weight, shape=(score.labels,), std=0.0)} if score.bias else {}
         return {f"{name}.weight": weight} | bias
 
@@ -149,7 +157,11 @@ class HFCheckpoint:
         if self.index is None:
             return {}
         weight_map = read_json(self.index).get("weight_map")
-        if not weight_map or not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        if (
+            not weight_map
+            or not isinstance(weight_map, dict)
+            or not all(isinstance(name, str) for name in weight_map.values())
+        ):
             raise UserError(f"{self.index}: 'weight_map' must map tensor names to file names")
         for name in dict.fromkeys(weight_map.values()):
             if Path(name).name != name:
@@ -164,7 +176,9 @@ class HFCheckpoint:
         mappings, unknown = load_mappings(self.tensors, self.family.table)
         if unknown:
             first, more = unknown[0], f" (and {len(unknown) - 1} more)" if len(unknown) > 1 else ""
-            message = f"{self.tensors[first].file}: unknown tensor {first}{more} for model_type {self.config['model_type']}"
+            message = (
+                f"{self.tensors[first].file}: unknown tensor {first}{more} for model_type {self.config['model_type']}"
+            )
             raise UserError(message + explain_unknown_key(first, self.family.table))
         for mapping in mappings:
             self.check_mapping(mapping)
@@ -219,7 +233,9 @@ class HFCheckpoint:
         """Dtype of config.json, fp32 if it has none. Used for tensors that are not in the checkpoint."""
         name = self.config_dtype or "float32"
         if name not in CONFIG_DTYPES:
-            raise UserError(f"{self.path / 'config.json'}: dtype must be one of {', '.join(CONFIG_DTYPES)}, got {name!r}")
+            raise UserError(
+                f"{self.path / 'config.json'}: dtype must be one of {', '.join(CONFIG_DTYPES)}, got {name!r}"
+            )
         return CONFIG_DTYPES[name]
 
     def reader(self) -> "TensorReader":

@@ -70,7 +70,10 @@ def checkpoint_logits(
     check_tensors(source, net.shapes)
     precision.apply(net, source.dtypes, device)
     net.tie()
-    with (replace(source, keeps_prequantized=True) if quantization.keeps_prequantized else source).reader() as tensors, ExitStack() as stack:
+    with (
+        (replace(source, keeps_prequantized=True) if quantization.keeps_prequantized else source).reader() as tensors,
+        ExitStack() as stack,
+    ):
         initial = load_initial_adapter(net, adapter, source, device, stack)
         mappings = [(mapping, tensors.read_mapped) for mapping in key_mappings(source, net)]
         for name, module in model_parts(net):
@@ -91,7 +94,9 @@ def checkpoint_logits(
 def forward_logits(model: Decoder, rows: Sequence[Sequence[int]], device: torch.device) -> LazyLogits:
     """Logits at every token of the rows, which are concatenated."""
     spec = model.spec
-    return LazyLogits(spec.outputs, partial(head_columns, model.head, hidden_states(model, rows, device)), spec.score is not None)
+    return LazyLogits(
+        spec.outputs, partial(head_columns, model.head, hidden_states(model, rows, device)), spec.score is not None
+    )
 
 
 @torch.no_grad()
@@ -107,9 +112,13 @@ def rounded_logits(
     adapted = dict.fromkeys(adapter.target_layers(model), adapter) if isinstance(adapter, LoRAConfig) else {}
     with ExitStack() as hooks:
         for name, module in model_parts(model):
-            part = RoundedPart(model, {n: all_dtypes[n] for n in submodule_tensors(model, name) if n in all_dtypes}, adapted)
+            part = RoundedPart(
+                model, {n: all_dtypes[n] for n in submodule_tensors(model, name) if n in all_dtypes}, adapted
+            )
             hooks.enter_context(module.register_forward_pre_hook(lambda *_, part=part: part.round_weights()))
-            hooks.enter_context(module.register_forward_hook(lambda *_, part=part: part.restore_weights(), prepend=True))
+            hooks.enter_context(
+                module.register_forward_hook(lambda *_, part=part: part.restore_weights(), prepend=True)
+            )
         states = hidden_states(model, rows, device)
     with torch.device("meta"):
         head = Head(model.spec)
@@ -138,7 +147,9 @@ def head_columns(head: Head, states: Tensor, columns: slice) -> Tensor:
     """Logits (tokens, columns). All tensors of a head except LoRA A have one row per vocabulary token."""
     parameters = {**dict(head.named_parameters()), **dict(head.named_buffers())}
     with eval_mode(head):
-        return functional_call(head, {name: tensor[columns] for name, tensor in parameters.items() if "lora_A" not in name}, (states,))
+        return functional_call(
+            head, {name: tensor[columns] for name, tensor in parameters.items() if "lora_A" not in name}, (states,)
+        )
 
 
 @contextmanager
@@ -232,7 +243,9 @@ def load_initial_adapter(
     contents = read_contents(Path(adapter.adapter_path), source)
     tensors = stack.enter_context(TensorReader(contents.tensors))
     peft_adapter.load_lora_weights(net, contents, tensors)
-    return [(mapping, lambda name: tensors.read_mapped(contents.file_names[name])) for mapping in contents.saved_mappings]
+    return [
+        (mapping, lambda name: tensors.read_mapped(contents.file_names[name])) for mapping in contents.saved_mappings
+    ]
 
 
 def model_parts(net: Decoder) -> Iterator[tuple[str, nn.Module]]:

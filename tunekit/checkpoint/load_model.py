@@ -39,7 +39,9 @@ def load_weights(
                 non_finite[name, offset] = count
 
         is_quiet = quiet or not run.is_main_process
-        for mapping in tqdm(key_mappings(source, model), "loading", unit="tensor", disable=is_quiet or None, leave=False):
+        for mapping in tqdm(
+            key_mappings(source, model), "loading", unit="tensor", disable=is_quiet or None, leave=False
+        ):
             if TIED in mapping.ours and model.spec.tie_word_embeddings:
                 check_tied_head(source, mapping, tensors)
             else:
@@ -54,14 +56,19 @@ def key_mappings(source: HFCheckpoint, model: Decoder) -> list[KeyMapping]:
     mappings = source.key_mappings
     if model.spec.tie_word_embeddings or any(TIED in mapping.ours for mapping in mappings):
         return mappings
-    return [*mappings, *(KeyMapping((TIED,), mapping.hub, mapping.op) for mapping in mappings if mapping.ours == ("embed.weight",))]
+    return [
+        *mappings,
+        *(KeyMapping((TIED,), mapping.hub, mapping.op) for mapping in mappings if mapping.ours == ("embed.weight",)),
+    ]
 
 
 def skip_inspection(name: str, offset: Offset, values: Tensor) -> None:
     """Default of `apply_mapping`: do not inspect tensors."""
 
 
-def apply_mapping(model: Decoder, mapping: KeyMapping, read: ReadTensor, store: StoreTensor, inspect: InspectTensor = skip_inspection) -> None:
+def apply_mapping(
+    model: Decoder, mapping: KeyMapping, read: ReadTensor, store: StoreTensor, inspect: InspectTensor = skip_inspection
+) -> None:
     """Read the checkpoint tensors of a mapping, convert them, and pass them to `store`. `inspect` sees the local shards.
 
     Of stacked experts, only the local ones are read, one at a time. Weights that a layer quantizes are read in full.
@@ -73,7 +80,9 @@ def apply_mapping(model: Decoder, mapping: KeyMapping, read: ReadTensor, store: 
             inspect(mapping.hub[i], location.offset[1:], values)
             upload(expert, values)
         return
-    for name, tensor in zip(mapping.ours, mapping.load([read(name) for name in mapping.hub], model.shapes), strict=True):
+    for name, tensor in zip(
+        mapping.ours, mapping.load([read(name) for name in mapping.hub], model.shapes), strict=True
+    ):
         target = find_parameter(model, name)
         offset, values = (), tensor
         if target is not None:

@@ -64,7 +64,9 @@ class LoRATarget:
 
     def shapes(self, layer_shapes: Sequence[Shape]) -> list[Shape]:
         """Shapes (..., out, in) of the checkpoint tensors, from the weight shapes of the layers."""
-        return [tuple(t.shape) for t in self.output_op.save([torch.empty(shape, device="meta") for shape in layer_shapes])]
+        return [
+            tuple(t.shape) for t in self.output_op.save([torch.empty(shape, device="meta") for shape in layer_shapes])
+        ]
 
     def to_checkpoint(self, deltas: Sequence[LoRADelta]) -> list[LoRADelta]:
         """Convert deltas of the layers to deltas of the checkpoint tensors."""

@@ -70,17 +70,23 @@ def merge_adapter(base: HFCheckpoint, adapter: Path, folder: Path, quiet: bool =
 class MergedTensors:
     """Tensors of the merged checkpoint by checkpoint name, computed one at a time."""
 
-    def __init__(self, base: HFCheckpoint, adapter: AdapterContents, tensors: TensorReader, adapter_tensors: TensorReader) -> None:
+    def __init__(
+        self, base: HFCheckpoint, adapter: AdapterContents, tensors: TensorReader, adapter_tensors: TensorReader
+    ) -> None:
         self.base, self.adapter, self.tensors, self.adapter_tensors = base, adapter, tensors, adapter_tensors
         self.layers: dict[str, TargetTensors] = {
-            name: target for target in adapter.targets for name in target.load_deltas(adapter.meta_tensor, adapter.shapes)
+            name: target
+            for target in adapter.targets
+            for name in target.load_deltas(adapter.meta_tensor, adapter.shapes)
         }
         self.saved_mappings = {name: mapping for mapping in adapter.saved_mappings for name in mapping.ours}
         self.cached_delta = lru_cache(maxsize=8)(self.read_delta)  # shared by the expert tensors of a layer
         self.untied = base.spec.tie_word_embeddings  # merge embedding and head separately to compare them
         self.untied = self.untied and not self.keeps_tied_head()
         # Mapping and base tensor of every merged tensor.
-        self.sources = {name: (mapping, name) for mapping in base.all_key_mappings for name in mapping.hub} | self.untied_sources()
+        self.sources = {
+            name: (mapping, name) for mapping in base.all_key_mappings for name in mapping.hub
+        } | self.untied_sources()
 
     def keeps_tied_head(self) -> bool:
         """Whether embedding and head are equal after merging."""
@@ -118,7 +124,10 @@ class MergedTensors:
 
     def read(self, name: str) -> Tensor:
         mapping, source = self.sources[name]
-        is_changed = any(parameter in self.saved_mappings or parameter.removesuffix(WEIGHT) in self.layers for parameter in mapping.ours)
+        is_changed = any(
+            parameter in self.saved_mappings or parameter.removesuffix(WEIGHT) in self.layers
+            for parameter in mapping.ours
+        )
         return self.merge_tensor(mapping, source) if is_changed else self.tensors.read_mapped(source)
 
     def merge_tensor(self, mapping: KeyMapping, name: str) -> Tensor:
@@ -126,7 +135,10 @@ class MergedTensors:
         if isinstance(mapping.op, Stack):
             return self.merge_weight(mapping.ours[0], self.writable_tensor(name), mapping.hub.index(name))
         tensors = [self.writable_tensor(name) for name in mapping.hub]
-        weights = [self.merge_weight(n, t) for n, t in zip(mapping.ours, mapping.load(tensors, self.adapter.shapes), strict=True)]
+        weights = [
+            self.merge_weight(n, t)
+            for n, t in zip(mapping.ours, mapping.load(tensors, self.adapter.shapes), strict=True)
+        ]
         storages = {tensor.untyped_storage().data_ptr() for tensor in tensors}
         are_views = all(tensor.untyped_storage().data_ptr() in storages for tensor in weights)
         return (tensors if are_views else mapping.op.save(weights))[mapping.hub.index(name)]
@@ -141,7 +153,9 @@ class MergedTensors:
         """Merge into one parameter, or into one expert of it, in place."""
         tied_name = EMBED if name == TIED and self.base.spec.tie_word_embeddings and not self.untied else name
         if mapping := self.saved_mappings.get(name, self.saved_mappings.get(tied_name)):
-            return self.replace_weight(weight, mapping, mapping.ours.index(name if name in self.saved_mappings else tied_name), expert)
+            return self.replace_weight(
+                weight, mapping, mapping.ours.index(name if name in self.saved_mappings else tied_name), expert
+            )
         layer = name.removesuffix(WEIGHT)
         if layer in self.layers:
             delta = self.cached_delta(layer)
@@ -194,7 +208,9 @@ def add_delta(weight: Tensor, delta: LoRADelta) -> None:
 def write_companion_files(base: HFCheckpoint, adapter: Path, folder: Path) -> None:
     """Write config.json and all files other than weights. The tokenizer is the adapter's, if it has one."""
     has_tokenizer = any((adapter / name).is_file() for name in TOKENIZER_FILES)
-    copy_companion_files(base.path, folder, skip=unrelated_files(base), tokenizer=adapter if has_tokenizer else base.tokenizer_dir)
+    copy_companion_files(
+        base.path, folder, skip=unrelated_files(base), tokenizer=adapter if has_tokenizer else base.tokenizer_dir
+    )
     write_config(folder, base)
 
 

@@ -20,10 +20,10 @@ from tunekit.checkpoint.dcp_planner import reshard
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint, TensorReader
 from tunekit.checkpoint.lora_weights import WEIGHT, LoRADelta, LoRATarget, transformers_key
 from tunekit.checkpoint.peft_reader import (
-    CONFIG,
-    HEAD_KEY,
     BASE_LAYER,
     BLOCKS_KEY,
+    CONFIG,
+    HEAD_KEY,
     PREFIX,
     TENSORS,
     AdapterContents,
@@ -91,7 +91,9 @@ def save_adapter(
     targets = lora_targets(model, adapter, source)
     planned = [tensor for target in targets for tensor in peft_tensors(target, model, adapter, source, to_meta)]
     groups = saved_groups(model, adapter, source)
-    saved_meta = {name: t for saved_group in groups for name, t in saved_tensors(saved_group, model, adapter, to_meta).items()}
+    saved_meta = {
+        name: t for saved_group in groups for name, t in saved_tensors(saved_group, model, adapter, to_meta).items()
+    }
     prefixes = module_prefixes(planned)
     tensors = {name: t for tensor in planned for name, t in tensor.tensors(prefixes[tensor.name]).items()} | saved_meta
     entries = {PREFIX + name: (tuple(t.shape), t.dtype) for name, t in tensors.items()}
@@ -107,11 +109,15 @@ def save_adapter(
     run.run_on_all(deferred.raise_error)
 
 
-def create_adapter_files(folder: Path, source: HFCheckpoint, entries: Entries, metadata: Mapping[str, str], config_text: str) -> None:
+def create_adapter_files(
+    folder: Path, source: HFCheckpoint, entries: Entries, metadata: Mapping[str, str], config_text: str
+) -> None:
     """Create all files of the adapter except the tensor data. Raises UserError if the disk is too small."""
     check_free_space(folder, sum(math.prod(shape) * dtype.itemsize for shape, dtype in entries.values()))
     with wrap_write_errors(folder), SafetensorsWriter(folder / TENSORS, entries, metadata=metadata):
-        copy_companion_files(source.path, folder, skip=("config.json", GENERATION_CONFIG), tokenizer=source.tokenizer_dir)
+        copy_companion_files(
+            source.path, folder, skip=("config.json", GENERATION_CONFIG), tokenizer=source.tokenizer_dir
+        )
         (folder / CONFIG).write_text(config_text + "\n", encoding="utf-8")
 
 
@@ -149,7 +155,9 @@ def lora_targets(model: Decoder, adapter: LoRAConfig, source: HFCheckpoint) -> l
     return [*dict.fromkeys(LoRATarget.from_match(transformers_key(name + WEIGHT, source.family)) for name in order)]
 
 
-def peft_tensors(target: LoRATarget, model: Decoder, adapter: LoRAConfig, source: HFCheckpoint, get: Gather) -> list[PeftTensor]:
+def peft_tensors(
+    target: LoRATarget, model: Decoder, adapter: LoRAConfig, source: HFCheckpoint, get: Gather
+) -> list[PeftTensor]:
     """LoRA deltas of a target, one per checkpoint tensor."""
     layers, experts = adapter.target_layers(model), any(isinstance(m, GroupedLinear) for m in model.modules())
     deltas = [layer_delta(model.get_submodule(name), name in layers, adapter, get) for name in target.layers]
@@ -238,7 +246,10 @@ def peft_config(
     """Contents of adapter_config.json. `saved` are the names of fully saved tensors."""
     sizes = {piece.key: (piece.delta.rank, effective_alpha(piece.delta, adapter)) for piece in updates}
     rank, alpha = Counter(sizes.values()).most_common(1)[0][0]
-    tensors, unrelated = {written for match in transformers_keys(model, source).values() for written in match.hub}, unrelated_module_names(source)
+    tensors, unrelated = (
+        {written for match in transformers_keys(model, source).values() for written in match.hub},
+        unrelated_module_names(source),
+    )
     other_tensors = tensors - {piece.name for piece in updates}
     parameters = [piece.key for piece in updates if piece.is_parameter]
     modules = [piece.key for piece in updates if not piece.is_parameter]
@@ -254,9 +265,17 @@ def peft_config(
         "rank_pattern": build_patterns({key: size[0] for key, size in sizes.items()}, rank),
         "alpha_pattern": build_patterns({key: size[1] for key, size in sizes.items()}, alpha),
         "lora_dropout": 0.0 if parameters else adapter.dropout,  # PEFT has no dropout for parameters
-        "target_modules": shorten_names(modules, {last_components(written.removesuffix(WEIGHT)) for written in other_tensors} | unrelated),
-        "target_parameters": shorten_names(parameters, {last_components(written, 2) for written in other_tensors}, num=2) or None,
-        "modules_to_save": shorten_suffixes(modules_to_save, {owner_module(written) for written in tensors} - modules_to_save | unrelated) or None,
+        "target_modules": shorten_names(
+            modules, {last_components(written.removesuffix(WEIGHT)) for written in other_tensors} | unrelated
+        ),
+        "target_parameters": shorten_names(
+            parameters, {last_components(written, 2) for written in other_tensors}, num=2
+        )
+        or None,
+        "modules_to_save": shorten_suffixes(
+            modules_to_save, {owner_module(written) for written in tensors} - modules_to_save | unrelated
+        )
+        or None,
         "use_rslora": adapter.use_rslora,
         "use_dora": isinstance(adapter, DoRAConfig),
         "bias": adapter.bias,
@@ -297,7 +316,14 @@ def shorten_suffixes(names: Iterable[str], other_names: set[str]) -> list[str]:
 
     PEFT compares suffixes as strings: `norm` also matches `q_norm`, and `layer` matches `base_layer`.
     """
-    return sorted({name if any(other.endswith(last_components(name)) for other in other_names | PEFT_MODULES) else last_components(name) for name in names})
+    return sorted(
+        {
+            name
+            if any(other.endswith(last_components(name)) for other in other_names | PEFT_MODULES)
+            else last_components(name)
+            for name in names
+        }
+    )
 
 
 def last_components(name: str, num: int = 1) -> str:
@@ -338,7 +364,11 @@ def with_adapter_score_head(folder: Path, source: HFCheckpoint) -> HFCheckpoint:
     if not PeftConfigFile.open(folder).has_score_head or source.spec.score is not None:
         return source
     score, metadata = read_score_head(folder), read_head_metadata(folder)
-    score = score if score.pad_token_id is not None else replace(score, pad_token_id=Tokenizer.open(source.tokenizer_path).pad)
+    score = (
+        score
+        if score.pad_token_id is not None
+        else replace(score, pad_token_id=Tokenizer.open(source.tokenizer_path).pad)
+    )
     names = tuple((metadata.get("id2label") or {}).values())
     return with_score_head(source, score, names=names, problem=metadata.get("problem_type"))
 
@@ -359,7 +389,9 @@ def read_score_head(folder: Path) -> ScoreHead:
     """Score head of an adapter. The pad token is that of the adapter's tokenizer, if it has one."""
     config, header, name = PeftConfigFile.open(folder), read_header(folder / TENSORS), PREFIX + classifiers.HEAD
     if f"{name}.weight" not in header:
-        raise UserError(f"{folder / TENSORS}: no {classifiers.HEAD}.weight, but {CONFIG} has task_type {config.task_type}")
+        raise UserError(
+            f"{folder / TENSORS}: no {classifiers.HEAD}.weight, but {CONFIG} has task_type {config.task_type}"
+        )
     pad = Tokenizer.open(folder).pad if (folder / "tokenizer.json").is_file() else None
     return ScoreHead(header[f"{name}.weight"].shape[0], config.task_type == "TOKEN_CLS", f"{name}.bias" in header, pad)
 
@@ -386,7 +418,12 @@ def read_adapter_config(folder: Path, source: HFCheckpoint) -> LoRAConfig:
 
 def keeps_tied_head(contents: AdapterContents) -> bool:
     """Whether the embedding and head of a tied model stay equal when an adapter replaces them."""
-    tied_mappings = {owner_module(name): mapping for mapping in contents.saved_mappings for name in mapping.ours if owner_module(name) in TIED_MODULES}
+    tied_mappings = {
+        owner_module(name): mapping
+        for mapping in contents.saved_mappings
+        for name in mapping.ours
+        if owner_module(name) in TIED_MODULES
+    }
     if not tied_mappings or (contents.config.values.get("ensure_weight_tying") and "embed" in tied_mappings):
         return True
     with TensorReader(contents.tensors) as tensors:
@@ -440,10 +477,16 @@ def check_adapter_fits(folder: Path, model: Decoder, adapter: LoRAConfig, source
     if missing := [*(name + WEIGHT for name in layers if name not in deltas), *sorted(required - names - optional)]:
         raise UserError(f"{folder / TENSORS}: no weights for {transformers_key(missing[0], family).hub[0]}; {hint}")
     saved = read_adapter_config(folder, source)
-    check_same_options(folder, adapter, saved if source.spec.tie_word_embeddings else replace(saved, untie_embeddings=adapter.untie_embeddings))
+    check_same_options(
+        folder,
+        adapter,
+        saved if source.spec.tie_word_embeddings else replace(saved, untie_embeddings=adapter.untie_embeddings),
+    )
     sizes = adapter.ranks_and_alphas(layers)
     for name, delta in deltas.items():
-        for key, expected, actual in zip(("rank", "alpha"), sizes[name], (delta.rank, effective_alpha(delta, adapter)), strict=True):
+        for key, expected, actual in zip(
+            ("rank", "alpha"), sizes[name], (delta.rank, effective_alpha(delta, adapter)), strict=True
+        ):
             if not math.isclose(expected, actual, rel_tol=1e-9):
                 raise UserError(f"adapter.{key}: {expected}, but the adapter in {folder} has {actual} for {name}")
     return names | {name for name, _ in model.named_parameters() if ".lora_" in name}

@@ -33,8 +33,14 @@ HEAD_MODULES = ("classifier", "score")  # PEFT lists both in modules_to_save of 
 FACTOR_PAIRS = {frozenset({"lora_A", "lora_B"}), frozenset({"lora_embedding_A", "lora_embedding_B"})}
 # Keys of unsupported PEFT features; each must have one of these values. The first is the default.
 SUPPORTED_VALUES = {"lora_bias": (None, False), "layer_replication": (None,), "trainable_token_indices": (None, [], {})}
-SUPPORTED_VALUES |= {"use_qalora": (None, False), "alora_invocation_tokens": (None, []), "bias": ("none", "all", "lora_only")}
-SUPPORTED_VALUES |= dict.fromkeys(("use_bdlora", "arrow_config", "kasa_config", "monteclora_config", "velora_config"), (None,))
+SUPPORTED_VALUES |= {
+    "use_qalora": (None, False),
+    "alora_invocation_tokens": (None, []),
+    "bias": ("none", "all", "lora_only"),
+}
+SUPPORTED_VALUES |= dict.fromkeys(
+    ("use_bdlora", "arrow_config", "kasa_config", "monteclora_config", "velora_config"), (None,)
+)
 # Other initializations change the base weights.
 SUPPORTED_VALUES |= {"init_lora_weights": (None, True, False, "gaussian", "eva", "orthogonal")}
 
@@ -95,7 +101,13 @@ class PeftConfigFile:
         adapter_class = DoRAConfig if config.get("use_dora") else LoRAConfig
         try:
             dropout, bias = float(config.get("lora_dropout") or 0), config.get("bias") or "none"
-            return adapter_class(int(config["r"]), float(config["lora_alpha"]), dropout, use_rslora=bool(config.get("use_rslora")), bias=bias)
+            return adapter_class(
+                int(config["r"]),
+                float(config["lora_alpha"]),
+                dropout,
+                use_rslora=bool(config.get("use_rslora")),
+                bias=bias,
+            )
         except KeyError as error:
             raise UserError(f"{self.file}: {error} is missing") from error
         except (TypeError, ValueError) as error:
@@ -103,7 +115,9 @@ class PeftConfigFile:
 
     def rank_and_alpha(self, key: str, adapter: LoRAConfig) -> tuple[int, float]:
         """Rank and alpha of the PEFT name `key`, from the first pattern that matches its end."""
-        return self.lookup_pattern("rank_pattern", key, adapter.rank), self.lookup_pattern("alpha_pattern", key, adapter.alpha)
+        return self.lookup_pattern("rank_pattern", key, adapter.rank), self.lookup_pattern(
+            "alpha_pattern", key, adapter.alpha
+        )
 
     def lookup_pattern(self, table: str, key: str, default: Any) -> Any:
         for pattern, value in (self.values.get(table) or {}).items():
@@ -174,7 +188,9 @@ class TargetTensors:
         deltas = self.target.from_checkpoint([tensor.load_delta(get) for tensor in self.tensors], layer_shapes)
         if self.blocks:
             starts = [sum(rank for rank, _ in self.blocks[:i]) for i in range(len(self.blocks))]
-            deltas = [delta.block(start, *block) for delta, start, block in zip(deltas, starts, self.blocks, strict=True)]
+            deltas = [
+                delta.block(start, *block) for delta, start, block in zip(deltas, starts, self.blocks, strict=True)
+            ]
         return {name: update for name, update in zip(self.target.layers, deltas, strict=True) if update.rank}
 
 
@@ -263,7 +279,9 @@ def check_saved_mapping(file: Path, mapping: KeyMapping, contents: AdapterConten
         if name not in contents.file_names:
             raise UserError(f"{file}: {name} is missing")
         if (actual := contents.tensors[contents.file_names[name]].shape) != shape:
-            raise UserError(f"{file}: {name} has shape {list(actual)}, expected {list(shape)}; {contents.config.trained_for}")
+            raise UserError(
+                f"{file}: {name} has shape {list(actual)}, expected {list(shape)}; {contents.config.trained_for}"
+            )
 
 
 def unknown_tensor_error(file: Path, name: str, source: HFCheckpoint) -> UserError:
@@ -325,13 +343,18 @@ class AdapterReader:
         if missing := [tensor for tensor in tensors if tensor not in factors]:
             raise UserError(f"{self.file}: adapts {next(iter(factors))}, but not {missing[0]} of the same layer")
         swapped = target.op == target.output_op if self.config.is_before_0_19 else self.source.family.transposed_experts
-        parsed = [self.build_tensor(t, factors[t], shape, swapped) for t, shape in zip(tensors, target.shapes(layer_shapes), strict=True)]
+        parsed = [
+            self.build_tensor(t, factors[t], shape, swapped)
+            for t, shape in zip(tensors, target.shapes(layer_shapes), strict=True)
+        ]
         return TargetTensors(target, tuple(parsed), self.valid_blocks(self.blocks.get(tensors[0]), target, parsed))
 
     def valid_blocks(self, blocks: Any, target: LoRATarget, tensors: list[PeftTensor]) -> tuple[tuple[int, float], ...]:
         """Ranks and scales of the fused layers; empty if they do not match the tensors, which may have been edited."""
         parsed = tuple((int(rank), float(scale)) for rank, scale in blocks or ())
-        is_valid = len(parsed) == len(target.layers) and sum(rank for rank, _ in parsed) == sum(tensor.rank for tensor in tensors)
+        is_valid = len(parsed) == len(target.layers) and sum(rank for rank, _ in parsed) == sum(
+            tensor.rank for tensor in tensors
+        )
         return parsed if is_valid else ()
 
     def build_tensor(self, tensor: str, names: dict[str, str], shape: Shape, swapped: bool) -> PeftTensor:

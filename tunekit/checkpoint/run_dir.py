@@ -89,11 +89,15 @@ def open_run_dir(
     """
     run = run or DistributedContext(device="cpu")
     with ExitStack() as stack:
-        started_on = run.run_on_main(partial(lock_run_dir, stack, out, resolved, mutable_keys, overwrite, continue_hint))
+        started_on = run.run_on_main(
+            partial(lock_run_dir, stack, out, resolved, mutable_keys, overwrite, continue_hint)
+        )
         return RunDir(out, stack.pop_all(), started_on, resolved, run, overwrite)
 
 
-def lock_run_dir(stack: ExitStack, out: Path, resolved: str, mutable_keys: frozenset[str], overwrite: bool, continue_hint: str) -> date:
+def lock_run_dir(
+    stack: ExitStack, out: Path, resolved: str, mutable_keys: frozenset[str], overwrite: bool, continue_hint: str
+) -> date:
     """Check and lock a directory, write the config, and return the start date of its run."""
     check_is_run_dir(out)
     try:
@@ -137,7 +141,9 @@ def erase_results(out: Path) -> None:
         for name in (METRICS, EVALUATION):
             (out / name).unlink(missing_ok=True)
     except OSError as error:
-        raise UserError(f"output_dir: cannot delete results in {out}: {error.strerror}. Set another output_dir.") from error
+        raise UserError(
+            f"output_dir: cannot delete results in {out}: {error.strerror}. Set another output_dir."
+        ) from error
 
 
 def has_results(out: Path) -> bool:
@@ -177,7 +183,9 @@ def acquire_lock(out: Path) -> IO[str]:
         file.seek(0)
         holder = file.read().strip()
         file.close()
-        raise UserError(f"output_dir: {out} is in use by process {holder}. Wait for it, or set another output_dir.") from None
+        raise UserError(
+            f"output_dir: {out} is in use by process {holder}. Wait for it, or set another output_dir."
+        ) from None
     file.seek(0)
     file.truncate()
     file.write(str(os.getpid()))

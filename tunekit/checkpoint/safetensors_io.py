@@ -48,7 +48,14 @@ DTYPES = {
 CONFIG_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}  # in JSON files
 DTYPE_NAMES = {dtype: kind for kind, dtype in DTYPES.items()}
 # Errors of torch.load for a file that is corrupt or contains code.
-PICKLE_ERRORS = (pickle.UnpicklingError, zipfile.BadZipFile, struct.error, AssertionError, AttributeError, ArithmeticError)
+PICKLE_ERRORS = (
+    pickle.UnpicklingError,
+    zipfile.BadZipFile,
+    struct.error,
+    AssertionError,
+    AttributeError,
+    ArithmeticError,
+)
 PICKLE_ERRORS += (EOFError, LookupError, MemoryError, OSError, RuntimeError, TypeError, ValueError)
 CHUNK = 2**24  # bytes per read of a thread
 HEADER_LENGTH = struct.Struct("<Q")
@@ -73,7 +80,9 @@ class OpenFiles:
             self.streams[file] = self.stack.enter_context(FileIO(file))
         handle, view = self.streams[file].fileno(), buffer.numpy().data
         offsets = range(0, len(view), CHUNK)
-        for _ in self.threads.map(lambda offset: read_bytes(handle, view[offset : offset + CHUNK], start + offset, file), offsets):
+        for _ in self.threads.map(
+            lambda offset: read_bytes(handle, view[offset : offset + CHUNK], start + offset, file), offsets
+        ):
             pass
 
     def map_file(self, file: Path) -> mmap:
@@ -236,7 +245,9 @@ def load_pickle(file: Path) -> Mapping[str, Tensor]:
     except PICKLE_ERRORS as error:
         reason = str(error).partition("\n")[0]
         raise UserError(f"{file}: corrupt file, or not only tensors ({reason}). No code was run.") from error
-    if not isinstance(tensors, dict) or not all(isinstance(n, str) and isinstance(t, Tensor) for n, t in tensors.items()):
+    if not isinstance(tensors, dict) or not all(
+        isinstance(n, str) and isinstance(t, Tensor) for n, t in tensors.items()
+    ):
         raise UserError(f"{file}: must contain a dict of tensors")
     return tensors
 

@@ -79,7 +79,9 @@ def open_writers(
     writers: dict[str, SafetensorsWriter] = {}
     for file, names in shards.items():
         file_entries = {name: entries[name] for name in names}
-        writer = stack.enter_context(SafetensorsWriter(folder / file, file_entries, source_layout(source, file), exists=exists))
+        writer = stack.enter_context(
+            SafetensorsWriter(folder / file, file_entries, source_layout(source, file), exists=exists)
+        )
         writers |= dict.fromkeys(names, writer)
     return writers
 
@@ -123,7 +125,9 @@ def output_mappings(model: Decoder, source: HFCheckpoint) -> list[KeyMapping]:
     """Mappings to save a model: those of its checkpoint, or of the family if the source has no weights."""
     if source.has_weights:
         return source.all_key_mappings
-    shapes = {name: shape for name, shape in model.shapes.items() if not (source.spec.tie_word_embeddings and name == TIED)}
+    shapes = {
+        name: shape for name, shape in model.shapes.items() if not (source.spec.tie_word_embeddings and name == TIED)
+    }
     return save_mappings(shapes, source.family.table)
 
 
@@ -169,7 +173,9 @@ def source_layout(source: HFCheckpoint, file: str) -> Path | None:
     return next((meta.file for meta in metas if isinstance(meta, TensorSlice) and meta.file.name == file), None)
 
 
-def hub_tensors(mapping: KeyMapping, weights: list[Tensor], source_tensors: TensorReader | None) -> Iterable[tuple[str, Tensor]]:
+def hub_tensors(
+    mapping: KeyMapping, weights: list[Tensor], source_tensors: TensorReader | None
+) -> Iterable[tuple[str, Tensor]]:
     """Tensors of a mapping by checkpoint name. Tensors that the model does not load are copied from the source."""
     if not mapping.ours:
         assert source_tensors is not None

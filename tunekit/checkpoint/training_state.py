@@ -175,7 +175,10 @@ class Checkpointer:
 
     def copy_to_host(self, job: PendingSave) -> PendingSave:
         """Replace the tensors that this rank writes by copies in host memory, which is reused by later saves."""
-        copies = {name: LocalShard(self.copies.copy(name, t), job.shards[name].location) for name, t in owned_tensors(job).items()}
+        copies = {
+            name: LocalShard(self.copies.copy(name, t), job.shards[name].location)
+            for name, t in owned_tensors(job).items()
+        }
         return replace(job, shards=copies)
 
     def write(self, job: PendingSave) -> None:
@@ -194,7 +197,9 @@ class Checkpointer:
 
     def commit(self, partial_dir: Path, job: PendingSave, results: list[dcp_planner.ShardWriteResult]) -> None:
         with atomic.wrap_write_errors(job.folder):
-            atomic.commit_dir(partial_dir, job.folder, dcp_planner.write_metadata(partial_dir, job.plan.metadata, results))
+            atomic.commit_dir(
+                partial_dir, job.folder, dcp_planner.write_metadata(partial_dir, job.plan.metadata, results)
+            )
             for old in complete_states(self.folder)[: -self.keep]:
                 atomic.remove_dir(old)
 
@@ -255,7 +260,9 @@ class Checkpointer:
         """
         trained = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
         tensors = (*trained, *self.model.named_buffers())
-        return {f"model.{strip_wrappers(name)}": LocalShard(to_local(t.detach()), shard_slice(t)) for name, t in tensors}
+        return {
+            f"model.{strip_wrappers(name)}": LocalShard(to_local(t.detach()), shard_slice(t)) for name, t in tensors
+        }
 
     def optimizer_tensors(self) -> dict[str, LocalShard]:
         """Optimizer state tensors by name, as references. Allocates them before the first step."""
@@ -289,7 +296,9 @@ class Checkpointer:
         """Return the tensors to fill. Raises UserError if the state is from a different model or optimizer."""
         # Parameters without a gradient before the state was saved have no optimizer state.
         saved_parents = {parent_name(name) for name in saved}
-        optimizer_shards = {name: shard for name, shard in self.optimizer_tensors().items() if parent_name(name) in saved_parents}
+        optimizer_shards = {
+            name: shard for name, shard in self.optimizer_tensors().items() if parent_name(name) in saved_parents
+        }
         for name, parameter in self.model.named_parameters():
             if f"optimizer.{strip_wrappers(name)}" not in saved_parents:
                 self.optimizer.state.pop(parameter, None)

@@ -136,19 +136,25 @@ class ModelSource:
         return net
 
 
-def verify_saved(folder: Path, model: Decoder, model_source: ModelSource, run: DistributedContext) -> VerificationResult:
+def verify_saved(
+    folder: Path, model: Decoder, model_source: ModelSource, run: DistributedContext
+) -> VerificationResult:
     """Compare saved files with the model in memory. Must be called on all ranks; all get the result."""
     source, precision, device = model_source.source, replace(model_source.precision, compute_dtype="fp32"), run.device
     rows = run.run_on_main(partial(probe_prompts, folder, source.spec))
     if (folder / peft_adapter.CONFIG).is_file():  # adapters are saved in the dtype of training, without rounding
         adapter = replace(peft_adapter.read_adapter_config(folder, source), adapter_path=str(folder))
-        written_logits = partial(layerwise_forward.checkpoint_logits, source, adapter, rows, precision, device, model_source.quantization)
+        written_logits = partial(
+            layerwise_forward.checkpoint_logits, source, adapter, rows, precision, device, model_source.quantization
+        )
         expected, rounded = live_logits(model, model_source, rows, run), None
     else:
         written = HFCheckpoint.open(folder)
         written_logits = partial(layerwise_forward.checkpoint_logits, written, FrozenModel(), rows, FP32, device)
         expected = live_logits(model, model_source, rows, run)
-        rounded = live_logits(model, model_source, rows, run, partial(layerwise_forward.rounded_logits, dtypes=written.dtypes))
+        rounded = live_logits(
+            model, model_source, rows, run, partial(layerwise_forward.rounded_logits, dtypes=written.dtypes)
+        )
 
     def compare() -> VerificationResult:
         assert expected is not None, "only the main process compares"
@@ -165,7 +171,10 @@ def verify_merge(folder: Path, source: HFCheckpoint, adapter: LoRAConfig, device
     rounded = layerwise_forward.checkpoint_logits(source, adapter, rows, FP32, device, rounded_dtypes=written.dtypes)
     actual = layerwise_forward.checkpoint_logits(written, FrozenModel(), rows, FP32, device)
     return save_result(
-        folder, compare_logits("base with adapter and merged files", expected, actual, rounded, MERGE_TOLERANCE, peak=MERGE_PEAK)
+        folder,
+        compare_logits(
+            "base with adapter and merged files", expected, actual, rounded, MERGE_TOLERANCE, peak=MERGE_PEAK
+        ),
     )
 
 
@@ -227,7 +236,9 @@ def compare_logits(
     """
     total, unexplained = logit_diffs([expected, rounded or expected], actual)
     tolerance = max(tolerance, rounding_fraction * total.mean)
-    passed = unexplained.mean <= tolerance and unexplained.largest <= peak and total.mean <= max(MAX_ROUNDING, tolerance)
+    passed = (
+        unexplained.mean <= tolerance and unexplained.largest <= peak and total.mean <= max(MAX_ROUNDING, tolerance)
+    )
     metrics = total.largest, total.mean, unexplained.mean, total.top1, total.tokens
     return VerificationResult(compared, *metrics, tolerance, passed, actual.is_score)
 
@@ -254,7 +265,10 @@ class LogitDiffAccumulator:
         """Add the next columns, (tokens, columns)."""
         expected_fp64, diff = expected.double(), (expected - actual).abs()
         self.total, self.squares = self.total + expected_fp64.sum(-1), self.squares + expected_fp64.square().sum(-1)
-        self.abs_diff, self.max_diff = self.abs_diff + diff.double().sum(-1), torch.maximum(self.max_diff, diff.amax(-1))
+        self.abs_diff, self.max_diff = (
+            self.abs_diff + diff.double().sum(-1),
+            torch.maximum(self.max_diff, diff.amax(-1)),
+        )
         (best, token), (value, index) = self.top1, torch.stack([expected, actual]).max(-1)
         is_better = value > best
         self.top1 = torch.where(is_better, value, best), torch.where(is_better, index + self.num_columns, token)

@@ -19,7 +19,7 @@ from tunekit.data.preprocess.tokenized_dataset import Document
 from tunekit.data.readers.open_dataset import find_data_files, parse_split
 from tunekit.data.readers.row_reader import BadRow, Row
 from tunekit.data.row_errors import blame
-from tunekit.data.tokenize import TrainOn, MaskedText
+from tunekit.data.tokenize import MaskedText, TrainOn
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.data.transforms import Filter, RenameColumns
 from tunekit.data.truncation import TooLong, fit_documents
@@ -28,7 +28,16 @@ from tunekit.errors import FieldError, UserError
 EncodedRow = list[Document] | BadRow | None
 Fields = dict[str, Any]
 # What a person's own transforms and formats may raise on a row that they did not expect.
-USER_CODE_ERRORS = (TypeError, ValueError, LookupError, ArithmeticError, AttributeError, AssertionError, RuntimeError, OSError)
+USER_CODE_ERRORS = (
+    TypeError,
+    ValueError,
+    LookupError,
+    ArithmeticError,
+    AttributeError,
+    AssertionError,
+    RuntimeError,
+    OSError,
+)
 
 
 # Rows do not know under which key of the config they stand, or in which part of a mix.
@@ -156,7 +165,9 @@ class DatasetConfig(DataConfig):
             found = None if found is None else transform(found)
         return found
 
-    def limit_row_length(self, row: Row | BadRow, texts: list[MaskedText], whole: list[Document]) -> list[Document] | BadRow:
+    def limit_row_length(
+        self, row: Row | BadRow, texts: list[MaskedText], whole: list[Document]
+    ) -> list[Document] | BadRow:
         """Documents none of which is longer than `length`; if one is dropped, all of the row are."""
         try:
             parts = [self.limit_length(text, document) for text, document in zip(texts, whole, strict=True)]
@@ -329,7 +340,9 @@ class TextDataset(EosTokenMixin):
         return tokenizer
 
     def render(self, tokenizer: Tokenizer, fields: Fields) -> list[MaskedText]:
-        return [tokenize.render_plain_text(get_string(fields, self.text_column, "column"), self.eos_token_id(tokenizer))]
+        return [
+            tokenize.render_plain_text(get_string(fields, self.text_column, "column"), self.eos_token_id(tokenizer))
+        ]
 
 
 @dataclass(frozen=True)
@@ -356,7 +369,9 @@ class DetectedDataset(TextOrChatMixin):
     def make_config(self, form: RowFormat) -> DatasetConfig:
         cls = next((cls for cls in self.candidates if kind_name(cls) == form.kind), None)
         if cls is None:
-            raise UserError(f"these are {form.description}, from which this recipe does not learn: {self.expected_columns}")
+            raise UserError(
+                f"these are {form.description}, from which this recipe does not learn: {self.expected_columns}"
+            )
         known = {field.name for field in dataclasses.fields(cls)}
         given: dict[str, Any] = {name: value for name, value in vars(self).items() if name in known}
         return cls(**given, **dict[str, Any](form.columns))

@@ -26,7 +26,9 @@ class FormatRule(NamedTuple):
     types: Mapping[str, type | tuple[type, ...]]
 
 
-def format_rule(kind: str, says: str, types: Mapping[str, type | tuple[type, ...]], key: str | None = None) -> FormatRule:
+def format_rule(
+    kind: str, says: str, types: Mapping[str, type | tuple[type, ...]], key: str | None = None
+) -> FormatRule:
     """`key`: the one of the kind's keys that names the column."""
     names = ", ".join(map(repr, types))
     columns = () if key is None else tuple((key, name) for name in types)
@@ -34,18 +36,28 @@ def format_rule(kind: str, says: str, types: Mapping[str, type | tuple[type, ...
 
 
 TEXT_TYPES = (str, list)
-CHAT = {name: format_rule("chat", "OpenAI messages", {name: list}, "messages_column").row_format for name in MESSAGE_COLUMNS}
-SHAREGPT = {name: format_rule("sharegpt", "ShareGPT", {name: list}, "conversations_column").row_format for name in MESSAGE_COLUMNS}
+CHAT = {
+    name: format_rule("chat", "OpenAI messages", {name: list}, "messages_column").row_format for name in MESSAGE_COLUMNS
+}
+SHAREGPT = {
+    name: format_rule("sharegpt", "ShareGPT", {name: list}, "conversations_column").row_format
+    for name in MESSAGE_COLUMNS
+}
 RULES = (
     format_rule("preference", "preference pairs", {"chosen": TEXT_TYPES, "rejected": TEXT_TYPES}),
-    format_rule("unpaired_preference", "completions with marks", {"prompt": TEXT_TYPES, "completion": TEXT_TYPES, "label": bool}),
+    format_rule(
+        "unpaired_preference", "completions with marks", {"prompt": TEXT_TYPES, "completion": TEXT_TYPES, "label": bool}
+    ),
     format_rule("completion", "prompts with completions", {"prompt": TEXT_TYPES, "completion": TEXT_TYPES}),
     format_rule("instruct", "Alpaca", {"instruction": str, "output": str}),
     format_rule("text", "plain text", {"text": str}),
 )
 LABEL_TYPES = (bool, int, float, str)
 # What answers are compared in: a label that is no mark is told as what it is.
-PREFERENCE_RULES = (RULES[0], format_rule("unpaired_preference", "completions with marks", {**RULES[1].types, "label": LABEL_TYPES}))
+PREFERENCE_RULES = (
+    RULES[0],
+    format_rule("unpaired_preference", "completions with marks", {**RULES[1].types, "label": LABEL_TYPES}),
+)
 # What models that score learn from. Others read some of these rows too, without their labels.
 REWARD_RULES = (
     RULES[0],

@@ -64,7 +64,9 @@ class LabeledDataset(EosTokenMixin, ChatTemplateMixin, LabeledBase):
                 tokenizer, make_conversation(found, self.messages_column, fields.get("tools")), "all"
             )
         else:
-            text = tokenize.render_plain_text(get_string(fields, self.text_column, "text"), self.eos_token_id(tokenizer))
+            text = tokenize.render_plain_text(
+                get_string(fields, self.text_column, "text"), self.eos_token_id(tokenizer)
+            )
         return [text._replace(values=(value,))]
 
     def to_number(self, label: Any) -> float:

@@ -40,7 +40,11 @@ class Finding:
     row_locations: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        places = f" ({', '.join(self.row_locations)}{', ..' if self.count > len(self.row_locations) else ''})" if self.row_locations else ""
+        places = (
+            f" ({', '.join(self.row_locations)}{', ..' if self.count > len(self.row_locations) else ''})"
+            if self.row_locations
+            else ""
+        )
         return f"{self.config_key}: {self.message}{places}; {self.hint}"
 
 
@@ -174,7 +178,9 @@ def stops(of: CheckTarget) -> Iterator[Finding]:
     rows = (last >= 0) & np.isin(last, list(tokenizer.special_ids)) & ~np.isin(last, list(tokenizer.stops))
     if rows.mean() >= 0.5:
         ends = " and ".join(tokenizer.special_ids[token] for token in sorted(set(last[rows].tolist()))[:3])
-        stop = ", ".join(sorted(tokenizer.special_ids[token] for token in tokenizer.stops if token in tokenizer.special_ids))
+        stop = ", ".join(
+            sorted(tokenizer.special_ids[token] for token in tokenizer.stops if token in tokenizer.special_ids)
+        )
         says = f"answers of {{rows}} end with {ends}, and generation stops only at {stop or 'no token'}"
         mend = "add its id to `eos_token_id` in generation_config.json"
         yield from of.check_rows("doubtful", "stops", rows, says, mend)
@@ -184,7 +190,9 @@ def empty_answers(of: CheckTarget) -> Iterator[Finding]:
     scored = None if of.use.reward_target is None else of.use.reward_target.kind
     if scored == "labels":
         return  # a text may be one that answers nothing
-    rows = of.begins & (of.measured.targets == 1) & (of.measured.turns_with_end == 1) | (of.signs & DocFlags.EMPTY_TURN > 0)
+    rows = of.begins & (of.measured.targets == 1) & (of.measured.turns_with_end == 1) | (
+        of.signs & DocFlags.EMPTY_TURN > 0
+    )
     judged = scored == "pairs" or bool((of.signs & (DocFlags.DESIRABLE | DocFlags.UNDESIRABLE)).any())
     taught = "that one is empty may be all that is learnt" if judged else "the model is taught to end at once"
     says = f"{{rows}} {{have}} an empty answer: {taught}"
@@ -195,7 +203,9 @@ def cut_answers(of: CheckTarget) -> Iterator[Finding]:
     rows = of.measured.end_missing & (of.lengths < of.whole)
     severity: Severity = "doubtful" if rows.mean() >= 0.01 else "note"
     says = f"answers of {{rows}} are cut at {of.use.max_length:,} tokens, and their end is not learnt"
-    yield from of.check_rows(severity, "cut answers", rows, says, "raise `max_length`, or `excess_length_strategy: drop`")
+    yield from of.check_rows(
+        severity, "cut answers", rows, says, "raise `max_length`, or `excess_length_strategy: drop`"
+    )
 
 
 def dropped_rows(of: CheckTarget) -> Iterator[Finding]:
@@ -378,12 +388,16 @@ def overlap(data: CheckTarget, held: CheckTarget) -> Iterator[Finding]:
     says = "{rows} {are} in `data` too: what is measured on them says little"
     mend = "take them out of one, or cut a `split` off"
     yield from held.check_rows(severity, "overlap", same & ~held.cut, says, mend)
-    says = f"{{rows}} {{are}} like rows of `data` once cut at {held.use.max_length:,} tokens: what is measured says little"
+    says = (
+        f"{{rows}} {{are}} like rows of `data` once cut at {held.use.max_length:,} tokens: what is measured says little"
+    )
     mend = "raise `max_length`, or take them out of one"
     yield from held.check_rows("doubtful", "overlap once cut", same & held.cut, says, mend)
     prompts, counts = np.unique(data.measured.prompt_hash[data.measured.first_target > 0], return_counts=True)
     own = prompts[counts <= max(10, len(data) // 200)]  # a prompt that begins many rows is not theirs
-    known = ~same & ~held.measured.all_targets & (held.measured.first_target > 0) & np.isin(held.measured.prompt_hash, own)
+    known = (
+        ~same & ~held.measured.all_targets & (held.measured.first_target > 0) & np.isin(held.measured.prompt_hash, own)
+    )
     severity = "doubtful" if known.mean() >= 0.05 else "note"
     says = "{rows} {ask} what a row of `data` asks, with another answer"
     yield from held.check_rows(severity, "same prompts", known, says, "take them out of one, if answers are to be new")

@@ -65,7 +65,11 @@ def render_prompt(tokenizer: Tokenizer, talk: Conversation) -> MaskedText:
 def target_turns(talk: Conversation, learn: TrainOn) -> list[int]:
     """The messages to learn. UserError if there is none, or if a message's own flag says otherwise."""
     roles = learn if isinstance(learn, tuple) else ("assistant",)
-    turns = [index for index, message in enumerate(talk.messages) if message["role"] in roles and index >= talk.num_prompt_messages]
+    turns = [
+        index
+        for index, message in enumerate(talk.messages)
+        if message["role"] in roles and index >= talk.num_prompt_messages
+    ]
     if learn == "all":
         turns = list(range(len(talk.messages)))
     if learn == "last":
@@ -125,7 +129,9 @@ def to_document(tokenizer: Tokenizer, written: MaskedText, encoding) -> Document
     return Document(ids, learnt, len(ids), written.doc_flags, np.array(written.values, np.float32))
 
 
-def add_bos_and_end(ids: np.ndarray, learnt: np.ndarray, head: np.ndarray, written: MaskedText) -> tuple[np.ndarray, np.ndarray]:
+def add_bos_and_end(
+    ids: np.ndarray, learnt: np.ndarray, head: np.ndarray, written: MaskedText
+) -> tuple[np.ndarray, np.ndarray]:
     """A text between its beginning and its end. The end is learnt; the beginning counts as learnt if all else is."""
     if written.is_stepwise:
         return np.concatenate((head, ids)), np.concatenate((np.zeros(len(head), bool), learnt))

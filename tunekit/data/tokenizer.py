@@ -195,7 +195,9 @@ class Tokenizer:
         """The conversation as the checkpoint's template writes it."""
         return self.template(tools).render(self.template_context(messages, tools, prompt))
 
-    def encode_prompt(self, messages: Sequence[Mapping[str, Any]], tools: list[dict[str, Any]] | None = None) -> list[int]:
+    def encode_prompt(
+        self, messages: Sequence[Mapping[str, Any]], tools: list[dict[str, Any]] | None = None
+    ) -> list[int]:
         """Token ids of a conversation that the model is to answer."""
         return self.encode(self.render(messages, tools, prompt=True))
 

@@ -124,7 +124,10 @@ class StudentSampler:
         found = self.generate_answers(model, asked, run)
         model.train(training)
         answers = {id(span): answer for span, answer in zip(asked, found, strict=True)}
-        return [self.replace_answers(batch, some, answers).to(run.device) for batch, some in zip(batches, spans, strict=True)]
+        return [
+            self.replace_answers(batch, some, answers).to(run.device)
+            for batch, some in zip(batches, spans, strict=True)
+        ]
 
     def is_selected(self, span: DocumentSpan, run: DistributedContext) -> bool:
         """Whether a row is answered anew in this step."""
@@ -134,7 +137,9 @@ class StudentSampler:
             torch.rand(1, generator=named_generator(run.seed, f"{row_name(span, run)} share")).item() < self.cfg.lmbda
         )
 
-    def generate_answers(self, model: Decoder, asked: Sequence[DocumentSpan], run: DistributedContext) -> list[np.ndarray]:
+    def generate_answers(
+        self, model: Decoder, asked: Sequence[DocumentSpan], run: DistributedContext
+    ) -> list[np.ndarray]:
         """The answer of each row, with the token that ended it."""
         at_once, found = self.cfg.batch_size, []
         (most,) = run.max_over_ranks(len(asked))

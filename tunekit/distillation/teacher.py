@@ -22,7 +22,7 @@ from tunekit.hub import download
 from tunekit.kernels.kl_divergence import FullTargets, top_k_targets
 from tunekit.losses import cross_entropy
 from tunekit.losses.cross_entropy import local_targets
-from tunekit.losses.kl_divergence import MetricTensors, KLDivergenceLoss
+from tunekit.losses.kl_divergence import KLDivergenceLoss, MetricTensors
 from tunekit.losses.metric_sums import MetricSums
 from tunekit.models.decoder import Decoder, Head
 from tunekit.models.precision import PrecisionConfig
@@ -175,13 +175,19 @@ class OfflineTeacherConfig(TeacherConfig):
     def check(self, student: Tokenizer) -> None:
         """Whoever has written files for this vocabulary was compared with it then, and need not be here."""
         words = vocab_digest(student)
-        own = (found for found in self.read_complete_sets() if without_revision(found["model"]) == without_revision(self.model))
+        own = (
+            found
+            for found in self.read_complete_sets()
+            if without_revision(found["model"]) == without_revision(self.model)
+        )
         vocab = next((found["total"] for found in own if found["words"] == words), None)
         check_top_k(self.top_k, self.num_shared_ids(student) if vocab is None else num_ids_of_both(student, vocab))
 
     def read_complete_sets(self) -> list[dict[str, Any]]:
         """What whole sets of files say of themselves."""
-        places = sorted(file.parent for file in Path(self.logits_dir).expanduser().glob(f"*/{teacher_logits.INFO_FILE}"))
+        places = sorted(
+            file.parent for file in Path(self.logits_dir).expanduser().glob(f"*/{teacher_logits.INFO_FILE}")
+        )
         return [teacher_logits.read_info(place) for place in places if teacher_logits.is_complete(place)]
 
     def open(
@@ -199,7 +205,9 @@ class OfflineTeacherConfig(TeacherConfig):
             run.log(f"{self.logits_dir}: what is wanted of some rows is not there yet: asking {self.model}")
             self.num_shared_ids(words)
             model = self.load_model(run)
-            kept = teacher_logits.TopKLogits(self.top_k, loss.temperature, num_common_ids(student, model), model.spec.vocab)
+            kept = teacher_logits.TopKLogits(
+                self.top_k, loss.temperature, num_common_ids(student, model), model.spec.vocab
+            )
             about = {**asdict(kept), "model": self.model, "words": vocab_digest(words), "seen": now}
             for place, loader in zip(places, loaders, strict=True):
                 loader.check_vocab(model.spec.vocab)

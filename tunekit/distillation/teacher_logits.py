@@ -60,8 +60,17 @@ def write_teacher_logits(
     """All that is not there yet. All ranks ask, and each writes what it has asked."""
     documents = ConcatDataset(data.datasets)
     blocks = list(iter_blocks(documents.lengths))
-    run.run_on_main(lambda: atomic.write_text_atomic(folder / INFO_FILE, json.dumps({**about, "blocks": len(blocks)}, indent=2)))
-    layout = Collator(data.collator.global_batch_size, data.collator.micro_batch_size, run.dp_rank, run.dims.dp_size, data.collator.pad_id, None)
+    run.run_on_main(
+        lambda: atomic.write_text_atomic(folder / INFO_FILE, json.dumps({**about, "blocks": len(blocks)}, indent=2))
+    )
+    layout = Collator(
+        data.collator.global_batch_size,
+        data.collator.micro_batch_size,
+        run.dp_rank,
+        run.dims.dp_size,
+        data.collator.pad_id,
+        None,
+    )
     left = run.run_on_main(
         lambda: [number for number in range(len(blocks)) if not atomic.is_complete(block_path(folder, number))]
     )
@@ -96,7 +105,9 @@ def iter_batches(documents: ConcatDataset, block: range, layout: Collator) -> It
     """Micro-batches of this rank, of documents of a block: those of like length together."""
     order = sorted(block, key=lambda i: int(documents.lengths[i]))
     for first in range(0, len(order), layout.global_batch_size):
-        yield from layout.micro_batches(documents, [np.array([i]) for i in order[first : first + layout.global_batch_size]])
+        yield from layout.micro_batches(
+            documents, [np.array([i]) for i in order[first : first + layout.global_batch_size]]
+        )
 
 
 def write_block(folder: Path, reader: int, found: Sequence[tuple[Batch, TopKTargets]]) -> None:

@@ -77,7 +77,10 @@ def iter_questions(rows: Iterable[LocatedDocument], tokenizer: Tokenizer) -> Ite
     for row, document in rows:
         start, is_truncated = answer_start(document), len(document.tokens) < document.full_length
         if start > 0 and not is_truncated and not document.doc_flags & DocFlags.SPLIT:
-            prompt, answer = document.tokens[:start].tolist(), document.tokens[start:][document.loss_mask[start:]].tolist()
+            prompt, answer = (
+                document.tokens[:start].tolist(),
+                document.tokens[start:][document.loss_mask[start:]].tolist(),
+            )
             yield Question(row, prompt, tokenizer.decode(prompt).strip(), tokenizer.decode(answer).strip())
 
 

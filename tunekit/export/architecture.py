@@ -69,7 +69,9 @@ class Architecture:
     heads_span_width: bool = True  # all heads together are as wide as the model
     qk_norm: Norm | None = None
     softcaps: bool = False  # scores and logits are kept within bounds by tanh
-    width_scaled_layers: int | None = None  # with so many layers, scores are scaled by width / heads and not by the width of a head
+    width_scaled_layers: int | None = (
+        None  # with so many layers, scores are scaled by width / heads and not by the width of a head
+    )
     window_period: int | None = None  # all layers but every so-manieth look back over a window; None: no layer does
     # Positions.
     interleaved_rope: bool = False  # channels (0, 1), (2, 3) .. rotate: rows of q and k are written in that order
@@ -86,17 +88,37 @@ class Architecture:
 
 
 PER_HEAD, OVER_ALL_HEADS = Norm(), Norm(over_all_heads=True)
-LLAMA = Architecture("llama", biases=ALL_LINEAR, moe=MoE(0, 0, 0), heads_span_width=False, interleaved_rope=True, rope_divisors=True)
+LLAMA = Architecture(
+    "llama", biases=ALL_LINEAR, moe=MoE(0, 0, 0), heads_span_width=False, interleaved_rope=True, rope_divisors=True
+)
 QWEN2 = Architecture("qwen2")
 QWEN3 = Architecture("qwen3", heads_span_width=False, qk_norm=PER_HEAD)
 GEMMA = Architecture("gemma", act="gelu_tanh", tied=True, heads_span_width=False, scaled_embeddings=True)
 GEMMA2 = Architecture(
-    "gemma2", act="gelu_tanh", tied=True, heads_span_width=False, scaled_embeddings=True, post_norm=True, softcaps=True, width_scaled_layers=46, window_period=2
+    "gemma2",
+    act="gelu_tanh",
+    tied=True,
+    heads_span_width=False,
+    scaled_embeddings=True,
+    post_norm=True,
+    softcaps=True,
+    width_scaled_layers=46,
+    window_period=2,
 )
 GEMMA3 = Architecture(
-    "gemma3", act="gelu_tanh", heads_span_width=False, scaled_embeddings=True, post_norm=True, qk_norm=PER_HEAD, width_scaled_layers=62, window_period=6, local_rope=True
+    "gemma3",
+    act="gelu_tanh",
+    heads_span_width=False,
+    scaled_embeddings=True,
+    post_norm=True,
+    qk_norm=PER_HEAD,
+    width_scaled_layers=62,
+    window_period=6,
+    local_rope=True,
 )
-OLMO2 = Architecture("olmo2", tied=False, qk_norm=OVER_ALL_HEADS, window_period=4, local_rope=True, pre_norm=False, post_norm=True)
+OLMO2 = Architecture(
+    "olmo2", tied=False, qk_norm=OVER_ALL_HEADS, window_period=4, local_rope=True, pre_norm=False, post_norm=True
+)
 # By the model_type of config.json, or of the text part in it.
 ARCHITECTURES = {
     "llama": LLAMA,
@@ -104,8 +126,12 @@ ARCHITECTURES = {
     "mistral3": LLAMA,
     "ministral": LLAMA,
     "mixtral": LLAMA,
-    "ministral3": Architecture("mistral3", biases=(*QKV, "attn.o_proj"), heads_span_width=False, interleaved_rope=True, yarn_ramp=True),
-    "granite": Architecture("granite", biases=ALL_LINEAR, heads_span_width=False, interleaved_rope=True, rope_divisors=True, has_scales=True),
+    "ministral3": Architecture(
+        "mistral3", biases=(*QKV, "attn.o_proj"), heads_span_width=False, interleaved_rope=True, yarn_ramp=True
+    ),
+    "granite": Architecture(
+        "granite", biases=ALL_LINEAR, heads_span_width=False, interleaved_rope=True, rope_divisors=True, has_scales=True
+    ),
     "smollm3": Architecture("smollm3", heads_span_width=False, interleaved_rope=True, nope_period=4),
     "olmo2": OLMO2,
     "olmo3": OLMO2,

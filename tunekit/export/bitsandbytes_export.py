@@ -47,20 +47,32 @@ def export_bitsandbytes(
     source: HFCheckpoint, adapter: NoAdapter | LoRAConfig, quantization: NF4Config, folder: Path, quiet: bool = False
 ) -> HFCheckpoint:
     """Write a model, with its adapter merged, into a folder that is there. Returns what was packed."""
-    model = source if adapter.adapter_path is None else LazyMergedCheckpoint.from_adapter(source, Path(adapter.adapter_path))
+    model = (
+        source
+        if adapter.adapter_path is None
+        else LazyMergedCheckpoint.from_adapter(source, Path(adapter.adapter_path))
+    )
     quantized = packable_weights(model, quantization)
     if not quantized:
         raise UserError(f"{source.path}: no linear layer of this model is a tensor that bitsandbytes packs")
     unquantized_entries = {name: (meta.shape, meta.dtype) for name, meta in model.tensors.items()}
-    entries = {name: packed_entries(name, *shape_and_dtype, quantization) if name in quantized else {name: shape_and_dtype} for name, shape_and_dtype in unquantized_entries.items()}
-    check_free_space(folder, sum(tensor_bytes(shape_and_dtype) for made in entries.values() for shape_and_dtype in made.values()))
+    entries = {
+        name: packed_entries(name, *shape_and_dtype, quantization) if name in quantized else {name: shape_and_dtype}
+        for name, shape_and_dtype in unquantized_entries.items()
+    }
+    check_free_space(
+        folder, sum(tensor_bytes(shape_and_dtype) for made in entries.values() for shape_and_dtype in made.values())
+    )
     if adapter.adapter_path is None:
         copy_companion_files(model.path, folder, skip=unrelated_files(model), tokenizer=model.tokenizer_dir)
     else:
         write_companion_files(model, Path(adapter.adapter_path), folder)
     shards = plan_shards(unquantized_entries, model)
     fp32_model = replace(model, keeps_prequantized=True)
-    with fp32_model.reader() as tensors, tqdm(total=len(unquantized_entries), desc="packing", disable=quiet or None, leave=False) as progress:
+    with (
+        fp32_model.reader() as tensors,
+        tqdm(total=len(unquantized_entries), desc="packing", disable=quiet or None, leave=False) as progress,
+    ):
         for file, names in shards.items():
             with SafetensorsWriter(
                 folder / file, merge_entries(entries[name] for name in names), source_layout(model, file)
@@ -73,7 +85,9 @@ def export_bitsandbytes(
                     progress.update()
     file_entries = {file: [key for name in names for key in entries[name]] for file, names in shards.items()}
     write_index(folder, file_entries, merge_entries(entries.values()), model)
-    write_quantization_config(folder, model, quantization, [name for name in unquantized_entries if name not in quantized])
+    write_quantization_config(
+        folder, model, quantization, [name for name in unquantized_entries if name not in quantized]
+    )
     return model
 
 
@@ -87,7 +101,12 @@ def packable_weights(model: HFCheckpoint, quantization: NF4Config) -> frozenset[
         meta_model = Decoder(model.spec)
     quantization.apply(meta_model)
     names = {name + WEIGHT for name, layer in meta_model.named_modules() if isinstance(layer, QuantizedLinear)}
-    return frozenset(key for mapping in model.key_mappings if keeps_row_order(mapping) and names.issuperset(mapping.ours) for key in mapping.hub)
+    return frozenset(
+        key
+        for mapping in model.key_mappings
+        if keeps_row_order(mapping) and names.issuperset(mapping.ours)
+        for key in mapping.hub
+    )
 
 
 def keeps_row_order(mapping: KeyMapping) -> bool:
@@ -112,7 +131,9 @@ def packed_entries(name: str, shape: tuple[int, ...], dtype: torch.dtype, quanti
     return entries
 
 
-def quantize_weight(name: str, weight: Tensor, dtype: torch.dtype, quantization: NF4Config) -> Iterator[tuple[str, Tensor]]:
+def quantize_weight(
+    name: str, weight: Tensor, dtype: torch.dtype, quantization: NF4Config
+) -> Iterator[tuple[str, Tensor]]:
     """These tensors. `dtype` is what the weight becomes again when it is decoded."""
     packed, scales = nf4.quantize(weight, quantization.kind)
     state = {"quant_type": quantization.kind, "blocksize": nf4.BLOCK}
@@ -129,11 +150,21 @@ def quantize_weight(name: str, weight: Tensor, dtype: torch.dtype, quantization:
     yield f"{name}.quant_state.bitsandbytes__{quantization.kind}", torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
 
-def write_quantization_config(folder: Path, model: HFCheckpoint, quantization: NF4Config, unquantized: list[str]) -> None:
+def write_quantization_config(
+    folder: Path, model: HFCheckpoint, quantization: NF4Config, unquantized: list[str]
+) -> None:
     """Say in config.json what is packed, and which modules are not: transformers packs whatever it is not told of."""
-    if isinstance(model, LazyMergedCheckpoint) and model.base.spec.tie_word_embeddings and not model.spec.tie_word_embeddings:
+    if (
+        isinstance(model, LazyMergedCheckpoint)
+        and model.base.spec.tie_word_embeddings
+        and not model.spec.tie_word_embeddings
+    ):
         mark_untied(folder / CONFIG)
-    matrices = (name.removesuffix(WEIGHT) for name in unquantized if name.endswith(WEIGHT) and len(model.tensors[name].shape) == 2)
+    matrices = (
+        name.removesuffix(WEIGHT)
+        for name in unquantized
+        if name.endswith(WEIGHT) and len(model.tensors[name].shape) == 2
+    )
     skipped = dict.fromkeys([LM_HEAD, *map(expert_parent, matrices)])
     dtype = str(model.default_dtype).removeprefix("torch.")
     method = {

@@ -19,7 +19,11 @@ from tunekit.export.tokenizer import read_vocabulary
 from tunekit.publishing.base_model import read_base_model
 
 GENERAL = Keys.General
-LICENSE_FIELDS = {GENERAL.LICENSE: "license", GENERAL.LICENSE_NAME: "license_name", GENERAL.LICENSE_LINK: "license_link"}
+LICENSE_FIELDS = {
+    GENERAL.LICENSE: "license",
+    GENERAL.LICENSE_NAME: "license_name",
+    GENERAL.LICENSE_LINK: "license_link",
+}
 
 
 @dataclass(frozen=True)
@@ -34,10 +38,19 @@ class ExportResult:
 
 
 def export(
-    source: HFCheckpoint, adapter: NoAdapter | LoRAConfig, tokenizer: Tokenizer, out: Path, type_name: str | None, name: str
+    source: HFCheckpoint,
+    adapter: NoAdapter | LoRAConfig,
+    tokenizer: Tokenizer,
+    out: Path,
+    type_name: str | None,
+    name: str,
 ) -> ExportResult:
     """Everything that can be refused is refused before the first byte is written."""
-    model = source if adapter.adapter_path is None else LazyMergedCheckpoint.from_adapter(source, Path(adapter.adapter_path))
+    model = (
+        source
+        if adapter.adapter_path is None
+        else LazyMergedCheckpoint.from_adapter(source, Path(adapter.adapter_path))
+    )
     type_name = type_name_of(source.dtypes[EMBED]) if type_name is None else type_name
     plan = build_tensor_map(model, parse_quant_type(type_name))
     vocabulary, notes = read_vocabulary(tokenizer, plan.spec.vocab, str(source.path))

@@ -46,7 +46,12 @@ class GGUFCheckpoint(HFCheckpoint):
         fields: dict[str, Any] = {key: field.contents() for key, field in file.fields.items()}
         gguf_tensors = {
             tensor.name: GGUFTensor(
-                path, tuple(tensor.shape[::-1].tolist()), torch.float32, tensor.tensor_type, tensor.data_offset, tensor.n_bytes
+                path,
+                tuple(tensor.shape[::-1].tolist()),
+                torch.float32,
+                tensor.tensor_type,
+                tensor.data_offset,
+                tensor.n_bytes,
             )
             for tensor in file.tensors
         }

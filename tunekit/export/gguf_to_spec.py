@@ -75,7 +75,14 @@ class GGUFSpec:
             return MLP(hidden, self.arch.act, self.has_bias("mlp.down_proj"))
         shared = self.get(LLM.EXPERT_SHARED_FEED_FORWARD_LENGTH, 0)
         top_k = self.get(LLM.EXPERT_USED_COUNT)
-        return replace(self.arch.moe, experts=experts, top_k=top_k, intermediate_size=hidden, shared_intermediate_size=shared, act=self.arch.act)
+        return replace(
+            self.arch.moe,
+            experts=experts,
+            top_k=top_k,
+            intermediate_size=hidden,
+            shared_intermediate_size=shared,
+            act=self.arch.act,
+        )
 
     def attention(self, norm: Norm) -> Attention:
         arch, heads, dim = self.arch, self.get(ATTENTION.HEAD_COUNT), self.get(LLM.EMBEDDING_LENGTH)
@@ -113,11 +120,16 @@ class GGUFSpec:
         dims = self.get(ROPE.DIMENSION_COUNT, self.get(ATTENTION.KEY_LENGTH))
         if has_window and self.arch.local_rope:
             return Rope(self.get(ROPE.FREQ_BASE_SWA, DEFAULT_ROPE_BASE), dims, interleaved=self.arch.interleaved_rope)
-        return Rope(self.get(ROPE.FREQ_BASE, DEFAULT_ROPE_BASE), dims, self.scaling(), interleaved=self.arch.interleaved_rope)
+        return Rope(
+            self.get(ROPE.FREQ_BASE, DEFAULT_ROPE_BASE), dims, self.scaling(), interleaved=self.arch.interleaved_rope
+        )
 
     def scaling(self) -> Scaling | None:
         context, factor = self.get(LLM.CONTEXT_LENGTH), self.get(ROPE.SCALING_FACTOR)
-        original_context, attn_factor = self.get(ROPE.SCALING_ORIG_CTX_LEN, context), self.get(ROPE.SCALING_ATTN_FACTOR, 1.0)
+        original_context, attn_factor = (
+            self.get(ROPE.SCALING_ORIG_CTX_LEN, context),
+            self.get(ROPE.SCALING_ATTN_FACTOR, 1.0),
+        )
         if DIVISORS in self.rope_factors and self.arch.rope_divisors:
             return rope_scaling_factors(self.rope_factors[DIVISORS])
         if LONG in self.rope_factors and self.arch.longrope:
@@ -127,7 +139,9 @@ class GGUFSpec:
         if self.get(ROPE.SCALING_TYPE) == RopeScalingType.YARN.value:
             keys = (ROPE.SCALING_YARN_BETA_FAST, ROPE.SCALING_YARN_BETA_SLOW)
             fast, slow = map(self.get, keys, DEFAULT_YARN_RAMP) if self.arch.yarn_ramp else DEFAULT_YARN_RAMP
-            return YarnScaling(factor, original_context, fast, slow, attention_factor=yarn_attn_factor(factor) * attn_factor)
+            return YarnScaling(
+                factor, original_context, fast, slow, attention_factor=yarn_attn_factor(factor) * attn_factor
+            )
         return LinearScaling(factor)
 
 

@@ -24,7 +24,9 @@ def write_gguf(out: Path, plan: TensorMap, fields: Mapping[str, Any], quiet: boo
     check_free_space(out, plan.num_bytes())
     with atomic_file(out) as partial:
         alignment = write_header(partial, plan, plan.fields() | dict(fields))
-        progress = tqdm(total=plan.num_bytes(), desc="writing", unit="B", unit_scale=True, disable=quiet or None, leave=False)
+        progress = tqdm(
+            total=plan.num_bytes(), desc="writing", unit="B", unit_scale=True, disable=quiet or None, leave=False
+        )
         with partial.open("ab") as file, progress:
             for entry, tensor in plan.tensors():
                 write_padding(file, alignment)

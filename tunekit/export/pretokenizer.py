@@ -47,8 +47,14 @@ PRE_TOKENIZERS = {
     "qwen35": PreTokenizer((QWEN35,)),
     "llama-bpe": PreTokenizer((LLAMA3,), True),
     "dbrx": PreTokenizer((LLAMA3,)),
-    "tekken": PreTokenizer((cased_pattern(UPPER, LOWER, "", r"\p{N}"),), True, (cased_pattern(*LLAMA_CPP_CASES, "", r"\p{N}"),)),
-    "gpt-4o": PreTokenizer((cased_pattern(UPPER, LOWER, f"{CONTRACTIONS}?", DIGITS),), False, (cased_pattern(*LLAMA_CPP_CASES, f"{CONTRACTIONS}?", DIGITS),)),
+    "tekken": PreTokenizer(
+        (cased_pattern(UPPER, LOWER, "", r"\p{N}"),), True, (cased_pattern(*LLAMA_CPP_CASES, "", r"\p{N}"),)
+    ),
+    "gpt-4o": PreTokenizer(
+        (cased_pattern(UPPER, LOWER, f"{CONTRACTIONS}?", DIGITS),),
+        False,
+        (cased_pattern(*LLAMA_CPP_CASES, f"{CONTRACTIONS}?", DIGITS),),
+    ),
     "deepseek-v3": PreTokenizer(DEEPSEEK),
 }
 

@@ -18,7 +18,9 @@ class SentencePieceBPE:
         self.scores = dict(zip(tokens, scores, strict=True))
         self.space = " " if add_space else ""
         self.special_tokens = {token for token, kind in zip(tokens, types, strict=True) if kind in SPECIAL_TYPES}
-        self.special_pattern = re.compile("|".join(re.escape(mark) for mark in sorted(self.special_tokens, key=len, reverse=True)) or "(?!)")
+        self.special_pattern = re.compile(
+            "|".join(re.escape(mark) for mark in sorted(self.special_tokens, key=len, reverse=True)) or "(?!)"
+        )
 
     def encode(self, text: str) -> list[int]:
         ids, start = [], 0

@@ -95,8 +95,15 @@ def build_tensor_map(source: HFCheckpoint, quant_type: QuantType) -> TensorMap:
     with torch.device("meta"):
         model = Decoder(source.spec)
     check_tensors(source, model.shapes)
-    names = [name for mapping in source.key_mappings for name in mapping.ours if not (name == TIED and spec.tie_word_embeddings)]
-    last_rope = next((attention for attention in map(attention_fields, reversed(spec.layers)) if attention.rope is not None), None)
+    names = [
+        name
+        for mapping in source.key_mappings
+        for name in mapping.ours
+        if not (name == TIED and spec.tie_word_embeddings)
+    ]
+    last_rope = next(
+        (attention for attention in map(attention_fields, reversed(spec.layers)) if attention.rope is not None), None
+    )
     rope_factors = {} if last_rope is None else rope_factor_tensors(last_rope.rope, last_rope.head_dim)
     check_spec_matches(spec, GGUFSpec(model_fields(spec, arch), arch, names, rope_factors).spec(), arch.name, where)
     entries = [GGUFEntry((name,), name, (len(values),), Kind.F32) for name, values in rope_factors.items()]

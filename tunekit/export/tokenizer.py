@@ -13,7 +13,7 @@ from gguf import Keys, TokenType
 from tunekit.data.tokenizer import UNFINISHED, Tokenizer
 from tunekit.errors import UserError
 from tunekit.export.pretokenizer import PRE_TOKENIZERS, match_pretokenizer
-from tunekit.export.sentencepiece_bpe import SPECIAL_TYPES, SPACE
+from tunekit.export.sentencepiece_bpe import SPACE, SPECIAL_TYPES
 from tunekit.export.vocabulary import BYTE_LEVEL, SENTENCEPIECE, Vocabulary
 
 KEYS = Keys.Tokenizer
@@ -57,7 +57,9 @@ def read_vocabulary(tokenizer: Tokenizer, size: int, where: str) -> CheckedVocab
         raise UserError(f"{where}: a {kind} cannot be written as GGUF; byte-level BPE and SentencePiece's BPE can")
     fields, warnings = special_fields(tokenizer)
     special = [token for token, kind in zip(vocabulary.tokens, vocabulary.types, strict=True) if kind in SPECIAL_TYPES]
-    if mismatches := find_mismatches(vocabulary, special_token_texts(special), tokenizer.encode_texts(special_token_texts(special))):
+    if mismatches := find_mismatches(
+        vocabulary, special_token_texts(special), tokenizer.encode_texts(special_token_texts(special))
+    ):
         warnings += (f"llama.cpp reads the text around special tokens otherwise: {mismatches[0]}",)
     return replace(vocabulary, extra_fields=fields), (*notes, *warnings)
 
@@ -72,10 +74,14 @@ def byte_level_vocabulary(tokenizer: Tokenizer, config: Mapping[str, Any], size:
     name = match_pretokenizer(config["pre_tokenizer"], config["model"]["ignore_merges"])
     # llama.cpp does not compose characters: other ids may come of texts that are not composed.
     texts = [unicodedata.normalize("NFC", text) for text in build_test_texts(tokenizer)]
-    return select_vocabulary((replace(base, pre=pre) for pre in ([name] if name else PRE_TOKENIZERS)), tokenizer, texts, where, bool(name))
+    return select_vocabulary(
+        (replace(base, pre=pre) for pre in ([name] if name else PRE_TOKENIZERS)), tokenizer, texts, where, bool(name)
+    )
 
 
-def sentencepiece_vocabulary(tokenizer: Tokenizer, config: Mapping[str, Any], size: int, where: str) -> CheckedVocabulary:
+def sentencepiece_vocabulary(
+    tokenizer: Tokenizer, config: Mapping[str, Any], size: int, where: str
+) -> CheckedVocabulary:
     """SentencePiece's BPE: the earlier a merge, the better the token that it makes."""
     texts, types = token_texts_and_types(tokenizer, size)
     ranks: dict[str, int] = {}
@@ -85,7 +91,9 @@ def sentencepiece_vocabulary(tokenizer: Tokenizer, config: Mapping[str, Any], si
     types = [int(TokenType.BYTE) if BYTE.fullmatch(text) else kind for text, kind in zip(texts, types, strict=True)]
     candidates = (Vocabulary(SENTENCEPIECE, texts, types, scores=scores, space=space) for space in (True, False))
     spaced = {text for text in build_test_texts(tokenizer) if text.startswith(" ")}
-    vocabulary, notes = select_vocabulary(candidates, tokenizer, [text for text in build_test_texts(tokenizer) if text not in spaced], where)
+    vocabulary, notes = select_vocabulary(
+        candidates, tokenizer, [text for text in build_test_texts(tokenizer) if text not in spaced], where
+    )
     if mismatches := find_mismatches(vocabulary, sorted(spaced), tokenizer.encode_texts(sorted(spaced))):
         notes += (f"llama.cpp puts a space before a text also where one is there: {mismatches[0]}",)
     return vocabulary, notes
@@ -107,7 +115,9 @@ def select_vocabulary(
     assert best is not None, where
     vocabulary, mismatches = best
     warning = f"of {len(texts):,} short texts llama.cpp makes other tokens of {len(mismatches):,}: {mismatches[0]}"
-    has_many = len(mismatches) > MAX_MISMATCH_FRACTION * len(texts) or find_mismatches(vocabulary, TEXTS, tokenizer.encode_texts(TEXTS))
+    has_many = len(mismatches) > MAX_MISMATCH_FRACTION * len(texts) or find_mismatches(
+        vocabulary, TEXTS, tokenizer.encode_texts(TEXTS)
+    )
     if has_many and not is_known:
         raise UserError(f"{where}: the tokenizer cannot be written as GGUF: {warning}")
     return vocabulary, (warning,)

@@ -37,14 +37,18 @@ class Vocabulary:
     def from_fields(fields: Mapping[str, Any]) -> "Vocabulary":
         """What the fields of a file tell."""
         values = {name: fields[key] for key, name in FIELD_NAMES.items() if key in fields}
-        extra_fields = {key: value for key, value in fields.items() if key.startswith("tokenizer.") and key not in FIELD_NAMES}
+        extra_fields = {
+            key: value for key, value in fields.items() if key.startswith("tokenizer.") and key not in FIELD_NAMES
+        }
         return Vocabulary(**values, extra_fields=extra_fields)
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids as llama.cpp makes them, with nothing put before or behind a text; marks in it are tokens."""
         if self.scores is not None:
             return [self.sentencepiece.encode(text) for text in texts]
-        return [encoding.ids for encoding in self.byte_level_bpe.encode_batch_fast(list(texts), add_special_tokens=False)]
+        return [
+            encoding.ids for encoding in self.byte_level_bpe.encode_batch_fast(list(texts), add_special_tokens=False)
+        ]
 
     @cached_property
     def sentencepiece(self) -> SentencePieceBPE:
@@ -62,7 +66,9 @@ class Vocabulary:
         steps = [*splits, pre_tokenizers.ByteLevel(False, use_regex=False)]
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
         typed_tokens = zip(self.tokens, self.types, strict=True)
-        tokenizer.add_tokens([AddedToken(token, normalized=False) for token, kind in typed_tokens if kind in SPECIAL_TYPES])
+        tokenizer.add_tokens(
+            [AddedToken(token, normalized=False) for token, kind in typed_tokens if kind in SPECIAL_TYPES]
+        )
         return tokenizer
 
 

@@ -55,7 +55,9 @@ def retry(
             delay = retry_delay(cause, attempt)
             if attempt == MAX_ATTEMPTS or not is_transient(cause) or delay > MAX_DELAY:
                 raise
-            print_line(f"{name}: {short_reason(cause)}; trying again in {delay:.0f} s ({attempt} of {MAX_ATTEMPTS - 1})")
+            print_line(
+                f"{name}: {short_reason(cause)}; trying again in {delay:.0f} s ({attempt} of {MAX_ATTEMPTS - 1})"
+            )
             time.sleep(delay)
             attempt += 1
 

@@ -24,10 +24,24 @@ from huggingface_hub.errors import (
 from huggingface_hub.hf_api import RepoFile
 
 from tunekit.errors import UserError
-from tunekit.hub.errors import MAX_ATTEMPTS, is_transient, print_line, retry, server_message, short_reason, wrap_hub_errors
+from tunekit.hub.errors import (
+    MAX_ATTEMPTS,
+    is_transient,
+    print_line,
+    retry,
+    server_message,
+    short_reason,
+    wrap_hub_errors,
+)
 
 # Top-level files of a model. Those of another model are removed.
-MODEL_FILES = ("*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json", "adapter_config.json")
+MODEL_FILES = (
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "config.json",
+    "generation_config.json",
+    "adapter_config.json",
+)
 MODEL_FILES += ("verification.json", "curves.png")
 Operation = CommitOperationAdd | CommitOperationDelete
 MAX_TEXT_BYTES = 2**20  # larger files are not searched for a token
@@ -150,7 +164,9 @@ def create_commit(
             create_pr=target.pull_request,
             parent_commit=parent,
         )
-        return UploadResult(info.pr_url or page_url(target, name), info.oid, tuple(operation.path_in_repo for operation in operations))
+        return UploadResult(
+            info.pr_url or page_url(target, name), info.oid, tuple(operation.path_in_repo for operation in operations)
+        )
 
     return retry(attempt, name)
 

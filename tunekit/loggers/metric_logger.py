@@ -112,7 +112,10 @@ class ThroughputCounter:
     def add_tokens(self, num_tokens: int, num_target_tokens: int) -> None:
         """Count the tokens of one step, and the target tokens among them."""
         self.tokens, self.target_tokens = self.tokens + num_tokens, self.target_tokens + num_target_tokens
-        self.num_tokens, self.num_target_tokens = self.num_tokens + num_tokens, self.num_target_tokens + num_target_tokens
+        self.num_tokens, self.num_target_tokens = (
+            self.num_tokens + num_tokens,
+            self.num_target_tokens + num_target_tokens,
+        )
 
     def state_dict(self) -> dict[str, float]:
         return dict(vars(self))
@@ -134,7 +137,9 @@ class PendingLine(NamedTuple):
     def values(self) -> dict[str, float]:
         """All values by name. Waits for the device."""
         copied = iter([] if self.copy is None else self.copy.read())
-        metrics = {name: next(copied) if isinstance(value, Tensor) else float(value) for name, value in self.metrics.items()}
+        metrics = {
+            name: next(copied) if isinstance(value, Tensor) else float(value) for name, value in self.metrics.items()
+        }
         return metrics | self.stats
 
 
@@ -158,7 +163,9 @@ class MetricLogger:
     ) -> None:
         self.log_every, self.run, self.total, self.start = log_every, run, num_steps, start
         self.counter = counter or ThroughputCounter(start)
-        self.trackers = [open_tracker(tracker, folder, start, resolved or {}) for tracker in report_to] if run.is_main else []
+        self.trackers = (
+            [open_tracker(tracker, folder, start, resolved or {}) for tracker in report_to] if run.is_main else []
+        )
         self.file = open_metrics_file(folder / FILE, start) if run.is_main else None
         self.terminal = TerminalLogger(num_steps, start, run.is_main)
         self.clock, self.compiled = time.perf_counter(), compile_seconds()
@@ -268,7 +275,11 @@ class MetricLogger:
     def throughput(self, step: int) -> dict[str, float]:
         """Token totals, rates and times since the last line."""
         self.add_elapsed_time()
-        tokens, target_tokens, seconds = self.counter.tokens, self.counter.target_tokens, max(self.counter.seconds, 1e-9)
+        tokens, target_tokens, seconds = (
+            self.counter.tokens,
+            self.counter.target_tokens,
+            max(self.counter.seconds, 1e-9),
+        )
         step_time = seconds / (step - self.counter.last_step)
         self.mean_step_time = step_time if self.mean_step_time == 0 else 0.9 * self.mean_step_time + 0.1 * step_time
         values = {"num_tokens": self.counter.num_tokens, "num_target_tokens": self.counter.num_target_tokens}

@@ -23,7 +23,11 @@ class Logger:
         default_uri = f"sqlite:///{directory.resolve()}/mlflow.db"
         self.client = MlflowClient(config.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or default_uri)
         experiment_entity = self.client.get_experiment_by_name(config.experiment_name)
-        experiment = experiment_entity.experiment_id if experiment_entity else self.client.create_experiment(config.experiment_name)
+        experiment = (
+            experiment_entity.experiment_id
+            if experiment_entity
+            else self.client.create_experiment(config.experiment_name)
+        )
         name = config.run_name or folder.resolve().name
         self.id = run_id(directory, lambda: self.client.create_run(experiment, run_name=name).info.run_id)
         self.sent = None

@@ -32,7 +32,14 @@ from tunekit.hub import redact
 from tunekit.loggers import metric_logger
 from tunekit.models.decoder import TIED, Decoder
 from tunekit.publishing import snippets
-from tunekit.publishing.base_model import CARD, FRONT_MATTER, BaseModelInfo, read_base_model, read_card, read_front_matter
+from tunekit.publishing.base_model import (
+    CARD,
+    FRONT_MATTER,
+    BaseModelInfo,
+    read_base_model,
+    read_card,
+    read_front_matter,
+)
 from tunekit.publishing.snippets import PromptFormat
 
 Tree = Mapping[str, Any]
@@ -96,7 +103,9 @@ def write_model_card(folder: Path, info: ModelCardInfo) -> None:
         "Repeat": reproduction_section(info),
     }
     tags = ["tunekit", info.recipe] + [info.adapter_kind] * (info.adapter_kind != "none")
-    write_card(folder, card_metadata(folder, None if info.is_from_scratch else base, tags, hub_datasets(info)), name, sections)
+    write_card(
+        folder, card_metadata(folder, None if info.is_from_scratch else base, tags, hub_datasets(info)), name, sections
+    )
 
 
 def write_minimal_card(
@@ -131,7 +140,9 @@ def write_merged_card(folder: Path, adapter: Path, source: HFCheckpoint) -> None
     )
     tags, datasets = front_matter.get("tags", ["tunekit"]), front_matter.get("datasets", [])
     first_sections = {"": about, "Use": usage_section(folder, name, base, prompt_format=prompt_format)}
-    write_card(folder, card_metadata(folder, base, tags, datasets), name, first_sections | kept_sections | last_sections)
+    write_card(
+        folder, card_metadata(folder, base, tags, datasets), name, first_sections | kept_sections | last_sections
+    )
     if (adapter / CURVES).is_file():
         shutil.copyfile(adapter / CURVES, folder / CURVES)
 
@@ -212,11 +223,17 @@ def summary_section(info: ModelCardInfo, base: BaseModelInfo) -> str:
 
 
 def usage_section(
-    folder: Path, name: str, base: BaseModelInfo | None, quantization: Tree | None = None, prompt_format: PromptFormat = UNKNOWN_FORMAT
+    folder: Path,
+    name: str,
+    base: BaseModelInfo | None,
+    quantization: Tree | None = None,
+    prompt_format: PromptFormat = UNKNOWN_FORMAT,
 ) -> str:
     """Code that loads and runs the model."""
     base_name = "" if base is None else base.repo or base.name
-    return snippets.usage_snippet(folder, name, base_name, base is None or base.repo is not None, quantization, prompt_format)
+    return snippets.usage_snippet(
+        folder, name, base_name, base is None or base.repo is not None, quantization, prompt_format
+    )
 
 
 def detect_prompt_format(info: ModelCardInfo) -> PromptFormat:
@@ -288,12 +305,20 @@ def training_section(info: ModelCardInfo, lines: Lines, base: BaseModelInfo) -> 
         "peak memory": system.format_bytes(peak),
         "versions": ", ".join(f"{name} {version}" for name, version in env_info.package_versions().items()),
     }
-    options = {key.replace("_", "-"): format_option(info.config[key]) for key in CONFIG_KEYS if info.config.get(key) is not None}
+    options = {
+        key.replace("_", "-"): format_option(info.config[key])
+        for key in CONFIG_KEYS
+        if info.config.get(key) is not None
+    }
     return format_table(["", ""], [[key, text] for key, text in (facts | options).items() if text])
 
 
 def describe_parameters(info: ModelCardInfo) -> str:
-    shapes = {name: shape for name, shape in info.model.shapes.items() if not (info.model.spec.tie_word_embeddings and name == TIED)}
+    shapes = {
+        name: shape
+        for name, shape in info.model.shapes.items()
+        if not (info.model.spec.tie_word_embeddings and name == TIED)
+    }
     total = sum(math.prod(shape) for shape in shapes.values())
     trained = sum(p.numel() for p in info.model.parameters() if p.requires_grad)
     if info.adapter_kind == "none":
@@ -305,7 +330,9 @@ def describe_parameters(info: ModelCardInfo) -> str:
 def format_option(value: Any) -> str:
     """Format a config section in one line: its kind and the options that are enabled."""
     if isinstance(value, Mapping):
-        options = [f"{key} {format_option(child)}" for key, child in value.items() if key != "kind" and child not in DISABLED]
+        options = [
+            f"{key} {format_option(child)}" for key, child in value.items() if key != "kind" and child not in DISABLED
+        ]
         return ", ".join(([str(value["kind"])] if "kind" in value else []) + options)
     if isinstance(value, list | tuple):
         return " ".join(map(format_option, value))
@@ -318,7 +345,9 @@ def data_section(info: ModelCardInfo) -> str:
     for key, loader in open_loaders(info).items():
         for config, source_stats in zip(dataset_configs(info.config[key]), loader.summary.datasets, strict=True):
             source, split = config["source"], config["split"]
-            numbers = [f"{number:,}" for number in (source_stats.rows, source_stats.tokens, source_stats.num_target_tokens)]
+            numbers = [
+                f"{number:,}" for number in (source_stats.rows, source_stats.tokens, source_stats.num_target_tokens)
+            ]
             numbers = ["a stream", "", ""] if loader.summary.is_streaming else numbers
             counts.append([key, f"`{redact.redact_path(source)}`", split, *numbers])
             if loader.summary.is_streaming:  # not read completely
@@ -348,7 +377,11 @@ def sha256(file: Path) -> str:
 def hub_datasets(info: ModelCardInfo) -> list[str]:
     """Names of the datasets on the Hub."""
     configs = [choice for key in open_loaders(info) for choice in dataset_configs(info.config[key])]
-    hub = [config["source"] for config in configs if find_data_files(config["source"], parse_split(config["split"]).name) is None]
+    hub = [
+        config["source"]
+        for config in configs
+        if find_data_files(config["source"], parse_split(config["split"]).name) is None
+    ]
     return list(dict.fromkeys(re.split("[:@]", name)[0] for name in hub))
 
 

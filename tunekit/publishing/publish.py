@@ -85,14 +85,18 @@ class HubUploader:
         if self.config is None or not self.is_due(step, num_steps):
             return
         if self.run.run_on_main(self.is_busy):
-            self.run.log(f"warning: step {step} is not uploaded: the previous upload to {self.config.repo_id} is in progress")
+            self.run.log(
+                f"warning: step {step} is not uploaded: the previous upload to {self.config.repo_id} is in progress"
+            )
             return
         folder = self.folder / UPLOAD / f"{step:08d}"
         with atomic.SharedAtomicDir(folder, self.run) as partial_dir:
             save(partial_dir)
         description = f"This is step {step:,} of {num_steps:,} of an unfinished run."
         if self.run.is_main_process:
-            self.thread = Thread(target=push_checkpoint, args=(self.config, folder, f"Step {step}", description), daemon=True)
+            self.thread = Thread(
+                target=push_checkpoint, args=(self.config, folder, f"Step {step}", description), daemon=True
+            )
             self.thread.start()
 
     def is_busy(self) -> bool:
@@ -181,7 +185,9 @@ def merged_dir(folder: Path, out: Path | None = None, device: str = "auto") -> I
             try:
                 out = Path(stack.enter_context(TemporaryDirectory(prefix=".merged-", dir=folder.parent)), folder.name)
             except OSError as error:
-                raise UserError(f"{folder.parent}: cannot create a directory, {error.strerror}. Set --merged-dir.") from error
+                raise UserError(
+                    f"{folder.parent}: cannot create a directory, {error.strerror}. Set --merged-dir."
+                ) from error
         with atomic.AtomicDir(out) as partial_dir:
             merge.merge_adapter(source, folder, partial_dir)
             print_line(str(verify.verify_merge(partial_dir, source, adapter, DistributedContext(device=device).device)))

@@ -103,7 +103,9 @@ class ScoreHeadInfo:
         else:
             metadata = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
             head = classifiers.score_head(metadata)
-        return None if head is None else ScoreHeadInfo(head, metadata.get("id2label") or {}, metadata.get("problem_type"))
+        return (
+            None if head is None else ScoreHeadInfo(head, metadata.get("id2label") or {}, metadata.get("problem_type"))
+        )
 
     @property
     def task(self) -> str:
@@ -121,7 +123,9 @@ class ScoreHeadInfo:
         if self.score.labels > 1:
             classes = ", ".join(f"`{name}`" for name in self.names.values()) or self.score.labels
             return f"It predicts the class of a text: {classes}."
-        return "It predicts the reward of an answer. Of two answers to a prompt, the one with the higher reward is better."
+        return (
+            "It predicts the reward of an answer. Of two answers to a prompt, the one with the higher reward is better."
+        )
 
     @property
     def load_options(self) -> str:
@@ -163,7 +167,12 @@ def pipeline_tag(folder: Path) -> str:
 
 
 def usage_snippet(
-    folder: Path, name: str, base: str, is_public: bool, quantization: Mapping[str, Any] | None, prompt_format: PromptFormat
+    folder: Path,
+    name: str,
+    base: str,
+    is_public: bool,
+    quantization: Mapping[str, Any] | None,
+    prompt_format: PromptFormat,
 ) -> str:
     """Code for transformers and peft, and the command to chat with the model.
 
@@ -177,14 +186,18 @@ def usage_snippet(
     if is_adapter(folder):
         base, load = base or redact.redact_path(peft_adapter.base_model_name(folder)), LOAD_ADAPTER
         if quantization is not None and "double_quant" in quantization:  # a format of bitsandbytes
-            load = LOAD_QUANTIZED.replace("{kind}", quantization["kind"]).replace("{nested}", str(quantization["double_quant"]))
+            load = LOAD_QUANTIZED.replace("{kind}", quantization["kind"]).replace(
+                "{nested}", str(quantization["double_quant"])
+            )
         note += "" if is_public else f" `{base}` is the directory of the base."
     auto = "AutoModelForCausalLM" if head is None else SCORE_TASKS[head.task][0]
     code = load.format(auto=auto, base=base, name=name, head="" if head is None else head.load_options)
     code += LOAD_TOKENIZER.format(name=name)
     template = has_template(folder)
     if head is not None:
-        code += head.scoring_code(template if prompt_format.is_chat is None else prompt_format.is_chat, prompt_format.separator)
+        code += head.scoring_code(
+            template if prompt_format.is_chat is None else prompt_format.is_chat, prompt_format.separator
+        )
         return f"{note}\n\n```python\n{code}\n```"
     code += GENERATE.format(inputs=CHAT_INPUTS if template else TEXT_INPUTS)
     return f"{note}\n\n```python\n{code}```\n\n```sh\ntune chat {name}\n```"

@@ -90,7 +90,9 @@ class FP4Config(NF4Config):
 
 def quantizable_layers(model: nn.Module) -> dict[str, Linear | GroupedLinear]:
     """The linear layers of the blocks, by name, without what adapters add."""
-    found = {n: m for n, m in model.named_modules() if n.startswith(LAYER_PREFIX) and isinstance(m, Linear | GroupedLinear)}
+    found = {
+        n: m for n, m in model.named_modules() if n.startswith(LAYER_PREFIX) and isinstance(m, Linear | GroupedLinear)
+    }
     return {name: layer for name, layer in found.items() if ".lora_" not in name}
 
 

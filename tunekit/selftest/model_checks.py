@@ -18,7 +18,7 @@ from tunekit.models.decoder import Decoder
 from tunekit.selftest import nano
 from tunekit.selftest.context import CheckFunction, Context
 from tunekit.selftest.result import CheckFailedError, Result
-from tunekit.training.packing_check import LIMITS, PackingProbe, logit_differences, spans
+from tunekit.training.packing_check import LIMITS, PackingProbe, document_spans, logit_differences
 
 LENGTHS = (90, 33, 61, 80, 47, 64)  # of documents, three in each row
 PROMPTS = (5, 17, 30)  # lengths

@@ -171,7 +171,7 @@ def check_training(cfg: TrainConfig) -> None:
         load_model.check_tensors(checkpoint, shapes)
     tokenizer = build.open_tokenizer(checkpoint)
     for dataset in filter(None, (cfg.data, cfg.eval_data)):
-        dataset.check()
-        dataset.prepare(tokenizer)
+        dataset.check_source()
+        dataset.prepare_tokenizer(tokenizer)
     if cfg.forgetting is not None:
         cfg.forgetting.check(checkpoint.spec, tokenizer)

@@ -38,7 +38,7 @@ class TrainsInSteps(Protocol):
 def check_targets(cfg: Any, loaders: Mapping[str, DataLoader | None], tokenizer: Tokenizer) -> list[CheckTarget]:
     """The datasets of a config with what the checks need to know about them. `loaders`: by config key."""
     return [
-        CheckTarget(key, loader.parts, tokenizer, check_context(cfg, key, loader, tokenizer.vocab))
+        CheckTarget(key, loader.datasets, tokenizer, check_context(cfg, key, loader, tokenizer.vocab))
         for key, loader in loaders.items()
         if loader is not None
     ]
@@ -46,12 +46,12 @@ def check_targets(cfg: Any, loaders: Mapping[str, DataLoader | None], tokenizer:
 
 def check_context(cfg: Any, key: str, loader: DataLoader, vocab: int | None) -> CheckContext:
     """How the config uses the rows of one key: limits, packing, steps and warmup, labels."""
-    max_length = loader.mix.max_length
+    max_length = loader.mixture.max_length
     packed = None if loader.order.capacity is None else np.diff(loader.order.plan(0).bounds)
-    scored = cfg.loss.told if isinstance(cfg, HasLoss) and isinstance(cfg.loss, RewardLoss) else None
+    scored = cfg.loss.target if isinstance(cfg, HasLoss) and isinstance(cfg.loss, RewardLoss) else None
     if key != "data" or not isinstance(cfg, TrainsInSteps):
-        return CheckContext(max_length, vocab, packed, scored=scored)
-    num_steps = cfg.max_steps or loader.steps(cfg.epochs)  # a streamed dataset needs max_steps
+        return CheckContext(max_length, vocab, packed, reward_target=scored)
+    num_steps = cfg.max_steps or loader.num_steps(cfg.epochs)  # a streamed dataset needs max_steps
     warmup_steps = resolve_steps(cfg.lr_scheduler.warmup_steps, num_steps)
     return CheckContext(max_length, vocab, packed, num_steps, warmup_steps, scored)
 
@@ -60,7 +60,7 @@ def check_data(cfg: Any, loaders: Mapping[str, DataLoader | None], tokenizer: To
     """Log a summary and the findings. Raise UserError if the data is unusable, unless `data_checks: warn`."""
     training_data = loaders["data"]
     assert training_data is not None
-    run.tell(f"data: {training_data.report}")
+    run.tell(f"data: {training_data.summary}")
     findings = run_data_checks(*check_targets(cfg, loaders, tokenizer))
     errors = [finding for finding in findings if finding.severity == "wrong" and cfg.data_checks == "error"]
     log_findings([finding for finding in findings if finding not in errors], run)

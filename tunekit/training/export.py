@@ -27,7 +27,7 @@ def export_final(
     `loaders` are the data by config key, for the card. Raises UserError if the verification fails.
     """
     cfg, dist, final_dir = run.cfg, run.dist, run.final_dir
-    dist.beats.beat(step, "finish")
+    dist.heartbeat.beat(step, "finish")
     source = verify.ModelSource(checkpoint, cfg.quantization, cfg.adapter, cfg.precision)
     with atomic.SharedAtomicDir(final_dir, dist) as directory:
         final_checkpoint.save_final(cfg.adapter, directory, model, checkpoint, dist)
@@ -35,8 +35,8 @@ def export_final(
             result = verify.verify_saved(directory, model, source, dist)
         config = to_plain_config(cfg, run.recipe)
         info = model_card.ModelCardInfo(run.recipe, config, run.dir, checkpoint, model, loaders, dist.device)
-        dist.shared(partial(write_model_card, directory, run.dir, info, step, result))
-    dist.tell(f"finished: {final_dir}\n{result}")
+        dist.run_on_main(partial(write_model_card, directory, run.dir, info, step, result))
+    dist.log(f"finished: {final_dir}\n{result}")
     verify.raise_if_failed(final_dir)
 
 
@@ -45,5 +45,5 @@ def write_model_card(
 ) -> None:
     """Write the verification into the metrics, and README.md with plots into the checkpoint."""
     with atomic.wrap_write_errors(directory):
-        metric_logger.write_final_metrics(run_dir, step, **result.figures)
+        metric_logger.write_final_metrics(run_dir, step, **result.metrics)
         model_card.write_model_card(directory, info)

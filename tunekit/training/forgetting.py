@@ -7,7 +7,7 @@ from typing import Any, Literal, Protocol
 
 from tunekit.checkpoint.run_dir import STATE
 from tunekit.data.dataloader.build import DataLoader, build_dataloader
-from tunekit.data.dataloader.mixture import Learnable, dataset_title, is_streaming
+from tunekit.data.dataloader.mixture import SFTData, dataset_title, is_streaming
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.distributed.context import DistributedContext
 from tunekit.errors import FieldError, UserError
@@ -27,7 +27,7 @@ HINT = (
 class ForgettingConfig:
     """Held-out rows whose loss may not rise much. It is measured before the first step and during training."""
 
-    data: Learnable  # Held-out rows of a skill that the model has before training
+    data: SFTData  # Held-out rows of a skill that the model has before training
     eval_every: int = 100  # Steps between two evaluations; one more after the last step
     max_loss_increase: float = 0.1  # Allowed increase over the loss before training, in nats per token
     # Action on a larger increase; `stop`: save and end the run
@@ -45,8 +45,8 @@ class ForgettingConfig:
         """Raise UserError if the rows do not exist or the model has no language model head. Reads no rows."""
         if spec.score is not None:
             raise UserError("forgetting: needs a language model, and this model has a score head. Remove forgetting.")
-        self.data.check()
-        self.data.prepare(tokenizer)
+        self.data.check_source()
+        self.data.prepare_tokenizer(tokenizer)
 
 
 class ForgettingOptions(Protocol):
@@ -73,7 +73,7 @@ class ForgettingMonitor:
             sizes = cfg.global_batch_size, cfg.micro_batch_size
             data_dir = run_dir / "forgetting"
             self.rows = build_dataloader(self.config.data, tokenizer, *sizes, dist, data_dir, overwrite)
-            self.digest = self.rows.digest
+            self.digest = self.rows.fingerprint
         self.first_loss: float | None = None  # before the first step
         self.last_loss: float | None = None
 
@@ -90,7 +90,7 @@ class ForgettingMonitor:
         """Measure and log the loss on all rows, and warn if it exceeds the limit."""
         if self.config is None or self.rows is None:
             return
-        self.dist.beats.beat(step, "validate")
+        self.dist.heartbeat.beat(step, "validate")
         start = time.perf_counter()
         self.last_loss = cross_entropy.eval_loss(CrossEntropy(), model, self.rows, self.dist)
         metrics = {"forgetting/loss": self.last_loss}
@@ -98,9 +98,9 @@ class ForgettingMonitor:
             self.first_loss = self.last_loss
         else:
             metrics["forgetting/loss_increase"] = self.last_loss - self.first_loss
-        logger.note(step, **metrics, **{"forgetting/eval_time": round(time.perf_counter() - start, 3)})
+        logger.log(step, **metrics, **{"forgetting/eval_time": round(time.perf_counter() - start, 3)})
         if self.is_above_limit and self.config.on_exceed == "warn":
-            self.dist.tell(f"warning: {self.message(step)}.")
+            self.dist.log(f"warning: {self.message(step)}.")
 
     @property
     def is_above_limit(self) -> bool:

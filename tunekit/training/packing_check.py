@@ -37,16 +37,16 @@ class PackingProbe(NamedTuple):
 @torch.no_grad()
 def check_packing(model: Decoder, data: DataLoader, dist: DistributedContext) -> None:
     """Raise UserError if the logits of a document change when it is packed; log the largest difference if not."""
-    docs_per_row = DOCS_PER_ROW * data.mix.each
-    sample = data.sample(NUM_ROWS * docs_per_row)
-    if data.layout.capacity is None or len(sample) < 2:
+    docs_per_row = DOCS_PER_ROW * data.mixture.docs_per_row
+    sample = data.sample_documents(NUM_ROWS * docs_per_row)
+    if data.collator.capacity is None or len(sample) < 2:
         return
     # Different lengths, so that document boundaries are not at multiples of a kernel's block size.
-    documents = [document.begun(MAX_TOKENS - 7 * i) for i, (_, document) in enumerate(sample)]
+    documents = [document.prefix(MAX_TOKENS - 7 * i) for i, (_, document) in enumerate(sample)]
     rows = [documents[first : first + docs_per_row] for first in range(0, len(documents), docs_per_row)]
-    batch, packed_rows = data.layout.written(rows)
+    batch, packed_rows = data.collator.collate_rows(rows)
     probe = PackingProbe(batch.to(dist.device), documents, document_spans(batch, packed_rows))
-    dtype = model.compute or model.embed.weight.dtype
+    dtype = model.compute_dtype or model.embed.weight.dtype
     limit, dtype_name = LIMITS[dtype], str(dtype).removeprefix("torch.")
     with evaluating(model):
         differences = logit_differences(model, probe, dist)
@@ -58,7 +58,7 @@ def check_packing(model: Decoder, data: DataLoader, dist: DistributedContext) ->
                 f"is packed (limit {limit:g}): cross-document attention leak{layer}. Set data.packing=false and report "
                 "a bug."
             )
-    dist.tell(
+    dist.log(
         f"packing: logits of {len(documents)} packed documents differ by {differences[worst]:.1g} standard deviations "
         f"from those of each alone (limit {limit:g} in {dtype_name})"
     )

@@ -99,7 +99,7 @@ class Profiler:
         if kind is None:
             self.finish()
             if self.config is not None and not self.is_written:
-                self.dist.tell(
+                self.dist.log(
                     f"profiler: no step was profiled: profiler.skip_first={self.config.skip_first}, and this process "
                     f"ran {self.num_steps} steps"
                 )
@@ -153,11 +153,11 @@ class Profiler:
         if trace is None:
             return
         trace.stop()
-        profiles = self.dist.gather(self.read_profile())
-        if self.dist.is_main and self.is_written:
+        profiles = self.dist.all_gather_objects(self.read_profile())
+        if self.dist.is_main_process and self.is_written:
             text = format_table(profiles, self.first_step)
             (self.directory / TABLE).write_text(text, "utf-8")
-            self.dist.tell(f"{text}\ntraces for ui.perfetto.dev: {self.directory}")
+            self.dist.log(f"{text}\ntraces for ui.perfetto.dev: {self.directory}")
 
     def read_profile(self) -> RankProfile:
         """The profile of this rank, from its trace file."""

@@ -24,7 +24,7 @@ from tunekit.data.dataloader.mixture import is_streaming
 from tunekit.distributed.context import DistributedContext
 from tunekit.errors import FieldError, UserError
 from tunekit.losses.preference_base import PreferenceLoss
-from tunekit.losses.preference_objective import Judge, PreferenceObjective, ReferenceLogps
+from tunekit.losses.preference_objective import PreferenceObjective, ReferenceLogps, RefLogpsFn
 from tunekit.memory.config import MemoryConfig
 from tunekit.models.decoder import Decoder
 from tunekit.training.config import TrainConfig
@@ -61,11 +61,11 @@ class DisableAdapterReference:
         loaders: Loaders,
         objective: PreferenceObjective,
     ) -> ReferenceLogps:
-        adapter, compute_logps = run.cfg.adapter, objective.judged(model)
+        adapter, compute_logps = run.cfg.adapter, objective.logps_fn(model)
         assert isinstance(adapter, LoRAConfig)
 
         def compute_reference_logps(batch: Batch) -> Tensor:
-            with adapter.off(model):
+            with adapter.disabled(model):
                 return compute_logps(batch)
 
         return ReferenceLogps(compute_reference_logps, compute_reference_logps)
@@ -100,7 +100,7 @@ class CopiedReference:
         copy = build.build_model(
             checkpoint, cfg.quantization, adapter, cfg.precision, MemoryConfig(), run.dist, from_scratch
         )
-        compute_logps = objective.judged(copy.requires_grad_(False).eval())
+        compute_logps = objective.logps_fn(copy.requires_grad_(False).eval())
         return ReferenceLogps(compute_logps, compute_logps)
 
 
@@ -120,7 +120,7 @@ class PrecomputedReference:
         check_reference_is_used("precomputed", terms)
         if is_streaming(cfg.data):
             raise FieldError("reference", "precomputed: not available for streamed rows. Use disable_adapter or copy.")
-        if any(term.others for term in terms.terms):
+        if any(term.needs_mismatched for term in terms.terms):
             raise FieldError(
                 "reference",
                 "precomputed: kto needs other mismatched answers in each step. Use disable_adapter or copy.",
@@ -153,10 +153,10 @@ class PrecomputeJob(NamedTuple):
 
 def num_precompute_epochs(cfg: TrainConfig, data: DataLoader) -> int:
     """Number of epochs that the run may read, including the data that rollbacks skip."""
-    num_steps = cfg.max_steps or data.steps(cfg.epochs)
+    num_steps = cfg.max_steps or data.num_steps(cfg.epochs)
     max_rollbacks = cfg.step_guard.max_interventions if cfg.step_guard.may_roll_back else 0
     max_skipped = max_rollbacks * min(cfg.save_every, num_steps)
-    return next(n for n in count(1) if data.steps(n) >= num_steps + max_skipped)
+    return next(n for n in count(1) if data.num_steps(n) >= num_steps + max_skipped)
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ class AutoReference:
         return self.asks(loss) and disable_adapter_problem(adapter) is not None
 
     def asks(self, loss: Sequence[PreferenceLoss]) -> bool:
-        return any(term.compares for term in loss)
+        return any(term.needs_reference for term in loss)
 
     def check(self, cfg: TrainConfig, terms: PreferenceObjective) -> None:
         """No requirements."""
@@ -182,7 +182,7 @@ class AutoReference:
         loaders: Loaders,
         objective: PreferenceObjective,
     ) -> ReferenceLogps:
-        if not any(term.compares for term in objective.terms):
+        if not any(term.needs_reference for term in objective.terms):
             return ReferenceLogps()
         can_disable = disable_adapter_problem(run.cfg.adapter) is None
         reference = DisableAdapterReference() if can_disable else CopiedReference()
@@ -219,7 +219,7 @@ class RunningMean:
 
 def check_reference_is_used(kind: str, terms: PreferenceObjective) -> None:
     """Raise FieldError if no loss needs a reference."""
-    if not any(term.compares for term in terms.terms):
+    if not any(term.needs_reference for term in terms.terms):
         losses = " and ".join(kind_name(type(term)) for term in terms.terms)
         raise FieldError("reference", f"{kind}: {losses} needs no reference. Remove the key.")
 
@@ -243,8 +243,8 @@ class ReferenceLogpTable:
 
     def look_up(self, batch: Batch) -> Tensor:
         """The log-probabilities of the documents of a batch, (D,)."""
-        assert batch.numbers is not None
-        return self.logps[batch.numbers]
+        assert batch.document_indices is not None
+        return self.logps[batch.document_indices]
 
     @staticmethod
     def load(
@@ -255,16 +255,16 @@ class ReferenceLogpTable:
         key = reference_fingerprint(run.cfg, checkpoint, objective, data)
         # The epochs of a mixture may each contain some of the documents only: an incomplete table is valid for that
         # many epochs of the same mixture.
-        members = [(member.weight, member.repeat, member.max_samples_per_epoch) for member in data.mix.datasets]
-        incomplete_key = f"{key} {members} {data.mix.temperature} {data.mix.shuffle}"
+        members = [(member.weight, member.repeat, member.max_samples_per_epoch) for member in data.mixture.datasets]
+        incomplete_key = f"{key} {members} {data.mixture.temperature} {data.mixture.shuffle}"
         cached = None
         if not run.overwrite:
-            cached = dist.shared(partial(read_cached_logps, file, key, incomplete_key, job.epochs))
+            cached = dist.run_on_main(partial(read_cached_logps, file, key, incomplete_key, job.epochs))
         logps = cached
         if logps is None:
-            logps = compute_reference_logps(objective.judged(model), data, job.epochs, dist)
+            logps = compute_reference_logps(objective.logps_fn(model), data, job.epochs, dist)
             new_key = incomplete_key if np.isnan(logps).any() else key
-            dist.shared(partial(write_cached_logps, file, new_key, job.epochs, logps))
+            dist.run_on_main(partial(write_cached_logps, file, new_key, job.epochs, logps))
         return ReferenceLogpTable(torch.from_numpy(logps).to(dist.device))
 
 
@@ -277,23 +277,23 @@ def reference_fingerprint(
     paths = [path for directory in directories for path in sorted(directory.iterdir())]
     files = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
     choices = [asdict(choice) for choice in (cfg.adapter, cfg.quantization, cfg.precision)]
-    content = [data.digest, str(checkpoint.path), files, choices, objective.tail, cfg.init, cfg.seed]
+    content = [data.fingerprint, str(checkpoint.path), files, choices, objective.ld_alpha, cfg.init, cfg.seed]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
 def compute_reference_logps(
-    compute_logps: Judge, data: DataLoader, epochs: int, dist: DistributedContext
+    compute_logps: RefLogpsFn, data: DataLoader, epochs: int, dist: DistributedContext
 ) -> np.ndarray:
     """Log-probabilities of all documents of the given epochs, (documents,) fp32; NaN for those that do not occur."""
-    logps = np.full(sum(len(documents) for documents in data.parts), np.nan, np.float32)
+    logps = np.full(sum(len(documents) for documents in data.datasets), np.nan, np.float32)
     for epoch in range(epochs):
-        steps = range(data.steps(epoch), data.steps(epoch + 1))
-        for step in tqdm(steps, "reference log-probabilities", disable=not dist.is_main or None, leave=False):
-            dist.beats.beat(0, "prepare")
+        steps = range(data.num_steps(epoch), data.num_steps(epoch + 1))
+        for step in tqdm(steps, "reference log-probabilities", disable=not dist.is_main_process or None, leave=False):
+            dist.heartbeat.beat(0, "prepare")
             for batch in data[step]:
-                assert batch.numbers is not None
-                logps[batch.numbers.numpy()] = compute_logps(batch.to(dist.device)).float().cpu().numpy()
-        for rank_logps in dist.gather(logps):
+                assert batch.document_indices is not None
+                logps[batch.document_indices.numpy()] = compute_logps(batch.to(dist.device)).float().cpu().numpy()
+        for rank_logps in dist.all_gather_objects(logps):
             logps = np.where(np.isnan(logps), rank_logps, logps)
         if not np.isnan(logps).any():
             break

@@ -67,20 +67,20 @@ class RunContext:
         flight_recorder.record_into(self.dir / LOGS)
         with ExitStack() as stack:
             stack.enter_context(dist)
-            stack.enter_context(oom_report.report_oom(cfg, dist.device, dist.size, dist.hosts))
+            stack.enter_context(oom_report.report_oom(cfg, dist.device, dist.world_size, dist.num_nodes))
             resolved, hint = dump_yaml(cfg, self.recipe), continue_training_hint(cfg)
             self.files = stack.enter_context(
                 run_dir.open_run_dir(self.dir, resolved, LIVE_KEYS, self.overwrite, dist, hint)
             )
-            dist.shared(partial(publish.check_push, cfg.push_to_hub))
-            cfg.memory.check_num_micro_batches(-(-cfg.global_batch_size // dist.sizes.readers), cfg.micro_batch_size)
-            self.is_complete = not self.overwrite and dist.shared(partial(atomic.is_complete, self.final_dir))
+            dist.run_on_main(partial(publish.check_push, cfg.push_to_hub))
+            cfg.memory.check_num_micro_batches(-(-cfg.global_batch_size // dist.dims.dp_size), cfg.micro_batch_size)
+            self.is_complete = not self.overwrite and dist.run_on_main(partial(atomic.is_complete, self.final_dir))
             if self.is_complete:
                 verify.raise_if_failed(self.final_dir)
-                dist.tell(f"{self.final_dir}: this run is complete. Pass --overwrite to train again.")
+                dist.log(f"{self.final_dir}: this run is complete. Pass --overwrite to train again.")
             self.profiler = Profiler(cfg.profiler, self.dir, dist)
             self.uploader = HubUploader(cfg.push_to_hub, self.dir, dist)
-            dist.beats.beat(0, "prepare")
+            dist.heartbeat.beat(0, "prepare")
             self.stack = stack.pop_all()
         return self
 
@@ -102,11 +102,11 @@ class RunContext:
     @property
     def start_date(self) -> date:
         """The day on which the run started: chat templates may print it, and a resumed run must print the same."""
-        return self.files.day
+        return self.files.started_on
 
     def begin(self) -> None:
         """Everything is loaded and checked. Write config.yaml; with --overwrite, first erase the previous results."""
-        self.files.begin()
+        self.files.start()
 
     def open_checkpointer(
         self, model: Decoder, optimizer: TrainOptimizer, lr_scheduler: LRScheduler, **stateful: Stateful
@@ -121,7 +121,7 @@ class RunContext:
     def open_logger(self, num_steps: int, step: int, throughput: ThroughputCounter) -> MetricLogger:
         """The metric logger of a run that starts or resumes at `step`."""
         if step:
-            self.dist.tell(f"resuming from step {step} of {num_steps}")
+            self.dist.log(f"resuming from step {step} of {num_steps}")
         config = to_plain_config(self.cfg, self.recipe)
         return MetricLogger(
             self.dir, self.dist, num_steps, step, config, throughput, self.cfg.log_every, self.cfg.report_to
@@ -131,19 +131,19 @@ class RunContext:
 
     def begin_step(self, step: int, logger: MetricLogger) -> None:
         """Send a heartbeat, start or stop the profiler, and seed the random numbers of this step."""
-        with logger.aside():
+        with logger.pause():
             self.profiler.begin_step(step)
         self.dist.begin_step(step)
 
     def begin_eval(self, step: int) -> None:
         """Send a heartbeat."""
-        self.dist.beats.beat(step, "validate")
+        self.dist.heartbeat.beat(step, "validate")
 
     def due_after(self, step: int, num_steps: int) -> Due:
         """Actions that are due after `step` steps. All ranks get the same answer."""
         cfg, is_last = self.cfg, step == num_steps
         return Due(
-            push=self.uploader.due(step, num_steps),
+            push=self.uploader.is_due(step, num_steps),
             eval=cfg.eval_data is not None and (is_last or step % cfg.eval_every == 0),
             forgetting=cfg.forgetting is not None and (is_last or step % cfg.forgetting.eval_every == 0),
             save=is_last or step % cfg.save_every == 0 or self.stop_requested is not None,
@@ -153,7 +153,7 @@ class RunContext:
         """Log that the loop has ended before the last step, if it has."""
         if step < num_steps:
             patience = self.cfg.early_stopping_patience
-            self.dist.tell(f"early stopping after step {step}: no lower eval/loss in {patience} evaluations")
+            self.dist.log(f"early stopping after step {step}: no lower eval/loss in {patience} evaluations")
 
     def push_checkpoint(self, step: int, num_steps: int, model: Decoder, checkpoint: HFCheckpoint) -> None:
         """Write a checkpoint of the model and upload it in the background."""
@@ -161,7 +161,7 @@ class RunContext:
         def save(directory: Path) -> None:
             final_checkpoint.save_final(self.cfg.adapter, directory, model, checkpoint, self.dist)
 
-        self.uploader.step(step, num_steps, save)
+        self.uploader.push_if_due(step, num_steps, save)
 
     def push_result(self) -> None:
         """Upload `final/` if `push_to_hub` is set. If that fails, the error says how to repeat it."""
@@ -179,15 +179,15 @@ class RunContext:
                 self.handlers[number] = signal.signal(number, self._on_signal)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        is_first = self.dist.asked is None
-        self.dist.asked = signal.Signals(number)
+        is_first = self.dist.requested_signal is None
+        self.dist.requested_signal = signal.Signals(number)
         if (
             not worker_env.is_tune_worker()
         ):  # `tune` ends its workers at the second signal, which schedulers send to all
             signal.signal(number, self.handlers[number])
-        if self.dist.is_main and is_first:  # not through print: the signal may have interrupted one
-            name = stop_reason(self.dist.asked, self.stop_file)
-            repeat = "a second signal" if name == self.dist.asked.name else self.dist.asked.name
+        if self.dist.is_main_process and is_first:  # not through print: the signal may have interrupted one
+            name = stop_reason(self.dist.requested_signal, self.stop_file)
+            repeat = "a second signal" if name == self.dist.requested_signal.name else self.dist.requested_signal.name
             os.write(2, f"\n{name}: saving after this step; {repeat} ends the run at once\n".encode())
 
     @property

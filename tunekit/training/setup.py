@@ -25,7 +25,7 @@ def open_dataloader(
 
 def load_model(checkpoint: HFCheckpoint, cfg: TrainConfig, dist: DistributedContext) -> Decoder:
     """The model to train: this rank's shards, with weights and adapter."""
-    dist.beats.beat(0, "load")
+    dist.heartbeat.beat(0, "load")
     free_memory.check(cfg, dist)
     from_scratch = cfg.init == "random"
     return build.build_model(
@@ -37,5 +37,5 @@ def build_optimizer(cfg: TrainConfig, model: Decoder, dist: DistributedContext) 
     """The optimizer of the trained weights."""
     reshard(model)  # forward passes before training may have gathered parameters, which are other tensors
     layer_params = (param for layer in model.layers for param in layer.parameters())
-    optimizer = cfg.optimizer.build(cfg.adapter.trained(model), layer_params)
+    optimizer = cfg.optimizer.build(cfg.adapter.param_groups(model), layer_params)
     return cfg.memory.wrap_optimizer(optimizer, dist)

@@ -131,7 +131,7 @@ class StepGuard:
 
         The device is read only for steps whose metric line is due.
         """
-        if logger.pending or (logger.reads(self.last_step + 1) and not logger.lag):
+        if logger.pending or (logger.is_due(self.last_step + 1) and not logger.lag):
             self.read(logger.lag)
         return self.handle_anomaly(logger)
 
@@ -180,21 +180,21 @@ class StepGuard:
             return False
         anomaly, prefetcher = self.anomaly, self.prefetcher
         assert prefetcher is not None
-        prefetcher.rest()
+        prefetcher.pause()
         if anomaly.action == "stop":
-            logger.drop(after=anomaly.step)
+            logger.discard_after(step=anomaly.step)
             raise UserError(anomaly.message(self.row_locations(), STOP_HINT))
         if anomaly.action == "rollback":
             return True
-        self.dist.tell(anomaly.message(self.row_locations(), "The step is skipped."))
+        self.dist.log(anomaly.message(self.row_locations(), "The step is skipped."))
         self.anomaly = None
-        prefetcher.begin()
+        prefetcher.resume()
         return False
 
     def row_locations(self) -> list[str]:
         """Files and lines of the rows of the anomaly's step."""
         assert self.anomaly is not None and self.prefetcher is not None
-        return self.prefetcher.data.where(self.data_step(self.anomaly.step))
+        return self.prefetcher.data.row_locations(self.data_step(self.anomaly.step))
 
     def roll_back(self, checkpointer: Checkpointer, logger: MetricLogger) -> int:
         """Restore the last training state, skip the data up to the anomaly, and return the step to continue from."""
@@ -203,12 +203,12 @@ class StepGuard:
         next_data_step, num_rollbacks = self.data_step(anomaly.step) + 1, self.num_rollbacks + 1
         step = checkpointer.restore()  # also restores this guard
         self.skipped_data, self.num_rollbacks, self.anomaly = next_data_step - step, num_rollbacks, None
-        self.dist.tell(
+        self.dist.log(
             anomaly.message(rows, f"Rolled back to step {step}; these rows and those since then are skipped.")
         )
-        prefetcher.over(self.data_step(step), self.data_step(logger.total))
-        logger.back(step)
-        prefetcher.begin()
+        prefetcher.start(self.data_step(step), self.data_step(logger.total))
+        logger.rewind(step)
+        prefetcher.resume()
         return step
 
     def state_dict(self) -> dict[str, Any]:

@@ -200,7 +200,9 @@ class Collator:
         """Rows of documents side by side, each filled up at its end."""
         sizes = [sum(len(document.tokens) for document in row) for row in rows]
         longest = max(sizes)
-        width = max(longest, min(-(-longest // LENGTH_MULTIPLE) * LENGTH_MULTIPLE, self.capacity or longest + LENGTH_MULTIPLE))
+        width = max(
+            longest, min(-(-longest // LENGTH_MULTIPLE) * LENGTH_MULTIPLE, self.capacity or longest + LENGTH_MULTIPLE)
+        )
         tokens = np.full(len(rows) * width, self.pad_id, np.int64)
         targets = np.full_like(tokens, IGNORE)
         bounds = [0]

@@ -102,7 +102,9 @@ class MapDataLoader(DataLoader):
             raise IndexError(step)
         epoch, at = self.place.find(step)
         first = at * self.collator.global_batch_size
-        return unit_documents(self.order.plan(epoch).rows(first, first + self.collator.global_batch_size), self.mixture.docs_per_row)
+        return unit_documents(
+            self.order.plan(epoch).rows(first, first + self.collator.global_batch_size), self.mixture.docs_per_row
+        )
 
     def row_locations(self, step: int) -> list[str]:
         return [self.rows.row_location(int(number)) for row in self.numbers(step) for number in row]
@@ -117,4 +119,8 @@ def describe_rows(part: TokenizedDataset, once: bool, skipped: str = "skipped") 
     """What the rows are; how many, and what became of those that are no documents, where that is not told beside it."""
     found = part.prepared
     told = once and found == PreprocessSummary(rows=found.rows, row_format=found.row_format)
-    return found.row_format if told and found.row_format else ", ".join(filter(None, (found.row_format, found.format(skipped))))
+    return (
+        found.row_format
+        if told and found.row_format
+        else ", ".join(filter(None, (found.row_format, found.format(skipped))))
+    )

@@ -29,7 +29,9 @@ class FirstRowDetected(DetectedDataset):
     def resolve(self) -> DatasetConfig:
         """UserError if no row tells."""
         fault = "holds no row"
-        for row in islice(open_dataset(self.source, self.split, self.max_samples, self.streaming).rows, MAX_PROBED_ROWS):
+        for row in islice(
+            open_dataset(self.source, self.split, self.max_samples, self.streaming).rows, MAX_PROBED_ROWS
+        ):
             try:
                 fields = self.transform(row.fields) if isinstance(row, Row) else None
                 if fields is not None:
@@ -49,7 +51,9 @@ class AutoPreferenceDataset(PreferenceBase, FirstRowDetected):
     kind: ClassVar[str] = "auto"
     usual: ClassVar = True
     candidates: ClassVar = (PreferenceDataset, UnpairedPreferenceDataset)
-    expected_columns: ClassVar = "it wants columns chosen and rejected, or prompt, completion and label; `transforms` rename them"
+    expected_columns: ClassVar = (
+        "it wants columns chosen and rejected, or prompt, completion and label; `transforms` rename them"
+    )
     rules: ClassVar = PREFERENCE_RULES
 
 

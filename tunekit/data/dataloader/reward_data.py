@@ -21,7 +21,9 @@ class AutoRewardDataset(LabeledBase, FirstRowDetected):
     usual: ClassVar = True
     candidates: ClassVar = (PreferenceDataset, LabeledDataset, StepwiseDataset)
     rules: ClassVar = REWARD_RULES
-    expected_columns: ClassVar = "it wants chosen and rejected; text or messages, and label; or prompt, completions and labels"
+    expected_columns: ClassVar = (
+        "it wants chosen and rejected; text or messages, and label; or prompt, completions and labels"
+    )
 
 
 RewardData = (

@@ -114,7 +114,11 @@ class StreamFeed:
             documents = part.documents
             for index in range(skip, len(documents)):
                 some = True
-                yield StreamPosition(number, tuple(part.position), index + 1), documents[index], documents.row_location(index)
+                yield (
+                    StreamPosition(number, tuple(part.position), index + 1),
+                    documents[index],
+                    documents.row_location(index),
+                )
             skip = 0
 
     def note(self, part: TokenizedChunk) -> None:
@@ -250,7 +254,10 @@ class BlockStream:
 
     def plan(self, found: TokenizedDataset, number: int) -> PackingPlan:
         """Which of the documents of a block share a row."""
-        lengths, seed = unit_lengths(found.lengths, self.mix.docs_per_row), (self.seed, number) if self.mix.shuffle else None
+        lengths, seed = (
+            unit_lengths(found.lengths, self.mix.docs_per_row),
+            (self.seed, number) if self.mix.shuffle else None,
+        )
         lengths = lengths - shared_prefix.shared_prefix_tokens(found, self.mix.docs_per_row) if self.shared else lengths
         return plan_rows(lengths, np.arange(len(lengths)), self.mix.capacity, seed)
 

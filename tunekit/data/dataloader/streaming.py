@@ -95,7 +95,9 @@ class StreamingDataLoader(DataLoader):
     def replan(self) -> None:
         self.blocks.shared, block = True, self.block
         self.opening = block._replace(plan=self.blocks.plan(block.documents, block.number))
-        self.order = self.order.shortened(shared_prefix.shared_prefix_tokens(block.documents, self.mixture.docs_per_row))
+        self.order = self.order.shortened(
+            shared_prefix.shared_prefix_tokens(block.documents, self.mixture.docs_per_row)
+        )
         self.behind = self.first
         self.begin(self.opening)
 

@@ -63,7 +63,9 @@ class DataSummary:
         ]
         parts += [f"{self.num_truncated:,} truncated"] if self.num_truncated else []
         parts += (
-            [] if self.num_packed_rows is None else [f"packed into {format_count(self.num_packed_rows, 'row')}, {self.fill_ratio:.1%} filled"]
+            []
+            if self.num_packed_rows is None
+            else [f"packed into {format_count(self.num_packed_rows, 'row')}, {self.fill_ratio:.1%} filled"]
         )
         beginning = "a stream, whose first block has " if self.is_streaming else ""
         line = beginning + ", ".join(parts)

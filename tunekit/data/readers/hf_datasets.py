@@ -15,7 +15,7 @@ from tunekit.data.readers.remote_files import RemoteFile, open_remote
 from tunekit.data.readers.row_reader import CHUNK_ROWS, FileOffset, FileShard, RowChunk
 from tunekit.errors import UserError
 
-Result = TypeVar("Found")
+Result = TypeVar("Result")
 COMMIT_IN_URL = re.compile(r"@[0-9a-f]{40}/")  # removed in error messages
 
 
