@@ -32,7 +32,7 @@ from tunekit import __version__, assets, build, env_info
 from tunekit.adapters.config import FrozenModel, NoAdapter
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
 from tunekit.checkpoint.safetensors_io import SafetensorsWriter
-from tunekit.checkpoint.save_model import copy_companion_files, tensor_entries, plan_shards, save_model, write_index
+from tunekit.checkpoint.save_model import copy_companion_files, plan_shards, save_model, tensor_entries, write_index
 from tunekit.distributed.context import DistributedContext
 from tunekit.memory.config import MemoryConfig
 from tunekit.models.decoder import TIED, Decoder
@@ -54,7 +54,9 @@ def make(folder: Path, name: str) -> None:
     with torch.device("meta"):
         model = Decoder(source.spec)
     held = {n: s for n, s in model.shapes.items() if not (source.spec.tie_word_embeddings and n == TIED)}
-    entries = {n: e for move in save_mappings(held, source.family.table) for n, e in tensor_entries(model, move, source)}
+    entries = {
+        n: e for move in save_mappings(held, source.family.table) for n, e in tensor_entries(model, move, source)
+    }
     shards = plan_shards(entries, source, 600 * 10**6)
     for file, names in shards.items():
         with SafetensorsWriter(folder / file, {n: entries[n] for n in names}) as out:

@@ -124,8 +124,10 @@ def stepped(task: Workload, steps: int, run: DistributedContext) -> None:
     for parameter in net.parameters():
         here = to_local(parameter.data)
         here.normal_(std=0.02) if parameter.is_floating_point() else here.zero_()
-    optimizer = task.optimizer.build(task.adapter.param_groups(net), [p for each in net.layers for p in each.parameters()])
-    update = task.memory.update(optimizer, task.max_grad_norm, run)
+    optimizer = task.optimizer.build(
+        task.adapter.param_groups(net), [p for each in net.layers for p in each.parameters()]
+    )
+    train_optimizer = task.memory.wrap_optimizer(optimizer, run)
     shape = ProbeStep(
         task.adapter, task.memory, task.optimizer, task.loss, task.max_grad_norm, task.micro(sizes), task.max_length, 1
     )
@@ -140,7 +142,9 @@ def stepped(task: Workload, steps: int, run: DistributedContext) -> None:
         for i in range(1, passes + 1):
             run.set_gradient_sync(net, enabled=i == passes)
             (task.loss(net, batch) / batch.num_target_tokens).backward()
-        update()
+        train_optimizer.clip_grad_norm(task.max_grad_norm)
+        train_optimizer.step()
+        train_optimizer.zero_grad()
 
 
 def measured(task: Workload) -> int:

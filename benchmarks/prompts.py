@@ -87,7 +87,12 @@ def child(args: argparse.Namespace) -> None:
             found.backward()
             seconds.append(time.perf_counter() - began)
             model.zero_grad()
-    told = {"seconds": seconds[1:], "tokens": rows.num_tokens, "memory": resident("VmHWM") - before, "loss": float(found)}
+    told = {
+        "seconds": seconds[1:],
+        "tokens": rows.num_tokens,
+        "memory": resident("VmHWM") - before,
+        "loss": float(found),
+    }
     print(json.dumps(told))
 
 

@@ -15,17 +15,17 @@ import transformers
 from safetensors.torch import load_file
 
 from tests.checkpoints import (
-    relative_error,
     gradients,
-    make_checkpoint,
-    to_transformers4_config,
     load_inference_model,
     load_model,
-    rewrite_config,
-    transformers_gradients,
     load_transformers_model,
+    make_checkpoint,
     random_tokens,
+    relative_error,
+    rewrite_config,
+    to_transformers4_config,
     train,
+    transformers_gradients,
 )
 from tunekit.adapters.config import LoRAConfig
 from tunekit.checkpoint import atomic, final_checkpoint, save_model

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from tests.checkpoints import (
-    relative_error,
-    make_checkpoint,
     load_model,
-    shuffle_adapter,
     load_transformers_model,
+    make_checkpoint,
     random_tokens,
+    relative_error,
+    shuffle_adapter,
     train,
 )
 from tunekit import build

@@ -16,7 +16,7 @@ import torch
 import yaml
 from PIL import Image
 
-from tests.checkpoints import FP32, make_checkpoint, load_model
+from tests.checkpoints import FP32, load_model, make_checkpoint
 from tunekit.adapters.config import LoRAConfig, NoAdapter
 from tunekit.checkpoint import verify
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint

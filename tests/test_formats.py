@@ -16,7 +16,18 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from tests.checkpoints import FP32, DEFAULT_MEMORY, SHAPES, build, relative_error, rewrite_config, save, shuffle_adapter, random_tokens, train
+from tests.checkpoints import (
+    DEFAULT_MEMORY,
+    FP32,
+    SHAPES,
+    build,
+    random_tokens,
+    relative_error,
+    rewrite_config,
+    save,
+    shuffle_adapter,
+    train,
+)
 from tunekit import assets
 from tunekit import build as assemble
 from tunekit.adapters.config import DoRAConfig, FrozenModel, LoRAConfig, NoAdapter

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.checkpoints import make_checkpoint, load_model
+from tests.checkpoints import load_model, make_checkpoint
 from tunekit.data.dataloader.base import DataLoader
 from tunekit.data.dataloader.batch import Batch, Collator
 from tunekit.data.dataloader.build import build_dataloader

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch._dynamo.utils import counters
 from torch.profiler import ProfilerActivity, profile
 
-from tests.checkpoints import FP32, make_batch, make_checkpoint, load_model, random_tokens
+from tests.checkpoints import FP32, load_model, make_batch, make_checkpoint, random_tokens
+from tests.helpers.optimizer_step import step_optimizer
 from tunekit.adapters.config import LoRAConfig, NoAdapter
 from tunekit.data.dataloader.batch import Batch
 from tunekit.data.datasets import TextDataset
@@ -225,11 +226,11 @@ def train_steps(
     model, norms = load_model(folder, adapter, memory=memory), []
     inner = (p for layer in model.layers for p in layer.parameters())
     optimizer = optimizer_config.build(adapter.param_groups(model), inner)
-    update = memory.update(optimizer, 0.0, DistributedContext())
+    train_optimizer = memory.wrap_optimizer(optimizer, DistributedContext())
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
     for step in range(4):
         CrossEntropy()(model, make_batch(random_tokens(seed=step))).backward()
-        norms.append(float(update()))
+        norms.append(float(step_optimizer(train_optimizer, 0.0)))
         schedule.step()
         assert all(p.grad is None for p in model.parameters())
     return model, optimizer, norms
@@ -262,7 +263,7 @@ def test_optimizer_in_bwd_frees_each_gradient(tmp_path: Path) -> None:
     """At most one gradient exists when the next one is computed."""
     model = load_model(make_checkpoint(tmp_path, "llama3.2"))
     optimizer, num_gradients = AdamWConfig().build(NoAdapter().param_groups(model)), []
-    MemoryConfig(optimizer_in_bwd=True).update(optimizer, 0.0, DistributedContext())
+    MemoryConfig(optimizer_in_bwd=True).wrap_optimizer(optimizer, DistributedContext())
     for p in model.parameters():
         p.register_hook(lambda grad: num_gradients.append(sum(q.grad is not None for q in model.parameters())))
     CrossEntropy()(model, make_batch(random_tokens())).backward()

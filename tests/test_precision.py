@@ -10,14 +10,14 @@ from safetensors.torch import load_file, save_file
 from tests.checkpoints import (
     FULL,
     SHAPES,
-    make_batch,
     build,
-    relative_error,
-    make_checkpoint,
     load_model,
-    save,
     load_transformers_model,
+    make_batch,
+    make_checkpoint,
     random_tokens,
+    relative_error,
+    save,
     train,
 )
 from tunekit import devices

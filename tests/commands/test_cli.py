@@ -195,7 +195,7 @@ def test_config_and_recipe_must_fit(count: Path, capsys: pytest.CaptureFixture[s
     (count / "other.yaml").write_text("recipe: dpo\nword: sheep\n")
     assert "written for the recipe 'dpo'" in mistake(capsys, "run", "sft", "other")
     assert "names no recipe" in mistake(capsys, "validate", "count")
-    (count / "half.py").write_text('"""Half a recipe."""\n\nRECIPE = int\n')
+    (count / "half.py").write_text('"""Half a recipe."""\n\nCONFIG = int\n')
     assert "lacks check, main" in mistake(capsys, "run", "half.py", "count")
 
 

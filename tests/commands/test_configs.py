@@ -26,7 +26,7 @@ def shortened(tree: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 def loaded(name: str, tree: dict[str, Any]) -> Any:
     """The config, or None if its recipe refuses it."""
     try:
-        return load_config(recipe_loader.load_recipe(name).RECIPE, tree)
+        return load_config(recipe_loader.load_recipe(name).CONFIG, tree)
     except ConfigError:
         return None
 
@@ -35,7 +35,7 @@ def loaded(name: str, tree: dict[str, Any]) -> Any:
 def test_shipped_configs_say_only_what_differs(name: str) -> None:
     tree = yaml.safe_load(CONFIGS[name].read_text())
     recipe = tree["recipe"]
-    whole = load_config(recipe_loader.load_recipe(recipe).RECIPE, CONFIGS[name])
+    whole = load_config(recipe_loader.load_recipe(recipe).CONFIG, CONFIGS[name])
     idle = [key for key, less in shortened(tree) if loaded(recipe, less) == whole]
     assert not idle, f"{name} repeats defaults: {', '.join(idle)}"
 

@@ -31,7 +31,7 @@ BASES = {  # what a recipe must be told
 
 
 def keys(recipe: str) -> set[str]:
-    places = (place for place, _ in iter_slots(recipe_loader.load_recipe(recipe).RECIPE, ChoiceRegistry()))
+    places = (place for place, _ in iter_slots(recipe_loader.load_recipe(recipe).CONFIG, ChoiceRegistry()))
     return {".".join(part for part in place if part != "0") for place in places}
 
 
@@ -59,7 +59,7 @@ def mistakes(recipe: str, *words: str) -> list[str]:
     if any(word.startswith("data.kind=") for word in words):
         words = (*words, "data.source=s")  # another kind begins anew
     try:
-        load_config(recipe_loader.load_recipe(recipe).RECIPE, BASES.get(recipe, BASES["sft"]), words)
+        load_config(recipe_loader.load_recipe(recipe).CONFIG, BASES.get(recipe, BASES["sft"]), words)
     except ConfigError as error:
         return [*error.lines]
     return []
@@ -111,7 +111,7 @@ def test_lists_of_values_are_read() -> None:
 
 def test_a_key_of_ours_is_not_taken_for_a_foreign_one() -> None:
     for recipe in TRAIN:
-        own = set(field_slots(recipe_loader.load_recipe(recipe).RECIPE))
+        own = set(field_slots(recipe_loader.load_recipe(recipe).CONFIG))
         assert not own & {name for row in TABLE for name in row.names.split()}, recipe
 
 
@@ -166,7 +166,7 @@ def mistake(config: str, word: str) -> str:
     recipe = registry.recipe_of_config(path)
     assert recipe is not None
     with pytest.raises(ConfigError) as caught:
-        load_config(recipe_loader.load_recipe(recipe).RECIPE, path, [word])
+        load_config(recipe_loader.load_recipe(recipe).CONFIG, path, [word])
     (line,) = caught.value.lines
     return line
 
@@ -208,7 +208,7 @@ def test_a_word_that_is_no_kind_is_answered(config: str, word: str, says: str) -
 )
 def test_what_is_written_as_a_kind_is_taken_for_nothing_else(recipe: str, text: str, words, says: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        load_config(recipe_loader.load_recipe(recipe).RECIPE, f"model: m\noutput_dir: o\n{text}", words)
+        load_config(recipe_loader.load_recipe(recipe).CONFIG, f"model: m\noutput_dir: o\n{text}", words)
     (line,) = caught.value.lines
     assert says in line and "write" not in line
 
@@ -216,21 +216,21 @@ def test_what_is_written_as_a_kind_is_taken_for_nothing_else(recipe: str, text: 
 def test_an_element_that_is_told_has_the_key() -> None:
     text = BASES["sft"] + "loss: [sft, {kind: dpo, weight: 0.5}]\n"
     with pytest.raises(ConfigError) as caught:
-        load_config(recipe_loader.load_recipe("preference").RECIPE, text, ["label_smoothing=0.1"])
+        load_config(recipe_loader.load_recipe("preference").CONFIG, text, ["label_smoothing=0.1"])
     assert "'label_smoothing' is a key of loss" in caught.value.lines[0]
-    load_config(recipe_loader.load_recipe("preference").RECIPE, text, ["loss.1.label_smoothing=0.1"])
+    load_config(recipe_loader.load_recipe("preference").CONFIG, text, ["loss.1.label_smoothing=0.1"])
 
 
 def test_in_a_file_such_a_word_is_answered_in_yaml() -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(
-            recipe_loader.load_recipe("distill").RECIPE,
+            recipe_loader.load_recipe("distill").CONFIG,
             "model: m\ndata: {source: s}\noutput_dir: o\nteacher: g/teacher\n",
         )
     assert caught.value.lines[0].endswith("; for the model 'g/teacher', write teacher: {model: g/teacher}")
     with pytest.raises(ConfigError) as caught:
         load_config(
-            recipe_loader.load_recipe("distill").RECIPE, "model: m\ndata: {source: s}\noutput_dir: o\nteacher: onlin\n"
+            recipe_loader.load_recipe("distill").CONFIG, "model: m\ndata: {source: s}\noutput_dir: o\nteacher: onlin\n"
         )
     assert caught.value.lines[0].endswith("did you mean 'online'? there is online or offline")
 
@@ -238,7 +238,7 @@ def test_in_a_file_such_a_word_is_answered_in_yaml() -> None:
 def test_losses_that_are_told_are_losses() -> None:
     slot = next(
         slot
-        for place, slot in iter_slots(recipe_loader.load_recipe("preference").RECIPE, ChoiceRegistry())
+        for place, slot in iter_slots(recipe_loader.load_recipe("preference").CONFIG, ChoiceRegistry())
         if place == ("loss", "0")
     )
     assert set(RECIPES[0][0].split()) <= set(ChoiceRegistry().kinds(slot))
@@ -276,7 +276,7 @@ def test_configs_that_are_told_are_there() -> None:
     for recipe, config, said in (found for line in told for found in line):
         path = registry.find_config(config)
         assert registry.recipe_of_config(path) == recipe
-        load_config(recipe_loader.load_recipe(recipe).RECIPE, path, said.split())
+        load_config(recipe_loader.load_recipe(recipe).CONFIG, path, said.split())
 
 
 @pytest.mark.parametrize(

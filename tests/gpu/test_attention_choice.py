@@ -144,7 +144,10 @@ def test_cached_keys_without_flash_use_the_memory_efficient_kernel(rule: Attenti
     positions, q = torch.tensor([[0], [9], [14]]), torch.randn(3, 1, 6, 12)
     with SdpaCalls() as sdpa, torch.no_grad():
         y = attend_decode(q, k, v, CachePositions(positions, 17, 15), rule)
-    assert relative_error(y.double(), naive_attention(q, k, v, rule, visible_mask(positions, torch.arange(17), rule))) < 1e-6
+    assert (
+        relative_error(y.double(), naive_attention(q, k, v, rule, visible_mask(positions, torch.arange(17), rule)))
+        < 1e-6
+    )
     assert len(sdpa.calls) == 1
 
 

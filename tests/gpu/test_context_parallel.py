@@ -68,7 +68,10 @@ def test_ranges_of_queries_equal_all_queries(
     ranks = [ContextParallelSharding(MeshDim(None, 3, index)) for index in range(3)]  # type: ignore[arg-type]
     layout = None if offsets is None else SequenceLayout(offsets)
     outputs = [
-        attention_sharded(r.local_tokens(q), k, v, rule, r.local_tokens(positions), r.local_ranges(23), sinks, None, layout) for r in ranks
+        attention_sharded(
+            r.local_tokens(q), k, v, rule, r.local_tokens(positions), r.local_ranges(23), sinks, None, layout
+        )
+        for r in ranks
     ]
     assert len(calls) == len(ranks), "one call for each rank"
     real = torch.ones(2, 23, 1, 1)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.checkpoints import relative_error, make_checkpoint, load_model, random_tokens
+from tests.checkpoints import load_model, make_checkpoint, random_tokens, relative_error
 from tests.gpu.decode_ops import DecodeOps, Op, build_config, build_model, gpu_shapes
 from tests.gpu.flash_on_cpu import cpu_flash
 from tests.gpu.recorded_step import record_step

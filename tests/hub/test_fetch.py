@@ -125,7 +125,9 @@ def test_sigkill_keeps_complete_files(sandbox: Sandbox) -> None:
     may_continue = Event()
     sandbox.hub.faults = [Fault("GET", "/storage/", cut="reply", at=20_000_000, until=may_continue)]
     child = sandbox.start("download", "ann/large")
-    wait_until(lambda: list(sandbox.directory.rglob("snapshots/*/config.json")) and sandbox.hub.seen("GET", "/storage/"))
+    wait_until(
+        lambda: list(sandbox.directory.rglob("snapshots/*/config.json")) and sandbox.hub.seen("GET", "/storage/")
+    )
     os.kill(child, signal.SIGKILL)
     may_continue.set()
     assert sandbox.end().code == -signal.SIGKILL

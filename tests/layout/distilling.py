@@ -1,11 +1,12 @@
 """Some steps of distillation on any layout, and what came of them. Lean: every rank imports it."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import tokenizers
 import torch
 
+from tests.helpers.optimizer_step import step_optimizer
 from tests.layout.steps import FP32, Case, Outcome, batches
 from tunekit import build
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
@@ -49,21 +50,19 @@ def taught(case: Lesson) -> Outcome:
             max_grad_norm=case.clip,
         )
         layout = Collator(4, case.micro_batch, run.reader, run.sizes.readers, 0, case.length if case.packed else None)
-        beside = {
-            "teacher": teacher.open(case.loss, model, WORDS, [], run),
-            "writer": StudentSampler(
-                OnPolicyConfig(case.share, max_new_tokens=6, batch_size=2), layout, case.length, frozenset({3, 4, 5})
-            ),
-        }
+        online_teacher = teacher.open(case.loss, model, WORDS, [], run)
+        on_policy = OnPolicyConfig(case.share, max_new_tokens=6, batch_size=2)
+        sampler = StudentSampler(on_policy, layout, case.length, frozenset({3, 4, 5}))
         optimizer = case.optimizer.build(case.adapter.param_groups(model))
-        update = case.memory.update(optimizer, case.clip, run)
+        train_optimizer = case.memory.wrap_optimizer(optimizer, run)
         figures = {}
         for step in range(case.steps):
             run.begin_step(step)
-            taken = distill.forward_backward(model, batches(case, step, run), replace(cfg), update, run, **beside)
-            found.losses.append(float(taken.loss))
-            found.norms.append(float(taken.norm))
-            figures = {name: float(value) for name, value in taken.figures.items()}
+            micro_batches = sampler(model, batches(case, step, run), run)
+            loss, metrics = distill.forward_backward(model, micro_batches, cfg, online_teacher, run)
+            found.losses.append(float(loss))
+            found.norms.append(float(step_optimizer(train_optimizer, case.clip)))
+            figures = {name: float(value) for name, value in metrics.items()}
         found.losses += [figures[name] for name in sorted(figures)]
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         found.tensors = {name: full_tensor(p).clone() for name, p in named}

@@ -34,12 +34,17 @@ def test_stretches_of_queries(rule: AttentionParams, sunk: bool, monkeypatch: py
     positions = torch.cat([torch.arange(n) for n in offsets.diff()]).view(2, 23)
     wanted = attention.attention(q, k, v, rule, SequenceLayout(offsets), sinks)
     ranks = [ContextParallelSharding(MeshDim(None, 2, index)) for index in range(2)]  # type: ignore[arg-type] (nothing is sent)
-    found = [attention_sharded(r.local_tokens(q), k, v, rule, r.local_tokens(positions), r.local_ranges(23), sinks) for r in ranks]
+    found = [
+        attention_sharded(r.local_tokens(q), k, v, rule, r.local_tokens(positions), r.local_ranges(23), sinks)
+        for r in ranks
+    ]
     real = torch.ones(2, 23, 1, 1)
     for one, rank in zip(found, ranks, strict=True):
         assert relative_error(one * rank.keep(real), rank.keep(wanted)) < 1e-6
     weight = torch.randn(wanted.shape, generator=draw)
     theirs = torch.autograd.grad((wanted * weight).sum(), learnt)
-    ours = torch.autograd.grad(sum((y * r.local_tokens(weight)).sum() for y, r in zip(found, ranks, strict=True)), learnt)
+    ours = torch.autograd.grad(
+        sum((y * r.local_tokens(weight)).sum() for y, r in zip(found, ranks, strict=True)), learnt
+    )
     for a, b in zip(ours, theirs, strict=True):
         assert relative_error(a, b) < 1e-5

@@ -22,7 +22,9 @@ from tunekit.loggers.metric_logger import (
     WandBConfig,
 )
 
-MAIN = SimpleNamespace(is_main_process=True, device=torch.device("cpu"), rank=0, max_over_ranks=lambda *values: [*values])
+MAIN = SimpleNamespace(
+    is_main_process=True, device=torch.device("cpu"), rank=0, max_over_ranks=lambda *values: [*values]
+)
 RESOLVED = {"seed": 1, "optimizer": {"kind": "adamw", "lr": 1e-4}}
 PACKAGES = {
     TensorBoardConfig: "tensorboard",
@@ -36,7 +38,13 @@ PACKAGES = {
 def train(folder, choice, first, last, resolved=RESOLVED):
     with MetricLogger(folder, MAIN, num_steps=4, report_to=(choice,), start=first, resolved=resolved) as meter:
         for step in range(first + 1, last + 1):
-            meter.log_step(step, {"loss": 1 / step, "grad_norm": 2.0, "lr": 1e-4}, num_tokens=10, num_target_tokens=4, data_time=0.0)
+            meter.log_step(
+                step,
+                {"loss": 1 / step, "grad_norm": 2.0, "lr": 1e-4},
+                num_tokens=10,
+                num_target_tokens=4,
+                data_time=0.0,
+            )
         meter.log(last, validation_loss=0.5)
 
 

@@ -8,7 +8,18 @@ import torch
 import torch.nn.functional as F
 import transformers
 
-from tests.checkpoints import SHAPES, auto_class, make_batch, build, relative_error, make_checkpoint, load_model, save, load_transformers_model, random_tokens
+from tests.checkpoints import (
+    SHAPES,
+    auto_class,
+    build,
+    load_model,
+    load_transformers_model,
+    make_batch,
+    make_checkpoint,
+    random_tokens,
+    relative_error,
+    save,
+)
 from tests.shapes_dense import DENSE
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
 from tunekit.checkpoint.save_model import full_weight
@@ -76,7 +87,11 @@ def test_fresh_weights_are_those_of_transformers_in_kind(name: str, tmp_path: Pa
 def test_norms_in_bf16_are_those_of_transformers_to_the_bit(name: str, tmp_path: Path) -> None:
     """Whether the weight multiplies before or behind the rounding differs from family to family."""
     folder = make_checkpoint(tmp_path, name)
-    source, model, other = HFCheckpoint.open(folder), load_model(folder).bfloat16(), load_transformers_model(folder).bfloat16()
+    source, model, other = (
+        HFCheckpoint.open(folder),
+        load_model(folder).bfloat16(),
+        load_transformers_model(folder).bfloat16(),
+    )
     names = {move.ours[0]: move.hub[0] for move in source.key_mappings}
     for name, norm in model.named_modules():
         if not isinstance(norm, RMSNorm) or not norm.spec.weight or "linear_attn.norm" in names[f"{name}.weight"]:

@@ -8,7 +8,16 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from tests.checkpoints import FULL, build, relative_error, load_model, save, load_transformers_model, random_tokens, train
+from tests.checkpoints import (
+    FULL,
+    build,
+    load_model,
+    load_transformers_model,
+    random_tokens,
+    relative_error,
+    save,
+    train,
+)
 from tests.shapes_dense import GEMMA2, LLAMA, MISTRAL, PHI, QWEN2, QWEN3, YARN
 from tunekit.checkpoint import save_model
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
@@ -87,4 +96,6 @@ def test_a_size_that_no_builder_knew_is_trained_and_written(defect: str, tmp_pat
     with torch.no_grad():
         wanted = load_transformers_model(tmp_path / "out")(random_tokens()).logits
         assert relative_error(model.eval()(random_tokens()), wanted) < 1e-5
-        assert relative_error(load_transformers_model(source)(random_tokens()).logits, wanted) > 1e-2, "it learnt something"
+        assert relative_error(load_transformers_model(source)(random_tokens()).logits, wanted) > 1e-2, (
+            "it learnt something"
+        )

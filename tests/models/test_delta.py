@@ -10,7 +10,17 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from tests.checkpoints import FP32, FULL, DEFAULT_MEMORY, SHAPES, relative_error, make_checkpoint, load_model, save, random_tokens
+from tests.checkpoints import (
+    DEFAULT_MEMORY,
+    FP32,
+    FULL,
+    SHAPES,
+    load_model,
+    make_checkpoint,
+    random_tokens,
+    relative_error,
+    save,
+)
 from tunekit import build
 from tunekit.checkpoint import save_model
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
@@ -130,7 +140,9 @@ def test_fresh_weights_are_those_of_transformers(name: str, tmp_path: Path) -> N
     (tmp_path / "theirs" / "model.safetensors").unlink()
     source = HFCheckpoint.open(tmp_path / "theirs")
     (tmp_path / "ours").mkdir()
-    model = build.build_model(source, NoQuantization(), FULL, FP32, DEFAULT_MEMORY, DistributedContext(0, "cpu"), fresh=True)
+    model = build.build_model(
+        source, NoQuantization(), FULL, FP32, DEFAULT_MEMORY, DistributedContext(0, "cpu"), fresh=True
+    )
     save_model.save_model(tmp_path / "ours", model, source, quiet=True)
     found = load_file(tmp_path / "ours" / "model.safetensors")
     assert found.keys() == wanted.keys()

@@ -8,7 +8,17 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.checkpoints import SHAPES, build, relative_error, make_checkpoint, load_model, rewrite_config, save, load_transformers_model, random_tokens
+from tests.checkpoints import (
+    SHAPES,
+    build,
+    load_model,
+    load_transformers_model,
+    make_checkpoint,
+    random_tokens,
+    relative_error,
+    rewrite_config,
+    save,
+)
 from tunekit.adapters.config import FrozenModel
 from tunekit.checkpoint import atomic
 from tunekit.checkpoint.hf_checkpoint import WEIGHTS, HFCheckpoint
@@ -29,7 +39,15 @@ KINDS = {
     "softmax": PLAIN,
     "normalized": MoE(8, 3, 16, scale=2.5),
     "odd": MoE(7, 2, 5),  # rows that torch's grouped product does not take
-    "one": MoE(8, 1, 16, scoring_func="top_sigmoid", norm_topk_prob=False, apply_router_weight_on_input=True, shared_intermediate_size=9),
+    "one": MoE(
+        8,
+        1,
+        16,
+        scoring_func="top_sigmoid",
+        norm_topk_prob=False,
+        apply_router_weight_on_input=True,
+        shared_intermediate_size=9,
+    ),
     "biased": MoE(8, 3, 16, "clamped_swiglu", "top_softmax", norm_topk_prob=False, router_bias=True, bias=True),
     "corrected": MoE(8, 3, 16, scoring_func="sigmoid", groups=(4, 2), selection_bias=True, router_in_fp32=True),
     "grouped": MoE(8, 3, 16, groups=(2, 1), shared_intermediate_size=9, shared_gate=True),

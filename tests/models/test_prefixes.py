@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.checkpoints import FP32, relative_error, make_checkpoint, load_model
-from tests.pairs import make_batches, answer_logps
+from tests.checkpoints import FP32, load_model, make_checkpoint, relative_error
+from tests.pairs import answer_logps, make_batches
 from tunekit import build
 from tunekit.adapters.config import LoRAConfig, NoAdapter
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint

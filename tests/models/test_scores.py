@@ -12,7 +12,18 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers.models.auto import modeling_auto
 
-from tests.checkpoints import FP32, FULL, DEFAULT_MEMORY, SHAPES, relative_error, make_checkpoint, load_model, rewrite_config, save, random_tokens
+from tests.checkpoints import (
+    DEFAULT_MEMORY,
+    FP32,
+    FULL,
+    SHAPES,
+    load_model,
+    make_checkpoint,
+    random_tokens,
+    relative_error,
+    rewrite_config,
+    save,
+)
 from tunekit import build
 from tunekit.checkpoint import save_model
 from tunekit.checkpoint.classification_head import require_language_model, with_score_head
@@ -139,7 +150,9 @@ def test_a_fresh_head_is_that_of_transformers_but_for_the_draw(tmp_path: Path) -
     assert torch.equal(weights[0], weights[1]) and not torch.equal(weights[0], weights[2])
     wanted = json.loads((folder / "config.json").read_text())["initializer_range"]
     assert abs(weights[0].std() / wanted - 1) < 0.05
-    biased = headed(make_checkpoint(tmp_path / "other", "llama3.1"), ScoreHead(3, docs_per_row=True, bias=True, pad_id=PAD))[1].head
+    biased = headed(
+        make_checkpoint(tmp_path / "other", "llama3.1"), ScoreHead(3, docs_per_row=True, bias=True, pad_id=PAD)
+    )[1].head
     assert biased.bias is not None and not biased.bias.any()
 
 
@@ -165,7 +178,7 @@ def test_what_a_checkpoint_is_for(tmp_path: Path) -> None:
         require_language_model(source)
     with pytest.raises(UserError, match="writes no text"):
         build.load_for_inference(str(folder), FP32, DistributedContext(0, "cpu"))
-    model, _ = build.load_for_inference(str(folder), FP32, DistributedContext(0, "cpu"), scores=True)
+    model, _ = build.load_for_inference(str(folder), FP32, DistributedContext(0, "cpu"), allow_score_head=True)
     assert model.spec.score == ScoreHead(3, pad_id=PAD)
     other = HFCheckpoint.open(make_checkpoint(tmp_path / "granite", "granite"), "granite")
     with pytest.raises(UserError, match="transformers has no granite model that scores documents"):

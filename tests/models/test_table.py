@@ -18,7 +18,15 @@ def row(name: str) -> tuple[str | float, ...]:
     generation = "differs" if found.generation else "equal"
     files = "differ" if found.files else "bit by bit"
     lora = measure_adapter_parity(name, LoRAConfig(4)) if name in KINDS.values() else None
-    return name, kind, found.logits, found.gradients, generation, files, *((lora.in_peft, lora.from_peft) if lora else "--")
+    return (
+        name,
+        kind,
+        found.logits,
+        found.gradients,
+        generation,
+        files,
+        *((lora.in_peft, lora.from_peft) if lora else "--"),
+    )
 
 
 def test_table() -> None:

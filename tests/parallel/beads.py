@@ -42,7 +42,7 @@ class Beads:
     device: str = "cpu"
 
 
-RECIPE = Beads
+CONFIG = Beads
 
 
 def check(cfg):

@@ -25,7 +25,9 @@ ROOT = Path(__file__).parent.parent.parent
 GRACE = 3.0  # seconds that the others have to tell of their own troubles, once one has failed
 
 
-def on(count: int, function: Callable[..., Any], *args: object, group: bool = False, limit: float = TIMEOUT_SECONDS) -> list[Any]:
+def on(
+    count: int, function: Callable[..., Any], *args: object, group: bool = False, limit: float = TIMEOUT_SECONDS
+) -> list[Any]:
     """What `function(*args)` returned on each of `count` ranks, in their order; AssertionError with the first failure.
 
     The function stands at the top of its module, and what goes in and out can be pickled. With `group` gloo's process

@@ -19,6 +19,7 @@ from tunekit.config import load
 from tunekit.data.dataloader import prefetch
 from tunekit.distillation.teacher import OnlineTeacherConfig as Teacher
 from tunekit.models.spec import Attention, DecoderSpec
+from tunekit.optim.train_optimizer import TrainOptimizer
 from tunekit.plan import estimate
 from tunekit.plan.hardware import ClusterSpec
 from tunekit.plan.memory_tracker import MemoryTracker
@@ -69,7 +70,7 @@ def config(folder: Path, name: str) -> tuple[Any, Any]:
         SAID.format(folder=folder, kind=kind, length=LENGTH, batch=batch, adapter=adapter) + more
     )
     module = recipe_loader.load_recipe(recipe)
-    return module, load.load_config(module.RECIPE, folder / "a.yaml", [], [])
+    return module, load.load_config(module.CONFIG, folder / "a.yaml", [], [])
 
 
 def watched(step: Callable[..., Any], most: list[int]) -> Callable[..., Any]:
@@ -110,13 +111,13 @@ def taken(folder: Path) -> list[tuple[int, int]]:
         place.mkdir()
         module, cfg = config(place, name)
         plan, most = planned(cfg), []
-        step = module.forward_backward
-        module.forward_backward = watched(step, most)
+        forward_backward, step = module.forward_backward, TrainOptimizer.step
+        module.forward_backward, TrainOptimizer.step = watched(forward_backward, most), watched(step, most)
         training.check_training(cfg)
         module.main(cfg)
-        module.forward_backward = step
+        module.forward_backward, TrainOptimizer.step = forward_backward, step
         moments = (plan.room.phases[phase] for phase in ("forward", "backward", "step"))
-        found.append((max(moment.total - moment.parts["process"] for moment in moments), most[-1]))
+        found.append((max(moment.total - moment.parts["process"] for moment in moments), max(most[-2:])))
     return found
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.helpers.optimizer_step import step_optimizer
 from tests.plan.workloads import build_workload, make_checkpoint
 from tunekit import assets
 from tunekit.adapters.config import LoRAConfig
@@ -47,8 +48,10 @@ def lived(task: Workload) -> int:
     """Bytes of the tensors of a real step at most, in its second run."""
     run = DistributedContext(device="cpu")
     net = filled(task)
-    optimizer = task.optimizer.build(task.adapter.param_groups(net), [p for each in net.layers for p in each.parameters()])
-    update = task.memory.update(optimizer, task.max_grad_norm, run)
+    optimizer = task.optimizer.build(
+        task.adapter.param_groups(net), [p for each in net.layers for p in each.parameters()]
+    )
+    train_optimizer = task.memory.wrap_optimizer(optimizer, run)
     sizes = ParallelDims()
     step = rows_of(task, sizes)
     with MemoryTracker() as live:
@@ -57,7 +60,7 @@ def lived(task: Workload) -> int:
             live.mark()
             for _ in range(task.parts(sizes)):
                 task.loss(net, step).backward()
-            update()
+            step_optimizer(train_optimizer, task.max_grad_norm)
     return live.most
 
 

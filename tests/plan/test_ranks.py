@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from tests.helpers.optimizer_step import step_optimizer
 from tests.parallel.ranks import on
 from tests.plan.workloads import build_workload, make_checkpoint
 from tunekit import build
@@ -58,14 +59,16 @@ def stepped(task: Workload, run: DistributedContext) -> None:
     register_shards((*net.named_parameters(), *net.named_buffers()), net.shards)
     for parameter in net.parameters():
         to_local(parameter.data).normal_(std=0.02)
-    optimizer = task.optimizer.build(task.adapter.param_groups(net), [p for each in net.layers for p in each.parameters()])
-    update = task.memory.update(optimizer, task.max_grad_norm, run)
+    optimizer = task.optimizer.build(
+        task.adapter.param_groups(net), [p for each in net.layers for p in each.parameters()]
+    )
+    train_optimizer = task.memory.wrap_optimizer(optimizer, run)
     batch = rows(probe_step(task, run.sizes))
     tokens = torch.randint(0, task.source.spec.vocab, batch.tokens.shape)
     batch = replace(batch, tokens=tokens, targets=tokens, positions=torch.arange(task.max_length).expand_as(tokens))
     for _ in range(2):
         (task.loss(net, batch) / batch.num_target_tokens).backward()
-        update()
+        step_optimizer(train_optimizer, task.max_grad_norm)
 
 
 @pytest.mark.multi

@@ -83,7 +83,7 @@ def stepped(folder: Path, model: Path, out: str) -> list[dict[str, list[float]]]
 
 def shown(case: Case, folder: Path, model: Path, out: Path) -> dict[str, list[float]]:
     recipe = importlib.import_module(f"tunekit.recipes.{METHODS[case.method][0]}")
-    recipe.main(load.load_config(recipe.RECIPE, config(case, folder, model, out)))
+    recipe.main(load.load_config(recipe.CONFIG, config(case, folder, model, out)))
     found = [line for line in metric_logger.read_metrics(out) if "loss" in line]
     return {name: [line[name] for line in found] for name in found[0] if timeless(name)}
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.checkpoints import make_checkpoint, load_model
+from tests.checkpoints import load_model, make_checkpoint
 from tunekit import assets, build
 from tunekit.adapters.config import LoRAConfig
 from tunekit.checkpoint import atomic, final_checkpoint

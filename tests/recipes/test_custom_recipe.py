@@ -38,7 +38,9 @@ def recipe(work) -> Path:
     assert checkpointer
     source = replace_once(source, checkpointer[0], block_with("ema=ema"))
     source = replace_once(source, "            optimizer.step()\n", block_with("ema.update"))
-    source = replace_once(source, "    export_final(run, model, checkpoint, loaders, step)\n", block_with("ema.copy_to"))
+    source = replace_once(
+        source, "    export_final(run, model, checkpoint, loaders, step)\n", block_with("ema.copy_to")
+    )
     loss_field = "    loss: CrossEntropy = CrossEntropy()\n"
     source = replace_once(source, loss_field, loss_field + block_with("ema_decay: float"))
     source = replace_once(source, "ema = EMA(model)", "ema = EMA(model, cfg.ema_decay)")

@@ -12,7 +12,14 @@ import transformers
 from torch import nn
 from trl.experimental.gkd import GKDConfig, GKDTrainer
 
-from tests.checkpoints import FP32, relative_error, make_checkpoint, load_inference_model, load_transformers_model, random_tokens
+from tests.checkpoints import (
+    FP32,
+    load_inference_model,
+    load_transformers_model,
+    make_checkpoint,
+    random_tokens,
+    relative_error,
+)
 from tests.recipes.stepwise import BATCH, PLAIN, STEADY, STEPS, figures, told, whole_steps, written
 from tunekit.data.dataloader.batch import IGNORE, Batch
 from tunekit.data.datasets import CompletionDataset
@@ -49,7 +56,12 @@ def compare(cfg: distill.DistillConfig, wanted: dict[str, list[float]], model: n
     for name, values in wanted.items():
         assert [line[name] for line in found] == pytest.approx(values, rel=1e-5)
     with torch.no_grad():
-        assert relative_error(load_inference_model(Path(cfg.output_dir))(random_tokens()), model.eval()(random_tokens()).logits) < 1e-4
+        assert (
+            relative_error(
+                load_inference_model(Path(cfg.output_dir))(random_tokens()), model.eval()(random_tokens()).logits
+            )
+            < 1e-4
+        )
 
 
 class Fed(GKDTrainer):
@@ -86,7 +98,10 @@ def test_steps_are_those_of_trl(beta: float, tmp_path: Path) -> None:
 
 def test_figures_are_those_of_a_plain_loop(tmp_path: Path) -> None:
     cfg = config(tmp_path, ReverseKL(temperature=2.0, kd_ratio=0.75))
-    student, teacher = load_transformers_model(Path(cfg.model)).train(), load_transformers_model(Path(cfg.teacher.model))
+    student, teacher = (
+        load_transformers_model(Path(cfg.model)).train(),
+        load_transformers_model(Path(cfg.teacher.model)),
+    )
     optimizer = torch.optim.AdamW(student.parameters(), STEADY.lr, (0.9, 0.95), STEADY.eps, 0.0)
     names = ("loss", "divergence", "kl", "cross_entropy", "entropy", "teacher_entropy", "top1_agreement")
     wanted: dict[str, list[float]] = {name: [] for name in names}

@@ -10,7 +10,7 @@ import pytest
 from tests.parallel.ranks import on
 from tests.recipes.conftest import sums
 from tests.recipes.forgets import trained
-from tunekit import assets
+from tunekit import assets, build
 from tunekit.adapters.config import LoRAConfig
 from tunekit.config.load import load_config
 from tunekit.data.datasets import ChatDataset
@@ -110,9 +110,9 @@ def test_what_makes_no_sense():
 
 def test_a_model_that_scores_has_no_likelihood(learnt):
     cfg = sft.SFTConfig(model=str(learnt / "final"), data=ChatDataset("rows.jsonl"), output_dir="out")
-    spec = sft.training.open_checkpoint(cfg).spec.scoring(ScoreHead(1))
+    spec = build.read_checkpoint(cfg).spec.scoring(ScoreHead(1))
     with pytest.raises(UserError, match="a model that scores"):
-        ForgettingConfig(ChatDataset("rows.jsonl")).check(spec, sft.words(cfg))
+        ForgettingConfig(ChatDataset("rows.jsonl")).check(spec, cfg.open_tokenizer())
 
 
 @pytest.mark.multi

@@ -63,9 +63,12 @@ def test_what_is_no_number_ends_the_run(work, monkeypatch, early):
     plant(monkeypatch, float("nan"), 6)
     if not early:
         create = StepGuard.__init__
-        monkeypatch.setattr(
-            StepGuard, "__init__", lambda watch, rule, device: create(watch, rule, torch.device("meta"))
-        )
+
+        def create_late(guard, config, dist, prefetcher):
+            create(guard, config, dist, prefetcher)
+            guard.reads_now = False
+
+        monkeypatch.setattr(StepGuard, "__init__", create_late)
     done = work.tune(*RUN, "log_every=4")
     assert done.code == 2
     (told,) = [line for line in done.err.splitlines() if line.startswith("error: ")]

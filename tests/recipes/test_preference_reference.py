@@ -14,7 +14,13 @@ from trl.trainer.dpo_trainer import DPOTrainer
 from trl.trainer.kto_config import KTOConfig
 from trl.trainer.kto_trainer import KTOTrainer
 
-from tests.checkpoints import relative_error, make_checkpoint, load_inference_model, load_transformers_model, random_tokens
+from tests.checkpoints import (
+    load_inference_model,
+    load_transformers_model,
+    make_checkpoint,
+    random_tokens,
+    relative_error,
+)
 from tests.recipes.stepwise import BATCH, PLAIN, STEADY, STEPS, figures, in_order, texts, told, whole_steps, written
 from tunekit.data.datasets import PreferenceDataset as Pairs
 from tunekit.data.datasets import UnpairedPreferenceDataset
@@ -87,7 +93,13 @@ def compare(cfg: preference.PreferenceConfig, trainer: Any, names: tuple[str, ..
             assert ours[name] == pytest.approx(float(them[name]), rel=1e-5, abs=max(1e-5, bound)), name
     assert abs(found[-1]["loss"] - found[0]["loss"]) > 1e-2, "something was learnt"
     with torch.no_grad():
-        assert relative_error(load_inference_model(Path(cfg.output_dir))(random_tokens()), trainer.model.eval()(random_tokens()).logits) < 1e-5
+        assert (
+            relative_error(
+                load_inference_model(Path(cfg.output_dir))(random_tokens()),
+                trainer.model.eval()(random_tokens()).logits,
+            )
+            < 1e-5
+        )
 
 
 FIGURES = ("loss", "rewards/chosen", "rewards/rejected", "rewards/margins", "logps/chosen", "logps/rejected")

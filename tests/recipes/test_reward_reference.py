@@ -12,7 +12,7 @@ import transformers
 from trl.trainer.reward_config import RewardConfig
 from trl.trainer.reward_trainer import RewardTrainer
 
-from tests.checkpoints import relative_error, make_checkpoint
+from tests.checkpoints import make_checkpoint, relative_error
 from tests.recipes.stepwise import BATCH, PLAIN, STEPS, figures, in_order, texts, told, whole_steps, written
 from tunekit import build
 from tunekit.adapters.config import NoAdapter
@@ -23,7 +23,6 @@ from tunekit.distributed.context import DistributedContext
 from tunekit.losses.reward import BradleyTerry, Classification, ProcessReward, Regression, RewardLoss
 from tunekit.optim.config import SGDConfig
 from tunekit.recipes import reward
-from tunekit.training import config as training
 
 # What the tokenizer of these checkpoints pads with.
 PAD = 1
@@ -52,7 +51,7 @@ def config(folder: Path, shape: str = "llama3.2", **changes: Any) -> reward.Rewa
 
 def started(cfg: reward.RewardConfig, folder: Path) -> transformers.PreTrainedModel:
     """The model that training begins with, as transformers opens it."""
-    source = training.open_checkpoint(cfg)
+    source = build.read_checkpoint(cfg)
     model = build.build_model(
         source, cfg.quantization, NoAdapter(), cfg.precision, cfg.memory, DistributedContext(cfg.seed, "cpu")
     )

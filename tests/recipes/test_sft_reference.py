@@ -9,7 +9,15 @@ import torch.nn.functional as F
 import transformers
 from torch import nn
 
-from tests.checkpoints import FP32, relative_error, make_checkpoint, load_inference_model, load_model, load_transformers_model, random_tokens
+from tests.checkpoints import (
+    FP32,
+    load_inference_model,
+    load_model,
+    load_transformers_model,
+    make_checkpoint,
+    random_tokens,
+    relative_error,
+)
 from tests.recipes.stepwise import figures, texts, whole_steps, written
 from tunekit.adapters.config import DoRAConfig, LoRAConfig, NoAdapter
 from tunekit.checkpoint import atomic, final_checkpoint
